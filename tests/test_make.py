@@ -280,7 +280,7 @@ NO_ENTRY = EnvSpec("OnlyVector-v0", vector_entry_point="x:y")
         ({"vector_kwargs": {"num_worker": 2}}, TypeError, f"'num_worker'. {MEANT} 'num_workers'\\? Options: .*copy"),
         ({"sutton_barto": True}, TypeError, f"'CartPole-v1' has no option 'sutton_barto'. {MEANT} 'sutton_barto_reward'\\?"),
         ({"zero_copy": False}, TypeError, "'zero_copy'. Remove it: "),
-        ({"seed": 3}, TypeError, r"'seed'. Give it to reset\(seed=\.\.\.\)"),
+        ({"seed": 3}, TypeError, r"'seed'. Pass it to reset\(seed=\.\.\.\)"),
         ({"num_worker": 3}, TypeError, "Did you mean 'num_workers', an option of the vector environment"),
         ({"id_or_env_fn": CartPoleEnv, "num_worker": 3}, TypeError, "CartPoleEnv has no option 'num_worker'.*'num_workers'"),
         ({"workers": 3}, TypeError, "'CartPole-v1' has no option 'workers'.*'num_workers', an option of the vector"),

@@ -219,7 +219,7 @@ def test_ids_of_atari(env_id: str, installed: bool, monkeypatch: pytest.MonkeyPa
 def test_names_of_other_libraries_and_swapped_arguments() -> None:
     with pytest.raises(TypeError, match=r"got a list: write vecenv\.AsyncVectorEnv\(env_fns\)"):
         vecenv.make_vec([gym.Env] * 2)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"no option 'num_envs'\. Give as many functions: \[env_fn\] \* num_envs\."):
+    with pytest.raises(TypeError, match=r"no option 'num_envs'\. Pass that many functions: \[env_fn\] \* num_envs\."):
         vecenv.MultiAgentVecEnv([gym.Env], num_envs=2)
     with pytest.raises(TypeError, match=r"'CartPole-v1' has no option 'n_envs'\. Did you mean 'num_envs'"):
         vecenv.make_vec("CartPole-v1", n_envs=2)

@@ -35,8 +35,8 @@ __all__ = [
 
 # -- differences between the versions of Gymnasium ---------------------------------------------------------------------
 #
-# vecenv supports Gymnasium 1.1 to 1.4 and behaves like the installed version. All differences between the versions that
-# are not covered by calling Gymnasium's own functions are handled here:
+# vecenv supports Gymnasium 1.1 to 1.4 and behaves like the installed version. The differences that calling Gymnasium's own
+# functions does not cover are handled here:
 #
 # * Before 1.4, wrong seeds, reset masks and observation spaces raise AssertionError; since 1.4, ValueError and TypeError.
 #   Programs may catch either, so with older versions our exceptions inherit from both.
@@ -132,8 +132,8 @@ def check_env_fns(env_fns: Any, class_name: str, example: str = "") -> None:
         TypeError: ``env_fns`` is something else; the message shows what to write instead.
         ValueError: ``env_fns`` is empty.
     """
-    builds = example or "gymnasium.make(id)"
-    usage = f"{class_name} takes a sequence of functions that each build one environment: [lambda: {builds}] * 8"
+    build_expression = example or "gymnasium.make(id)"
+    usage = f"{class_name} takes a sequence of functions that each build one environment: [lambda: {build_expression}] * 8"
     if isinstance(env_fns, str):
         hint = "" if example else f": use vecenv.make_vec({env_fns!r}, 8) instead"
         raise TypeError(f"{usage}; got the id {env_fns!r}{hint}")
@@ -149,8 +149,8 @@ def check_env_fns(env_fns: Any, class_name: str, example: str = "") -> None:
 
 
 _ADVICE: Final = {
-    "ragged_infos": "It was removed: values that differ in type or shape become object arrays by themselves, and "
-    "vecenv.infos_by_row(envs) merges nothing.",
+    "ragged_infos": "It was removed: values that differ in type or shape become object arrays automatically, and "
+    "vecenv.infos_by_row(envs) returns infos unmerged.",
     "strict": "It was removed: numbers that become infinite in the cast to the space's dtype cause one warning.",
     "spare_workers": "Write vecenv.make_vec(env_fn, num_envs, spare_workers=k), or "
     "vecenv.EpisodePrefetcher(vecenv.AsyncVectorEnv([env_fn] * (num_envs + k), autoreset_mode='Disabled'), k).",
@@ -164,14 +164,14 @@ _ADVICE: Final = {
     "start_timeout": "Write worker_options=vecenv.WorkerOptions(start_timeout=...).",
     "dummy_env": "Write worker_options=vecenv.WorkerOptions(dummy_env=...).",
     "zero_copy": "Remove it: recv copies the observations.",
-    "seed": "Give it to reset(seed=...).",
-    "num_envs": "Give as many functions: [env_fn] * num_envs.",
+    "seed": "Pass it to reset(seed=...).",
+    "num_envs": "Pass that many functions: [env_fn] * num_envs.",
     "n_envs": "Did you mean 'num_envs'?",
     "start_method": "Write context=...",
     "vec_env_cls": "Write backend='process', or backend='serial' for DummyVecEnv.",
     "vectorization_mode": "Pass backend='process' for 'async', or backend='serial' for 'sync'.",
 }
-"""Removed option, or another library's -> the advice in its error message."""
+"""Name of a removed option, or of another library's option -> the advice in the error message."""
 
 
 def check_option_names(
@@ -203,7 +203,7 @@ def check_option_names(
 
 
 def _find_similar(name: str, options: Iterable[str], *, cutoff: float) -> str | None:
-    """Return the most similar option; never ``worker``, a function, as ``workers=2`` means ``num_workers``."""
+    """Return the most similar option, except ``worker``: it takes a function, and ``workers=2`` means ``num_workers``."""
     return next(iter(difflib.get_close_matches(name, set(options) - {"worker"}, n=1, cutoff=cutoff)), None)
 
 
@@ -232,7 +232,7 @@ def check_flags(**flags: Any) -> None:
 
 
 def parse_autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
-    """Return an autoreset mode, given as such or as its string value.
+    """Return the autoreset mode for a member of ``AutoresetMode`` or for its string value.
 
     Raises:
         ValueError: There is no such mode.
@@ -248,7 +248,7 @@ def parse_autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
 
 
 def shape_error(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> ValueError:
-    """Return the error for a batch of the wrong shape."""
+    """Return the error for an argument of the wrong shape. Raise it before anything is sent."""
     return ValueError(f"{name}: got shape {got}, expected {expected}; nothing was sent")
 
 
@@ -261,8 +261,7 @@ ResetOptions: TypeAlias = dict[str, Any] | Sequence[dict[str, Any] | None] | Non
 class MaskOnlyOptions(dict[str, Any]):
     """Reset options with a mask. If they hold nothing else, environments receive ``None`` instead of ``{}``.
 
-    Adapters that add a mask use this class, because an environment that checks for options must find none if the user gave
-    none.
+    Adapters that add a mask use this class: an environment that checks for options must find none if the user passed none.
     """
 
 
@@ -275,7 +274,7 @@ def parse_seeds(seed: Any, num_envs: int, rows: Sequence[int] | None = None) -> 
     """Return a seed or ``None`` for each environment.
 
     Args:
-        seed: ``None``, an int (environment i gets ``seed + i``), or a sequence or array.
+        seed: ``None``, an int (environment i gets ``seed + i``), or a sequence or array of seeds.
         num_envs: Number of environments.
         rows: The environment of each entry of a sequence; ``None``: all, in order. Other environments get ``None``.
 
@@ -311,7 +310,7 @@ def split_reset_mask(
     """Split reset options into the mask and the other options.
 
     Gymnasium pops the mask from the caller's dict. Its own ``RecordEpisodeStatistics`` looks for the mask after the reset,
-    finds none, and clears the statistics of all environments. Therefore the dict is not modified here.
+    finds none, and clears the statistics of all environments. This function therefore leaves the dict unchanged.
 
     Args:
         options: One dict for all environments, or a sequence with a dict or ``None`` for each.
@@ -441,7 +440,7 @@ def parse_count(count: Any, num_envs: int) -> int:
 
 
 def parse_at_least(at_least: Any, count: int) -> int:
-    """Return the number of ready rows that is enough for a ``recv`` of ``count``; 1 for ``None``.
+    """Return how many ready rows are enough for a ``recv`` of ``count`` rows; 1 for ``None``.
 
     Raises:
         TypeError: ``at_least`` is not an integer.
@@ -453,7 +452,7 @@ def parse_at_least(at_least: Any, count: int) -> int:
 
 
 def parse_within(within: Any) -> float:
-    """Return the ``time.monotonic()`` after which ``at_least`` rows are enough; the current time for ``None``.
+    """Return the ``time.monotonic()`` from which ``at_least`` rows are enough; the current time for ``None``.
 
     Raises:
         TypeError: ``within`` is not a number.

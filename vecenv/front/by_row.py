@@ -26,7 +26,7 @@ def infos_by_row(envs: Any) -> InfosByRow:
 
 
 class InfosByRow:
-    """A view of a vector environment, from :func:`infos_by_row`. Every other attribute is the vector environment's own.
+    """A view of a vector environment, from :func:`infos_by_row`. All other attributes are the vector environment's own.
 
     Attributes:
         envs: The vector environment.
@@ -36,7 +36,7 @@ class InfosByRow:
         self.envs = envs
         base = getattr(envs, "unwrapped", envs)
         self._base = base if isinstance(base, VectorEnvBase) else None
-        self._direct = self._base is envs and bool(getattr(type(envs), "_supports_row_infos", False))
+        self._returns_row_infos = self._base is envs and bool(getattr(type(envs), "_supports_row_infos", False))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -71,18 +71,18 @@ class InfosByRow:
     def results(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method, and return its results with :class:`~vecenv.front.infos.RowInfos` instead of the infos."""
         method = getattr(self.envs, name)
-        if self._direct:
+        if self._returns_row_infos:
             return method(*args, _unmerged=True, **kwargs)
         *results, infos, base_infos = self._call_and_collect(method, *args, **kwargs)
         if isinstance(infos, (list, tuple)):  # Gymnasium's DictInfoToList
             return (*results, ListedInfos(list(infos)))
         env_ids = infos.get("env_id") if name == "recv" or getattr(base_infos, "env_ids", None) is not None else None
         count = self.envs.num_envs if env_ids is None else len(env_ids)
-        split = ColumnInfos(infos, count, env_ids)
+        column_infos = ColumnInfos(infos, count, env_ids)
         if base_infos is None or isinstance(base_infos, ColumnInfos):
-            return (*results, split)
-        listed = _with_changes(base_infos.rows(), base_infos.merged(), infos, count)
-        return (*results, ListedInfos(listed, env_ids))
+            return (*results, column_infos)
+        rows = _apply_changes(base_infos.rows(), base_infos.merged(), infos, count)
+        return (*results, ListedInfos(rows, env_ids))
 
     def _call_and_collect(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method; return its results, followed by the unwrapped environment's :class:`RowInfos`, or ``None``."""
@@ -96,8 +96,8 @@ class InfosByRow:
             self._base._collected_infos = None
 
 
-def _with_changes(rows: list[Any], before: dict[Any, Any], after: Mapping[Any, Any], count: int) -> list[Any]:
-    """Apply to each row's info the changes that wrappers made to the merged dict of arrays."""
+def _apply_changes(rows: list[Any], before: dict[Any, Any], after: Mapping[Any, Any], count: int) -> list[Any]:
+    """Change the infos of ``rows`` as wrappers have changed the merged dict of arrays, from ``before`` to ``after``."""
     removed = [key for key in own_keys(before) if key not in after]
     changed = {
         key: after[key]
@@ -107,11 +107,11 @@ def _with_changes(rows: list[Any], before: dict[Any, Any], after: Mapping[Any, A
     if not removed and not changed:
         return rows
     masks = {f"_{key}": after[f"_{key}"] for key in changed if f"_{key}" in after}
-    split = info_rows({**changed, **masks}, count)
-    for row, added in zip(rows, split, strict=True):
+    changes = info_rows({**changed, **masks}, count)
+    for info, info_changes in zip(rows, changes, strict=True):
         for key in (*removed, *changed):
-            row.pop(key, None)
-        row.update(added)
+            info.pop(key, None)
+        info.update(info_changes)
     return rows
 
 
@@ -128,5 +128,5 @@ def _is_same(before: Any, after: Any) -> bool:
 
 
 def _is_same_value(before: Any, after: Any) -> bool:
-    """True if a wrapper left an object unchanged. Equal numbers and strings count: unpickling creates new objects."""
+    """True if a wrapper left an object unchanged. Equal numbers and strings count, because unpickling copies them."""
     return before is after or (type(before) is type(after) and isinstance(before, (int, float, str)) and before == after)

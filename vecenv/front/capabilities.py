@@ -1,4 +1,4 @@
-"""The capabilities of a backend beyond ``reset`` and ``step``, which each backend declares."""
+"""The capabilities that a backend declares, beyond ``reset`` and ``step``."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class Capabilities:
     runs_jax: bool = False
 
     def __str__(self) -> str:
-        can = [field.name for field in fields(self) if getattr(self, field.name) is True]
-        return f"{self.backend}: {', '.join(can)}"
+        supported = [field.name for field in fields(self) if getattr(self, field.name) is True]
+        return f"{self.backend}: {', '.join(supported)}"
 
 
 def capabilities_of(envs: object) -> Capabilities | None:
-    """Return the capabilities that a vector environment declares; ``None`` if it is not vecenv's and declares none."""
+    """Return the capabilities that a vector environment declares; ``None`` if it declares none."""
     declared = getattr(envs, "capabilities", None)
     return declared if isinstance(declared, Capabilities) else None
 

@@ -30,8 +30,8 @@ from vecenv.system.signals import raised_by_handler, watched_handlers
 
 # -- the order of calls ------------------------------------------------------------------------------------------------
 #
-# One table: :data:`REQUIRED_PHASES`. In any other phase, the call is illegal, and :func:`require_order` raises Gymnasium's
-# error with Gymnasium's text.
+# :data:`REQUIRED_PHASES` has the phase that each method requires. In any other phase, :func:`require_order` raises
+# Gymnasium's error with Gymnasium's text.
 
 R = TypeVar("R")
 
@@ -96,7 +96,7 @@ def require_order(phase: Phase, method: str, owner: object, name: str = "") -> N
 def pending_call_text(name: str, phase: Phase) -> str:
     """Return the error text for a method called during a pending call.
 
-    Gymnasium's methods have Gymnasium's texts; that of ``reset_async`` ends without a full stop.
+    Gymnasium's methods have Gymnasium's texts; the text of ``reset_async`` ends without a full stop.
     """
     end = "" if name == "reset_async" else "." if name in REQUIRED_PHASES else f": call `{phase.value}_wait()` first."
     return f"Calling `{name}` while waiting for a pending call to `{phase.value}` to complete{end}"
@@ -110,7 +110,7 @@ def drop_pending_and_retry(envs: Any, begin: Callable[[], R]) -> R:
 
     Raises:
         StepTimeout: The pending result has still not arrived; it stays pending.
-        Exception: An error of ``begin``.
+        Exception: An error raised by ``begin``.
     """
     try:
         return begin()
@@ -123,14 +123,14 @@ def drop_pending_and_retry(envs: Any, begin: Callable[[], R]) -> R:
             wait()
         except StepTimeout:
             raise
-        except Exception as error:  # the dropped result is an error, which `errors` has recorded
+        except Exception as error:  # the dropped result was an error; it is in `errors`
             if raised_by_handler(error):
                 raise
     return begin()
 
 
 Stepped: TypeAlias = tuple[Any, Any, Any, Any, RowInfos | dict[Any, Any]]
-"""A driver's result: the five values of ``step``. Infos are still unmerged, or a library's own dict of arrays."""
+"""A driver's result: the five values of ``step``. The infos are not merged yet, or are a library's own dict of arrays."""
 
 
 class RequestSummary(NamedTuple):
@@ -150,8 +150,8 @@ abandoned_after_fork: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _abandon_all() -> None:
-    for owned in list(abandoned_after_fork):
-        owned.abandon()
+    for item in list(abandoned_after_fork):
+        item.abandon()
 
 
 if hasattr(os, "register_at_fork"):
@@ -180,10 +180,10 @@ class Counters:
 class Driver:
     """The interface of backends.
 
-    A request is pending until its result has been returned. A driver changes its state by a single store, or sets
-    ``state.changing`` during several changes that belong together, and never waits for a reply while it is set, although
-    the process engine steps the caller's own environments. For the change that returns a result, :meth:`finish` sets it, or
-    a driver with workers itself; the guard clears it. See :mod:`vecenv.front.guard`.
+    A request is pending until its result has been returned. A driver changes its state by a single store, or by several
+    while ``state.changing`` is set. It never waits for a reply while that is set, but the process engine does step the
+    caller's own environments. For the change that returns a result, :meth:`finish` sets it, or drivers with workers set it
+    themselves; the guard clears it. See :mod:`vecenv.front.guard`.
 
     Attributes:
         capabilities: The backend's capabilities.
@@ -195,12 +195,12 @@ class Driver:
         owned_resource: The resources that a forked child lacks, for error texts.
         can_be_closed_during_call: True if another thread may close the driver in the middle of a call.
         seconds_waited: Seconds spent waiting.
-        began: The ``time.monotonic()`` of the start.
+        began: ``time.monotonic()`` at the start.
         state: The state shared with the guard, which decides whether a call can begin.
         counters: The numbers of steps and resets that were returned.
-        pending_error: The exception that is the result of the current call, such as an ``InfoError``, and ends its change of
-            state. After any other exception the result stays pending, unless the driver has dropped the request: drivers
-            with workers do that when they raise an environment's error.
+        pending_error: The exception that is the result of the current call, such as an ``InfoError``; raising it ends the
+            call's change of state. After any other exception the result stays pending, unless the driver has dropped the
+            request: drivers with workers do that when they raise an environment's error.
         is_interrupted: True if an exception interrupted the wait for the pending request; a reset of all environments may
             drop it.
     """
@@ -275,16 +275,16 @@ class Driver:
     @property
     def phase(self) -> Phase:
         """The pending operation on all environments, not counting a request with results for :meth:`recv`."""
-        call = self.pending_request
-        return Phase.DEFAULT if call.for_recv or self.state.changing else call.kind
+        request = self.pending_request
+        return Phase.DEFAULT if request.for_recv or self.state.changing else request.kind
 
     @property
     def in_flight(self) -> npt.NDArray[np.intp]:
         """The environments with rows that ``recv`` has yet to return, in no particular order."""
-        call = self.pending_request
-        if call.for_recv and 0 < call.rows < self.num_envs:
-            raise_unsupported(self.name, "`in_flight`", f"its library reports only their number, {call.rows}")
-        return np.arange(call.rows if call.for_recv else 0, dtype=np.intp)
+        request = self.pending_request
+        if request.for_recv and 0 < request.rows < self.num_envs:
+            raise_unsupported(self.name, "`in_flight`", f"its library reports only their number, {request.rows}")
+        return np.arange(request.rows if request.for_recv else 0, dtype=np.intp)
 
     def require_idle(self, method: str) -> None:
         """Raise for a method of all environments while a call is pending.
@@ -319,7 +319,7 @@ class Driver:
 
         Args:
             kind: The phase of the pending request, which is not for ``recv``.
-            deadline: A time of ``time.monotonic()``; ``None``: no limit other than the driver's options.
+            deadline: A ``time.monotonic()`` value; ``None``: no limit except those set by the driver's options.
 
         Returns:
             The result, or ``None`` if it has not arrived by the deadline.
@@ -330,28 +330,28 @@ class Driver:
 
         Raises:
             NoAsyncCallError: Fewer rows are in flight.
-            AlreadyPendingCallError: A step that is not by row is pending.
+            AlreadyPendingCallError: A step is pending that only ``step_wait`` can fetch.
             NotImplementedError: The backend can only return all rows together.
         """
 
     def recv_enough(self, count: int | None, deadline: float | None, enough: int, enough_from: float) -> Stepped | None:
         """Wait for the next ``count`` rows; from ``enough_from`` (``time.monotonic()``) on, ``enough`` of them suffice.
 
-        A wait that times out changes nothing, so this tries decreasing numbers until that many rows are ready.
+        A wait that times out changes nothing, so decreasing numbers are tried until that many rows are ready.
 
         Raises:
             NotImplementedError: The backend does not finish rows one by one.
         """
         if not self.capabilities.first_ready:
-            raise_unsupported(self.name, f"recv at least {enough} environments", "all of them are done at the same time")
-        most = max(min(self.batch_size if count is None else count, self.pending_request.rows), enough)
+            raise_unsupported(self.name, f"recv at least {enough} environments", "all of them finish at the same time")
+        wanted = max(min(self.batch_size if count is None else count, self.pending_request.rows), enough)
         until = enough_from if deadline is None else min(enough_from, deadline)
-        results = self._recv_some(most, None if until == math.inf else until)
-        for fewer in range(most - 1, enough - 1, -1):
-            if results is not None:
+        stepped = self._recv_some(wanted, None if until == math.inf else until)
+        for fewer in range(wanted - 1, enough - 1, -1):
+            if stepped is not None:
                 break
-            results = self._recv_some(fewer, until)
-        return results or self.recv(enough, deadline)
+            stepped = self._recv_some(fewer, until)
+        return stepped or self.recv(enough, deadline)
 
     def _recv_some(self, count: int, deadline: float | None) -> Stepped | None:
         """Return ``count`` rows, or ``None`` if they are not ready by the deadline or fewer are in flight."""
@@ -437,14 +437,14 @@ def require_idle(pending_request: RequestSummary, method: str) -> None:
 
 
 def still_in_flight_error(method: str, rows: Sequence[int] | str) -> AlreadyPendingCallError:
-    """Return the exception for a method on some rows, of which ``rows`` have to be received first."""
+    """Return the exception for a method called for rows of which ``rows`` are still in flight."""
     return AlreadyPendingCallError(
         f"Calling `{method}` for envs {rows}, which are still in flight: `recv` them first.", "send"
     )
 
 
 def some_in_flight_error(method: str, in_flight: int, ready: int) -> AlreadyPendingCallError:
-    """Return the exception for a method on all rows while ``in_flight`` rows, ``ready`` of them finished, are in flight."""
+    """Return the exception for a method of all rows: ``in_flight`` are in flight, of which ``ready`` have finished."""
     return AlreadyPendingCallError(
         f"Calling `{method}` while {in_flight - ready} environments are in flight by `send` and {ready} are ready for "
         "`recv`.",
@@ -491,7 +491,7 @@ class WorkerDriver(Driver):
 
     @property
     def in_flight(self) -> npt.NDArray[np.intp]:
-        """The environments with rows that ``recv`` has yet to return; empty if a reset is needed, because it drops them."""
+        """The environments with rows that ``recv`` has yet to return; empty if a reset is needed, which drops them."""
         return np.array([] if self.state.changing else sorted(self.exchange.in_flight), np.intp)
 
     @property
@@ -506,10 +506,10 @@ class WorkerDriver(Driver):
         self.require_rows_idle(method)
 
     def require_rows_idle(self, method: str, rows: Collection[int] | None = None) -> None:
-        """Require that no request is pending, and that none of ``rows`` (``None``: no row at all) is in flight.
+        """Require that no request is pending, and that none of ``rows`` (``None``: of all rows) is in flight.
 
         Raises:
-            AlreadyPendingCallError: A request is pending, or such rows are in flight.
+            AlreadyPendingCallError: A request is pending, or one of the rows is in flight.
         """
         exchange = self.exchange
         if exchange.request is not None and not exchange.drop_if_droppable():
@@ -527,10 +527,10 @@ class WorkerDriver(Driver):
             raise still_in_flight_error(method, [row for row in rows if row in in_flight])
 
     def require_not_failed(self, rows: Collection[int]) -> None:
-        """Raise for rows that failed, unless failed rows are rebuilt by the next step."""
+        """Raise for failed rows, unless the next step rebuilds them."""
         failed = self.failures.failed
-        if failed and not self.restarts_rows and (mine := failed.keys() & set(rows)):
-            raise failed_earlier_error({row: failed[row] for row in mine})
+        if failed and not self.restarts_rows and (affected := failed.keys() & set(rows)):
+            raise failed_earlier_error({row: failed[row] for row in affected})
 
     def send(self, actions: Any, env_id: Any) -> None:
         """Submit a step of some rows, for ``recv``. Errors are raised before anything is sent."""
@@ -547,29 +547,29 @@ class WorkerDriver(Driver):
         self.send_rows(listed, items)
 
     def send_rows(self, rows: list[int], items: list[Any] | None) -> None:
-        """Send a step of rows for ``recv``; ``items`` are their actions, or ``None`` if those are staged in arrays."""
+        """Send a step of rows for ``recv``; ``items`` are their actions, or ``None`` if the actions are staged in arrays."""
         raise NotImplementedError
 
     def announce_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions, *, drops: bool) -> list[Any]:
         """Notify the observers of a reset. Return all seeds, including those that observers filled in.
 
-        ``drops``: the reset drops all pending results.
+        ``drops`` is True if the reset drops all pending results.
         """
         if not self.observers:
             return seeds
-        exchange, request, every = self.exchange, self.exchange.request, list(range(self.num_envs))
+        exchange, request, all_rows = self.exchange, self.exchange.request, list(range(self.num_envs))
         if not drops:
-            idle, submitted = sorted(set(every) - exchange.in_flight), []
+            idle, submitted = sorted(set(all_rows) - exchange.in_flight), []
         elif request is None or request.command not in PHASES:
-            idle, submitted = every, sorted(exchange.in_flight)
+            idle, submitted = all_rows, sorted(exchange.in_flight)
         else:
-            idle, submitted = every, every if request.rows is None else list(request.rows)
-        mine = [seeds[row] for row in rows]
+            idle, submitted = all_rows, all_rows if request.rows is None else list(request.rows)
+        row_seeds = [seeds[row] for row in rows]
         for observer in self.observers:
             observer.on_dropped(idle, submitted=submitted)
-            observer.on_reset(rows, mine, select_options(options, rows))
-        completed = dict(zip(rows, mine, strict=True))
-        return [completed.get(row, seed) for row, seed in enumerate(seeds)]
+            observer.on_reset(rows, row_seeds, select_options(options, rows))
+        seed_by_row = dict(zip(rows, row_seeds, strict=True))
+        return [seed_by_row.get(row, seed) for row, seed in enumerate(seeds)]
 
     def keep_call(self) -> None:
         """Keep the pending call until the program fetches its result."""
@@ -592,11 +592,11 @@ class LockstepDriver(Driver):
 
     It is the base for JAX on a device, a library's own vector environment, and the test double of :mod:`vecenv.testing`. A
     subclass implements :attr:`capabilities`, ``close``, and the five abstract members. ``latest_request`` is ``None`` before
-    the first call; later it is pending unless it is the ``returned`` call.
+    the first call. After that, the latest request is pending unless it is ``returned``.
 
     Attributes:
         all_or_none_reason: The reason why a call must be about all environments.
-        returned: The latest call that has returned its result.
+        returned: The latest request for which a result has been returned.
     """
 
     def __init__(self, num_envs: int) -> None:
@@ -614,11 +614,11 @@ class LockstepDriver(Driver):
     def begin_reset(
         self, call: RequestSummary, seeds: list[Any], mask: npt.NDArray[np.bool_] | None, options: ResetOptions
     ) -> None:
-        """Begin to reset the rows of ``mask`` (``None``: all). Check first, and raise before any request is submitted."""
+        """Begin to reset the rows of ``mask`` (``None``: all). Invalid arguments raise before any request is submitted."""
 
     @abstractmethod
     def begin_step(self, call: RequestSummary, actions: Any) -> None:
-        """Begin a step. Check first, and raise before any request is submitted."""
+        """Begin a step. Invalid actions raise before any request is submitted."""
 
     @abstractmethod
     def wait(self, deadline: float) -> bool:
@@ -634,8 +634,8 @@ class LockstepDriver(Driver):
 
     @property
     def pending_request(self) -> RequestSummary:
-        call = self.latest_request
-        return NO_REQUEST if call is None or call is self.returned or self.state.changing else call
+        request = self.latest_request
+        return NO_REQUEST if request is None or request is self.returned or self.state.changing else request
 
     def submit_reset(
         self, seeds: list[Any], ids: npt.NDArray[np.intp] | None, options: ResetOptions, *, for_recv: bool
@@ -649,7 +649,7 @@ class LockstepDriver(Driver):
             raise_unsupported(self.name, f"reset {rows} of {self.batch_size} environments", self.all_or_none_reason)
         mask = None if ids is None else np.isin(np.arange(self.batch_size), ids)
         self.begin_reset(RequestSummary(Phase.WAITING_RESET, rows, for_recv), seeds, mask, options)
-        self.state.changing = self._interrupted = False  # this reset has replaced a call that an exception interrupted
+        self.state.changing = self._interrupted = False  # this reset replaces an interrupted call
 
     def submit_step(self, actions: Any) -> None:
         require_idle(self.pending_request, "step_async")
@@ -662,27 +662,27 @@ class LockstepDriver(Driver):
         self.begin_step(RequestSummary(Phase.WAITING_STEP, self.batch_size, for_recv=True), actions)
 
     def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
-        call = self.pending_request
+        request = self.pending_request
         if deadline is not None and not self.wait(deadline):
             return None
-        steps = call.rows if call.kind is Phase.WAITING_STEP else 0
+        steps = request.rows if request.kind is Phase.WAITING_STEP else 0
         try:
-            stepped = self.read(call.kind)
+            stepped = self.read(request.kind)
         except BaseException as error:
             if error is self.pending_error:
-                self.finish(call, steps, call.rows - steps)
+                self.finish(request, steps, request.rows - steps)
             raise
-        self.finish(call, steps, call.rows - steps)
+        self.finish(request, steps, request.rows - steps)
         return stepped
 
     def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
-        total, pending_request = self.batch_size, self.pending_request
+        total, request = self.batch_size, self.pending_request
         if count not in (None, total):
-            raise_unsupported(self.name, f"recv {count} of {total} environments", "all of them are done at the same time")
-        require_no_step(pending_request)
-        if pending_request.rows < total:
-            raise too_few_in_flight_error(total, pending_request.rows, 0)
-        stepped = self.wait_for_result(pending_request.kind, deadline)
+            raise_unsupported(self.name, f"recv {count} of {total} environments", "all of them finish at the same time")
+        require_no_step(request)
+        if request.rows < total:
+            raise too_few_in_flight_error(total, request.rows, 0)
+        stepped = self.wait_for_result(request.kind, deadline)
         if stepped is not None:
             assert isinstance(stepped[4], dict)
             stepped[4].update(env_id=np.arange(total, dtype=np.intp), _env_id=np.ones(total, np.bool_))
@@ -690,5 +690,5 @@ class LockstepDriver(Driver):
 
     def _require_all(self, ids: npt.NDArray[np.intp] | None, method: str) -> None:
         if not np.array_equal(ids, np.arange(self.batch_size)):  # type: ignore[arg-type]
-            reason = f"{self.all_or_none_reason}: name all of them, in order, or none"
+            reason = f"{self.all_or_none_reason}: pass all of them in order, or none"
             raise_unsupported(self.name, f"{method} to some environments", reason)

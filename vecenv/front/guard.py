@@ -28,8 +28,8 @@ _BUILTIN_ERRORS: Final = {AssertionError, AttributeError, IndexError, KeyError, 
 _OTHER_THREAD_SECONDS: Final = 10.0
 _RESET_METHODS: Final = ("reset", "reset_async")
 _WAIT_METHODS: Final = ("reset", "reset_wait", "step", "step_wait", "recv", "call_wait", "exec_func_fetch")
-"""Methods that wait. An exception in them counts as an interruption, unless it is one of vecenv's or Gymnasium's own, or of
-exactly the class TypeError or ValueError, with which calls report wrong arguments."""
+"""Methods that wait. An exception in them counts as an interruption, unless it is vecenv's or Gymnasium's own, or exactly a
+``TypeError`` or ``ValueError``, with which calls report wrong arguments."""
 
 
 class CallState:
@@ -48,9 +48,9 @@ class CallState:
         self.changing, self.caller, self.unusable, self.owner = False, 0, "", 0
 
     def wait_for_other_thread(self) -> None:
-        """Wait, up to a time limit, until the call in another thread has ended. Its workers must have been killed."""
-        until = time.monotonic() + _OTHER_THREAD_SECONDS
-        while self.caller and time.monotonic() < until:
+        """Wait, up to a time limit, until the call in another thread has ended. Kill its workers first."""
+        deadline = time.monotonic() + _OTHER_THREAD_SECONDS
+        while self.caller and time.monotonic() < deadline:
             time.sleep(0.001)
 
 
@@ -114,34 +114,34 @@ def closed_during_call() -> ClosedEnvironmentError:
 
 def raise_unusable(envs: Any, driver: Any) -> NoReturn:
     """Raise the error for a vector environment that is closed or belongs to another process."""
-    kind = type(envs).__name__
+    name = type(envs).__name__
     if driver.state.unusable == "forked":
         raise ForkedError(
-            f"this {kind} belongs to another process (pid {driver.state.owner}); a forked child cannot use "
+            f"this {name} belongs to another process (pid {driver.state.owner}); a forked child cannot use "
             f"{driver.owned_resource}: build a new one in the child"
         )
     driver.release()
-    raise ClosedEnvironmentError(f"Trying to operate on `{kind}`, after a call to `close()`.")
+    raise ClosedEnvironmentError(f"Trying to operate on `{name}`, after a call to `close()`.")
 
 
 def _check_usable(envs: Any, driver: Any, method: str) -> None:
     """Raise if ``method`` cannot be called now."""
-    kind, state = type(envs).__name__, driver.state
+    name, state = type(envs).__name__, driver.state
     if state.unusable:
         raise_unusable(envs, driver)
     if state.caller:
         if state.caller != get_ident():
-            raise BusyError(f"another thread is in a call on this {kind}; `{method}` was refused")
+            raise BusyError(f"another thread is in a call on this {name}; `{method}` was refused")
         if is_inside_call(envs, 3):  # 3: above this function and the refused call
-            raise BusyError(f"a call on this {kind} is under way in this thread; `{method}` was refused")
+            raise BusyError(f"a call on this {name} is under way in this thread; `{method}` was refused")
     if state.changing and method not in _RESET_METHODS:
-        raise ResetNeeded(f"an exception interrupted an earlier call on this {kind}, and its result is lost: call reset()")
+        raise ResetNeeded(f"an exception interrupted an earlier call on this {name}, and its result is lost: call reset()")
 
 
 def is_inside_call(envs: object, depth: int = 1) -> bool:
     """True if a call on ``envs`` is on this thread's stack, at least ``depth`` frames up.
 
-    The attribute ``caller`` does not suffice: an exception at the first instruction after a failed call leaves it set.
+    ``CallState.caller`` does not suffice: an exception at the first instruction after a failed call leaves it set.
     """
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:  # a frame without "thread" was interrupted before its call began
@@ -152,4 +152,4 @@ def is_inside_call(envs: object, depth: int = 1) -> bool:
 
 
 _GUARDED_CODE: Final = exclusive(is_inside_call).__code__
-"""The code that all decorated methods share, here taken from one decorated function."""
+"""The code object that all decorated methods share."""

@@ -30,7 +30,7 @@ _MAX_REPR_CHARACTERS: Final = 80
 
 
 class RowInfos:
-    """The infos of one result. They may lie in shared memory: use them before the rows are stepped again.
+    """The infos of one result. They may lie in shared memory: read them before the rows are stepped again.
 
     Attributes:
         env_ids: The environment of each row in a result of ``recv``; ``None`` if the result has all environments, in order.
@@ -58,9 +58,9 @@ class RowInfos:
     def executed_steps(self) -> npt.NDArray[np.int64] | int:
         """Return the number of environment steps that each row represents; see :func:`executed_steps`."""
         rows = self.rows()
-        ends = [row.get("final_info") if isinstance(row, dict) else None for row in rows]
-        steps = [_chunk_steps(row) or _chunk_steps(end) for row, end in zip(rows, ends, strict=True)]
-        return np.array([1 if each is None else each for each in steps], np.int64) if any(steps) else 1
+        final_infos = [row.get("final_info") if isinstance(row, dict) else None for row in rows]
+        counts = [_chunk_steps(info) or _chunk_steps(final) for info, final in zip(rows, final_infos, strict=True)]
+        return np.array([1 if count is None else count for count in counts], np.int64) if any(counts) else 1
 
 
 class ColumnInfos(RowInfos):
@@ -141,31 +141,31 @@ class InfoMerger:
     ) -> dict[Any, Any]:
         """Merge dicts that belong to the given positions among ``count`` rows."""
         columns: dict[Any, tuple[list[int], list[Any]]] = {}
-        names: dict[Any, dict[str, list[int]]] = {}  # key that is not a plain string -> name of its mask -> positions
+        mask_names: dict[Any, dict[str, list[int]]] = {}  # key that is not a plain string -> name of its mask -> positions
         for position, info in zip(positions, infos, strict=True):
             for key, value in info.items() if type(info) is dict else _read_items(info, env_ids[position]):
                 if key in columns:
                     where, values = columns[key]
                 else:
                     where, values = columns[key] = [], []
-                if type(key) is not str or (names and key in names):  # 1 and True are equal keys with different masks
-                    before = {f"_{str.__str__(key)}": where.copy()} if where and key not in names else {}
-                    names.setdefault(key, before).setdefault(_mask_name(key, env_ids[position]), []).append(position)
+                if type(key) is not str or (mask_names and key in mask_names):  # 1 == True, but their masks differ
+                    initial = {f"_{str.__str__(key)}": where.copy()} if where and key not in mask_names else {}
+                    mask_names.setdefault(key, initial).setdefault(_mask_name(key, env_ids[position]), []).append(position)
                 where.append(position)
                 values.append(value)
-        masks = {f"_{key}" for key in columns if type(key) is str}.union(*names.values())
+        masks = {f"_{key}" for key in columns if type(key) is str}.union(*mask_names.values())
         merged: dict[Any, Any] = {}
         for key, (where, values) in columns.items():
-            inner = f"{path}[{short_repr(key)}]"
+            subpath = f"{path}[{short_repr(key)}]"
             if key in masks:
-                self._warn(inner, f"{inner} of env {env_ids[where[0]]} is dropped: that key is the mask of another key")
+                self._warn(subpath, f"{subpath} of env {env_ids[where[0]]} is dropped: that key is the mask of another key")
                 merged.setdefault(key, np.zeros(count, np.bool_))
             else:
-                merged[key] = self._column(key, where, values, count, env_ids, inner)
-            for name, there in names[key].items() if key in names else ((f"_{key}", where),):
+                merged[key] = self._column(key, where, values, count, env_ids, subpath)
+            for name, masked in mask_names[key].items() if key in mask_names else ((f"_{key}", where),):
                 if name not in merged:
                     merged[name] = np.zeros(count, np.bool_)
-                merged[name][there] = True
+                merged[name][masked] = True
         return merged
 
     def _column(
@@ -277,10 +277,10 @@ def _survives_cast(values: Array, dtype: np.dtype[Any]) -> bool:
     except (TypeError, ValueError, OverflowError):
         return False
     # a number must not become text or a bool, although "5" and True would survive the round trip
-    alike = values.dtype.kind == dtype.kind or {values.dtype.kind, dtype.kind} <= set("iufc") or (
+    kinds_match = values.dtype.kind == dtype.kind or {values.dtype.kind, dtype.kind} <= set("iufc") or (
         values.dtype.kind == "b" and dtype.kind in "iufc"
     )
-    return alike and back.tobytes() == values.tobytes()
+    return kinds_match and back.tobytes() == values.tobytes()
 
 
 def _value_in_gymnasium(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:

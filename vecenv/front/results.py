@@ -1,4 +1,4 @@
-"""The last steps of returning a driver's result: its infos are merged, and its steps counted."""
+"""The last steps before a driver's result is returned: its infos are merged, and the steps of action chunks are counted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def finish_merged(driver: Any, stepped: Any, infos: RowInfos) -> tuple[Any, ...]
     """Return a driver's result with Gymnasium's dict of arrays.
 
     Raises:
-        InfoError: An info is not a dict. The call has ended nevertheless.
+        InfoError: An info is not a dict. The call is complete nevertheless.
     """
     observations, rewards, terminations, truncations, _ = stepped
     try:
@@ -40,6 +40,6 @@ def finish_unmerged(driver: Any, stepped: Any, infos: RowInfos) -> tuple[Any, ..
 
 
 def _count_chunks(driver: Any, steps: Any, count: int) -> None:
-    """Count the environment steps of action chunks beyond one per row, for the time after the result has been returned."""
+    """Count the environment steps that action chunks executed beyond one per row."""
     if not isinstance(steps, int):
         driver.counters.steps += int(steps.sum()) - count

@@ -48,7 +48,7 @@ from vecenv.system.reporting import warn
 CLOSE_TIMEOUT: Final = 60.0
 """Seconds that ``close()`` waits by default, for the environments' own ``close()`` and for a call in another thread."""
 SHORT_CLOSE_TIMEOUT: Final = 1.0
-"""Seconds that it waits for environments after a worker was late or a call was interrupted."""
+"""Seconds that ``close()`` waits for environments instead, after a worker was late or a call was interrupted."""
 
 _RESERVED_METHODS: Final = ("reset", "step", "close", "_setattr", "_check_spaces")
 _SPACE_ATTRIBUTES: Final = "single_action_space", "action_space", "single_observation_space", "observation_space"
@@ -64,7 +64,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
     """The common base of the vector environments of all backends.
 
     A subclass sets Gymnasium's attributes and passes its driver to :meth:`_open`. The methods in :data:`HALVES` have
-    two halves each. If a subclass overrides a half, the guard replaces a call of the method by calls of its halves.
+    two halves each. If a subclass overrides one of them, the guard calls the two halves instead of the method.
     """
 
     autoreset_mode: AutoresetMode
@@ -75,9 +75,9 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        own = overridden_methods(cls, VectorEnvBase)
-        cls._supports_row_infos = own.isdisjoint(_METHODS_WITH_INFOS)
-        cls._methods_in_halves = frozenset(name for name, halves in HALVES.items() if not own.isdisjoint(halves))
+        overridden = overridden_methods(cls, VectorEnvBase)
+        cls._supports_row_infos = overridden.isdisjoint(_METHODS_WITH_INFOS)
+        cls._methods_in_halves = frozenset(name for name, halves in HALVES.items() if not overridden.isdisjoint(halves))
 
     def _open(self, driver: Driver) -> None:
         self._driver = driver
@@ -109,11 +109,11 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
         Args:
             seed: An int gives environment i the seed ``seed + i``; a sequence has one seed per environment. ``None`` sets no
-                seeds: the environments continue their sequences of random numbers, which begin unpredictably.
+                seeds: the environments continue their sequences of random numbers, which begin with unpredictable seeds.
             options: Passed to every environment, except ``"reset_mask"``, a bool array ``(num_envs,)``: only the selected
                 environments are reset, and the others keep their last observation. Selected environments that failed are
-                rebuilt. A failed one that is not selected has an observation of zeros until then, as its last one may be
-                incomplete. A sequence of ``num_envs`` dicts (or ``None``) has one per environment. The dict is not changed.
+                rebuilt. A failed one that is not selected has an observation of zeros until it is, as its last one may be
+                incomplete. A sequence of ``num_envs`` dicts (or ``None``) has one per environment. The dict is not modified.
             env_id: Reset only these environments, none of which may be in flight; others may be. A sequence of seeds, or of
                 options, then has one for each index, in the order of ``env_id``. On backends that step all environments
                 together: all indices in order.
@@ -121,9 +121,9 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         Raises:
             NotImplementedError: The backend lacks a capability, see :attr:`capabilities`.
             TypeError, ValueError: Seeds, options, mask or indices of the wrong length, type or shape; nothing was sent.
-            gymnasium.error.ResetNeeded: EnvPool and JAX: the first reset is not of all environments.
-            gymnasium.error.AlreadyPendingCallError: With ``env_id``, one of these is in flight. Or a call is pending, unless
-                an exception (Ctrl-C) interrupted the wait for its result: a reset of all environments then drops it.
+            gymnasium.error.ResetNeeded: EnvPool and JAX, if the first reset is not of all environments.
+            gymnasium.error.AlreadyPendingCallError: A call is pending, or an environment in ``env_id`` is in flight. If
+                an exception (Ctrl-C) interrupted the wait for the call's result, a reset of all environments drops it.
         """
         self._begin_reset(seed, options, env_id)
 
@@ -131,8 +131,8 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         ids = None if env_id is None else parse_env_ids(env_id, self.num_envs)
         rows = None if ids is None else ids.tolist()
         seeds = parse_seeds(seed, self.num_envs, rows)
-        of_all = ids is None and not (isinstance(options, Mapping) and "reset_mask" in options)
-        if not (of_all and self._driver.is_interrupted):
+        resets_all = ids is None and not (isinstance(options, Mapping) and "reset_mask" in options)
+        if not (resets_all and self._driver.is_interrupted):
             self._require_phase("reset_async")
         mask, others = split_reset_mask(options, self.num_envs, rows)
         if others is not None:
@@ -141,7 +141,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
                 reject_options(self, others)
         if ids is not None and mask is not None:
             raise ValueError("env_id and options['reset_mask'] both select the environments to reset: pass one of them")
-        if self._driver.state.changing and not of_all:
+        if self._driver.state.changing and not resets_all:
             raise ResetNeeded("an exception interrupted an earlier call: reset() all environments first")
         self._driver.submit_reset(seeds, ids if mask is None else np.flatnonzero(mask), others, for_recv=ids is not None)
 
@@ -151,7 +151,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
         Raises:
             gymnasium.error.NoAsyncCallError: No reset is pending.
-            vecenv.errors.StepTimeout: Not finished within ``timeout`` seconds; the result is still pending, call again.
+            vecenv.errors.StepTimeout: Not finished within ``timeout`` seconds; the result is still pending: call again.
             Exception: An environment's exception.
         """
         observations, *_, infos = self._wait_for_result("reset_wait", Phase.WAITING_RESET, timeout, _unmerged)
@@ -187,7 +187,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         Raises:
             TypeError, ValueError: Wrong number, shape, structure or dtype; nothing was sent.
             EnvFailed: A failed environment has not been reset since.
-            gymnasium.error.ResetNeeded: EnvPool and JAX: before the first reset; without autoreset, after an episode's end.
+            gymnasium.error.ResetNeeded: EnvPool and JAX, before the first reset; without autoreset, after an episode's end.
             gymnasium.error.AlreadyPendingCallError: A call is pending, or an environment is in flight.
         """
         self._driver.submit_step(actions)
@@ -200,7 +200,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
         Raises:
             gymnasium.error.NoAsyncCallError: No step is pending.
-            vecenv.errors.StepTimeout: Not finished within ``timeout`` seconds; the result is still pending, call again.
+            vecenv.errors.StepTimeout: Not finished within ``timeout`` seconds; the result is still pending: call again.
             WorkerDied: A worker process ended; the next ``reset()`` starts a new one.
             Exception: An environment's exception, after all others have been stepped.
         """
@@ -236,10 +236,10 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             timeout: Maximum number of seconds to wait.
             count: Number of environments, 1 to ``num_envs``; ``None``: :attr:`batch_size`. Backends without the capability
                 ``first_ready`` (:attr:`capabilities`) can only return all rows of the pending call.
-            at_least: Number of environments that suffices after ``within`` seconds; the others stay in flight. Default 1 if
+            at_least: Number of environments that suffice after ``within`` seconds; the others stay in flight. Default 1 if
                 ``within`` is given.
             within: Seconds from the beginning of the call until ``at_least`` environments suffice; default 0 if ``at_least``
-                is given. If fewer than ``count`` environments are in flight, the call waits only for these.
+                is given. If fewer than ``count`` environments are in flight, the call waits only for those.
 
         Returns:
             The values of ``step``, with ``count`` rows instead of ``num_envs``, all of them new arrays. ``infos["env_id"]``,
@@ -250,7 +250,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             gymnasium.error.AlreadyPendingCallError: The result of :meth:`step_async` is pending.
             TypeError, ValueError: An invalid ``timeout``, ``count``, ``at_least`` or ``within``.
             NotImplementedError: ``count`` or ``at_least``, on a backend that finishes all environments at once.
-            StepTimeout: Not finished within ``timeout`` seconds; nothing is lost, call again.
+            StepTimeout: Not finished within ``timeout`` seconds; nothing is lost: call again.
             Exception: An environment's exception; the rows of the others are kept for the next call.
         """
         driver = self._driver
@@ -297,7 +297,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         """Fetch the result of :meth:`call_async`, or of :meth:`exec_func_send`: a tuple of one result per environment.
 
         Raises:
-            StepTimeout: Not finished within ``timeout`` seconds; the result is still pending, call again.
+            StepTimeout: Not finished within ``timeout`` seconds; the result is still pending: call again.
             Exception: An environment's exception; the environments stay alive.
         """
         self._require_capability("attributes", "call_wait")
@@ -329,8 +329,8 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         self._driver.require_idle("exec_func")
         if not callable(func):
             raise TypeError(f"exec_func needs a callable that takes an environment, got {func!r}")
-        named = [indices] if isinstance(indices, (int, np.integer)) else indices
-        self._driver.begin_exec(func, parse_rows(named if named is None else list(named), self.num_envs), args, kwargs)
+        env_ids = [indices] if isinstance(indices, (int, np.integer)) else indices
+        self._driver.begin_exec(func, parse_rows(env_ids if env_ids is None else list(env_ids), self.num_envs), args, kwargs)
 
     @exclusive
     def exec_func_fetch(self, timeout: float | None = None) -> tuple[Any, ...]:
@@ -347,7 +347,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     @exclusive
     def set_attr(self, name: str, values: list[Any] | tuple[Any, ...] | object) -> None:
-        """Set an attribute of every environment: a list or tuple has one value for each, any other value is for all."""
+        """Set an attribute of every environment. A list or tuple has one value for each; any other value is set in all."""
         self._require_capability("attributes", "set_attr")
         if not isinstance(values, (list, tuple)):
             values = [values] * self.num_envs
@@ -386,10 +386,10 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         seeds = parse_seeds(seed, self.num_envs, rows)
         mask, options = split_reset_mask(options, self.num_envs, rows)
         if mask is not None:
-            raise ValueError("options['reset_mask'] is about a reset of many environments: use env_id instead")
+            raise ValueError("options['reset_mask'] selects environments to reset: use env_id instead")
         self._driver.require_idle("set_next_options")
         options_by_row = options if isinstance(options, list) else [options] * self.num_envs
-        pairs = [  # with copies, because the options are kept until the next episode begins
+        pairs = [  # copies, because the options are kept until the next episode begins
             (env_seed, None if env_options is None else dict(env_options))
             for env_seed, env_options in zip(seeds, options_by_row, strict=True)
         ]
@@ -415,14 +415,14 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
         Args:
             env_id: Distinct indices of environments; ``None``: all.
-            verify: Make this proof, in which the side effects of the additional environments are real. ``False`` skips it.
+            verify: Run this proof. The side effects of its environments are real. ``False`` skips it.
 
         Returns:
             One :class:`~vecenv.state.snapshots.Snapshot` per environment, in the order of ``env_id``. They can be pickled.
 
         Raises:
             NotImplementedError: The backend cannot save environments.
-            NotRestorable: An environment cannot be saved exactly; the text names it, the reason and the place.
+            NotRestorable: An environment cannot be saved exactly; the text names it, the part of its state, and the reason.
             AlreadyPendingCallError: A call is pending, or environments are in flight.
             EnvFailed: One of them failed and has not been reset since.
             gymnasium.error.ResetNeeded: JAX: before the first ``reset``.
@@ -448,8 +448,8 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             Their observations at the time of saving: new arrays, in the form of :meth:`recv`.
 
         Raises:
-            SnapshotMismatch: The number is wrong, or a snapshot does not fit: the text names it and the difference. Nothing
-                has changed.
+            SnapshotMismatch: The number is wrong, or a snapshot does not fit; the text names it and the difference.
+                Nothing has changed.
             EnvFailed: The worker of one of them is dead; reset its rows first.
             AlreadyPendingCallError: A call is pending, or environments are in flight.
         """
@@ -481,7 +481,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         """Copy the processes of environments of any kind, including the state of C code and libraries. Experimental.
 
         A copy is a waiting process on this machine, which only this program can use. It occupies the memory that it or the
-        environment has written to since then: some MiB. Requires Linux, and one process per environment
+        environment has written to since the copy was made: some MiB. Requires Linux, and one process per environment
         (``num_workers=None``).
 
         Args:
@@ -493,7 +493,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         Raises:
             NotImplementedError: The backend or the system cannot do it (:attr:`capabilities`).
             NotRestorable: A process has more than one thread, child processes or a timer, uses a GPU, or has memory,
-                sockets, pipes or files that a copy would share: the text names the environment and the reason.
+                sockets, pipes or files that a copy would share; the text names the environment and the reason.
             EnvFailed: The worker of one of them is dead.
             AlreadyPendingCallError: A call is pending, or environments are in flight.
         """
@@ -638,7 +638,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
                 After that time, the call itself releases the backend when it ends.
             terminate: Do not wait.
         """
-        until = deadline_after(0.0 if terminate else timeout)
+        deadline = deadline_after(0.0 if terminate else timeout)
         driver = self._driver
         driver.freeze_stats()
         self.closed = True
@@ -648,7 +648,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         state.unusable = "closed"  # before anything is released, so that a call in progress raises the right error
         no_other_thread = 0, get_ident()
         closable = driver.can_be_closed_during_call
-        while state.caller not in no_other_thread and not closable and (until is None or time.monotonic() < until):
+        while state.caller not in no_other_thread and not closable and (deadline is None or time.monotonic() < deadline):
             time.sleep(0.001)
         if state.caller in no_other_thread or closable:
             driver.close(terminate=terminate)
@@ -709,7 +709,7 @@ class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
         return f"{type(self).__name__}({name}{self._describe_size()}, phase={phase}{restarts}{failed})"
 
     def _set_attributes(self, description: Any) -> None:
-        """Set Gymnasium's attributes, except the observation spaces, to those of a description of the first environment."""
+        """Set Gymnasium's attributes, except the observation spaces, from the description of the first environment."""
         self.metadata = {**description.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode, self._env_id = description.render_mode, description.env_id
         self.single_action_space = description.action_space
@@ -785,7 +785,7 @@ class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
 
         All environments of such a worker then raise :class:`~vecenv.errors.WorkerDied`, or are rebuilt with
         ``on_failure="restart"``. Workers without pending requests, and the calling process, are left alone; so are
-        requests that ``max_concurrency`` still holds back. On other machines, a host ends as a whole.
+        requests that ``max_concurrency`` still holds back. On other machines, the whole host is killed.
 
         Args:
             env_id: Distinct indices of environments.

@@ -2,7 +2,7 @@
 
 All layers of an environment go into one pickle, so that shared objects stay shared. An object that has a codec, or stays in
 place, is stored as its path from a layer through attributes and items. The reader finds the counterpart at this path in the
-environment that is being restored. The class of an attribute's value determines its treatment (:func:`_treatment_of`). Every
+environment that is being restored. The class of an attribute's value determines its treatment (:func:`_treatment`). Every
 special object is pickled as a call of one function, :func:`stands_for_`, because pickling the names of many functions and
 classes would double the time.
 
@@ -38,8 +38,8 @@ _ATOM, _OTHER, _LAYER, _STAYING, _SPACE, _REFUSED = range(6)
 
 
 @by_class
-def _treatment_of(kind: type) -> int:
-    """Return the treatment of attribute values of this class."""
+def _treatment(kind: type) -> int:
+    """Return the treatment of attribute values of a class: one of the constants above."""
     if kind in _ATOMS:
         return _ATOM
     if _is_layer(kind):
@@ -64,9 +64,9 @@ def layers_of(env: Any) -> list[Any]:
     seen = {id(env)}
     for layer in layers:
         values = layer.__dict__.values()
-        if _LAYER in map(_treatment_of, map(type, values)):
+        if _LAYER in map(_treatment, map(type, values)):
             for value in values:
-                if _treatment_of(type(value)) == _LAYER and id(value) not in seen:
+                if _treatment(type(value)) == _LAYER and id(value) not in seen:
                     seen.add(id(value))
                     layers.append(value)
     return layers
@@ -77,8 +77,8 @@ def has_hidden_memory(kind: type) -> bool:
     """True if objects of a class have memory that their attributes do not show, because the class is written in C."""
     size = object.__basicsize__ + sum(8 for name in ("__dictoffset__", "__weakrefoffset__") if getattr(kind, name) > 0)
     for base in kind.__mro__:
-        own = base.__dict__.get("__slots__", ())
-        names = {own} if isinstance(own, str) else set(own)
+        slots = base.__dict__.get("__slots__", ())
+        names = {slots} if isinstance(slots, str) else set(slots)
         size += 8 * len(names - {"__dict__", "__weakref__"})
     return bool(kind.__itemsize__) or kind.__basicsize__ > size
 
@@ -93,8 +93,8 @@ def capture_state(env: Any, layers: list[Any] | None = None) -> bytes:
     return _Writer(layers).write()
 
 
-def stands_for_(what: int, *values: Any) -> Any:
-    """Represent a special object in a pickle. ``what`` is a constant below; its comment lists the ``values``."""
+def stands_for_(code: int, *values: Any) -> Any:
+    """Represent a special object in a pickle. ``code`` is one of the constants below, with its ``values`` in a comment."""
     raise AssertionError("only read by prepare_restore()")
 
 
@@ -138,14 +138,14 @@ class _Writer(pickle.Pickler):
     def _layer_state(self, number: int, layer: Any) -> tuple[Any, Any]:
         """Return a layer's attributes and the names of those that stay in place, or its codec's state and ``None``."""
         kind = type(layer)
-        rule = _codec_of_layer(kind)
+        rule = _layer_codec(kind)
         if rule is not None:
             return self._save_by_codec(rule, layer, kind.__name__), None
         attributes = layer.__dict__
         state = attributes.copy()
         names_in_place = []
         values = attributes.values()
-        for name, value, treatment in zip(attributes, values, map(_treatment_of, map(type, values)), strict=True):
+        for name, value, treatment in zip(attributes, values, map(_treatment, map(type, values)), strict=True):
             if treatment in (_ATOM, _LAYER):
                 continue
             if treatment == _STAYING or (treatment == _SPACE and save_space(value) is None):
@@ -154,17 +154,17 @@ class _Writer(pickle.Pickler):
                 continue
             self._paths.setdefault(id(value), (number, (True, name)))
             if treatment == _REFUSED:
-                why = rule_for(type(value)).reason  # type: ignore[union-attr]
-                raise NotRestorable(f"{kind.__name__}.{name} ({type(value).__name__}): {why}")
+                reason = rule_for(type(value)).reason  # type: ignore[union-attr]
+                raise NotRestorable(f"{kind.__name__}.{name} ({type(value).__name__}): {reason}")
         return state, names_in_place
 
-    def _save_by_codec(self, rule: Codec, thing: Any, where: str) -> Any:
+    def _save_by_codec(self, rule: Codec, obj: Any, name: str) -> Any:
         try:
-            return rule.save(thing)
+            return rule.save(obj)
         except VecEnvError:
             raise
         except Exception as error:
-            raise NotRestorable(f"{where} cannot be saved: {type(error).__name__}: {error}") from error
+            raise NotRestorable(f"{name} cannot be saved: {type(error).__name__}: {error}") from error
 
     def reducer_override(self, obj: Any) -> Any:
         if (number := self._numbers.get(id(obj))) is not None:
@@ -218,13 +218,13 @@ class _Writer(pickle.Pickler):
                 probe._paths, probe._walked = self._paths, self._walked
                 try:
                     probe.dump(value)
-                except Exception as same:
-                    return NotRestorable(f"{type(layer).__name__}.{name} ({type(value).__name__}) cannot be saved: {same}")
+                except Exception as cause:
+                    return NotRestorable(f"{type(layer).__name__}.{name} ({type(value).__name__}) cannot be saved: {cause}")
         return NotRestorable(f"{type(self._layers[0]).__name__} cannot be saved: {type(error).__name__}: {error}")
 
 
 @by_class
-def _codec_of_layer(kind: type) -> Codec | None:
+def _layer_codec(kind: type) -> Codec | None:
     """Return a layer's codec; ``None`` if its attributes are its whole state."""
     rule = rule_for(kind)
     if isinstance(rule, Refused):
@@ -275,10 +275,10 @@ def reachable_objects(layers: list[Any]) -> dict[int, tuple[Any, str]]:
 
 
 def _find(layers: list[Any], path: ObjectPath) -> Any:
-    thing = layers[path[0]]
+    obj = layers[path[0]]
     for by_attribute, key in path[1:]:
-        thing = getattr(thing, key) if by_attribute else thing[key]
-    return thing
+        obj = getattr(obj, key) if by_attribute else obj[key]
+    return obj
 
 
 def _walk(layers: list[Any], numbers: dict[int, int]) -> Iterator[tuple[int, ObjectPath]]:
@@ -286,8 +286,8 @@ def _walk(layers: list[Any], numbers: dict[int, int]) -> Iterator[tuple[int, Obj
     todo: deque[tuple[Any, ObjectPath]] = deque((layer, (number,)) for number, layer in enumerate(layers))
     seen: set[int] = set()
     while todo:
-        thing, path = todo.popleft()
-        for step, value in _steps(thing):
+        obj, path = todo.popleft()
+        for step, value in _children(obj):
             if type(value) in _ATOMS or id(value) in numbers or id(value) in seen:
                 continue
             seen.add(id(value))
@@ -296,16 +296,17 @@ def _walk(layers: list[Any], numbers: dict[int, int]) -> Iterator[tuple[int, Obj
             todo.append((value, value_path))
 
 
-def _steps(thing: Any) -> Iterator[tuple[tuple[bool, Any], Any]]:
-    if isinstance(thing, dict):
-        yield from (((False, key), value) for key, value in thing.items() if type(key) in _ATOMS or type(key) is tuple)
-    elif isinstance(thing, list | tuple | deque):
-        yield from (((False, place), value) for place, value in enumerate(thing))
-    attributes = getattr(thing, "__dict__", None)
-    if isinstance(attributes, dict) and not isinstance(thing, type | FunctionType | ModuleType):
+def _children(obj: Any) -> Iterator[tuple[tuple[bool, Any], Any]]:
+    """Yield a step of a path, (by attribute?, name or key), and the value there, for each attribute and item."""
+    if isinstance(obj, dict):
+        yield from (((False, key), value) for key, value in obj.items() if type(key) in _ATOMS or type(key) is tuple)
+    elif isinstance(obj, list | tuple | deque):
+        yield from (((False, index), value) for index, value in enumerate(obj))
+    attributes = getattr(obj, "__dict__", None)
+    if isinstance(attributes, dict) and not isinstance(obj, type | FunctionType | ModuleType):
         yield from (((True, name), value) for name, value in attributes.items())
-    if type(thing) in (functools.partial, functools.partialmethod):  # not by `__module__`, which some types from SWIG lack
-        yield from (((True, name), getattr(thing, name)) for name in ("func", "args", "keywords"))
+    if type(obj) in (functools.partial, functools.partialmethod):  # not by `__module__`, which some types from SWIG lack
+        yield from (((True, name), getattr(obj, name)) for name in ("func", "args", "keywords"))
 
 
 class _Reader(pickle.Unpickler):
@@ -321,8 +322,8 @@ class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         return self._read if name == "stands_for_" and module == __name__ else super().find_class(module, name)
 
-    def _read(self, what: int, *values: Any) -> Any:
-        return self._readers[what](*values)
+    def _read(self, code: int, *values: Any) -> Any:
+        return self._readers[code](*values)
 
     def _find_counterpart(self, path: ObjectPath) -> Any:
         try:
@@ -332,25 +333,25 @@ class _Reader(pickle.Unpickler):
             raise SnapshotMismatch(text) from error
 
     def _get_in_place(self, path: ObjectPath, description: str | None) -> Any:
-        """Return the object that stays at ``path``. Raise if it differs from the snapshot's."""
-        thing = self._find_counterpart(path)
-        if description is not None and differ(description, here := describe(thing)):
+        """Return the object that stays in place at ``path``. Raise if it differs from the snapshot's."""
+        obj = self._find_counterpart(path)
+        if description is not None and differ(description, here := describe(obj)):
             raise SnapshotMismatch(f"its {_format_path(self._layers, path)} is {description}, and here it is {here}")
-        return thing
+        return obj
 
     def _get_target(self, path: ObjectPath, state: Any) -> Any:
-        """Return the object at ``path`` for its codec to load, or a new one if it is missing, a layer or already used."""
+        """Return the object at ``path`` for its codec to load; a new one if it is missing, a layer or already a target."""
         try:
-            thing = self._find_counterpart(path)
+            obj = self._find_counterpart(path)
         except SnapshotMismatch:
-            thing = None
-        rule = rule_for(type(thing))
-        if isinstance(rule, Codec) and self._load_targets.setdefault(id(thing), path) == path:
+            obj = None
+        rule = rule_for(type(obj))
+        if isinstance(rule, Codec) and self._load_targets.setdefault(id(obj), path) == path:
             try:
-                self.pending_loads.append((rule, thing, rule.open(thing, state)))
+                self.pending_loads.append((rule, obj, rule.open(obj, state)))
             except SnapshotMismatch as error:
                 raise SnapshotMismatch(f"{_format_path(self._layers, path)}: {error}") from error
-            return thing
+            return obj
         if (new := make_from_state(state)) is None:
             raise SnapshotMismatch(f"no object at {_format_path(self._layers, path)} can load the saved state")
         return new
@@ -365,7 +366,7 @@ def _format_path(layers: list[Any], path: ObjectPath) -> str:
 
 
 def prepare_restore(env: Any, blob: bytes, layers: list[Any] | None = None) -> Callable[[], None]:
-    """Return a function that restores a state, any number of times. Before its first call, the environment does not change.
+    """Read a state without changing the environment. Return a function that restores it, any number of times.
 
     Raises:
         SnapshotMismatch: The state does not fit.
@@ -395,7 +396,7 @@ def prepare_restore(env: Any, blob: bytes, layers: list[Any] | None = None) -> C
                 own.update((name, None) for name in names_in_place if name not in own)
                 for name in own.keys() - saved.keys() - set(names_in_place):
                     own.pop(name, None)
-        for rule, thing, state in pending_loads:
-            rule.load(thing, state)
+        for rule, obj, state in pending_loads:
+            rule.load(obj, state)
 
     return restore

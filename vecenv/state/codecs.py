@@ -105,9 +105,9 @@ def register_rule(name: str, rule: Rule) -> None:
 
 @by_class
 def rule_for(kind: type) -> Rule | None:
-    """Return the rule for objects of a class; ``None`` if their attributes are copied."""
+    """Return the rule for objects of a class; ``None`` if their attributes are saved instead."""
     if callable(getattr(kind, "take_snapshot", None)) and callable(getattr(kind, "restore_snapshot", None)):
-        return Codec(lambda thing: thing.take_snapshot(), lambda thing, state: thing.restore_snapshot(state))
+        return Codec(lambda obj: obj.take_snapshot(), lambda obj, state: obj.restore_snapshot(state))
     names = map(name_of, kind.__mro__)
     return next((_BY_NAME[name] for name in names if name in _BY_NAME), None)
 
@@ -139,10 +139,10 @@ def _open_generator(generator: np.random.Generator, state: Any) -> Any:
 
 def _load_generator(generator: np.random.Generator, state: Any) -> None:
     bits: Any = generator.bit_generator
-    numbers, seeds = state
+    bit_state, seeds = state
     if seeds is not None and bits.seed_seq.state != seeds:
-        bits.__init__(np.random.SeedSequence(**seeds))  # so that it spawns the same child seeds
-    bits.state = numbers
+        bits.__init__(np.random.SeedSequence(**seeds))  # it then spawns the same child seeds
+    bits.state = bit_state
 
 
 def _make_generator(state: Any) -> np.random.Generator:
@@ -219,7 +219,7 @@ register_rule("torch._C.Generator", Codec(_save_torch, _load_torch))
 
 
 def _spaces_in(space: Any) -> Iterator[Any]:
-    """Yield a space and all spaces inside it."""
+    """Yield a space, and all spaces inside it, at any depth."""
     yield space
     for value in vars(space).values():
         inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else (value,)
@@ -235,7 +235,7 @@ def _is_composed(kind: type) -> bool:
 
 
 def save_space(space: Any) -> Any:
-    """Return the states of a space's generators; ``None`` if it has none yet, the usual case."""
+    """Return the states of a space's generators, or ``None`` if it has none yet (the usual case)."""
     if getattr(space, "_np_random", None) is None and not _is_composed(type(space)):
         return None
     generators = [getattr(subspace, "_np_random", None) for subspace in _spaces_in(space)]
@@ -267,7 +267,7 @@ register_rule("gymnasium.spaces.space.Space", Codec(save_space, _load_space, _op
 # -- simulators and emulators --------------------------------------------------------------------------------------
 
 def model_bytes(model: Any) -> bytes:
-    """Return the whole content of a model: options, physics and appearance."""
+    """Return the whole content of a MuJoCo model: options, physics and appearance."""
     import mujoco
 
     buffer = np.empty(mujoco.mj_sizeModel(model), np.uint8)
@@ -275,10 +275,10 @@ def model_bytes(model: Any) -> bytes:
     return buffer.tobytes()
 
 
-def _iter_values(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _iter_values(obj: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield the numbers and arrays of a model, and of its nested structures, by name."""
-    for key in dir(thing):
-        value = None if key.startswith("_") or key == "signature" else getattr(thing, key, None)
+    for key in dir(obj):
+        value = None if key.startswith("_") or key == "signature" else getattr(obj, key, None)
         if isinstance(value, int | float | str | bytes | np.ndarray):
             yield f"{name}{key}", np.asarray(value).tobytes()
         elif type(value).__module__ == "mujoco._structs":
@@ -311,7 +311,7 @@ def _open_physics(data: Any, state: Any) -> Any:
 
     version, blob = state
     if version != mujoco.__version__:
-        raise SnapshotMismatch(f"it was simulated by MuJoCo {version}, and this is {mujoco.__version__}")
+        raise SnapshotMismatch(f"it was simulated with MuJoCo {version}, and this is {mujoco.__version__}")
     saved, model = _read_physics(blob)
     if model != model_bytes(data.model):
         here = dict(_iter_values(data.model, ""))
@@ -333,7 +333,7 @@ register_rule("mujoco._structs.MjModel", STAYS)
 #
 # `cloneState(include_rng=True)` contains the console, the game and the generator, but not the previous action, which the
 # emulator repeats with probability `repeat_action_probability`. ALE does not expose this action, and it depends on past
-# draws. So it is found by trial. First the generator is set to repeat always, and the emulator plays some frames of the
+# draws, so it is found by trial. First the generator is set to repeat always, and the emulator plays some frames of the
 # unknown action. Then it is set to repeat never, and the emulator plays as many frames of each known action. The action
 # with equal frames is the previous one, or equivalent to it. Finally the emulator's own state is restored; its screen is
 # one frame late until the next step.
@@ -353,7 +353,7 @@ _WORD_DRAWING_MAX: Final = b"316513203"
 
 
 _ROM_CHECKSUMS: Final[dict[str, int]] = {}
-"""Path -> checksum of each ROM that was read."""
+"""Path -> checksum of each ROM that has been read."""
 
 
 def _ale_settings(ale: Any) -> dict[str, Any]:
@@ -366,16 +366,16 @@ def _ale_settings(ale: Any) -> dict[str, Any]:
 
 def _save_ale(ale: Any) -> Any:
     state = ale.cloneState(include_rng=True)
-    return sys.modules["ale_py"].__version__, _ale_settings(ale), state, _previous_action(ale, state)
+    return sys.modules["ale_py"].__version__, _ale_settings(ale), state, _find_previous_action(ale, state)
 
 
 def _open_ale(ale: Any, state: Any) -> Any:
     version, settings, emulator, previous = state
-    if version != (here := sys.modules["ale_py"].__version__):
-        raise SnapshotMismatch(f"it was played by ALE {version}, and this is {here}")
-    for name, here in _ale_settings(ale).items():
-        if settings[name] != here:
-            raise SnapshotMismatch(f"its emulator has {name} {settings[name]}, and this one {here}")
+    if version != (own_version := sys.modules["ale_py"].__version__):
+        raise SnapshotMismatch(f"it was played with ALE {version}, and this is {own_version}")
+    for name, value in _ale_settings(ale).items():
+        if settings[name] != value:
+            raise SnapshotMismatch(f"its emulator has {name} {settings[name]}, and this one {value}")
     return emulator, previous, None if previous is None else _with_constant_draws(emulator, _WORD_DRAWING_MAX)
 
 
@@ -387,7 +387,7 @@ def _load_ale(ale: Any, state: Any) -> None:
     ale.restoreState(emulator)
 
 
-def _previous_action(ale: Any, state: Any) -> Any:
+def _find_previous_action(ale: Any, state: Any) -> Any:
     """Return the (action, strength) that the emulator repeats, or an equivalent one; ``None`` if it repeats none."""
     sticky = ale.getFloat("repeat_action_probability")
     if sticky <= 0:
@@ -403,12 +403,12 @@ def _previous_action(ale: Any, state: Any) -> Any:
 
     def continues_like(action: Any) -> bool:
         ale.restoreState(never_repeating)
-        return all(_frame(ale, *action) == frame for frame in wanted)
+        return all(_play_frame(ale, *action) == frame for frame in expected)
 
     try:
         ale.restoreState(always_repeating)
-        wanted = [_frame(ale, legal[0]) for _ in range(frames)]  # of the unknown action, before another one replaces it
-        weaker = _iter_weaker_actions(ale, never_repeating, wanted[0], full_strength)
+        expected = [_play_frame(ale, legal[0]) for _ in range(frames)]  # of the unknown action, before another replaces it
+        weaker = _iter_weaker_actions(ale, never_repeating, expected[0], full_strength)
         found = next(filter(continues_like, chain(full_strength, weaker)), None)
         if found is None:
             raise NotRestorable("no action continues as the previous one does, which ALE does not expose")
@@ -419,28 +419,28 @@ def _previous_action(ale: Any, state: Any) -> Any:
     return found
 
 
-def _frame(ale: Any, action: Any, strength: float = 1.0) -> tuple[float, bytes]:
+def _play_frame(ale: Any, action: Any, strength: float = 1.0) -> tuple[float, bytes]:
     """Play one frame. Return the reward and the state after it."""
     return ale.act(action, strength), ale.cloneState(include_rng=False).serialize()
 
 
 def _iter_weaker_actions(
-    ale: Any, never_repeating: Any, wanted: tuple[float, bytes], full_strength: Sequence[tuple[Any, float]]
+    ale: Any, never_repeating: Any, expected: tuple[float, bytes], full_strength: Sequence[tuple[Any, float]]
 ) -> Iterator[Any]:
-    """Yield actions with a strength between 0 and 1 that turn a paddle as far as in the frame ``wanted``."""
+    """Yield actions with a strength between 0 and 1 that turn a paddle as far as in the frame ``expected``."""
     for action, _ in full_strength:
         states = []
         for strength in (0.0, 0.5, 1.0):
             ale.restoreState(never_repeating)
-            states.append(_frame(ale, action, strength)[1])
-        if len({*map(len, states), len(wanted[1])}) > 1:
+            states.append(_play_frame(ale, action, strength)[1])
+        if len({*map(len, states), len(expected[1])}) > 1:
             continue
-        for place in range(len(wanted[1]) - 3):
-            here, none, half, full = (
-                int.from_bytes(one[place : place + 4], "little", signed=True) for one in (wanted[1], *states)
+        for offset in range(len(expected[1]) - 3):
+            target, none, half, full = (
+                int.from_bytes(content[offset : offset + 4], "little", signed=True) for content in (expected[1], *states)
             )
-            if full != none and abs(full - none - 2 * (half - none)) < 3 and 0 < (here - none) / (full - none) < 1:
-                yield action, (abs(here - none) + 0.5) / abs(full - none)
+            if full != none and abs(full - none - 2 * (half - none)) < 3 and 0 < (target - none) / (full - none) < 1:
+                yield action, (abs(target - none) + 0.5) / abs(full - none)
 
 
 def _with_constant_draws(state: Any, word: bytes) -> Any:
@@ -448,12 +448,12 @@ def _with_constant_draws(state: Any, word: bytes) -> Any:
     content = state.serialize()
     *_, found = [None, *_GENERATOR_PATTERN.finditer(content)]  # the last match, because the console's generator comes first
     words = [word] * 624 + ([b"0"] if found and found[0].count(b" ") == 624 else [])
-    room = len(found[0]) - sum(map(len, words)) - len(words) + 1 if found else -1
-    if found is None or room < 0:
+    padding = len(found[0]) - sum(map(len, words)) - len(words) + 1 if found else -1
+    if found is None or padding < 0:
         raise NotRestorable("the state that this version of ALE returns has no generator in a format that vecenv can read")
     kind: Any = type(state)
     changed = kind.__new__(kind)
-    text = b" ".join(words[:-1]) + b" " * (room + 1) + words[-1]
+    text = b" ".join(words[:-1]) + b" " * (padding + 1) + words[-1]
     changed.__setstate__(content[: found.start()] + text + content[found.end() :])
     return changed
 
@@ -472,7 +472,7 @@ for _name in (
 
 # -- objects that are refused -----------------------------------------------------------------------------------------------
 
-for _name, _why in {
+for _name, _reason in {
     "socket.socket": "the other end of a socket cannot be restored",
     "subprocess.Popen": "a process cannot be restored",
     "multiprocessing.process.BaseProcess": "a process cannot be restored",
@@ -483,7 +483,7 @@ for _name, _why in {
     "envpool.python.envpool.EnvPoolMixin": "an EnvPool has no state that can be read",
     "stable_retro._retro.RetroEmulator": "it needs a codec: vecenv.state.register",
 }.items():
-    register_rule(_name, Refused(_why))
+    register_rule(_name, Refused(_reason))
 
 # -- wrappers that read the clock ----------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ def describe(value: Any) -> str:
 
 
 def differ(one: str, other: str) -> bool:
-    """True if two descriptions are of different values. Bytecode is compared only if both have the same Python version."""
+    """True if two descriptions differ. Bytecode is compared only if both are from the same version of Python."""
     if one == other:
         return False
     if {version for version, _ in _CODE.findall(one)} == {version for version, _ in _CODE.findall(other)}:
@@ -102,7 +102,7 @@ def _describe(value: Any, parents: tuple[int, ...]) -> str:
         return _describe_jax(value)
     if callable(value) and isinstance(name := getattr(value, "__name__", None), str):  # written in C, like `np.tanh`
         return f"{kind.__name__} {name}"
-    attributes = _attributes_of(value)
+    attributes = _collect_attributes(value)
     return f"{kind.__name__}({inner(attributes)})" if attributes else kind.__name__
 
 
@@ -111,7 +111,7 @@ def describe_space(space: Any) -> str:
     return f"{_ADDRESS.sub('', repr(space))} ({_crc(_describe(space, ()).encode())})"
 
 
-def _attributes_of(value: Any) -> dict[str, Any]:
+def _collect_attributes(value: Any) -> dict[str, Any]:
     slots = [name for kind in type(value).__mro__ for name in np.atleast_1d(vars(kind).get("__slots__", ())).tolist()]
     found = {name: getattr(value, name) for name in slots if name != "__dict__" and hasattr(value, name)}
     own = getattr(value, "__dict__", None)

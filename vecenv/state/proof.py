@@ -34,12 +34,12 @@ from vecenv.trajectories import STEP_FIELDS, assert_identical
 __all__ = ["Proof", "SharedState", "open_proof", "prove", "step_env", "to_one_line"]
 
 _MAX_STEPS: Final = 64  # steps after saving the state, unless an episode ends earlier
-_SHARING_ROUNDS: Final = 8  # for environments that share state: in fewer rounds, the results may be equal by chance
+_SHARING_ROUNDS: Final = 8  # rounds for environments that share state: with fewer, the results may be equal by chance
 _STEPS_AFTER_END: Final = 8  # steps after the end of the episode
-_NUM_BRANCHES: Final = 80  # further loads: a difference after one load in ten is missed once in 4,600 (0.9 ** 80)
+_NUM_BRANCHES: Final = 80  # further loads: a difference that follows one load in ten is missed once in 4,600 (0.9 ** 80)
 _BRANCH_STEPS: Final = 2  # steps after each of these loads
-_CHECK_STEPS: Final = 16  # steps from the state of an environment other than the scratch ones
-_MAX_SECONDS: Final = 20.0  # no more loads after that time
+_CHECK_STEPS: Final = 16  # steps from the state of an environment that is not a scratch one
+_MAX_SECONDS: Final = 20.0  # after that time, no more loads are tested
 _NEVER_SHARED: Final = frozenset({"mujoco._structs.MjData", "ale_py._ale_py.ALEInterface"})
 
 
@@ -64,7 +64,7 @@ def prove(env_fn: Callable[[], Any], *, steps: int = _MAX_STEPS, seed: int = 0) 
 
 @contextmanager
 def open_proof(env_fn: Callable[[], Any], **options: Any) -> Iterator[Proof]:
-    """Build the scratch environments of a :class:`Proof`, and close them at the end. Arguments: see :func:`prove`."""
+    """Build the scratch environments of a :class:`Proof`, and close them at the end. For the options, see :func:`prove`."""
     shared, level = read_states(), gymnasium.logger.min_level
     envs: list[Any] = []
     try:
@@ -143,17 +143,18 @@ class Proof:
             raise NotRestorable(f"{self._kind.env_id} cannot be saved: {error}") from error
 
     def _require_unshared(self, env: Any, others: str) -> None:
-        mine, theirs = (reachable_objects(layers_of(one)) for one in (self._first, env))
-        for key in mine.keys() & theirs.keys():
-            thing, where = theirs[key]
-            generator = isinstance(thing, np.random.Generator | np.random.RandomState | random.Random)
-            if generator or name_of(type(thing)) in _NEVER_SHARED:
-                raise NotRestorable(f"{where} ({type(thing).__name__}) is the same object as in {others}")
+        own, other = (reachable_objects(layers_of(one)) for one in (self._first, env))
+        for key in own.keys() & other.keys():
+            obj, path = other[key]
+            is_generator = isinstance(obj, np.random.Generator | np.random.RandomState | random.Random)
+            if is_generator or name_of(type(obj)) in _NEVER_SHARED:
+                raise NotRestorable(f"{path} ({type(obj).__name__}) is the same object as in {others}")
 
     def _run_round(self, number: int) -> bool:
-        """Save, continue, load, and continue again; raise ``NotRestorable`` if the results differ.
+        """Save, continue, load, and continue again. Return ``True`` if environments share anything.
 
-        Return ``True`` if environments share anything.
+        Raises:
+            NotRestorable: The results differ.
         """
         first, second, seed = self._first, self._second, self._seed + 17 * number
         self._space.seed(seed)
@@ -173,11 +174,11 @@ class Proof:
         return bool(changed)
 
     def _test_many_loads(self) -> None:
-        """Save and load repeatedly, and compare the first steps, to find differences that occur after one load in ten."""
+        """Save and load repeatedly, and compare the first steps: some differences occur only after one load in ten."""
         until = time.monotonic() + _MAX_SECONDS
         for number in range(_NUM_BRANCHES):
             self._run(self._first, None, 1 + number % 3)
-            self._run(self._second, None, 1 + number % 2)  # so that state that is not loaded differs from the first
+            self._run(self._second, None, 1 + number % 2)  # so that any state that loading misses differs from the first
             self._compare(self._second, "another environment", self._record_branch(_BRANCH_STEPS), [], alone=True)
             if time.monotonic() > until:
                 break
@@ -222,7 +223,7 @@ class Proof:
         return env.reset() if seed is None else env.reset(seed=seed)
 
     def _record_results(self, env: Any, actions: list[Any], interleaved: Any = None) -> dict[str, Any]:
-        """Return the results of these actions, until a few steps after the end or cut-off of an episode.
+        """Return the results of these actions, up to a few steps after an episode ends, or is ended by a reset.
 
         ``interleaved`` is an environment that is stepped in between.
         """
@@ -268,31 +269,31 @@ class SharedState:
     """The state that environments of a kind may share: global generators, attributes of classes and of modules."""
 
     def __init__(self, env: Any) -> None:
-        self._places: dict[str, Mapping[str, Any]] = {}
+        self._namespaces: dict[str, Mapping[str, Any]] = {}
         for layer in layers_of(env):
             for kind in type(layer).__mro__:
                 if kind.__module__.partition(".")[0] not in ("builtins", "abc", "typing", "gymnasium"):
-                    self._places[kind.__name__] = vars(kind)
+                    self._namespaces[kind.__name__] = vars(kind)
                     module = sys.modules.get(kind.__module__)
                     if isinstance(module, ModuleType):
-                        self._places[module.__name__] = vars(module)
+                        self._namespaces[module.__name__] = vars(module)
         self._before = self._read_values()
         self._changed: dict[str, None] = {}
 
     def _read_values(self) -> dict[str, str]:
-        seen = {
-            f"{place}.{name}": text
-            for place, names in self._places.items()
+        values = {
+            f"{owner}.{name}": text
+            for owner, names in self._namespaces.items()
             for name, value in names.items()
             if not name.startswith("__") and (text := _comparable_text(value))
         }
-        seen["the generator of the module random"] = str(hash(random.getstate()))
-        numbers: Any = np.random.get_state()
-        seen["numpy's global generator"] = str((numbers[1].tobytes(), *numbers[2:]))
-        return seen
+        values["the generator of the module random"] = str(hash(random.getstate()))
+        state: Any = np.random.get_state()
+        values["numpy's global generator"] = str((state[1].tobytes(), *state[2:]))
+        return values
 
     def find_changes(self) -> list[str]:
-        """Compare again, and return the names of everything that has changed so far."""
+        """Return the names of all values that have changed since the start, now or in an earlier call."""
         now = self._read_values()
         self._changed.update((name, None) for name, text in self._before.items() if now.get(name) != text)
         return list(self._changed)
@@ -318,10 +319,10 @@ def _comparable_text(value: Any) -> str:
 def _describe_cause(changed: list[str], env: Any) -> str:
     if changed:
         return f" (environments share {', '.join(changed[:4])}, and steps change it)"
-    kept = [
+    suspects = [
         f"{type(layer).__name__}.{name}"
         for layer in layers_of(env)
         for name, value in vars(layer).items()
         if getattr(value, "__closure__", None) or type(type(value)).__name__.startswith(("pybind11", "nb_type", "Boost"))
     ]
-    return f" (possible cause: {', '.join(kept[:4])})" if kept else ""
+    return f" (possible cause: {', '.join(suspects[:4])})" if suspects else ""

@@ -33,7 +33,7 @@ class Kind:
     Attributes:
         env_id: The id of the registered environment, or else the class of the innermost layer.
         arguments: (name, description) of the constructor arguments that the layers have recorded (``EnvSpec.kwargs``,
-            ``RecordConstructorArgs``, ``EzPickle``), without those that only concern rendering.
+            ``RecordConstructorArgs``, ``EzPickle``), except those that concern only rendering.
         layers: The classes of the wrapper stack, the outermost first.
         versions: (package, version) of all packages that define the layers.
         spaces: (owner, description) of the spaces of the outermost layer, and of those that inner layers define.
@@ -52,7 +52,7 @@ class Kind:
         if self.env_id != other.env_id:
             return f"it is of {self.env_id}, and the environment is {other.env_id}"
         if self.layers != other.layers:
-            return f"its wrapper stack is {_stack(self.layers)}, and the environment's is {_stack(other.layers)}"
+            return f"its wrapper stack is {_join_layers(self.layers)}, and the environment's is {_join_layers(other.layers)}"
         if changed := _changes(self.arguments, other.arguments):
             own = ", ".join(f"{name}={text}" for name, text, _ in changed if text)
             others = ", ".join(f"{name}={text}" for name, _, text in changed if text)
@@ -68,14 +68,14 @@ class Kind:
         return f"it was saved with {', '.join(texts)}" if texts else ""
 
 
-def _changes(mine: Sequence[tuple[str, str]], others: Sequence[tuple[str, str]]) -> list[tuple[str, str, str]]:
-    """Return (name, own description, the other's) of each difference. A description is empty if the name is missing."""
-    one, two = dict(mine), dict(others)
-    each = ((name, one.get(name, ""), two.get(name, "")) for name in {**one, **two})
-    return [(name, own, other) for name, own, other in each if differ(own, other)]
+def _changes(one: Sequence[tuple[str, str]], other: Sequence[tuple[str, str]]) -> list[tuple[str, str, str]]:
+    """Return (name, first description, second description) of each difference. A missing name has an empty description."""
+    first, second = dict(one), dict(other)
+    pairs = ((name, first.get(name, ""), second.get(name, "")) for name in {**first, **second})
+    return [(name, mine, theirs) for name, mine, theirs in pairs if differ(mine, theirs)]
 
 
-def _stack(layers: Sequence[str]) -> str:
+def _join_layers(layers: Sequence[str]) -> str:
     text = " / ".join(layer.rpartition(".")[2] for layer in layers)
     return text.replace("OwnGenerators", "OwnGenerators (generators='own')")
 
@@ -151,10 +151,10 @@ class Snapshot:
             raise SnapshotMismatch(f"its format is {self.format}, and this version of vecenv reads {FORMAT}")
         if not isinstance(self.rest, bytes) or zlib.crc32(self.rest) != self.checksums[1]:
             raise SnapshotMismatch(_DAMAGED)
-        found = _read(self.rest, Row)
-        if not isinstance(found.kind, Kind):
-            raise SnapshotMismatch(f"its kind of environment is invalid: {found.kind!r}")
-        return found
+        row = _unpickle(self.rest, Row)
+        if not isinstance(row.kind, Kind):
+            raise SnapshotMismatch(f"its kind of environment is invalid: {row.kind!r}")
+        return row
 
     @property
     def observation(self) -> Any:
@@ -202,7 +202,7 @@ def _pickle(value: Any) -> bytes:
     return call_with_fallback(partial(pickle.dumps, value, pickle.HIGHEST_PROTOCOL), refuse, Exception)
 
 
-def _read(blob: bytes, kind: type[_T]) -> _T:
+def _unpickle(blob: bytes, kind: type[_T]) -> _T:
     def refuse(error: Exception) -> Any:
         raise SnapshotMismatch(f"its bytes cannot be read: {type(error).__name__}: {error}") from error
 
@@ -218,18 +218,18 @@ def _sealed(kind: type, content: Any) -> bytes:
 
 
 def _unsealed(*parts: Any) -> Any:
-    """Return the value of sealed bytes. ``pickle`` calls this function, possibly with damaged arguments."""
+    """Return the value of sealed bytes. ``pickle`` calls this function; damaged pickles pass wrong arguments."""
     if len(parts) != 1 or not isinstance(parts[0], bytes) or zlib.crc32(parts[0][4:]) != int.from_bytes(parts[0][:4], "big"):
         raise SnapshotMismatch(_DAMAGED)
-    kind, content = _read(parts[0][4:], tuple)
+    kind, content = _unpickle(parts[0][4:], tuple)
     return kind(content)
 
 
 def _snapshot_of(*parts: Any) -> Snapshot:
     if len(parts) != 5:
         raise SnapshotMismatch(_DAMAGED)
-    body, rest, first, second, form = parts
-    return Snapshot(body, rest, (first, second), form)
+    body, rest, body_checksum, rest_checksum, form = parts
+    return Snapshot(body, rest, (body_checksum, rest_checksum), form)
 
 
 def parse_snapshots(snapshots: Any, rows: Sequence[int]) -> list[Snapshot]:
@@ -243,55 +243,55 @@ def parse_snapshots(snapshots: Any, rows: Sequence[int]) -> list[Snapshot]:
         SnapshotMismatch: The number of snapshots is wrong, or one of them is damaged or of another type.
     """
     if isinstance(snapshots, Snapshot):
-        each = [snapshots] * len(rows)
+        listed = [snapshots] * len(rows)
     elif isinstance(snapshots, Sequence) and not isinstance(snapshots, str | bytes | bytearray):
-        each = list(snapshots)
+        listed = list(snapshots)
     else:
         raise SnapshotMismatch(f"load() needs snapshots from save(), got {type(snapshots).__name__}")
-    if len(each) != len(rows):
-        raise SnapshotMismatch(f"{len(each)} snapshots for {len(rows)} environments: pass one for each, or one for all")
+    if len(listed) != len(rows):
+        raise SnapshotMismatch(f"{len(listed)} snapshots for {len(rows)} environments: pass one for each, or one for all")
     checked: set[int] = set()
-    for place, snapshot in enumerate(each):
+    for index, snapshot in enumerate(listed):
         if not isinstance(snapshot, Snapshot):
-            raise SnapshotMismatch(f"snapshots[{place}] is a {type(snapshot).__name__}, not a snapshot from save()")
+            raise SnapshotMismatch(f"snapshots[{index}] is a {type(snapshot).__name__}, not a snapshot from save()")
         if id(snapshot) in checked:
             continue
         try:
             snapshot.require_whole()
         except SnapshotMismatch as error:
-            raise SnapshotMismatch(f"snapshots[{place}]: {error}") from None
+            raise SnapshotMismatch(f"snapshots[{index}]: {error}") from None
         checked.add(id(snapshot))
-    return each
+    return listed
 
 
 def kind_of(layers: Sequence[Any] | Any) -> Kind:
     """Return the kind of an environment, or of a list of its layers. Takes about 100 microseconds."""
-    each = layers if isinstance(layers, list) else layers_of(layers)
-    names = tuple(f"{type(layer).__module__}.{type(layer).__qualname__}" for layer in each)
-    spec = next((spec for layer in each if (spec := vars(layer).get("spec")) is not None), None)
+    layer_list = layers if isinstance(layers, list) else layers_of(layers)
+    names = tuple(f"{type(layer).__module__}.{type(layer).__qualname__}" for layer in layer_list)
+    spec = next((spec for layer in layer_list if (spec := vars(layer).get("spec")) is not None), None)
     env_id = getattr(spec, "id", None) or names[-1]
     versions = _versions(sorted({name.partition(".")[0] for name in names}))
-    return Kind(env_id, tuple(_arguments_of(each, spec)), names, versions, tuple(_spaces_of(each)))
+    return Kind(env_id, tuple(_iter_arguments(layer_list, spec)), names, versions, tuple(_iter_spaces(layer_list)))
 
 
-def _arguments_of(layers: Sequence[Any], spec: Any) -> Iterator[tuple[str, str]]:
+def _iter_arguments(layers: Sequence[Any], spec: Any) -> Iterator[tuple[str, str]]:
     given = dict(getattr(spec, "kwargs", None) or {})
     for name in sorted(given.keys() - _NOT_COMPARED):
         yield name, describe(given[name])
-    for place, layer in _name_layers(layers):
-        own = vars(layer)
-        for number, value in enumerate(own.get("_ezpickle_args", ())):
-            yield f"{place}[{number}]", describe(value)
-        for recorded in own.get("_ezpickle_kwargs"), own.get("_saved_kwargs"):
+    for layer_name, layer in _name_layers(layers):
+        attributes = vars(layer)
+        for number, value in enumerate(attributes.get("_ezpickle_args", ())):
+            yield f"{layer_name}[{number}]", describe(value)
+        for recorded in attributes.get("_ezpickle_kwargs"), attributes.get("_saved_kwargs"):
             if isinstance(recorded, dict):
                 names = sorted(recorded.keys() - _NOT_COMPARED)
-                yield from ((f"{place}.{name}", describe(recorded[name])) for name in names)
+                yield from ((f"{layer_name}.{name}", describe(recorded[name])) for name in names)
         if not is_importable(type(layer)):  # no package version identifies its code
-            yield f"class {place}", describe(type(layer))
+            yield f"class {layer_name}", describe(type(layer))
 
 
 def _name_layers(layers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, layer): the name of its class, with a number from the second layer of that class on."""
+    """Yield (name, layer). The name is that of the class, numbered from the second layer of the class on."""
     names: Counter[str] = Counter()
     for layer in layers:
         name = type(layer).__name__
@@ -299,15 +299,15 @@ def _name_layers(layers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
         yield f"{name} {names[name]}" if names[name] > 1 else name, layer
 
 
-def _spaces_of(layers: Sequence[Any]) -> Iterator[tuple[str, str]]:
+def _iter_spaces(layers: Sequence[Any]) -> Iterator[tuple[str, str]]:
     outermost = layers[0]
-    for name, what in (("observation_space", "observations"), ("action_space", "actions")):
+    for name, label in (("observation_space", "observations"), ("action_space", "actions")):
         if isinstance(space := getattr(outermost, name, None), gymnasium.Space):
-            yield what, describe_space(space)
-    for place, layer in _name_layers(layers):
+            yield label, describe_space(space)
+    for layer_name, layer in _name_layers(layers):
         for name, value in vars(layer).items():
             if isinstance(value, gymnasium.Space):
-                yield f"{place}.{name}", describe_space(value)
+                yield f"{layer_name}.{name}", describe_space(value)
 
 
 def _versions(packages: Sequence[str]) -> tuple[tuple[str, str], ...]:

@@ -54,10 +54,10 @@ def pack_state(
 
 
 def require_entries(state: Any, own: Mapping[str, Any], *names: str) -> None:
-    """Raise if a ``state_dict()`` lacks an entry, or if an entry differs from that in ``own``.
+    """Raise if a ``state_dict()`` lacks an entry, or if one differs from its value in ``own``.
 
     Raises:
-        SnapshotMismatch: The text names the entry.
+        SnapshotMismatch: An entry is missing or differs; the text names it.
     """
     for key in (*own, *names):
         if not isinstance(state, Mapping) or key not in state:
@@ -71,16 +71,16 @@ def read_state(state: Any, num_envs: int, mode: AutoresetMode, spaces: Sequence[
     """Parse the result of :func:`pack_state`.
 
     Raises:
-        SnapshotMismatch: The result does not fit, or is damaged.
+        SnapshotMismatch: The state does not fit, or is damaged.
     """
     own = {"format": FORMAT, "num_envs": num_envs, "autoreset_mode": mode.name}
     require_entries(state, own, "snapshots", "counters", "seeds", "spaces")
     snapshots = parse_snapshots(state["snapshots"], range(num_envs))
-    read_rest = partial(_parse_counts_seeds_and_spaces, state, spaces)
+    parse_rest = partial(_parse_counts_seeds_and_spaces, state, spaces)
     try:
-        return VectorState(snapshots, *read_rest())
+        return VectorState(snapshots, *parse_rest())
     except Exception as error:
-        if succeeds_when_repeated(read_rest):
+        if succeeds_when_repeated(parse_rest):
             raise  # a signal handler raised it
         raise SnapshotMismatch(f"its counters, seeds or spaces do not fit: {type(error).__name__}: {error}") from error
 
@@ -88,12 +88,12 @@ def read_state(state: Any, num_envs: int, mode: AutoresetMode, spaces: Sequence[
 def _parse_counts_seeds_and_spaces(
     state: Mapping[str, Any], spaces: Sequence[Any]
 ) -> tuple[Counts, np.random.SeedSequence, list[Any]]:
-    opened = [
+    generators = [
         (space, saved if saved is None else _space_codec(space).open(space, saved))
         for space, saved in zip(spaces, state["spaces"], strict=True)
     ]
     steps, resets, restarts = map(_parse_count, state["counters"])
-    return (steps, resets, restarts), np.random.SeedSequence(**state["seeds"]), opened
+    return (steps, resets, restarts), np.random.SeedSequence(**state["seeds"]), generators
 
 
 def _space_codec(space: Any) -> Codec:

@@ -62,13 +62,13 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
         )
         super().__init__(env)
         self._discount, self._variable = float(discount), bool(variable)
-        self._stacks = observations == "all"
+        self._returns_all = observations == "all"
         self._skips_rendering = _accepts_render(env)
         chunks = _make_chunk_space(env.action_space, self.horizon)
         self.action_space = (
             spaces.Dict({"actions": chunks, "steps": spaces.Discrete(self.horizon, start=1)}) if variable else chunks
         )
-        if self._stacks:
+        if self._returns_all:
             self.observation_space = batch_space(env.observation_space, self.horizon)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -78,7 +78,7 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
             The observation, with ``observations="all"`` repeated ``horizon`` times, and the info.
         """
         observation, info = self.env.reset(seed=seed, options=options)
-        return (self._stack([observation]) if self._stacks else observation), info
+        return (self._stack([observation]) if self._returns_all else observation), info
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Execute the actions of a chunk, and stop if the episode ends; see the class."""
@@ -88,28 +88,28 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
         for single, step in zip(actions, self._step_functions(len(actions)), strict=False):
             observation, reward, terminated, truncated, info = step(single)
             rewards.append(reward if reward.__class__ is float else _as_float(reward))
-            if self._stacks:
+            if self._returns_all:
                 observations.append(copy.deepcopy(observation))  # an environment may return the same array at every step
             if terminated or truncated:
                 break
         chunk_rewards = np.zeros(self.horizon)
         chunk_rewards[: len(rewards)] = rewards
         info = {**info, "chunk_steps": len(rewards), "chunk_rewards": chunk_rewards}
-        result_observation = self._stack(observations) if self._stacks else observation
-        return result_observation, self._discounted_sum(rewards), terminated, truncated, info
+        result = self._stack(observations) if self._returns_all else observation
+        return result, self._discounted_sum(rewards), terminated, truncated, info
 
     def _step_functions(self, count: int) -> Iterator[Callable[[Any], Any]]:
-        """Return the step functions of ``count`` actions, of which only the last one may render."""
+        """Return the step functions for ``count`` actions; only the last one may render."""
         step: Callable[..., Any] = self.env.step
         if not self._skips_rendering:
             return repeat(step)
         return chain(repeat(partial(step, render=False), count - 1), [step])
 
     def _actions_to_execute(self, action: Any) -> Any:
-        """Return the actions of a chunk that a step executes; raise for an invalid chunk or number of steps."""
+        """Return the actions of a chunk that a step executes. Raise for an invalid chunk or number of steps."""
         count = self.horizon
         if self._variable:
-            action, count = self._parse_variable(action)
+            action, count = self._split_variable_action(action)
         try:
             length = len(action)
         except TypeError:
@@ -118,8 +118,8 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
             raise ValueError(f"ActionChunks: expected a chunk of {self.horizon} actions, got one of {length}")
         return action if count == length else action[:count]
 
-    def _parse_variable(self, action: Any) -> tuple[Any, int]:
-        """Return the chunk and the number of executed actions."""
+    def _split_variable_action(self, action: Any) -> tuple[Any, int]:
+        """Return the chunk, and the number of its actions to execute."""
         if not isinstance(action, Mapping) or action.keys() != {"actions", "steps"}:
             raise TypeError(f"ActionChunks: expected a dict with 'actions' and 'steps', got {action!r}")
         steps = action["steps"]
@@ -171,7 +171,7 @@ def _accepts_render(env: gymnasium.Env[Any, Any]) -> bool:
 
 
 def _make_chunk_space(space: Any, horizon: int) -> spaces.Space[Any]:
-    """Return the space of chunks of actions; raise ``TypeError`` if ``space`` is not a Gymnasium space."""
+    """Return the space of chunks of actions. Raise ``TypeError`` if ``space`` is not a Gymnasium space."""
     kind = type(space)
     if kind is spaces.Box:
         low, high = (np.repeat(bound[np.newaxis], horizon, axis=0) for bound in (space.low, space.high))

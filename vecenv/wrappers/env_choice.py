@@ -23,15 +23,15 @@ class EnvChoice:
     """An ``env_fn`` for an environment that switches between several others when it is reset.
 
     ``reset(options={"env": name})`` builds the environment of that name, or reuses it, and resets it with the other options.
-    Without the option ``"env"``, the current environment is reset, which at the start is the first of ``factories``. All
+    Without the option ``"env"``, the current environment is reset; at the start, that is the first of ``factories``. All
     environments must have the spaces of the first, which is built once to read them. Methods and attributes are those of the
     current environment.
 
     Args:
         factories: Name -> function that builds the environment. It gets the arguments of the call, as in
             ``make_vec(EnvChoice(...), render_mode="rgb_array")``.
-        keep: The maximum number of environments that each :class:`ChosenEnv` keeps open, at least 1. Before another is
-            built, the least recently used is closed.
+        keep: The maximum number of environments that each :class:`ChosenEnv` keeps open, at least 1. Before another one is
+            built, the least recently used one is closed.
 
     Raises:
         TypeError: ``factories`` is not a dict of functions by name, or ``keep`` is not an integer.
@@ -51,7 +51,7 @@ class EnvChoice:
         if keep < 1:
             raise ValueError(f"EnvChoice: keep must be a positive integer, got {keep!r}")
         self.factories, self.keep = dict(factories), keep
-        self._shared: dict[str, dict[str, Any]] = {}  # the attributes of all environments, by the arguments of the call
+        self._shared: dict[str, dict[str, Any]] = {}  # arguments of a call -> attributes of all its environments
 
     def __call__(self, **kwargs: Any) -> ChosenEnv:
         """Build an environment. The first call with given arguments builds the first of ``factories`` to read its spaces."""
@@ -79,7 +79,7 @@ class ChosenEnv(gymnasium.Env[Any, Any]):
         self.env_choices = tuple(factories)
         self.env_name = self.env_choices[0]
         self._factories, self._keep, self._kwargs = factories, keep, kwargs
-        # in a dict, because snapshots would also save environments that are attributes
+        # in a dict: as attributes, these environments would be saved in snapshots as well
         self._open: dict[str, gymnasium.Env[Any, Any]] = {}  # the least recently used first
         if not shared:
             first = self._open[self.env_name] = factories[self.env_name](**kwargs)
@@ -113,7 +113,7 @@ class ChosenEnv(gymnasium.Env[Any, Any]):
             self._open.popitem()[1].close()
 
     def _choose(self, name: str) -> gymnasium.Env[Any, Any]:
-        """Make an environment the current one; build it if it is not open."""
+        """Make an environment the current one, and build it if it is not open."""
         if name not in self.env_choices:
             raise ValueError(f"EnvChoice: there is no environment {name!r}{suggest_names(name, self.env_choices)}")
         env = self._open.pop(name, None)
@@ -147,7 +147,7 @@ class ChosenEnv(gymnasium.Env[Any, Any]):
         return hasattr(self, name) or self.current.has_wrapper_attr(name)
 
     def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
-        """Set an attribute of the current environment."""
+        """Set an attribute of the current environment only."""
         return self.current.set_wrapper_attr(name, value, force=force)
 
     @property

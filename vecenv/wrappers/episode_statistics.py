@@ -1,4 +1,4 @@
-"""Episode returns, lengths and times, also for batches that contain only some of the environments."""
+"""Episode returns, lengths and times, also for batches of only some environments."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         super().__init__(env, buffer_length, stats_key)
         self._key = stats_key
         self._same_step = env.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP
-        self._resetting = np.zeros(self.num_envs, np.bool_)  # rows with a pending reset
+        self._resetting = np.zeros(self.num_envs, np.bool_)  # rows with a reset that has not been returned
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -76,7 +76,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         return np.arange(self.num_envs) if mask is None else np.flatnonzero(mask)
 
     def _begin_episodes(self, rows: npt.NDArray[np.intp] | list[int]) -> None:
-        """Reset the statistics of these rows, in which new episodes begin."""
+        """Reset the statistics of rows in which new episodes begin."""
         self.episode_start_times[rows] = time.perf_counter()
         self.episode_returns[rows] = 0
         self.episode_lengths[rows] = 0
@@ -95,11 +95,11 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         )
 
     def load(self, snapshots: Any, env_id: Any = None) -> Any:
-        """Load snapshots into the vector environment. For snapshots saved without this wrapper, statistics begin at zero."""
+        """Load snapshots into the vector environment. Statistics begin at zero for snapshots saved without this wrapper."""
         rows = parse_rows(env_id, self.num_envs)
         snapshot_by_row = [snapshots] * len(rows) if isinstance(snapshots, Snapshot) else snapshots
         observations = self.env.load(snapshots, env_id)  # type: ignore[attr-defined]
-        self._restore_statistics(rows, [(one.row.beside or {}).get(self._key) for one in snapshot_by_row])
+        self._restore_statistics(rows, [(snapshot.row.beside or {}).get(self._key) for snapshot in snapshot_by_row])
         return observations
 
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         return StateDict({**state, f"statistics {self._key}": statistics})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
-        """Load the state of the vector environment. Statistics that are missing from it begin at zero."""
+        """Load the state of the vector environment. Statistics that it lacks begin at zero."""
         observations = self.env.load_state_dict(state)  # type: ignore[attr-defined]
         rows = parse_rows(None, self.num_envs)
         running, self.episode_count, queues = state.get(f"statistics {self._key}", ([None] * len(rows), 0, [[], [], []]))
@@ -124,14 +124,14 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         return self.return_queue, self.length_queue, self.time_queue
 
     def _running_statistics(self, rows: list[int]) -> list[Any]:
-        """Return for each row: return, length, seconds so far, and flags for an ended episode and a pending reset."""
+        """Return, for each row, its return, length, seconds so far, and flags for an ended episode and a pending reset."""
         seconds = time.perf_counter() - self.episode_start_times[rows]
         columns = self.episode_returns, self.episode_lengths, self.prev_dones, self._resetting
         episode_returns, lengths, over, resetting = (np.asarray(column)[rows].tolist() for column in columns)
         return list(zip(episode_returns, lengths, seconds.tolist(), over, resetting, strict=True))
 
     def _restore_statistics(self, rows: list[int], statistics: list[Any]) -> None:
-        """Restore the results of :meth:`_running_statistics`; rows with ``None`` begin at zero."""
+        """Restore statistics from :meth:`_running_statistics`. Rows with ``None`` begin at zero."""
         self._begin_episodes(rows)
         for row, row_statistics in zip(rows, statistics, strict=True):
             if row_statistics is not None:
@@ -159,7 +159,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     step_fetch = step_wait
 
     def _count_results(self, rows: npt.NDArray[np.intp], result: Any) -> Any:
-        """Count the rewards and steps of a result, add the statistics of ended episodes to its infos, and return it."""
+        """Update the statistics with a result. Add those of ended episodes to its infos, and return it."""
         _, rewards, terminations, truncations, infos = result
         first = self._resetting[rows]  # rows with the first result of an episode, which has no reward
         if not self._same_step:

@@ -1,4 +1,4 @@
-"""Checks that environments are equal, and keeps them equal after ``set_attr``."""
+"""Functions that require equal environments, and keep them equal after ``set_attr``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import cloudpickle
 
 
 def require_equal(env_fns: Sequence[Callable[[], Any]]) -> None:
-    """Raise unless all functions are equal: with spare workers, any environment may run the episodes of any row."""
+    """Raise unless all functions are equal: with spare workers, any environment may run an episode of any row."""
     first = env_fns[0]
     blob: bytes | None = None
     for row, env_fn in enumerate(env_fns):
@@ -31,7 +31,7 @@ class EqualEnvBuilder:
     """A function that builds an environment and sets the attributes that ``set_attr`` has set in all others.
 
     Args:
-        env_fn: Builds the environment.
+        env_fn: A function that builds the environment.
     """
 
     def __init__(self, env_fn: Callable[[], Any]) -> None:
@@ -47,7 +47,7 @@ class EqualEnvBuilder:
         return env
 
     def __getstate__(self) -> dict[str, Any]:
-        # a flight record gets no attributes: it begins before they were set, and contains the calls that set them
+        # a flight record gets no attributes, because it begins before they were set and contains the calls that set them
         starts_process = get_spawning_popen() is not None
         return vars(self) if starts_process else {**vars(self), "_attributes": {}}
 
@@ -55,7 +55,7 @@ class EqualEnvBuilder:
         return repr(self._env_fn)
 
     def keep(self, name: str, value: Any) -> None:
-        """Set an attribute in all environments that are built from now on."""
+        """Store an attribute to set in all environments that are built from now on."""
         blob = cloudpickle.dumps(value)
         self._attributes.pop(name, None)
         self._attributes[name] = blob

@@ -1,7 +1,7 @@
-"""Errors about the environments of an ``EpisodePrefetcher``, with the rows that its caller knows.
+"""Errors about the environments of an ``EpisodePrefetcher``, in terms of the rows that its caller uses.
 
-The engine and its environments name *places*. Their texts stay as they are, with a note about the row; numbers that programs
-read, such as ``error.envs``, become rows.
+In errors from the engine and its environments, a number is a *place*. Their texts are kept, and a note names the row;
+numbers for programs, such as ``error.envs``, are replaced by rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PlaceNotes(Observer):
     """
 
     def __init__(self, envs: Any) -> None:
-        self._envs = weakref.proxy(envs)  # the engine holds its observers
+        self._envs = weakref.proxy(envs)  # weak, because the engine holds its observers
 
     def on_failure(self, rows: Sequence[int], error: Exception, *, worker_died: bool) -> str:
         """Return the note, and name the rows in the error that ``envs.errors`` keeps."""
@@ -48,7 +48,7 @@ class PlaceNotes(Observer):
 
 
 def name_rows(error: Exception, places: Sequence[int]) -> None:
-    """Replace the places in ``error.envs`` by their rows (spares have none); note the places of rows in other errors."""
+    """Replace the places in ``error.envs`` by rows (spares have none). Note the places of all rows in other errors."""
     if isinstance(error, WorkerDied):
         error.envs = tuple(row for row, place in enumerate(places) if place in error.envs)
     elif isinstance(error, EnvFailed):
@@ -57,7 +57,7 @@ def name_rows(error: Exception, places: Sequence[int]) -> None:
 
 @contextmanager
 def naming_rows(places: Sequence[int]) -> Iterator[None]:
-    """Name the rows in the error of a call; ``places`` are those of the rows, in order."""
+    """Name rows instead of places in errors that the block raises. ``places`` has the place of each row."""
     try:
         yield
     except (WorkerDied, EnvFailed) as error:
@@ -66,7 +66,7 @@ def naming_rows(places: Sequence[int]) -> Iterator[None]:
 
 
 def records_of_rows(records: Iterable[ErrorRecord]) -> deque[ErrorRecord]:
-    """Return records with the rows in their notes as ``env``, or ``None``."""
+    """Return copies of records with the row from the note as ``env``; ``None`` if there is none."""
     return deque(replace(record, env=_noted_row(record.error)) for record in records)
 
 

@@ -6,7 +6,7 @@ that a row will need. When the episode of a row ends, the row moves to the spare
 place becomes a spare.
 
 The seed of an episode depends only on the row, on the seed of its last seeded reset, and on the number of episodes since
-then. Which place runs the episode depends on timing; the results do not.
+then. Timing decides the place of an episode, but does not affect its results.
 
 A signal handler may raise at any time. If it interrupts a wait, the call stays pending, and a repeated wait returns its
 result. If it interrupts a change of this class's state, calls raise ``ResetNeeded`` until ``reset()`` has reset all rows.
@@ -87,7 +87,7 @@ class RowEpisode:
     order: int = 0
 
     def derive_seed(self, episode: int) -> int:
-        """Return the seed of an episode: that of the caller for the first one, else a derived one."""
+        """Return the seed of an episode: the caller's for the first one, a derived one for the others."""
         assert self.seed is not None
         if episode == 0:
             return self.seed
@@ -155,7 +155,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._ended: set[int] = set()  # NextStep: rows that begin an episode in their next step
         self._final_results: dict[int, tuple[Any, ...]] = {}  # SameStep: row -> reward, flags, final infos of its last step
         self._results: dict[int, tuple[Any, ...]] = {}  # row -> result not yet returned to the caller
-        self._full_batch: tuple[Any, ...] | None = None  # the result of a step of all rows, received at once
+        self._full_batch: tuple[Any, ...] | None = None  # the result of a step of all rows, received together
         self._call = ""  # the pending call: "step", "reset" or none
         self._changing = False  # True during a change of this state, and after an interrupted one
         self._interrupted = False  # a wait was interrupted: reset() may drop the pending call
@@ -220,7 +220,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     @property
     def in_flight(self) -> Array:
-        """The rows with a step or reset that has begun and has not been received."""
+        """The rows with a step or reset that has begun and has not been returned."""
         batch_rows = self._full_batch[0] if self._full_batch else ()
         return np.array(sorted({*self._steps.values(), *self._resets.values(), *self._results, *batch_rows}), np.intp)
 
@@ -236,7 +236,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     @property
     def errors(self) -> deque[ErrorRecord]:
-        """The failures of ``envs``, with their rows as ``env``; it is ``None`` for a spare without an episode."""
+        """The failures of ``envs``, with their rows as ``env``, or ``None`` for a spare without an episode."""
         return records_of_rows(self.envs.errors)
 
     error_queue = errors
@@ -251,8 +251,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def reset_async(self, seed: Any = None, options: ResetOptions = None, *, env_id: Any = None) -> None:
         """Begin a reset; arguments and errors are those of ``AsyncVectorEnv.reset_async``.
 
-        Results in flight are received first, and dropped; with ``env_id``, those of other rows stay. If a reset of all rows
-        is refused then, because of options that cannot be sent, calls raise ``ResetNeeded`` until the next one.
+        Results in flight are received first and dropped; with ``env_id``, other rows keep theirs. If a reset of all rows is
+        refused after that, because its options cannot be sent, calls raise ``ResetNeeded`` until the next such reset.
 
         Raises:
             ValueError: A seed is negative.
@@ -279,16 +279,16 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             while self._steps or self._resets:
                 self._receive(1, None)  # more at once could become a full batch, which `recv` could not return in parts
         with self._changing_state(force=all_rows):
-            begun = {row: self._follow_reset(row, seeds[row]) for row in rows}
+            episodes = {row: self._episode_after_reset(row, seeds[row]) for row in rows}
             places = [self.places[row] for row in rows]
             self.envs.reset_async(
-                [one.derive_seed(one.episode) for one in begun.values()], select_options(others, rows), env_id=places
+                [each.derive_seed(each.episode) for each in episodes.values()], select_options(others, rows), env_id=places
             )
             if ids is None:
                 self._full_batch, self._results, self._final_results = None, {}, {}
                 self._call, self._interrupted = "reset", False
-            for row, one in begun.items():
-                self._rows[row] = one
+            for row, episode in episodes.items():
+                self._rows[row] = episode
             self._ended.difference_update(rows)
             self._failed_rows.difference_update(rows)
             self._resets.update(zip(places, rows, strict=True))
@@ -364,7 +364,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         in_flight = len(self.in_flight)
         if in_flight < enough or (in_flight < count and enough_from is None):
             raise NoAsyncCallError(f"Calling `recv` for {enough} environments: only {in_flight} are in flight.", "recv")
-        self._call = ""  # a reset becomes one with rows that `recv` returns
+        self._call = ""  # from now on, `recv` returns the rows of a pending reset
         self._collect(min(count, in_flight), timeout, enough, enough_from)
         with self._changing_state():
             rows = self._last_received = list(self._full_batch[0] if self._full_batch else self._results)[:count]
@@ -387,8 +387,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """Mark a change of state: if it is interrupted, a reset is needed.
 
         Args:
-            force: True for a reset of all rows; if it is refused, another one is needed.
-            recoverable: Exceptions, besides those about arguments, that leave this state unchanged.
+            force: True for a reset of all rows. If that is refused, another one is needed.
+            recoverable: Exceptions, besides those about arguments, that leave the state unchanged.
         """
         if not force:
             self._require_consistent()
@@ -426,8 +426,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     # -- episodes -----------------------------------------------------------------------------------------------------------
 
-    def _follow_reset(self, row: int, seed: int | None) -> RowEpisode:
-        """Return the episode that follows a reset of a row by the caller."""
+    def _episode_after_reset(self, row: int, seed: int | None) -> RowEpisode:
+        """Return the first episode of a row after a reset by the caller."""
         current = replace(self._rows[row], num_resets=self._rows[row].num_resets + 1, order=next(self._order))
         if seed is None and current.seed is not None:
             return replace(current, episode=current.episode + 1)
@@ -449,15 +449,15 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             self._resets[self.places[row]] = row
 
     def _prefetch(self) -> None:
-        """Begin an upcoming episode in each free spare: first to follow ended episodes, then the oldest running ones."""
-        if self._free and (begun := dict(zip(self._iter_upcoming(), self._free, strict=False))):
-            seeds = [self._rows[row].derive_seed(episode) for row, _, episode in begun]
-            self.envs.reset_async(seeds, env_id=list(begun.values()))
+        """Begin an upcoming episode in each free spare. Ended episodes are followed first, then the oldest running ones."""
+        if self._free and (upcoming := dict(zip(self._iter_upcoming(), self._free, strict=False))):
+            seeds = [self._rows[row].derive_seed(episode) for row, _, episode in upcoming]
+            self.envs.reset_async(seeds, env_id=list(upcoming.values()))
             self._free.clear()
-            self._prefetched.update(begun)
+            self._prefetched.update(upcoming)
 
     def _iter_upcoming(self) -> Iterator[EpisodeKey]:
-        """Yield episodes that no spare has begun: the next one of each row, then the ones after these, without end."""
+        """Yield episodes that no spare has begun: the next one of each row, then the ones after these, endlessly."""
         rows = [row for row in range(self.num_envs) if self._rows[row].seed is not None]
         rows.sort(key=lambda row: (row not in self._ended, self._rows[row].order))
         for ahead in itertools.count(1) if rows else ():
@@ -480,7 +480,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._full_batch, self._results, self._final_results, self._call = None, {}, {}, ""
 
     def _free_outdated(self, all_rows: bool = False) -> None:
-        """Free the spares with an episode that no row will need. A spare that is resetting becomes free afterwards."""
+        """Free the spares with an episode that no row will need. A resetting spare becomes free when its reset ends."""
         for key in [key for key in self._prefetched if all_rows or key[1] != self._rows[key[0]].num_resets]:
             place = self._prefetched.pop(key)
             if self._ready.pop(place, None) is not None:
@@ -542,14 +542,14 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         return {record.worker if record.env is None else record.env for record in self.envs.errors}
 
     def _name_late_rows(self, error: StepTimeout) -> None:
-        """Replace the places without a reply by their rows; spares have none."""
+        """Replace the places without a reply by their rows (spares have none)."""
         rows = [(row, place) for row, place in enumerate(self.places) if place in error.envs]
         error.envs = tuple(row for row, _ in rows)
         error.where = {row: error.where[place] for row, place in rows if place in error.where}
         error.add_note(f"these are places; the envs without a reply are {list(error.envs)}")
 
     def row_of_place(self, place: int) -> int | None:
-        """Return the row with an episode at a place, also with one that has begun ahead of time."""
+        """Return the row of the episode at a place, which may have begun ahead of time; ``None`` if there is no episode."""
         if place in self.places:
             return self.places.index(place)
         return next((row for (row, *_), spare in self._prefetched.items() if spare == place), None)
@@ -574,8 +574,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             self._ended.update(itertools.compress(rows, ended))
             self._full_batch = rows, observations, columns, infos
             return
-        each = iterate(batch_space(self.single_observation_space, len(places)), observations)
-        for place, observation, info, reward, terminated, truncated in zip(places, each, infos, *columns, strict=True):
+        split = iterate(batch_space(self.single_observation_space, len(places)), observations)
+        for place, observation, info, reward, terminated, truncated in zip(places, split, infos, *columns, strict=True):
             if place in self._steps:
                 self._finish_step(self._steps.pop(place), observation, reward, terminated, truncated, info)
             elif place in self._resets:
@@ -614,14 +614,14 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             if received != (rows := list(rows)):
                 order = [received.index(row) for row in rows]
                 observations = _select(space, observations, order, len(received))
-                columns, infos = [column[order] for column in columns], [infos[place] for place in order]
+                columns, infos = [column[order] for column in columns], [infos[position] for position in order]
             return observations, *columns, self._merge(infos, rows)
         results = [self._results.pop(row) for row in rows]
-        each, rewards, terminations, truncations, each_info = zip(*results, strict=True)
+        observations, rewards, terminations, truncations, infos = zip(*results, strict=True)
         empty: Any = create_empty_array(space, len(rows))
-        batch = concatenate(space, each, empty)
+        batch = concatenate(space, observations, empty)
         flags = np.array(terminations, np.bool_), np.array(truncations, np.bool_)
-        return batch, np.array(rewards, np.float64), *flags, self._merge(each_info, rows)
+        return batch, np.array(rewards, np.float64), *flags, self._merge(infos, rows)
 
     def _merge(self, infos: Sequence[Any], rows: Sequence[int]) -> dict[str, Any]:
         return self._merger.merge(infos, rows) if any(infos) else {}
@@ -630,8 +630,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def exec_func(self, func: Callable[..., Any], indices: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call ``func(env, *args, **kwargs)`` for rows, with the arguments and result of ``AsyncVectorEnv.exec_func``."""
-        chosen = [indices] if isinstance(indices, (int, np.integer)) else indices
-        rows = parse_rows(chosen if chosen is None else list(chosen), self.num_envs)
+        env_ids = [indices] if isinstance(indices, (int, np.integer)) else indices
+        rows = parse_rows(env_ids if env_ids is None else list(env_ids), self.num_envs)
         self._wait_until_idle()
         self._require_not_failed(rows)
         with naming_rows(self.places):
@@ -651,7 +651,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         return self.call("render")
 
     def set_attr(self, name: str, values: Any) -> None:
-        """Set an attribute of all environments to one value; spares begin their episodes again."""
+        """Set an attribute of all environments to one value; spares begin their episodes anew."""
         if isinstance(values, (list, tuple)):
             _raise_unsupported("set one value per row", "any environment may run the episodes of any row")
         self._wait_until_idle()
@@ -692,7 +692,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._require_not_failed(rows)
         with naming_rows(self.places):
             snapshots = self.envs.save([self.places[row] for row in rows], verify=verify)
-        return Snapshots(self._with_episode(one, row) for one, row in zip(snapshots, rows, strict=True))
+        return Snapshots(self._with_episode(snapshot, row) for snapshot, row in zip(snapshots, rows, strict=True))
 
     def _with_episode(self, snapshot: Snapshot, row: int) -> Snapshot:
         """Return the snapshot of a row with its current episode added."""
@@ -706,20 +706,20 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         A snapshot of another vector environment has no seed for later episodes: they get random ones.
         """
         rows = parse_rows(env_id, self.num_envs)
-        each = parse_snapshots(snapshots, rows)
+        listed = parse_snapshots(snapshots, rows)
         self._wait_until_idle()
         with self._changing_state(recoverable=_CALL_ERRORS):
-            plain = [one.having(pending=False) if one.row.pending else one for one in each]
+            plain = [one.having(pending=False) if one.row.pending else one for one in listed]
             observations = self.envs.load(plain, [self.places[row] for row in rows])
-            self._set_episodes(rows, each)
+            self._set_episodes(rows, listed)
         return observations
 
-    def _set_episodes(self, rows: list[int], each: list[Snapshot]) -> None:
+    def _set_episodes(self, rows: list[int], snapshots: list[Snapshot]) -> None:
         """Set the current episodes of rows to those of snapshots."""
         self._ended.difference_update(rows)
         self._failed_rows.difference_update(rows)
-        for row, one in zip(rows, each, strict=True):
-            saved = one.row
+        for row, snapshot in zip(rows, snapshots, strict=True):
+            saved = snapshot.row
             origin, seed, episode = (saved.beside or {}).get(_SNAPSHOT_KEY) or (row, random_seed(), 0)
             self._rows[row] = RowEpisode(origin, seed, self._rows[row].num_resets + 1, episode, next(self._order))
             self._ended.update([row] if saved.pending else [])
@@ -744,10 +744,10 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """Continue from the result of :meth:`state_dict`, and return the observations."""
         require_entries(state, {"num_envs": self.num_envs, "autoreset_mode": self._mode_name})
         rows = list(range(self.num_envs))
-        each = parse_snapshots(state["snapshots"], rows)
+        listed = parse_snapshots(state["snapshots"], rows)
         self._wait_until_idle()
         with self._changing_state(recoverable=_CALL_ERRORS):
-            plain = [one.having(pending=False) if one.row.pending else one for one in each]
+            plain = [one.having(pending=False) if one.row.pending else one for one in listed]
             every = [plain[0]] * self.envs.num_envs
             for row, place in enumerate(self.places):
                 every[place] = plain[row]
@@ -756,7 +756,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             observations = self.envs.load_state_dict(whole)
             if observations is not None:
                 observations = _select(self.single_observation_space, observations, self.places, self.envs.num_envs)
-            self._set_episodes(rows, each)
+            self._set_episodes(rows, listed)
         return observations
 
     def _wait_until_idle(self) -> None:
@@ -771,8 +771,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             self._receive(in_flight, None)
 
 
-def _raise_unsupported(what: str, reason: str) -> NoReturn:
-    raise_unsupported("EpisodePrefetcher", what, reason)
+def _raise_unsupported(action: str, reason: str) -> NoReturn:
+    raise_unsupported("EpisodePrefetcher", action, reason)
 
 
 def _select(space: Space[Any], batch: Any, order: list[int], count: int) -> Any:
@@ -784,7 +784,7 @@ def _select(space: Space[Any], batch: Any, order: list[int], count: int) -> Any:
     if isinstance(space, Dict):
         return {key: _select(part, batch[key], order, count) for key, part in space.items()}
     if isinstance(space, Tuple):
-        return tuple(_select(part, batch[place], order, count) for place, part in enumerate(space))
+        return tuple(_select(part, batch[index], order, count) for index, part in enumerate(space))
     if len(batch) != count:
         raise ValueError(f"got {len(batch)} actions for {count} environments; nothing was sent")
     return batch[order] if isinstance(batch, np.ndarray) else tuple(batch[row] for row in order)

@@ -604,12 +604,12 @@ def _fork_copies(
     try:
         for row, seed in zip(rows, seeds, strict=True):
             copies.append(_Copy(pool))
-            channel.queue(encode(Op.RUN, 1, pickle.dumps(copies[-1].plan(row, pool.placement_of(row), seed))))
+            channel.queue(encode(Op.RUN, 1, pickle.dumps(copies[-1].plan(row, pool.get_placement(row), seed))))
             channel.flush()
     except ChannelClosed:
         raise WorkerDied(f"{frozen!r} has ended", pid=frozen.pid, envs=[frozen.env], command="thaw") from None
     for row, copy in zip(rows, copies, strict=True):
-        copy.await_ready(frozen.method, pool.name_of(row), watch)
+        copy.await_ready(frozen.method, pool.process_name(row), watch)
 
 
 def _replace_worker(engine: Any, frozen: Frozen, row: int, copy: _Copy) -> None:

@@ -424,7 +424,7 @@ def test_a_dead_worker_says_how_to_go_on() -> None:
         with pytest.raises(WorkerDied) as caught:
             envs.step([0, 0])
         assert caught.value.__notes__ == [
-            "reset() rebuilds the environments of dead workers; on_failure='restart' does so by itself"
+            "reset() rebuilds the environments of dead workers; on_failure='restart' does so automatically"
         ]
         envs.reset()
 

@@ -25,7 +25,7 @@ from vecenv.engine import published
 from vecenv.errors import WorkerDied
 from vecenv.tools import top
 
-pytestmark = pytest.mark.skipif(not published.available(), reason="Linux only")
+pytestmark = pytest.mark.skipif(not published.is_supported(), reason="Linux only")
 
 PROGRAM = """
 import sys, time

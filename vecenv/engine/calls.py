@@ -45,11 +45,11 @@ class Calls:
 
     def begin_exec(self, func: Callable[..., Any], rows: Collection[int], args: Any, kwargs: Any) -> None:
         """Begin to call a function with each of some environments."""
-        positions = _select_positions(rows)
+        select = _select_positions(rows)
 
         def build_payload(worker: Worker) -> Any:
-            mine = positions(worker)
-            return (mine, func, args, kwargs) if mine else None
+            ks = select(worker)
+            return (ks, func, args, kwargs) if ks else None
 
         self._begin("exec_func", Op.EXEC, build_payload, list(rows), (func, args, kwargs))
 
@@ -67,15 +67,15 @@ class Calls:
         selected = set(rows)
 
         def build_payload(worker: Worker) -> Any:
-            mine = [pairs[row] if row in selected else None for row in worker.rows]
-            return mine if any(pair is not None for pair in mine) else None
+            worker_pairs = [pairs[row] if row in selected else None for row in worker.rows]
+            return worker_pairs if any(pair is not None for pair in worker_pairs) else None
 
         self._begin("set_next_options", Op.SET_NEXT, build_payload, list(rows), ([pairs[row] for row in rows],))
 
     def _begin(
         self, command: str, op: Op, build_payload: Callable[[Worker], Any], rows: Sequence[int], arguments: tuple[Any, ...]
     ) -> None:
-        """Begin a call that may change environments, and announce it if nothing refuses it."""
+        """Begin a call that may change environments, and announce it if it passes all checks."""
         self._exchange.begin_call(command, op, build_payload, partial(self.announce, rows, command, arguments))
 
     def announce(self, rows: Sequence[int], name: str, arguments: tuple[Any, ...]) -> None:
@@ -86,13 +86,13 @@ class Calls:
     # -- snapshots -----------------------------------------------------------------------------------------------------
 
     def save(self, rows: Sequence[int], verify: bool) -> Snapshots:
-        """Return the states of some rows. With ``verify``, also verify the rows that are not in ``verified``."""
+        """Return the states of some rows. With ``verify``, also verify those that have not been verified yet."""
         return Snapshots(self._save(rows, verify))
 
     def _save(self, rows: Sequence[int], verify: bool) -> list[Snapshot]:
         failed = self._exchange.failures.failed
-        if mine := failed.keys() & set(rows):
-            raise failed_earlier_error({row: failed[row] for row in mine})
+        if failed_rows := failed.keys() & set(rows):
+            raise failed_earlier_error({row: failed[row] for row in failed_rows})
         saved = self._call("save", Op.SAVE, _select_positions(rows))
         if verify and (new := sorted(set(rows) - self.verified)):
             self._call("save", Op.PROVE, _select_positions(new))
@@ -147,7 +147,7 @@ class Calls:
         return exchange.store.take(np.array(rows, np.intp)) if all_used else None
 
     def _accept_all(self, snapshot_by_row: Mapping[int, Snapshot]) -> None:
-        """Accept the rows that have been loaded: their workers are alive."""
+        """Accept the rows that were loaded. By now, ``failed`` has another text for rows that failed meanwhile."""
         failed = self._exchange.failures.failed
         loaded = [row for row in snapshot_by_row if failed.get(row) == _INTERRUPTED_LOAD]
         for row in loaded:

@@ -43,7 +43,7 @@ class Exchange:
 
     Attributes:
         request: The pending request, if one method returns all its results together; otherwise ``None``.
-        in_flight, ready: Those of ``pending``: the rows that ``recv`` has not returned yet, and those that it may return.
+        in_flight, ready: Shared with ``pending``: the rows that ``recv`` has not returned yet, and those that it may return.
         rows_at_once: The maximum number of rows in one message of ``send``; ``None`` for no limit.
     """
 
@@ -84,12 +84,12 @@ class Exchange:
         """Send a step of some rows. ``actions`` are in the order of ``rows``, or ``None`` if they lie in shared memory."""
         action_by_row = None if actions is None else dict(zip(rows, actions, strict=True))
         failed = self._find_failed(rows)
-        good = sorted(set(rows).difference(failed) if failed else rows)
+        healthy = sorted(set(rows).difference(failed) if failed else rows)
         size = self.rows_at_once if for_recv else None
-        pickled, messages = self.pool.pickled, list(self.pool.split_into_rounds(good, size))
+        messages = list(self.pool.split_into_rounds(healthy, size))
         payloads = [
-            pickled(worker, action_by_row and [action_by_row[row] for row in mine])  # may raise
-            for _, worker, mine in messages
+            self.pool.pickle_for(worker, action_by_row and [action_by_row[row] for row in worker_rows])  # may raise
+            for _, worker, worker_rows in messages
         ]
         self.state.changing = True
         pending, request = self.pending, Request("step", 0, for_recv)
@@ -102,11 +102,11 @@ class Exchange:
                 raise error
             pending.not_counted.update(failed)
         latest_round = -1
-        for (send_round, worker, mine), payload in zip(messages, payloads, strict=True):
+        for (send_round, worker, worker_rows), payload in zip(messages, payloads, strict=True):
             if send_round != latest_round:
                 latest_round = send_round
                 pending.next_number()
-            pending.queue(worker, _STEP_SOME, mine, request, payload)
+            pending.queue(worker, _STEP_SOME, worker_rows, request, payload)
         if for_recv:
             self.in_flight.update(rows)
         else:
@@ -126,8 +126,9 @@ class Exchange:
 
     def send_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions, *, for_recv: bool) -> None:
         """Send a reset of some rows and replace their dead workers. Unless ``for_recv``, first drop all pending requests."""
-        pending, payloads = self.pending, self.pickled_reset(rows, seeds, options)  # may raise
-        dropped = None if for_recv or self.state.changing else self.request  # otherwise, an interrupted `settle` has begun
+        pending, payloads = self.pending, self.pickle_reset(rows, seeds, options)  # may raise
+        # after an interrupted change, `settle` may already have recorded the failures of the request
+        dropped = None if for_recv or self.state.changing else self.request
         self.state.changing = True
         if dropped is not None:
             pending.record_dropped(dropped)
@@ -146,8 +147,8 @@ class Exchange:
         request = Request("reset", 0, for_recv)
         request.seeds, request.options, request.rows = seeds, options, rows
         pending.next_number()
-        for (worker, mine), payload in zip(self.pool.split(rows), payloads, strict=True):
-            pending.queue(worker, Op.RESET_SOME, mine, request, payload)
+        for (worker, worker_rows), payload in zip(self.pool.split(rows), payloads, strict=True):
+            pending.queue(worker, Op.RESET_SOME, worker_rows, request, payload)
         if for_recv:
             pending.put_reset_in_flight(rows)
         else:
@@ -155,9 +156,10 @@ class Exchange:
         self.state.changing = False
         self.flush()
 
-    def pickled_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions) -> list[Any]:
-        """Return the payload of a reset for each worker of these rows."""
-        return [self.pool.pickled(worker, reset_payload(mine, seeds, options)) for worker, mine in self.pool.split(rows)]
+    def pickle_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions) -> list[Any]:
+        """Pickle the payload of a reset for each worker of these rows."""
+        parts = self.pool.split(rows)
+        return [self.pool.pickle_for(worker, reset_payload(worker_rows, seeds, options)) for worker, worker_rows in parts]
 
     def drop_if_droppable(self) -> bool:
         """Drop a pending call that an interrupted method left behind; return ``True`` if no request is pending now."""
@@ -174,9 +176,9 @@ class Exchange:
     def begin_call(
         self, command: str, op: Op, build_payload: Callable[[Worker], Any], announce: Callable[[], None] | None = None
     ) -> None:
-        """Submit a request to each worker for which ``build_payload`` returns a payload, and ``announce`` it before."""
+        """Submit a request to each worker with a payload from ``build_payload``; call ``announce`` after all checks."""
         parts = [(worker, payload) for worker in self.pool.workers if (payload := build_payload(worker)) is not None]
-        payloads = [self.pool.pickled(worker, payload) for worker, payload in parts]  # may raise
+        payloads = [self.pool.pickle_for(worker, payload) for worker, payload in parts]  # may raise
         if dead := [row for worker, _ in parts if worker.death is not None for row in worker.rows]:
             raise failed_earlier_error({row: self.failures.failed.get(row, "its worker died") for row in dead})
         if announce is not None:
@@ -224,7 +226,7 @@ class Exchange:
         return request
 
     def settle(self, request: Request) -> Exception | None:
-        """Settle the failures of the pending request: return the exception, which ends it, or queue rebuild messages."""
+        """Settle the failures of the pending request: return the exception that ends it, or queue rebuild messages."""
         self.state.changing = True
         failed = self.pending.find_rows_to_settle(request)
         error = self.pending.settle(request)
@@ -235,10 +237,10 @@ class Exchange:
         return error
 
     def drain(self) -> None:
-        """Wait for all replies before a reset that drops all results: of some rows, or of all while messages are held.
+        """Wait for all replies. Required before a reset of some rows, and before one of all rows if messages are held.
 
-        A worker reads a message's rows from shared memory when it starts on it; a reset before that would overwrite them.
-        ``StepTimeout`` names ``recv``, not the reset that called this.
+        Such a reset drops all results. A worker reads the rows of a message from shared memory when it begins to execute it,
+        so a reset before that would overwrite them. ``StepTimeout`` names ``recv``, not the reset that called this.
         """
         limit = self.policy.step_timeout
         deadline = deadline_after(limit)
@@ -261,15 +263,16 @@ class Exchange:
         self.state.changing = False
         self.flush()
 
-    def wait_for_rows(self, count: int, deadline: float | None, least: tuple[int, float] | None) -> bool:
-        """Wait until ``count`` rows are ready; ``False`` if the deadline passes first. Raises the first of ``unraised``.
+    def wait_for_rows(self, count: int, deadline: float | None, minimum: tuple[int, float] | None) -> bool:
+        """Wait until ``count`` rows are ready; return ``False`` if the deadline passes first.
 
-        With ``least`` (number, time), that number is enough from that time on, or if no more rows are in flight.
+        Raises the oldest exception in ``unraised``. With ``minimum`` (number, time), that number is enough from that time
+        on, or if no more rows are in flight.
         """
         limit = self.policy.step_timeout if deadline is None else None
         deadline = deadline_after(limit) if deadline is None else deadline
-        enough, enough_from = (count, math.inf) if least is None else least
-        are_all = least is None and count == self.num_envs
+        enough, enough_from = (count, math.inf) if minimum is None else minimum
+        needs_all = minimum is None and count == self.num_envs
         while True:
             if self.pending.unraised:
                 self._raise_next()
@@ -279,13 +282,13 @@ class Exchange:
             num_unready = len(self.in_flight) - ready
             if ready + num_unready < enough:
                 raise too_few_in_flight_error(enough, num_unready, ready)
-            if least is not None and ready >= enough:
+            if minimum is not None and ready >= enough:
                 until = enough_from if deadline is None else min(enough_from, deadline)
                 if not num_unready or not self._wait_for_any(None if until == math.inf else until):
                     return True
                 if time.monotonic() >= until:
                     return True
-            elif not (self._wait_for_all if are_all and len(self.in_flight) == count else self._wait_for_any)(deadline):
+            elif not (self._wait_for_all if needs_all and len(self.in_flight) == count else self._wait_for_any)(deadline):
                 self._apply_arrived_replies()
                 if self.pending.unraised or len(self.ready) >= count:
                     continue
@@ -327,16 +330,17 @@ class Exchange:
             self.state.changing = False
 
     def wait_for(self, request: Request, deadline: float | None) -> bool:
-        """Wait for all replies to a request; ``False`` if the deadline passes first.
+        """Wait for all replies to a request; return ``False`` if the deadline passes first.
 
         Raises:
             StepTimeout: There is no deadline, replies are missing after ``step_timeout``, and failures are not restarted.
         """
-        beside = bool(self.in_flight)  # a call beside rows of `send`; their steps come first and may hang
-        limit = self.policy.step_timeout if deadline is None and (beside or request.command in ("step", "reset")) else None
+        rows_in_flight = bool(self.in_flight)  # then this is a call, and the steps of these rows come first and may hang
+        has_limit = deadline is None and (rows_in_flight or request.command in ("step", "reset"))
+        limit = self.policy.step_timeout if has_limit else None
         if limit is not None:
             deadline = time.monotonic() + limit
-        wait = self._wait_for_any if beside else self._wait_for_all
+        wait = self._wait_for_any if rows_in_flight else self._wait_for_all
         while request.remaining:
             if wait(deadline):
                 continue
@@ -344,11 +348,11 @@ class Exchange:
             if limit is None:
                 return not request.remaining
             method = request.command if request.droppable else wait_method(request.command)
-            deadline = self._kill_hanging(method, limit, request if beside else None)
+            deadline = self._kill_hanging(method, limit, request if rows_in_flight else None)
         return True
 
     def _wait_for_all(self, deadline: float | None) -> bool:
-        """Wait until no message is pending, or until ``recv`` has to raise. ``False`` if the deadline passes first.
+        """Wait until no message is pending, or until ``recv`` has to raise; return ``False`` if the deadline passes first.
 
         Waits for one worker after another: most reply during the first wait, so the caller wakes up once or twice per step.
         """
@@ -382,7 +386,7 @@ class Exchange:
         return True
 
     def _wait_for_any(self, deadline: float | None) -> bool:
-        """Wait for replies and apply those that have arrived; ``False`` if the deadline passes first."""
+        """Wait for replies and apply those that have arrived; return ``False`` if the deadline passes first."""
         self.flush()
         pool, pending = self.pool, self.pending
         local = pool.local
@@ -395,13 +399,13 @@ class Exchange:
         if not pool.processes:
             return True
         rebuilding = [worker for worker in pool.processes if worker.rebuild_deadline and worker.death is None]
-        first = min(rebuilding, key=lambda worker: worker.rebuild_deadline, default=None)
-        due = deadline if first is None else earlier_deadline(deadline, first.rebuild_deadline)
+        next_due = min(rebuilding, key=lambda worker: worker.rebuild_deadline, default=None)
+        due = deadline if next_due is None else earlier_deadline(deadline, next_due.rebuild_deadline)
         events = pool.wait(due)
         if events is None:
-            if due == deadline or first is None:
+            if due == deadline or next_due is None:
                 return False
-            self._kill_late_rebuild(first)
+            self._kill_late_rebuild(next_due)
             return True
         self.state.changing = True
         for worker, ended in events:
@@ -443,7 +447,7 @@ class Exchange:
                 local.pending[0][2].droppable = True
             raise
         self.state.changing = True
-        if op == _STEP and outcome is PLAIN_OUTCOME:  # nearly always, and as in `apply_next`
+        if op == _STEP and outcome is PLAIN_OUTCOME:  # nearly always; the shortcut of `apply_next`
             _, rows, request = local.pending.popleft()
             request.remaining -= 1
             if request.for_recv:
@@ -458,10 +462,10 @@ class Exchange:
     # -- late replies ------------------------------------------------------------------------------------------------
 
     def _kill_hanging(self, method: str, limit: float | None, call: Request | None = None) -> float:
-        """Kill workers that exceeded ``step_timeout`` (without restarts: raise); return the time of the next check."""
+        """Kill workers that exceeded ``step_timeout``, or raise without restarts; return the time of the next check."""
         late = self.pool.find_late(limit)
         if call is not None:  # only the workers that have to finish a step before this call
-            late = [worker for worker in late if any(part[2] is call for part in islice(worker.pending, 1, None))]
+            late = [worker for worker in late if any(message[2] is call for message in islice(worker.pending, 1, None))]
         if late and not self.policy.restart:
             error = self.pool.timeout_error(method, limit, late)
             self.failures.record_late(error, late)
@@ -473,13 +477,13 @@ class Exchange:
     def _kill_late_rebuild(self, worker: WorkerProcess) -> None:
         """Kill a worker that took too long to rebuild environments."""
         seconds = self.policy.start_timeout + (self.policy.step_timeout or 0.0)
-        if worker.has_started and worker.pending and worker not in self.pool.find_late(seconds):  # its message was held
+        if worker.has_started and worker.pending and worker not in self.pool.find_late(seconds):  # its message was held back
             return self.pending.limit_rebuild(worker)
         return self._kill([worker], f"it hung for more than {seconds} seconds", seconds)
 
     def _kill(self, workers: Sequence[WorkerProcess], reason: str, timeout: float | None = None) -> None:
         for worker in workers:
-            worker.note_late()
+            worker.note_activity()
             stack = worker.read_stack()
             where = f" at {location}" if (location := innermost_location(stack)) else ""
             self.state.changing = True  # a reset after an interruption replaces workers with a `kill_reason`

@@ -48,7 +48,7 @@ class FailureLog:
     Attributes:
         errors: Records, oldest first.
         failed: Row -> description of the failure, for rows that have to be rebuilt.
-        deaths: Row -> the death of its worker, for failed rows of dead workers, also after the worker was replaced.
+        deaths: Row -> the death of its worker, for failed rows of dead workers, even after the worker was replaced.
         counted: Failed rows with a restart that the budget has already counted.
         restarts: The number of restarts.
         restart_log: The log lines about restarts.
@@ -56,7 +56,7 @@ class FailureLog:
         notes: Row -> the observers' notes about its latest failure.
     """
 
-    def __init__(self, observers: Sequence[Observer], *, like_gymnasium: bool) -> None:
+    def __init__(self, observers: Sequence[Observer], *, logs_like_gymnasium: bool) -> None:
         self.errors: deque[ErrorRecord] = deque(maxlen=_MAX_ERRORS)
         self.failed: dict[int, str] = {}
         self.deaths: dict[int, Death] = {}
@@ -66,7 +66,7 @@ class FailureLog:
         self.latest_death: Death | None = None
         self.notes: dict[int, list[str]] = {}
         self._observers = observers
-        self._like_gymnasium = like_gymnasium
+        self._logs_like_gymnasium = logs_like_gymnasium
 
     def record_death(self, death: Death) -> None:
         """Record a death. All rows of the worker fail, including idle ones."""
@@ -128,8 +128,8 @@ class FailureLog:
         The observers are notified of all rows at once, running ones first. Their notes are about the first row, and are
         added to ``error`` and to the record of that row's worker.
         """
-        rows = [(worker.late_in[1], row) for worker in workers for row in worker.rows]
-        ordered = [row for running, row in sorted(rows, key=lambda pair: pair[0] != pair[1])]
+        pairs = [(worker.noted_activity[1], row) for worker in workers for row in worker.rows]
+        ordered = [row for running, row in sorted(pairs, key=lambda pair: pair[0] != pair[1])]
         notes: Sequence[str] = ()
         if self._observers:
             with deferred_signals():
@@ -140,7 +140,7 @@ class FailureLog:
             recorded = error.copy()
             for note in notes if ordered[0] in worker.rows else ():
                 note_once(recorded, note)
-            (command, row), now = worker.late_in, time.monotonic()
+            (command, row), now = worker.noted_activity, time.monotonic()
             self.errors.append(ErrorRecord(row, worker.index, worker.pid, command, recorded, str(error), now))
 
     def combine(self, request: Request, raised: Sequence[tuple[int, Exception]]) -> Exception:
@@ -157,9 +157,9 @@ class FailureLog:
         for death in deaths:
             for note in self.notes.get(death.envs[0], ()):
                 note_once(error, note)
-        if deaths and request.command in ("step", "reset"):  # which end here only without restarts
-            note_once(error, "reset() rebuilds the environments of dead workers; on_failure='restart' does so by itself")
-        if raised and self._like_gymnasium and request.command in ("step", "reset"):
+        if deaths and request.command in ("step", "reset"):  # only without restarts
+            note_once(error, "reset() rebuilds the environments of dead workers; on_failure='restart' does so automatically")
+        if raised and self._logs_like_gymnasium and request.command in ("step", "reset"):
             _log_like_gymnasium(request.failures)
         return error
 
@@ -225,8 +225,8 @@ class Policy:
         step_timeout: Seconds after which a reset or a step counts as hanging; ``None`` for no limit.
         start_timeout: Seconds that a worker has for building its environments; infinite for no limit.
         logs_like_gymnasium: Log exceptions of environments as Gymnasium's class does, before they are raised: programs
-            written for that class, and its own tests, count these lines. No worker is shut down here, although a line
-            reports it.
+            written for that class, and its own tests, count these lines. One of them reports that a worker is shut down,
+            which does not happen here.
     """
 
     restart: bool = False
@@ -326,16 +326,16 @@ class Rebuilder:
             causes.append((death.first_line, list(death.envs)))
             uncounted -= set(death.envs)
         causes += [(f"env {row}: {failures.failed.get(row, 'it failed again')}", [row]) for row in sorted(uncounted)]
-        for position, (cause, mine) in enumerate(causes):
-            if notes := failures.notes.get(mine[0]):
+        for position, (cause, cause_rows) in enumerate(causes):
+            if notes := failures.notes.get(cause_rows[0]):
                 cause += f" ({'; '.join(notes)})".replace("\n", " ")
-                causes[position] = cause, mine
-            if not budget.spend(cause, mine):
+                causes[position] = cause, cause_rows
+            if not budget.spend(cause, cause_rows):
                 budget.refund(position)  # the rows of earlier causes are not restarted either
-                return self._exhausted_error(mine, workers, budget)
-        for cause, mine in causes:
+                return self._exhausted_error(cause_rows, workers, budget)
+        for cause, cause_rows in causes:
             failures.restarts += 1
-            failures.counted |= failures.failed.keys() & set(mine)
+            failures.counted |= failures.failed.keys() & set(cause_rows)
             failures.restart_log.log(cause)
         return None
 
@@ -354,13 +354,13 @@ class Rebuilder:
             envs=failed, command="restart", where=where,
         )  # fmt: skip
 
-    def prepare(self, request: Request, rows: Sequence[int]) -> tuple[list[Any], Any, bool]:
+    def prepare_rebuild(self, request: Request, rows: Sequence[int]) -> tuple[list[Any], Any, bool]:
         """Mark rows as being rebuilt for a request; return the payload: seeds, options, True if the next step resets.
 
-        In next-step mode the step after the lost one begins the episode, as after any truncated step, with another reset.
+        In next-step mode, the result is a truncated step, so the next step resets the row again, as after any truncation.
 
-        A row that fails in a reset gets the reset's options at every rebuild, but its seed, if there is one, only once; all
-        other seeds are fresh.
+        A row that fails in a reset is rebuilt with the options of the reset every time, but with its seed, if there is one,
+        only the first time. All other seeds are fresh.
         """
         stepping = request.command == "step"
         for row in rows:
@@ -396,7 +396,7 @@ class Rebuilder:
                         self._store.set_row(row, deepcopy(last))
 
     def keep_observations(self, rows: Sequence[int]) -> None:
-        """Keep the observations of these rows as the last good ones, if failures are restarted."""
+        """Keep the observations of these rows as the last good ones, if failed rows are restarted."""
         if self._restarts_rows:
             self.last_good.keep(rows, all_rows=len(rows) == len(self._batch.rewards))
 

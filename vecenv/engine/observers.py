@@ -41,10 +41,10 @@ class Observer(Protocol):
         return
 
     def on_dropped(self, rows: Rows, *, submitted: Rows) -> None:
-        """Observe, before the ``on_reset`` of a reset by the program, which announced steps will have no result.
+        """Observe which announced steps will have no result, before the ``on_reset`` of a reset that the program calls.
 
         Args:
-            rows: Indices of the environments that then have no pending request: all if the reset drops pending results,
+            rows: Indices of the environments without a pending request from then on: all if the reset drops pending results,
                 otherwise those that are not in flight.
             submitted: Those of ``rows`` with a pending request: environments execute it, but its result is dropped. A step
                 of any other row that was announced and has no result was refused, or interrupted before it was submitted.

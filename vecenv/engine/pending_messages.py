@@ -29,8 +29,9 @@ from vecenv.system.reporting import warn
 from vecenv.system.signals import deferred_signals
 
 PLAIN: Final = int(Reply.PLAIN)  # packing an enum is slower
-NEVER_PLAIN: Final = 0
-"""The code of a pending message if its reply ends a rebuild's time limit. No reply has it, so ``apply`` handles that."""
+MATCHES_NO_REPLY: Final = 0
+"""The code of a pending message with a reply that ends a rebuild's time limit. No reply has this code, so the shortcut of
+``apply_next`` never applies, and ``apply`` ends the limit."""
 _FOR_ALL_ROWS: Final = {int(Op.STEP_SOME): int(Op.STEP), int(Op.RESET_SOME): int(Op.RESET)}
 
 
@@ -79,14 +80,14 @@ class PendingMessages:
         self.seq = self.seq % 0xFFFFFFFF + 1
 
     def queue(self, worker: Worker, op: int, rows: Sequence[int], request: Request, payload: Any) -> None:
-        """Queue a message with the latest number. ``STEP_SOME`` for all rows of a worker becomes ``STEP``; resets too."""
+        """Queue a message with the latest number. If it is for all rows of the worker, ``*_SOME`` loses its suffix."""
         seq = self.seq
         if len(rows) == len(worker.rows):
             op = _FOR_ALL_ROWS.get(op, op)
         else:
             self.batch.requested[rows] = seq  # marks the rows of this message for the worker
         request.remaining += 1
-        expected = NEVER_PLAIN if worker.rebuild_deadline else PLAIN  # `apply` ends the deadline
+        expected = MATCHES_NO_REPLY if worker.rebuild_deadline else PLAIN  # `apply` ends the deadline
         worker.pending.append((pack_head(expected, seq), rows, request))
         self.pool.queue(worker, op, seq, payload)
 
@@ -102,7 +103,7 @@ class PendingMessages:
                 worker.dropped.update((head[1:], request.command) for head, _, request in worker.pending)
                 worker.pending.clear()
             if isinstance(worker, WorkerProcess) and (worker.rebuild_deadline or not worker.has_started):
-                # it is executing a dropped message, or still starting: without a limit, if `replace` was interrupted
+                # it is executing a dropped message or still starting, without a limit if `replace_dead` was interrupted
                 self.limit_rebuild(worker)
         self.pool.drop_unsent()
 
@@ -123,12 +124,12 @@ class PendingMessages:
 
     def _queue_rebuild(self, worker: Worker, rows: Sequence[int], request: Request) -> None:
         """Queue a message that rebuilds environments and resets them, in place of a step or a reset."""
-        payload = self.pool.pickled(worker, self.rebuilder.prepare(request, rows))
+        payload = self.pool.pickle_for(worker, self.rebuilder.prepare_rebuild(request, rows))
         self.next_number()
         seq = self.seq
         self.batch.requested[rows] = seq
         request.remaining += 1
-        worker.pending.append((pack_head(NEVER_PLAIN, seq), rows, request))
+        worker.pending.append((pack_head(MATCHES_NO_REPLY, seq), rows, request))
         self.pool.queue(worker, Op.REBUILD_SOME, seq, payload)
         if isinstance(worker, WorkerProcess):
             self.limit_rebuild(worker)
@@ -147,10 +148,14 @@ class PendingMessages:
         rows = list(range(self.num_envs)) if request.rows is None else list(request.rows)
         request.for_recv = True
         self.put_reset_in_flight(rows)
-        waiting = {
-            row for worker in self.pool.workers for _, mine, other in worker.pending if other is request for row in mine
+        unanswered = {
+            row
+            for worker in self.pool.workers
+            for _, message_rows, other in worker.pending
+            if other is request
+            for row in message_rows
         }
-        self._make_ready(request, [row for row in rows if row not in waiting])
+        self._make_ready(request, [row for row in rows if row not in unanswered])
         self.settle_received()
 
     def _make_ready(self, request: Request, rows: Sequence[int]) -> None:
@@ -166,7 +171,7 @@ class PendingMessages:
         self.ready += rows
 
     def find_rows_to_settle(self, request: Request) -> set[int]:
-        """Return the rows that ``settle`` rebuilds or raises for, so that they do not become ready now."""
+        """Return the rows that ``settle`` rebuilds or raises for; they do not become ready yet."""
         restart = self.policy.restart
         return {failure.env for failure, _ in request.failures if restart or not failure.has_result} | request.lost
 
@@ -186,22 +191,22 @@ class PendingMessages:
         self.not_counted -= rows
         return error
 
-    def remove_received(self, listed: list[int]) -> None:
+    def remove_received(self, rows: list[int]) -> None:
         """Remove the rows that ``recv`` returns, and count them."""
-        del self.ready[: len(listed)]
-        self.in_flight.difference_update(listed)
-        steps = len(listed)
+        del self.ready[: len(rows)]
+        self.in_flight.difference_update(rows)
+        steps = len(rows)
         if self.resetting:
-            resets = len(self.resetting.intersection(listed))
-            self.resetting.difference_update(listed)
+            resets = len(self.resetting.intersection(rows))
+            self.resetting.difference_update(rows)
             self.counters.resets += resets
             steps -= resets
         if self.not_counted:
-            steps -= len(self.not_counted.intersection(listed))
-            self.not_counted.difference_update(listed)
+            steps -= len(self.not_counted.intersection(rows))
+            self.not_counted.difference_update(rows)
         self.counters.steps += steps
         if self.ready_infos or self.ready_finals:
-            for row in listed:
+            for row in rows:
                 self.ready_infos.pop(row, None)
                 self.ready_finals.pop(row, None)
 
@@ -246,7 +251,7 @@ class PendingMessages:
             self.apply(worker, message[1:HEAD], outcome, code != PLAIN)
 
     def apply(self, worker: Worker, number: bytes, outcome: Outcome | None, has_infos: bool) -> None:
-        """Apply a reply to its request, which ``number`` identifies: a sequence number, as in the head of a message.
+        """Apply a reply to its request. ``number`` is the sequence number in bytes, as in the head of a message.
 
         ``has_infos``: infos or final observations lie in shared memory, or in ``outcome``, the pickled part of the reply.
         """
@@ -270,7 +275,7 @@ class PendingMessages:
             return
         expected, rows, request = pending[index]
         del pending[index]
-        if expected[0] == NEVER_PLAIN:
+        if expected[0] == MATCHES_NO_REPLY:
             self._end_rebuild_limit(worker)
         request.remaining -= 1
         if has_infos:
@@ -321,12 +326,12 @@ class PendingMessages:
         if error is None:
             error = self.replace_dead(rows)
         if error is None:
-            for worker, mine in self.pool.split(rows):
-                self._queue_rebuild(worker, mine, request)
+            for worker, worker_rows in self.pool.split(rows):
+                self._queue_rebuild(worker, worker_rows, request)
         return error
 
     def find_deaths(self, rows: Collection[int]) -> None:
-        """Handle the deaths of workers of these rows that no wait has noticed."""
+        """Handle the deaths of these rows' workers that no wait has detected."""
         for worker in self.pool.processes:
             if (worker.kill_reason or worker.has_ended()) and not set(rows).isdisjoint(worker.rows):
                 self.handle_death(worker)
@@ -339,21 +344,21 @@ class PendingMessages:
                 try:
                     self.limit_rebuild(self.pool.replace(worker))
                 except OSError as error:
-                    if isinstance(error, TimeoutError):  # of a signal handler with a time limit, not of the start
+                    if isinstance(error, TimeoutError):  # from a signal handler with a time limit, not from the start
                         raise
                     return error
         return None
 
     def limit_rebuild(self, worker: WorkerProcess) -> None:
-        """Limit the time of a worker to start, and with ``step_timeout`` also that to rebuild and reset environments."""
+        """Limit the time that a worker has to start and, with ``step_timeout``, to rebuild and reset environments."""
         start, step = self.policy.start_timeout, self.policy.step_timeout
         if step is not None or not worker.has_started:
             worker.rebuild_deadline = time.monotonic() + start + (step or 0.0)
 
     def _end_rebuild_limit(self, worker: Worker) -> None:
-        """End the time limit of a rebuild that the worker has replied to, and begin that of its next pending rebuild."""
+        """End the time limit of a rebuild that the worker has replied to, and start that of its next pending rebuild."""
         worker.rebuild_deadline = 0.0
-        if isinstance(worker, WorkerProcess) and any(expected[0] == NEVER_PLAIN for expected, *_ in worker.pending):
+        if isinstance(worker, WorkerProcess) and any(expected[0] == MATCHES_NO_REPLY for expected, *_ in worker.pending):
             self.limit_rebuild(worker)
 
     def handle_death(self, worker: WorkerProcess) -> None:
@@ -363,7 +368,7 @@ class PendingMessages:
         for message in worker.channel.receive_rest():  # replies that it wrote before it ended
             self._apply_message(worker, message)
         pending = list(worker.pending)
-        with deferred_signals():  # an exception between them would leave a death that is never recorded
+        with deferred_signals():  # an exception between these lines would leave the death unrecorded
             death = worker.record_death()
             self.failures.record_death(death)
         self.pool.drop_messages(worker)

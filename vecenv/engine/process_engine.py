@@ -82,7 +82,7 @@ class Engine(WorkerDriver):
         self.store = make_store(batch)
         self.infos = InfoReader(batch.info_schemas, batch.infos)
         self._no_infos = WorkerInfos(self.infos, None, self.num_envs, {}, {})
-        self.failures = FailureLog(self.observers, like_gymnasium=policy.logs_like_gymnasium)
+        self.failures = FailureLog(self.observers, logs_like_gymnasium=policy.logs_like_gymnasium)
         self.rebuilder = Rebuilder(
             policy, self.failures, batch, self.store, self.infos, layout.observations, self.mode, self.counters,
             self.observers,
@@ -130,13 +130,13 @@ class Engine(WorkerDriver):
         failed = self.failures.failed
         if failed and not self.restarts_rows:
             raise failed_earlier_error(failed)
-        pickled = self.stage.put(actions)
+        action_list = self.stage.put(actions)
         for observer in self.observers:
-            observer.on_step(None, actions if pickled is None else pickled)
-        if pickled is None and not failed:
+            observer.on_step(None, actions if action_list is None else action_list)
+        if action_list is None and not failed:
             exchange.send_plain_step(for_recv=False)
         else:
-            exchange.send_step(range(self.num_envs), pickled, for_recv=False)
+            exchange.send_step(range(self.num_envs), action_list, for_recv=False)
 
     def submit_reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, for_recv: bool) -> None:
         """Replace dead workers and submit a reset. A reset of all rows drops all pending requests.
@@ -155,9 +155,9 @@ class Engine(WorkerDriver):
         elif ids is not None or (self.pool.held and not self.state.changing):
             self.exchange.drain()
         elif not self.state.changing:
-            self.exchange.execute_own_messages()  # as workers do: a dropped step advances every environment
+            self.exchange.execute_own_messages()  # as worker processes do: even a dropped step advances every environment
         if self.observers and options is not None:
-            self.exchange.pickled_reset(rows, seeds, options)  # raises before the reset is announced
+            self.exchange.pickle_reset(rows, seeds, options)  # raises before the reset is announced
         seeds = self.announce_reset(rows, seeds, options, drops=not for_recv)
         if ids is None and isinstance(seeds[0], (int, np.integer)):
             new_seeds = np.random.SeedSequence(abs(int(seeds[0])))
@@ -237,13 +237,13 @@ class Engine(WorkerDriver):
         else:
             exchange.send_step(rows, items, for_recv=True)
 
-    def recv(self, count: int | None, deadline: float | None, least: tuple[int, float] | None = None) -> Stepped | None:
+    def recv(self, count: int | None, deadline: float | None, minimum: tuple[int, float] | None = None) -> Stepped | None:
         """Return the next ``count`` rows to finish. If fewer finish by the deadline, return ``None``; they stay ready.
 
         Args:
             count: The number of rows; ``None``: the batch size.
             deadline: The ``time.monotonic()`` at which to stop waiting.
-            least: (number, time): that number is enough from that ``time.monotonic()`` on, or if no more are in flight.
+            minimum: (number, ``time.monotonic()``): that number is enough from then on, or if no more rows are in flight.
 
         Raises:
             NoAsyncCallError: Too few rows are in flight.
@@ -255,40 +255,40 @@ class Engine(WorkerDriver):
             exchange.convert_for_recv(exchange.request)
         if count is None:
             count = self.batch_size
-        if (pending.unraised or len(exchange.ready) < count) and not exchange.wait_for_rows(count, deadline, least):
+        if (pending.unraised or len(exchange.ready) < count) and not exchange.wait_for_rows(count, deadline, minimum):
             return None
-        listed = exchange.ready[:count]
-        rows = np.array(listed, np.intp)
+        row_list = exchange.ready[:count]
+        rows = np.array(row_list, np.intp)
         batch = self.batch
         try:
             observations = self.store.take(rows)
         except Exception:
             if succeeds_when_repeated(lambda: self.store.take(rows)):
                 raise  # a signal handler raised it
-            pending.remove_received(listed)
+            pending.remove_received(row_list)
             raise
-        infos = self._read_row_infos(listed, rows)
+        infos = self._read_row_infos(row_list, rows)
         result = observations, batch.rewards[rows], batch.terminations[rows], batch.truncations[rows], infos
         for observer in self.observers:
             observer.on_result(rows, result)
         self.state.changing = True  # until the guard has returned the result
-        pending.remove_received(listed)
+        pending.remove_received(row_list)
         self.last_received = rows
         if self.policy.restart:
-            self.rebuilder.keep_observations(listed)
+            self.rebuilder.keep_observations(row_list)
         return result
 
     def recv_enough(self, count: int | None, deadline: float | None, enough: int, enough_from: float) -> Stepped | None:
         """Return the next ``count`` rows, or at least ``enough`` of them from ``enough_from`` on."""
         return self.recv(count, deadline, (enough, enough_from))
 
-    def _read_row_infos(self, listed: list[int], rows: Array) -> RowInfos:
+    def _read_row_infos(self, row_list: list[int], rows: Array) -> RowInfos:
         pending = self.exchange.pending
-        finals: dict[int, Any] = {} if self.batch.final_observations is None else self._shared_finals(listed)
+        finals: dict[int, Any] = {} if self.batch.final_observations is None else self._shared_finals(row_list)
         infos: dict[int, Any] = {}
         if pending.ready_infos or pending.ready_finals:
-            infos = {row: pending.ready_infos[row] for row in listed if row in pending.ready_infos}
-            finals |= {row: pending.ready_finals[row] for row in listed if row in pending.ready_finals}
+            infos = {row: pending.ready_infos[row] for row in row_list if row in pending.ready_infos}
+            finals |= {row: pending.ready_finals[row] for row in row_list if row in pending.ready_finals}
         return WorkerInfos(self.infos, rows, len(rows), infos, finals)
 
     def submissions(self) -> Submissions:

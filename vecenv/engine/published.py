@@ -30,14 +30,14 @@ _MAX_FILE_BYTES: Final = 64 << 20  # readers ignore the rest; 100,000 workers ne
 _file_numbers: Final = itertools.count()
 
 
-def available() -> bool:
+def is_supported() -> bool:
     """True on Linux, where the kernel reports the start time of a process."""
     return process_state(os.getpid()) is not None
 
 
 def is_wanted() -> bool:
     """True if the environment variable ``VECENV_TOP`` is set, and this system supports these files."""
-    return os.environ.get("VECENV_TOP", "0") not in ("", "0") and available()
+    return os.environ.get("VECENV_TOP", "0") not in ("", "0") and is_supported()
 
 
 def process_state(pid: int) -> tuple[str, int] | None:
@@ -104,7 +104,7 @@ class PublishedStats:
 
     @classmethod
     def read(cls, path: Path) -> PublishedStats:
-        """Read a file that :func:`published` yielded.
+        """Read a file that :func:`find_files` yielded.
 
         Raises:
             OSError: It was removed.
@@ -143,7 +143,7 @@ def _parse(kind: type[Any], found: dict[str, Any], **parsed: Any) -> Any:
 # --- the folder ----------------------------------------------------------------------------------
 
 
-def _folders() -> Iterator[Path]:
+def _candidate_folders() -> Iterator[Path]:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and os.path.isabs(runtime):
         yield Path(runtime, "vecenv")
@@ -156,24 +156,25 @@ def _is_private_folder(folder: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
-def _folder() -> Path:
+def _make_folder() -> Path:
     """Return the folder for the files of this user, and create it if necessary.
 
     Raises:
         OSError: It cannot be created, or is open to other users.
     """
-    for folder in _folders():
+    for folder in _candidate_folders():
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, exist_ok=True)
             if _is_private_folder(folder):
                 return folder
-    raise OSError(f"publish_stats() found no folder for its file: {' and '.join(map(str, _folders()))} cannot be created, "
+    tried = " and ".join(map(str, _candidate_folders()))
+    raise OSError(f"publish_stats() found no folder for its file: {tried} cannot be created, "
                   "or are open to other users; set XDG_RUNTIME_DIR")  # fmt: skip
 
 
-def published() -> Iterator[Path]:
+def find_files() -> Iterator[Path]:
     """Yield the files of this user's running programs, and remove those of programs that have ended."""
-    for folder in _folders():
+    for folder in _candidate_folders():
         with contextlib.suppress(OSError):
             for path in sorted(folder.iterdir()) if _is_private_folder(folder) else ():
                 pid, _, rest = path.name.partition("-")
@@ -202,12 +203,12 @@ class StatsFile(Observer):
     """
 
     def __init__(self, envs: Any, name: str) -> None:
-        if not available():
+        if not is_supported():
             raise NotImplementedError("publish_stats() needs Linux; stats() works everywhere")
-        list(published())  # removes the files of programs that have ended
+        list(find_files())  # removes the files of programs that have ended
         self._envs, self._name, self._pid = weakref.proxy(envs), name, os.getpid()
         state = process_state(self._pid)
-        self._path = _folder() / f"{self._pid}-{state[1] if state else 0}-{next(_file_numbers)}.json"
+        self._path = _make_folder() / f"{self._pid}-{state[1] if state else 0}-{next(_file_numbers)}.json"
         self._workers: dict[int, PublishedWorker] = {}
         self._began = time.monotonic()
         self._write(self._began)
@@ -227,7 +228,7 @@ class StatsFile(Observer):
     def _write(self, now: float) -> None:
         self._due = now + _PERIOD_SECONDS
         stats = self._envs.stats()
-        self._workers = {worker.index: self._entry(worker) for worker in self._envs.worker_stats()}
+        self._workers = {worker.index: self._describe_worker(worker) for worker in self._envs.worker_stats()}
         published_stats = PublishedStats(
             format=_FORMAT, name=self._name, pid=self._pid, num_envs=self._envs.num_envs, began=self._began, at=now,
             time_waiting=stats["wait_fraction"] * stats["seconds"], resets=int(stats["resets"]),
@@ -238,7 +239,7 @@ class StatsFile(Observer):
             json.dump(asdict(published_stats), file)
         new.rename(self._path)
 
-    def _entry(self, worker: WorkerStats) -> PublishedWorker:
+    def _describe_worker(self, worker: WorkerStats) -> PublishedWorker:
         before, state = self._workers.get(worker.index), process_state(worker.pid)
         return PublishedWorker(
             worker.index, "caller" if worker.in_this_process else "process", worker.pid, state[1] if state else -1,

@@ -54,7 +54,7 @@ class Death:
 class Request:
     """A request that is pending until its result has been returned.
 
-    A plain step sets only three attributes. The others have defaults in the class; :meth:`collect` replaces its containers.
+    A plain step sets only three attributes. The others have defaults in the class; :meth:`collect` replaces the containers.
 
     Attributes:
         command: ``"step"``, ``"reset"`` or the name of a call.
@@ -70,7 +70,7 @@ class Request:
         results: By row: the results of a call.
         failures: Exceptions of environments, each with the worker that reported it.
         deaths: The deaths of workers with a pending message of this request.
-        lost: The rows of the messages that were pending at those workers.
+        lost: The rows of the messages that got no reply because of these deaths.
         rebuilding: Row that is being rebuilt -> its last good observation if the request is a step, otherwise ``None``.
         repeated: Rows for which the reset was repeated with the same seed.
     """

@@ -72,8 +72,8 @@ class Submissions:
         self._starting: dict[WorkerProcess, Request] = {}
         for worker in workers:
             self._watch(worker)
-        polls = any(worker.watch.must_poll_for_exit for worker in workers)
-        self.poll_interval = EXIT_POLL_INTERVAL_MS / 1000 if polls else None
+        must_poll = any(worker.watch.must_poll_for_exit for worker in workers)
+        self.poll_interval = EXIT_POLL_INTERVAL_MS / 1000 if must_poll else None
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when :meth:`collect` has something to do. It never changes."""
@@ -102,7 +102,7 @@ class Submissions:
         if command == "check":
             require_observation(pending.store, row, payload.row)
         op, name, pack = _COMMANDS[command]
-        packed = pending.pool.pickled(worker, pack(row - worker.rows[0], payload))
+        packed = pending.pool.pickle_for(worker, pack(row - worker.rows[0], payload))
         request = Request(name, 0, for_recv=False)
         request.rows = [row]
         if command == "save":
@@ -213,7 +213,7 @@ class Submissions:
     def kill(self, row: int, reason: str) -> None:
         """Kill the worker of a row. Its pending requests finish with ``WorkerDied`` when it has ended."""
         worker = self._find_worker(row)
-        worker.note_late()
+        worker.note_activity()
         worker.kill_reason = worker.kill_reason or reason
         worker.signal(signal.SIGKILL)
 

@@ -225,8 +225,8 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             options = self._pool_options(mp, policy, workers)
             engine = self._start_engine(options, policy, share, workers.threads, env_threads)
             if batch_size == "auto":
-                batch_size = self._use_plan(engine, env_threads)
-            self._use_engine(engine, batch_size)
+                batch_size = self._apply_plan(engine, env_threads)
+            self._attach_engine(engine, batch_size)
         except RuntimeError as error:
             if not is_main_file_error(error):
                 raise
@@ -260,7 +260,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         self.max_concurrency = max_concurrency
         self.num_envs = len(env_fns)
 
-    def _use_engine(self, engine: Engine, batch_size: int | None) -> None:
+    def _attach_engine(self, engine: Engine, batch_size: int | None) -> None:
         """Attach a started engine, or end it if the spaces of its environments do not match."""
         self._driver = engine
         if batch_size is not None:
@@ -291,12 +291,12 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         processes = self.num_workers
         if workers.env:
             options.variables = [resolve_variables(workers.env, index) for index in range(processes)]
-            if context.get_start_method() == "fork" and (late := find_late_variables(options.variables)):
-                read = ", ".join(f"{name} (by {module})" for name, module in late.items())
+            if context.get_start_method() == "fork" and (ineffective := find_late_variables(options.variables)):
+                names = ", ".join(f"{name} (by {module})" for name, module in ineffective.items())
                 logger.warn(
                     "%s",
                     "WorkerOptions(env) has no effect on modules that this process has imported, because forked workers "
-                    f"inherit them: {read}. Use context='spawn', or 'forkserver'.",
+                    f"inherit them: {names}. Use context='spawn', or 'forkserver'.",
                 )
         if workers.cores is not None:
             options.placements = bound_placements(workers.cores, processes)
@@ -332,8 +332,8 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         self._record_failures(engine, env_fns, plan)
         return engine
 
-    def _use_plan(self, engine: Engine, env_threads: int) -> int | None:
-        """Return the plan's batch size. Apply its rows per message, except with ``env_threads`` or ``max_concurrency``."""
+    def _apply_plan(self, engine: Engine, env_threads: int) -> int | None:
+        """Apply the plan's rows per message, unless ``env_threads`` or ``max_concurrency`` is set; return its batch size."""
         assert self.plan is not None
         if env_threads == 1 and self.max_concurrency is None:
             engine.exchange.rows_at_once = self.plan.rows_at_once
@@ -377,7 +377,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
                 raise ValueError(
                     f"{type(self).__name__}(..., shared_memory=True): observations of {self.single_observation_space} "
                     "cannot be in shared memory, because its class is not registered with gymnasium.vector.utils."
-                    "create_shared_memory; leave `shared_memory` out, or give shared_memory=False, and they are pickled"
+                    "create_shared_memory; leave `shared_memory` out, or pass shared_memory=False, to pickle them"
                 ) from error
             if self.num_workers:
                 logger.warn(f"{self.single_observation_space} cannot lie in shared memory: observations are pickled.")
@@ -439,7 +439,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         return f"num_envs={self.num_envs}, workers={self.num_workers}{share}"
 
     def _record_failures(self, engine: Engine, env_fns: Sequence[Callable[[], Any]], plan: WorkerPlan) -> None:
-        """Let a flight recorder observe an engine, if ``record_failures=`` was given."""
+        """Let a flight recorder observe an engine, if ``record_failures=`` was passed."""
         if self._recording is not None:
             save, stats = weakref.WeakMethod(engine.snapshots), weakref.WeakMethod(engine.stats)
             recorder = Recorder(self._recording, env_fns, self._env_id, plan, save, stats)
@@ -447,7 +447,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             self._recorder = weakref.proxy(recorder)
 
     def add_observer(self, observer: Observer) -> None:
-        """Report all calls, results and failures to an observer, from now on until :meth:`close`.
+        """Report all further calls, results and failures to an observer, until :meth:`close`.
 
         Args:
             observer: See :class:`vecenv.Observer`.
@@ -528,7 +528,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             return
         inspect.signature(self.close_extras).bind(**kwargs)  # raises for unknown arguments, before anything is ended
         seconds = parse_timeout(kwargs.get("timeout"))
-        again, state.unusable = state.unusable == "closing", "closing"
+        was_closing, state.unusable = state.unusable == "closing", "closing"
         self._pool.closing = True
         if state.caller and state.caller != thread:  # another thread waits for replies; end its wait
             for worker in self._pool.processes:
@@ -536,7 +536,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             state.wait_for_other_thread()
         nested = state.caller == thread and is_inside_call(self)
         if not self._pool.released:
-            hurried = again or nested
+            hurried = was_closing or nested
             timeout = SHORT_CLOSE_TIMEOUT if hurried and seconds is None else seconds
             self.close_extras(**{**kwargs, "timeout": timeout})
         if self._stats_file is not None:

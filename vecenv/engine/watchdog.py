@@ -28,7 +28,7 @@ class Watchdog:
     """A periodic check of the requests that workers are executing.
 
     Attributes:
-        limited_commands: Commands that ``step_timeout`` limits, so they are not logged.
+        limited_commands: Commands that ``step_timeout`` limits, which are therefore not logged.
         next_check: The ``time.perf_counter()`` of the next check.
         interval_ms: Milliseconds between checks.
     """

@@ -37,10 +37,10 @@ from vecenv.link.messages import (
     EnvFnsToStart,
     Failure,
     decode,
-    definitions_of_main,
     dumps_by_value,
     dumps_for_fork,
     encode,
+    find_main_definitions,
     pack_head,
 )
 from vecenv.shm import Arena, Batch
@@ -61,8 +61,8 @@ from vecenv.system.spawning import (
 from vecenv.system.supervision import EXIT_POLL_INTERVAL_MS, StackFile, close_process, innermost_location
 from vecenv.worker.main import Ready, Start, main
 
-_LATE_WORKERS_NAMED: Final = 4
-_SHORTEST_TIMEOUT_WITH_STACKS: Final = 0.01  # seconds; shorter timeouts serve for polling, and a stack may take longer
+_MAX_LATE_WORKERS_NAMED: Final = 4
+_MIN_SECONDS_FOR_STACKS: Final = 0.01  # shorter timeouts serve for polling, and reading a stack may take longer
 
 
 @dataclass(slots=True)
@@ -106,8 +106,8 @@ class WorkerPool:
         workers: ``local`` and ``processes`` together, in the order of their rows.
         wait_order: Indices of ``processes``, in the order in which to wait for their replies.
         unsent: Workers with unsent bytes in their channels.
-        written: An entry for each process, in order, to which the latest message to all workers was written. Only the length
-            counts: a list that C extends keeps the entries before an exception.
+        written: One entry per process to which the latest message for all workers was written, in order. Only the length
+            counts. It is a list, because ``list.extend`` keeps the entries that it added before an exception.
         held: Messages that wait until fewer than ``max_concurrency`` workers are busy: (worker, bytes, True if the message
             makes the worker busy).
         seconds_waited: The total time of all waits.
@@ -128,7 +128,7 @@ class WorkerPool:
         self.descriptors = DescriptorOwner(self)
         self._lifeline = Lifeline(self.descriptors)
         self.started: list[Any] = []
-        self._starts: Counter[int] = Counter()  # how many processes were started for each index
+        self._starts: Counter[int] = Counter()  # worker index -> number of processes started
         self.channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._finalizer = weakref.finalize(self, end_unclosed, self._lifeline, self.started, os.getpid())
         self._env_fns: dict[int, Sequence[Any]] = {}
@@ -169,7 +169,7 @@ class WorkerPool:
             StartupTimeout, WorkerDied, OSError: A worker did not start; the others were ended.
         """
         require_descriptors(len(shares))
-        self._main = definitions_of_main()
+        self._main = find_main_definitions()
         started: list[WorkerProcess] = []
         deadline = deadline_after(self._options.start_timeout)
         try:
@@ -185,7 +185,7 @@ class WorkerPool:
         # A worker on the caller's core runs only while the caller sleeps, so it comes first. The others follow in reverse:
         # once the worker that got its message last has replied, most have, so the caller wakes up once or twice per step.
         self.wait_order = sorted(range(len(started)), key=lambda index: (not started[index].shares_core, -index))
-        self._workers_changed()
+        self._refresh_workers()
         return ready_messages
 
     def replace(
@@ -219,7 +219,7 @@ class WorkerPool:
             if worker.death is None:
                 worker.request_close()
                 self._retire(worker)
-            self._workers_changed()
+            self._refresh_workers()
         return new
 
     def wrap_process(
@@ -227,35 +227,35 @@ class WorkerPool:
         token: int,
     ) -> WorkerProcess:  # fmt: skip
         """Return the worker of a process that was started elsewhere and has built its environments, for :meth:`replace`."""
-        running, shares_core = self._running[index : index + 1], self.placement_of(index).with_caller
+        running, shares_core = self._running[index : index + 1], self.get_placement(index).with_caller
         worker = WorkerProcess(index, rows, process, channel, stack_file, descriptors, token, running, shares_core)
         worker.has_started = True
         return worker
 
-    def _workers_changed(self) -> None:
+    def _refresh_workers(self) -> None:
         self.workers = [*([] if self.local is None else [self.local]), *self.processes]
         self._write_fds = [worker.channel.out for worker in self.processes]
         self.written = [0] * len(self.processes)
         self._poll = None
 
-    def placement_of(self, index: int) -> Placement:
+    def get_placement(self, index: int) -> Placement:
         """Return the placement of a worker."""
         placements = self._options.placements
         return placements[index] if index < len(placements) else Placement()
 
-    def name_of(self, index: int) -> str:
-        """Return the name of the process of a worker."""
+    def process_name(self, index: int) -> str:
+        """Return the name of a worker's process."""
         return f"Worker<{self._options.name}>-{index}"
 
-    def _start(self, index: int, rows: range, count: int, into: list[WorkerProcess]) -> None:
-        """Start the process of one worker and append the worker to ``into``.
+    def _start(self, index: int, rows: range, count: int, workers: list[WorkerProcess]) -> None:
+        """Start the process of one worker and append the worker to ``workers``.
 
         Raises ``OSError``, or an error from pickling an ``env_fn``. ``count`` (workers being started) is for the error text.
         """
         options, env_fns = self._options, self._env_fns[index]
         is_fork = options.context.get_start_method() == "fork"
         functions = env_fns if is_fork else EnvFnsToStart(rows, env_fns, "the start method of its worker needs")
-        placement = self.placement_of(index)
+        placement = self.get_placement(index)
         variables = options.variables[index] if options.variables else {}
         generation = self._starts[index]
         self._starts[index] += 1
@@ -274,10 +274,10 @@ class WorkerPool:
             )  # fmt: skip
             with deferred_signals():  # an exception between spawn() and append() would leak the process
                 process = spawn(
-                    options.context, main, (start,), name=self.name_of(index), daemon=options.daemon,
+                    options.context, main, (start,), name=self.process_name(index), daemon=options.daemon,
                     lifeline=self._lifeline, token=token, variables=variables, processes=self.started,
                 )  # fmt: skip
-                into.append(
+                workers.append(
                     WorkerProcess(
                         index, rows, process, channel, stack_file, descriptors, token, self._running[index : index + 1],
                         placement.with_caller,
@@ -285,7 +285,7 @@ class WorkerPool:
                 )  # fmt: skip
             channel.close_worker_ends()
         except BaseException as error:
-            if not any(worker.descriptors is descriptors for worker in into):
+            if not any(worker.descriptors is descriptors for worker in workers):
                 descriptors.close()
                 for process in self.started[num_started:]:
                     self._end_process(process)
@@ -346,16 +346,16 @@ class WorkerPool:
     def split_into_rounds(self, rows: Sequence[int], size: int | None) -> Iterator[tuple[int, Worker, Sequence[int]]]:
         """Yield (round, worker, rows): a round has a message of up to ``size`` rows (``None``: all) per worker."""
         parts = self.split(rows)
-        longest = max((len(mine) for _, mine in parts), default=0)
+        longest = max((len(worker_rows) for _, worker_rows in parts), default=0)
         for number, first in enumerate(range(0, longest, size or longest or 1)):
-            for worker, mine in parts:
-                if some := mine[first : first + (size or longest)]:
-                    yield number, worker, some
+            for worker, worker_rows in parts:
+                if message_rows := worker_rows[first : first + (size or longest)]:
+                    yield number, worker, message_rows
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def pickled(self, worker: Worker, payload: Any) -> Any:
-        """Return a payload in the form that :meth:`queue` takes.
+    def pickle_for(self, worker: Worker, payload: Any) -> Any:
+        """Pickle a payload for :meth:`queue`. One for the caller's own share is returned unchanged.
 
         Raises:
             Exception: The payload cannot be pickled.
@@ -395,7 +395,7 @@ class WorkerPool:
 
     def write_to_all(self) -> None:
         """Write the message for every worker in one call into C. A pipe accepts such a short message whole or not at all."""
-        if not self.unsent:  # bytes of an earlier message precede it: `flush` queues it behind them
+        if not self.unsent:  # unsent bytes must go first: `flush` queues this message behind them
             try:
                 self.written.extend(map(write, self._write_fds, repeat(self._message)))
             except OSError:  # a pipe is full, or a worker has ended: `flush` writes to the others
@@ -410,9 +410,9 @@ class WorkerPool:
         self.written = [0] * len(self.processes)
 
     def drop_unsent(self) -> None:
-        """Drop messages that are in no channel yet. Bytes that a channel has queued stay, and precede its next message."""
+        """Drop messages that are in no channel yet. Bytes queued in a channel stay, and precede its next message."""
         self.held.clear()
-        self._workers_changed()  # drops the rest of a message to all; an interruption of `replace` may have skipped it
+        self._refresh_workers()  # drops the rest of a message to all; an interruption of `replace` may have skipped it
         if self.local is not None:
             self.local.messages.clear()
 
@@ -433,8 +433,8 @@ class WorkerPool:
         """Wait for a worker to write or end. Spin before sleeping, if the spin policy allows that.
 
         Returns:
-            ``False``: read its pipe, which has bytes or is at its end; nothing, if the wait was cut short for the watchdog.
-            ``True``: the process has ended, and nothing has arrived in its pipe. ``None``: the deadline has passed.
+            ``False``: its pipe has bytes or is at its end, or the wait was cut short for the watchdog. ``True``: the process
+            has ended, and nothing has arrived in its pipe. ``None``: the deadline has passed.
         """
         began = time.perf_counter()
         spun = not worker.shares_core and self._spin(worker.channel.poll)
@@ -451,11 +451,11 @@ class WorkerPool:
         return worker.channel.fd not in dict(events)
 
     def wait(self, deadline: float | None) -> list[tuple[WorkerProcess, bool]] | None:
-        """Wait for workers to write or end; return (worker, whether it has ended) for each, ``None`` after the deadline.
+        """Wait for workers to write or end; return (worker, True if it has ended) for each, or ``None`` after the deadline.
 
         The list is empty if the wait was cut short for the watchdog.
         """
-        poll, worker_of = self._make_poll() if self.unsent or self._poll is None else self._poll
+        poll, worker_by_fd = self._make_poll() if self.unsent or self._poll is None else self._poll
         began = time.perf_counter()
         if self.wait_order:
             first = self.processes[self.wait_order[0]]
@@ -476,7 +476,7 @@ class WorkerPool:
             if must_poll and (ended := [(worker, True) for worker in alive if worker.has_ended()]):
                 return ended
             return None if deadline is not None and time.monotonic() >= deadline else []
-        return [(worker_of[fd], fd == worker_of[fd].watch.descriptor) for fd, _ in events]
+        return [(worker_by_fd[fd], fd == worker_by_fd[fd].watch.descriptor) for fd, _ in events]
 
     def _milliseconds(self, deadline: float | None) -> float:
         longest = self.watchdog.interval_ms
@@ -488,18 +488,18 @@ class WorkerPool:
         return bool(poll.poll(0))
 
     def _make_poll(self) -> tuple[select.poll, dict[int, WorkerProcess]]:
-        poll, worker_of = select.poll(), {}
+        poll, worker_by_fd = select.poll(), {}
         for worker in self.processes:
             if worker.death is None:
                 for fd in (worker.channel.fd, worker.watch.descriptor):
-                    worker_of[fd] = worker
+                    worker_by_fd[fd] = worker
                     poll.register(fd, select.POLLIN)
         for worker in self.unsent:
             if worker.death is None:
-                worker_of[worker.channel.out] = worker
+                worker_by_fd[worker.channel.out] = worker
                 poll.register(worker.channel.out, select.POLLOUT)
-        self._poll = None if self.unsent else (poll, worker_of)
-        return poll, worker_of
+        self._poll = None if self.unsent else (poll, worker_by_fd)
+        return poll, worker_by_fd
 
     def drop_messages(self, worker: WorkerProcess) -> None:
         """Drop the messages that are queued for a dead worker."""
@@ -508,10 +508,10 @@ class WorkerPool:
         self._poll = None
 
     def find_late(self, seconds: float | None = 0.0) -> list[WorkerProcess]:
-        """Return the workers without a reply to a message. Messages that are still held do not count.
+        """Return the workers that have not replied to a message. Messages that are still held do not count.
 
         With ``max_concurrency``, only those with a ``sent_at`` at least ``seconds`` ago. Otherwise ``sent_at`` is minus
-        infinity, so ``seconds`` has no effect: the clock is the deadline of the caller's wait.
+        infinity, so ``seconds`` has no effect, and the deadline of the caller's wait decides.
         """
         held, latest = Counter(worker for worker, *_ in self.held), time.monotonic() - (seconds or 0.0)
         return [worker for worker in self.processes if len(worker.pending) > held[worker] and worker.sent_at <= latest]
@@ -522,20 +522,20 @@ class WorkerPool:
         return min((worker.sent_at for worker in self.processes if worker.sent_at + seconds > now), default=now) + seconds
 
     def timeout_error(self, method: str, timeout: Any, late: Sequence[WorkerProcess] = ()) -> StepTimeout:
-        """Return the exception of a call that got no reply in time; ``late``: the workers to name, if not all."""
+        """Return the exception for a call without a reply in time. ``late``: the workers to name (default: all late)."""
         return step_timeout_error(method, timeout, lambda seconds: self.describe_late(seconds, late or self.find_late()))
 
     def describe_late(self, seconds: float | None, late: Sequence[WorkerProcess]) -> LateReplies:
-        """Describe the workers that have not replied within ``seconds``, but only the first few of them in the text."""
-        text, where, asks_for_stacks = "", {}, (seconds or 0) >= _SHORTEST_TIMEOUT_WITH_STACKS
+        """Describe the workers that have not replied within ``seconds``. The text names only the first few of them."""
+        text, where, with_stacks = "", {}, (seconds or 0) >= _MIN_SECONDS_FOR_STACKS
         for worker in late:
-            worker.note_late()
-        for worker in late[:_LATE_WORKERS_NAMED]:
+            worker.note_activity()
+        for worker in late[:_MAX_LATE_WORKERS_NAMED]:
             worker.overdue = True
             _, rows, request = worker.pending[0]
-            stack = worker.read_stack() if asks_for_stacks else ""
+            stack = worker.read_stack() if with_stacks else ""
             state = " It is stopped (SIGSTOP)." if worker.is_stopped() else ""
-            request_text = f"{envs_text(rows, worker.late_in[1])}, {worker.label}, during {request.command}"
+            request_text = f"{envs_text(rows, worker.noted_activity[1])}, {worker.label}, during {request.command}"
             text += f"\n{request_text}: no reply yet.{state}" + (f"\n{stack}" if stack else "")
             location = f", at {found}" if (found := innermost_location(stack)) else ""
             where.update(dict.fromkeys(rows, request_text + location))

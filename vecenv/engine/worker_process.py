@@ -128,7 +128,8 @@ class WorkerProcess:
 
     Attributes:
         pending: Messages without a reply, oldest first.
-        dropped: Number of a message without a reply that was dropped, as in its head -> the command of its request.
+        dropped: Sequence number of a dropped message, in bytes as in its head -> the command of its request. The reply to it
+            removes the entry.
         has_started: True if it has built its environments.
         start_failures: The failures of environments that raised while they were built.
         death: How it ended; ``None`` while it is alive.
@@ -141,15 +142,15 @@ class WorkerProcess:
         shares_core: True if it is bound to the caller's core, and so runs only while the caller sleeps.
         token: The token that marks all processes that its environments start.
         timeout: The timeout after which it was killed, if it hung.
-        kill_reason: The reason why it was killed.
-        late_in: Its command and running environment when it was last found late; see :meth:`note_late`.
+        kill_reason: The reason for killing it; empty if it was not killed.
+        noted_activity: Its command and running environment when :meth:`note_activity` was last called.
     """
 
     local = False
     sent_at = -math.inf
     timeout: float | None = None
     kill_reason = ""
-    late_in: tuple[str, int | None] = "idle", None
+    noted_activity: tuple[str, int | None] = "idle", None
 
     def __init__(
         self, index: int, rows: range, process: Any, channel: Channel, stack_file: StackFile, descriptors: DescriptorOwner,
@@ -208,12 +209,12 @@ class WorkerProcess:
         row = self.rows[position] if 0 <= position < len(self.rows) else None
         return row if row in rows else None
 
-    def note_late(self) -> None:
-        """Note what it is executing.
+    def note_activity(self) -> None:
+        """Note its command and running environment. Call this before its stack is requested.
 
-        The signal for its stack may end the system call in which an environment hangs (``EINTR``), and so the whole request.
+        The signal for the stack may end the system call in which an environment hangs (``EINTR``), and so the whole request.
         """
-        self.late_in = self.command, self.running_row
+        self.noted_activity = self.command, self.running_row
 
     def record_death(self) -> Death:
         """Determine how the process ended, and kill the processes that it left behind.
@@ -232,7 +233,7 @@ class WorkerProcess:
             reason = reason or "it closed its pipe, so it was killed"
         end_group([self.pid])  # before `exit_code` reaps it
         self.exitcode = self.watch.exit_code()
-        command, running = self.late_in if self.kill_reason else (self.command, self.running_row)
+        command, running = self.noted_activity if self.kill_reason else (self.command, self.running_row)
         running = None if command == "idle" else running
         stack = env_frames(self.stack_file.read()) if (self.exitcode or 0) < 0 else ""
         envs = envs_text(self.rows, running)
@@ -251,7 +252,7 @@ class WorkerProcess:
     # -- the stack ----------------------------------------------------------------------------------------------------
 
     def read_stack(self) -> str:
-        """Return the Python stack of a worker that is late, or ``""`` if it is not available. The worker is not affected."""
+        """Return the Python stack of a worker that is late, or ``""`` if it is not available. The worker continues."""
         steps = self.look_for_stack()
         while True:
             try:

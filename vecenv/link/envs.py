@@ -82,7 +82,7 @@ class WorkerPlan:
     refuses_finished: bool = False
 
 
-def id_of(env: Any) -> str:
+def find_env_id(env: Any) -> str:
     """Return the id of an environment in Gymnasium's registry, or the name of its class if it has none."""
     spec = getattr(env, "spec", None)
     return str(spec.id) if spec is not None else type(getattr(env, "unwrapped", env)).__name__
@@ -115,8 +115,8 @@ def build_env(env_fn: Callable[[], Any], index: int) -> Any:
             env.close()
         raise TypeError(
             f"env_fns[{index}]() returned a {type(env).__name__}, a vector environment of {env.num_envs}: each function "
-            "must build one environment. Give the functions of all of them to one vector environment; with num_workers=N, N "
-            "processes step several each"
+            "must build one environment. Pass the functions of all of them to one vector environment; with num_workers=N, "
+            "each of N processes steps several"
         )
     if env is None:
         raise TypeError(f"env_fns[{index}]() returned None instead of an environment: is a `return` missing?")

@@ -111,8 +111,8 @@ class Schema:
             self.size += struct.calcsize("=" + part)
             yield part
 
-    def has_scalars_of(self, info: Mapping[Any, Any]) -> bool:
-        """True if ``info`` follows this schema and has only scalars. Faster than :func:`_flatten`."""
+    def matches_scalars(self, info: Mapping[Any, Any]) -> bool:
+        """True if ``info`` follows this schema and all its values are scalars. Faster than :func:`_flatten`."""
         if tuple(map(type, info.values())) != self._types or tuple(info) != self._keys:
             return False
         return tuple(map(type, info)) == self._key_types  # True and 1.0 equal 1, but their masks have other names
@@ -161,7 +161,7 @@ class InfoWriter:
     def write(self, index: int, info: Any) -> bool:
         """Write a row's info. If it has to be pickled, mark the row accordingly and return ``False``."""
         schema = self._last[index]
-        if schema is not None and type(info) is dict and schema.has_scalars_of(info):
+        if schema is not None and type(info) is dict and schema.matches_scalars(info):
             values = list(info.values())
         else:
             values = []
@@ -272,11 +272,11 @@ class InfoReader:
         else:
             _fill_by_schema(infos, plan, rows, numbers)
         if final_obs:
-            listed = range(count) if rows is None else rows.tolist()
-            where = [position for position, row in enumerate(listed) if row in final_obs]
-            infos["final_obs"] = object_column(where, [final_obs[listed[position]] for position in where], count)
+            indices = range(count) if rows is None else rows.tolist()
+            positions = [position for position, row in enumerate(indices) if row in final_obs]
+            infos["final_obs"] = object_column(positions, [final_obs[indices[position]] for position in positions], count)
             infos["_final_obs"] = np.zeros(count, np.bool_)
-            infos["_final_obs"][where] = True
+            infos["_final_obs"][positions] = True
         return infos
 
     def _plan(self, numbers: Sequence[int]) -> _Plan | None:
@@ -327,8 +327,8 @@ class InfoReader:
     def _merge_rows(
         self, rows: Array | None, count: int, pickled: Mapping[int, Any], final_obs: Mapping[int, Any]
     ) -> dict[Any, Any]:
-        listed = range(count) if rows is None else rows.tolist()
-        return self.merger.merge(self.unmerged(listed, pickled, final_obs), listed)
+        indices = range(count) if rows is None else rows.tolist()
+        return self.merger.merge(self.unmerged(indices, pickled, final_obs), indices)
 
 
 class WorkerInfos(RowInfos):

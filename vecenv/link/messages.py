@@ -173,7 +173,7 @@ class Outcome:
     columns: bool = False
 
     def has_payload(self) -> bool:
-        """True if there is anything to send. If not, and without columns, the reply is plain."""
+        """True if there is anything to send. Otherwise the reply is plain, unless there are columns."""
         values = self.infos or self.observations or self.finals or self.results
         return bool(values or self.failures or self.schemas or self.warnings)
 
@@ -334,7 +334,7 @@ def dumps(value: Any, *, by_value: bool = False) -> bytes:
         return buffer.getvalue()
 
 
-def definitions_of_main() -> dict[str, Any]:
+def find_main_definitions() -> dict[str, Any]:
     """Return the classes and functions that the main module has now, by name."""
     return {name: value for name, value in vars(sys.modules["__main__"]).items() if isinstance(value, (type, FunctionType))}
 
@@ -366,7 +366,7 @@ def dumps_for_fork(value: Any, main: Mapping[str, Any]) -> bytes:
 
 
 def dumps_by_value(value: Any) -> bytes:
-    """Pickle a value for a spawned process, which received copies of the classes of ``__main__`` with its functions."""
+    """Pickle a value for a spawned process, which received copies of __main__'s classes with its env_fns."""
     blob: bytes = dumps(value, by_value=True)
     if b"__main__" in blob:
         blob = dumps_with_code(value)
@@ -399,7 +399,7 @@ def summary(error: BaseException) -> str:
 
 
 def notes_about_others(raised: Sequence[tuple[int, BaseException]]) -> list[str]:
-    """Return the notes of the first exception about the other environments; equal exceptions share one note."""
+    """Return notes for the first exception about the other environments; equal exceptions share one note."""
     rows_by_text: dict[str, set[int]] = {}
     for row, error in raised:
         text = re.sub(rf"\benv {row}(: |, )", "", summary(error), count=1)  # the only difference between many messages
@@ -479,26 +479,26 @@ class PackedEnvFns:
             Exception: The error of pickling a function, with a note that names its environment.
         """
         packed = cls()
-        numbers: dict[int, int] = {}
+        index_by_id: dict[int, int] = {}
         for env, env_fn in zip(envs, env_fns, strict=True):
-            if id(env_fn) not in numbers:
+            if id(env_fn) not in index_by_id:
                 file = io.BytesIO()
                 try:
                     _FunctionPickler(file, packed.blocks).dump(env_fn)
                 except Exception as error:
                     error.add_note(f"env_fns[{env}] ({env_fn!r}) cannot be pickled, which {reason}")
                     raise
-                numbers[id(env_fn)] = len(packed.functions)
+                index_by_id[id(env_fn)] = len(packed.functions)
                 packed.functions.append(file.getvalue())
-            packed.indices.append(numbers[id(env_fn)])
+            packed.indices.append(index_by_id[id(env_fn)])
         return packed
 
     def select(self, envs: range) -> PackedEnvFns:
         """Select the functions of some environments, for a process of their own."""
         selected = self.indices[envs.start : envs.stop]
-        numbers = sorted(set(selected))
-        indices = [numbers.index(number) for number in selected]
-        return PackedEnvFns(indices, [self.functions[number] for number in numbers], self.blocks)
+        used = sorted(set(selected))
+        indices = [used.index(index) for index in selected]
+        return PackedEnvFns(indices, [self.functions[index] for index in used], self.blocks)
 
     def load(self, first: int, where: str, hint: str = "") -> list[Callable[[], Any]]:
         """Unpickle the functions.
@@ -512,16 +512,16 @@ class PackedEnvFns:
             RuntimeError: A function cannot be unpickled. Its attribute ``env`` is the environment's index.
         """
         functions: list[Callable[[], Any]] = []
-        for number, blob in enumerate(self.functions):
+        for index, blob in enumerate(self.functions):
             try:
                 functions.append(_FunctionUnpickler(io.BytesIO(blob), self.blocks).load())
             except BaseException as error:
-                env = first + self.indices.index(number)
+                env = first + self.indices.index(index)
                 text = f"env_fns[{env}] could not be unpickled {where}: {type(error).__name__}: {error}{hint}"
                 wrapped = RuntimeError(text)
                 wrapped.env = env  # type: ignore[attr-defined]
                 raise wrapped from error
-        return [functions[number] for number in self.indices]
+        return [functions[index] for index in self.indices]
 
 
 class EnvFnsToStart:

@@ -33,23 +33,23 @@ class OwnGenerators(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def step(self, action: Any) -> Any:
         """Step the environment."""
-        before = switch.active
+        previous = switch.active
         try:  # `_run`, inlined to save 0.2 us
             switch.active = own = self._generators
             if switch.in_use or is_imported("torch"):
                 switch.swap_in(own)
             return self.env.step(action)
         finally:
-            switch.active = before
-            if switch.in_use and before is not switch.skip_restoring:
+            switch.active = previous
+            if switch.in_use and previous is not switch.skip_restoring:
                 try:
-                    switch.swap_in(before)
+                    switch.swap_in(previous)
                 except BaseException:  # from a signal handler, which may have interrupted `swap_in`
-                    switch.swap_in(before)
+                    switch.swap_in(previous)
                     raise
 
     def reset(self, **arguments: Any) -> Any:
-        """Begin an episode of the generators, and reset the environment."""
+        """Begin an episode for the generators, and reset the environment."""
         self._generators.begin(arguments.get("seed"))
         return _run(self._generators, self.env.reset, **arguments)
 
@@ -124,16 +124,16 @@ def run_with_own_generators(function: Callable[..., Any], env: Any, /, *args: An
 
 def _run(generators: Generators, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a function with the states of ``generators`` in place."""
-    before = switch.active
+    previous = switch.active
     try:
         switch.active = generators
         switch.swap_in(generators)
         return function(*args, **kwargs)
     finally:
-        switch.active = before
-        if before is not switch.skip_restoring:
+        switch.active = previous
+        if previous is not switch.skip_restoring:
             try:
-                switch.swap_in(before)
+                switch.swap_in(previous)
             except BaseException:  # from a signal handler, which may have interrupted `swap_in`
-                switch.swap_in(before)
+                switch.swap_in(previous)
                 raise

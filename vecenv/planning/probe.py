@@ -23,7 +23,7 @@ from typing import Any, Final
 from gymnasium import Space
 
 from vecenv.errors import StartupTimeout, WorkerDied
-from vecenv.link.envs import build_env, id_of
+from vecenv.link.envs import build_env, find_env_id
 from vecenv.link.messages import EnvFnsToStart, PackedEnvFns, PackedError, dumps, pack_error, unpack_error
 from vecenv.link.own_generators import with_own_generators
 from vecenv.planning.independence import CANNOT_TELL, Independence, IndependenceCheck, Run, choose_pairs
@@ -259,7 +259,7 @@ def _describe(env: Any, others: Sequence[Callable[[], Any]] = ()) -> EnvDescript
     for index, env_fn in enumerate(others, start=1):
         with closing(build_env(env_fn, index)) as other:
             spaces.append(other.observation_space)
-    return EnvDescription({**env.metadata}, env.render_mode, env.action_space, spaces, id_of(env))
+    return EnvDescription({**env.metadata}, env.render_mode, env.action_space, spaces, find_env_id(env))
 
 
 # -- in the process ----------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from vecenv.engine.published import BadFile, PublishedStats, PublishedWorker, available, process_state, published
+from vecenv.engine.published import BadFile, PublishedStats, PublishedWorker, find_files, is_supported, process_state
 from vecenv.tools import WRONG, CliError, require
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Watcher:
         """
         now: dict[Path, tuple[PublishedStats | None, PublishedStats]] = {}
         self.left_out = []
-        for path in published():
+        for path in find_files():
             pid = int(path.name.partition("-")[0])
             if self._pid not in (None, pid):
                 continue
@@ -291,7 +291,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     Exit codes: 0 success; 1 no program publishes anything (with --once or --json); 2 wrong usage. Try: vecenv top --once
     """
-    if not available():
+    if not is_supported():
         raise CliError("vecenv top needs Linux; envs.stats() returns the statistics in the program itself")
     watcher = Watcher(arguments.pid)
     if not arguments.json:

@@ -27,7 +27,7 @@ from gymnasium.vector.utils import batch_space, iterate
 from vecenv.engine.vector_env import AsyncVectorEnv, Observer
 from vecenv.errors import SnapshotMismatch, StepTimeout, VecEnvError, WorkerDied
 from vecenv.front.by_row import infos_by_row
-from vecenv.link.envs import id_of
+from vecenv.link.envs import find_env_id
 from vecenv.link.messages import Outcome, PackedEnvFns, PackedError, encode_outcome, pack_error, summary
 from vecenv.link.observations import flatten
 from vecenv.planning.options import WorkerOptions, options_for_processes
@@ -224,7 +224,7 @@ class Host:
             self._view, self._tree = infos_by_row(envs), fixed_tree(envs.single_observation_space)
             self._action_tree = fixed_tree(envs.single_action_space, "action")
             self._records, self._actions = record_type(self._tree, results=True), record_type(self._action_tree)
-            ready.env_id, *_ = envs.exec_func(id_of, [0])
+            ready.env_id, *_ = envs.exec_func(find_env_id, [0])
             ready.num_workers = max(envs.num_workers, 1)
             ready.metadata = {key: value for key, value in envs.metadata.items() if key != "autoreset_mode"}
             ready.render_mode = envs.render_mode

@@ -41,7 +41,7 @@ from gymnasium.utils import seeding
 from vecenv.errors import NotRestorable, WorkerDied
 from vecenv.front.arguments import milliseconds_until
 from vecenv.link.channel import Channel, ChannelClosed, WorkerEnd
-from vecenv.link.messages import Failure, Op, Outcome, Reply, decode, encode
+from vecenv.link.messages import Failure, Op, Outcome, Reply, decode, encode, summary
 from vecenv.link.own_generators import OwnGenerators
 from vecenv.state.capture import layers_of, reachable_objects
 from vecenv.system.cores import Placement, SpinPolicy, read_kernel_file
@@ -103,9 +103,14 @@ def copy_worker(process: WorkerState, plan: CopyPlan) -> Outcome | None:
     """
     rows = process.rows
     assert rows is not None
-    if reason := _explain_unsafe_fork(process):
+    try:
+        reason = _explain_unsafe_fork(process)
+        is_copy = not reason and _fork(plan.token)
+    except Exception as error:  # for example, a file that can no longer be opened
+        reason, is_copy = summary(error), False
+    if reason:
         return Outcome(failures=[Failure(rows.first, NotRestorable(f"it cannot be frozen: {reason}"), fatal=False)])
-    if not _fork(plan.token):
+    if not is_copy:
         return Outcome()
     try:
         _wait_to_be_copied(process, plan)
@@ -200,29 +205,32 @@ def _report_ready(channel: WorkerEnd) -> None:
 def _fork(token: int) -> bool:
     """Copy this process by forking twice, so that the copy is not its child. Return ``True`` in the copy."""
     flush_output()  # otherwise each copy would write the buffered output
-    reopened, random_state = _reopen_files(), random.getstate()
-    if child := os.fork():
-        os.waitpid(child, 0)
-        for fresh, _ in reopened:
-            os.close(fresh)
-        return False
-    try:
-        if os.fork():
-            os._exit(0)
-        set_up_copy(token)
-        random.setstate(random_state)  # `random` reseeds its generator in every fork
-        for fresh, numbers in reopened:
-            for number in numbers:
-                os.dup2(fresh, number, os.get_inheritable(number))
-            os.close(fresh)
-    except BaseException:  # the copy must not continue as the original process
-        traceback.print_exc()
-        os._exit(1)
+    random_state = random.getstate()
+    with contextlib.ExitStack() as closing:
+        reopened = _reopen_files(closing)
+        if child := os.fork():
+            os.waitpid(child, 0)
+            return False
+        try:
+            if os.fork():
+                os._exit(0)
+            set_up_copy(token)
+            random.setstate(random_state)  # `random` reseeds its generator in every fork
+            for fresh, numbers in reopened:
+                for number in numbers:
+                    os.dup2(fresh, number, os.get_inheritable(number))
+        except BaseException:  # the copy must not continue as the original process
+            traceback.print_exc()
+            os._exit(1)
     return True
 
 
-def _reopen_files() -> list[tuple[int, list[int]]]:
-    """Reopen all files that are open for reading, at their positions. Return (new number, numbers that it replaces)."""
+def _reopen_files(closing: contextlib.ExitStack) -> list[tuple[int, list[int]]]:
+    """Reopen all files that are open for reading, at their positions. ``closing`` closes the new descriptors.
+
+    Returns:
+        Pairs: a new descriptor, and the descriptors that it replaces.
+    """
     groups: defaultdict[Any, list[int]] = defaultdict(list)
     for number in sorted(int(name) for name, _ in list_open_resources() if name.isdigit()):
         with contextlib.suppress(OSError):
@@ -235,6 +243,7 @@ def _reopen_files() -> list[tuple[int, list[int]]]:
         while numbers:
             shared = _find_duplicates(numbers, place)
             fresh = os.open(f"/proc/self/fd/{numbers[0]}", flags | os.O_CLOEXEC)
+            closing.callback(os.close, fresh)
             os.lseek(fresh, place, os.SEEK_SET)
             reopened.append((fresh, shared))
             numbers = [number for number in numbers if number not in shared]
@@ -553,6 +562,7 @@ def freeze(engine: Any, rows: list[int]) -> list[Frozen]:
 
     Signal handlers are deferred: a copy opens the caller's files by their numbers, which must not change meanwhile.
     """
+    engine.failures.require_intact(rows)
     with deferred_signals():
         copies = {row: Frozen(engine, row) for row in rows}
         engine.exchange.begin_call(

@@ -92,6 +92,11 @@ class Hidden(gym.Env):
     def _reading(self) -> None:
         self.kept = Path(__file__).open()  # noqa: SIM115 - it stays open
 
+    def _maps(self) -> None:
+        with subprocess.Popen(["sleep", "1000"], stdin=subprocess.DEVNULL) as process:
+            self.kept = Path(f"/proc/{process.pid}/maps").open()  # noqa: SIM115 - it stays open
+            process.kill()
+
     def _eventfd(self) -> None:
         self.kept = os.eventfd(0)
 
@@ -207,6 +212,25 @@ def test_failed_rows_can_be_thawed() -> None:
         envs.thaw(frozen, into=[1, 0])
         first, second = results_after(envs, 30, (0, 1))
         assert_identical(second, first)
+
+
+def test_file_that_cannot_be_reopened_is_named() -> None:
+    with hidden(2) as envs:
+        envs.exec_func(lambda env: env.do("maps"), [1])
+        with pytest.raises(NotRestorable, match="cannot be frozen: ProcessLookupError: .*No such process: '/proc/self/fd/"):
+            envs.freeze()
+        envs.step(np.zeros(2, np.int64))
+
+
+@pytest.mark.filterwarnings("ignore:.*ERROR.*:UserWarning")
+def test_failed_environment_is_not_frozen() -> None:
+    with hidden(2, on_failure="raise") as envs:
+        envs.exec_func(lambda env: setattr(env.unwrapped, "_run", None), [0])
+        with pytest.raises(AttributeError):
+            envs.step(np.zeros(2, np.int64))
+        with pytest.raises(EnvFailed, match="env 0: AttributeError"):
+            envs.freeze([0])
+        assert len(envs.freeze([1])) == 1
 
 
 def test_thawed_worker_behaves_like_any_other() -> None:

@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode
 from vecenv.engine.exchange import Exchange
 from vecenv.engine.observers import Observer
 from vecenv.engine.worker_process import Worker
-from vecenv.errors import NotRestorable, failed_earlier_error
+from vecenv.errors import NotRestorable
 from vecenv.link.messages import Op
 from vecenv.link.observations import require_observation
 from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
@@ -90,9 +90,7 @@ class Calls:
         return Snapshots(self._save(rows, verify))
 
     def _save(self, rows: Sequence[int], verify: bool) -> list[Snapshot]:
-        failed = self._exchange.failures.failed
-        if failed_rows := failed.keys() & set(rows):
-            raise failed_earlier_error({row: failed[row] for row in failed_rows})
+        self._exchange.failures.require_intact(rows)
         saved = self._call("save", Op.SAVE, _select_positions(rows))
         if verify and (new := sorted(set(rows) - self.verified)):
             self._call("save", Op.PROVE, _select_positions(new))

@@ -494,7 +494,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             NotImplementedError: The backend or the system cannot do it (:attr:`capabilities`).
             NotRestorable: A process has more than one thread, child processes or a timer, uses a GPU, or has memory,
                 sockets, pipes or files that a copy would share; the text names the environment and the reason.
-            EnvFailed: The worker of one of them is dead.
+            EnvFailed: One of them failed and has not been reset since.
             AlreadyPendingCallError: A call is pending, or environments are in flight.
         """
         self._require_capability("freezing", "freeze")

@@ -28,7 +28,7 @@ from vecenv import Restart, WorkerOptions
 from vecenv.errors import StartupTimeout, VecEnvError, WorkerDied
 from vecenv.link.observations import make_exact_rows
 from vecenv.shm import Layout, fixed_tree
-from vecenv.system.cores import usable_cores
+from vecenv.system.cores import bound_placements, usable_cores
 from vecenv.system.spawning import find_late_variables
 from vecenv.testing import assert_identical
 
@@ -426,6 +426,15 @@ def test_workers_stay_on_their_cores(context: str) -> None:
 
 
 @binds
+def test_cores_may_be_numpy_integers() -> None:
+    core = min(os.sched_getaffinity(0))
+    for given in (np.array([core] * 2), np.array([[core]] * 2), [np.int64(core), [np.int64(core)]]):
+        placements = bound_placements(given, 2)
+        assert [placement.cpus for placement in placements] == [{core}, {core}]
+        assert {type(cpu) for placement in placements for cpu in placement.cpus or ()} == {int}
+
+
+@binds
 @pytest.mark.parametrize("wrong", [3, [0], [0, []], [0, "x"], [0, 10_000], "01"], ids=str)
 def test_invalid_cores_are_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"WorkerOptions\(cores\)(\[1\])? must be .*, got "):
@@ -438,6 +447,20 @@ def test_slurms_core_limit_applies_if_smaller(monkeypatch: pytest.MonkeyPatch) -
     for given, wanted in (("1", 1), ("100000", usable), ("", usable), ("2(x2)", usable)):
         monkeypatch.setenv("SLURM_CPUS_PER_TASK", given)
         assert usable_cores() == wanted
+
+
+@pytest.mark.parametrize(
+    ("group", "files"),
+    [("0::/outer/inner", {"outer/inner/cpu.max": "max 100000", "outer/cpu.max": "150000 50000", "cpu.max": "400000 100000"}),
+     ("1:cpu:/outer", {"cpu/outer/cpu.cfs_quota_us": "300000\n", "cpu/outer/cpu.cfs_period_us": "100000\n"})],
+    ids=["cgroup v2", "cgroup v1"],
+)  # fmt: skip
+def test_least_quota_of_control_groups_applies(group: str, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    content = {"/proc/self/cgroup": f"{group}\n", **{f"/sys/fs/cgroup/{file}": text for file, text in files.items()}}
+    monkeypatch.setattr("vecenv.system.cores.read_kernel_file", lambda path: content.get(path, ""))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    assert usable_cores() == 3
 
 
 # --- ``WorkerOptions(env=)``: environment variables of workers, set before anything is imported there

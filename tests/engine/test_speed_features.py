@@ -712,6 +712,8 @@ def test_unshareable_values_are_named() -> None:
         vecenv.share(3)  # type: ignore[type-var]
     with pytest.raises(TypeError, match=r"share\(\): expected an array without Python objects, got dtype object"):
         vecenv.share(np.array([object()]))
+    with pytest.raises(TypeError, match=r"share\(\): 'x': expected an array without a mask, got a masked array"):
+        vecenv.share({"x": np.ma.masked_equal([1, 0], 0)})
     assert vecenv.share({}) == {}
     shared = vecenv.share(np.zeros(3))
     with pytest.raises(ValueError, match="read-only"):

@@ -19,6 +19,7 @@ from observe import FAULTS
 import vecenv
 from vecenv.errors import ArenaError
 from vecenv.shm import arena
+from vecenv.system import cores
 from vecenv.testing.faulty import WitnessEnv
 
 pytestmark = FAULTS
@@ -35,7 +36,8 @@ class Images(gym.Env):
 
 def fake_files(monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> None:
     """Replace the contents of these system files; all other files appear to be missing."""
-    monkeypatch.setattr(arena, "read_kernel_file", lambda path: files.get(str(path), ""))
+    for module in (arena, cores):
+        monkeypatch.setattr(module, "read_kernel_file", lambda path: files.get(str(path), ""))
 
 
 LOW_MEMORY = {
@@ -84,6 +86,14 @@ def test_available_memory_is_the_smallest_limit(monkeypatch: pytest.MonkeyPatch)
     assert arena.available_memory() == 5_000_000 * 1024
     fake_files(monkeypatch, {})
     assert arena.available_memory() is None
+
+
+@pytest.mark.parametrize(("group", "name"), [("cgroup v2", "inactive_file"), ("cgroup v1", "total_inactive_file")])
+def test_inactive_page_cache_is_available(group: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = LOW_MEMORY[group]
+    folder = next(file for file in files if file.startswith("/sys")).rpartition("/")[0]
+    fake_files(monkeypatch, {**files, f"{folder}/memory.stat": f"anon 880000\n{name} 3000000\n"})
+    assert arena.available_memory() == 9_000_000 - 880_000
 
 
 @pytest.mark.parametrize("call", [pytest.param("posix_fallocate", marks=pytest.mark.linux), "pwrite"])

@@ -19,7 +19,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import context, reduction
-from pathlib import Path
 from pickle import PickleBuffer
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,7 +26,7 @@ import numpy as np
 
 from vecenv.errors import ArenaError
 from vecenv.shm.layout import ALIGNMENT, Array
-from vecenv.system.cores import read_kernel_file
+from vecenv.system.cores import control_groups, read_kernel_file
 from vecenv.system.descriptors import Descriptor, DescriptorOwner, open_unnamed_file
 from vecenv.system.spawning import explain_missing_processes
 
@@ -42,22 +41,17 @@ _Data = TypeVar("_Data", Array, dict[Any, Any])
 
 
 def memory_limits() -> Iterator[tuple[str, int, int]]:
-    """Yield (name, bytes left, limit in bytes) for every control group of this process that has a limit."""
-    for line in read_kernel_file("/proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, limit_name, usage_name = "/sys/fs/cgroup", "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            base, limit_name, usage_name = "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        group = Path(path.lstrip("/"))
-        for parent in (group, *group.parents):
-            limit = read_kernel_file(str(Path(base) / parent / limit_name)).strip()
-            usage = read_kernel_file(str(Path(base) / parent / usage_name)).strip()
-            if limit.isdigit() and usage.isdigit() and int(limit) < _UNLIMITED:
-                name = "/" if parent == Path() else f"/{parent}"
-                yield name, max(int(limit) - int(usage), 0), int(limit)
+    """Yield (name, bytes left, limit in bytes) for every control group of this process that has a limit.
+
+    The bytes left include the inactive page cache of files, which the kernel frees when memory is needed.
+    """
+    for folder, name, version in control_groups("memory"):
+        files = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        limit, usage = (read_kernel_file(f"{folder}/{file}").strip() for file in files)
+        if limit.isdigit() and usage.isdigit() and int(limit) < _UNLIMITED:
+            stat = dict(line.split() for line in read_kernel_file(f"{folder}/memory.stat").splitlines())
+            reclaimable = int(stat.get("inactive_file" if version == 2 else "total_inactive_file", 0))
+            yield name, min(max(int(limit) - int(usage) + reclaimable, 0), int(limit)), int(limit)
 
 
 def available_memory() -> int | None:
@@ -238,7 +232,7 @@ def share(data: _Data) -> _Data:
     """Copy an array, or the arrays of a dict, into memory that all worker processes share.
 
     Args:
-        data: An array or a dict of arrays, without Python objects. It is copied once, in this call.
+        data: An array or a dict of arrays, without Python objects and masks. It is copied once, in this call.
 
     Returns:
         The same data in plain, read-only arrays. Functions that build environments may refer to them, or to views of them:
@@ -247,7 +241,7 @@ def share(data: _Data) -> _Data:
         is pickled in another way, for example by ``set_attr``, is copied.
 
     Raises:
-        TypeError: ``data`` is not an array or a dict of arrays, or an array contains objects.
+        TypeError: ``data`` is not an array or a dict of arrays, or an array contains objects or has a mask.
         vecenv.errors.ArenaError: ``data`` needs more memory than the machine or its control group has left.
     """
     named: Mapping[Any, Any] = data if isinstance(data, dict) else {None: data}
@@ -256,6 +250,8 @@ def share(data: _Data) -> _Data:
         prefix = "share()" if name is None else f"share(): {name!r}"
         if not isinstance(array, np.ndarray):
             raise TypeError(f"{prefix}: expected a NumPy array or a dict of arrays, got {type(array).__name__}")
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError(f"{prefix}: expected an array without a mask, got a masked array: share its data and mask")
         if array.dtype.hasobject:
             raise TypeError(f"{prefix}: expected an array without Python objects, got dtype {array.dtype}")
         contiguous = array.flags.c_contiguous or array.flags.f_contiguous

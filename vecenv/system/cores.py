@@ -11,10 +11,10 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import FileIO
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import numpy as np
@@ -50,12 +50,29 @@ def usable_cores() -> int:
 
 
 def _cgroup_quota() -> float | None:
-    quota, *rest = read_kernel_file("/sys/fs/cgroup/cpu.max").split() or ["max"]
-    if quota == "max":
-        quota, *rest = [read_kernel_file(f"/sys/fs/cgroup/cpu/cpu.cfs_{limit}_us").strip() for limit in ("quota", "period")]
-    if not (quota and rest and rest[0]) or float(quota) <= 0:
-        return None
-    return max(float(quota) / float(rest[0]), 1.0)
+    """Return the lowest CPU quota of the control groups of this process, in cores; ``None`` if there is none."""
+    quotas = []
+    for folder, _, version in control_groups("cpu"):
+        files = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        words = " ".join(read_kernel_file(f"{folder}/{file}") for file in files).split()
+        if len(words) == 2 and words[0].isdigit():  # otherwise it is "max", or -1
+            quotas.append(max(int(words[0]) / int(words[1]), 1.0))
+    return min(quotas, default=None)
+
+
+def control_groups(controller: str) -> Iterator[tuple[str, str, int]]:
+    """Yield (folder, name, cgroup version) for every control group that may limit this process, innermost first."""
+    for line in (read_kernel_file("/proc/self/cgroup") or "0::/").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, version = "/sys/fs/cgroup", 2
+        elif controller in controllers.split(","):
+            base, version = f"/sys/fs/cgroup/{controller}", 1
+        else:
+            continue
+        group = PurePosixPath("/", path)
+        for parent in (group, *group.parents):
+            yield f"{base}{parent}".rstrip("/"), str(parent), version
 
 
 def read_kernel_file(path: str) -> str:
@@ -114,15 +131,16 @@ def bound_placements(affinity: Any, workers: int) -> list[Placement]:
     """
     if not hasattr(os, "sched_setaffinity"):
         raise NotImplementedError(f"WorkerOptions(cores) needs a system that can bind processes, not {sys.platform}")
+    affinity = affinity.tolist() if isinstance(affinity, np.ndarray) else affinity
     if not isinstance(affinity, Sequence) or isinstance(affinity, str) or len(affinity) != workers:
         raise ValueError(f"WorkerOptions(cores) must be a list with the cores of {workers} workers, got {affinity!r}.")
     usable = os.sched_getaffinity(0)
     found = []
     for worker, entry in enumerate(affinity):
-        cores = frozenset([entry] if isinstance(entry, int) else entry if isinstance(entry, Iterable) else ())
+        cores = frozenset([entry] if isinstance(entry, (int, np.integer)) else entry if isinstance(entry, Iterable) else ())
         if not cores or not cores <= usable:
             raise ValueError(f"WorkerOptions(cores)[{worker}] must be some of the cores {sorted(usable)}, got {entry!r}.")
-        found.append(Placement(cores, bound=True))
+        found.append(Placement(frozenset(map(int, cores)), bound=True))
     return found
 
 

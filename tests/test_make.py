@@ -214,6 +214,13 @@ def test_a_backend_can_be_registered_or_chosen_later() -> None:
 
 
 @pytest.mark.usefixtures("forget")
+def test_an_explicit_backend_replaces_the_registered_one(closes: Any) -> None:
+    name = register("CartPole-v1", backend="serial")
+    assert closes(make_vec(name, 2)).num_workers == 0
+    assert closes(make_vec(name, 2, "process", num_workers=1)).num_workers == 1
+
+
+@pytest.mark.usefixtures("forget")
 def test_register_of_an_unknown_id_raises() -> None:
     with pytest.raises(UnregisteredEnv):
         register("CartPole-v7")

@@ -138,7 +138,7 @@ OptionDict: TypeAlias = Mapping[str, Any] | None
 
 @overload  # types cannot express that an id with only a vector entry point makes a NativeVectorEnv
 def make_vec(
-    id_or_env_fn: str | EnvSpec | EnvFn, num_envs: int = 1, backend: Literal["process", "serial"] = "process", *,
+    id_or_env_fn: str | EnvSpec | EnvFn, num_envs: int = 1, backend: Literal["process", "serial"] | None = None, *,
     vector_kwargs: OptionDict = None, env_kwargs: OptionDict = None, wrappers: Wrappers | None = None, **options: Any,
 ) -> AsyncVectorEnv[Any, Any]: ...  # fmt: skip
 @overload
@@ -163,11 +163,11 @@ def make_vec(
 ) -> NativeVectorEnv: ...  # fmt: skip
 @overload
 def make_vec(
-    id_or_env_fn: str | EnvSpec | EnvFn, num_envs: int = 1, backend: str = "process", *,
+    id_or_env_fn: str | EnvSpec | EnvFn, num_envs: int = 1, backend: str | None = None, *,
     vector_kwargs: OptionDict = None, env_kwargs: OptionDict = None, wrappers: Wrappers | None = None, **options: Any,
 ) -> AnyVectorEnv: ...  # fmt: skip
 def make_vec(
-    id_or_env_fn: str | EnvSpec | EnvFn, num_envs: int = 1, backend: str = "process", *,
+    id_or_env_fn: str | EnvSpec | EnvFn, num_envs: int = 1, backend: str | None = None, *,
     vector_kwargs: OptionDict = None, env_kwargs: OptionDict = None, wrappers: Wrappers | None = None, **options: Any,
 ) -> AnyVectorEnv:  # fmt: skip
     """Build a vector environment, from the id of its environments and the name of a backend.
@@ -186,6 +186,7 @@ def make_vec(
             ``"ray"``: worker processes on the machines of a Ray cluster, :class:`vecenv.backends.RayVectorEnv`.
             ``"native"``: the library's own vector environment, :class:`vecenv.backends.NativeVectorEnv`; ``"process"`` uses
             it too for an id that has only a vector entry point.
+            ``None``: ``"process"``, or for a name from :func:`register` the backend that was registered.
         vector_kwargs, env_kwargs: Options as dicts, for names that both the vector environment and its environments have:
             ``env_kwargs={"backend": "spring"}`` for Brax.
         wrappers: Functions that wrap each environment. For ``"process"``, ``"serial"`` and ``"ray"``.
@@ -205,6 +206,7 @@ def make_vec(
         ImportError: A library is missing. The message contains the command that installs it.
         NotImplementedError: The backend does not support ``spare_workers``.
     """
+    is_chosen, backend = backend is not None, "process" if backend is None else backend
     entry = _find_backend(backend)
     spec = entry.spec(id_or_env_fn)
     vector_options, kwargs = _parse_kwargs("vector_kwargs", vector_kwargs), _parse_kwargs("env_kwargs", env_kwargs)
@@ -220,7 +222,7 @@ def make_vec(
     if spec is not None and spec.vector_entry_point == _REGISTERED:
         settings = kwargs if spec is id_or_env_fn else {**spec.kwargs, **kwargs}
         settings["options"] = {**settings["options"], **vector_options}
-        if backend != "process":
+        if is_chosen:
             settings["backend"] = backend
         return _make_registered(int(num_envs), wrappers=wrappers, **settings)
     if backend == "process" and spec is not None and is_vector_only(spec):

@@ -206,6 +206,22 @@ def test_class_with_private_overrides_derives_from_gymnasiums(monkeypatch: pytes
             envs.close()
 
 
+def test_all_kinds_of_methods_are_searched_for_private_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patching, "REPORT", patching.PatchReport())
+    vecenv.install()
+    theirs: Any = gymnasium.vector.AsyncVectorEnv
+
+    def uses_pipes(envs: Any, *_: Any) -> Any:
+        return envs.parent_pipes
+
+    methods = [
+        functools.cached_property(uses_pipes), property(None, None, uses_pipes), property(None, uses_pipes),
+        functools.partialmethod(uses_pipes, 1), classmethod(uses_pipes),
+    ]  # fmt: skip
+    kept = [vecenv.AsyncVectorEnv not in type("Kept", (theirs,), {"method": method}).mro() for method in methods]
+    assert kept == [True] * len(methods)
+
+
 def worker(*args: Any) -> None:
     gymnasium.vector.async_vector_env._async_worker(*args)
 

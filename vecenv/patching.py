@@ -88,11 +88,13 @@ class PatchReport:
 
 
 REPORT = PatchReport()
+_FUNCTIONS_OF_DESCRIPTORS: Final = "fget", "fset", "fdel", "__func__", "func"
+"""The attributes of properties, class methods, cached properties and partial methods that hold their functions."""
 
 
 def _iter_functions(names: Mapping[str, Any]) -> Iterator[FunctionType]:
     for value in names.values():
-        parts = (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),)
+        parts = (value, *(getattr(value, name, None) for name in _FUNCTIONS_OF_DESCRIPTORS))
         yield from (inspect.unwrap(part) for part in parts if isinstance(part, FunctionType))
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import multiprocessing
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -41,35 +41,34 @@ def suggest_names(name: object, names: Sequence[str]) -> str:
 
 
 def envs_text(rows: Sequence[int], running: int | None = None) -> str:
-    """Return ``env 3``, ``envs 4-7`` or ``env 5, of envs [4, 5, 9]``: rows as text, with the running one if known."""
+    """Return ``env 3``, ``envs 4-7`` or ``env 5, of envs 4-5, 9``: rows as text, with the running one if known."""
     if len(rows) == 1:
         return f"env {rows[0]}"
     return f"envs {span_text(rows)}" if running is None else f"env {running}, of envs {span_text(rows)}"
 
 
-def span_text(rows: Sequence[int]) -> str:
-    """Return ``4-7`` for contiguous rows, and ``[4, 5, 9]`` for others."""
-    if len(rows) > 1 and list(rows) != list(range(rows[0], rows[-1] + 1)):
-        return str(list(rows))
-    return f"{rows[0]}-{rows[-1]}" if len(rows) > 1 else f"{rows[0]}" if len(rows) else "none"
-
-
-def rows_text(rows: Sequence[int]) -> str:
-    """Return ``env 3`` or ``envs 1-3, 7`` for ascending rows."""
+def span_text(rows: Iterable[int]) -> str:
+    """Return ``4-7`` or ``4-5, 9``: rows as text, in ascending order."""
     spans: list[list[int]] = []
-    for row in rows:
+    for row in sorted(rows):
         if spans and row == spans[-1][-1] + 1:
-            spans[-1].append(row)
+            spans[-1][1:] = [row]
         else:
             spans.append([row])
-    return f"env{'s' * (len(rows) > 1)} {', '.join(map(span_text, spans))}"
+    return ", ".join("-".join(map(str, span)) for span in spans) or "none"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """Format a duration, such as ``1 second`` or ``2.5 seconds``; ``None``: 0."""
+    return f"{seconds or 0.0:g} second{'s' * (seconds != 1)}"
 
 
 def failed_earlier_error(reasons: Mapping[int, str]) -> EnvFailed:
     """Return the exception for rows that failed earlier and must be reset first. ``reasons``: row -> its failure."""
     rows = sorted(reasons)
+    them = "them" if len(rows) > 1 else "it"
     return EnvFailed(
-        f"envs {rows} failed earlier and have to be rebuilt by reset() (or a reset_mask that includes them) first: "
+        f"{envs_text(rows)} failed earlier and must be rebuilt by reset() (or a reset_mask that includes {them}) first: "
         f"env {rows[0]}: {reasons[rows[0]]}"
     )
 

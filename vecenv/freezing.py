@@ -38,7 +38,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from gymnasium.utils import seeding
 
-from vecenv.errors import NotRestorable, WorkerDied
+from vecenv.errors import NotRestorable, WorkerDied, format_seconds
 from vecenv.front.arguments import milliseconds_until
 from vecenv.link.channel import Channel, ChannelClosed, WorkerEnd
 from vecenv.link.messages import Failure, Op, Outcome, Reply, decode, encode, summary
@@ -442,8 +442,8 @@ class _Copy:
                 if self.channel.fd not in dict(poll.poll(milliseconds_until(deadline))):
                     break
         if message is None:
-            seconds = f"{_READY_SECONDS:.0f} seconds"
-            raise WorkerDied(f"{name} could not be copied: its copy ended, or was not ready within {seconds}")
+            limit = format_seconds(_READY_SECONDS)
+            raise WorkerDied(f"{name} could not be copied: its copy ended, or was not ready within {limit}")
         ready: Ready = pickle.loads(decode(message)[2] or b"")
         self.process = CopiedProcess(ready.pid, method, name, self.descriptors)
         self.channel.close_worker_ends()

@@ -164,7 +164,7 @@ def test_reset_of_some_returns_no_steps_of_others(closes: Any) -> None:
     pool = closes(faulty_pool(2))
     pool.reset()
     pool.send(np.zeros(3, np.int64), np.arange(3))
-    with pytest.raises(AlreadyPendingCallError, match=r"for envs \[3\] while 3 are in flight"):
+    with pytest.raises(AlreadyPendingCallError, match=r"for env 3 while 3 are in flight"):
         pool.reset(np.array([3]))
     pool.recv()
     pool.recv()

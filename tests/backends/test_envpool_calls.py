@@ -58,7 +58,7 @@ def test_any_number_of_rows_can_be_sent_at_a_time(make: Make) -> None:
             idle -= set(chosen.tolist())
         assert envs.stats()["in_flight"] == 6 - len(idle)
         for wrong in sorted(set(range(6)) - idle)[:1]:
-            with pytest.raises(AlreadyPendingCallError, match=rf"envs \[{wrong}\], which are still in flight"):
+            with pytest.raises(AlreadyPendingCallError, match=f"env {wrong}, still in flight"):
                 envs.send(zeros(1 + len(idle)), [*idle, wrong])
     assert (counts > 10).all()
 
@@ -242,7 +242,7 @@ def test_without_autoreset_an_episode_that_is_over_is_not_stepped(make: Make) ->
     envs.reset()
     envs.step(zeros(2))
     envs.reset(options={"reset_mask": np.array([True, False])})
-    with pytest.raises(ResetNeeded, match=r"envs \[1\]"):
+    with pytest.raises(ResetNeeded, match="env 1"):
         envs.step(zeros(2))
     envs.send(zeros(1), [0])
     envs.recv()

@@ -178,7 +178,7 @@ def test_first_host_to_reply_is_received_first(closes: Any) -> None:
     assert seen == [[2, 3], [4, 5]]
     with pytest.raises(StepTimeout, match="host 0"):
         envs.recv(timeout=0.01)
-    with pytest.raises(AlreadyPendingCallError, match=r"\[0\]"):
+    with pytest.raises(AlreadyPendingCallError, match="env 0, "):
         envs.send([1], [0])
     steps = np.zeros(6, int)
     for _ in range(5):
@@ -258,7 +258,7 @@ def test_error_of_an_environment_is_raised_with_its_index(closes: Any) -> None:
     with pytest.raises(KeyError, match="third step") as info:
         envs.step([0] * 4)
     assert any("env 3, host 1" in note for note in info.value.__notes__)
-    with pytest.raises(EnvFailed, match=r"\[3\]"):
+    with pytest.raises(EnvFailed, match="env 3 "):
         envs.step([0] * 4)
     assert envs.errors[-1].env == 3
     observations, _ = envs.reset()
@@ -328,7 +328,7 @@ def test_errors_of_vecenv_have_the_index_of_the_environment(closes: Any) -> None
     with pytest.raises(ObservationError, match=r"^env 3: observation: got shape"):
         envs.step([0] * 4)
     for refused in (lambda: envs.step([0] * 4), lambda: envs.save([3])):
-        with pytest.raises(EnvFailed, match=r"^envs \[3\] failed earlier.* env 3: ObservationError: env 3: "):
+        with pytest.raises(EnvFailed, match=r"^env 3 failed earlier.* env 3: ObservationError: env 3: "):
             refused()
     with pytest.raises(EnvFailed, match=r"^env 3 failed earlier"):
         envs.get_attr("steps")

@@ -36,7 +36,8 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, Res
 
 import vecenv
 from vecenv.engine import worker_process
-from vecenv.errors import EnvFailed, ObservationError, StepTimeout, WorkerDied
+from vecenv.errors import EnvError, EnvFailed, ObservationError, StepTimeout, WorkerDied
+from vecenv.link.messages import notes_about_others
 
 # --- section 1.12: close, twice, late, with terminate, and without a call of it ------------------
 
@@ -387,6 +388,13 @@ def test_equal_exceptions_share_one_note() -> None:
         assert six == "also failed: env 5: RuntimeError: cannot do 6"
 
 
+def test_equal_exits_of_different_workers_share_one_note() -> None:
+    exits = [EnvError(f"env {row}, worker {row}, during step: SystemExit: 3", original="SystemExit: 3") for row in (0, 1)]
+    assert notes_about_others([*enumerate(exits)]) == ["also failed in the same way: env 1"]
+    first, second = ValueError("the user's own text: env 0: x"), ValueError("the user's own text: env 1: x")
+    assert notes_about_others([(0, first), (1, second)]) == ["also failed: env 1: ValueError: the user's own text: env 1: x"]
+
+
 class UncheckedEnv(CounterEnv):
     """Steps use an attribute that a reset sets, without a check."""
 
@@ -506,7 +514,7 @@ def test_late_result_is_returned_by_the_same_wait(
             getattr(envs, wait)(timeout=timeout)
         assert isinstance(caught.value, TimeoutError)
         assert isinstance(caught.value, StepTimeout)
-        assert str(caught.value).startswith(f"The call to `{wait}` has timed out after {float(timeout)} second(s).")
+        assert str(caught.value).startswith(f"The call to `{wait}` has timed out after {timeout} seconds.")
         pending = "call" if call == "exec_func" else call
         for early in (lambda: envs.step_async([0.0] * 3), envs.reset_async, lambda: envs.set_attr("note", "x")):
             with pytest.raises(AlreadyPendingCallError, match=f"pending call to `{pending}`"):

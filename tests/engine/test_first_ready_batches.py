@@ -391,9 +391,9 @@ def test_some_rows_reset_while_others_are_in_flight(engine: Options) -> None:
         envs.reset(seed=10)
         envs.send([1, 1], [0, 1])
         envs.reset_async(seed=20, env_id=[3, 2])
-        with pytest.raises(AlreadyPendingCallError, match=r"envs \[1\]"):
+        with pytest.raises(AlreadyPendingCallError, match="env 1, "):
             envs.reset_async(env_id=[1])
-        with pytest.raises(AlreadyPendingCallError, match=r"envs \[3\]"):
+        with pytest.raises(AlreadyPendingCallError, match="env 3, "):
             envs.send([1], [3])
         seen = {}
         for count in (1, 3):

@@ -17,7 +17,14 @@ from gymnasium import spaces
 
 import vecenv
 from vecenv import WorkerOptions
-from vecenv.errors import how_to_install
+from vecenv.errors import envs_text, format_seconds, how_to_install
+
+
+def test_environments_and_durations_have_one_form() -> None:
+    rows = ([3], range(4, 8), [9, 4, 5], [], (0, 2))
+    assert [envs_text(part) for part in rows] == ["env 3", "envs 4-7", "envs 4-5, 9", "envs none", "envs 0, 2"]
+    assert envs_text([4, 5, 9], 5) == "env 5, of envs 4-5, 9"
+    assert [format_seconds(seconds) for seconds in (1.0, 60.0, 0.5)] == ["1 second", "60 seconds", "0.5 seconds"]
 
 
 class Plain(gym.Env[Any, Any]):

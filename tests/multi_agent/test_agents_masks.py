@@ -66,7 +66,7 @@ def test_finished_environment_needs_a_reset_without_autoreset() -> None:
     fns = [*scripted(1, lives={"a": (0, 1)}), *scripted(1, lives={"a": (0, 3)})]
     with started_games(fns, autoreset_mode=AutoresetMode.DISABLED, num_workers=0) as envs:
         (result,) = play(envs, 1)
-        with pytest.raises(ResetNeeded, match=r"envs \[0\]"):
+        with pytest.raises(ResetNeeded, match="env 0"):
             play(envs, 1)
         options = {"reset_mask": result[-1]["env_done"]}
         obs, infos = envs.reset(options=options)
@@ -74,16 +74,16 @@ def test_finished_environment_needs_a_reset_without_autoreset() -> None:
         assert obs[:, 0, 0].tolist() == [100, 101]
         assert not infos["transition_mask"].any()
         play(envs, 1)
-        with pytest.raises(ResetNeeded, match=r"envs \[0\]"):
+        with pytest.raises(ResetNeeded, match="env 0"):
             envs.send(np.zeros((1, 1), np.int64), [0])
 
 
 def test_a_step_before_the_first_reset_is_refused() -> None:
     with MultiAgentVecEnv(scripted(2), num_workers=0) as envs:
-        with pytest.raises(ResetNeeded, match=r"\[0, 1\]"):
+        with pytest.raises(ResetNeeded, match="envs 0-1"):
             play(envs, 1)
         envs.reset(options={"reset_mask": np.array([True, False])})
-        with pytest.raises(ResetNeeded, match=r"\[1\]"):
+        with pytest.raises(ResetNeeded, match="of env 1"):
             play(envs, 1)
 
 
@@ -556,7 +556,7 @@ def test_reset_mask_selects_whole_environments(closes: Any) -> None:
     rows = closes(flat([Scripted] * 2, num_workers=0))
     rows.reset(seed=0)
     rows.step(np.zeros(6, np.int64))
-    with pytest.raises(ValueError, match=r"reset_mask.*envs \[1\]"):
+    with pytest.raises(ValueError, match=r"reset_mask.*env 1 "):
         rows.reset(options={"reset_mask": np.array([False] * 5 + [True])})
     mask = np.array([False] * 3 + [True] * 3)
     obs, infos = rows.reset(seed=[1, 2, 3, 4, 5, 6], options={"reset_mask": mask})

@@ -217,7 +217,7 @@ def test_failed_rows_can_be_thawed() -> None:
 def test_file_that_cannot_be_reopened_is_named() -> None:
     with hidden(2) as envs:
         envs.exec_func(lambda env: env.do("maps"), [1])
-        with pytest.raises(NotRestorable, match="cannot be frozen: ProcessLookupError: .*No such process: '/proc/self/fd/"):
+        with pytest.raises(NotRestorable, match=r"cannot be frozen: ProcessLookupError: .*No such process"):
             envs.freeze()
         envs.step(np.zeros(2, np.int64))
 

@@ -16,6 +16,7 @@ from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode
 
 from vecenv.adapters.single import AnyVectorEnv, require_settings
+from vecenv.errors import envs_text
 from vecenv.front.driver import drop_pending_and_retry
 
 __all__ = ["EnvPoolLike", "as_envpool"]
@@ -115,7 +116,7 @@ class EnvPoolLike:
         ids = _indices(env_id)
         if ids is not None and (others := self._in_flight()):
             raise AlreadyPendingCallError(
-                f"Calling `reset` for envs {ids.tolist()} while {others} are in flight: `recv` them first, or reset all.",
+                f"Calling `reset` for {envs_text(ids.tolist())} while {others} are in flight: `recv` first, or reset all.",
                 "send",
             )
         self._reset(ids)

@@ -17,6 +17,7 @@ from gymnasium.vector.utils import batch_space, iterate
 from tianshou.env import BaseVectorEnv
 
 from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, require_settings, reset_all
+from vecenv.errors import envs_text
 from vecenv.front.arguments import MaskOnlyOptions
 from vecenv.front.by_row import infos_by_row
 
@@ -150,8 +151,8 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         actions = np.asarray(action)
         if len(ids) < self.env_num:
             if self._inner is not self.vector_env:
-                kind = type(self.vector_env).__name__
-                raise ValueError(f"Tianshou steps only envs {ids.tolist()}, which {kind} cannot do: pass {self._inner}")
+                kind, envs = type(self.vector_env).__name__, envs_text(ids.tolist())
+                raise ValueError(f"Tianshou steps only {envs}, which {kind} cannot do: pass {self._inner}")
             self._inner.send(actions, ids)
             received = {row[5]: row for row in self._receive(len(ids))}
             return self._join_rows([received[i] for i in ids.tolist()], self._wrap_id(id))

@@ -24,7 +24,7 @@ from typing import Any
 from gymnasium.error import ClosedEnvironmentError
 
 from vecenv.engine.vector_env import AsyncVectorEnv
-from vecenv.errors import EnvFailed, ForkedError, LoopError, RestartsExhausted, StepTimeout
+from vecenv.errors import EnvFailed, ForkedError, LoopError, RestartsExhausted, StepTimeout, format_seconds
 from vecenv.system.cores import lower_priority, usable_cores
 from vecenv.system.restart_budget import RestartBudget
 from vecenv.system.supervision import innermost_location
@@ -341,7 +341,7 @@ class Slots:
             self.abandon(slot, request)
         else:
             slot.group.killed_by_cancel = True
-            late = f"{self.cancel_timeout} seconds after its cancellation"
+            late = f"{format_seconds(self.cancel_timeout)} after its cancellation"
             self._kill(slot, f"was still in `{request.command}` {late}, and was killed")
 
     def _collect(self) -> None:
@@ -393,7 +393,7 @@ class Slots:
             if slot.request is not request or slot.reply.done():
                 return
             location = f" at {found}" if (found := innermost_location(stack)) else ""
-            slot.lost_reason = f"hung for more than {self.step_timeout} seconds and was killed{location}"
+            slot.lost_reason = f"hung for more than {format_seconds(self.step_timeout)} and was killed{location}"
             text = f"env {slot.row}, worker {group.index}, pid {pid}, during {request.command}: it {slot.lost_reason}"
             slot.finish(None, StepTimeout(text + (f"\n{stack}" if stack else ""), envs=[slot.row]))
             self._kill(slot, slot.lost_reason + (f"\nits stack:\n{stack}" if stack else ""))
@@ -445,7 +445,7 @@ class Slots:
         group.death, group.unavailable, group.killed_by_cancel = None, True, False
         self._lower_priority(group)
         if (limit := self.start_timeout) is not None:
-            reason = f"it was not ready within {limit} seconds of its start, and was killed"
+            reason = f"it was not ready within {format_seconds(limit)} of its start, and was killed"
             group.start_timer = asyncio.get_running_loop().call_later(limit, self.submissions.kill, row, reason)
 
     def _lower_priority(self, group: WorkerSlots) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from vecenv.engine.pending_messages import PLAIN, PendingMessages
 from vecenv.engine.requests import Request, reset_payload
 from vecenv.engine.worker_process import LAST_STEP_OP, LocalWorker, Worker, WorkerProcess
-from vecenv.errors import failed_earlier_error
+from vecenv.errors import failed_earlier_error, format_seconds
 from vecenv.front.arguments import ResetOptions, deadline_after, earlier_deadline
 from vecenv.front.driver import RequestSummary, require_no_step, require_order, too_few_in_flight_error, wait_method
 from vecenv.front.guard import CallState
@@ -471,7 +471,7 @@ class Exchange:
             self.failures.record_late(error, late)
             raise error
         hanging = [worker for worker in late if not worker.rebuild_deadline]
-        self._kill(hanging, f"it hung for more than {limit} seconds", limit)
+        self._kill(hanging, f"it hung for more than {format_seconds(limit)}", limit)
         return self.pool.next_check(limit)
 
     def _kill_late_rebuild(self, worker: WorkerProcess) -> None:
@@ -479,7 +479,7 @@ class Exchange:
         seconds = self.policy.start_timeout + (self.policy.step_timeout or 0.0)
         if worker.has_started and worker.pending and worker not in self.pool.find_late(seconds):  # its message was held back
             return self.pending.limit_rebuild(worker)
-        return self._kill([worker], f"it hung for more than {seconds} seconds", seconds)
+        return self._kill([worker], f"it hung for more than {format_seconds(seconds)}", seconds)
 
     def _kill(self, workers: Sequence[WorkerProcess], reason: str, timeout: float | None = None) -> None:
         for worker in workers:

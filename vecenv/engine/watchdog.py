@@ -55,9 +55,7 @@ class Watchdog:
                 self._report(worker, sorted(rows), request.command, now - began)
 
     def _report(self, worker: WorkerProcess, rows: list[int], command: str, seconds: float) -> None:
-        rows_text = ", ".join(map(str, rows[:8])) + ", ..." * (len(rows) > 8)
-        if rows[-1] - rows[0] == len(rows) - 1:
-            rows_text = span_text(rows)
+        rows_text = span_text(rows)
         envs = f"env {rows[0]} has" if len(rows) == 1 else f"envs {rows_text} have"
         if len(rows) > 1 and (running := worker.running_row) is not None:
             envs = f"env {running}, of envs {rows_text}, has"

@@ -26,7 +26,7 @@ from gymnasium.vector.utils import clear_mpi_env_vars
 
 from vecenv.engine.watchdog import Watchdog
 from vecenv.engine.worker_process import LAST_STEP_OP, LocalWorker, Worker, WorkerProcess, end_workers
-from vecenv.errors import StartupTimeout, StepTimeout, envs_text
+from vecenv.errors import StartupTimeout, StepTimeout, envs_text, format_seconds
 from vecenv.front.arguments import deadline_after, milliseconds_until
 from vecenv.front.driver import LateReplies, abandoned_after_fork, step_timeout_error
 from vecenv.front.guard import closed_during_call
@@ -328,7 +328,7 @@ class WorkerPool:
                 stack = worker.read_stack()
                 raise StartupTimeout(
                     f"worker {worker.index} (pid {worker.pid}, {envs}) was not ready within "
-                    f"{options.start_timeout} seconds of its start" + (f"; it is at:\n{stack}" if stack else "")
+                    f"{format_seconds(options.start_timeout)} of its start" + (f"; it is at:\n{stack}" if stack else "")
                     + advice_for_fork(options.context)
                 )  # fmt: skip
             if worker.channel.fd not in dict(events):

@@ -21,7 +21,7 @@ from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import NormalizeObservation
 
-from vecenv.errors import EnvFailed, ErrorRecord, SnapshotMismatch, StepTimeout, WorkerDied, how_to_install
+from vecenv.errors import EnvFailed, ErrorRecord, SnapshotMismatch, StepTimeout, WorkerDied, envs_text, how_to_install
 from vecenv.evaluating.episodes import Attempt, EpisodeList, EpisodeResult, EpisodeResults, Episodes, parse_episodes
 from vecenv.evaluating.journal import Journal, stored_seed
 from vecenv.evaluating.policies import PolicyCaller, join_rows, take_rows
@@ -166,7 +166,7 @@ def _make_runner(
             reason = "the calling process steps some of them: pass use_caller=False, or num_workers="
             raise_unsupported(envs, "end environments that hang", reason)
         if in_flight := sorted(envs.in_flight.tolist()):
-            text = f"Calling `evaluate` while envs {in_flight} are in flight: call `recv` first."
+            text = f"Calling `evaluate` with {envs_text(in_flight)} in flight: call `recv` first."
             raise AlreadyPendingCallError(text, "send")
         if limit is None and not capabilities.in_this_process:
             limit = envs.step_timeout

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
-from vecenv.errors import StepTimeout, failed_earlier_error
+from vecenv.errors import StepTimeout, envs_text, failed_earlier_error, format_seconds
 from vecenv.front.arguments import ResetOptions, parse_env_ids, parse_timeout, select_options
 from vecenv.front.capabilities import Capabilities, complete_stats, raise_unsupported
 from vecenv.front.guard import CallState
@@ -411,7 +411,7 @@ def step_timeout_error(method: str, timeout: Any, describe: Callable[[float | No
     late = describe(seconds)
     abandon = "`abandon(error.envs)`, " if late.rows else ""
     return StepTimeout(
-        f"The call to `{method}` has timed out after {seconds} second(s)."
+        f"The call to `{method}` has timed out after {format_seconds(seconds)}."
         f"{late.text}\nThe result is still pending: call `{method}` again, {abandon}or `close()`.",
         timeout=seconds,
         envs=late.rows,
@@ -431,15 +431,15 @@ def too_few_in_flight_error(count: int, in_flight: int, ready: int) -> NoAsyncCa
 def require_idle(pending_request: RequestSummary, method: str) -> None:
     """Raise for a method of all environments while a call on any of them is pending."""
     if pending_request.rows and pending_request.for_recv:
-        raise still_in_flight_error(method, f"0..{pending_request.rows - 1}")
+        raise still_in_flight_error(method, range(pending_request.rows))
     if pending_request.rows:
         raise AlreadyPendingCallError(pending_call_text(method, pending_request.kind), pending_request.kind.value)
 
 
-def still_in_flight_error(method: str, rows: Sequence[int] | str) -> AlreadyPendingCallError:
+def still_in_flight_error(method: str, rows: Sequence[int]) -> AlreadyPendingCallError:
     """Return the exception for a method called for rows of which ``rows`` are still in flight."""
     return AlreadyPendingCallError(
-        f"Calling `{method}` for envs {rows}, which are still in flight: `recv` them first.", "send"
+        f"Calling `{method}` for {envs_text(rows)}, still in flight: call `recv` first.", "send"
     )
 
 

@@ -17,7 +17,6 @@ import collections
 import io
 import operator
 import pickle
-import re
 import struct
 import sys
 import traceback
@@ -32,7 +31,7 @@ from typing import Any, Final, TypeAlias
 
 import cloudpickle
 
-from vecenv.errors import EnvError, EpisodeOver, RemoteTraceback, rows_text
+from vecenv.errors import EnvError, EpisodeOver, RemoteTraceback, envs_text
 from vecenv.front.infos import short_repr
 from vecenv.shm.arena import Place, SharedBlock, find_place
 from vecenv.system.signals import call_with_fallback
@@ -402,12 +401,13 @@ def notes_about_others(raised: Sequence[tuple[int, BaseException]]) -> list[str]
     """Return notes for the first exception about the other environments; equal exceptions share one note."""
     rows_by_text: dict[str, set[int]] = {}
     for row, error in raised:
-        text = re.sub(rf"\benv {row}(: |, )", "", summary(error), count=1)  # the only difference between many messages
-        rows_by_text.setdefault(text, set()).add(row)
+        kind, colon, text = original_summary(error).partition(": ")
+        text = text.removeprefix(f"env {row}: ").removeprefix(f"env {row}, ")  # the only difference between many messages
+        rows_by_text.setdefault(kind + colon + text, set()).add(row)
     first, *others = rows_by_text.items()
     same = sorted(first[1] - {raised[0][0]})
-    notes = [f"also failed in the same way: {rows_text(same)}"] if same else []
-    return notes + [f"also failed: {rows_text(sorted(rows))}: {text}" for text, rows in others]
+    notes = [f"also failed in the same way: {envs_text(same)}"] if same else []
+    return notes + [f"also failed: {envs_text(sorted(rows))}: {text}" for text, rows in others]
 
 
 def original_summary(error: BaseException) -> str:

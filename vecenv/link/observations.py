@@ -26,7 +26,7 @@ from gymnasium.vector.utils import (
     write_to_shared_memory,
 )
 
-from vecenv.errors import ObservationError, SnapshotMismatch
+from vecenv.errors import ObservationError, SnapshotMismatch, envs_text
 from vecenv.shm import Tree
 from vecenv.shm.layout import Array, Leaf
 from vecenv.state.snapshots import Row
@@ -171,7 +171,7 @@ class PickledStore:
     def _check_received(self, rows: Sequence[int]) -> None:
         missing = [row for row in rows if not self._received[row]]
         if missing:
-            raise ValueError(f"envs {missing} have no observation yet: reset all environments before using a reset_mask")
+            raise ValueError(f"no observation of {envs_text(missing)} yet: reset all environments before using a reset_mask")
 
     def _concatenate(self, items: Sequence[Any], out: Any, rows: Sequence[int]) -> Any:
         try:

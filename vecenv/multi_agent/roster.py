@@ -19,6 +19,7 @@ import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector.utils import batch_space
 
+from vecenv.errors import envs_text
 from vecenv.shm import Tree, fixed_tree
 from vecenv.shm.layout import Array, Leaf
 
@@ -325,7 +326,7 @@ class AgentActionConverter:
             raise ValueError(f"actions: unknown keys {unknown}, expected {keys}; nothing was sent")
         missing = [index for part, _ in self._parts if part.key not in actions for index in part.agents]
         envs_by_agent = {self._roster.agents[index]: rows[alive[rows, index]].tolist() for index in missing}
-        if texts := [f"agent {agent!r} in envs {envs}" for agent, envs in envs_by_agent.items() if envs]:
+        if texts := [f"agent {agent!r} in {envs_text(envs)}" for agent, envs in envs_by_agent.items() if envs]:
             raise ValueError(f"actions of live agents are missing: {'; '.join(texts)}; nothing was sent")
         out = {}
         for part, tree in self._parts:

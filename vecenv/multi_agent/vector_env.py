@@ -23,7 +23,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from vecenv.engine.vector_env import AsyncVectorEnv
-from vecenv.errors import SnapshotMismatch
+from vecenv.errors import SnapshotMismatch, envs_text
 from vecenv.freezing import Frozen
 from vecenv.front.arguments import ResetOptions, check_env_fns, check_option_names, parse_env_ids, parse_rows
 from vecenv.front.by_row import infos_by_row
@@ -374,10 +374,10 @@ class MultiAgentVecEnv:
         if self._rows.closed:
             return  # the engine raises the error
         if unstarted := rows[~self._begun[rows]].tolist():
-            raise ResetNeeded(f"envs {unstarted} have to be reset before their first step")
+            raise ResetNeeded(f"reset() must precede the first step of {envs_text(unstarted)}")
         if self.autoreset_mode is AutoresetMode.DISABLED and (ended := rows[self._ended[rows]].tolist()):
             raise ResetNeeded(
-                f"the episodes of envs {ended} are over: "
+                f"the episodes of {envs_text(ended)} are over: "
                 "reset(options={'reset_mask': infos['env_done']}) begins new ones"
             )
 

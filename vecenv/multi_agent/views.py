@@ -27,7 +27,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from vecenv.engine.vector_env import AsyncVectorEnv
-from vecenv.errors import StepTimeout
+from vecenv.errors import StepTimeout, envs_text
 from vecenv.front.arguments import NoCloseOnCollect, split_reset_mask
 from vecenv.front.driver import drop_pending_and_retry
 from vecenv.front.infos import InfoMerger, info_rows, own_keys
@@ -322,7 +322,7 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
         split_envs = np.flatnonzero(split.any(axis=1) & ~split.all(axis=1)).tolist()
         if split_envs:
             raise ValueError(
-                f"`options['reset_mask']` chooses some rows of envs {split_envs} and not others: all agents of an "
+                f"`options['reset_mask']` chooses some rows of {envs_text(split_envs)} and not others: all agents of an "
                 "environment are reset together (infos['env_done'] marks the ended ones)"
             )
         return mask

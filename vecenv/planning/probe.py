@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from gymnasium import Space
 
-from vecenv.errors import StartupTimeout, WorkerDied
+from vecenv.errors import StartupTimeout, WorkerDied, format_seconds
 from vecenv.link.envs import build_env, find_env_id
 from vecenv.link.messages import EnvFnsToStart, PackedEnvFns, PackedError, dumps, pack_error, unpack_error
 from vecenv.link.own_generators import with_own_generators
@@ -214,7 +214,8 @@ class EnvProbe:
         if message:
             return pickle.loads(message)
         if time.monotonic() >= deadline and not helper.has_ended():
-            raise StartupTimeout(f"an environment could not be built, reset and stepped within {self.timeout} seconds")
+            limit = format_seconds(self.timeout)
+            raise StartupTimeout(f"an environment could not be built, reset and stepped within {limit}")
         code = helper.exit_code() if helper.has_ended(CLOSE_SECONDS) else None
         end = "closed its pipe" if code is None else f"died: {describe_exit(code)}"
         text = f"the process that tried an environment {end}"

@@ -319,8 +319,3 @@ def read(header: Header, body: bytes) -> Record:
         gymnasium.registry.setdefault(record.spec.id, record.spec)
     sys.path += [entry for entry in record.path if entry not in sys.path and os.path.exists(entry)]
     return record
-
-
-def format_seconds(seconds: float) -> str:
-    """Format a duration, such as ``1 second`` or ``2.5 seconds``."""
-    return f"{seconds:g} second{'s' * (seconds != 1)}"

@@ -34,7 +34,7 @@ import cloudpickle
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from vecenv.errors import NotRestorable, StepTimeout, VecEnvError, WorkerDied
+from vecenv.errors import NotRestorable, StepTimeout, VecEnvError, WorkerDied, format_seconds
 from vecenv.front.arguments import random_seed
 from vecenv.link.envs import Expected, WorkerPlan
 from vecenv.link.messages import dumps_with_code, original_summary
@@ -45,7 +45,6 @@ from vecenv.recording.file import (
     Failed,
     Message,
     Record,
-    format_seconds,
     new_failure_name,
     pack,
     remove_old,

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from vecenv.errors import envs_text
+from vecenv.errors import envs_text, format_seconds
 
 FREE_RESTARTS: Final = 5
 """Restarts that an environment, or a worker process, may have in a period, however few steps it makes."""
@@ -65,12 +65,12 @@ class RestartBudget:
         causes = "\n".join(f"- {cause}" for cause in self.causes)
         if self.limit is not None:
             return (
-                f"more than {self.limit} restarts within {self.period:g} seconds, which is the budget that "
+                f"more than {self.limit} restarts within {format_seconds(self.period)}, which is the budget that "
                 f"on_failure=Restart(limit=, period=) sets; the last causes:\n{causes}"
             )
         _, allowed = self._count_and_limit(tuple(rows))
         return (
-            f"{envs_text(rows)} needed more than {allowed:.0f} restarts within {self.period:g} seconds. By default an "
+            f"{envs_text(rows)} needed more than {allowed:.0f} restarts within {format_seconds(self.period)}. By default an "
             f"environment, or a worker process, has {FREE_RESTARTS}, and one more for every {STEPS_PER_RESTART:,} steps; "
             f"on_failure=Restart(limit=N) allows N restarts of all environments together instead. The last causes:\n{causes}"
         )

@@ -26,12 +26,12 @@ from typing import Any, Final, NamedTuple
 
 import gymnasium
 
+from vecenv.errors import format_seconds
 from vecenv.recording.file import (
     SUFFIX,
     Failed,
     Header,
     UnreadableRecord,
-    format_seconds,
     newest_files,
     read,
     read_header,

@@ -217,7 +217,7 @@ def close_rows(channel: WorkerEnd, rows: SnapshotRows, seq: int) -> bool:
     """Close the environments and reply. Return ``True`` if all closed cleanly."""
     outcome = rows.close()
     if leftovers := describe_leftovers():
-        outcome.warnings.append(("leftovers", f"after close() environments {rows.span} left running: {leftovers}"))
+        outcome.warnings.append(("leftovers", f"after close() {rows.span} left running: {leftovers}"))
     with contextlib.suppress(ChannelClosed):
         channel.send(Reply.FULL, seq, encode_outcome(outcome))
     return not outcome.failures

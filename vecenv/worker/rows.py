@@ -22,7 +22,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from vecenv.errors import EnvFailed, EpisodeOver, ObservationError, VecEnvError
+from vecenv.errors import EnvFailed, EpisodeOver, ObservationError, VecEnvError, envs_text
 from vecenv.link.envs import WorkerPlan, build_env, call_env, explain_bad_step, same_object_error, unpack_reset
 from vecenv.link.infos import BY_PICKLE, NO_INFO, InfoWriter
 from vecenv.link.messages import PLAIN_OUTCOME, Failure, Outcome
@@ -132,8 +132,8 @@ class EnvRows:
 
     @property
     def span(self) -> str:
-        """The range of environments, for messages."""
-        return f"{self.first}-{self.first + self.count - 1}"
+        """The environments, for messages: ``env 3`` or ``envs 4-7``."""
+        return envs_text(range(self.first, self.first + self.count))
 
     def note_running(self, k: int) -> None:
         """Record the environment about to be called (-1: none), so that the caller can name it if this worker dies."""
@@ -154,7 +154,7 @@ class EnvRows:
         for name, culprit in guard.find_changes():
             self.warnings.append((
                 f"settings: {name}",
-                f"{culprit or 'an environment'} changed the {name} of its process, which envs {self.span} share: this may "
+                f"{culprit or 'an environment'} changed the {name} of its process, which {self.span} share: this may "
                 "affect the others, so results may depend on the number of workers. num_workers=None gives each environment "
                 "a process of its own",
             ))  # fmt: skip
@@ -169,7 +169,7 @@ class EnvRows:
         if found := describe_shared_clients(self.count):
             self.warnings.append((
                 "physics clients",
-                f"envs {self.span} influence each other: {found}. Pass `physicsClientId` to every call, for example by "
+                f"{self.span} influence each other: {found}. Pass `physicsClientId` to every call, for example by "
                 "pybullet_utils.bullet_client.BulletClient; or num_workers=None gives each environment a process of its own",
             ))  # fmt: skip
 

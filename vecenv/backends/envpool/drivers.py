@@ -36,6 +36,7 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.backends.envpool.rows import Array, Infos, Latest, PoolRows, States
 from vecenv.backends.envpool.task import Task, spread_seeds
+from vecenv.errors import envs_text
 from vecenv.front.arguments import ResetOptions, parse_env_ids
 from vecenv.front.capabilities import Capabilities, raise_unsupported
 from vecenv.front.driver import (
@@ -305,7 +306,7 @@ class PoolDriver(Driver):
     def _require_running(self, ids: Array) -> None:
         if (ended := self.ended[ids]).any():
             raise ResetNeeded(
-                f"the episodes of envs {ids[ended].tolist()} have ended, and autoreset is disabled: reset them with "
+                f"the episodes of {envs_text(ids[ended].tolist())} have ended, and autoreset is disabled: reset them with "
                 "reset(options={'reset_mask': ...})"
             )
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from vecenv.backends.ray.host import Host, HostPlan, HostReady, Lost
-from vecenv.errors import ClusterError
+from vecenv.errors import ClusterError, format_seconds
 from vecenv.system.cores import usable_cores
 
 _OWN_RESOURCE: Final = "vecenv_core"  # replaces "CPU" in a cluster that vecenv started, which runs nothing else
@@ -99,7 +99,7 @@ class Cluster:
     def require_cores(self, timeout: float) -> None:
         """Raise ``ClusterError`` unless the cores are reserved within ``timeout`` seconds."""
         if not self._placement_group.wait(timeout):
-            raise ClusterError(f"{self._describe_shortage()} (waited {timeout:g} seconds)")
+            raise ClusterError(f"{self._describe_shortage()} (waited {format_seconds(timeout)})")
 
     def _describe_shortage(self) -> str:
         nodes = [node for node in self._ray.nodes() if node["Alive"]]

@@ -26,7 +26,7 @@ from gymnasium.vector import AutoresetMode
 from vecenv.backends.ray.failures import Errors, Failures, combine
 from vecenv.backends.ray.host import NUMBERS, HostReply, Lost, Packed, RemoteFailure, fields, record_type
 from vecenv.backends.ray.hosts import HostPool, RemoteHost
-from vecenv.errors import StepTimeout, VecEnvError, envs_text
+from vecenv.errors import StepTimeout, VecEnvError, envs_text, format_seconds
 from vecenv.front.arguments import ResetOptions, deadline_after, select_options
 from vecenv.front.driver import PHASES, Counters, Phase, require_order, too_few_in_flight_error, wait_method
 from vecenv.front.guard import CallState, closed_during_call
@@ -303,7 +303,7 @@ class HostExchange:
             raise error
         with self.changing():
             for host, _ in late.values():
-                self.kill_host(host, f"it hung for more than {limit} seconds and was killed")
+                self.kill_host(host, f"it hung for more than {format_seconds(limit)} and was killed")
 
     # -- replies ----------------------------------------------------------------------------------------------------------
 

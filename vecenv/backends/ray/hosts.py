@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from vecenv.backends.ray.cluster import Cluster
 from vecenv.backends.ray.host import HostPlan, HostReady, Lost
-from vecenv.errors import HostDied, StartupTimeout, envs_text
+from vecenv.errors import HostDied, StartupTimeout, envs_text, format_seconds
 from vecenv.link.messages import unpack_error
 from vecenv.system.signals import deferred_signals
 
@@ -76,7 +76,7 @@ class HostPool:
         where = f"host {plan.index} ({envs_text(plan.rows)})"
         if not (replies := self.cluster.collect([reference], deadline)):
             self.cluster.require_cores(0.0)
-            raise StartupTimeout(f"{where} was not ready within {self._start_timeout} seconds of its start")
+            raise StartupTimeout(f"{where} was not ready within {format_seconds(self._start_timeout)} of its start")
         ready: HostReady | Lost = replies[0][1]
         if isinstance(ready, Lost):
             text = f"{where} died during its start: {ready}"

@@ -514,7 +514,7 @@ def test_late_result_is_returned_by_the_same_wait(
             getattr(envs, wait)(timeout=timeout)
         assert isinstance(caught.value, TimeoutError)
         assert isinstance(caught.value, StepTimeout)
-        assert str(caught.value).startswith(f"The call to `{wait}` has timed out after {timeout} seconds.")
+        assert str(caught.value).startswith(f"The call to `{wait}` has timed out after {float(timeout)} second(s).")
         pending = "call" if call == "exec_func" else call
         for early in (lambda: envs.step_async([0.0] * 3), envs.reset_async, lambda: envs.set_attr("note", "x")):
             with pytest.raises(AlreadyPendingCallError, match=f"pending call to `{pending}`"):

@@ -411,7 +411,7 @@ def step_timeout_error(method: str, timeout: Any, describe: Callable[[float | No
     late = describe(seconds)
     abandon = "`abandon(error.envs)`, " if late.rows else ""
     return StepTimeout(
-        f"The call to `{method}` has timed out after {format_seconds(seconds)}."
+        f"The call to `{method}` has timed out after {seconds} second(s)."  # Gymnasium's text
         f"{late.text}\nThe result is still pending: call `{method}` again, {abandon}or `close()`.",
         timeout=seconds,
         envs=late.rows,

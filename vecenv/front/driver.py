@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
-from vecenv.errors import StepTimeout, envs_text, failed_earlier_error, format_seconds
+from vecenv.errors import StepTimeout, envs_text, failed_earlier_error
 from vecenv.front.arguments import ResetOptions, parse_env_ids, parse_timeout, select_options
 from vecenv.front.capabilities import Capabilities, complete_stats, raise_unsupported
 from vecenv.front.guard import CallState

@@ -238,6 +238,13 @@ def test_explicit_isolation(closes: Any) -> None:
     assert not with_auto.local_envs
 
 
+@pytest.mark.parametrize("num_envs", [2, 4])
+def test_workers_on_cores_of_their_own_cost_no_wake_ups(num_envs: int) -> None:
+    computing, waiting = (choose(StepTimes(100, 1e-4, cpu), num_envs, 4) for cpu in (1e-4, 5e-5))
+    assert waiting.estimates == computing.estimates
+    assert waiting.num_workers == num_envs
+
+
 def test_only_slow_steps_are_shared_between_cores() -> None:
     slow = choose(StepTimes(100, 0.01, 0.01), 8, 2)
     assert slow.num_workers + slow.use_caller == 2

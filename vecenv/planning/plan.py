@@ -201,7 +201,7 @@ def _estimate_choices(
             choices[name] = (WITH_CALLER_SECONDS * crowded + slowest, workers, share)
     workers = min(cores, num_envs)
     choices[f"{workers} workers"] = (BY_WORKERS_SECONDS * crowded + -(-num_envs // workers) * step, workers, 0)
-    for power in range(1, 6) if times.waits > _MIN_WAITING_SHARE else ():
+    for power in range(1, 6) if times.waits > _MIN_WAITING_SHARE and num_envs > cores else ():
         processes = min(num_envs, cores * 2**power)
         wake = WAKE_SECONDS * crowded
         computing = num_envs * computing_step / cores + processes * wake / cores

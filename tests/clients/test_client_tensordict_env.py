@@ -129,7 +129,8 @@ def test_copies_and_pickles_continue_equally() -> None:
     env = vecenv.torch.TensorDictEnv(Cart(), (2,), max_episode_steps=4)
     env.set_seed(5)
     env.reset()
-    twins = [copy.deepcopy(env), pickle.loads(pickle.dumps(env))]
+    copied = copy.deepcopy(env)
+    twins = [copied, pickle.loads(pickle.dumps(env)), pickle.loads(pickle.dumps(copied))]
     start = env.reset()
     wanted = td_after_step(env, start, torch.zeros(2, 1))
     for twin in twins:
@@ -181,6 +182,8 @@ def test_environments_without_a_gradient_are_refused() -> None:
         vecenv.torch.TensorDictEnv(Cart(), backend="spring")
     with pytest.raises(ValueError, match="resets its rows itself"):
         vecenv.torch.TensorDictEnv(vecenv.jax.FunctionalVectorEnv(Cart(), 2), (2,))
+    with pytest.raises(ValueError, match=r"already has its options.*'discount': 0.9"):
+        vecenv.torch.TensorDictEnv(vecenv.jax.FunctionalVectorEnv(Cart(), 2, "Disabled"), (2,), discount=0.9)
 
 
 @pytest.mark.long

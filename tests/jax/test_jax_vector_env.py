@@ -319,6 +319,8 @@ def test_invalid_options_are_refused_and_close_works(
     assert repr(envs) == "JaxVectorEnv(closed)"
     with pytest.raises(ValueError, match="already has its options"):
         JaxVectorEnv(counters(), 3)
+    with pytest.raises(ValueError, match="library='brax'"):
+        JaxVectorEnv(counters(), library="brax")
 
 
 @pytest.mark.parametrize("missing", ["jax", "torch"])

@@ -201,8 +201,10 @@ def parse_functional(env: Any, num_envs: int, library: str | None, options: dict
         TypeError: Unknown options.
     """
     if isinstance(env, FunctionalVectorEnv):
-        if options or num_envs not in (1, env.num_envs) or len(env.batch_shape) != 1:
-            raise ValueError(f"{env!r} already has its options, and must have one batch axis; got {num_envs=}, {options}.")
+        if options or library is not None or num_envs not in (1, env.num_envs) or len(env.batch_shape) != 1:
+            raise ValueError(
+                f"{env!r} already has its options, and must have one batch axis; got {num_envs=}, {library=}, {options}."
+            )
         return env
     if not isinstance(num_envs, int | np.integer) or num_envs < 1:
         raise ValueError(f"num_envs must be a positive integer, got {num_envs!r}.")

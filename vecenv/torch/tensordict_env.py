@@ -54,7 +54,8 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     The environment can be pickled and copied if its arguments can.
 
     Args:
-        env: A name in Brax or Playground, or an environment that :func:`vecenv.jax.adapt` accepts.
+        env: A name in Brax or Playground, an environment that :func:`vecenv.jax.adapt` accepts, or a
+            :class:`vecenv.jax.FunctionalVectorEnv` with one row per element of the batch (then without other options).
         batch_size: Any shape, including ``()``.
         requires_grad: ``True``: raise for an environment without a gradient, and warn if the gradient is 0 for every
             action; ``False``: compute no gradients; ``None``: compute gradients if the environment has any.
@@ -72,7 +73,7 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     Raises:
         gymnasium.error.NameNotFound: No library has an environment of this name.
         ValueError: ``requires_grad=True``, and the environment has no gradient; the message names the remedy if there is
-            one.
+            one. Or options are given for a ``FunctionalVectorEnv``.
         NotImplementedError: The actions are a Dict or a Tuple, or ``from_pixels=True``.
 
     Example::
@@ -97,8 +98,9 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         self._constructor_arguments: dict[str, Any] = {
             "env": env, "batch_size": tuple(batch), "requires_grad": requires_grad,
             "categorical_action_encoding": categorical_action_encoding,
-            "allow_done_after_reset": allow_done_after_reset, **options,
+            "allow_done_after_reset": allow_done_after_reset,
         }  # fmt: skip
+        self._options = options
         self.functional = _functional(env, max(batch.numel(), 1), options)
         derivative = differentiability(self.functional)
         if requires_grad and derivative == "zero":
@@ -226,10 +228,13 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
 
     def __deepcopy__(self, memo: Any) -> TensorDictEnv:
         arguments = {**self._constructor_arguments, "device": self.device, "env": self.functional}  # already compiled
-        return _rebuild(type(self), arguments, self._reset_progress())  # type: ignore[no-any-return]
+        copied = _rebuild(type(self), arguments, self._reset_progress())
+        copied._constructor_arguments, copied._options = self._constructor_arguments, self._options
+        return copied  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (type(self), {**self._constructor_arguments, "device": self.device}, self._reset_progress())
+        arguments = {**self._constructor_arguments, **self._options, "device": self.device}
+        return _rebuild, (type(self), arguments, self._reset_progress())
 
     def _reset_progress(self) -> Any:
         return self._next_seed, jax.tree.map(np.asarray, self._reset_state)
@@ -250,12 +255,12 @@ def _rebuild(cls: Any, arguments: dict[str, Any], progress: Any) -> Any:
 
 
 def _functional(env: Any, n: int, options: dict[str, Any]) -> FunctionalVectorEnv:
-    if isinstance(env, FunctionalVectorEnv):  # from __deepcopy__
+    if isinstance(env, FunctionalVectorEnv):
         if env.autoreset_mode is not AutoresetMode.DISABLED or env.batch_shape != (n,):
             raise ValueError(
                 f"{env!r} resets its rows itself, or has another number of rows: pass the environment that it was built from"
             )
-        return env
+        return parse_functional(env, n, None, options)
     if "autoreset_mode" in options:
         raise TypeError("autoreset_mode is not an option here: TorchRL resets finished rows")
     return parse_functional(env, n, None, {**options, "autoreset_mode": AutoresetMode.DISABLED})

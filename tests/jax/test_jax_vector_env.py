@@ -26,6 +26,7 @@ import vecenv
 from vecenv.backends import JaxVectorEnv
 from vecenv.errors import ForkedError, SnapshotMismatch, StaleStateError, StepTimeout
 from vecenv.jax import FunctionalVectorEnv, adapt, available_envs
+from vecenv.jax.interop import seed_keys
 from vecenv.state.snapshots import Snapshot
 from vecenv.testing.contract import VectorEnvContract, assert_identical, assert_same_trajectory
 
@@ -298,6 +299,14 @@ def test_doubles_and_lists_are_valid_floats_but_not_choices(make: Any) -> None:
     with pytest.raises(TypeError, match="float64"):
         envs.step(np.zeros(2))
     assert envs.step([0, 1])[0].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("generator", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_seeds_are_keys_of_the_default_generator(generator: str) -> None:
+    with jax.default_prng_impl(generator):
+        for seed in (0, 5, 2**32 - 1):
+            np.testing.assert_array_equal(seed_keys([seed])[0], jax.random.key_data(jax.random.key(seed)))
+        assert len({*map(tuple, seed_keys([5, 5 + 2**32, 6]).tolist())}) == 3
 
 
 @pytest.mark.parametrize(

@@ -97,10 +97,8 @@ def seed_keys(seeds: Sequence[int]) -> np.ndarray[Any, Any]:
         if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
             raise gym.error.Error(f"Seed must be an integer from 0 to 2**64 - 1, got {seed!r}.")
     raw = np.asarray([(int(seed) >> 32, int(seed) & 0xFFFFFFFF) for seed in seeds], np.uint32)
-    if jax.random.key_data(jax.random.key(0)).shape == (2,):  # threefry: the two halves of a seed are the key
-        return raw
-    make: Any = jax.vmap(lambda high, low: jax.random.key_data(jax.random.fold_in(jax.random.key(low), high)))
-    return np.asarray(make(raw[:, 0], raw[:, 1]))
+    (width,) = jax.random.key_data(jax.random.key(0)).shape  # threefry: 2, the halves of the seed; rbg: 4, the halves twice
+    return np.tile(raw, width // 2)
 
 
 def keys_from(seed: int | None, count: int) -> np.ndarray[Any, Any]:

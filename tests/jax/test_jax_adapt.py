@@ -278,6 +278,18 @@ def test_gymnax_space_of_another_dtype_is_corrected() -> None:
     assert np.asarray(envs.reset(new_key(0)).obs) in envs.observation_space
 
 
+@pytest.mark.parametrize(
+    ("bound", "dtype"), [(np.inf, np.int64), (np.float32(2**31), np.int32), (1e30, np.int8), (np.float32(2**64), np.uint64)]
+)
+def test_bounds_outside_of_an_integer_dtype_become_its_limits(bound: Any, dtype: Any) -> None:
+    class Bounded(Gymnax):
+        def action_space(self, params: Any) -> Any:
+            return Box(-bound, bound, (2,), dtype)
+
+    limits = np.iinfo(dtype)
+    assert adapt(Bounded()).single_action_space == gym.spaces.Box(limits.min, limits.max, (2,), dtype)
+
+
 def test_jumanji_last_is_split_by_the_discount() -> None:
     vector = FunctionalVectorEnv(Jumanji(), 3, "Disabled")
     assert vector.single_action_space == gym.spaces.Discrete(3)

@@ -395,6 +395,42 @@ def test_samples_of_a_key_cover_the_space(space: Any) -> None:
         assert set(np.asarray(drawn).tolist()) == {-1, 0, 1, 2}
 
 
+_INT32, _MAX = np.iinfo(np.int32), np.finfo(np.float32).max
+
+
+@pytest.mark.parametrize(
+    ("space", "last"),
+    [
+        (spaces.Box(0, 255, (9,), np.uint8), 255),
+        (spaces.Box(_INT32.max - 1, _INT32.max, (9,), np.int32), _INT32.max),
+        (spaces.Box(2**32 - 2, 2**32 - 1, (9,), np.uint32), 2**32 - 1),
+        (spaces.Box(_INT32.min, _INT32.max, (9,), np.int32), None),
+        (spaces.Box(-np.inf, 3, (9,), np.int64), 3),
+        (spaces.MultiDiscrete([100] * 9, dtype=np.int8, start=[28] * 9), 127),
+        (spaces.Discrete(3, start=_INT32.max - 2), _INT32.max),
+        (spaces.Box(-_MAX, _MAX, (9,), np.float32), None),
+    ],
+    ids=str,
+)
+def test_samples_reach_the_limits_of_a_dtype(space: Any, last: int | None) -> None:
+    known = jax_space(space)
+    drawn = jax.vmap(known.sample)(jax.random.split(jax.random.key(0), 300))
+    assert np.isfinite(drawn).all()
+    assert len(np.unique(drawn)) > 1
+    for row in np.asarray(drawn)[:20]:
+        assert known.contains(jnp.asarray(row))
+        assert space.contains(_like(space, row))
+    assert last is None or np.asarray(drawn).max() == last
+
+
+@pytest.mark.parametrize("space", [spaces.Box(0, 2**40, (3,), np.int64), spaces.Discrete(2**40)], ids=str)
+def test_bounds_beyond_the_integers_of_jax_are_refused(space: Any) -> None:
+    with pytest.raises(OverflowError, match=r"do not fit JAX's int32. Enable JAX's 64-bit mode"):
+        jax_space(space).sample(jax.random.key(0))
+    assert jax_space(space).contains(jnp.full(space.shape, _INT32.max))
+    assert not jax_space(space).contains(jnp.full(space.shape, -1))
+
+
 def _like(space: Any, row: Any) -> Any:
     if isinstance(space, spaces.Dict):
         return {key: _like(inner, row[key]) for key, inner in space.spaces.items()}

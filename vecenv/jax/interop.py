@@ -128,6 +128,7 @@ class _JaxSpaceMixin:
             For a key, JAX arrays in JAX's equivalents of the space's dtypes (``int32`` for ``int64``).
 
         Raises:
+            OverflowError: ``mask`` is a key, and the bounds of the space do not fit JAX's equivalent of its dtype.
             ValueError: A program is being traced, and ``mask`` is not a key.
         """
         if isinstance(mask, jax.Array) and (jnp.issubdtype(mask.dtype, jax.dtypes.prng_key) or mask.dtype == jnp.uint32):
@@ -182,36 +183,65 @@ def _sample(space: Any, key: Array) -> PyTree:
             return {name: _sample(inner, subkey) for (name, inner), subkey in zip(space.spaces.items(), keys, strict=False)}
         return tuple(_sample(inner, subkey) for inner, subkey in zip(space.spaces, keys, strict=False))
     dtype = jax.dtypes.canonicalize_dtype(space.dtype)
-    if isinstance(space, spaces.Discrete):
-        return jax.random.randint(key, (), int(space.start), int(space.start + space.n), dtype)
-    if isinstance(space, spaces.MultiDiscrete):
-        return jax.random.randint(key, space.shape, space.start, space.start + space.nvec, dtype)
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        return _sample_integers(space, key, *_first_and_last(space), dtype)
     if isinstance(space, spaces.MultiBinary):
         return jax.random.bernoulli(key, shape=space.shape).astype(dtype)
     if isinstance(space, spaces.Box):
-        sample = _sample_floats if jnp.issubdtype(dtype, jnp.floating) else _sample_integers
-        return sample(space, key, dtype)
+        return _sample_box(space, key, jnp.dtype(jnp.int8) if dtype == jnp.bool_ else dtype).astype(dtype)
     raise TypeError(f"{space} cannot be sampled in JAX; Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple can.")
 
 
-def _sample_integers(space: spaces.Box, key: Array, dtype: Any) -> Array:
-    wide = jnp.int32 if dtype.itemsize < 4 or dtype == jnp.bool_ else dtype
-    low, high = np.asarray(space.low, wide), np.asarray(space.high, wide)
-    high = np.minimum(high, np.iinfo(wide).max - 1) + 1
-    return jax.random.randint(key, space.shape, low, high, wide).astype(dtype)
+def clip_to_dtype(values: Any, dtype: Any) -> np.ndarray[Any, Any]:
+    """Convert numbers to an integer dtype. Numbers outside of its range become the nearest number within."""
+    values, limits = np.asarray(values), np.iinfo(dtype)
+    with np.errstate(invalid="ignore"):
+        converted = values.astype(dtype)
+    least, greatest = np.array([limits.min, limits.max], dtype)
+    return np.asarray(np.where(values <= limits.min, least, np.where(values >= limits.max, greatest, converted)))
 
 
-def _sample_floats(space: spaces.Box, key: Array, dtype: Any) -> Array:
-    low, high = jnp.asarray(space.low, dtype), jnp.asarray(space.high, dtype)
+def _first_and_last(space: Any) -> tuple[Any, Any]:
+    """Return the bounds of a Discrete or MultiDiscrete, both included; ``start + n`` may not fit the dtype."""
+    return space.start, space.start + ((space.n if isinstance(space, spaces.Discrete) else space.nvec) - 1)
+
+
+def _sample_integers(space: Any, key: Array, low: Any, high: Any, dtype: Any) -> Array:
+    """Draw integers from ``low`` to ``high``, both included."""
+    if any(np.any(clip_to_dtype(bound, dtype) != bound) for bound in (low, high)):
+        raise OverflowError(f"{space}.sample(key): the bounds do not fit JAX's {dtype}. Enable JAX's 64-bit mode.")
+    unsigned: Any = np.uint64 if dtype.itemsize == 8 else np.uint32
+    low, high = (np.asarray(bound).astype(unsigned) for bound in (low, high))
+    with np.errstate(over="ignore"):
+        count = high - low + unsigned(1)  # 0 if all integers are possible
+    offset = jax.random.randint(key, space.shape, 0, count, unsigned)
+    if not np.all(count):
+        offset = jnp.where(count == 0, jax.random.bits(key, space.shape, unsigned), offset)
+    return jnp.asarray(offset + low, dtype)
+
+
+def _sample_box(space: spaces.Box, key: Array, dtype: Any) -> Array:
     has_low, has_high = np.asarray(space.bounded_below), np.asarray(space.bounded_above)
+    low: Any = np.where(has_low, space.low, np.where(has_high, space.high, np.zeros_like(space.low)))
+    high: Any = np.where(has_high, space.high, low)
     uniform_key, normal_key, exponential_key = jax.random.split(key, 3)
-    is_bounded = has_low & has_high
-    start, stop = jnp.where(is_bounded, low, 0.0), jnp.where(is_bounded, high, 1.0)
-    uniform = jax.random.uniform(uniform_key, space.shape, dtype, start, stop)
-    exponential = jax.random.exponential(exponential_key, space.shape, dtype)
-    one_sided = jnp.where(has_low, low + exponential, high - exponential)
-    normal = jax.random.normal(normal_key, space.shape, dtype)
-    return jnp.where(is_bounded, uniform, jnp.where(has_low | has_high, one_sided, normal))
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    if is_float:
+        limit = float(np.finfo(dtype).max)
+        low, high = (jnp.asarray(np.clip(bound, -limit, limit), dtype) for bound in (low, high))
+        share = jax.random.uniform(uniform_key, space.shape, dtype)
+        uniform = jnp.clip(low * (1 - share) + high * share, low, high)  # `high - low` may be infinite
+    else:
+        uniform = _sample_integers(space, uniform_key, low, high, dtype)
+    if space.is_bounded():
+        return uniform
+    float_dtype = dtype if is_float else jnp.result_type(float)
+    normal = jax.random.normal(normal_key, space.shape, float_dtype)
+    exponential = jax.random.exponential(exponential_key, space.shape, float_dtype)
+    if not is_float:
+        normal, exponential = jnp.floor(normal).astype(dtype), jnp.floor(exponential).astype(dtype)
+    distance = jnp.where(has_low, exponential, jnp.where(has_high, -exponential, normal))
+    return jnp.where(has_low & has_high, uniform, jnp.asarray(low, dtype) + distance)
 
 
 def _contains(space: Any, x: Any) -> Array:
@@ -225,12 +255,15 @@ def _contains(space: Any, x: Any) -> Array:
     x = jnp.asarray(x)
     if x.shape != space.shape or not _dtype_fits(x.dtype, space):
         return no
-    if isinstance(space, spaces.Box):
-        return jnp.all((x >= space.low) & (x <= space.high))
     if isinstance(space, spaces.MultiBinary):
         return jnp.all((x == 0) | (x == 1))
-    low, count = space.start, space.n if isinstance(space, spaces.Discrete) else space.nvec
-    return jnp.all((x >= low) & (x < low + count))
+    low, high = (space.low, space.high) if isinstance(space, spaces.Box) else _first_and_last(space)
+    if x.dtype != jnp.bool_ and np.issubdtype(space.dtype, np.integer):  # JAX would wrap bounds that do not fit x.dtype
+        limits = np.iinfo(x.dtype)
+        if np.any((low > limits.max) | (high < limits.min)):
+            return no
+        low, high = clip_to_dtype(low, x.dtype), clip_to_dtype(high, x.dtype)
+    return jnp.all((x >= low) & (x <= high))
 
 
 def _dtype_fits(dtype: Any, space: Any) -> bool:

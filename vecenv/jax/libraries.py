@@ -31,6 +31,7 @@ from gymnasium import spaces
 
 from vecenv.errors import how_to_install
 from vecenv.jax.env import Adapter, Array, FrameSkip, JaxEnv, Limited, PyTree, Rescaled, Start, Stepped, default_key
+from vecenv.jax.interop import clip_to_dtype
 
 __all__ = [
     "BraxAdapter", "FuncAdapter", "GymnaxAdapter", "JumanjiAdapter", "adapt", "available_envs", "differentiability",
@@ -452,8 +453,7 @@ def _box(low: Any, high: Any, shape: Any, dtype: Any) -> gym.Space[Any]:
         return spaces.MultiBinary(shape)
     low, high = (np.broadcast_to(np.asarray(x), shape) for x in (low, high))
     if np.issubdtype(dtype, np.integer):
-        bounds = np.iinfo(dtype)
-        low, high = np.clip(low, bounds.min, bounds.max), np.clip(high, bounds.min, bounds.max)
+        low, high = clip_to_dtype(low, dtype), clip_to_dtype(high, dtype)
     return spaces.Box(low.astype(dtype), high.astype(dtype), tuple(shape), dtype.type)
 
 

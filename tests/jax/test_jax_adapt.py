@@ -85,7 +85,7 @@ def test_training_wrappers_are_removed(brax: Any) -> None:
     wrapped = brax.create("inverted_pendulum", episode_length=90, action_repeat=3, backend="spring")
     env = adapt(wrapped)
     assert env.max_episode_steps == 30
-    assert "FrameSkip" in type(env.env).__name__  # type: ignore[attr-defined]
+    assert "FrameSkip" in type(env).__name__
     assert adapt(brax.get_environment("inverted_pendulum", backend="spring")).max_episode_steps == 1000
     assert adapt(wrapped, max_episode_steps=-1).max_episode_steps is None
     for refused in (

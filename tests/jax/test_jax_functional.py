@@ -223,6 +223,26 @@ def test_frame_skip_sums_rewards_and_stops_at_the_end() -> None:
     assert state.steps.tolist() == [1]
 
 
+def test_frame_skip_accepts_flags_and_rewards_of_any_dtype() -> None:
+    class Floats(Counter):
+        def step(self, state: Any, action: Any, key: Any) -> Any:
+            state, obs, _, terminated, truncated, info = super().step(state, action, key)
+            return state, obs, 1, jnp.float32(terminated), jnp.float32(truncated), info
+
+    env = FunctionalVectorEnv(Floats(), 5, frame_skip=2)
+    state = env.step(env.reset(new_key(0)), PUSH)
+    assert state.reward.tolist() == [2] * 5
+    assert not state.done.any()
+
+
+def test_frame_skip_divides_the_time_limit_of_the_environment() -> None:
+    """Brax's own action repeat does so, too; ``max_episode_steps`` counts calls of ``step``."""
+    env = FunctionalVectorEnv(Counter(), 5, frame_skip=4)
+    assert env.max_episode_steps == 2  # 7 frames
+    assert [s.truncated.all() for s in run(env, 2, action=0 * PUSH)] == [False, False, True]
+    assert FunctionalVectorEnv(Counter(), 5, max_episode_steps=7, frame_skip=4).max_episode_steps == 7
+
+
 @pytest.mark.long
 def test_micro_batches_do_not_change_results() -> None:
     whole, parts = FunctionalVectorEnv(Counter(), 7), FunctionalVectorEnv(Counter(), 7, micro_batch=3)

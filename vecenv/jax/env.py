@@ -365,14 +365,19 @@ class Limited(Wrapper):
 
 
 class FrameSkip(Wrapper):
-    """An environment that repeats every action ``count`` times, up to the end of the episode, and sums the rewards."""
+    """An environment that repeats every action ``count`` times, up to the end of the episode, and sums the rewards.
+
+    Its time limit has ``count`` times fewer steps, rounded up.
+    """
 
     def __init__(self, env: JaxEnv, count: int) -> None:
-        super().__init__(env)
+        super().__init__(FixedSpec(env))
         if count < 1:
             raise ValueError(f"frame_skip must be at least 1, got {count}.")
         self.count = count
         self.frames_per_second //= count
+        if self.max_episode_steps is not None:
+            self.max_episode_steps = -(-self.max_episode_steps // count)
 
     def step(self, state: PyTree, action: PyTree, key: Array) -> Stepped:
         def repeat(before: Any, i: Array) -> tuple[Any, None]:

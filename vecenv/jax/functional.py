@@ -70,7 +70,8 @@ class FunctionalVectorEnv:
             batch axis.
         autoreset_mode: ``NEXT_STEP``, ``SAME_STEP`` or ``DISABLED`` (``gymnasium.vector.AutoresetMode`` or its value).
         max_episode_steps: Time limit in calls of ``step``, after which ``truncated`` is set; ``None`` uses the
-            environment's own, -1 means none. As in ``gymnasium.wrappers.TimeLimit``, ``terminated`` may be set as well.
+            environment's own, divided by ``frame_skip``; -1 means none. As in ``gymnasium.wrappers.TimeLimit``,
+            ``terminated`` may be set as well.
         reset: The source of the start states of later episodes. ``"fresh"``: a new one is computed for every episode.
             ``"cached"``: each row returns to its first one, as in Brax's training wrapper. ``"pool"``: each row draws from
             its own ``pool_size`` states, computed at ``reset``; needs memory for that many states per row.

@@ -240,7 +240,7 @@ def _unwrap(env: Any) -> JaxEnv:
     while type(layer).__name__ in _AUTORESET_WRAPPERS | _EPISODE_WRAPPERS:
         if type(layer).__name__ in _EPISODE_WRAPPERS:
             skip = int(layer.action_repeat)
-            limit = -(-int(layer.episode_length) // skip)
+            limit = int(layer.episode_length)
         layer = layer.env
     inner = layer
     while "env" in vars(inner):
@@ -251,9 +251,9 @@ def _unwrap(env: Any) -> JaxEnv:
             )
         inner = inner.env
     adapter: JaxEnv = BraxAdapter(layer)
-    if skip > 1:
-        adapter = FrameSkip(adapter, skip)
-    return adapter if limit is None else Limited(adapter, limit)
+    if limit is not None:
+        adapter = Limited(adapter, limit)
+    return FrameSkip(adapter, skip) if skip > 1 else adapter
 
 
 class BraxAdapter(Adapter):

@@ -80,6 +80,11 @@ def test_actions_can_be_rescaled(brax: Any, pendulum: Any) -> None:
         adapt(Switch(), rescale=(0, 1))
 
 
+def test_misspelt_rescale_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Counter: rescale must be \(low, high\) or 'actuator', got 'min-max'"):
+        adapt(Counter(), rescale="min-max")
+
+
 @pytest.mark.long
 def test_training_wrappers_are_removed(brax: Any) -> None:
     wrapped = brax.create("inverted_pendulum", episode_length=90, action_repeat=3, backend="spring")
@@ -230,6 +235,23 @@ def test_unknown_names_come_with_close_matches(brax: Any, playground: Any) -> No
         available_envs("gymnax")
     assert set(available_envs()) == {"brax", "playground"}
     assert len(available_envs("playground")["playground"]) > 50
+
+
+def test_library_that_cannot_be_imported_does_not_affect_names_in_another(
+    brax: Any, playground: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imports = importlib.import_module
+    for broken, known in (("mujoco_playground", "ant"), ("brax.envs", "CartpoleBalance")):
+
+        def fail(name: str, broken: str = broken) -> Any:
+            if name == broken:
+                raise ImportError("libGL is missing")
+            return imports(name)
+
+        monkeypatch.setattr(importlib, "import_module", fail)
+        make_env(known)
+        with pytest.raises(ImportError, match="is installed but cannot be imported: libGL is missing"):
+            make_env("no such name")
 
 
 @pytest.mark.long

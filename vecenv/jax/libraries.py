@@ -67,6 +67,8 @@ def adapt(
     if max_episode_steps is not None:
         result = Limited(result, max_episode_steps)
     if rescale is not None:
+        if isinstance(rescale, str) and rescale != "actuator":
+            raise ValueError(f"{getattr(result, 'name', env)}: rescale must be (low, high) or 'actuator', got {rescale!r}.")
         low, high = actuator_range(result) if isinstance(rescale, str) else rescale
         result = Rescaled(result, low, high)
     return result
@@ -111,12 +113,15 @@ def available_envs(library: str | None = None) -> dict[str, tuple[str, ...]]:
 
     Raises:
         ValueError: ``library`` is unknown.
-        ImportError: ``library`` is not installed.
+        ImportError: ``library`` is not installed, or a library cannot be imported.
     """
-    if library is None:
-        installed = [name for name, module in _MODULES.items() if importlib.util.find_spec(module.split(".")[0])]
-        return {name: _env_names(name) for name in installed}
-    return {library: _env_names(library)}
+    return {name: _env_names(name) for name in _choose_libraries(library)}
+
+
+def _choose_libraries(library: str | None) -> list[str]:
+    if library is not None:
+        return [library]
+    return [name for name, module in _MODULES.items() if importlib.util.find_spec(module.split(".")[0])]
 
 
 def make_env(name: str, library: str | None = None, **kwargs: Any) -> Any:
@@ -134,11 +139,16 @@ def make_env(name: str, library: str | None = None, **kwargs: Any) -> Any:
         TypeError: The environment refuses a keyword argument.
         ValueError: The environment refuses the value of a keyword argument, such as a backend that does not exist.
         FileNotFoundError: A Playground environment needs model files that could not be fetched.
+        ImportError: A library cannot be imported, and no other has the name.
     """
-    found = [lib for lib, names in available_envs(library).items() if name in names]
-    if not found:
-        raise gym.error.NameNotFound(_describe_unknown_name(name, library))
-    return _BUILDERS[found[0]](name, **kwargs)
+    for candidate in _choose_libraries(library):
+        try:
+            names = _env_names(candidate)
+        except ImportError:  # raised again below, unless another library has the name
+            continue
+        if name in names:
+            return _BUILDERS[candidate](name, **kwargs)
+    raise gym.error.NameNotFound(_describe_unknown_name(name, library))
 
 
 def _env_names(library: str) -> tuple[str, ...]:
@@ -147,7 +157,9 @@ def _env_names(library: str) -> tuple[str, ...]:
     try:
         module = importlib.import_module(_MODULES[library])
     except ImportError as error:
-        raise ImportError(f"{library} is not installed: {how_to_install('brax')}. ({error})") from error
+        if library in _choose_libraries(None):
+            raise ImportError(f"{library} is installed but cannot be imported: {error}") from error
+        raise ImportError(f"{library} is not installed: {how_to_install(library)}. ({error})") from error
     return tuple(module._envs) if library == "brax" else tuple(module.registry.ALL_ENVS)
 
 

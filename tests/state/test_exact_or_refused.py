@@ -18,9 +18,11 @@ import kept_envs
 import numpy as np
 import pytest
 from gymnasium import spaces, wrappers
+from gymnasium.utils import EzPickle
 
 import vecenv
 from vecenv.errors import NotRestorable, SnapshotMismatch
+from vecenv.state.describe import describe
 from vecenv.testing import assert_identical
 
 EnvFn = Callable[[], Any]
@@ -139,11 +141,11 @@ if importlib.util.find_spec("ale_py") is not None:
     }
 
 
-def reset_engine(env_fn: EnvFn, count: int = 1) -> Any:
+def reset_engine(env_fn: EnvFn, count: int = 1, steps: int = 4) -> Any:
     envs = vecenv.AsyncVectorEnv([env_fn] * count, num_workers=0)
     envs.reset(seed=1)
     envs.action_space.seed(0)
-    for _ in range(4):
+    for _ in range(steps):
         envs.step(envs.action_space.sample())
     return closing(envs)
 
@@ -322,3 +324,107 @@ def test_each_environment_is_proved_once_and_after_set_attr() -> None:
         envs.set_attr("hidden", True)
         with pytest.raises(NotRestorable, match="continues differently"):
             envs.save()
+
+
+class AddsAttributes(kept_envs.Counts):
+    """An environment with attributes that some actions add, and with results that depend on one of them."""
+
+    def more(self, action: int) -> float:
+        if action == 0:
+            self.kept = gymnasium.spec("CartPole-v1")
+        elif action == 1:
+            self.cache = 100.0
+        return getattr(self, "cache", 0.0)
+
+
+class AddsToStatistics(wrappers.RecordEpisodeStatistics):
+    """A subclass of a wrapper with a codec, with an attribute that one action adds."""
+
+    def step(self, action: Any) -> Any:
+        if action == 1:
+            self.cache = 100.0
+        observation, reward, *others = super().step(action)
+        return (observation, reward + getattr(self, "cache", 0.0), *others)
+
+
+@pytest.mark.parametrize("env_fn", [AddsAttributes, lambda: AddsToStatistics(kept_envs.Counts())])
+def test_load_removes_attributes_that_the_snapshot_lacks(env_fn: EnvFn) -> None:
+    with reset_engine(env_fn, 2, steps=0) as envs:
+        envs.step(np.array([0, 1]))
+        envs.load(envs.save([0]), [1])
+        observations, rewards, *_ = envs.step(np.array([2, 2]))
+    assert observations[0] == observations[1]
+    assert rewards[0] == rewards[1]
+
+
+class Replaces(kept_envs.Counts):
+    """An environment that one action gives another object, in an attribute or an item of a dict."""
+
+    def __init__(self, first: Any, make_second: Callable[[], Any], in_dict: bool) -> None:
+        super().__init__()
+        self.make_second, self.in_dict = make_second, in_dict
+        self.kept = {"part": first} if in_dict else first
+
+    def more(self, action: int) -> float:
+        if action == 0:
+            self.kept = {"part": self.make_second()} if self.in_dict else self.make_second()
+        return 0.0
+
+
+SPEC = gymnasium.spec("CartPole-v1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((5, lambda: SPEC, False), r"its Replaces\.kept is .* of class int"),
+        ((5, lambda: SPEC, True), r"its Replaces\.kept\['part'\] is .* of class int"),
+        ((spaces.Discrete(2), lambda: spaces.Discrete(3), False), r"its Replaces\.kept are Discrete\(3\)"),
+    ],
+)
+def test_load_refuses_another_object_in_place_of_one_that_stays(arguments: Any, text: str) -> None:
+    with reset_engine(functools.partial(Replaces, *arguments), 2, steps=0) as envs:
+        envs.save(verify=False)
+        envs.step(np.array([0, 1]))
+        saved = envs.save([0], verify=False)
+        with pytest.raises(SnapshotMismatch, match=text):
+            envs.load(saved, [1])
+
+
+class Slotted(kept_envs.Counts):
+    """An environment with an attribute in ``__slots__``."""
+
+    __slots__ = ("height",)
+
+
+class Described:
+    """A class with described attributes, one of them private."""
+
+    __slots__ = {"__bound": "The bound."}
+
+    def __init__(self, bound: float) -> None:
+        self.__bound = bound
+
+
+class Bounded(kept_envs.Counts, EzPickle):
+    """An environment that records its constructor's argument."""
+
+    def __init__(self, bound: Any) -> None:
+        EzPickle.__init__(self, bound)
+        super().__init__()
+
+
+def test_attributes_in_slots_are_compared_and_those_of_an_environment_refused() -> None:
+    with reset_engine(Slotted) as envs, pytest.raises(NotRestorable, match=r"attributes in __slots__.*: height"):
+        envs.save(verify=False)
+    with reset_engine(lambda: Bounded(Described(1.0))) as envs, reset_engine(lambda: Bounded(Described(2.0))) as others:
+        envs.load(saved := envs.save())
+        with pytest.raises(SnapshotMismatch, match="made with"):
+            others.load(saved)
+
+
+def test_description_of_a_local_class_does_not_change_when_an_object_is_copied() -> None:
+    kind = type(local_class(2))
+    before = describe(kind)
+    copy.copy(kind())
+    assert describe(kind) == before

@@ -26,7 +26,7 @@ import numpy as np
 
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
 from vecenv.state.codecs import STAYS, Codec, Refused, by_class, make_from_state, rule_for, save_space
-from vecenv.state.describe import describe, differ, is_importable
+from vecenv.state.describe import describe, differ, is_importable, slot_names
 
 _ATOMS: Final = frozenset({type(None), bool, int, float, str, bytes, complex})
 _PLAIN: Final = frozenset({*_ATOMS, dict, list, tuple, set, frozenset, type})
@@ -76,11 +76,7 @@ def layers_of(env: Any) -> list[Any]:
 def has_hidden_memory(kind: type) -> bool:
     """True if objects of a class have memory that their attributes do not show, because the class is written in C."""
     size = object.__basicsize__ + sum(8 for name in ("__dictoffset__", "__weakrefoffset__") if getattr(kind, name) > 0)
-    for base in kind.__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        names = {slots} if isinstance(slots, str) else set(slots)
-        size += 8 * len(names - {"__dict__", "__weakref__"})
-    return bool(kind.__itemsize__) or kind.__basicsize__ > size
+    return bool(kind.__itemsize__) or kind.__basicsize__ > size + 8 * len(slot_names(kind))
 
 
 def capture_state(env: Any, layers: list[Any] | None = None) -> bytes:
@@ -229,8 +225,11 @@ def _layer_codec(kind: type) -> Codec | None:
     rule = rule_for(kind)
     if isinstance(rule, Refused):
         raise NotRestorable(f"{kind.__name__} cannot be saved: {rule.reason}")
-    if not isinstance(rule, Codec) and has_hidden_memory(kind):
-        raise NotRestorable(f"{kind.__name__} has memory that its attributes do not show: it needs a codec")
+    if not isinstance(rule, Codec):
+        if has_hidden_memory(kind):
+            raise NotRestorable(f"{kind.__name__} has memory that its attributes do not show: it needs a codec")
+        if names := ", ".join(slot_names(kind)):
+            raise NotRestorable(f"{kind.__name__} has attributes in __slots__, which need a codec: {names}")
     return rule if isinstance(rule, Codec) else None
 
 
@@ -335,7 +334,9 @@ class _Reader(pickle.Unpickler):
     def _get_in_place(self, path: ObjectPath, description: str | None) -> Any:
         """Return the object that stays in place at ``path``. Raise if it differs from the snapshot's."""
         obj = self._find_counterpart(path)
-        if description is not None and differ(description, here := describe(obj)):
+        if description is None:
+            _require_kept_in_place(obj, _format_path(self._layers, path))
+        elif differ(description, here := describe(obj)):
             raise SnapshotMismatch(f"its {_format_path(self._layers, path)} is {description}, and here it is {here}")
         return obj
 
@@ -355,6 +356,13 @@ class _Reader(pickle.Unpickler):
         if (new := make_from_state(state)) is None:
             raise SnapshotMismatch(f"no object at {_format_path(self._layers, path)} can load the saved state")
         return new
+
+
+def _require_kept_in_place(obj: Any, path: str) -> None:
+    """Raise unless an object is of a class that stays in place, or is ``None``, as before an environment's first frame."""
+    if obj is not None and _treatment(type(obj)) not in (_STAYING, _SPACE):
+        expected = "a space, a spec, a renderer or the like, which snapshots do not contain"
+        raise SnapshotMismatch(f"its {path} is {expected}, and here it is of class {type(obj).__name__}")
 
 
 def _format_path(layers: list[Any], path: ObjectPath) -> str:
@@ -383,6 +391,8 @@ def prepare_restore(env: Any, blob: bytes, layers: list[Any] | None = None) -> C
                     raise SnapshotMismatch(f"{type(layer).__name__} was saved by a codec that is not registered here")
                 pending_loads.append((rule, layer, rule.open(layer, state)))
             else:
+                for name in names_in_place:
+                    _require_kept_in_place(layer.__dict__.get(name), f"{type(layer).__name__}.{name}")
                 attributes.append((layer.__dict__, dict(state), list(names_in_place), len(state) + len(names_in_place)))
     except VecEnvError:
         raise
@@ -392,8 +402,9 @@ def prepare_restore(env: Any, blob: bytes, layers: list[Any] | None = None) -> C
     def restore() -> None:
         for own, saved, names_in_place, count in attributes:
             own.update(saved)
+            for name in names_in_place:
+                own.setdefault(name, None)
             if len(own) != count:
-                own.update((name, None) for name in names_in_place if name not in own)
                 for name in own.keys() - saved.keys() - set(names_in_place):
                     own.pop(name, None)
         for rule, obj, state in pending_loads:

@@ -493,7 +493,10 @@ def _save_statistics(layer: Any) -> Any:
 
 
 def _load_statistics(layer: Any, state: Any) -> None:
-    vars(layer).update(state, episode_start_time=time.perf_counter() - state["episode_start_time"])
+    own = vars(layer)
+    own.update(state, episode_start_time=time.perf_counter() - state["episode_start_time"])
+    for name in own.keys() - state.keys():
+        del own[name]
 
 
 register_rule("gymnasium.wrappers.common.RecordEpisodeStatistics", Codec(_save_statistics, _load_statistics))

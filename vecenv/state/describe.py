@@ -7,6 +7,7 @@ description does not depend on the process, so descriptions from two machines ca
 
 from __future__ import annotations
 
+import copyreg
 import enum
 import functools
 import os
@@ -25,6 +26,7 @@ from vecenv.state.codecs import model_bytes, name_of
 _MAX_LENGTH: Final = 160
 _MAX_DEPTH: Final = 12
 _SMALL_ARRAY: Final = 8
+_NOT_DESCRIBED: Final = ("__dict__", "__weakref__", "__module__", "__doc__", "__slotnames__")  # pickling adds the last one
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 _CODE: Final = re.compile(r"python(\d+\.\d+) ([0-9a-f]{8})")
 
@@ -112,14 +114,17 @@ def describe_space(space: Any) -> str:
 
 
 def _collect_attributes(value: Any) -> dict[str, Any]:
-    slots = [name for kind in type(value).__mro__ for name in np.atleast_1d(vars(kind).get("__slots__", ())).tolist()]
-    found = {name: getattr(value, name) for name in slots if name != "__dict__" and hasattr(value, name)}
+    found = {name: getattr(value, name) for name in slot_names(type(value)) if hasattr(value, name)}
     own = getattr(value, "__dict__", None)
     found.update(own if isinstance(own, dict) else {})
     if isinstance(value, gymnasium.Space):  # without the state of its generator, and its cached reprs
         found = {name: item for name, item in found.items() if not name.startswith("_np_random") and name[-5:] != "_repr"}
-    found.pop("__weakref__", None)
     return found
+
+
+def slot_names(kind: type) -> list[str]:
+    """Return the names of the attributes that a class and its bases declare in ``__slots__``."""
+    return copyreg._slotnames(kind)  # type: ignore[attr-defined, no-any-return]
 
 
 def _describe_file(path: str) -> str:
@@ -178,5 +183,5 @@ def _describe_class(kind: type, inner: Any) -> str:
     name = f"{kind.__module__}.{kind.__qualname__}"
     if is_importable(kind):
         return name
-    own = {key: item for key, item in vars(kind).items() if key not in ("__dict__", "__weakref__", "__module__", "__doc__")}
+    own = {key: item for key, item in vars(kind).items() if key not in _NOT_DESCRIBED}
     return f"{name}({inner(own)})"

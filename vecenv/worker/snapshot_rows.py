@@ -8,6 +8,7 @@ from operator import is_
 from typing import Any
 
 import cloudpickle
+import gymnasium
 
 from vecenv.errors import NotRestorable, SnapshotMismatch
 from vecenv.link.messages import Outcome
@@ -60,8 +61,9 @@ class SnapshotRows(EnvRows):
             raise NotRestorable(f"{kind.env_id} cannot be saved: {error}") from error
 
     def _find_kind(self, k: int, layers: list[Any]) -> Kind:
-        """Return the kind of a row's environment, cached until its layers or outermost spaces change."""
-        key = [*layers, layers[0].observation_space, layers[0].action_space]
+        """Return the kind of a row's environment, cached until its layers or spaces change."""
+        spaces = [value for layer in layers for value in vars(layer).values() if isinstance(value, gymnasium.Space)]
+        key = [*layers, layers[0].observation_space, layers[0].action_space, *spaces]
         cached = self._kinds.get(k)
         if cached is None or len(cached[0]) != len(key) or not all(map(is_, cached[0], key)):
             cached = self._kinds[k] = key, kind_of(layers)

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -55,6 +55,7 @@ from vecenv.state.snapshots import Snapshot, Snapshots, StateDict, parse_snapsho
 from vecenv.state.vector_state import require_entries
 from vecenv.wrappers.equal_envs import EqualEnvBuilder, keep_attribute, require_equal
 from vecenv.wrappers.places import PlaceNotes, name_rows, naming_rows, records_of_rows
+from vecenv.wrappers.row_episodes import RowEpisode, without_pending
 
 __all__ = ["EpisodePrefetcher"]
 
@@ -62,36 +63,10 @@ Array = npt.NDArray[Any]
 EpisodeKey = tuple[int, int, int]
 """An episode: the row, the number of resets by the caller, and the number of episodes since its seed."""
 
-_SNAPSHOT_KEY: Final = "EpisodePrefetcher"
 _ARGUMENT_ERRORS: Final[tuple[type[Exception], ...]] = (
     AlreadyPendingCallError, ClosedEnvironmentError, ValueError, TypeError, EnvFailed,
 )  # fmt: skip
 _CALL_ERRORS: Final[tuple[type[Exception], ...]] = (VecEnvError, AttributeError, pickle.PicklingError)
-
-
-@dataclass(frozen=True, slots=True)
-class RowEpisode:
-    """The current episode of a row.
-
-    Attributes:
-        origin, seed: The row that was reset with a seed, and the seed; a snapshot can move both to another row.
-        num_resets: The number of resets by the caller.
-        episode: The number of episodes since the seed.
-        order: A number that is lower for older episodes.
-    """
-
-    origin: int
-    seed: int | None = None
-    num_resets: int = 0
-    episode: int = 0
-    order: int = 0
-
-    def derive_seed(self, episode: int) -> int:
-        """Return the seed of an episode: the caller's for the first one, a derived one for the others."""
-        assert self.seed is not None
-        if episode == 0:
-            return self.seed
-        return int(np.random.SeedSequence(self.seed, spawn_key=(self.origin, episode)).generate_state(1)[0] >> 1)
 
 
 class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
@@ -695,10 +670,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         return Snapshots(self._with_episode(snapshot, row) for snapshot, row in zip(snapshots, rows, strict=True))
 
     def _with_episode(self, snapshot: Snapshot, row: int) -> Snapshot:
-        """Return the snapshot of a row with its current episode added."""
-        current = self._rows[row]
-        beside = {**(snapshot.row.beside or {}), _SNAPSHOT_KEY: (current.origin, current.seed, current.episode)}
-        return snapshot.having(beside=beside, pending=row in self._ended)
+        return self._rows[row].add_to(snapshot, pending=row in self._ended)
 
     def load(self, snapshots: Any, env_id: Any = None) -> Any:
         """Continue rows from saved states and return their observations; see ``AsyncVectorEnv.load``.
@@ -709,7 +681,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         listed = parse_snapshots(snapshots, rows)
         self._wait_until_idle()
         with self._changing_state(recoverable=_CALL_ERRORS):
-            plain = [one.having(pending=False) if one.row.pending else one for one in listed]
+            plain = without_pending(listed)
             observations = self.envs.load(plain, [self.places[row] for row in rows])
             self._set_episodes(rows, listed)
         return observations
@@ -719,10 +691,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._ended.difference_update(rows)
         self._failed_rows.difference_update(rows)
         for row, snapshot in zip(rows, snapshots, strict=True):
-            saved = snapshot.row
-            origin, seed, episode = (saved.beside or {}).get(_SNAPSHOT_KEY) or (row, random_seed(), 0)
-            self._rows[row] = RowEpisode(origin, seed, self._rows[row].num_resets + 1, episode, next(self._order))
-            self._ended.update([row] if saved.pending else [])
+            self._rows[row] = self._rows[row].continue_from(snapshot, row, next(self._order))
+            self._ended.update([row] if snapshot.row.pending else [])
         self._free_outdated()
         self._prefetch()
 
@@ -747,7 +717,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         listed = parse_snapshots(state["snapshots"], rows)
         self._wait_until_idle()
         with self._changing_state(recoverable=_CALL_ERRORS):
-            plain = [one.having(pending=False) if one.row.pending else one for one in listed]
+            plain = without_pending(listed)
             every = [plain[0]] * self.envs.num_envs
             for row, place in enumerate(self.places):
                 every[place] = plain[row]

@@ -1,0 +1,54 @@
+"""The current episodes of an ``EpisodePrefetcher``'s rows, and their place in snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from vecenv.front.arguments import random_seed
+from vecenv.state.snapshots import Snapshot
+
+_SNAPSHOT_KEY: Final = "EpisodePrefetcher"
+
+
+@dataclass(frozen=True, slots=True)
+class RowEpisode:
+    """The current episode of a row.
+
+    Attributes:
+        origin, seed: The row that was reset with a seed, and the seed; a snapshot can move both to another row.
+        num_resets: The number of resets by the caller.
+        episode: The number of episodes since the seed.
+        order: A number that is lower for older episodes.
+    """
+
+    origin: int
+    seed: int | None = None
+    num_resets: int = 0
+    episode: int = 0
+    order: int = 0
+
+    def derive_seed(self, episode: int) -> int:
+        """Return the seed of an episode: the caller's for the first one, a derived one for the others."""
+        assert self.seed is not None
+        if episode == 0:
+            return self.seed
+        return int(np.random.SeedSequence(self.seed, spawn_key=(self.origin, episode)).generate_state(1)[0] >> 1)
+
+    def add_to(self, snapshot: Snapshot, pending: bool) -> Snapshot:
+        """Return a copy of a row's snapshot that contains this episode. ``pending``: the row's next step begins another."""
+        beside = {**(snapshot.row.beside or {}), _SNAPSHOT_KEY: (self.origin, self.seed, self.episode)}
+        return snapshot.having(beside=beside, pending=pending)
+
+    def continue_from(self, snapshot: Snapshot, row: int, order: int) -> RowEpisode:
+        """Return the episode of a snapshot that was loaded into this row; one with a random seed if it contains none."""
+        origin, seed, episode = (snapshot.row.beside or {}).get(_SNAPSHOT_KEY) or (row, random_seed(), 0)
+        return RowEpisode(origin, seed, self.num_resets + 1, episode, order)
+
+
+def without_pending(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
+    """Return snapshots of rows without a pending reset: the prefetcher begins it, not its engine."""
+    return [one.having(pending=False) if one.row.pending else one for one in snapshots]

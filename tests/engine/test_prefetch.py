@@ -20,7 +20,7 @@ from without_spares import Walk, derived_seed, twin
 
 import vecenv
 from vecenv import MultiAgentVecEnv
-from vecenv.errors import SnapshotMismatch
+from vecenv.errors import InfoError, SnapshotMismatch
 from vecenv.testing import assert_identical
 from vecenv.wrappers import prefetch
 
@@ -393,6 +393,41 @@ def test_snapshots_contain_the_seeds_of_later_episodes(mode: str) -> None:
         play(envs, 30, seed=None)
 
 
+class InfosOfOtherTypes(Walk):
+    """An environment with an info of ``None`` for action 2, and in every second reset."""
+
+    resets = 0
+
+    def reset(self, **arguments: Any) -> Any:
+        self.resets += 1
+        return super().reset(**arguments)[0], {} if self.resets % 2 else None
+
+    def step(self, action: Any) -> Any:
+        *results, _ = super().step(0)
+        return (*results, None if action == 2 else {})
+
+
+@pytest.mark.filterwarnings("ignore:.*it is dropped")
+@pytest.mark.parametrize("mode", MODES)
+def test_infos_that_are_no_dicts_come_with_the_error_or_as_final_infos(mode: str, closes: Any) -> None:
+    envs = closes(with_spares(InfosOfOtherTypes, 2, spare_workers=1, autoreset_mode=mode))
+    reference = closes(with_spares(Walk, 2, spare_workers=1, autoreset_mode=mode))
+    envs.reset(seed=1)
+    reference.reset(seed=1)
+    finals, errors = [], 0
+    for actions in [[0, 2], [2, 2], [2, 2], [0, 0]] * 8:
+        try:
+            *results, infos = envs.step(np.array(actions))
+            finals += list(infos.get("final_info", ()))
+        except InfoError as error:
+            *results, infos = error.result
+            assert None in infos
+            errors += 1
+        assert_identical(results, list(reference.step(np.zeros(2, np.int64))[:4]))
+    assert errors
+    assert (None in finals) == (mode == "SameStep")
+
+
 def test_invalid_arguments_are_refused_by_name(closes: Any) -> None:
     envs = closes(with_spares(Walk, 2, spare_workers=1, autoreset_mode="SameStep"))
     envs.reset(seed=1)
@@ -405,6 +440,10 @@ def test_invalid_arguments_are_refused_by_name(closes: Any) -> None:
             call()
     with pytest.raises(SnapshotMismatch):
         envs.load(envs.save()[:1])
+    with pytest.raises(SnapshotMismatch, match="it has no 'snapshots'"):
+        envs.load_state_dict({name: value for name, value in envs.state_dict().items() if name != "snapshots"})
+    with pytest.raises(TypeError, match=r"env 1: its seed must be an integer or None, got 2\.7"):
+        envs.reset(seed=[1, 2.7])
     with pytest.raises(ValueError, match="got 1, expected 2"):
         envs.step(np.zeros(1, np.int64))
     assert envs.reset(options={"reset_mask": mask})[0].shape == (2, 3)

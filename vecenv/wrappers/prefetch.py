@@ -30,7 +30,7 @@ from gymnasium.spaces import Dict, Space, Tuple
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from vecenv.errors import EnvFailed, ErrorRecord, StepTimeout, VecEnvError
+from vecenv.errors import EnvFailed, ErrorRecord, InfoError, StepTimeout, VecEnvError
 from vecenv.front.arguments import (
     ResetOptions,
     parse_at_least,
@@ -53,6 +53,7 @@ from vecenv.link.envs import call_env
 from vecenv.planning.options import parse_spares
 from vecenv.state.snapshots import Snapshot, Snapshots, StateDict, parse_snapshots
 from vecenv.state.vector_state import require_entries
+from vecenv.system.reporting import warn
 from vecenv.wrappers.equal_envs import EqualEnvBuilder, keep_attribute, require_equal
 from vecenv.wrappers.places import PlaceNotes, name_rows, naming_rows, records_of_rows
 from vecenv.wrappers.row_episodes import RowEpisode, without_pending
@@ -230,6 +231,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         refused after that, because its options cannot be sent, calls raise ``ResetNeeded`` until the next such reset.
 
         Raises:
+            TypeError: A seed is not an integer.
             ValueError: A seed is negative.
         """
         ids = None if env_id is None else parse_env_ids(env_id, self.num_envs).tolist()
@@ -238,8 +240,11 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         if ids is not None and mask is not None:
             raise ValueError("env_id and options['reset_mask'] both select the environments to reset: pass one of them")
         rows = ids if ids is not None else list(range(self.num_envs)) if mask is None else np.flatnonzero(mask).tolist()
-        if negative := [seeds[row] for row in rows if seeds[row] is not None and int(seeds[row]) < 0]:
-            raise ValueError(f"seeds must not be negative, got {negative[0]}")
+        for row in rows:
+            if not isinstance(seeds[row], int | None):
+                raise TypeError(f"env {row}: its seed must be an integer or None, got {seeds[row]!r}")
+            if seeds[row] is not None and seeds[row] < 0:
+                raise ValueError(f"seeds must not be negative, got {seeds[row]}")
         all_rows = len(rows) == self.num_envs and ids is None
         if self._call and not (all_rows and (self._interrupted or self._changing)):
             raise AlreadyPendingCallError(f"Calling `reset_async` while waiting for `{self._call}_wait`.", self._call)
@@ -274,7 +279,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """Wait for the observations and infos of :meth:`reset_async`."""
         self._require_call("reset")
         self._collect(self.num_envs, timeout)
-        with self._changing_state():
+        with self._changing_state(recoverable=(InfoError,)):
             self._call, self._interrupted = "", False
             if len(self._results) < self.num_envs:
                 latest = list(iterate(self.envs.observation_space, self.envs.observations))
@@ -296,7 +301,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """Wait for the results of :meth:`step_async`."""
         self._require_call("step")
         self._collect(self.num_envs, timeout)
-        with self._changing_state():
+        with self._changing_state(recoverable=(InfoError,)):
             self._call, self._interrupted = "", False
             observations, rewards, terminations, truncations, infos = self._combine(range(self.num_envs))
         return observations, rewards, terminations, truncations, infos
@@ -341,7 +346,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             raise NoAsyncCallError(f"Calling `recv` for {enough} environments: only {in_flight} are in flight.", "recv")
         self._call = ""  # from now on, `recv` returns the rows of a pending reset
         self._collect(min(count, in_flight), timeout, enough, enough_from)
-        with self._changing_state():
+        with self._changing_state(recoverable=(InfoError,)):
             rows = self._last_received = list(self._full_batch[0] if self._full_batch else self._results)[:count]
             *results, infos = self._combine(rows)
         return (*results, {**infos, "env_id": np.array(rows), "_env_id": np.ones(len(rows), np.bool_)})
@@ -363,7 +368,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
         Args:
             force: True for a reset of all rows. If that is refused, another one is needed.
-            recoverable: Exceptions, besides those about arguments, that leave the state unchanged.
+            recoverable: Exceptions, besides those about arguments, that leave the state consistent.
         """
         if not force:
             self._require_consistent()
@@ -406,7 +411,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         current = replace(self._rows[row], num_resets=self._rows[row].num_resets + 1, order=next(self._order))
         if seed is None and current.seed is not None:
             return replace(current, episode=current.episode + 1)
-        return replace(current, origin=row, seed=random_seed() if seed is None else int(seed), episode=0)
+        return replace(current, origin=row, seed=random_seed() if seed is None else seed, episode=0)
 
     def _begin_next(self, row: int) -> None:
         """Begin the next episode of a row: move it to the spare that began the episode, or reset it at its place."""
@@ -561,7 +566,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 self._free.append(place)
         self._prefetch()
 
-    def _finish_reset(self, row: int, observation: Any, info: dict[Any, Any]) -> None:
+    def _finish_reset(self, row: int, observation: Any, info: Any) -> None:
         if isinstance(info, dict) and "restarted" in info:
             self._final_results.pop(row, None)
             self._results[row] = observation, 0.0, False, True, info
@@ -569,11 +574,16 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 self._ended.add(row)
             return
         reward, terminated, truncated, final = self._final_results.pop(row, (0.0, False, False, {}))
+        if final and not isinstance(info, Mapping):
+            text = f"env {row}: reset() returned an info that is not a dict but a {type(info).__name__}"
+            warn(f"{text}; with same-step autoreset it is dropped")
+            info = {}
         self._results[row] = observation, reward, terminated, truncated, {**final, **info} if final else info
 
     def _finish_step(self, row: int, observation: Any, reward: float, terminated: bool, truncated: bool, info: Any) -> None:
         if self._same_step and (terminated or truncated):
-            final = info if "restarted" in info else {"final_obs": observation, "final_info": info}
+            restarted = isinstance(info, dict) and "restarted" in info
+            final = info if restarted else {"final_obs": observation, "final_info": info}
             self._final_results[row] = reward, terminated, truncated, final
             self._begin_next(row)
             return
@@ -590,16 +600,23 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 order = [received.index(row) for row in rows]
                 observations = _select(space, observations, order, len(received))
                 columns, infos = [column[order] for column in columns], [infos[position] for position in order]
-            return observations, *columns, self._merge(infos, rows)
+            return self._merge(infos, rows, observations, *columns)
         results = [self._results.pop(row) for row in rows]
         observations, rewards, terminations, truncations, infos = zip(*results, strict=True)
         empty: Any = create_empty_array(space, len(rows))
         batch = concatenate(space, observations, empty)
         flags = np.array(terminations, np.bool_), np.array(truncations, np.bool_)
-        return batch, np.array(rewards, np.float64), *flags, self._merge(infos, rows)
+        return self._merge(infos, rows, batch, np.array(rewards, np.float64), *flags)
 
-    def _merge(self, infos: Sequence[Any], rows: Sequence[int]) -> dict[str, Any]:
-        return self._merger.merge(infos, rows) if any(infos) else {}
+    def _merge(self, infos: Sequence[Any], rows: Sequence[int], *results: Any) -> tuple[Any, ...]:
+        """Return the results of rows with their merged infos."""
+        if all(type(info) is dict and not info for info in infos):
+            return (*results, {})
+        try:
+            return (*results, self._merger.merge(infos, rows))
+        except InfoError as error:
+            error.result = (*results, list(infos))
+            raise
 
     # -- calls, attributes and snapshots, which wait until no spare is resetting -------------------------------------------
 
@@ -712,7 +729,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
         """Continue from the result of :meth:`state_dict`, and return the observations."""
-        require_entries(state, {"num_envs": self.num_envs, "autoreset_mode": self._mode_name})
+        require_entries(state, {"num_envs": self.num_envs, "autoreset_mode": self._mode_name}, "snapshots")
         rows = list(range(self.num_envs))
         listed = parse_snapshots(state["snapshots"], rows)
         self._wait_until_idle()

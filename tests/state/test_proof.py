@@ -34,7 +34,7 @@ import vecenv
 from vecenv import state
 from vecenv.errors import NotRestorable
 from vecenv.state.capture import capture_state, prepare_restore
-from vecenv.testing import assert_identical, assert_restorable
+from vecenv.testing import assert_identical, assert_isolated, assert_restorable
 
 # --- The proof finds and names inexact state, and accepts the rest ------------------------------
 
@@ -125,6 +125,33 @@ def test_environment_that_cannot_be_rebuilt_is_reported() -> None:
 
     with pytest.raises(NotRestorable, match=r"once.*the port is taken.*verify=False"):
         assert_restorable(once)
+
+
+class RaisesInClose(kept_envs.Counts):
+    """An environment with a ``close`` that counts, and raises after the first time."""
+
+    num_closed = 0
+
+    def close(self) -> None:
+        RaisesInClose.num_closed += 1
+        if RaisesInClose.num_closed > 1:
+            raise OSError("the port is busy")
+
+
+@pytest.mark.parametrize(("check", "limit"), [(assert_restorable, 2), (assert_restorable, 9), (assert_isolated, 3)])
+def test_all_scratch_environments_are_closed(check: Any, limit: int) -> None:
+    num_built, RaisesInClose.num_closed = 0, 0
+
+    def build() -> Any:
+        nonlocal num_built
+        if num_built == limit:
+            raise OSError("no port is left")
+        num_built += 1
+        return RaisesInClose()
+
+    with pytest.raises(OSError, match="the port is busy"):
+        check(build)
+    assert RaisesInClose.num_closed == num_built
 
 
 def test_a_codec_is_registered_in_one_line() -> None:

@@ -16,7 +16,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, Final
 
@@ -66,22 +66,22 @@ def prove(env_fn: Callable[[], Any], *, steps: int = _MAX_STEPS, seed: int = 0) 
 def open_proof(env_fn: Callable[[], Any], **options: Any) -> Iterator[Proof]:
     """Build the scratch environments of a :class:`Proof`, and close them at the end. For the options, see :func:`prove`."""
     shared, level = read_states(), gymnasium.logger.min_level
-    envs: list[Any] = []
-    try:
-        gymnasium.logger.min_level = gymnasium.logger.ERROR  # steps after an episode's end are not the user's fault
-        with watched_handlers():
-            _build(env_fn, envs)
-            yield Proof(envs, **options)
-    finally:
-        gymnasium.logger.min_level = level
-        restore_states(shared)
-        for env in envs:
-            env.close()
+    with ExitStack() as scratch:
+        try:
+            gymnasium.logger.min_level = gymnasium.logger.ERROR  # steps after an episode's end are not the user's fault
+            with watched_handlers():
+                yield Proof([_build(env_fn, scratch) for _ in range(3)], **options)
+        finally:
+            gymnasium.logger.min_level = level
+            restore_states(shared)
 
 
-def _build(env_fn: Callable[[], Any], envs: list[Any]) -> None:
+def _build(env_fn: Callable[[], Any], scratch: ExitStack) -> Any:
+    """Build an environment that ``scratch`` closes."""
     try:
-        envs += [env_fn(), env_fn(), env_fn()]
+        env = env_fn()
+        scratch.callback(env.close)
+        return env
     except Exception as error:
         if raised_by_handler(error):
             raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -73,21 +74,24 @@ class _Comparison:
         if seeded:
             _reseed(tuple(GENERATORS), 0)
         first_states = read_states()
-        envs = [self._env_fn()]
-        try:
-            self._name = kind_of(envs[0]).env_id
-            self._shared = SharedState(envs[0])
-            space = copy.deepcopy(envs[0].action_space)
-            space.seed(self._seed)
-            if "others" in disturbances:
-                envs += [self._env_fn(), self._env_fn()]
-            with watched_handlers():
-                return self._take_steps(envs[0], envs[1:], [space.sample() for _ in range(self._steps)], disturbances)
-        finally:
-            self._drawn.update(find_draws(first_states))
-            restore_states(saved_states)
-            for env in envs:
-                env.close()
+        with ExitStack() as scratch:
+            try:
+                env = self._build(scratch)
+                self._name = kind_of(env).env_id
+                self._shared = SharedState(env)
+                space = copy.deepcopy(env.action_space)
+                space.seed(self._seed)
+                others = [self._build(scratch), self._build(scratch)] if "others" in disturbances else []
+                with watched_handlers():
+                    return self._take_steps(env, others, [space.sample() for _ in range(self._steps)], disturbances)
+            finally:
+                self._drawn.update(find_draws(first_states))
+                restore_states(saved_states)
+
+    def _build(self, scratch: ExitStack) -> Any:
+        env = self._env_fn()
+        scratch.callback(env.close)
+        return env
 
     def _take_steps(self, env: Any, others: list[Any], actions: list[Any], disturbances: tuple[str, ...]) -> dict[str, Any]:
         """Step ``env``, with ``disturbances`` between its steps, and return all its results by name."""

@@ -442,6 +442,13 @@ def require_values_in_merged_dict(infos: list[dict[str, Any]]) -> None:
             np.testing.assert_equal(split[key], value, f"env {row}")
 
 
+def test_masks_are_recognized_by_the_text_of_their_keys() -> None:
+    keys = [-1, None, 2.5, (1, 2), "_²", "_٣", "_03", 3]
+    info = dict.fromkeys(keys, 1)
+    assert info_rows(InfoMerger().merge([info, {}], [0, 1]), 2) == [info, {}]
+    assert info_rows({"_²": np.array([1])}, 1) == [{"_²": 1}]
+
+
 MIXTURES: list[list[Any]] = [
     [{"a": 1, "b": 2.5}, {"a": 2, "b": 0.5}, {}],
     [{"speed": 20}, {"speed": 20.5}, {"speed": np.float32(21.75)}],

@@ -228,6 +228,8 @@ def test_names_of_other_libraries_and_swapped_arguments() -> None:
         vecenv.make_vec([gym.Env] * 2)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"no option 'num_envs'\. Pass that many functions: \[env_fn\] \* num_envs\."):
         vecenv.MultiAgentVecEnv([gym.Env], num_envs=2)
+    with pytest.raises(TypeError, match=r"AsyncVectorEnv takes a sequence of functions .*; got \{'a': "):
+        vecenv.AsyncVectorEnv({"a": Plain})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"'CartPole-v1' has no option 'n_envs'\. Did you mean 'num_envs'"):
         vecenv.make_vec("CartPole-v1", n_envs=2)
     with contextlib.closing(vecenv.make_vec("CartPole-v1", 2, "serial")) as envs:

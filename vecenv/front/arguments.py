@@ -137,7 +137,7 @@ def check_env_fns(env_fns: Any, class_name: str, example: str = "") -> None:
     if isinstance(env_fns, str):
         hint = "" if example else f": use vecenv.make_vec({env_fns!r}, 8) instead"
         raise TypeError(f"{usage}; got the id {env_fns!r}{hint}")
-    if not hasattr(env_fns, "__len__") or not hasattr(env_fns, "__getitem__"):
+    if isinstance(env_fns, Mapping) or not hasattr(env_fns, "__len__") or not hasattr(env_fns, "__getitem__"):
         hint = "; for copies of one environment, write [function] * 8" if callable(env_fns) else ""
         raise TypeError(f"{usage}; got {env_fns!r}{hint}")
     for index in range(len(env_fns)):

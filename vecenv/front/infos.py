@@ -308,11 +308,8 @@ def short_repr(value: Any) -> str:
 
 def own_keys(infos: Mapping[Any, Any]) -> list[Any]:
     """Return the keys of a dict of arrays that are not the mask of another key."""
-    return [key for key in infos if not (isinstance(key, str) and key.startswith("_") and _is_mask(key, infos))]
-
-
-def _is_mask(key: str, infos: Mapping[Any, Any]) -> bool:
-    return key[1:] in infos or (key[1:].isdigit() and int(key[1:]) in infos)
+    others = {f"_{key}" for key in infos if type(key) is not str}
+    return [key for key in infos if not (isinstance(key, str) and key[:1] == "_" and (key[1:] in infos or key in others))]
 
 
 def info_rows(infos: Mapping[Any, Any], count: int) -> list[dict[Any, Any]]:

@@ -43,7 +43,7 @@ from vecenv.front.arguments import milliseconds_until
 from vecenv.link.channel import Channel, ChannelClosed, WorkerEnd
 from vecenv.link.messages import Failure, Op, Outcome, Reply, decode, encode, summary
 from vecenv.link.own_generators import OwnGenerators
-from vecenv.state.capture import layers_of, reachable_objects
+from vecenv.state.capture import find_layers, reachable_objects
 from vecenv.system.cores import Placement, SpinPolicy, read_kernel_file
 from vecenv.system.descendants import new_token
 from vecenv.system.descriptors import Descriptor, DescriptorOwner, list_open_resources
@@ -312,7 +312,7 @@ def _objects_in_shared_memory(process: WorkerState) -> Iterator[str]:
     mapped = [tuple(int(end, 16) for end in addresses.split("-")) for addresses, _ in process.inherited if "-" in addresses]
     ranges = [(low, high) for low, high in mapped if not low <= arena < high]
     assert process.rows is not None
-    for value, where in reachable_objects(layers_of(process.rows.envs[0])).values() if ranges else ():
+    for value, where in reachable_objects(find_layers(process.rows.envs[0])).values() if ranges else ():
         address = _data_address(value)
         if any(low <= address < high for low, high in ranges):
             yield f"{where} ({type(value).__name__})"

@@ -32,7 +32,7 @@ from interruption import PACKAGE, Interruption
 
 import vecenv
 from vecenv.state.capture import capture_state, prepare_restore
-from vecenv.state.snapshots import FORMAT, Snapshot, kind_of
+from vecenv.state.snapshots import FORMAT, Snapshot, describe_kind
 from vecenv.testing import assert_identical
 
 HERE = str(Path(__file__).parent)
@@ -257,7 +257,7 @@ def snapshot_of(env: Any, seed: int, steps: int, ends: bool) -> Snapshot:
     env.reset(seed=seed)
     env.steps = steps
     pending, observation = ends and steps == 3, env.observe()
-    return Snapshot.of(kind_of(env), capture_state(env), pending=pending, observation=observation)
+    return Snapshot.of(describe_kind(env), capture_state(env), pending=pending, observation=observation)
 
 
 # --- resources ----------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def _is_layer(kind: type) -> bool:
     return has_methods and kind.__dictoffset__ != 0 and kind not in _PLAIN
 
 
-def layers_of(env: Any) -> list[Any]:
+def find_layers(env: Any) -> list[Any]:
     """Return an environment's layers, outermost first: itself, and all environments that are attributes of its layers."""
     layers = [env]
     seen = {id(env)}
@@ -85,7 +85,7 @@ def capture_state(env: Any, layers: list[Any] | None = None) -> bytes:
     Raises:
         NotRestorable: A part of the state cannot be saved. The message names it.
     """
-    layers = layers_of(env) if layers is None else layers
+    layers = find_layers(env) if layers is None else layers
     return _Writer(layers).write()
 
 
@@ -379,7 +379,7 @@ def prepare_restore(env: Any, blob: bytes, layers: list[Any] | None = None) -> C
     Raises:
         SnapshotMismatch: The state does not fit.
     """
-    layers = layers_of(env) if layers is None else layers
+    layers = find_layers(env) if layers is None else layers
     reader = _Reader(blob, layers)
     pending_loads = reader.pending_loads
     attributes: list[tuple[dict[str, Any], dict[str, Any], list[str], int]] = []

@@ -24,9 +24,9 @@ import gymnasium
 import numpy as np
 
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
-from vecenv.state.capture import capture_state, layers_of, prepare_restore, reachable_objects
+from vecenv.state.capture import capture_state, find_layers, prepare_restore, reachable_objects
 from vecenv.state.codecs import name_of
-from vecenv.state.snapshots import kind_of
+from vecenv.state.snapshots import describe_kind
 from vecenv.system.shared_generators import read_states, restore_states
 from vecenv.system.signals import raised_by_handler, watched_handlers
 from vecenv.trajectories import STEP_FIELDS, assert_identical
@@ -97,7 +97,7 @@ class Proof:
     def __init__(self, envs: list[Any], *, steps: int = _MAX_STEPS, seed: int = 0) -> None:
         self._first, self._second, self._third = envs
         self._steps, self._seed = steps, seed
-        self._kind = kind_of(self._first)
+        self._kind = describe_kind(self._first)
         self._space = copy.deepcopy(self._first.action_space)
 
     def run(self) -> None:
@@ -129,7 +129,7 @@ class Proof:
         """
         try:
             self._require_unshared(env, "the environments that its env_fn builds")
-            if difference := kind_of(env).differs_from(self._kind):
+            if difference := describe_kind(env).differs_from(self._kind):
                 raise NotRestorable(f"its env_fn builds other environments than this one: {difference}")
             self._space.seed(self._seed)
             self._load_state(self._first, state, "an environment of its env_fn")
@@ -143,7 +143,7 @@ class Proof:
             raise NotRestorable(f"{self._kind.env_id} cannot be saved: {error}") from error
 
     def _require_unshared(self, env: Any, others: str) -> None:
-        own, other = (reachable_objects(layers_of(one)) for one in (self._first, env))
+        own, other = (reachable_objects(find_layers(one)) for one in (self._first, env))
         for key in own.keys() & other.keys():
             obj, path = other[key]
             is_generator = isinstance(obj, np.random.Generator | np.random.RandomState | random.Random)
@@ -270,7 +270,7 @@ class SharedState:
 
     def __init__(self, env: Any) -> None:
         self._namespaces: dict[str, Mapping[str, Any]] = {}
-        for layer in layers_of(env):
+        for layer in find_layers(env):
             for kind in type(layer).__mro__:
                 if kind.__module__.partition(".")[0] not in ("builtins", "abc", "typing", "gymnasium"):
                     self._namespaces[kind.__name__] = vars(kind)
@@ -321,7 +321,7 @@ def _describe_cause(changed: list[str], env: Any) -> str:
         return f" (environments share {', '.join(changed[:4])}, and steps change it)"
     suspects = [
         f"{type(layer).__name__}.{name}"
-        for layer in layers_of(env)
+        for layer in find_layers(env)
         for name, value in vars(layer).items()
         if getattr(value, "__closure__", None) or type(type(value)).__name__.startswith(("pybind11", "nb_type", "Boost"))
     ]

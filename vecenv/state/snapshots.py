@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 import gymnasium
 
 from vecenv.errors import NotRestorable, SnapshotMismatch
-from vecenv.state.capture import layers_of
+from vecenv.state.capture import find_layers
 from vecenv.state.describe import describe, describe_space, differ, is_importable
 from vecenv.system.signals import call_with_fallback
 
@@ -264,9 +264,9 @@ def parse_snapshots(snapshots: Any, rows: Sequence[int]) -> list[Snapshot]:
     return listed
 
 
-def kind_of(layers: Sequence[Any] | Any) -> Kind:
+def describe_kind(layers: Sequence[Any] | Any) -> Kind:
     """Return the kind of an environment, or of a list of its layers. Takes about 100 microseconds."""
-    layer_list = layers if isinstance(layers, list) else layers_of(layers)
+    layer_list = layers if isinstance(layers, list) else find_layers(layers)
     names = tuple(f"{type(layer).__module__}.{type(layer).__qualname__}" for layer in layer_list)
     spec = next((spec for layer in layer_list if (spec := vars(layer).get("spec")) is not None), None)
     env_id = getattr(spec, "id", None) or names[-1]

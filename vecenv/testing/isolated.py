@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from vecenv.state.proof import SharedState, step_env, to_one_line
-from vecenv.state.snapshots import kind_of
+from vecenv.state.snapshots import describe_kind
 from vecenv.system.shared_generators import GENERATORS, find_draws, read_states, restore_states, torch_generator
 from vecenv.system.signals import raised_by_handler, watched_handlers
 from vecenv.trajectories import assert_identical
@@ -77,7 +77,7 @@ class _Comparison:
         with ExitStack() as scratch:
             try:
                 env = self._build(scratch)
-                self._name = kind_of(env).env_id
+                self._name = describe_kind(env).env_id
                 self._shared = SharedState(env)
                 space = copy.deepcopy(env.action_space)
                 space.seed(self._seed)

@@ -12,9 +12,9 @@ import gymnasium
 
 from vecenv.errors import NotRestorable, SnapshotMismatch
 from vecenv.link.messages import Outcome
-from vecenv.state.capture import capture_state, layers_of, prepare_restore
+from vecenv.state.capture import capture_state, find_layers, prepare_restore
 from vecenv.state.proof import Proof, open_proof
-from vecenv.state.snapshots import Kind, Row, Snapshot, kind_of
+from vecenv.state.snapshots import Kind, Row, Snapshot, describe_kind
 from vecenv.worker.rows import EnvRows
 
 
@@ -45,7 +45,7 @@ class SnapshotRows(EnvRows):
 
         def save_row(k: int) -> Snapshot:
             env = self._env(k)
-            layers = layers_of(env)
+            layers = find_layers(env)
             kind = self._find_kind(k, layers)
             return Snapshot.of(
                 kind, self._capture(layers, kind), pending=self._is_reset_due(k), used=self._used[k],
@@ -66,7 +66,7 @@ class SnapshotRows(EnvRows):
         key = [*layers, layers[0].observation_space, layers[0].action_space, *spaces]
         cached = self._kinds.get(k)
         if cached is None or len(cached[0]) != len(key) or not all(map(is_, cached[0], key)):
-            cached = self._kinds[k] = key, kind_of(layers)
+            cached = self._kinds[k] = key, describe_kind(layers)
         return cached[1]
 
     def prove(self, ks: Sequence[int]) -> Outcome:
@@ -88,7 +88,7 @@ class SnapshotRows(EnvRows):
 
             def prove_row(k: int) -> None:
                 env = self._env(k)
-                layers = layers_of(env)
+                layers = find_layers(env)
                 state = self._capture(layers, self._find_kind(k, layers))
                 proof_for(k).check(env, state, over=self._is_reset_due(k))
 
@@ -133,7 +133,7 @@ class SnapshotRows(EnvRows):
         env = self.envs[k]
         env = self._build(k) if env is None else env
         try:
-            layers = layers_of(env)
+            layers = find_layers(env)
             if difference := snapshot.row.kind.differs_from(self._find_kind(k, layers)):
                 raise SnapshotMismatch(difference)
             return prepare_restore(env, snapshot.body, layers)

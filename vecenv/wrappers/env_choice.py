@@ -10,7 +10,7 @@ import gymnasium
 
 from vecenv.errors import SnapshotMismatch, suggest_names
 from vecenv.state.capture import capture_state, prepare_restore
-from vecenv.state.snapshots import kind_of
+from vecenv.state.snapshots import describe_kind
 
 __all__ = ["ChosenEnv", "EnvChoice"]
 
@@ -167,7 +167,7 @@ class ChosenEnv(gymnasium.Env[Any, Any]):
     def take_snapshot(self) -> Any:
         """Return the name, the kind and the state of the current environment."""
         env = self.current
-        return self.env_name, kind_of(env), capture_state(env)
+        return self.env_name, describe_kind(env), capture_state(env)
 
     def restore_snapshot(self, state: Any) -> None:
         """Continue from a state that :meth:`take_snapshot` returned.
@@ -179,7 +179,7 @@ class ChosenEnv(gymnasium.Env[Any, Any]):
         if name not in self._factories:
             raise SnapshotMismatch(f"it was saved in {name!r}, which this EnvChoice does not offer")
         env = self._choose(name)
-        if difference := kind.differs_from(kind_of(env)):
+        if difference := kind.differs_from(describe_kind(env)):
             raise SnapshotMismatch(difference)
         prepare_restore(env, body)()
 

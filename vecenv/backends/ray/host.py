@@ -35,8 +35,8 @@ from vecenv.planning.plan import choose
 from vecenv.planning.probe import EnvProbe
 from vecenv.shm import Tree, fixed_tree
 from vecenv.shm.layout import Array
-from vecenv.state.capture import layers_of, prepare_restore
-from vecenv.state.snapshots import Snapshot, kind_of
+from vecenv.state.capture import find_layers, prepare_restore
+from vecenv.state.snapshots import Snapshot, describe_kind
 from vecenv.system.cores import usable_cores
 from vecenv.system.descendants import end_descendants
 from vecenv.system.spawning import resolve_variables
@@ -386,8 +386,8 @@ def _require_fit(env: Any, snapshot: Snapshot, *, own_generators: bool) -> None:
     With ``own_generators``, ``env`` lacks the outermost wrapper of the snapshot.
     """
     try:
-        layers, saved_kind = layers_of(env), snapshot.row.kind
-        own_kind = kind_of(layers)
+        layers, saved_kind = find_layers(env), snapshot.row.kind
+        own_kind = describe_kind(layers)
         if own_generators:
             saved_kind = replace(saved_kind, layers=saved_kind.layers[1:], versions=own_kind.versions)
         if difference := saved_kind.differs_from(own_kind):

@@ -140,6 +140,23 @@ def test_folder_open_to_others_is_not_used(folder: Path, tmp_path: Path, monkeyp
         (tmp_path / "temporary").mkdir()
         envs.publish_stats("elsewhere")
         assert [row.name for row in rows()] == ["elsewhere"]
+        (tmp_path / "temporary").rename(tmp_path / "removed")
+        for _ in range(2):
+            with pytest.raises(OSError, match="found no folder"):
+                envs.publish_stats()
+
+
+def test_a_folder_open_to_others_ends_no_program(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    folder.mkdir(mode=0o755)
+    monkeypatch.setattr(published, "tempfile", SimpleNamespace(gettempdir=lambda: str(tmp_path / "temporary")))
+    monkeypatch.setenv("VECENV_TOP", "1")
+    with contextlib.closing(make()) as envs:
+        for seed in range(2):
+            envs.reset(seed=seed)
+    (warning,) = recwarn
+    assert "VECENV_TOP=1 has no effect on this AsyncVectorEnv: publish_stats() found no folder" in str(warning.message)
 
 
 def test_files_of_processes_that_have_ended_are_removed(folder: Path) -> None:

@@ -156,6 +156,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
     _pool: WorkerPool
     _recording: FlightRecorder | None = None
     _stats_file: published.StatsFile | None = None
+    _stats_refused = False  # True if the file of `VECENV_TOP=1` could not be written
     plan: Plan | None = None
     generators: GeneratorsOption = "shared"
     _draws_shared = False  # True if the tried environment drew from the shared generators of its process
@@ -481,6 +482,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         if self._stats_file is not None:
             self._driver.observers.remove(self._stats_file)
             self._stats_file.close()
+            self._stats_file = None
         self._stats_file = published.StatsFile(self, str(name or (self.spec and self.spec.id) or type(self).__name__))
         self._driver.observers.append(self._stats_file)
 
@@ -496,8 +498,14 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
 
     def _begin_reset(self, seed: Any, options: ResetOptions, env_id: Any) -> None:
         super()._begin_reset(seed, options, env_id)
-        if self._stats_file is None and published.is_wanted():
-            self._publish(None)
+        if self._stats_file is None and published.is_wanted() and not self._stats_refused:
+            try:
+                self._publish(None)
+            except OSError as error:  # no reason to end a training run
+                if isinstance(error, TimeoutError):  # from a signal handler with a time limit
+                    raise
+                self._stats_refused = True
+                warn(f"VECENV_TOP=1 has no effect on this {type(self).__name__}: {error}")
 
     def _begin_exec(self, method: str, func: Callable[..., Any], indices: Any, args: Any, kwargs: Any) -> None:
         if callable(func) and self.generators == "own":

@@ -61,7 +61,7 @@ def _flatten(info: Any, values: list[Any]) -> Definition | None:
             values.append(value)
             entries.append((key, ("s", kind.__name__)))
         elif kind is np.ndarray:
-            if (name := _column_dtype_name(value.dtype)) is None:
+            if value.nbytes > INFO_BYTES or (name := _column_dtype_name(value.dtype)) is None:
                 return None
             values.append(value.tobytes())
             entries.append((key, ("a", name, value.shape)))

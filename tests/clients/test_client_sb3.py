@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from client_envs import Plain, assert_equal, full_env_fns, make_cartpole
-from dying_agents import agent_rows
+from dying_agents import DyingAgents, agent_rows
 
 sb3 = pytest.importorskip("stable_baselines3", reason="needs Stable-Baselines3: pip install 'vecenv[clients]'")
 
@@ -298,6 +298,10 @@ def test_unsupported_spaces_are_refused() -> None:
     envs.close()
     with pytest.raises(TypeError, match="Gymnasium vector environment"):
         as_sb3(gym.make("CartPole-v1"))
+    games = vecenv.MultiAgentVecEnv([DyingAgents] * 2, num_workers=0)
+    with pytest.raises(TypeError, match=r"; use envs\.flatten_agents\(\)$"):
+        as_sb3(games)
+    games.close()
     envs = vecenv.make_vec("CartPole-v1", 2, "serial")
     envs.metadata["autoreset_mode"] = None
     with pytest.raises(ValueError, match="needs autoreset_mode='NextStep' or 'SameStep' or 'Disabled', got None"):

@@ -269,6 +269,7 @@ def preloads(modules: Any) -> Options:
         ),
         ({"context": "zz"}, ValueError, "cannot find context for 'zz'"),
         # options that Gymnasium's class lacks, or errors with a different text
+        ({"spares": 1}, TypeError, "AsyncVectorEnv has no option 'spares'. Write spare_workers=k, an option of"),
         ({"num_worker": 1}, TypeError, "AsyncVectorEnv has no option 'num_worker'. Did you mean 'num_workers'?"),
         ({"nworkers": 2}, TypeError, "AsyncVectorEnv has no option 'nworkers'. Did you mean 'num_workers'?"),
         ({"n_workers": 2}, TypeError, "AsyncVectorEnv has no option 'n_workers'. Did you mean 'num_workers'?"),

@@ -109,7 +109,7 @@ def test_workers_start_concurrently() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (lambda: Restart(limit=-1), "`Restart(limit)` must be None or a non-negative int, got -1"),
+        (lambda: Restart(limit=-1), "`Restart(limit)` must be None, a non-negative int or float('inf'), got -1"),
         (lambda: Restart(period=0.0), "`Restart(period)` must be a number of seconds above 0, got 0.0"),
         (lambda: WorkerOptions(start_timeout=-1), "`WorkerOptions(start_timeout)` must be a number of seconds above 0"),
         (lambda: WorkerOptions(threads=0), "`WorkerOptions(threads)` must be None or a positive int, got 0"),

@@ -236,6 +236,18 @@ def test_probed_environment_may_have_children_without_daemon(method: str) -> Non
     assert EnvProbe([env_fn], context, 15.0, daemon=False).measure()[0].steps > 0
 
 
+def start_a_process() -> gym.Env:
+    """Build an environment that starts a process."""
+    multiprocessing.Process(target=int).start()
+    return EchoEnv(0)
+
+
+def test_error_about_a_daemonic_process_names_the_option() -> None:
+    with pytest.raises(AssertionError, match="daemonic") as caught:
+        EnvProbe([start_a_process]).measure()
+    assert any("daemon=False" in note for note in caught.value.__notes__)
+
+
 @pytest.mark.parametrize("timeout", [math.inf, 1e7, 1e300])
 def test_probe_with_any_timeout(timeout: float) -> None:
     assert EnvProbe([functools.partial(EchoEnv, 0)], timeout=timeout).measure()[0].steps > 0

@@ -81,6 +81,10 @@ class Unclosed:
     reset, step = Plain.reset, Plain.step
 
 
+class Undescribed(Unclosed):
+    def close(self) -> None: ...
+
+
 class Game:
     """A game like PettingZoo's: spaces are methods."""
 
@@ -166,6 +170,7 @@ def test_returns_of_old_interfaces(workers: int, kind: Any, call: str, text: str
     [
         (Thing, "env_fns[0]() returned Thing, which has no `reset`: expected a gymnasium.Env"),
         (Unclosed, "env_fns[0]() returned Unclosed, which has no `close`: expected a gymnasium.Env"),
+        (Undescribed, "env_fns[0]() returned Undescribed, which has no `metadata`: expected a gymnasium.Env"),
         (Game, "env_fns[0]() returned a PettingZoo environment: use vecenv.MultiAgentVecEnv instead"),
     ],
 )

@@ -34,7 +34,9 @@ def require_settings(
             arrays are not NumPy arrays.
     """
     if not isinstance(envs, VectorEnv):
-        raise TypeError(f"{client} needs a Gymnasium vector environment, such as vecenv.make_vec builds, got {envs!r}")
+        advice = "; use envs.flatten_agents()" if hasattr(envs, "flatten_agents") else ""
+        text = f"{client} needs a Gymnasium vector environment, such as vecenv.make_vec builds, got {envs!r}"
+        raise TypeError(text + advice)
     mode = envs.metadata.get("autoreset_mode")
     if mode not in modes:
         accepted = " or ".join(repr(each.value) for each in modes)

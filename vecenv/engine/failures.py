@@ -101,8 +101,6 @@ class FailureLog:
                 self.failed[row] = f"{failure.text}, at {place}" if place else failure.text
                 self.deaths.pop(row, None)
             failure.error = packed  # breaks a cycle: the exception's frames hold the failure
-            if "daemonic processes are not allowed" in summary(error):
-                note_once(error, "environments that start processes of their own need AsyncVectorEnv(..., daemon=False)")
             # a copy for the record, because a raised exception keeps the program's frames and their objects alive
             recorded = unpack_error(packed, note)
             if is_marked or (command == "step" and mark != "none"):

@@ -167,6 +167,7 @@ _ADVICE: Final = {
     "seed": "Pass it to reset(seed=...).",
     "num_envs": "Pass that many functions: [env_fn] * num_envs.",
     "n_envs": "Did you mean 'num_envs'?",
+    "spares": "Write spare_workers=k, an option of vecenv.make_vec.",
     "start_method": "Write context=...",
     "vec_env_cls": "Write backend='process', or backend='serial' for DummyVecEnv.",
     "vectorization_mode": "Pass backend='process' for 'async', or backend='serial' for 'sync'.",

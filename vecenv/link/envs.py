@@ -96,7 +96,7 @@ def different_action_space(first: Any, env: int, got: str) -> RuntimeError:
     )
 
 
-_REQUIRED_ATTRIBUTES: Final = ("reset", "step", "close", "observation_space", "action_space")
+_REQUIRED_ATTRIBUTES: Final = ("reset", "step", "close", "observation_space", "action_space", "metadata", "render_mode")
 
 
 def build_env(env_fn: Callable[[], Any], index: int) -> Any:

@@ -440,7 +440,11 @@ def unpack_error(packed: PackedError, note: str) -> Exception:
         loaded = call_with_fallback(partial(pickle.loads, packed.blob), lambda _: None, BaseException)
     error = loaded if isinstance(loaded, Exception) else EnvError(f"{note}: {packed.summary}", original=packed.summary)
     error.__cause__ = RemoteTraceback(packed.text)
-    call_with_fallback(partial(error.add_note, note), lambda _: None, Exception)
+    notes = [note]
+    if "daemonic processes are not allowed" in packed.summary:
+        notes.append("environments that start processes of their own need AsyncVectorEnv(..., daemon=False)")
+    for text in notes:
+        call_with_fallback(partial(error.add_note, text), lambda _: None, Exception)
     return error
 
 

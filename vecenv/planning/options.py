@@ -44,7 +44,8 @@ class Restart:
 
     def __post_init__(self) -> None:
         if self.limit != math.inf:
-            check_option("Restart(limit)", self.limit, (choice_check(None, or_=int_check(0)), "None or a non-negative int"))
+            accepted = "None, a non-negative int or float('inf')"
+            check_option("Restart(limit)", self.limit, (choice_check(None, or_=int_check(0)), accepted))
         check_option("Restart(period)", self.period, _DURATION)
 
 

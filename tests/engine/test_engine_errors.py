@@ -409,18 +409,22 @@ class UncheckedEnv(CounterEnv):
         return super().step(action)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_exception_before_the_first_reset_says_so(num_workers: int) -> None:
+@pytest.mark.parametrize(("num_workers", "on_failure"), [(0, "raise"), (2, "raise"), (2, "restart")])
+def test_an_exception_before_the_first_reset_says_so(num_workers: int, on_failure: Any) -> None:
     text = "reset() was never called"
-    with open_engine([UncheckedEnv] * 2, num_workers=num_workers) as envs:
+    with open_engine([UncheckedEnv] * 2, num_workers=num_workers, on_failure=on_failure) as envs:
         with pytest.raises(AttributeError, match="position") as caught:
             envs.step(np.array([0, 0]))
         assert text in caught.value.__notes__
         envs.reset()
-        with pytest.raises(RuntimeError, match="no fours") as later:
-            envs.step(np.array([4, 0]))
-        assert text not in later.value.__notes__
-    with open_engine([functools.partial(gymnasium.make, "CartPole-v1")] * 2, num_workers=num_workers) as envs:
+        if on_failure == "raise":
+            with pytest.raises(RuntimeError, match="no fours") as later:
+                envs.step(np.array([4, 0]))
+            assert text not in later.value.__notes__
+        else:
+            assert envs.step(np.array([4, 0]))[4]["restarted"].tolist() == [True, False]
+    env_fns = [functools.partial(gymnasium.make, "CartPole-v1")] * 2
+    with open_engine(env_fns, num_workers=num_workers, on_failure=on_failure) as envs:
         with pytest.raises(ResetNeeded) as checked:
             envs.step(np.array([0, 0]))
         assert text not in checked.value.__notes__
@@ -440,8 +444,20 @@ def test_a_dead_worker_says_how_to_go_on() -> None:
 def test_an_error_without_text_is_named_without_a_colon(caplog: pytest.LogCaptureFixture) -> None:
     with ready_engine([functools.partial(RaisingEnv, error=MemoryError())], num_workers=1, on_failure="restart") as envs:
         envs.step(np.array([0]))
-        assert re.search(r"env 0: MemoryError, at envs.py:\d+ in _maybe_raise$", caplog.text.strip()), caplog.text
+        text = r" died during step: MemoryError, at envs.py:\d+ in _maybe_raise, so it was killed$"
+        assert re.search(text, caplog.text.strip())
         assert str(envs.errors[0]).endswith("step: MemoryError")
+
+
+def test_a_restart_after_a_memory_error_has_a_new_process() -> None:
+    """A library may have leaked the memory, so a rebuild in the same process would fail again."""
+    env_fns = [functools.partial(RaisingEnv, error=MemoryError()), RaisingEnv]
+    with ready_engine(env_fns, num_workers=1, on_failure="restart") as envs:
+        pid = envs.processes[0].pid
+        for rows in ([True, False], [False, True]):  # the other one was not in the middle of a step
+            assert envs.step(np.array([0, 0]))[4]["restarted"].tolist() == rows
+        assert envs.processes[0].pid != pid
+        assert envs.stats()["restarts"] == 1
 
 
 def test_restarted_row_reports_nothing_of_its_failed_step(process_engine: Options) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import vecenv
 from vecenv.errors import InfoError
 from vecenv.front.infos import InfoMerger, info_rows
-from vecenv.link.infos import InfoReader, InfoWriter
+from vecenv.link.infos import InfoReader, InfoWriter, _flatten
 from vecenv.shm import INFO_BYTES
 from vecenv.testing import assert_identical
 
@@ -222,6 +222,22 @@ def test_an_info_that_is_no_dict_raises_after_the_rows_were_delivered(engine: Op
         assert envs._state.value == "default"
         assert not envs.errors
         assert envs.step([0, 0, 0])[4] == {}
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+def test_an_info_that_is_no_dict_is_a_failure_with_restarts(mode: str) -> None:
+    env_fns = [info_env([info, {}], [{}]) for info in ({"a": 1}, None)]
+    with ready_engine(env_fns, num_workers=1, on_failure="restart", autoreset_mode=mode) as envs:
+        infos = envs.step([0, 0])[4]
+        assert infos["restarted"].tolist() == [False, True]
+        assert infos["a"].tolist() == [1, 0]
+        assert "InfoError: env 1: info: got None, expected a dict" in str(envs.errors[-1])
+
+
+def test_arrays_that_no_record_holds_are_not_copied() -> None:
+    values: list[Any] = []
+    assert _flatten({"a": 1, "b": np.zeros(INFO_BYTES + 1, np.uint8)}, values) is None
+    assert values == [1]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -8,9 +8,10 @@ docs/architecture.md describes replies and restarts: *The life of a step*, *The 
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from gymnasium.error import ResetNeeded
@@ -19,10 +20,12 @@ from vecenv.engine.failures import FailureLog, Policy, Rebuilder, note_once
 from vecenv.engine.requests import Request
 from vecenv.engine.worker_pool import WorkerPool
 from vecenv.engine.worker_process import Worker, WorkerProcess
+from vecenv.errors import InfoError
 from vecenv.front.driver import Counters
+from vecenv.front.infos import short_repr
 from vecenv.link.channel import ChannelClosed
 from vecenv.link.infos import InfoReader
-from vecenv.link.messages import HEAD, Op, Outcome, Reply, decode, decode_outcome, pack_head
+from vecenv.link.messages import HEAD, Failure, Op, Outcome, Reply, decode, decode_outcome, pack_head
 from vecenv.link.observations import Store
 from vecenv.shm import Batch
 from vecenv.system.reporting import warn
@@ -288,6 +291,8 @@ class PendingMessages:
             request.finals.update(outcome.finals)
             request.results.update(outcome.results)
             request.failures += [(failure, worker) for failure in outcome.failures]
+            if self.policy.restart:
+                self._refuse_bad_infos(worker, outcome, request)
         if request.rebuilding:
             self._apply_rebuilt(request, rows)
         if request.for_recv:
@@ -303,12 +308,21 @@ class PendingMessages:
 
     # -- failures ----------------------------------------------------------------------------------------------------
 
+    def _refuse_bad_infos(self, worker: Worker, outcome: Outcome, request: Request) -> None:
+        """Treat infos that are not dicts as failures of their environments, so that these are rebuilt."""
+        for row, info in outcome.infos.items():
+            if not isinstance(info, Mapping):
+                error = InfoError(f"env {row}: info: got {short_repr(info)}, expected a dict")
+                request.failures.append((Failure(row, error, fatal=False), worker))
+                del request.infos[row]
+
     def settle(self, request: Request) -> Exception | None:
         """Record the failures of a request. Return the exception to raise, or queue messages that rebuild the rows."""
-        rebuilds = self.policy.restart and request.command in ("step", "reset")
+        rebuilds = self.policy.restart and request.command in ("step", "reset") and not self._lacks_reset(request)
         raised = self.failures.record(request.command, request.failures, mark="all" if rebuilds else "fatal")
         error: Exception | None
         if rebuilds:
+            self._end_workers_out_of_memory(request.command, raised)
             error = self.queue_rebuilds(request, sorted(self.find_rows_to_settle(request)))
         else:
             error = self.failures.combine(request, raised)
@@ -318,6 +332,22 @@ class PendingMessages:
         request.deaths.clear()
         request.lost.clear()
         return error
+
+    def _lacks_reset(self, request: Request) -> bool:
+        """True if the environments that raised in a step have never been reset, stepped or loaded before."""
+        if request.command != "step" or self.counters.resets or request.deaths or request.rebuilding:
+            return False
+        return all(self.rebuilder.last_good.copy_row(failure.env) is None for failure, _ in request.failures)
+
+    def _end_workers_out_of_memory(self, command: str, raised: Sequence[tuple[int, Exception]]) -> None:
+        """Kill workers with an environment that raised ``MemoryError``: their memory may be full of a library's data."""
+        for row, error in raised:
+            worker, _ = self.pool.split([row])[0]
+            if isinstance(error, MemoryError) and isinstance(worker, WorkerProcess) and worker.death is None:
+                worker.noted_activity = command, row
+                worker.kill_reason = f"{self.failures.failed[row]}, so it was killed"
+                worker.signal(signal.SIGKILL)
+                self.handle_death(worker)
 
     def queue_rebuilds(self, request: Request, rows: Sequence[int]) -> Exception | None:
         """Queue messages that rebuild and reset the environments of failed rows; return the error if that is impossible."""

@@ -172,8 +172,14 @@ def test_some_rows_can_be_sent_while_others_are_in_flight(backend: Backend, envs
         with pytest.raises(NoAsyncCallError):
             envs.recv(count=3)
         assert sorted(envs.recv(count=2)[4]["env_id"].tolist()) == [1, 3]
-        envs.send(backend.actions(2))  # those of the latest recv
-        assert sorted(envs.recv(count=2)[4]["env_id"].tolist()) == [1, 3]
+        for begin in (envs.reset, lambda: envs.step(backend.actions(ROWS))):
+            envs.send(backend.actions(2), [3, 1])
+            envs.recv(count=2)
+            envs.send(backend.actions(2))  # those of the latest recv
+            assert sorted(envs.recv(count=2)[4]["env_id"].tolist()) == [1, 3]
+            begin()
+            envs.send(backend.actions(ROWS))
+            assert len(receive_all(envs)) == ROWS
     assert in_flight(envs) == 0
 
 

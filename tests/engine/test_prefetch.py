@@ -678,6 +678,11 @@ def test_other_attributes_are_those_of_rows(closes: Any) -> None:
     envs.send(np.ones(1, np.int64), [1])
     envs.recv(count=1)
     assert_identical(envs.last_received, np.array([1]))
+    for begin in (envs.reset, lambda: envs.step(np.ones(2, np.int64))):
+        begin()
+        assert_identical(envs.last_received, np.array([0, 1]))
+        envs.send(np.ones(1, np.int64), [1])
+        envs.recv(count=1)
     for call in (lambda: envs.call_async("render"), envs.call_wait, lambda: envs.exec_func_send(print)):
         with pytest.raises(NotImplementedError, match="use call"):
             call()

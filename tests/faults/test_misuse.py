@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import multiprocessing
+import pickle
 import re
 import threading
 import warnings
@@ -255,6 +257,18 @@ def test_racing_callers(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork"], indirect=True)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_copies_are_refused(launch: Launch, num_workers: int) -> None:
+    """A vector environment cannot be copied or pickled, and trying leaves no thread."""
+    envs = launch(make_env_fns(2), num_workers=num_workers)
+    threads = threading.active_count()
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"this AsyncVectorEnv .* cannot be copied or pickled"):
+            duplicate(envs)
+    assert threading.active_count() == threads
+    envs.reset(seed=1)
+
+
 def test_forked_children_do_not_end_workers(launch: Launch) -> None:
     """A process that multiprocessing forks from the trainer runs its exit handlers; the engine's are not among them."""
     envs = launch(make_env_fns(2))

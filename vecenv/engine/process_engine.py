@@ -75,7 +75,7 @@ class Engine(WorkerDriver):
         super().__init__()
         self.num_envs = self.batch_size = len(env_fns)
         self.layout, self.policy, self.mode, self.restarts_rows = layout, policy, plan.autoreset_mode, policy.restart
-        self.last_received = np.arange(self.num_envs)
+        self._all_rows = self.last_received = np.arange(self.num_envs)
         self.observers: list[Observer] = []
         self.arena = Arena(layout.size)
         batch = self.batch = layout.view(self.arena.buffer)
@@ -204,7 +204,7 @@ class Engine(WorkerDriver):
             else:
                 observer.on_result(None, (observations, row_infos))
         self.state.changing = True  # until the guard has returned the result
-        exchange.request = None
+        exchange.request, self.last_received = None, self._all_rows
         if request.command == "step" and not exchange.pending.not_counted:  # the usual case
             self.counters.steps += self.num_envs
         else:

@@ -469,7 +469,7 @@ class WorkerDriver(Driver):
         failures: The log of failures, with ``errors``, ``failed`` and ``restarts``.
         store: The latest observations.
         observers: The observers to notify of calls, results and failures.
-        last_received: The rows that ``recv`` returned last.
+        last_received: The rows of the latest result, in its order: those that ``send`` steps by default.
         stage: The staging area for actions.
         restarts_rows: True if the next step rebuilds failed environments; otherwise it raises.
     """

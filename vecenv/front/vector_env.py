@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import get_ident
-from typing import Any, ClassVar, Final, Generic
+from typing import Any, ClassVar, Final, Generic, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +83,10 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         self._driver = driver
         driver.open(type(self).__name__)
         self.closed = False
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        reason = "owns processes or threads and cannot be copied or pickled: pass a function that builds another one"
+        raise TypeError(f"this {type(self).__name__} {reason}")
 
     # -- reset -----------------------------------------------------------------------------------------------------
 
@@ -214,8 +218,8 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
         Args:
             actions: A batch with one action per environment in ``env_id``, in its order.
-            env_id: Distinct indices of environments; ``None``: those of the latest :meth:`recv`, or all at first. On
-                backends that step all environments together: all of them in order.
+            env_id: Distinct indices of environments; ``None``: those of the latest :meth:`recv`, or all at first and
+                after :meth:`step` or :meth:`reset`. On backends that step all environments together: all of them in order.
 
         Raises:
             ValueError, TypeError: Indices out of range or repeated, or actions that do not match them; nothing was sent.
@@ -738,7 +742,7 @@ class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
 
     @property
     def last_received(self) -> np.ndarray:
-        """The environments of the latest :meth:`recv`, in its order; all at first. :meth:`send` steps these by default."""
+        """The environments that :meth:`send` steps by default: those of the latest :meth:`recv`, or all; see there."""
         return self._driver.last_received.copy()  # type: ignore[no-any-return]
 
     @property

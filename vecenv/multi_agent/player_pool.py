@@ -75,7 +75,7 @@ class PlayerPool(PoolVectorEnv):
 
     @property
     def last_received(self) -> npt.NDArray[np.intp]:
-        """The environments of the latest :meth:`recv`, in its order."""
+        """The environments that :meth:`send` steps by default."""
         return self._driver.latest.astype(np.intp)
 
     def render(self) -> Any:

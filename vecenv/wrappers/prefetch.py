@@ -202,7 +202,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     @property
     def last_received(self) -> Array:
-        """The rows of the latest :meth:`recv`."""
+        """The rows that :meth:`send` steps by default: those of the latest :meth:`recv`, or all after a step or reset."""
         return np.array(self._last_received, np.intp)
 
     @property
@@ -280,7 +280,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._require_call("reset")
         self._collect(self.num_envs, timeout)
         with self._changing_state(recoverable=(InfoError,)):
-            self._call, self._interrupted = "", False
+            self._call, self._interrupted, self._last_received = "", False, list(range(self.num_envs))
             if len(self._results) < self.num_envs:
                 latest = list(iterate(self.envs.observation_space, self.envs.observations))
                 for row in set(range(self.num_envs)) - self._results.keys():
@@ -302,7 +302,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._require_call("step")
         self._collect(self.num_envs, timeout)
         with self._changing_state(recoverable=(InfoError,)):
-            self._call, self._interrupted = "", False
+            self._call, self._interrupted, self._last_received = "", False, list(range(self.num_envs))
             observations, rewards, terminations, truncations, infos = self._combine(range(self.num_envs))
         return observations, rewards, terminations, truncations, infos
 

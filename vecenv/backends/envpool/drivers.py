@@ -570,7 +570,7 @@ class FirstReadyDriver(PoolDriver):
 
     @property
     def latest(self) -> Array:
-        """The environments of the latest rows, int32: the default of ``send``."""
+        """The environments of the latest result, int32: the default of ``send``."""
         ids: Array = self.returned[0][0]
         return ids
 
@@ -657,10 +657,8 @@ class FirstReadyDriver(PoolDriver):
             if not self.receiver.receive(replies, received + 1, deadline):
                 return None
         stepped, held = self._rows.results_in_order(replies[:], self.all_ids, self.ended)
-        latest, counts = self.returned[0], (self.num_envs, 0)
-        if kind is Phase.WAITING_RESET:
-            latest, counts = self._all, (0, self.num_envs)
-        self.finish((latest, [held], self._num_dropped + received, 0), *counts)
+        counts = (0, self.num_envs) if kind is Phase.WAITING_RESET else (self.num_envs, 0)
+        self.finish((self._all, [held], self._num_dropped + received, 0), *counts)
         return stepped
 
     def recv(self, count: int | None, deadline: float | None) -> Stepped | None:

@@ -7,7 +7,7 @@ This module has the constructor and the methods that only EnvPool offers. The ot
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,12 +38,6 @@ class PoolVectorEnv(VectorEnvBase[Any, Any, Any]):
         name = self.spec.id if self.spec is not None else self._driver.task.id
         batch = f", batch_size={self.batch_size}" if self.batch_size < self.num_envs else ""
         return f"{type(self).__name__}({name}, num_envs={self.num_envs}{batch}, phase={self._phase.name})"
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            f"a {type(self).__name__} owns threads and cannot be copied or pickled: "
-            "build a new one in the process that uses it"
-        )
 
 
 class EnvPoolVectorEnv(PoolVectorEnv):

@@ -175,6 +175,7 @@ class HostsDriver(WorkerDriver):
         result: Stepped = (observations, *flags, infos if exchange.infos else {})
         self.state.changing = True  # until the guard has returned the result
         exchange.end(request)
+        self.last_received = np.arange(self.num_envs)
         return result
 
     def recv(self, count: int | None, deadline: float | None) -> Stepped | None:

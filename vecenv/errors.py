@@ -63,13 +63,19 @@ def format_seconds(seconds: float | None) -> str:
     return f"{seconds or 0.0:g} second{'s' * (seconds != 1)}"
 
 
+def name_row(row: int, reason: str) -> str:
+    """Return the reason of a failure with the name of its environment in front, unless it contains that name."""
+    is_named = f"env {row}: " in reason or f"env {row}, " in reason
+    return reason if is_named else f"env {row}: {reason}"
+
+
 def failed_earlier_error(reasons: Mapping[int, str]) -> EnvFailed:
     """Return the exception for rows that failed earlier and must be reset first. ``reasons``: row -> its failure."""
     rows = sorted(reasons)
     them = "them" if len(rows) > 1 else "it"
     return EnvFailed(
         f"{envs_text(rows)} failed earlier and must be rebuilt by reset() (or a reset_mask that includes {them}) first: "
-        f"env {rows[0]}: {reasons[rows[0]]}"
+        f"{name_row(rows[0], reasons[rows[0]])}"
     )
 
 
@@ -285,7 +291,7 @@ class ErrorRecord:
             first_line = (str(self.error).strip().splitlines() or [""])[0]
         except Exception:  # raised by `__str__` of the environment's own exception class
             first_line = "it could not be printed"
-        text = f": {first_line}" if first_line else ""
+        text = f": {first_line.removeprefix(f'env {self.env}: ')}" if first_line else ""
         where = f"worker {self.worker}, pid {self.pid}" if self.worker >= 0 else "in the calling process"
         source = where if self.env is None else f"env {self.env} ({where})"
         is_named = self.env is None and first_line.startswith(f"worker {self.worker} (pid {self.pid},")  # named in the text

@@ -328,7 +328,7 @@ def test_errors_of_vecenv_have_the_index_of_the_environment(closes: Any) -> None
     with pytest.raises(ObservationError, match=r"^env 3: observation: got shape"):
         envs.step([0] * 4)
     for refused in (lambda: envs.step([0] * 4), lambda: envs.save([3])):
-        with pytest.raises(EnvFailed, match=r"^env 3 failed earlier.* env 3: ObservationError: env 3: "):
+        with pytest.raises(EnvFailed, match=r"^env 3 failed earlier.* first: ObservationError: env 3: "):
             refused()
     with pytest.raises(EnvFailed, match=r"^env 3 failed earlier"):
         envs.get_attr("steps")

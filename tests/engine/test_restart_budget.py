@@ -18,7 +18,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from envs import ready_engine
+from envs import ReturningEnv, ready_engine
 from gymnasium.spaces import Box, Discrete
 
 import vecenv
@@ -122,9 +122,19 @@ def test_steps_earn_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [budget.spend("worker", range(8, 16)) for _ in range(6)] == [True] * 5 + [False]
     steps = 1250  # 250 more steps of 8 environments: 2,000 steps in total
     assert [budget.spend("worker", range(8, 16)) for _ in range(3)] == [True, True, False]
-    assert "envs 8-15 needed more than 7 restarts" in budget.explain_exhaustion(range(8, 16))
+    assert "envs 8-15 needed more than 7 restarts" in budget.explain_exhaustion("worker", range(8, 16))
     now = 60.1
     assert budget.spend("env 3", [3])
+
+
+def test_exhaustion_names_only_causes_of_its_environment() -> None:
+    budget = RestartBudget(None, 60.0, lambda: 0.0)
+    for index in range(5):
+        assert budget.spend(f"env 1: {index}", [1])
+        assert budget.spend(f"env 2: {index}", [2])
+    assert not budget.spend("env 1: 5", [1])
+    causes = [f"- env 1: {index}" for index in range(1, 6)]
+    assert budget.explain_exhaustion("env 1: 5", [1]).splitlines()[1:] == causes
 
 
 def test_each_restart_is_logged_once_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
@@ -185,6 +195,15 @@ def test_record_is_readable() -> None:
     text = "WorkerDied: worker 1 (pid 77, envs 2-3) died during step: it hung"
     assert str(record) == f"{record.when:%Y-%m-%d %H:%M:%S} {text}"  # no fact is repeated
     assert " env 0 (in the calling process), reset: " in str(ErrorRecord(0, -1, 5, "reset", ValueError(), "", 0.0))
+    named = ErrorRecord(0, -1, 5, "step", ValueError("env 0: observation: got None"), "", 0.0)
+    assert str(named).endswith(" env 0 (in the calling process), step: ValueError: observation: got None")
+
+
+def test_environment_is_named_once_in_the_reason_of_a_restart(caplog: pytest.LogCaptureFixture) -> None:
+    reset, step = (np.zeros(4, np.float32), {}), (np.zeros(9, np.float32), 0.0, False, False, {})
+    with ready_engine([lambda: ReturningEnv([reset], [step])], on_failure="restart") as envs:
+        envs.step([0])
+    assert [record.getMessage().count("env 0") for record in caplog.records if record.name == "vecenv"] == [1]
 
 
 class Stuck(Flaky):

@@ -25,7 +25,7 @@ from gymnasium.vector import AutoresetMode
 from vecenv.engine.observers import Observer, notify_failure
 from vecenv.engine.requests import Death, Request
 from vecenv.engine.worker_process import Worker, WorkerProcess
-from vecenv.errors import EnvError, ErrorRecord, RestartsExhausted, StepTimeout, failed_earlier_error
+from vecenv.errors import EnvError, ErrorRecord, RestartsExhausted, StepTimeout, failed_earlier_error, name_row
 from vecenv.front.arguments import parse_timeout, select_options
 from vecenv.front.driver import Counters
 from vecenv.link.infos import NO_INFO, InfoReader
@@ -328,21 +328,23 @@ class Rebuilder:
         for death in {id(death): death for row in sorted(uncounted) if (death := failures.deaths.get(row))}.values():
             causes.append((death.first_line, list(death.envs)))
             uncounted -= set(death.envs)
-        causes += [(f"env {row}: {failures.failed.get(row, 'it failed again')}", [row]) for row in sorted(uncounted)]
+        causes += [(name_row(row, failures.failed.get(row, "it failed again")), [row]) for row in sorted(uncounted)]
         for position, (cause, cause_rows) in enumerate(causes):
             if notes := failures.notes.get(cause_rows[0]):
                 cause += f" ({'; '.join(notes)})".replace("\n", " ")
                 causes[position] = cause, cause_rows
             if not budget.spend(cause, cause_rows):
                 budget.refund(position)  # the rows of earlier causes are not restarted either
-                return self._exhausted_error(cause_rows, workers, budget)
+                return self._exhausted_error(cause, cause_rows, workers, budget)
         for cause, cause_rows in causes:
             failures.restarts += 1
             failures.counted |= failures.failed.keys() & set(cause_rows)
             failures.restart_log.log(cause)
         return None
 
-    def _exhausted_error(self, rows: Sequence[int], workers: Sequence[Worker], budget: RestartBudget) -> RestartsExhausted:
+    def _exhausted_error(
+        self, cause: str, rows: Sequence[int], workers: Sequence[Worker], budget: RestartBudget
+    ) -> RestartsExhausted:
         """Return the error about the exhausted budget of ``rows``, which names all failed rows of ``workers``."""
         failed = sorted(row for worker in workers for row in worker.rows if row in self._failures.failed)
         worker = next(worker for worker in workers if failed[0] in worker.rows)
@@ -350,7 +352,7 @@ class Rebuilder:
         deaths = self._failures.deaths
         where = {row: deaths[row].where[row] for row in failed if row in deaths}
         return RestartsExhausted(
-            budget.explain_exhaustion(rows),
+            budget.explain_exhaustion(cause, rows),
             worker=death.worker if death else worker.index,
             pid=death.pid if death else worker.pid,
             exitcode=death.exitcode if death else None,

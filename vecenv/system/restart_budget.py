@@ -31,20 +31,18 @@ class RestartBudget:
     def __init__(self, limit: float | None, period: float, steps: Callable[[], float]) -> None:
         self.limit = limit
         self.period = period
-        self.causes: deque[str] = deque(maxlen=5)
         self._steps = steps
-        self._spent: deque[tuple[float, tuple[int, ...], float]] = deque()  # time, rows, result of `steps`
+        self._spent: deque[tuple[float, tuple[int, ...], float, str]] = deque()  # time, rows, result of `steps`, cause
 
     def spend(self, cause: str, rows: Sequence[int] = ()) -> bool:
         """Spend one restart of these rows; return ``False`` if the budget is used up."""
         now, own_rows = time.monotonic(), tuple(rows)
         while self._spent and now - self._spent[0][0] > self.period:
             self._spent.popleft()
-        self.causes.append(cause)
         count, allowed = self._count_and_limit(own_rows)
         if count >= allowed:
             return False
-        self._spent.append((now, own_rows, self._steps()))
+        self._spent.append((now, own_rows, self._steps(), cause))
         return True
 
     def refund(self, count: int) -> None:
@@ -56,13 +54,14 @@ class RestartBudget:
         """Return the number of restarts of these rows in the period, and the number allowed."""
         if self.limit is not None:
             return len(self._spent), self.limit
-        steps_at_restarts = [steps_then for _, rows, steps_then in self._spent if rows == own_rows]
+        steps_at_restarts = [steps_then for _, rows, steps_then, _ in self._spent if rows == own_rows]
         steps_since = (self._steps() - steps_at_restarts[0]) * len(own_rows) if steps_at_restarts else 0.0
         return len(steps_at_restarts), FREE_RESTARTS + steps_since // STEPS_PER_RESTART
 
-    def explain_exhaustion(self, rows: Sequence[int]) -> str:
-        """Explain why these rows cannot be restarted again, and what can be done about it."""
-        causes = "\n".join(f"- {cause}" for cause in self.causes)
+    def explain_exhaustion(self, cause: str, rows: Sequence[int]) -> str:
+        """Explain why these rows cannot be restarted after ``cause``, and what can be done about it."""
+        counted = [earlier for _, own, _, earlier in self._spent if self.limit is not None or own == tuple(rows)]
+        causes = "\n".join(f"- {each}" for each in [*counted, cause][-5:])
         if self.limit is not None:
             return (
                 f"more than {self.limit} restarts within {format_seconds(self.period)}, which is the budget that "

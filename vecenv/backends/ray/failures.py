@@ -100,7 +100,7 @@ class Failures:
             return None
         cause = host.death.partition("\n")[0]
         if not self._budget.spend(cause, host.rows):
-            text, envs = self._budget.explain_exhaustion(host.rows), list(host.rows)
+            text, envs = self._budget.explain_exhaustion(cause, host.rows), list(host.rows)
             return RestartsExhausted(text, worker=host.index, pid=host.pid, envs=envs, command="restart")
         host.restart_counted = True
         self.restarts += 1

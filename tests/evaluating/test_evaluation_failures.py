@@ -37,6 +37,13 @@ class Slow(Walk):
         return reset
 
 
+def test_failed_episodes_cause_a_warning() -> None:
+    walk = functools.partial(Walk, faults={SEED + 1: "raise", SEED + 3: "raise"})
+    text = "2 of 4 episodes failed, the first is episode 1 with ArithmeticError: .*; mean and std leave them out"
+    with open_engine([walk] * 2, num_workers=1) as envs, pytest.warns(UserWarning, match=text):
+        vecenv.evaluate(envs, choose, 4, seed=SEED)
+
+
 class Refusing(Walk):
     """A walk that raises in the reset with one seed."""
 

@@ -463,6 +463,14 @@ def test_rows_are_the_same_memory_in_another_shape() -> None:
     assert envs.closed
 
 
+def test_rows_are_evaluated() -> None:
+    """Agents of an environment end apart, are reset together, and the last episodes do not fill the rows."""
+    rows = flat(scripted(2), num_workers=0)
+    results = vecenv.evaluate(rows, lambda observations: np.zeros(len(observations), np.int64), 10, seed=0)
+    assert results.lengths.tolist() == results.returns.tolist() == [2, 4, 6] * 3 + [2]
+    rows.close()
+
+
 def test_infos_of_an_end_are_the_same_in_same_step_mode() -> None:
     """An agent that dies before the others has a ``final_info`` too, with its masks."""
     game = functools.partial(RandomGame, infos=True)

@@ -30,6 +30,8 @@ from vecenv.front.arguments import parse_timeout
 from vecenv.front.by_row import infos_by_row
 from vecenv.front.capabilities import Capabilities, capabilities_of, raise_unsupported, wrappers_around
 from vecenv.front.infos import RowInfos
+from vecenv.link.messages import original_summary
+from vecenv.multi_agent.views import FlattenAgents
 from vecenv.state.snapshots import Kind, Snapshot
 from vecenv.system.reporting import warn
 from vecenv.system.signals import raised_by_handler, watched_handlers
@@ -124,7 +126,13 @@ def evaluate(
             "the results of evaluate depend on the row of each episode and on the other environments of its process, which "
             "draw from the same generators. generators='own' makes results the same for every number of environments",
         )
-    return EpisodeResults(todo.results[index] for index in range(len(todo.episodes)))
+    results = EpisodeResults(todo.results[index] for index in range(len(todo.episodes)))
+    if failed := [result for result in results if result.error is not None]:
+        error: Any = failed[0].error
+        first, cause = failed[0].index, original_summary(error).partition("\n")[0]
+        counts = f"{len(failed)} of {len(results)} episodes failed"
+        warn(f"{counts}, the first is episode {first} with {cause}; mean and std leave them out")
+    return results
 
 
 def _open_journal(folder: Any, name: str | None, todo: Episodes, with_frames: frozenset[int]) -> Journal | None:
@@ -141,7 +149,7 @@ def _open_journal(folder: Any, name: str | None, todo: Episodes, with_frames: fr
 
 def _require_vector_env(envs: Any, policy: Any) -> None:
     if hasattr(envs, "possible_agents"):
-        raise_unsupported(envs, "evaluate episodes of several agents", "a result has one return")
+        raise_unsupported(envs, "evaluate episodes of several agents", "a result has one return: pass envs.flatten_agents()")
     if not isinstance(envs, VectorEnv):
         problem = f" needs a Gymnasium vector environment, such as vecenv.make_vec builds, got {envs!r}"
         if isinstance(policy, VectorEnv):
@@ -212,7 +220,8 @@ def _needs_waves(envs: Any, capabilities: Capabilities | None, todo: Episodes) -
     if capabilities is None:
         if not isinstance(envs.metadata.get("autoreset_mode"), AutoresetMode):
             raise_unsupported(envs, "be evaluated", "its metadata has no autoreset mode")
-        return any(isinstance(wrapper, NormalizeObservation) for wrapper in wrappers_around(envs))  # no masked resets
+        without_masked_resets = FlattenAgents, NormalizeObservation  # the former resets agents of an environment together
+        return any(isinstance(each, without_masked_resets) for each in (*wrappers_around(envs), envs.unwrapped))
     if not capabilities.row_seeds:
         raise_unsupported(envs, "seed each episode separately", "its environments share one generator")
     if any(episode.reset_options for episode in todo.episodes) and not capabilities.reset_options:

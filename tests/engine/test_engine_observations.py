@@ -276,6 +276,8 @@ BOX4 = spaces.Box(-10, 10, (4,), np.float32)
 CASTS: dict[str, tuple[spaces.Space, Any]] = {
     "float64 into float32": (BOX4, np.arange(4, dtype=np.float64) / 3),
     "int64 into float32": (BOX4, np.arange(4)),
+    "int64 that float32 rounds": (BOX4, np.full(4, 2**24 + 1)),
+    "int64 that a scalar rounds": (spaces.Box(0, 1, (), np.float32), 2**24 + 1),
     "a list": (BOX4, [0.5, 1.5, 2.5, 3.5]),
     "not contiguous": (BOX4, np.arange(8, dtype=np.float32)[::2]),
     "big-endian": (BOX4, np.arange(4, dtype=">f4")),

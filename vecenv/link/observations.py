@@ -373,8 +373,8 @@ def _make_converting_writer(leaf: Leaf, array: Array, first_env: int, warn: _War
 
 
 def _is_faithful_cast(values: Array, cast: Array) -> bool:
-    """True if a cast kept all values, apart from rounding to a smaller float type."""
-    if values.dtype.kind == "f" and cast.dtype.kind == "f":
+    """True if a cast kept all values, apart from rounding to a float type."""
+    if values.dtype.kind in "iuf" and cast.dtype.kind == "f":
         return bool(np.array_equal(np.isfinite(values), np.isfinite(cast)))
     try:
         return bool(np.array_equal(values, cast))

@@ -151,8 +151,22 @@ def test_saved_statistics_continue(mode: AutoresetMode, engine: dict[str, Any]) 
         assert play(resumed, range(25, 90)) == wanted
         resumed.load(snapshots[2], env_id=[0])
         assert resumed.episode_lengths.tolist()[0] == snapshots[2].row.beside["episode"][1]
-        recorded.load(envs.save(verify=False))
+        with pytest.warns(UserWarning, match="counts from here: the state was saved without it"):
+            recorded.load(envs.save(verify=False))
         assert recorded.episode_lengths.tolist() == [0, 0, 0]
+
+
+def test_reset_after_a_load_is_no_step() -> None:
+    """The state was saved without the wrapper, between an episode and its automatic reset."""
+    with open_engine(counters(2, lengths=(2,)), num_workers=0) as envs:
+        envs.reset(seed=1)
+        for _ in range(2):
+            envs.step([0, 0])
+        recorded: Any = RecordEpisodeStatistics(envs)
+        recorded.load(envs.save(verify=False))
+        for _ in range(3):
+            *_, infos = recorded.step([0, 0])
+        assert infos["episode"]["l"].tolist() == [2, 2]
 
 
 def test_the_two_halves_count_too() -> None:

@@ -14,7 +14,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from vecenv.front.arguments import ResetOptions, parse_env_ids, parse_rows, split_reset_mask
 from vecenv.front.infos import executed_steps
-from vecenv.state.snapshots import Snapshot, Snapshots, StateDict
+from vecenv.state.snapshots import Row, Snapshot, Snapshots, StateDict
+from vecenv.system.reporting import warn
 
 __all__ = ["RecordEpisodeStatistics"]
 
@@ -95,11 +96,15 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         )
 
     def load(self, snapshots: Any, env_id: Any = None) -> Any:
-        """Load snapshots into the vector environment. Statistics begin at zero for snapshots saved without this wrapper."""
+        """Load snapshots into the vector environment.
+
+        Statistics begin at zero for snapshots saved without this wrapper, which causes a warning if an episode is running.
+        """
         rows = parse_rows(env_id, self.num_envs)
         snapshot_by_row = [snapshots] * len(rows) if isinstance(snapshots, Snapshot) else snapshots
         observations = self.env.load(snapshots, env_id)  # type: ignore[attr-defined]
-        self._restore_statistics(rows, [(snapshot.row.beside or {}).get(self._key) for snapshot in snapshot_by_row])
+        saved = [snapshot.row for snapshot in snapshot_by_row]
+        self._restore_statistics(rows, saved, [(row.beside or {}).get(self._key) for row in saved])
         return observations
 
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
@@ -110,11 +115,11 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         return StateDict({**state, f"statistics {self._key}": statistics})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
-        """Load the state of the vector environment. Statistics that it lacks begin at zero."""
+        """Load the state of the vector environment. Statistics that it lacks begin at zero, as in :meth:`load`."""
         observations = self.env.load_state_dict(state)  # type: ignore[attr-defined]
         rows = parse_rows(None, self.num_envs)
         running, self.episode_count, queues = state.get(f"statistics {self._key}", ([None] * len(rows), 0, [[], [], []]))
-        self._restore_statistics(rows, running)
+        self._restore_statistics(rows, [snapshot.row for snapshot in state["snapshots"]], running)
         for queue, numbers in zip(self._queues(), queues, strict=True):
             queue.clear()
             queue.extend(numbers)
@@ -130,11 +135,16 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         episode_returns, lengths, over, resetting = (np.asarray(column)[rows].tolist() for column in columns)
         return list(zip(episode_returns, lengths, seconds.tolist(), over, resetting, strict=True))
 
-    def _restore_statistics(self, rows: list[int], statistics: list[Any]) -> None:
+    def _restore_statistics(self, rows: list[int], saved: list[Row], statistics: list[Any]) -> None:
         """Restore statistics from :meth:`_running_statistics`. Rows with ``None`` begin at zero."""
         self._begin_episodes(rows)
-        for row, row_statistics in zip(rows, statistics, strict=True):
-            if row_statistics is not None:
+        if any(found is None and row.used and not row.pending for found, row in zip(statistics, saved, strict=True)):
+            warn("RecordEpisodeStatistics counts from here: the state was saved without it. Use save() and state_dict() of "
+                 "the wrapper, not of the vector environment inside")  # fmt: skip
+        for row, saved_row, row_statistics in zip(rows, saved, statistics, strict=True):
+            if row_statistics is None:
+                self.prev_dones[row] = saved_row.pending
+            else:
                 self.episode_returns[row], self.episode_lengths[row], seconds = row_statistics[:3]
                 self.prev_dones[row], self._resetting[row] = row_statistics[3:]
                 self.episode_start_times[row] -= seconds

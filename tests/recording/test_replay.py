@@ -684,6 +684,18 @@ def test_environments_that_cannot_be_imported(tmp_path: Path) -> None:
     assert "No module named 'gone_world'" in done.stdout
 
 
+def test_definitions_of_the_main_script_are_replayed_as_recorded(tmp_path: Path) -> None:
+    program = (
+        "import vecenv, gymnasium as gym\n"
+        "def make(): return gym.make('CartPole-v1')\n"
+        "if __name__ == '__main__':\n"
+        "    envs = vecenv.AsyncVectorEnv([make], num_workers=0, record_failures='records')\n"
+        "    envs.reset(seed=1); envs.step([1]); print(envs.record(0)); envs.close()\n"
+    )
+    done = run(tmp_path / printed("-c", program, cwd=tmp_path).strip(), "--yes")
+    assert done.stdout.splitlines()[-2].startswith("What the main script or notebook defined is replayed as it was recorded")
+
+
 class NeedsEngine(Short):
     """An environment that cannot be built without its engine."""
 

@@ -72,12 +72,14 @@ def main(arguments: argparse.Namespace) -> int:
     Try: vecenv replay failures/CartPole-v1-env3-episode17-step412.vecenv
     """
     path: Path = arguments.file
-    header = _check_arguments(arguments)
+    header, body = _check_arguments(arguments)
     if not arguments.json:
         print(f"{header.env_id}, env {header.env}, episode {header.episode}, step {header.step}, {header.written}")
         print(f"Recorded: {header.failed}")
         if differences := header.differences():
             print(f"Recorded with {', '.join(differences)}")
+        if b"__main__" in body:
+            print("What the main script or notebook defined is replayed as it was recorded: edits to it have no effect")
     if not arguments.yes:
         _require_trust(path)
     starting_points = ("snapshot",) if arguments.from_snapshot else ("latest", "first")
@@ -104,8 +106,8 @@ def main(arguments: argparse.Namespace) -> int:
     return _EXIT_CODES[result.status]
 
 
-def _check_arguments(arguments: argparse.Namespace) -> Header:
-    """Check all arguments, and return the header of the file."""
+def _check_arguments(arguments: argparse.Namespace) -> tuple[Header, bytes]:
+    """Check all arguments, and return the header and the pickle of the file."""
     path: Path = arguments.file
     if arguments.pdb and arguments.json:
         raise CliError("--pdb and --json cannot be combined")
@@ -114,7 +116,7 @@ def _check_arguments(arguments: argparse.Namespace) -> Header:
     if path.is_dir():
         raise CliError(_describe_folder(path))
     try:
-        header, _ = read_header(path)
+        header, body = read_header(path)
     except FileNotFoundError as error:
         pruned = _FILE_NAME.fullmatch(path.name) and path.parent.is_dir()
         raise CliError(f"{error}{' (the recorder keeps only the newest files; see keep=)' if pruned else ''}") from None
@@ -123,7 +125,7 @@ def _check_arguments(arguments: argparse.Namespace) -> Header:
     if arguments.until is not None and arguments.until > header.step:
         end = f"at step {header.step}" if header.step else "before step 1"
         raise CliError(f"--until {arguments.until}: the record ends {end}")
-    return header
+    return header, body
 
 
 def _require_writable(path: Path) -> None:

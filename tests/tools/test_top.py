@@ -407,9 +407,24 @@ def test_mostly_waiting_worker_is_shown_as_waiting(monkeypatch: pytest.MonkeyPat
     worker = published.PublishedWorker.__new__(published.PublishedWorker)
     for name, value in (("pid", 1), ("started", 5), ("kind", "process")):
         object.__setattr__(worker, name, value)
-    assert top._state(worker, stepped=True, waiting=0.5) == "stepping"
-    assert top._state(worker, stepped=True, waiting=0.99) == "waiting"
-    assert top._state(worker, stepped=False, waiting=1.0) == "idle"
+    assert top._state(worker, stepped=True, waiting=0.5, may_hang=False) == "stepping"
+    assert top._state(worker, stepped=True, waiting=0.99, may_hang=False) == "waiting"
+    assert top._state(worker, stepped=False, waiting=1.0, may_hang=False) == "idle"
+
+
+def test_worker_that_may_hang_is_not_shown_as_idle(closes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the state of the program distinguishes a hang from a learner that computes."""
+    envs = closes(make())
+    envs.publish_stats()
+    envs.reset(seed=0)
+    time.sleep(1.6)
+    real = top.process_state
+    monkeypatch.setattr(top, "process_state", lambda pid: ("S", real(pid)[1]))  # type: ignore[index]
+    (row,) = rows()
+    assert [worker.state for worker in row.workers] == ["unknown"] * 2
+    shown = lines([row], top.View())[-2]
+    assert "unknown" in shown
+    assert "%" not in shown
 
 
 # --- untrusted files ------------------------------------------------------------------------------

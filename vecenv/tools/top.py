@@ -43,7 +43,8 @@ class WorkerRow:
         index, pid: The worker's index and process id; for environments in the caller, the program's process id.
         kind: ``"process"`` or ``"caller"``.
         state: ``"stepping"``: it finished steps; ``"waiting"``: it finished steps, in less than a twentieth of the time;
-            ``"busy"``: it is computing, but finished no step; ``"idle"``; ``"stopped"`` (by SIGSTOP); ``"dead"``.
+            ``"busy"``: it is computing, but finished no step; ``"idle"``; ``"unknown"``: idle or hanging, because its
+            program sleeps too, without a result for 1.5 seconds; ``"stopped"`` (by SIGSTOP); ``"dead"``.
         envs: The indices of its first and last environments.
         steps_per_second: The steps of all its environments.
         waiting: The share of the time that it was not inside an environment, 0 to 1.
@@ -129,11 +130,13 @@ class Watcher:
 
 def _program_row(before: PublishedStats | None, now: PublishedStats) -> ProgramRow:
     seconds_since_result = max(time.monotonic() - now.at, 0.0)
+    may_hang = False
     if seconds_since_result > _LATE_SECONDS:  # no progress since that result, so that rates are 0
-        before = now
+        before, state = now, process_state(now.pid)
+        may_hang = state is not None and state[0] in "SD"
     seconds = max(now.at - (before.at if before else now.began), 1e-9)
     earlier = {worker.index: worker for worker in before.workers} if before else {}
-    workers = [_worker_row(worker, earlier.get(worker.index), seconds) for worker in now.workers]
+    workers = [_worker_row(worker, earlier.get(worker.index), seconds, may_hang) for worker in now.workers]
     return ProgramRow(
         now.name, now.pid, now.num_envs, steps_per_second=sum(worker.steps_per_second for worker in workers),
         waiting=_share(now.time_waiting - (before.time_waiting if before else 0.0), seconds),
@@ -142,12 +145,13 @@ def _program_row(before: PublishedStats | None, now: PublishedStats) -> ProgramR
     )  # fmt: skip
 
 
-def _worker_row(worker: PublishedWorker, before: PublishedWorker | None, seconds: float) -> WorkerRow:
+def _worker_row(worker: PublishedWorker, before: PublishedWorker | None, seconds: float, may_hang: bool) -> WorkerRow:
     steps = worker.steps - (before.steps if before else 0.0)
     waiting = 1.0 - _share(worker.seconds - (before.seconds if before else 0.0), seconds)
     known = worker.slowest_env >= 0
     return WorkerRow(
-        worker.index, worker.pid, worker.kind, _state(worker, stepped=steps > 0, waiting=waiting),
+        worker.index, worker.pid, worker.kind,
+        _state(worker, stepped=steps > 0, waiting=waiting, may_hang=may_hang),
         envs=(worker.first, worker.last), steps_per_second=max(steps, 0.0) / seconds, waiting=waiting,
         slowest_env=worker.slowest_env if known else None,
         slowest_env_seconds=worker.slowest_seconds if known else None, restarts=worker.restarts,
@@ -158,7 +162,7 @@ def _share(part: float, whole: float) -> float:
     return min(max(part / whole, 0.0), 1.0)
 
 
-def _state(worker: PublishedWorker, *, stepped: bool, waiting: float) -> str:
+def _state(worker: PublishedWorker, *, stepped: bool, waiting: float, may_hang: bool) -> str:
     state = process_state(worker.pid)
     if state is None or state[0] in "ZX" or state[1] != worker.started:
         return "dead"
@@ -166,7 +170,9 @@ def _state(worker: PublishedWorker, *, stepped: bool, waiting: float) -> str:
         return "stopped"
     if stepped:
         return "stepping" if waiting < _WAITING_SHARE else "waiting"
-    return "busy" if state[0] == "R" and worker.kind == "process" else "idle"
+    if worker.kind == "process" and state[0] == "R":
+        return "busy"
+    return "unknown" if may_hang else "idle"
 
 
 # --- the display ------------------------------------------------------------------------------------
@@ -269,7 +275,7 @@ def _cells(worker: WorkerRow) -> tuple[RenderableType, ...]:
     return (
         "caller" if worker.kind == "caller" else str(worker.index), str(worker.pid),
         Text(worker.state, style=_COLOURS.get(worker.state, "dim")), f"{first}" if first == last else f"{first}-{last}",
-        f"{worker.steps_per_second:,.0f}", f"{worker.waiting:.0%}",
+        f"{worker.steps_per_second:,.0f}", "-" if worker.state == "unknown" else f"{worker.waiting:.0%}",
         "-" if slowest is None else f"{slowest}: {_format_seconds(worker.slowest_env_seconds or 0.0)}", str(worker.restarts),
     )  # fmt: skip
 

@@ -103,3 +103,13 @@ def test_a_package_without_a_main_module_is_refused_in_one_line(tmp_path: Path) 
     (tmp_path / "silent" / "__init__.py").touch()
     done = python(tmp_path, "-m", "vecenv", "run", "-m", "silent")
     assert (done.returncode, done.stderr) == (2, "vecenv: no module 'silent.__main__'\n")
+
+
+def test_a_package_that_derives_from_gymnasiums_class_is_found_after_the_class_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "derived").mkdir()
+    source = "import gymnasium, sys\nclass Mine(gymnasium.vector.AsyncVectorEnv): pass\nARGUMENTS = list(sys.argv)\n"
+    (tmp_path / "derived" / "__init__.py").write_text(source)
+    source = "import derived, vecenv\nprint(issubclass(derived.Mine, vecenv.AsyncVectorEnv), derived.ARGUMENTS)\n"
+    (tmp_path / "derived" / "__main__.py").write_text(source)
+    done = python(tmp_path, "-m", "vecenv", "run", "--quiet", "-m", "derived", "--seed", "1")
+    assert (done.stdout, done.stderr) == ("True ['-m', '--seed', '1']\n", "")

@@ -37,9 +37,11 @@ def main(arguments: argparse.Namespace) -> Callable[[], None]:
     program_arguments = arguments.program if arguments.module is None else arguments.module
     if not program_arguments:
         raise CliError("no program given: vecenv run [options] PROGRAM ..., or vecenv run [options] -m MODULE ...")
-    start = _prepare_file(program_arguments[0]) if arguments.module is None else _prepare_module(program_arguments[0])
     defaults = {name: value for name in _DEFAULTS if (value := getattr(arguments, name)) is not None}
     install(sync=arguments.sync, **defaults)
+    sys.argv = list(program_arguments) if arguments.module is None else ["-m", *program_arguments[1:]]
+    # after these two, because finding a module imports its package
+    start = _prepare_file(program_arguments[0]) if arguments.module is None else _prepare_module(program_arguments[0])
     if not arguments.quiet:
         replaced = "AsyncVectorEnv and SyncVectorEnv are" if arguments.sync else "AsyncVectorEnv is"
         settings = ", ".join(f"{name}={value!r}" for name, value in defaults.items())
@@ -49,7 +51,6 @@ def main(arguments: argparse.Namespace) -> Callable[[], None]:
             note = f"auto first tries environments in temporary processes, up to {MAX_STEPS} steps"
             print(f"vecenv run: {note}", file=sys.stderr)
         atexit.register(_print_report, os.getpid())
-    sys.argv = list(program_arguments)
     return start
 
 

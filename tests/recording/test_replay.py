@@ -625,7 +625,7 @@ def with_change(file: Path, to: Path, change: Any) -> Path:
         (lambda blob: blob[:-10], "is truncated: "),
         (lambda blob: blob[:40], "is damaged: its header cannot be read"),
         (lambda blob: blob[:-10] + b"0123456789", "is damaged: its bytes are not those that were written"),
-        (lambda blob: blob.replace(b'"format": 5', b'"format": 9', 1), "has format 9, and this version of vecenv reads 5"),
+        (lambda blob: blob.replace(b'"format": 6', b'"format": 9', 1), "has format 9, and this version of vecenv reads 6"),
     ],
 )
 def test_invalid_files_are_refused_before_unpickling(
@@ -694,6 +694,18 @@ def test_definitions_of_the_main_script_are_replayed_as_recorded(tmp_path: Path)
     )
     done = run(tmp_path / printed("-c", program, cwd=tmp_path).strip(), "--yes")
     assert done.stdout.splitlines()[-2].startswith("What the main script or notebook defined is replayed as it was recorded")
+
+
+def test_an_environment_that_is_registered_as_a_class_is_replayed_from_another_folder(tmp_path: Path) -> None:
+    (tmp_path / "my_envs.py").write_text(Path(__file__).with_name("history_envs.py").read_text())
+    program = (
+        "import vecenv, gymnasium, my_envs\n"
+        "gymnasium.register('Odd-v0', entry_point=my_envs.HistoryEnv)\n"
+        "envs = vecenv.make_vec('Odd-v0', 1, num_workers=0, record_failures='records')\n"
+        "envs.reset(seed=1); envs.step([1]); print(envs.record(0)); envs.close()\n"
+    )
+    done = run(printed("-c", program, cwd=tmp_path).strip(), "--yes")
+    assert done.returncode == 0, done.stdout
 
 
 class NeedsEngine(Short):

@@ -38,7 +38,7 @@ SUFFIX: Final = ".vecenv"
 LASTING: Final = frozenset({"set_attr", "call", "exec_func", "load"})
 """Calls with an effect that may outlast an episode."""
 _MAGIC: Final = b"vecenv flight record\n"
-_FORMAT: Final = 5
+_FORMAT: Final = 6
 _MAX_HEADER_BYTES: Final = 2**20
 _RUN_ID: Final = secrets.token_hex(8)
 """Identifies this run of the program in the names of failures. A process id would not: ids repeat, as in containers."""
@@ -98,7 +98,6 @@ class Record:
         why_no_snapshot: The reason why environments cannot be saved; empty if they can.
         lacks_calls: True if some calls with a lasting effect are no longer recorded.
         restarted: True if the environment replaced a failed one within a step, so that its first step begins with a reset.
-        path: ``sys.path`` of the program.
         spec: The registration of the environment, if it has one.
     """
 
@@ -113,7 +112,6 @@ class Record:
     why_no_snapshot: str
     lacks_calls: bool
     restarted: bool
-    path: list[str] = field(default_factory=lambda: [os.path.abspath(entry) for entry in sys.path])
     spec: Any = None
 
     @property
@@ -133,6 +131,7 @@ class Header:
         written: The time of writing, in the time zone of the machine that wrote it.
         versions: Package -> version.
         length, checksum: Length in bytes and SHA-256 checksum of the rest of the file.
+        path: ``sys.path`` of the program.
     """
 
     env_id: str
@@ -145,6 +144,7 @@ class Header:
     versions: dict[str, str]
     length: int
     checksum: str
+    path: list[str] = field(default_factory=lambda: [os.path.abspath(entry) for entry in sys.path])
     format: int = _FORMAT
 
     @property
@@ -308,6 +308,7 @@ def read(header: Header, body: bytes) -> Record:
     Raises:
         UnreadableRecord: It needs a module or an object that cannot be imported here.
     """
+    sys.path += [entry for entry in header.path if entry not in sys.path and os.path.exists(entry)]
     try:
         record = pickle.loads(body)
         assert isinstance(record, Record)
@@ -317,5 +318,4 @@ def read(header: Header, body: bytes) -> Record:
         raise UnreadableRecord(f"cannot be replayed, because {need}: {reason}") from error
     if record.spec is not None:
         gymnasium.registry.setdefault(record.spec.id, record.spec)
-    sys.path += [entry for entry in record.path if entry not in sys.path and os.path.exists(entry)]
     return record

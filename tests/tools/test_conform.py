@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gymnasium.vector import AutoresetMode, VectorEnv
+from envs import NestedDictEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 import vecenv.tools.conform
 from vecenv.testing.conformity import CHECKS, Check, make_program
@@ -109,6 +110,11 @@ def test_an_engine_that_hangs_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = conform("broken_engines:Hangs", [AutoresetMode.NEXT_STEP])
     assert {row.name: row.state for row in rows}["reset: observations and infos"] == "kept"
     assert any("no reply within 1 s" in why for row in rows for why in row.why.values())
+
+
+def test_a_masked_reset_is_checked_for_structured_observations() -> None:
+    check = next(check for check in CHECKS if check.name == "a masked reset leaves the others alone")
+    check.run(SyncVectorEnv([NestedDictEnv] * 3))
 
 
 def test_engine_with_its_own_environments_gets_applicable_checks() -> None:

@@ -518,7 +518,7 @@ class FaultyEnv(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
 def _matches(number: int, condition: int | Container[int] | None) -> bool:
     if condition is None:
         return True
-    return number == condition if isinstance(condition, int) else number in condition
+    return number in condition if isinstance(condition, Container) else number == condition
 
 
 class FaultyConstructor:
@@ -581,7 +581,7 @@ class NestedEnv(gym.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset all inner environments."""
         super().reset(seed=seed)
-        return self.inner.reset(seed=seed)[0], {}
+        return self.inner.reset(seed=seed, options=options)[0], {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Step all inner environments."""

@@ -496,6 +496,7 @@ class Canvas(Short):
     """A short environment that draws, with a fault of choice."""
 
     render_mode = "rgb_array"
+    metadata = {"render_fps": 0.5}
 
     def __init__(self, fault: str = "") -> None:
         self.fault = fault
@@ -534,7 +535,8 @@ def test_the_frames_before_a_crash_are_written(tmp_path: Path) -> None:
     *_, result, wrote = done.stdout.splitlines()
     assert result.startswith("Happened again at step 5: ")
     assert wrote == f"Wrote {out} (5 frames)"
-    assert image.open(out).n_frames == 5
+    video = image.open(out)
+    assert (video.n_frames, video.info["duration"]) == (5, 2000)
 
 
 @pytest.mark.sampled(1)

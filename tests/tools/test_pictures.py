@@ -140,6 +140,8 @@ def test_unwritable_video_is_refused_before_drawing(tmp_path: Path, monkeypatch:
         require_writer(tmp_path / "a.avi")
     with pytest.raises(ValueError, match="no images to write"):
         write_video([], tmp_path / "a.gif")
+    with pytest.raises(ValueError, match="`fps` must be a positive number of frames per second, got 0"):
+        write_video([np.zeros((8, 8, 3), np.uint8)], tmp_path / "a.gif", fps=0)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"writing .gif needs Pillow, not installed here: pip install pillow"):
         require_writer(tmp_path / "a.gif")

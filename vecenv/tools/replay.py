@@ -206,7 +206,7 @@ class _Image(NamedTuple):
     """A frame, and the number of frames per second."""
 
     frame: Frame
-    fps: int
+    fps: float
 
 
 _Message = Failed | _NextCall | _Image | None
@@ -466,6 +466,6 @@ def _render(env: Any, row: int) -> _Image:
     except Exception as error:
         raise UnreadableRecord(f"cannot be rendered, because render() raised {one_line(error)}") from error
     try:
-        return _Image(as_rgb(rendered, row), int(getattr(env, "metadata", {}).get("render_fps") or 30))
+        return _Image(as_rgb(rendered, row), float(getattr(env, "metadata", {}).get("render_fps") or 30))
     except ValueError as error:
         raise UnreadableRecord(f"cannot be rendered: {error}") from error

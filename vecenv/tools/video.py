@@ -115,7 +115,7 @@ def write_video(images: Iterable[Frame], path: str | Path, *, fps: float = 30.0)
         fps: Frames per second.
 
     Raises:
-        ValueError: The file has another suffix, or there are no images.
+        ValueError: The file has another suffix, there are no images, or ``fps`` is not positive.
         ImportError: The library for this format is missing; the error names the command that installs it.
         OSError: The file cannot be written.
     """
@@ -125,6 +125,8 @@ def write_video(images: Iterable[Frame], path: str | Path, *, fps: float = 30.0)
         raise TypeError(
             f"`images` must be an iterable of frames, such as [vecenv.render_grid(envs) for ...], got {images!r}"
         )
+    if not 0 < fps < math.inf:
+        raise ValueError(f"`fps` must be a positive number of frames per second, got {fps!r}")
     frames = list(images)
     if not frames:
         raise ValueError("there are no images to write")

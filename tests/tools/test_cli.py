@@ -162,12 +162,13 @@ def test_wrong_names_list_the_valid_ones(
     ("arguments", "text"),
     [
         (["bench", "--num-envs", "0"], "must be a positive integer, got '0'"),
-        (["bench", "--seconds", "inf"], "must be a positive number, got 'inf'"),
+        (["bench", "--seconds", "inf"], "must be a positive number up to 1,000,000, got 'inf'"),
         (["bench", "--num-env", "3"], "unrecognized arguments: --num-env"),
         (["run", "--seed", "1", "train.py"], "unrecognized arguments: --seed; the program's own options follow its name"),
         (["plan", "--seed", "1", "CartPole-v1"], "usage: vecenv plan"),
         (["benhc"], "invalid choice: 'benhc'"),
-        (["top", "--interval", "0"], "must be a positive number, got '0'"),
+        (["top", "--interval", "0"], "must be a positive number up to 1,000,000, got '0'"),
+        (["top", "--interval", "1e12"], "must be a positive number up to 1,000,000, got '1e12'"),
         ([], "required: COMMAND"),
     ],
 )

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from programs import python as programs_python
 
+from vecenv.tools import cli
+
 LOOKS = '''
     """A docstring."""
     import atexit, dataclasses, faulthandler, os, pickle, signal, sys, threading, warnings
@@ -113,3 +115,19 @@ def test_a_package_that_derives_from_gymnasiums_class_is_found_after_the_class_i
     (tmp_path / "derived" / "__main__.py").write_text(source)
     done = python(tmp_path, "-m", "vecenv", "run", "--quiet", "-m", "derived", "--seed", "1")
     assert (done.stdout, done.stderr) == ("True ['-m', '--seed', '1']\n", "")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "text"),
+    [
+        ("--step-timeout", "-1", "`step_timeout` must be None or a number of seconds above 0, got -1.0."),
+        ("--step-timeout", "nan", "`step_timeout` must be None or a number of seconds above 0, got nan."),
+        ("--record-failures", "looks.py", "the folder of `record_failures` is a file: 'looks.py'"),
+    ],
+)
+def test_a_wrong_value_of_an_option_is_refused_before_the_program_runs(
+    option: str, value: str, text: str, programs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(programs)
+    assert cli.main(["run", option, value, "looks.py"]) == 2
+    assert capsys.readouterr().err == f"vecenv: {text}\n"

@@ -22,6 +22,7 @@ from typing import Any
 
 from vecenv import tools
 from vecenv._version import __version__
+from vecenv.front.arguments import MAX_TIMEOUT_SECONDS
 from vecenv.planning.plan import plan as make_plan
 from vecenv.system.cores import usable_cores
 from vecenv.system.spawning import explain_missing_processes
@@ -53,8 +54,9 @@ def _make_positive_parser(kind: type[Any]) -> Callable[[str], Any]:
             value = kind(text)
         except ValueError:
             value = 0
-        if not 0 < value < float("inf"):
-            raise argparse.ArgumentTypeError(f"must be a positive {'number' if kind is float else 'integer'}, got {text!r}")
+        if not 0 < value or (kind is float and value > MAX_TIMEOUT_SECONDS):  # nan is not positive either
+            accepted = f"number up to {MAX_TIMEOUT_SECONDS:,.0f}" if kind is float else "integer"
+            raise argparse.ArgumentTypeError(f"must be a positive {accepted}, got {text!r}")
         return value
 
     return parse

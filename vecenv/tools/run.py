@@ -16,8 +16,11 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, Final
 
+from vecenv.front.arguments import check_start_method
 from vecenv.patching import REPORT, install
 from vecenv.planning.independence import MAX_STEPS
+from vecenv.planning.options import check_option
+from vecenv.recording.recorder import FlightRecorder
 from vecenv.tools import CliError, one_line
 
 _DEFAULTS: Final = ("num_workers", "on_failure", "step_timeout", "record_failures", "context", "generators")
@@ -37,6 +40,12 @@ def main(arguments: argparse.Namespace) -> Callable[[], None]:
     program_arguments = arguments.program if arguments.module is None else arguments.module
     if not program_arguments:
         raise CliError("no program given: vecenv run [options] PROGRAM ..., or vecenv run [options] -m MODULE ...")
+    try:
+        check_option("step_timeout", arguments.step_timeout)
+        check_start_method(arguments.context)
+        FlightRecorder.from_option(arguments.record_failures)
+    except ValueError as error:
+        raise CliError(str(error)) from None
     defaults = {name: value for name in _DEFAULTS if (value := getattr(arguments, name)) is not None}
     install(sync=arguments.sync, **defaults)
     sys.argv = list(program_arguments) if arguments.module is None else ["-m", *program_arguments[1:]]

@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from vecenv.testing import assert_isolated
+from vecenv.testing import assert_isolated, assert_restorable
 
 pytestmark = pytest.mark.timeout(120)
 RNG = np.random.default_rng(0)
@@ -107,6 +107,39 @@ def test_clean_environments_pass(kind: Any) -> None:
     before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
     assert_isolated(kind)
     assert before == (random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index, union-attr]
+
+
+def test_generators_are_restored_if_an_environment_cannot_be_built() -> None:
+    def fail_to_build() -> Any:
+        random.seed(1)
+        raise RuntimeError("no simulator")
+
+    before = random.getstate()
+    with pytest.raises(RuntimeError, match="no simulator"):
+        assert_isolated(fail_to_build)
+    assert random.getstate() == before
+
+
+def test_environments_are_closed_and_generators_restored_if_a_further_one_cannot_be_built() -> None:
+    built: list[Any] = []
+
+    class OnlyOne(Clean):
+        def __init__(self) -> None:
+            self.closed = False
+            if built and not built[-1].closed:
+                raise RuntimeError("the device is in use")
+            built.append(self)
+
+        def close(self) -> None:
+            random.random()
+            self.closed = True
+
+    before = random.getstate()
+    for check in (assert_isolated, assert_restorable):
+        with pytest.raises(Exception, match="the device is in use"):
+            check(OnlyOne)
+        assert built.pop().closed
+        assert random.getstate() == before
 
 
 @pytest.mark.long

@@ -67,13 +67,13 @@ def open_proof(env_fn: Callable[[], Any], **options: Any) -> Iterator[Proof]:
     """Build the scratch environments of a :class:`Proof`, and close them at the end. For the options, see :func:`prove`."""
     shared, level = read_states(), gymnasium.logger.min_level
     with ExitStack() as scratch:
+        scratch.callback(restore_states, shared)  # runs last
         try:
             gymnasium.logger.min_level = gymnasium.logger.ERROR  # steps after an episode's end are not the user's fault
             with watched_handlers():
                 yield Proof([_build(env_fn, scratch) for _ in range(3)], **options)
         finally:
             gymnasium.logger.min_level = level
-            restore_states(shared)
 
 
 def _build(env_fn: Callable[[], Any], scratch: ExitStack) -> Any:

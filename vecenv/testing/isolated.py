@@ -75,6 +75,7 @@ class _Comparison:
             _reseed(tuple(GENERATORS), 0)
         first_states = read_states()
         with ExitStack() as scratch:
+            scratch.callback(restore_states, saved_states)  # runs last
             try:
                 env = self._build(scratch)
                 self._name = describe_kind(env).env_id
@@ -86,7 +87,6 @@ class _Comparison:
                     return self._take_steps(env, others, [space.sample() for _ in range(self._steps)], disturbances)
             finally:
                 self._drawn.update(find_draws(first_states))
-                restore_states(saved_states)
 
     def _build(self, scratch: ExitStack) -> Any:
         env = self._env_fn()

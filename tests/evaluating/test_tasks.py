@@ -318,6 +318,7 @@ class RichInfo(Walk):
         info |= {
             "array": np.arange(3, dtype=np.float32), "scalar": np.float32(0.1), "nan": float("nan"), "none": None,
             "tuple": (1, "two", [3.0]), "nested": {"a": np.array([True]), 5: np.int8(2)}, "flag": True, "object": {7},
+            "empty": [np.str_(""), np.bytes_(b""), np.zeros((0, 2), np.float32), np.array(["", ""])],
         }  # fmt: skip
         return *others, info
 

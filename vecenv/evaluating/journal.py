@@ -215,7 +215,7 @@ def _decode(value: Any) -> Any:
         case [("!dict", pairs)]:
             return {_decode(key): _decode(each) for key, each in pairs}
         case [("!scalar", (dtype, data))]:
-            return np.frombuffer(base64.b64decode(data), dtype)[0]
+            return np.ndarray((), dtype, base64.b64decode(data))[()]  # frombuffer refuses empty strings
         case [("!array", (dtype, shape, data))]:
-            return np.frombuffer(base64.b64decode(data), dtype).reshape(shape).copy()
+            return np.ndarray(shape, dtype, base64.b64decode(data)).copy()
     return {key: _decode(each) for key, each in value.items()}

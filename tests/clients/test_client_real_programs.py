@@ -11,12 +11,12 @@ import torch
 from client_envs import FullEnv
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv, VectorWrapper
-from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from gymnasium.wrappers.vector import NormalizeObservation, RecordEpisodeStatistics
 from stable_baselines3.common.vec_env import DummyVecEnv
 from tianshou.env import DummyVectorEnv
 
 import vecenv
-from vecenv.adapters import as_sb3, as_tianshou
+from vecenv.adapters import as_sb3, as_tianshou, as_torchrl
 
 MODES = ["NextStep", "SameStep", "Disabled"]
 
@@ -66,8 +66,9 @@ PARTS: Any = {"kind": spaces.Discrete(9), "push": spaces.Box(-9, 9, (1,), np.flo
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("space", [spaces.Tuple(PARTS.values()), spaces.Dict(PARTS)], ids=["tuple", "dict"])
-def test_sb3_gives_each_environment_its_own_structured_action(space: Any, count: int) -> None:
-    ours, theirs = as_sb3(engine(lambda: Echo(space), count)), DummyVecEnv([lambda: Echo(space)] * count)
+@pytest.mark.parametrize("wrap", [lambda envs: envs, VectorWrapper], ids=["bare", "wrapped"])
+def test_sb3_gives_each_environment_its_own_structured_action(space: Any, count: int, wrap: Any) -> None:
+    ours, theirs = as_sb3(wrap(engine(lambda: Echo(space), count))), DummyVecEnv([lambda: Echo(space)] * count)
     actions: list[Any] = [(i, np.array([-i - 1], np.float32)) for i in range(count)]
     if isinstance(space, spaces.Dict):
         actions = [dict(zip(PARTS, action, strict=True)) for action in actions]
@@ -133,6 +134,16 @@ def test_arrays_of_torch_are_refused_at_once(adapter: Any) -> None:
     with pytest.raises(ValueError, match=r"needs numpy arrays, but a wrapper converts them to torch"):
         adapter(ToTorch(envs))
     envs.close()
+
+
+@pytest.mark.parametrize("adapter", [as_sb3, as_tianshou, as_torchrl])
+def test_a_wrapper_that_refuses_masked_resets_is_refused_at_once(adapter: Any) -> None:
+    envs = NormalizeObservation(engine(flat, mode="NextStep"))
+    with pytest.raises(ValueError, match=r"one by one, which NormalizeObservation refuses: remove it, and normalise with"):
+        adapter(envs)
+    envs.close()
+    envs = NormalizeObservation(engine(flat, 1, mode="NextStep"))
+    adapter(envs).close()  # a mask of one environment selects all of them
 
 
 def test_documented_limits() -> None:

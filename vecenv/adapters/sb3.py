@@ -9,6 +9,7 @@ and none is missing.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -106,7 +107,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         if self._structured and not isinstance(actions, Mapping):
             actions = self._join_actions(actions)
         if self._begin_step is None:
-            self._actions = np.array(actions)
+            self._actions = copy.deepcopy(actions) if self._structured else np.array(actions)
         else:
             self._begin_step(actions)
 

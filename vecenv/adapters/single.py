@@ -11,6 +11,7 @@ from typing import Any
 
 from gymnasium import Env
 from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.wrappers.vector import NormalizeObservation
 
 from vecenv.front.capabilities import capabilities_of, wrappers_around
 from vecenv.front.driver import drop_pending_and_retry
@@ -30,8 +31,8 @@ def require_settings(
 
     Raises:
         TypeError: ``envs`` is not a Gymnasium vector environment.
-        ValueError: The autoreset mode is not in ``modes``, ``copy=False`` lets the next step overwrite observations, or
-            arrays are not NumPy arrays.
+        ValueError: The autoreset mode is not in ``modes``, ``copy=False`` lets the next step overwrite observations,
+            arrays are not NumPy arrays, or a wrapper refuses the masked resets of clients that accept no autoreset.
     """
     if not isinstance(envs, VectorEnv):
         advice = "; use envs.flatten_agents()" if hasattr(envs, "flatten_agents") else ""
@@ -43,6 +44,12 @@ def require_settings(
         raise ValueError(
             f"{client} needs autoreset_mode={accepted}, got {getattr(mode, 'value', mode)!r}: build it with "
             f"vecenv.make_vec(..., vector_kwargs={{'autoreset_mode': {next(iter(modes)).value!r}}})"
+        )
+    resets_rows = AutoresetMode.DISABLED in modes and envs.num_envs > 1
+    if resets_rows and any(isinstance(wrapper, NormalizeObservation) for wrapper in wrappers_around(envs)):
+        raise ValueError(
+            f"{client} resets environments one by one, which NormalizeObservation refuses: remove it, and normalise with "
+            f"{client} itself, or in each environment with gymnasium.wrappers.NormalizeObservation"
         )
     inner: Any = envs.unwrapped
     if getattr(inner, "copy", True) is False:

@@ -49,13 +49,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _make_positive_parser(kind: type[Any]) -> Callable[[str], Any]:
+    limit, accepted = (MAX_TIMEOUT_SECONDS, "number up to 1,000,000") if kind is float else (float("inf"), "integer")
+
     def parse(text: str) -> Any:
         try:
             value = kind(text)
         except ValueError:
             value = 0
-        if not 0 < value or (kind is float and value > MAX_TIMEOUT_SECONDS):  # nan is not positive either
-            accepted = f"number up to {MAX_TIMEOUT_SECONDS:,.0f}" if kind is float else "integer"
+        if not 0 < value <= limit:
             raise argparse.ArgumentTypeError(f"must be a positive {accepted}, got {text!r}")
         return value
 

@@ -240,6 +240,29 @@ def test_each_episode_has_its_options_in_lock_step() -> None:
     assert [each.episode_return / each.length for each in results] == [0, 1, 2, 0, 1, 2, 0]
 
 
+@pytest.mark.parametrize("start", [1.0, np.array([1.0]), np.array([[1.0, 0.0], [0.0, 0.0]])], ids=["float", "one", "many"])
+def test_options_that_are_arrays_are_compared_in_lock_step(start: Any, closes: Any) -> None:
+    class Sums(Walk):
+        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            return super().reset(seed=seed, options={"start": np.sum((options or {}).get("start", 0))})
+
+    episodes = [vecenv.Episode(options={"start": start * index}) for index in range(5)]
+    envs = closes(SyncVectorEnv([Sums] * 3))
+    results = vecenv.evaluate(envs, lambda seen: np.zeros(len(seen), int), episodes, seed=SEED)
+    assert [each.episode_return / each.length for each in results] == [0, 1, 2, 3, 4]
+
+
+def test_different_options_are_refused_where_all_environments_are_reset_together(closes: Any) -> None:
+    wrap = gymnasium.wrappers.vector.NormalizeObservation
+    episodes = [vecenv.Episode(options={"start": float(index)}) for index in range(2)]
+    text = "NormalizeObservation cannot evaluate episodes with different options or env=: all environments are reset"
+    many, one = closes(wrap(SyncVectorEnv(walks(2)))), closes(wrap(SyncVectorEnv(walks(1))))
+    with pytest.raises(NotImplementedError, match=text):
+        vecenv.evaluate(many, lambda seen: 1 / 0, episodes)
+    for envs, given in ((many, episodes[:1] * 2), (one, episodes)):
+        assert len(vecenv.evaluate(envs, lambda seen: np.zeros(len(seen), int), given)) == 2
+
+
 def test_policy_receives_the_latest_info_of_each_row(closes: Any) -> None:
     def policy(observations: Any, infos: Any, begins: Any) -> Any:
         for seen, info, first in zip(observations, infos, begins, strict=True):

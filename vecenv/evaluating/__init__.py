@@ -22,7 +22,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import NormalizeObservation
 
 from vecenv.errors import EnvFailed, ErrorRecord, SnapshotMismatch, StepTimeout, WorkerDied, envs_text, how_to_install
-from vecenv.evaluating.episodes import Attempt, EpisodeList, EpisodeResult, EpisodeResults, Episodes, parse_episodes
+from vecenv.evaluating.episodes import Attempt, Episode, EpisodeList, EpisodeResult, EpisodeResults, Episodes, parse_episodes
 from vecenv.evaluating.journal import Journal, stored_seed
 from vecenv.evaluating.policies import PolicyCaller, join_rows, take_rows
 from vecenv.evaluating.tasks import WaitingEpisodes, find_offered, require_offered
@@ -184,10 +184,23 @@ def _make_runner(
             raise_unsupported(envs, "render single environments", "they step together")
         if limit is not None:
             raise_unsupported(envs, "end environments that hang", "vecenv does not run them in processes")
-        runner = LockstepRunner(envs, todo, act, report, in_waves=_needs_waves(envs, capabilities, todo))
+        in_waves = _needs_waves(envs, capabilities, todo)
+        if in_waves and envs.num_envs > 1 and _shared_options(todo.episodes) is None:
+            reason = "all environments are reset together; evaluate the episodes with equal options in one call each"
+            raise_unsupported(envs, "evaluate episodes with different options or env=", reason)
+        runner = LockstepRunner(envs, todo, act, report, in_waves=in_waves)
     require_offered(find_offered(envs, capabilities), type(envs).__name__, todo.episodes)
     _require_loadable(envs, snapshots)
     return runner
+
+
+def _shared_options(episodes: Sequence[Episode]) -> dict[str, Any] | None:
+    """Return the options of these episodes; ``None`` if they differ, or cannot be compared."""
+    first, *others = [episode.reset_options or {} for episode in episodes]
+    try:
+        return first if all(each == first for each in others) else None
+    except (ValueError, RuntimeError):  # for arrays and tensors, `==` returns no bool
+        return None
 
 
 def _first_snapshot_per_kind(todo: Episodes) -> dict[int, Snapshot]:
@@ -665,7 +678,7 @@ class LockstepRunner(EpisodeRunner):
         """Begin the next episodes by resetting all environments; rows without an episode are seeded too."""
         rows = [attempt.row for attempt in self._begin_attempts(self._all_rows)]
         seeds = [self._running[min(row, rows[-1])].episode.seed for row in self._all_rows]
-        options = self._shared_options(rows)
+        options = _shared_options([self._running[row].episode for row in rows])
         observations, infos = self._by_row.results("reset", seed=seeds, options=options or None)
         self._raise_failures(rows, infos)
         self._infos = infos.rows() if self._act.takes_infos else []
@@ -689,14 +702,9 @@ class LockstepRunner(EpisodeRunner):
         indices = {row: index for index, row in enumerate(snapshots, len(self._all_rows))}
         return take_rows(space, join_rows(space, [observations, loaded]), [indices.get(row, row) for row in self._all_rows])
 
-    def _shared_options(self, rows: list[int]) -> dict[str, Any] | None:
-        """Return the options of the episodes in these rows; ``None`` if they differ."""
-        options = [self._running[row].episode.reset_options or {} for row in rows]
-        return options[0] if all(each == options[0] for each in options) else None
-
     def _reset(self, rows: list[int]) -> Any:
         """Reset these rows with a mask, or one after the other if their options differ."""
-        options = self._shared_options(rows)
+        options = _shared_options([self._running[row].episode for row in rows])
         if options is None:
             return [self._reset([row]) for row in rows][-1]
         mask = self._mask(rows)

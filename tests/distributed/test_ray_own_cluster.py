@@ -6,6 +6,7 @@ import json
 import os
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 from programs import printed
@@ -49,12 +50,53 @@ PROGRAM = """
 """
 
 
-def test_cluster_listens_on_loopback_only_and_is_stopped(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(PROGRAM))
+AFTER_SHUTDOWN = """
+    import json
+    import ray
+    from envs import counters
+    from vecenv.backends import RayVectorEnv
+    from vecenv.errors import ClusterError
+
+    def error_of_step(envs):
+        try:
+            envs.step([0] * 2)
+        except ClusterError as error:
+            return str(error)
+
+    if __name__ == "__main__":
+        one, other = (RayVectorEnv(counters(2), num_hosts=1, workers_per_host=0) for _ in range(2))
+        one.reset(seed=1)
+        ray.shutdown()
+        report = {"resets": one.stats()["resets"], "error": error_of_step(one)}
+        one.close(terminate=True)
+        report["restarted"] = ray.is_initialized()
+        ray.init(address="local", num_cpus=2, include_dashboard=False)
+        third = RayVectorEnv(counters(2), num_hosts=1, workers_per_host=0)
+        other.close()
+        report["rewards"] = third.reset(seed=1) and third.step([0] * 2)[1].tolist()
+        third.close()
+        print(json.dumps({**report, "kept": ray.is_initialized()}))
+"""
+
+
+def run(program: str, folder: Path) -> dict[str, Any]:
+    """Run a program that prints a dict as its last line, and return that."""
+    file = folder / "program.py"
+    file.write_text(textwrap.dedent(program))
     tests = Path(__file__).parent.parent
-    shown = printed(program, timeout=200, PYTHONPATH=os.pathsep.join([str(tests), str(tests.parent)]))
-    report = json.loads(shown.strip().splitlines()[-1])
+    shown = printed(file, timeout=200, PYTHONPATH=os.pathsep.join([str(tests), str(tests.parent)]))
+    report: dict[str, Any] = json.loads(shown.strip().splitlines()[-1])
+    return report
+
+
+def test_shutdown_by_the_program_is_an_error_and_leaves_its_next_cluster_alone(tmp_path: Path) -> None:
+    report = run(AFTER_SHUTDOWN, tmp_path)
+    assert report.pop("error").startswith("ray.shutdown() ended the hosts")
+    assert report == {"resets": 2, "restarted": False, "rewards": [0.001, 1.001], "kept": True}
+
+
+def test_cluster_listens_on_loopback_only_and_is_stopped(tmp_path: Path) -> None:
+    report = run(PROGRAM, tmp_path)
     assert set(report["addresses"]) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     assert report["addresses"], "it listens nowhere"
     assert report["left"] == []

@@ -25,7 +25,8 @@ _LOCAL_ONLY_VARIABLES: Final = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WIND
 _LOOPBACK: Final = "127.0.0.1"
 
 _lock = threading.Lock()
-_users = 0  # the number of vector environments that use a connection made by vecenv
+_connection: tuple[str, str] | None = None  # the latest connection made by vecenv
+_users = 0  # the number of vector environments that use it
 _started = False  # True if vecenv also started the cluster
 
 
@@ -43,7 +44,7 @@ class Cluster:
     """
 
     def __init__(self, address: str | None) -> None:
-        global _users, _started
+        global _connection, _users, _started
         import ray  # takes a second, so only programs that use a cluster import it
 
         self._ray: Any = ray
@@ -53,11 +54,12 @@ class Cluster:
         with _lock:
             if not ray.is_initialized():
                 _users, _started = 0, _connect(ray, address)
-                _users = 1
+                _connection = _identify_connection(ray)
             else:
                 self._require_same_cluster(address)
-                _users += bool(_users)
-            self._counted = _users > 0
+            self._connection = _identify_connection(ray)
+            self._counted = self._connection == _connection
+            _users += self._counted
             self.own = _started and self._counted
         self._resource = _OWN_RESOURCE if self.own else "CPU"
 
@@ -65,6 +67,15 @@ class Cluster:
         current = self._ray.get_runtime_context().gcs_address
         if address not in (None, "auto", "local", current):
             raise ValueError(f"address={address!r}, but this process is connected to the Ray cluster at {current!r}")
+
+    def _is_connected(self) -> bool:
+        """False after ``ray.shutdown()``, which ends the hosts, even if the program has connected again since."""
+        return self._ray.is_initialized() and _identify_connection(self._ray) == self._connection
+
+    def _require_connection(self) -> None:
+        """Raise ``ClusterError`` after ``ray.shutdown()``, because Ray would start another cluster for the next call."""
+        if not self._is_connected():
+            raise ClusterError("ray.shutdown() ended the hosts: close this vector environment and build a new one")
 
     # -- cores ------------------------------------------------------------------------------------------------------
 
@@ -98,6 +109,7 @@ class Cluster:
 
     def require_cores(self, timeout: float) -> None:
         """Raise ``ClusterError`` unless the cores are reserved within ``timeout`` seconds."""
+        self._require_connection()
         if not self._placement_group.wait(timeout):
             raise ClusterError(f"{self._describe_shortage()} (waited {format_seconds(timeout)})")
 
@@ -133,6 +145,7 @@ class Cluster:
 
     def submit(self, index: int, method: str, *args: Any) -> Any:
         """Call a method of :class:`~vecenv.backends.ray.host.Host`, and return a reference to the reply."""
+        self._require_connection()
         return getattr(self.actors[index], method).remote(*args)
 
     def collect(self, references: list[Any], deadline: float | None, *, every: bool = False) -> list[tuple[Any, Any]]:
@@ -145,6 +158,7 @@ class Cluster:
             deadline: The latest time, by ``time.monotonic()``; ``None``: no limit.
             every: Wait for all replies instead of the first one, unless a host dies.
         """
+        self._require_connection()
         seconds_left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
         if every:  # the usual case, in one call for all hosts
             with contextlib.suppress(self._ray.exceptions.RayError):  # a host died, or the deadline has passed
@@ -162,10 +176,10 @@ class Cluster:
 
     def kill(self, index: int) -> None:
         """Kill a host immediately, if it was launched."""
-        if (actor := self.actors.get(index)) is not None:
+        if (actor := self.actors.get(index)) is not None and self._is_connected():
             with contextlib.suppress(Exception):  # it may be dead, or its node lost
                 self._ray.kill(actor, no_restart=True)
-            self.actors.pop(index, None)
+        self.actors.pop(index, None)
 
     def close(self) -> None:
         """End all hosts, free their cores, and close vecenv's connection if no other vector environment uses it."""
@@ -173,7 +187,7 @@ class Cluster:
         if not self._open:
             return
         self._open = False
-        if not self._ray.is_initialized():  # `ray.shutdown()` was called elsewhere, which ended the hosts
+        if not self._is_connected():
             return
         for index in list(self.actors):
             self.kill(index)
@@ -196,6 +210,12 @@ class _HostActor(Host):
         main: Any = sys.modules["__main__"]
         main.__file__ = main.__spec__ = None  # here `__main__` is Ray's script, which workers need not import
         return super().start()
+
+
+def _identify_connection(ray: Any) -> tuple[str, str]:
+    """Return the node and the job of the current connection to a cluster, which no other connection has."""
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_job_id()
 
 
 def _connect(ray: Any, address: str | None) -> bool:

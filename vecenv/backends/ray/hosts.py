@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any, Final
 
 from vecenv.backends.ray.cluster import Cluster
 from vecenv.backends.ray.host import HostPlan, HostReady, Lost
-from vecenv.errors import HostDied, StartupTimeout, envs_text, format_seconds
+from vecenv.errors import ClusterError, HostDied, StartupTimeout, envs_text, format_seconds
 from vecenv.link.messages import unpack_error
 from vecenv.system.signals import deferred_signals
 
@@ -102,10 +103,11 @@ class HostPool:
     def call_all(self, method: str, *args: Any, timeout: float = 0.0) -> dict[int, Any]:
         """Call a method of every host that is alive; return the replies that arrive in time, by host index."""
         deadline = time.monotonic() + timeout + _GRACE_SECONDS
-        pending = {self.cluster.submit(host.index, method, *args): host.index for host in self.hosts if not host.death}
         replies: dict[int, Any] = {}
-        while pending and (arrived := self.cluster.collect(list(pending), deadline)):
-            replies.update((pending.pop(reference), reply) for reference, reply in arrived)
+        with contextlib.suppress(ClusterError):  # `ray.shutdown()` has ended all hosts
+            pending = {self.cluster.submit(host.index, method, *args): host.index for host in self.hosts if not host.death}
+            while pending and (arrived := self.cluster.collect(list(pending), deadline)):
+                replies.update((pending.pop(reference), reply) for reference, reply in arrived)
         return {index: reply for index, reply in replies.items() if not isinstance(reply, Lost)}
 
     def kill(self) -> None:

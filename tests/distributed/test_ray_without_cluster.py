@@ -25,7 +25,7 @@ from sampling import each_once
 
 import vecenv
 from vecenv.backends import RayVectorEnv
-from vecenv.errors import ClusterError, EnvFailed, HostDied, ObservationError, StepTimeout, WorkerDied
+from vecenv.errors import ClusterError, EnvError, EnvFailed, HostDied, ObservationError, StepTimeout, WorkerDied
 from vecenv.testing import VectorEnvContract, assert_identical, assert_same_trajectory
 from vecenv.tools.replay import replay
 
@@ -164,6 +164,15 @@ def test_stats_sum_over_hosts(closes: Any) -> None:
         envs.step([0] * 4)
     assert envs.stats()["steps"] == 12
     assert envs.stats()["resets"] == 4
+
+
+def test_stats_count_only_steps_with_results(closes: Any) -> None:
+    for engine in (VectorEnvHere, vecenv.AsyncVectorEnv):
+        envs: Any = closes(engine([*counters(3), functools.partial(Misshapen, 3)], context="fork"))
+        envs.reset(seed=1)
+        with pytest.raises(ObservationError):
+            envs.step([0] * 4)
+        assert (envs.stats()["steps"], envs.stats()["resets"]) == (3, 4)
 
 
 # -- first-ready batches ---------------------------------------------------------------------------------------
@@ -334,6 +343,36 @@ def test_errors_of_vecenv_have_the_index_of_the_environment(closes: Any) -> None
         envs.get_attr("steps")
 
 
+class Simulated(CounterEnv):
+    """An environment with numbers of its own in the text and the notes of its exception."""
+
+    def __init__(self, env_id: int, fails_in: str, kind: type[BaseException] = ValueError) -> None:
+        if fails_in == "init":
+            raise RuntimeError("Env 0 of the simulator is locked")
+        super().__init__(env_id)
+        self.kind = kind
+
+    def step(self, action: Any) -> Any:
+        error = self.kind("env 0 of the simulator broke")
+        error.add_note("env 0 of the simulator, joint 1, during landing")
+        raise error
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_numbers_in_texts_of_an_environment_stay(workers: int, closes: Any) -> None:
+    options = {"workers_per_host": workers, "context": "fork"}
+    for kind, text in ((ValueError, r"^env 0 of the"), (SystemExit, r"env 3, .*: SystemExit: env 0 of the")):
+        envs = closes(VectorEnvHere([*counters(3), functools.partial(Simulated, 3, "step", kind)], **options))
+        envs.reset(seed=1)
+        with pytest.raises((ValueError, EnvError), match=text) as info:
+            envs.step([0] * 4)
+        *own, note = info.value.__notes__
+        assert own == ["env 0 of the simulator, joint 1, during landing"] * (kind is ValueError)
+        assert note.startswith("env 3, host 1 ")
+    with pytest.raises(RuntimeError, match=r"^Env 0 of the simulator is locked"):
+        VectorEnvHere([*counters(3), functools.partial(Simulated, 3, "init")], **options)
+
+
 def test_host_that_restarts_too_often_raises(closes: Any) -> None:
     envs = closes(VectorEnvHere(_one_raises(1), on_failure=vecenv.Restart(0)))
     envs.reset()
@@ -465,6 +504,15 @@ def test_workers_of_each_host_have_their_own_variables(closes: Any) -> None:
     envs = closes(VectorEnvHere(counters(4), num_hosts=2, workers_per_host=2, worker_options=variables))
     seen = envs.exec_func(lambda env: os.environ.get("VECENV_TEST_DEVICE"))
     assert seen == ("0", "1", "0", "1")
+
+
+def test_workers_of_each_host_run_on_the_chosen_cores(closes: Any) -> None:
+    core = min(os.sched_getaffinity(0))
+    options: Any = {"num_hosts": 1, "workers_per_host": 2, "context": "fork"}
+    envs = closes(VectorEnvHere(counters(2), worker_options=vecenv.WorkerOptions(cores=[core, core]), **options))
+    assert envs.exec_func(lambda env: os.sched_getaffinity(0)) == ({core}, {core})
+    with pytest.raises(ValueError, match=r"WorkerOptions\(cores\) must be a list with the cores of 2 workers"):
+        VectorEnvHere(counters(2), worker_options=vecenv.WorkerOptions(cores=[core]), **options)
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3], [3]], ids=["of all hosts", "of one host"])

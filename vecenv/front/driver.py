@@ -665,13 +665,13 @@ class LockstepDriver(Driver):
         request = self.pending_request
         if deadline is not None and not self.wait(deadline):
             return None
-        steps = request.rows if request.kind is Phase.WAITING_STEP else 0
         try:
             stepped = self.read(request.kind)
         except BaseException as error:
             if error is self.pending_error:
-                self.finish(request, steps, request.rows - steps)
+                self.finish(request, 0, 0)
             raise
+        steps = request.rows if request.kind is Phase.WAITING_STEP else 0
         self.finish(request, steps, request.rows - steps)
         return stepped
 

@@ -187,9 +187,9 @@ class HostExchange:
             self.held.pop(row, None)
 
     def end(self, request: HostRequest) -> None:
-        """End the pending call, and count its steps or resets."""
-        self.counters.steps += self.num_envs if request.command == "step" else 0
-        self.counters.resets += len(request.rows) if request.command == "reset" else 0
+        """End the pending call, and count the steps or resets that have results."""
+        self.counters.steps += len(self.ready) if request.command == "step" else 0
+        self.counters.resets += len(self.ready) if request.command == "reset" else 0
         self.drop_pending()
 
     def remove_received(self, rows: Sequence[int]) -> None:

@@ -42,6 +42,9 @@ from vecenv.system.descendants import end_descendants
 from vecenv.system.spawning import resolve_variables
 
 _MAX_RECORD_BYTES: Final = 64 * 1024  # copying this many takes about as long as pickling four arrays
+_NOTE_BY_ENGINE: Final = re.compile(r"env \d+, (worker \d+|stepped by the caller), pid \d+, during ")
+_NOTE_WITH_ROWS: Final = re.compile(r"also(:| failed)|env \d+: its ")
+_DIFFERENT_SPACES: Final = "AsyncVectorEnv(..., observation_mode=", "Some environments have an action space different from"
 NUMBERS: Final = np.dtype([("reward", np.float64), ("termination", np.bool_), ("truncation", np.bool_)])
 
 
@@ -176,14 +179,18 @@ class _EventCollector(Observer):
     def pack(self, error: BaseException) -> PackedError:
         """Pack an error with the caller's indices, without the notes that name rows and workers of this host."""
         if notes := getattr(error, "__notes__", None):
-            notes[:] = [self.renumber(note) for note in notes if not (note.startswith("env ") and ", during " in note)]
+            notes[:] = [
+                self.renumber(note) if _NOTE_WITH_ROWS.match(note) else note
+                for note in notes if not _NOTE_BY_ENGINE.match(note)
+            ]  # fmt: skip
         return pack_error(self.with_callers_indices(error))
 
     def with_callers_indices(self, error: BaseException) -> BaseException:
         """Return a copy of an exception of vecenv with the caller's indices, and any other exception unchanged."""
         if not isinstance(error, VecEnvError):
             return error
-        renumbered, text = copy(error), self.renumber(str(error))
+        original = getattr(error, "original", "")  # the environment's own text
+        renumbered, text = copy(error), self.renumber(str(error).removesuffix(original)) + original
         if isinstance(renumbered, WorkerDied):
             renumbered.envs = tuple(self.callers_rows(renumbered.envs))
             renumbered.where = {self._first_row + row: self.renumber(place) for row, place in renumbered.where.items()}
@@ -232,7 +239,7 @@ class Host:
             if envs.observation_mode == "different":
                 ready.observation_spaces = envs.get_attr("observation_space")
         except BaseException as error:
-            if isinstance(error, RuntimeError) and "Env " in str(error):  # spaces differ: use the caller's index
+            if type(error) is RuntimeError and str(error).startswith(_DIFFERENT_SPACES):
                 error.args = (self._collector.renumber(str(error)),)
             ready.error = pack_error(error)
         return ready
@@ -421,7 +428,7 @@ def _build(plan: HostPlan) -> AsyncVectorEnv[Any, Any]:
     if workers is None and caller:
         workers = max(usable_cores() - 1, 1)
     processes = min(len(env_fns) if workers is None else workers, len(env_fns) - caller)
-    if processes and hasattr(os, "sched_getaffinity"):
+    if processes and own.cores is None and hasattr(os, "sched_getaffinity"):
         # workers neither spin nor are bound to single cores: Ray's threads and perhaps other hosts run there too
         options["worker_options"] = replace(own, cores=[sorted(os.sched_getaffinity(0))] * processes)
     return AsyncVectorEnv(env_fns, num_workers=workers, **options)

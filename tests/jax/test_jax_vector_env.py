@@ -166,6 +166,19 @@ def test_calls_that_need_a_full_reset_raise(make: Any, call: Any) -> None:
     envs.reset(seed=0)
 
 
+def test_environments_beside_those_loaded_before_the_first_reset_need_a_reset(make: Any) -> None:
+    other = make(seed=3)
+    saved, envs = other.save(), make(seed=None, render_mode="rgb_array")
+    envs.load([saved[0], saved[2]], [0, 2])
+    calls = lambda: envs.step(PUSH), lambda: envs.save([0, 1, 3, 4]), lambda: envs.state, lambda: envs.render([1, 3, 4])
+    for call in calls:
+        with pytest.raises(ResetNeeded, match=r"no state was loaded into envs 1, 3-4\."):
+            call()
+    assert len(envs.save([2])) == len(envs.render([0])) == 1
+    envs.reset(seed=3, options={"reset_mask": np.array([False, True, False, True, True])})
+    assert_identical(envs.step(PUSH)[0], other.step(PUSH)[0])
+
+
 # -- state, chunks, warmup -----------------------------------------------------------------------------------------
 
 
@@ -225,6 +238,9 @@ def test_render_draws_the_chosen_environments(make: Any) -> None:
     frames = envs.render([0, 3])
     assert [frame.tolist() for frame in frames] == [np.full((2, 2, 3), 1).tolist()] * 2
     assert len(envs.render()) == 5
+    for wrong in (5, -1):
+        with pytest.raises(ValueError, match=rf"indices must be within 0\.\.4, got \[0, {wrong}\]"):
+            envs.render([0, wrong])
     assert make().render() is None
 
 

@@ -14,7 +14,7 @@ import pickle
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
 
-from vecenv.errors import SnapshotMismatch, StaleStateError
+from vecenv.errors import SnapshotMismatch, StaleStateError, rows_text
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import NO_REQUEST, LockstepDriver, Phase, RequestSummary, Stepped
@@ -113,6 +113,7 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
 
         Raises:
             gymnasium.error.ResetNeeded: Before the first ``reset``.
+            ValueError: ``indices`` are not from 0 to ``num_envs - 1``.
             RuntimeError: MuJoCo found no OpenGL; the message names the variable to set.
             NotImplementedError: The library cannot draw this environment.
             gymnasium.error.AlreadyPendingCallError: A call is pending.
@@ -120,9 +121,11 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
         self._driver.require_idle("render")
         if self.render_mode is None:
             return None
-        states = self._driver.require_state().inner.env
-        single: Any = self.functional.single_env
         rows = range(self.num_envs) if indices is None else indices
+        if any(row not in range(self.num_envs) for row in rows):
+            raise ValueError(f"render: indices must be within 0..{self.num_envs - 1}, got {list(rows)}")
+        states = self._driver.require_state(rows).inner.env
+        single: Any = self.functional.single_env
         return tuple(single.render(jax.tree.map(lambda leaf, row=row: leaf[row], states)) for row in rows)
 
     @property
@@ -223,12 +226,14 @@ def parse_functional(env: Any, num_envs: int, library: str | None, options: dict
 class Latest(NamedTuple):
     """The newest state (``None``: there is none), the latest seed of each environment, and the latest call.
 
-    A seed is ``None`` if the environment's random sequence came from an assigned state.
+    A seed is ``None`` if the environment's random sequence came from an assigned state. ``missing`` has the rows that were
+    neither reset nor loaded, when other rows were loaded before the first reset.
     """
 
     state: EnvState | None
     seeds: list[int | None]
     call: RequestSummary | None
+    missing: frozenset[int] = frozenset()
 
 
 class JaxDriver(LockstepDriver):
@@ -270,14 +275,16 @@ class JaxDriver(LockstepDriver):
     def latest_request(self) -> RequestSummary | None:
         return self.latest.call
 
-    def require_state(self) -> EnvState:
+    def require_state(self, rows: Collection[int] = ()) -> EnvState:
         """Return the state.
 
         Raises:
-            gymnasium.error.ResetNeeded: There is none.
+            gymnasium.error.ResetNeeded: There is none, or one of ``rows`` has none.
         """
         if self.newest is None:
             raise gym.error.ResetNeeded("Call reset first.")
+        if missing := self.latest.missing.intersection(rows):
+            raise gym.error.ResetNeeded(f"Call reset first: no state was loaded into {rows_text(sorted(missing))}.")
         return self.newest
 
     # -- starting computations --------------------------------------------------------------------------------------------
@@ -317,7 +324,8 @@ class JaxDriver(LockstepDriver):
                 state = functional.reset_mask(state, jnp.asarray(seeded), jnp.where(seeded[:, None], keys, state.inner.key))
             if (mask & ~seeded).any():
                 state = functional.reset_mask(state, jnp.asarray(mask & ~seeded))
-        self.latest = Latest(state, latest_seeds, call)
+        was_reset = range(functional.num_envs) if mask is None else np.flatnonzero(mask).tolist()
+        self.latest = Latest(state, latest_seeds, call, self.latest.missing.difference(was_reset))
 
     def begin_step(self, call: RequestSummary, actions: Any) -> None:
         """Begin one step of all environments."""
@@ -356,7 +364,7 @@ class JaxDriver(LockstepDriver):
     @contextlib.contextmanager
     def _donate_state(self) -> Iterator[EnvState]:
         """Yield the state for donation. After a failure that consumed its arrays, there is no state until the next reset."""
-        state = self.require_state()
+        state = self.require_state(range(self.num_envs))
         try:
             yield state
         except BaseException:
@@ -366,7 +374,7 @@ class JaxDriver(LockstepDriver):
 
     def copy_state(self) -> EnvState:
         """Return a copy of the state."""
-        return jax.tree.map(jnp.copy, self.require_state())  # type: ignore[no-any-return]
+        return jax.tree.map(jnp.copy, self.require_state(range(self.num_envs)))  # type: ignore[no-any-return]
 
     def assign(self, state: EnvState) -> None:
         """Continue from a copy of ``state``.
@@ -379,7 +387,7 @@ class JaxDriver(LockstepDriver):
         if _is_donated(state):
             raise StaleStateError(DONATED_MESSAGE)
         copied = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), state)
-        self.latest = self.latest._replace(state=copied, seeds=[None] * self.functional.num_envs)
+        self.latest = Latest(copied, [None] * self.num_envs, self.latest_request)
 
     def close(self, *, terminate: bool = False) -> None:
         """Release the device's memory and the compiled ``step_chunk``."""
@@ -447,15 +455,15 @@ class JaxDriver(LockstepDriver):
 
     def save(self, rows: Sequence[int], verify: bool) -> tuple[Snapshot, ...]:
         """Return snapshots of rows. There is nothing to verify: a functional environment has no other state."""
-        state, seeds = self.require_state(), self.latest.seeds
+        state, seeds = self.require_state(rows), self.latest.seeds
         kind, leaves = self._kind(state), [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
         return Snapshots(Snapshot.of(kind, pickle.dumps((seeds[row], [leaf[row] for leaf in leaves]))) for row in rows)
 
     def load(self, snapshots: Any, rows: Sequence[int]) -> Any:
         """Load saved rows and return their observations, in the array type of ``to``."""
-        state = self.newest
+        state, missing = self.newest, self.latest.missing
         if state is None:
-            state = self.functional.begin(seed_keys([0] * self.num_envs))
+            state, missing = self.functional.begin(seed_keys(entropy_seeds(self.num_envs))), frozenset(range(self.num_envs))
         saved = parse_snapshots(snapshots, rows)
         kind = self._kind(state)
         for index, snapshot in enumerate(saved):
@@ -484,7 +492,7 @@ class JaxDriver(LockstepDriver):
             whole[list(rows)] = np.stack(next(remaining))
             return jax.device_put(whole, leaf.sharding)
 
-        self.latest = Latest(jax.tree.map(load_rows, state), seeds, self.latest_request)
+        self.latest = Latest(jax.tree.map(load_rows, state), seeds, self.latest_request, missing.difference(rows))
         observations = self.step_results(infos=False)[0]
         return jax.tree.map(lambda leaf: leaf[np.array(rows, np.intp)], observations)
 

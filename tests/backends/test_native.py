@@ -274,6 +274,13 @@ def test_actions_of_other_kinds_are_cast_or_refused(counters: Any) -> None:
     for wrong in (np.full((3, 2), 1.5), np.full((3, 2), np.nan), np.zeros((3, 1))):
         with pytest.raises(ValueError, match=r"3 actions of Box|got shape"):
             box.step(wrong)
+    small = counters(action_space=spaces.Box(0, 9, (1,), np.uint8))
+    small.reset()
+    small.step([[1], [2], [3]])
+    assert_identical(small.library.received[-1], np.array([[1], [2], [3]], np.uint8))
+    for number in (-1, 256, 257):
+        with pytest.raises(ValueError, match="3 actions of Box"):
+            small.step([[1], [2], [number]])
     pair = counters(action_space=spaces.Dict(a=spaces.Discrete(2), b=spaces.Box(0, 1, (1,), np.float32)))
     pair.reset()
     actions = pair.action_space.sample()
@@ -359,6 +366,7 @@ def test_library_error_is_raised_once_and_the_next_step_succeeds(counters: Any, 
         envs.step([0, 0, 0])
     envs.library.error = None
     assert envs.step([0, 0, 0])[0]["count"].tolist() == [[1, 1]] * 3
+    assert envs.stats()["steps"] == 3, "those of the step that raised are not counted"
 
 
 def test_interrupted_wait_leaves_the_result_pending(counters: Any) -> None:

@@ -152,7 +152,8 @@ class _LibraryDriver(LockstepDriver):
             given = np.asarray(actions)
             if given.shape != space.shape:
                 raise shape_error("actions", given.shape, tuple(space.shape or ()))
-            if not np.can_cast(given.dtype, space.dtype, "same_kind"):
+            are_integers = given.dtype.kind in "iu" and space.dtype.kind in "iu"  # of which the values are compared below
+            if not (are_integers or np.can_cast(given.dtype, space.dtype, "same_kind")):
                 raise TypeError(f"actions must have dtype {space.dtype}, got {given.dtype}; nothing was sent")
             actions = given.astype(space.dtype)
             loses_values = given.dtype != space.dtype and space.dtype.kind in "iu" and not np.array_equal(actions, given)

@@ -428,8 +428,8 @@ def _is_harmless(title: str, family: str, key: str, value: Any, default: Any) ->
         return False
     if isinstance(value, (float, np.floating)) and math.isnan(value):
         raise ValueError(f"{title}: {key} must be a number, got {value!r}")
-    if key in _PROBABILITIES and not 0 <= value <= 1:
-        raise ValueError(f"{title}: {key} must be from 0 to 1, got {value!r}")
+    if key in _PROBABILITIES and not (isinstance(value, (int, float, np.number)) and 0 <= value <= 1):
+        raise ValueError(f"{title}: {key} must be a number from 0 to 1, got {value!r}")
     return key in _PROBABILITIES or (isinstance(value, bool) and isinstance(default, bool) and family in _SWITCH_FAMILIES)
 
 

@@ -163,8 +163,11 @@ def test_files_of_processes_that_have_ended_are_removed(folder: Path) -> None:
     folder.mkdir(mode=0o700)
     own = published.process_state(os.getpid())
     assert own is not None
-    left = [folder / name for name in (f"{os.getpid()}-1-0.json", "4194304-7-0.json", "4194304-7-1.new")]
-    kept = [folder / name for name in (f"{os.getpid()}-{own[1]}-7.new", "notes.txt")]
+    here = os.stat("/proc/self/ns/pid").st_ino
+    ended = (f"{os.getpid()}-1-0-{here}.json", f"4194304-7-0-{here}.json", f"4194304-7-1-{here}.new")
+    left = [folder / name for name in ended]
+    in_another_container = f"4194304-7-0-{here + 1}.json"
+    kept = [folder / name for name in (f"{os.getpid()}-{own[1]}-7-{here}.new", in_another_container, "notes.txt")]
     for path in left + kept:
         path.write_text("{}")
     assert rows() == []
@@ -443,7 +446,7 @@ def write(folder: Path, content: bytes | dict[str, Any], number: int = 50) -> Pa
     state = published.process_state(os.getpid())
     assert state is not None
     folder.mkdir(mode=0o700, exist_ok=True)
-    file = folder / f"{os.getpid()}-{state[1]}-{number}.json"
+    file = folder / f"{os.getpid()}-{state[1]}-{number}-{os.stat('/proc/self/ns/pid').st_ino}.json"
     file.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     return file
 

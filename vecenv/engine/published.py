@@ -1,8 +1,8 @@
 """Publishes the statistics of a running vector environment in a file that ``vecenv top`` reads.
 
 The small JSON file lies in a folder that only its user may enter. Readers send no requests to the program, so a program
-that hangs is visible too. A file's name contains the id and the start time of the process that wrote it, so that the next
-program or reader can remove the files of processes that have ended.
+that hangs is visible too. A file's name contains the id, the start time and the PID namespace of the process that wrote it,
+so that the next program or reader can remove the files of processes that have ended. It ignores those of other containers.
 """
 
 from __future__ import annotations
@@ -172,13 +172,21 @@ def _make_folder() -> Path:
                   "or are open to other users; set XDG_RUNTIME_DIR")  # fmt: skip
 
 
+def _pid_namespace() -> str:
+    """Return the number of this process's PID namespace: in another container, the same id belongs to another process."""
+    with contextlib.suppress(OSError):
+        return str(os.stat("/proc/self/ns/pid").st_ino)
+    return "0"  # a kernel without namespaces
+
+
 def find_files() -> Iterator[Path]:
     """Yield the files of this user's running programs, and remove those of programs that have ended."""
     for folder in _candidate_folders():
         with contextlib.suppress(OSError):
             for path in sorted(folder.iterdir()) if _is_private_folder(folder) else ():
                 pid, _, rest = path.name.partition("-")
-                if not (pid.isdecimal() and path.suffix in (".json", ".new")):
+                is_ours = path.suffix in (".json", ".new") and path.stem.endswith(f"-{_pid_namespace()}")
+                if not (pid.isdecimal() and is_ours):
                     continue
                 state = process_state(int(pid))
                 if state is None or not rest.startswith(f"{state[1]}-"):
@@ -208,7 +216,7 @@ class StatsFile(Observer):
         list(find_files())  # removes the files of programs that have ended
         self._envs, self._name, self._pid = weakref.proxy(envs), name, os.getpid()
         state = process_state(self._pid)
-        self._path = _make_folder() / f"{self._pid}-{state[1] if state else 0}-{next(_file_numbers)}.json"
+        self._path = _make_folder() / f"{self._pid}-{state[1] if state else 0}-{next(_file_numbers)}-{_pid_namespace()}.json"
         self._workers: dict[int, PublishedWorker] = {}
         self._began = time.monotonic()
         self._write(self._began)

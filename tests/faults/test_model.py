@@ -693,7 +693,7 @@ class Model:
                 lambda: envs.get_attr("marks"), lambda: envs.set_attr("mark", 1), envs.save,
             )  # fmt: skip
             refused = (*resets, *others)
-            if envs._driver.is_interrupted:  # resets drop a request whose wait was interrupted, and all calls drop a call
+            if envs._driver.is_interrupted:  # resets drop a request after an interrupted wait, and all calls drop a call
                 refused = () if self.pending[0] == "call" else others
             for call in refused:
                 with pytest.raises(AlreadyPendingCallError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -90,3 +92,15 @@ def test_players_are_rows_too_and_are_not_drawn() -> None:
     assert envs.stats()["steps"] == 2
     rows.close()
     assert envs.closed
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"reward_dtype": int}, "`reward_dtype` must be a float type, got int64"),
+        ({"seed_stride": 1.5}, "`seed_stride` must be an int, got 1.5"),
+    ],
+)
+def test_wrong_options_are_refused_before_a_pool_is_built(option: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        MultiAgentVecEnv.from_envpool("TicTacToe-v1", 2, num_threads=1, **option)

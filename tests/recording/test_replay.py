@@ -496,7 +496,7 @@ class Canvas(Short):
     """A short environment that draws, with a fault of choice."""
 
     render_mode = "rgb_array"
-    metadata = {"render_fps": 0.5}
+    metadata = {"render_fps": 0.5}  # noqa: RUF012 - as Gymnasium's
 
     def __init__(self, fault: str = "") -> None:
         self.fault = fault

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
 
-from vecenv.errors import SnapshotMismatch, StaleStateError, rows_text
+from vecenv.errors import SnapshotMismatch, StaleStateError, envs_text
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import NO_REQUEST, LockstepDriver, Phase, RequestSummary, Stepped
@@ -284,7 +284,7 @@ class JaxDriver(LockstepDriver):
         if self.newest is None:
             raise gym.error.ResetNeeded("Call reset first.")
         if missing := self.latest.missing.intersection(rows):
-            raise gym.error.ResetNeeded(f"Call reset first: no state was loaded into {rows_text(sorted(missing))}.")
+            raise gym.error.ResetNeeded(f"Call reset first: no state was loaded into {envs_text(sorted(missing))}.")
         return self.newest
 
     # -- starting computations --------------------------------------------------------------------------------------------

@@ -130,11 +130,7 @@ class MultiAgentVecEnv:
         own_options = inspect.signature(MultiAgentVecEnv.__init__).parameters.keys() - {"self", "env_fns", "engine"}
         check_option_names(engine, [*sorted(own_options), *EngineOptions.__annotations__], "MultiAgentVecEnv")
         check_env_fns(env_fns, "MultiAgentVecEnv", "simple_spread_v3.parallel_env()")
-        if isinstance(seed_stride, bool) or not isinstance(seed_stride, (int, np.integer)):
-            raise ValueError(f"`seed_stride` must be an int, got {seed_stride!r}")
-        self.reward_dtype = np.dtype(reward_dtype)
-        if self.reward_dtype.kind != "f":
-            raise ValueError(f"`reward_dtype` must be a float type, got {self.reward_dtype}")
+        self._set_rewards_and_seeds(reward_dtype, seed_stride)
         template = as_parallel(env_fns[0]())
         try:
             self.env_name = env_name(template)
@@ -156,7 +152,7 @@ class MultiAgentVecEnv:
         except BaseException:
             self._rows.close(terminate=True)
             raise
-        self._set_up(roster, int(seed_stride), action_mask is not None)
+        self._set_up(roster, action_mask is not None)
 
     @classmethod
     def from_envpool(
@@ -179,18 +175,27 @@ class MultiAgentVecEnv:
 
         Raises:
             ImportError: EnvPool is not installed.
+            ValueError: An option has an invalid value.
         """
         from vecenv.multi_agent.player_pool import PlayerPool
 
         self = cls.__new__(cls)
-        self.reward_dtype = np.dtype(reward_dtype)
+        self._set_rewards_and_seeds(reward_dtype, seed_stride)
         self.env_name = task_id
         pool = PlayerPool(task_id, num_envs, batch_size=batch_size, num_threads=num_threads, **config)
         self._rows = pool
-        self._set_up(pool.roster, seed_stride, True)
+        self._set_up(pool.roster, True)
         return self
 
-    def _set_up(self, roster: Roster, seed_stride: int, with_masks: bool) -> None:
+    def _set_rewards_and_seeds(self, reward_dtype: npt.DTypeLike, seed_stride: int) -> None:
+        if isinstance(seed_stride, bool) or not isinstance(seed_stride, (int, np.integer)):
+            raise ValueError(f"`seed_stride` must be an int, got {seed_stride!r}")
+        self.seed_stride = int(seed_stride)
+        self.reward_dtype = np.dtype(reward_dtype)
+        if self.reward_dtype.kind != "f":
+            raise ValueError(f"`reward_dtype` must be a float type, got {self.reward_dtype}")
+
+    def _set_up(self, roster: Roster, with_masks: bool) -> None:
         """Set the attributes that depend on the engine and the roster."""
         self._roster = roster
         self.num_envs = self._rows.num_envs
@@ -202,7 +207,6 @@ class MultiAgentVecEnv:
             part.key: [roster.agents[i] for i in part.agents] for part in roster.parts if roster.layout == "groups"
         }
         self.state_space = roster.state_space
-        self.seed_stride = seed_stride
         self._actions = AgentActionConverter(roster)
         self._masks = ActionMasks(roster, with_masks, self.num_envs)
         self._tree = build_tree(roster.observation_space(), "observation")

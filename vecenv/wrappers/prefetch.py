@@ -610,7 +610,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def _merge(self, infos: Sequence[Any], rows: Sequence[int], *results: Any) -> tuple[Any, ...]:
         """Return the results of rows with their merged infos."""
-        if all(type(info) is dict and not info for info in infos):
+        if set(map(type, infos)) == {dict} and not any(infos):
             return (*results, {})
         try:
             return (*results, self._merger.merge(infos, rows))

@@ -231,7 +231,8 @@ def test_an_info_that_is_no_dict_is_a_failure_with_restarts(mode: str) -> None:
         infos = envs.step([0, 0])[4]
         assert infos["restarted"].tolist() == [False, True]
         assert infos["a"].tolist() == [1, 0]
-        assert "env 1 (worker 0, " in str(envs.errors[-1]) and "InfoError: info: got None, expected a dict" in str(envs.errors[-1])
+        assert "env 1 (worker 0, " in str(envs.errors[-1])
+        assert "InfoError: info: got None, expected a dict" in str(envs.errors[-1])
 
 
 def test_arrays_that_no_record_holds_are_not_copied() -> None:

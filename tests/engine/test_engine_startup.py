@@ -575,7 +575,7 @@ def test_fork_warns_of_modules_that_read_variables_on_import(
     monkeypatch.setitem(sys.modules, "OpenGL", sys)
     monkeypatch.setenv("PYOPENGL_PLATFORM", "glx")
     with (
-        pytest.warns(UserWarning, match=r"PYOPENGL_PLATFORM \(by OpenGL\).*context='spawn'"),
+        pytest.warns(UserWarning, match=r"PYOPENGL_PLATFORM \(read by OpenGL\).*context='spawn'"),
         open_engine(counters(1), context="fork", worker_options=WorkerOptions(env={"PYOPENGL_PLATFORM": "egl"})),
     ):
         pass

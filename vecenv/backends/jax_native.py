@@ -2,7 +2,7 @@
 
 A compiled :class:`vecenv.jax.FunctionalVectorEnv` steps the environments, and :class:`JaxDriver` holds the state that
 Gymnasium's interface hides. A call starts a computation on the device and returns; only reading results waits. Results are
-NumPy, JAX or torch arrays, with Gymnasium's seeds, masks and infos. ``envs.state`` is a checkpoint; assign it to go back.
+NumPy, JAX or torch arrays. Seeds, masks and infos are Gymnasium's. ``envs.state`` is a checkpoint; assign it to go back.
 """
 
 from __future__ import annotations
@@ -432,7 +432,7 @@ class JaxDriver(LockstepDriver):
         return observations, np.asarray(state.reward).astype(np.float64), terminated, truncated, infos_by_key
 
     def _infos(self, state: EnvState, ended: Any) -> dict[str, Any]:
-        """Return the infos of a step; ``ended`` has the array type of ``to``. JAX arrays are not read, which would wait."""
+        """Return the infos of a step; ``ended`` has the array type of ``to``. JAX arrays are not read: that would wait."""
         on_host = self._to == "numpy"
         info, valid = jax.tree.map(np.asarray, (state.info, state.valid)) if on_host else (state.info, state.valid)
         if not self._same_step:

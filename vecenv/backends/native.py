@@ -152,7 +152,7 @@ class _LibraryDriver(LockstepDriver):
             given = np.asarray(actions)
             if given.shape != space.shape:
                 raise shape_error("actions", given.shape, tuple(space.shape or ()))
-            are_integers = given.dtype.kind in "iu" and space.dtype.kind in "iu"  # of which the values are compared below
+            are_integers = given.dtype.kind in "iu" and space.dtype.kind in "iu"  # their values are compared below
             if not (are_integers or np.can_cast(given.dtype, space.dtype, "same_kind")):
                 raise TypeError(f"actions must have dtype {space.dtype}, got {given.dtype}; nothing was sent")
             actions = given.astype(space.dtype)

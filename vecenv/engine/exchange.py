@@ -7,7 +7,7 @@ raises ``ResetNeeded``, and ``reset()`` drops all pending requests. Blocks only 
 because a write can wake a worker that then takes the caller's core for a whole step. The caller's own environments are
 stepped inside a block.
 
-The blocks are in this module; most of their contents are methods of :mod:`vecenv.engine.pending_messages`.
+This module has most of the blocks. They mainly call methods of :mod:`vecenv.engine.pending_messages`.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class Exchange:
     def begin_call(
         self, command: str, op: Op, build_payload: Callable[[Worker], Any], announce: Callable[[], None] | None = None
     ) -> None:
-        """Submit a request to each worker with a payload from ``build_payload``; call ``announce`` after all checks."""
+        """Submit a call to each worker unless ``build_payload`` returns ``None`` for it; run ``announce`` after checks."""
         parts = [(worker, payload) for worker in self.pool.workers if (payload := build_payload(worker)) is not None]
         payloads = [self.pool.pickle_for(worker, payload) for worker, payload in parts]  # may raise
         if dead := [row for worker, _ in parts if worker.death is not None for row in worker.rows]:
@@ -201,7 +201,7 @@ class Exchange:
 
         Raises:
             StepTimeout: Replies are late; the call stays pending.
-            Exception: What the call raised in an environment.
+            Exception: The exception that the call raised in an environment.
         """
         request = self.request
         assert request is not None
@@ -249,7 +249,7 @@ class Exchange:
                 deadline = self._kill_hanging("recv", limit)
 
     def convert_for_recv(self, request: Request) -> None:
-        """Convert the pending reset into one with rows that ``recv`` returns as they become ready.
+        """Convert the pending reset, so that ``recv`` returns its rows as they become ready.
 
         Raises:
             AlreadyPendingCallError: The pending request is not a reset.
@@ -267,7 +267,7 @@ class Exchange:
         """Wait until ``count`` rows are ready; return ``False`` if the deadline passes first.
 
         Raises the oldest exception in ``unraised``. With ``minimum`` (number, time), that number is enough from that time
-        on, or if no more rows are in flight.
+        on, or earlier if all rows in flight are ready.
         """
         limit = self.policy.step_timeout if deadline is None else None
         deadline = deadline_after(limit) if deadline is None else deadline
@@ -333,7 +333,7 @@ class Exchange:
         """Wait for all replies to a request; return ``False`` if the deadline passes first.
 
         Raises:
-            StepTimeout: There is no deadline, replies are missing after ``step_timeout``, and failures are not restarted.
+            StepTimeout: There is no deadline, replies are missing after ``step_timeout``, and workers are not restarted.
         """
         rows_in_flight = bool(self.in_flight)  # then this is a call, and the steps of these rows come first and may hang
         has_limit = deadline is None and (rows_in_flight or request.command in ("step", "reset"))
@@ -462,7 +462,7 @@ class Exchange:
     # -- late replies ------------------------------------------------------------------------------------------------
 
     def _kill_hanging(self, method: str, limit: float | None, call: Request | None = None) -> float:
-        """Kill workers that exceeded ``step_timeout``, or raise without restarts; return the time of the next check."""
+        """Kill workers that exceeded ``step_timeout``, or raise if restarts are off; return the time of the next check."""
         late = self.pool.find_late(limit)
         if call is not None:  # only the workers that have to finish a step before this call
             late = [worker for worker in late if any(message[2] is call for message in islice(worker.pending, 1, None))]
@@ -495,6 +495,6 @@ class Exchange:
             self.state.changing = False
 
     def kill_pending(self, rows: Collection[int]) -> None:
-        """Kill the workers that have some of these rows, and a message without a reply."""
+        """Kill the workers of these rows that have not replied to a message."""
         late = [worker for worker in self.pool.find_late() if not set(rows).isdisjoint(worker.rows)]
         self._kill(late, "it was abandoned")

@@ -33,13 +33,13 @@ from vecenv.system.signals import deferred_signals
 
 PLAIN: Final = int(Reply.PLAIN)  # packing an enum is slower
 MATCHES_NO_REPLY: Final = 0
-"""The code of a pending message with a reply that ends a rebuild's time limit. No reply has this code, so the shortcut of
-``apply_next`` never applies, and ``apply`` ends the limit."""
+"""The code of a pending message, in place of ``PLAIN``, if its reply ends the time limit of a rebuild. No reply has this
+code, so the shortcut of ``apply_next`` never applies, and ``apply`` ends the limit."""
 _FOR_ALL_ROWS: Final = {int(Op.STEP_SOME): int(Op.STEP), int(Op.RESET_SOME): int(Op.RESET)}
 
 
 class PendingMessages:
-    """The messages of one engine without a reply, and the rows for ``recv`` that their replies make ready.
+    """One engine's messages without a reply, and the rows for ``recv`` that the replies make ready.
 
     Args:
         pool: The workers.
@@ -111,7 +111,7 @@ class PendingMessages:
         self.pool.drop_unsent()
 
     def record_dropped(self, request: Request) -> None:
-        """Record the failures of a request that is about to be dropped, as ``apply`` does with those that arrive later."""
+        """Record the fatal failures of a request that is about to be dropped, as ``apply`` does for later ones."""
         self.failures.record(request.command, [pair for pair in request.failures if pair[0].fatal], mark="none")
 
     def drop_request(self, request: Request) -> None:
@@ -147,7 +147,7 @@ class PendingMessages:
         self.resetting.update(rows)
 
     def return_by_row(self, request: Request) -> None:
-        """Convert a reset into one with rows that ``recv`` returns as they become ready."""
+        """Convert a reset, so that ``recv`` returns its rows as they become ready."""
         rows = list(range(self.num_envs)) if request.rows is None else list(request.rows)
         request.for_recv = True
         self.put_reset_in_flight(rows)

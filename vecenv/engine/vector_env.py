@@ -122,7 +122,8 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             whenever it is faster.
         batch_size: Number of environments that :meth:`recv` returns at a time, 1 to ``num_envs``. ``"auto"``: half of them,
             or all if halves would not pay off, according to a trial of one environment in a temporary process. If a core is
-            free or steps wait, a worker may then have two messages in flight. ``print(envs.plan)`` gives the reason.
+            free, or if steps spend time waiting, a worker may then have two messages in flight. ``print(envs.plan)`` gives
+            the reason.
         env_threads: Number of environments that a worker runs at the same time, each in its own thread, for environments
             that mostly wait for a service or a robot. They must work in any thread and share no mutable state. Needs
             worker processes.
@@ -156,7 +157,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
     _pool: WorkerPool
     _recording: FlightRecorder | None = None
     _stats_file: published.StatsFile | None = None
-    _stats_refused = False  # True if the file of `VECENV_TOP=1` could not be written
+    _stats_failed = False  # True if the file of `VECENV_TOP=1` could not be written
     plan: Plan | None = None
     generators: GeneratorsOption = "shared"
     _draws_shared = False  # True if the tried environment drew from the shared generators of its process
@@ -293,7 +294,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         if workers.env:
             options.variables = [resolve_variables(workers.env, index) for index in range(processes)]
             if context.get_start_method() == "fork" and (ineffective := find_late_variables(options.variables)):
-                names = ", ".join(f"{name} (by {module})" for name, module in ineffective.items())
+                names = ", ".join(f"{name} (read by {module})" for name, module in ineffective.items())
                 logger.warn(
                     "%s",
                     "WorkerOptions(env) has no effect on modules that this process has imported, because forked workers "
@@ -498,13 +499,13 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
 
     def _begin_reset(self, seed: Any, options: ResetOptions, env_id: Any) -> None:
         super()._begin_reset(seed, options, env_id)
-        if self._stats_file is None and published.is_wanted() and not self._stats_refused:
+        if self._stats_file is None and published.is_wanted() and not self._stats_failed:
             try:
                 self._publish(None)
             except OSError as error:  # no reason to end a training run
                 if isinstance(error, TimeoutError):  # from a signal handler with a time limit
                     raise
-                self._stats_refused = True
+                self._stats_failed = True
                 warn(f"VECENV_TOP=1 has no effect on this {type(self).__name__}: {error}")
 
     def _begin_exec(self, method: str, func: Callable[..., Any], indices: Any, args: Any, kwargs: Any) -> None:

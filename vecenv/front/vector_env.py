@@ -64,7 +64,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
     """The common base of the vector environments of all backends.
 
     A subclass sets Gymnasium's attributes and passes its driver to :meth:`_open`. The methods in :data:`HALVES` have
-    two halves each. If a subclass overrides one of them, the guard calls the two halves instead of the method.
+    two halves each. If a subclass overrides a half, the guard calls both halves instead of the method.
     """
 
     autoreset_mode: AutoresetMode
@@ -116,7 +116,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
                 seeds: the environments continue their sequences of random numbers, which begin with unpredictable seeds.
             options: Passed to every environment, except ``"reset_mask"``, a bool array ``(num_envs,)``: only the selected
                 environments are reset, and the others keep their last observation. Selected environments that failed are
-                rebuilt. A failed one that is not selected has an observation of zeros until it is, as its last one may be
+                rebuilt. Others that failed have observations of zeros until they are reset, as their last ones may be
                 incomplete. A sequence of ``num_envs`` dicts (or ``None``) has one per environment. The dict is not modified.
             env_id: Reset only these environments, none of which may be in flight; others may be. A sequence of seeds, or of
                 options, then has one for each index, in the order of ``env_id``. On backends that step all environments
@@ -612,7 +612,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     @property
     def in_flight(self) -> npt.NDArray[np.intp]:
-        """The environments of :meth:`send`, or of a reset by index, that :meth:`recv` has yet to return, in no order.
+        """Environments of :meth:`send`, or of a reset by index, not yet returned by :meth:`recv`; in no particular order.
 
         Raises:
             NotImplementedError: Some are in flight, and the library does not report which ones.
@@ -650,14 +650,14 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         if state.unusable == "forked":  # the backend's resources belong to the parent
             return
         state.unusable = "closed"  # before anything is released, so that a call in progress raises the right error
-        no_other_thread = 0, get_ident()
+        none_or_this_thread = 0, get_ident()
         closable = driver.can_be_closed_during_call
-        while state.caller not in no_other_thread and not closable and (deadline is None or time.monotonic() < deadline):
+        while state.caller not in none_or_this_thread and not closable and (deadline is None or time.monotonic() < deadline):
             time.sleep(0.001)
-        if state.caller in no_other_thread or closable:
+        if state.caller in none_or_this_thread or closable:
             driver.close(terminate=terminate)
 
-    # -- inside ----------------------------------------------------------------------------------------------------
+    # -- internal --------------------------------------------------------------------------------------------------
 
     def _wait_for_result(self, method: str, kind: Phase, timeout: float | None, unmerged: bool) -> Any:
         """Wait for the result of the pending call."""
@@ -742,7 +742,7 @@ class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
 
     @property
     def last_received(self) -> np.ndarray:
-        """The environments that :meth:`send` steps by default: those of the latest :meth:`recv`, or all; see there."""
+        """The environments that :meth:`send` steps by default: those of the latest :meth:`recv`, or all of them."""
         return self._driver.last_received.copy()  # type: ignore[no-any-return]
 
     @property

@@ -230,7 +230,7 @@ class CallbackHost:
     def _consume_token(self, token: Array, pending: bool = False) -> None:
         """Check a token and use it up: the state is invalid afterwards, even if the call fails."""
         if self._invalid_reason is not None:
-            raise StaleStateError(f"The environments cannot continue, {self._invalid_reason}: call reset(key).")
+            raise StaleStateError(f"The environments cannot continue {self._invalid_reason}: call reset(key).")
         for epoch, count in token.reshape(-1, 2).tolist():
             if (epoch, count) != (self._epoch, self._count):
                 problem = f"was used before (it is number {count} after its reset, the environments are at {self._count})"
@@ -452,7 +452,7 @@ class InfoColumns:
         Raises:
             ObservationError: A value differs from the specified shape or kind of dtype.
         """
-        read: list[Array] = []
+        arrays: list[Array] = []
         final = infos.get("final_info") or {}
         ended = infos.get("_final_info")
         for column in self.columns:
@@ -461,8 +461,8 @@ class InfoColumns:
             if ended is not None:
                 values[ended], mask[ended] = 0, False
                 _fill(column, final, values, mask)
-            read += [values, mask]
-        return read
+            arrays += [values, mask]
+        return arrays
 
 
 def _fill(column: InfoColumn, infos: Mapping[str, Any], values: Array, mask: Array) -> None:

@@ -92,8 +92,8 @@ class Channel:
 
     def _count_missing(self) -> int:
         """Return the number of missing bytes of the incoming message. Count each chunk once: there can be thousands."""
-        chunks, size = self._counted
-        size += sum(map(len, self._chunks[chunks:]))
+        num_counted, size = self._counted
+        size += sum(map(len, self._chunks[num_counted:]))
         self._counted = len(self._chunks), size
         head = b""
         for chunk in self._chunks:

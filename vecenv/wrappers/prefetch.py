@@ -156,9 +156,9 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         from vecenv.engine.vector_env import AsyncVectorEnv
 
         require_equal(env_fns)
-        others = {"num_workers": None, "use_caller": False, "max_concurrency": None, "env_threads": 1}
+        defaults = {"num_workers": None, "use_caller": False, "max_concurrency": None, "env_threads": 1}
         mode = parse_autoreset_mode(autoreset_mode)
-        spares = parse_spares(spares, len(env_fns), mode, **{name: options.get(name, own) for name, own in others.items()})
+        spares = parse_spares(spares, len(env_fns), mode, **{name: options.get(name, defaults[name]) for name in defaults})
         builder = EqualEnvBuilder(env_fns[0])
         envs = AsyncVectorEnv([builder] * (len(env_fns) + spares), autoreset_mode="Disabled", **options)
         try:
@@ -429,7 +429,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             self._resets[self.places[row]] = row
 
     def _prefetch(self) -> None:
-        """Begin an upcoming episode in each free spare. Ended episodes are followed first, then the oldest running ones."""
+        """Begin an upcoming episode in each free spare: first for rows with an ended episode, then for the oldest others."""
         if self._free and (upcoming := dict(zip(self._iter_upcoming(), self._free, strict=False))):
             seeds = [self._rows[row].derive_seed(episode) for row, _, episode in upcoming]
             self.envs.reset_async(seeds, env_id=list(upcoming.values()))
@@ -661,8 +661,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         _raise_unsupported("set_next_options", reason)
 
     def freeze(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise ``NotImplementedError``: a frozen copy would replace the environment at a place, but rows change places."""
-        _raise_unsupported("`freeze`", "rows change their processes; save() and load() continue them")
+        """Raise ``NotImplementedError``: a frozen copy would replace the environment at one place, but rows move."""
+        _raise_unsupported("`freeze`", "rows move between processes: use save() and load()")
 
     thaw = freeze
 
@@ -747,7 +747,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         return observations
 
     def _wait_until_idle(self) -> None:
-        """Wait until nothing is in flight.
+        """Wait until no spare is resetting.
 
         Raises:
             AlreadyPendingCallError: Rows are in flight.

@@ -41,10 +41,10 @@ def _nest_indices(index: Mapping[str, int], prefix: str) -> dict[str, Any]:
     for key, i in index.items():
         first, *path = key.replace(":", ".").split(".")
         if first == prefix:
-            at, *inner = tree, *path[:-1]
-            for part in inner:
-                at = at.setdefault(part, {})
-            at[path[-1] if path else ""] = i
+            level, *parents = tree, *path[:-1]
+            for part in parents:
+                level = level.setdefault(part, {})
+            level[path[-1] if path else ""] = i
     return tree
 
 
@@ -147,7 +147,7 @@ def _get_part(actions: Any, path: tuple[str, ...]) -> Any:
 
 
 class _LeafChecker:
-    """A checker of one action array, which has a number per environment for a Discrete space, and an array for a Box.
+    """A checker of one action array: one number per environment for a Discrete space, one array per environment for a Box.
 
     The range of integers is always checked, because environments index tables with them.
     """
@@ -236,7 +236,7 @@ class PoolRows:
         """Prepare for a new pool. Pools with one player per environment need no preparation."""
 
     def store_held(self, held: Any) -> None:
-        """Store the content of ``held`` (from :meth:`results`) other than ids; here there is none. Safe to repeat."""
+        """Store the parts of ``held`` (from :meth:`results`) that are not ids: there are none here. Safe to repeat."""
 
     def payload(self, ids: Array, actions: list[Array]) -> list[Array]:
         """Return the arguments of the pool's ``_send``."""

@@ -69,7 +69,7 @@ class Cluster:
             raise ValueError(f"address={address!r}, but this process is connected to the Ray cluster at {current!r}")
 
     def _is_connected(self) -> bool:
-        """False after ``ray.shutdown()``, which ends the hosts, even if the program has connected again since."""
+        """True until ``ray.shutdown()``, which ends the hosts. If the program connects again, this stays False."""
         return self._ray.is_initialized() and _identify_connection(self._ray) == self._connection
 
     def _require_connection(self) -> None:
@@ -213,7 +213,7 @@ class _HostActor(Host):
 
 
 def _identify_connection(ray: Any) -> tuple[str, str]:
-    """Return the node and the job of the current connection to a cluster, which no other connection has."""
+    """Return the ids of the node and the job, which together identify the current connection to a cluster."""
     context = ray.get_runtime_context()
     return context.get_node_id(), context.get_job_id()
 

@@ -43,7 +43,7 @@ class Failures:
         self.restarts, self.restart_log, self._budget = 0, RestartLog(), RestartBudget(*budget, steps)
 
     def record(self, host: RemoteHost, command: str, event: RemoteFailure) -> Errors:
-        """Record a failure, notify the observers if it is fatal or of a step, and return the exception to raise."""
+        """Record a failure, notify the observers if it is fatal or occurred in a step, and return the exception to raise."""
         envs = f"env {event.rows[0]}" if not event.worker_died else envs_text(sorted(event.rows))
         note = f"{envs}, {host.label}, during {command}"
         # the record gets its own exception: a raised one would keep the program's frames alive

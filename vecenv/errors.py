@@ -64,7 +64,7 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def name_row(row: int, reason: str) -> str:
-    """Return the reason of a failure with the name of its environment in front, unless it contains that name."""
+    """Return the reason for a failure, prefixed with its environment unless the text already names it."""
     is_named = f"env {row}: " in reason or f"env {row}, " in reason
     return reason if is_named else f"env {row}: {reason}"
 
@@ -294,7 +294,7 @@ class ErrorRecord:
         text = f": {first_line.removeprefix(f'env {self.env}: ')}" if first_line else ""
         where = f"worker {self.worker}, pid {self.pid}" if self.worker >= 0 else "in the calling process"
         source = where if self.env is None else f"env {self.env} ({where})"
-        is_named = self.env is None and first_line.startswith(f"worker {self.worker} (pid {self.pid},")  # named in the text
+        is_named = self.env is None and first_line.startswith(f"worker {self.worker} (pid {self.pid},")
         prefix = "" if is_named else f"{source}, {self.command}: "
         recorded = f" (recorded: {self.recorded})" if self.recorded else ""
         return f"{self.when:%Y-%m-%d %H:%M:%S} {prefix}{type(self.error).__name__}{text}{recorded}"

@@ -32,7 +32,7 @@ def require_settings(
     Raises:
         TypeError: ``envs`` is not a Gymnasium vector environment.
         ValueError: The autoreset mode is not in ``modes``, ``copy=False`` lets the next step overwrite observations,
-            arrays are not NumPy arrays, or a wrapper refuses the masked resets of clients that accept no autoreset.
+            arrays are not NumPy arrays, or a wrapper refuses the masked resets of clients that reset rows themselves.
     """
     if not isinstance(envs, VectorEnv):
         advice = "; use envs.flatten_agents()" if hasattr(envs, "flatten_agents") else ""
@@ -54,10 +54,10 @@ def require_settings(
     inner: Any = envs.unwrapped
     if getattr(inner, "copy", True) is False:
         raise ValueError(f"{client} needs copy=True: it keeps observations that copy=False would overwrite in the next step")
-    converted = _converted_library(envs)
-    if converted and not (any_arrays or converted == "numpy"):
-        raise ValueError(f"{client} needs numpy arrays, but a wrapper converts them to {converted}: remove the wrapper")
-    if not converted and not any_arrays and getattr(inner, "to", "numpy") != "numpy":
+    target_library = _target_library(envs)
+    if target_library and not (any_arrays or target_library == "numpy"):
+        raise ValueError(f"{client} needs numpy arrays, but a wrapper converts them to {target_library}: remove the wrapper")
+    if not target_library and not any_arrays and getattr(inner, "to", "numpy") != "numpy":
         raise ValueError(f"{client} needs to='numpy', got to={inner.to!r}")
     return AutoresetMode(mode)
 
@@ -85,7 +85,7 @@ def agents_per_env(envs: AnyVectorEnv) -> int:
     return inner.num_agents if isinstance(inner, FlattenAgents) else 1
 
 
-def _converted_library(envs: AnyVectorEnv) -> str:
+def _target_library(envs: AnyVectorEnv) -> str:
     """Return the array library of the outermost of Gymnasium's converting wrappers, or ``""`` if there is none."""
     for wrapper in wrappers_around(envs):
         if (target := getattr(wrapper, "_target_xp", None)) is not None:

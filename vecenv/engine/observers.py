@@ -41,13 +41,13 @@ class Observer(Protocol):
         return
 
     def on_dropped(self, rows: Rows, *, submitted: Rows) -> None:
-        """Observe which announced steps will have no result, before the ``on_reset`` of a reset that the program calls.
+        """Observe a reset that the program calls, before its ``on_reset``: unfinished steps of ``rows`` will have no result.
 
         Args:
-            rows: Indices of the environments without a pending request from then on: all if the reset drops pending results,
+            rows: Indices of the environments without a pending request from now on: all if the reset drops pending results,
                 otherwise those that are not in flight.
-            submitted: Those of ``rows`` with a pending request: environments execute it, but its result is dropped. A step
-                of any other row that was announced and has no result was refused, or interrupted before it was submitted.
+            submitted: Those of ``rows`` with a pending request: they execute it, but its result is dropped. If another row
+                has an announced step without a result, that step was refused, or interrupted before it was submitted.
         """
         return
 

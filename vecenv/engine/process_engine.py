@@ -375,9 +375,9 @@ class Engine(WorkerDriver):
     def _compute_stats(self) -> dict[str, float]:
         elapsed = max(time.monotonic() - self.began, 1e-9)
         counters = self.counters
-        pending = self.num_envs if self.exchange.request is not None and self.exchange.request.command in PHASES else 0
+        pending_rows = self.num_envs if self.exchange.request is not None and self.exchange.request.command in PHASES else 0
         if self.exchange.request is not None and self.exchange.request.rows is not None:
-            pending = len(self.exchange.request.rows)
+            pending_rows = len(self.exchange.request.rows)
         return complete_stats({
             "steps": float(counters.steps),
             "steps_per_second": (counters.steps - counters.steps_loaded) / elapsed,
@@ -388,7 +388,7 @@ class Engine(WorkerDriver):
             "restarts": float(self.failures.restarts),
             "errors": float(len(self.failures.errors)),
             "bytes_pickled": float(sum(worker.channel.bytes_pickled for worker in self.pool.processes)),
-            "in_flight": float(len(self.exchange.in_flight) or pending),
+            "in_flight": float(len(self.exchange.in_flight) or pending_rows),
             **freezing.frozen_stats(self),
         })  # fmt: skip
 

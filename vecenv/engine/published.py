@@ -26,7 +26,7 @@ from vecenv.engine.stats import WorkerStats
 
 _FORMAT: Final = 2
 _PERIOD_SECONDS: Final = 0.5  # between two writes
-_MAX_FILE_BYTES: Final = 64 << 20  # readers ignore the rest; 100,000 workers need less
+_MAX_FILE_BYTES: Final = 64 << 20  # readers reject larger files; 100,000 workers need less
 _file_numbers: Final = itertools.count()
 
 
@@ -115,11 +115,11 @@ class PublishedStats:
         with path.open("rb") as file:
             text = file.read(_MAX_FILE_BYTES)
         try:
-            found = json.loads(text)
-            if found["format"] != _FORMAT:
+            data = json.loads(text)
+            if data["format"] != _FORMAT:
                 raise BadFile(f"it was written by another version of vecenv: this one reads format {_FORMAT}")
-            workers = [_parse(PublishedWorker, entry) for entry in found["workers"]]
-            stats: PublishedStats = _parse(cls, {**found, "workers": []}, workers=workers)
+            workers = [_parse(PublishedWorker, entry) for entry in data["workers"]]
+            stats: PublishedStats = _parse(cls, {**data, "workers": []}, workers=workers)
             return stats
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise error if isinstance(error, BadFile) else BadFile("it cannot be parsed") from None
@@ -129,11 +129,11 @@ class BadFile(ValueError):
     """A file in the folder that this version cannot read."""
 
 
-def _parse(kind: type[Any], found: dict[str, Any], **parsed: Any) -> Any:
+def _parse(kind: type[Any], data: dict[str, Any], **parsed: Any) -> Any:
     """Build an object of this class from JSON. Numbers must be finite and at least -1; unknown names are ignored."""
     values = {}
     for field in fields(kind):
-        values[field.name] = value = found[field.name]
+        values[field.name] = value = data[field.name]
         accepted = {"int": (int,), "float": (int, float), "str": (str,)}.get(str(field.type), (list,))
         if type(value) not in accepted or (accepted[0] is int and not (-1 <= value < 1 << 63 and math.isfinite(value))):
             raise BadFile(f"its {field.name} is invalid")
@@ -229,7 +229,7 @@ class StatsFile(Observer):
                 self._write(now)
 
     def on_failure(self, rows: Sequence[int], error: Exception, *, worker_died: bool) -> str | None:
-        """Make the next result write the file, because a process will be replaced."""
+        """Make the file due at the next result, because a process may be replaced."""
         self._due = 0.0
         return None
 

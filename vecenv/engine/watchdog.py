@@ -17,7 +17,7 @@ from vecenv.errors import span_text
 from vecenv.system.supervision import innermost_location
 
 REPORT_AFTER_SECONDS: Final = [60.0, 600.0]
-"""Seconds after which a request is logged, once each."""
+"""A request is logged once after each of these durations."""
 CHECK_INTERVAL_SECONDS: Final = [5.0]
 
 _log = logging.getLogger("vecenv")

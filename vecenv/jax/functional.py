@@ -223,7 +223,9 @@ class FunctionalVectorEnv:
             rows = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(self.num_envs))
             return rows.reshape(self.batch_shape + width)
         if key.shape != self.batch_shape + width:
-            raise ValueError(f"key must be one key or {self.batch_shape} of them; got an array of shape {key.shape}.")
+            raise ValueError(
+                f"key must be one key or one per row, in shape {self.batch_shape}; got raw keys of shape {key.shape}."
+            )
         return key
 
     def __repr__(self) -> str:
@@ -324,7 +326,7 @@ def check_action(action: PyTree, spec: PyTree, batch_shape: tuple[int, ...], spa
 # the leaves of ``models`` with 0 in ``in_axes`` have a leading axis of n.
 Randomize = Callable[[Any, Array], tuple[Any, Any]]
 
-_FIRST = 0  # folded into an episode's key for its start state; step t folds in t >= 1
+_START = 0  # folded into an episode's key for its start state; step t folds in t >= 1
 _POOL, _MODEL, _STAGGER = 2**31 - 1, 2**31 - 2, 2**31 - 3  # folded into a row's key; higher than any episode count
 
 
@@ -342,11 +344,11 @@ class FunctionalEpisodes:
     micro_batch: int | None
 
     def __post_init__(self) -> None:
-        self._varying_leaves: list[int] = []  # indices of the model's leaves that differ from row to row
+        self._varying_indices: list[int] = []  # indices of the model's leaves that differ from row to row
         self._restart_rows = jax.custom_jvp(self._restart_loop)
         self._restart_rows.defjvp(self._restart_derivative)
         if self.randomize is not None:
-            jax.eval_shape(self._draw_models, default_key(0)[None])  # sets `_varying_leaves`
+            jax.eval_shape(self._draw_models, default_key(0)[None])  # sets `_varying_indices`
 
     # -- the interface to FunctionalVectorEnv ----------------------------------------------------------------------
 
@@ -422,7 +424,7 @@ class FunctionalEpisodes:
     def _start(self, row: Any) -> tuple[PyTree, PyTree]:
         """Return the start state and observation of one row's episode: newly computed, or from its pool."""
         key, episode, model, pool = row
-        key = jax.random.fold_in(jax.random.fold_in(key, episode), _FIRST)
+        key = jax.random.fold_in(jax.random.fold_in(key, episode), _START)
         if pool is None:
             return self._with_model(model, lambda: self.env.init(key))  # type: ignore[no-any-return]
         drawn = jax.random.randint(key, (), 0, self.pool_size) if self.pool_size > 1 else 0
@@ -486,16 +488,16 @@ class FunctionalEpisodes:
         axes = jax.tree.leaves(leaf_axes)
         if set(axes) - {-1, 0}:
             raise ValueError(f"randomize must batch leaves along axis 0, or not at all (None), got {sorted(set(axes))}.")
-        self._varying_leaves = [i for i, axis in enumerate(axes) if axis == 0]
+        self._varying_indices = [i for i, axis in enumerate(axes) if axis == 0]
         leaves = jax.tree.leaves(models)
-        return [jnp.asarray(leaves[i]) for i in self._varying_leaves]
+        return [jnp.asarray(leaves[i]) for i in self._varying_indices]
 
     def _with_model(self, varying_leaves: list[Array] | None, body: Callable[[], Any]) -> Any:
         """Run ``body`` while the environment has the physics model of one row."""
         if varying_leaves is None:
             return body()
         leaves, structure = jax.tree.flatten(self.env.model)
-        for i, leaf in zip(self._varying_leaves, varying_leaves, strict=True):
+        for i, leaf in zip(self._varying_indices, varying_leaves, strict=True):
             leaves[i] = leaf
         with self.env.using(jax.tree.unflatten(structure, leaves)):
             return body()

@@ -115,7 +115,7 @@ def entropy_seeds(count: int) -> list[int]:
 
 
 class _JaxSpaceMixin:
-    """A mixin that adds JAX keys and arrays to ``sample`` and ``contains`` of a Gymnasium space."""
+    """A mixin that makes ``sample`` and ``contains`` of a Gymnasium space accept JAX keys and arrays."""
 
     def sample(self, mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Return a random element: drawn by JAX if ``mask`` is a JAX key, otherwise by Gymnasium.
@@ -161,8 +161,8 @@ def jax_space(space: gym.Space[Any]) -> Any:
             are supported. Any other space, including an instance of a subclass, is returned unchanged.
 
     ``space.sample(key)`` has Gymnasium's distributions: uniform, except for a Box without bounds (normal) or with one bound
-    (exponential, from the bound on). ``space.contains(x)`` is ``bool[]``; shapes and kinds of dtypes are checked while the
-    program is traced.
+    (exponential, starting at the bound). ``space.contains(x)`` is ``bool[]``; shapes and kinds of dtypes are checked while
+    the program is traced.
     """
     cls = _JAX_CLASSES.get(type(space))
     if cls is None:
@@ -193,7 +193,7 @@ def _sample(space: Any, key: Array) -> PyTree:
 
 
 def clip_to_dtype(values: Any, dtype: Any) -> np.ndarray[Any, Any]:
-    """Convert numbers to an integer dtype. Numbers outside of its range become the nearest number within."""
+    """Convert numbers to an integer dtype, clipped to its range."""
     values, limits = np.asarray(values), np.iinfo(dtype)
     with np.errstate(invalid="ignore"):
         converted = values.astype(dtype)
@@ -202,7 +202,7 @@ def clip_to_dtype(values: Any, dtype: Any) -> np.ndarray[Any, Any]:
 
 
 def _first_and_last(space: Any) -> tuple[Any, Any]:
-    """Return the bounds of a Discrete or MultiDiscrete, both included; ``start + n`` may not fit the dtype."""
+    """Return the inclusive bounds of a Discrete or MultiDiscrete; ``start + n`` (exclusive) may not fit the dtype."""
     return space.start, space.start + ((space.n if isinstance(space, spaces.Discrete) else space.nvec) - 1)
 
 
@@ -229,8 +229,8 @@ def _sample_box(space: spaces.Box, key: Array, dtype: Any) -> Array:
     if is_float:
         limit = float(np.finfo(dtype).max)
         low, high = (jnp.asarray(np.clip(bound, -limit, limit), dtype) for bound in (low, high))
-        share = jax.random.uniform(uniform_key, space.shape, dtype)
-        uniform = jnp.clip(low * (1 - share) + high * share, low, high)  # `high - low` may be infinite
+        fraction = jax.random.uniform(uniform_key, space.shape, dtype)
+        uniform = jnp.clip(low * (1 - fraction) + high * fraction, low, high)  # `high - low` may be infinite
     else:
         uniform = _sample_integers(space, uniform_key, low, high, dtype)
     if space.is_bounded():

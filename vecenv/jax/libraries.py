@@ -307,7 +307,7 @@ class BraxAdapter(Adapter):
             )
         if self.is_playground:
             return (
-                "Playground differentiates with config_overrides={'impl': 'jax'} and one solver iteration "
+                "Playground is differentiable with config_overrides={'impl': 'jax'} and one solver iteration "
                 "(env.mjx_model.opt.iterations == 1); its warp kernels have no derivative at all."
             )
         return super().gradient_advice()

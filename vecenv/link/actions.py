@@ -72,7 +72,7 @@ class ActionStage:
         space = self._spaces.get(count)
         if space is None:
             space = self._spaces[count] = batch_space(self._single_space, count)
-        _check_counts(self._single_space, space, actions, count, "actions")
+        _check_batch(self._single_space, space, actions, count, "actions")
         if not self._warned and hasattr(actions, "__array__") and not isinstance(actions, np.ndarray):
             self._warned = True
             logger.warn(
@@ -91,8 +91,8 @@ class ActionStage:
         return items
 
 
-def _check_counts(single: Space[Any], space: Space[Any], actions: Any, count: int, name: str) -> None:
-    """Raise unless every leaf of a structured batch has one row per environment: ``zip`` would silently drop the rest.
+def _check_batch(single: Space[Any], space: Space[Any], actions: Any, count: int, name: str) -> None:
+    """Raise unless a batch has the structure of its space and one row per environment; ``zip`` would drop surplus rows.
 
     As in ``iterate``, any container that can be indexed by the keys is accepted, for example a list in place of a tuple.
     """
@@ -102,7 +102,7 @@ def _check_counts(single: Space[Any], space: Space[Any], actions: Any, count: in
             got = f"a dict with {list(actions)}" if isinstance(actions, dict) else type(actions).__name__
             raise ValueError(f"{name}: got {got}, expected a dict with {list(space.spaces)}; nothing was sent")
         for key, part in zip(space.spaces, parts, strict=True):
-            _check_counts(single.spaces[key], space.spaces[key], part, count, f"{name}[{key!r}]")
+            _check_batch(single.spaces[key], space.spaces[key], part, count, f"{name}[{key!r}]")
     elif isinstance(space, spaces.Tuple) and isinstance(single, spaces.Tuple):  # other spaces can have Tuple batches
         size = len(space.spaces)
         parts = [_get_part(actions, index) for index in range(size)]
@@ -110,7 +110,7 @@ def _check_counts(single: Space[Any], space: Space[Any], actions: Any, count: in
             length = f" of {len(actions)}" if isinstance(actions, Sized) else ""
             raise ValueError(f"{name}: got a {type(actions).__name__}{length}, expected a tuple of {size}; nothing was sent")
         for index, part in enumerate(parts):
-            _check_counts(single.spaces[index], space.spaces[index], part, count, f"{name}[{index}]")
+            _check_batch(single.spaces[index], space.spaces[index], part, count, f"{name}[{index}]")
     elif not _can_iterate(actions) or getattr(actions, "shape", None) == ():
         got = "a scalar" if getattr(actions, "shape", None) == () else f"{type(actions).__name__} {actions!r}"
         raise TypeError(f"{name}: got {got}, expected {count}, one per environment; nothing was sent")
@@ -132,7 +132,7 @@ def _can_iterate(actions: Any) -> bool:
 
 
 def _get_shape(actions: Any) -> tuple[int, ...] | None:
-    """Return the shape of an array, else ``None``: items of a list reach the environments unchanged, as in Gymnasium."""
+    """Return the shape of an array; ``None`` for lists and object arrays: their items reach the environments unchanged."""
     shape = getattr(actions, "shape", None)
     return tuple(shape) if isinstance(shape, tuple) and getattr(actions, "dtype", None) != np.dtype(object) else None
 

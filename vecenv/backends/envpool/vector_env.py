@@ -73,9 +73,9 @@ class EnvPoolVectorEnv(PoolVectorEnv):
     a millisecond for classic control, and 50 ms per environment for Atari. ``None`` in a list of seeds stands for a random
     seed; seeds of 2**31 and more are hashed into EnvPool's range.
 
-    With ``batch_size=None``, one call at a time can be pending, for any environments, and ``recv`` returns all its rows in
+    With ``batch_size=None``, one call at a time can be pending, for all or some rows, and ``recv`` returns all its rows in
     the order of the call. Only then is ``options["reset_mask"]`` possible: it resets finished episodes like autoreset (Atari
-    with ``episodic_life`` continues the same game), and running ones by force.
+    with ``episodic_life`` continues the same game), and begins a new game in running ones.
 
     With a smaller batch, a reset of all environments waits for everything in flight and discards it, and ``recv`` keeps rows
     beyond ``count`` for the next call. EnvPool returns whole batches only, so ``recv`` also raises ``NoAsyncCallError`` if

@@ -60,7 +60,7 @@ _STATELESS: Final = frozenset({"/dev/null", "/dev/zero", "/dev/full", "/dev/rand
 _MAX_NAMES: Final = 5  # in an error message
 _PF_EXITING: Final = 4
 
-_waiting: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Frozen]] = weakref.WeakKeyDictionary()
+_frozen_by_engine: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Frozen]] = weakref.WeakKeyDictionary()
 """Engine -> its frozen copies."""
 
 
@@ -137,7 +137,7 @@ def _wait_to_be_copied(process: WorkerState, plan: CopyPlan) -> None:
 
 
 def _serve_row(process: WorkerState, plan: CopyPlan) -> None:
-    """Turn a copy into the worker of a row, which continues with its environment."""
+    """Turn a copy into the worker of a row. The worker continues with the environment of the copy."""
     previous, start = process.rows, process.start
     assert previous is not None
     assert plan.row is not None
@@ -308,9 +308,9 @@ def _is_shared(number: int, file: str) -> bool:
 
 def _objects_in_shared_memory(process: WorkerState) -> Iterator[str]:
     """Yield the places in an environment that refer to memory shared before it was built."""
-    arena = np.frombuffer(process.start.arena.buffer, np.uint8).ctypes.data
+    arena_address = np.frombuffer(process.start.arena.buffer, np.uint8).ctypes.data
     mapped = [tuple(int(end, 16) for end in addresses.split("-")) for addresses, _ in process.inherited if "-" in addresses]
-    ranges = [(low, high) for low, high in mapped if not low <= arena < high]
+    ranges = [(low, high) for low, high in mapped if not low <= arena_address < high]
     assert process.rows is not None
     for value, where in reachable_objects(find_layers(process.rows.envs[0])).values() if ranges else ():
         address = _data_address(value)
@@ -392,7 +392,7 @@ class _CopyPopen:
 class CopiedProcess(BaseProcess):
     """A process forked by another one, with the interface of a ``multiprocessing`` process.
 
-    Its exit code is known only if this process adopts orphans, as the first process of a container does.
+    Its exit code is known only if the caller adopts orphans, as the first process of a container does.
     """
 
     def __init__(self, pid: int, method: str, name: str, owner: DescriptorOwner) -> None:
@@ -416,12 +416,12 @@ class _Copy:
         self.stack_file = StackFile(self.descriptors)
         self.token = new_token()
         self.process: CopiedProcess | None = None
-        self.owner = os.getpid()
+        self.caller_pid = os.getpid()
 
     def plan(self, row: int | None = None, placement: Placement | None = None, seed: int | None = None) -> CopyPlan:
         """Return the arguments of the copy."""
         reader, writer = (_identify(end.number) for end in self.channel.worker_ends)
-        return CopyPlan(self.owner, reader, writer, _identify(self.stack_file.fd), self.token, row, placement, seed)
+        return CopyPlan(self.caller_pid, reader, writer, _identify(self.stack_file.fd), self.token, row, placement, seed)
 
     def await_ready(self, method: str, name: str, source: ProcessWatch) -> CopiedProcess:
         """Wait until the process is ready, and return it.
@@ -451,7 +451,7 @@ class _Copy:
 
     def end(self) -> None:
         """End the process. Idempotent."""
-        if os.getpid() != self.owner:
+        if os.getpid() != self.caller_pid:
             return
         if self.process is not None:
             self.process.kill()
@@ -470,7 +470,7 @@ class Frozen:
     Attributes:
         env: The index of the environment that was copied.
         observation: Its last observation.
-        info: The part of its latest info that lay in shared memory: numbers, and arrays of recurring keys.
+        info: The part of its latest info that lay in shared memory: numbers, and the arrays under keys that recur.
         method: Start method of its process.
         beside: Data about the environment, added by a vector environment that is built on the engine.
     """
@@ -553,7 +553,7 @@ def explain_unfreezable(engine: Any) -> str:
 
 def frozen_stats(engine: Any) -> dict[str, float]:
     """Return the number of an engine's waiting copies, and the bytes of memory that only they use; empty without copies."""
-    copies = [copy for copy in _waiting.get(engine, ()) if not copy.closed]
+    copies = [copy for copy in _frozen_by_engine.get(engine, ()) if not copy.closed]
     return {"frozen": float(len(copies)), "frozen_bytes": float(sum(copy.bytes for copy in copies))} if copies else {}
 
 
@@ -571,7 +571,7 @@ def freeze(engine: Any, rows: list[int]) -> list[Frozen]:
         )  # fmt: skip
         engine.exchange.finish_call(_READY_SECONDS)
         frozen = [copy._await_ready() for copy in copies.values()]
-        _waiting.setdefault(engine, weakref.WeakSet()).update(frozen)
+        _frozen_by_engine.setdefault(engine, weakref.WeakSet()).update(frozen)
     return frozen
 
 

@@ -121,27 +121,27 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
     def step_wait(self) -> tuple[Any, npt.NDArray[np.float32], npt.NDArray[np.bool_], list[dict[str, Any]]]:
         """Finish the step and return ``(observations, rewards, dones, infos)``."""
         results = self._by_row.step(self._actions) if self._begin_step is None else self._by_row.step_wait()
-        observations, rewards, terminations, truncations, rows = results
+        observations, rewards, terminations, truncations, infos = results
         dones = terminations | truncations
         ended = np.flatnonzero(dones).tolist()
         last: dict[int, Any] = {}
         if ended and not self._same_step:
             last = {row: _copy_row(observations, row) for row in ended}
-            to_reset = np.array([info["env_done"] for info in rows]) if self._rows_are_agents else dones.copy()
+            to_reset = np.array([info["env_done"] for info in infos]) if self._rows_are_agents else dones.copy()
             if to_reset.any():
-                observations, infos = self._by_row.reset(options=MaskOnlyOptions(reset_mask=to_reset))
+                observations, reset_infos = self._by_row.reset(options=MaskOnlyOptions(reset_mask=to_reset))
             for row in np.flatnonzero(to_reset).tolist():
-                self.reset_infos[row] = infos[row]
+                self.reset_infos[row] = reset_infos[row]
         elif ended:
             for row in ended:
-                rows[row], last[row], reset_info = _split_info(rows[row], self._added_info_keys)
+                infos[row], last[row], reset_info = _split_info(infos[row], self._added_info_keys)
                 if not self._rows_are_agents or reset_info["env_done"]:
                     self.reset_infos[row] = reset_info
-        for info, truncated in zip(rows, (truncations & ~terminations).tolist(), strict=True):
+        for info, truncated in zip(infos, (truncations & ~terminations).tolist(), strict=True):
             info["TimeLimit.truncated"] = truncated
         for row, observation in last.items():
-            rows[row]["terminal_observation"] = observation
-        return observations, rewards.astype(np.float32), dones, rows
+            infos[row]["terminal_observation"] = observation
+        return observations, rewards.astype(np.float32), dones, infos
 
     # -- single environments ----------------------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ def evaluate_sb3(
 
 
 def _fits(env_space: Space[Any], model_space: Space[Any]) -> bool:
-    """True if the shapes are equal, apart from the position of image channels: SB3 puts them first, like ``predict``."""
+    """True if the shapes are equal, apart from the position of image channels: SB3 and ``predict`` put them first."""
     shape = env_space.shape
     if shape is None or not is_image_space(env_space) or not is_image_space(model_space):
         return shape == model_space.shape

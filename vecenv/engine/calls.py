@@ -116,7 +116,7 @@ class Calls:
         return [self.with_observation(row, request.results[row]) for row in rows]
 
     def load(self, snapshots: Any, rows: list[int]) -> Any:
-        """Load states and return the observations. All workers check their states before any environment is changed."""
+        """Load states, and return the observations; ``None`` if a row has none. All are checked before any row changes."""
         return self._load(parse_snapshots(snapshots, rows), rows)
 
     def _load(self, snapshots: Sequence[Snapshot], rows: list[int]) -> Any:

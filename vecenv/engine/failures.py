@@ -345,7 +345,7 @@ class Rebuilder:
     def _exhausted_error(
         self, cause: str, rows: Sequence[int], workers: Sequence[Worker], budget: RestartBudget
     ) -> RestartsExhausted:
-        """Return the error about the exhausted budget of ``rows``, which names all failed rows of ``workers``."""
+        """Return the error for ``rows`` that exceed the budget; it names all failed rows of ``workers``."""
         failed = sorted(row for worker in workers for row in worker.rows if row in self._failures.failed)
         worker = next(worker for worker in workers if failed[0] in worker.rows)
         death = worker.death or self._failures.latest_death
@@ -364,8 +364,8 @@ class Rebuilder:
 
         In next-step mode, the result is a truncated step, so the next step resets the row again, as after any truncation.
 
-        A row that fails in a reset is rebuilt with the options of the reset every time, but with its seed, if there is one,
-        only the first time. All other seeds are fresh.
+        A row that fails in a reset is rebuilt with the options of that reset. Its seed in that reset, if it has one, is used
+        for the first rebuild only; all other seeds are fresh.
         """
         stepping = request.command == "step"
         for row in rows:

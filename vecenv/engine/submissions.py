@@ -33,7 +33,7 @@ _Pack = Callable[[int, Any], Any]
 
 _COMMANDS: Final[dict[str, tuple[Op, str, _Pack]]] = {
     "step": (Op.STEP_SOME, "step", lambda k, action: [action]),
-    "reset": (Op.RESET_SOME, "reset", lambda k, begin: None if begin is None else ([begin[0]], [begin[1]])),
+    "reset": (Op.RESET_SOME, "reset", lambda k, args: None if args is None else ([args[0]], [args[1]])),
     "call": (Op.EXEC, "call", lambda k, call: ([k], call_env, call, {})),
     "save": (Op.SAVE, "save", lambda k, _: [k]),
     "verify": (Op.PROVE, "save", lambda k, _: [k]),
@@ -130,14 +130,14 @@ class Submissions:
             ``WorkerDied``, ``EnvFailed`` with the environment's exception as ``__cause__`` (for a step or reset), or the
             environment's exception itself.
         """
-        ended: dict[WorkerProcess, bool] = {}
+        ended_by_worker: dict[WorkerProcess, bool] = {}
         for key, _ in self._selector.select(0):
             worker, is_exit = key.data
-            ended[worker] = is_exit or ended.get(worker, False)
+            ended_by_worker[worker] = is_exit or ended_by_worker.get(worker, False)
         if self.poll_interval is not None:
-            ended |= {worker: True for worker in self._watched if worker.watch.has_ended()}
+            ended_by_worker |= {worker: True for worker in self._watched if worker.watch.has_ended()}
         finished: list[Request] = []
-        for worker, has_ended in ended.items():
+        for worker, has_ended in ended_by_worker.items():
             self._state.changing = True
             finished += self._receive(worker, has_ended)
             self._state.changing = False

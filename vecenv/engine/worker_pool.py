@@ -202,7 +202,7 @@ class WorkerPool:
         """
         with deferred_signals():
             if len(self.written) < len(self.processes):
-                self.queue_rest()  # the new process gets none of the messages that were written to the old one
+                self.queue_rest()  # `_refresh_workers` drops what is not queued; the new process gets none of it
             if worker.death is not None:
                 worker.release()
                 self._forget_process(worker.process)
@@ -387,7 +387,7 @@ class WorkerPool:
             self.unsent.add(worker)
 
     def queue_for_all(self, op: int, seq: int) -> None:
-        """Queue a message without a payload for every worker; :meth:`write_to_all` or :meth:`flush` writes it."""
+        """Store a message without a payload for every worker, for :meth:`write_to_all` and then :meth:`queue_rest`."""
         if self.local is not None:
             self.local.messages.append((op, seq, None))
         if self.processes:
@@ -395,10 +395,10 @@ class WorkerPool:
 
     def write_to_all(self) -> None:
         """Write the message for every worker in one call into C. A pipe accepts such a short message whole or not at all."""
-        if not self.unsent:  # unsent bytes must go first: `flush` queues this message behind them
+        if not self.unsent:  # unsent bytes must go first: `queue_rest` queues this message behind them
             try:
                 self.written.extend(map(write, self._write_fds, repeat(self._message)))
-            except OSError:  # a pipe is full, or a worker has ended: `flush` writes to the others
+            except OSError:  # a pipe is full, or a worker has ended: `queue_rest` continues there
                 return
 
     def queue_rest(self) -> None:

@@ -41,8 +41,9 @@ from vecenv.worker.snapshot_rows import SnapshotRows
 PendingMessage: TypeAlias = tuple[bytes, Sequence[int], Request]
 """A message without a reply so far: the head of a plain reply to it, its rows, and its request.
 
-``PendingMessages.apply_next`` need not decode a reply that equals the head. The head's code is 0, which no reply has, if the
-message rebuilds environments or was queued while the worker had a ``rebuild_deadline``: its reply ends that deadline."""
+``PendingMessages.apply_next`` need not decode a reply that equals the head. If the message rebuilds environments, or was
+queued while the worker had a ``rebuild_deadline``, the head has code 0, which no reply has: its reply ends that deadline, so
+it has to be decoded."""
 
 _log = logging.getLogger("vecenv")
 _STEP: Final = int(Op.STEP)
@@ -128,7 +129,7 @@ class WorkerProcess:
 
     Attributes:
         pending: Messages without a reply, oldest first.
-        dropped: Sequence number of a dropped message, in bytes as in its head -> the command of its request. The reply to it
+        dropped: The bytes of a dropped message's number, as in its head -> the command of its request. The reply to it
             removes the entry.
         has_started: True if it has built its environments.
         start_failures: The failures of environments that raised while they were built.
@@ -253,10 +254,10 @@ class WorkerProcess:
 
     def read_stack(self) -> str:
         """Return the Python stack of a worker that is late, or ``""`` if it is not available. The worker continues."""
-        steps = self.look_for_stack()
+        search = self.look_for_stack()
         while True:
             try:
-                time.sleep(next(steps))
+                time.sleep(next(search))
             except StopIteration as finished:
                 return finished.value  # type: ignore[no-any-return]
 

@@ -109,7 +109,7 @@ class Receiver:
                 if not receiving:
                     self._start()
                     _call_uninterrupted((self._receiving.append, None), (self._requests.put, replies))
-                # the token may belong to an earlier reply, so the loop checks the length again
+                # this entry may belong to an earlier reply, so the loop checks the length again
                 self._received.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
             except Empty:
                 return len(replies) >= length
@@ -241,7 +241,7 @@ class PoolDriver(Driver):
         """Begin to reset these environments; ``force`` begins a new game even in those that would continue the same one."""
 
     def _reset_state(self, pool: Any) -> None:
-        """Reset the driver's state for a new pool; ``None``: to the state before the first one."""
+        """Reset the state of the driver for a new pool, or for none."""
         calls: tuple[Any, Any, Any] = (_no_pool,) * 3 if pool is None else (pool._recv, pool._send, pool._reset)
         recv, self._pool_send, self._pool_reset = calls
         self.receiver = Receiver(recv, self.receiver.seconds_waited)
@@ -447,12 +447,12 @@ class WholeBatchDriver(PoolDriver):
         if not self._execute_plan(deadline):
             return None
         states, leaves, terminated, truncated, final = self._read()
-        infos, rows, reader = read_infos(states, self._ids.astype(np.intp)), len(self._ids), self._rows
+        infos, num_rows, reader = read_infos(states, self._ids.astype(np.intp)), len(self._ids), self._rows
         if final:
             infos |= final
         result = reader.build(leaves), reader.rewards(states), terminated, truncated, infos
-        steps = rows if self._kind is Phase.WAITING_STEP else 0
-        self.finish((self.replies, latest), steps, rows - steps)
+        steps = num_rows if self._kind is Phase.WAITING_STEP else 0
+        self.finish((self.replies, latest), steps, num_rows - steps)
         return result
 
     def _execute_plan(self, deadline: float | None) -> bool:
@@ -482,7 +482,7 @@ class WholeBatchDriver(PoolDriver):
         return True
 
     def _read(self) -> tuple[States, list[Array], Array, Array, Infos]:
-        """Return the pool's arrays, the leaves of the observation, both flags, and the final infos."""
+        """Store the latest results; return the pool's arrays, the observation's leaves, both flags, and the final infos."""
         reader, states = self._rows, self.replies[1]
         final: Infos = {}
         if self._final is not None:  # a step, and the resets of the rows that it ended
@@ -562,7 +562,7 @@ class FirstReadyDriver(PoolDriver):
         self._all: Latest = self.all_ids, self.all_ids.astype(np.intp).tobytes()
         self.returned: tuple[Latest, list[Any], int, int] = self._all, [], 0, 0
         self._num_dropped = 0
-        self._call = Phase.DEFAULT  # the phase of a call on all environments; DEFAULT after one on some
+        self._kind = Phase.DEFAULT  # the phase of a call on all environments; DEFAULT after one on some
         self._resets: set[int] = set()  # environments that were reset by their latest call
         self._rows.begin()
 
@@ -579,8 +579,8 @@ class FirstReadyDriver(PoolDriver):
         in_flight = self._count_in_flight()
         if self.pool is None or not in_flight:
             return NO_REQUEST
-        on_all = in_flight == self.num_envs and self._call is not Phase.DEFAULT
-        return RequestSummary(self._call, in_flight, for_recv=not on_all)
+        on_all = in_flight == self.num_envs and self._kind is not Phase.DEFAULT
+        return RequestSummary(self._kind, in_flight, for_recv=not on_all)
 
     def _count_in_flight(self) -> int:
         return self.num_envs - len(self.idle) - sum(len(held[0]) for held in self.returned[1])
@@ -624,7 +624,7 @@ class FirstReadyDriver(PoolDriver):
             self._require_idle(ids, "send")
         self._begin_step(Phase.DEFAULT, self._check(actions, ids), ids)
 
-    def _begin_step(self, call: Phase, actions: list[Array], ids: Array) -> None:
+    def _begin_step(self, kind: Phase, actions: list[Array], ids: Array) -> None:
         if self._checks_ends:
             self._require_running(ids)
         if (held := self.returned[1]) and held[0][0] is ids:
@@ -637,7 +637,7 @@ class FirstReadyDriver(PoolDriver):
         calls = [(self._pool_send, payload)]  # `_pool_send` is read last: it raises if a signal handler has closed the pool
         if self._resets:
             calls.append((self._resets.difference_update, ids.tolist()))
-        self._call = call
+        self._kind = kind
         _call_uninterrupted(*calls, mark_in_flight)
 
     def _begin_reset(self, ids: Array, *, force: bool, for_recv: bool) -> None:
@@ -645,7 +645,7 @@ class FirstReadyDriver(PoolDriver):
             self._drain()
         self._require_idle(ids, "reset_async")
         calls, envs = [(request.call, request.argument) for request in self._reset_requests(ids, force)], ids.tolist()
-        self._call = Phase.DEFAULT if for_recv else Phase.WAITING_RESET
+        self._kind = Phase.DEFAULT if for_recv else Phase.WAITING_RESET
         _call_uninterrupted(*calls, (self._resets.update, envs), (self.idle.difference_update, envs))
 
     # -- receiving ----------------------------------------------------------------------------------------------------
@@ -667,7 +667,7 @@ class FirstReadyDriver(PoolDriver):
         _, held, batches, offset = self.returned
         if held:
             self._release_held()
-        if self._call is Phase.WAITING_STEP:
+        if self._kind is Phase.WAITING_STEP:
             require_no_step(self.pending_request)
         replies, size = self.replies, self.batch_size
         if batches != self._num_dropped:
@@ -708,9 +708,9 @@ class FirstReadyDriver(PoolDriver):
         """Return the number of batches used up, the new offset, and the next ``count`` rows, which may span batches."""
         parts, missing, used = [], count, 0
         while missing:
-            taken = min(missing, self.batch_size - offset)
-            parts.append(self._rows.copy_rows(self.replies[used], offset, offset + taken))
-            missing, offset = missing - taken, offset + taken
+            num_copied = min(missing, self.batch_size - offset)
+            parts.append(self._rows.copy_rows(self.replies[used], offset, offset + num_copied))
+            missing, offset = missing - num_copied, offset + num_copied
             if offset == self.batch_size:
                 used, offset = used + 1, 0
         return used, offset, parts[0] if len(parts) == 1 else [np.concatenate(each) for each in zip(*parts, strict=True)]

@@ -425,5 +425,5 @@ def index_of(rows: Sequence[int]) -> slice | list[int]:
 
 def reset_arguments(part: RequestPart, seeds: Any) -> bytes:
     """Pickle the seeds and options of a part's rows for a reset; ``seeds[row]`` is the seed of a row."""
-    own = [seeds[row] for row in part.rows], select_options(part.request.options, part.rows)
-    return cloudpickle.dumps(own)  # type: ignore[no-any-return]
+    arguments = [seeds[row] for row in part.rows], select_options(part.request.options, part.rows)
+    return cloudpickle.dumps(arguments)  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ import pickle
 import random
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -212,6 +213,28 @@ def test_a_late_host_is_recorded(closes: Any) -> None:
     assert (record.env, record.worker, record.command, type(record.error)) == (None, 1, "step", StepTimeout)
     here.held = set()
     assert envs.step_wait()[1].shape == (4,)
+
+
+class SlowHosts(HostsHere):
+    """Hosts that take a while to start again; each wait must have time left."""
+
+    def launch(self, plan: Any) -> None:
+        if len(self.living) >= 2:
+            time.sleep(0.3)
+        super().launch(plan)
+
+    def collect(self, references: list[int], deadline: float | None, *, every: bool = False) -> list[tuple[int, Any]]:
+        assert deadline is None or deadline > time.monotonic()
+        return super().collect(references, deadline, every=every)
+
+
+def test_the_start_of_a_new_host_does_not_count_as_part_of_a_step(closes: Any) -> None:
+    here = SlowHosts()
+    envs = closes(VectorEnvHere(counters(4, lengths=(100,)), here, on_failure="restart"))
+    envs._driver.exchange.step_timeout = 0.2  # the option needs hosts with worker processes
+    envs.reset(seed=0)
+    here.die(0)
+    assert envs.step([1] * 4)[4]["restarted"].tolist() == [1, 1, 0, 0]
 
 
 def test_rows_sent_one_by_one_have_their_own_values(closes: Any) -> None:

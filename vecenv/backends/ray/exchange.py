@@ -271,7 +271,8 @@ class HostExchange:
         until = deadline_after(limit) if deadline is None else deadline
         while not is_enough():
             if self.lost:
-                self._rebuild_lost()
+                self._rebuild_lost()  # waits for new hosts, which may take longer than the limit
+                until = until if limit is None else deadline_after(limit)
             elif not self._receive(until, every):
                 if limit is None:
                     return False

@@ -443,7 +443,7 @@ class _Copy:
                     break
         if message is None:
             limit = format_seconds(_READY_SECONDS)
-            raise WorkerDied(f"{name} could not be copied: its copy ended, or was not ready within {limit}")
+            raise WorkerDied(f"{name} could not be started as a copy: it ended, or was not ready within {limit}")
         ready: Ready = pickle.loads(decode(message)[2] or b"")
         self.process = CopiedProcess(ready.pid, method, name, self.descriptors)
         self.channel.close_worker_ends()

@@ -358,6 +358,7 @@ class WholeBatchDriver(PoolDriver):
         "envpool", attributes=False, first_ready=False, masked_seeds=False, reset_options=False,
         row_options=False, in_this_process=True,
     )
+
     def _reset_state(self, pool: Any) -> None:
         super()._reset_state(pool)
         self.returned = self.replies, self.all_ids

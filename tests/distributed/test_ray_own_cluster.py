@@ -64,7 +64,9 @@ AFTER_SHUTDOWN = """
             return str(error)
 
     if __name__ == "__main__":
-        one, other = (RayVectorEnv(counters(2), num_hosts=1, workers_per_host=0) for _ in range(2))
+        # "local": other tests have clusters, which may end at any time
+        options = {"num_hosts": 1, "workers_per_host": 0, "address": "local"}
+        one, other = (RayVectorEnv(counters(2), **options) for _ in range(2))
         one.reset(seed=1)
         ray.shutdown()
         report = {"resets": one.stats()["resets"], "error": error_of_step(one)}

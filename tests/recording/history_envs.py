@@ -15,7 +15,7 @@ class HistoryEnv(gym.Env[Any, Any]):
     """An environment with rewards that depend on its generator, seed, options, attribute, calls and actions.
 
     Args:
-        fails_at: The step since it was built at which it raises; 0: never.
+        fails_at: Number of the step, counted over all episodes, that raises; 0 for none.
     """
 
     observation_space = gym.spaces.Box(-1e9, 1e9, (3,), np.float32)
@@ -24,20 +24,20 @@ class HistoryEnv(gym.Env[Any, Any]):
 
     def __init__(self, fails_at: int = 0, render_mode: str | None = None) -> None:
         self.fails_at, self.render_mode = fails_at, render_mode
-        self.gain, self.total, self.made = 1.0, 0.0, 0
+        self.gain, self.total, self.step_count = 1.0, 0.0, 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         super().reset(seed=seed)
         self.total = float((options or {}).get("start", 0.0)) + self.np_random.random()
-        return self._observed(), {}
+        return self._observation(), {}
 
     def step(self, action: Any) -> Any:
-        self.made += 1
-        if self.made == self.fails_at:
-            raise ValueError(f"the pen broke after {self.made} steps at {self.total:.6f}")
-        drawn = self.np_random.random()
-        self.total += self.gain * (drawn + float(np.sum(action)))
-        return self._observed(), self.total, bool(drawn < 0.06), bool(drawn > 0.97), {}
+        self.step_count += 1
+        if self.step_count == self.fails_at:
+            raise ValueError(f"the pen broke after {self.step_count} steps at {self.total:.6f}")
+        draw = self.np_random.random()
+        self.total += self.gain * (draw + float(np.sum(action)))
+        return self._observation(), self.total, bool(draw < 0.06), bool(draw > 0.97), {}
 
     def add(self, amount: float) -> float:
         self.total += amount
@@ -46,12 +46,12 @@ class HistoryEnv(gym.Env[Any, Any]):
     def render(self) -> Any:
         return np.full((8, 8, 3), int(self.total) % 256, np.uint8)
 
-    def _observed(self) -> Any:
+    def _observation(self) -> Any:
         return np.array([self.total, self.total % 1, self.gain], np.float32)
 
 
-class Drawing(HistoryEnv):
-    """A history environment that draws from ``numpy.random`` and ``random`` as well."""
+class GlobalRandomEnv(HistoryEnv):
+    """A history environment that also draws from ``numpy.random`` and ``random``."""
 
     def step(self, action: Any) -> Any:
         import random
@@ -60,13 +60,13 @@ class Drawing(HistoryEnv):
         return super().step(action)
 
 
-class Vectorial(HistoryEnv):
+class BoxActionEnv(HistoryEnv):
     """A history environment with actions of several parts."""
 
     action_space = gym.spaces.Box(-1, 1, (2, 2), np.float32)
 
 
-class Textual(HistoryEnv):
+class TextActionEnv(HistoryEnv):
     """A history environment with actions that are not in shared memory."""
 
     action_space = gym.spaces.Text(6)
@@ -75,11 +75,11 @@ class Textual(HistoryEnv):
         return super().step(len(action))
 
 
-class Witness(gym.Env[Any, Any]):
-    """An environment with a checksum of all that it received, on which its rewards, ends and failures depend.
+class ChecksumEnv(gym.Env[Any, Any]):
+    """An environment with rewards, ends and failures that depend on a checksum of all that it received.
 
     Args:
-        forgets: Begin a new checksum with each reset that has a seed.
+        reset_on_seed: Clear the checksum in each reset with a seed.
     """
 
     observation_space = gym.spaces.Box(-1e9, 1e9, (1,), np.float32)
@@ -87,8 +87,8 @@ class Witness(gym.Env[Any, Any]):
     UNPICKLABLE, DIES, RAISES = 7, 8, 9
     """Actions after which its info cannot be pickled, its process ends, or it raises."""
 
-    def __init__(self, forgets: bool = False) -> None:
-        self.forgets, self.knob, self.checksum = forgets, 0, 0
+    def __init__(self, reset_on_seed: bool = False) -> None:
+        self.reset_on_seed, self.knob, self.checksum = reset_on_seed, 0, 0
 
     def note(self, *received: Any) -> int:
         self.checksum = zlib.crc32(repr((self.checksum, *received)).encode())
@@ -99,12 +99,12 @@ class Witness(gym.Env[Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         super().reset(seed=seed)
-        if self.forgets and seed is not None:
+        if self.reset_on_seed and seed is not None:
             self.checksum = 0
         self.note("reset", sorted((options or {}).items()), self.np_random.random())
         if options and "breaks" in options:
             raise ValueError(f"the reset broke at {self.checksum}")
-        return self._observed(), {}
+        return self._observation(), {}
 
     def step(self, action: Any) -> Any:
         self.note("step", int(action), self.knob, self.np_random.random())
@@ -113,7 +113,7 @@ class Witness(gym.Env[Any, Any]):
         if action == self.DIES:
             os._exit(3)
         info = {"lock": threading.Lock()} if action == self.UNPICKLABLE else {}
-        return self._observed(), self.checksum % 1000, self.checksum % 9 == 0, self.checksum % 11 == 0, info
+        return self._observation(), self.checksum % 1000, self.checksum % 9 == 0, self.checksum % 11 == 0, info
 
-    def _observed(self) -> Any:
+    def _observation(self) -> Any:
         return np.array([self.checksum % 997], np.float32)

@@ -1,4 +1,4 @@
-"""Failures after 50,000 steps: the latest snapshot, or the reset, is near enough for a replay of seconds."""
+"""Failures after 50,000 steps are replayed quickly, from the latest snapshot or reset."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from history_envs import Drawing
+from history_envs import GlobalRandomEnv
 
 import vecenv
 from vecenv.multi_agent import MultiAgentVecEnv
@@ -22,34 +22,34 @@ pytestmark = pytest.mark.timeout(590)
 STEPS = 50_000
 
 
-class FailsAfter(gym.Wrapper[Any, Any, Any, Any]):
-    """A wrapper that counts steps over all episodes, and then raises."""
+class FailingWrapper(gym.Wrapper[Any, Any, Any, Any]):
+    """A wrapper that raises after a number of steps, counted over all episodes."""
 
     def __init__(self, env: Any, steps: int) -> None:
         super().__init__(env)
-        self.left = steps
+        self.steps_left = steps
 
     def step(self, action: Any) -> Any:
-        self.left -= 1
+        self.steps_left -= 1
         result = self.env.step(action)
-        if not self.left:
+        if not self.steps_left:
             raise ValueError(f"too old, at {float(np.sum(result[0])):.6f}")
         return result
 
 
-def made(env_id: str) -> Any:
-    return FailsAfter(gym.make(env_id), STEPS)
+def make_failing_env(env_id: str) -> Any:
+    return FailingWrapper(gym.make(env_id), STEPS)
 
 
-def drawn() -> Any:
-    return Drawing(fails_at=STEPS)
+def make_random_env() -> Any:
+    return GlobalRandomEnv(fails_at=STEPS)
 
 
-class FailsAfterAll:
-    """The same wrapper for a game of several agents."""
+class FailingGame:
+    """A multi-agent environment that raises after a number of steps, counted over all episodes."""
 
     def __init__(self, game: Any, steps: int) -> None:
-        self.game, self.left = game, steps
+        self.game, self.steps_left = game, steps
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -57,62 +57,66 @@ class FailsAfterAll:
         return getattr(self.game, name)
 
     def step(self, actions: Any) -> Any:
-        self.left -= 1
-        if not self.left:
+        self.steps_left -= 1
+        if not self.steps_left:
             raise ValueError(f"too old, with {sorted(actions.items())}")
         return self.game.step(actions)
 
 
-def game() -> Any:
+def make_failing_game() -> Any:
     from pettingzoo.classic import rps_v2
 
-    return FailsAfterAll(rps_v2.parallel_env(max_cycles=60), STEPS)
+    return FailingGame(rps_v2.parallel_env(max_cycles=60), STEPS)
 
 
-def step_on(envs: Any, actions: list[Any]) -> None:
+def step_until_error(envs: Any, actions: list[Any]) -> None:
     for at in range(STEPS + 60_000):
         envs.step(actions[at % len(actions)])
 
 
-def fails(envs: Any, seconds: float, folder: Path, begin: str) -> None:
+def check_replay(envs: Any, seconds: float, folder: Path, begin: str) -> None:
+    """Step until the environment raises; check that a replay from ``begin`` takes less than that many seconds."""
     with contextlib.closing(envs):
         envs.reset(seed=3)
         envs.action_space.seed(3)
         actions = [envs.action_space.sample() for _ in range(97)]
         with pytest.raises(ValueError, match=r"too old|the pen broke"):
-            step_on(envs, actions)
+            step_until_error(envs, actions)
     (file,) = folder.glob("*.vecenv")
-    began = time.monotonic()
+    start = time.monotonic()
     result = replay(file, (begin,))
     assert result.status == "happened again", result.text
-    assert time.monotonic() - began < seconds
+    assert time.monotonic() - start < seconds
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "begin"),
     [
-        pytest.param(functools.partial(made, "Ant-v5"), {}, "snapshot", id="Ant", marks=pytest.mark.slow),
+        pytest.param(functools.partial(make_failing_env, "Ant-v5"), {}, "snapshot", id="Ant", marks=pytest.mark.slow),
         pytest.param(
-            drawn, {"generators": "own"}, "latest", id="generators of its own", marks=pytest.mark.long
-        ),  # takes less time than a snapshot would save
+            make_random_env, {"generators": "own"}, "latest", id="own generators", marks=pytest.mark.long
+        ),  # a replay takes less time than a snapshot would save
     ],
 )
-def test_simulated_and_pure_python(kind: Any, options: dict[str, Any], begin: str, tmp_path: Path) -> None:
+def test_replay_of_mujoco_and_python_environments_is_fast(
+    kind: Any, options: dict[str, Any], begin: str, tmp_path: Path
+) -> None:
     if "Ant" in str(kind):
         pytest.importorskip("mujoco")
     envs = vecenv.AsyncVectorEnv([kind], num_workers=1, record_failures=tmp_path, **options)
-    fails(envs, 60.0, tmp_path, begin)
+    check_replay(envs, 60.0, tmp_path, begin)
 
 
 @pytest.mark.slow
-def test_an_atari_game(tmp_path: Path) -> None:
+def test_replay_of_an_atari_game_is_fast(tmp_path: Path) -> None:
     pytest.importorskip("ale_py")
-    envs = vecenv.AsyncVectorEnv([functools.partial(made, "ALE/Pong-v5")], num_workers=1, record_failures=tmp_path)
-    fails(envs, 60.0, tmp_path, "snapshot")
+    env_fn = functools.partial(make_failing_env, "ALE/Pong-v5")
+    envs = vecenv.AsyncVectorEnv([env_fn], num_workers=1, record_failures=tmp_path)
+    check_replay(envs, 60.0, tmp_path, "snapshot")
 
 
 @pytest.mark.slow
-def test_a_game_of_several_agents(tmp_path: Path) -> None:
+def test_replay_of_a_multi_agent_game_is_fast(tmp_path: Path) -> None:
     pytest.importorskip("pettingzoo")
     pytest.importorskip("pygame")
-    fails(MultiAgentVecEnv([game], num_workers=1, record_failures=tmp_path), 120.0, tmp_path, "latest")
+    check_replay(MultiAgentVecEnv([make_failing_game], num_workers=1, record_failures=tmp_path), 120.0, tmp_path, "latest")

@@ -1,7 +1,7 @@
-"""Failures at the end of random programs happen again: each request is recorded if, and only if, it reached its environment.
+"""Replays repeat failures at the end of random programs: exactly the requests that reached an environment are recorded.
 
-A program is a random list of public calls to environments that return a checksum of all that they received. Among the calls
-are some that fail, or that are refused, and the program goes on. Finally, all environments fail.
+A program is a random list of public calls to environments that return a checksum of all that they received. Some calls
+fail or are refused, and the program continues. Finally, all environments fail.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from history_envs import Witness
+from history_envs import ChecksumEnv
 
 import vecenv
 from vecenv.recording import recorder as recorder_module
@@ -29,7 +29,7 @@ ENGINES: tuple[dict[str, Any], ...] = (
     {"num_workers": 1, "use_caller": True},
 )  # fmt: skip
 STEPS = 7
-"""The number of actions that only step."""
+"""Actions below this number cause no fault."""
 
 
 def note(env: Any, number: int) -> int:
@@ -44,7 +44,7 @@ class Program:
     """A random program.
 
     Attributes:
-        made: The names of the calls so far, for messages of failed tests.
+        call_names: The names of the calls so far, for messages of failed tests.
     """
 
     def __init__(self, seed: int) -> None:
@@ -54,14 +54,14 @@ class Program:
         self.mode = self.random.choice(["NextStep", "SameStep", "Disabled"])
         self.restarts = self.random.random() < 0.35
         self.is_local = "use_caller" in self.engine or self.engine.get("num_workers") == 0
-        self.forgets = self.random.random() < 0.5
+        self.reset_on_seed = self.random.random() < 0.5
         self.snapshots: list[Any] = []
-        self.made: list[str] = []
+        self.call_names: list[str] = []
 
     def open(self, folder: Path) -> Any:
         every = None if self.mode == "Disabled" else self.random.choice([None, 5])
         return vecenv.AsyncVectorEnv(
-            [partial(Witness, self.forgets)] * self.count, autoreset_mode=self.mode,
+            [partial(ChecksumEnv, self.reset_on_seed)] * self.count, autoreset_mode=self.mode,
             on_failure=vecenv.Restart(limit=200) if self.restarts else "raise",
             record_failures=vecenv.FlightRecorder(folder, snapshot_every=every, keep=1000), **self.engine,
         )  # fmt: skip
@@ -75,14 +75,15 @@ class Program:
                 envs._recorder._next_snapshot_time = 0.0
                 calls = self.calls() if self.random.random() < 0.7 else self.failures()
                 name = self.random.choice(list(calls))
-                self.made.append(name)
+                self.call_names.append(name)
                 if self.attempt(calls[name]):
-                    self.attempt(self.random.choice([self.recover, self.recover_by_row, self.load_failed, list]))
+                    recover = [self.recover, self.recover_by_row, self.recover_by_load, list]  # `list` does nothing
+                    self.attempt(self.random.choice(recover))
             self.attempt(partial(envs.step, self.actions()))
             self.recover()
             files = [envs.record(row, folder / f"{row}.record") for row in range(self.count)]
             for _ in range(2):  # the first may be an automatic reset
-                self.attempt(partial(envs.step, [Witness.RAISES] * self.count))
+                self.attempt(partial(envs.step, [ChecksumEnv.RAISES] * self.count))
             return files + [Path(record.recorded) for record in envs.errors if record.recorded]
 
     def attempt(self, call: Callable[[], object]) -> bool:
@@ -151,8 +152,8 @@ class Program:
         """Return calls that fail or are refused."""
         envs, number, rows = self.envs, self.random.randrange(1000), self.rows()
         found: dict[str, Callable[[], object]] = {
-            "raise": lambda: envs.step(self.actions_with(Witness.RAISES)),
-            "raise by recv": lambda: envs.send(self.actions_with(Witness.RAISES), range(self.count)),
+            "raise": lambda: envs.step(self.actions_with(ChecksumEnv.RAISES)),
+            "raise by recv": lambda: envs.send(self.actions_with(ChecksumEnv.RAISES), range(self.count)),
             "raise in call": lambda: envs.call("raise_after", number),
             "raise in exec": lambda: envs.exec_func(raise_after, rows, number),
             "too many actions": lambda: envs.step(self.actions(self.count + 1)),
@@ -163,15 +164,17 @@ class Program:
             "another call during a step": lambda: (envs.step_async(self.actions()), self.refused_call(rows)()),
             "another call during send": lambda: (self.send_only(rows), self.refused_call(rows)()),
         }
-        if not self.restarts:  # otherwise it would fail until the restarts are exhausted
+        if not self.restarts:  # with restarts, the reset would fail until they are exhausted
             found["raise in reset"] = lambda: envs.reset(options={"breaks": True, "reset_mask": self.mask()})
         if not self.is_local:
             lock = threading.Lock()
             found |= {
-                "die": lambda: envs.step(self.actions_with(Witness.DIES)),
+                "die": lambda: envs.step(self.actions_with(ChecksumEnv.DIES)),
                 "be abandoned": lambda: (envs.step_async(self.actions()), envs.abandon(rows), envs.step_wait()),
-                "info without pickle": lambda: envs.step(self.actions_with(Witness.UNPICKLABLE)),
-                "info without pickle by recv": lambda: envs.send(self.actions_with(Witness.UNPICKLABLE), range(self.count)),
+                "info without pickle": lambda: envs.step(self.actions_with(ChecksumEnv.UNPICKLABLE)),
+                "info without pickle by recv": lambda: envs.send(
+                    self.actions_with(ChecksumEnv.UNPICKLABLE), range(self.count)
+                ),
                 "options without pickle": lambda: envs.reset(seed=number, options={"lock": lock}),
                 "options of some without pickle": lambda: envs.reset(options={"lock": lock, "reset_mask": self.mask()}),
                 "next options without pickle": lambda: envs.set_next_options({"lock": lock}),
@@ -196,29 +199,29 @@ class Program:
         return rows
 
     def send(self) -> None:
-        """Step and reset some rows, and receive them in any order; step some of them again."""
+        """Step some rows and perhaps reset another one; receive them in any order, and step some of them again."""
         sent = self.send_only()
         others = [row for row in range(self.count) if row not in sent]
         if others and self.random.random() < 0.5:
             self.envs.reset_async(seed=self.seed(), env_id=others[:1])
-        while left := len(self.envs.in_flight):
-            received = self.envs.recv(count=self.random.randint(1, left))[-1]["env_id"].tolist()
+        while in_flight := len(self.envs.in_flight):
+            received = self.envs.recv(count=self.random.randint(1, in_flight))[-1]["env_id"].tolist()
             if self.random.random() < 0.3:
                 self.send_only(received)
 
-    def failed(self) -> list[int]:
+    def failed_rows(self) -> list[int]:
         return sorted(self.envs._driver.failures.failed)
 
     def recover(self) -> None:
-        if rows := self.failed():
+        if rows := self.failed_rows():
             self.envs.reset(seed=self.seed(), options={"reset_mask": self.mask(rows)})
 
     def recover_by_row(self) -> None:
-        if rows := self.failed():
+        if rows := self.failed_rows():
             self.envs.reset_async(seed=self.seed(), env_id=rows)
 
-    def load_failed(self) -> None:
-        if (rows := self.failed()) and self.snapshots:
+    def recover_by_load(self) -> None:
+        if (rows := self.failed_rows()) and self.snapshots:
             self.envs.load([self.snapshots[-1][row] for row in rows], env_id=rows)
 
 
@@ -231,16 +234,16 @@ def _cartpole() -> Any:
 def replay_file(path: Path, begin: str) -> tuple[str, str]:
     header, body = read_header(path)
     try:
-        with contextlib.closing(Replay(header, read(header, body), begin=begin)) as playing:
-            for _ in playing.run():
+        with contextlib.closing(Replay(header, read(header, body), begin=begin)) as replay:
+            for _ in replay.run():
                 pass
     except UnreadableRecord as error:
         return "cannot be replayed", str(error)
-    assert playing.result is not None
-    return playing.result[:2]
+    assert replay.result is not None
+    return replay.result[:2]
 
 
-def require_repeats(seed: int, folder: Path) -> None:
+def require_failures_repeat(seed: int, folder: Path) -> None:
     program = Program(seed)
     for path in program.run(folder):
         record = read(*read_header(path))
@@ -248,7 +251,7 @@ def require_repeats(seed: int, folder: Path) -> None:
             continue
         begins = ["latest", "first"]
         found = {begin: replay_file(path, begin) for begin in begins}
-        if program.forgets and not np.isnan(record.columns["rewards"][:-1]).any():
+        if program.reset_on_seed and not np.isnan(record.columns["rewards"][:-1]).any():
             begins.remove("first")
         assert any(found[begin][0] == AGAIN for begin in begins), (seed, vars(program), path.name, found)
         if record.snapshot is not None:
@@ -265,4 +268,4 @@ def test_failures_of_random_programs_happen_again(
     monkeypatch.setattr(recorder_module, "_LONG_REPLAY_SECONDS", -1.0)
     monkeypatch.setattr(recorder_module, "_RING_BYTES", 2**20)
     for seed in range(first, first + count):
-        require_repeats(seed, tmp_path / str(seed))
+        require_failures_repeat(seed, tmp_path / str(seed))

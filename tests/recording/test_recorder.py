@@ -1,4 +1,4 @@
-"""Recordings are complete: an environment that repeats the recorded calls returns the same results."""
+"""Recordings are complete: a replay of the recorded calls returns the same results."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from history_envs import Drawing, HistoryEnv, Textual, Vectorial, Witness
+from history_envs import BoxActionEnv, ChecksumEnv, GlobalRandomEnv, HistoryEnv, TextActionEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import each_once
-from signals import handled
+from signals import Alarm, handled
 
 import vecenv
 from vecenv.errors import (
@@ -45,19 +45,19 @@ MODES = ("NextStep", "SameStep", "Disabled")
 
 
 @pytest.fixture(autouse=True)
-def _snapshots_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have snapshots recorded, however short a replay is."""
+def _always_record_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record snapshots even if a replay from the reset is short."""
     monkeypatch.setattr(recorder_module, "_LONG_REPLAY_SECONDS", -1.0)
 
 
 def replay_file(path: Path, begin: str = "latest") -> tuple[ReplayResult, int]:
     """Replay a file in this process; return the result and the number of steps."""
     header, body = read_header(path)
-    playing = Replay(header, read(header, body), begin=begin)
-    steps = sum(step != 0 for step in playing.run())
-    playing.close()
-    assert playing.result is not None
-    return playing.result, steps
+    replay = Replay(header, read(header, body), begin=begin)
+    steps = sum(step != 0 for step in replay.run())
+    replay.close()
+    assert replay.result is not None
+    return replay.result, steps
 
 
 def require_all_repeat(envs: Any, folder: Path, *begins: str) -> None:
@@ -80,24 +80,24 @@ def start_recorded(kind: Any, folder: Path, count: int = 4, **options: Any) -> I
 
 
 ENGINES = {
-    "a process each": {},
+    "one env per worker": {},
     "two workers": {"num_workers": 2},
     "spawn": {"num_workers": 2, "context": "spawn"},
     "in process": {"num_workers": 0},
-    "the caller's share": {"num_workers": 1, "use_caller": True},
+    "use_caller": {"num_workers": 1, "use_caller": True},
     "threads": {"num_workers": 2, "env_threads": 2},
-    "generators of their own": {"num_workers": 2, "generators": "own"},
+    "own generators": {"num_workers": 2, "generators": "own"},
     "restarts": {"num_workers": 2, "on_failure": "restart"},
     "spare workers": {"spare_workers": 2},
 }
 
 
-@pytest.mark.sampled("in process-NextStep", "two workers-SameStep", "a process each-NextStep", "the caller's share-NextStep")
+@pytest.mark.sampled("in process-NextStep", "two workers-SameStep", "one env per worker-NextStep", "use_caller-NextStep")
 @pytest.mark.parametrize(("engine", "mode"), each_once(list(ENGINES), list(MODES)))
 def test_recordings_of_every_engine_repeat(engine: str, mode: str, tmp_path: Path) -> None:
     if engine == "spare workers" and mode == "Disabled":
-        return  # refused by the engine, which begins no episodes then
-    kind = Drawing if engine == "generators of their own" else HistoryEnv
+        return  # spare workers need automatic resets
+    kind = GlobalRandomEnv if engine == "own generators" else HistoryEnv
     with start_recorded(kind, tmp_path, autoreset_mode=mode, **ENGINES[engine]) as envs:
         envs.reset(seed=5)
         for at in range(150):
@@ -111,7 +111,7 @@ def test_recordings_of_every_engine_repeat(engine: str, mode: str, tmp_path: Pat
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("spares", [0, 2])
-def test_rows_sent_one_by_one_repeat(spares: int, tmp_path: Path) -> None:
+def test_send_and_recv_repeat(spares: int, tmp_path: Path) -> None:
     with start_recorded(HistoryEnv, tmp_path, batch_size=2, spare_workers=spares) as envs:
         envs.reset(seed=5)
         envs.send(np.zeros(4, np.int64), np.arange(4))
@@ -122,8 +122,8 @@ def test_rows_sent_one_by_one_repeat(spares: int, tmp_path: Path) -> None:
         require_all_repeat(envs, tmp_path)
 
 
-@pytest.mark.parametrize("kind", [Vectorial, Textual])
-def test_actions_of_any_kind_are_recorded(kind: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [BoxActionEnv, TextActionEnv])
+def test_actions_of_box_and_text_spaces_repeat(kind: Any, tmp_path: Path) -> None:
     with start_recorded(kind, tmp_path, num_workers=2) as envs:
         envs.action_space.seed(1)
         envs.reset(seed=[4, 3, 2, 1])
@@ -132,7 +132,7 @@ def test_actions_of_any_kind_are_recorded(kind: Any, tmp_path: Path) -> None:
         require_all_repeat(envs, tmp_path)
 
 
-def test_actions_of_another_dtype_are_recorded_unchanged(tmp_path: Path) -> None:
+def test_actions_of_another_dtype_repeat(tmp_path: Path) -> None:
     with start_recorded(HistoryEnv, tmp_path, num_workers=2) as envs:
         envs.reset(seed=1)
         for at in range(40):
@@ -140,7 +140,7 @@ def test_actions_of_another_dtype_are_recorded_unchanged(tmp_path: Path) -> None
         require_all_repeat(envs, tmp_path)
 
 
-def test_a_reset_without_a_seed_repeats_too(tmp_path: Path) -> None:
+def test_reset_without_a_seed_repeats(tmp_path: Path) -> None:
     with start_recorded(HistoryEnv, tmp_path) as envs:
         first, _ = envs.reset()
         envs.step(np.zeros(4, np.int64))
@@ -148,10 +148,10 @@ def test_a_reset_without_a_seed_repeats_too(tmp_path: Path) -> None:
         for _ in range(30):
             envs.step(np.ones(4, np.int64))
         require_all_repeat(envs, tmp_path)
-    assert len({row.tobytes() for row in np.concatenate([first, second])}) == 8, "each has a seed of its own"
+    assert len({row.tobytes() for row in np.concatenate([first, second])}) == 8, "each row and reset has its own seed"
 
 
-def make_call(envs: Any, call: str, number: int, held: list[Any]) -> None:
+def make_call(envs: Any, call: str, number: int, snapshots: list[Any]) -> None:
     """Make one call, which may change environments."""
     row = number % envs.num_envs
     match call:
@@ -159,42 +159,42 @@ def make_call(envs: Any, call: str, number: int, held: list[Any]) -> None:
             for at in range(number % 7 + 1):
                 envs.step((np.arange(envs.num_envs) + at + number) % 5)
         case "reset":
-            envs.reset(seed=[None if one == row else number + one for one in range(envs.num_envs)])
+            envs.reset(seed=[None if i == row else number + i for i in range(envs.num_envs)])
         case "mask":
             mask = np.arange(envs.num_envs) == row
             envs.reset(seed=number, options={"reset_mask": mask, "start": float(number)})
         case "options":
-            envs.reset(options=[{"start": float(one + number)} for one in range(envs.num_envs)])
+            envs.reset(options=[{"start": float(i + number)} for i in range(envs.num_envs)])
         case "set_attr":
-            envs.set_attr("gain", [float(number + one) for one in range(envs.num_envs)])
+            envs.set_attr("gain", [float(number + i) for i in range(envs.num_envs)])
         case "call":
             envs.call("add", number)
         case "exec":
-            envs.exec_func(_added, [row], number)
+            envs.exec_func(_add, [row], number)
         case "next":
             envs.set_next_options({"start": float(number)}, seed=number, env_id=[row])
         case "save":
-            held.append(envs.save(verify=False))
-        case "load" if held:
-            envs.load(held[number % len(held)])
+            snapshots.append(envs.save(verify=False))
+        case "load" if snapshots:
+            envs.load(snapshots[number % len(snapshots)])
         case "send":
             rows = np.unique([row, (row + 1) % envs.num_envs])
             envs.send(np.full(len(rows), number % 5), rows)
-            envs.reset_async(seed=number, env_id=[one for one in range(envs.num_envs) if one not in rows][:1])
+            envs.reset_async(seed=number, env_id=[i for i in range(envs.num_envs) if i not in rows][:1])
             envs.recv(len(rows) + 1)
 
 
-def _added(env: Any, amount: float) -> float:
+def _add(env: Any, amount: float) -> float:
     return float(env.unwrapped.add(amount))
 
 
-WORDS = ("step", "reset", "mask", "options", "set_attr", "call", "exec", "next", "save", "load", "send")
+CALLS = ("step", "reset", "mask", "options", "set_attr", "call", "exec", "next", "save", "load", "send")
 
 
 @pytest.mark.parametrize("examples", [12, pytest.param(40, marks=pytest.mark.long)])
 def test_random_calls_repeat(examples: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     given_calls = given(
-        calls=st.lists(st.tuples(st.sampled_from(WORDS), st.integers(0, 30)), min_size=1, max_size=25),
+        calls=st.lists(st.tuples(st.sampled_from(CALLS), st.integers(0, 30)), min_size=1, max_size=25),
         engine=st.sampled_from([{"num_workers": 0}, {"num_workers": 2}]),
         every=st.sampled_from([None, 5]),
         tmp_path_factory=st.just(tmp_path_factory),
@@ -208,19 +208,19 @@ def require_calls_repeat(
     folder = tmp_path_factory.mktemp("records")
     with start_recorded(HistoryEnv, folder, 3, snapshot_every=every, **engine) as envs:
         recorder = envs._recorder
-        held: list[Any] = []
+        snapshots: list[Any] = []
         envs.reset(seed=9)
         for call, number in calls:
             recorder._next_snapshot_time = 0.0
-            make_call(envs, call, number, held)
+            make_call(envs, call, number, snapshots)
         require_all_repeat(envs, folder)
         if read(*read_header(folder / "0.vecenv")).snapshot is not None:
             require_all_repeat(envs, folder, "snapshot")
 
 
-def test_replay_starts_at_the_snapshot_after_old_steps_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_starts_at_snapshot_after_old_steps_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder_module, "_BLOCK_TICKS", 16)
-    monkeypatch.setattr(recorder_module, "_RING_BYTES", 0)  # two blocks, the least
+    monkeypatch.setattr(recorder_module, "_RING_BYTES", 0)  # the minimum of two blocks
     with start_recorded(HistoryEnv, tmp_path, num_workers=0, snapshot_every=10) as envs:
         envs.reset(seed=2)
         envs.set_attr("gain", 3.0)
@@ -233,14 +233,14 @@ def test_replay_starts_at_the_snapshot_after_old_steps_are_dropped(tmp_path: Pat
             over = terminated | truncated
         assert envs._recorder._capacity == 32
         for row in range(4):
-            result, made = replay_file(path := envs.record(row))
+            result, replayed = replay_file(path := envs.record(row))
             assert result.status == AGAIN, result.text
-            assert made <= 26, "from the snapshot on"
+            assert replayed <= 26, "the replay starts at the snapshot"
             episode, step = (begun[row] + 1, 0) if over[row] else (begun[row], steps[row])
             assert path.name == f"HistoryEnv-env{row}-episode{episode}-step{step}.vecenv"
 
 
-def test_old_steps_are_needed_without_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_without_old_steps_and_snapshot_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder_module, "_BLOCK_TICKS", 16)
     monkeypatch.setattr(recorder_module, "_RING_BYTES", 0)
     with start_recorded(HistoryEnv, tmp_path, num_workers=0) as envs:
@@ -255,18 +255,18 @@ def test_old_steps_are_needed_without_a_snapshot(tmp_path: Path, monkeypatch: py
         require_all_repeat(envs, tmp_path)
 
 
-class Unsaveable(HistoryEnv):
+class UnsaveableEnv(HistoryEnv):
     def __getstate__(self) -> Any:
-        raise TypeError("it is made of smoke")
+        raise TypeError("not picklable")
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise TypeError("it is made of smoke")
+        raise TypeError("not picklable")
 
     __reduce_ex__ = __getstate__  # type: ignore[assignment]
 
     def __init__(self) -> None:
         super().__init__()
-        self.smoke = iter(range(9))
+        self.iterator = iter(range(9))
         self.file = open("/dev/null")  # noqa: SIM115
 
     def close(self) -> None:
@@ -274,7 +274,7 @@ class Unsaveable(HistoryEnv):
 
 
 def test_unsaveable_environments_are_recorded_from_their_reset(tmp_path: Path) -> None:
-    with start_recorded(Unsaveable, tmp_path, 2, num_workers=0, snapshot_every=3) as envs:
+    with start_recorded(UnsaveableEnv, tmp_path, 2, num_workers=0, snapshot_every=3) as envs:
         envs.reset(seed=2)
         for _ in range(10):
             envs.step(envs.action_space.sample())
@@ -286,24 +286,21 @@ def test_unsaveable_environments_are_recorded_from_their_reset(tmp_path: Path) -
             Replay(header, read(header, body), begin="snapshot")
 
 
-class TooLateError(Exception):
-    pass
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # some fall into the collector
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the garbage collector swallows some
 @pytest.mark.parametrize("seconds", [1.0, pytest.param(4.0, marks=pytest.mark.long)])
-def test_interruptions_record_every_call_once(seconds: float, tmp_path: Path) -> None:
+def test_interrupted_steps_are_recorded_once(seconds: float, tmp_path: Path) -> None:
     armed = [False]
 
-    def ring(number: int, frame: Any) -> None:
+    def raise_if_armed(number: int, frame: Any) -> None:
         if armed[0]:
-            raise TooLateError
+            raise Alarm
 
     rng = np.random.default_rng(3)
-    with handled(signal.SIGALRM, ring), start_recorded(HistoryEnv, tmp_path, snapshot_every=20, num_workers=2) as envs:
+    recorded = start_recorded(HistoryEnv, tmp_path, snapshot_every=20, num_workers=2)
+    with handled(signal.SIGALRM, raise_if_armed), recorded as envs:
         envs.reset(seed=1)
-        interrupted, until = 0, time.monotonic() + seconds
-        while time.monotonic() < until:
+        interrupted, deadline = 0, time.monotonic() + seconds
+        while time.monotonic() < deadline:
             envs._recorder._next_snapshot_time = 0.0
             actions = rng.integers(0, 5, 4)
             try:
@@ -311,7 +308,7 @@ def test_interruptions_record_every_call_once(seconds: float, tmp_path: Path) ->
                 signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(2e-5, 8e-4)))
                 envs.step(actions)
                 armed[0] = False
-            except TooLateError:
+            except Alarm:
                 armed[0], interrupted = False, interrupted + 1
                 if "RESET_NEEDED" in repr(envs):
                     envs.reset(seed=interrupted)
@@ -328,16 +325,15 @@ def test_thawed_environments_cannot_be_repeated_before_a_reset(tmp_path: Path) -
         with contextlib.closing(envs.freeze([0])[0]) as frozen:
             envs.thaw(frozen, into=[1])
         envs.step(envs.action_space.sample())
-        require = functools.partial(pytest.raises, ValueError, match="has neither a reset with a seed")
         header, body = read_header(envs.record(1))
-        with require():
+        with pytest.raises(ValueError, match="has neither a reset with a seed"):
             Replay(header, read(header, body))
         envs.reset(seed=4)
         require_all_repeat(envs, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "text"),
+    ("options", "text"),
     [
         ({"record_failures": 3}, "`record_failures` must be None, a folder or a vecenv.FlightRecorder, got 3."),
         ({"record_failures": True}, "got True"),
@@ -345,9 +341,9 @@ def test_thawed_environments_cannot_be_repeated_before_a_reset(tmp_path: Path) -
         ({"record_failures": __file__}, f"the folder of `record_failures` is a file: {__file__!r}"),
     ],
 )
-def test_bad_options(wrong: dict[str, Any], text: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        vecenv.AsyncVectorEnv([HistoryEnv], **wrong)
+        vecenv.AsyncVectorEnv([HistoryEnv], **options)
     with pytest.raises(ValueError, match="`keep` must be a positive int, got 0"):
         vecenv.FlightRecorder("failures", keep=0)
     with pytest.raises(ValueError, match="`snapshot_every` must be a positive int, got 'often'"):
@@ -364,7 +360,7 @@ def test_record_without_a_recorder_is_refused() -> None:
 # -- the folder and its files ---------------------------------------------------------------------------------------------
 
 
-class Endless(HistoryEnv):
+class EndlessEnv(HistoryEnv):
     """A history environment with episodes that do not end."""
 
     def step(self, action: Any) -> Any:
@@ -373,40 +369,40 @@ class Endless(HistoryEnv):
 
 
 @contextlib.contextmanager
-def failing(folder: Path, **options: Any) -> Iterator[Any]:
-    """Yield two environments in one worker that have been reset; one raises in its fifth step."""
-    with start_recorded(functools.partial(Endless, 5), folder, 2, num_workers=1, **options) as envs:
+def start_failing_envs(folder: Path, **options: Any) -> Iterator[Any]:
+    """Yield two environments of one worker, after a reset; both raise in their fifth step."""
+    with start_recorded(functools.partial(EndlessEnv, 5), folder, 2, num_workers=1, **options) as envs:
         envs.reset(seed=[3, 4])
         yield envs
 
 
-def step_on(envs: Any) -> None:
+def step_until_error(envs: Any) -> None:
     for _ in range(9):
         envs.step([1, 2])
 
 
-def fail(envs: Any) -> Path:
-    """Step until environments raise; return the file about the first failure."""
+def step_until_failure(envs: Any) -> Path:
+    """Step until both environments raise; return the file about the first failure."""
     with pytest.raises(ValueError, match="the pen broke"):
-        step_on(envs)
+        step_until_error(envs)
     return Path(envs.errors[-2].recorded)
 
 
-def dangling_link(folder: Path) -> None:
+def create_dangling_link(folder: Path) -> None:
     (folder / "old.vecenv").symlink_to(folder / "gone")
 
 
-def directory(folder: Path) -> None:
+def create_directory(folder: Path) -> None:
     (folder / "old.vecenv").mkdir()
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
-@pytest.mark.parametrize("obstacle", [dangling_link, directory])
-def test_obstacles_in_the_folder_do_not_replace_the_failure(obstacle: Any, on_failure: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("obstacle", [create_dangling_link, create_directory])
+def test_obstacle_in_the_folder_does_not_hide_the_failure(obstacle: Any, on_failure: Any, tmp_path: Path) -> None:
     obstacle(tmp_path)
-    with failing(tmp_path, on_failure=on_failure) as envs:
+    with start_failing_envs(tmp_path, on_failure=on_failure) as envs:
         if on_failure == "raise":
-            fail(envs)
+            step_until_failure(envs)
         else:
             assert [envs.step([1, 2])[3].all() for _ in range(5)] == [False] * 4 + [True]
         assert replay_file(Path(envs.errors[0].recorded))[0].status == AGAIN
@@ -417,36 +413,36 @@ def test_obstacles_in_the_folder_do_not_replace_the_failure(obstacle: Any, on_fa
 def test_files_are_private_and_replace_links(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("mine")
-    with failing(tmp_path) as envs:
+    with start_failing_envs(tmp_path) as envs:
         for row in range(2):
-            (tmp_path / f"Endless-env{row}-episode1-step5.vecenv").symlink_to(secret)
-        path = fail(envs)
-        by_hand = envs.record(1, tmp_path / "by hand")
+            (tmp_path / f"EndlessEnv-env{row}-episode1-step5.vecenv").symlink_to(secret)
+        path = step_until_failure(envs)
+        requested = envs.record(1, tmp_path / "requested")
     assert secret.read_text() == "mine"
-    for file in (path, by_hand):
+    for file in (path, requested):
         assert not file.is_symlink()
         assert file.stat().st_mode & 0o777 == 0o600
-    assert not list(tmp_path.glob(".*")), "nothing unfinished"
+    assert not list(tmp_path.glob(".*")), "no unfinished file is left"
 
 
-def test_a_file_that_cannot_be_finished_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(source: Any, target: Any) -> None:
+def test_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_disk_full(source: Any, target: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    with failing(tmp_path) as envs:
-        monkeypatch.setattr("os.replace", full)
+    with start_failing_envs(tmp_path) as envs:
+        monkeypatch.setattr("os.replace", raise_disk_full)
         with pytest.raises(ValueError, match="the pen broke") as caught:
-            step_on(envs)
+            step_until_error(envs)
         assert any(note.startswith("not recorded: OSError") for note in caught.value.__notes__)
         assert envs.errors[0].recorded == ""
     assert list(tmp_path.iterdir()) == []
 
 
-def test_package_versions_are_searched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def searched() -> Any:
+def test_versions_are_recorded_without_scanning_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_on_scan() -> Any:
         raise AssertionError("this reads the metadata of all installed packages")
 
-    monkeypatch.setattr("importlib.metadata.packages_distributions", searched)
+    monkeypatch.setattr("importlib.metadata.packages_distributions", fail_on_scan)
     make = functools.partial(gym.make, "CartPole-v1")
     with contextlib.closing(vecenv.AsyncVectorEnv([make], num_workers=0, record_failures=tmp_path)) as envs:
         envs.reset(seed=1)
@@ -458,22 +454,22 @@ def test_package_versions_are_searched_once(tmp_path: Path, monkeypatch: pytest.
 # -- environments that replace failed ones --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["all", "mask", "by row", "restart"])
-def test_failure_after_a_recovery_repeats_from_the_recovery(how: str, tmp_path: Path) -> None:
-    with failing(tmp_path, on_failure="restart" if how == "restart" else "raise") as envs:
+@pytest.mark.parametrize("recovery", ["all", "mask", "by row", "restart"])
+def test_failure_after_a_recovery_repeats_from_the_recovery(recovery: str, tmp_path: Path) -> None:
+    with start_failing_envs(tmp_path, on_failure="restart" if recovery == "restart" else "raise") as envs:
         paths: list[Path] = []
         for life in range(3):
             envs.set_attr("gain", 2.0 + life)
             envs.call("add", 5)
-            if how == "restart":
-                for _ in range(6 if life else 5):  # the first step of a new environment is its automatic reset
+            if recovery == "restart":
+                for _ in range(6 if life else 5):  # the first step of a rebuilt environment is its automatic reset
                     envs.step([1, 2])
             else:
-                fail(envs)
+                step_until_failure(envs)
                 failed = np.ones(2, np.bool_)
-                if how == "all":
+                if recovery == "all":
                     envs.reset(options={"start": float(life)})
-                elif how == "mask":
+                elif recovery == "mask":
                     envs.reset(options={"start": float(life), "reset_mask": failed})
                 else:
                     envs.reset_async(options={"start": float(life)}, env_id=[0, 1])
@@ -487,39 +483,39 @@ def test_failure_after_a_recovery_repeats_from_the_recovery(how: str, tmp_path: 
                     assert steps == 5
 
 
-class Mortal(gym.Env[Any, Any]):
-    """An environment with episodes of seven steps that raises or dies in some of them, and names that step."""
+class RandomFailureEnv(gym.Env[Any, Any]):
+    """An environment that raises or exits at random; the error or exit code contains the number of the step."""
 
     observation_space = gym.spaces.Box(0, 9, (1,), np.float32)
     action_space = gym.spaces.Discrete(2)
 
-    def __init__(self, dies: bool) -> None:
-        self.dies = dies
+    def __init__(self, can_die: bool) -> None:
+        self.can_die = can_die
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
-        self.at = 0
+        self.step_number = 0
         return np.zeros(1, np.float32), {}
 
     def step(self, action: Any) -> Any:
-        self.at += 1
+        self.step_number += 1
         if self.np_random.random() < 0.1:
-            raise ValueError(f"at step {self.at}")
-        if self.dies and self.np_random.random() < 0.04:
-            os._exit(10 + self.at)
-        return np.zeros(1, np.float32), 0.0, False, self.at == 7, {}
+            raise ValueError(f"at step {self.step_number}")
+        if self.can_die and self.np_random.random() < 0.04:
+            os._exit(10 + self.step_number)
+        return np.zeros(1, np.float32), 0.0, False, self.step_number == 7, {}
 
 
-@pytest.mark.parametrize("sends", [False, True])
+@pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_the_reset_after_a_restart_is_no_step(mode: str, sends: bool, tmp_path: Path) -> None:
-    fns: list[Any] = [functools.partial(Mortal, dies) for dies in (False, True)]
+def test_reset_after_a_restart_is_not_counted_as_a_step(mode: str, by_row: bool, tmp_path: Path) -> None:
+    fns: list[Any] = [functools.partial(RandomFailureEnv, can_die) for can_die in (False, True)]
     recording = vecenv.FlightRecorder(tmp_path, keep=100)
     options: Any = {"autoreset_mode": mode, "on_failure": vecenv.Restart(limit=1000)}
     with contextlib.closing(vecenv.AsyncVectorEnv(fns, num_workers=2, record_failures=recording, **options)) as envs:
         envs.reset(seed=2)
         for _ in range(100):
-            if sends:
+            if by_row:
                 envs.send(np.zeros(2, np.int64), [0, 1])
                 _, _, terminated, truncated, infos = envs.recv(2)
                 over = (terminated | truncated)[np.argsort(infos["env_id"])]
@@ -542,7 +538,7 @@ def test_the_reset_after_a_restart_is_no_step(mode: str, sends: bool, tmp_path: 
     assert len(numbers) > 3
 
 
-def test_an_abandoned_worker_that_timed_out_has_one_set_of_files(tmp_path: Path) -> None:
+def test_abandoned_worker_after_a_timeout_is_recorded_once(tmp_path: Path) -> None:
     fns: list[Any] = [HistoryEnv, functools.partial(FaultyEnv, HistoryEnv(), "sleep", step=2)]
     with contextlib.closing(
         vecenv.AsyncVectorEnv(fns, num_workers=1, step_timeout=0.3, record_failures=tmp_path)
@@ -562,9 +558,9 @@ def test_an_abandoned_worker_that_timed_out_has_one_set_of_files(tmp_path: Path)
     assert re.fullmatch(rf"it hung for more than 0\.3 seconds: {named}", header.failed), header.failed
 
 
-def fail_in_pairs(folder: Path, keep: int, steps: int, seed: int = 1) -> list[Path]:
-    """Step two environments of a worker, of which env 1 ends it every five steps; return its files in their order."""
-    fns: list[Any] = [Endless, functools.partial(FaultyEnv, Endless(), "kill", step=5)]
+def record_repeated_deaths(folder: Path, keep: int, steps: int, seed: int = 1) -> list[Path]:
+    """Step two environments of one worker, which env 1 kills every five steps; return its files, oldest first."""
+    fns: list[Any] = [EndlessEnv, functools.partial(FaultyEnv, EndlessEnv(), "kill", step=5)]
     recording = vecenv.FlightRecorder(folder, keep=keep)
     with contextlib.closing(
         vecenv.AsyncVectorEnv(fns, num_workers=1, on_failure="restart", record_failures=recording)
@@ -575,25 +571,25 @@ def fail_in_pairs(folder: Path, keep: int, steps: int, seed: int = 1) -> list[Pa
         return [Path(record.recorded) for record in envs.errors]
 
 
-def test_files_of_siblings_are_removed_before_those_that_fail_again(tmp_path: Path) -> None:
-    own = fail_in_pairs(tmp_path, 3, 18)
-    assert len(own) == 3
-    others = set(tmp_path.glob("*.vecenv")) - set(own)
-    assert all(path.is_file() for path in own), "the failed environment's"
-    assert [read_header(path)[0].failure for path in others] == [read_header(own[-1])[0].failure], "the latest sibling"
+def test_files_of_siblings_are_removed_before_those_of_the_failed_environment(tmp_path: Path) -> None:
+    failed = record_repeated_deaths(tmp_path, 3, 18)
+    assert len(failed) == 3
+    siblings = set(tmp_path.glob("*.vecenv")) - set(failed)
+    assert all(path.is_file() for path in failed)
+    assert [read_header(path)[0].failure for path in siblings] == [read_header(failed[-1])[0].failure], "the latest sibling"
 
 
-def test_a_line_says_that_files_of_an_earlier_run_are_removed(
+def test_removal_of_files_of_an_earlier_run_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fail_in_pairs(tmp_path, 2, 12)
+    record_repeated_deaths(tmp_path, 2, 12)
     assert "earlier run" not in caplog.text
     monkeypatch.setattr(file_module, "_RUN_ID", "another")
-    fail_in_pairs(tmp_path, 2, 12, seed=2)
+    record_repeated_deaths(tmp_path, 2, 12, seed=2)
     assert caplog.text.count("the flight recorder removed files of an earlier run from ") == 1
 
 
-def test_record_of_a_dead_worker_has_one_path(tmp_path: Path) -> None:
+def test_note_about_a_dead_worker_has_one_path(tmp_path: Path) -> None:
     with start_recorded(HistoryEnv, tmp_path, 3, num_workers=1) as envs:
         envs.reset(seed=1)
         envs.processes[0].kill()
@@ -608,29 +604,29 @@ def test_record_of_a_dead_worker_has_one_path(tmp_path: Path) -> None:
 # -- requests that fail, are refused, or are dropped ----------------------------------------------------------------------
 
 
-FIRST = np.array([True, False])
+FIRST_ROW = np.array([True, False])
 
 
-def start_witnesses(folder: Path, **options: Any) -> contextlib.AbstractContextManager[Any]:
-    return start_recorded(Witness, folder, 2, **{"num_workers": 1, "autoreset_mode": "SameStep"} | options)
+def start_checksum_envs(folder: Path, **options: Any) -> contextlib.AbstractContextManager[Any]:
+    return start_recorded(ChecksumEnv, folder, 2, **{"num_workers": 1, "autoreset_mode": "SameStep"} | options)
 
 
 def require_failure_repeats(envs: Any) -> None:
-    """Let all environments raise, and require that they raise again."""
+    """Let all environments raise, and check that they raise again in a replay."""
     with pytest.raises(ValueError, match="the step broke"):
-        envs.step([Witness.RAISES] * envs.num_envs)
+        envs.step([ChecksumEnv.RAISES] * envs.num_envs)
     for record in list(envs.errors)[-envs.num_envs :]:
         found = [replay_file(Path(record.recorded), begin)[0] for begin in ("latest", "first")]
         assert AGAIN in [result.status for result in found], found
 
 
 def test_replay_starts_at_a_loaded_state(tmp_path: Path) -> None:
-    with contextlib.closing(vecenv.AsyncVectorEnv([Witness] * 2, num_workers=0)) as envs:
+    with contextlib.closing(vecenv.AsyncVectorEnv([ChecksumEnv] * 2, num_workers=0)) as envs:
         envs.reset(seed=1)
         saved = envs.save(verify=False)
 
     def run(**options: Any) -> list[float]:
-        with contextlib.closing(vecenv.AsyncVectorEnv([Witness] * 2, num_workers=0, **options)) as envs:
+        with contextlib.closing(vecenv.AsyncVectorEnv([ChecksumEnv] * 2, num_workers=0, **options)) as envs:
             envs.load(saved)
             envs.step([1, 2])
             envs.reset()  # continues with the loaded generator
@@ -642,14 +638,14 @@ def test_replay_starts_at_a_loaded_state(tmp_path: Path) -> None:
     assert run() == run(record_failures=tmp_path)
 
 
-def test_a_step_that_raises_is_recorded_although_the_environments_go_on(tmp_path: Path) -> None:
-    with start_witnesses(tmp_path / "pickle") as envs:
+def test_step_that_raises_without_failed_environments_is_recorded(tmp_path: Path) -> None:
+    with start_checksum_envs(tmp_path / "pickle") as envs:
         envs.reset(seed=1)
         with pytest.raises(TypeError, match="cannot pickle"):
-            envs.step([Witness.UNPICKLABLE, 1])
+            envs.step([ChecksumEnv.UNPICKLABLE, 1])
         envs.step([2, 3])
         require_failure_repeats(envs)
-    with start_witnesses(tmp_path / "over", num_workers=0, autoreset_mode="Disabled") as envs:
+    with start_checksum_envs(tmp_path / "over", num_workers=0, autoreset_mode="Disabled") as envs:
         envs.reset(seed=1)
         over = np.zeros(2, np.bool_)
         while not over.any():
@@ -661,11 +657,11 @@ def test_a_step_that_raises_is_recorded_although_the_environments_go_on(tmp_path
         require_failure_repeats(envs)
 
 
-def test_an_info_that_cannot_be_pickled_repeats_after_a_restart(tmp_path: Path) -> None:
-    with start_witnesses(tmp_path, on_failure="restart") as envs:
+def test_unpicklable_info_repeats_after_a_restart(tmp_path: Path) -> None:
+    with start_checksum_envs(tmp_path, on_failure="restart") as envs:
         envs.reset(seed=1)
         envs.step([1, 1])
-        envs.step([Witness.UNPICKLABLE, 2])
+        envs.step([ChecksumEnv.UNPICKLABLE, 2])
         result, _ = replay_file(Path(envs.errors[0].recorded))
         assert result.status == AGAIN, result.text
         require_all_repeat(envs, tmp_path)
@@ -673,54 +669,54 @@ def test_an_info_that_cannot_be_pickled_repeats_after_a_restart(tmp_path: Path) 
 
 def test_refused_calls_are_not_recorded(tmp_path: Path) -> None:
     lock = threading.Lock()
-    with contextlib.closing(vecenv.AsyncVectorEnv([HistoryEnv], num_workers=0)) as others:
-        others.reset(seed=1)
-        other = others.save(verify=False)[0]
-    with start_witnesses(tmp_path) as envs:
-        for refused in (
+    with contextlib.closing(vecenv.AsyncVectorEnv([HistoryEnv], num_workers=0)) as other_envs:
+        other_envs.reset(seed=1)
+        snapshot_of_other_class = other_envs.save(verify=False)[0]
+    with start_checksum_envs(tmp_path) as envs:
+        for call in (
             lambda: envs.reset(seed=7, options={"lock": lock}),
-            lambda: envs.reset(options={"lock": lock, "reset_mask": FIRST}),
+            lambda: envs.reset(options={"lock": lock, "reset_mask": FIRST_ROW}),
             lambda: envs.step([1, 2, 3]),
             lambda: envs.step([lock, lock]),
             lambda: envs.send([lock, lock], [0, 1]),
             lambda: envs.send([1], [2]),
             lambda: envs.call("note", lock),
             lambda: envs.set_attr("knob", lock),
-            lambda: envs.exec_func(lambda env, it: None, [1], lock),
+            lambda: envs.exec_func(lambda env, argument: None, [1], lock),
             lambda: envs.set_next_options({"lock": lock}),
-            lambda: envs.load([other], env_id=[0]),
+            lambda: envs.load([snapshot_of_other_class], env_id=[0]),
         ):
             envs.reset()
             envs.step([1, 2])
             with pytest.raises((TypeError, ValueError, SnapshotMismatch)):
-                refused()
+                call()
         require_all_repeat(envs, tmp_path)
         require_failure_repeats(envs)
 
 
-def test_calls_that_did_not_reach_an_environment_are_not_repeated(tmp_path: Path) -> None:
-    with start_witnesses(tmp_path, num_workers=2) as envs:
+def test_calls_that_reached_no_environment_are_not_replayed(tmp_path: Path) -> None:
+    with start_checksum_envs(tmp_path, num_workers=2) as envs:
         envs.reset(seed=1)
         envs.processes[0].kill()
         with pytest.raises(WorkerDied):
             envs.step([1, 2])
         with pytest.raises(EnvFailed):
-            envs.call("note", 3)  # reaches none of them
-        envs.reset(options={"reset_mask": FIRST})
+            envs.call("note", 3)  # reaches no environment
+        envs.reset(options={"reset_mask": FIRST_ROW})
         with pytest.raises(ValueError, match="the step broke"):
-            envs.step([Witness.RAISES, 2])
+            envs.step([ChecksumEnv.RAISES, 2])
         with pytest.raises(EnvFailed):
-            envs.call("note", 4)  # reaches one of them
-        envs.reset(options={"reset_mask": FIRST})
+            envs.call("note", 4)  # reaches one environment
+        envs.reset(options={"reset_mask": FIRST_ROW})
         require_failure_repeats(envs)
 
 
-def test_a_step_refused_after_too_many_restarts_is_not_recorded(tmp_path: Path) -> None:
-    with start_witnesses(tmp_path, on_failure=vecenv.Restart(limit=1)) as envs:
+def test_step_refused_after_too_many_restarts_is_not_recorded(tmp_path: Path) -> None:
+    with start_checksum_envs(tmp_path, on_failure=vecenv.Restart(limit=1)) as envs:
         envs.reset(seed=1)
-        envs.step([Witness.RAISES, 1])
+        envs.step([ChecksumEnv.RAISES, 1])
         with pytest.raises(RestartsExhausted):
-            envs.step([Witness.RAISES, 1])
+            envs.step([ChecksumEnv.RAISES, 1])
         with pytest.raises(RestartsExhausted):
             envs.step([2, 3])
         envs.reset()
@@ -728,29 +724,29 @@ def test_a_step_refused_after_too_many_restarts_is_not_recorded(tmp_path: Path) 
         require_all_repeat(envs, tmp_path)
 
 
-def test_steps_dropped_by_a_reset_of_others_are_recorded(tmp_path: Path) -> None:
-    with start_witnesses(tmp_path) as envs:
+def test_steps_dropped_by_a_reset_of_other_rows_are_recorded(tmp_path: Path) -> None:
+    with start_checksum_envs(tmp_path) as envs:
         envs.reset(seed=1)
         envs.send([1, 2], [0, 1])
-        envs.reset(options={"reset_mask": ~FIRST})
+        envs.reset(options={"reset_mask": ~FIRST_ROW})
         envs.send([3, 4], [0, 1])
         envs.recv(count=2)
         require_failure_repeats(envs)
 
 
-def test_a_failure_in_a_dropped_step_keeps_the_reset(tmp_path: Path) -> None:
-    with start_witnesses(tmp_path) as envs:
+def test_reset_that_drops_a_failing_step_is_recorded(tmp_path: Path) -> None:
+    with start_checksum_envs(tmp_path) as envs:
         envs.reset(seed=1)
-        envs.send([Witness.RAISES, 2], [0, 1])
+        envs.send([ChecksumEnv.RAISES, 2], [0, 1])
         envs.reset(seed=3)
         require_failure_repeats(envs)
 
 
-def test_the_last_result_of_a_worker_that_dies_is_not_a_restart(tmp_path: Path) -> None:
-    with start_recorded(lambda: gym.wrappers.TimeLimit(Endless(), 1), tmp_path, 1) as envs:
+def test_last_reply_of_a_killed_worker_is_recorded_as_a_step(tmp_path: Path) -> None:
+    with start_recorded(lambda: gym.wrappers.TimeLimit(EndlessEnv(), 1), tmp_path, 1) as envs:
         envs.reset(seed=1)
         envs.step_async([1])
-        time.sleep(0.3)  # it replies
+        time.sleep(0.3)  # until the worker has replied
         envs.abandon([0])
         assert envs.step_wait()[3].all()
         with pytest.raises(EnvFailed):
@@ -761,8 +757,8 @@ def test_the_last_result_of_a_worker_that_dies_is_not_a_restart(tmp_path: Path) 
         require_all_repeat(envs, tmp_path)
 
 
-def test_calls_before_an_automatic_reset_with_a_seed_stay_before_it(tmp_path: Path) -> None:
-    with start_recorded(functools.partial(Witness, forgets=True), tmp_path, 2, num_workers=0) as envs:
+def test_calls_before_an_automatic_reset_with_a_seed_are_replayed_before_it(tmp_path: Path) -> None:
+    with start_recorded(functools.partial(ChecksumEnv, reset_on_seed=True), tmp_path, 2, num_workers=0) as envs:
         envs.reset(seed=1)
         over = np.zeros(2, np.bool_)
         while not over[0]:
@@ -778,12 +774,12 @@ def test_calls_before_an_automatic_reset_with_a_seed_stay_before_it(tmp_path: Pa
 
 
 @pytest.mark.parametrize("every", [None, 5])
-def test_replay_after_many_resets_starts_at_a_snapshot_or_says_what_is_missing(
+def test_replay_after_many_resets_starts_at_a_snapshot_or_is_refused(
     every: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder_module, "_MAX_MESSAGES", 40)
     monkeypatch.setattr(recorder_module, "_LONG_REPLAY_SECONDS", 1e9)
-    with start_witnesses(tmp_path, num_workers=0, snapshot_every=every) as envs:
+    with start_checksum_envs(tmp_path, num_workers=0, snapshot_every=every) as envs:
         envs.set_attr("knob", 5)
         envs.reset(seed=1)
         for number in range(100):
@@ -797,7 +793,7 @@ def test_replay_after_many_resets_starts_at_a_snapshot_or_says_what_is_missing(
             with pytest.raises(ValueError, match="has neither a reset with a seed nor a snapshot"):
                 Replay(header, read(header, body))
         envs.reset(seed=2)
-        require_all_repeat(envs, tmp_path)  # `set_attr` is still known
+        require_all_repeat(envs, tmp_path)  # `set_attr` is still in the record
         for number in range(100):
             envs.call("note", number)
         envs.reset(seed=3)

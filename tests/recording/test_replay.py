@@ -1,4 +1,4 @@
-"""Failures leave files, and ``vecenv replay`` repeats them in a clean process, whatever the environment did."""
+"""Failures are recorded in files, and ``vecenv replay`` repeats them in a new process."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from vecenv.tools.replay import _find_running, _replay_here, replay
 
 pytestmark = pytest.mark.timeout(180)
 
-AT = 9
-"""The failing step: the fifth of the second episode, with the seeds and actions used here."""
+FAILING_STEP = 9
+"""The step of the first episode that fails."""
 
 
-class Short(gym.Env[Any, Any]):
-    """A short environment with episodes of four steps and a reset."""
+class ShortEnv(gym.Env[Any, Any]):
+    """An environment with episodes of 40 steps."""
 
     observation_space = gym.spaces.Box(-1e9, 1e9, (2,), np.float32)
     action_space = gym.spaces.Discrete(5)
@@ -54,30 +54,33 @@ class Short(gym.Env[Any, Any]):
 
     def step(self, action: Any) -> Any:
         self.steps += 1
-        drawn = self.np_random.random()
-        return np.array([drawn, self.steps], np.float32), drawn + int(action), False, self.steps == 40, {}
+        draw = self.np_random.random()
+        return np.array([draw, self.steps], np.float32), draw + int(action), False, self.steps == 40, {}
 
 
-def step_on(envs: Any, actions: Any) -> None:
+def step_until_error(envs: Any, actions: Any) -> None:
     """Step until an environment raises."""
     for at in range(10_000):
         envs.step(actions(at))
 
 
-def send_on(envs: Any) -> None:
+def send_until_error(envs: Any) -> None:
+    """Receive rows and send actions to them until an environment raises."""
     while True:
         rows = envs.recv()[-1]["env_id"]
         envs.send(rows % 5, rows)
 
 
-def faulty_short(fault: str, **when: Any) -> Any:
-    return FaultyEnv(Short(), fault, **when)
+def make_faulty_env(fault: str, **when: Any) -> Any:
+    return FaultyEnv(ShortEnv(), fault, **when)
 
 
-def fails(folder: Path, fault: str, *, when: dict[str, Any] | None = None, **options: Any) -> tuple[list[Path], Any]:
-    """Step environments of which env 1 fails; return the files and the exception."""
-    when = when or {"step": AT}
-    fns = [Short, functools.partial(faulty_short, fault, **when), Short]
+def record_failure(
+    folder: Path, fault: str, *, when: dict[str, Any] | None = None, **options: Any
+) -> tuple[list[Path], Any]:
+    """Step three environments until env 1 fails; return the files and the exception."""
+    when = when or {"step": FAILING_STEP}
+    fns = [ShortEnv, functools.partial(make_faulty_env, fault, **when), ShortEnv]
     rng = np.random.default_rng(0)
     raised: Any = None
     with contextlib.closing(vecenv.AsyncVectorEnv(fns, record_failures=folder, **options)) as envs:
@@ -99,12 +102,15 @@ def fails(folder: Path, fault: str, *, when: dict[str, Any] | None = None, **opt
     return files, raised
 
 
-REPEAT_BY_RAISING = (
+FAULTS_THAT_RAISE = (
     "raises", "two_arguments_error", "keyword_only_error", "unpicklable_error", "evil_error", "unprintable_error",
     "sys_exit", "keyboard_interrupt", "wrong_shape", "no_observation", "too_few_values",
 )  # fmt: skip
-REPEAT_BY_DYING = ("segfault", "abort", "bus_error", "arithmetic_error", "kill", "exit_now", "fork_helper_and_die")
-QUICK = ("raises", "unpicklable_error", "sys_exit", "wrong_shape", "segfault", "kill", "exit_now", "fork_helper_and_die")
+FAULTS_THAT_KILL = ("segfault", "abort", "bus_error", "arithmetic_error", "kill", "exit_now", "fork_helper_and_die")
+DEFAULT_FAULTS = (
+    "raises", "unpicklable_error", "sys_exit", "wrong_shape", "segfault", "kill", "exit_now", "fork_helper_and_die",
+)  # fmt: skip
+"""The faults that are not marked ``long``."""
 
 
 @pytest.mark.sampled("segfault-fork")
@@ -115,94 +121,94 @@ QUICK = ("raises", "unpicklable_error", "sys_exit", "wrong_shape", "segfault", "
 @pytest.mark.parametrize(
     "fault",
     [
-        fault if fault in QUICK else pytest.param(fault, marks=pytest.mark.long)
-        for fault in (*REPEAT_BY_RAISING, *REPEAT_BY_DYING)
+        fault if fault in DEFAULT_FAULTS else pytest.param(fault, marks=pytest.mark.long)
+        for fault in (*FAULTS_THAT_RAISE, *FAULTS_THAT_KILL)
     ],
 )
-def test_fault_is_repeated(fault: str, context: str, tmp_path: Path) -> None:
-    files, _ = fails(tmp_path, fault, context=context)
-    assert [file.name for file in files] == [f"Short-env1-episode1-step{AT}.vecenv"]
+def test_replay_repeats_fault(fault: str, context: str, tmp_path: Path) -> None:
+    files, _ = record_failure(tmp_path, fault, context=context)
+    assert [file.name for file in files] == [f"ShortEnv-env1-episode1-step{FAILING_STEP}.vecenv"]
     result = replay(files[0])
-    assert result.text.startswith(f"happened again at step {AT}: "), result
+    assert result.text.startswith(f"happened again at step {FAILING_STEP}: "), result
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("on_failure", "fault"), each_once(["raise", "restart"], ["sleep", "hold_gil"]))
-def test_hang_is_repeated(
+def test_replay_repeats_hang(
     fault: str, on_failure: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    how = vecenv.Restart(0) if on_failure == "restart" else on_failure
-    files, _ = fails(tmp_path, fault, step_timeout=1.0, on_failure=how)
+    policy = vecenv.Restart(0) if on_failure == "restart" else on_failure
+    files, _ = record_failure(tmp_path, fault, step_timeout=1.0, on_failure=policy)
     result = replay(files[0])
-    assert result.text == f"happened again at step {AT}: it hung for more than 1 second"
-    assert capsys.readouterr().err.splitlines()[-1] == f"waiting up to 6 s for step {AT}"
-    assert (result.step, result.location.partition(":")[0]) == (AT, "faulty.py")
+    assert result.text == f"happened again at step {FAILING_STEP}: it hung for more than 1 second"
+    assert capsys.readouterr().err.splitlines()[-1] == f"waiting up to 6 s for step {FAILING_STEP}"
+    assert (result.step, result.location.partition(":")[0]) == (FAILING_STEP, "faulty.py")
     assert f"in {fault}\n" in result.stack
 
 
-def test_timeout_names_the_file_of_the_environment_that_hangs(tmp_path: Path) -> None:
-    files, error = fails(tmp_path, "sleep", step_timeout=1.0, num_workers=1)
+def test_step_timeout_names_file_of_hanging_environment(tmp_path: Path) -> None:
+    files, error = record_failure(tmp_path, "sleep", step_timeout=1.0, num_workers=1)
     assert isinstance(error, StepTimeout)
-    assert [file.name[:10] for file in files] == ["Short-env0", "Short-env1", "Short-env2"]
+    assert [file.name[:13] for file in files] == ["ShortEnv-env0", "ShortEnv-env1", "ShortEnv-env2"]
     assert any(note.startswith(f"recorded: {files[1]}\n") for note in error.__notes__), error.__notes__
     headers = [read_header(file)[0] for file in files]
     assert all(header.failed.startswith("it hung for more than 1 second: env 1, of envs 0-2, ") for header in headers)
     assert [header.other_running_env for header in headers] == [1, None, 1]
 
 
-def test_a_second_run_keeps_the_file_of_the_first(tmp_path: Path) -> None:
+def test_second_run_in_a_folder_keeps_files_of_the_first(tmp_path: Path) -> None:
     for _ in range(3):
-        files, error = fails(tmp_path, "raises")
-    name = f"Short-env1-episode1-step{AT}"
+        files, error = record_failure(tmp_path, "raises")
+    name = f"ShortEnv-env1-episode1-step{FAILING_STEP}"
     assert [file.name for file in files] == [f"{name}-2.vecenv", f"{name}-3.vecenv", f"{name}.vecenv"]
     assert f"{name}-3.vecenv" in "".join(error.__notes__)
 
 
 @pytest.mark.long
-def test_failing_reset_is_repeated(tmp_path: Path) -> None:
-    files, _ = fails(tmp_path, "raises", when={"seed": 4})
+def test_replay_repeats_failing_reset(tmp_path: Path) -> None:
+    files, _ = record_failure(tmp_path, "raises", when={"seed": 4})
     assert replay(files[0]).text.startswith("happened again in the reset before step 1: ")
     found = json.loads(run(files[0], "--yes", "--json").stdout)
     assert (found["step"], found["recorded_step"]) == (0, 0)
 
 
 @pytest.mark.long
-def test_external_causes_are_not_repeated(tmp_path: Path) -> None:
+def test_replay_of_external_kill_reports_no_failure(tmp_path: Path) -> None:
     once = tmp_path / "once"
-    files, error = fails(tmp_path / "records", "kill", when={"step": AT, "once": str(once)})
+    files, error = record_failure(tmp_path / "records", "kill", when={"step": FAILING_STEP, "once": str(once)})
     assert isinstance(error, WorkerDied)
     assert replay(files[0])[:2] == (
         "did not happen again",
-        f"did not happen again: steps 1 to {AT - 1} matched; step {AT} returned, where the record fails; "
-        "a kill from outside is not repeated",
+        f"did not happen again: steps 1 to {FAILING_STEP - 1} matched; "
+        f"step {FAILING_STEP} returned, where the record fails; a kill from outside is not repeated",
     )
 
 
-class ExternalRandomness(Short):
+class ExternalRandomness(ShortEnv):
     """An environment with rewards from the system's random numbers."""
 
     def step(self, action: Any) -> Any:
         observation, _, terminated, truncated, info = super().step(action)
-        if self.steps == AT:
+        if self.steps == FAILING_STEP:
             raise ValueError(f"{os.getpid()}")
         return observation, float(os.getpid() if self.steps > 4 else 1.0), terminated, truncated, info
 
 
 @pytest.mark.long
-def test_first_difference_is_reported(tmp_path: Path) -> None:
+def test_replay_reports_first_difference_from_record(tmp_path: Path) -> None:
     with contextlib.closing(vecenv.AsyncVectorEnv([ExternalRandomness] * 2, record_failures=tmp_path)) as envs:
         envs.reset(seed=1)
         with pytest.raises(ValueError, match=r"\d+"):
-            step_on(envs, lambda at: np.zeros(2, np.int64))
+            step_until_error(envs, lambda at: np.zeros(2, np.int64))
     result = replay(min(tmp_path.glob("*.vecenv")))
     assert result.status == "did not happen again"
-    assert f"another failure at step {AT}: ValueError" in result.text
+    assert f"another failure at step {FAILING_STEP}: ValueError" in result.text
     assert "first difference from the record at step 5: reward" in result.text
 
 
 @contextlib.contextmanager
-def restarting(fns: list[Any], recording: Any, steps: int, num_workers: int) -> Iterator[Any]:
-    """Return an engine that restarts workers, after some steps."""
+def run_with_restarts(fns: list[Any], recording: Any, steps: int, num_workers: int) -> Iterator[Any]:
+    """Yield an engine that restarts workers, after some steps."""
     with contextlib.closing(
         vecenv.AsyncVectorEnv(fns, record_failures=recording, on_failure="restart", num_workers=num_workers)
     ) as envs:
@@ -213,14 +219,14 @@ def restarting(fns: list[Any], recording: Any, steps: int, num_workers: int) -> 
 
 
 @pytest.mark.long
-def test_every_environment_of_a_dead_worker_has_a_file(tmp_path: Path) -> None:
-    files, error = fails(tmp_path, "segfault", num_workers=1)
+def test_dead_worker_leaves_a_file_per_environment(tmp_path: Path) -> None:
+    files, error = record_failure(tmp_path, "segfault", num_workers=1)
     assert isinstance(error, WorkerDied)
     assert error.__notes__[:-1] == [f"recorded: {files[1]}\nand 2 more in {tmp_path}"]
-    assert [file.name[:10] for file in files] == ["Short-env0", "Short-env1", "Short-env2"]
+    assert [file.name[:13] for file in files] == ["ShortEnv-env0", "ShortEnv-env1", "ShortEnv-env2"]
     results = [replay(file) for file in files]
     assert [result.status for result in results] == ["did not happen again", "happened again", "did not happen again"]
-    assert (results[1].step, results[1].location) == (AT, error_location(error))
+    assert (results[1].step, results[1].location) == (FAILING_STEP, error_location(error))
     assert 'faulty.py", line ' in results[1].stack
     assert [line.split(":")[0] for line in run(tmp_path).stderr.splitlines()[1:]] == [f"  {files[1]}"], "no siblings"
 
@@ -232,8 +238,8 @@ def error_location(error: BaseException) -> str:
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["kill", pytest.param("sleep", marks=pytest.mark.slow)])
-def test_the_file_of_a_sibling_names_the_one_to_replay(fault: str, tmp_path: Path) -> None:
-    files, _ = fails(tmp_path, fault, num_workers=1, step_timeout=1.0)
+def test_replay_of_sibling_names_file_of_running_environment(fault: str, tmp_path: Path) -> None:
+    files, _ = record_failure(tmp_path, fault, num_workers=1, step_timeout=1.0)
     done = run(files[2], "--yes")
     assert done.returncode == 1, done.stderr
     assert done.stdout.splitlines()[-1] == (
@@ -242,27 +248,27 @@ def test_the_file_of_a_sibling_names_the_one_to_replay(fault: str, tmp_path: Pat
     assert json.loads(run(files[0], "--yes", "--json").stdout)["instead"] == str(files[1])
 
 
-def test_another_failure_is_not_the_one_to_replay(tmp_path: Path) -> None:
-    files, _ = fails(tmp_path, "kill", num_workers=1)
+def test_replay_of_sibling_does_not_name_file_of_later_failure(tmp_path: Path) -> None:
+    files, _ = record_failure(tmp_path, "kill", num_workers=1)
     files[1].unlink()
-    again, _ = fails(tmp_path, "kill", num_workers=1)
+    later, _ = record_failure(tmp_path, "kill", num_workers=1)
     header, _ = read_header(files[0])
     assert _find_running(files[0], header) == (1, None)
-    headers = {file: read_header(file)[0] for file in again}
-    (newest,) = {each.failure for each in headers.values()} - {header.failure}
-    found = {_find_running(file, each) for file, each in headers.items() if each.failure == newest}
+    headers = {path: read_header(path)[0] for path in later}
+    (newest,) = {other.failure for other in headers.values()} - {header.failure}
+    found = {_find_running(path, other) for path, other in headers.items() if other.failure == newest}
     assert found == {(1, files[1]), (None, None)}
     done = run(files[0], "--yes")
     assert done.stdout.splitlines()[-1].endswith("env 1, which was running when the worker failed: its file is gone")
 
 
 @pytest.mark.long
-def test_a_restart_names_the_file_in_its_log_line_and_the_next_one_repeats(
+def test_restart_logs_its_file_and_replay_repeats_the_death(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "vecenv"):
-        fns = [functools.partial(faulty_short, "kill", step=20)] * 2
-        with restarting(fns, tmp_path, 50, num_workers=2):
+        fns = [functools.partial(make_faulty_env, "kill", step=20)] * 2
+        with run_with_restarts(fns, tmp_path, 50, num_workers=2):
             pass
     files = sorted(tmp_path.glob("*.vecenv"), key=lambda file: file.stat().st_mtime_ns)
     assert len(files) == 4
@@ -277,41 +283,41 @@ def test_a_restart_names_the_file_in_its_log_line_and_the_next_one_repeats(
     [{"num_workers": 0}, {"num_workers": 1, "use_caller": True}, {"num_workers": 2, "autoreset_mode": "SameStep"}],
     ids=str,
 )
-def test_engines_of_all_kinds(options: dict[str, Any], tmp_path: Path) -> None:
-    files, _ = fails(tmp_path, "raises", when={"step": 50}, **options)
+def test_replay_repeats_failure_of_each_engine(options: dict[str, Any], tmp_path: Path) -> None:
+    files, _ = record_failure(tmp_path, "raises", when={"step": 50}, **options)
     result = replay(files[0])
     assert result.status == "happened again", result.text
 
 
 @pytest.mark.long
-def test_first_ready_batches(tmp_path: Path) -> None:
-    fns = [functools.partial(faulty_short, "raises", step=30)] + [Short] * 3
+def test_replay_repeats_failure_raised_by_recv(tmp_path: Path) -> None:
+    fns = [functools.partial(make_faulty_env, "raises", step=30)] + [ShortEnv] * 3
     with contextlib.closing(vecenv.AsyncVectorEnv(fns, record_failures=tmp_path, batch_size=2)) as envs:
         envs.reset(seed=3)
         envs.send(np.zeros(4, np.int64), np.arange(4))
         with pytest.raises(ValueError, match="the environment is out of order"):
-            send_on(envs)
+            send_until_error(envs)
     (file,) = tmp_path.glob("*.vecenv")
-    assert file.name == "Short-env0-episode1-step30.vecenv"
+    assert file.name == "ShortEnv-env0-episode1-step30.vecenv"
     assert replay(file).text.startswith("happened again at step 30: ")
 
 
-def test_old_files_are_removed_and_the_latest_kept(tmp_path: Path) -> None:
+def test_keep_counts_failures_and_removes_files_of_old_ones(tmp_path: Path) -> None:
     recording = vecenv.FlightRecorder(tmp_path, keep=2)
-    fns = [functools.partial(faulty_short, "kill", step=5)] * 3
-    with restarting(fns, recording, 12, num_workers=1) as envs:
-        assert len(list(tmp_path.glob("*.vecenv"))) == 4, "three of the latest failure, which count as one"
+    fns = [functools.partial(make_faulty_env, "kill", step=5)] * 3
+    with run_with_restarts(fns, recording, 12, num_workers=1) as envs:
+        assert len(list(tmp_path.glob("*.vecenv"))) == 4, "the latest failure has three files and counts as one"
         note = next(note for note in envs.errors[-1].error.__notes__ if note.startswith("recorded: "))
         assert note.endswith(f"\nand 2 more in {tmp_path}")
         assert Path(envs.errors[-1].recorded) in tmp_path.glob("*-env0-*.vecenv")
-    assert not list(tmp_path.glob(".*")), "nothing unfinished"
+    assert not list(tmp_path.glob(".*")), "no unfinished file is left"
 
 
-def test_a_folder_that_cannot_be_written_does_not_hide_the_failure(tmp_path: Path) -> None:
+def test_unwritable_folder_does_not_hide_the_failure(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     with contextlib.closing(
-        vecenv.AsyncVectorEnv([functools.partial(faulty_short, "raises", step=2)], record_failures=blocked / "folder")
+        vecenv.AsyncVectorEnv([functools.partial(make_faulty_env, "raises", step=2)], record_failures=blocked / "folder")
     ) as envs:
         envs.reset(seed=1)
         envs.step([0])
@@ -340,17 +346,17 @@ class MatchingPennies:
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         if seed is not None:
             self.rng = np.random.default_rng(seed)
-        self.agents, self.made = list(self.possible_agents), 0
+        self.agents, self.rounds = list(self.possible_agents), 0
         return self._all(lambda: self.rng.random(2).astype(np.float32)), self._all(dict)
 
     def _all(self, make: Any) -> dict[str, Any]:
         return {agent: make() for agent in self.possible_agents}
 
     def step(self, actions: Any) -> Any:
-        self.made += 1
+        self.rounds += 1
         if self.rng.random() < 0.02:
-            raise ValueError(f"a penny is lost after {self.made} throws of {sum(map(int, actions.values()))}")
-        over = self.made == 30
+            raise ValueError(f"a penny is lost after {self.rounds} throws of {sum(map(int, actions.values()))}")
+        over = self.rounds == 30
         if over:
             self.agents = []
         rewards = self._all(lambda: float(self.rng.random()))
@@ -362,11 +368,11 @@ class MatchingPennies:
 
 
 @pytest.mark.long
-def test_a_game_of_several_agents(tmp_path: Path) -> None:
+def test_replay_repeats_failure_of_multi_agent_env(tmp_path: Path) -> None:
     with contextlib.closing(MultiAgentVecEnv([MatchingPennies] * 3, record_failures=tmp_path, num_workers=2)) as envs:
         envs.reset(seed=8)
         with pytest.raises(ValueError, match="a penny is lost"):
-            step_on(envs, lambda at: np.full((3, 2), at % 2))
+            step_until_error(envs, lambda at: np.full((3, 2), at % 2))
     (file,) = tmp_path.glob("pennies-env*.vecenv")
     assert "a penny is lost" in replay(file).text
     assert replay(file).status == "happened again"
@@ -376,29 +382,30 @@ def test_a_game_of_several_agents(tmp_path: Path) -> None:
 
 
 def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    """Run ``vecenv replay`` with these arguments."""
     return python("-m", "vecenv", "replay", *arguments)
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Record an environment that raises in step 9, with a snapshot of step 5."""
+    """Record an environment that raises in step 9; return the file, which has a snapshot."""
     folder = tmp_path_factory.mktemp("records")
     recording = vecenv.FlightRecorder(folder, snapshot_every=4)
     with (
         pytest.MonkeyPatch.context() as patch,
         contextlib.closing(
-            vecenv.AsyncVectorEnv([functools.partial(HistoryEnv, AT)], record_failures=recording, num_workers=0)
+            vecenv.AsyncVectorEnv([functools.partial(HistoryEnv, FAILING_STEP)], record_failures=recording, num_workers=0)
         ) as envs,
     ):
         patch.setattr(recorder, "_LONG_REPLAY_SECONDS", -1.0)
         envs.reset(seed=1)
         with pytest.raises(ValueError, match="the pen broke"):
-            step_on(envs, lambda at: [at % 5])
+            step_until_error(envs, lambda at: [at % 5])
     (written,) = folder.glob("*.vecenv")
     return written
 
 
-def test_the_command(file: Path) -> None:
+def test_replay_prints_record_traceback_and_result(file: Path) -> None:
     done = run(file, "--yes")
     assert done.returncode == 0, done.stderr
     first, recorded, *traceback, result = done.stdout.splitlines()
@@ -411,7 +418,7 @@ def test_the_command(file: Path) -> None:
     assert traceback[-1].startswith("ValueError: the pen broke after 9 steps at ")
 
 
-def test_json_has_the_environment_the_step_and_the_place(file: Path) -> None:
+def test_replay_json_has_environment_step_and_location(file: Path) -> None:
     done = run(file, "--yes", "--json")
     found = json.loads(done.stdout)
     step = int(file.stem.rpartition("step")[2])
@@ -423,7 +430,7 @@ def test_json_has_the_environment_the_step_and_the_place(file: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_folder_lists_its_newest_files(file: Path, tmp_path: Path) -> None:
+def test_replay_of_a_folder_lists_its_newest_files(file: Path, tmp_path: Path) -> None:
     done = run(file.parent)
     assert done.returncode == 2
     first, listed = done.stderr.splitlines()
@@ -434,7 +441,7 @@ def test_a_folder_lists_its_newest_files(file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_json_and_until_and_snapshot(file: Path) -> None:
+def test_replay_from_snapshot_repeats_and_until_stops_before_step(file: Path) -> None:
     done = run(file, "--yes", "--json", "--from-snapshot")
     assert json.loads(done.stdout)["result"] == "happened again"
     step = int(file.stem.rpartition("step")[2])
@@ -446,13 +453,13 @@ def test_json_and_until_and_snapshot(file: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--pdb",)], ids=str)
-def test_until_after_the_end_of_the_record_is_refused(options: Sequence[str], file: Path) -> None:
+def test_replay_until_a_step_after_the_record_is_refused(options: Sequence[str], file: Path) -> None:
     step = int(file.stem.rpartition("step")[2])
     done = run(file, "--yes", "--until", step + 1, *options)
     assert (done.returncode, done.stderr) == (2, f"vecenv: --until {step + 1}: the record ends at step {step}\n")
 
 
-def test_the_debugger_and_json_are_refused(file: Path) -> None:
+def test_replay_with_pdb_and_json_is_refused(file: Path) -> None:
     done = run(file, "--yes", "--pdb", "--json")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "vecenv: --pdb and --json cannot be combined\n"
@@ -480,7 +487,7 @@ def test_frames_that_cannot_be_written_are_refused_before_replaying(
 @pytest.mark.parametrize(
     ("name", "library", "command"), [("out.gif", "Pillow", "pillow"), ("out.mp4", "moviepy", "'moviepy>=2'")]
 )
-def test_frames_without_the_library_are_refused(
+def test_frames_without_video_library_are_refused(
     name: str, library: str, command: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -492,11 +499,11 @@ def test_frames_without_the_library_are_refused(
     assert shown.err == f"vecenv: --frames: {needs}\n"
 
 
-class Canvas(Short):
-    """A short environment that draws, with a fault of choice."""
+class RenderingEnv(ShortEnv):
+    """An environment that can be rendered, with an optional fault."""
 
     render_mode = "rgb_array"
-    metadata = {"render_fps": 0.5}  # noqa: RUF012 - as Gymnasium's
+    metadata = {"render_fps": 0.5}  # noqa: RUF012 - as in Gymnasium
 
     def __init__(self, fault: str = "") -> None:
         self.fault = fault
@@ -514,10 +521,10 @@ class Canvas(Short):
         return np.full((8, 8, 3), 60 * self.steps, np.uint8)
 
 
-def record_canvas(folder: Path, fault: str) -> Path:
-    """Record five steps, of which the last may fail."""
+def record_rendering_env(folder: Path, fault: str) -> Path:
+    """Record five steps; with the fault ``"step"``, the last one ends the process."""
     with contextlib.closing(
-        vecenv.AsyncVectorEnv([functools.partial(Canvas, fault)], record_failures=folder)
+        vecenv.AsyncVectorEnv([functools.partial(RenderingEnv, fault)], record_failures=folder)
     ) as envs:
         envs.reset(seed=1)
         with contextlib.suppress(WorkerDied):
@@ -527,10 +534,10 @@ def record_canvas(folder: Path, fault: str) -> Path:
     return min(folder.glob("*.vecenv"))
 
 
-def test_the_frames_before_a_crash_are_written(tmp_path: Path) -> None:
+def test_frames_before_a_crash_are_written(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     out = tmp_path / "out.gif"
-    done = run(record_canvas(tmp_path, "step"), "--yes", "--frames", out)
+    done = run(record_rendering_env(tmp_path, "step"), "--yes", "--frames", out)
     assert done.returncode == 0, done.stderr
     *_, result, wrote = done.stdout.splitlines()
     assert result.startswith("Happened again at step 5: ")
@@ -547,16 +554,16 @@ def test_the_frames_before_a_crash_are_written(tmp_path: Path) -> None:
         ("render dies", "Cannot be rendered, because the process died in render(): exited with exit code 3"),
     ],
 )
-def test_an_environment_that_cannot_be_rendered(fault: str, text: str, tmp_path: Path) -> None:
+def test_frames_report_failing_render(fault: str, text: str, tmp_path: Path) -> None:
     pytest.importorskip("PIL")
-    done = run(record_canvas(tmp_path, fault), "--yes", "--frames", tmp_path / "out.gif")
+    done = run(record_rendering_env(tmp_path, fault), "--yes", "--frames", tmp_path / "out.gif")
     assert (done.returncode, done.stdout.splitlines()[-1], done.stderr) == (2, text, "")
 
 
-def test_without_a_frame_the_result_stays(tmp_path: Path) -> None:
+def test_frames_of_a_failure_before_the_first_step_are_reported_missing(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     with contextlib.closing(
-        vecenv.AsyncVectorEnv([functools.partial(FaultyEnv, Canvas(), "raises", seed=2)], record_failures=tmp_path)
+        vecenv.AsyncVectorEnv([functools.partial(FaultyEnv, RenderingEnv(), "raises", seed=2)], record_failures=tmp_path)
     ) as envs, contextlib.suppress(ValueError):
         envs.reset(seed=2)
     done = run(min(tmp_path.glob("*.vecenv")), "--yes", "--frames", tmp_path / "out.gif")
@@ -564,16 +571,16 @@ def test_without_a_frame_the_result_stays(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "No frames: it failed before the first step"
 
 
-class Drawn(Canvas):
-    """An environment that draws only if built with a render mode."""
+class RenderModeEnv(RenderingEnv):
+    """An environment that renders only if it was built with a render mode."""
 
     def __init__(self, fault: str = "", *, render_mode: str | None = None) -> None:
         super().__init__(fault)
         self.render_mode = render_mode or ""
 
 
-def test_frames_of_an_environment_recorded_without_a_render_mode(tmp_path: Path) -> None:
-    env_fns = [Drawn, functools.partial(Drawn, ""), functools.partial(Drawn, render_mode=None)]
+def test_frames_are_rendered_if_recorded_without_a_render_mode(tmp_path: Path) -> None:
+    env_fns = [RenderModeEnv, functools.partial(RenderModeEnv, ""), functools.partial(RenderModeEnv, render_mode=None)]
     with contextlib.closing(vecenv.AsyncVectorEnv(env_fns, record_failures=tmp_path, num_workers=0)) as envs:
         envs.reset(seed=1)
         envs.step([1] * 3)
@@ -586,13 +593,13 @@ def test_frames_of_an_environment_recorded_without_a_render_mode(tmp_path: Path)
 
 
 @pytest.mark.long
-def test_frames(file: Path, tmp_path: Path) -> None:
+def test_frames_are_written_if_the_environment_can_be_rendered(file: Path, tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     from PIL import Image
 
     done = run(file, "--yes", "--frames", tmp_path / "out.gif")
-    assert done.stdout.splitlines()[-1] == f"Wrote {tmp_path / 'out.gif'} ({AT} frames)"
-    with contextlib.closing(vecenv.AsyncVectorEnv([Short], record_failures=tmp_path, num_workers=0)) as envs:
+    assert done.stdout.splitlines()[-1] == f"Wrote {tmp_path / 'out.gif'} ({FAILING_STEP} frames)"
+    with contextlib.closing(vecenv.AsyncVectorEnv([ShortEnv], record_failures=tmp_path, num_workers=0)) as envs:
         envs.reset(seed=1)
         done = run(envs.record(0), "--yes", "--frames", tmp_path / "out.gif")
     assert done.returncode == 2
@@ -613,9 +620,9 @@ def test_frames(file: Path, tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == f"Wrote {tmp_path / 'out.gif'} (7 frames)"
 
 
-def with_change(file: Path, to: Path, change: Any) -> Path:
-    to.write_bytes(change(file.read_bytes()))
-    return to
+def write_changed_copy(file: Path, target: Path, change: Any) -> Path:
+    target.write_bytes(change(file.read_bytes()))
+    return target
 
 
 @pytest.mark.sampled(2)
@@ -633,42 +640,42 @@ def with_change(file: Path, to: Path, change: Any) -> Path:
 def test_invalid_files_are_refused_before_unpickling(
     change: Any, text: str, file: Path, tmp_path: Path
 ) -> None:
-    done = run(with_change(file, tmp_path / "wrong.vecenv", change), "--yes")
+    done = run(write_changed_copy(file, tmp_path / "wrong.vecenv", change), "--yes")
     assert done.returncode == 2
     assert text in done.stderr
     assert len(done.stderr.strip().splitlines()) <= 2, done.stderr
 
 
-def test_several_files_are_refused(file: Path) -> None:
+def test_replay_of_several_files_is_refused(file: Path) -> None:
     done = run(file, file, "--yes", file)
     assert done.returncode == 2
     assert done.stderr.endswith(": error: replay takes one FILE, got 3\n")
 
 
-def test_missing_file() -> None:
+def test_replay_of_a_missing_file_is_refused() -> None:
     done = run("nowhere.vecenv", "--yes")
     assert done.returncode == 2
     assert "No such file" in done.stderr
     assert "keep=" not in done.stderr
 
 
-def test_a_file_that_the_recorder_removed(file: Path) -> None:
+def test_replay_of_a_missing_recorder_file_mentions_keep(file: Path) -> None:
     done = run(file.with_name("Ant-v5-env3-episode17-step412.vecenv"), "--yes")
     assert done.returncode == 2
     assert done.stderr.endswith("step412.vecenv' (the recorder keeps only the newest files; see keep=)\n")
 
 
-def test_unpickling_needs_confirmation(file: Path) -> None:
+def test_replay_needs_confirmation_before_unpickling(file: Path) -> None:
     done = run(file)
     assert done.returncode == 2
     reason = "the file contains a pickle, which can run arbitrary code; pass --yes if it is yours"
     assert done.stderr == f"vecenv: not replayed, because {reason}\n"
-    output = converse([sys.executable, "-m", "vecenv", "replay", str(file)], ("[y/N]", "n"))
+    output = run_in_terminal([sys.executable, "-m", "vecenv", "replay", str(file)], ("[y/N]", "n"))
     assert output.splitlines()[-1] == "vecenv: not replayed"
 
 
 @pytest.mark.long
-def test_environments_that_cannot_be_imported(tmp_path: Path) -> None:
+def test_replay_needs_the_module_of_the_environment(tmp_path: Path) -> None:
     module = tmp_path / "gone_world.py"
     module.write_text(Path(__file__).with_name("history_envs.py").read_text())
     program = (
@@ -677,16 +684,16 @@ def test_environments_that_cannot_be_imported(tmp_path: Path) -> None:
         "    envs = vecenv.AsyncVectorEnv([gone_world.HistoryEnv], num_workers=0, record_failures='records')\n"
         "    envs.reset(seed=1); envs.step([1]); print(envs.record(0)); envs.close()\n"
     )
-    made = printed("-c", program, cwd=tmp_path).strip()
-    assert run(made, "--yes").returncode == 0, "the folder that it was imported from is known"
+    path = printed("-c", program, cwd=tmp_path).strip()
+    assert run(path, "--yes").returncode == 0, "the record contains the folder of the module"
     module.unlink()
-    done = run(made, "--yes")
+    done = run(path, "--yes")
     assert done.returncode == 2
     assert "annot be replayed, because " in done.stdout
     assert "No module named 'gone_world'" in done.stdout
 
 
-def test_definitions_of_the_main_script_are_replayed_as_recorded(tmp_path: Path) -> None:
+def test_replay_uses_recorded_definitions_of_the_main_script(tmp_path: Path) -> None:
     program = (
         "import vecenv, gymnasium as gym\n"
         "def make(): return gym.make('CartPole-v1')\n"
@@ -698,7 +705,7 @@ def test_definitions_of_the_main_script_are_replayed_as_recorded(tmp_path: Path)
     assert done.stdout.splitlines()[-2].startswith("What the main script or notebook defined is replayed as it was recorded")
 
 
-def test_an_environment_that_is_registered_as_a_class_is_replayed_from_another_folder(tmp_path: Path) -> None:
+def test_replay_from_another_folder_finds_module_of_registered_class(tmp_path: Path) -> None:
     (tmp_path / "my_envs.py").write_text(Path(__file__).with_name("history_envs.py").read_text())
     program = (
         "import vecenv, gymnasium, my_envs\n"
@@ -710,8 +717,8 @@ def test_an_environment_that_is_registered_as_a_class_is_replayed_from_another_f
     assert done.returncode == 0, done.stdout
 
 
-class NeedsEngine(Short):
-    """An environment that cannot be built without its engine."""
+class NeedsEngine(ShortEnv):
+    """An environment that cannot be built after its first failure: a variable marks its engine as missing."""
 
     def __init__(self) -> None:
         if missing := os.environ.get("MISSING_ENGINE"):
@@ -724,7 +731,9 @@ class NeedsEngine(Short):
         return super().step(action)
 
 
-def test_an_environment_that_can_no_longer_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_without_a_working_constructor_repeats_only_its_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MISSING_ENGINE", "")
     recorded: Any = {"record_failures": tmp_path, "on_failure": vecenv.Restart(1), "num_workers": 0}
     with contextlib.closing(vecenv.AsyncVectorEnv([NeedsEngine], **recorded)) as envs:
@@ -732,24 +741,27 @@ def test_an_environment_that_can_no_longer_be_built(tmp_path: Path, monkeypatch:
         with contextlib.suppress(RestartsExhausted):
             for action in (0, 1, 0):
                 envs.step([action])
-    in_step, in_constructor = sorted(tmp_path.glob("*.vecenv"))
+    step_file, constructor_file = sorted(tmp_path.glob("*.vecenv"))
     results = [
         _replay_here(path, begin="latest", until=None, render=False, report=lambda message: None)
-        for path in (in_step, in_constructor)
+        for path in (step_file, constructor_file)
     ]
     assert [result.status for result in results] == ["cannot be replayed", "happened again"]
     assert results[0].text == "cannot be replayed, because the environment cannot be built here: ImportError: no engine"
 
 
-def converse(command: Sequence[str], *exchanges: tuple[str, str]) -> str:
-    """Run a command in a terminal: wait for a text, type a line or Ctrl-C, and so on; return everything that it wrote."""
+def run_in_terminal(command: Sequence[str], *exchanges: tuple[str, str]) -> str:
+    """Run a command in a terminal and return its output.
+
+    Each exchange is a text to wait for, and then a line, or Ctrl-C, to type.
+    """
     pid, terminal = pty.fork()
     if not pid:
         os.execv(command[0], list(command))
-    output, waited = "", list(exchanges)
-    until = time.monotonic() + 100
+    output, remaining = "", list(exchanges)
+    deadline = time.monotonic() + 100
     try:
-        while time.monotonic() < until:
+        while time.monotonic() < deadline:
             if select.select([terminal], [], [], 0.2)[0]:
                 try:
                     more = os.read(terminal, 4096)
@@ -758,8 +770,8 @@ def converse(command: Sequence[str], *exchanges: tuple[str, str]) -> str:
                 if not more:
                     break
                 output += more.decode()
-            if waited and waited[0][0] in output.rpartition("\0")[2]:
-                text = waited.pop(0)[1]
+            if remaining and remaining[0][0] in output.rpartition("\0")[2]:
+                text = remaining.pop(0)[1]
                 os.write(terminal, text.encode() + (b"" if text == "\x03" else b"\n"))
                 output += "\0"
     finally:
@@ -767,61 +779,65 @@ def converse(command: Sequence[str], *exchanges: tuple[str, str]) -> str:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, 9)
         os.waitpid(pid, 0)
-    assert not waited, output
+    assert not remaining, output
     return output
 
 
 def test_pdb_stops_in_the_frame_that_raised(file: Path) -> None:
     command = [sys.executable, "-m", "vecenv", "replay", str(file), "--pdb"]
-    output = converse(command, ("[y/N]", "y"), ("(Pdb)", "p self.made, self.fails_at"), ("(9, 9)", ""), ("(Pdb)", "q"))
+    output = run_in_terminal(
+        command, ("[y/N]", "y"), ("(Pdb)", "p self.step_count, self.fails_at"), ("(9, 9)", ""), ("(Pdb)", "q")
+    )
     assert 'raise ValueError(f"the pen broke' in output
     assert "history_envs.py" in output
     assert output.count("Happened again at step ") == 1
 
 
 @pytest.mark.long
-def test_pdb_goes_on_to_the_end_of_the_record(file: Path) -> None:
+def test_pdb_continues_to_the_end_of_the_record(file: Path) -> None:
     step = int(file.stem.rpartition("step")[2])
     command = [sys.executable, "-m", "vecenv", "replay", str(file), "--pdb", "--yes", "--until", str(step - 1)]
-    output = converse(command, ("(Pdb)", "p 'action', action"), ("('action',", ""), ("(Pdb)", "c"), ("(Pdb)", "p self.made"),
-                      ("9", "q"))  # fmt: skip
+    output = run_in_terminal(
+        command, ("(Pdb)", "p 'action', action"), ("('action',", ""), ("(Pdb)", "c"), ("(Pdb)", "p self.step_count"),
+        ("9", "q"),
+    )  # fmt: skip
     assert output.count(f"Stopped before step {step - 1}: everything matched the record") == 1
     assert output.count(f"Happened again at step {step}: ") == 1
-    output = converse(command, ("(Pdb)", "q"))
+    output = run_in_terminal(command, ("(Pdb)", "q"))
     assert output.count("Stopped before step") == 1
     assert "appened again" not in output
 
 
-@pytest.mark.parametrize("how", ["requested", pytest.param("automatic", marks=pytest.mark.long)])
-def test_pdb_waits_before_a_reset_that_kills(how: str, tmp_path: Path) -> None:
-    file = record_fatal_reset(tmp_path, how)
+@pytest.mark.parametrize("trigger", ["requested", pytest.param("automatic", marks=pytest.mark.long)])
+def test_pdb_stops_before_a_fatal_reset(trigger: str, tmp_path: Path) -> None:
+    file = record_fatal_reset(tmp_path, trigger)
     command = [sys.executable, "-m", "vecenv", "replay", str(file), "--pdb", "--yes"]
-    output = converse(command, ("(Pdb)", "p 'options', options"), ("('options',", ""), ("(Pdb)", "q"))
+    output = run_in_terminal(command, ("(Pdb)", "p 'options', options"), ("('options',", ""), ("(Pdb)", "q"))
     assert "faulty.py" in output
     assert "Stopped before the reset: everything matched the record" in output
 
 
-def record_fatal_reset(folder: Path, how: str) -> Path:
+def record_fatal_reset(folder: Path, trigger: str) -> Path:
     """Record a worker that dies in its second reset."""
-    fns = [functools.partial(faulty_short, "exit_now", reset=2)]
+    fns = [functools.partial(make_faulty_env, "exit_now", reset=2)]
     with contextlib.closing(vecenv.AsyncVectorEnv(fns, record_failures=folder)) as envs:
         envs.reset(seed=1)
         with pytest.raises(WorkerDied):
-            envs.reset(seed=2) if how == "requested" else step_on(envs, lambda at: [0])
+            envs.reset(seed=2) if trigger == "requested" else step_until_error(envs, lambda at: [0])
     return min(folder.glob("*.vecenv"))
 
 
-@pytest.mark.parametrize("how", ["requested", pytest.param("automatic", marks=pytest.mark.long)])
-def test_a_reset_that_kills_is_named(how: str, tmp_path: Path) -> None:
-    result = replay(record_fatal_reset(tmp_path, how))
+@pytest.mark.parametrize("trigger", ["requested", pytest.param("automatic", marks=pytest.mark.long)])
+def test_replay_names_a_fatal_reset(trigger: str, tmp_path: Path) -> None:
+    result = replay(record_fatal_reset(tmp_path, trigger))
     assert result.text == "happened again in the reset before step 1: exited with exit code 0"
     assert result.step == 0
 
 
-def test_pdb_waits_before_a_step_that_kills(tmp_path: Path) -> None:
-    files, _ = fails(tmp_path, "kill")
+def test_pdb_stops_before_a_fatal_step(tmp_path: Path) -> None:
+    files, _ = record_failure(tmp_path, "kill")
     command = [sys.executable, "-m", "vecenv", "replay", str(files[0]), "--pdb", "--yes"]
-    output = converse(command, ("(Pdb)", "p 'action', action"), ("('action',", ""), ("(Pdb)", "q"))
+    output = run_in_terminal(command, ("(Pdb)", "p 'action', action"), ("('action',", ""), ("(Pdb)", "q"))
     assert "faulty.py" in output
     assert faulty.__name__.rpartition(".")[2] in output
     assert output.count("Continuing repeats the failure in this process, and may end it") == 1
@@ -829,15 +845,15 @@ def test_pdb_waits_before_a_step_that_kills(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_pdb_shows_the_stack_of_a_crash_and_the_prompt_in_a_hang(tmp_path: Path) -> None:
-    files, _ = fails(tmp_path / "segfault", "segfault")
+    files, _ = record_failure(tmp_path / "segfault", "segfault")
     command = [sys.executable, "-m", "vecenv", "replay", "--pdb", "--yes"]
-    output = converse([*command, str(files[0])], ("(Pdb)", "c"))
+    output = run_in_terminal([*command, str(files[0])], ("(Pdb)", "c"))
     assert "Fatal Python error: Segmentation fault" in output
     assert "faulty.py" in output.partition("Fatal Python error")[2]
-    files, _ = fails(tmp_path / "sleep", "sleep", step_timeout=0.5)
-    # Many short sleeps: a debugger stops at the next line of Python code, which after one long sleep never comes.
+    files, _ = record_failure(tmp_path / "sleep", "sleep", step_timeout=0.5)
+    # The debugger stops at the next line of Python code, so the hang must consist of many short sleeps.
     naps = "import time; time.sleep = lambda s, nap=time.sleep: [(print('Zz'), nap(s / 72_000)) for _ in range(2000)]"
-    output = converse([*command, str(files[0])], ("(Pdb)", naps), ("(Pdb)", "c"), ("Zz\r", "\x03"),
-                      ("(Pdb)", "p 'frame', s"), ("('frame',", "q"))  # fmt: skip
+    output = run_in_terminal([*command, str(files[0])], ("(Pdb)", naps), ("(Pdb)", "c"), ("Zz\r", "\x03"),
+                             ("(Pdb)", "p 'frame', s"), ("('frame',", "q"))  # fmt: skip
     assert "Interrupted" in output
     assert "Traceback" not in output

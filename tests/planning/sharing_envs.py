@@ -19,26 +19,26 @@ from planning.cases.registry import CASES, CHANGES, CLEAN
 
 __all__ = ["CASES", "healthy", "settings", "sharing"]
 
-MISSED = ("late_after_20_steps", "at_episode_ends_of_30_steps")
+MISSED = ("shares_after_20_steps", "shares_after_30_step_episode")
 """Cases with effects that need many steps, which the check does not find (docs/workers.md, *What is not found*)."""
 SLOW = ("slow_steps", "pygame_window", "highway-v0", "parking-v0", "CarRacing-v3")
-"""Cases with steps above 10 ms, some only on a slow machine. They get one process per environment, without a check."""
-OWN = "_with_own_generators"
+"""Cases with steps above 10 ms, some only on a slow machine. They get one process per environment without a check."""
+OWN_SUFFIX = "_with_own_generators"
 """Suffix of the names of cases that run with ``generators="own"``."""
 
 DIFFERENT_RESULTS = {
     "rejected: several functions return one object, of which each of Gymnasium's processes has a copy": (
-        "same_instance", "same_inside_wrappers", "pool_of_two_objects",
+        "same_instance", "same_instance_in_wrappers", "pool_of_two_objects",
     ),
-    "Gymnasium builds an environment in the program, which changes what workers inherit; here a temporary process does": (
-        "class_counter_as_rank", "first_environment_wins", "stdout_of_each",
+    "Gymnasium builds an environment in the program, from which workers inherit; vecenv builds it in a temporary process": (
+        "class_counter_as_rank", "class_attribute_set_by_first_instance", "stdout_per_environment",
     ),
-    "the process number of multiprocessing: the temporary process has the first one": ("rank_from_process_identity",),
+    "multiprocessing numbers processes, and the temporary process gets the first number": ("rank_from_process_identity",),
     "each worker has its own state of the global generators; Gymnasium's workers inherit the program's": (
         "draws", "draws_from_torch", "draws_with_own_generators", "module_generator_unseeded", "gym_trading_env_package",
         "gym_trading_env_package_with_own_generators",
     ),
-    "differs from run to run under Gymnasium, too": (
+    "the results of Gymnasium differ between runs": (
         "ignores_seeds", "clock_in_observation", "unseeded_python_generator", "unseeded_space_sample",
         "unseeded_class_space_sample", "unseeded_and_working_directory", "rank_from_process_id", "simulation_in_real_time",
         "set_order_by_address",
@@ -48,8 +48,8 @@ DIFFERENT_RESULTS = {
         "MiniGrid-Empty-5x5-v0", "MiniGrid-Dynamic-Obstacles-6x6-v0",
     ),
 }  # fmt: skip
-"""Reason for results that differ from Gymnasium's -> cases."""
-NOT_AS_GYMNASIUM = tuple(name for names in DIFFERENT_RESULTS.values() for name in names)
+"""Cases with results that differ from those of Gymnasium, by reason."""
+DIFFERS_FROM_GYMNASIUM = tuple(name for names in DIFFERENT_RESULTS.values() for name in names)
 
 
 def digest(envs: Any, steps: int = 12) -> str:
@@ -79,7 +79,7 @@ def main(name: str) -> None:
 
 
 def verdict(plan: Any) -> str:
-    """Return the verdict of a plan, in the words of the verdicts in CASES."""
+    """Return the verdict of a plan as one of the constants in CASES."""
     found = plan.independence
     return CHANGES if found.verdict == CLEAN and found.changes else str(found.verdict)
 

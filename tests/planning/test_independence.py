@@ -1,4 +1,4 @@
-"""Environments share a process only if that changes nothing: the check before "auto" groups them, the guard afterwards."""
+"""``num_workers="auto"`` groups environments only if a check finds them independent; a guard warns of later changes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from programs import python
 
 import vecenv
 from planning.cases.registry import CASES, CHANGES, CLEAN, SAME_OBJECT, SHARES, UNKNOWN, Base
-from planning.sharing_envs import MISSED, NOT_AS_GYMNASIUM, OWN, SLOW, digest, verdict
+from planning.sharing_envs import DIFFERS_FROM_GYMNASIUM, MISSED, OWN_SUFFIX, SLOW, digest, verdict
 from vecenv.planning.independence import MAX_STEPS, Independence
 from vecenv.planning.plan import choose
 from vecenv.planning.probe import EnvProbe, find_process_object
@@ -38,22 +38,22 @@ from vecenv.system.process_settings import SettingsGuard
 
 SAMPLE = (
     "default_client", "working_directory", "rank_from_process_name", "class_counter_of_steps", "harmless_cache",
-    "numpy_errors_leak", "clock_in_observation", "crashes_beside_another", "CartPole-v1",
+    "numpy_errors_leak", "clock_in_observation", "crashes_with_second_instance", "CartPole-v1",
 )  # fmt: skip
-"""The cases of the default tests, in this process."""
+"""The cases that run by default, in this process."""
 
 
 def build(env_fns: Any, **options: Any) -> Any:
-    """Build by ``make_vec`` if all environments are alike."""
+    """Build with ``make_vec`` if all functions are the same."""
     if all(env_fn is env_fns[0] for env_fn in env_fns):
         return vecenv.make_vec(env_fns[0], len(env_fns), vector_kwargs=options)
     return vecenv.AsyncVectorEnv(env_fns, num_workers="auto", **options)
 
 
-@pytest.mark.sampled("harmless_cache", "crashes_beside_another")
+@pytest.mark.sampled("harmless_cache", "crashes_with_second_instance")
 @pytest.mark.parametrize("name", SAMPLE)
-def test_auto_groups_environments_that_are_independent(name: str, closes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vecenv.planning.plan.usable_cores", lambda: 2)  # with more, each has a process anyway
+def test_auto_groups_only_independent_environments(name: str, closes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vecenv.planning.plan.usable_cores", lambda: 2)  # with more cores, each gets a process anyway
     expected, env_fns = CASES[name][0], CASES[name][1]()
     envs = closes(build(env_fns))
     assert verdict(envs.plan) == expected, envs.plan
@@ -66,9 +66,9 @@ def test_auto_groups_environments_that_are_independent(name: str, closes: Any, m
         assert envs.num_workers < len(env_fns)
     if expected in (SHARES, UNKNOWN, CHANGES):
         assert not envs.local_envs
-    if name not in NOT_AS_GYMNASIUM:
-        theirs = closes(gym.vector.AsyncVectorEnv(env_fns))
-        assert digest(envs) == digest(theirs)
+    if name not in DIFFERS_FROM_GYMNASIUM:
+        reference = closes(gym.vector.AsyncVectorEnv(env_fns))
+        assert digest(envs) == digest(reference)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_auto_groups_environments_that_are_independent(name: str, closes: Any, m
     ],
 )  # fmt: skip
 def test_vecenv_run_gives_the_results_of_gymnasium(name: str) -> None:
-    """Each verdict, in a new interpreter."""
+    """In a new interpreter, the verdict and the results are as expected."""
     expected, file = CASES[name][0], str(Path(__file__).with_name("sharing_envs.py"))
-    options = ["--generators", "own"] if name.endswith(OWN) else []
+    options = ["--generators", "own"] if name.endswith(OWN_SUFFIX) else []
     if name == "hangs":
         options += ["--step-timeout", "2"]
     variables = {"SDL_VIDEODRIVER": "dummy", "PYTHONPATH": str(Path(__file__).parents[1])}
@@ -105,12 +105,12 @@ def test_vecenv_run_gives_the_results_of_gymnasium(name: str) -> None:
         assert found == CLEAN
         return
     assert found == expected or found in expected or (name in SLOW and found == "not checked"), done.stderr
-    each = 2 if name in ("torch_dtype_by_kind", "jax_x64_by_kind") else 4
+    num_envs = 2 if name in ("torch_dtype_by_kind", "jax_x64_by_kind") else 4
     if found not in (CLEAN, CHANGES):
-        assert workers == each
+        assert workers == num_envs
     if found != CLEAN:
         assert not uses_caller
-    if name not in NOT_AS_GYMNASIUM:
+    if name not in DIFFERS_FROM_GYMNASIUM:
         assert done.stdout.splitlines()[-1] == run().stdout.splitlines()[-1]  # pybullet prints a line per client, too
 
 
@@ -129,14 +129,14 @@ def test_different_environments_are_independent(names: tuple[str, str]) -> None:
     ids=str,
 )  # fmt: skip
 def test_functions_that_return_one_object_are_refused(options: dict[str, Any]) -> None:
-    only = gym.wrappers.TimeLimit(Base(), 9)
+    shared_env = gym.wrappers.TimeLimit(Base(), 9)
     with pytest.raises(ValueError, match=r"env_fns\[\d\]\(\) returned the same object, a Base.*in place of `lambda: env`"):
-        vecenv.AsyncVectorEnv([lambda: gym.wrappers.TimeLimit(only, 5)] * 4, **options)
+        vecenv.AsyncVectorEnv([lambda: gym.wrappers.TimeLimit(shared_env, 5)] * 4, **options)
 
 
 def test_separate_processes_have_copies_of_one_object(closes: Any) -> None:
-    only = Base()
-    envs = closes(vecenv.AsyncVectorEnv([lambda: only] * 2))
+    shared_env = Base()
+    envs = closes(vecenv.AsyncVectorEnv([lambda: shared_env] * 2))
     envs.reset()
     assert envs.step([0, 0])[0].ravel().tolist() == [1.0, 1.0]
 
@@ -144,8 +144,8 @@ def test_separate_processes_have_copies_of_one_object(closes: Any) -> None:
 # -- what the probe executes ----------------------------------------------------------------------------------------------
 
 
-class Counted(Base):
-    """Appends a byte to a file per step."""
+class CountedEnv(Base):
+    """An environment that appends a byte to a file in each step."""
 
     clock, seconds = False, 0.0
 
@@ -159,7 +159,7 @@ class Counted(Base):
         return *super().step(action)[:4], {"clock": time.perf_counter()} if self.clock else {}
 
 
-class CountedWithClock(Counted):
+class CountedClockEnv(CountedEnv):
     clock = True
     episodes = 0
 
@@ -171,41 +171,42 @@ class CountedWithClock(Counted):
         return np.array([float(self.episodes)])
 
 
-class Waits(Counted):
+class WaitingEnv(CountedEnv):
     seconds = 0.004
 
 
-class Slow(Counted):
+class SlowEnv(CountedEnv):
     seconds = 0.012
 
 
-@pytest.mark.sampled("Counted-28-0.1")
+@pytest.mark.sampled("CountedEnv-28-0.1")
 @pytest.mark.parametrize(
-    ("kind", "most", "seconds"), [(Counted, 28, 0.1), (CountedWithClock, 64, 0.1), (Waits, 28, 0.2), (Slow, 2, 0.1)]
+    ("kind", "max_steps", "seconds"),
+    [(CountedEnv, 28, 0.1), (CountedClockEnv, 64, 0.1), (WaitingEnv, 28, 0.2), (SlowEnv, 2, 0.1)],
 )
-def test_the_probe_makes_few_steps(tmp_path: Path, kind: Any, most: int, seconds: float, closes: Any) -> None:
+def test_probe_makes_few_steps(tmp_path: Path, kind: Any, max_steps: int, seconds: float, closes: Any) -> None:
     envs = closes(vecenv.make_vec(functools.partial(kind, tmp_path / "steps"), 4))
     steps = (tmp_path / "steps").stat().st_size
-    assert steps == envs.plan.independence.steps <= most
+    assert steps == envs.plan.independence.steps <= max_steps
     assert steps * kind.seconds <= seconds
     assert f"{steps} steps in all" in str(envs.plan)
-    assert envs.plan.independence.verdict == ("not checked" if kind is Slow else CLEAN)
-    if kind is Slow:
+    assert envs.plan.independence.verdict == ("not checked" if kind is SlowEnv else CLEAN)
+    if kind is SlowEnv:
         assert envs.num_workers == 4
 
 
 def test_waiting_for_a_core_is_not_step_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On a busy machine fast steps would look slow, and each environment would get a process of its own."""
+    """Otherwise fast steps would look slow on a busy machine, and each environment would get its own process."""
     waited = itertools.count()
-    monkeypatch.setattr("vecenv.planning.trial.seconds_waited", lambda: next(waited) * Slow.seconds)
-    tried = TriedEnv(functools.partial(Slow, tmp_path / "steps"), 0, 0)
+    monkeypatch.setattr("vecenv.planning.trial.seconds_waited", lambda: next(waited) * SlowEnv.seconds)
+    tried = TriedEnv(functools.partial(SlowEnv, tmp_path / "steps"), 0, 0)
     run_phases(tried.phase(3, 1))
     assert len(tried.step_seconds) == 3
     assert not tried.is_slow
 
 
 def test_environments_with_multiprocessing_objects_are_not_probed(closes: Any) -> None:
-    """Their counter is exact."""
+    """Steps of the probe would change the shared counter."""
     counter = multiprocessing.get_context("fork").Value("i", 0)
 
     class Shared(Base):
@@ -265,13 +266,13 @@ def test_caller_in_another_thread_steps_no_environments() -> None:
         (StepTimes.failed("x"), Independence(UNKNOWN, "x"), 8),
     ],
 )
-def test_the_verdict_decides_the_number_of_workers(times: StepTimes, found: Independence, workers: int) -> None:
+def test_verdict_decides_the_number_of_workers(times: StepTimes, found: Independence, workers: int) -> None:
     plan = choose(times, 8, 2, independence=found, use_caller=True)
     assert plan.num_workers == workers
     assert plan.use_caller == 0
 
 
-def test_no_check_where_each_worker_has_one_environment(closes: Any) -> None:
+def test_check_is_skipped_if_each_worker_has_one_environment(closes: Any) -> None:
     envs = closes(vecenv.make_vec(Base, 2, vector_kwargs={"use_caller": False}))
     assert envs.plan.independence.verdict == ("not checked" if envs.plan.cores >= 2 else CLEAN)
 
@@ -279,7 +280,7 @@ def test_no_check_where_each_worker_has_one_environment(closes: Any) -> None:
 # -- the guard ------------------------------------------------------------------------------------------------------------
 
 
-CHANGE: dict[str, Callable[[], object]] = {
+SETTING_CHANGES: dict[str, Callable[[], object]] = {
     "working directory": lambda: os.chdir(os.sep),
     "environment variables": lambda: os.environ.update(SIM_PORT="1"),
     "numpy error handling": lambda: np.seterr(all="raise"),
@@ -295,6 +296,7 @@ CHANGE: dict[str, Callable[[], object]] = {
 
 @pytest.fixture
 def restore_settings(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Undo the changes of the test to settings of this process."""
     before: Any = os.getcwd(), np.geterr(), signal.getsignal(signal.SIGUSR1)
     precision, timeout = decimal.getcontext().prec, socket.getdefaulttimeout()
     monkeypatch.setenv("SIM_PORT", "0")
@@ -311,25 +313,25 @@ def restore_settings(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.usefixtures("restore_settings")
-@pytest.mark.parametrize("name", CHANGE)
-def test_the_guard_names_what_changed(name: str) -> None:
+@pytest.mark.parametrize("name", SETTING_CHANGES)
+def test_guard_names_the_changed_setting(name: str) -> None:
     guard = SettingsGuard(seconds=0.0)
     guard.on_reset()
     assert guard.due
     assert not guard.find_changes()
-    CHANGE[name]()
+    SETTING_CHANGES[name]()
     assert guard.find_changes() == [(name, "")]
     assert not guard.find_changes()
 
 
-def test_the_guard_compares_once_per_second() -> None:
+def test_guard_compares_once_per_second() -> None:
     guard = SettingsGuard()
     guard.on_reset()
     assert not guard.due
 
 
-class ChangesDirectory(Base):
-    """Changes the directory when it is built, in its first reset, or in a step; ``back``: and returns."""
+class DirectoryChangingEnv(Base):
+    """An environment that changes the directory in its constructor, resets or steps; with ``back``, it returns at once."""
 
     def __init__(self, when: str, folder: str, back: bool) -> None:
         self.when, self.folder, self.back = when, folder, back
@@ -364,7 +366,7 @@ def test_workers_warn_if_environments_change_settings(
     folders = [tmp_path / ("0" if same else str(k)) for k in range(2)]
     for folder in folders:
         folder.mkdir(exist_ok=True)
-    env_fns = [functools.partial(ChangesDirectory, when, str(folder), back) for folder in folders]
+    env_fns = [functools.partial(DirectoryChangingEnv, when, str(folder), back) for folder in folders]
     envs: Any = vecenv.AsyncVectorEnv(env_fns, num_workers=1, worker_options=vecenv.WorkerOptions(dummy_env=False))
     with contextlib.closing(envs):
         envs.reset()
@@ -377,8 +379,8 @@ def test_workers_warn_if_environments_change_settings(
         assert "num_workers=None" in found[0]
 
 
-class Bullet:
-    """A physics library with the interface of pybullet: calls go to client 0 unless they name another one."""
+class FakePybullet:
+    """A physics library with the interface of pybullet: calls use client 0 unless they name another one."""
 
     def __init__(self) -> None:
         self.bodies: list[int] = []
@@ -397,8 +399,8 @@ class Bullet:
         return self.bodies[physicsClientId]
 
 
-class Ball(Base):
-    """An environment with a body in a client of its own, in the first one, or in none."""
+class PhysicsEnv(Base):
+    """An environment with a body in its own physics client, in the first client, or in none."""
 
     def __init__(self, client: str) -> None:
         self.client, self.own = client, 0 if client == "none" else sys.modules["pybullet"].connect()
@@ -412,11 +414,11 @@ class Ball(Base):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("clients", [("first", "first"), ("own", "own"), ("own", "none"), ("none", "none")], ids=str)
-def test_environments_that_use_one_physics_client_are_named(
+def test_workers_warn_if_environments_share_a_physics_client(
     clients: tuple[str, str], num_workers: int, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pybullet", Bullet())  # type: ignore[arg-type]
-    env_fns = [functools.partial(Ball, client) for client in clients for _ in range(2)]
+    monkeypatch.setitem(sys.modules, "pybullet", FakePybullet())  # type: ignore[arg-type]
+    env_fns = [functools.partial(PhysicsEnv, client) for client in clients for _ in range(2)]
     options: Any = {"num_workers": num_workers, "context": "fork"}
     if num_workers:
         options["worker_options"] = vecenv.WorkerOptions(dummy_env=False)
@@ -432,7 +434,7 @@ def test_environments_that_use_one_physics_client_are_named(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("generators", ["shared", "own"])
-def test_workers_warn_if_environments_draw_from_generators_that_they_share(
+def test_workers_warn_if_environments_draw_from_shared_generators(
     generators: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     env_fns = CASES["seeds_numpy_in_reset"][1]()
@@ -453,7 +455,7 @@ def test_a_function_that_builds_a_vector_environment_is_refused(options: dict[st
         vecenv.AsyncVectorEnv([lambda: gym.vector.SyncVectorEnv([Base] * 2)] * 2, **options)
 
 
-def _in_a_pool(num_workers: Any) -> str:
+def _build_and_step(num_workers: Any) -> str:
     try:
         envs: Any = vecenv.AsyncVectorEnv([Base] * 2, num_workers=num_workers)
     except Exception as error:
@@ -463,13 +465,13 @@ def _in_a_pool(num_workers: Any) -> str:
         return str(envs.step([0, 0])[0].ravel().tolist())
 
 
-def test_daemonic_process_has_no_workers() -> None:
+def test_daemonic_process_cannot_have_workers() -> None:
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        refused, *worked = pool.map(_in_a_pool, [None, 0, "auto"])
-    assert refused.startswith("NotImplementedError")
-    assert "daemon=False" in refused
-    assert "num_workers=0" in refused
-    assert worked == ["[1.0, 1.0]"] * 2
+        refusal, *results = pool.map(_build_and_step, [None, 0, "auto"])
+    assert refusal.startswith("NotImplementedError")
+    assert "daemon=False" in refusal
+    assert "num_workers=0" in refusal
+    assert results == ["[1.0, 1.0]"] * 2
 
 
 def test_vecenv_run_reports_a_vector_environment_that_could_not_be_built(tmp_path: Path) -> None:

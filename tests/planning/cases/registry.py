@@ -1,4 +1,4 @@
-"""The table of environments by name, with the verdict that each should get."""
+"""The table of test environments: name, expected verdict, and a function that returns the environment functions."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ CASES: dict[str, tuple[Any, Callable[[], EnvFns]]] = {}
 
 
 def case(expected: Any) -> Callable[[Callable[[], EnvFns]], Callable[[], EnvFns]]:
+    """Register the decorated function, by its name, as a case with this expected verdict."""
+
     def register(function: Callable[[], EnvFns]) -> Callable[[], EnvFns]:
         CASES[function.__name__] = expected, function
         return function
@@ -24,6 +26,8 @@ def case(expected: Any) -> Callable[[Callable[[], EnvFns]], Callable[[], EnvFns]
 
 
 class Base(gym.Env):
+    """An environment that returns the number of its steps in the episode."""
+
     observation_space = gym.spaces.Box(-1e9, 1e9, (1,), np.float64)
     action_space = gym.spaces.Discrete(2)
     ends = 10**9

@@ -1,4 +1,4 @@
-"""Environments that change settings of their process, or depend on its name, number or variables."""
+"""Environments that change settings of their process, or depend on its name, number or environment variables."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def environment_variable_same_for_all():
 
 
 @case(SHARES)
-def handler_of_each():
+def signal_handler_per_environment():
     import signal
 
     class Guarded(Base):
@@ -156,7 +156,7 @@ def umask_same_for_all():
 
 
 @case(SHARES)
-def strict_beside_another_kind():
+def numpy_errors_in_some_environments():
     strict = CASES["numpy_errors_leak"][1]()[0]
     return [Base, Base, strict, strict]
 
@@ -223,7 +223,7 @@ def rank_from_process_id():
     return [Ported] * 4
 
 
-@case(CHANGES)  # the figures are in the list that pyplot keeps for the whole process
+@case(CHANGES)  # pyplot keeps its figures in a list of the process
 def own_pyplot_figures():
     class Plot(Base):
         metadata: ClassVar[Any] = {"render_modes": ["rgb_array"], "render_fps": 5}
@@ -246,7 +246,7 @@ def own_pyplot_figures():
 
 
 @case(SHARES)
-def alarm_of_each():
+def alarm_per_environment():
     import signal
 
     class Timed(Base):
@@ -277,7 +277,7 @@ def jax_x64_by_kind():
 
 
 @case(SHARES)
-def stdout_of_each():
+def stdout_per_environment():
     class Quiet(Base):
         def __init__(self):
             import io
@@ -288,7 +288,7 @@ def stdout_of_each():
 
 
 @case(SHARES)
-def thread_hook_of_each():
+def thread_hook_per_environment():
     import threading
 
     class Hooked(Base):

@@ -1,4 +1,4 @@
-"""Environments that share objects, generators or a library in their process, and some that no check can judge."""
+"""Environments that share objects, generators or a library in their process, and some for which no verdict is possible."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def pybullet_default_client():
 
 @case(SAME_OBJECT)
 def same_instance():
-    only = Base()
-    return [lambda: only for _ in range(4)]
+    instance = Base()
+    return [lambda: instance for _ in range(4)]
 
 
 @case(SAME_OBJECT)
-def same_inside_wrappers():
-    only = gym.make("CartPole-v1").unwrapped
-    return [lambda: gym.wrappers.TimeLimit(only, 100) for _ in range(4)]
+def same_instance_in_wrappers():
+    instance = gym.make("CartPole-v1").unwrapped
+    return [lambda: gym.wrappers.TimeLimit(instance, 100) for _ in range(4)]
 
 
 @case(SHARES)
@@ -87,7 +87,7 @@ def class_counter_of_steps():
 
 
 @case(SHARES)
-def first_environment_wins():
+def class_attribute_set_by_first_instance():
     class Port(Base):
         port = None
 
@@ -101,7 +101,7 @@ def first_environment_wins():
 
 
 @case(SHARES)
-def last_environment_wins():
+def class_attribute_set_by_last_instance():
     class Port(Base):
         def __init__(self, i):
             Port.port = 5000 + i
@@ -219,7 +219,7 @@ def draws_from_torch():
 def closing_ends_the_library():
     library = {"open": 0}
 
-    class Uses(Base):
+    class LibraryUser(Base):
         def __init__(self):
             library["open"] = 1
 
@@ -231,7 +231,7 @@ def closing_ends_the_library():
         def close(self):
             library["open"] = 0
 
-    return [Uses] * 4
+    return [LibraryUser] * 4
 
 
 @case(UNKNOWN)
@@ -256,7 +256,7 @@ def unseeded_python_generator():
 
 
 @case(SHARES)
-def one_at_a_time():
+def one_instance_per_process():
     held = []
 
     class Licensed(Base):
@@ -271,9 +271,9 @@ def one_at_a_time():
     return [Licensed] * 4
 
 
-# state that shows late: expected to be missed
+# These two share state only after more steps than the check makes, so it misses them.
 @case(SHARES)
-def late_after_20_steps():
+def shares_after_20_steps():
     shared = []
 
     class Late(Base):
@@ -286,7 +286,7 @@ def late_after_20_steps():
 
 
 @case(SHARES)
-def at_episode_ends_of_30_steps():
+def shares_after_30_step_episode():
     class Curriculum(Base):
         level, ends = 0, 30
 
@@ -393,7 +393,7 @@ def shared_simulator_object():
 
 
 @case(SHARES)
-def crashes_beside_another():
+def crashes_with_second_instance():
     alive = []
 
     class Fragile(Base):

@@ -1,4 +1,4 @@
-"""Environments of ``vecenv.testing.faulty`` in the test's own process."""
+"""Environments of ``vecenv.testing.faulty``, without workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vecenv.testing.conformity import InputReportingEnv
 from vecenv.testing.faulty import FaultyEnv, NestedEnv
 
 
-def test_a_fault_occurs_in_the_step_that_a_numpy_integer_names() -> None:
+def test_faulty_env_accepts_numpy_integers_as_step_and_seed() -> None:
     env = FaultyEnv(gymnasium.make("CartPole-v1"), "raises", step=np.int64(2), seed=np.int64(3))
     env.reset(seed=3)
     env.step(0)
@@ -21,7 +21,7 @@ def test_a_fault_occurs_in_the_step_that_a_numpy_integer_names() -> None:
         env.step(0)
 
 
-def test_a_nested_environment_passes_its_options_on() -> None:
+def test_nested_env_passes_options_to_its_environments() -> None:
     env = NestedEnv(partial(SyncVectorEnv, [InputReportingEnv] * 2))
     env.reset(options={"given": 7})
     assert env.inner.get_attr("given") == (7, 7)

@@ -1,4 +1,4 @@
-"""``assert_identical`` compares bit for bit, arrays of other libraries (like JAX and torch) as well as numpy's."""
+"""``assert_identical`` compares arrays of NumPy and of other libraries, such as JAX and torch, bit for bit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from vecenv.testing import assert_identical
 
 
-class Foreign:
-    """An array like those of JAX: a comparison of two gives an array, which is neither true nor false."""
+class ForeignArray:
+    """An array like those of JAX: the comparison of two arrays returns an array, which has no truth value."""
 
     def __init__(self, *values: float, dtype: Any = np.float32) -> None:
         self.content = np.array(values, dtype)
@@ -24,7 +24,7 @@ class Foreign:
         return self.content == np.asarray(other)
 
     def __repr__(self) -> str:
-        return f"Foreign{self.content.tolist()}"
+        return f"ForeignArray{self.content.tolist()}"
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -35,7 +35,7 @@ SAME: list[Any] = [
     float("nan"),
     np.float32("nan"),
     None,
-    {"seen": [Foreign(1, np.nan)]},
+    {"seen": [ForeignArray(1, np.nan)]},
 ]
 DIFFERENT: list[tuple[Any, Any]] = [
     (np.zeros(2), np.zeros(3)),
@@ -51,11 +51,11 @@ DIFFERENT: list[tuple[Any, Any]] = [
     ((1,), (1, 2)),
     (np.array([None], dtype=object), np.array([1], dtype=object)),
     ("x", "y"),
-    (Foreign(1, 3), Foreign(1, 2)),
-    (Foreign(1, 2, 2), Foreign(1, 2)),
-    (Foreign(1, 2, dtype=np.float64), Foreign(1, 2)),
-    (np.array([1, 2], np.float32), Foreign(1, 2)),
-    (Foreign(0.0), Foreign(-0.0)),
+    (ForeignArray(1, 3), ForeignArray(1, 2)),
+    (ForeignArray(1, 2, 2), ForeignArray(1, 2)),
+    (ForeignArray(1, 2, dtype=np.float64), ForeignArray(1, 2)),
+    (np.array([1, 2], np.float32), ForeignArray(1, 2)),
+    (ForeignArray(0.0), ForeignArray(-0.0)),
 ]
 
 
@@ -76,7 +76,7 @@ def test_padding_of_long_doubles_is_not_compared(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT, ids=repr)
-def test_different_values_are_distinguished_both_ways(one: Any, other: Any) -> None:
+def test_different_values_are_not_identical_in_either_order(one: Any, other: Any) -> None:
     with pytest.raises(AssertionError, match="seen"):
         assert_identical(one, other, "seen")
     with pytest.raises(AssertionError, match="seen"):

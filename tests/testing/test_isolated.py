@@ -1,4 +1,4 @@
-"""``assert_isolated`` finds environments that shared state reaches, and names that state."""
+"""``assert_isolated`` fails for environments with shared state, and names that state."""
 
 from __future__ import annotations
 
@@ -18,92 +18,92 @@ RNG = np.random.default_rng(0)
 COUNTS = {"steps": 0}
 
 
-class Clean(gymnasium.Env[Any, Any]):
+class IsolatedEnv(gymnasium.Env[Any, Any]):
     observation_space = gymnasium.spaces.Box(-9, 9, (1,), np.float64)
     action_space = gymnasium.spaces.Discrete(2)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self.begin(seed)
-        return np.array([self.number()]), {}
+        return np.array([self.next_value()]), {}
 
     def begin(self, seed: int | None) -> None:
         pass
 
-    def number(self) -> float:
+    def next_value(self) -> float:
         return float(self.np_random.random())
 
     def step(self, action: Any) -> Any:
-        return np.array([self.number()]), 0.0, self.np_random.random() < 0.1, False, {}
+        return np.array([self.next_value()]), 0.0, self.np_random.random() < 0.1, False, {}
 
 
-class Numpys(Clean):
-    def number(self) -> float:
+class NumpyGlobalEnv(IsolatedEnv):
+    def next_value(self) -> float:
         return float(np.random.normal())
 
 
-class Pythons(Clean):
-    def number(self) -> float:
+class PythonGlobalEnv(IsolatedEnv):
+    def next_value(self) -> float:
         return random.random()
 
 
-class SeedsTheGlobal(Clean):
+class GlobalSeedEnv(IsolatedEnv):
     def begin(self, seed: int | None) -> None:
         np.random.seed(seed if seed is not None else 1)
 
-    def number(self) -> float:
+    def next_value(self) -> float:
         return float(np.random.rand())
 
 
-class KeepsInItsClass(Clean):
-    steps_of_all = 0
+class ClassStateEnv(IsolatedEnv):
+    total_steps = 0
 
-    def number(self) -> float:
-        type(self).steps_of_all += 1
-        return float(self.steps_of_all % 7)
+    def next_value(self) -> float:
+        type(self).total_steps += 1
+        return float(self.total_steps % 7)
 
 
-class KeepsInItsClassPerEpisode(KeepsInItsClass):
+class ClassStatePerEpisodeEnv(ClassStateEnv):
     def begin(self, seed: int | None) -> None:
-        type(self).steps_of_all = 0
+        type(self).total_steps = 0
 
 
-class KeepsInItsModule(Clean):
-    def number(self) -> float:
+class ModuleStateEnv(IsolatedEnv):
+    def next_value(self) -> float:
         COUNTS["steps"] += 1
         return float(COUNTS["steps"] % 7)
 
 
-class DrawsFromItsModule(Clean):
-    def number(self) -> float:
+class ModuleGeneratorEnv(IsolatedEnv):
+    def next_value(self) -> float:
         return float(RNG.random())
 
 
-class DrawsAndIgnores(Clean):
+class UnusedDrawEnv(IsolatedEnv):
     def begin(self, seed: int | None) -> None:
         np.random.rand()
 
 
 @pytest.mark.parametrize(
-    ("kind", "names"),
+    ("kind", "state"),
     [
-        (Numpys, "numpy.random's global generator"),
-        (Pythons, "the generator of Python's module random"),
-        (SeedsTheGlobal, "numpy.random's global generator"),
-        (KeepsInItsClass, "steps_of_all"),
-        (KeepsInItsClassPerEpisode, "steps_of_all"),
-        (KeepsInItsModule, "COUNTS"),
-        (DrawsFromItsModule, "RNG"),
+        (NumpyGlobalEnv, "numpy.random's global generator"),
+        (PythonGlobalEnv, "the generator of Python's module random"),
+        (GlobalSeedEnv, "numpy.random's global generator"),
+        (ClassStateEnv, "total_steps"),
+        (ClassStatePerEpisodeEnv, "total_steps"),
+        (ModuleStateEnv, "COUNTS"),
+        (ModuleGeneratorEnv, "RNG"),
     ],
 )
-def test_shared_state_is_named(kind: Any, names: str) -> None:
-    text = rf"{kind.__name__} is not isolated: its results depend on .*{re.escape(names)}"
+def test_shared_state_is_named(kind: Any, state: str) -> None:
+    text = rf"{kind.__name__} is not isolated: its results depend on .*{re.escape(state)}"
     with pytest.raises(AssertionError, match=text):
         assert_isolated(kind)
 
 
-@pytest.mark.parametrize("kind", [Clean, DrawsAndIgnores, functools.partial(gymnasium.make, "CartPole-v1")])
-def test_clean_environments_pass(kind: Any) -> None:
+@pytest.mark.parametrize("kind", [IsolatedEnv, UnusedDrawEnv, functools.partial(gymnasium.make, "CartPole-v1")])
+def test_isolated_environments_pass(kind: Any) -> None:
     before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
     assert_isolated(kind)
     assert before == (random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index, union-attr]
@@ -120,10 +120,10 @@ def test_generators_are_restored_if_an_environment_cannot_be_built() -> None:
     assert random.getstate() == before
 
 
-def test_environments_are_closed_and_generators_restored_if_a_further_one_cannot_be_built() -> None:
+def test_cleanup_if_the_second_environment_cannot_be_built() -> None:
     built: list[Any] = []
 
-    class OnlyOne(Clean):
+    class SingleInstanceEnv(IsolatedEnv):
         def __init__(self) -> None:
             self.closed = False
             if built and not built[-1].closed:
@@ -137,7 +137,7 @@ def test_environments_are_closed_and_generators_restored_if_a_further_one_cannot
     before = random.getstate()
     for check in (assert_isolated, assert_restorable):
         with pytest.raises(Exception, match="the device is in use"):
-            check(OnlyOne)
+            check(SingleInstanceEnv)
         assert built.pop().closed
         assert random.getstate() == before
 

@@ -1,4 +1,4 @@
-"""``vecenv.testing`` without pytest, which is no requirement of vecenv: all but the mixin works."""
+"""``vecenv.testing`` works without pytest, except for the mixin."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from programs import python
 
-WITHOUT = Path(__file__).parents[1] / "without.py"
+WITHOUT_PROGRAM = Path(__file__).parents[1] / "without.py"
 ASSERTIONS = """
 from vecenv.testing import assert_identical, assert_isolated, assert_restorable, assert_same_trajectory
 import sys
@@ -26,8 +26,8 @@ assert_identical(1, 2)
         ),
     ],
 )
-def test_names_load_or_name_the_install_command(program: str, last_line: str, tmp_path: Path) -> None:
+def test_import_without_pytest_works_or_names_the_install_command(program: str, last_line: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(program)
-    done = python(WITHOUT, "pytest", script)
+    done = python(WITHOUT_PROGRAM, "pytest", script)
     assert done.stderr.splitlines()[-1] == last_line

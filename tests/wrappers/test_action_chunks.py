@@ -1,4 +1,4 @@
-"""``ActionChunks``: chunks give the results of a loop of single steps, bit for bit, in every engine."""
+"""``ActionChunks`` returns the results of single steps, bit for bit, in every engine."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ MODES = pytest.mark.parametrize("mode", AutoresetMode, ids=lambda mode: mode.nam
 
 
 def chunked_env_fn(env_fn: Callable[[], Any], horizon: int = HORIZON, **kwargs: Any) -> Callable[[], Any]:
-    return functools.partial(_chunked, env_fn, horizon, kwargs)
+    return functools.partial(_make_chunked, env_fn, horizon, kwargs)
 
 
-def _chunked(env_fn: Callable[[], Any], horizon: int, kwargs: dict[str, Any]) -> ActionChunks:
+def _make_chunked(env_fn: Callable[[], Any], horizon: int, kwargs: dict[str, Any]) -> ActionChunks:
     return ActionChunks(env_fn(), horizon, **kwargs)
 
 
-class ByHand:
-    """One environment that is stepped action by action, with the autoreset mode by hand: the reference."""
+class ReferenceLoop:
+    """A reference that steps one environment action by action and implements the autoreset modes."""
 
     def __init__(self, env: Any, mode: AutoresetMode, seed: int) -> None:
         self.env, self.mode, self.over = env, mode, False
@@ -81,7 +81,7 @@ def test_chunks_equal_single_steps(name: str, mode: AutoresetMode) -> None:
     env_fn = ENVIRONMENTS[name]
     for engine in ({"num_workers": 0}, {"num_workers": 2}):
         with open_engine([chunked_env_fn(env_fn)] * 3, autoreset_mode=mode, **engine) as envs:
-            loops = [ByHand(env_fn(), mode, 5 + row) for row in range(3)]
+            loops = [ReferenceLoop(env_fn(), mode, 5 + row) for row in range(3)]
             envs.reset(seed=5)
             envs.action_space.seed(1)
             ends = 0
@@ -89,10 +89,10 @@ def test_chunks_equal_single_steps(name: str, mode: AutoresetMode) -> None:
                 chunks = envs.action_space.sample()
                 observations, rewards, terminations, truncations, infos = envs.step(chunks)
                 for row, loop in enumerate(loops):
-                    wanted = loop.step(chunks[row])
-                    got = _row(observations, row), rewards[row], terminations[row], truncations[row]
-                    assert_identical(got, (wanted[0], np.float64(wanted[1]), *map(np.bool_, wanted[2:4])))
-                    _compare_infos(infos, row, *wanted[4:])
+                    expected = loop.step(chunks[row])
+                    results = _select_row(observations, row), rewards[row], terminations[row], truncations[row]
+                    assert_identical(results, (expected[0], np.float64(expected[1]), *map(np.bool_, expected[2:4])))
+                    _compare_infos(infos, row, *expected[4:])
                 over = terminations | truncations
                 ends += over.sum()
                 if mode is AutoresetMode.DISABLED and over.any():
@@ -105,9 +105,9 @@ def test_chunks_equal_single_steps(name: str, mode: AutoresetMode) -> None:
                 loop.env.close()
 
 
-def _row(observations: Any, row: int) -> Any:
+def _select_row(observations: Any, row: int) -> Any:
     if isinstance(observations, dict):
-        return {key: _row(part, row) for key, part in observations.items()}
+        return {key: _select_row(part, row) for key, part in observations.items()}
     return observations[row]
 
 
@@ -125,7 +125,7 @@ def _compare_infos(infos: dict[str, Any], row: int, info: dict[str, Any], reward
             np.testing.assert_array_equal(infos[key][row], value)
 
 
-FIXED: dict[str, tuple[spaces.Space[Any], spaces.Space[Any]]] = {
+ARRAY_SPACES: dict[str, tuple[spaces.Space[Any], spaces.Space[Any]]] = {
     "box": (spaces.Box(-1, 2, (2, 3), np.float32), spaces.Box(-1, 2, (3, 2, 3), np.float32)),
     "number": (spaces.Box(-1, 2, (), np.float64), spaces.Box(-1, 2, (3,), np.float64)),
     "discrete": (spaces.Discrete(5, start=-2), spaces.MultiDiscrete([5] * 3, start=[-2] * 3)),
@@ -135,7 +135,7 @@ FIXED: dict[str, tuple[spaces.Space[Any], spaces.Space[Any]]] = {
     ),
     "multi-binary": (spaces.MultiBinary((2, 2)), spaces.MultiBinary((3, 2, 2))),
 }
-_OTHERS: dict[str, spaces.Space[Any]] = {
+_TUPLE_SPACES: dict[str, spaces.Space[Any]] = {
     "dict": spaces.Dict({"a": spaces.Discrete(3), "b": spaces.Box(0, 1, (2,))}),
     "tuple": spaces.Tuple((spaces.Discrete(3), spaces.Text(4))),
     "text": spaces.Text(5),
@@ -143,7 +143,7 @@ _OTHERS: dict[str, spaces.Space[Any]] = {
     "graph": spaces.Graph(spaces.Box(0, 1, (2,)), spaces.Discrete(2)),
     "one-of": spaces.OneOf((spaces.Discrete(3), spaces.Box(0, 1, (2,)))),
 }
-ACTION_SPACES = {**FIXED, **{name: (space, spaces.Tuple([space] * 3)) for name, space in _OTHERS.items()}}
+ACTION_SPACES = {**ARRAY_SPACES, **{name: (space, spaces.Tuple([space] * 3)) for name, space in _TUPLE_SPACES.items()}}
 
 
 def _batch(space: spaces.Space[Any], items: list[Any]) -> Any:
@@ -153,28 +153,28 @@ def _batch(space: spaces.Space[Any], items: list[Any]) -> Any:
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("variable", [False, True], ids=["whole", "variable"])
 @pytest.mark.parametrize("name", ACTION_SPACES)
-def test_actions_equal_those_of_single_steps(name: str, variable: bool) -> None:
-    space, wanted = ACTION_SPACES[name]
+def test_actions_of_a_chunk_equal_those_of_single_steps(name: str, variable: bool) -> None:
+    space, expected = ACTION_SPACES[name]
     space = copy.deepcopy(space)
     space.seed(3)
     singles = [space.sample() for _ in range(3)]
-    oracle = SyncVectorEnv([functools.partial(EchoEnv, space)])
-    oracle.reset(seed=1)
+    reference = SyncVectorEnv([functools.partial(EchoEnv, space)])
+    reference.reset(seed=1)
     for single in singles[: 2 if variable else 3]:
-        oracle.step(_batch(space, [single]))
+        reference.step(_batch(space, [single]))
     for engine in ({"num_workers": 0}, {"num_workers": 2}):
         with open_engine([chunked_env_fn(functools.partial(EchoEnv, space), 3, variable=variable)] * 2, **engine) as envs:
-            chunks = wanted if not variable else spaces.Dict({"actions": wanted, "steps": spaces.Discrete(3, start=1)})
+            chunks = expected if not variable else spaces.Dict({"actions": expected, "steps": spaces.Discrete(3, start=1)})
             assert envs.single_action_space == chunks
-            chunk = np.stack(singles).astype(wanted.dtype) if name in FIXED else tuple(singles)
+            chunk = np.stack(singles).astype(expected.dtype) if name in ARRAY_SPACES else tuple(singles)
             envs.reset(seed=1)
             one = {"actions": chunk, "steps": np.int64(2)} if variable else chunk
             *_, infos = envs.step(_batch(envs.single_action_space, [one] * 2))
-            assert infos["chunk_steps"].tolist() == [2, 2] if variable else [3, 3]
-            assert envs.call("history") == oracle.call("history") * 2
+            assert infos["chunk_steps"].tolist() == ([2, 2] if variable else [3, 3])
+            assert envs.call("history") == reference.call("history") * 2
 
 
-def test_the_reward_is_discounted() -> None:
+def test_chunk_reward_is_discounted() -> None:
     env = ActionChunks(CounterEnv(env_id=1, lengths=(3,)), 4, discount=0.5)
     env.reset(seed=0)
     _, reward, terminated, _, info = env.step([0, 0, 0, 0])
@@ -186,18 +186,18 @@ def test_the_reward_is_discounted() -> None:
 def test_all_observations_of_a_chunk_are_stacked() -> None:
     env_fn = chunked_env_fn(scripted(1)[0], 3, observations="all")
     with open_engine([env_fn] * 2, num_workers=2, autoreset_mode="Disabled") as envs:
-        plain = scripted(1)[0]()
-        first, _ = plain.reset(seed=1)
+        single = scripted(1)[0]()
+        first, _ = single.reset(seed=1)
         observations, _ = envs.reset(seed=[1, 1])
         assert observations in envs.observation_space
         assert_identical({key: part[0] for key, part in observations.items()}, _stack([first] * 3))
         actions = envs.action_space.sample()
         actions[1] = actions[0]
         for chunk in (0, 1):  # the episode has 4 steps: the second chunk ends after one
-            seen = [plain.step(action)[0] for action in actions[0][: 3 - 2 * chunk]]
+            steps = [single.step(action)[0] for action in actions[0][: 3 - 2 * chunk]]
             observations, *_, infos = envs.step(actions)
             assert observations in envs.observation_space
-            assert_identical({key: part[1] for key, part in observations.items()}, _stack(seen + seen[-1:] * 2 * chunk))
+            assert_identical({key: part[1] for key, part in observations.items()}, _stack(steps + steps[-1:] * 2 * chunk))
         assert infos["chunk_steps"].tolist() == [1, 1]
 
 
@@ -205,7 +205,7 @@ def _stack(observations: list[Any]) -> Any:
     return {key: np.stack([each[key] for each in observations]) for key in observations[0]}
 
 
-class Rendering(CounterEnv):
+class RenderRecordingEnv(CounterEnv):
     """An environment with Isaac Lab's parameter ``render`` of ``step``; it records its values."""
 
     def step(self, action: Any, render: bool = True) -> Any:  # type: ignore[override]
@@ -214,7 +214,7 @@ class Rendering(CounterEnv):
 
 
 def test_only_the_last_action_of_a_chunk_renders() -> None:
-    env = ActionChunks(Rendering(lengths=(9,)), 3)
+    env = ActionChunks(RenderRecordingEnv(lengths=(9,)), 3)
     env.reset(seed=0)
     env.step([0, 0, 0])
     env.step([0, 0, 0])
@@ -230,12 +230,12 @@ def test_only_the_last_action_of_a_chunk_renders() -> None:
         ({"horizon": 2, "observations": "first"}, ValueError, "observations must be 'last' or 'all', got 'first'"),
     ],
 )
-def test_wrong_arguments_are_named(kwargs: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_invalid_arguments_are_refused(kwargs: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=f"ActionChunks: {text}"):
         ActionChunks(CounterEnv(), **kwargs)
 
 
-def test_an_action_space_that_cannot_be_stacked_is_named() -> None:
+def test_action_space_that_cannot_be_stacked_is_refused() -> None:
     env = CounterEnv()
     env.action_space = 5  # type: ignore[assignment]
     with pytest.raises(TypeError, match=r"ActionChunks: cannot stack the action space 5: expected a gymnasium"):
@@ -254,7 +254,7 @@ def test_an_action_space_that_cannot_be_stacked_is_named() -> None:
         (True, [0, 0, 0], TypeError, "expected a dict with 'actions' and 'steps'"),
     ],
 )
-def test_wrong_chunk_is_named_before_anything_is_executed(variable: bool, chunk: Any, error: Any, text: str) -> None:
+def test_invalid_chunk_is_refused_before_its_first_step(variable: bool, chunk: Any, error: Any, text: str) -> None:
     env = ActionChunks(CounterEnv(lengths=(9,)), 3, variable=variable)
     env.reset(seed=0)
     with pytest.raises(error, match=f"ActionChunks: {text}"):
@@ -262,7 +262,7 @@ def test_wrong_chunk_is_named_before_anything_is_executed(variable: bool, chunk:
     assert env.unwrapped.steps == 0  # type: ignore[attr-defined]
 
 
-def test_chunks_of_another_length_are_refused_before_they_are_sent() -> None:
+def test_chunks_of_another_length_are_refused_before_any_is_sent() -> None:
     with open_engine([chunked_env_fn(ENVIRONMENTS["Pendulum"])] * 2, num_workers=2) as envs:
         envs.reset(seed=1)
         with pytest.raises(ValueError, match=r"\(2, 3, 1\)"):
@@ -270,19 +270,19 @@ def test_chunks_of_another_length_are_refused_before_they_are_sent() -> None:
         envs.step(np.zeros((2, 4, 1), np.float32))
 
 
-# --- like any other environment: statistics, calls, snapshots, replays, restarts, evaluation -----------------------------
+# -- with other features: statistics, calls, snapshots, replays, restarts, evaluation ------------------------------------
 
 
 @pytest.mark.sampled(1)
 @MODES
-def test_environment_steps_are_counted(mode: AutoresetMode) -> None:
+def test_statistics_count_environment_steps(mode: AutoresetMode) -> None:
     fns = [chunked_env_fn(fn) for fn in counters(2, lengths=(6, 3))]
     for first_ready in (False, True):
         with open_engine(fns, num_workers=2, autoreset_mode=mode) as envs:
             recorded: Any = RecordEpisodeStatistics(envs)
             recorded.reset(seed=1)
             lengths: list[int] = []
-            for _ in range(4):  # of each environment: 4 + 2 steps, and 3
+            for _ in range(4):  # each environment makes 4 + 2 steps, and then 3
                 if first_ready:
                     recorded.send(np.zeros((2, 4), np.int64), [0, 1])
                     result = recorded.recv(count=2)
@@ -309,8 +309,8 @@ def test_environment_steps_are_counted(mode: AutoresetMode) -> None:
 def test_calls_attributes_and_snapshots_reach_the_environment() -> None:
     fns = [chunked_env_fn(functools.partial(gymnasium.make, "CartPole-v1", max_episode_steps=50))] * 2
     with open_engine(fns, num_workers=2) as envs, open_engine(fns, num_workers=0) as others:
-        envs.set_attr("mine", [1, 2])
-        assert envs.get_attr("mine") == (1, 2)
+        envs.set_attr("label", [1, 2])
+        assert envs.get_attr("label") == (1, 2)
         assert envs.get_attr("horizon") == (HORIZON, HORIZON)
         assert envs.exec_func(lambda env: type(env.unwrapped).__name__) == ("CartPoleEnv",) * 2
         envs.reset(seed=1)
@@ -324,7 +324,7 @@ def test_calls_attributes_and_snapshots_reach_the_environment() -> None:
 
 
 class FaultInFirstEpisode(CounterEnv):
-    """An environment that kills its process, or raises, in a step of its first episode; a file in ``marks`` records that."""
+    """An environment that fails once, by killing its process or by raising; a file in ``marks`` records that."""
 
     def __init__(self, marks: str, fault: str) -> None:
         super().__init__(lengths=(7,))
@@ -341,7 +341,7 @@ class FaultInFirstEpisode(CounterEnv):
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize("fault", ["die", "raise"])
-def test_failure_in_the_middle_of_a_chunk_restarts(fault: str, tmp_path: Path) -> None:
+def test_failure_in_the_middle_of_a_chunk_restarts_the_environment(fault: str, tmp_path: Path) -> None:
     faulty = functools.partial(FaultInFirstEpisode, str(tmp_path), fault)
     fns = [chunked_env_fn(faulty), chunked_env_fn(functools.partial(CounterEnv, lengths=(7,)))]
     with open_engine(fns, num_workers=2, on_failure="restart") as envs:
@@ -351,12 +351,12 @@ def test_failure_in_the_middle_of_a_chunk_restarts(fault: str, tmp_path: Path) -
         *_, infos = envs.step(steps)
         assert infos["restarted"].tolist() == [True, False]
         assert infos["chunk_steps"].tolist()[1] == 3
-        envs.step(steps)  # the other one begins its next episode
+        envs.step(steps)  # the other environment begins its next episode
         assert envs.step(steps)[4]["chunk_steps"].tolist() == [HORIZON, HORIZON]
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-def test_a_failure_in_a_chunk_is_replayed(tmp_path: Path) -> None:
+def test_replay_repeats_a_failure_in_a_chunk(tmp_path: Path) -> None:
     from vecenv.tools.cli import main
 
     env_fn = chunked_env_fn(functools.partial(FaultInFirstEpisode, str(tmp_path), "raise"))
@@ -373,10 +373,10 @@ def test_a_failure_in_a_chunk_is_replayed(tmp_path: Path) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("make", [vecenv.AsyncVectorEnv, SyncVectorEnv])
 @MODES
-def test_episodes_are_evaluated_in_environment_steps(make: Any, mode: AutoresetMode) -> None:
+def test_evaluation_counts_environment_steps(make: Any, mode: AutoresetMode) -> None:
     envs = make([chunked_env_fn(functools.partial(gymnasium.make, "CartPole-v1"))] * 3, autoreset_mode=mode)
     try:
-        results = vecenv.evaluate(envs, lambda seen: np.repeat((seen[:, 2:3] > 0).astype(int), HORIZON, 1), 7, seed=3)
+        results = vecenv.evaluate(envs, lambda obs: np.repeat((obs[:, 2:3] > 0).astype(int), HORIZON, 1), 7, seed=3)
     finally:
         envs.close()
     env = gymnasium.make("CartPole-v1")

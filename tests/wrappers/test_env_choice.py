@@ -1,4 +1,4 @@
-"""``EnvChoice``: each reset chooses the environment, in every engine."""
+"""Each reset of ``EnvChoice`` can choose the environment, in every engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vecenv.testing import assert_identical
 from vecenv.wrappers import ActionChunks
 
 
-class LogsLifetime(CounterEnv):
+class LifetimeLoggingEnv(CounterEnv):
     """An environment that writes into a file when it is built and when it is closed."""
 
     def __init__(self, number: int, log: str = "", render_mode: str | None = None) -> None:
@@ -37,40 +37,40 @@ class LogsLifetime(CounterEnv):
         self._write("-")
 
 
-def choice(log: str = "", keep: int = 1, count: int = 4) -> vecenv.EnvChoice:
-    factories = {f"task-{number}": functools.partial(LogsLifetime, number, log) for number in range(count)}
+def make_choice(log: str = "", keep: int = 1, count: int = 4) -> vecenv.EnvChoice:
+    factories = {f"task-{number}": functools.partial(LifetimeLoggingEnv, number, log) for number in range(count)}
     return vecenv.EnvChoice(factories, keep)
 
 
 @pytest.mark.parametrize(
-    ("keep", "built"),
+    ("keep", "expected_log"),
     [
         (1, "+0 -0 +2 -2 +1 -1 +2 -2 "),
         (2, "+0 +2 -0 +1 -2 -1 "),
     ],
 )
-def test_number_of_open_environments_is_limited_by_keep(keep: int, built: str, tmp_path: Path) -> None:
+def test_number_of_open_environments_is_limited_by_keep(keep: int, expected_log: str, tmp_path: Path) -> None:
     log = str(tmp_path / "log")
-    env = choice(log, keep)()
+    env = make_choice(log, keep)()
     env.reset()
     for name, number in (("task-2", 2), (None, 2), ("task-1", 1), ("task-2", 2)):
         observation, _ = env.reset(seed=3, options=None if name is None else {"env": name})
         assert observation.tolist()[::3] == [number, 3]
         assert env.step(0)[0].tolist()[:2] == [number, 1]
     env.close()
-    assert Path(log).read_text() == built
+    assert Path(log).read_text() == expected_log
 
 
 @pytest.mark.parametrize("mode", AutoresetMode, ids=lambda mode: mode.name)
 def test_each_row_has_its_own_choice(mode: AutoresetMode) -> None:
     options = [{"env": "task-3"}, None, {"env": "task-1", "level": 7}]
     for engine in ({"num_workers": 0}, {"num_workers": 2}):
-        with open_engine([choice()] * 3, autoreset_mode=mode, **engine) as envs:
+        with open_engine([make_choice()] * 3, autoreset_mode=mode, **engine) as envs:
             observations, infos = envs.reset(seed=5, options=options)
             assert observations[:, 0].tolist() == [3, 0, 1]
             assert "level" in infos["reset_kwargs"][2]
             assert "env" not in infos["reset_kwargs"][2]
-            for _ in range(7):  # the current one stays through autoreset
+            for _ in range(7):  # automatic resets keep the environment
                 observations, *_ = step = envs.step([0, 0, 0])
                 assert observations[:, 0].tolist() == [3, 0, 1]
                 if mode is AutoresetMode.DISABLED and (over := step[2] | step[3]).any():
@@ -81,29 +81,29 @@ def test_each_row_has_its_own_choice(mode: AutoresetMode) -> None:
             assert envs.get_attr("note") == ("a", "b", "c")
 
 
-def test_trajectories_equal_the_environments_alone() -> None:
+def test_trajectories_equal_those_of_single_environments() -> None:
     limits = {name: 5 + number for number, name in enumerate(("short", "long"))}
     tasks = {
         name: functools.partial(gymnasium.make, "CartPole-v1", max_episode_steps=limit) for name, limit in limits.items()
     }
-    plain = [SyncVectorEnv([tasks["long"]]), SyncVectorEnv([tasks["short"]])]
+    references = [SyncVectorEnv([tasks["long"]]), SyncVectorEnv([tasks["short"]])]
     with open_engine([vecenv.EnvChoice(tasks)] * 2, num_workers=2) as envs:
         observations, _ = envs.reset(seed=5, options=[{"env": "long"}, {"env": "short"}])
-        for row, one in enumerate(plain):
-            assert_identical(observations[row], one.reset(seed=5 + row)[0][0])
+        for row, reference in enumerate(references):
+            assert_identical(observations[row], reference.reset(seed=5 + row)[0][0])
         for step in range(20):
-            got = envs.step(np.array([step % 2, 1]))
-            for row, one in enumerate(plain):
-                wanted = one.step(np.array([[step % 2, 1][row]]))
-                for part, other in zip(got[:4], wanted[:4], strict=True):
-                    assert_identical(part[row], other[0])
-    for one in plain:
-        one.close()
+            results = envs.step(np.array([step % 2, 1]))
+            for row, reference in enumerate(references):
+                expected = reference.step(np.array([[step % 2, 1][row]]))
+                for part, expected_part in zip(results[:4], expected[:4], strict=True):
+                    assert_identical(part[row], expected_part[0])
+    for reference in references:
+        reference.close()
 
 
-def test_arguments_reach_factories_and_wrappers_apply() -> None:
+def test_make_vec_passes_arguments_to_factories_and_applies_wrappers() -> None:
     envs = vecenv.make_vec(
-        choice(), 2, wrappers=[functools.partial(ActionChunks, horizon=2)], vector_kwargs={"num_workers": 1},
+        make_choice(), 2, wrappers=[functools.partial(ActionChunks, horizon=2)], vector_kwargs={"num_workers": 1},
         render_mode="rgb_array",
     )  # fmt: skip
     try:
@@ -115,7 +115,7 @@ def test_arguments_reach_factories_and_wrappers_apply() -> None:
         envs.close()
 
 
-def test_snapshot_continues_in_any_other_row() -> None:
+def test_snapshot_continues_in_another_row() -> None:
     tasks = {
         "cart": functools.partial(gymnasium.make, "CartPole-v1"),
         "short": functools.partial(gymnasium.make, "CartPole-v1", max_episode_steps=30),
@@ -125,12 +125,12 @@ def test_snapshot_continues_in_any_other_row() -> None:
         for _ in range(3):
             envs.step(np.array([0, 1]))
         snapshots = pickle.loads(pickle.dumps(envs.save()))
-        wanted = [envs.step(np.array([step % 2, 1])) for step in range(20)]
+        expected = [envs.step(np.array([step % 2, 1])) for step in range(20)]
         envs.load(snapshots[::-1])
         assert envs.get_attr("env_name") == ("cart", "short")
-        for step, one in enumerate(wanted):
-            for part, other in zip(envs.step(np.array([1, step % 2]))[:4], one[:4], strict=True):
-                assert_identical(part[::-1].copy(), other)
+        for step, results in enumerate(expected):
+            for part, expected_part in zip(envs.step(np.array([1, step % 2]))[:4], results[:4], strict=True):
+                assert_identical(part[::-1].copy(), expected_part)
     with open_engine([vecenv.EnvChoice({"cart": tasks["cart"]})] * 2, num_workers=0) as others:
         others.reset()
         with pytest.raises(SnapshotMismatch, match="it was saved in 'short', which this EnvChoice does not offer"):
@@ -138,27 +138,27 @@ def test_snapshot_continues_in_any_other_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "text"),
+    ("factories", "error", "text"),
     [
-        ([choice], TypeError, "expected a dict of functions by name"),
+        ([make_choice], TypeError, "expected a dict of functions by name"),
         ({}, ValueError, "the dict of factories is empty"),
         ({"a": 1}, TypeError, "expected a dict of functions by name, got 'a': 1"),
-        ({1: LogsLifetime}, TypeError, "expected a dict of functions by name, got 1"),
+        ({1: LifetimeLoggingEnv}, TypeError, "expected a dict of functions by name, got 1"),
     ],
 )
-def test_wrong_factories_are_named(given: Any, error: type[Exception], text: str) -> None:
+def test_invalid_factories_are_refused(factories: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=f"EnvChoice: {text}"):
-        vecenv.EnvChoice(given)
+        vecenv.EnvChoice(factories)
 
 
 @pytest.mark.parametrize(("keep", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
-def test_a_wrong_keep_is_named(keep: Any, error: type[Exception]) -> None:
+def test_invalid_keep_is_refused(keep: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=f"EnvChoice: keep must be a positive integer, got {keep}"):
         vecenv.EnvChoice({"a": CounterEnv}, keep)
 
 
-def test_unknown_name_suggests_close_ones() -> None:
-    with open_engine([choice()] * 2, num_workers=1) as envs:
+def test_unknown_name_suggests_similar_names() -> None:
+    with open_engine([make_choice()] * 2, num_workers=1) as envs:
         with pytest.raises(ValueError, match=r"there is no environment 'tusk-1'; did you mean 'task-1'"):
             envs.reset(options={"env": "tusk-1"})
         with pytest.raises(ValueError, match=r"there is no environment 'x'; there are 4: 'task-0', 'task-1'"):
@@ -166,10 +166,10 @@ def test_unknown_name_suggests_close_ones() -> None:
         assert envs.reset(options={"env": "task-1"})[0][:, 0].tolist() == [1, 1]
 
 
-class Wide(CounterEnv):
-    """An environment with five numbers in an observation; it records where it was closed."""
+class WideEnv(CounterEnv):
+    """An environment with observations of five numbers, which records that it was closed."""
 
-    closed: list[bool] = []  # noqa: RUF012 - of the class, so that the test finds it
+    closed: list[bool] = []  # noqa: RUF012 - on the class, so that the test can read it
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,15 +179,15 @@ class Wide(CounterEnv):
         self.closed.append(True)
 
 
-def test_other_spaces_are_named_and_the_environment_is_closed() -> None:
-    env = vecenv.EnvChoice({"narrow": CounterEnv, "wide": Wide})()
+def test_environment_with_other_spaces_is_refused_and_closed() -> None:
+    env = vecenv.EnvChoice({"narrow": CounterEnv, "wide": WideEnv})()
     with pytest.raises(ValueError, match=r"space of 'wide' is Box\(.*\(5,\).*, that of 'narrow' is Box\(.*\(4,\)"):
         env.reset(options={"env": "wide"})
-    assert Wide.closed == [True]
+    assert WideEnv.closed == [True]
     assert env.reset(seed=1)[0].tolist() == [0, 0, 1, 1]
 
 
-def test_seed_is_that_of_the_current_environment() -> None:
+def test_np_random_seed_is_that_of_the_current_environment() -> None:
     env = vecenv.EnvChoice({"a": CounterEnv, "b": CounterEnv})()
     for seed, name in enumerate("aba"):
         env.reset(seed=seed, options={"env": name})

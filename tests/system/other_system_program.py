@@ -1,7 +1,8 @@
-"""A report of the package's behaviour on the system that the variable ``WORLD`` names, as a line of JSON.
+"""Prints, as a line of JSON, how the package behaves without the names that another system lacks.
 
-Names are removed from the standard library before the package is imported, here and in every process that imports this file
-again. This shows that no missing name is used, not how another system behaves.
+The variable ``IMITATED_SYSTEM`` is ``windows`` or ``macos``. Names are removed from the standard library before the package
+is imported, here and in every process that imports this file again. This shows that no missing name is used, not how
+another system behaves.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import os
 import runpy
 import select
 import signal
-import subprocess  # noqa: F401 - imported while the names are there
+import subprocess  # noqa: F401 - its import needs the names
 import sys
 import warnings
 from typing import Any
 
-import cloudpickle  # noqa: F401 - imported while the names are there
+import cloudpickle  # noqa: F401 - its import needs the names
 import gymnasium
 import numpy as np
 
@@ -37,26 +38,26 @@ POSIX_ONLY = {
 }
 
 
-def remove_names(world: str) -> None:
-    """Imitate this system, as far as names are concerned."""
-    for missing in (LINUX_ONLY, POSIX_ONLY) if world == "windows" else (LINUX_ONLY,):
+def remove_names(system: str) -> None:
+    """Remove the names that this system lacks, and set its name and start method."""
+    for missing in (LINUX_ONLY, POSIX_ONLY) if system == "windows" else (LINUX_ONLY,):
         for module, names in missing.items():
             for name in names.split():
                 vars(module).pop(name, None)
-    if world == "windows":
+    if system == "windows":
         sys.modules["fcntl"] = sys.modules["resource"] = None  # type: ignore[assignment]
         multiprocessing.get_all_start_methods = lambda: ["spawn"]  # type: ignore[method-assign, assignment]
     multiprocessing.set_start_method("spawn", force=True)
-    sys.platform = {"windows": "win32", "macos": "darwin"}[world]
+    sys.platform = {"windows": "win32", "macos": "darwin"}[system]
 
 
-remove_names(os.environ["WORLD"])
+remove_names(os.environ["IMITATED_SYSTEM"])
 
 import vecenv  # noqa: E402
 from vecenv.system import cores, supervision  # noqa: E402
 
 MAKE = functools.partial(gymnasium.make, "CartPole-v1")
-ASKED: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "two": {"num_workers": 2},
     "auto with restarts": {"num_workers": "auto", "on_failure": "restart"},
@@ -68,8 +69,8 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-def outcome(build: Any) -> str | list[Any]:
-    """Return the refusal, or the workers and the results of a reset and ten steps."""
+def try_steps(build: Any) -> str | list[Any]:
+    """Return the error text, or the number of workers and the sum of the observations of a reset and ten steps."""
     try:
         envs = build()
     except NotImplementedError as error:
@@ -83,7 +84,7 @@ def outcome(build: Any) -> str | list[Any]:
         envs.close()
 
 
-def plan_of(**options: Any) -> str:
+def describe_plan(**options: Any) -> str:
     try:
         return str(vecenv.plan(MAKE, 3, **options))
     except NotImplementedError as error:
@@ -91,16 +92,16 @@ def plan_of(**options: Any) -> str:
 
 
 def print_report() -> None:
-    """Print the report."""
     warnings.simplefilter("ignore")
     facts = {
-        "asked": {
-            name: outcome(functools.partial(vecenv.AsyncVectorEnv, [MAKE] * 3, **given)) for name, given in ASKED.items()
+        "engines": {
+            name: try_steps(functools.partial(vecenv.AsyncVectorEnv, [MAKE] * 3, **options))
+            for name, options in OPTIONS.items()
         },
-        "make_vec": outcome(lambda: vecenv.make_vec("CartPole-v1", 3)),
-        "serial": outcome(lambda: vecenv.make_vec("CartPole-v1", 3, backend="serial")),
-        "plan": plan_of(),
-        "isolated plan": plan_of(use_caller=False),
+        "make_vec": try_steps(lambda: vecenv.make_vec("CartPole-v1", 3)),
+        "serial": try_steps(lambda: vecenv.make_vec("CartPole-v1", 3, backend="serial")),
+        "plan": describe_plan(),
+        "isolated plan": describe_plan(use_caller=False),
         "spins": [cores.placements(1)[1], *(placement.spin for placement in cores.placements(1)[0])],
         "stack signals": supervision.STACK_SIGNALS,
     }
@@ -108,7 +109,7 @@ def print_report() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:  # a program of the package itself
+    if sys.argv[1:]:  # arguments of the command line of the package
         sys.argv[0] = "vecenv"
         runpy.run_module("vecenv", run_name="__main__")
     else:

@@ -1,4 +1,4 @@
-"""Blocks in which signal handlers wait, and blocks in which their exceptions are recognized."""
+"""``deferred_signals`` delays signal handlers, and ``raised_by_handler`` recognizes their exceptions."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSI
 SOURCE = sys.modules[deferred_signals.__module__].__file__
 
 
-def interrupt() -> None:
+def raise_sigusr2() -> None:
     signal.raise_signal(signal.SIGUSR2)
 
 
-def handlers() -> list[object]:
+def installed_handlers() -> list[object]:
     return [signal.getsignal(number) for number in range(1, signal.NSIG)]
 
 
@@ -35,18 +35,18 @@ def test_handler_runs_at_the_end_of_the_outermost_block(nested: bool) -> None:
 
     def change() -> None:
         with deferred_signals():
-            interrupt()
+            raise_sigusr2()
             if nested:
                 with deferred_signals():
-                    interrupt()
+                    raise_sigusr2()
                 done.append("inner")
             done.append("outer")
 
     with handled(signal.SIGUSR2, Alarm):
-        before = handlers()
+        before = installed_handlers()
         with pytest.raises(Alarm):
             change()
-        assert handlers() == before
+        assert installed_handlers() == before
     assert done == (["inner", "outer"] if nested else ["outer"])
 
 
@@ -60,8 +60,8 @@ def test_all_handlers_run_and_the_first_exception_is_raised() -> None:
     def change() -> None:
         with deferred_signals():
             signal.raise_signal(signal.SIGUSR1)
-            interrupt()
-            interrupt()
+            raise_sigusr2()
+            raise_sigusr2()
 
     with handled(signal.SIGUSR1, note), handled(signal.SIGUSR2, note), pytest.raises(Alarm) as raised:
         change()
@@ -69,18 +69,18 @@ def test_all_handlers_run_and_the_first_exception_is_raised() -> None:
     assert raised.value.args == (signal.SIGUSR1,)
 
 
-def test_an_exception_of_the_block_is_raised_and_handlers_are_back() -> None:
+def test_exception_of_the_block_is_raised_and_handlers_are_restored() -> None:
     with handled(signal.SIGUSR2, Alarm):
-        before = handlers()
+        before = installed_handlers()
         with pytest.raises(ZeroDivisionError), deferred_signals():
             raise ZeroDivisionError
-        assert handlers() == before
+        assert installed_handlers() == before
 
 
-def test_a_child_forked_in_the_block_has_its_handlers() -> None:
+def test_child_forked_in_the_block_runs_handlers_at_once() -> None:
     def check() -> None:
         with pytest.raises(Alarm):
-            interrupt()
+            raise_sigusr2()
 
     with handled(signal.SIGUSR2, Alarm), deferred_signals(), deferred_signals():
         assert in_a_fork(check) == 0
@@ -91,16 +91,16 @@ def test_other_threads_change_no_handlers() -> None:
 
     def body() -> None:
         with deferred_signals():
-            found.append(handlers())
+            found.append(installed_handlers())
 
     thread = threading.Thread(target=body)
     thread.start()
     thread.join()
-    assert found == [handlers()]
+    assert found == [installed_handlers()]
 
 
-def interrupt_at(event: int, function: Callable[[], None]) -> bool:
-    """Call ``function``, and raise a signal at that bytecode of it; return whether it has that many."""
+def raise_signal_at_bytecode(event: int, function: Callable[[], None]) -> bool:
+    """Call ``function``, and raise a signal at the ``event``-th bytecode; return True if it has that many."""
     count, fired = 0, False
 
     def trace(frame: Any, kind: str, _: Any) -> Any:
@@ -112,7 +112,7 @@ def interrupt_at(event: int, function: Callable[[], None]) -> bool:
         if count == event:
             fired = True
             sys.settrace(None)
-            interrupt()
+            raise_sigusr2()
         return trace
 
     before = sys.gettrace()
@@ -137,46 +137,46 @@ def test_signal_at_any_bytecode_leaves_the_block_atomic() -> None:
                 state.append(2)
 
         with handled(signal.SIGUSR2, Alarm):
-            before, raised = handlers(), False
+            before, raised = installed_handlers(), False
             try:
-                fired = interrupt_at(event, change)
+                fired = raise_signal_at_bytecode(event, change)
             except Alarm:
                 raised = fired = True
             assert len(state) in (0, 2), f"event {event}"
             assert raised == fired, f"event {event}: the signal was lost"
-            assert handlers() == before, f"event {event}"
+            assert installed_handlers() == before, f"event {event}"
     assert 100 < event < 3000
 
 
-def test_exceptions_of_handlers_are_recognized_as_a_cause() -> None:
+def test_exceptions_of_handlers_are_recognized_also_as_a_cause() -> None:
     def wrap() -> None:
         try:
-            interrupt()
+            raise_sigusr2()
         except Alarm as error:
             raise RuntimeError from error
 
     with handled(signal.SIGUSR2, Alarm):
-        before = handlers()
+        before = installed_handlers()
         with watched_handlers():
-            for call in (interrupt, wrap):
+            for call in (raise_sigusr2, wrap):
                 with pytest.raises((Alarm, RuntimeError)) as raised:
                     call()
                 assert raised_by_handler(raised.value)
             assert not raised_by_handler(Alarm())
         assert not raised_by_handler(raised.value)
-        assert handlers() == before
+        assert installed_handlers() == before
 
 
-def test_block_that_observes_handlers_defers_none() -> None:
+def test_watched_handlers_are_deferred_only_by_an_inner_block() -> None:
     done = []
 
     def change() -> None:
         with deferred_signals():
-            interrupt()
+            raise_sigusr2()
             done.append(True)
 
     with handled(signal.SIGUSR2, Alarm), watched_handlers():
-        for call in (change, interrupt):
+        for call in (change, raise_sigusr2):
             with pytest.raises(Alarm):
                 call()
     assert done

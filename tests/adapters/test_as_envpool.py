@@ -1,4 +1,4 @@
-"""A program for EnvPool's asynchronous interface, over environments in Python."""
+"""``as_envpool`` offers EnvPool's asynchronous interface for environments in Python."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make(num_envs: int = 5, mode: str = "NextStep", **options: Any) -> Any:
 
 
 def step_directly(seed: int, steps: int) -> list[Any]:
-    """Yield the results of one environment as rows of EnvPool: first observations have reward 0 and elapsed step 0."""
+    """Return the results of one environment in EnvPool's form: a reset is a row with reward 0 and elapsed step 0."""
     env = gym.make("CartPole-v1", max_episode_steps=9)
     rows, elapsed = [(env.reset(seed=seed)[0], 0.0, False, False, 0)], 0
     while len(rows) < steps:
@@ -39,30 +39,30 @@ def step_directly(seed: int, steps: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_results_equal_each_environment_alone(num_workers: int) -> None:
+def test_results_equal_those_of_single_environments(num_workers: int) -> None:
     pool = as_envpool(make(batch_size=2, num_workers=num_workers), seed=3)
     assert (len(pool), pool.is_async, pool.config["batch_size"]) == (5, True, 2)
     assert pool.all_env_ids.tolist() == list(range(5))
     assert pool.action_space == gym.spaces.Discrete(2)
-    found: list[list[Any]] = [[] for _ in range(5)]
+    results: list[list[Any]] = [[] for _ in range(5)]
     pool.async_reset()
-    while min(map(len, found)) <= 10:
+    while min(map(len, results)) <= 10:
         observations, rewards, terminations, truncations, infos = pool.recv()
         ids = infos["env_id"]
         assert (ids.dtype, rewards.dtype, len(ids)) == (np.int32, np.float32, 2)
         assert infos["players"]["env_id"] is ids
         for row, i in enumerate(ids.tolist()):
             elapsed = int(infos["elapsed_step"][row])
-            found[i].append((observations[row], rewards[row], terminations[row], truncations[row], elapsed))
+            results[i].append((observations[row], rewards[row], terminations[row], truncations[row], elapsed))
         pool.send((infos["elapsed_step"] + 1) % 2, ids)
     pool.close()
-    for i, rows in enumerate(found):
-        for got, wanted in zip(rows, step_directly(3 + i, len(rows)), strict=True):
-            np.testing.assert_array_equal(got[0], wanted[0])
-            assert got[1:] == wanted[1:]
+    for i, rows in enumerate(results):
+        for actual, expected in zip(rows, step_directly(3 + i, len(rows)), strict=True):
+            np.testing.assert_array_equal(actual[0], expected[0])
+            assert actual[1:] == expected[1:]
 
 
-def test_some_rows_reset_while_others_wait(closes: Any) -> None:
+def test_reset_of_some_rows_keeps_the_others(closes: Any) -> None:
     pool = closes(as_envpool(make(3), seed=0))
     observations, infos = pool.reset()
     assert sorted(infos["env_id"].tolist()) == [0, 1, 2]
@@ -87,7 +87,7 @@ def test_unsupported_calls_are_refused() -> None:
     wrapped.close()
 
 
-def test_wrappers_that_accept_rows_are_not_bypassed() -> None:
+def test_wrapper_that_accepts_rows_is_not_bypassed() -> None:
     pool = as_envpool(vecenv.wrappers.RecordEpisodeStatistics(make(2)))
     pool.reset()
     ended = False
@@ -98,24 +98,24 @@ def test_wrappers_that_accept_rows_are_not_bypassed() -> None:
     pool.close()
 
 
-class Program:
-    """A program that uses EnvPool's interface; ``begin`` is its way to reset."""
+class EnvPoolClient:
+    """A client of EnvPool's interface, which resets by ``reset`` or ``async_reset``."""
 
-    def __init__(self, begin: str, envs: Any) -> None:
+    def __init__(self, reset_call: str, envs: Any) -> None:
         self.pool = as_envpool(envs, seed=10)
-        self.begin = begin
+        self.reset_call = reset_call
         self.close = self.pool.close
 
     def rows(self, elapsed: int) -> Any:
-        found = np.full((COUNT, 2), np.nan)
-        while np.isnan(found).any():
+        results = np.full((COUNT, 2), np.nan)
+        while np.isnan(results).any():
             observations, *_, infos = self.pool.recv()
             assert (infos["elapsed_step"] == elapsed).all()
-            found[infos["env_id"]] = observations
-        return found
+            results[infos["env_id"]] = observations
+        return results
 
     def reset(self) -> Any:
-        if self.begin == "async_reset":
+        if self.reset_call == "async_reset":
             self.pool.async_reset()
             return self.rows(0)
         observations, infos = self.pool.reset()
@@ -128,15 +128,16 @@ class Program:
 
 @pytest.mark.parametrize("batch_size", [4, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    ("begin", "on_failure", "fault"),
+    ("reset_call", "on_failure", "fault"),
     [
         *each_once(["reset", "async_reset"], ["raise", "restart"], [RAISES, DIES]),
-        *(pytest.param(begin, "raise", LATE, marks=pytest.mark.long) for begin in ("reset", "async_reset")),
+        *(pytest.param(reset_call, "raise", LATE, marks=pytest.mark.long) for reset_call in ("reset", "async_reset")),
     ],
 )
-def test_next_reset_works_after_a_failure(begin: str, on_failure: str, fault: int, batch_size: int) -> None:
+def test_next_reset_works_after_a_failure(reset_call: str, on_failure: str, fault: int, batch_size: int) -> None:
     limit = None if fault != LATE else SECONDS / 2
-    assert_continues(functools.partial(Program, begin), on_failure, fault, batch_size=batch_size, step_timeout=limit)
+    client = functools.partial(EnvPoolClient, reset_call)
+    assert_continues(client, on_failure, fault, batch_size=batch_size, step_timeout=limit)
 
 
 def faulty_pool(batch_size: int, fns: Any = None) -> Any:
@@ -160,7 +161,7 @@ def test_other_rows_continue_until_the_failed_one_is_reset(fault: int, closes: A
     assert observations[np.argsort(infos["env_id"]), 0].tolist() == [3, 1, 3, 3]
 
 
-def test_reset_of_some_returns_no_steps_of_others(closes: Any) -> None:
+def test_reset_of_a_row_returns_no_steps_of_other_rows(closes: Any) -> None:
     pool = closes(faulty_pool(2))
     pool.reset()
     pool.send(np.zeros(3, np.int64), np.arange(3))
@@ -187,7 +188,7 @@ def test_failed_reset_is_repeated_with_its_seed(tmp_path: Path, closes: Any) -> 
     assert observations[:, 1].tolist() == [-1] * 4
 
 
-def test_spares_that_are_resetting_are_not_in_flight(closes: Any) -> None:
+def test_resetting_spares_are_not_in_flight(closes: Any) -> None:
     env_fn = functools.partial(Walk, 0.3)
     envs = closes(vecenv.make_vec(env_fn, 2, context="fork", spare_workers=1))
     pool = as_envpool(envs)

@@ -1,4 +1,4 @@
-"""Errors for common mistakes state what came, what was expected, and what to do."""
+"""Errors for common mistakes name the wrong value, the expected one, and what to do."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from vecenv import WorkerOptions
 from vecenv.errors import envs_text, format_seconds, how_to_install
 
 
-def test_environments_and_durations_have_one_form() -> None:
+def test_envs_text_and_format_seconds_have_one_format() -> None:
     rows = ([3], range(4, 8), [9, 4, 5], [], (0, 2))
     assert [envs_text(part) for part in rows] == ["env 3", "envs 4-7", "envs 4-5, 9", "envs none", "envs 0, 2"]
     assert envs_text([4, 5, 9], 5) == "env 5, of envs 4-5, 9"
     assert [format_seconds(seconds) for seconds in (1.0, 60.0, 0.5)] == ["1 second", "60 seconds", "0.5 seconds"]
 
 
-class Plain(gym.Env[Any, Any]):
+class BasicEnv(gym.Env[Any, Any]):
     observation_space = spaces.Box(-1, 1, (2,))
     action_space: Any = spaces.Box(-1, 1, (1,))
 
@@ -38,22 +38,22 @@ class Plain(gym.Env[Any, Any]):
         return np.zeros(2, np.float32), float(np.sum(action)), False, False, {}
 
 
-class OldReset(Plain):
+class OldResetEnv(BasicEnv):
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         return np.zeros(2, np.float32)
 
 
-class OldStep(Plain):
+class OldStepEnv(BasicEnv):
     def step(self, action: Any) -> Any:
         return np.zeros(2, np.float32), 0.0, False, {}
 
 
-class NoStep(Plain):
+class NoResultEnv(BasicEnv):
     def step(self, action: Any) -> Any:
         return None
 
 
-class OldAutoreset(Plain):
+class OldSecondResetEnv(BasicEnv):
     resets = 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
@@ -64,29 +64,29 @@ class OldAutoreset(Plain):
         return np.zeros(2, np.float32), 0.0, True, False, {}
 
 
-class Wide(Plain):
+class WideEnv(BasicEnv):
     observation_space = spaces.Box(-1, 1, (3,))
 
 
-class Large(Plain):
+class LargeRangeEnv(BasicEnv):
     observation_space = spaces.Box(-2, 2, (2,))
 
 
-class Thing:
+class NotAnEnv:
     """A class that is not an environment."""
 
 
-class Unclosed:
-    observation_space, action_space = Plain.observation_space, Plain.action_space
-    reset, step = Plain.reset, Plain.step
+class EnvWithoutClose:
+    observation_space, action_space = BasicEnv.observation_space, BasicEnv.action_space
+    reset, step = BasicEnv.reset, BasicEnv.step
 
 
-class Undescribed(Unclosed):
+class EnvWithoutMetadata(EnvWithoutClose):
     def close(self) -> None: ...
 
 
 class Game:
-    """A game like PettingZoo's: spaces are methods."""
+    """A game with the interface of PettingZoo: spaces are methods."""
 
     possible_agents = ("left", "right")
 
@@ -110,17 +110,17 @@ ENGINES = pytest.mark.parametrize("workers", [0, 2], ids=["in process", "two wor
         (np.zeros((2, 1)), ValueError, "actions: got 2, expected 3, one per environment; nothing was sent"),
     ],
 )
-def test_actions(workers: int, actions: Any, kind: type[Exception], text: str) -> None:
-    with contextlib.closing(vecenv.AsyncVectorEnv([Plain] * 3, num_workers=workers)) as envs:
+def test_invalid_actions_are_refused(workers: int, actions: Any, kind: type[Exception], text: str) -> None:
+    with contextlib.closing(vecenv.AsyncVectorEnv([BasicEnv] * 3, num_workers=workers)) as envs:
         envs.reset()
-        for begin in (envs.step, lambda wrong: envs.send(wrong, np.arange(3))):
+        for submit in (envs.step, lambda actions: envs.send(actions, np.arange(3))):
             with pytest.raises(kind, match=re.escape(text)):
-                begin(actions)
-        for handed_on in ([[0.5], (0.5,), np.array([0.5])], [0.5, 0.5, 0.5]):  # lists, as Gymnasium's own tests require
-            assert envs.step(handed_on)[1].tolist() == [0.5] * 3
+                submit(actions)
+        for accepted in ([[0.5], (0.5,), np.array([0.5])], [0.5, 0.5, 0.5]):  # Gymnasium's tests require lists
+            assert envs.step(accepted)[1].tolist() == [0.5] * 3
 
 
-class Indexed:
+class IndexedSequence:
     """A sequence with ``__getitem__`` only, which ``iter`` accepts."""
 
     def __len__(self) -> int:
@@ -132,22 +132,25 @@ class Indexed:
 
 @ENGINES
 def test_sequence_without_iter_is_accepted_as_by_gymnasium(workers: int) -> None:
-    with contextlib.closing(vecenv.AsyncVectorEnv([Plain] * 3, num_workers=workers)) as envs:
+    with contextlib.closing(vecenv.AsyncVectorEnv([BasicEnv] * 3, num_workers=workers)) as envs:
         envs.reset()
-        assert envs.step(Indexed())[1].tolist() == [0.5, 1.0, 0.25]
+        assert envs.step(IndexedSequence())[1].tolist() == [0.5, 1.0, 0.25]
 
 
 @ENGINES
 @pytest.mark.parametrize(
     ("kind", "call", "text"),
     [
-        (OldReset, "reset", "env 0: reset returned one ndarray, expected (observation, info)"),
-        (OldStep, "step", "env 0: step returned 4 values, expected (observation, reward, terminated, truncated, info)"),
-        (NoStep, "step", "env 0: step returned one NoneType, expected (observation, reward, terminated, truncated, info)"),
-        (OldAutoreset, "two steps", "env 0: reset returned one ndarray, expected (observation, info)"),
+        (OldResetEnv, "reset", "env 0: reset returned one ndarray, expected (observation, info)"),
+        (OldStepEnv, "step", "env 0: step returned 4 values, expected (observation, reward, terminated, truncated, info)"),
+        (
+            NoResultEnv, "step",
+            "env 0: step returned one NoneType, expected (observation, reward, terminated, truncated, info)",
+        ),
+        (OldSecondResetEnv, "two steps", "env 0: reset returned one ndarray, expected (observation, info)"),
     ],
-)
-def test_returns_of_old_interfaces(workers: int, kind: Any, call: str, text: str) -> None:
+)  # fmt: skip
+def test_return_values_of_old_interfaces_are_refused(workers: int, kind: Any, call: str, text: str) -> None:
     with contextlib.closing(vecenv.AsyncVectorEnv([kind] * 2, num_workers=workers)) as envs:
         if call == "reset":
             with pytest.raises(TypeError, match=re.escape(text)):
@@ -166,29 +169,29 @@ def test_returns_of_old_interfaces(workers: int, kind: Any, call: str, text: str
     ids=str,
 )
 @pytest.mark.parametrize(
-    ("made", "text"),
+    ("env_fn", "text"),
     [
-        (Thing, "env_fns[0]() returned Thing, which has no `reset`: expected a gymnasium.Env"),
-        (Unclosed, "env_fns[0]() returned Unclosed, which has no `close`: expected a gymnasium.Env"),
-        (Undescribed, "env_fns[0]() returned Undescribed, which has no `metadata`: expected a gymnasium.Env"),
+        (NotAnEnv, "env_fns[0]() returned NotAnEnv, which has no `reset`: expected a gymnasium.Env"),
+        (EnvWithoutClose, "env_fns[0]() returned EnvWithoutClose, which has no `close`: expected a gymnasium.Env"),
+        (EnvWithoutMetadata, "env_fns[0]() returned EnvWithoutMetadata, which has no `metadata`: expected a gymnasium.Env"),
         (Game, "env_fns[0]() returned a PettingZoo environment: use vecenv.MultiAgentVecEnv instead"),
     ],
 )
-def test_non_environments_are_refused(made: Any, text: str, options: dict[str, Any]) -> None:
+def test_non_environments_are_refused(env_fn: Any, text: str, options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=re.escape(text)):
-        vecenv.AsyncVectorEnv([made] * 2, **options)
+        vecenv.AsyncVectorEnv([env_fn] * 2, **options)
 
 
 def test_duck_typed_environment_is_accepted() -> None:
-    class Duck:
+    class DuckTypedEnv:
         observation_space, action_space, metadata, render_mode, spec = (
-            Plain.observation_space,
-            Plain.action_space,
+            BasicEnv.observation_space,
+            BasicEnv.action_space,
             {},
             None,
             None,
         )
-        reset, step = Plain.reset, Plain.step
+        reset, step = BasicEnv.reset, BasicEnv.step
 
         def close(self) -> None: ...
 
@@ -196,45 +199,45 @@ def test_duck_typed_environment_is_accepted() -> None:
         def unwrapped(self) -> Any:
             return self
 
-    with contextlib.closing(vecenv.AsyncVectorEnv([Duck] * 2, num_workers=0)) as envs:
+    with contextlib.closing(vecenv.AsyncVectorEnv([DuckTypedEnv] * 2, num_workers=0)) as envs:
         envs.reset()
         envs.step(np.zeros((2, 1)))
 
 
 @ENGINES
-def test_spaces_that_no_mode_can_batch(workers: int) -> None:
+def test_spaces_that_no_mode_can_batch_are_refused(workers: int) -> None:
     with pytest.raises(RuntimeError, match="Their shapes or dtypes differ: no mode can batch these") as caught:
-        vecenv.AsyncVectorEnv([Plain, Wide], num_workers=workers)
-    assert "observation_mode='different'" not in str(caught.value)  # another advice that would fail, too
+        vecenv.AsyncVectorEnv([BasicEnv, WideEnv], num_workers=workers)
+    assert "observation_mode='different'" not in str(caught.value)  # this advice would fail too
     with pytest.raises(RuntimeError, match="If this is intentional, use `observation_mode='different'` instead"):
-        vecenv.AsyncVectorEnv([Plain, Large], num_workers=workers)
+        vecenv.AsyncVectorEnv([BasicEnv, LargeRangeEnv], num_workers=workers)
     with pytest.raises(ValueError, match="the observation spaces of these environments cannot be batched: "):
-        vecenv.AsyncVectorEnv([Plain, Wide], num_workers=0, observation_mode="different")
+        vecenv.AsyncVectorEnv([BasicEnv, WideEnv], num_workers=0, observation_mode="different")
 
 
-def test_an_extra_is_installed_from_the_checkout_first() -> None:
+def test_how_to_install_suggests_a_checkout_first() -> None:
     assert how_to_install("ray").startswith("pip install -e '.[ray]' in a checkout")
 
 
 @pytest.mark.parametrize(("env_id", "installed"), [("ALE/Nosuch-v5", True), ("NosuchNoFrameskip-v4", False)])
-def test_ids_of_atari(env_id: str, installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
-    stand_in: Callable[..., Any] = lambda name, *rest: (  # noqa: E731
-        (SimpleNamespace() if installed else None) if name == "ale_py" else found(name, *rest)
+def test_unknown_atari_id_suggests_importing_ale_py(env_id: str, installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = importlib.util.find_spec
+    find_spec: Callable[..., Any] = lambda name, *rest: (  # noqa: E731
+        (SimpleNamespace() if installed else None) if name == "ale_py" else original(name, *rest)
     )
-    monkeypatch.setattr(importlib.util, "find_spec", stand_in)
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     text = f"`import ale_py`, or 'ale_py:{env_id}'" if installed else r"registered by `import ale_py`: pip install"
     with pytest.raises(gym.error.UnregisteredEnv, match=text if not installed else re.escape(text)):
         vecenv.make_vec(env_id, 2)
 
 
-def test_names_of_other_libraries_and_swapped_arguments() -> None:
+def test_arguments_of_other_libraries_and_swapped_arguments_are_explained() -> None:
     with pytest.raises(TypeError, match=r"got a list: write vecenv\.AsyncVectorEnv\(env_fns\)"):
         vecenv.make_vec([gym.Env] * 2)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"no option 'num_envs'\. Pass that many functions: \[env_fn\] \* num_envs\."):
         vecenv.MultiAgentVecEnv([gym.Env], num_envs=2)
     with pytest.raises(TypeError, match=r"AsyncVectorEnv takes a sequence of functions .*; got \{'a': "):
-        vecenv.AsyncVectorEnv({"a": Plain})  # type: ignore[arg-type]
+        vecenv.AsyncVectorEnv({"a": BasicEnv})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"'CartPole-v1' has no option 'n_envs'\. Did you mean 'num_envs'"):
         vecenv.make_vec("CartPole-v1", n_envs=2)
     with contextlib.closing(vecenv.make_vec("CartPole-v1", 2, "serial")) as envs:

@@ -22,7 +22,7 @@ WITHIN = str(Path(vecenv.__file__).parent / "front"), str(Path(__file__).parents
 ROWS = 3
 
 CALLS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
-    # the whole call, and the call that returns its result while it is pending
+    # the call, and the call that returns its result if it is pending
     "reset": (lambda envs, arg: envs.reset(seed=int(arg.sum())), "reset_wait"),
     "step": (lambda envs, arg: envs.step(arg), "step_wait"),
     "send": (lambda envs, arg: envs.send(arg), "recv"),
@@ -40,45 +40,45 @@ def ctrl_c() -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["line", "call", "opcode"])
 @pytest.mark.parametrize("name", CALLS)
 def test_interrupted_call_is_pending_or_not_submitted_or_needs_a_reset(name: str, kind: str) -> None:
-    whole, wait = CALLS[name]
+    call, wait = CALLS[name]
     rng = random.Random(4)
     envs, reference = DoubleVectorEnv(ROWS), DoubleVectorEnv(ROWS)
-    for each in (envs, reference):
-        each.reset(seed=1)
-    lost = made = 0
+    for instance in (envs, reference):
+        instance.reset(seed=1)
+    resets_needed = interruptions = 0
     for interruption in moments(kind, within=WITHIN):
         action = np.array([rng.randrange(5), 4, rng.randrange(5)])
-        wanted = whole(reference, action)
+        expected = call(reference, action)
         if name == "send":
-            wanted = reference.recv()
-        found = None
+            expected = reference.recv()
+        result = None
         with interruption:
-            found = whole(envs, action)
+            result = call(envs, action)
         assert not interruption.swallowed, f"{interruption} was swallowed"
-        second = again = Interruption(kind, rng.randrange(60), Stopped, WITHIN)
+        first_retry = retry = Interruption(kind, rng.randrange(60), Stopped, WITHIN)
         try:
-            while found is None:
+            while result is None:
                 pending = envs.stats()["in_flight"] > 0
-                with again:
+                with retry:
                     if not pending:
-                        found = whole(envs, action)
+                        result = call(envs, action)
                         if name == "send":
-                            found = None
+                            result = None
                     else:
-                        found = getattr(envs, wait)()
-                again = Interruption(kind, 10**9, Stopped, WITHIN)
-            assert_identical(found, wanted, f"after {interruption}")
+                        result = getattr(envs, wait)()
+                retry = Interruption(kind, 10**9, Stopped, WITHIN)
+            assert_identical(result, expected, f"after {interruption}")
         except ResetNeeded:
-            assert interruption.fired or second.fired
-            lost += 1
+            assert interruption.fired or first_retry.fired
+            resets_needed += 1
             assert_identical(envs.reset(seed=5), reference.reset(seed=5), f"the reset after {interruption}")
-        for each in (envs, reference):
-            assert each.stats()["in_flight"] == 0
+        for instance in (envs, reference):
+            assert instance.stats()["in_flight"] == 0
         assert_identical(envs.step(action), reference.step(action), f"the step after {interruption}")
-        made += 1
-    assert lost < made / 2
-    steps, resets = ([each.stats()[key] for each in (envs, reference)] for key in ("steps", "resets"))
-    if not lost:
+        interruptions += 1
+    assert resets_needed < interruptions / 2
+    steps, resets = ([instance.stats()[key] for instance in (envs, reference)] for key in ("steps", "resets"))
+    if not resets_needed:
         assert steps[0] == steps[1]
         # a reset that drops the result of an interrupted one counts too
         assert resets[0] == resets[1] or (name == "reset" and resets[0] > resets[1])
@@ -87,7 +87,7 @@ def test_interrupted_call_is_pending_or_not_submitted_or_needs_a_reset(name: str
 def test_reset_after_an_interrupted_change_leaves_nothing_pending() -> None:
     envs = DoubleVectorEnv(ROWS)
     envs.reset(seed=1)
-    envs._driver.state.changing = True  # as an exception in the middle of `finish` leaves it
+    envs._driver.state.changing = True  # the state after an exception in the middle of `finish`
     with pytest.raises(ResetNeeded):
         envs.step(np.ones(ROWS, np.int64))
     envs.reset(seed=1)

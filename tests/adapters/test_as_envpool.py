@@ -106,7 +106,8 @@ class EnvPoolClient:
         self.reset_call = reset_call
         self.close = self.pool.close
 
-    def rows(self, elapsed: int) -> Any:
+    def receive_rows(self, elapsed: int) -> Any:
+        """Return an observation of every row, all with this number of steps."""
         results = np.full((COUNT, 2), np.nan)
         while np.isnan(results).any():
             observations, *_, infos = self.pool.recv()
@@ -117,13 +118,13 @@ class EnvPoolClient:
     def reset(self) -> Any:
         if self.reset_call == "async_reset":
             self.pool.async_reset()
-            return self.rows(0)
+            return self.receive_rows(0)
         observations, infos = self.pool.reset()
         return observations[np.argsort(infos["env_id"])]
 
     def step(self, actions: Any) -> Any:
         self.pool.send(actions, np.arange(COUNT))
-        return self.rows(1)
+        return self.receive_rows(1)
 
 
 @pytest.mark.parametrize("batch_size", [4, pytest.param(2, marks=pytest.mark.long)])
@@ -140,13 +141,13 @@ def test_next_reset_works_after_a_failure(reset_call: str, on_failure: str, faul
     assert_continues(client, on_failure, fault, batch_size=batch_size, step_timeout=limit)
 
 
-def faulty_pool(batch_size: int, fns: Any = None) -> Any:
+def make_faulty_pool(batch_size: int, fns: Any = None) -> Any:
     return as_envpool(engine(fns=fns, batch_size=batch_size, step_timeout=None), seed=10)
 
 
 @pytest.mark.parametrize("fault", [RAISES, DIES], ids=["raises", "dies"])
 def test_other_rows_continue_until_the_failed_one_is_reset(fault: int, closes: Any) -> None:
-    pool = closes(faulty_pool(4))
+    pool = closes(make_faulty_pool(4))
     pool.reset()
     with pytest.raises((ValueError, WorkerDied)):
         pool.step(one_fails(fault), np.arange(4))
@@ -162,7 +163,7 @@ def test_other_rows_continue_until_the_failed_one_is_reset(fault: int, closes: A
 
 
 def test_reset_of_a_row_returns_no_steps_of_other_rows(closes: Any) -> None:
-    pool = closes(faulty_pool(2))
+    pool = closes(make_faulty_pool(2))
     pool.reset()
     pool.send(np.zeros(3, np.int64), np.arange(3))
     with pytest.raises(AlreadyPendingCallError, match=r"for env 3 while 3 are in flight"):
@@ -178,7 +179,7 @@ def test_reset_of_a_row_returns_no_steps_of_other_rows(closes: Any) -> None:
 def test_failed_reset_is_repeated_with_its_seed(tmp_path: Path, closes: Any) -> None:
     mark = tmp_path / "stuck"
     mark.touch()
-    pool = closes(faulty_pool(4, fns=[Faulty, lambda: Faulty(str(mark)), Faulty, Faulty]))
+    pool = closes(make_faulty_pool(4, fns=[Faulty, lambda: Faulty(str(mark)), Faulty, Faulty]))
     with pytest.raises(ValueError, match="stuck"):
         pool.reset()
     mark.unlink()

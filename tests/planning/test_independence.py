@@ -111,7 +111,7 @@ def test_vecenv_run_gives_the_results_of_gymnasium(name: str) -> None:
     if found != CLEAN:
         assert not uses_caller
     if name not in DIFFERS_FROM_GYMNASIUM:
-        assert done.stdout.splitlines()[-1] == run().stdout.splitlines()[-1]  # pybullet prints a line per client, too
+        assert done.stdout.splitlines()[-1] == run().stdout.splitlines()[-1]  # pybullet also prints a line per client
 
 
 @pytest.mark.long
@@ -141,7 +141,7 @@ def test_separate_processes_have_copies_of_one_object(closes: Any) -> None:
     assert envs.step([0, 0])[0].ravel().tolist() == [1.0, 1.0]
 
 
-# -- what the probe executes ----------------------------------------------------------------------------------------------
+# -- the steps of the probe -----------------------------------------------------------------------------------------------
 
 
 class CountedEnv(Base):

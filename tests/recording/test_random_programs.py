@@ -262,7 +262,7 @@ def require_failures_repeat(seed: int, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("first", "count"), [(0, 4), *(pytest.param(first, 12, marks=pytest.mark.long) for first in range(4, 112, 12))]
 )
-def test_failures_of_random_programs_happen_again(
+def test_replay_repeats_failures_of_random_programs(
     first: int, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder_module, "_LONG_REPLAY_SECONDS", -1.0)

@@ -60,7 +60,8 @@ def replay_file(path: Path, begin: str = "latest") -> tuple[ReplayResult, int]:
     return replay.result, steps
 
 
-def require_all_repeat(envs: Any, folder: Path, *begins: str) -> None:
+def require_replays_match(envs: Any, folder: Path, *begins: str) -> None:
+    """Record each row, and check that its replays from these points match the record."""
     for row in range(envs.num_envs):
         for begin in begins or ("latest", "first"):
             result, _ = replay_file(envs.record(row, folder / f"{row}.vecenv"), begin)
@@ -94,7 +95,7 @@ ENGINES = {
 
 @pytest.mark.sampled("in process-NextStep", "two workers-SameStep", "one env per worker-NextStep", "use_caller-NextStep")
 @pytest.mark.parametrize(("engine", "mode"), each_once(list(ENGINES), list(MODES)))
-def test_recordings_of_every_engine_repeat(engine: str, mode: str, tmp_path: Path) -> None:
+def test_replay_of_every_engine_matches_the_record(engine: str, mode: str, tmp_path: Path) -> None:
     if engine == "spare workers" and mode == "Disabled":
         return  # spare workers need automatic resets
     kind = GlobalRandomEnv if engine == "own generators" else HistoryEnv
@@ -106,12 +107,12 @@ def test_recordings_of_every_engine_repeat(engine: str, mode: str, tmp_path: Pat
                 envs.reset(options={"reset_mask": over})
             if at == 40:
                 envs.set_attr("gain", 3.0 if engine == "spare workers" else [2.0, 3.0, 4.0, 5.0])
-        require_all_repeat(envs, tmp_path)
+        require_replays_match(envs, tmp_path)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("spares", [0, 2])
-def test_send_and_recv_repeat(spares: int, tmp_path: Path) -> None:
+def test_replay_of_send_and_recv_matches_the_record(spares: int, tmp_path: Path) -> None:
     with start_recorded(HistoryEnv, tmp_path, batch_size=2, spare_workers=spares) as envs:
         envs.reset(seed=5)
         envs.send(np.zeros(4, np.int64), np.arange(4))
@@ -119,35 +120,35 @@ def test_send_and_recv_repeat(spares: int, tmp_path: Path) -> None:
             rows = envs.recv()[-1]["env_id"]
             envs.send(rows % 5, rows)
         envs.recv(count=4)
-        require_all_repeat(envs, tmp_path)
+        require_replays_match(envs, tmp_path)
 
 
 @pytest.mark.parametrize("kind", [BoxActionEnv, TextActionEnv])
-def test_actions_of_box_and_text_spaces_repeat(kind: Any, tmp_path: Path) -> None:
+def test_replay_of_box_and_text_actions_matches_the_record(kind: Any, tmp_path: Path) -> None:
     with start_recorded(kind, tmp_path, num_workers=2) as envs:
         envs.action_space.seed(1)
         envs.reset(seed=[4, 3, 2, 1])
         for _ in range(60):
             envs.step(envs.action_space.sample())
-        require_all_repeat(envs, tmp_path)
+        require_replays_match(envs, tmp_path)
 
 
-def test_actions_of_another_dtype_repeat(tmp_path: Path) -> None:
+def test_replay_of_actions_of_another_dtype_matches_the_record(tmp_path: Path) -> None:
     with start_recorded(HistoryEnv, tmp_path, num_workers=2) as envs:
         envs.reset(seed=1)
         for at in range(40):
             envs.step(np.array([at % 5] * 4, np.int16) if at % 2 else [0, 1, 2, 3])
-        require_all_repeat(envs, tmp_path)
+        require_replays_match(envs, tmp_path)
 
 
-def test_reset_without_a_seed_repeats(tmp_path: Path) -> None:
+def test_replay_of_resets_without_a_seed_matches_the_record(tmp_path: Path) -> None:
     with start_recorded(HistoryEnv, tmp_path) as envs:
         first, _ = envs.reset()
         envs.step(np.zeros(4, np.int64))
         second, _ = envs.reset()  # continues after the first
         for _ in range(30):
             envs.step(np.ones(4, np.int64))
-        require_all_repeat(envs, tmp_path)
+        require_replays_match(envs, tmp_path)
     assert len({row.tobytes() for row in np.concatenate([first, second])}) == 8, "each row and reset has its own seed"
 
 
@@ -192,17 +193,17 @@ CALLS = ("step", "reset", "mask", "options", "set_attr", "call", "exec", "next",
 
 
 @pytest.mark.parametrize("examples", [12, pytest.param(40, marks=pytest.mark.long)])
-def test_random_calls_repeat(examples: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_replay_of_random_calls_matches_the_record(examples: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     given_calls = given(
         calls=st.lists(st.tuples(st.sampled_from(CALLS), st.integers(0, 30)), min_size=1, max_size=25),
         engine=st.sampled_from([{"num_workers": 0}, {"num_workers": 2}]),
         every=st.sampled_from([None, 5]),
         tmp_path_factory=st.just(tmp_path_factory),
     )
-    settings(max_examples=examples, deadline=None)(given_calls(require_calls_repeat))()
+    settings(max_examples=examples, deadline=None)(given_calls(require_replay_of_calls_matches))()
 
 
-def require_calls_repeat(
+def require_replay_of_calls_matches(
     calls: list[tuple[str, int]], engine: dict[str, Any], every: int | None, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("records")
@@ -213,9 +214,9 @@ def require_calls_repeat(
         for call, number in calls:
             recorder._next_snapshot_time = 0.0
             make_call(envs, call, number, snapshots)
-        require_all_repeat(envs, folder)
+        require_replays_match(envs, folder)
         if read(*read_header(folder / "0.vecenv")).snapshot is not None:
-            require_all_repeat(envs, folder, "snapshot")
+            require_replays_match(envs, folder, "snapshot")
 
 
 def test_replay_starts_at_snapshot_after_old_steps_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +253,7 @@ def test_replay_without_old_steps_and_snapshot_is_refused(tmp_path: Path, monkey
             Replay(header, read(header, body))
         envs.reset(seed=3)
         envs.step(envs.action_space.sample())
-        require_all_repeat(envs, tmp_path)
+        require_replays_match(envs, tmp_path)
 
 
 class UnsaveableEnv(HistoryEnv):
@@ -280,7 +281,7 @@ def test_unsaveable_environments_are_recorded_from_their_reset(tmp_path: Path) -
             envs.step(envs.action_space.sample())
         with pytest.raises(NotRestorable):
             envs.save()
-        require_all_repeat(envs, tmp_path)
+        require_replays_match(envs, tmp_path)
         header, body = read_header(envs.record(0))
         with pytest.raises(ValueError, match=r"from a snapshot, because there is none: .*cannot be saved"):
             Replay(header, read(header, body), begin="snapshot")
@@ -314,12 +315,12 @@ def test_interrupted_steps_are_recorded_once(seconds: float, tmp_path: Path) -> 
                     envs.reset(seed=interrupted)
                 elif envs._state.value == "step":
                     envs.step_wait()
-        require_all_repeat(envs, tmp_path)
-        require_all_repeat(envs, tmp_path, "snapshot")
+        require_replays_match(envs, tmp_path)
+        require_replays_match(envs, tmp_path, "snapshot")
     assert interrupted > 25 * seconds
 
 
-def test_thawed_environments_cannot_be_repeated_before_a_reset(tmp_path: Path) -> None:
+def test_replay_of_a_thawed_environment_before_a_reset_is_refused(tmp_path: Path) -> None:
     with start_recorded(HistoryEnv, tmp_path, 2) as envs:
         envs.reset(seed=2)
         with contextlib.closing(envs.freeze([0])[0]) as frozen:
@@ -329,7 +330,7 @@ def test_thawed_environments_cannot_be_repeated_before_a_reset(tmp_path: Path) -
         with pytest.raises(ValueError, match="has neither a reset with a seed"):
             Replay(header, read(header, body))
         envs.reset(seed=4)
-        require_all_repeat(envs, tmp_path)
+        require_replays_match(envs, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -455,7 +456,7 @@ def test_versions_are_recorded_without_scanning_installed_packages(tmp_path: Pat
 
 
 @pytest.mark.parametrize("recovery", ["all", "mask", "by row", "restart"])
-def test_failure_after_a_recovery_repeats_from_the_recovery(recovery: str, tmp_path: Path) -> None:
+def test_replay_of_a_failure_starts_at_the_last_recovery(recovery: str, tmp_path: Path) -> None:
     with start_failing_envs(tmp_path, on_failure="restart" if recovery == "restart" else "raise") as envs:
         paths: list[Path] = []
         for life in range(3):
@@ -509,10 +510,10 @@ class RandomFailureEnv(gym.Env[Any, Any]):
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_reset_after_a_restart_is_not_counted_as_a_step(mode: str, by_row: bool, tmp_path: Path) -> None:
-    fns: list[Any] = [functools.partial(RandomFailureEnv, can_die) for can_die in (False, True)]
+    env_fns: list[Any] = [functools.partial(RandomFailureEnv, can_die) for can_die in (False, True)]
     recording = vecenv.FlightRecorder(tmp_path, keep=100)
     options: Any = {"autoreset_mode": mode, "on_failure": vecenv.Restart(limit=1000)}
-    with contextlib.closing(vecenv.AsyncVectorEnv(fns, num_workers=2, record_failures=recording, **options)) as envs:
+    with contextlib.closing(vecenv.AsyncVectorEnv(env_fns, num_workers=2, record_failures=recording, **options)) as envs:
         envs.reset(seed=2)
         for _ in range(100):
             if by_row:
@@ -539,9 +540,9 @@ def test_reset_after_a_restart_is_not_counted_as_a_step(mode: str, by_row: bool,
 
 
 def test_abandoned_worker_after_a_timeout_is_recorded_once(tmp_path: Path) -> None:
-    fns: list[Any] = [HistoryEnv, functools.partial(FaultyEnv, HistoryEnv(), "sleep", step=2)]
+    env_fns: list[Any] = [HistoryEnv, functools.partial(FaultyEnv, HistoryEnv(), "sleep", step=2)]
     with contextlib.closing(
-        vecenv.AsyncVectorEnv(fns, num_workers=1, step_timeout=0.3, record_failures=tmp_path)
+        vecenv.AsyncVectorEnv(env_fns, num_workers=1, step_timeout=0.3, record_failures=tmp_path)
     ) as envs:
         envs.reset(seed=1)
         envs.step([0, 0])
@@ -560,10 +561,10 @@ def test_abandoned_worker_after_a_timeout_is_recorded_once(tmp_path: Path) -> No
 
 def record_repeated_deaths(folder: Path, keep: int, steps: int, seed: int = 1) -> list[Path]:
     """Step two environments of one worker, which env 1 kills every five steps; return its files, oldest first."""
-    fns: list[Any] = [EndlessEnv, functools.partial(FaultyEnv, EndlessEnv(), "kill", step=5)]
+    env_fns: list[Any] = [EndlessEnv, functools.partial(FaultyEnv, EndlessEnv(), "kill", step=5)]
     recording = vecenv.FlightRecorder(folder, keep=keep)
     with contextlib.closing(
-        vecenv.AsyncVectorEnv(fns, num_workers=1, on_failure="restart", record_failures=recording)
+        vecenv.AsyncVectorEnv(env_fns, num_workers=1, on_failure="restart", record_failures=recording)
     ) as envs:
         envs.reset(seed=seed)
         for _ in range(steps):
@@ -657,14 +658,14 @@ def test_step_that_raises_without_failed_environments_is_recorded(tmp_path: Path
         require_failure_repeats(envs)
 
 
-def test_unpicklable_info_repeats_after_a_restart(tmp_path: Path) -> None:
+def test_replay_repeats_unpicklable_info_after_a_restart(tmp_path: Path) -> None:
     with start_checksum_envs(tmp_path, on_failure="restart") as envs:
         envs.reset(seed=1)
         envs.step([1, 1])
         envs.step([ChecksumEnv.UNPICKLABLE, 2])
         result, _ = replay_file(Path(envs.errors[0].recorded))
         assert result.status == AGAIN, result.text
-        require_all_repeat(envs, tmp_path)
+        require_replays_match(envs, tmp_path)
 
 
 def test_refused_calls_are_not_recorded(tmp_path: Path) -> None:
@@ -690,7 +691,7 @@ def test_refused_calls_are_not_recorded(tmp_path: Path) -> None:
             envs.step([1, 2])
             with pytest.raises((TypeError, ValueError, SnapshotMismatch)):
                 call()
-        require_all_repeat(envs, tmp_path)
+        require_replays_match(envs, tmp_path)
         require_failure_repeats(envs)
 
 
@@ -721,7 +722,7 @@ def test_step_refused_after_too_many_restarts_is_not_recorded(tmp_path: Path) ->
             envs.step([2, 3])
         envs.reset()
         envs.step([4, 5])
-        require_all_repeat(envs, tmp_path)
+        require_replays_match(envs, tmp_path)
 
 
 def test_steps_dropped_by_a_reset_of_other_rows_are_recorded(tmp_path: Path) -> None:
@@ -754,7 +755,7 @@ def test_last_reply_of_a_killed_worker_is_recorded_as_a_step(tmp_path: Path) -> 
         envs.reset(seed=2)
         for _ in range(3):
             envs.step([2])
-        require_all_repeat(envs, tmp_path)
+        require_replays_match(envs, tmp_path)
 
 
 def test_calls_before_an_automatic_reset_with_a_seed_are_replayed_before_it(tmp_path: Path) -> None:
@@ -787,13 +788,13 @@ def test_replay_after_many_resets_starts_at_a_snapshot_or_is_refused(
             envs.step([1, 2])
             envs.reset(options={"start": number})
         if every:
-            require_all_repeat(envs, tmp_path)
+            require_replays_match(envs, tmp_path)
         else:
             header, body = read_header(envs.record(0))
             with pytest.raises(ValueError, match="has neither a reset with a seed nor a snapshot"):
                 Replay(header, read(header, body))
         envs.reset(seed=2)
-        require_all_repeat(envs, tmp_path)  # `set_attr` is still in the record
+        require_replays_match(envs, tmp_path)  # `set_attr` is still in the record
         for number in range(100):
             envs.call("note", number)
         envs.reset(seed=3)

@@ -560,7 +560,7 @@ def test_frames_report_failing_render(fault: str, text: str, tmp_path: Path) -> 
     assert (done.returncode, done.stdout.splitlines()[-1], done.stderr) == (2, text, "")
 
 
-def test_frames_of_a_failure_before_the_first_step_are_reported_missing(tmp_path: Path) -> None:
+def test_frames_of_a_failing_reset_report_no_frames(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     with contextlib.closing(
         vecenv.AsyncVectorEnv([functools.partial(FaultyEnv, RenderingEnv(), "raises", seed=2)], record_failures=tmp_path)

@@ -31,7 +31,7 @@ from vecenv.planning.options import EngineOptions
 # --- section 1.1: the class, and what Gymnasium's wrappers rely on -------------------------------
 
 
-def test_the_class_is_a_gymnasium_vector_env() -> None:
+def test_class_is_a_gymnasium_vector_env() -> None:
     assert issubclass(vecenv.AsyncVectorEnv, VectorEnv)
     assert issubclass(vecenv.AsyncVectorEnv, gymnasium.vector.AsyncVectorEnv)
     assert vecenv.AsyncVectorEnv.__name__ == "AsyncVectorEnv"
@@ -68,11 +68,11 @@ def test_subclass_written_for_gymnasium_calls_super() -> None:
     assert envs.was_closed
 
 
-def test_the_class_takes_type_arguments() -> None:
+def test_class_accepts_type_arguments() -> None:
     assert vecenv.AsyncVectorEnv[np.ndarray, np.ndarray] is not None
 
 
-def test_a_generic_subclass_can_be_written_and_run(closes: Any) -> None:
+def test_subclass_with_type_arguments_can_be_used(closes: Any) -> None:
     class Subclass(vecenv.AsyncVectorEnv[np.ndarray, np.ndarray]):
         pass
 
@@ -81,7 +81,7 @@ def test_a_generic_subclass_can_be_written_and_run(closes: Any) -> None:
     assert "Subclass" in repr(envs)
 
 
-def test_attributes_of_the_base_class_have_their_defaults() -> None:
+def test_base_class_attributes_have_their_defaults() -> None:
     with open_engine(counters(2), num_workers=0) as envs:
         assert envs.spec is None
         assert envs.render_mode is None
@@ -93,7 +93,7 @@ def test_attributes_of_the_base_class_have_their_defaults() -> None:
         assert callable(envs._add_info)
 
 
-def test_the_spaces_are_the_environments_and_their_batches(every_engine: Options) -> None:
+def test_spaces_are_those_of_one_env_and_their_batches(every_engine: Options) -> None:
     single = CounterEnv()
     with open_engine(counters(3), **every_engine) as envs:
         assert envs.single_observation_space == single.observation_space
@@ -102,7 +102,7 @@ def test_the_spaces_are_the_environments_and_their_batches(every_engine: Options
         assert envs.action_space == gymnasium.vector.utils.batch_space(single.action_space, 3)
 
 
-def test_a_seeded_action_space_samples_what_sync_vector_env_samples(closes: Any) -> None:
+def test_seeded_action_space_samples_equal_sync_vector_env(closes: Any) -> None:
     oracle = closes(gymnasium.vector.SyncVectorEnv(counters(3)))
     with open_engine(counters(3), num_workers=0) as envs:
         envs.action_space.seed(5)
@@ -120,7 +120,7 @@ def test_metadata_is_a_copy_with_the_autoreset_mode() -> None:
     assert "autoreset_mode" not in CounterEnv.metadata
 
 
-def test_the_repr_names_class_environments_and_spec() -> None:
+def test_repr_names_class_num_envs_and_spec() -> None:
     with open_engine(counters(2), num_workers=0) as envs:
         assert repr(envs).startswith("AsyncVectorEnv(")
         assert "num_envs=2" in repr(envs)
@@ -128,7 +128,7 @@ def test_the_repr_names_class_environments_and_spec() -> None:
         assert repr(envs).startswith("AsyncVectorEnv(CartPole-v1, num_envs=2")
 
 
-def test_every_attribute_of_the_constructor_is_kept_as_given(every_engine: Options) -> None:
+def test_constructor_arguments_are_available_as_attributes(every_engine: Options) -> None:
     env_fns = counters(3)
     with open_engine(env_fns, shared_memory=False, copy=False, daemon=False, max_concurrency=2, **every_engine) as envs:
         assert envs.env_fns is env_fns
@@ -143,7 +143,7 @@ def test_every_attribute_of_the_constructor_is_kept_as_given(every_engine: Optio
 
 
 @pytest.mark.parametrize("name", ["observations", "processes", "parent_pipes", "error_queue", "_state"])
-def test_the_attributes_that_programs_look_at_are_there(name: str) -> None:
+def test_attributes_that_programs_use_exist(name: str) -> None:
     with open_engine(counters(2)) as envs:
         assert hasattr(envs, name)
 
@@ -172,14 +172,14 @@ def action_env(space: spaces.Space) -> Any:
     return lambda: SpaceEnv(spaces.Box(0, 1, (2,)), space)
 
 
-def test_the_arguments_have_gymnasiums_names_order_and_defaults() -> None:
+def test_arguments_have_gymnasiums_names_order_and_defaults() -> None:
     stock = inspect.signature(gymnasium.vector.AsyncVectorEnv.__init__).parameters
     ours = inspect.signature(vecenv.AsyncVectorEnv.__init__).parameters
     shared = list(ours.values())[: len(stock)]
     assert [(p.name, p.kind, p.default) for p in shared] == [(p.name, p.kind, p.default) for p in stock.values()]
 
 
-def test_all_further_arguments_are_keyword_only() -> None:
+def test_additional_arguments_are_keyword_only() -> None:
     stock = inspect.signature(gymnasium.vector.AsyncVectorEnv.__init__).parameters
     ours = inspect.signature(vecenv.AsyncVectorEnv.__init__).parameters
     further = [parameter for name, parameter in ours.items() if name not in stock]
@@ -188,7 +188,7 @@ def test_all_further_arguments_are_keyword_only() -> None:
     assert by_position <= {"max_concurrency"}, "Gymnasium has it from 1.4 on"
 
 
-def test_a_subclass_may_have_options_of_its_own(closes: Any) -> None:
+def test_subclass_may_add_options(closes: Any) -> None:
     class Named(vecenv.AsyncVectorEnv[Any, Any]):
         def __init__(self, env_fns: Any, *, label: str, **options: Any) -> None:
             super().__init__(env_fns, **options)
@@ -198,7 +198,7 @@ def test_a_subclass_may_have_options_of_its_own(closes: Any) -> None:
     assert envs.label == "mine"
 
 
-def test_all_of_gymnasiums_arguments_may_be_given_by_position() -> None:
+def test_gymnasiums_arguments_are_accepted_by_position() -> None:
     with open_engine(counters(2)) as by_name:
         by_name.reset(seed=1)
     envs: Any = vecenv.AsyncVectorEnv(counters(2), False, False, "fork", False, None, "same", AutoresetMode.DISABLED, 1)
@@ -209,7 +209,7 @@ def test_all_of_gymnasiums_arguments_may_be_given_by_position() -> None:
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_the_autoreset_mode_may_be_given_by_its_text(mode: AutoresetMode) -> None:
+def test_autoreset_mode_accepts_its_string_value(mode: AutoresetMode) -> None:
     with open_engine(counters(2), autoreset_mode=mode.value, num_workers=0) as envs:
         assert envs.autoreset_mode is mode
         assert envs.metadata["autoreset_mode"] is mode
@@ -293,12 +293,12 @@ def preloads(modules: Any) -> Options:
         ({"worker": print, "generators": "own"}, ValueError, "`generators`"),
     ],
 )
-def test_a_wrong_argument_is_refused_and_named(options: Options, error: type[Exception], text: str) -> None:
+def test_wrong_argument_is_refused_and_named(options: Options, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         vecenv.AsyncVectorEnv(**{"env_fns": counters(2), **options})
 
 
-def test_an_observation_mode_without_spaces_is_refused_as_the_installed_gymnasium_does() -> None:
+def test_observation_mode_without_spaces_raises_as_in_the_installed_gymnasium() -> None:
     wrong: Any = (1, 2)
     with pytest.raises((TypeError, AssertionError)) as theirs:
         gymnasium.vector.SyncVectorEnv(counters(2), observation_mode=wrong)
@@ -307,14 +307,14 @@ def test_an_observation_mode_without_spaces_is_refused_as_the_installed_gymnasiu
 
 
 @checks_workers
-def test_a_worker_with_too_few_arguments_is_refused_because_of_a_type_error() -> None:
+def test_worker_with_too_few_arguments_raises_from_a_type_error() -> None:
     with pytest.raises(ValueError, match="8 arguments") as caught:
         vecenv.AsyncVectorEnv(counters(2), worker=lambda index: None)
     assert isinstance(caught.value.__cause__, TypeError)
 
 
 @pytest.mark.parametrize("value", [True, 1, np.int64(1), 5])
-def test_max_concurrency_may_be_any_positive_integer(value: Any) -> None:
+def test_max_concurrency_accepts_any_positive_integer(value: Any) -> None:
     with open_engine(counters(2), max_concurrency=value) as envs:
         assert envs.max_concurrency == value
         envs.reset(seed=1)
@@ -362,12 +362,12 @@ def test_signature_shows_all_arguments() -> None:
     assert [name for name in dir(vecenv) if not name.startswith("__")] == sorted(public)
 
 
-def test_a_tuple_of_functions_works() -> None:
+def test_env_fns_may_be_a_tuple() -> None:
     with open_engine(tuple(counters(2)), num_workers=0) as envs:
         assert envs.num_envs == 2
 
 
-def test_an_exception_of_the_first_function_reaches_the_caller_unchanged(every_engine: Options) -> None:
+def test_exception_of_the_first_env_fn_is_raised_unchanged(every_engine: Options) -> None:
     def explode() -> gymnasium.Env:
         raise RuntimeError("no licence")
 
@@ -375,7 +375,7 @@ def test_an_exception_of_the_first_function_reaches_the_caller_unchanged(every_e
         vecenv.AsyncVectorEnv([explode, *counters(2)], **every_engine)
 
 
-def test_one_environment_is_built_here_for_its_spaces_and_closed(tmp_path: Path, process_engine: Options) -> None:
+def test_caller_builds_one_env_for_its_spaces_and_closes_it(tmp_path: Path, process_engine: Options) -> None:
     built, closed = tmp_path / "built", tmp_path / "closed"
     built.mkdir()
 
@@ -392,7 +392,7 @@ def test_one_environment_is_built_here_for_its_spaces_and_closed(tmp_path: Path,
         assert closed.read_text() == "7\n"
 
 
-def test_different_observation_spaces_build_every_environment_here_once() -> None:
+def test_observation_mode_different_builds_every_env_once_in_the_caller() -> None:
     here: list[int] = []
 
     def build(index: int) -> Any:
@@ -407,7 +407,7 @@ def test_different_observation_spaces_build_every_environment_here_once() -> Non
         assert envs.single_observation_space == spaces.Box(0, 1, (2,), np.float32)
 
 
-def test_observation_spaces_that_differ_are_batched_in_mode_different(every_engine: Options) -> None:
+def test_observation_mode_different_batches_different_spaces(every_engine: Options) -> None:
     fns = [box_env(0, 1), box_env(-5, 5), box_env(0, 9)]
     with open_engine(fns, observation_mode="different", **every_engine) as envs:
         oracle = gymnasium.vector.SyncVectorEnv(fns, observation_mode="different")
@@ -419,7 +419,7 @@ def test_observation_spaces_that_differ_are_batched_in_mode_different(every_engi
         oracle.close()
 
 
-def test_a_pair_of_spaces_is_used_as_it_is_batched_first(every_engine: Options) -> None:
+def test_observation_mode_uses_a_given_pair_of_spaces(every_engine: Options) -> None:
     single = spaces.Box(-9, 9, (2,), np.float32)
     batched = batch_space(single, 2)
     with open_engine([box_env(0, 1), box_env(0, 2)], observation_mode=(batched, single), **every_engine) as envs:
@@ -428,7 +428,7 @@ def test_a_pair_of_spaces_is_used_as_it_is_batched_first(every_engine: Options) 
         assert envs.reset(seed=1)[0] in batched
 
 
-def test_observation_spaces_that_differ_are_refused_in_mode_same(every_engine: Options, shared_memory: bool) -> None:
+def test_observation_mode_same_refuses_different_spaces(every_engine: Options, shared_memory: bool) -> None:
     with pytest.raises(
         RuntimeError,
         match=r"the sub-environments observation spaces are not equivalent\. .*"
@@ -438,7 +438,7 @@ def test_observation_spaces_that_differ_are_refused_in_mode_same(every_engine: O
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 1)])
-def test_shapes_that_differ_are_refused_in_every_mode(every_engine: Options, shape: tuple[int, ...]) -> None:
+def test_different_shapes_are_refused_even_with_a_pair_of_spaces(every_engine: Options, shape: tuple[int, ...]) -> None:
     single = spaces.Box(0, 1, (2,), np.float32)
     with pytest.raises(RuntimeError, match="do not share a common shape and dtype"):
         vecenv.AsyncVectorEnv(
@@ -446,13 +446,13 @@ def test_shapes_that_differ_are_refused_in_every_mode(every_engine: Options, sha
         )
 
 
-def test_action_spaces_that_differ_are_refused(every_engine: Options) -> None:
+def test_different_action_spaces_are_refused(every_engine: Options) -> None:
     with pytest.raises(RuntimeError, match=r"Some environments have an action space different from `Discrete\(2\)`"):
         vecenv.AsyncVectorEnv([action_env(spaces.Discrete(2)), action_env(spaces.Discrete(3))], **every_engine)
 
 
 @pytest.mark.parametrize("build", [action_env, SpaceEnv], ids=["action", "observation"])
-def test_spaces_that_differ_are_both_named_and_the_environment(every_engine: Options, build: Any) -> None:
+def test_error_about_different_spaces_names_both_and_the_env(every_engine: Options, build: Any) -> None:
     fns = [functools.partial(build, spaces.Discrete(number)) for number in (2, 2, 7)]
     if build is action_env:
         fns = [fn() for fn in fns]
@@ -465,7 +465,7 @@ def test_spaces_that_differ_are_both_named_and_the_environment(every_engine: Opt
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_custom_space_is_pickled_where_gymnasium_asks_for_another_option(num_workers: int) -> None:
+def test_custom_observation_space_is_pickled_with_a_warning(num_workers: int) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         envs = vecenv.AsyncVectorEnv([lambda: SpaceEnv(CustomSpace())] * 2, num_workers=num_workers)
@@ -476,7 +476,7 @@ def test_a_custom_space_is_pickled_where_gymnasium_asks_for_another_option(num_w
     envs.close()
 
 
-def test_context_is_the_default_unless_given() -> None:
+def test_context_defaults_to_the_global_start_method() -> None:
     before = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method("forkserver", force=True)
     try:
@@ -487,12 +487,12 @@ def test_context_is_the_default_unless_given() -> None:
 
 
 @pytest.mark.parametrize("daemon", [True, False])
-def test_daemon_option_is_passed_on(daemon: bool) -> None:
+def test_daemon_option_applies_to_every_process(daemon: bool) -> None:
     with open_engine(counters(2), daemon=daemon) as envs:
         assert all(process.daemon is daemon for process in envs.processes)
 
 
-def test_mpi_variables_stay_in_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_variables_are_hidden_from_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     monkeypatch.setenv("PMI_SIZE", "2")
 
@@ -506,14 +506,14 @@ def test_mpi_variables_stay_in_the_caller(monkeypatch: pytest.MonkeyPatch) -> No
     assert os.environ["PMI_SIZE"] == "2"
 
 
-def test_classes_over_the_engine_have_its_options() -> None:
+def test_engine_options_repeat_the_constructor_signature() -> None:
     """``EngineOptions`` repeats the signature for type checkers, without the options that those classes set or refuse."""
     hints = typing.get_type_hints(vecenv.AsyncVectorEnv.__init__)
     theirs = set(hints) - {"env_fns", "worker", "observation_mode", "autoreset_mode", "return"}
     assert {name: hints[name] for name in theirs} == typing.get_type_hints(EngineOptions)
 
 
-def test_spaces_in_openrls_places_are_refused_by_name(closes: Any) -> None:
+def test_spaces_passed_by_position_as_in_openrl_are_refused(closes: Any) -> None:
     space = spaces.Discrete(2)
     with pytest.raises(TypeError, match=r"`shared_memory` must be True or False, got Discrete\(2\)"):
         vecenv.AsyncVectorEnv(counters(1), space, space, num_workers=0)  # type: ignore[arg-type]
@@ -528,7 +528,7 @@ def test_spaces_in_openrls_places_are_refused_by_name(closes: Any) -> None:
     [{"num_workers": 2}, {"num_workers": 0}, {"num_workers": "auto"}, {"worker_options": WorkerOptions(dummy_env=False)}],
     ids=str,
 )
-def test_a_function_that_forgot_its_return_is_named(options: dict[str, Any]) -> None:
+def test_env_fn_that_returns_none_is_named(options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=r"env_fns\[0\]\(\) returned None instead of an environment: is a `return` missing"):
         vecenv.AsyncVectorEnv([lambda: None] * 2, **options)  # type: ignore[list-item, return-value]
 
@@ -547,7 +547,7 @@ def test_custom_worker_determines_results(shared_memory: bool) -> None:
         assert envs.call("env_id") == (0, 1)
 
 
-def test_a_custom_worker_may_be_given_by_position(closes: Any) -> None:
+def test_custom_worker_is_accepted_by_position(closes: Any) -> None:
     envs: Any = closes(vecenv.AsyncVectorEnv(counters(2), True, True, None, True, counting_worker))
     envs.reset(seed=1)
 
@@ -573,7 +573,7 @@ def replaced_in_gymnasium(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("replaced_in_gymnasium")
-def test_make_vec_builds_it_by_keyword_and_assigns_the_spec(recwarn: pytest.WarningsRecorder) -> None:
+def test_make_vec_builds_the_class_and_assigns_the_spec(recwarn: pytest.WarningsRecorder) -> None:
     envs: Any = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="async")
     assert type(envs) is vecenv.AsyncVectorEnv
     assert envs.spec.id == "CartPole-v1"
@@ -585,7 +585,7 @@ def test_make_vec_builds_it_by_keyword_and_assigns_the_spec(recwarn: pytest.Warn
 
 
 @pytest.mark.usefixtures("replaced_in_gymnasium")
-def test_make_vec_passes_vector_kwargs_on() -> None:
+def test_make_vec_forwards_vector_kwargs() -> None:
     envs: Any = gymnasium.make_vec(
         "CartPole-v1",
         num_envs=4,
@@ -601,20 +601,20 @@ def test_make_vec_passes_vector_kwargs_on() -> None:
 
 
 @pytest.mark.usefixtures("replaced_in_gymnasium")
-def test_an_environment_made_again_from_its_spec_is_the_same(closes: Any) -> None:
+def test_vector_env_rebuilt_from_its_spec_resets_identically(closes: Any) -> None:
     envs: Any = closes(gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="async"))
     again: Any = closes(gymnasium.make_vec(envs.spec))
     np.testing.assert_array_equal(envs.reset(seed=1)[0], again.reset(seed=1)[0])
 
 
-def test_call_and_get_attr_are_reached_through_unwrapped() -> None:
+def test_wrapped_engine_provides_call_and_np_random_seed() -> None:
     with open_engine(counters(2), num_workers=0) as envs:
         wrapped: Any = gymnasium.wrappers.vector.RecordEpisodeStatistics(envs)
         assert wrapped.unwrapped.call("env_id") == (0, 1)
         assert wrapped.np_random_seed == envs.np_random_seed
 
 
-def test_observation_wrappers_refuse_same_step_mode_as_with_gymnasiums_class() -> None:
+def test_observation_wrappers_refuse_same_step_mode_as_in_gymnasium() -> None:
     theirs: Any = gymnasium.vector.SyncVectorEnv(counters(2), autoreset_mode="SameStep")
     with pytest.raises((AssertionError, ValueError)) as refused:
         gymnasium.wrappers.vector.FlattenObservation(theirs)
@@ -629,7 +629,7 @@ def test_observation_wrappers_refuse_same_step_mode_as_with_gymnasiums_class() -
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_final_observation_may_be_overwritten_in_place_by_a_wrapper(num_workers: int) -> None:
+def test_final_observation_may_be_overwritten_in_place(num_workers: int) -> None:
     with ready_engine(counters(2, lengths=(1,)), num_workers=num_workers, autoreset_mode="SameStep") as envs:
         for _ in range(2):
             final = envs.step([0, 0])[4]["final_obs"]
@@ -652,7 +652,7 @@ def test_a_final_observation_may_be_overwritten_in_place_by_a_wrapper(num_worker
     ],
     ids=range(7),
 )
-def test_other_classes_explain_wrong_arguments_as_async_vector_env_does(build: Any, error: Any, text: str) -> None:
+def test_multi_agent_vec_env_and_pool_explain_wrong_arguments(build: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         build()
 
@@ -662,7 +662,7 @@ NO_ACTIONS = [spaces.Tuple(()), spaces.Dict({}), spaces.Tuple((spaces.Dict({}), 
 
 @pytest.mark.parametrize("space", NO_ACTIONS, ids=str)
 @pytest.mark.parametrize("num_workers", [2, 0])
-def test_environments_without_actions_are_stepped(space: Any, num_workers: int) -> None:
+def test_envs_with_empty_action_spaces_are_stepped(space: Any, num_workers: int) -> None:
     class Film(CounterEnv):
         def __init__(self) -> None:
             super().__init__()
@@ -681,7 +681,7 @@ def test_environments_without_actions_are_stepped(space: Any, num_workers: int) 
 
 
 @pytest.mark.parametrize("seeds", [np.arange(4, 7), np.array([4, 5, 6], np.uint8), [np.int64(4), 5, np.int32(6)]], ids=repr)
-def test_seeds_may_be_an_array(seeds: Any) -> None:
+def test_reset_accepts_seeds_as_an_array(seeds: Any) -> None:
     with open_engine(counters(3), num_workers=1) as envs:
         assert envs.reset(seed=seeds)[0][:, 3].tolist() == [4, 5, 6]
         envs.reset_async(seed=seeds[:2], env_id=[0, 2])

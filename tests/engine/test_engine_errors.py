@@ -66,7 +66,7 @@ def test_close_closes_every_environment_once(every_engine: Options, tmp_path: Pa
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kwargs", [{"terminate": True}, {"timeout": 0.2}, {}], ids=str)
-def test_close_by_force_with_a_timeout_or_after_one_does_not_wait_for_environments(
+def test_close_after_a_timeout_does_not_wait_for_environments(
     process_engine: Options, kwargs: Options
 ) -> None:
     with ready_engine([SleepingEnv] * 2, **process_engine) as envs:
@@ -131,7 +131,7 @@ def test_close_logs_the_environment_that_it_waits_for(
 
 
 @pytest.mark.parametrize("pending", ["reset", "step", "call"])
-def test_closing_during_a_pending_call_warns_and_waits_for_it(every_engine: Options, pending: str) -> None:
+def test_close_during_a_pending_call_warns_and_waits(every_engine: Options, pending: str) -> None:
     begin = {
         "reset": lambda envs: envs.reset_async(seed=1),
         "step": lambda envs: envs.step_async([0.05, 0.05]),
@@ -145,7 +145,7 @@ def test_closing_during_a_pending_call_warns_and_waits_for_it(every_engine: Opti
         assert envs.closed is True
 
 
-def test_error_of_the_pending_call_is_not_raised_by_close(process_engine: Options) -> None:
+def test_close_does_not_raise_the_error_of_a_pending_call(process_engine: Options) -> None:
     with ready_engine(counters(2), **process_engine) as envs:
         envs.call_async("fail", ValueError("x"))
         with pytest.warns(UserWarning):  # noqa: PT030 - the failure may be logged as well
@@ -153,7 +153,7 @@ def test_error_of_the_pending_call_is_not_raised_by_close(process_engine: Option
         assert envs.closed is True
 
 
-def test_close_extras_takes_the_same_arguments(every_engine: Options) -> None:
+def test_close_extras_accepts_the_arguments_of_close(every_engine: Options) -> None:
     with ready_engine(counters(2), **every_engine) as envs:
         envs.close_extras(timeout=5, terminate=False)
         envs.close()
@@ -173,7 +173,7 @@ def test_unreferenced_engine_is_closed(every_engine: Options) -> None:
     assert not any(map(psutil.pid_exists, pids))
 
 
-def test_a_constructor_that_failed_leaves_an_object_that_can_be_deleted() -> None:
+def test_engine_can_be_deleted_after_its_constructor_failed() -> None:
     envs: Any = vecenv.AsyncVectorEnv.__new__(vecenv.AsyncVectorEnv)
     with pytest.raises(ValueError, match="AutoresetMode"):
         envs.__init__(counters(1), autoreset_mode="x")
@@ -197,7 +197,7 @@ def raising(index: int, error: BaseException, method: str = "step", at: int = 2)
     "error", [ValueError("x"), KeyError("k"), OddError("odd"), ZeroDivisionError(), OSError(2, "no")], ids=repr
 )
 @pytest.mark.parametrize("method", ["step", "reset"])
-def test_the_exception_of_an_environment_is_raised_as_what_it_is(
+def test_exception_of_an_env_is_raised_with_its_type_and_text(
     every_engine: Options, error: Exception, method: str
 ) -> None:
     # A copy, because the exception that is raised here holds on to the frames it went through.
@@ -222,7 +222,7 @@ def failed_engine(engine: Options) -> Iterator[tuple[Any, Exception, list[str]]]
         yield envs, caught.value, texts
 
 
-def test_one_failure_makes_exactly_three_warnings() -> None:
+def test_one_failure_emits_exactly_three_warnings() -> None:
     with failed_engine({}) as (_, _, texts):
         red, plain = "\x1b[31mERROR: ", "\x1b[0m"
         assert texts[0] == f"{red}Received the following error from Worker-2 - Shutting it down{plain}"
@@ -235,7 +235,7 @@ def test_one_failure_makes_exactly_three_warnings() -> None:
 @pytest.mark.parametrize(
     "options", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "use_caller": True}], ids=str
 )
-def test_failure_is_reported_once(options: Options) -> None:
+def test_failure_is_reported_only_by_the_exception(options: Options) -> None:
     """Only the raised exception reports it; no log lines about another worker and its end."""
     with failed_engine(options) as (_, error, texts):
         assert texts == []
@@ -244,7 +244,7 @@ def test_failure_is_reported_once(options: Options) -> None:
         assert "env 2, " in printed
 
 
-def test_two_failures_make_exactly_five_warnings_and_the_others_were_stepped() -> None:
+def test_two_failures_emit_exactly_five_warnings_and_step_the_others() -> None:
     fns = [counters(4)[0], raising(1, ValueError("one")), counters(4)[2], raising(3, KeyError("three"))]
     with ready_engine(fns) as envs:
         envs.step([0] * 4)
@@ -260,7 +260,7 @@ class PercentEnv(CounterEnv):
         raise ValueError("100% wrong: %s %d")
 
 
-def test_the_logged_traceback_shows_the_line_that_raised_and_the_text_as_it_is() -> None:
+def test_logged_traceback_shows_the_raising_line_and_the_unformatted_text() -> None:
     with open_engine([PercentEnv]) as envs:
         with raises_logged(ValueError, match="100% wrong: %s %d") as (_, texts):
             envs.reset(seed=1)
@@ -276,7 +276,7 @@ def test_exception_names_the_environment_and_has_the_remote_traceback(every_engi
         assert "_maybe_raise" in str(error.__cause__) or error.__traceback__ is not None
 
 
-def test_nothing_is_logged_while_nothing_fails(every_engine: Options, recwarn: pytest.WarningsRecorder) -> None:
+def test_nothing_is_logged_without_a_failure(every_engine: Options, recwarn: pytest.WarningsRecorder) -> None:
     with ready_engine(counters(2), **every_engine) as envs:
         envs.step([0, 0])
         envs.call("env_id")
@@ -295,7 +295,7 @@ def test_reset_rebuilds_only_the_failed_environment(every_engine: Options) -> No
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("by_row", [True, False], ids=["by row", "at once"])
 @pytest.mark.parametrize("method", ["step", "reset"])
-def test_only_the_failed_environment_is_not_counted(every_engine: Options, method: str, by_row: bool) -> None:
+def test_stats_count_all_but_the_failed_environment(every_engine: Options, method: str, by_row: bool) -> None:
     with ready_engine([*counters(2), raising(2, ValueError("x"), method)], **every_engine) as envs:
         envs.step([0, 0, 0])
         before = envs.stats()
@@ -313,7 +313,7 @@ def test_only_the_failed_environment_is_not_counted(every_engine: Options, metho
         assert [after[name] - before[name] for name in ("steps", "resets")] == ([2, 0] if method == "step" else [0, 2])
 
 
-def test_step_of_a_failed_environment_raises_and_steps_none(every_engine: Options) -> None:
+def test_step_of_a_failed_environment_raises_and_steps_no_other(every_engine: Options) -> None:
     with failed_engine(every_engine) as (envs, *_):
         before = envs.exec_func(lambda env: env.steps, [0, 1])
         with pytest.raises(EnvFailed, match="2"):
@@ -321,7 +321,7 @@ def test_step_of_a_failed_environment_raises_and_steps_none(every_engine: Option
         assert envs.exec_func(lambda env: env.steps, [0, 1]) == before
 
 
-def test_a_masked_reset_of_the_failed_environment_alone_is_enough(every_engine: Options) -> None:
+def test_masked_reset_recovers_a_failed_environment(every_engine: Options) -> None:
     with failed_engine(every_engine) as (envs, *_):
         observations, _ = envs.reset(seed=1, options={"reset_mask": np.array([False, False, True])})
         assert observations[:, 1:3].tolist() == [[2, 1], [2, 1], [0, 1]]
@@ -351,14 +351,14 @@ class RebuiltEnv(CounterEnv):
 
 
 @pytest.mark.parametrize("env_threads", [1, 2])
-def test_a_failed_environment_is_freed_before_the_next_one_is_built(env_threads: int) -> None:
+def test_failed_environment_is_freed_before_its_replacement_is_built(env_threads: int) -> None:
     with ready_engine([RebuiltEnv], num_workers=1, env_threads=env_threads, on_failure="restart") as envs:
         for _ in range(3):
             envs.step(np.array([4]))
             assert envs.step(np.array([0]))[4]["earlier"].tolist() == [0]
 
 
-def test_a_reset_frees_an_environment_that_failed() -> None:
+def test_reset_frees_a_failed_environment() -> None:
     with ready_engine([RebuiltEnv], num_workers=1) as envs:
         for _ in range(2):
             with raises_logged(RuntimeError, "no fours"):
@@ -410,7 +410,7 @@ class UncheckedEnv(CounterEnv):
 
 
 @pytest.mark.parametrize(("num_workers", "on_failure"), [(0, "raise"), (2, "raise"), (2, "restart")])
-def test_an_exception_before_the_first_reset_says_so(num_workers: int, on_failure: Any) -> None:
+def test_exception_before_the_first_reset_has_a_note_about_it(num_workers: int, on_failure: Any) -> None:
     text = "reset() was never called"
     with open_engine([UncheckedEnv] * 2, num_workers=num_workers, on_failure=on_failure) as envs:
         with pytest.raises(AttributeError, match="position") as caught:
@@ -430,7 +430,7 @@ def test_an_exception_before_the_first_reset_says_so(num_workers: int, on_failur
         assert text not in checked.value.__notes__
 
 
-def test_a_dead_worker_says_how_to_go_on() -> None:
+def test_error_of_a_dead_worker_explains_how_to_recover() -> None:
     with ready_engine(counters(2), num_workers=2) as envs:
         envs.processes[1].kill()
         with pytest.raises(WorkerDied) as caught:
@@ -441,7 +441,7 @@ def test_a_dead_worker_says_how_to_go_on() -> None:
         envs.reset()
 
 
-def test_an_error_without_text_is_named_without_a_colon(caplog: pytest.LogCaptureFixture) -> None:
+def test_error_without_text_is_shown_without_a_colon(caplog: pytest.LogCaptureFixture) -> None:
     with ready_engine([functools.partial(RaisingEnv, error=MemoryError())], num_workers=1, on_failure="restart") as envs:
         envs.step(np.array([0]))
         text = r" died during step: MemoryError, at envs.py:\d+ in _maybe_raise, so it was killed$"
@@ -449,7 +449,7 @@ def test_an_error_without_text_is_named_without_a_colon(caplog: pytest.LogCaptur
         assert str(envs.errors[0]).endswith("step: MemoryError")
 
 
-def test_a_restart_after_a_memory_error_has_a_new_process() -> None:
+def test_restart_after_a_memory_error_starts_a_new_process() -> None:
     """A library may have leaked the memory, so a rebuild in the same process would fail again."""
     env_fns = [functools.partial(RaisingEnv, error=MemoryError()), RaisingEnv]
     with ready_engine(env_fns, num_workers=1, on_failure="restart") as envs:
@@ -460,7 +460,7 @@ def test_a_restart_after_a_memory_error_has_a_new_process() -> None:
         assert envs.stats()["restarts"] == 1
 
 
-def test_restarted_row_reports_nothing_of_its_failed_step(process_engine: Options) -> None:
+def test_restarted_row_contains_no_data_of_its_failed_step(process_engine: Options) -> None:
     """Its reward is not a number, which is found after its observation and its info were read."""
     zeros = np.zeros(4, np.float32)
     good, bad = (zeros, 1.0, False, False, {}), (zeros + 9, object(), False, False, {"said": ["by pickle"], "number": 3})
@@ -472,7 +472,7 @@ def test_restarted_row_reports_nothing_of_its_failed_step(process_engine: Option
         assert (rewards.tolist(), truncations.tolist()) == ([1.0, 0.0], [False, True])
 
 
-def test_a_failing_autoreset_is_reported_as_an_error_of_the_step(process_engine: Options) -> None:
+def test_error_in_an_autoreset_is_raised_by_step(process_engine: Options) -> None:
     class FailsToResetAgain(CounterEnv):
         def reset(self, **kwargs: Any) -> Any:
             if self.episodes:
@@ -542,7 +542,7 @@ def test_late_result_is_returned_by_the_same_wait(
         np.testing.assert_allclose(rewards, np.arange(3) + steps / 1000)
 
 
-def test_several_timeouts_in_a_row_lose_nothing(process_engine: Options) -> None:
+def test_repeated_timeouts_lose_no_result(process_engine: Options) -> None:
     with ready_engine(sleepers(), **process_engine) as envs:
         late = 0
         for t in range(1, 4):
@@ -569,7 +569,7 @@ def test_result_within_the_timeout_is_returned(process_engine: Options) -> None:
 
 
 @pytest.mark.long
-def test_the_deadline_is_one_for_all_environments() -> None:
+def test_timeout_applies_to_all_environments_together() -> None:
     with ready_engine(sleepers()) as envs:
         envs.step_async([0.3, 0.6, 0.9])
         begin = time.monotonic()
@@ -592,7 +592,7 @@ SHORTCUTS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("shortcut", SHORTCUTS.values(), ids=list(SHORTCUTS))
-def test_shortcuts_of_call_are_refused_as_call_async_is(every_engine: Options, shortcut: Callable[[Any], Any]) -> None:
+def test_shortcuts_of_call_are_refused_like_call_async(every_engine: Options, shortcut: Callable[[Any], Any]) -> None:
     with open_engine(counters(2), **every_engine) as envs:
         envs.reset_async()
         with pytest.raises(AlreadyPendingCallError, match="Calling `call_async` while waiting") as caught:
@@ -606,7 +606,7 @@ def test_shortcuts_of_call_are_refused_as_call_async_is(every_engine: Options, s
             assert str(closed.value) == "Trying to operate on `AsyncVectorEnv`, after a call to `close()`."
 
 
-def test_the_text_after_close_names_the_subclass() -> None:
+def test_error_after_close_names_the_subclass() -> None:
     class Subclass(vecenv.AsyncVectorEnv):
         pass
 
@@ -616,7 +616,7 @@ def test_the_text_after_close_names_the_subclass() -> None:
         envs.reset()
 
 
-def test_pending_errors_of_reset_and_step_name_their_async_halves() -> None:
+def test_pending_call_error_of_reset_and_step_names_the_async_method() -> None:
     with open_engine(counters(2)) as envs:
         envs.call_async("env_id")
         with pytest.raises(AlreadyPendingCallError, match="Calling `reset_async`"):
@@ -626,7 +626,7 @@ def test_pending_errors_of_reset_and_step_name_their_async_halves() -> None:
         assert envs.call_wait() == (0, 1)
 
 
-def test_send_and_recv_are_named_when_something_is_pending() -> None:
+def test_pending_call_error_of_send_and_recv_names_the_method() -> None:
     with open_engine(counters(2)) as envs:
         envs.reset()
         envs.step_async([0, 0])
@@ -659,7 +659,7 @@ def test_phase_is_checked_before_actions() -> None:
         envs.reset_wait()
 
 
-def test_arguments_of_the_async_half_of_reset_may_be_given_by_position() -> None:
+def test_reset_async_accepts_arguments_by_position() -> None:
     with open_engine(counters(2)) as envs:
         envs.reset_async(5, {"a": 1})
         observations, infos = envs.reset_wait()

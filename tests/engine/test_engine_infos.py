@@ -115,7 +115,7 @@ CASES: dict[str, list[dict[Any, Any]]] = {
 
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", CASES)
-def test_infos_are_batched_as_gymnasium_does(engine: Options, name: str) -> None:
+def test_infos_are_merged_as_by_gymnasium(engine: Options, name: str) -> None:
     infos = CASES[name]
     wanted = merged(infos)
     with open_engine([info_env([info], [info]) for info in infos], **engine) as envs:
@@ -166,7 +166,7 @@ KEPT: dict[str, tuple[list[Any], Any, bool]] = {
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", KEPT)
-def test_values_that_do_not_fit_one_column_are_kept(engine: Options, name: str) -> None:
+def test_values_that_do_not_fit_one_column_are_kept_unchanged(engine: Options, name: str) -> None:
     values, column, warned = KEPT[name]
     with ready_engine([info_env([{"a": value, "d": {"a": value}}, {}]) for value in values], **engine) as envs:
         with warnings.catch_warnings(record=True) as caught:
@@ -181,7 +181,7 @@ def test_values_that_do_not_fit_one_column_are_kept(engine: Options, name: str) 
 
 
 @pytest.mark.filterwarnings("ignore:.*infos")
-def test_a_warning_about_a_column_is_given_once_and_names_the_environment_and_the_key(engine: Options) -> None:
+def test_column_warning_is_issued_once_and_names_env_and_key(engine: Options) -> None:
     with ready_engine([info_env([{"a": value}] * 4) for value in (1, 2, 2.5)], **engine) as envs:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -192,7 +192,7 @@ def test_a_warning_about_a_column_is_given_once_and_names_the_environment_and_th
         assert "infos['a']: env 2 returned 2.5, but the first value, from env 0, has dtype int64" in texts[0]
 
 
-def test_a_key_that_is_the_mask_of_another_is_dropped_with_a_warning(engine: Options) -> None:
+def test_key_that_equals_the_mask_of_another_is_dropped_with_a_warning(engine: Options) -> None:
     with ready_engine([info_env([{"_a": 0, "a": 1}])] * 2, **engine) as envs:
         with pytest.warns(UserWarning, match=r"infos\['_a'\] of env 0 is dropped: that key is the mask of another key"):
             infos = envs.step([0, 0])[4]
@@ -205,7 +205,7 @@ NO_DICTS: dict[str, Any] = {"None": None, "a list": [1, 2], "an object that cann
 
 @pytest.mark.parametrize("name", ["None", "a list"])
 @pytest.mark.parametrize("call", ["step", "reset", "recv"])
-def test_an_info_that_is_no_dict_raises_after_the_rows_were_delivered(engine: Options, call: str, name: str) -> None:
+def test_info_that_is_not_a_dict_raises_with_the_complete_result(engine: Options, call: str, name: str) -> None:
     value = NO_DICTS[name]
     fns = [info_env([{}] if call == "reset" else [info, {}], [info]) for info in ({"a": 1}, value, {"a": 3})]
     with open_engine(fns, **engine) as envs:
@@ -225,7 +225,7 @@ def test_an_info_that_is_no_dict_raises_after_the_rows_were_delivered(engine: Op
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
-def test_an_info_that_is_no_dict_is_a_failure_with_restarts(mode: str) -> None:
+def test_info_that_is_not_a_dict_restarts_its_env(mode: str) -> None:
     env_fns = [info_env([info, {}], [{}]) for info in ({"a": 1}, None)]
     with ready_engine(env_fns, num_workers=1, on_failure="restart", autoreset_mode=mode) as envs:
         infos = envs.step([0, 0])[4]
@@ -235,7 +235,7 @@ def test_an_info_that_is_no_dict_is_a_failure_with_restarts(mode: str) -> None:
         assert "InfoError: info: got None, expected a dict" in str(envs.errors[-1])
 
 
-def test_arrays_that_no_record_holds_are_not_copied() -> None:
+def test_arrays_too_large_for_a_record_are_not_copied() -> None:
     values: list[Any] = []
     assert _flatten({"a": 1, "b": np.zeros(INFO_BYTES + 1, np.uint8)}, values) is None
     assert values == [1]
@@ -249,7 +249,7 @@ def test_info_is_not_repeated_after_a_message_about_another_row(num_workers: int
             assert {key.removeprefix("_") for key in envs.recv(count=len(rows))[4]} == keys
 
 
-def test_infos_are_fresh_and_writeable_at_every_step(engine: Options) -> None:
+def test_infos_are_new_writeable_arrays_at_every_step(engine: Options) -> None:
     info = {"a": 1, "b": np.ones(2), "d": {"e": 2.0}, "o": "x"}
     with ready_engine([info_env([info], [info])] * 3, **engine) as envs:
         first = envs.step([0, 0, 0])[4]
@@ -287,7 +287,7 @@ class Shares(CounterEnv):
 
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
 @pytest.mark.parametrize("kwargs", [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 1, "use_caller": True}], ids=str)
-def test_an_info_that_is_written_again_equals_that_of_sync_vector_env(kwargs: Options, mode: str) -> None:
+def test_infos_overwritten_in_place_equal_sync_vector_env(kwargs: Options, mode: str) -> None:
     """Dicts and arrays in an info are those of its own step, although the next environment writes into the same objects."""
     info = {"array": np.zeros(4), "objects": np.zeros(4, object), "inner": {"array": np.zeros(4)}, "ordered": OrderedDict()}
     assert_as_sync([partial(Shares, row, info) for row in range(3)], 6, autoreset_mode=mode, **kwargs)
@@ -306,7 +306,7 @@ def test_dicts_of_other_classes_keep_their_class(num_workers: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
-def test_infos_that_come_and_go_over_time_equal_those_of_sync_vector_env(engine: Options, mode: str, closes: Any) -> None:
+def test_infos_with_changing_keys_equal_sync_vector_env(engine: Options, mode: str, closes: Any) -> None:
     """Columns of numbers that were there ten times must not be made up when they are absent once."""
     rng = np.random.default_rng(0)
 
@@ -335,7 +335,7 @@ def test_infos_that_come_and_go_over_time_equal_those_of_sync_vector_env(engine:
                 assert_identical(envs.reset(seed=1), oracle.reset(seed=1))
 
 
-def test_a_reset_within_a_step_whose_info_is_no_dict_keeps_the_end_of_the_episode(engine: Options) -> None:
+def test_same_step_reset_info_that_is_not_a_dict_keeps_the_final_info(engine: Options) -> None:
     zeros = np.zeros(4, np.float32)
     resets, steps = [(zeros, {"b": 2}), (zeros, None)], [(zeros, 1.0, True, False, {"a": 1})] * 2
     with ready_engine([partial(ReturningEnv, resets=resets, steps=steps)] * 2, autoreset_mode="SameStep", **engine) as envs:
@@ -348,7 +348,7 @@ def test_a_reset_within_a_step_whose_info_is_no_dict_keeps_the_end_of_the_episod
             assert [final.tolist() for final in info["final_obs"]] == [[0.0] * 4] * 2
 
 
-def test_a_float_column_that_later_holds_an_int_follows_gymnasium_step_by_step(
+def test_column_with_changing_types_equals_gymnasium_at_every_step(
     engine: Options,
 ) -> None:
     steps: list[dict[str, Any]] = [*({"a": value} for value in (1.5, 2, True, np.float32(0.1), "x", 1.5)), {}]
@@ -357,7 +357,7 @@ def test_a_float_column_that_later_holds_an_int_follows_gymnasium_step_by_step(
             assert_identical(envs.step([0, 0])[4], merged([info] * 2))
 
 
-def test_a_key_that_changes_its_type_and_stays_equal_is_a_new_one(engine: Options, closes: Any) -> None:
+def test_key_keeps_its_type_after_an_equal_key_of_another_type(engine: Options, closes: Any) -> None:
     turns: list[dict[Any, Any]] = [{1: 5}, {True: 6}, {1.0: 7}, {"d": {0: 1}}, {"d": {False: 2}}, {"a": 1}, {Name.A: 2}]
     fns = [info_env(turns), info_env(turns[1:] + turns[:1])]
     oracle = closes(SyncVectorEnv(fns))
@@ -372,7 +372,7 @@ def test_a_key_that_changes_its_type_and_stays_equal_is_a_new_one(engine: Option
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_info_that_cannot_be_read_names_its_environment_and_the_engine_continues(num_workers: int) -> None:
+def test_unreadable_info_raises_with_its_env_and_the_next_step_succeeds(num_workers: int) -> None:
     with ready_engine([info_env([info, {}]) for info in ({}, Unreadable())], num_workers=num_workers) as envs:
         with pytest.raises((RuntimeError, InfoError)) as caught:
             envs.step([0, 0])
@@ -381,7 +381,7 @@ def test_an_info_that_cannot_be_read_names_its_environment_and_the_engine_contin
         assert envs.step([0, 0])[4] == {}
 
 
-def test_the_order_of_keys_is_that_of_the_environments() -> None:
+def test_info_keys_are_ordered_by_first_appearance() -> None:
     infos: list[dict[str, Any]] = [{"b": 1, "z": 2}, {"a": 3, "b": 1}, {}, {"y": 1, "b": 2, "a": 5}, {"c": {"e": 1, "d": 1}}]
     for _ in range(len(infos)):
         infos = infos[1:] + infos[:1]
@@ -480,7 +480,7 @@ MIXTURES: list[list[Any]] = [
 
 
 @pytest.mark.parametrize("infos", MIXTURES, ids=repr)
-def test_infos_by_row_gives_what_environments_returned(engine: Options, infos: list[Any]) -> None:
+def test_infos_by_row_returns_the_infos_of_the_environments(engine: Options, infos: list[Any]) -> None:
     with open_engine([info_env([info, info], [info]) for info in infos], **engine) as envs:
         by_row = vecenv.infos_by_row(envs)
         assert repr(by_row.reset(seed=1)[1]) == repr(infos)
@@ -491,7 +491,7 @@ def test_infos_by_row_gives_what_environments_returned(engine: Options, infos: l
         received[0] = env_ids[:] = 0  # the caller's own
 
 
-def test_infos_by_row_has_what_wrappers_changed(closes: Any) -> None:
+def test_infos_by_row_includes_changes_by_wrappers(closes: Any) -> None:
     class Doubling(VectorWrapper):  # type: ignore[type-arg]
         def step(self, actions: Any) -> Any:
             *results, infos = super().step(actions)

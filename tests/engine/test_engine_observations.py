@@ -77,7 +77,7 @@ def test_observations_of_every_space_equal_those_of_sync_vector_env(
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", VARYING_SPACES)
-def test_values_that_vary_in_size_are_real_in_shared_memory_mode(name: str) -> None:
+def test_values_of_varying_size_are_updated_in_shared_memory_mode(name: str) -> None:
     """Gymnasium's own class returns the value of the constructor forever, or refuses the space."""
     with open_engine(space_envs(VARYING_SPACES[name])) as envs:
         first = copy.deepcopy(envs.reset(seed=1)[0])
@@ -86,7 +86,7 @@ def test_values_that_vary_in_size_are_real_in_shared_memory_mode(name: str) -> N
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_with_copy_every_observation_is_its_own_array(shared_memory: bool, name: str) -> None:
+def test_copy_returns_new_observation_arrays_at_every_step(shared_memory: bool, name: str) -> None:
     with open_engine(space_envs(FIXED_SPACES[name]), shared_memory=shared_memory, num_workers=2) as envs:
         first = envs.reset(seed=1)[0]
         kept = copy.deepcopy(first)
@@ -98,13 +98,13 @@ def test_with_copy_every_observation_is_its_own_array(shared_memory: bool, name:
             assert not np.shares_memory(one, inner)
 
 
-def test_with_copy_every_observation_owns_its_data(engine: Options, shared_memory: bool) -> None:
+def test_copied_observations_own_their_data(engine: Options, shared_memory: bool) -> None:
     with open_engine(counters(3), shared_memory=shared_memory, **engine) as envs:
         assert envs.reset(seed=1)[0].flags.owndata
         assert envs.step([0, 0, 0])[0].flags.owndata
 
 
-def test_without_copy_in_shared_memory_it_is_always_the_same_object(engine: Options) -> None:
+def test_no_copy_returns_the_same_object_in_shared_memory(engine: Options) -> None:
     with open_engine(space_envs(FIXED_SPACES["dict-nested"]), copy=False, **engine) as envs:
         first = envs.reset(seed=1)[0]
         assert first is envs.observations
@@ -113,7 +113,7 @@ def test_without_copy_in_shared_memory_it_is_always_the_same_object(engine: Opti
         assert any((a != b).any() for a, b in zip(leaves(before), leaves(first), strict=True))
 
 
-def test_without_copy_and_without_shared_memory_the_arrays_are_the_same(engine: Options) -> None:
+def test_no_copy_returns_the_same_arrays_without_shared_memory(engine: Options) -> None:
     with open_engine(counters(3), copy=False, shared_memory=False, **engine) as envs:
         first = envs.reset(seed=1)[0]
         assert envs.step([0, 0, 0])[0] is first
@@ -126,7 +126,7 @@ def test_without_copy_and_without_shared_memory_the_arrays_are_the_same(engine: 
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_without_copy_the_observations_are_those_of_sync_vector_env(shared_memory: bool, name: str) -> None:
+def test_no_copy_observations_equal_sync_vector_env(shared_memory: bool, name: str) -> None:
     assert_as_sync(space_envs(FIXED_SPACES[name]), copy=False, shared_memory=shared_memory, num_workers=2)
 
 
@@ -142,7 +142,7 @@ def test_observations_are_zeros_of_the_batched_space_before_the_first_reset(shar
             assert not leaf.any()
 
 
-def test_dict_observations_have_the_order_of_the_space(engine: Options, shared_memory: bool) -> None:
+def test_dict_observations_have_the_key_order_of_the_space(engine: Options, shared_memory: bool) -> None:
     space = spaces.Dict({"z": spaces.Discrete(2), "a": spaces.Discrete(3), "m": spaces.Box(0, 1, (1,))})
     with open_engine(space_envs(space), shared_memory=shared_memory, **engine) as envs:
         assert list(envs.reset(seed=1)[0]) == list(envs.single_observation_space.spaces)
@@ -155,7 +155,7 @@ CUSTOM = {"alone": CustomSpace(), "in a dict": spaces.Dict(PARTS), "in a tuple":
 
 @pytest.mark.parametrize("copied", [True, False], ids=["copy", "no-copy"])
 @pytest.mark.parametrize("name", CUSTOM)
-def test_a_custom_space_works_without_shared_memory(engine: Options, name: str, copied: bool) -> None:
+def test_custom_space_without_shared_memory_equals_sync_vector_env(engine: Options, name: str, copied: bool) -> None:
     assert_as_sync(space_envs(CUSTOM[name], 2), shared_memory=False, copy=copied, **engine)
 
 
@@ -179,7 +179,7 @@ def test_explicit_shared_memory_refuses_a_custom_space(engine: Options, build: A
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_custom_space_is_pickled_where_shared_memory_is_left_out(num_workers: int) -> None:
+def test_custom_space_is_pickled_if_shared_memory_is_not_given(num_workers: int) -> None:
     fns = space_envs(CustomSpace(), 2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -191,7 +191,7 @@ def test_a_custom_space_is_pickled_where_shared_memory_is_left_out(num_workers: 
         assert envs.observations is None
 
 
-def test_a_custom_action_space_takes_one_action_for_each_environment(engine: Options) -> None:
+def test_custom_action_space_accepts_one_action_per_environment(engine: Options) -> None:
     fns = [lambda i=i: SpaceEnv(spaces.Discrete(5), CustomSpace(), env_id=i) for i in range(3)]
     with open_engine(fns, **engine) as envs:
         assert isinstance(envs.action_space, spaces.Tuple)
@@ -204,7 +204,7 @@ class Wide(spaces.Box):
     """A subclass of Box, to which everything that holds for Box applies."""
 
 
-def test_subclasses_of_gymnasiums_spaces_are_what_they_inherit_from(engine: Options, shared_memory: bool) -> None:
+def test_subclass_of_box_is_treated_as_a_box(engine: Options, shared_memory: bool) -> None:
     assert_as_sync(space_envs(Wide(-1, 1, (3,), np.float32), 2), shared_memory=shared_memory, **engine)
 
 
@@ -226,7 +226,7 @@ class Point(spaces.Space):
     __hash__ = None  # type: ignore[assignment]
 
 
-def test_a_custom_space_that_is_registered_with_gymnasium_works_in_shared_memory(closes: Any) -> None:
+def test_custom_space_registered_with_gymnasium_works_in_shared_memory(closes: Any) -> None:
     from gymnasium.vector.utils import (
         batch_space,
         concatenate,
@@ -303,12 +303,12 @@ CASTS: dict[str, tuple[spaces.Space, Any]] = {
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize(("engine", "shared_memory", "name"), each_pair(VALUE_ENGINES, MEMORIES, list(CASTS)))
-def test_what_fits_the_space_is_cast_as_sync_vector_env_does(engine: Options, shared_memory: bool, name: str) -> None:
+def test_observations_are_cast_to_the_space_like_sync_vector_env(engine: Options, shared_memory: bool, name: str) -> None:
     space, observation = CASTS[name]
     assert_as_sync(returning(space, observation, observation), 1, shared_memory=shared_memory, **engine)
 
 
-def test_more_keys_than_the_space_has_are_ignored(engine: Options, shared_memory: bool) -> None:
+def test_extra_observation_keys_are_ignored(engine: Options, shared_memory: bool) -> None:
     space = spaces.Dict({"a": spaces.Discrete(3)})
     with ready_engine(returning(space, {"a": 2, "b": 1}, {"a": 1}), shared_memory=shared_memory, **engine) as envs:
         assert envs.step([0, 0])[0]["a"].tolist() == [1, 2]
@@ -360,7 +360,7 @@ def test_observation_that_does_not_fit_its_space_raises_with_its_path(
     ],
     ids=["float-into-int", "int-array-into-uint8", "int-list-into-uint8", "float-into-discrete"],
 )
-def test_numbers_that_do_not_fit_raise_where_sync_vector_env_raises(
+def test_numbers_that_cannot_be_cast_raise_like_sync_vector_env(
     engine: Options, shared_memory: bool, space: spaces.Space, observation: Any, closes: Any
 ) -> None:
     fns = returning(space, observation)
@@ -375,7 +375,7 @@ def test_numbers_that_do_not_fit_raise_where_sync_vector_env_raises(
         envs.step([0, 0])
 
 
-def test_an_observation_of_reset_is_checked_too(engine: Options, shared_memory: bool) -> None:
+def test_observation_of_reset_is_checked(engine: Options, shared_memory: bool) -> None:
     fns = returning(BOX4, np.zeros(4, np.float32))
     bad = [lambda: ReturningEnv([(np.zeros(5, np.float32), {})], [], BOX4)]
     with open_engine(fns[:1] + bad, shared_memory=shared_memory, **engine) as envs, raises_logged(ValueError):
@@ -387,7 +387,7 @@ def test_an_observation_of_reset_is_checked_too(engine: Options, shared_memory: 
     [np.zeros(4, np.float32), (np.zeros(4, np.float32),), None, 3],
     ids=["array", "one", "None", "int"],
 )
-def test_a_reset_that_returns_other_than_two_values_is_an_error(engine: Options, result: Any) -> None:
+def test_reset_that_does_not_return_two_values_raises(engine: Options, result: Any) -> None:
     good = (np.zeros(4, np.float32), {})
     fns = [lambda: ReturningEnv([good], []), lambda: ReturningEnv([result, good], [])]
     with open_engine(fns, **engine) as envs, raises_logged((ValueError, TypeError)):
@@ -412,14 +412,14 @@ FOREIGN: dict[str, spaces.Space] = {
     ("engine", "shared_memory", "mode", "name", "copied"),
     each_pair(VALUE_ENGINES, MEMORIES, ["NextStep", "SameStep"], list(FOREIGN), {"copied": True, "views": False}),
 )
-def test_spaces_in_the_other_byte_order_are_as_in_sync_vector_env(
+def test_spaces_in_foreign_byte_order_equal_sync_vector_env(
     engine: Options, shared_memory: bool, mode: str, name: str, copied: bool
 ) -> None:
     assert_as_sync(space_envs(FOREIGN[name]), autoreset_mode=mode, copy=copied, shared_memory=shared_memory, **engine)
 
 
 @pytest.mark.parametrize("value", [np.arange(3, dtype=">f4"), np.arange(3, dtype="f4"), [0, 1, 2], np.arange(3)], ids=repr)
-def test_one_axis_in_the_other_byte_order_is_written(value: Any) -> None:
+def test_one_axis_in_foreign_byte_order_is_written(value: Any) -> None:
     tree = fixed_tree(spaces.Box(-9, 9, (3,), ">f4"))
     assert tree is not None
     rows = np.full((2, 3), 7, ">f4")

@@ -59,7 +59,7 @@ def explode() -> None:
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_an_env_fn_that_raises_in_a_worker_gives_its_own_exception_and_the_index(process_engine: Options, bad: int) -> None:
+def test_exception_of_an_env_fn_in_a_worker_is_raised_with_its_index(process_engine: Options, bad: int) -> None:
     fns = counters(3)
     fns[bad] = only_in_a_worker(explode)
     with pytest.raises(RuntimeError, match="no display") as caught:
@@ -69,7 +69,7 @@ def test_an_env_fn_that_raises_in_a_worker_gives_its_own_exception_and_the_index
     assert multiprocessing.active_children() == []
 
 
-def test_the_lowest_index_is_raised_when_several_env_fns_raise(process_engine: Options) -> None:
+def test_exception_of_the_lowest_index_is_raised_if_several_env_fns_raise(process_engine: Options) -> None:
     def other() -> None:
         raise ValueError("another")
 
@@ -86,7 +86,7 @@ def test_env_fn_that_exits_raises_in_the_caller(process_engine: Options) -> None
     assert multiprocessing.active_children() == []
 
 
-def test_a_start_that_hangs_ends_at_start_timeout(process_engine: Options) -> None:
+def test_start_that_hangs_raises_after_start_timeout(process_engine: Options) -> None:
     begin = time.monotonic()
     with pytest.raises(StartupTimeout) as caught:
         vecenv.AsyncVectorEnv(
@@ -116,7 +116,7 @@ def test_workers_start_concurrently() -> None:
         (lambda: WorkerOptions(dummy_env="no"), "`WorkerOptions(dummy_env)` must be None, True, False or an object with"),
     ],
 )
-def test_restarts_and_worker_options_are_checked_when_they_are_made(options: Any, text: str) -> None:
+def test_restart_and_worker_options_are_checked_when_constructed(options: Any, text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         options()
 
@@ -197,7 +197,7 @@ def unsendable() -> gymnasium.Env:
 
 @pytest.mark.long
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
-def test_without_a_dummy_env_spaces_come_from_another_process(context: str) -> None:
+def test_dummy_env_false_reads_spaces_in_another_process(context: str) -> None:
     with open_engine([build_elsewhere_only] * 3, **NOT_HERE, context=context, num_workers=2) as envs:
         here = CounterEnv()
         assert envs.single_observation_space == here.observation_space
@@ -208,19 +208,19 @@ def test_without_a_dummy_env_spaces_come_from_another_process(context: str) -> N
         assert envs.reset(seed=1)[0] in envs.observation_space
 
 
-def test_process_that_times_one_env_also_reports_its_spaces() -> None:
+def test_num_workers_auto_reads_spaces_in_the_probe_process() -> None:
     # a timeout rules out steps in the caller
     with open_engine([build_elsewhere_only] * 2, num_workers="auto", step_timeout=30.0) as envs:
         assert envs.plan is not None
         assert envs.reset(seed=1)[0] in envs.observation_space
 
 
-def test_without_a_dummy_env_different_spaces_are_gathered_elsewhere() -> None:
+def test_dummy_env_false_reads_different_spaces_in_other_processes() -> None:
     with open_engine([of_size(1), of_size(2)], **NOT_HERE, observation_mode="different") as envs:
         assert envs.observation_space.high.tolist() == [[1, 1], [2, 2]]
 
 
-def test_error_of_building_elsewhere_is_raised_unchanged() -> None:
+def test_dummy_env_false_raises_errors_of_env_fns_unchanged() -> None:
     with pytest.raises(RuntimeError, match="no display") as caught:
         vecenv.AsyncVectorEnv([only_in_a_worker(explode)], **NOT_HERE)
     assert "explode" in str(caught.value.__cause__)
@@ -232,7 +232,7 @@ def test_error_of_building_elsewhere_is_raised_unchanged() -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_unpicklable_spaces_raise_only_without_a_dummy_env() -> None:
+def test_unpicklable_spaces_raise_only_with_dummy_env_false() -> None:
     with pytest.raises(TypeError, match="stays where it is"):
         vecenv.AsyncVectorEnv([unsendable] * 2, **NOT_HERE)
     # with fork, the default up to Python 3.13; every other start method sends the spaces to the worker
@@ -247,7 +247,7 @@ methods = pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 
 @pytest.mark.sampled("fork")
 @methods
-def test_one_environment_through_its_whole_life(context: str, closes: Any) -> None:
+def test_all_calls_work_with_every_start_method(context: str, closes: Any) -> None:
     """All checks share one start of workers, because a start by spawn takes long."""
 
     class OnlyHere(CounterEnv):
@@ -286,7 +286,7 @@ def assert_same_trajectory_of_legal_actions(envs: Any, oracle: Any) -> None:
 
 @pytest.mark.sampled("fork")
 @methods
-def test_real_environments_give_the_trajectories_of_sync_vector_env(context: str) -> None:
+def test_cartpole_trajectories_equal_sync_vector_env_with_every_start_method(context: str) -> None:
     fns = [lambda: gymnasium.make("CartPole-v1", max_episode_steps=9)] * 3
     assert_as_sync(fns, 30, autoreset_mode="SameStep", context=context, copy=False, num_workers=2)
 
@@ -308,7 +308,7 @@ class StepsUnderSemaphore(CounterEnv):
 @pytest.mark.sampled("dummy_env=False-forkserver")
 @pytest.mark.parametrize("context", [pytest.param("spawn", marks=pytest.mark.long), "forkserver"])
 @pytest.mark.parametrize("options", [{}, NOT_HERE], ids=["", "dummy_env=False"])
-def test_env_fns_may_hold_locks_events_and_shared_values_of_multiprocessing(context: Any, options: Options) -> None:
+def test_env_fns_may_contain_multiprocessing_locks_events_and_arrays(context: Any, options: Options) -> None:
     method = multiprocessing.get_context(context)
     shared = method.Semaphore(1), method.Event(), method.Array("i", 1)
     env_fns = [functools.partial(StepsUnderSemaphore, *shared)] * 2
@@ -322,7 +322,7 @@ def test_env_fns_may_hold_locks_events_and_shared_values_of_multiprocessing(cont
     assert shared[2][0] == 4  # the restarted environment's first step after its restart is a reset
 
 
-def test_a_lock_for_another_start_method_is_an_error_that_names_the_env_fn() -> None:
+def test_lock_of_another_start_method_raises_and_names_the_env_fn() -> None:
     lock = multiprocessing.get_context("fork").Lock()
     with pytest.raises(RuntimeError, match="fork context") as caught:
         vecenv.AsyncVectorEnv([functools.partial(StepsUnderSemaphore, lock, None, None)] * 2, context="spawn")
@@ -394,7 +394,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("line", ["class Agent(torch.Module): ...", "del torch"])
-def test_fork_server_imports_torch_for_workers_whose_main_file_needs_it(line: str, tmp_path: Any) -> None:
+def test_fork_server_imports_torch_if_the_main_file_uses_it(line: str, tmp_path: Any) -> None:
     (tmp_path / "torch.py").write_text(TORCH)
     (tmp_path / "training.py").write_text(TRAINING.format(line))
     path = os.pathsep.join([str(tmp_path), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])  # for the server too
@@ -455,7 +455,7 @@ def test_slurms_core_limit_applies_if_smaller(monkeypatch: pytest.MonkeyPatch) -
      ("1:cpu:/outer", {"cpu/outer/cpu.cfs_quota_us": "300000\n", "cpu/outer/cpu.cfs_period_us": "100000\n"})],
     ids=["cgroup v2", "cgroup v1"],
 )  # fmt: skip
-def test_least_quota_of_control_groups_applies(group: str, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smallest_cgroup_quota_applies(group: str, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     content = {"/proc/self/cgroup": f"{group}\n", **{f"/sys/fs/cgroup/{file}": text for file, text in files.items()}}
     monkeypatch.setattr("vecenv.system.cores.read_kernel_file", lambda path: content.get(path, ""))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
@@ -561,7 +561,7 @@ def test_invalid_variables_are_refused_before_anything_is_built(wrong: Any, erro
         vecenv.AsyncVectorEnv([never], worker_options=WorkerOptions(env=wrong))
 
 
-def test_variables_function_that_raises_leaves_nothing() -> None:
+def test_exception_in_a_function_for_a_variable_leaves_no_process() -> None:
     def no_third(worker: int) -> str:
         return {0: "a", 1: "b"}[worker]
 
@@ -569,7 +569,7 @@ def test_variables_function_that_raises_leaves_nothing() -> None:
         vecenv.AsyncVectorEnv(counters(3), worker_options=WorkerOptions(env={"A": no_third}))
 
 
-def test_fork_warns_of_modules_that_read_variables_on_import(
+def test_fork_warns_about_modules_that_read_variables_on_import(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "OpenGL", sys)

@@ -69,7 +69,7 @@ def test_every_environment_gets_its_seed(engine: Options, seed: Any, wanted: lis
 
 
 @pytest.mark.parametrize("seed", [[], [1], [1, 2], [1, 2, 3, 4], (1,)], ids=str)
-def test_a_list_of_seeds_must_have_one_for_each_environment(engine: Options, seed: Any) -> None:
+def test_list_of_seeds_with_another_length_raises(engine: Options, seed: Any) -> None:
     with open_engine(counters(3), **engine) as envs:
         text = f"If seeds are passed as a list the length must match num_envs=3 but got length={len(seed)}."
         with pytest.raises(ValueError, match=re.escape(text)) as caught:
@@ -81,7 +81,7 @@ def test_a_list_of_seeds_must_have_one_for_each_environment(engine: Options, see
 @pytest.mark.parametrize(
     "seed", ["abc", 1.5, {"a": 1, "b": 2, "c": 3}.keys(), object()], ids=lambda seed: type(seed).__name__
 )
-def test_a_seed_of_another_type_never_gives_a_wrong_answer(engine: Options, seed: Any) -> None:
+def test_seed_of_another_type_raises(engine: Options, seed: Any) -> None:
     with open_engine(counters(3), **engine) as envs:
         with pytest.raises(Exception):  # noqa: B017 - Gymnasium's depends on where it is noticed
             envs.reset(seed=seed)
@@ -117,7 +117,7 @@ def test_environment_receives_exactly_its_own_options(engine: Options) -> None:
             envs.reset_async(env_id=[2, 0], options=options)
 
 
-def test_a_mask_may_be_written_to_while_its_reset_is_pending(engine: Options) -> None:
+def test_reset_mask_may_be_changed_while_the_reset_is_pending(engine: Options) -> None:
     with ready_engine(counters(2), **engine) as envs:
         mask = np.array([True, False])
         envs.reset_async(options={"reset_mask": mask})
@@ -146,7 +146,7 @@ WRONG_MASKS = [
 @pytest.mark.parametrize(
     ("mode", "wrong"), each_once(AutoresetMode, {text: (mask, error, text) for mask, error, text in WRONG_MASKS})
 )
-def test_a_wrong_mask_is_refused_before_anything_is_sent(
+def test_wrong_reset_mask_is_refused_before_anything_is_sent(
     engine: Options, mode: AutoresetMode, wrong: tuple[Any, type[Exception], str]
 ) -> None:
     mask, error, text = wrong
@@ -216,7 +216,7 @@ def returning(*steps: Any) -> Any:
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", ALL_SPACES)
-def test_a_sample_of_any_action_space_reaches_each_environment_as_it_is(engine: Options, name: str) -> None:
+def test_action_samples_of_every_space_reach_the_envs_unchanged(engine: Options, name: str) -> None:
     space = ALL_SPACES[name]
     with ready_engine([echo(space)] * 3, **engine) as envs:
         envs.action_space.seed(3)
@@ -314,14 +314,14 @@ ARM = spaces.Dict({"arm": spaces.Box(-1, 1, (2,), np.float32), "gear": spaces.Di
         (spaces.Dict({"t": spaces.Tuple((spaces.Discrete(3), spaces.Text(3)))}), {"t": [[1, 2], ["a", "b"]]}, None),
     ],
 )
-def test_actions_reach_the_environments_uncast(engine: Options, space: spaces.Space, actions: Any, wanted: Any) -> None:
+def test_actions_reach_the_envs_without_a_cast(engine: Options, space: spaces.Space, actions: Any, wanted: Any) -> None:
     if wanted is None:
         wanted = list(iterate(batch_space(space, 2), actions))
     with ready_engine([echo(space)] * 2, **engine) as envs:
         assert envs.step(actions)[4]["action"].tolist() == [describe(action) for action in wanted]
 
 
-def test_a_generator_of_actions_works(engine: Options) -> None:
+def test_step_accepts_a_generator_of_actions(engine: Options) -> None:
     with ready_engine([echo(spaces.Discrete(5))] * 2, **engine) as envs:
         assert envs.step(number for number in (3, 4))[4]["action"].tolist() == [describe(3), describe(4)]
 
@@ -360,7 +360,7 @@ def test_action_is_a_separate_array(engine: Options, dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("kwargs", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 1, "use_caller": True}], ids=str)
-def test_an_environment_may_write_into_its_action(kwargs: Options, dtype: Any) -> None:
+def test_env_that_writes_into_its_action_does_not_change_the_callers(kwargs: Options, dtype: Any) -> None:
     """Actions are staged in shared memory or pickled, alone in a message or with all others."""
     with ready_engine([echo(BOX, mutate=True)] * 3, **kwargs) as envs:
         for actions in (np.ones((3, 2), dtype), list(np.ones((3, 2), dtype))):
@@ -370,7 +370,7 @@ def test_an_environment_may_write_into_its_action(kwargs: Options, dtype: Any) -
                 np.testing.assert_array_equal(actions, np.ones((3, 2)))
 
 
-def test_actions_that_cannot_be_copied_reach_environments_of_this_process() -> None:
+def test_actions_that_cannot_be_copied_reach_envs_in_the_caller() -> None:
     locks = [threading.Lock(), threading.Lock()]
     with ready_engine([echo(spaces.Text(3))] * 2, num_workers=0) as envs:
         envs.step(locks)
@@ -420,7 +420,7 @@ MISFITS: list[tuple[spaces.Space, Any, Any]] = [
 
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize(("space", "actions", "error"), MISFITS)
-def test_actions_that_do_not_fit_are_refused_before_any_environment_moves(
+def test_actions_that_do_not_fit_are_refused_before_any_env_steps(
     engine: Options, space: spaces.Space, actions: Any, error: Any
 ) -> None:
     with ready_engine([echo(space)] * 3, **engine) as envs:
@@ -431,7 +431,7 @@ def test_actions_that_do_not_fit_are_refused_before_any_environment_moves(
 
 
 @pytest.mark.parametrize("copied", [True, False], ids=["copy", "no-copy"])
-def test_rewards_and_flags_are_fresh_writeable_arrays_whatever_the_copy_mode(engine: Options, copied: bool) -> None:
+def test_rewards_and_flags_are_new_writeable_arrays_in_every_copy_mode(engine: Options, copied: bool) -> None:
     with ready_engine(counters(3), copy=copied, **engine) as envs:
         first = envs.step([0, 0, 0])[1:4]
         kept = [array.copy() for array in first]
@@ -460,7 +460,7 @@ def test_rewards_and_flags_are_fresh_writeable_arrays_whatever_the_copy_mode(eng
         (float("nan"), np.nan),
     ],
 )
-def test_a_reward_becomes_a_float64(engine: Options, reward: Any, wanted: float) -> None:
+def test_reward_is_converted_to_float64(engine: Options, reward: Any, wanted: float) -> None:
     with ready_engine([returning((ZEROS, reward, False, False, {}))] * 2, **engine) as envs:
         rewards = envs.step([0, 0])[1]
         assert rewards.dtype == np.float64
@@ -479,7 +479,7 @@ def test_reward_of_none_warns_once_and_names_the_environment(engine: Options) ->
 
 
 @pytest.mark.parametrize("flag", [np.True_, 1, np.array(True)], ids=["np.True_", "1", "array"])
-def test_a_flag_becomes_a_bool_and_ends_the_episode(engine: Options, flag: Any) -> None:
+def test_flag_is_converted_to_bool_and_ends_the_episode(engine: Options, flag: Any) -> None:
     fns = [returning((ZEROS, 1.0, flag, False, {})), returning((ZEROS, 1.0, False, flag, {}))]
     with ready_engine(fns, **engine) as envs:
         _, _, terminations, truncations, _ = envs.step([0, 0])
@@ -517,14 +517,14 @@ def test_array_reward_or_flag_is_squeezed_or_refused(
     [(ZEROS, 1.0, False, {}), (ZEROS,), (ZEROS, 1.0, False, False, {}, 6), None, 3],
     ids=["4", "1", "6", "None", "3"],
 )
-def test_a_step_that_returns_other_than_five_values_is_an_error(engine: Options, step: Any) -> None:
+def test_step_that_does_not_return_five_values_raises(engine: Options, step: Any) -> None:
     with ready_engine([returning((ZEROS, 1.0, False, False, {})), returning(step)], **engine) as envs:
         with raises_logged((ValueError, TypeError)):
             envs.step([0, 0])
         envs.reset(seed=1)
 
 
-def test_step_before_the_first_reset_is_left_to_the_environment(engine: Options) -> None:
+def test_step_before_the_first_reset_is_passed_to_the_environment(engine: Options) -> None:
     with open_engine([lambda: gymnasium.make("CartPole-v1")] * 2, **engine) as envs:
         with raises_logged(ResetNeeded, failures=2):
             envs.step([0, 0])
@@ -549,7 +549,7 @@ def test_call_returns_one_result_for_each_environment_in_order(every_engine: Opt
         assert envs.get_attr("env_id") == (0, 1, 2)
 
 
-def test_the_name_of_a_call_may_also_be_a_keyword_argument_of_the_function(every_engine: Options) -> None:
+def test_call_async_forwards_a_keyword_argument_called_name(every_engine: Options) -> None:
     class Named(CounterEnv):
         def greet(self, *, name: str) -> str:
             return f"{name} {self.env_id}"
@@ -559,13 +559,13 @@ def test_the_name_of_a_call_may_also_be_a_keyword_argument_of_the_function(every
         assert envs.call_wait() == ("hello 0", "hello 1")
 
 
-def test_call_finds_what_wrappers_and_inner_environments_have(every_engine: Options) -> None:
+def test_get_attr_finds_attributes_of_wrappers_and_inner_environments(every_engine: Options) -> None:
     with open_engine([limited] * 2, **every_engine) as envs:
         assert envs.get_attr("_max_episode_steps") == (7, 7)
         assert envs.get_attr("gravity") == (9.8, 9.8)
 
 
-def test_values_of_any_kind_come_back(every_engine: Options) -> None:
+def test_call_returns_values_of_any_type(every_engine: Options) -> None:
     class Holder(CounterEnv):
         def give(self, value: Any) -> Any:
             return value
@@ -578,7 +578,7 @@ def test_values_of_any_kind_come_back(every_engine: Options) -> None:
 
 
 @pytest.mark.parametrize("name", ["reset", "step", "close", "_setattr", "_check_spaces"])
-def test_the_names_of_the_engines_own_commands_are_refused(every_engine: Options, name: str) -> None:
+def test_call_refuses_the_names_of_engine_commands(every_engine: Options, name: str) -> None:
     with open_engine(counters(2), **every_engine) as envs:
         text = f"Trying to call function `{name}` with `call`, use `{name}` directly instead."
         with pytest.raises(ValueError, match=re.escape(text)):
@@ -610,7 +610,7 @@ def test_error_in_a_call_is_raised_and_kills_no_worker(every_engine: Options) ->
         assert envs.call("env_id") == (0, 1, 2)
 
 
-def test_set_attr_gives_a_list_or_tuple_one_by_one_and_everything_else_whole(every_engine: Options) -> None:
+def test_set_attr_distributes_lists_and_tuples_and_broadcasts_other_values(every_engine: Options) -> None:
     with open_engine(counters(2), **every_engine) as envs:
         envs.set_attr("note", ["a", "b"])
         assert envs.get_attr("note") == ("a", "b")
@@ -645,13 +645,13 @@ def test_set_attr_reaches_the_layer_that_has_the_attribute(every_engine: Options
         assert envs.step([0, 1])[3].all()
 
 
-def test_set_attr_changes_what_the_next_step_does(every_engine: Options) -> None:
+def test_set_attr_affects_the_next_step(every_engine: Options) -> None:
     with ready_engine(counters(2, lengths=(9,)), **every_engine) as envs:
         envs.set_attr("steps", [3, 5])
         assert envs.step([0, 0])[0][:, 1].tolist() == [4, 6]
 
 
-def test_render_gives_a_tuple_of_frames(every_engine: Options) -> None:
+def test_render_returns_a_tuple_of_frames(every_engine: Options) -> None:
     with open_engine(counters(3, render_mode="rgb_array"), **every_engine) as envs:
         assert envs.render_mode == "rgb_array"
         envs.reset(seed=1)
@@ -663,7 +663,7 @@ def test_render_gives_a_tuple_of_frames(every_engine: Options) -> None:
         assert frames[0].dtype == np.uint8
 
 
-def test_np_random_and_its_seed_are_those_of_the_environments_and_read_only(every_engine: Options) -> None:
+def test_np_random_and_np_random_seed_are_read_from_the_envs_and_read_only(every_engine: Options) -> None:
     with open_engine(counters(2), **every_engine) as envs:
         envs.reset(seed=42)
         assert envs.np_random_seed == (42, 43)
@@ -687,7 +687,7 @@ def test_np_random_of_worker_processes_is_a_copy() -> None:
 # -- exec_func -----------------------------------------------------------------------------------------------
 
 
-def test_exec_func_runs_a_function_of_every_environment(every_engine: Options) -> None:
+def test_exec_func_calls_the_function_with_every_environment(every_engine: Options) -> None:
     offset = 10
 
     def closure(env: Any, factor: int, *, plus: int = 0) -> int:
@@ -710,14 +710,14 @@ def test_exec_func_returns_none_for_environments_not_chosen(every_engine: Option
 
 
 @pytest.mark.parametrize("indices", [[4], [-5], [0, 9], ["a"], [0.5]], ids=str)
-def test_exec_func_refuses_indices_of_environments_that_are_not_there(every_engine: Options, indices: Any) -> None:
+def test_exec_func_refuses_invalid_indices(every_engine: Options, indices: Any) -> None:
     with open_engine(counters(4), **every_engine) as envs:
         with pytest.raises((ValueError, IndexError, TypeError)):
             envs.exec_func(lambda env: setattr(env, "note", "touched"), indices)
         assert envs.get_attr("note") == ("unset",) * 4
 
 
-def test_exec_func_in_two_halves(every_engine: Options) -> None:
+def test_exec_func_send_and_fetch_return_the_results(every_engine: Options) -> None:
     with open_engine(counters(2), **every_engine) as envs:
         envs.exec_func_send(lambda env: env.env_id + 1)
         with pytest.raises(AlreadyPendingCallError):
@@ -728,7 +728,7 @@ def test_exec_func_in_two_halves(every_engine: Options) -> None:
         assert envs.reset(seed=1)[0][:, 0].tolist() == [0, 1]
 
 
-def test_exec_func_can_step_and_change_the_environment_itself(every_engine: Options) -> None:
+def test_exec_func_may_step_the_environment(every_engine: Options) -> None:
     with ready_engine(counters(2, lengths=(9,)), **every_engine) as envs:
         assert [result[1] for result in envs.exec_func(lambda env: env.step(0))] == [0.001, 1.001]
         assert envs.step([0, 0])[0][:, 1].tolist() == [2, 2]

@@ -151,7 +151,7 @@ def assert_expected(batch: tuple[Any, ...], expected: dict[int, tuple[Any, ...]]
 )
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_any_engine_and_any_order_of_sending(context: str, data: st.DataObject) -> None:
+def test_random_options_and_sending_order_equal_a_plain_loop(context: str, data: st.DataObject) -> None:
     """Any combination of engine options; idle rows are sent in random order and number."""
     lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=7), "lengths")
     mode = data.draw(st.sampled_from(AutoresetMode), "mode")
@@ -224,7 +224,7 @@ def test_pickled_infos_are_returned_once(num_workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2, 6])
-def test_actions_reach_the_environments_that_are_named_in_any_order(workers: int) -> None:
+def test_send_assigns_actions_to_rows_in_any_order(workers: int) -> None:
     fns = makers([9] * 6, pause=0.0)
     loops = [Loop(fn(), AutoresetMode.NEXT_STEP) for fn in fns]
     with closing(vecenv.AsyncVectorEnv(fns, num_workers=workers, batch_size=6)) as envs:
@@ -378,7 +378,7 @@ def test_waiting_worker_has_two_messages(tmp_path: Path) -> None:
         envs.close()
 
 
-def test_auto_batch_is_lock_step_for_one_worker() -> None:
+def test_batch_size_auto_is_lock_step_without_workers() -> None:
     with open_engine(makers([5] * 4), num_workers=0, batch_size="auto") as envs:
         assert envs.batch_size == 4
         assert "batch_size=4: lock-step: no environment can be ahead of another" in str(envs.plan)
@@ -413,7 +413,7 @@ def test_some_rows_reset_while_others_are_in_flight(engine: Options) -> None:
 
 
 @pytest.mark.parametrize("engine", [{"num_workers": 0}, {"num_workers": 1, "use_caller": True}, {"num_workers": 2}], ids=str)
-def test_a_step_that_a_reset_drops_is_executed(engine: Options) -> None:
+def test_step_dropped_by_a_reset_is_executed(engine: Options) -> None:
     with closing(vecenv.AsyncVectorEnv([partial(Counted, env) for env in range(4)], batch_size=2, **engine)) as envs:
         envs.reset_async(seed=0)
         envs.send([1], envs.recv()[4]["env_id"][:1])

@@ -142,7 +142,7 @@ SEEDS = functools.partial(Draws, seeds=True)
 
 @pytest.mark.parametrize("env_fn", [Draws, LATE, SEEDS], ids=["always", "late", "seeds"])
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_rows_equal_each_environment_alone(mode: AutoresetMode, env_fn: Any) -> None:
+def test_rows_equal_envs_that_run_alone(mode: AutoresetMode, env_fn: Any) -> None:
     results = run(env_fn=env_fn, num_workers=0, autoreset_mode=mode, count=3)
     for row in range(3):
         expected = list(results_alone(env_fn, 3 + row, 40, mode))
@@ -302,7 +302,7 @@ def test_spare_workers_do_not_change_results(mode: str) -> None:
 
 @pytest.mark.sampled("late")
 @pytest.mark.parametrize("env_fn", [Draws, LATE], ids=["always", "late"])
-def test_evaluation_is_the_same_for_every_number_of_environments(env_fn: Any) -> None:
+def test_evaluate_returns_the_same_for_every_number_of_environments(env_fn: Any) -> None:
     evaluations = []
     for count, workers in ((1, 0), (3, 1), (4, 2), (4, 4)):
         with closing(own(count, env_fn, num_workers=workers)) as envs:
@@ -318,7 +318,7 @@ TRIED: list[dict[str, Any]] = [{"num_workers": "auto"}, {"num_workers": 2, "use_
 
 @pytest.mark.sampled("{'num_workers': 2, 'use_caller': True}")
 @pytest.mark.parametrize("options", TRIED, ids=str)
-def test_evaluation_warns_that_its_promise_does_not_hold(options: Any) -> None:
+def test_evaluate_warns_if_results_depend_on_shared_generators(options: Any) -> None:
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         with closing(vecenv.AsyncVectorEnv([Draws] * 3, **options)) as envs:
@@ -330,7 +330,7 @@ def test_evaluation_warns_that_its_promise_does_not_hold(options: Any) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", TRIED, ids=str)
-def test_a_warning_names_the_environment_and_the_generator(options: Any) -> None:
+def test_warning_names_the_environment_and_the_generator(options: Any) -> None:
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         vecenv.AsyncVectorEnv([LateNumbers] * 4, **options).close()
@@ -377,7 +377,7 @@ class Nested(LateNumbers):
         return super().reset()
 
 
-def test_an_engine_inside_an_environment_draws_nothing() -> None:
+def test_engine_inside_an_environment_gives_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         envs = vecenv.AsyncVectorEnv([Nested] * 2, num_workers=1, context="fork", daemon=False)
@@ -445,7 +445,7 @@ class TorchDraws(Draws):
 
 @pytest.mark.sampled("0")
 @pytest.mark.parametrize("late", [0, 7])
-def test_torch_has_a_state_for_each_environment(torch: types.SimpleNamespace, late: int) -> None:
+def test_torch_generator_has_a_state_per_environment(torch: types.SimpleNamespace, late: int) -> None:
     env_fn = functools.partial(TorchDraws, late=late)
     before = torch.default_generator.get_state().numpy().tobytes()
     plain = run(env_fn=env_fn, num_workers=0)
@@ -476,14 +476,14 @@ def test_draw_from_torch_warns(torch: types.SimpleNamespace) -> None:
     assert sum("and torch, which everything in its process shares" in str(one.message) for one in results) == 1
 
 
-def test_make_vec_passes_the_option_on() -> None:
+def test_make_vec_forwards_generators() -> None:
     options = {"generators": "own", "num_workers": 0}
     with closing(vecenv.make_vec("CartPole-v1", 2, vector_kwargs=options)) as envs:
         assert envs.generators == "own"
         envs.reset(seed=0)
 
 
-def test_vecenv_run_passes_the_option_on(tmp_path: Path) -> None:
+def test_vecenv_run_forwards_generators(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import gymnasium\n"

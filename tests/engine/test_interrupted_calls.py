@@ -149,7 +149,7 @@ def raise_after(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str) -> Non
     monkeypatch.setattr(owner, method, alarmed)
 
 
-def test_a_death_is_recorded_if_its_handling_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_death_is_recorded_if_its_handling_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_engine() as envs:
         envs.reset(seed=1)
         raise_after(monkeypatch, WorkerProcess, "_describe_death")
@@ -173,7 +173,7 @@ class HangsLater:
         return Counting(0)
 
 
-def test_a_start_has_a_time_limit_if_it_was_interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_interrupted_worker_start_keeps_its_time_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     options = vecenv.WorkerOptions(start_timeout=2.0)
     with open_engine([HangsLater(tmp_path / "file")], num_workers=1, worker_options=options) as envs:
         envs.reset(seed=1)
@@ -210,7 +210,7 @@ def test_infos_are_complete_after_a_reply_was_lost(num_workers: int, monkeypatch
         assert envs.step(ACTIONS)[4]["total"].tolist() == [1, 3, 5, 7]
 
 
-def test_an_interrupted_wait_for_a_step_can_be_repeated() -> None:
+def test_interrupted_wait_for_a_step_can_be_repeated() -> None:
     with open_engine() as envs, closing(SyncVectorEnv(FNS)) as twin:
         envs.reset(seed=1)
         twin.reset(seed=1)
@@ -236,7 +236,7 @@ class Nap:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "use_caller": True}], ids=str)
-def test_a_failure_in_a_dropped_step_is_recorded(options: dict[str, Any]) -> None:
+def test_failure_in_a_dropped_step_is_recorded(options: dict[str, Any]) -> None:
     """One environment raises, then Ctrl-C interrupts the wait for the others."""
     fns = [partial(FaultyEnv, FNS[0](), "raises", step=1), *FNS[1:3], partial(FaultyEnv, FNS[3](), Nap(0.3), step=1)]
     with open_engine(fns, **options) as envs:
@@ -249,7 +249,7 @@ def test_a_failure_in_a_dropped_step_is_recorded(options: dict[str, Any]) -> Non
         assert [(record.env, record.command, type(record.error)) for record in envs.errors] == [(0, "step", ValueError)]
 
 
-def test_a_late_failure_in_a_dropped_reset_is_recorded_as_one_of_a_reset() -> None:
+def test_failure_in_a_dropped_reset_is_recorded_as_a_reset_failure() -> None:
     slow = FaultyEnv(FaultyEnv(FNS[0](), Nap(0.3), reset=2), "raises", reset=2)
     with open_engine([lambda: slow], num_workers=1) as envs:
         envs.reset(seed=1)
@@ -270,7 +270,7 @@ CALLS: dict[str, tuple[float, Callable[[Any], Any], Any]] = {
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("call", CALLS)
-def test_an_interrupted_call_can_be_made_again(call: str) -> None:
+def test_interrupted_call_can_be_repeated(call: str) -> None:
     """Late replies to it affect neither the next call nor the next step."""
     seconds, make, wanted = CALLS[call]
     with open_engine() as envs:
@@ -285,7 +285,7 @@ def test_an_interrupted_call_can_be_made_again(call: str) -> None:
 
 
 @pytest.mark.parametrize("call", ["save", "load"])
-def test_interrupted_snapshots_leave_environments_usable(call: str) -> None:
+def test_interrupted_save_or_load_leaves_envs_usable(call: str) -> None:
     with open_engine([partial(Slow, row) for row in range(4)]) as envs:
         envs.reset(seed=1)
         kept = envs.save(verify=False)
@@ -304,7 +304,7 @@ def test_interrupted_snapshots_leave_environments_usable(call: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
-def test_a_worker_that_dies_among_sent_rows_is_restarted(mode: str) -> None:
+def test_worker_that_dies_with_rows_in_flight_is_restarted(mode: str) -> None:
     with open_engine(on_failure="restart", autoreset_mode=mode) as envs:
         envs.reset(seed=1)
         last = envs.step(ACTIONS)[0]
@@ -324,7 +324,7 @@ def test_a_worker_that_dies_among_sent_rows_is_restarted(mode: str) -> None:
         equal_after_reset(envs)
 
 
-def test_death_among_sent_rows_is_raised_once_and_others_are_received() -> None:
+def test_recv_raises_a_worker_death_once_and_returns_the_other_rows() -> None:
     with open_engine() as envs:
         envs.reset(seed=1)
         envs.send(np.array([1, KILL, 3, 4]), range(4))

@@ -77,7 +77,7 @@ def faulty(fault: str, step: int) -> Any:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_calls_are_announced_before_they_are_submitted_and_results_before_they_are_returned(engine: str) -> None:
+def test_observer_receives_each_call_and_its_result(engine: str) -> None:
     log = Log()
     with open_engine(counters(3), **ENGINES[engine]) as envs:
         envs.add_observer(log)
@@ -101,7 +101,7 @@ def test_calls_are_announced_before_they_are_submitted_and_results_before_they_a
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_rows_that_are_sent_are_announced_and_received_by_index(engine: str) -> None:
+def test_observer_receives_sent_and_received_rows_by_index(engine: str) -> None:
     with logged_engine(counters(3), **ENGINES[engine]) as (envs, log):
         envs.send(np.array([1, 0]), [2, 0])
         envs.reset_async(seed=[7], options=[{"a": 1}], env_id=[1])
@@ -114,7 +114,7 @@ def test_rows_that_are_sent_are_announced_and_received_by_index(engine: str) -> 
         assert shown[4].rows() == own_infos(result[4], 3)
 
 
-def test_calls_that_may_change_environments_are_announced() -> None:
+def test_observer_receives_calls_that_may_change_environments() -> None:
     with logged_engine(counters(3), num_workers=2) as (envs, log):
         envs.call("get_wrapper_attr", "unwrapped")
         envs.set_attr("extra", [4, 5, 6])
@@ -132,7 +132,7 @@ def test_calls_that_may_change_environments_are_announced() -> None:
     ]  # fmt: skip
 
 
-def test_refused_calls_are_not_announced() -> None:
+def test_observer_does_not_receive_refused_calls() -> None:
     with logged_engine(counters(2), num_workers=1) as (envs, log):
         for refused in ([0], [0, 0, 0]):
             with pytest.raises(ValueError, match="nothing was sent"):
@@ -154,7 +154,7 @@ class Drawn(CounterEnv):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_observer_may_complete_seeds(engine: str) -> None:
+def test_observer_may_fill_in_missing_seeds(engine: str) -> None:
     with open_engine([Drawn] * 3, **ENGINES[engine]) as envs:
         envs.add_observer(Seeds())
         assert envs.reset(seed=[None, 3, None])[1]["seed"].tolist() == [40, 3, 42]
@@ -174,7 +174,7 @@ FAULTS = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_text_of_on_failure_is_a_note_of_the_error(fault: str) -> None:
+def test_text_returned_by_on_failure_becomes_a_note(fault: str) -> None:
     kind, options, rows, died = FAULTS[fault]
     log = Log()
     with open_engine([CounterEnv, functools.partial(faulty, kind, 2)], **options) as envs:
@@ -195,7 +195,7 @@ def test_the_text_of_on_failure_is_a_note_of_the_error(fault: str) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("kind", ["raises", "kill"])
-def test_a_restart_is_a_failure_and_a_reset_before_the_result(
+def test_observer_receives_failure_and_reset_of_a_restart_before_the_result(
     kind: str, by_row: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = Log()
@@ -232,7 +232,7 @@ class Broken(vecenv.Observer):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
-def test_an_observer_that_raises_does_not_replace_the_failure(on_failure: Any) -> None:
+def test_exception_in_on_failure_does_not_replace_the_failure(on_failure: Any) -> None:
     fns = [CounterEnv, functools.partial(faulty, "raises", 2)]
     with open_engine(fns, on_failure=on_failure, num_workers=1) as envs:
         envs.add_observer(Broken("on_failure"))
@@ -250,7 +250,7 @@ def test_an_observer_that_raises_does_not_replace_the_failure(on_failure: Any) -
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["on_step", "on_result"])
-def test_an_exception_of_an_observer_comes_out_of_the_call_and_loses_nothing(method: str) -> None:
+def test_exception_in_an_observer_is_raised_and_loses_no_result(method: str) -> None:
     broken = Broken(method)
     with open_engine(counters(2), num_workers=1) as envs, open_engine(counters(2), num_workers=1) as twin:
         envs.reset(seed=5)
@@ -264,7 +264,7 @@ def test_an_exception_of_an_observer_comes_out_of_the_call_and_loses_nothing(met
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_reset_announces_which_steps_it_drops(engine: str) -> None:
+def test_observer_receives_the_steps_that_a_reset_drops(engine: str) -> None:
     """A step that was announced and then refused did not reach the environments."""
     broken = Broken("on_step")
     with logged_engine(counters(3), **ENGINES[engine]) as (envs, log):

@@ -138,7 +138,9 @@ def test_all_of_gymnasiums_spaces_are_sent_unchanged(
 @pytest.mark.parametrize("mode", AutoresetMode)
 @settings(few, max_examples=50)
 @given(data=st.data(), vector=vectors(boxes(), discretes))
-def test_in_this_process_with_many_more_examples(mode: AutoresetMode, data: st.DataObject, vector: Vector) -> None:
+def test_many_random_examples_in_process_equal_sync_vector_env(
+    mode: AutoresetMode, data: st.DataObject, vector: Vector
+) -> None:
     compare(data, vector, mode, num_workers=0, copy=data.draw(st.booleans(), label="copy"))
 
 
@@ -172,7 +174,7 @@ def space_start(vector: Vector) -> Any:
 @pytest.mark.parametrize(("context", "mode"), each_once(["fork", "spawn", "forkserver"], AutoresetMode))
 @settings(few, max_examples=1)
 @given(data=st.data(), vector=vectors(fixed_spaces, fixed_spaces, min_envs=3, max_envs=3))
-def test_the_start_method_makes_no_difference(
+def test_start_method_does_not_change_results(
     context: str, mode: AutoresetMode, data: st.DataObject, vector: Vector
 ) -> None:
     compare(data, vector, mode, num_workers=2, context=context)
@@ -242,7 +244,7 @@ def test_trajectories_equal_those_of_sync_vector_env(name: str, mode: AutoresetM
     ids=["in-process", "process-per-env", "pickled", "no-copy"],
 )
 @pytest.mark.parametrize("name", ["CartPole-v1", "Blackjack-v1", "Ant-v5", "NestedDict"])
-def test_trajectories_in_every_configuration(name: str, options: dict[str, Any]) -> None:
+def test_trajectories_in_every_configuration_equal_sync_vector_env(name: str, options: dict[str, Any]) -> None:
     assert_as_sync([ENVS[name]] * 2, 15, autoreset_mode="SameStep", **options)
 
 
@@ -358,7 +360,7 @@ def test_wrapper_results_equal_those_over_sync_vector_env(name: str, mode: Autor
         assert inner.closed
 
 
-def test_every_vector_wrapper_of_gymnasium_is_in_the_list_above_or_named_here() -> None:
+def test_every_vector_wrapper_of_gymnasium_is_tested_or_listed_here() -> None:
     elsewhere = {
         "RecordVideo",  # below
         "HumanRendering",  # opens a window
@@ -369,7 +371,7 @@ def test_every_vector_wrapper_of_gymnasium_is_in_the_list_above_or_named_here() 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
-def test_record_video_writes_films_that_can_be_read(tmp_path: Path, mode: AutoresetMode) -> None:
+def test_record_video_writes_one_video(tmp_path: Path, mode: AutoresetMode) -> None:
     pytest.importorskip("moviepy")
     fns = [real("CartPole-v1", render_mode="rgb_array", max_episode_steps=6)] * 2
     with open_engine(fns, autoreset_mode=mode, num_workers=2) as inner:
@@ -400,7 +402,7 @@ def test_episode_statistics_add_up_over_many_episodes(mode: AutoresetMode) -> No
 
 
 @pytest.mark.long
-def test_a_frame_stack_inside_the_workers_works() -> None:
+def test_frame_stack_in_workers_equals_sync_vector_env() -> None:
     def build() -> gymnasium.Env:
         env = gymnasium.wrappers.GrayscaleObservation(make("ALE/Pong-v5", frameskip=4))
         return gymnasium.wrappers.FrameStackObservation(gymnasium.wrappers.ResizeObservation(env, (84, 84)), 4)
@@ -556,7 +558,7 @@ FAULTS: list[tuple[Any, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("fault", "test", "arguments"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
-def test_contract_fails_on_a_broken_promise(fault: Any, test: str, arguments: dict[str, Any]) -> None:
+def test_contract_detects_a_faulty_vector_env(fault: Any, test: str, arguments: dict[str, Any]) -> None:
     class Contract(_Contract):
         options: ClassVar[dict[str, Any]] = {"num_workers": 0}
 

@@ -77,7 +77,7 @@ def test_resets_by_the_caller_continue_the_episode_count(mode: str, closes: Any)
 @pytest.mark.long
 @pytest.mark.parametrize("options", [{"shared_memory": False}, {"copy": False}, {"context": "forkserver"}])
 @pytest.mark.parametrize("mode", MODES)
-def test_results_with_every_transport(options: dict[str, Any], mode: str) -> None:
+def test_results_with_every_transport_equal_those_without_spares(options: dict[str, Any], mode: str) -> None:
     if "context" in options and mode == "NextStep":
         options = {"context": "spawn"}
     reference = play(twin([Walk] * 2, autoreset_mode=mode), 12)
@@ -115,7 +115,7 @@ def waiting_time(envs: Any, steps: int) -> float:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-def test_no_step_waits_for_a_reset_that_was_made_ahead(mode: str, closes: Any) -> None:
+def test_steps_do_not_wait_for_prefetched_resets(mode: str, closes: Any) -> None:
     env_fn = partial(Walk, reset=0.4, lengths=(4, 5))
     envs = with_spares(env_fn, 2, spare_workers=2, autoreset_mode=mode)
     assert waiting_time(envs, 5) < 0.25
@@ -125,7 +125,7 @@ def test_no_step_waits_for_a_reset_that_was_made_ahead(mode: str, closes: Any) -
 
 
 @pytest.mark.long
-def test_the_row_waits_for_what_is_left_of_a_reset(closes: Any) -> None:
+def test_row_waits_only_for_the_rest_of_a_prefetched_reset(closes: Any) -> None:
     envs = closes(with_spares(partial(Walk, reset=0.6, lengths=(4, 5)), 1, spare_workers=1))
     envs.reset(seed=7)
     time.sleep(0.4)
@@ -167,7 +167,7 @@ def test_busy_spare_receives_its_new_episode_later(closes: Any) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-def test_calls_reach_the_environment_that_has_the_row_now(mode: str, closes: Any) -> None:
+def test_calls_reach_the_current_environment_of_a_row(mode: str, closes: Any) -> None:
     envs, reference = closes(with_spares(Walk, autoreset_mode=mode)), twin([Walk] * 3, autoreset_mode=mode)
     assert_identical(envs.reset(seed=7), reference.reset(seed=7))
     for _ in range(12):
@@ -178,7 +178,7 @@ def test_calls_reach_the_environment_that_has_the_row_now(mode: str, closes: Any
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-def test_an_attribute_holds_for_episodes_that_had_begun_ahead(mode: str, closes: Any) -> None:
+def test_set_attr_applies_to_prefetched_episodes(mode: str, closes: Any) -> None:
     envs, reference = closes(with_spares(Walk, autoreset_mode=mode)), twin([Walk] * 3, autoreset_mode=mode)
     assert_identical(play(envs, 4), play(reference, 4))
     envs.set_attr("level", 5.0)
@@ -192,7 +192,7 @@ def test_an_attribute_holds_for_episodes_that_had_begun_ahead(mode: str, closes:
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 @pytest.mark.parametrize("victims", ["spares", "rows", "all", "an environment that raises"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_attribute_holds_in_what_is_built_later(mode: str, on_failure: str, victims: str, when: str, closes: Any) -> None:
+def test_set_attr_applies_to_rebuilt_environments(mode: str, on_failure: str, victims: str, when: str, closes: Any) -> None:
     """Workers die before or after the attribute is set, and any environment may run any row's episode then."""
     raising = victims.startswith("an env")
     kind = partial(Walk, raises=third_seed(1)) if raising else Walk
@@ -327,7 +327,7 @@ def test_rows_are_reset_one_by_one() -> None:
                 both.send(rows)
 
 
-def test_a_reset_of_all_may_be_received_row_by_row() -> None:
+def test_full_reset_may_be_received_row_by_row() -> None:
     both = RowByRow(Walk, 3, batch_size=2)
     with contextlib.closing(both.envs):
         both.reset(seed=3)
@@ -355,7 +355,7 @@ def test_rows_of_a_reset_step_while_others_are_still_resetting() -> None:
         assert set(both.envs.recv(count=3)[-1]["env_id"]) > {1, 3}
 
 
-def test_a_reset_of_some_rows_ends_no_episode_of_others() -> None:
+def test_reset_of_some_rows_ends_no_episode_of_others() -> None:
     """This holds too while a row is in flight, and if the last step before the latest full reset ended an episode."""
     envs, reference = with_spares(Walk, 2, spare_workers=1), twin([Walk] * 2)
     envs.reset(seed=7)
@@ -409,7 +409,7 @@ class InfosOfOtherTypes(Walk):
 
 @pytest.mark.filterwarnings("ignore:.*it is dropped")
 @pytest.mark.parametrize("mode", MODES)
-def test_infos_that_are_no_dicts_come_with_the_error_or_as_final_infos(mode: str, closes: Any) -> None:
+def test_infos_that_are_not_dicts_are_in_the_error_or_final_infos(mode: str, closes: Any) -> None:
     envs = closes(with_spares(InfosOfOtherTypes, 2, spare_workers=1, autoreset_mode=mode))
     reference = closes(with_spares(Walk, 2, spare_workers=1, autoreset_mode=mode))
     envs.reset(seed=1)
@@ -493,7 +493,7 @@ def test_incompatible_options_are_refused(options: dict[str, Any], text: str) ->
         with_spares(Walk, **options)
 
 
-def test_make_vec_accepts_spares_or_explains() -> None:
+def test_make_vec_accepts_spare_workers_or_raises() -> None:
     envs = vecenv.make_vec("CartPole-v1", 2, vector_kwargs={"spare_workers": 1, "context": "fork"})
     assert envs.num_workers == 2
     assert "spares=1" in repr(envs)
@@ -509,7 +509,7 @@ def test_make_vec_accepts_spares_or_explains() -> None:
         MultiAgentVecEnv([Walk], spare_workers=1)
 
 
-def test_environments_that_differ_are_refused() -> None:
+def test_different_env_fns_are_refused() -> None:
     with pytest.raises(ValueError, match=r"env_fns\[1\] differs from"):
         vecenv.EpisodePrefetcher.from_env_fns([partial(Walk, lengths=(1, row + 2)) for row in range(3)], 1)
 
@@ -519,7 +519,7 @@ def test_engine_option_names_the_wrapper() -> None:
         vecenv.AsyncVectorEnv([Walk] * 2, spare_workers=1)  # type: ignore[call-arg]
 
 
-def test_it_wraps_an_engine_that_was_built_for_it() -> None:
+def test_prefetcher_wraps_an_existing_engine() -> None:
     plain = vecenv.AsyncVectorEnv([Walk] * 4, context="fork", autoreset_mode="Disabled")
     with contextlib.closing(vecenv.EpisodePrefetcher(plain, 2, "SameStep")) as envs:
         assert_identical(play(envs, 12), play(twin([Walk] * 2, autoreset_mode="SameStep"), 12))
@@ -545,8 +545,10 @@ def third_seed(row: int) -> int:
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("fault", "error"), [("raises", ValueError), ("dies", vecenv.errors.WorkerDied)])
-def test_failed_prefetch_is_the_rows_failure(mode: str, fault: str, error: type[Exception], closes: Any) -> None:
-    """The error is raised when the row would have been reset, whenever it happened; a reset recovers everything."""
+def test_failed_prefetch_raises_when_its_row_would_be_reset(
+    mode: str, fault: str, error: type[Exception], closes: Any
+) -> None:
+    """The error may have happened earlier. A full reset recovers the vector environment."""
     envs = closes(with_spares(partial(Walk, **{fault: third_seed(1)}), autoreset_mode=mode))
     reference = twin([Walk] * 3, autoreset_mode=mode)
     for _ in range(2):
@@ -598,7 +600,7 @@ def test_rebuilt_row_starts_only_one_episode(mode: str, closes: Any) -> None:
 
 
 @pytest.mark.parametrize("found_by", ["send", "abandon"])
-def test_death_that_was_noticed_before_recv_is_the_rows_failure(found_by: str, closes: Any) -> None:
+def test_death_noticed_before_recv_is_reported_for_its_row(found_by: str, closes: Any) -> None:
     envs, ones = closes(with_spares(Walk, 2, spare_workers=1)), np.ones(2, np.int64)
     envs.reset(seed=7)
     worker = envs.processes[envs.places[0]]
@@ -669,7 +671,7 @@ def test_failures_name_rows(fault: str, closes: Any, tmp_path: Any) -> None:
     assert envs.reset(seed=7)[0].shape == (3, 3)
 
 
-def test_other_attributes_are_those_of_rows(closes: Any) -> None:
+def test_observations_and_last_received_are_indexed_by_row(closes: Any) -> None:
     envs = closes(with_spares(Walk, 2))
     envs.reset(seed=7)
     while envs.places[0] == 0 or envs.places[1] == 1:
@@ -703,7 +705,7 @@ def test_full_reset_restarts_dead_spares(closes: Any) -> None:
 
 
 @pytest.mark.long
-def test_close_during_a_prefetch() -> None:
+def test_close_during_a_prefetch_ends_all_workers() -> None:
     envs = with_spares(partial(Walk, reset=0.3), 2)
     envs.reset(seed=3)
     pids = [process.pid for process in envs.envs.processes]

@@ -101,7 +101,7 @@ def test_infinite_limit_is_no_limit() -> None:
     assert (restarts, error) == (10, None)
 
 
-def test_a_refunded_restart_can_be_made_later() -> None:
+def test_refunded_restart_can_be_spent_again() -> None:
     budget = RestartBudget(2, 60.0, lambda: 0.0)
     assert [budget.spend(f"cause {index}") for index in range(3)] == [True, True, False]
     budget.refund(1)
@@ -147,7 +147,7 @@ def test_each_restart_is_logged_once_with_its_cause(caplog: pytest.LogCaptureFix
     assert text == [f"vecenv restarts after a failure: {cause}"] * 2
 
 
-def test_a_thousand_restarts_do_not_fill_the_log(
+def test_restart_log_is_rate_limited(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
@@ -184,7 +184,7 @@ def test_closing_the_engine_reports_unlogged_restarts(caplog: pytest.LogCaptureF
     assert "after another failure since the last such line; the latest: env 5: " in caplog.records[-1].getMessage()
 
 
-def test_record_is_readable() -> None:
+def test_str_of_an_error_record_names_time_place_and_error() -> None:
     record = ErrorRecord(3, 1, 77, "step", ConnectionError("gone\nfar"), "", time.monotonic() - 3600)
     assert abs(datetime.now().astimezone() - timedelta(hours=1) - record.when) < timedelta(seconds=5)
     assert str(record) == f"{record.when:%Y-%m-%d %H:%M:%S} env 3 (worker 1, pid 77), step: ConnectionError: gone"

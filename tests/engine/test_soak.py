@@ -192,7 +192,7 @@ class Raising(Small):
 @pytest.mark.parametrize(
     ("workers", "steps"), [pytest.param(0, STEPS, marks=soak), pytest.param(2, STEPS, marks=soak), (0, 12_000)]
 )
-def test_memory_is_flat_while_keys_come_and_go(workers: int, steps: int) -> None:
+def test_memory_is_flat_with_changing_info_keys(workers: int, steps: int) -> None:
     """There are thousands of combinations of keys, so none may be cached for long.
 
     In a short run the caller's objects are measured, in a long one the whole of every process.
@@ -231,7 +231,7 @@ def test_memory_is_flat_while_keys_come_and_go(workers: int, steps: int) -> None
 @pytest.mark.filterwarnings("ignore:.*")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("failures", [pytest.param(10_000, marks=soak), 150])
-def test_failures_do_not_keep_what_the_program_had(workers: int, failures: int, closes: Any) -> None:
+def test_stored_errors_do_not_keep_local_variables_alive(workers: int, failures: int, closes: Any) -> None:
     """A stored error has a traceback, and that would keep the frames of the program with all their variables."""
     envs = closes(vecenv.AsyncVectorEnv([Raising, Raising], num_workers=workers, context="fork"))
 
@@ -262,7 +262,7 @@ def test_failures_do_not_keep_what_the_program_had(workers: int, failures: int, 
 @pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("cycles", [pytest.param(2_000, marks=soak), 25])
-def test_a_closed_engine_is_gone_without_the_collector(workers: int, cycles: int) -> None:
+def test_closed_engine_is_freed_without_garbage_collection(workers: int, cycles: int) -> None:
     """With the cyclic collector off, as in some trainers, memory, descriptors and mappings stay flat."""
 
     def one() -> Any:

@@ -85,12 +85,12 @@ ENGINES = [{"num_workers": 2}, {"num_workers": 0}, {"use_caller": True}, {"use_c
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ids=str)
 @pytest.mark.parametrize("style", ["regular", "by env", "mixed"])
-def test_infos_are_those_of_sync_vector_env(engine: Options, mode: AutoresetMode, style: str) -> None:
+def test_infos_equal_sync_vector_env(engine: Options, mode: AutoresetMode, style: str) -> None:
     assert_as_sync(numbers(4, style), 14, autoreset_mode=mode, **engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES[:2], ids=str)
-def test_infos_that_change_over_time_are_those_of_gymnasium(engine: Options) -> None:
+def test_changing_infos_equal_sync_vector_env(engine: Options) -> None:
     assert_as_sync(numbers(3, "over time"), 14, cuts=True, **engine)
 
 
@@ -132,7 +132,7 @@ class WritesIntoRow(gymnasium.Env[Any, Any]):
 
 
 @pytest.mark.parametrize("engine", ENGINES[:2], ids=str)
-def test_an_env_may_write_into_its_row(engine: Options) -> None:
+def test_env_may_write_into_its_row(engine: Options) -> None:
     with ready_engine([WritesIntoRow] * 3, autoreset_mode=AutoresetMode.SAME_STEP, **engine) as envs:
         assert envs.get_attr("given") == (True,) * 3
         for t in (1, 2):
@@ -175,7 +175,7 @@ class Sleeper(WritesIntoRow):
         return super().step(action)
 
 
-def test_a_plan_for_envs_that_wait_has_more_processes_than_cores() -> None:
+def test_plan_for_envs_that_wait_has_more_workers_than_cores() -> None:
     plan = vecenv.plan(Sleeper, 32)
     assert isinstance(plan, Plan)
     assert plan.probe.waits > 0.8
@@ -194,7 +194,7 @@ def test_plan_reports_measurements_and_reason() -> None:
 @pytest.mark.parametrize("cores", [1, 2, 8])
 @pytest.mark.parametrize("step", [1e-6, 1e-4, 1e-2])
 @pytest.mark.parametrize("num_envs", [1, 2, 64])
-def test_a_choice_is_always_possible(cores: int, step: float, num_envs: int) -> None:
+def test_choose_returns_a_valid_plan(cores: int, step: float, num_envs: int) -> None:
     for waits in (0.0, 0.9):
         probe = StepTimes(100, step, step * (1 - waits))
         for use_caller in (True, False):
@@ -208,7 +208,7 @@ def test_a_choice_is_always_possible(cores: int, step: float, num_envs: int) -> 
 @pytest.mark.parametrize("num_envs", [1, 2, 8, 64])
 @pytest.mark.parametrize("cores", [2, 8, 64])
 @pytest.mark.parametrize("step", [1e-6, 5e-6, 2e-5, 1e-4, 5e-4, 1e-2])
-def test_plan_isolates_if_it_costs_less_than_a_tenth(step: float, cores: int, num_envs: int) -> None:
+def test_plan_uses_only_workers_if_that_costs_less_than_a_tenth(step: float, cores: int, num_envs: int) -> None:
     probed = StepTimes(100, step, step)
     free, forced, by_itself = (choose(probed, num_envs, cores, use_caller=use) for use in (True, False, None))
     cost = min(forced.estimates.values()) / min(free.estimates.values())
@@ -232,14 +232,14 @@ def test_plan_names_the_options_that_exclude_this_process(options: Any, named: s
     assert envs.plan.reason == f"one process per usable core, because of {named}"
 
 
-def test_explicit_isolation(closes: Any) -> None:
+def test_use_caller_false_steps_all_envs_in_workers(closes: Any) -> None:
     with_auto = closes(vecenv.make_vec(lambda: Numbers(0), 2, vector_kwargs={"use_caller": False}))
     assert with_auto.num_workers == 2
     assert not with_auto.local_envs
 
 
 @pytest.mark.parametrize("num_envs", [2, 4])
-def test_workers_on_cores_of_their_own_cost_no_wake_ups(num_envs: int) -> None:
+def test_workers_on_separate_cores_cost_no_wake_ups(num_envs: int) -> None:
     computing, waiting = (choose(StepTimes(100, 1e-4, cpu), num_envs, 4) for cpu in (1e-4, 5e-5))
     assert waiting.estimates == computing.estimates
     assert waiting.num_workers == num_envs
@@ -332,7 +332,7 @@ def test_placements_leave_the_caller_a_core_and_spin_only_if_they_fit(monkeypatc
     assert cores.placements(2) == ([cores.Placement()] * 2, 0.0)  # a quota reserves no core
 
 
-def test_the_callers_own_affinity_is_never_touched() -> None:
+def test_affinity_of_the_caller_is_unchanged() -> None:
     before = os.sched_getaffinity(0)
     with ready_engine(numbers(2), num_workers=1) as envs:
         for _ in range(200):
@@ -454,7 +454,7 @@ def test_engine_releases_contended_cores_and_binds_them_again() -> None:
         envs.close()
 
 
-def test_stats_are_floats_and_count_what_happened() -> None:
+def test_stats_are_floats_and_count_steps_and_resets() -> None:
     with ready_engine(numbers(4), num_workers=2) as envs:
         for _ in range(10):
             envs.step(np.zeros((4, 2), np.float32))
@@ -537,7 +537,7 @@ def test_short_messages_are_counted_and_sampled() -> None:
         (5e-3, 5e-3, 8, 0, 2, 8, None, "no environment can be ahead of another"),
     ],
 )
-def test_batch_size_auto(
+def test_batch_size_auto_depends_on_step_time_and_cores(
     step: float, cpu: float, num_envs: int, workers: int, cores: int, batch: int, at_once: int | None, why: str
 ) -> None:
     whole = Plan(num_envs, workers, 0, "as requested", StepTimes(100, step, cpu), cores, {})
@@ -557,7 +557,7 @@ def test_batch_size_auto_leaves_the_caller_no_share(monkeypatch: pytest.MonkeyPa
     assert (found.batch_size, found.use_caller) == (4, False)
 
 
-def test_the_engine_and_its_pool_share_their_attribute_keys() -> None:
+def test_engine_and_pool_have_at_most_30_attributes() -> None:
     """CPython 3.11 shares at most 30 keys; beyond that every lookup is slower: 2 % of a step, 5 % of recv."""
     with ready_engine([SleepingEnv] * 2, num_workers=2) as envs:
         for thing in (envs._driver, envs._pool):
@@ -609,7 +609,7 @@ def prices() -> np.ndarray:
 
 @pytest.mark.sampled("fork")
 @pytest.mark.parametrize("context", START_METHODS)
-def test_workers_have_no_copy_and_step_the_same(context: str, prices: np.ndarray, closes: Any) -> None:
+def test_shared_data_is_not_copied_and_gives_the_same_results(context: str, prices: np.ndarray, closes: Any) -> None:
     shared = vecenv.share({"close": prices, "volume": np.arange(3)})
     assert shared["close"].flags.writeable is False
     oracle = SyncVectorEnv(makers(prices))
@@ -625,7 +625,7 @@ def test_workers_have_no_copy_and_step_the_same(context: str, prices: np.ndarray
 
 @pytest.mark.sampled("fork")
 @pytest.mark.parametrize("context", START_METHODS)
-def test_an_environment_cannot_write_and_its_worker_restarts_with_the_data(context: str, prices: np.ndarray) -> None:
+def test_shared_data_is_read_only_and_available_after_a_restart(context: str, prices: np.ndarray) -> None:
     shared = vecenv.share(prices[:10_000])
     with contextlib.closing(vecenv.AsyncVectorEnv(makers(shared, 2), context=context, on_failure="restart")) as envs:
         envs.reset(seed=1)
@@ -639,7 +639,7 @@ def test_an_environment_cannot_write_and_its_worker_restarts_with_the_data(conte
 
 
 @pytest.mark.long
-def test_spare_workers_and_a_probe_have_it(prices: np.ndarray) -> None:
+def test_shared_data_is_available_in_spare_workers_and_the_probe(prices: np.ndarray) -> None:
     shared = vecenv.share(prices[:10_000])
     for build in (
         lambda: vecenv.EpisodePrefetcher.from_env_fns(makers(shared, 2), 1, context="spawn"),
@@ -651,7 +651,7 @@ def test_spare_workers_and_a_probe_have_it(prices: np.ndarray) -> None:
                 envs.step(np.zeros(2, np.int64))
 
 
-def test_every_shape_and_kind_of_view_arrives(prices: np.ndarray) -> None:
+def test_shared_arrays_and_views_of_every_kind_reach_workers(prices: np.ndarray) -> None:
     data = {
         "rows": np.arange(24.0).reshape(4, 6), "columns": np.asfortranarray(np.arange(24).reshape(4, 6)),
         "none": np.zeros((3, 0)), "one": np.array(5), "days": np.array(["2026-01-01", "NaT"], "M8[D]"),

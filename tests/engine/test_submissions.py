@@ -87,7 +87,7 @@ def test_rows_are_reset_and_stepped_one_by_one(envs: Any, submissions: Any) -> N
     assert {key: envs.stats()[key] for key in ("steps", "resets", "in_flight")} == {"steps": 1, "resets": 3, "in_flight": 0}
 
 
-def test_an_environment_that_raises_needs_a_reset(submissions: Any) -> None:
+def test_env_that_raises_needs_a_reset(submissions: Any) -> None:
     reset(submissions, 0)
     submissions.submit(0, "step", 8)
     (error,) = wait_for_results(submissions, 1).values()
@@ -102,7 +102,7 @@ def test_an_environment_that_raises_needs_a_reset(submissions: Any) -> None:
     assert not submissions.failed
 
 
-def test_a_death_finishes_its_request_and_a_worker_is_started_without_waiting(envs: Any, submissions: Any) -> None:
+def test_worker_death_finishes_its_request_and_start_does_not_wait(envs: Any, submissions: Any) -> None:
     reset(submissions, 0, 1, 2)
     submissions.submit(0, "step", KILL)
     submissions.submit(2, "step", 2)
@@ -128,7 +128,7 @@ def test_a_death_finishes_its_request_and_a_worker_is_started_without_waiting(en
     assert envs.stats()["restarts"] == 2
 
 
-def test_the_death_of_an_idle_worker_is_collected_once(envs: Any, submissions: Any) -> None:
+def test_death_of_an_idle_worker_is_collected_once(envs: Any, submissions: Any) -> None:
     reset(submissions, 1)
     envs.processes[1].kill()
     select.select([submissions.fileno()], [], [], 20.0)
@@ -142,7 +142,7 @@ def test_the_death_of_an_idle_worker_is_collected_once(envs: Any, submissions: A
     assert select.select([submissions.fileno()], [], [], 0.1)[0] == []
 
 
-def test_a_request_that_hangs_is_killed_with_its_reason(submissions: Any) -> None:
+def test_kill_ends_a_hanging_request_with_the_reason(submissions: Any) -> None:
     reset(submissions, 1)
     submissions.submit(1, "call", ("nap", (60.0,), {}))
     assert submissions.collect() == []
@@ -151,7 +151,7 @@ def test_a_request_that_hangs_is_killed_with_its_reason(submissions: Any) -> Non
     assert "died during call: the loop has cancelled it" in str(error)
 
 
-def test_a_long_message_is_sent_as_the_pipe_makes_room(submissions: Any) -> None:
+def test_message_larger_than_the_pipe_is_sent_completely(submissions: Any) -> None:
     reset(submissions, 0)
     submissions.submit(0, "call", ("single_value", (np.zeros(1 << 20),), {}))
     assert wait_for_results(submissions, 1) == {0: 8 << 20}
@@ -174,7 +174,7 @@ def test_states_are_saved_and_loaded_by_row(submissions: Any) -> None:
         submissions.submit(1, "check", snapshot.having(observation="none of it"))
 
 
-def test_replies_of_environments_in_threads_may_come_in_another_order() -> None:
+def test_env_threads_may_reply_in_another_order() -> None:
     envs = build(1, env_threads=3)
     try:
         with closing(envs.submissions()) as submissions:
@@ -194,7 +194,7 @@ def test_replies_of_environments_in_threads_may_come_in_another_order() -> None:
 
 
 @pytest.mark.parametrize("env_threads", [1, 3])
-def test_what_a_worker_cannot_unpickle_is_an_error_of_one_row(env_threads: int) -> None:
+def test_argument_that_cannot_be_unpickled_is_an_error_of_one_row(env_threads: int) -> None:
     envs = build(1, env_threads=env_threads)
     try:
         with closing(envs.submissions()) as submissions:

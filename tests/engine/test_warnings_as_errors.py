@@ -57,14 +57,14 @@ def test_close_with_a_pending_step_ends_the_workers(caplog: pytest.LogCaptureFix
     assert "Calling `close` while waiting for a pending call to `step`" in caplog.text
 
 
-def test_an_environment_that_raises_in_close_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_exception_in_the_close_of_an_env_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with ready_engine([BadCloseEnv] * 2, num_workers=1) as envs:
         envs.close()
     assert "env 1 raised in close(): OSError: the simulator does not answer" in caplog.text
 
 
 @pytest.mark.parametrize("num_workers", [1, 0])
-def test_a_warning_about_environments_is_logged_and_the_call_returns(
+def test_warning_about_environments_is_logged_and_step_returns(
     caplog: pytest.LogCaptureFixture, num_workers: int
 ) -> None:
     with ready_engine([TooLargeEnv] * 2, num_workers=num_workers) as envs:
@@ -72,7 +72,7 @@ def test_a_warning_about_environments_is_logged_and_the_call_returns(
     assert "became infinite" in caplog.text
 
 
-def test_the_exception_of_an_environment_is_raised_and_not_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_exception_of_an_env_is_raised_instead_of_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with ready_engine([CounterEnv, partial(RaisingEnv, error=KeyError("door"))]) as envs:
         with pytest.raises(KeyError, match="door"):
             envs.step(np.zeros(2, int))
@@ -99,7 +99,7 @@ envs.reset(seed=1)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_workers", [2, 0])
 @pytest.mark.parametrize(("filters", "reports"), [("ignore", 0), ("error::ResourceWarning", 2)])
-def test_a_program_that_never_closes_ends_without_a_traceback_of_the_engine(
+def test_program_without_close_ends_without_a_traceback(
     num_workers: int, filters: str, reports: int, tmp_path: Path
 ) -> None:
     closed = tmp_path / "closed"

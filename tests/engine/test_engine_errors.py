@@ -39,23 +39,25 @@ from vecenv.engine import worker_process
 from vecenv.errors import EnvError, EnvFailed, ObservationError, StepTimeout, WorkerDied
 from vecenv.link.messages import notes_about_others
 
-# --- section 1.12: close, twice, late, with terminate, and without a call of it ------------------
+# --- close: repeated, with a pending call, with ``terminate``, and by the garbage collector -------
 
 
-class WritesWhenClosed(CounterEnv):
+class CloseLoggingEnv(CounterEnv):
+    """An environment that appends its number to ``file`` when it is closed."""
+
     def __init__(self, file: Path, env_id: int = 0) -> None:
         super().__init__(env_id)
         self.closed_file = file
 
 
-def close_writers(file: Path, n: int) -> list[Any]:
-    return [functools.partial(WritesWhenClosed, file, index) for index in range(n)]
+def make_close_logging_env_fns(file: Path, n: int) -> list[Any]:
+    return [functools.partial(CloseLoggingEnv, file, index) for index in range(n)]
 
 
 def test_close_closes_every_environment_once(every_engine: Options, tmp_path: Path) -> None:
     file = tmp_path / "closed"
-    with ready_engine(close_writers(file, 3), **every_engine) as envs:
-        file.unlink(missing_ok=True)  # that of the environment that was built to read its spaces
+    with ready_engine(make_close_logging_env_fns(file, 3), **every_engine) as envs:
+        file.unlink(missing_ok=True)  # written by the environment that was built to read its spaces
         envs.close()
         assert envs.closed is True
         envs.close()
@@ -80,8 +82,8 @@ def test_close_after_a_timeout_does_not_wait_for_environments(
         assert envs.closed is True
 
 
-class SlowToClose(SleepingEnv):
-    """A :class:`SleepingEnv` that writes to ``file`` after 0.6 seconds in ``close``."""
+class SlowCloseEnv(SleepingEnv):
+    """A :class:`SleepingEnv` with a ``close`` that takes 0.6 seconds and then writes to ``file``."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -111,7 +113,7 @@ def test_close_waits_for_a_pending_step_no_longer_than_step_timeout(how: str) ->
 @pytest.mark.filterwarnings("ignore:.*Calling `close` while waiting for a pending call:UserWarning")
 def test_step_timeout_does_not_limit_the_close_of_an_environment(tmp_path: Path) -> None:
     file = tmp_path / "closed"
-    with ready_engine([functools.partial(SlowToClose, file)], num_workers=1, step_timeout=0.3) as envs:
+    with ready_engine([functools.partial(SlowCloseEnv, file)], num_workers=1, step_timeout=0.3) as envs:
         envs.step_async([0.1])
         envs.close()
     assert file.read_text() == "closed"
@@ -181,27 +183,27 @@ def test_engine_can_be_deleted_after_its_constructor_failed() -> None:
     gc.collect()
 
 
-# --- section 1.11: exceptions of environments in the caller, and the calls that follow -----------
+# --- exceptions of environments in the caller, and the calls that follow -------------------------
 
 
-class OddError(Exception):
+class CustomError(Exception):
     """An exception with one argument and no other base class."""
 
 
-def raising(index: int, error: BaseException, method: str = "step", at: int = 2) -> Any:
+def raising_env_fn(index: int, error: BaseException, method: str = "step", at: int = 2) -> Any:
     return functools.partial(RaisingEnv, index, error, method, at)
 
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(
-    "error", [ValueError("x"), KeyError("k"), OddError("odd"), ZeroDivisionError(), OSError(2, "no")], ids=repr
+    "error", [ValueError("x"), KeyError("k"), CustomError("odd"), ZeroDivisionError(), OSError(2, "no")], ids=repr
 )
 @pytest.mark.parametrize("method", ["step", "reset"])
 def test_exception_of_an_env_is_raised_with_its_type_and_text(
     every_engine: Options, error: Exception, method: str
 ) -> None:
-    # A copy, because the exception that is raised here holds on to the frames it went through.
-    with ready_engine([*counters(2), raising(2, copy.copy(error), method)], **every_engine) as envs:
+    # A copy, because a raised exception keeps references to the frames that it passed through.
+    with ready_engine([*counters(2), raising_env_fn(2, copy.copy(error), method)], **every_engine) as envs:
         envs.step([0, 0, 0])
         with raises_logged(type(error)) as (caught, _):
             if method == "step":
@@ -215,7 +217,7 @@ def test_exception_of_an_env_is_raised_with_its_type_and_text(
 @contextmanager
 def failed_engine(engine: Options) -> Iterator[tuple[Any, Exception, list[str]]]:
     """Yield an engine with a third environment that has just raised, its exception, and the log lines."""
-    with ready_engine([*counters(2, lengths=(9,)), raising(2, ValueError("x"))], **engine) as envs:
+    with ready_engine([*counters(2, lengths=(9,)), raising_env_fn(2, ValueError("x"))], **engine) as envs:
         envs.step([0, 0, 0])
         with raises_logged(ValueError) as (caught, texts):
             envs.step([0, 0, 0])
@@ -236,7 +238,7 @@ def test_one_failure_emits_exactly_three_warnings() -> None:
     "options", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "use_caller": True}], ids=str
 )
 def test_failure_is_reported_only_by_the_exception(options: Options) -> None:
-    """Only the raised exception reports it; no log lines about another worker and its end."""
+    """Only the raised exception reports it. There are no warnings about the end of a worker."""
     with failed_engine(options) as (_, error, texts):
         assert texts == []
         printed = "".join(traceback.format_exception(error))
@@ -245,7 +247,7 @@ def test_failure_is_reported_only_by_the_exception(options: Options) -> None:
 
 
 def test_two_failures_emit_exactly_five_warnings_and_step_the_others() -> None:
-    fns = [counters(4)[0], raising(1, ValueError("one")), counters(4)[2], raising(3, KeyError("three"))]
+    fns = [counters(4)[0], raising_env_fn(1, ValueError("one")), counters(4)[2], raising_env_fn(3, KeyError("three"))]
     with ready_engine(fns) as envs:
         envs.step([0] * 4)
         with raises_logged((ValueError, KeyError), failures=2) as (_, texts):
@@ -256,6 +258,8 @@ def test_two_failures_emit_exactly_five_warnings_and_step_the_others() -> None:
 
 
 class PercentEnv(CounterEnv):
+    """An environment that raises with percent signs in the text, which logging must not interpret."""
+
     def reset(self, **kwargs: Any) -> Any:
         raise ValueError("100% wrong: %s %d")
 
@@ -287,7 +291,7 @@ def test_nothing_is_logged_without_a_failure(every_engine: Options, recwarn: pyt
 def test_reset_rebuilds_only_the_failed_environment(every_engine: Options) -> None:
     with failed_engine(every_engine) as (envs, *_):
         observations, _ = envs.reset(seed=5)
-        # the others are the same objects, in their second episode; the third was rebuilt
+        # the first two environments are in their second episode; the third was rebuilt and is in its first
         assert observations[:, 2:].tolist() == [[2, 5], [2, 6], [1, 7]]
         assert envs.step([0, 0, 0])[0][:, 1].tolist() == [1, 1, 1]
 
@@ -296,7 +300,7 @@ def test_reset_rebuilds_only_the_failed_environment(every_engine: Options) -> No
 @pytest.mark.parametrize("by_row", [True, False], ids=["by row", "at once"])
 @pytest.mark.parametrize("method", ["step", "reset"])
 def test_stats_count_all_but_the_failed_environment(every_engine: Options, method: str, by_row: bool) -> None:
-    with ready_engine([*counters(2), raising(2, ValueError("x"), method)], **every_engine) as envs:
+    with ready_engine([*counters(2), raising_env_fn(2, ValueError("x"), method)], **every_engine) as envs:
         envs.step([0, 0, 0])
         before = envs.stats()
         if not by_row:
@@ -328,13 +332,13 @@ def test_masked_reset_recovers_a_failed_environment(every_engine: Options) -> No
         assert envs.step([0, 0, 0])[0][:, 1].tolist() == [3, 3, 1]
 
 
-class RebuiltEnv(CounterEnv):
-    """An environment that raises on action 4. Its reset info counts the instances of its process that still exist."""
+class InstanceCountingEnv(CounterEnv):
+    """An environment that raises on action 4. Its reset info counts the earlier instances that still exist."""
 
-    built: ClassVar[weakref.WeakSet[RebuiltEnv]] = weakref.WeakSet()
+    built: ClassVar[weakref.WeakSet[InstanceCountingEnv]] = weakref.WeakSet()
 
     def __init__(self) -> None:
-        gc.disable()  # so that only the last reference to an instance frees it
+        gc.disable()  # an instance is freed only when its last reference is dropped
         super().__init__(lengths=(1000,))
         self.earlier = len(self.built)
         self.built.add(self)
@@ -352,14 +356,14 @@ class RebuiltEnv(CounterEnv):
 
 @pytest.mark.parametrize("env_threads", [1, 2])
 def test_failed_environment_is_freed_before_its_replacement_is_built(env_threads: int) -> None:
-    with ready_engine([RebuiltEnv], num_workers=1, env_threads=env_threads, on_failure="restart") as envs:
+    with ready_engine([InstanceCountingEnv], num_workers=1, env_threads=env_threads, on_failure="restart") as envs:
         for _ in range(3):
             envs.step(np.array([4]))
             assert envs.step(np.array([0]))[4]["earlier"].tolist() == [0]
 
 
 def test_reset_frees_a_failed_environment() -> None:
-    with ready_engine([RebuiltEnv], num_workers=1) as envs:
+    with ready_engine([InstanceCountingEnv], num_workers=1) as envs:
         for _ in range(2):
             with raises_logged(RuntimeError, "no fours"):
                 envs.step(np.array([4]))
@@ -368,8 +372,8 @@ def test_reset_frees_a_failed_environment() -> None:
             assert envs.reset()[1]["earlier"].tolist() == [0]
 
 
-class WrongEnv(CounterEnv):
-    """Steps fail: with an action from 1 to 4 by a shape, otherwise by an exception that names the action."""
+class FailingStepEnv(CounterEnv):
+    """An environment with failing steps. Actions 1 to 4 return a wrong shape; others raise an exception with the action."""
 
     def step(self, action: Any) -> Any:
         if 1 <= action <= 4:
@@ -378,7 +382,7 @@ class WrongEnv(CounterEnv):
 
 
 def test_equal_exceptions_share_one_note() -> None:
-    with ready_engine([WrongEnv] * 8, num_workers=2) as envs:
+    with ready_engine([FailingStepEnv] * 8, num_workers=2) as envs:
         with pytest.raises(ObservationError, match="env 0: observation") as caught:
             envs.step(np.array([1, 2, 3, 5, 5, 6, 4, 5]))
         (place, same, five, six) = caught.value.__notes__
@@ -396,7 +400,7 @@ def test_equal_exits_of_different_workers_share_one_note() -> None:
 
 
 class UncheckedEnv(CounterEnv):
-    """Steps use an attribute that a reset sets, without a check."""
+    """An environment with steps that use an attribute of the reset, without a check that it exists."""
 
     def reset(self, **kwargs: Any) -> Any:
         self.position = 0
@@ -454,16 +458,17 @@ def test_restart_after_a_memory_error_starts_a_new_process() -> None:
     env_fns = [functools.partial(RaisingEnv, error=MemoryError()), RaisingEnv]
     with ready_engine(env_fns, num_workers=1, on_failure="restart") as envs:
         pid = envs.processes[0].pid
-        for rows in ([True, False], [False, True]):  # the other one was not in the middle of a step
+        # the second environment was not in a step when its process was killed, so the next step restarts it
+        for rows in ([True, False], [False, True]):
             assert envs.step(np.array([0, 0]))[4]["restarted"].tolist() == rows
         assert envs.processes[0].pid != pid
         assert envs.stats()["restarts"] == 1
 
 
 def test_restarted_row_contains_no_data_of_its_failed_step(process_engine: Options) -> None:
-    """Its reward is not a number, which is found after its observation and its info were read."""
+    """The invalid reward is detected after the observation and the info were read."""
     zeros = np.zeros(4, np.float32)
-    good, bad = (zeros, 1.0, False, False, {}), (zeros + 9, object(), False, False, {"said": ["by pickle"], "number": 3})
+    good, bad = (zeros, 1.0, False, False, {}), (zeros + 9, object(), False, False, {"pickled": [1], "number": 3})
     fns = [functools.partial(ReturningEnv, [(zeros, {})], [step]) for step in (good, bad)]
     with ready_engine(fns, on_failure="restart", **process_engine) as envs:
         observations, rewards, _, truncations, infos = envs.step([0, 0])
@@ -473,14 +478,14 @@ def test_restarted_row_contains_no_data_of_its_failed_step(process_engine: Optio
 
 
 def test_error_in_an_autoreset_is_raised_by_step(process_engine: Options) -> None:
-    class FailsToResetAgain(CounterEnv):
+    class FailingSecondResetEnv(CounterEnv):
         def reset(self, **kwargs: Any) -> Any:
             if self.episodes:
                 raise ValueError("cannot reset again")
             return super().reset(**kwargs)
 
     for mode in ("NextStep", "SameStep"):
-        fns = [counters(2)[0], functools.partial(FailsToResetAgain, 1, lengths=(1,))]
+        fns = [counters(2)[0], functools.partial(FailingSecondResetEnv, 1, lengths=(1,))]
         with (
             ready_engine(fns, autoreset_mode=mode, **process_engine) as envs,
             raises_logged(ValueError, match="cannot reset again"),
@@ -489,28 +494,28 @@ def test_error_in_an_autoreset_is_raised_by_step(process_engine: Options) -> Non
             envs.step([0, 0])
 
 
-# --- timeouts: one deadline for all environments; a late result stays pending -------------------
+# --- timeouts: one deadline applies to all environments, and a late result stays pending ---------
 
-LATE = 0.5
+DELAY_SECONDS = 0.5
 
 
-def sleepers(n: int = 3) -> list[Any]:
+def sleeping_env_fns(n: int = 3) -> list[Any]:
     return [lambda i=i: SleepingEnv(i) for i in range(n)]
 
 
-# the call that begins it, the one that waits for it, and the check of its result
+# Each value is: a function that submits the request, the method that waits for its result, a check of the result.
 WAITS: dict[str, tuple[Callable[[Any], Any], str, Callable[[Any], bool]]] = {
     "reset": (
-        lambda envs: envs.reset_async(seed=7, options={"seconds": LATE}), "reset_wait",
+        lambda envs: envs.reset_async(seed=7, options={"seconds": DELAY_SECONDS}), "reset_wait",
         lambda result: result[0][:, 1:].tolist() == [[0, 2, 7], [0, 2, 8], [0, 2, 9]],
     ),
     "step": (
-        lambda envs: envs.step_async([0.0, LATE, 0.0]), "step_wait",
+        lambda envs: envs.step_async([0.0, DELAY_SECONDS, 0.0]), "step_wait",
         lambda result: (result[0][:, 1].tolist(), result[1].tolist()) == ([1, 1, 1], [0.001, 1.001, 2.001]),
     ),
-    "call": (lambda envs: envs.call_async("sleep", LATE), "call_wait", lambda result: result == (0, 1, 2)),
+    "call": (lambda envs: envs.call_async("sleep", DELAY_SECONDS), "call_wait", lambda result: result == (0, 1, 2)),
     "exec_func": (
-        lambda envs: envs.exec_func_send(lambda env: env.sleep(LATE), [1]), "exec_func_fetch",
+        lambda envs: envs.exec_func_send(lambda env: env.sleep(DELAY_SECONDS), [1]), "exec_func_fetch",
         lambda result: result == (None, 1, None),
     ),
 }  # fmt: skip
@@ -523,8 +528,8 @@ WAITS: dict[str, tuple[Callable[[Any], Any], str, Callable[[Any], bool]]] = {
 def test_late_result_is_returned_by_the_same_wait(
     process_engine: Options, call: str, timeout: float
 ) -> None:
-    begin, wait, is_right = WAITS[call]
-    with ready_engine(sleepers(), **process_engine) as envs:
+    begin, wait, is_expected = WAITS[call]
+    with ready_engine(sleeping_env_fns(), **process_engine) as envs:
         begin(envs)
         with pytest.raises(multiprocessing.TimeoutError) as caught:
             getattr(envs, wait)(timeout=timeout)
@@ -532,10 +537,10 @@ def test_late_result_is_returned_by_the_same_wait(
         assert isinstance(caught.value, StepTimeout)
         assert str(caught.value).startswith(f"The call to `{wait}` has timed out after {float(timeout)} second(s).")
         pending = "call" if call == "exec_func" else call
-        for early in (lambda: envs.step_async([0.0] * 3), envs.reset_async, lambda: envs.set_attr("note", "x")):
+        for refused_call in (lambda: envs.step_async([0.0] * 3), envs.reset_async, lambda: envs.set_attr("note", "x")):
             with pytest.raises(AlreadyPendingCallError, match=f"pending call to `{pending}`"):
-                early()
-        assert is_right(getattr(envs, wait)())
+                refused_call()
+        assert is_expected(getattr(envs, wait)())
         steps = 2 if call == "step" else 1
         observations, rewards, *_ = envs.step([0.0, 0.0, 0.0])
         assert observations[:, 1].tolist() == [steps] * 3
@@ -543,8 +548,8 @@ def test_late_result_is_returned_by_the_same_wait(
 
 
 def test_repeated_timeouts_lose_no_result(process_engine: Options) -> None:
-    with ready_engine(sleepers(), **process_engine) as envs:
-        late = 0
+    with ready_engine(sleeping_env_fns(), **process_engine) as envs:
+        timeouts = 0
         for t in range(1, 4):
             envs.step_async([0.0, 0.2, 0.0])
             while True:
@@ -552,14 +557,14 @@ def test_repeated_timeouts_lose_no_result(process_engine: Options) -> None:
                     observations, rewards, *_ = envs.step_wait(timeout=0.02)
                     break
                 except TimeoutError:
-                    late += 1
+                    timeouts += 1
             assert observations[:, 1].tolist() == [t] * 3
             np.testing.assert_allclose(rewards, np.arange(3) + t / 1000)
-        assert late >= 1
+        assert timeouts >= 1
 
 
 def test_result_within_the_timeout_is_returned(process_engine: Options) -> None:
-    with open_engine(sleepers(), **process_engine) as envs:
+    with open_engine(sleeping_env_fns(), **process_engine) as envs:
         envs.reset_async(seed=1)
         assert envs.reset_wait(timeout=20)[0].shape == (3, 4)
         envs.step_async([0.0, 0.0, 0.0])
@@ -570,7 +575,7 @@ def test_result_within_the_timeout_is_returned(process_engine: Options) -> None:
 
 @pytest.mark.long
 def test_timeout_applies_to_all_environments_together() -> None:
-    with ready_engine(sleepers()) as envs:
+    with ready_engine(sleeping_env_fns()) as envs:
         envs.step_async([0.3, 0.6, 0.9])
         begin = time.monotonic()
         with pytest.raises(TimeoutError):
@@ -579,7 +584,7 @@ def test_timeout_applies_to_all_environments_together() -> None:
         assert envs.step_wait()[0][:, 1].tolist() == [1, 1, 1]
 
 
-# --- calls in the wrong phase: the order of checks, and unchanged state. All pairs: ``faults/test_misuse.py``
+# --- calls in the wrong phase: the order of checks, and unchanged state. ``faults/test_misuse.py`` tests all pairs.
 
 SHORTCUTS: dict[str, Callable[[Any], Any]] = {
     "call": lambda envs: envs.call("env_id"),
@@ -600,9 +605,9 @@ def test_shortcuts_of_call_are_refused_like_call_async(every_engine: Options, sh
         assert caught.value.name == "reset"
         envs.reset_wait()
         envs.close()
-        for after in (shortcut, lambda envs: envs.exec_func(id)):
+        for refused_call in (shortcut, lambda envs: envs.exec_func(id)):
             with pytest.raises(ClosedEnvironmentError) as closed:
-                after(envs)
+                refused_call(envs)
             assert str(closed.value) == "Trying to operate on `AsyncVectorEnv`, after a call to `close()`."
 
 

@@ -31,10 +31,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     engines; the following test uses the next engine.
     """
     own_items = [item for item in items if item.path.parent == HERE and isinstance(item, pytest.Function)]
-    wanted = [item for item in own_items if not item.get_closest_marker("slow") and hasattr(item, "callspec")]
+    candidates = [item for item in own_items if not item.get_closest_marker("slow") and hasattr(item, "callspec")]
     for name in ("engine", "every_engine"):
-        sample_parameter([item for item in wanted if item.path.name in ENGINES_ALTERNATE], name)
-    others = [item for item in wanted if item.path.name not in ENGINES_ALTERNATE]
+        sample_parameter([item for item in candidates if item.path.name in ENGINES_ALTERNATE], name)
+    others = [item for item in candidates if item.path.name not in ENGINES_ALTERNATE]
     sample_parameter(others, "engine", mark="long")
     for name in ("every_engine", "process_engine"):
         processes = [item for item in others if item.callspec.params.get(name) != ENGINES["in-process"]]

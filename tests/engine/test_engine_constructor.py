@@ -593,7 +593,7 @@ def test_make_vec_builds_the_class_and_assigns_the_spec(recwarn: pytest.Warnings
     assert repr(envs).startswith("AsyncVectorEnv(CartPole-v1, num_envs=2")
     envs.reset(seed=1)
     envs.close()
-    # From Python 3.12 on, every fork beside another thread warns, and pytest-timeout has a thread of its own.
+    # From Python 3.12 on, a fork warns if there are other threads, and pytest-timeout has one.
     assert [text for warning in recwarn if "multi-threaded" not in (text := str(warning.message))] == []
 
 

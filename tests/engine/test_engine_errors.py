@@ -284,7 +284,7 @@ def test_nothing_is_logged_without_a_failure(every_engine: Options, recwarn: pyt
     with ready_engine(counters(2), **every_engine) as envs:
         envs.step([0, 0])
         envs.call("env_id")
-    # From Python 3.12 on, every fork beside another thread warns, and pytest-timeout has a thread of its own.
+    # From Python 3.12 on, a fork warns if there are other threads, and pytest-timeout has one.
     assert [text for warning in recwarn if "multi-threaded" not in (text := str(warning.message))] == []
 
 
@@ -373,7 +373,7 @@ def test_reset_frees_a_failed_environment() -> None:
 
 
 class FailingStepEnv(CounterEnv):
-    """An environment with failing steps. Actions 1 to 4 return a wrong shape; others raise an exception with the action."""
+    """An environment with failing steps. Actions 1 to 4 return a wrong shape; others raise and name the action."""
 
     def step(self, action: Any) -> Any:
         if 1 <= action <= 4:

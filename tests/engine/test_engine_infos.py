@@ -1,4 +1,4 @@
-"""The merging of infos of single environments into those of the vector environment."""
+"""The infos of single environments are merged into the infos of the vector environment."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_infos_are_merged_as_by_gymnasium(engine: Options, name: str) -> None:
 
 
 def make_column(values: Any, dtype: Any = object) -> np.ndarray[Any, Any]:
-    """Return an array of these values, by default an object array."""
+    """Return these values as a column, by default an object array."""
     if dtype is not object:
         return np.array(values, dtype)
     column = np.full(len(values), None, dtype=object)

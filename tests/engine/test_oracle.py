@@ -410,7 +410,7 @@ def test_frame_stack_in_workers_equals_sync_vector_env() -> None:
 
 
 # --- ``VectorEnvContract`` with several configurations of the engine, and with faulty vector environments
-# For each fault, a test of the contract is named that must fail.
+# ``FAULTS`` names, for each fault, the test of the contract that must fail.
 
 
 class _Contract(VectorEnvContract):

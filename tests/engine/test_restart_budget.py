@@ -207,7 +207,7 @@ def test_environment_is_named_once_in_the_reason_of_a_restart(caplog: pytest.Log
 
 
 class HangingEnv(RaisingEnv):
-    """An environment that hangs where :class:`Flaky` raises."""
+    """An environment that hangs where :class:`RaisingEnv` raises."""
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self._steps_left -= 1

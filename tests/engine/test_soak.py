@@ -101,7 +101,7 @@ def test_soak(context: str, cycles: int) -> None:
 
 @soak
 def test_soak_in_a_failing_constructor() -> None:
-    """Engines leave nothing if their constructor raises."""
+    """Engines leave no resource if their constructor raises."""
 
     def fail() -> gym.Env:
         raise LookupError("no such environment")
@@ -142,7 +142,7 @@ def test_soak_steps(workers: int) -> None:
 
 @soak
 def test_soak_restarts(tmp_path: Any) -> None:
-    """Hundreds of restarts in one engine leave nothing of the dead workers."""
+    """Hundreds of restarts in one engine leave no descriptor, process or thread."""
     from vecenv.testing.faulty import FaultyEnv
 
     def crashing() -> gym.Env:

@@ -1,4 +1,4 @@
-"""Requests about single rows that do not wait, for event loops."""
+"""Requests about single rows that do not block, for event loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures with engine options: a test that takes one of them runs once for each of its values."""
+"""Fixtures with engine options. A test that uses one of them runs once for each of its values."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from sampling import sample_parameter
 
 from vecenv.worker import row_writer
 
-# Tests of what workers store. A test runs with one implementation by default, another test with the other; the rest is slow.
-ROWS = ("test_autoreset", "test_engine_infos", "test_engine_observations", "test_engine_step", "test_oracle")
+# Modules that test what workers store. By default, each test runs with one of the two implementations; the other is slow.
+TESTED_WITH_BOTH_WRITERS = (
+    "test_autoreset", "test_engine_infos", "test_engine_observations", "test_engine_step", "test_oracle",
+)  # fmt: skip
 
 # These tests have many cases that hardly depend on the engine: each case runs with one engine, the others are ``slow``.
 ENGINES_ALTERNATE = ("test_engine_step.py", "test_engine_infos.py")
@@ -23,16 +25,16 @@ HERE = Path(__file__).parent
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Choose the engines of the default run; beyond :data:`ENGINES_ALTERNATE`, the rest is ``long``.
+    """Choose the engines of the default run. Other cases are ``slow`` in :data:`ENGINES_ALTERNATE`, and ``long`` elsewhere.
 
     Each case of a test of values runs with one engine. A test of processes runs in this process and with one of the other
-    engines, the next test with the next one.
+    engines; the following test uses the next engine.
     """
-    here = [item for item in items if item.path.parent == HERE and isinstance(item, pytest.Function)]
-    wanted = [item for item in here if not item.get_closest_marker("slow") and hasattr(item, "callspec")]
+    own_items = [item for item in items if item.path.parent == HERE and isinstance(item, pytest.Function)]
+    candidates = [item for item in own_items if not item.get_closest_marker("slow") and hasattr(item, "callspec")]
     for name in ("engine", "every_engine"):
-        sample_parameter([item for item in wanted if item.path.name in ENGINES_ALTERNATE], name)
-    others = [item for item in wanted if item.path.name not in ENGINES_ALTERNATE]
+        sample_parameter([item for item in candidates if item.path.name in ENGINES_ALTERNATE], name)
+    others = [item for item in candidates if item.path.name not in ENGINES_ALTERNATE]
     sample_parameter(others, "engine", mark="long")
     for name in ("every_engine", "process_engine"):
         processes = [item for item in others if item.callspec.params.get(name) != ENGINES["in-process"]]
@@ -53,7 +55,7 @@ def process_engine(request: pytest.FixtureRequest) -> Options:
 
 @pytest.fixture(params=VALUE_ENGINES.values(), ids=list(VALUE_ENGINES))
 def engine(request: pytest.FixtureRequest) -> Options:
-    """Options for tests of values: fewer, because a process takes long to start."""
+    """Options for tests of values. There are fewer, because a process takes long to start."""
     return request.param
 
 
@@ -63,7 +65,7 @@ def shared_memory(request: pytest.FixtureRequest) -> bool:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.module.__name__ in ROWS:
+    if metafunc.module.__name__ in TESTED_WITH_BOTH_WRITERS:
         writers = ["compiled", "python"]
         if zlib.crc32(metafunc.function.__name__.encode()) % 2:
             writers.reverse()
@@ -72,17 +74,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def writer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Select the code that writes the results of steps, in the tests of :data:`ROWS`."""
+    """Select the code that writes the results of steps, in the tests of :data:`TESTED_WITH_BOTH_WRITERS`."""
     name = getattr(request, "param", None)
     if name == "compiled":
-        request.getfixturevalue("compiled")
+        request.getfixturevalue("compiled_writer")
     elif name == "python":
         monkeypatch.setenv("VECENV_PURE", "1")
 
 
 @pytest.fixture(scope="session")
 def built_module(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The compiled module of the sources here; skips the test where there is no compiler."""
+    """Compile the extension module from the sources of this checkout, or skip the test if there is no compiler."""
     build = pytest.importorskip("hatch_build")
     target = tmp_path_factory.mktemp("compiled") / "_row_writer.abi3.so"
     if problem := build.compile_extension(Path(row_writer.__file__).with_name("_row_writer.c"), target, "-Wall", "-Werror"):
@@ -91,8 +93,8 @@ def built_module(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
-def compiled(built_module: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The same module, in use."""
+def compiled_writer(built_module: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let workers use the compiled module."""
     monkeypatch.setattr(row_writer, "_module", built_module)
     monkeypatch.delenv("VECENV_PURE", raising=False)
     return built_module

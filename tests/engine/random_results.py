@@ -1,7 +1,7 @@
-"""Results of ``env.step`` of every kind, and a comparison of how the compiled and the Python writer store them.
+"""Generates random results of ``env.step``, and checks that the compiled and the Python writer store the same data.
 
-``python random_results.py FILE COUNT SEED`` compares that many results with the compiled module in FILE, and prints how many
-of them it wrote and refused.
+``python random_results.py FILE COUNT SEED`` stores COUNT results with the compiled module in FILE and with the Python
+writer. It prints how many results the compiled module refused, wrote without an info, and wrote with an info.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ SCALARS = [
 ]  # fmt: skip
 
 
-class Sub(np.ndarray[Any, Any]):
+class ArraySubclass(np.ndarray[Any, Any]):
     """A subclass of arrays."""
 
 
-class Real(float):
+class FloatSubclass(float):
     """A subclass of floats."""
 
 
-class Whole(int):
+class IntSubclass(int):
     """A subclass of ints."""
 
 
-class Table(dict[Any, Any]):
+class DictSubclass(dict[Any, Any]):
     """A subclass of dicts."""
 
 
-class Five(NamedTuple):
-    """A tuple with names."""
+class StepResult(NamedTuple):
+    """A named tuple with the five values of a step."""
 
     observation: Any
     reward: Any
@@ -71,124 +71,126 @@ class Five(NamedTuple):
     info: Any
 
 
-class Results:
-    """A stream of results, equal for equal seeds."""
+class RandomResults:
+    """A generator of random results, which are equal for equal seeds."""
 
     def __init__(self, space: spaces.Space[Any], seed: int) -> None:
         self.space = space
-        self.chance = random.Random(seed)
+        self.rng = random.Random(seed)
         self.infos: list[Callable[[], Any]] = [dict]
 
     def observation(self) -> Any:
         if not isinstance(self.space, spaces.Box | spaces.MultiBinary | spaces.MultiDiscrete):
-            return self.chance.choice([1, np.int64(1), {"a": np.ones(2, np.float32), "b": 2}, np.ones(2, np.float32), None])
+            return self.rng.choice([1, np.int64(1), {"a": np.ones(2, np.float32), "b": 2}, np.ones(2, np.float32), None])
         shape, dtype = self.space.shape, self.space.dtype
         plain = self.numbers(shape, dtype)
-        if self.chance.random() < 0.8:
+        if self.rng.random() < 0.8:
             return plain
-        other = self.chance.choice(DTYPES)
+        other = self.rng.choice(DTYPES)
         wide = self.numbers((*shape[:-1], 2 * shape[-1]) if shape else (), dtype)
         unaligned = np.frombuffer(b"x" + plain.tobytes(), dtype, plain.size, offset=1).reshape(shape)
         kinds: list[Callable[[], Any]] = [
             lambda: self.numbers(shape, other), lambda: self.numbers((*shape, 1), dtype), lambda: self.numbers((), dtype),
-            lambda: self.numbers(self.chance.choice([(2,), (3,), (4,), (2, 3), (1, 3), (24,)]), dtype),
+            lambda: self.numbers(self.rng.choice([(2,), (3,), (4,), (2, 3), (1, 3), (24,)]), dtype),
             lambda: wide[..., ::2] if shape else wide, lambda: wide[..., : shape[-1]] if shape else wide,
             lambda: plain[..., ::-1] if shape else plain, lambda: plain.T, lambda: np.asfortranarray(plain),
-            lambda: plain.astype(plain.dtype.newbyteorder()), lambda: plain.view(Sub), lambda: np.ma.array(plain),
+            lambda: plain.astype(plain.dtype.newbyteorder()), lambda: plain.view(ArraySubclass), lambda: np.ma.array(plain),
             plain.tolist, lambda: memoryview(plain), plain.tobytes, lambda: array.array("f", range(3)), lambda: unaligned,
             lambda: np.broadcast_to(plain[..., :1], shape) if shape and shape[-1] else plain, lambda: None, lambda: "text",
-            lambda: plain.view(np.dtype(dtype, metadata={"unit": "m"})), lambda: self.frozen(plain), lambda: 0.5,
+            lambda: plain.view(np.dtype(dtype, metadata={"unit": "m"})), lambda: self.make_read_only(plain), lambda: 0.5,
         ]  # fmt: skip
-        return self.chance.choice(kinds)()
+        return self.rng.choice(kinds)()
 
     @staticmethod
-    def frozen(values: Any) -> Any:
+    def make_read_only(values: Any) -> Any:
         values.flags.writeable = False
         return values
 
     def numbers(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        values = [self.chance.choice([0, 1, 0.5, 200, -3]) for _ in range(math.prod(shape))]
+        values = [self.rng.choice([0, 1, 0.5, 200, -3]) for _ in range(math.prod(shape))]
         if np.dtype(dtype).kind in "uib":
             values = [abs(int(value)) % 100 for value in values]
         return np.array(values, "f8").reshape(shape).astype(dtype)
 
     def reward(self) -> Any:
-        number = self.chance.choice([0.0, -0.0, 1.5, -1.0, math.nan, math.inf, 1e-320, 1e300])
+        number = self.rng.choice([0.0, -0.0, 1.5, -1.0, math.nan, math.inf, 1e-320, 1e300])
         kinds: list[Callable[[], Any]] = [
             lambda: np.float64(number), lambda: np.float32(number), lambda: np.float16(1.5), lambda: 3, lambda: -1,
-            lambda: 2**self.chance.choice([53, 63, 64, 1100]) + 1, lambda: True, lambda: np.True_, lambda: np.int32(4),
+            lambda: 2**self.rng.choice([53, 63, 64, 1100]) + 1, lambda: True, lambda: np.True_, lambda: np.int32(4),
             lambda: np.array(2.5), lambda: np.array([2.5]), lambda: np.array([1.0, 2.0]), lambda: None, lambda: "1.5",
-            lambda: Real(2.5), lambda: Whole(7), lambda: fractions.Fraction(1, 3), lambda: np.longdouble(1.25), lambda: 1j,
-            lambda: np.array(3, ">i4"), object,
+            lambda: FloatSubclass(2.5), lambda: IntSubclass(7), lambda: fractions.Fraction(1, 3),
+            lambda: np.longdouble(1.25), lambda: 1j, lambda: np.array(3, ">i4"), object,
         ]  # fmt: skip
-        return number if self.chance.random() < 0.7 else self.chance.choice(kinds)()
+        return number if self.rng.random() < 0.7 else self.rng.choice(kinds)()
 
     def flag(self) -> Any:
-        if self.chance.random() < 0.85:
-            return self.chance.choice([False, False, np.False_])
-        return self.chance.choice([
-            True, np.True_, 0, 1, None, "", 0.0, Whole(0), np.array(False), np.array([True]), np.zeros(0), np.zeros(2, "?"),
+        if self.rng.random() < 0.85:
+            return self.rng.choice([False, False, np.False_])
+        return self.rng.choice([
+            True, np.True_, 0, 1, None, "", 0.0, IntSubclass(0), np.array(False), np.array([True]), np.zeros(0),
+            np.zeros(2, "?"),
         ])  # fmt: skip
 
     def info(self) -> Any:
-        if self.chance.random() < 0.2:
+        if self.rng.random() < 0.2:
             self.infos.append(self.new_info())
-        return self.infos[-1 if self.chance.random() < 0.9 else self.chance.randrange(len(self.infos))]()
+        return self.infos[-1 if self.rng.random() < 0.9 else self.rng.randrange(len(self.infos))]()
 
     def new_info(self) -> Callable[[], Any]:
-        if self.chance.random() < 0.1:
+        if self.rng.random() < 0.1:
             odd = [None, [], 0, "info", {"final_obs": 1}, {"x": 1, "_x": 2}, {1.0: 2}, {(1, 2): 3}, {"x": {}}, {"x": [1]}]
-            chosen = self.chance.choice(odd)
+            chosen = self.rng.choice(odd)
             return lambda: chosen
-        if self.chance.random() < 0.1:
-            return lambda: self.chance.choice([Table, collections.OrderedDict])(x=1)
-        keys: list[Any] = ["reward", "lives", "dis" + "tance", "x y", 1, 0, "1", "", "é", Whole(3), True]
-        chosen_keys = self.chance.sample(keys, self.chance.randint(0, 6))
-        if self.chance.random() < 0.05:
-            chosen_keys = [f"k{i}" for i in range(self.chance.choice([100, 511, 512, 513, 600]))]
-        plain = self.chance.random() < 0.8 or len(chosen_keys) > 6
+        if self.rng.random() < 0.1:
+            return lambda: self.rng.choice([DictSubclass, collections.OrderedDict])(x=1)
+        keys: list[Any] = ["reward", "lives", "dis" + "tance", "x y", 1, 0, "1", "", "é", IntSubclass(3), True]
+        chosen_keys = self.rng.sample(keys, self.rng.randint(0, 6))
+        if self.rng.random() < 0.05:
+            chosen_keys = [f"k{i}" for i in range(self.rng.choice([100, 511, 512, 513, 600]))]
+        plain = self.rng.random() < 0.8 or len(chosen_keys) > 6
         values = [self.new_value(plain) for _ in chosen_keys]
 
-        def one() -> Any:
-            # keys that are equal, and no longer the same object
-            own = [str(key.encode(), "utf8") if type(key) is str else key for key in chosen_keys]
-            return {key: value() for key, value in zip(own, values, strict=True)}
+        def build_info() -> Any:
+            # decoded anew, so that equal keys are different objects
+            new_keys = [str(key.encode(), "utf8") if type(key) is str else key for key in chosen_keys]
+            return {key: value() for key, value in zip(new_keys, values, strict=True)}
 
-        return one
+        return build_info
 
     def new_value(self, plain: bool) -> Callable[[], Any]:
-        chance, number = self.chance, lambda: self.chance.choice([0, 1, -1, 2.5, 100])
+        rng, number = self.rng, lambda: self.rng.choice([0, 1, -1, 2.5, 100])
         if plain:
-            return chance.choice([
+            return rng.choice([
                 lambda: float(number()), lambda: int(number()), lambda: number() > 0, lambda: np.float64(number()),
                 lambda: np.float32(number()),
             ])  # fmt: skip
-        kind, shape, dtype = map(chance.choice, (SCALARS, [(), (1,), (3,), (2, 2), (0,)], DTYPES[:13]))
-        return chance.choice([
+        kind, shape, dtype = map(rng.choice, (SCALARS, [(), (1,), (3,), (2, 2), (0,)], DTYPES[:13]))
+        return rng.choice([
             lambda: kind(abs(number())), lambda: self.numbers(shape, dtype), lambda: self.numbers(shape, dtype),
-            lambda: self.numbers((4,), dtype)[:: chance.choice([1, 2, -1])], lambda: chance.choice([1, 1, 2**63, -(2**70)]),
-            lambda: self.numbers((3,), chance.choice(["f4", "f4", ">f4", "f8"])), lambda: Real(1), lambda: Whole(2),
-            lambda: self.numbers((3,), "f4").view(Sub), lambda: chance.choice([1.5, 2, True, None, "text"]),
-            lambda: {"deep": float(number())}, lambda: self.numbers((chance.choice([2, 3]),), "f8"), lambda: (1, 2),
+            lambda: self.numbers((4,), dtype)[:: rng.choice([1, 2, -1])], lambda: rng.choice([1, 1, 2**63, -(2**70)]),
+            lambda: self.numbers((3,), rng.choice(["f4", "f4", ">f4", "f8"])), lambda: FloatSubclass(1),
+            lambda: IntSubclass(2), lambda: self.numbers((3,), "f4").view(ArraySubclass),
+            lambda: rng.choice([1.5, 2, True, None, "text"]),
+            lambda: {"deep": float(number())}, lambda: self.numbers((rng.choice([2, 3]),), "f8"), lambda: (1, 2),
         ])  # fmt: skip
 
     def result(self) -> Any:
-        if self.chance.random() < 0.4 and fits(self.space):
+        if self.rng.random() < 0.4 and has_compiled_writer(self.space):
             return self.numbers(self.space.shape, self.space.dtype), 1.5, False, False, self.infos[-1]()
         five = self.observation(), self.reward(), self.flag(), self.flag(), self.info()
-        if self.chance.random() < 0.93:
+        if self.rng.random() < 0.93:
             return five
-        others = [list, Five._make, iter, str, lambda values: values[:4], lambda values: (*values, 0)]
-        return self.chance.choice(others)(five)
+        others = [list, StepResult._make, iter, str, lambda values: values[:4], lambda values: (*values, 0)]
+        return self.rng.choice(others)(five)
 
 
-class Scripted(gymnasium.Env[Any, Any]):
-    """An environment with the next results of a stream; sometimes it returns its own row."""
+class RandomResultEnv(gymnasium.Env[Any, Any]):
+    """An environment that returns random results, and sometimes its own row of the batch as observation."""
 
     action_space = spaces.Discrete(2)
 
     def __init__(self, space: spaces.Space[Any], seed: int) -> None:
-        self.observation_space, self.results = space, Results(space, seed)
+        self.observation_space, self.results = space, RandomResults(space, seed)
         self.row: Any = None
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
@@ -196,67 +198,69 @@ class Scripted(gymnasium.Env[Any, Any]):
 
     def step(self, action: Any) -> Any:
         result = self.results.result()
-        if self.row is not None and type(result) is tuple and self.results.chance.random() < 0.05:
+        if self.row is not None and type(result) is tuple and self.results.rng.random() < 0.05:
             self.row[...] = self.results.numbers(self.row.shape, self.row.dtype)
             result = self.row, *result[1:]
         return result
 
 
-class Side:
-    """The rows of one implementation."""
+class WriterRun:
+    """A set of rows that one of the two writers fills."""
 
     def __init__(self, space: spaces.Space[Any], mode: AutoresetMode, seed: int, *, pure: bool) -> None:
         os.environ["VECENV_PURE"] = "1" if pure else "0"
-        tree, action = fixed_tree(space), Scripted.action_space
+        tree, action = fixed_tree(space), RandomResultEnv.action_space
         layout = Layout.for_spaces(tree, fixed_tree(action, "action"), ROWS, 1, final=mode is AutoresetMode.SAME_STEP)
         self.batch: Batch = layout.view(bytearray(layout.size))
         plan = WorkerPlan(layout, mode, Expected("same", space, action))
-        self.envs = [Scripted(space, seed + k) for k in range(ROWS)]
+        self.envs = [RandomResultEnv(space, seed + k) for k in range(ROWS)]
         self.rows = EnvRows([lambda env=env: env for env in self.envs], 0, 0, plan, self.batch)  # type: ignore[misc]
-        assert any(self.rows._write_results) != (pure or not fits(space)), "the other implementation"
+        assert any(self.rows._write_results) != (pure or not has_compiled_writer(space)), "the wrong writer is in use"
         self.written = [0, 0, 0]
         self.sizes = {NO_INFO: 0, BY_PICKLE: 0}  # number of a schema -> bytes
         if not pure:
-            self.rows._write_results = [write and self.counted(write) for write in self.rows._write_results]
+            self.rows._write_results = [write and self.count_writes(write) for write in self.rows._write_results]
         self.rows.build()
-        if fits(space):
+        if has_compiled_writer(space):
             for env, row in zip(self.envs, self.batch.observations[0], strict=True):  # type: ignore[index]
                 env.row = row
         self.failed: list[int] = list(range(ROWS))
 
-    def counted(self, write: Callable[[Any], int]) -> Callable[[Any], int]:
-        def counting(result: Any) -> int:
+    def count_writes(self, write: Callable[[Any], int]) -> Callable[[Any], int]:
+        def write_and_count(result: Any) -> int:
             written = write(result)
             self.written[written] += 1
             return written
 
-        return counting
+        return write_and_count
 
     def advance(self) -> Any:
-        """Step every row, after a reset of those that failed. Return all that can be seen of the outcome."""
-        seen = []
+        """Reset the rows that failed, step every row, and return the outcomes in a form that can be compared."""
+        outcomes = []
         if self.failed:
-            seen.append(self.shown(self.rows.rebuild(self.failed, [None] * len(self.failed), None, reset_due=False)))
-        out = self.rows.step(None, [0] * ROWS)
-        self.failed = [failure.env for failure in out.failures if failure.fatal]
-        return [*seen, self.shown(out)]
+            outcome = self.rows.rebuild(self.failed, [None] * len(self.failed), None, reset_due=False)
+            outcomes.append(self.describe_outcome(outcome))
+        outcome = self.rows.step(None, [0] * ROWS)
+        self.failed = [failure.env for failure in outcome.failures if failure.fatal]
+        return [*outcomes, self.describe_outcome(outcome)]
 
-    def shown(self, out: Outcome) -> Any:
-        """Return the stored bytes, and the outcome in a form that can be compared."""
+    def describe_outcome(self, outcome: Outcome) -> Any:
+        """Return the stored bytes and the contents of the outcome in a form that can be compared."""
         batch = self.batch
-        self.sizes.update((number, Schema(definition).size) for number, definition in out.schemas.items())
+        self.sizes.update((number, Schema(definition).size) for number, definition in outcome.schemas.items())
         names = "rewards", "terminations", "truncations", "info_schemas", "final"
         stored = [getattr(batch, name).tobytes() for name in names]
         stored += [leaf.tobytes() for leaf in batch.observations or ()]
         numbers = batch.info_schemas.tolist()
         stored += [record[: self.sizes[number]].tobytes() for number, record in zip(numbers, batch.infos, strict=True)]
-        failures = [(failure.env, re.sub("0x[0-9a-f]+", "0x", failure.text), failure.fatal) for failure in out.failures]
-        tables = [repr(table) for table in (out.infos, out.observations, out.finals, out.results, out.schemas, out.warnings)]
-        return stored, failures, tables, out.columns
+        failures = [(failure.env, re.sub("0x[0-9a-f]+", "0x", failure.text), failure.fatal) for failure in outcome.failures]
+        tables = "infos", "observations", "finals", "results", "schemas", "warnings"
+        contents = [repr(getattr(outcome, table)) for table in tables]
+        return stored, failures, contents, outcome.columns
 
 
-def fits(space: spaces.Space[Any]) -> bool:
-    """True if the compiled writer is used for a space at all."""
+def has_compiled_writer(space: spaces.Space[Any]) -> bool:
+    """True if the compiled writer supports a space."""
     return isinstance(space, spaces.Box | spaces.MultiBinary | spaces.MultiDiscrete) and space.shape != ()
 
 
@@ -271,20 +275,20 @@ def load(file: str | Path) -> Any:
 
 
 def compare(count: int, seed: int) -> list[int]:
-    """Compare results of all spaces, and return how many the compiled writer refused, wrote, and wrote with an info."""
-    found = [0, 0, 0]
+    """Check results of all spaces. Return the numbers that the compiled writer refused, wrote, and wrote with an info."""
+    counts = [0, 0, 0]
     cases = [(space, mode) for space in SPACES for mode in AutoresetMode]
     for number, (space, mode) in enumerate(cases):
-        sides = [Side(space, mode, seed + 1000 * number, pure=pure) for pure in (False, True)]
+        runs = [WriterRun(space, mode, seed + 1000 * number, pure=pure) for pure in (False, True)]
         for step in range(-(-count // (ROWS * len(cases)))):
             space.seed(step)
-            compiled = sides[0].advance()
+            compiled = runs[0].advance()
             space.seed(step)
-            assert compiled == sides[1].advance(), f"{space}, {mode}, seed {seed}, step {step}"
-        found = [sum(pair) for pair in zip(found, sides[0].written, strict=True)]
-        for side in sides:
-            side.rows.close()
-    return found
+            assert compiled == runs[1].advance(), f"{space}, {mode}, seed {seed}, step {step}"
+        counts = [sum(pair) for pair in zip(counts, runs[0].written, strict=True)]
+        for run in runs:
+            run.rows.close()
+    return counts
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 import vecenv
 from vecenv.errors import EpisodeOver, ObservationError
 
-# --- section 1.6: the end of an episode in each of the three modes -------------------------------
+# --- the end of an episode in each of the three modes --------------------------------------------
 
 ZEROS = np.zeros(4, dtype=np.float32)
 
@@ -69,10 +69,10 @@ def test_final_observations_survive_the_end_of_later_episodes(engine: Options) -
         for _ in range(3):
             envs.step([0, 0])
         np.testing.assert_array_equal(np.stack(first), np.stack(kept))
-        first[0][:] = 0  # a wrapper may overwrite it
+        first[0][:] = 0  # it is writeable, because a wrapper may overwrite it
 
 
-def test_final_observation_of_an_environment_that_reuses_its_arrays(
+def test_final_observation_is_unaffected_by_reused_arrays(
     engine: Options, shared_memory: bool
 ) -> None:
     with ready_engine([ReusingEnv] * 2, autoreset_mode="SameStep", shared_memory=shared_memory, **engine) as envs:
@@ -83,8 +83,8 @@ def test_final_observation_of_an_environment_that_reuses_its_arrays(
         assert infos["final_info"]["steps"].tolist() == [2, 2]
 
 
-def test_disabled_mode_never_resets_and_passes_steps_after_the_end_through(engine: Options, shared_memory: bool) -> None:
-    """In the caller's process, where the engine replaces ``SyncVectorEnv``, steps after the end raise as they do there."""
+def test_disabled_mode_never_resets_and_forwards_steps_after_the_end(engine: Options, shared_memory: bool) -> None:
+    """Without workers, steps after the end raise instead, as in ``SyncVectorEnv``."""
     options = {"autoreset_mode": "Disabled", "shared_memory": shared_memory, **engine}
     with ready_engine(counters(2, lengths=(2,)), **options) as envs:
         for t in range(1, 5):
@@ -98,8 +98,8 @@ def test_disabled_mode_never_resets_and_passes_steps_after_the_end_through(engin
             assert set(infos) == {"steps", "_steps"}
 
 
-class Reuses(gymnasium.Env[Any, Any]):
-    """An environment that returns the same objects in every info; its reset writes into them."""
+class InfoReusingEnv(gymnasium.Env[Any, Any]):
+    """An environment that returns the same objects in every info. Its reset writes into them."""
 
     observation_space = action_space = spaces.Discrete(3)
 
@@ -115,8 +115,8 @@ class Reuses(gymnasium.Env[Any, Any]):
         return 1, 0.0, bool(action), False, {"array": self.array, "inner": self.inner}
 
 
-def test_final_info_is_that_of_the_end_though_reset_writes_into_it(engine: Options) -> None:
-    with ready_engine([Reuses] * 2, autoreset_mode=AutoresetMode.SAME_STEP, **engine) as envs:
+def test_final_info_is_unaffected_by_the_reset_in_the_same_step(engine: Options) -> None:
+    with ready_engine([InfoReusingEnv] * 2, autoreset_mode=AutoresetMode.SAME_STEP, **engine) as envs:
         infos = envs.step([1, 0])[4]
         assert infos["final_info"]["array"][0].tolist() == [3.0, 3.0]
         assert infos["final_info"]["inner"]["list"][0] == [3]
@@ -125,8 +125,8 @@ def test_final_info_is_that_of_the_end_though_reset_writes_into_it(engine: Optio
 
 @pytest.mark.parametrize("kwargs", [{"num_workers": 0}, {"num_workers": 1, "env_threads": 2}], ids=str)
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_an_episode_ends_if_the_flag_that_is_returned_says_so(mode: AutoresetMode, kwargs: Options) -> None:
-    """A list that holds ``False`` is true in Python, and becomes the flag ``False``."""
+def test_episode_end_follows_the_converted_flag(mode: AutoresetMode, kwargs: Options) -> None:
+    """The list ``[[False]]`` is true in Python, but is converted to the flag ``False``."""
     steps = [(ZEROS + step, 1.0, flag, False, {}) for step, flag in enumerate([[[False]], np.array([True, False])], start=1)]
     with ready_engine([lambda: ReturningEnv([(ZEROS, {})], steps)], autoreset_mode=mode, **kwargs) as envs:
         observations, _, terminations, _, infos = envs.step([0])
@@ -136,20 +136,20 @@ def test_an_episode_ends_if_the_flag_that_is_returned_says_so(mode: AutoresetMod
             envs.step([0])
 
 
-class NotCopied:
-    """An object that can be pickled, but not copied."""
+class UncopyableObject:
+    """An object that can be pickled but not copied."""
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise TypeError("it has no copies")
+        raise TypeError("cannot be copied")
 
 
 @pytest.mark.parametrize("kwargs", [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 1, "env_threads": 2}], ids=str)
-def test_objects_in_a_final_info_are_not_copied(kwargs: Options) -> None:
-    kept = NotCopied()
+def test_objects_in_final_info_are_not_copied(kwargs: Options) -> None:
+    kept = UncopyableObject()
     step = (ZEROS, 1.0, True, False, {"kept": kept, "listed": [kept]})
     with ready_engine([lambda: ReturningEnv([(ZEROS, {})], [step])] * 2, autoreset_mode="SameStep", **kwargs) as envs:
         infos = envs.step([0, 0])[4]["final_info"]
-        assert [type(one) for one in infos["kept"]] == [NotCopied] * 2
+        assert [type(one) for one in infos["kept"]] == [UncopyableObject] * 2
         if kwargs["num_workers"] == 0:
             assert infos["kept"][0] is infos["listed"][0][0] is kept
 
@@ -164,20 +164,21 @@ def reset_arguments(infos: dict[str, Any], row: int) -> Any:
 
 def resets_during(envs: Any, steps: int) -> list[list[Any]]:
     """Return the seeds and options of each row's resets in that many steps."""
-    found: list[list[Any]] = [[] for _ in range(envs.num_envs)]
+    resets: list[list[Any]] = [[] for _ in range(envs.num_envs)]
     for _ in range(steps):
         infos = envs.step(np.zeros(envs.num_envs, np.int64))[4]
-        for row, own in enumerate(found):
+        for row, row_resets in enumerate(resets):
             if (kwargs := reset_arguments(infos, row)) is not None:
-                own.append(kwargs)
-    return found
+                row_resets.append(kwargs)
+    return resets
 
 
-def of(options: Any, seed: int | None = None) -> str:
+def reset_text(options: Any, seed: int | None = None) -> str:
+    """Return the text of a reset with these arguments, as :func:`reset_arguments` returns it."""
     return describe({"seed": seed, "options": options})
 
 
-PLAIN = describe({})
+NO_ARGUMENTS = describe({})
 
 
 @pytest.mark.parametrize(("mode", "steps"), [("NextStep", 7), ("SameStep", 5)])
@@ -186,13 +187,14 @@ def test_next_options_apply_to_one_episode_of_each_row(engine: Options, mode: st
         options = [{"level": 1}, None, {"level": 3}]
         envs.set_next_options(options, seed=[None, 5, 6])
         options[0]["level"] = 99  # type: ignore[index]
-        assert resets_during(envs, steps) == [[of({"level": 1}), PLAIN], [of(None, 5), PLAIN], [of({"level": 3}, 6), PLAIN]]
+        first = [reset_text({"level": 1}), reset_text(None, 5), reset_text({"level": 3}, 6)]
+        assert resets_during(envs, steps) == [[text, NO_ARGUMENTS] for text in first]
 
 
 def test_next_options_dict_applies_to_all_and_int_seeds_are_consecutive(engine: Options) -> None:
     with ready_engine(counters(3, lengths=(2,)), **engine) as envs:
         envs.set_next_options({"level": 4}, seed=20)
-        assert resets_during(envs, 3) == [[of({"level": 4}, 20)], [of({"level": 4}, 21)], [of({"level": 4}, 22)]]
+        assert resets_during(envs, 3) == [[reset_text({"level": 4}, seed)] for seed in (20, 21, 22)]
 
 
 def test_next_options_of_some_rows_leave_others_unchanged(engine: Options) -> None:
@@ -200,10 +202,11 @@ def test_next_options_of_some_rows_leave_others_unchanged(engine: Options) -> No
         envs.set_next_options({"level": 1})
         envs.set_next_options([{"level": 2}, {"level": 0}], env_id=[2, 0])
         envs.reset(options={"level": "reset"})
-        assert resets_during(envs, 3) == [[of({"level": 0})], [of({"level": 1})], [of({"level": 2})]], "a reset has its own"
+        expected = [[reset_text({"level": level})] for level in (0, 1, 2)]
+        assert resets_during(envs, 3) == expected, "reset() used the next options"
         envs.set_next_options({"level": 1})
         envs.set_next_options(env_id=[1])
-        assert resets_during(envs, 3) == [[of({"level": 1})], [PLAIN], [of({"level": 1})]]
+        assert resets_during(envs, 3) == [[reset_text({"level": 1})], [NO_ARGUMENTS], [reset_text({"level": 1})]]
 
 
 def test_next_options_apply_to_rows_of_recv(engine: Options) -> None:
@@ -212,7 +215,7 @@ def test_next_options_apply_to_rows_of_recv(engine: Options) -> None:
         for _ in range(2):
             envs.send(np.zeros(1, np.int64), [1])
             infos = envs.recv(count=1)[4]
-        assert reset_arguments(infos, 0) == of({"level": 1})
+        assert reset_arguments(infos, 0) == reset_text({"level": 1})
 
 
 class RaisesForActionOne(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -223,7 +226,7 @@ class RaisesForActionOne(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def step(self, action: Any) -> Any:
         if action == 1:
-            raise ArithmeticError("it slipped")
+            raise ArithmeticError("action 1")
         return super().step(action)
 
 
@@ -233,7 +236,7 @@ def test_failed_rows_drop_their_next_options(engine: Options) -> None:
         with raises_logged(ArithmeticError):
             envs.step([1, 0])
         envs.reset(options={"reset_mask": np.array([True, False])})
-        assert resets_during(envs, 4) == [[of(None)], [of({"level": 1})]]
+        assert resets_during(envs, 4) == [[reset_text(None)], [reset_text({"level": 1})]]
 
 
 def test_next_options_without_autoreset_raise() -> None:
@@ -245,20 +248,20 @@ def test_next_options_without_autoreset_raise() -> None:
 def test_snapshot_contains_next_options(engine: Options) -> None:
     with ready_engine(counters(3, lengths=(2,)), **engine) as envs:
         envs.set_next_options([{"level": 1}, None, None], seed=[None, 5, None])
-        kept = envs.save()
+        snapshots = envs.save()
         envs.set_next_options({"level": 9})
-        envs.load(kept)
-        assert resets_during(envs, 3) == [[of({"level": 1})], [of(None, 5)], [PLAIN]]
+        envs.load(snapshots)
+        assert resets_during(envs, 3) == [[reset_text({"level": 1})], [reset_text(None, 5)], [NO_ARGUMENTS]]
 
 
-# --- disabled: environments that are stepped after the end of their episode ---------------------
+# --- disabled mode: environments that are stepped after the end of their episode ----------------
 
 
 FINISHED = "env 1 was stepped after the end of its episode"
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "env_threads": 2}], ids=str)
-def test_a_finished_environment_that_is_stepped_gets_the_action_and_one_warning(options: dict[str, Any]) -> None:
+def test_disabled_mode_step_of_a_finished_env_is_executed_with_one_warning(options: dict[str, Any]) -> None:
     fns = [partial(CounterEnv, 0, lengths=(9,)), partial(CounterEnv, 1, lengths=(1,))]
     with ready_engine(fns, autoreset_mode="Disabled", **options) as envs:
         assert envs.step(np.zeros(2, int))[2].tolist() == [False, True]
@@ -270,11 +273,11 @@ def test_a_finished_environment_that_is_stepped_gets_the_action_and_one_warning(
         assert envs.get_attr("steps") == (3, 3)
 
 
-def test_without_workers_stepping_a_finished_environment_is_an_error_as_in_sync_vector_env() -> None:
+def test_disabled_mode_step_of_a_finished_env_raises_without_workers() -> None:
     fns = [partial(CounterEnv, 0, lengths=(9,)), partial(CounterEnv, 1, lengths=(2,))]
-    oracle: Any = SyncVectorEnv(fns, autoreset_mode="Disabled")
+    reference: Any = SyncVectorEnv(fns, autoreset_mode="Disabled")
     with open_engine(fns, autoreset_mode="Disabled", num_workers=0) as envs:
-        for engine in (envs, oracle):
+        for engine in (envs, reference):
             engine.reset(seed=1)
             engine.step(np.zeros(2, int))
             done = engine.step(np.zeros(2, int))[2]
@@ -289,10 +292,10 @@ def test_without_workers_stepping_a_finished_environment_is_an_error_as_in_sync_
             if engine is envs:
                 assert isinstance(caught.value, EpisodeOver)
                 assert FINISHED in str(caught.value)
-    oracle.close()
+    reference.close()
 
 
-def test_recv_returns_no_result_of_an_environment_that_was_not_stepped() -> None:
+def test_recv_omits_envs_that_were_not_stepped() -> None:
     fns = [partial(CounterEnv, k, lengths=(1 if k == 0 else 9,)) for k in range(3)]
     with open_engine(fns, autoreset_mode="Disabled", num_workers=0) as envs:
         envs.reset(seed=1)
@@ -313,15 +316,15 @@ def test_reset_or_load_begins_a_new_episode(num_workers: int, recwarn: pytest.Wa
     with ready_engine([partial(CounterEnv, 0, lengths=(2,))], autoreset_mode="Disabled", num_workers=num_workers) as envs:
         (before,) = envs.save(verify=False)
         mask = np.ones(1, bool)
-        for again in (envs.reset, lambda: envs.load(before), lambda: envs.reset(options={"reset_mask": mask})):
+        for begin_episode in (envs.reset, lambda: envs.load(before), lambda: envs.reset(options={"reset_mask": mask})):
             envs.step(np.zeros(1, int))
             assert envs.step(np.zeros(1, int))[2].all()
-            again()
+            begin_episode()
         envs.step(np.zeros(1, int))
     assert [text for warning in recwarn if "multi-threaded" not in (text := str(warning.message))] == []
 
 
-class ResultsInPlace(gymnasium.Env[Any, Any]):
+class InPlaceResultsEnv(gymnasium.Env[Any, Any]):
     """An environment that returns the same arrays in every step, and writes to them in a reset."""
 
     observation_space, action_space = spaces.Box(-9, 9, (1,), np.float64), spaces.Discrete(2)
@@ -343,8 +346,8 @@ class ResultsInPlace(gymnasium.Env[Any, Any]):
 
 
 @pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 1, "env_threads": 2}])
-def test_reset_in_the_same_step_does_not_change_what_the_step_returned(options: dict[str, Any]) -> None:
-    envs = vecenv.AsyncVectorEnv([ResultsInPlace] * 2, autoreset_mode="SameStep", **options)
+def test_same_step_reset_does_not_change_returned_values(options: dict[str, Any]) -> None:
+    envs = vecenv.AsyncVectorEnv([InPlaceResultsEnv] * 2, autoreset_mode="SameStep", **options)
     envs.reset(seed=1)
     for step in range(1, 7):
         _, rewards, terminations, _, _ = envs.step([0, 0])
@@ -353,11 +356,11 @@ def test_reset_in_the_same_step_does_not_change_what_the_step_returned(options: 
     envs.close()
 
 
-def test_environment_with_the_length_0_is_not_built_again() -> None:
+def test_env_with_len_0_is_built_only_once() -> None:
     built = []
 
     def build() -> Any:
-        built.append(ResultsInPlace())
+        built.append(InPlaceResultsEnv())
         return built[-1]
 
     envs = vecenv.AsyncVectorEnv([build], num_workers=0, worker_options=vecenv.WorkerOptions(dummy_env=False))

@@ -35,11 +35,11 @@ import vecenv
 from vecenv.errors import EnvError, StepTimeout, WorkerDied
 from vecenv.testing import assert_identical
 
-# --- Section 1.15: at most ``max_concurrency`` environments are inside ``reset`` or ``step`` at once
+# --- ``max_concurrency``: the greatest number of environments that are inside ``reset`` or ``step`` at once
 
 
 @pytest.mark.parametrize("limit", [1, 2])
-def test_no_more_than_the_limit_are_inside_at_once(every_engine: Options, limit: int, tmp_path: Path) -> None:
+def test_max_concurrency_limits_resets_and_steps(every_engine: Options, limit: int, tmp_path: Path) -> None:
     fns = [functools.partial(OverlapEnv, tmp_path, index) for index in range(4)]
     with open_engine(fns, max_concurrency=limit, **every_engine) as envs:
         _, infos = envs.reset(seed=1)
@@ -50,27 +50,27 @@ def test_no_more_than_the_limit_are_inside_at_once(every_engine: Options, limit:
 
 
 @pytest.mark.parametrize("limit", [1, 2])
-def test_first_ready_batches_respect_the_limit(every_engine: Options, limit: int, tmp_path: Path) -> None:
+def test_max_concurrency_limits_first_ready_batches(every_engine: Options, limit: int, tmp_path: Path) -> None:
     fns = [functools.partial(OverlapEnv, tmp_path, index) for index in range(4)]
     with open_engine(fns, max_concurrency=limit, batch_size=1, **every_engine) as envs:
         envs.reset_async(seed=1)
-        turns = []
+        env_ids = []
         for _ in range(12):
             infos = envs.recv(timeout=20)[4]
             assert infos["inside"] <= limit
-            turns += infos["env_id"].tolist()
+            env_ids += infos["env_id"].tolist()
             envs.send(np.zeros(1), infos["env_id"])
-    assert set(turns) == {0, 1, 2, 3}
+    assert set(env_ids) == {0, 1, 2, 3}
 
 
-def test_without_a_limit_environments_do_overlap(tmp_path: Path) -> None:
+def test_steps_overlap_without_max_concurrency(tmp_path: Path) -> None:
     fns = [functools.partial(OverlapEnv, tmp_path, index) for index in range(3)]
     with ready_engine(fns) as envs:
         assert max(envs.step(np.zeros(3))[4]["inside"].max() for _ in range(5)) > 1
 
 
 @pytest.mark.long
-def test_calls_are_not_limited() -> None:
+def test_max_concurrency_does_not_limit_calls() -> None:
     with ready_engine([SleepingEnv] * 3, max_concurrency=1) as envs:
         begin = time.monotonic()
         envs.call("sleep", 2.0)
@@ -78,11 +78,11 @@ def test_calls_are_not_limited() -> None:
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_limit_does_not_change_results(every_engine: Options, mode: AutoresetMode) -> None:
+def test_max_concurrency_does_not_change_results(every_engine: Options, mode: AutoresetMode) -> None:
     assert_as_sync(counters(4, lengths=(2, 3)), autoreset_mode=mode, max_concurrency=1, **every_engine)
 
 
-def test_error_inside_the_limit_admits_others() -> None:
+def test_failed_env_does_not_block_others_at_max_concurrency() -> None:
     fns = [functools.partial(RaisingEnv, 0, ValueError("x"), "step", 1), *counters(3)[1:]]
     with ready_engine(fns, max_concurrency=1) as envs:
         with raises_logged(ValueError):
@@ -91,8 +91,8 @@ def test_error_inside_the_limit_admits_others() -> None:
         assert envs.call("steps") == (0, 0, 0)
 
 
-class WaitsForAnother(OverlapEnv):
-    """An environment with a ``step`` that waits up to half a second for a second one; its info counts those inside."""
+class WaitsForSecondEnv(OverlapEnv):
+    """An environment with steps that wait up to 0.5 s for another environment. The info counts those that are inside."""
 
     def step(self, action: Any) -> Any:
         with self._inside():
@@ -106,22 +106,22 @@ class WaitsForAnother(OverlapEnv):
         return observation, reward, terminated, truncated, info | {"most": most}
 
 
-def test_as_many_as_the_limit_run_at_once(tmp_path: Path) -> None:
-    fns = [functools.partial(WaitsForAnother, tmp_path, index) for index in range(4)]
+def test_max_concurrency_envs_run_at_once(tmp_path: Path) -> None:
+    fns = [functools.partial(WaitsForSecondEnv, tmp_path, index) for index in range(4)]
     with ready_engine(fns, max_concurrency=2) as envs:
         assert envs.step(np.zeros(4))[4]["most"].max() == 2
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("limit", [4, 100])
-def test_a_limit_above_the_number_of_environments_is_no_limit(limit: int) -> None:
+def test_max_concurrency_above_num_envs_has_no_effect(limit: int) -> None:
     assert_as_sync(counters(2), max_concurrency=limit)
 
 
 def test_large_pickled_reply_does_not_block_others() -> None:
     """While a worker waits until its reply is read, the next worker may step."""
 
-    class Large(CounterEnv):
+    class LargeObservationEnv(CounterEnv):
         def __init__(self) -> None:
             super().__init__()
             self.observation_space = spaces.Box(0, 255, (256, 256, 3), np.uint8)
@@ -129,17 +129,15 @@ def test_large_pickled_reply_does_not_block_others() -> None:
         def _observe(self) -> np.ndarray:
             return np.full((256, 256, 3), self.steps, np.uint8)
 
-    with open_engine([Large] * 4, max_concurrency=1, shared_memory=False) as envs:
+    with open_engine([LargeObservationEnv] * 4, max_concurrency=1, shared_memory=False) as envs:
         envs.reset_async(seed=1)
         assert envs.reset_wait(timeout=20)[0].shape == (4, 256, 256, 3)
         assert (envs.step([0] * 4)[0] == 1).all()
 
 
-# What the limit holds back has not begun, so it cannot be late.
-
-
+# Time limits begin when a step begins, so they exclude the time in which it waits for ``max_concurrency``.
 @pytest.mark.parametrize(("on_failure", "by_row"), [("raise", False), ("restart", True)])
-def test_time_limits_leave_out_the_time_of_held_steps(on_failure: str, by_row: bool) -> None:
+def test_time_limits_exclude_steps_that_wait_for_max_concurrency(on_failure: str, by_row: bool) -> None:
     with ready_engine([SleepingEnv] * 4, max_concurrency=1, step_timeout=1.0, on_failure=on_failure) as envs:
         if by_row:
             envs.send([0.3] * 4, range(4))
@@ -148,13 +146,13 @@ def test_time_limits_leave_out_the_time_of_held_steps(on_failure: str, by_row: b
         assert envs.stats()["restarts"] == 0
 
 
-def test_an_environment_that_hangs_is_found_although_others_are_held() -> None:
+def test_hanging_env_is_reported_while_others_wait_for_max_concurrency() -> None:
     with ready_engine([SleepingEnv] * 3, max_concurrency=1, step_timeout=0.5) as envs:
         envs.step_async([0.1, 100.0, 0.0])
         with pytest.raises(StepTimeout, match="env") as caught:
             envs.step_wait()
         assert caught.value.envs == (1,)
-        envs.abandon([1, 2])  # the step of env 2 is held, and so continues
+        envs.abandon([1, 2])  # the step of env 2 has not begun, so it is not abandoned
         with pytest.raises(WorkerDied) as died:
             envs.step_wait()
         assert died.value.envs == (1,)
@@ -163,7 +161,7 @@ def test_an_environment_that_hangs_is_found_although_others_are_held() -> None:
 
 
 class DiesInStep(SleepingEnv):
-    """An environment that a step ends, and that takes long to be reset from then on."""
+    """An environment that exits in its first step. Resets after that are slow."""
 
     def __init__(self, flag: Path) -> None:
         super().__init__()
@@ -179,7 +177,7 @@ class DiesInStep(SleepingEnv):
 
 
 @pytest.mark.long
-def test_time_limits_leave_out_the_time_of_held_rebuilds(tmp_path: Path) -> None:
+def test_time_limits_exclude_rebuilds_that_wait_for_max_concurrency(tmp_path: Path) -> None:
     fns = [functools.partial(DiesInStep, tmp_path / str(env)) for env in range(4)]
     options: Options = {"step_timeout": 1.0, "worker_options": vecenv.WorkerOptions(start_timeout=1.0)}
     with ready_engine(fns, max_concurrency=1, on_failure="restart", **options) as envs:
@@ -187,7 +185,7 @@ def test_time_limits_leave_out_the_time_of_held_rebuilds(tmp_path: Path) -> None
         assert envs.stats()["restarts"] == 4
 
 
-# --- several environments in one worker: the same results, and texts about environments, not workers
+# --- several environments in one worker: the results are the same, and errors name environments, not workers
 
 
 @pytest.mark.sampled("1-1", "5-3", "2-5")
@@ -196,7 +194,7 @@ def test_time_limits_leave_out_the_time_of_held_rebuilds(tmp_path: Path) -> None
     [(1, 1), (3, 1), (3, 2), (4, 2), (5, 2), (5, 3), (7, 3), (7, 4), (8, 3), (4, 4), (2, 5), (3, None)],
 )
 def test_environments_are_split_into_contiguous_even_shares(num_envs: int, num_workers: int | None) -> None:
-    """There are at most as many workers as environments; ``None`` means one for each."""
+    """There are at most as many workers as environments. ``None`` starts one worker per environment."""
     with open_engine(counters(num_envs), num_workers=num_workers) as envs:
         pids = envs.call("pid")
         num_workers = min(num_workers or num_envs, num_envs)
@@ -216,28 +214,28 @@ def test_uneven_shares_equal_sync_vector_env(
     num_workers: int, mode: AutoresetMode, shared_memory: bool, closes: Any
 ) -> None:
     fns = [functools.partial(CounterEnv, index, lengths=(1 + index, 2)) for index in range(5)]
-    oracle = closes(SyncVectorEnv(fns, autoreset_mode=mode))
+    reference = closes(SyncVectorEnv(fns, autoreset_mode=mode))
     rng = np.random.default_rng(num_workers)
     with open_engine(fns, num_workers=num_workers, autoreset_mode=mode, shared_memory=shared_memory) as envs:
-        assert_identical(envs.reset(seed=9), oracle.reset(seed=9))
+        assert_identical(envs.reset(seed=9), reference.reset(seed=9))
         for t in range(12):
             actions = rng.integers(5, size=5)
-            mine, theirs = envs.step(actions), oracle.step(actions)
-            assert_identical(mine, theirs, f"step {t}")
-            mask = theirs[2] | theirs[3] if mode is AutoresetMode.DISABLED else rng.random(5) < 0.2
+            result, expected = envs.step(actions), reference.step(actions)
+            assert_identical(result, expected, f"step {t}")
+            mask = expected[2] | expected[3] if mode is AutoresetMode.DISABLED else rng.random(5) < 0.2
             if mask.any():
-                both = [one.reset(seed=t, options={"reset_mask": mask.copy()}) for one in (envs, oracle)]
+                both = [one.reset(seed=t, options={"reset_mask": mask.copy()}) for one in (envs, reference)]
                 assert_identical(*both, f"reset after step {t}")
 
 
-def test_zero_workers_step_in_the_calling_thread() -> None:
-    class Where(CounterEnv):
-        def thread(self) -> int:
+def test_num_workers_0_steps_in_the_calling_thread() -> None:
+    class ThreadEnv(CounterEnv):
+        def thread_id(self) -> int:
             return threading.get_ident()
 
-    with open_engine([Where] * 3, num_workers=0) as envs:
+    with open_engine([ThreadEnv] * 3, num_workers=0) as envs:
         assert envs.call("pid") == (os.getpid(),) * 3
-        assert envs.call("thread") == (threading.get_ident(),) * 3
+        assert envs.call("thread_id") == (threading.get_ident(),) * 3
         assert len(envs.processes) == 0
         assert envs.num_workers == 0
 
@@ -264,20 +262,20 @@ def test_calls_and_frames_are_in_environment_order() -> None:
         assert envs.exec_func(lambda env: env.env_id, [0, 4]) == (0, None, None, None, 4)
 
 
-@pytest.mark.parametrize("bad", range(5))
-def test_failing_environment_is_named_and_its_siblings_are_stepped(bad: int) -> None:
+@pytest.mark.parametrize("failing", range(5))
+def test_failing_environment_is_named_and_its_siblings_are_stepped(failing: int) -> None:
     fns = counters(5, lengths=(9,))
-    fns[bad] = functools.partial(RaisingEnv, bad, ValueError("x"), "step", 2)
+    fns[failing] = functools.partial(RaisingEnv, failing, ValueError("x"), "step", 2)
     with ready_engine(fns, num_workers=2) as envs:
         envs.step([0] * 5)
         with raises_logged(ValueError) as (caught, _):
             envs.step([0] * 5)
-        assert f"env {bad}" in "\n".join(caught.value.__notes__)
-        others = [index for index in range(5) if index != bad]
+        assert f"env {failing}" in "\n".join(caught.value.__notes__)
+        others = [index for index in range(5) if index != failing]
         steps = envs.exec_func(lambda env: env.steps, others)
         assert [steps[index] for index in others] == [2] * 4
         observations, _ = envs.reset(seed=1)
-        assert observations[:, 2].tolist() == [1 if index == bad else 2 for index in range(5)]
+        assert observations[:, 2].tolist() == [1 if index == failing else 2 for index in range(5)]
 
 
 def test_several_failures_in_one_worker_are_all_reported() -> None:
@@ -290,32 +288,32 @@ def test_several_failures_in_one_worker_are_all_reported() -> None:
         envs.reset(seed=1)
 
 
-# --- ``env_threads``: environments of one worker that wait at the same time. Results do not change in a single bit
+# --- ``env_threads``: environments of one worker run in several threads. Results are identical to those of one thread
 
-MEETING = threading.Barrier(4)  # shared by the environments of one worker, where this module is forked or imported once
+BARRIER = threading.Barrier(4)  # shared by the environments of one worker, where this module is forked or imported once
 
 
 class WaitsForFour(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """An environment with steps and resets that wait until four of them are inside."""
+    """An environment with steps and resets that wait until four environments are inside."""
 
     def __init__(self, index: int, length: int = 3) -> None:
         super().__init__(counters(8, lengths=(length,))[index]())
 
     def reset(self, **kwargs: Any) -> Any:
-        MEETING.wait(60)
+        BARRIER.wait(60)
         return super().reset(**kwargs)
 
     def step(self, action: Any) -> Any:
-        MEETING.wait(60)
+        BARRIER.wait(60)
         return super().step(action)
 
 
 class FaultyByAction(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """An environment that raises for action 1, kills its process for 2 and hangs once for 3."""
+    """An environment that raises for action 1, kills its process for action 2 and hangs for action 3."""
 
     def step(self, action: Any) -> Any:
         if action == 1:
-            raise ArithmeticError("it slipped")
+            raise ArithmeticError("action 1")
         if action == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         if action == 3:
@@ -323,11 +321,11 @@ class FaultyByAction(gymnasium.Wrapper[Any, Any, Any, Any]):
         return super().step(action)
 
 
-def actors(count: int) -> list[Any]:
-    return [functools.partial(_actor, index) for index in range(count)]
+def make_faulty_env_fns(count: int) -> list[Any]:
+    return [functools.partial(make_faulty_env, index) for index in range(count)]
 
 
-def _actor(index: int) -> Any:
+def make_faulty_env(index: int) -> Any:
     return FaultyByAction(counters(8, lengths=(3 + index % 2,))[index]())
 
 
@@ -349,23 +347,23 @@ def test_environments_of_a_worker_run_concurrently() -> None:
 @pytest.mark.parametrize("threads", [2, 16])
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_results_in_threads_equal_sync_vector_env(mode: AutoresetMode, threads: int, closes: Any) -> None:
-    reference = closes(SyncVectorEnv(actors(5), autoreset_mode=mode))
-    with open_engine(actors(5), num_workers=2, env_threads=threads, autoreset_mode=mode) as envs:
+    reference = closes(SyncVectorEnv(make_faulty_env_fns(5), autoreset_mode=mode))
+    with open_engine(make_faulty_env_fns(5), num_workers=2, env_threads=threads, autoreset_mode=mode) as envs:
         assert_identical(envs.reset(seed=3), reference.reset(seed=3))
         for tick in range(12):
             actions = np.full(5, 4) + np.arange(5)
             result = envs.step(actions)
             assert_identical(result, reference.step(actions))
-            over = result[2] | result[3]
-            if over.any() and mode is AutoresetMode.DISABLED:
-                for both in (envs, reference):
-                    reset = both.reset(seed=[tick] * 5, options={"reset_mask": over.copy()})
-                    assert_identical(reset[0][over], envs.observations[over])
+            ended = result[2] | result[3]
+            if ended.any() and mode is AutoresetMode.DISABLED:
+                for vector_env in (envs, reference):
+                    reset = vector_env.reset(seed=[tick] * 5, options={"reset_mask": ended.copy()})
+                    assert_identical(reset[0][ended], envs.observations[ended])
         assert envs.stats()["step_time_slowest_env"] > 0
 
 
 def test_environment_that_raises_does_not_affect_others() -> None:
-    with ready_engine(actors(4), num_workers=1, env_threads=4) as envs:
+    with ready_engine(make_faulty_env_fns(4), num_workers=1, env_threads=4) as envs:
         with raises_logged(ArithmeticError):
             envs.step(np.array([0, 1, 0, 0]))
         assert envs.observations[[0, 2, 3], 1].tolist() == [1, 1, 1]
@@ -374,7 +372,7 @@ def test_environment_that_raises_does_not_affect_others() -> None:
 
 
 def test_death_of_a_worker_fails_all_its_environments() -> None:
-    with ready_engine(actors(4), num_workers=2, env_threads=2) as envs:
+    with ready_engine(make_faulty_env_fns(4), num_workers=2, env_threads=2) as envs:
         with pytest.raises(WorkerDied) as info:
             envs.step(np.array([0, 0, 2, 0]))
         assert info.value.envs == (2, 3)
@@ -383,13 +381,13 @@ def test_death_of_a_worker_fails_all_its_environments() -> None:
 
 
 def test_hanging_environment_is_reported_and_killed() -> None:
-    with ready_engine(actors(4), num_workers=1, env_threads=4) as envs:
+    with ready_engine(make_faulty_env_fns(4), num_workers=1, env_threads=4) as envs:
         envs.step_async(np.array([0, 3, 0, 0]))
         with pytest.raises(StepTimeout) as info:
             envs.step_wait(timeout=0.5)
-        assert f'{__file__}", line' in str(info.value), "it says where"
+        assert f'{__file__}", line' in str(info.value), "the line at which it hangs is missing"
         envs.close(terminate=True)
-    with ready_engine(actors(2), num_workers=1, env_threads=2, on_failure="restart", step_timeout=1.0) as envs:
+    with ready_engine(make_faulty_env_fns(2), num_workers=1, env_threads=2, on_failure="restart", step_timeout=1.0) as envs:
         *_, truncations, infos = envs.step(np.array([0, 3]))
         assert truncations.tolist() == infos["restarted"].tolist() == [True, True]
 
@@ -402,10 +400,10 @@ def test_invalid_thread_options_are_refused() -> None:
         ({"env_threads": 2, "num_workers": "auto"}, "`num_workers` must be None or a positive int with env_threads"),
     ):
         with pytest.raises(ValueError, match=text):
-            vecenv.AsyncVectorEnv(actors(2), **options)  # type: ignore[arg-type]
+            vecenv.AsyncVectorEnv(make_faulty_env_fns(2), **options)  # type: ignore[arg-type]
 
 
-LATE_FUNCTIONS = """
+PROGRAM_WITH_LATER_DEFINITIONS = """
 import sys
 import gymnasium as gym
 import numpy as np
@@ -423,13 +421,13 @@ class Env(gym.Env):
 def main():
     envs = vecenv.AsyncVectorEnv([Env, Env], num_workers=1, context=sys.argv[1])
     envs.reset(seed=0)
-    exec("def late(env, x=1): return isinstance(env, Env), x", globals())
-    print(envs.exec_func(late), envs.exec_func(late, None, 5))
-    exec("def late(env): return 'another one'", globals())
-    print(envs.exec_func(late))
-    exec("class Late: pass", globals())
-    envs.set_attr("value", [Late(), Late()])
-    print([type(value) is Late for value in envs.get_attr("value")])
+    exec("def function(env, x=1): return isinstance(env, Env), x", globals())
+    print(envs.exec_func(function), envs.exec_func(function, None, 5))
+    exec("def function(env): return 'new definition'", globals())
+    print(envs.exec_func(function))
+    exec("class Value: pass", globals())
+    envs.set_attr("value", [Value(), Value()])
+    print([type(value) is Value for value in envs.get_attr("value")])
     print(envs.step([0, 0])[1])
     envs.close()
 
@@ -439,25 +437,25 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
-def test_functions_that_the_main_program_defines_later_reach_workers(context: str, tmp_path: Path) -> None:
-    """A later cell of a notebook may define what ``exec_func`` calls. Once, a forked worker died of it."""
+def test_functions_defined_in_main_after_the_start_reach_workers(context: str, tmp_path: Path) -> None:
+    """A later cell of a notebook may define a function for ``exec_func``. A forked worker must not die of it."""
     program = tmp_path / "program.py"
-    program.write_text(LATE_FUNCTIONS)
+    program.write_text(PROGRAM_WITH_LATER_DEFINITIONS)
     first, second, third, last = printed(program, context).splitlines()
     assert first == "((True, 1), (True, 1)) ((True, 5), (True, 5))"
-    assert second == "('another one', 'another one')"
+    assert second == "('new definition', 'new definition')"
     assert third == "[True, True]"
     assert last == "[1. 1.]"
 
 
 class CannotBeUnpickled:
-    """A value that can be pickled."""
+    """A value that can be pickled but not unpickled."""
 
     def __reduce__(self) -> Any:
         return int, ("no number",)
 
 
-def test_what_a_worker_cannot_unpickle_is_an_error_and_ends_no_worker() -> None:
+def test_argument_that_cannot_be_unpickled_raises_and_ends_no_worker() -> None:
     with ready_engine(counters(3), num_workers=2) as envs:
         pids = [process.pid for process in envs.processes]
         for call in (

@@ -28,28 +28,29 @@ from vecenv.front.arguments import HAS_MAX_CONCURRENCY
 from vecenv.multi_agent import MultiAgentVecEnv
 from vecenv.planning.options import EngineOptions
 
-# --- section 1.1: the class, and what Gymnasium's wrappers rely on -------------------------------
+# --- the class, and the attributes that Gymnasium's wrappers use ----------------------------------
 
 
-def test_the_class_is_a_gymnasium_vector_env() -> None:
+def test_class_is_a_gymnasium_vector_env() -> None:
     assert issubclass(vecenv.AsyncVectorEnv, VectorEnv)
     assert issubclass(vecenv.AsyncVectorEnv, gymnasium.vector.AsyncVectorEnv)
     assert vecenv.AsyncVectorEnv.__name__ == "AsyncVectorEnv"
 
 
 def test_public_methods_are_not_inherited() -> None:
-    """Only private methods, which wait for Gymnasium's own pipes, are inherited from its class."""
-    theirs = gymnasium.vector.AsyncVectorEnv
-    inherited = {name for name in vars(theirs) if getattr(vecenv.AsyncVectorEnv, name) is getattr(theirs, name)}
+    """Only private methods, which wait for the pipes of Gymnasium's workers, are inherited from its class."""
+    gymnasiums_class = gymnasium.vector.AsyncVectorEnv
+    own_class = vecenv.AsyncVectorEnv
+    inherited = {name for name in vars(gymnasiums_class) if getattr(own_class, name) is getattr(gymnasiums_class, name)}
     assert {name for name in inherited if not name.startswith("__")} == {
         "_poll_pipe_envs", "_assert_is_running", "_raise_if_errors",
     }  # fmt: skip
 
 
 def test_subclass_written_for_gymnasium_calls_super() -> None:
-    """A subclass written for Gymnasium's class works over ours, imported under that name."""
+    """A subclass that was written for Gymnasium's class also works with ours as its base class."""
 
-    class Lenient(vecenv.AsyncVectorEnv):
+    class DoubledRewards(vecenv.AsyncVectorEnv):
         def step_wait(self, timeout: float | None = None) -> Any:
             observations, rewards, *rest = super().step_wait(timeout)
             return (observations, rewards * 2, *rest)
@@ -58,7 +59,7 @@ def test_subclass_written_for_gymnasium_calls_super() -> None:
             self.was_closed = True
             super().close_extras(timeout=timeout, terminate=terminate)
 
-    envs: Any = Lenient(counters(2))
+    envs: Any = DoubledRewards(counters(2))
     try:
         envs.reset(seed=1)
         assert isinstance(envs, gymnasium.vector.AsyncVectorEnv)
@@ -68,11 +69,11 @@ def test_subclass_written_for_gymnasium_calls_super() -> None:
     assert envs.was_closed
 
 
-def test_the_class_takes_type_arguments() -> None:
+def test_class_accepts_type_arguments() -> None:
     assert vecenv.AsyncVectorEnv[np.ndarray, np.ndarray] is not None
 
 
-def test_a_generic_subclass_can_be_written_and_run(closes: Any) -> None:
+def test_subclass_with_type_arguments_can_be_used(closes: Any) -> None:
     class Subclass(vecenv.AsyncVectorEnv[np.ndarray, np.ndarray]):
         pass
 
@@ -81,7 +82,7 @@ def test_a_generic_subclass_can_be_written_and_run(closes: Any) -> None:
     assert "Subclass" in repr(envs)
 
 
-def test_attributes_of_the_base_class_have_their_defaults() -> None:
+def test_base_class_attributes_have_their_defaults() -> None:
     with open_engine(counters(2), num_workers=0) as envs:
         assert envs.spec is None
         assert envs.render_mode is None
@@ -93,7 +94,7 @@ def test_attributes_of_the_base_class_have_their_defaults() -> None:
         assert callable(envs._add_info)
 
 
-def test_the_spaces_are_the_environments_and_their_batches(every_engine: Options) -> None:
+def test_spaces_are_those_of_one_env_and_their_batches(every_engine: Options) -> None:
     single = CounterEnv()
     with open_engine(counters(3), **every_engine) as envs:
         assert envs.single_observation_space == single.observation_space
@@ -102,17 +103,17 @@ def test_the_spaces_are_the_environments_and_their_batches(every_engine: Options
         assert envs.action_space == gymnasium.vector.utils.batch_space(single.action_space, 3)
 
 
-def test_a_seeded_action_space_samples_what_sync_vector_env_samples(closes: Any) -> None:
-    oracle = closes(gymnasium.vector.SyncVectorEnv(counters(3)))
+def test_seeded_action_space_samples_equal_sync_vector_env(closes: Any) -> None:
+    reference = closes(gymnasium.vector.SyncVectorEnv(counters(3)))
     with open_engine(counters(3), num_workers=0) as envs:
         envs.action_space.seed(5)
-        oracle.action_space.seed(5)
+        reference.action_space.seed(5)
         for _ in range(5):
-            np.testing.assert_array_equal(envs.action_space.sample(), oracle.action_space.sample())
+            np.testing.assert_array_equal(envs.action_space.sample(), reference.action_space.sample())
 
 
 def test_metadata_is_a_copy_with_the_autoreset_mode() -> None:
-    CounterEnv.metadata.pop("autoreset_mode", None)  # Gymnasium's own classes wrote it there before 1.4
+    CounterEnv.metadata.pop("autoreset_mode", None)  # Gymnasium before 1.4 writes it into the metadata of the class
     with open_engine(counters(2), num_workers=0, autoreset_mode="SameStep") as envs:
         assert envs.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
         assert envs.metadata["render_modes"] == ["rgb_array"]
@@ -120,7 +121,7 @@ def test_metadata_is_a_copy_with_the_autoreset_mode() -> None:
     assert "autoreset_mode" not in CounterEnv.metadata
 
 
-def test_the_repr_names_class_environments_and_spec() -> None:
+def test_repr_names_class_num_envs_and_spec() -> None:
     with open_engine(counters(2), num_workers=0) as envs:
         assert repr(envs).startswith("AsyncVectorEnv(")
         assert "num_envs=2" in repr(envs)
@@ -128,7 +129,7 @@ def test_the_repr_names_class_environments_and_spec() -> None:
         assert repr(envs).startswith("AsyncVectorEnv(CartPole-v1, num_envs=2")
 
 
-def test_every_attribute_of_the_constructor_is_kept_as_given(every_engine: Options) -> None:
+def test_constructor_arguments_are_available_as_attributes(every_engine: Options) -> None:
     env_fns = counters(3)
     with open_engine(env_fns, shared_memory=False, copy=False, daemon=False, max_concurrency=2, **every_engine) as envs:
         assert envs.env_fns is env_fns
@@ -143,7 +144,7 @@ def test_every_attribute_of_the_constructor_is_kept_as_given(every_engine: Optio
 
 
 @pytest.mark.parametrize("name", ["observations", "processes", "parent_pipes", "error_queue", "_state"])
-def test_the_attributes_that_programs_look_at_are_there(name: str) -> None:
+def test_attributes_that_programs_use_exist(name: str) -> None:
     with open_engine(counters(2)) as envs:
         assert hasattr(envs, name)
 
@@ -157,10 +158,10 @@ def test_default_is_one_named_process_per_environment() -> None:
         assert [name.rsplit("-", 1)[1] for name in names] == ["0", "1", "2"]
 
 
-# --- section 1.2: the constructor, its arguments, and the order of its errors --------------------
+# --- the constructor, its arguments, and the order of its errors ----------------------------------
 
-checks_workers = pytest.mark.skipif(
-    not HAS_MAX_CONCURRENCY, reason="Gymnasium before 1.4 does not look at the worker's arguments"
+requires_worker_check = pytest.mark.skipif(
+    not HAS_MAX_CONCURRENCY, reason="Gymnasium before 1.4 does not check the worker's arguments"
 )
 
 
@@ -172,33 +173,33 @@ def action_env(space: spaces.Space) -> Any:
     return lambda: SpaceEnv(spaces.Box(0, 1, (2,)), space)
 
 
-def test_the_arguments_have_gymnasiums_names_order_and_defaults() -> None:
-    stock = inspect.signature(gymnasium.vector.AsyncVectorEnv.__init__).parameters
+def test_arguments_have_gymnasiums_names_order_and_defaults() -> None:
+    gymnasiums = inspect.signature(gymnasium.vector.AsyncVectorEnv.__init__).parameters
     ours = inspect.signature(vecenv.AsyncVectorEnv.__init__).parameters
-    shared = list(ours.values())[: len(stock)]
-    assert [(p.name, p.kind, p.default) for p in shared] == [(p.name, p.kind, p.default) for p in stock.values()]
+    shared = list(ours.values())[: len(gymnasiums)]
+    assert [(p.name, p.kind, p.default) for p in shared] == [(p.name, p.kind, p.default) for p in gymnasiums.values()]
 
 
-def test_all_further_arguments_are_keyword_only() -> None:
-    stock = inspect.signature(gymnasium.vector.AsyncVectorEnv.__init__).parameters
+def test_additional_arguments_are_keyword_only() -> None:
+    gymnasiums = inspect.signature(gymnasium.vector.AsyncVectorEnv.__init__).parameters
     ours = inspect.signature(vecenv.AsyncVectorEnv.__init__).parameters
-    further = [parameter for name, parameter in ours.items() if name not in stock]
-    assert {"num_workers", "worker_options"} <= {parameter.name for parameter in further}
-    by_position = {parameter.name for parameter in further if parameter.kind is not inspect.Parameter.KEYWORD_ONLY}
+    additional = [parameter for name, parameter in ours.items() if name not in gymnasiums]
+    assert {"num_workers", "worker_options"} <= {parameter.name for parameter in additional}
+    by_position = {parameter.name for parameter in additional if parameter.kind is not inspect.Parameter.KEYWORD_ONLY}
     assert by_position <= {"max_concurrency"}, "Gymnasium has it from 1.4 on"
 
 
-def test_a_subclass_may_have_options_of_its_own(closes: Any) -> None:
-    class Named(vecenv.AsyncVectorEnv[Any, Any]):
+def test_subclass_may_add_options(closes: Any) -> None:
+    class LabelledVecEnv(vecenv.AsyncVectorEnv[Any, Any]):
         def __init__(self, env_fns: Any, *, label: str, **options: Any) -> None:
             super().__init__(env_fns, **options)
             self.label = label
 
-    envs = closes(Named(counters(1), label="mine"))
+    envs = closes(LabelledVecEnv(counters(1), label="mine"))
     assert envs.label == "mine"
 
 
-def test_all_of_gymnasiums_arguments_may_be_given_by_position() -> None:
+def test_gymnasiums_arguments_are_accepted_by_position() -> None:
     with open_engine(counters(2)) as by_name:
         by_name.reset(seed=1)
     envs: Any = vecenv.AsyncVectorEnv(counters(2), False, False, "fork", False, None, "same", AutoresetMode.DISABLED, 1)
@@ -209,14 +210,14 @@ def test_all_of_gymnasiums_arguments_may_be_given_by_position() -> None:
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_the_autoreset_mode_may_be_given_by_its_text(mode: AutoresetMode) -> None:
+def test_autoreset_mode_accepts_its_string_value(mode: AutoresetMode) -> None:
     with open_engine(counters(2), autoreset_mode=mode.value, num_workers=0) as envs:
         assert envs.autoreset_mode is mode
         assert envs.metadata["autoreset_mode"] is mode
 
 
-def counting_worker(index: int, env_fn: Any, *rest: Any) -> None:
-    """Run Gymnasium's own worker over an environment with rewards a hundred times as large."""
+def reward_scaling_worker(index: int, env_fn: Any, *rest: Any) -> None:
+    """Run Gymnasium's worker with an environment that multiplies rewards by 100."""
 
     def build() -> gymnasium.Env:
         return gymnasium.wrappers.TransformReward(env_fn(), lambda reward: reward * 100)
@@ -224,14 +225,14 @@ def counting_worker(index: int, env_fn: Any, *rest: Any) -> None:
     _async_worker(index, build, *rest)
 
 
-IN_PROCESS: list[Options] = [{"num_workers": 0}, {"use_caller": True}]
-OURS: list[Options] = [{"num_workers": 1}, {"use_caller": True}, {"on_failure": "restart"}]
-VARIABLES: Options = {"worker_options": WorkerOptions(env={"A": "1"})}
+WITHOUT_WORKER_OPTIONS: list[Options] = [{"num_workers": 0}, {"use_caller": True}]
+ENGINE_ONLY_OPTIONS: list[Options] = [{"num_workers": 1}, {"use_caller": True}, {"on_failure": "restart"}]
+WORKER_VARIABLES: Options = {"worker_options": WorkerOptions(env={"A": "1"})}
 BATCH_SIZE = "`batch_size` must be None, 'auto' or an int within 1..2"
 PRELOAD = "WorkerOptions(preload) must be a list of module names"
 
 
-def preloads(modules: Any) -> Options:
+def preload_options(modules: Any) -> Options:
     return {"worker_options": WorkerOptions(preload=modules)}
 
 
@@ -253,7 +254,8 @@ def preloads(modules: Any) -> Options:
         ({"max_concurrency": 0}, ValueError, "`max_concurrency` must be a positive or None, got 0."),
         ({"max_concurrency": -1}, ValueError, "`max_concurrency` must be a positive or None, got -1."),
         pytest.param(
-            {"worker": lambda a, b: None}, ValueError, "A custom `worker` must accept 8 arguments.", marks=checks_workers
+            {"worker": lambda a, b: None}, ValueError, "A custom `worker` must accept 8 arguments.",
+            marks=requires_worker_check,
         ),
         (
             {"observation_mode": "x"},
@@ -277,12 +279,22 @@ def preloads(modules: Any) -> Options:
         ({"env_fns": []}, ValueError, "AsyncVectorEnv needs at least one env_fn, got []"),
         ({"env_fns": (fn for fn in counters(2))}, TypeError, "; got <generator object"),
         ({"env_fns": [lambda: 3] * 2}, TypeError, "env_fns[0]() returned int, which has no `reset`: expected"),
-        *(({"worker": counting_worker, **option}, ValueError, "cannot be combined with a custom") for option in OURS),
+        *(
+            ({"worker": reward_scaling_worker, **option}, ValueError, "cannot be combined with a custom")
+            for option in ENGINE_ONLY_OPTIONS
+        ),
         *(({"batch_size": wrong}, ValueError, BATCH_SIZE) for wrong in (0, -1, 3, 1.5, "2", True)),
-        ({**preloads(["numpy"]), "context": "fork"}, ValueError, "WorkerOptions(preload) needs context='forkserver', got"),
-        ({**preloads("numpy"), "context": "forkserver"}, ValueError, f"{PRELOAD}, got 'numpy'"),
-        ({**preloads([3]), "context": "forkserver"}, ValueError, f"{PRELOAD}, got [3]"),
-        *(({**VARIABLES, **kwargs}, ValueError, "`worker_options` needs worker processes") for kwargs in IN_PROCESS),
+        (
+            {**preload_options(["numpy"]), "context": "fork"},
+            ValueError,
+            "WorkerOptions(preload) needs context='forkserver', got",
+        ),
+        ({**preload_options("numpy"), "context": "forkserver"}, ValueError, f"{PRELOAD}, got 'numpy'"),
+        ({**preload_options([3]), "context": "forkserver"}, ValueError, f"{PRELOAD}, got [3]"),
+        *(
+            ({**WORKER_VARIABLES, **kwargs}, ValueError, "`worker_options` needs worker processes")
+            for kwargs in WITHOUT_WORKER_OPTIONS
+        ),
         ({"use_caller": "yes"}, ValueError, "`use_caller` must be None, True or False, got 'yes'"),
         ({"generators": "mine"}, ValueError, "`generators` must be 'shared' or 'own', got 'mine'"),
         (
@@ -293,48 +305,48 @@ def preloads(modules: Any) -> Options:
         ({"worker": print, "generators": "own"}, ValueError, "`generators`"),
     ],
 )
-def test_a_wrong_argument_is_refused_and_named(options: Options, error: type[Exception], text: str) -> None:
+def test_wrong_argument_is_refused_and_named(options: Options, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         vecenv.AsyncVectorEnv(**{"env_fns": counters(2), **options})
 
 
-def test_an_observation_mode_without_spaces_is_refused_as_the_installed_gymnasium_does() -> None:
+def test_observation_mode_without_spaces_raises_as_in_the_installed_gymnasium() -> None:
     wrong: Any = (1, 2)
-    with pytest.raises((TypeError, AssertionError)) as theirs:
+    with pytest.raises((TypeError, AssertionError)) as gymnasiums_error:
         gymnasium.vector.SyncVectorEnv(counters(2), observation_mode=wrong)
-    with pytest.raises(theirs.type):
+    with pytest.raises(gymnasiums_error.type):
         vecenv.AsyncVectorEnv(counters(2), observation_mode=wrong)
 
 
-@checks_workers
-def test_a_worker_with_too_few_arguments_is_refused_because_of_a_type_error() -> None:
+@requires_worker_check
+def test_worker_with_too_few_arguments_raises_from_a_type_error() -> None:
     with pytest.raises(ValueError, match="8 arguments") as caught:
         vecenv.AsyncVectorEnv(counters(2), worker=lambda index: None)
     assert isinstance(caught.value.__cause__, TypeError)
 
 
 @pytest.mark.parametrize("value", [True, 1, np.int64(1), 5])
-def test_max_concurrency_may_be_any_positive_integer(value: Any) -> None:
+def test_max_concurrency_accepts_any_positive_integer(value: Any) -> None:
     with open_engine(counters(2), max_concurrency=value) as envs:
         assert envs.max_concurrency == value
         envs.reset(seed=1)
 
 
 def test_arguments_are_checked_before_any_environment_is_built() -> None:
-    def explode() -> gymnasium.Env:
+    def fail_to_build() -> gymnasium.Env:
         raise AssertionError("built too early")
 
     with pytest.raises(ValueError, match="AutoresetMode"):
-        vecenv.AsyncVectorEnv([explode], autoreset_mode="x", max_concurrency=0)
+        vecenv.AsyncVectorEnv([fail_to_build], autoreset_mode="x", max_concurrency=0)
     with pytest.raises(ValueError, match="max_concurrency"):
-        vecenv.AsyncVectorEnv([explode], max_concurrency=0, worker=lambda: None)
+        vecenv.AsyncVectorEnv([fail_to_build], max_concurrency=0, worker=lambda: None)
     if HAS_MAX_CONCURRENCY:  # before 1.4, Gymnasium did not check the worker
         with pytest.raises(ValueError, match="worker"):
-            vecenv.AsyncVectorEnv([explode], worker=lambda: None)
+            vecenv.AsyncVectorEnv([fail_to_build], worker=lambda: None)
 
 
 @pytest.mark.parametrize(
-    ("env_fns", "wanted"),
+    ("env_fns", "expected"),
     [
         ("CartPole-v1", r"got the id 'CartPole-v1': use vecenv\.make_vec\('CartPole-v1', 8\) instead$"),
         (CounterEnv, r"got <class '.*CounterEnv'>; for copies of one environment, write \[function\] \* 8$"),
@@ -344,9 +356,9 @@ def test_arguments_are_checked_before_any_environment_is_built() -> None:
     ],
     ids=["an id", "one function", "a list of ids", "an environment", "a number"],
 )
-def test_invalid_env_fns_are_refused_with_advice(env_fns: Any, wanted: str) -> None:
+def test_invalid_env_fns_are_refused_with_advice(env_fns: Any, expected: str) -> None:
     begin = re.escape("AsyncVectorEnv takes a sequence of functions that each build one environment: [")
-    with pytest.raises(TypeError, match=f"^{begin}.*; {wanted}"):
+    with pytest.raises(TypeError, match=f"^{begin}.*; {expected}"):
         vecenv.AsyncVectorEnv(env_fns)
 
 
@@ -355,27 +367,27 @@ def test_signature_shows_all_arguments() -> None:
         def __init__(self, count: int) -> None:
             super().__init__(counters(count))
 
-    whole = list(inspect.signature(vecenv.AsyncVectorEnv.__init__).parameters)
-    assert list(inspect.signature(vecenv.AsyncVectorEnv).parameters) == whole[1:]
+    all_parameters = list(inspect.signature(vecenv.AsyncVectorEnv.__init__).parameters)
+    assert list(inspect.signature(vecenv.AsyncVectorEnv).parameters) == all_parameters[1:]
     assert list(inspect.signature(Subclass).parameters) == ["count"]
     public = {*vecenv.__all__, *vecenv._MODULES, *sum(vecenv._HOMES.values(), ())} - {"__version__"}
     assert [name for name in dir(vecenv) if not name.startswith("__")] == sorted(public)
 
 
-def test_a_tuple_of_functions_works() -> None:
+def test_env_fns_may_be_a_tuple() -> None:
     with open_engine(tuple(counters(2)), num_workers=0) as envs:
         assert envs.num_envs == 2
 
 
-def test_an_exception_of_the_first_function_reaches_the_caller_unchanged(every_engine: Options) -> None:
-    def explode() -> gymnasium.Env:
+def test_exception_of_the_first_env_fn_is_raised_unchanged(every_engine: Options) -> None:
+    def fail_to_build() -> gymnasium.Env:
         raise RuntimeError("no licence")
 
     with pytest.raises(RuntimeError, match=r"^no licence$"):
-        vecenv.AsyncVectorEnv([explode, *counters(2)], **every_engine)
+        vecenv.AsyncVectorEnv([fail_to_build, *counters(2)], **every_engine)
 
 
-def test_one_environment_is_built_here_for_its_spaces_and_closed(tmp_path: Path, process_engine: Options) -> None:
+def test_caller_builds_one_env_for_its_spaces_and_closes_it(tmp_path: Path, process_engine: Options) -> None:
     built, closed = tmp_path / "built", tmp_path / "closed"
     built.mkdir()
 
@@ -386,40 +398,40 @@ def test_one_environment_is_built_here_for_its_spaces_and_closed(tmp_path: Path,
         return env
 
     with open_engine([build], **process_engine):
-        here = [path for path in built.iterdir() if path.name.startswith(f"{os.getpid()}-")]
-        assert len(here) == 1
+        built_in_caller = [path for path in built.iterdir() if path.name.startswith(f"{os.getpid()}-")]
+        assert len(built_in_caller) == 1
         assert len(list(built.iterdir())) == 2
         assert closed.read_text() == "7\n"
 
 
-def test_different_observation_spaces_build_every_environment_here_once() -> None:
-    here: list[int] = []
+def test_observation_mode_different_builds_every_env_once_in_the_caller() -> None:
+    built_in_caller: list[int] = []
 
     def build(index: int) -> Any:
         def env_fn() -> gymnasium.Env:
-            here.append(index)
+            built_in_caller.append(index)  # workers append to their own copies
             return SpaceEnv(spaces.Box(0, 1 + index, (2,), np.float32))
 
         return env_fn
 
     with open_engine([build(0), build(1)], observation_mode="different", context="fork") as envs:
-        assert here == [0, 1]
+        assert built_in_caller == [0, 1]
         assert envs.single_observation_space == spaces.Box(0, 1, (2,), np.float32)
 
 
-def test_observation_spaces_that_differ_are_batched_in_mode_different(every_engine: Options) -> None:
+def test_observation_mode_different_batches_different_spaces(every_engine: Options) -> None:
     fns = [box_env(0, 1), box_env(-5, 5), box_env(0, 9)]
     with open_engine(fns, observation_mode="different", **every_engine) as envs:
-        oracle = gymnasium.vector.SyncVectorEnv(fns, observation_mode="different")
-        assert envs.observation_space == oracle.observation_space
-        assert envs.single_observation_space == oracle.single_observation_space
+        reference = gymnasium.vector.SyncVectorEnv(fns, observation_mode="different")
+        assert envs.observation_space == reference.observation_space
+        assert envs.single_observation_space == reference.single_observation_space
         observations, _ = envs.reset(seed=1)
         assert observations in envs.observation_space
-        np.testing.assert_array_equal(observations, oracle.reset(seed=1)[0])
-        oracle.close()
+        np.testing.assert_array_equal(observations, reference.reset(seed=1)[0])
+        reference.close()
 
 
-def test_a_pair_of_spaces_is_used_as_it_is_batched_first(every_engine: Options) -> None:
+def test_observation_mode_uses_a_given_pair_of_spaces(every_engine: Options) -> None:
     single = spaces.Box(-9, 9, (2,), np.float32)
     batched = batch_space(single, 2)
     with open_engine([box_env(0, 1), box_env(0, 2)], observation_mode=(batched, single), **every_engine) as envs:
@@ -428,7 +440,7 @@ def test_a_pair_of_spaces_is_used_as_it_is_batched_first(every_engine: Options) 
         assert envs.reset(seed=1)[0] in batched
 
 
-def test_observation_spaces_that_differ_are_refused_in_mode_same(every_engine: Options, shared_memory: bool) -> None:
+def test_observation_mode_same_refuses_different_spaces(every_engine: Options, shared_memory: bool) -> None:
     with pytest.raises(
         RuntimeError,
         match=r"the sub-environments observation spaces are not equivalent\. .*"
@@ -438,7 +450,7 @@ def test_observation_spaces_that_differ_are_refused_in_mode_same(every_engine: O
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 1)])
-def test_shapes_that_differ_are_refused_in_every_mode(every_engine: Options, shape: tuple[int, ...]) -> None:
+def test_different_shapes_are_refused_even_with_a_pair_of_spaces(every_engine: Options, shape: tuple[int, ...]) -> None:
     single = spaces.Box(0, 1, (2,), np.float32)
     with pytest.raises(RuntimeError, match="do not share a common shape and dtype"):
         vecenv.AsyncVectorEnv(
@@ -446,13 +458,13 @@ def test_shapes_that_differ_are_refused_in_every_mode(every_engine: Options, sha
         )
 
 
-def test_action_spaces_that_differ_are_refused(every_engine: Options) -> None:
+def test_different_action_spaces_are_refused(every_engine: Options) -> None:
     with pytest.raises(RuntimeError, match=r"Some environments have an action space different from `Discrete\(2\)`"):
         vecenv.AsyncVectorEnv([action_env(spaces.Discrete(2)), action_env(spaces.Discrete(3))], **every_engine)
 
 
 @pytest.mark.parametrize("build", [action_env, SpaceEnv], ids=["action", "observation"])
-def test_spaces_that_differ_are_both_named_and_the_environment(every_engine: Options, build: Any) -> None:
+def test_error_about_different_spaces_names_both_and_the_env(every_engine: Options, build: Any) -> None:
     fns = [functools.partial(build, spaces.Discrete(number)) for number in (2, 2, 7)]
     if build is action_env:
         fns = [fn() for fn in fns]
@@ -465,18 +477,19 @@ def test_spaces_that_differ_are_both_named_and_the_environment(every_engine: Opt
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_custom_space_is_pickled_where_gymnasium_asks_for_another_option(num_workers: int) -> None:
+def test_custom_observation_space_is_pickled_with_a_warning(num_workers: int) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         envs = vecenv.AsyncVectorEnv([lambda: SpaceEnv(CustomSpace())] * 2, num_workers=num_workers)
-    assert sum("pickled" in str(warning.message) for warning in caught) == num_workers  # Python 3.12 warns of forks, too
-    oracle = gymnasium.vector.SyncVectorEnv([lambda: SpaceEnv(CustomSpace())] * 2)
-    assert envs.reset(seed=1)[0] == oracle.reset(seed=1)[0]
-    assert envs.step([0, 0])[0] == oracle.step([0, 0])[0]
+    # Python 3.12 also warns about forks
+    assert sum("pickled" in str(warning.message) for warning in caught) == num_workers
+    reference = gymnasium.vector.SyncVectorEnv([lambda: SpaceEnv(CustomSpace())] * 2)
+    assert envs.reset(seed=1)[0] == reference.reset(seed=1)[0]
+    assert envs.step([0, 0])[0] == reference.step([0, 0])[0]
     envs.close()
 
 
-def test_context_is_the_default_unless_given() -> None:
+def test_context_defaults_to_the_global_start_method() -> None:
     before = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method("forkserver", force=True)
     try:
@@ -487,33 +500,33 @@ def test_context_is_the_default_unless_given() -> None:
 
 
 @pytest.mark.parametrize("daemon", [True, False])
-def test_daemon_option_is_passed_on(daemon: bool) -> None:
+def test_daemon_option_applies_to_every_process(daemon: bool) -> None:
     with open_engine(counters(2), daemon=daemon) as envs:
         assert all(process.daemon is daemon for process in envs.processes)
 
 
-def test_mpi_variables_stay_in_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_variables_are_hidden_from_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     monkeypatch.setenv("PMI_SIZE", "2")
 
-    class Peek(CounterEnv):
+    class VariablesEnv(CounterEnv):
         def variables(self) -> list[str]:
             return [name for name in os.environ if name.startswith(("OMPI_", "PMI_"))]
 
-    with open_engine([Peek, Peek]) as envs:
+    with open_engine([VariablesEnv, VariablesEnv]) as envs:
         assert envs.call("variables") == ([], [])
     assert os.environ["OMPI_COMM_WORLD_RANK"] == "1"
     assert os.environ["PMI_SIZE"] == "2"
 
 
-def test_classes_over_the_engine_have_its_options() -> None:
-    """``EngineOptions`` repeats the signature for type checkers, without the options that those classes set or refuse."""
+def test_engine_options_repeat_the_constructor_signature() -> None:
+    """``EngineOptions``, for the classes that use the engine, omits the arguments that these classes set or refuse."""
     hints = typing.get_type_hints(vecenv.AsyncVectorEnv.__init__)
-    theirs = set(hints) - {"env_fns", "worker", "observation_mode", "autoreset_mode", "return"}
-    assert {name: hints[name] for name in theirs} == typing.get_type_hints(EngineOptions)
+    shared = set(hints) - {"env_fns", "worker", "observation_mode", "autoreset_mode", "return"}
+    assert {name: hints[name] for name in shared} == typing.get_type_hints(EngineOptions)
 
 
-def test_spaces_in_openrls_places_are_refused_by_name(closes: Any) -> None:
+def test_spaces_passed_by_position_as_in_openrl_are_refused(closes: Any) -> None:
     space = spaces.Discrete(2)
     with pytest.raises(TypeError, match=r"`shared_memory` must be True or False, got Discrete\(2\)"):
         vecenv.AsyncVectorEnv(counters(1), space, space, num_workers=0)  # type: ignore[arg-type]
@@ -528,64 +541,64 @@ def test_spaces_in_openrls_places_are_refused_by_name(closes: Any) -> None:
     [{"num_workers": 2}, {"num_workers": 0}, {"num_workers": "auto"}, {"worker_options": WorkerOptions(dummy_env=False)}],
     ids=str,
 )
-def test_a_function_that_forgot_its_return_is_named(options: dict[str, Any]) -> None:
+def test_env_fn_that_returns_none_is_named(options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=r"env_fns\[0\]\(\) returned None instead of an environment: is a `return` missing"):
         vecenv.AsyncVectorEnv([lambda: None] * 2, **options)  # type: ignore[list-item, return-value]
 
 
-# --- Section 1.14: a custom ``worker`` speaks Gymnasium's pipe protocol, so it gets Gymnasium's class
+# --- a custom ``worker`` uses Gymnasium's pipe protocol, so it runs in Gymnasium's class -----------
 
 
 def test_custom_worker_determines_results(shared_memory: bool) -> None:
-    with open_engine(counters(2), shared_memory=shared_memory, worker=counting_worker) as envs:
+    with open_engine(counters(2), shared_memory=shared_memory, worker=reward_scaling_worker) as envs:
         assert isinstance(envs, VectorEnv)
         assert isinstance(envs, gymnasium.vector.AsyncVectorEnv)
-        assert envs.worker is counting_worker
+        assert envs.worker is reward_scaling_worker
         observations, _ = envs.reset(seed=4)
         assert observations[:, 3].tolist() == [4, 5]
         np.testing.assert_allclose(envs.step([0, 0])[1], [0.1, 100.1])
         assert envs.call("env_id") == (0, 1)
 
 
-def test_a_custom_worker_may_be_given_by_position(closes: Any) -> None:
-    envs: Any = closes(vecenv.AsyncVectorEnv(counters(2), True, True, None, True, counting_worker))
+def test_custom_worker_is_accepted_by_position(closes: Any) -> None:
+    envs: Any = closes(vecenv.AsyncVectorEnv(counters(2), True, True, None, True, reward_scaling_worker))
     envs.reset(seed=1)
 
 
 def test_max_concurrency_with_a_custom_worker_is_passed_to_gymnasium() -> None:
-    """If that class lacks the option, it is refused and not ignored."""
+    """If Gymnasium's class lacks the option, it is refused and not ignored."""
     if not HAS_MAX_CONCURRENCY:
         with pytest.raises(ValueError, match=r"`max_concurrency` cannot be combined with a custom `worker`"):
-            vecenv.AsyncVectorEnv(counters(2), worker=counting_worker, max_concurrency=1)
+            vecenv.AsyncVectorEnv(counters(2), worker=reward_scaling_worker, max_concurrency=1)
         return
-    with open_engine(counters(2), worker=counting_worker, max_concurrency=1) as envs:
+    with open_engine(counters(2), worker=reward_scaling_worker, max_concurrency=1) as envs:
         assert envs.max_concurrency == 1
         np.testing.assert_allclose((envs.reset(seed=4), envs.step([0, 0]))[1][1], [0.1, 100.1])
 
 
-# --- section 1.13: what ``gymnasium.make_vec`` and the vector wrappers expect of the class -------
+# --- the interface that ``gymnasium.make_vec`` and the vector wrappers use ------------------------
 
 
 @pytest.fixture
-def replaced_in_gymnasium(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the attribute by which Gymnasium finds the class in ``make_vec``."""
+def patched_make_vec(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``gymnasium.make_vec`` build the class of this package."""
     monkeypatch.setattr(gymnasium.vector, "AsyncVectorEnv", vecenv.AsyncVectorEnv)
 
 
-@pytest.mark.usefixtures("replaced_in_gymnasium")
-def test_make_vec_builds_it_by_keyword_and_assigns_the_spec(recwarn: pytest.WarningsRecorder) -> None:
+@pytest.mark.usefixtures("patched_make_vec")
+def test_make_vec_builds_the_class_and_assigns_the_spec(recwarn: pytest.WarningsRecorder) -> None:
     envs: Any = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="async")
     assert type(envs) is vecenv.AsyncVectorEnv
     assert envs.spec.id == "CartPole-v1"
     assert repr(envs).startswith("AsyncVectorEnv(CartPole-v1, num_envs=2")
     envs.reset(seed=1)
     envs.close()
-    # From Python 3.12 on, every fork beside another thread warns, and pytest-timeout has a thread of its own.
+    # From Python 3.12 on, a fork warns if there are other threads, and pytest-timeout has one.
     assert [text for warning in recwarn if "multi-threaded" not in (text := str(warning.message))] == []
 
 
-@pytest.mark.usefixtures("replaced_in_gymnasium")
-def test_make_vec_passes_vector_kwargs_on() -> None:
+@pytest.mark.usefixtures("patched_make_vec")
+def test_make_vec_forwards_vector_kwargs() -> None:
     envs: Any = gymnasium.make_vec(
         "CartPole-v1",
         num_envs=4,
@@ -600,25 +613,25 @@ def test_make_vec_passes_vector_kwargs_on() -> None:
     envs.close()
 
 
-@pytest.mark.usefixtures("replaced_in_gymnasium")
-def test_an_environment_made_again_from_its_spec_is_the_same(closes: Any) -> None:
+@pytest.mark.usefixtures("patched_make_vec")
+def test_vector_env_rebuilt_from_its_spec_resets_identically(closes: Any) -> None:
     envs: Any = closes(gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="async"))
-    again: Any = closes(gymnasium.make_vec(envs.spec))
-    np.testing.assert_array_equal(envs.reset(seed=1)[0], again.reset(seed=1)[0])
+    rebuilt: Any = closes(gymnasium.make_vec(envs.spec))
+    np.testing.assert_array_equal(envs.reset(seed=1)[0], rebuilt.reset(seed=1)[0])
 
 
-def test_call_and_get_attr_are_reached_through_unwrapped() -> None:
+def test_wrapped_engine_provides_call_and_np_random_seed() -> None:
     with open_engine(counters(2), num_workers=0) as envs:
         wrapped: Any = gymnasium.wrappers.vector.RecordEpisodeStatistics(envs)
         assert wrapped.unwrapped.call("env_id") == (0, 1)
         assert wrapped.np_random_seed == envs.np_random_seed
 
 
-def test_observation_wrappers_refuse_same_step_mode_as_with_gymnasiums_class() -> None:
-    theirs: Any = gymnasium.vector.SyncVectorEnv(counters(2), autoreset_mode="SameStep")
+def test_observation_wrappers_refuse_same_step_mode_as_in_gymnasium() -> None:
+    reference: Any = gymnasium.vector.SyncVectorEnv(counters(2), autoreset_mode="SameStep")
     with pytest.raises((AssertionError, ValueError)) as refused:
-        gymnasium.wrappers.vector.FlattenObservation(theirs)
-    theirs.close()
+        gymnasium.wrappers.vector.FlattenObservation(reference)
+    reference.close()
     with open_engine(counters(2), num_workers=0, autoreset_mode="SameStep") as envs, pytest.raises(refused.type):
         gymnasium.wrappers.vector.FlattenObservation(envs)
     with (
@@ -629,7 +642,7 @@ def test_observation_wrappers_refuse_same_step_mode_as_with_gymnasiums_class() -
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_final_observation_may_be_overwritten_in_place_by_a_wrapper(num_workers: int) -> None:
+def test_final_observation_may_be_overwritten_in_place(num_workers: int) -> None:
     with ready_engine(counters(2, lengths=(1,)), num_workers=num_workers, autoreset_mode="SameStep") as envs:
         for _ in range(2):
             final = envs.step([0, 0])[4]["final_obs"]
@@ -652,7 +665,7 @@ def test_a_final_observation_may_be_overwritten_in_place_by_a_wrapper(num_worker
     ],
     ids=range(7),
 )
-def test_other_classes_explain_wrong_arguments_as_async_vector_env_does(build: Any, error: Any, text: str) -> None:
+def test_multi_agent_vec_env_and_pool_explain_wrong_arguments(build: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         build()
 
@@ -662,8 +675,8 @@ NO_ACTIONS = [spaces.Tuple(()), spaces.Dict({}), spaces.Tuple((spaces.Dict({}), 
 
 @pytest.mark.parametrize("space", NO_ACTIONS, ids=str)
 @pytest.mark.parametrize("num_workers", [2, 0])
-def test_environments_without_actions_are_stepped(space: Any, num_workers: int) -> None:
-    class Film(CounterEnv):
+def test_envs_with_empty_action_spaces_are_stepped(space: Any, num_workers: int) -> None:
+    class NoActionEnv(CounterEnv):
         def __init__(self) -> None:
             super().__init__()
             self.action_space = space
@@ -673,7 +686,7 @@ def test_environments_without_actions_are_stepped(space: Any, num_workers: int) 
             self.received.append(action)
             return super().step(0)
 
-    with ready_engine([Film] * 3, num_workers=num_workers) as envs:
+    with ready_engine([NoActionEnv] * 3, num_workers=num_workers) as envs:
         assert envs.step(envs.action_space.sample())[0][:, 1].tolist() == [1, 1, 1]
         envs.send(envs.action_space.sample(), [0, 2])
         assert sorted(envs.recv(count=2)[4]["env_id"].tolist()) == [0, 2]
@@ -681,7 +694,7 @@ def test_environments_without_actions_are_stepped(space: Any, num_workers: int) 
 
 
 @pytest.mark.parametrize("seeds", [np.arange(4, 7), np.array([4, 5, 6], np.uint8), [np.int64(4), 5, np.int32(6)]], ids=repr)
-def test_seeds_may_be_an_array(seeds: Any) -> None:
+def test_reset_accepts_seeds_as_an_array(seeds: Any) -> None:
     with open_engine(counters(3), num_workers=1) as envs:
         assert envs.reset(seed=seeds)[0][:, 3].tolist() == [4, 5, 6]
         envs.reset_async(seed=seeds[:2], env_id=[0, 2])

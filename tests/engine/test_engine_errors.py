@@ -39,23 +39,25 @@ from vecenv.engine import worker_process
 from vecenv.errors import EnvError, EnvFailed, ObservationError, StepTimeout, WorkerDied
 from vecenv.link.messages import notes_about_others
 
-# --- section 1.12: close, twice, late, with terminate, and without a call of it ------------------
+# --- close: repeated, with a pending call, with ``terminate``, and by the garbage collector -------
 
 
-class WritesWhenClosed(CounterEnv):
+class CloseLoggingEnv(CounterEnv):
+    """An environment that appends its number to ``file`` when it is closed."""
+
     def __init__(self, file: Path, env_id: int = 0) -> None:
         super().__init__(env_id)
         self.closed_file = file
 
 
-def close_writers(file: Path, n: int) -> list[Any]:
-    return [functools.partial(WritesWhenClosed, file, index) for index in range(n)]
+def make_close_logging_env_fns(file: Path, n: int) -> list[Any]:
+    return [functools.partial(CloseLoggingEnv, file, index) for index in range(n)]
 
 
 def test_close_closes_every_environment_once(every_engine: Options, tmp_path: Path) -> None:
     file = tmp_path / "closed"
-    with ready_engine(close_writers(file, 3), **every_engine) as envs:
-        file.unlink(missing_ok=True)  # that of the environment that was built to read its spaces
+    with ready_engine(make_close_logging_env_fns(file, 3), **every_engine) as envs:
+        file.unlink(missing_ok=True)  # written by the environment that was built to read its spaces
         envs.close()
         assert envs.closed is True
         envs.close()
@@ -66,7 +68,7 @@ def test_close_closes_every_environment_once(every_engine: Options, tmp_path: Pa
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kwargs", [{"terminate": True}, {"timeout": 0.2}, {}], ids=str)
-def test_close_by_force_with_a_timeout_or_after_one_does_not_wait_for_environments(
+def test_close_after_a_timeout_does_not_wait_for_environments(
     process_engine: Options, kwargs: Options
 ) -> None:
     with ready_engine([SleepingEnv] * 2, **process_engine) as envs:
@@ -80,8 +82,8 @@ def test_close_by_force_with_a_timeout_or_after_one_does_not_wait_for_environmen
         assert envs.closed is True
 
 
-class SlowToClose(SleepingEnv):
-    """A :class:`SleepingEnv` that writes to ``file`` after 0.6 seconds in ``close``."""
+class SlowCloseEnv(SleepingEnv):
+    """A :class:`SleepingEnv` with a ``close`` that takes 0.6 seconds and then writes to ``file``."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -111,7 +113,7 @@ def test_close_waits_for_a_pending_step_no_longer_than_step_timeout(how: str) ->
 @pytest.mark.filterwarnings("ignore:.*Calling `close` while waiting for a pending call:UserWarning")
 def test_step_timeout_does_not_limit_the_close_of_an_environment(tmp_path: Path) -> None:
     file = tmp_path / "closed"
-    with ready_engine([functools.partial(SlowToClose, file)], num_workers=1, step_timeout=0.3) as envs:
+    with ready_engine([functools.partial(SlowCloseEnv, file)], num_workers=1, step_timeout=0.3) as envs:
         envs.step_async([0.1])
         envs.close()
     assert file.read_text() == "closed"
@@ -131,7 +133,7 @@ def test_close_logs_the_environment_that_it_waits_for(
 
 
 @pytest.mark.parametrize("pending", ["reset", "step", "call"])
-def test_closing_during_a_pending_call_warns_and_waits_for_it(every_engine: Options, pending: str) -> None:
+def test_close_during_a_pending_call_warns_and_waits(every_engine: Options, pending: str) -> None:
     begin = {
         "reset": lambda envs: envs.reset_async(seed=1),
         "step": lambda envs: envs.step_async([0.05, 0.05]),
@@ -145,7 +147,7 @@ def test_closing_during_a_pending_call_warns_and_waits_for_it(every_engine: Opti
         assert envs.closed is True
 
 
-def test_error_of_the_pending_call_is_not_raised_by_close(process_engine: Options) -> None:
+def test_close_does_not_raise_the_error_of_a_pending_call(process_engine: Options) -> None:
     with ready_engine(counters(2), **process_engine) as envs:
         envs.call_async("fail", ValueError("x"))
         with pytest.warns(UserWarning):  # noqa: PT030 - the failure may be logged as well
@@ -153,7 +155,7 @@ def test_error_of_the_pending_call_is_not_raised_by_close(process_engine: Option
         assert envs.closed is True
 
 
-def test_close_extras_takes_the_same_arguments(every_engine: Options) -> None:
+def test_close_extras_accepts_the_arguments_of_close(every_engine: Options) -> None:
     with ready_engine(counters(2), **every_engine) as envs:
         envs.close_extras(timeout=5, terminate=False)
         envs.close()
@@ -173,7 +175,7 @@ def test_unreferenced_engine_is_closed(every_engine: Options) -> None:
     assert not any(map(psutil.pid_exists, pids))
 
 
-def test_a_constructor_that_failed_leaves_an_object_that_can_be_deleted() -> None:
+def test_engine_can_be_deleted_after_its_constructor_failed() -> None:
     envs: Any = vecenv.AsyncVectorEnv.__new__(vecenv.AsyncVectorEnv)
     with pytest.raises(ValueError, match="AutoresetMode"):
         envs.__init__(counters(1), autoreset_mode="x")
@@ -181,27 +183,27 @@ def test_a_constructor_that_failed_leaves_an_object_that_can_be_deleted() -> Non
     gc.collect()
 
 
-# --- section 1.11: exceptions of environments in the caller, and the calls that follow -----------
+# --- exceptions of environments in the caller, and the calls that follow -------------------------
 
 
-class OddError(Exception):
+class CustomError(Exception):
     """An exception with one argument and no other base class."""
 
 
-def raising(index: int, error: BaseException, method: str = "step", at: int = 2) -> Any:
+def raising_env_fn(index: int, error: BaseException, method: str = "step", at: int = 2) -> Any:
     return functools.partial(RaisingEnv, index, error, method, at)
 
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(
-    "error", [ValueError("x"), KeyError("k"), OddError("odd"), ZeroDivisionError(), OSError(2, "no")], ids=repr
+    "error", [ValueError("x"), KeyError("k"), CustomError("odd"), ZeroDivisionError(), OSError(2, "no")], ids=repr
 )
 @pytest.mark.parametrize("method", ["step", "reset"])
-def test_the_exception_of_an_environment_is_raised_as_what_it_is(
+def test_exception_of_an_env_is_raised_with_its_type_and_text(
     every_engine: Options, error: Exception, method: str
 ) -> None:
-    # A copy, because the exception that is raised here holds on to the frames it went through.
-    with ready_engine([*counters(2), raising(2, copy.copy(error), method)], **every_engine) as envs:
+    # A copy, because a raised exception keeps references to the frames that it passed through.
+    with ready_engine([*counters(2), raising_env_fn(2, copy.copy(error), method)], **every_engine) as envs:
         envs.step([0, 0, 0])
         with raises_logged(type(error)) as (caught, _):
             if method == "step":
@@ -215,14 +217,14 @@ def test_the_exception_of_an_environment_is_raised_as_what_it_is(
 @contextmanager
 def failed_engine(engine: Options) -> Iterator[tuple[Any, Exception, list[str]]]:
     """Yield an engine with a third environment that has just raised, its exception, and the log lines."""
-    with ready_engine([*counters(2, lengths=(9,)), raising(2, ValueError("x"))], **engine) as envs:
+    with ready_engine([*counters(2, lengths=(9,)), raising_env_fn(2, ValueError("x"))], **engine) as envs:
         envs.step([0, 0, 0])
         with raises_logged(ValueError) as (caught, texts):
             envs.step([0, 0, 0])
         yield envs, caught.value, texts
 
 
-def test_one_failure_makes_exactly_three_warnings() -> None:
+def test_one_failure_emits_exactly_three_warnings() -> None:
     with failed_engine({}) as (_, _, texts):
         red, plain = "\x1b[31mERROR: ", "\x1b[0m"
         assert texts[0] == f"{red}Received the following error from Worker-2 - Shutting it down{plain}"
@@ -235,8 +237,8 @@ def test_one_failure_makes_exactly_three_warnings() -> None:
 @pytest.mark.parametrize(
     "options", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "use_caller": True}], ids=str
 )
-def test_failure_is_reported_once(options: Options) -> None:
-    """Only the raised exception reports it; no log lines about another worker and its end."""
+def test_failure_is_reported_only_by_the_exception(options: Options) -> None:
+    """Only the raised exception reports it. There are no warnings about the end of a worker."""
     with failed_engine(options) as (_, error, texts):
         assert texts == []
         printed = "".join(traceback.format_exception(error))
@@ -244,8 +246,8 @@ def test_failure_is_reported_once(options: Options) -> None:
         assert "env 2, " in printed
 
 
-def test_two_failures_make_exactly_five_warnings_and_the_others_were_stepped() -> None:
-    fns = [counters(4)[0], raising(1, ValueError("one")), counters(4)[2], raising(3, KeyError("three"))]
+def test_two_failures_emit_exactly_five_warnings_and_step_the_others() -> None:
+    fns = [counters(4)[0], raising_env_fn(1, ValueError("one")), counters(4)[2], raising_env_fn(3, KeyError("three"))]
     with ready_engine(fns) as envs:
         envs.step([0] * 4)
         with raises_logged((ValueError, KeyError), failures=2) as (_, texts):
@@ -256,11 +258,13 @@ def test_two_failures_make_exactly_five_warnings_and_the_others_were_stepped() -
 
 
 class PercentEnv(CounterEnv):
+    """An environment that raises with percent signs in the text, which logging must not interpret."""
+
     def reset(self, **kwargs: Any) -> Any:
         raise ValueError("100% wrong: %s %d")
 
 
-def test_the_logged_traceback_shows_the_line_that_raised_and_the_text_as_it_is() -> None:
+def test_logged_traceback_shows_the_raising_line_and_the_unformatted_text() -> None:
     with open_engine([PercentEnv]) as envs:
         with raises_logged(ValueError, match="100% wrong: %s %d") as (_, texts):
             envs.reset(seed=1)
@@ -276,18 +280,18 @@ def test_exception_names_the_environment_and_has_the_remote_traceback(every_engi
         assert "_maybe_raise" in str(error.__cause__) or error.__traceback__ is not None
 
 
-def test_nothing_is_logged_while_nothing_fails(every_engine: Options, recwarn: pytest.WarningsRecorder) -> None:
+def test_nothing_is_logged_without_a_failure(every_engine: Options, recwarn: pytest.WarningsRecorder) -> None:
     with ready_engine(counters(2), **every_engine) as envs:
         envs.step([0, 0])
         envs.call("env_id")
-    # From Python 3.12 on, every fork beside another thread warns, and pytest-timeout has a thread of its own.
+    # From Python 3.12 on, a fork warns if there are other threads, and pytest-timeout has one.
     assert [text for warning in recwarn if "multi-threaded" not in (text := str(warning.message))] == []
 
 
 def test_reset_rebuilds_only_the_failed_environment(every_engine: Options) -> None:
     with failed_engine(every_engine) as (envs, *_):
         observations, _ = envs.reset(seed=5)
-        # the others are the same objects, in their second episode; the third was rebuilt
+        # the first two environments are in their second episode; the third was rebuilt and is in its first
         assert observations[:, 2:].tolist() == [[2, 5], [2, 6], [1, 7]]
         assert envs.step([0, 0, 0])[0][:, 1].tolist() == [1, 1, 1]
 
@@ -295,8 +299,8 @@ def test_reset_rebuilds_only_the_failed_environment(every_engine: Options) -> No
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("by_row", [True, False], ids=["by row", "at once"])
 @pytest.mark.parametrize("method", ["step", "reset"])
-def test_only_the_failed_environment_is_not_counted(every_engine: Options, method: str, by_row: bool) -> None:
-    with ready_engine([*counters(2), raising(2, ValueError("x"), method)], **every_engine) as envs:
+def test_stats_count_all_but_the_failed_environment(every_engine: Options, method: str, by_row: bool) -> None:
+    with ready_engine([*counters(2), raising_env_fn(2, ValueError("x"), method)], **every_engine) as envs:
         envs.step([0, 0, 0])
         before = envs.stats()
         if not by_row:
@@ -313,7 +317,7 @@ def test_only_the_failed_environment_is_not_counted(every_engine: Options, metho
         assert [after[name] - before[name] for name in ("steps", "resets")] == ([2, 0] if method == "step" else [0, 2])
 
 
-def test_step_of_a_failed_environment_raises_and_steps_none(every_engine: Options) -> None:
+def test_step_of_a_failed_environment_raises_and_steps_no_other(every_engine: Options) -> None:
     with failed_engine(every_engine) as (envs, *_):
         before = envs.exec_func(lambda env: env.steps, [0, 1])
         with pytest.raises(EnvFailed, match="2"):
@@ -321,20 +325,20 @@ def test_step_of_a_failed_environment_raises_and_steps_none(every_engine: Option
         assert envs.exec_func(lambda env: env.steps, [0, 1]) == before
 
 
-def test_a_masked_reset_of_the_failed_environment_alone_is_enough(every_engine: Options) -> None:
+def test_masked_reset_recovers_a_failed_environment(every_engine: Options) -> None:
     with failed_engine(every_engine) as (envs, *_):
         observations, _ = envs.reset(seed=1, options={"reset_mask": np.array([False, False, True])})
         assert observations[:, 1:3].tolist() == [[2, 1], [2, 1], [0, 1]]
         assert envs.step([0, 0, 0])[0][:, 1].tolist() == [3, 3, 1]
 
 
-class RebuiltEnv(CounterEnv):
-    """An environment that raises on action 4. Its reset info counts the instances of its process that still exist."""
+class InstanceCountingEnv(CounterEnv):
+    """An environment that raises on action 4. Its reset info counts the earlier instances that still exist."""
 
-    built: ClassVar[weakref.WeakSet[RebuiltEnv]] = weakref.WeakSet()
+    built: ClassVar[weakref.WeakSet[InstanceCountingEnv]] = weakref.WeakSet()
 
     def __init__(self) -> None:
-        gc.disable()  # so that only the last reference to an instance frees it
+        gc.disable()  # an instance is freed only when its last reference is dropped
         super().__init__(lengths=(1000,))
         self.earlier = len(self.built)
         self.built.add(self)
@@ -351,15 +355,15 @@ class RebuiltEnv(CounterEnv):
 
 
 @pytest.mark.parametrize("env_threads", [1, 2])
-def test_a_failed_environment_is_freed_before_the_next_one_is_built(env_threads: int) -> None:
-    with ready_engine([RebuiltEnv], num_workers=1, env_threads=env_threads, on_failure="restart") as envs:
+def test_failed_environment_is_freed_before_its_replacement_is_built(env_threads: int) -> None:
+    with ready_engine([InstanceCountingEnv], num_workers=1, env_threads=env_threads, on_failure="restart") as envs:
         for _ in range(3):
             envs.step(np.array([4]))
             assert envs.step(np.array([0]))[4]["earlier"].tolist() == [0]
 
 
-def test_a_reset_frees_an_environment_that_failed() -> None:
-    with ready_engine([RebuiltEnv], num_workers=1) as envs:
+def test_reset_frees_a_failed_environment() -> None:
+    with ready_engine([InstanceCountingEnv], num_workers=1) as envs:
         for _ in range(2):
             with raises_logged(RuntimeError, "no fours"):
                 envs.step(np.array([4]))
@@ -368,8 +372,8 @@ def test_a_reset_frees_an_environment_that_failed() -> None:
             assert envs.reset()[1]["earlier"].tolist() == [0]
 
 
-class WrongEnv(CounterEnv):
-    """Steps fail: with an action from 1 to 4 by a shape, otherwise by an exception that names the action."""
+class FailingStepEnv(CounterEnv):
+    """An environment with failing steps. Actions 1 to 4 return a wrong shape; others raise and name the action."""
 
     def step(self, action: Any) -> Any:
         if 1 <= action <= 4:
@@ -378,7 +382,7 @@ class WrongEnv(CounterEnv):
 
 
 def test_equal_exceptions_share_one_note() -> None:
-    with ready_engine([WrongEnv] * 8, num_workers=2) as envs:
+    with ready_engine([FailingStepEnv] * 8, num_workers=2) as envs:
         with pytest.raises(ObservationError, match="env 0: observation") as caught:
             envs.step(np.array([1, 2, 3, 5, 5, 6, 4, 5]))
         (place, same, five, six) = caught.value.__notes__
@@ -396,7 +400,7 @@ def test_equal_exits_of_different_workers_share_one_note() -> None:
 
 
 class UncheckedEnv(CounterEnv):
-    """Steps use an attribute that a reset sets, without a check."""
+    """An environment with steps that use an attribute of the reset, without a check that it exists."""
 
     def reset(self, **kwargs: Any) -> Any:
         self.position = 0
@@ -410,7 +414,7 @@ class UncheckedEnv(CounterEnv):
 
 
 @pytest.mark.parametrize(("num_workers", "on_failure"), [(0, "raise"), (2, "raise"), (2, "restart")])
-def test_an_exception_before_the_first_reset_says_so(num_workers: int, on_failure: Any) -> None:
+def test_exception_before_the_first_reset_has_a_note_about_it(num_workers: int, on_failure: Any) -> None:
     text = "reset() was never called"
     with open_engine([UncheckedEnv] * 2, num_workers=num_workers, on_failure=on_failure) as envs:
         with pytest.raises(AttributeError, match="position") as caught:
@@ -430,7 +434,7 @@ def test_an_exception_before_the_first_reset_says_so(num_workers: int, on_failur
         assert text not in checked.value.__notes__
 
 
-def test_a_dead_worker_says_how_to_go_on() -> None:
+def test_error_of_a_dead_worker_explains_how_to_recover() -> None:
     with ready_engine(counters(2), num_workers=2) as envs:
         envs.processes[1].kill()
         with pytest.raises(WorkerDied) as caught:
@@ -441,7 +445,7 @@ def test_a_dead_worker_says_how_to_go_on() -> None:
         envs.reset()
 
 
-def test_an_error_without_text_is_named_without_a_colon(caplog: pytest.LogCaptureFixture) -> None:
+def test_error_without_text_is_shown_without_a_colon(caplog: pytest.LogCaptureFixture) -> None:
     with ready_engine([functools.partial(RaisingEnv, error=MemoryError())], num_workers=1, on_failure="restart") as envs:
         envs.step(np.array([0]))
         text = r" died during step: MemoryError, at envs.py:\d+ in _maybe_raise, so it was killed$"
@@ -449,21 +453,22 @@ def test_an_error_without_text_is_named_without_a_colon(caplog: pytest.LogCaptur
         assert str(envs.errors[0]).endswith("step: MemoryError")
 
 
-def test_a_restart_after_a_memory_error_has_a_new_process() -> None:
+def test_restart_after_a_memory_error_starts_a_new_process() -> None:
     """A library may have leaked the memory, so a rebuild in the same process would fail again."""
     env_fns = [functools.partial(RaisingEnv, error=MemoryError()), RaisingEnv]
     with ready_engine(env_fns, num_workers=1, on_failure="restart") as envs:
         pid = envs.processes[0].pid
-        for rows in ([True, False], [False, True]):  # the other one was not in the middle of a step
+        # the second environment was not in a step when its process was killed, so the next step restarts it
+        for rows in ([True, False], [False, True]):
             assert envs.step(np.array([0, 0]))[4]["restarted"].tolist() == rows
         assert envs.processes[0].pid != pid
         assert envs.stats()["restarts"] == 1
 
 
-def test_restarted_row_reports_nothing_of_its_failed_step(process_engine: Options) -> None:
-    """Its reward is not a number, which is found after its observation and its info were read."""
+def test_restarted_row_contains_no_data_of_its_failed_step(process_engine: Options) -> None:
+    """The invalid reward is detected after the observation and the info were read."""
     zeros = np.zeros(4, np.float32)
-    good, bad = (zeros, 1.0, False, False, {}), (zeros + 9, object(), False, False, {"said": ["by pickle"], "number": 3})
+    good, bad = (zeros, 1.0, False, False, {}), (zeros + 9, object(), False, False, {"pickled": [1], "number": 3})
     fns = [functools.partial(ReturningEnv, [(zeros, {})], [step]) for step in (good, bad)]
     with ready_engine(fns, on_failure="restart", **process_engine) as envs:
         observations, rewards, _, truncations, infos = envs.step([0, 0])
@@ -472,15 +477,15 @@ def test_restarted_row_reports_nothing_of_its_failed_step(process_engine: Option
         assert (rewards.tolist(), truncations.tolist()) == ([1.0, 0.0], [False, True])
 
 
-def test_a_failing_autoreset_is_reported_as_an_error_of_the_step(process_engine: Options) -> None:
-    class FailsToResetAgain(CounterEnv):
+def test_error_in_an_autoreset_is_raised_by_step(process_engine: Options) -> None:
+    class FailingSecondResetEnv(CounterEnv):
         def reset(self, **kwargs: Any) -> Any:
             if self.episodes:
                 raise ValueError("cannot reset again")
             return super().reset(**kwargs)
 
     for mode in ("NextStep", "SameStep"):
-        fns = [counters(2)[0], functools.partial(FailsToResetAgain, 1, lengths=(1,))]
+        fns = [counters(2)[0], functools.partial(FailingSecondResetEnv, 1, lengths=(1,))]
         with (
             ready_engine(fns, autoreset_mode=mode, **process_engine) as envs,
             raises_logged(ValueError, match="cannot reset again"),
@@ -489,28 +494,28 @@ def test_a_failing_autoreset_is_reported_as_an_error_of_the_step(process_engine:
             envs.step([0, 0])
 
 
-# --- timeouts: one deadline for all environments; a late result stays pending -------------------
+# --- timeouts: one deadline applies to all environments, and a late result stays pending ---------
 
-LATE = 0.5
+DELAY_SECONDS = 0.5
 
 
-def sleepers(n: int = 3) -> list[Any]:
+def sleeping_env_fns(n: int = 3) -> list[Any]:
     return [lambda i=i: SleepingEnv(i) for i in range(n)]
 
 
-# the call that begins it, the one that waits for it, and the check of its result
+# Each value is: a function that submits the request, the method that waits for its result, a check of the result.
 WAITS: dict[str, tuple[Callable[[Any], Any], str, Callable[[Any], bool]]] = {
     "reset": (
-        lambda envs: envs.reset_async(seed=7, options={"seconds": LATE}), "reset_wait",
+        lambda envs: envs.reset_async(seed=7, options={"seconds": DELAY_SECONDS}), "reset_wait",
         lambda result: result[0][:, 1:].tolist() == [[0, 2, 7], [0, 2, 8], [0, 2, 9]],
     ),
     "step": (
-        lambda envs: envs.step_async([0.0, LATE, 0.0]), "step_wait",
+        lambda envs: envs.step_async([0.0, DELAY_SECONDS, 0.0]), "step_wait",
         lambda result: (result[0][:, 1].tolist(), result[1].tolist()) == ([1, 1, 1], [0.001, 1.001, 2.001]),
     ),
-    "call": (lambda envs: envs.call_async("sleep", LATE), "call_wait", lambda result: result == (0, 1, 2)),
+    "call": (lambda envs: envs.call_async("sleep", DELAY_SECONDS), "call_wait", lambda result: result == (0, 1, 2)),
     "exec_func": (
-        lambda envs: envs.exec_func_send(lambda env: env.sleep(LATE), [1]), "exec_func_fetch",
+        lambda envs: envs.exec_func_send(lambda env: env.sleep(DELAY_SECONDS), [1]), "exec_func_fetch",
         lambda result: result == (None, 1, None),
     ),
 }  # fmt: skip
@@ -523,8 +528,8 @@ WAITS: dict[str, tuple[Callable[[Any], Any], str, Callable[[Any], bool]]] = {
 def test_late_result_is_returned_by_the_same_wait(
     process_engine: Options, call: str, timeout: float
 ) -> None:
-    begin, wait, is_right = WAITS[call]
-    with ready_engine(sleepers(), **process_engine) as envs:
+    begin, wait, is_expected = WAITS[call]
+    with ready_engine(sleeping_env_fns(), **process_engine) as envs:
         begin(envs)
         with pytest.raises(multiprocessing.TimeoutError) as caught:
             getattr(envs, wait)(timeout=timeout)
@@ -532,19 +537,19 @@ def test_late_result_is_returned_by_the_same_wait(
         assert isinstance(caught.value, StepTimeout)
         assert str(caught.value).startswith(f"The call to `{wait}` has timed out after {float(timeout)} second(s).")
         pending = "call" if call == "exec_func" else call
-        for early in (lambda: envs.step_async([0.0] * 3), envs.reset_async, lambda: envs.set_attr("note", "x")):
+        for refused_call in (lambda: envs.step_async([0.0] * 3), envs.reset_async, lambda: envs.set_attr("note", "x")):
             with pytest.raises(AlreadyPendingCallError, match=f"pending call to `{pending}`"):
-                early()
-        assert is_right(getattr(envs, wait)())
+                refused_call()
+        assert is_expected(getattr(envs, wait)())
         steps = 2 if call == "step" else 1
         observations, rewards, *_ = envs.step([0.0, 0.0, 0.0])
         assert observations[:, 1].tolist() == [steps] * 3
         np.testing.assert_allclose(rewards, np.arange(3) + steps / 1000)
 
 
-def test_several_timeouts_in_a_row_lose_nothing(process_engine: Options) -> None:
-    with ready_engine(sleepers(), **process_engine) as envs:
-        late = 0
+def test_repeated_timeouts_lose_no_result(process_engine: Options) -> None:
+    with ready_engine(sleeping_env_fns(), **process_engine) as envs:
+        timeouts = 0
         for t in range(1, 4):
             envs.step_async([0.0, 0.2, 0.0])
             while True:
@@ -552,14 +557,14 @@ def test_several_timeouts_in_a_row_lose_nothing(process_engine: Options) -> None
                     observations, rewards, *_ = envs.step_wait(timeout=0.02)
                     break
                 except TimeoutError:
-                    late += 1
+                    timeouts += 1
             assert observations[:, 1].tolist() == [t] * 3
             np.testing.assert_allclose(rewards, np.arange(3) + t / 1000)
-        assert late >= 1
+        assert timeouts >= 1
 
 
 def test_result_within_the_timeout_is_returned(process_engine: Options) -> None:
-    with open_engine(sleepers(), **process_engine) as envs:
+    with open_engine(sleeping_env_fns(), **process_engine) as envs:
         envs.reset_async(seed=1)
         assert envs.reset_wait(timeout=20)[0].shape == (3, 4)
         envs.step_async([0.0, 0.0, 0.0])
@@ -569,8 +574,8 @@ def test_result_within_the_timeout_is_returned(process_engine: Options) -> None:
 
 
 @pytest.mark.long
-def test_the_deadline_is_one_for_all_environments() -> None:
-    with ready_engine(sleepers()) as envs:
+def test_timeout_applies_to_all_environments_together() -> None:
+    with ready_engine(sleeping_env_fns()) as envs:
         envs.step_async([0.3, 0.6, 0.9])
         begin = time.monotonic()
         with pytest.raises(TimeoutError):
@@ -579,7 +584,7 @@ def test_the_deadline_is_one_for_all_environments() -> None:
         assert envs.step_wait()[0][:, 1].tolist() == [1, 1, 1]
 
 
-# --- calls in the wrong phase: the order of checks, and unchanged state. All pairs: ``faults/test_misuse.py``
+# --- calls in the wrong phase: the order of checks, and unchanged state. ``faults/test_misuse.py`` tests all pairs.
 
 SHORTCUTS: dict[str, Callable[[Any], Any]] = {
     "call": lambda envs: envs.call("env_id"),
@@ -592,7 +597,7 @@ SHORTCUTS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("shortcut", SHORTCUTS.values(), ids=list(SHORTCUTS))
-def test_shortcuts_of_call_are_refused_as_call_async_is(every_engine: Options, shortcut: Callable[[Any], Any]) -> None:
+def test_shortcuts_of_call_are_refused_like_call_async(every_engine: Options, shortcut: Callable[[Any], Any]) -> None:
     with open_engine(counters(2), **every_engine) as envs:
         envs.reset_async()
         with pytest.raises(AlreadyPendingCallError, match="Calling `call_async` while waiting") as caught:
@@ -600,13 +605,13 @@ def test_shortcuts_of_call_are_refused_as_call_async_is(every_engine: Options, s
         assert caught.value.name == "reset"
         envs.reset_wait()
         envs.close()
-        for after in (shortcut, lambda envs: envs.exec_func(id)):
+        for refused_call in (shortcut, lambda envs: envs.exec_func(id)):
             with pytest.raises(ClosedEnvironmentError) as closed:
-                after(envs)
+                refused_call(envs)
             assert str(closed.value) == "Trying to operate on `AsyncVectorEnv`, after a call to `close()`."
 
 
-def test_the_text_after_close_names_the_subclass() -> None:
+def test_error_after_close_names_the_subclass() -> None:
     class Subclass(vecenv.AsyncVectorEnv):
         pass
 
@@ -616,7 +621,7 @@ def test_the_text_after_close_names_the_subclass() -> None:
         envs.reset()
 
 
-def test_pending_errors_of_reset_and_step_name_their_async_halves() -> None:
+def test_pending_call_error_of_reset_and_step_names_the_async_method() -> None:
     with open_engine(counters(2)) as envs:
         envs.call_async("env_id")
         with pytest.raises(AlreadyPendingCallError, match="Calling `reset_async`"):
@@ -626,7 +631,7 @@ def test_pending_errors_of_reset_and_step_name_their_async_halves() -> None:
         assert envs.call_wait() == (0, 1)
 
 
-def test_send_and_recv_are_named_when_something_is_pending() -> None:
+def test_pending_call_error_of_send_and_recv_names_the_method() -> None:
     with open_engine(counters(2)) as envs:
         envs.reset()
         envs.step_async([0, 0])
@@ -659,7 +664,7 @@ def test_phase_is_checked_before_actions() -> None:
         envs.reset_wait()
 
 
-def test_arguments_of_the_async_half_of_reset_may_be_given_by_position() -> None:
+def test_reset_async_accepts_arguments_by_position() -> None:
     with open_engine(counters(2)) as envs:
         envs.reset_async(5, {"a": 1})
         observations, infos = envs.reset_wait()

@@ -1,4 +1,4 @@
-"""Sections 1.8 and 1.9: observations of every space, with and without copies and shared memory."""
+"""Observations of every space, with and without copies and shared memory."""
 
 from __future__ import annotations
 
@@ -37,25 +37,23 @@ from vecenv.shm import fixed_tree
 from vecenv.testing import assert_identical
 
 MEMORIES = {"shared": True, "pickled": False}
-
-
 ONE_OF_EACH = ["box-float32", "box-0d", "box-empty", "discrete-start", "multi-discrete-2d", "multi-binary", "dict-nested"]
 
 
-def leaves(tree: Any) -> list[np.ndarray]:
+def get_leaves(tree: Any) -> list[np.ndarray]:
     if isinstance(tree, dict):
-        return [leaf for value in tree.values() for leaf in leaves(value)]
+        return [leaf for value in tree.values() for leaf in get_leaves(value)]
     if isinstance(tree, tuple):
-        return [leaf for value in tree for leaf in leaves(value)]
+        return [leaf for value in tree for leaf in get_leaves(value)]
     return [tree]
 
 
-def space_envs(space: spaces.Space, n: int = 3) -> list[Any]:
+def make_space_env_fns(space: spaces.Space, n: int = 3) -> list[Any]:
     return [lambda i=i: SpaceEnv(space, env_id=i, lengths=(2 + i,)) for i in range(n)]
 
 
-def returning(space: spaces.Space, observation: Any, good: Any = None) -> list[Any]:
-    """Build two environments; the second returns ``observation`` in its first step, and ``good`` later."""
+def make_returning_env_fns(space: spaces.Space, observation: Any, good: Any = None) -> list[Any]:
+    """Return functions for two environments. The second returns ``observation`` in its first step, and ``good`` later."""
     good = space.sample() if good is None else good
     steps = [(observation, 1.0, False, False, {}), (good, 1.0, False, False, {})]
     return [
@@ -72,79 +70,79 @@ def returning(space: spaces.Space, observation: Any, good: Any = None) -> list[A
 def test_observations_of_every_space_equal_those_of_sync_vector_env(
     engine: Options, shared_memory: bool, mode: str, name: str
 ) -> None:
-    assert_as_sync(space_envs(ALL_SPACES[name]), autoreset_mode=mode, shared_memory=shared_memory, **engine)
+    assert_as_sync(make_space_env_fns(ALL_SPACES[name]), autoreset_mode=mode, shared_memory=shared_memory, **engine)
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", VARYING_SPACES)
-def test_values_that_vary_in_size_are_real_in_shared_memory_mode(name: str) -> None:
-    """Gymnasium's own class returns the value of the constructor forever, or refuses the space."""
-    with open_engine(space_envs(VARYING_SPACES[name])) as envs:
+def test_values_of_varying_size_are_updated_in_shared_memory_mode(name: str) -> None:
+    """Gymnasium's class always returns the first value, or refuses the space."""
+    with open_engine(make_space_env_fns(VARYING_SPACES[name])) as envs:
         first = copy.deepcopy(envs.reset(seed=1)[0])
         assert any(repr(envs.step([0, 0, 0])[0]) != repr(first) for _ in range(5))
 
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_with_copy_every_observation_is_its_own_array(shared_memory: bool, name: str) -> None:
-    with open_engine(space_envs(FIXED_SPACES[name]), shared_memory=shared_memory, num_workers=2) as envs:
+def test_copy_returns_new_observation_arrays_at_every_step(shared_memory: bool, name: str) -> None:
+    with open_engine(make_space_env_fns(FIXED_SPACES[name]), shared_memory=shared_memory, num_workers=2) as envs:
         first = envs.reset(seed=1)[0]
-        kept = copy.deepcopy(first)
+        first_copy = copy.deepcopy(first)
         second = envs.step([0, 0, 0])[0]
-        assert_identical(first, kept)
-        for one, two, inner in zip(leaves(first), leaves(second), leaves(envs.observations), strict=True):
+        assert_identical(first, first_copy)
+        for one, two, inner in zip(get_leaves(first), get_leaves(second), get_leaves(envs.observations), strict=True):
             assert one.flags.writeable
             assert not np.shares_memory(one, two)
             assert not np.shares_memory(one, inner)
 
 
-def test_with_copy_every_observation_owns_its_data(engine: Options, shared_memory: bool) -> None:
+def test_copied_observations_own_their_data(engine: Options, shared_memory: bool) -> None:
     with open_engine(counters(3), shared_memory=shared_memory, **engine) as envs:
         assert envs.reset(seed=1)[0].flags.owndata
         assert envs.step([0, 0, 0])[0].flags.owndata
 
 
-def test_without_copy_in_shared_memory_it_is_always_the_same_object(engine: Options) -> None:
-    with open_engine(space_envs(FIXED_SPACES["dict-nested"]), copy=False, **engine) as envs:
+def test_no_copy_returns_the_same_object_in_shared_memory(engine: Options) -> None:
+    with open_engine(make_space_env_fns(FIXED_SPACES["dict-nested"]), copy=False, **engine) as envs:
         first = envs.reset(seed=1)[0]
         assert first is envs.observations
         before = copy.deepcopy(first)
         assert envs.step([0, 0, 0])[0] is first
-        assert any((a != b).any() for a, b in zip(leaves(before), leaves(first), strict=True))
+        assert any((a != b).any() for a, b in zip(get_leaves(before), get_leaves(first), strict=True))
 
 
-def test_without_copy_and_without_shared_memory_the_arrays_are_the_same(engine: Options) -> None:
+def test_no_copy_returns_the_same_arrays_without_shared_memory(engine: Options) -> None:
     with open_engine(counters(3), copy=False, shared_memory=False, **engine) as envs:
         first = envs.reset(seed=1)[0]
         assert envs.step([0, 0, 0])[0] is first
         assert first.flags.writeable
-    with open_engine(space_envs(FIXED_SPACES["dict-nested"]), copy=False, shared_memory=False, **engine) as envs:
-        kept = leaves(envs.reset(seed=1)[0])
-        for one, two in zip(kept, leaves(envs.step([0, 0, 0])[0]), strict=True):
+    with open_engine(make_space_env_fns(FIXED_SPACES["dict-nested"]), copy=False, shared_memory=False, **engine) as envs:
+        first_leaves = get_leaves(envs.reset(seed=1)[0])
+        for one, two in zip(first_leaves, get_leaves(envs.step([0, 0, 0])[0]), strict=True):
             assert one is two or np.shares_memory(one, two)
 
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_without_copy_the_observations_are_those_of_sync_vector_env(shared_memory: bool, name: str) -> None:
-    assert_as_sync(space_envs(FIXED_SPACES[name]), copy=False, shared_memory=shared_memory, num_workers=2)
+def test_no_copy_observations_equal_sync_vector_env(shared_memory: bool, name: str) -> None:
+    assert_as_sync(make_space_env_fns(FIXED_SPACES[name]), copy=False, shared_memory=shared_memory, num_workers=2)
 
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_observations_are_zeros_of_the_batched_space_before_the_first_reset(shared_memory: bool, name: str) -> None:
-    with open_engine(space_envs(FIXED_SPACES[name]), shared_memory=shared_memory, num_workers=0) as envs:
+    with open_engine(make_space_env_fns(FIXED_SPACES[name]), shared_memory=shared_memory, num_workers=0) as envs:
         assert type(envs.observations) is type(envs.observation_space.sample())
-        wanted = leaves(envs.observation_space.sample())
-        for leaf, sample in zip(leaves(envs.observations), wanted, strict=True):
+        expected = get_leaves(envs.observation_space.sample())
+        for leaf, sample in zip(get_leaves(envs.observations), expected, strict=True):
             assert leaf.dtype == sample.dtype
             assert leaf.shape == sample.shape
             assert not leaf.any()
 
 
-def test_dict_observations_have_the_order_of_the_space(engine: Options, shared_memory: bool) -> None:
+def test_dict_observations_have_the_key_order_of_the_space(engine: Options, shared_memory: bool) -> None:
     space = spaces.Dict({"z": spaces.Discrete(2), "a": spaces.Discrete(3), "m": spaces.Box(0, 1, (1,))})
-    with open_engine(space_envs(space), shared_memory=shared_memory, **engine) as envs:
+    with open_engine(make_space_env_fns(space), shared_memory=shared_memory, **engine) as envs:
         assert list(envs.reset(seed=1)[0]) == list(envs.single_observation_space.spaces)
         assert type(envs.step([0, 0, 0])[0]) is dict
 
@@ -155,32 +153,32 @@ CUSTOM = {"alone": CustomSpace(), "in a dict": spaces.Dict(PARTS), "in a tuple":
 
 @pytest.mark.parametrize("copied", [True, False], ids=["copy", "no-copy"])
 @pytest.mark.parametrize("name", CUSTOM)
-def test_a_custom_space_works_without_shared_memory(engine: Options, name: str, copied: bool) -> None:
-    assert_as_sync(space_envs(CUSTOM[name], 2), shared_memory=False, copy=copied, **engine)
+def test_custom_space_without_shared_memory_equals_sync_vector_env(engine: Options, name: str, copied: bool) -> None:
+    assert_as_sync(make_space_env_fns(CUSTOM[name], 2), shared_memory=False, copy=copied, **engine)
 
 
-def by_name(fns: list[Any], **engine: Any) -> Any:
+def build_by_name(fns: list[Any], **engine: Any) -> Any:
     return vecenv.AsyncVectorEnv(fns, shared_memory=True, **engine)
 
 
-def by_position(fns: list[Any], **engine: Any) -> Any:
+def build_by_position(fns: list[Any], **engine: Any) -> Any:
     return vecenv.AsyncVectorEnv(fns, True, **engine)
 
 
-def by_make_vec(fns: list[Any], **engine: Any) -> Any:
+def build_with_make_vec(fns: list[Any], **engine: Any) -> Any:
     return vecenv.make_vec(fns[0], 2, backend="process", vector_kwargs={"shared_memory": True, **engine})
 
 
-@pytest.mark.parametrize("build", [by_name, by_position, by_make_vec])
+@pytest.mark.parametrize("build", [build_by_name, build_by_position, build_with_make_vec])
 def test_explicit_shared_memory_refuses_a_custom_space(engine: Options, build: Any) -> None:
     with pytest.raises(ValueError, match=r"shared_memory=True.*CustomSpace.*leave `shared_memory` out") as caught:
-        build(space_envs(CustomSpace(), 2), **engine)
+        build(make_space_env_fns(CustomSpace(), 2), **engine)
     assert isinstance(caught.value.__cause__, CustomSpaceError)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_custom_space_is_pickled_where_shared_memory_is_left_out(num_workers: int) -> None:
-    fns = space_envs(CustomSpace(), 2)
+def test_custom_space_is_pickled_if_shared_memory_is_not_given(num_workers: int) -> None:
+    fns = make_space_env_fns(CustomSpace(), 2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert_as_sync(fns, num_workers=num_workers)
@@ -191,7 +189,7 @@ def test_a_custom_space_is_pickled_where_shared_memory_is_left_out(num_workers: 
         assert envs.observations is None
 
 
-def test_a_custom_action_space_takes_one_action_for_each_environment(engine: Options) -> None:
+def test_custom_action_space_accepts_one_action_per_environment(engine: Options) -> None:
     fns = [lambda i=i: SpaceEnv(spaces.Discrete(5), CustomSpace(), env_id=i) for i in range(3)]
     with open_engine(fns, **engine) as envs:
         assert isinstance(envs.action_space, spaces.Tuple)
@@ -200,16 +198,16 @@ def test_a_custom_action_space_takes_one_action_for_each_environment(engine: Opt
         assert envs.step(envs.action_space.sample())[0] in envs.observation_space
 
 
-class Wide(spaces.Box):
-    """A subclass of Box, to which everything that holds for Box applies."""
+class BoxSubclass(spaces.Box):
+    """A subclass of ``Box`` without changes."""
 
 
-def test_subclasses_of_gymnasiums_spaces_are_what_they_inherit_from(engine: Options, shared_memory: bool) -> None:
-    assert_as_sync(space_envs(Wide(-1, 1, (3,), np.float32), 2), shared_memory=shared_memory, **engine)
+def test_subclass_of_box_is_treated_as_a_box(engine: Options, shared_memory: bool) -> None:
+    assert_as_sync(make_space_env_fns(BoxSubclass(-1, 1, (3,), np.float32), 2), shared_memory=shared_memory, **engine)
 
 
-class Point(spaces.Space):
-    """A custom space that is registered with Gymnasium's shared memory: two float64."""
+class PointSpace(spaces.Space):
+    """A custom space of two float64 numbers."""
 
     def __init__(self) -> None:
         super().__init__((2,), np.float64)
@@ -221,12 +219,12 @@ class Point(spaces.Space):
         return isinstance(x, np.ndarray) and x.shape == (2,)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Point)
+        return isinstance(other, PointSpace)
 
     __hash__ = None  # type: ignore[assignment]
 
 
-def test_a_custom_space_that_is_registered_with_gymnasium_works_in_shared_memory(closes: Any) -> None:
+def test_custom_space_registered_with_gymnasium_works_in_shared_memory(closes: Any) -> None:
     from gymnasium.vector.utils import (
         batch_space,
         concatenate,
@@ -236,41 +234,41 @@ def test_a_custom_space_that_is_registered_with_gymnasium_works_in_shared_memory
         write_to_shared_memory,
     )
 
-    class Registered(Point):
+    class RegisteredSpace(PointSpace):
         pass
 
-    @create_shared_memory.register(Registered)
+    @create_shared_memory.register(RegisteredSpace)
     def _(space: Any, n: int = 1, ctx: Any = None) -> Any:
         return mmap.mmap(-1, 16 * n)
 
-    @read_from_shared_memory.register(Registered)
+    @read_from_shared_memory.register(RegisteredSpace)
     def _(space: Any, shared_memory: Any, n: int = 1) -> Any:
         return np.frombuffer(shared_memory, dtype=np.float64).reshape(n, 2)
 
-    @write_to_shared_memory.register(Registered)
+    @write_to_shared_memory.register(RegisteredSpace)
     def _(space: Any, index: int, value: Any, shared_memory: Any) -> None:
         np.frombuffer(shared_memory, dtype=np.float64).reshape(-1, 2)[index] = value
 
-    @batch_space.register(Registered)
+    @batch_space.register(RegisteredSpace)
     def _(space: Any, n: int = 1) -> Any:
         return spaces.Box(0, 1, (n, 2), np.float64)
 
-    @concatenate.register(Registered)
+    @concatenate.register(RegisteredSpace)
     def _(space: Any, items: Any, out: Any) -> Any:
         return np.stack(list(items), out=out)
 
-    @create_empty_array.register(Registered)
+    @create_empty_array.register(RegisteredSpace)
     def _(space: Any, n: int = 1, fn: Any = np.zeros) -> Any:
         return fn((n, 2), dtype=np.float64)
 
-    fns = space_envs(Registered(), 2)
-    oracle = closes(SyncVectorEnv(fns))
+    fns = make_space_env_fns(RegisteredSpace(), 2)
+    reference = closes(SyncVectorEnv(fns))
     with open_engine(fns, context="fork") as envs:
-        assert_identical(np.array(envs.reset(seed=1)[0]), oracle.reset(seed=1)[0])
-        assert_identical(np.array(envs.step([0, 0])[0]), oracle.step([0, 0])[0])
+        assert_identical(np.array(envs.reset(seed=1)[0]), reference.reset(seed=1)[0])
+        assert_identical(np.array(envs.step([0, 0])[0]), reference.step([0, 0])[0])
 
 
-# -- what environments return --------------------------------------------------------------------------------
+# -- observations that environments return -------------------------------------------------------------------
 
 BOX4 = spaces.Box(-10, 10, (4,), np.float32)
 CASTS: dict[str, tuple[spaces.Space, Any]] = {
@@ -303,20 +301,21 @@ CASTS: dict[str, tuple[spaces.Space, Any]] = {
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize(("engine", "shared_memory", "name"), each_pair(VALUE_ENGINES, MEMORIES, list(CASTS)))
-def test_what_fits_the_space_is_cast_as_sync_vector_env_does(engine: Options, shared_memory: bool, name: str) -> None:
+def test_observations_are_cast_to_the_space_like_sync_vector_env(engine: Options, shared_memory: bool, name: str) -> None:
     space, observation = CASTS[name]
-    assert_as_sync(returning(space, observation, observation), 1, shared_memory=shared_memory, **engine)
+    assert_as_sync(make_returning_env_fns(space, observation, observation), 1, shared_memory=shared_memory, **engine)
 
 
-def test_more_keys_than_the_space_has_are_ignored(engine: Options, shared_memory: bool) -> None:
+def test_extra_observation_keys_are_ignored(engine: Options, shared_memory: bool) -> None:
     space = spaces.Dict({"a": spaces.Discrete(3)})
-    with ready_engine(returning(space, {"a": 2, "b": 1}, {"a": 1}), shared_memory=shared_memory, **engine) as envs:
+    fns = make_returning_env_fns(space, {"a": 2, "b": 1}, {"a": 1})
+    with ready_engine(fns, shared_memory=shared_memory, **engine) as envs:
         assert envs.step([0, 0])[0]["a"].tolist() == [1, 2]
 
 
 DICT = spaces.Dict({"a": BOX4, "b": spaces.Tuple((spaces.Discrete(3), spaces.MultiBinary(2)))})
 GOOD = {"a": np.ones(4, np.float32), "b": (1, np.ones(2, np.int8))}
-WRONG: dict[str, tuple[spaces.Space, Any, Any, tuple[str, ...]]] = {
+MISFITS: dict[str, tuple[spaces.Space, Any, Any, tuple[str, ...]]] = {
     "too long": (BOX4, np.zeros(5, np.float32), None, ("(5,)", "(4,)")),
     "too short": (BOX4, np.zeros(3, np.float32), None, ("(3,)", "(4,)")),
     "one for all": (BOX4, np.zeros(1, np.float32), None, ("(1,)", "(4,)")),
@@ -336,12 +335,12 @@ WRONG: dict[str, tuple[spaces.Space, Any, Any, tuple[str, ...]]] = {
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize(("engine", "shared_memory", "name"), each_pair(VALUE_ENGINES, MEMORIES, list(WRONG)))
+@pytest.mark.parametrize(("engine", "shared_memory", "name"), each_pair(VALUE_ENGINES, MEMORIES, list(MISFITS)))
 def test_observation_that_does_not_fit_its_space_raises_with_its_path(
     engine: Options, shared_memory: bool, name: str
 ) -> None:
-    space, observation, good, parts = WRONG[name]
-    with ready_engine(returning(space, observation, good), shared_memory=shared_memory, **engine) as envs:
+    space, observation, good, parts = MISFITS[name]
+    with ready_engine(make_returning_env_fns(space, observation, good), shared_memory=shared_memory, **engine) as envs:
         with raises_logged((ValueError, TypeError, KeyError)) as (caught, _):
             envs.step([0, 0])
         text = str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
@@ -360,14 +359,14 @@ def test_observation_that_does_not_fit_its_space_raises_with_its_path(
     ],
     ids=["float-into-int", "int-array-into-uint8", "int-list-into-uint8", "float-into-discrete"],
 )
-def test_numbers_that_do_not_fit_raise_where_sync_vector_env_raises(
+def test_numbers_that_cannot_be_cast_raise_like_sync_vector_env(
     engine: Options, shared_memory: bool, space: spaces.Space, observation: Any, closes: Any
 ) -> None:
-    fns = returning(space, observation)
-    oracle = closes(SyncVectorEnv(fns))
-    oracle.reset(seed=1)
+    fns = make_returning_env_fns(space, observation)
+    reference = closes(SyncVectorEnv(fns))
+    reference.reset(seed=1)
     with pytest.raises((ValueError, TypeError, OverflowError)):
-        oracle.step([0, 0])
+        reference.step([0, 0])
     with (
         ready_engine(fns, shared_memory=shared_memory, **engine) as envs,
         raises_logged((ValueError, TypeError, OverflowError)),
@@ -375,8 +374,8 @@ def test_numbers_that_do_not_fit_raise_where_sync_vector_env_raises(
         envs.step([0, 0])
 
 
-def test_an_observation_of_reset_is_checked_too(engine: Options, shared_memory: bool) -> None:
-    fns = returning(BOX4, np.zeros(4, np.float32))
+def test_observation_of_reset_is_checked(engine: Options, shared_memory: bool) -> None:
+    fns = make_returning_env_fns(BOX4, np.zeros(4, np.float32))
     bad = [lambda: ReturningEnv([(np.zeros(5, np.float32), {})], [], BOX4)]
     with open_engine(fns[:1] + bad, shared_memory=shared_memory, **engine) as envs, raises_logged(ValueError):
         envs.reset(seed=1)
@@ -387,16 +386,16 @@ def test_an_observation_of_reset_is_checked_too(engine: Options, shared_memory: 
     [np.zeros(4, np.float32), (np.zeros(4, np.float32),), None, 3],
     ids=["array", "one", "None", "int"],
 )
-def test_a_reset_that_returns_other_than_two_values_is_an_error(engine: Options, result: Any) -> None:
+def test_reset_that_does_not_return_two_values_raises(engine: Options, result: Any) -> None:
     good = (np.zeros(4, np.float32), {})
     fns = [lambda: ReturningEnv([good], []), lambda: ReturningEnv([result, good], [])]
     with open_engine(fns, **engine) as envs, raises_logged((ValueError, TypeError)):
         envs.reset(seed=1)
 
 
-# -- the other byte order ------------------------------------------------------------------------------------
+# -- foreign byte order --------------------------------------------------------------------------------------
 
-FOREIGN: dict[str, spaces.Space] = {
+FOREIGN_BYTE_ORDER: dict[str, spaces.Space] = {
     "a number": spaces.Box(-9, 9, (), ">f4"),
     "one axis": spaces.Box(-9, 9, (3,), ">f4"),
     "one axis of integers": spaces.Box(-9, 9, (4,), ">i2"),
@@ -410,16 +409,17 @@ FOREIGN: dict[str, spaces.Space] = {
 
 @pytest.mark.parametrize(
     ("engine", "shared_memory", "mode", "name", "copied"),
-    each_pair(VALUE_ENGINES, MEMORIES, ["NextStep", "SameStep"], list(FOREIGN), {"copied": True, "views": False}),
+    each_pair(VALUE_ENGINES, MEMORIES, ["NextStep", "SameStep"], list(FOREIGN_BYTE_ORDER), {"copied": True, "views": False}),
 )
-def test_spaces_in_the_other_byte_order_are_as_in_sync_vector_env(
+def test_spaces_in_foreign_byte_order_equal_sync_vector_env(
     engine: Options, shared_memory: bool, mode: str, name: str, copied: bool
 ) -> None:
-    assert_as_sync(space_envs(FOREIGN[name]), autoreset_mode=mode, copy=copied, shared_memory=shared_memory, **engine)
+    fns = make_space_env_fns(FOREIGN_BYTE_ORDER[name])
+    assert_as_sync(fns, autoreset_mode=mode, copy=copied, shared_memory=shared_memory, **engine)
 
 
 @pytest.mark.parametrize("value", [np.arange(3, dtype=">f4"), np.arange(3, dtype="f4"), [0, 1, 2], np.arange(3)], ids=repr)
-def test_one_axis_in_the_other_byte_order_is_written(value: Any) -> None:
+def test_one_axis_in_foreign_byte_order_is_written(value: Any) -> None:
     tree = fixed_tree(spaces.Box(-9, 9, (3,), ">f4"))
     assert tree is not None
     rows = np.full((2, 3), 7, ">f4")
@@ -430,7 +430,7 @@ def test_one_axis_in_the_other_byte_order_is_written(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("original", "text"),
+    ("observation", "text"),
     [
         (None, r"env 1: observation: got NoneType None, expected shape \(3,\) \(float32\)"),
         (np.array(["a", "b", "c"]), r"env 1: observation: got an array of shape \(3,\) \(<U1\), expected float32: could"),
@@ -438,8 +438,8 @@ def test_one_axis_in_the_other_byte_order_is_written(value: Any) -> None:
     ],
     ids=["None", "array of text", "list of text"],
 )
-def test_non_numeric_observation_is_refused(original: Any, text: str) -> None:
+def test_non_numeric_observation_is_refused(observation: Any, text: str) -> None:
     tree = fixed_tree(spaces.Box(-9, 9, (3,), np.float32))
     assert tree is not None
     with pytest.raises(ObservationError, match=text):
-        make_observation_writer(tree, [np.zeros((2, 3), np.float32)], 0, lambda *_: None)(1, original)
+        make_observation_writer(tree, [np.zeros((2, 3), np.float32)], 0, lambda *_: None)(1, observation)

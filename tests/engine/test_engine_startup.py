@@ -32,65 +32,63 @@ from vecenv.system.cores import bound_placements, usable_cores
 from vecenv.system.spawning import find_late_variables
 from vecenv.testing import assert_identical
 
-# --- start of workers, their cores, and what the fork server has imported before them -----------
+requires_affinity = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot bind processes")
 
-binds = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot bind processes")
-
-NOT_HERE: dict[str, Any] = {"worker_options": WorkerOptions(dummy_env=False)}
+NO_DUMMY_ENV: dict[str, Any] = {"worker_options": WorkerOptions(dummy_env=False)}
 
 
-# --- start-up: all workers at once, every failure with its cause, and nothing left running -------
+# --- start-up: workers start concurrently, failures have their cause, and no process remains -----
 
 
-def only_in_a_worker(do: Any) -> Any:
-    """Return a function that builds a :class:`CounterEnv` in this process, and calls ``do`` in any other."""
-    here = os.getpid()
+def env_fn_calling_in_worker(function: Any) -> Any:
+    """Return a function that builds a :class:`CounterEnv`, and first calls ``function`` in any process but this one."""
+    caller_pid = os.getpid()
 
     def build() -> gymnasium.Env:
-        if os.getpid() != here:
-            do()
+        if os.getpid() != caller_pid:
+            function()
         return CounterEnv()
 
     return build
 
 
-def explode() -> None:
+def raise_no_display() -> None:
     raise RuntimeError("no display")
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_an_env_fn_that_raises_in_a_worker_gives_its_own_exception_and_the_index(process_engine: Options, bad: int) -> None:
+def test_exception_of_an_env_fn_in_a_worker_is_raised_with_its_index(process_engine: Options, bad: int) -> None:
     fns = counters(3)
-    fns[bad] = only_in_a_worker(explode)
+    fns[bad] = env_fn_calling_in_worker(raise_no_display)
     with pytest.raises(RuntimeError, match="no display") as caught:
         vecenv.AsyncVectorEnv(fns, **process_engine)
     assert f"env {bad}" in str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
-    assert "explode" in str(caught.value.__cause__)
+    assert "raise_no_display" in str(caught.value.__cause__)
     assert multiprocessing.active_children() == []
 
 
-def test_the_lowest_index_is_raised_when_several_env_fns_raise(process_engine: Options) -> None:
-    def other() -> None:
+def test_exception_of_the_lowest_index_is_raised_if_several_env_fns_raise(process_engine: Options) -> None:
+    def raise_another() -> None:
         raise ValueError("another")
 
-    fns = [*counters(1), only_in_a_worker(explode), only_in_a_worker(other)]
+    fns = [*counters(1), env_fn_calling_in_worker(raise_no_display), env_fn_calling_in_worker(raise_another)]
     with pytest.raises(RuntimeError, match="no display"):
         vecenv.AsyncVectorEnv(fns, **process_engine)
 
 
 def test_env_fn_that_exits_raises_in_the_caller(process_engine: Options) -> None:
     with pytest.raises(VecEnvError, match=r"\b2\b"):
-        vecenv.AsyncVectorEnv([*counters(2), only_in_a_worker(lambda: sys.exit(3))], **process_engine)
+        vecenv.AsyncVectorEnv([*counters(2), env_fn_calling_in_worker(lambda: sys.exit(3))], **process_engine)
     with pytest.raises(VecEnvError):
-        vecenv.AsyncVectorEnv([*counters(2), only_in_a_worker(lambda: os._exit(4))], **process_engine)
+        vecenv.AsyncVectorEnv([*counters(2), env_fn_calling_in_worker(lambda: os._exit(4))], **process_engine)
     assert multiprocessing.active_children() == []
 
 
-def test_a_start_that_hangs_ends_at_start_timeout(process_engine: Options) -> None:
+def test_start_that_hangs_raises_after_start_timeout(process_engine: Options) -> None:
     begin = time.monotonic()
     with pytest.raises(StartupTimeout) as caught:
         vecenv.AsyncVectorEnv(
-            [*counters(2), only_in_a_worker(lambda: time.sleep(60))],
+            [*counters(2), env_fn_calling_in_worker(lambda: time.sleep(60))],
             worker_options=WorkerOptions(start_timeout=0.5), **process_engine,
         )  # fmt: skip
     assert time.monotonic() - begin < 70
@@ -102,7 +100,7 @@ def test_a_start_that_hangs_ends_at_start_timeout(process_engine: Options) -> No
 @pytest.mark.long
 def test_workers_start_concurrently() -> None:
     begin = time.monotonic()
-    with open_engine([only_in_a_worker(lambda: time.sleep(2.0))] * 4):
+    with open_engine([env_fn_calling_in_worker(lambda: time.sleep(2.0))] * 4):
         assert time.monotonic() - begin < 7
 
 
@@ -116,7 +114,7 @@ def test_workers_start_concurrently() -> None:
         (lambda: WorkerOptions(dummy_env="no"), "`WorkerOptions(dummy_env)` must be None, True, False or an object with"),
     ],
 )
-def test_restarts_and_worker_options_are_checked_when_they_are_made(options: Any, text: str) -> None:
+def test_restart_and_worker_options_are_checked_when_constructed(options: Any, text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         options()
 
@@ -158,11 +156,11 @@ def test_former_option_names_its_replacement(option: str) -> None:
 def test_invalid_option_is_refused_before_anything_is_built(options: Options, texts: tuple[str, ...]) -> None:
     """The error names the option and the accepted values."""
 
-    def never() -> gymnasium.Env:
+    def must_not_be_called() -> gymnasium.Env:
         raise AssertionError("built too early")
 
     with pytest.raises((ValueError, TypeError)) as caught:
-        vecenv.AsyncVectorEnv([never, never], **options)
+        vecenv.AsyncVectorEnv([must_not_be_called, must_not_be_called], **options)
     for text in (next(iter(options)), *texts):
         assert text in str(caught.value)
 
@@ -170,13 +168,13 @@ def test_invalid_option_is_refused_before_anything_is_built(options: Options, te
 # -- sources of the spaces ----------------------------------------------------------------------------------------------
 
 
-def build_elsewhere_only() -> gymnasium.Env:
-    """Build an environment that must not be built in the process of the tests."""
+def build_only_in_workers() -> gymnasium.Env:
+    """Build an environment, and raise in the process of the tests."""
     assert multiprocessing.parent_process() is not None, "built in the caller"
     return CounterEnv()
 
 
-def of_size(size: int) -> Any:
+def env_fn_with_upper_bound(size: int) -> Any:
     def build() -> gymnasium.Env:
         assert multiprocessing.parent_process() is not None, "built in the caller"
         return SpaceEnv(spaces.Box(0.0, float(size), (2,), np.float32))
@@ -184,21 +182,21 @@ def of_size(size: int) -> Any:
     return build
 
 
-class Unsendable(spaces.Discrete):
+class UnpicklableSpace(spaces.Discrete):
     def __reduce__(self) -> Any:
-        raise TypeError("this space stays where it is")
+        raise TypeError("this space cannot be pickled")
 
 
-def unsendable() -> gymnasium.Env:
+def build_env_with_unpicklable_space() -> gymnasium.Env:
     env = CounterEnv()
-    env.action_space = Unsendable(5)
+    env.action_space = UnpicklableSpace(5)
     return env
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
-def test_without_a_dummy_env_spaces_come_from_another_process(context: str) -> None:
-    with open_engine([build_elsewhere_only] * 3, **NOT_HERE, context=context, num_workers=2) as envs:
+def test_dummy_env_false_reads_spaces_in_another_process(context: str) -> None:
+    with open_engine([build_only_in_workers] * 3, **NO_DUMMY_ENV, context=context, num_workers=2) as envs:
         here = CounterEnv()
         assert envs.single_observation_space == here.observation_space
         assert envs.single_action_space == here.action_space
@@ -208,61 +206,63 @@ def test_without_a_dummy_env_spaces_come_from_another_process(context: str) -> N
         assert envs.reset(seed=1)[0] in envs.observation_space
 
 
-def test_process_that_times_one_env_also_reports_its_spaces() -> None:
-    # a timeout rules out steps in the caller
-    with open_engine([build_elsewhere_only] * 2, num_workers="auto", step_timeout=30.0) as envs:
+def test_num_workers_auto_reads_spaces_in_the_probe_process() -> None:
+    # with a timeout, num_workers="auto" does not choose steps in the caller
+    with open_engine([build_only_in_workers] * 2, num_workers="auto", step_timeout=30.0) as envs:
         assert envs.plan is not None
         assert envs.reset(seed=1)[0] in envs.observation_space
 
 
-def test_without_a_dummy_env_different_spaces_are_gathered_elsewhere() -> None:
-    with open_engine([of_size(1), of_size(2)], **NOT_HERE, observation_mode="different") as envs:
+def test_dummy_env_false_reads_different_spaces_in_other_processes() -> None:
+    fns = [env_fn_with_upper_bound(1), env_fn_with_upper_bound(2)]
+    with open_engine(fns, **NO_DUMMY_ENV, observation_mode="different") as envs:
         assert envs.observation_space.high.tolist() == [[1, 1], [2, 2]]
 
 
-def test_error_of_building_elsewhere_is_raised_unchanged() -> None:
+def test_dummy_env_false_raises_errors_of_env_fns_unchanged() -> None:
     with pytest.raises(RuntimeError, match="no display") as caught:
-        vecenv.AsyncVectorEnv([only_in_a_worker(explode)], **NOT_HERE)
-    assert "explode" in str(caught.value.__cause__)
+        vecenv.AsyncVectorEnv([env_fn_calling_in_worker(raise_no_display)], **NO_DUMMY_ENV)
+    assert "raise_no_display" in str(caught.value.__cause__)
     with pytest.raises(WorkerDied, match="exit code 4"):
-        vecenv.AsyncVectorEnv([only_in_a_worker(lambda: os._exit(4))], **NOT_HERE)
+        vecenv.AsyncVectorEnv([env_fn_calling_in_worker(lambda: os._exit(4))], **NO_DUMMY_ENV)
     options = WorkerOptions(dummy_env=False, start_timeout=0.5)
     with pytest.raises(StartupTimeout):
-        vecenv.AsyncVectorEnv([only_in_a_worker(lambda: time.sleep(60))], worker_options=options)
+        vecenv.AsyncVectorEnv([env_fn_calling_in_worker(lambda: time.sleep(60))], worker_options=options)
     assert multiprocessing.active_children() == []
 
 
-def test_unpicklable_spaces_raise_only_without_a_dummy_env() -> None:
-    with pytest.raises(TypeError, match="stays where it is"):
-        vecenv.AsyncVectorEnv([unsendable] * 2, **NOT_HERE)
-    # with fork, the default up to Python 3.13; every other start method sends the spaces to the worker
-    with open_engine([unsendable] * 2, num_workers="auto", step_timeout=30.0, context="fork") as envs:
-        assert type(envs.single_action_space) is Unsendable
+def test_unpicklable_spaces_raise_only_with_dummy_env_false() -> None:
+    with pytest.raises(TypeError, match="this space cannot be pickled"):
+        vecenv.AsyncVectorEnv([build_env_with_unpicklable_space] * 2, **NO_DUMMY_ENV)
+    # only fork, the default up to Python 3.13, does not pickle the spaces for the workers
+    fns = [build_env_with_unpicklable_space] * 2
+    with open_engine(fns, num_workers="auto", step_timeout=30.0, context="fork") as envs:
+        assert type(envs.single_action_space) is UnpicklableSpace
 
 
-# --- fork, spawn and forkserver: same results, same errors; functions that exist only here are sent all the same
+# --- fork, spawn and forkserver: results and errors are the same, also for local classes and functions
 
-methods = pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+every_start_method = pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 
 
 @pytest.mark.sampled("fork")
-@methods
-def test_one_environment_through_its_whole_life(context: str, closes: Any) -> None:
-    """All checks share one start of workers, because a start by spawn takes long."""
+@every_start_method
+def test_all_calls_work_with_every_start_method(context: str, closes: Any) -> None:
+    """All checks share one start of workers, because a start with spawn takes long."""
 
-    class OnlyHere(CounterEnv):
+    class LocalClassEnv(CounterEnv):
         def step(self, action: Any) -> Any:
             if action == 4:
                 raise ValueError("four")
             return super().step(action)
 
     offset = 5
-    fns = [lambda i=i: OnlyHere(i + offset - 5, lengths=(2 + i,), render_mode="rgb_array") for i in range(3)]
-    oracle = closes(SyncVectorEnv(fns))
+    fns = [lambda i=i: LocalClassEnv(i + offset - 5, lengths=(2 + i,), render_mode="rgb_array") for i in range(3)]
+    reference = closes(SyncVectorEnv(fns))
     with open_engine(fns, context=context, num_workers=2) as envs:
         assert envs.context == context
         assert os.getpid() not in envs.call("pid")
-        assert_same_trajectory_of_legal_actions(envs, oracle)
+        assert_same_trajectory_of_legal_actions(envs, reference)
         assert envs.call("add", 2) == (2, 3, 4)
         assert envs.exec_func(lambda env: env.env_id + offset, [2]) == (None, None, 7)
         envs.set_attr("note", ["a", "b", "c"])
@@ -274,25 +274,25 @@ def test_one_environment_through_its_whole_life(context: str, closes: Any) -> No
         assert envs.reset(seed=3)[0][:, 3].tolist() == [3, 4, 5]
 
 
-def assert_same_trajectory_of_legal_actions(envs: Any, oracle: Any) -> None:
+def assert_same_trajectory_of_legal_actions(envs: Any, reference: Any) -> None:
     rng = np.random.default_rng(0)
-    assert_identical(envs.reset(seed=1), oracle.reset(seed=1))
+    assert_identical(envs.reset(seed=1), reference.reset(seed=1))
     for t in range(8):
         actions = rng.integers(4, size=3)
-        assert_identical(envs.step(actions), oracle.step(actions), f"step {t}")
+        assert_identical(envs.step(actions), reference.step(actions), f"step {t}")
     mask = np.array([True, False, True])
-    assert_identical(*[one.reset(seed=3, options={"reset_mask": mask.copy()}) for one in (envs, oracle)])
+    assert_identical(*[one.reset(seed=3, options={"reset_mask": mask.copy()}) for one in (envs, reference)])
 
 
 @pytest.mark.sampled("fork")
-@methods
-def test_real_environments_give_the_trajectories_of_sync_vector_env(context: str) -> None:
+@every_start_method
+def test_cartpole_trajectories_equal_sync_vector_env_with_every_start_method(context: str) -> None:
     fns = [lambda: gymnasium.make("CartPole-v1", max_episode_steps=9)] * 3
     assert_as_sync(fns, 30, autoreset_mode="SameStep", context=context, copy=False, num_workers=2)
 
 
 class StepsUnderSemaphore(CounterEnv):
-    """An environment that steps under a semaphore of the program, and counts its steps in shared memory."""
+    """An environment with steps under a semaphore of the program. It counts its steps in shared memory."""
 
     def __init__(self, semaphore: Any, stepped: Any, steps: Any) -> None:
         super().__init__()
@@ -307,8 +307,8 @@ class StepsUnderSemaphore(CounterEnv):
 
 @pytest.mark.sampled("dummy_env=False-forkserver")
 @pytest.mark.parametrize("context", [pytest.param("spawn", marks=pytest.mark.long), "forkserver"])
-@pytest.mark.parametrize("options", [{}, NOT_HERE], ids=["", "dummy_env=False"])
-def test_env_fns_may_hold_locks_events_and_shared_values_of_multiprocessing(context: Any, options: Options) -> None:
+@pytest.mark.parametrize("options", [{}, NO_DUMMY_ENV], ids=["", "dummy_env=False"])
+def test_env_fns_may_contain_multiprocessing_locks_events_and_arrays(context: Any, options: Options) -> None:
     method = multiprocessing.get_context(context)
     shared = method.Semaphore(1), method.Event(), method.Array("i", 1)
     env_fns = [functools.partial(StepsUnderSemaphore, *shared)] * 2
@@ -322,7 +322,7 @@ def test_env_fns_may_hold_locks_events_and_shared_values_of_multiprocessing(cont
     assert shared[2][0] == 4  # the restarted environment's first step after its restart is a reset
 
 
-def test_a_lock_for_another_start_method_is_an_error_that_names_the_env_fn() -> None:
+def test_lock_of_another_start_method_raises_and_names_the_env_fn() -> None:
     lock = multiprocessing.get_context("fork").Lock()
     with pytest.raises(RuntimeError, match="fork context") as caught:
         vecenv.AsyncVectorEnv([functools.partial(StepsUnderSemaphore, lock, None, None)] * 2, context="spawn")
@@ -331,60 +331,60 @@ def test_a_lock_for_another_start_method_is_an_error_that_names_the_env_fn() -> 
 
 
 def test_unpickled_layout_has_numpys_own_dtype_objects() -> None:
-    """Dtypes are compared for each observation, which takes longer with equal objects than with identical ones."""
+    """The dtype of every observation is compared, which is faster for identical objects than for equal ones."""
     observation, action = fixed_tree(Box(-1, 1, (4, 2), np.float32)), fixed_tree(Discrete(2), "action")
     layout = Layout.for_spaces(observation, action, 3, 1, final=False)
-    travelled = pickle.loads(pickle.dumps(layout))
-    assert travelled == layout
-    batch = travelled.view(bytearray(layout.size))
+    unpickled = pickle.loads(pickle.dumps(layout))
+    assert unpickled == layout
+    batch = unpickled.view(bytearray(layout.size))
     for array in (*batch.observations, *batch.actions, batch.rewards, batch.terminations):
         assert array.dtype is np.zeros(1, array.dtype.str).dtype
-    for row in make_exact_rows(travelled.observations.leaf, batch.observations[0]):
+    for row in make_exact_rows(unpickled.observations.leaf, batch.observations[0]):
         assert row._dtype is batch.observations[0].dtype
 
 
 # --- ``WorkerOptions(preload=)``: the fork server imports modules once, for all workers -------------------------
 
-PROGRAM = """
+PRELOAD_PROGRAM = """
 import sys, gymnasium, vecenv
 
-class Looks(gymnasium.Env):
+class Env(gymnasium.Env):
     observation_space = gymnasium.spaces.Box(-1, 1, (2,))
     action_space = gymnasium.spaces.Discrete(2)
     def __init__(self):
-        self.there = {name: name in sys.modules for name in ("tabnanny", "pyclbr")}
+        self.imported = {name: name in sys.modules for name in ("tabnanny", "pyclbr")}
     def reset(self, *, seed=None, options=None):
         return self.observation_space.low, {}
     def step(self, action):
         return self.observation_space.low, 0.0, False, False, {}
 
 if __name__ == "__main__":
-    def there(**options):
-        envs = vecenv.AsyncVectorEnv([Looks] * 2, context="forkserver", **options)
-        found = envs.get_attr("there")
+    def find_imported(**options):
+        envs = vecenv.AsyncVectorEnv([Env] * 2, context="forkserver", **options)
+        imported = envs.get_attr("imported")
         envs.close()
-        return [one["tabnanny"] for one in found], [one["pyclbr"] for one in found]
-    print(there(worker_options=vecenv.WorkerOptions(preload=["tabnanny"])))
-    print(there(worker_options=vecenv.WorkerOptions(preload=["pyclbr"])))  # too late
+        return [modules["tabnanny"] for modules in imported], [modules["pyclbr"] for modules in imported]
+    print(find_imported(worker_options=vecenv.WorkerOptions(preload=["tabnanny"])))
+    print(find_imported(worker_options=vecenv.WorkerOptions(preload=["pyclbr"])))  # the fork server is running already
 """
 
 
 def test_fork_server_preloads_modules_for_workers(tmp_path: Any) -> None:
     file = tmp_path / "program.py"
-    file.write_text(PROGRAM)
+    file.write_text(PRELOAD_PROGRAM)
     done = python(file)
     assert done.stdout.splitlines() == ["([True, True], [False, False])", "([True, True], [False, False])"], done.stderr
     assert "WorkerOptions(preload) has no effect: the fork server" in done.stderr
 
 
-TORCH = """
+TORCH_MODULE = """
 import os
 with open(os.path.join(os.path.dirname(__file__), "pids"), "a") as file:
     print(os.getpid(), file=file)
 class Module: ...
 def set_num_threads(number): ...
 """
-TRAINING = """
+TRAINING_PROGRAM = """
 import gymnasium, torch, vecenv
 {}
 if __name__ == "__main__":
@@ -394,38 +394,40 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("line", ["class Agent(torch.Module): ...", "del torch"])
-def test_fork_server_imports_torch_for_workers_whose_main_file_needs_it(line: str, tmp_path: Any) -> None:
-    (tmp_path / "torch.py").write_text(TORCH)
-    (tmp_path / "training.py").write_text(TRAINING.format(line))
-    path = os.pathsep.join([str(tmp_path), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])  # for the server too
+def test_fork_server_imports_torch_if_the_main_file_uses_it(line: str, tmp_path: Any) -> None:
+    (tmp_path / "torch.py").write_text(TORCH_MODULE)
+    (tmp_path / "training.py").write_text(TRAINING_PROGRAM.format(line))
+    # by an environment variable, so that the fork server also finds the module
+    path = os.pathsep.join([str(tmp_path), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     python(tmp_path / "training.py", PYTHONPATH=path)
     pids = (tmp_path / "pids").read_text().split()
-    assert (len(pids) == 2) == (line != "del torch"), "in the program and in the server, or also in the workers"
+    # the program and the fork server import torch; if the main file deletes it, every worker imports it anew
+    assert (len(pids) == 2) == (line != "del torch"), f"torch was imported {len(pids)} times"
 
 
-# --- ``WorkerOptions(cores=)``: workers stay on their cores; the number of usable cores
+# --- ``WorkerOptions(cores=)``, and the number of usable cores
 
 
-def cores(env: Any) -> set[int]:
+def get_affinity(env: Any) -> set[int]:
     return os.sched_getaffinity(0)
 
 
-@binds
+@requires_affinity
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_workers_stay_on_their_cores(context: str) -> None:
-    mine = sorted(os.sched_getaffinity(0))
-    given = [mine[-1], mine]
+    own_cores = sorted(os.sched_getaffinity(0))
+    given = [own_cores[-1], own_cores]
     options = WorkerOptions(cores=given)
     with ready_engine(counters(4), num_workers=2, context=context, worker_options=options, on_failure="restart") as envs:
         for _ in range(2):
-            assert envs.exec_func(cores) == ({mine[-1]}, {mine[-1]}, set(mine), set(mine))
+            assert envs.exec_func(get_affinity) == ({own_cores[-1]}, {own_cores[-1]}, set(own_cores), set(own_cores))
             for _ in range(50):
                 envs.step(np.zeros(4, np.int64))
             os.kill(envs.processes[0].pid, signal.SIGKILL)
             envs.step(np.zeros(4, np.int64))
 
 
-@binds
+@requires_affinity
 def test_cores_may_be_numpy_integers() -> None:
     core = min(os.sched_getaffinity(0))
     for given in (np.array([core] * 2), np.array([[core]] * 2), [np.int64(core), [np.int64(core)]]):
@@ -434,19 +436,19 @@ def test_cores_may_be_numpy_integers() -> None:
         assert {type(cpu) for placement in placements for cpu in placement.cpus or ()} == {int}
 
 
-@binds
+@requires_affinity
 @pytest.mark.parametrize("wrong", [3, [0], [0, []], [0, "x"], [0, 10_000], "01"], ids=str)
 def test_invalid_cores_are_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"WorkerOptions\(cores\)(\[1\])? must be .*, got "):
         open_engine(counters(2), num_workers=2, worker_options=WorkerOptions(cores=wrong)).__enter__()
 
 
-@binds
+@requires_affinity
 def test_slurms_core_limit_applies_if_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     usable = usable_cores()
-    for given, wanted in (("1", 1), ("100000", usable), ("", usable), ("2(x2)", usable)):
+    for given, expected in (("1", 1), ("100000", usable), ("", usable), ("2(x2)", usable)):
         monkeypatch.setenv("SLURM_CPUS_PER_TASK", given)
-        assert usable_cores() == wanted
+        assert usable_cores() == expected
 
 
 @pytest.mark.parametrize(
@@ -455,7 +457,7 @@ def test_slurms_core_limit_applies_if_smaller(monkeypatch: pytest.MonkeyPatch) -
      ("1:cpu:/outer", {"cpu/outer/cpu.cfs_quota_us": "300000\n", "cpu/outer/cpu.cfs_period_us": "100000\n"})],
     ids=["cgroup v2", "cgroup v1"],
 )  # fmt: skip
-def test_least_quota_of_control_groups_applies(group: str, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smallest_cgroup_quota_applies(group: str, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     content = {"/proc/self/cgroup": f"{group}\n", **{f"/sys/fs/cgroup/{file}": text for file, text in files.items()}}
     monkeypatch.setattr("vecenv.system.cores.read_kernel_file", lambda path: content.get(path, ""))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
@@ -463,23 +465,23 @@ def test_least_quota_of_control_groups_applies(group: str, files: dict[str, str]
     assert usable_cores() == 3
 
 
-# --- ``WorkerOptions(env=)``: environment variables of workers, set before anything is imported there
+# --- ``WorkerOptions(env=)``: environment variables that workers set before they import anything
 
-ANEW = [pytest.param(name, marks=pytest.mark.long) for name in ("spawn", "forkserver")]
-METHODS = pytest.mark.parametrize("context", ["fork", *ANEW])
+LONG_START_METHODS = [pytest.param(name, marks=pytest.mark.long) for name in ("spawn", "forkserver")]
+every_start_method_default_fork = pytest.mark.parametrize("context", ["fork", *LONG_START_METHODS])
 
 
-def seen(envs: Any, *names: str) -> list[tuple[str | None, ...]]:
+def get_variables(envs: Any, *names: str) -> list[tuple[str | None, ...]]:
     return [tuple(found) for found in envs.exec_func(lambda env: [os.environ.get(name) for name in names])]
 
 
-@METHODS
+@every_start_method_default_fork
 def test_each_worker_has_its_own_variables(context: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VECENV_TEST_GONE", "here")
     before = dict(os.environ)
     variables = {"VECENV_TEST_DEVICE": lambda worker: worker + 4, "VECENV_TEST_GL": "egl", "VECENV_TEST_GONE": None}
     with open_engine(counters(4), num_workers=2, context=context, worker_options=WorkerOptions(env=variables)) as envs:
-        assert seen(envs, *variables) == [("4", "egl", None)] * 2 + [("5", "egl", None)] * 2
+        assert get_variables(envs, *variables) == [("4", "egl", None)] * 2 + [("5", "egl", None)] * 2
     assert dict(os.environ) == before
 
 
@@ -489,7 +491,7 @@ def test_restarted_worker_has_the_same_variables() -> None:
         os.kill(envs.processes[1].pid, signal.SIGKILL)
         while not envs.stats()["restarts"]:
             envs.step([0, 0])
-        assert seen(envs, "VECENV_TEST_DEVICE") == [("0",), ("1",)]
+        assert get_variables(envs, "VECENV_TEST_DEVICE") == [("0",), ("1",)]
 
 
 def test_probed_environment_has_the_variables_of_worker_0(tmp_path: Path) -> None:
@@ -504,20 +506,20 @@ def test_probed_environment_has_the_variables_of_worker_0(tmp_path: Path) -> Non
     with open_engine([env_fn] * 2, num_workers=2, worker_options=options):
         built = [line.split() for line in log.read_text().splitlines()]
     first, *others = [device for _, device in built]
-    assert (first, sorted(others)) == ("gpu0", ["gpu0", "gpu1"])  # workers build side by side
+    assert (first, sorted(others)) == ("gpu0", ["gpu0", "gpu1"])  # sorted, because workers build concurrently
     assert str(os.getpid()) not in {pid for pid, _ in built}
 
 
 def test_auto_with_variables_uses_processes() -> None:
     with open_engine(counters(2), num_workers="auto", worker_options=WorkerOptions(env={"VECENV_TEST_GL": "egl"})) as envs:
         assert envs.num_workers >= 1
-        assert seen(envs, "VECENV_TEST_GL") == [("egl",)] * 2
+        assert get_variables(envs, "VECENV_TEST_GL") == [("egl",)] * 2
 
 
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 @pytest.mark.long
 def test_main_module_is_imported_with_the_variables(context: str, tmp_path: Path) -> None:
-    """``NameWithVariables`` exists because ``Process`` unpickles its arguments after the main module was imported."""
+    """``NameWithVariables`` exists because ``Process`` imports the main module before it unpickles its arguments."""
     (tmp_path / "simulator.py").write_text("""
 import os
 AT_IMPORT = os.environ.get("VECENV_TEST_DEVICE")
@@ -554,22 +556,22 @@ if __name__ == "__main__":
     ],
 )
 def test_invalid_variables_are_refused_before_anything_is_built(wrong: Any, error: type[Exception], text: str) -> None:
-    def never() -> Any:
-        raise AssertionError("it was built")
+    def must_not_be_called() -> Any:
+        raise AssertionError("built too early")
 
     with pytest.raises(error, match=text):
-        vecenv.AsyncVectorEnv([never], worker_options=WorkerOptions(env=wrong))
+        vecenv.AsyncVectorEnv([must_not_be_called], worker_options=WorkerOptions(env=wrong))
 
 
-def test_variables_function_that_raises_leaves_nothing() -> None:
-    def no_third(worker: int) -> str:
+def test_exception_in_a_function_for_a_variable_leaves_no_process() -> None:
+    def value_for_two_workers(worker: int) -> str:
         return {0: "a", 1: "b"}[worker]
 
     with pytest.raises(KeyError):
-        vecenv.AsyncVectorEnv(counters(3), worker_options=WorkerOptions(env={"A": no_third}))
+        vecenv.AsyncVectorEnv(counters(3), worker_options=WorkerOptions(env={"A": value_for_two_workers}))
 
 
-def test_fork_warns_of_modules_that_read_variables_on_import(
+def test_fork_warns_about_modules_that_read_variables_on_import(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "OpenGL", sys)
@@ -586,7 +588,7 @@ def test_fork_warns_of_modules_that_read_variables_on_import(
 def test_object_with_spaces_replaces_the_dummy_env() -> None:
     example = CounterEnv()
     example.metadata = {"name": "described"}
-    with open_engine([build_elsewhere_only] * 3, num_workers=2, worker_options=WorkerOptions(dummy_env=example)) as envs:
+    with open_engine([build_only_in_workers] * 3, num_workers=2, worker_options=WorkerOptions(dummy_env=example)) as envs:
         assert envs.metadata["name"] == "described"
         assert envs.single_observation_space == example.observation_space
         envs.reset(seed=0)

@@ -34,23 +34,23 @@ from sampling import each_once
 
 from vecenv.testing import assert_identical
 
-# --- section 1.4: reset, its seeds, its options, and resets of some environments only -----------
+# --- reset: seeds, options, and resets of some environments only ---------------------------------
 
-SEED = 3  # column of the seed in a CounterEnv's observation
+SEED_COLUMN = 3  # in the observations of CounterEnv
 
 
-def assert_gymnasium_raises_the_same(error: BaseException, **given: Any) -> None:
+def assert_gymnasium_raises_the_same(error: BaseException, **arguments: Any) -> None:
     """Assert that the installed Gymnasium raises the same text, and that its class catches our error."""
-    oracle = SyncVectorEnv(counters(3))
+    reference = SyncVectorEnv(counters(3))
     with pytest.raises((ValueError, TypeError, AssertionError)) as caught:
-        oracle.reset(**given)
-    oracle.close()
+        reference.reset(**arguments)
+    reference.close()
     assert isinstance(error, caught.type)
     assert str(error) == str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("seed", "wanted"),
+    ("seed", "expected"),
     [
         (None, [-1, -1, -1]),
         (7, [7, 8, 9]),
@@ -63,29 +63,29 @@ def assert_gymnasium_raises_the_same(error: BaseException, **given: Any) -> None
         ([4, 4, 4], [4, 4, 4]),
     ],
 )
-def test_every_environment_gets_its_seed(engine: Options, seed: Any, wanted: list[int]) -> None:
+def test_every_environment_gets_its_seed(engine: Options, seed: Any, expected: list[int]) -> None:
     with open_engine(counters(3), **engine) as envs:
-        assert envs.reset(seed=seed)[0][:, SEED].tolist() == wanted
+        assert envs.reset(seed=seed)[0][:, SEED_COLUMN].tolist() == expected
 
 
 @pytest.mark.parametrize("seed", [[], [1], [1, 2], [1, 2, 3, 4], (1,)], ids=str)
-def test_a_list_of_seeds_must_have_one_for_each_environment(engine: Options, seed: Any) -> None:
+def test_list_of_seeds_with_another_length_raises(engine: Options, seed: Any) -> None:
     with open_engine(counters(3), **engine) as envs:
         text = f"If seeds are passed as a list the length must match num_envs=3 but got length={len(seed)}."
         with pytest.raises(ValueError, match=re.escape(text)) as caught:
             envs.reset(seed=seed)
         assert_gymnasium_raises_the_same(caught.value, seed=seed)
-        assert envs.reset(seed=1)[0][:, SEED].tolist() == [1, 2, 3]
+        assert envs.reset(seed=1)[0][:, SEED_COLUMN].tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
     "seed", ["abc", 1.5, {"a": 1, "b": 2, "c": 3}.keys(), object()], ids=lambda seed: type(seed).__name__
 )
-def test_a_seed_of_another_type_never_gives_a_wrong_answer(engine: Options, seed: Any) -> None:
+def test_seed_of_another_type_raises(engine: Options, seed: Any) -> None:
     with open_engine(counters(3), **engine) as envs:
-        with pytest.raises(Exception):  # noqa: B017 - Gymnasium's depends on where it is noticed
+        with pytest.raises(Exception):  # noqa: B017 - the type depends on the code that notices it, as in Gymnasium
             envs.reset(seed=seed)
-        assert envs.reset(seed=1)[0][:, SEED].tolist() == [1, 2, 3]
+        assert envs.reset(seed=1)[0][:, SEED_COLUMN].tolist() == [1, 2, 3]
 
 
 def test_environment_receives_exactly_seed_and_options(engine: Options) -> None:
@@ -110,14 +110,14 @@ def test_environment_receives_exactly_its_own_options(engine: Options) -> None:
         ]
         envs.reset_async(env_id=[2, 0], seed=[7, None], options=({"level": 5}, {"level": 6}))
         _, _, _, _, infos = envs.recv(count=2)
-        seen = dict(zip(infos["env_id"].tolist(), infos["reset_kwargs"].tolist(), strict=True))
-        assert seen[2] == describe({"seed": 7, "options": {"level": 5}})
-        assert seen[0] == describe({"seed": None, "options": {"level": 6}})
+        reset_kwargs = dict(zip(infos["env_id"].tolist(), infos["reset_kwargs"].tolist(), strict=True))
+        assert reset_kwargs[2] == describe({"seed": 7, "options": {"level": 5}})
+        assert reset_kwargs[0] == describe({"seed": None, "options": {"level": 6}})
         with pytest.raises(ValueError, match=re.escape("options has 3 dicts, expected 2: one per environment")):
             envs.reset_async(env_id=[2, 0], options=options)
 
 
-def test_a_mask_may_be_written_to_while_its_reset_is_pending(engine: Options) -> None:
+def test_reset_mask_may_be_changed_while_the_reset_is_pending(engine: Options) -> None:
     with ready_engine(counters(2), **engine) as envs:
         mask = np.array([True, False])
         envs.reset_async(options={"reset_mask": mask})
@@ -146,7 +146,7 @@ WRONG_MASKS = [
 @pytest.mark.parametrize(
     ("mode", "wrong"), each_once(AutoresetMode, {text: (mask, error, text) for mask, error, text in WRONG_MASKS})
 )
-def test_a_wrong_mask_is_refused_before_anything_is_sent(
+def test_wrong_reset_mask_is_refused_before_anything_is_sent(
     engine: Options, mode: AutoresetMode, wrong: tuple[Any, type[Exception], str]
 ) -> None:
     mask, error, text = wrong
@@ -164,29 +164,28 @@ def test_a_wrong_mask_is_refused_before_anything_is_sent(
 def test_long_series_of_masked_resets_equals_sync_vector_env(
     engine: Options, shared_memory: bool, mode: AutoresetMode, copied: bool, closes: Any
 ) -> None:
-    """Resets in the middle of episodes, at their ends and where an autoreset is due return the same results and arguments.
-    """
+    """Environments are reset in the middle of episodes, at their ends, and when an autoreset is due."""
     rng = np.random.default_rng(0)
     fns = [lambda i=i: CounterEnv(i, lengths=(1 + i, 2, 4)) for i in range(4)]
-    oracle = closes(SyncVectorEnv(fns, autoreset_mode=mode))
+    reference = closes(SyncVectorEnv(fns, autoreset_mode=mode))
     with open_engine(fns, autoreset_mode=mode, shared_memory=shared_memory, copy=copied, **engine) as envs:
-        assert_identical(envs.reset(seed=1), oracle.reset(seed=1))
+        assert_identical(envs.reset(seed=1), reference.reset(seed=1))
         ended = np.zeros(4, dtype=np.bool_)
         for t in range(25):
             mask = rng.random(4) < 0.4
             if mode is AutoresetMode.DISABLED:
                 mask |= ended
             if t % 8 == 7:
-                assert_identical(envs.reset(), oracle.reset(), f"reset before step {t}")
+                assert_identical(envs.reset(), reference.reset(), f"reset before step {t}")
             elif mask.any():
                 mask.flags.writeable = False
-                more = {"level": t} if t % 2 else {}
-                both = [one.reset(seed=t, options={"reset_mask": mask, **more}) for one in (envs, oracle)]
+                other_options = {"level": t} if t % 2 else {}
+                both = [one.reset(seed=t, options={"reset_mask": mask, **other_options}) for one in (envs, reference)]
                 assert_identical(*both, f"reset of some before step {t}")
             actions = rng.integers(5, size=4)
-            mine, theirs = envs.step(actions), oracle.step(actions)
-            assert_identical(mine, theirs, f"step {t}")
-            ended = theirs[2] | theirs[3]
+            result, expected_result = envs.step(actions), reference.step(actions)
+            assert_identical(result, expected_result, f"step {t}")
+            ended = expected_result[2] | expected_result[3]
 
 
 @pytest.mark.sampled(1)
@@ -201,24 +200,24 @@ def test_episode_statistics_of_unmasked_envs_survive_a_masked_reset(mode: Autore
         assert envs.episode_lengths.tolist() == [0, 1]
 
 
-# --- section 1.5: actions of environments, and results of a step --------------------------------
+# --- actions, and the results of a step ----------------------------------------------------------
 
 ZEROS = np.zeros(4, dtype=np.float32)
 
 
-def echo(space: spaces.Space, mutate: bool = False) -> Any:
+def echo_env_fn(space: spaces.Space, mutate: bool = False) -> Any:
     return lambda: EchoEnv(space, mutate)
 
 
-def returning(*steps: Any) -> Any:
+def returning_env_fn(*steps: Any) -> Any:
     return lambda: ReturningEnv([(ZEROS, {})], steps)
 
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", ALL_SPACES)
-def test_a_sample_of_any_action_space_reaches_each_environment_as_it_is(engine: Options, name: str) -> None:
+def test_action_samples_of_every_space_reach_the_envs_unchanged(engine: Options, name: str) -> None:
     space = ALL_SPACES[name]
-    with ready_engine([echo(space)] * 3, **engine) as envs:
+    with ready_engine([echo_env_fn(space)] * 3, **engine) as envs:
         envs.action_space.seed(3)
         for _ in range(2):
             actions = envs.action_space.sample()
@@ -226,8 +225,8 @@ def test_a_sample_of_any_action_space_reaches_each_environment_as_it_is(engine: 
             assert infos["action"].tolist() == [describe(a) for a in iterate(envs.action_space, actions)]
 
 
-class Foreign:
-    """An array of another library: NumPy can convert it, and its rows have its own type."""
+class ForeignArray:
+    """An array of another library. NumPy can convert it, and its rows are of the same class."""
 
     def __init__(self, values: Any) -> None:
         self.values = np.asarray(values)
@@ -239,16 +238,16 @@ class Foreign:
         return len(self.values)
 
     def __iter__(self) -> Any:
-        return map(Foreign, self.values)
+        return map(ForeignArray, self.values)
 
 
 def test_array_of_another_library_warns_once() -> None:
     with ready_engine(counters(2)) as envs:
-        with pytest.warns(UserWarning, match=r"actions are a test_engine_step Foreign.*Pass numpy\.asarray\(actions\)"):
-            envs.step(Foreign([0, 1]))
+        with pytest.warns(UserWarning, match=r"actions are a test_engine_step ForeignArray.*Pass numpy\.asarray\(actions\)"):
+            envs.step(ForeignArray([0, 1]))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            envs.step(Foreign([0, 1]))
+            envs.step(ForeignArray([0, 1]))
             envs.step([0, 1])
 
 
@@ -258,7 +257,7 @@ ARM = spaces.Dict({"arm": spaces.Box(-1, 1, (2,), np.float32), "gear": spaces.Di
 
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize(
-    ("space", "actions", "wanted"),
+    ("space", "actions", "expected"),
     [
         (spaces.Discrete(5), np.array([1, 2]), [np.int64(1), np.int64(2)]),
         (spaces.Discrete(5), np.array([1, 2], np.int32), [np.int32(1), np.int32(2)]),
@@ -314,20 +313,20 @@ ARM = spaces.Dict({"arm": spaces.Box(-1, 1, (2,), np.float32), "gear": spaces.Di
         (spaces.Dict({"t": spaces.Tuple((spaces.Discrete(3), spaces.Text(3)))}), {"t": [[1, 2], ["a", "b"]]}, None),
     ],
 )
-def test_actions_reach_the_environments_uncast(engine: Options, space: spaces.Space, actions: Any, wanted: Any) -> None:
-    if wanted is None:
-        wanted = list(iterate(batch_space(space, 2), actions))
-    with ready_engine([echo(space)] * 2, **engine) as envs:
-        assert envs.step(actions)[4]["action"].tolist() == [describe(action) for action in wanted]
+def test_actions_reach_the_envs_without_a_cast(engine: Options, space: spaces.Space, actions: Any, expected: Any) -> None:
+    if expected is None:
+        expected = list(iterate(batch_space(space, 2), actions))
+    with ready_engine([echo_env_fn(space)] * 2, **engine) as envs:
+        assert envs.step(actions)[4]["action"].tolist() == [describe(action) for action in expected]
 
 
-def test_a_generator_of_actions_works(engine: Options) -> None:
-    with ready_engine([echo(spaces.Discrete(5))] * 2, **engine) as envs:
+def test_step_accepts_a_generator_of_actions(engine: Options) -> None:
+    with ready_engine([echo_env_fn(spaces.Discrete(5))] * 2, **engine) as envs:
         assert envs.step(number for number in (3, 4))[4]["action"].tolist() == [describe(3), describe(4)]
 
 
 class InterruptedTexts:
-    """A list of text actions; a time limit interrupts its first iteration."""
+    """A list of text actions. An exception, as of a signal handler, interrupts the first iteration."""
 
     limit: Exception | None = TimeoutError("time is up")
 
@@ -339,18 +338,18 @@ class InterruptedTexts:
 
 
 def test_signal_during_iteration_of_actions_is_raised_unchanged() -> None:
-    words = InterruptedTexts()
-    with ready_engine([echo(spaces.Text(3))] * 2, num_workers=0) as envs:
+    texts = InterruptedTexts()
+    with ready_engine([echo_env_fn(spaces.Text(3))] * 2, num_workers=0) as envs:
         with pytest.raises(TimeoutError, match="time is up"):
-            envs.step(words)
-        assert envs.step(words)[4]["action"].tolist() == [describe("ab"), describe("c")]
+            envs.step(texts)
+        assert envs.step(texts)[4]["action"].tolist() == [describe("ab"), describe("c")]
         with pytest.raises(TypeError, match=r"actions: got object .*, expected 2, one per environment"):
             envs.step(object())
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_action_is_a_separate_array(engine: Options, dtype: Any) -> None:
-    with ready_engine([echo(BOX)] * 3, **engine) as envs:
+    with ready_engine([echo_env_fn(BOX)] * 3, **engine) as envs:
         sent = [np.full((3, 2), t, dtype) for t in range(4)]
         for actions in sent:
             infos = envs.step(actions)[4]
@@ -360,37 +359,37 @@ def test_action_is_a_separate_array(engine: Options, dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("kwargs", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 1, "use_caller": True}], ids=str)
-def test_an_environment_may_write_into_its_action(kwargs: Options, dtype: Any) -> None:
-    """Actions are staged in shared memory or pickled, alone in a message or with all others."""
-    with ready_engine([echo(BOX, mutate=True)] * 3, **kwargs) as envs:
+def test_env_that_writes_into_its_action_does_not_change_the_callers(kwargs: Options, dtype: Any) -> None:
+    """Actions are passed in shared memory or pickled, for all environments at once or by row."""
+    with ready_engine([echo_env_fn(BOX, mutate=True)] * 3, **kwargs) as envs:
         for actions in (np.ones((3, 2), dtype), list(np.ones((3, 2), dtype))):
-            for step in (envs.step, lambda given: envs.send(given, range(3)) or envs.recv(count=3)):
+            for step in (envs.step, lambda batch: envs.send(batch, range(3)) or envs.recv(count=3)):
                 infos = step(actions)[4]
                 assert infos["action"].tolist() == [describe(np.ones(2, dtype))] * 3
                 np.testing.assert_array_equal(actions, np.ones((3, 2)))
 
 
-def test_actions_that_cannot_be_copied_reach_environments_of_this_process() -> None:
+def test_actions_that_cannot_be_copied_reach_envs_in_the_caller() -> None:
     locks = [threading.Lock(), threading.Lock()]
-    with ready_engine([echo(spaces.Text(3))] * 2, num_workers=0) as envs:
+    with ready_engine([echo_env_fn(spaces.Text(3))] * 2, num_workers=0) as envs:
         envs.step(locks)
         assert envs.exec_func(lambda env: env.kept[-1]) == tuple(locks)
 
 
 PAIR = spaces.Tuple((spaces.Discrete(5), BOX, spaces.Text(3)))
 FIVE = spaces.Discrete(5)
-SOME = [ALL_SPACES[name] for name in ("discrete", "box-float32", "dict", "tuple-nested", "text", "graph")]
+SOME_SPACES = [ALL_SPACES[name] for name in ("discrete", "box-float32", "dict", "tuple-nested", "text", "graph")]
 
 
-def sampled(space: spaces.Space, count: int) -> Any:
-    """Return that many actions as the space batches them; at least one where the batch is not a list."""
+def sample_actions(space: spaces.Space, count: int) -> Any:
+    """Return a batch of ``count`` actions, or of at least one action if the space does not batch them in a list."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         return batch_space(space, max(count, 1)).sample()
     return list(iterate(batch_space(space, 7), batch_space(space, 7).sample()))[:count]
 
 
 MISFITS: list[tuple[spaces.Space, Any, Any]] = [
-    *((space, sampled(space, count), (ValueError, TypeError)) for space in SOME for count in (0, 2, 4)),
+    *((space, sample_actions(space, count), (ValueError, TypeError)) for space in SOME_SPACES for count in (0, 2, 4)),
     *((FIVE, kind([0] * count), ValueError) for count in (0, 1, 2, 4) for kind in (list, np.array)),
     *((FIVE, one, TypeError) for one in (3, None, 1.5, np.int64(3), np.array(3))),
     (ARM, {"arm": np.ones((3, 2), np.float32)}, Exception),  # the type of Gymnasium's own error depends on the structure
@@ -420,10 +419,10 @@ MISFITS: list[tuple[spaces.Space, Any, Any]] = [
 
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize(("space", "actions", "error"), MISFITS)
-def test_actions_that_do_not_fit_are_refused_before_any_environment_moves(
+def test_actions_that_do_not_fit_are_refused_before_any_env_steps(
     engine: Options, space: spaces.Space, actions: Any, error: Any
 ) -> None:
-    with ready_engine([echo(space)] * 3, **engine) as envs:
+    with ready_engine([echo_env_fn(space)] * 3, **engine) as envs:
         with pytest.raises(error):
             envs.step(actions)
         assert envs.call("history") == ([], [], [])
@@ -431,7 +430,7 @@ def test_actions_that_do_not_fit_are_refused_before_any_environment_moves(
 
 
 @pytest.mark.parametrize("copied", [True, False], ids=["copy", "no-copy"])
-def test_rewards_and_flags_are_fresh_writeable_arrays_whatever_the_copy_mode(engine: Options, copied: bool) -> None:
+def test_rewards_and_flags_are_new_writeable_arrays_in_every_copy_mode(engine: Options, copied: bool) -> None:
     with ready_engine(counters(3), copy=copied, **engine) as envs:
         first = envs.step([0, 0, 0])[1:4]
         kept = [array.copy() for array in first]
@@ -446,7 +445,7 @@ def test_rewards_and_flags_are_fresh_writeable_arrays_whatever_the_copy_mode(eng
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(
-    ("reward", "wanted"),
+    ("reward", "expected"),
     [
         (1, 1.0),
         (-2.5, -2.5),
@@ -460,15 +459,15 @@ def test_rewards_and_flags_are_fresh_writeable_arrays_whatever_the_copy_mode(eng
         (float("nan"), np.nan),
     ],
 )
-def test_a_reward_becomes_a_float64(engine: Options, reward: Any, wanted: float) -> None:
-    with ready_engine([returning((ZEROS, reward, False, False, {}))] * 2, **engine) as envs:
+def test_reward_is_converted_to_float64(engine: Options, reward: Any, expected: float) -> None:
+    with ready_engine([returning_env_fn((ZEROS, reward, False, False, {}))] * 2, **engine) as envs:
         rewards = envs.step([0, 0])[1]
         assert rewards.dtype == np.float64
-        np.testing.assert_array_equal(rewards, [wanted, wanted])
+        np.testing.assert_array_equal(rewards, [expected, expected])
 
 
 def test_reward_of_none_warns_once_and_names_the_environment(engine: Options) -> None:
-    fns = [returning((ZEROS, reward, False, False, {})) for reward in (1.0, None)]
+    fns = [returning_env_fn((ZEROS, reward, False, False, {})) for reward in (1.0, None)]
     with warnings.catch_warnings(record=True) as caught, ready_engine(fns, **engine) as envs:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -479,8 +478,8 @@ def test_reward_of_none_warns_once_and_names_the_environment(engine: Options) ->
 
 
 @pytest.mark.parametrize("flag", [np.True_, 1, np.array(True)], ids=["np.True_", "1", "array"])
-def test_a_flag_becomes_a_bool_and_ends_the_episode(engine: Options, flag: Any) -> None:
-    fns = [returning((ZEROS, 1.0, flag, False, {})), returning((ZEROS, 1.0, False, flag, {}))]
+def test_flag_is_converted_to_bool_and_ends_the_episode(engine: Options, flag: Any) -> None:
+    fns = [returning_env_fn((ZEROS, 1.0, flag, False, {})), returning_env_fn((ZEROS, 1.0, False, flag, {}))]
     with ready_engine(fns, **engine) as envs:
         _, _, terminations, truncations, _ = envs.step([0, 0])
         assert terminations.dtype == truncations.dtype == np.bool_
@@ -502,7 +501,7 @@ def test_array_reward_or_flag_is_squeezed_or_refused(
     engine: Options, shared_memory: bool, step: tuple[Any, ...]
 ) -> None:
     good = (ZEROS, 1.0, True, False, {})
-    fns = [returning(good), returning(step)]
+    fns = [returning_env_fn(good), returning_env_fn(step)]
     with ready_engine(fns, shared_memory=shared_memory, **engine) as envs:
         try:
             _, rewards, terminations, _, _ = envs.step([0, 0])
@@ -517,14 +516,14 @@ def test_array_reward_or_flag_is_squeezed_or_refused(
     [(ZEROS, 1.0, False, {}), (ZEROS,), (ZEROS, 1.0, False, False, {}, 6), None, 3],
     ids=["4", "1", "6", "None", "3"],
 )
-def test_a_step_that_returns_other_than_five_values_is_an_error(engine: Options, step: Any) -> None:
-    with ready_engine([returning((ZEROS, 1.0, False, False, {})), returning(step)], **engine) as envs:
+def test_step_that_does_not_return_five_values_raises(engine: Options, step: Any) -> None:
+    with ready_engine([returning_env_fn((ZEROS, 1.0, False, False, {})), returning_env_fn(step)], **engine) as envs:
         with raises_logged((ValueError, TypeError)):
             envs.step([0, 0])
         envs.reset(seed=1)
 
 
-def test_step_before_the_first_reset_is_left_to_the_environment(engine: Options) -> None:
+def test_step_before_the_first_reset_is_passed_to_the_environment(engine: Options) -> None:
     with open_engine([lambda: gymnasium.make("CartPole-v1")] * 2, **engine) as envs:
         with raises_logged(ResetNeeded, failures=2):
             envs.step([0, 0])
@@ -533,10 +532,10 @@ def test_step_before_the_first_reset_is_left_to_the_environment(engine: Options)
         assert envs.step([0, 0])[0][:, 1].tolist() == [1, 1]
 
 
-# --- section 1.10: calls into environments, and functions that run in workers -------------------
+# --- calls of environments' methods, and functions that run in workers ---------------------------
 
 
-def limited() -> gymnasium.Env:
+def build_limited_cartpole() -> gymnasium.Env:
     return gymnasium.make("CartPole-v1", max_episode_steps=7)
 
 
@@ -549,36 +548,36 @@ def test_call_returns_one_result_for_each_environment_in_order(every_engine: Opt
         assert envs.get_attr("env_id") == (0, 1, 2)
 
 
-def test_the_name_of_a_call_may_also_be_a_keyword_argument_of_the_function(every_engine: Options) -> None:
-    class Named(CounterEnv):
+def test_call_async_forwards_a_keyword_argument_called_name(every_engine: Options) -> None:
+    class GreetingEnv(CounterEnv):
         def greet(self, *, name: str) -> str:
             return f"{name} {self.env_id}"
 
-    with open_engine([functools.partial(Named, 0), functools.partial(Named, 1)], **every_engine) as envs:
+    with open_engine([functools.partial(GreetingEnv, 0), functools.partial(GreetingEnv, 1)], **every_engine) as envs:
         envs.call_async("greet", name="hello")
         assert envs.call_wait() == ("hello 0", "hello 1")
 
 
-def test_call_finds_what_wrappers_and_inner_environments_have(every_engine: Options) -> None:
-    with open_engine([limited] * 2, **every_engine) as envs:
+def test_get_attr_finds_attributes_of_wrappers_and_inner_environments(every_engine: Options) -> None:
+    with open_engine([build_limited_cartpole] * 2, **every_engine) as envs:
         assert envs.get_attr("_max_episode_steps") == (7, 7)
         assert envs.get_attr("gravity") == (9.8, 9.8)
 
 
-def test_values_of_any_kind_come_back(every_engine: Options) -> None:
-    class Holder(CounterEnv):
-        def give(self, value: Any) -> Any:
+def test_call_returns_values_of_any_type(every_engine: Options) -> None:
+    class IdentityEnv(CounterEnv):
+        def identity(self, value: Any) -> Any:
             return value
 
-    with open_engine([Holder] * 2, **every_engine) as envs:
+    with open_engine([IdentityEnv] * 2, **every_engine) as envs:
         for value in (None, "x", {"a": [1, 2]}, np.arange(3), (1, 2), CounterEnv):
-            results = envs.call("give", value)
+            results = envs.call("identity", value)
             assert len(results) == 2
             assert repr(results[0]) == repr(value)
 
 
 @pytest.mark.parametrize("name", ["reset", "step", "close", "_setattr", "_check_spaces"])
-def test_the_names_of_the_engines_own_commands_are_refused(every_engine: Options, name: str) -> None:
+def test_call_refuses_the_names_of_engine_commands(every_engine: Options, name: str) -> None:
     with open_engine(counters(2), **every_engine) as envs:
         text = f"Trying to call function `{name}` with `call`, use `{name}` directly instead."
         with pytest.raises(ValueError, match=re.escape(text)):
@@ -586,22 +585,22 @@ def test_the_names_of_the_engines_own_commands_are_refused(every_engine: Options
         assert envs.call("env_id") == (0, 1)
 
 
-def fail_in_the_second(env: Any) -> None:
+def fail_in_env_1(env: Any) -> None:
     if env.unwrapped.env_id == 1:
         raise ValueError("only here")
 
 
 def test_error_in_a_call_is_raised_and_kills_no_worker(every_engine: Options) -> None:
-    wrong: list[tuple[Any, Callable[[Any], Any], str]] = [
+    failing_calls: list[tuple[Any, Callable[[Any], Any], str]] = [
         (AttributeError, lambda envs: envs.get_attr("nosuch"), "nosuch"),
         (KeyError, lambda envs: envs.call("fail", KeyError("lost")), "lost"),
         (TypeError, lambda envs: envs.call("add"), "number"),
         ((TypeError, AttributeError), lambda envs: envs.call("add", threading.Lock()), "lock"),
-        (ValueError, lambda envs: envs.exec_func(fail_in_the_second), "only here"),
+        (ValueError, lambda envs: envs.exec_func(fail_in_env_1), "only here"),
     ]
     with ready_engine(counters(3), **every_engine) as envs:
         envs.step([0, 0, 0])
-        for error, call, text in wrong:
+        for error, call, text in failing_calls:
             with pytest.raises(error, match=text) as caught:
                 call(envs)
             assert envs._state.value == "default"
@@ -610,7 +609,7 @@ def test_error_in_a_call_is_raised_and_kills_no_worker(every_engine: Options) ->
         assert envs.call("env_id") == (0, 1, 2)
 
 
-def test_set_attr_gives_a_list_or_tuple_one_by_one_and_everything_else_whole(every_engine: Options) -> None:
+def test_set_attr_distributes_lists_and_tuples_and_broadcasts_other_values(every_engine: Options) -> None:
     with open_engine(counters(2), **every_engine) as envs:
         envs.set_attr("note", ["a", "b"])
         assert envs.get_attr("note") == ("a", "b")
@@ -635,7 +634,7 @@ def test_set_attr_refuses_a_list_of_another_length(every_engine: Options, values
 
 
 def test_set_attr_reaches_the_layer_that_has_the_attribute(every_engine: Options) -> None:
-    with open_engine([limited] * 2, **every_engine) as envs:
+    with open_engine([build_limited_cartpole] * 2, **every_engine) as envs:
         envs.set_attr("gravity", [1.0, 2.0])
         assert envs.exec_func(lambda env: env.unwrapped.gravity) == (1.0, 2.0)
         envs.set_attr("_max_episode_steps", 3)
@@ -645,13 +644,13 @@ def test_set_attr_reaches_the_layer_that_has_the_attribute(every_engine: Options
         assert envs.step([0, 1])[3].all()
 
 
-def test_set_attr_changes_what_the_next_step_does(every_engine: Options) -> None:
+def test_set_attr_affects_the_next_step(every_engine: Options) -> None:
     with ready_engine(counters(2, lengths=(9,)), **every_engine) as envs:
         envs.set_attr("steps", [3, 5])
         assert envs.step([0, 0])[0][:, 1].tolist() == [4, 6]
 
 
-def test_render_gives_a_tuple_of_frames(every_engine: Options) -> None:
+def test_render_returns_a_tuple_of_frames(every_engine: Options) -> None:
     with open_engine(counters(3, render_mode="rgb_array"), **every_engine) as envs:
         assert envs.render_mode == "rgb_array"
         envs.reset(seed=1)
@@ -663,7 +662,7 @@ def test_render_gives_a_tuple_of_frames(every_engine: Options) -> None:
         assert frames[0].dtype == np.uint8
 
 
-def test_np_random_and_its_seed_are_those_of_the_environments_and_read_only(every_engine: Options) -> None:
+def test_np_random_and_np_random_seed_are_read_from_the_envs_and_read_only(every_engine: Options) -> None:
     with open_engine(counters(2), **every_engine) as envs:
         envs.reset(seed=42)
         assert envs.np_random_seed == (42, 43)
@@ -687,7 +686,7 @@ def test_np_random_of_worker_processes_is_a_copy() -> None:
 # -- exec_func -----------------------------------------------------------------------------------------------
 
 
-def test_exec_func_runs_a_function_of_every_environment(every_engine: Options) -> None:
+def test_exec_func_calls_the_function_with_every_environment(every_engine: Options) -> None:
     offset = 10
 
     def closure(env: Any, factor: int, *, plus: int = 0) -> int:
@@ -710,14 +709,14 @@ def test_exec_func_returns_none_for_environments_not_chosen(every_engine: Option
 
 
 @pytest.mark.parametrize("indices", [[4], [-5], [0, 9], ["a"], [0.5]], ids=str)
-def test_exec_func_refuses_indices_of_environments_that_are_not_there(every_engine: Options, indices: Any) -> None:
+def test_exec_func_refuses_invalid_indices(every_engine: Options, indices: Any) -> None:
     with open_engine(counters(4), **every_engine) as envs:
         with pytest.raises((ValueError, IndexError, TypeError)):
             envs.exec_func(lambda env: setattr(env, "note", "touched"), indices)
         assert envs.get_attr("note") == ("unset",) * 4
 
 
-def test_exec_func_in_two_halves(every_engine: Options) -> None:
+def test_exec_func_send_and_fetch_return_the_results(every_engine: Options) -> None:
     with open_engine(counters(2), **every_engine) as envs:
         envs.exec_func_send(lambda env: env.env_id + 1)
         with pytest.raises(AlreadyPendingCallError):
@@ -728,7 +727,7 @@ def test_exec_func_in_two_halves(every_engine: Options) -> None:
         assert envs.reset(seed=1)[0][:, 0].tolist() == [0, 1]
 
 
-def test_exec_func_can_step_and_change_the_environment_itself(every_engine: Options) -> None:
+def test_exec_func_may_step_the_environment(every_engine: Options) -> None:
     with ready_engine(counters(2, lengths=(9,)), **every_engine) as envs:
         assert [result[1] for result in envs.exec_func(lambda env: env.step(0))] == [0.001, 1.001]
         assert envs.step([0, 0])[0][:, 1].tolist() == [2, 2]

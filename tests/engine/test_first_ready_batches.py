@@ -1,6 +1,6 @@
-"""First-ready batches: `reset_async`, `recv`, `send`. Each environment's rows equal those of a plain loop.
+"""First-ready batches: ``reset_async``, ``recv`` and ``send``. Each environment's rows equal those of a plain loop.
 
-Environments that are late, raise or die: ``faults/test_restart.py``.
+``faults/test_restart.py`` tests environments that are late, raise or die.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vecenv.errors import StepTimeout
 from vecenv.link.channel import Channel
 
 
-class Ticker(gymnasium.Env[Any, Any]):
+class StepCountEnv(gymnasium.Env[Any, Any]):
     """An environment with observations (env, episode, step), reward action + step, and infos of changing keys."""
 
     observation_space = spaces.Box(-1, 1e6, (3,), np.float64)
@@ -63,7 +63,7 @@ class Ticker(gymnasium.Env[Any, Any]):
         return self._observation(), float(action) + self.t, self.t >= self.length, False, info
 
 
-class Counted(gymnasium.Env[Any, Any]):
+class TotalStepsEnv(gymnasium.Env[Any, Any]):
     """An environment that counts its steps, over all episodes."""
 
     observation_space = spaces.Box(0, 1, (1,), np.float32)
@@ -81,14 +81,14 @@ class Counted(gymnasium.Env[Any, Any]):
         return np.zeros(1, np.float32), 0.0, False, False, {}
 
 
-def makers(lengths: list[int], **kwargs: Any) -> list[Callable[[], Ticker]]:
-    return [lambda i=i, n=n: Ticker(i, n, **kwargs) for i, n in enumerate(lengths)]  # type: ignore[misc]
+def make_env_fns(lengths: list[int], **kwargs: Any) -> list[Callable[[], StepCountEnv]]:
+    return [lambda i=i, n=n: StepCountEnv(i, n, **kwargs) for i, n in enumerate(lengths)]  # type: ignore[misc]
 
 
-class Loop:
-    """A plain loop over one environment, with its own autoreset: the expected rows."""
+class PlainLoop:
+    """A plain loop over one environment with autoreset, which returns the expected rows."""
 
-    def __init__(self, env: Ticker, mode: AutoresetMode) -> None:
+    def __init__(self, env: StepCountEnv, mode: AutoresetMode) -> None:
         self.env, self.mode, self.pending = env, mode, False
 
     def reset(self, seed: int | None) -> tuple[Any, ...]:
@@ -111,27 +111,27 @@ class Loop:
         return observation, reward, terminated, truncated, info
 
 
-def unbatched(infos: dict[str, Any], position: int) -> dict[str, Any]:
+def select_info(infos: dict[str, Any], position: int) -> dict[str, Any]:
     """Return one row's info from a dict of arrays with masks."""
-    found = {}
+    results = {}
     for key, value in infos.items():
         if key.startswith("_") or not infos[f"_{key}"][position]:
             continue
-        found[key] = unbatched(value, position) if isinstance(value, dict) else value[position]
-    return found
+        results[key] = select_info(value, position) if isinstance(value, dict) else value[position]
+    return results
 
 
-def assert_same_info(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert set(got) == set(expected)
+def assert_same_info(info: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert set(info) == set(expected)
     for key, value in expected.items():
         if isinstance(value, dict):
-            assert_same_info(got[key], value)
+            assert_same_info(info[key], value)
         else:
-            np.testing.assert_array_equal(got[key], value)
+            np.testing.assert_array_equal(info[key], value)
 
 
-def assert_expected(batch: tuple[Any, ...], expected: dict[int, tuple[Any, ...]]) -> None:
-    """Compare received rows with those of the environments' loops, and remove these."""
+def check_and_remove_expected(batch: tuple[Any, ...], expected: dict[int, tuple[Any, ...]]) -> None:
+    """Compare received rows with the expected rows, and remove these from ``expected``."""
     observations, rewards, terminations, truncations, infos = batch
     ids = infos["env_id"].tolist()
     assert observations.shape == (len(ids), 3)
@@ -141,7 +141,7 @@ def assert_expected(batch: tuple[Any, ...], expected: dict[int, tuple[Any, ...]]
         np.testing.assert_array_equal(observations[position], observation)
         assert rewards[position] == reward
         assert (terminations[position], truncations[position]) == (terminated, truncated)
-        row = unbatched(infos, position)
+        row = select_info(infos, position)
         assert row.pop("env_id") == env
         assert_same_info(row, info)
 
@@ -151,8 +151,8 @@ def assert_expected(batch: tuple[Any, ...], expected: dict[int, tuple[Any, ...]]
 )
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_any_engine_and_any_order_of_sending(context: str, data: st.DataObject) -> None:
-    """Any combination of engine options; idle rows are sent in random order and number."""
+def test_random_options_and_sending_order_equal_a_plain_loop(context: str, data: st.DataObject) -> None:
+    """Engine options are combined at random, and idle rows are sent in random order and number."""
     lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=7), "lengths")
     mode = data.draw(st.sampled_from(AutoresetMode), "mode")
     engine: dict[str, Any] = {
@@ -165,13 +165,13 @@ def test_any_engine_and_any_order_of_sending(context: str, data: st.DataObject) 
     }
     if engine["num_workers"] != 0 and engine["on_failure"] == "raise":
         engine["use_caller"] = data.draw(st.booleans(), "use_caller")
-    fns = makers(lengths, pause=data.draw(st.sampled_from([0.0, 0.001]), "pause"))
-    loops = [Loop(fn(), mode) for fn in fns]
+    fns = make_env_fns(lengths, pause=data.draw(st.sampled_from([0.0, 0.001]), "pause"))
+    loops = [PlainLoop(fn(), mode) for fn in fns]
     try:
         envs = vecenv.AsyncVectorEnv(fns, autoreset_mode=mode, context=context, **engine)
     except ValueError:  # some options exclude each other, or there are more workers than environments
         assume(False)
-    # which row is first depends on timing, and hypothesis must not draw from that
+    # the order of ready rows depends on timing, and draws from hypothesis must not depend on it
     rng = random.Random(data.draw(st.integers(0, 2**32), "rng"))
     driver = envs._driver
     getattr(driver, "exchange", driver).rows_at_once = data.draw(st.sampled_from([None, 1, 2]), "rows_at_once")
@@ -183,12 +183,12 @@ def test_any_engine_and_any_order_of_sending(context: str, data: st.DataObject) 
             sent = idle
             if len(expected) >= engine["batch_size"]:
                 batch = envs.recv(timeout=20)
-                assert_expected(batch, expected)
-                ids, over = batch[-1]["env_id"], batch[2]
-                if mode is AutoresetMode.DISABLED and over.any():  # these are reset by index, while others are in flight
-                    envs.reset_async(seed=turn, env_id=ids[over])
-                    expected |= {row: loops[row].reset(turn + row) for row in ids[over].tolist()}
-                    ids = ids[~over]
+                check_and_remove_expected(batch, expected)
+                ids, ended = batch[-1]["env_id"], batch[2]
+                if mode is AutoresetMode.DISABLED and ended.any():  # reset these rows while others are in flight
+                    envs.reset_async(seed=turn, env_id=ids[ended])
+                    expected |= {row: loops[row].reset(turn + row) for row in ids[ended].tolist()}
+                    ids = ids[~ended]
                 idle += ids.tolist()
                 rng.shuffle(idle)
                 sent = idle[: rng.randint(0, len(idle))]
@@ -202,7 +202,7 @@ def test_any_engine_and_any_order_of_sending(context: str, data: st.DataObject) 
 
 
 def test_rows_are_received_in_finishing_order() -> None:
-    with ready_engine(makers([9, 9, 9]), num_workers=0) as envs:
+    with ready_engine(make_env_fns([9, 9, 9]), num_workers=0) as envs:
         envs.send([1], [2])
         envs.send([1, 1], [0, 1])
         assert envs.recv(timeout=20, count=3)[4]["env_id"].tolist() == [2, 0, 1]
@@ -210,31 +210,31 @@ def test_rows_are_received_in_finishing_order() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_pickled_infos_are_returned_once(num_workers: int) -> None:
-    """Infos that fit no column, and final observations of episodes."""
-    fns = makers([9, 5])
-    loops = [Loop(fn(), AutoresetMode.SAME_STEP) for fn in fns]
+    """Infos that fit no column and final observations are pickled."""
+    fns = make_env_fns([9, 5])
+    loops = [PlainLoop(fn(), AutoresetMode.SAME_STEP) for fn in fns]
     with open_engine(fns, autoreset_mode="SameStep", num_workers=num_workers, batch_size=1, shared_memory=False) as envs:
         envs.reset_async(seed=5)
         expected = {i: loop.reset(5 + i) for i, loop in enumerate(loops)}
         for _ in range(11):
             for _ in fns:
-                assert_expected(envs.recv(timeout=20), expected)
+                check_and_remove_expected(envs.recv(timeout=20), expected)
             envs.send([1, 2], [0, 1])
             expected = {i: loop.step(1 + i) for i, loop in enumerate(loops)}
 
 
 @pytest.mark.parametrize("workers", [0, 2, 6])
-def test_actions_reach_the_environments_that_are_named_in_any_order(workers: int) -> None:
-    fns = makers([9] * 6, pause=0.0)
-    loops = [Loop(fn(), AutoresetMode.NEXT_STEP) for fn in fns]
+def test_send_assigns_actions_to_rows_in_any_order(workers: int) -> None:
+    fns = make_env_fns([9] * 6, pause=0.0)
+    loops = [PlainLoop(fn(), AutoresetMode.NEXT_STEP) for fn in fns]
     with closing(vecenv.AsyncVectorEnv(fns, num_workers=workers, batch_size=6)) as envs:
         envs.reset_async(seed=5)
-        assert_expected(envs.recv(timeout=20), {i: loop.reset(5 + i) for i, loop in enumerate(loops)})
+        check_and_remove_expected(envs.recv(timeout=20), {i: loop.reset(5 + i) for i, loop in enumerate(loops)})
         order, actions = [5, 2, 4, 0, 3, 1], np.arange(6) * 10
         for given in (actions, actions.tolist()):
             envs.send(given, order)
             expected = {env: loops[env].step(int(action)) for env, action in zip(order, actions, strict=True)}
-            assert_expected(envs.recv(timeout=20), expected)
+            check_and_remove_expected(envs.recv(timeout=20), expected)
 
 
 @pytest.mark.long
@@ -244,10 +244,11 @@ def test_actions_reach_the_environments_that_are_named_in_any_order(workers: int
     ids=["workers", "two-and-the-caller", "one-and-the-caller"],
 )
 def test_no_env_is_starved(engine: Options, count: int) -> None:
-    """The pauses let every worker finish its messages, also on a busy machine: an environment that is returned late was
-    ready and passed over.
+    """Each pause is long enough for every worker to finish its messages, also on a busy machine.
+
+    So an environment that is not returned for many batches was ready and not chosen.
     """
-    envs = vecenv.AsyncVectorEnv(makers([9] * 8), batch_size=count, **engine)
+    envs = vecenv.AsyncVectorEnv(make_env_fns([9] * 8), batch_size=count, **engine)
     seen: Counter[int] = Counter()
     gaps: dict[int, int] = defaultdict(int)
     last: dict[int, int] = dict.fromkeys(range(8), 0)
@@ -269,14 +270,14 @@ def test_no_env_is_starved(engine: Options, count: int) -> None:
 
 @pytest.mark.long
 def test_only_readable_pipes_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one worker per environment, reading every pipe for every reply would take longer than the replies."""
-    envs = vecenv.AsyncVectorEnv(makers([1000] * 16, pause=0.005), batch_size=1)
-    looks = 0
+    """With one worker per environment, reads of every pipe for every reply would take longer than the steps."""
+    envs = vecenv.AsyncVectorEnv(make_env_fns([1000] * 16, pause=0.005), batch_size=1)
+    receive_calls = 0
     receive = Channel.receive
 
-    def counted(channel: Channel) -> Any:
-        nonlocal looks
-        looks += 1
+    def count_and_receive(channel: Channel) -> Any:
+        nonlocal receive_calls
+        receive_calls += 1
         return receive(channel)
 
     try:
@@ -284,18 +285,18 @@ def test_only_readable_pipes_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(16):
             envs.recv(timeout=20)
         envs.send(np.zeros(16, np.int64), range(16))
-        monkeypatch.setattr(Channel, "receive", counted)
+        monkeypatch.setattr(Channel, "receive", count_and_receive)
         for _ in range(100):
             envs.recv(timeout=20)
             envs.send(np.zeros(1, np.int64))
     finally:
         monkeypatch.undo()
         envs.close()
-    assert 85 <= looks <= 150
+    assert 85 <= receive_calls <= 150
 
 
-class Bulky(gymnasium.Env[Any, Any]):
-    """An environment with actions (the seconds that a step takes) and observations that do not fit into a pipe."""
+class LargeDataEnv(gymnasium.Env[Any, Any]):
+    """An environment with actions and observations that exceed the buffer of a pipe. Actions are the seconds of a step."""
 
     observation_space = spaces.Text(10**6)
     action_space = spaces.Box(0, 1, (200_000,), np.float64)
@@ -309,25 +310,27 @@ class Bulky(gymnasium.Env[Any, Any]):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("workers", [1, 8], ids=["which-may-spin", "too-many-to-spin"])
+@pytest.mark.parametrize("workers", [1, 8], ids=["with-spinning", "without-spinning"])
 def test_replies_read_while_sending_are_kept(workers: int) -> None:
-    """Both sides write more than a pipe holds, and read what the other writes meanwhile. A worker that never spins does not,
-    so that the caller has the whole reply before it has sent everything.
+    """Both sides write more than a pipe holds, and read while they write.
+
+    Workers that never spin do not read meanwhile, so the caller receives the whole reply before it has sent everything.
     """
-    with open_engine([Bulky] * (2 * workers), num_workers=workers, batch_size=1) as envs:
+    with open_engine([LargeDataEnv] * (2 * workers), num_workers=workers, batch_size=1) as envs:
         envs.reset_async()
         for _ in range(2 * workers):
             envs.recv(timeout=20)
         for env in (0, 1):
             envs.send([np.full(200_000, float(env))], [env])  # a list is pickled
             time.sleep(0.2 - 0.2 * env)
-        found = [envs.recv(timeout=0.7), envs.recv(timeout=20)]
-    assert [(infos["env_id"].tolist(), rewards.tolist()) for _, rewards, *_, infos in found] == [([0], [0.0]), ([1], [1.0])]
-    assert [len(observations[0]) for observations, *_ in found] == [10**6] * 2
+        results = [envs.recv(timeout=0.7), envs.recv(timeout=20)]
+    received = [(infos["env_id"].tolist(), rewards.tolist()) for _, rewards, *_, infos in results]
+    assert received == [([0], [0.0]), ([1], [1.0])]
+    assert [len(observations[0]) for observations, *_ in results] == [10**6] * 2
 
 
 def test_fast_environments_do_not_wait_for_slow_ones() -> None:
-    fns = [*makers([1000] * 3), lambda: Ticker(3, 1000, pause=2.0)]
+    fns = [*make_env_fns([1000] * 3), lambda: StepCountEnv(3, 1000, pause=2.0)]
     with killable_engine(fns, batch_size=1) as envs:
         envs.reset_async()
         for _ in range(4):
@@ -339,8 +342,8 @@ def test_fast_environments_do_not_wait_for_slow_ones() -> None:
             envs.send(np.zeros(1, np.int64), infos["env_id"])
 
 
-class BlocksUntilFile(Ticker):
-    """An environment with steps that wait a while, and for action 1 until a file exists."""
+class BlocksUntilFile(StepCountEnv):
+    """An environment with steps of 4 ms, which wait until a file exists if the action is 1."""
 
     def __init__(self, env: int, file: str) -> None:
         super().__init__(env, 10**6, pause=0.004)
@@ -367,7 +370,7 @@ def test_waiting_worker_has_two_messages(tmp_path: Path) -> None:
         assert envs.stats()["in_flight"] == 2
         with pytest.raises(StepTimeout, match="envs 2-3"):
             envs.recv(timeout=0.05)
-        envs.send(np.zeros(2, np.int64))  # those of the latest recv: after the message that the worker is executing
+        envs.send(np.zeros(2, np.int64))  # to the rows of the latest recv, while the worker executes its other message
         file.touch()
         assert envs.recv(timeout=20)[-1]["env_id"].tolist() == [2, 3]
         observations, *_, infos = envs.recv(timeout=20)
@@ -378,16 +381,16 @@ def test_waiting_worker_has_two_messages(tmp_path: Path) -> None:
         envs.close()
 
 
-def test_auto_batch_is_lock_step_for_one_worker() -> None:
-    with open_engine(makers([5] * 4), num_workers=0, batch_size="auto") as envs:
+def test_batch_size_auto_is_lock_step_without_workers() -> None:
+    with open_engine(make_env_fns([5] * 4), num_workers=0, batch_size="auto") as envs:
         assert envs.batch_size == 4
         assert "batch_size=4: lock-step: no environment can be ahead of another" in str(envs.plan)
 
 
 @pytest.mark.parametrize("engine", [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 2, "use_caller": True}], ids=str)
 def test_some_rows_reset_while_others_are_in_flight(engine: Options) -> None:
-    """Each row continues as in a plain loop; seeds are indexed by environment, or one for each named row."""
-    with open_engine(makers([50] * 4), **engine) as envs:
+    """Each row continues as in a plain loop. An int seed is offset by the row; a list has one seed per given row."""
+    with open_engine(make_env_fns([50] * 4), **engine) as envs:
         envs.reset(seed=10)
         envs.send([1, 1], [0, 1])
         envs.reset_async(seed=20, env_id=[3, 2])
@@ -413,8 +416,8 @@ def test_some_rows_reset_while_others_are_in_flight(engine: Options) -> None:
 
 
 @pytest.mark.parametrize("engine", [{"num_workers": 0}, {"num_workers": 1, "use_caller": True}, {"num_workers": 2}], ids=str)
-def test_a_step_that_a_reset_drops_is_executed(engine: Options) -> None:
-    with closing(vecenv.AsyncVectorEnv([partial(Counted, env) for env in range(4)], batch_size=2, **engine)) as envs:
+def test_step_dropped_by_a_reset_is_executed(engine: Options) -> None:
+    with closing(vecenv.AsyncVectorEnv([partial(TotalStepsEnv, env) for env in range(4)], batch_size=2, **engine)) as envs:
         envs.reset_async(seed=0)
         envs.send([1], envs.recv()[4]["env_id"][:1])
         envs.recv()
@@ -424,7 +427,7 @@ def test_a_step_that_a_reset_drops_is_executed(engine: Options) -> None:
 
 @pytest.mark.parametrize("rows", [3, 300])
 def test_duplicate_rows_and_masks_are_refused(rows: int) -> None:
-    with ready_engine(makers([5] * rows), num_workers=0) as envs:
+    with ready_engine(make_env_fns([5] * rows), num_workers=0) as envs:
         for wrong in ([*range(1, rows), 1], [rows, *range(1, rows)]):
             with pytest.raises(ValueError, match="env_id must"):
                 envs.send(np.zeros(rows, np.int64), wrong)
@@ -434,7 +437,7 @@ def test_duplicate_rows_and_masks_are_refused(rows: int) -> None:
         assert sorted(envs.recv(count=rows)[4]["env_id"].tolist()) == list(range(rows))
 
 
-class RaisesOnce(Ticker):
+class RaisesInSecondStep(StepCountEnv):
     """An environment that raises in its second step."""
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -443,12 +446,12 @@ class RaisesOnce(Ticker):
         return super().step(action)
 
 
-@pytest.mark.parametrize("way", ["dies", "raises"])
-def test_failed_env_is_rebuilt_by_its_own_reset(way: str) -> None:
-    kind = RaisesOnce if way == "raises" else Ticker
-    with ready_engine([lambda i=i: kind(i, 9) for i in range(3)], num_workers=3) as envs:
+@pytest.mark.parametrize("fault", ["dies", "raises"])
+def test_failed_env_is_rebuilt_by_its_own_reset(fault: str) -> None:
+    env_class = RaisesInSecondStep if fault == "raises" else StepCountEnv
+    with ready_engine([lambda i=i: env_class(i, 9) for i in range(3)], num_workers=3) as envs:
         envs.step([0] * 3)
-        if way == "dies":
+        if fault == "dies":
             os.kill(envs.processes[1].pid, signal.SIGKILL)
         envs.send([0], [1])
         with pytest.raises((ArithmeticError, vecenv.errors.WorkerDied)):

@@ -1,4 +1,4 @@
-"""``generators="own"``: environments that draw from the generators of their process get the numbers that they get alone."""
+"""With ``generators="own"``, environments that draw from the generators of their process get the same numbers as alone."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ pytestmark = pytest.mark.timeout(120)
 MODES = list(AutoresetMode)
 
 
-class Draws(gymnasium.Env[Any, Any]):
-    """An environment that draws from all generators in every call. It sometimes draws one normal number, of the two that are
-    generated.
+class DrawingEnv(gymnasium.Env[Any, Any]):
+    """An environment that draws from all generators in every call, from step ``first_draw`` on.
+
+    It draws single normal numbers, of which NumPy generates two at a time. With ``seeds``, a reset seeds the generators.
     """
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (6,), np.float64)
     action_space = gymnasium.spaces.Discrete(2)
 
-    def __init__(self, *, late: int = 0, seeds: bool = False) -> None:
-        self.late, self.seeds, self.steps = late, seeds, 0
+    def __init__(self, *, first_draw: int = 0, seeds: bool = False) -> None:
+        self.first_draw, self.seeds, self.steps = first_draw, seeds, 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
@@ -55,7 +56,7 @@ class Draws(gymnasium.Env[Any, Any]):
         return self.draw_all(), {}
 
     def draw_all(self) -> Any:
-        if self.steps < self.late:
+        if self.steps < self.first_draw:
             return np.zeros(6)
         state = np.random.get_state()
         np.random.seed(1)
@@ -68,20 +69,20 @@ class Draws(gymnasium.Env[Any, Any]):
         self.steps += 1
         if action == 7:
             os.kill(os.getpid(), signal.SIGKILL)
-        ended = self.steps >= self.late and np.random.rand() < 0.1
-        reward = random.random() if self.steps >= self.late else 0.0
+        ended = self.steps >= self.first_draw and np.random.rand() < 0.1
+        reward = random.random() if self.steps >= self.first_draw else 0.0
         return self.draw_all(), reward, bool(ended), False, {"steps": self.steps}
 
-    def guess(self) -> float:
+    def draw(self) -> float:
         return float(np.random.rand() + random.random())
 
 
-def results_alone(env_fn: Callable[[], Any], seed: int, steps: int, mode: AutoresetMode) -> Iterator[Any]:
+def run_alone(env_fn: Callable[[], Any], seed: int, steps: int, mode: AutoresetMode) -> Iterator[Any]:
     """Yield the results of one environment in a plain loop, seeded as in ``docs/workers.md``; nothing else draws."""
     outside = random.getstate(), np.random.get_state()
     episode = 0
 
-    def begin(env: Any, **kwargs: Any) -> Any:
+    def begin_episode(env: Any, **kwargs: Any) -> Any:
         sequences = [np.random.SeedSequence(seed, spawn_key=(episode, which)) for which in range(2)]
         np.random.set_state(np.random.MT19937(sequences[0]).state)
         random.seed(int.from_bytes(sequences[1].generate_state(4).tobytes(), "little"))
@@ -89,99 +90,104 @@ def results_alone(env_fn: Callable[[], Any], seed: int, steps: int, mode: Autore
 
     try:
         env = env_fn()
-        yield begin(env, seed=seed), 0.0, False
-        over = False
+        yield begin_episode(env, seed=seed), 0.0, False
+        reset_due = False
         for _ in range(steps):
-            if over and mode is not AutoresetMode.SAME_STEP:
+            if reset_due:
                 episode += 1
-                yield begin(env), 0.0, False
-                over = False
+                yield begin_episode(env), 0.0, False
+                reset_due = False
                 continue
-            observation, reward, over, _, _ = env.step(0)
-            ended = over
-            if over and mode is AutoresetMode.SAME_STEP:
+            observation, reward, ended, _, _ = env.step(0)
+            if ended and mode is AutoresetMode.SAME_STEP:
                 episode += 1
-                observation, over = begin(env), False
+                observation = begin_episode(env)
+            else:
+                reset_due = ended
             yield observation, reward, ended
     finally:
         random.setstate(outside[0])
         np.random.set_state(outside[1])
 
 
-def trajectory(envs: Any, steps: int, seed: int | None = 3) -> list[Any]:
-    """Return (observations, rewards, terminations) of a reset and of steps; in disabled mode, ended rows are reset by mask.
+def collect_results(envs: Any, steps: int, seed: int | None = 3) -> list[Any]:
+    """Return (observations, rewards, terminations) of a reset, unless ``seed`` is ``None``, and of steps.
+
+    In disabled mode, rows are reset by mask when their episodes end.
     """
     count = envs.num_envs
     results = [(envs.reset(seed=seed)[0], np.zeros(count), np.zeros(count, bool))] if seed is not None else []
-    over = np.zeros(count, bool)
+    ended = np.zeros(count, bool)
     for _ in range(steps):
-        if over.any() and envs.autoreset_mode is AutoresetMode.DISABLED:
-            envs.reset(options={"reset_mask": over})
-        observations, rewards, over, _, _ = envs.step(np.zeros(count, int))
-        results.append((observations, rewards, over))
+        if ended.any() and envs.autoreset_mode is AutoresetMode.DISABLED:
+            envs.reset(options={"reset_mask": ended})
+        observations, rewards, ended, _, _ = envs.step(np.zeros(count, int))
+        results.append((observations, rewards, ended))
     return results
 
 
-def own(count: int = 5, env_fn: Callable[[], Any] = Draws, **options: Any) -> Any:
+def make_engine(count: int = 5, env_fn: Callable[[], Any] = DrawingEnv, **options: Any) -> Any:
     if "spare_workers" in options:
         return vecenv.make_vec(env_fn, count, vector_kwargs={"generators": "own", **options})
     return vecenv.AsyncVectorEnv([env_fn] * count, generators="own", **options)
 
 
-def run(steps: int = 40, **options: Any) -> list[Any]:
-    envs = own(**options)
+def run_engine(steps: int = 40, **options: Any) -> list[Any]:
+    envs = make_engine(**options)
     try:
-        return trajectory(envs, steps)
+        return collect_results(envs, steps)
     finally:
         envs.close()
 
 
-LATE = functools.partial(Draws, late=7)
-SEEDS = functools.partial(Draws, seeds=True)
+DRAWS_FROM_STEP_7 = functools.partial(DrawingEnv, first_draw=7)
+SEEDS_GENERATORS = functools.partial(DrawingEnv, seeds=True)
 
 
-@pytest.mark.parametrize("env_fn", [Draws, LATE, SEEDS], ids=["always", "late", "seeds"])
+@pytest.mark.parametrize("env_fn", [DrawingEnv, DRAWS_FROM_STEP_7, SEEDS_GENERATORS], ids=["always", "late", "seeds"])
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_rows_equal_each_environment_alone(mode: AutoresetMode, env_fn: Any) -> None:
-    results = run(env_fn=env_fn, num_workers=0, autoreset_mode=mode, count=3)
+def test_rows_equal_envs_that_run_alone(mode: AutoresetMode, env_fn: Any) -> None:
+    results = run_engine(env_fn=env_fn, num_workers=0, autoreset_mode=mode, count=3)
     for row in range(3):
-        expected = list(results_alone(env_fn, 3 + row, 40, mode))
-        assert_identical([tuple(part[row] for part in step) for step in results], list(map(_typed, expected)), f"row {row}")
+        expected = list(run_alone(env_fn, 3 + row, 40, mode))
+        row_results = [tuple(part[row] for part in step) for step in results]
+        assert_identical(row_results, list(map(to_numpy_scalars, expected)), f"row {row}")
 
 
-def _typed(step: Any) -> Any:
-    observation, reward, over = step
-    return observation, np.float64(reward), np.bool_(over)
+def to_numpy_scalars(step: Any) -> Any:
+    observation, reward, ended = step
+    return observation, np.float64(reward), np.bool_(ended)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mode", "env_fn", "options"),
     each_once(
-        MODES, {"always": Draws, "late": LATE},
+        MODES, {"always": DrawingEnv, "late": DRAWS_FROM_STEP_7},
         {"2": {"num_workers": 2}, "caller": {"num_workers": 2, "use_caller": True}, "1": {"num_workers": 1}},
     ),
 )
 def test_number_of_workers_does_not_change_results(mode: AutoresetMode, env_fn: Any, options: Any) -> None:
-    plain = run(env_fn=env_fn, num_workers=0, autoreset_mode=mode)
-    assert_identical(run(env_fn=env_fn, autoreset_mode=mode, **options), plain)
+    plain = run_engine(env_fn=env_fn, num_workers=0, autoreset_mode=mode)
+    assert_identical(run_engine(env_fn=env_fn, autoreset_mode=mode, **options), plain)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize("workers", [2, 4, None])
 def test_start_methods_do_not_change_results(context: Any, workers: Any) -> None:
-    assert_identical(run(num_workers=workers, context=context, env_fn=SEEDS), run(num_workers=0, env_fn=SEEDS))
+    expected = run_engine(num_workers=0, env_fn=SEEDS_GENERATORS)
+    assert_identical(run_engine(num_workers=workers, context=context, env_fn=SEEDS_GENERATORS), expected)
 
 
 def test_callers_draws_are_independent() -> None:
-    plain = run(num_workers=0)
+    plain = run_engine(num_workers=0)
     np.random.seed(1)
     random.seed(1)
     np.random.normal()
     bit_generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     function = random.random
-    envs = own(num_workers=0)
+    envs = make_engine(num_workers=0)
     results = [(envs.reset(seed=3)[0], np.zeros(5), np.zeros(5, bool))]
     drawn = [np.random.normal(), random.random(), getrandbits(8)]
     for _ in range(40):
@@ -200,7 +206,9 @@ def test_callers_draws_are_independent() -> None:
     assert rest == [np.random.normal(), random.random()]
 
 
-class DrawsByModule(Draws):
+class ModuleDrawingEnv(DrawingEnv):
+    """An environment that draws only by functions of the modules."""
+
     def draw_all(self) -> Any:
         return np.array([np.random.normal(), random.random(), random.gauss(0, 1)])
 
@@ -212,8 +220,8 @@ def test_signal_at_any_point_does_not_change_draws(
     monkeypatch.setattr(system_generators._Switch, "_replace_references", lambda self: None)  # takes 10 ms each time
     original = np.random.get_bit_generator(), random.random  # type: ignore[attr-defined]
     outside = random.getstate(), np.random.get_state()
-    (build,) = own_generators.with_own_generators([DrawsByModule])
-    later = next(results_alone(DrawsByModule, 5, 0, AutoresetMode.NEXT_STEP))[0]
+    (build,) = own_generators.with_own_generators([ModuleDrawingEnv])
+    later = next(run_alone(ModuleDrawingEnv, 5, 0, AutoresetMode.NEXT_STEP))[0]
     event, fired = 0, True
 
     def run_episode() -> None:
@@ -226,7 +234,7 @@ def test_signal_at_any_point_does_not_change_draws(
             event += 1
             random.seed(7)
             np.random.seed(7)
-            np.random.normal()  # numpy keeps a second normal number
+            np.random.normal()  # NumPy generates two numbers and keeps the second
             with handled(signal.SIGUSR2, Alarm):
                 fired, _ = interrupt_at(event, run_episode, own_generators.__file__, system_generators.__file__)
             expected = np.random.RandomState(7).normal(size=3).tolist()[1:], random.Random(7).random()
@@ -235,7 +243,7 @@ def test_signal_at_any_point_does_not_change_draws(
                 with closing(build()) as env:
                     assert_identical(env.reset(seed=5)[0], later, f"event {event}")
         assert 100 < event < 900
-        gc.collect()  # an environment that was never closed
+        gc.collect()  # frees environments that an interruption left open
         assert (np.random.get_bit_generator(), random.random) == original  # type: ignore[attr-defined]
     finally:
         random.setstate(outside[0])
@@ -245,106 +253,112 @@ def test_signal_at_any_point_does_not_change_draws(
 def test_calls_and_first_ready_rows_use_their_own_generators() -> None:
     results = []
     for workers in (0, 2):
-        envs = own(4, num_workers=workers, batch_size=4)
+        envs = make_engine(4, num_workers=workers, batch_size=4)
         envs.reset(seed=5)
-        guesses = envs.call("guess"), envs.exec_func(Draws.guess, [1, 3])
+        draws = envs.call("draw"), envs.exec_func(DrawingEnv.draw, [1, 3])
         for rows in ([0, 2], [1], [3], [0]):
             envs.send(np.zeros(len(rows), int), rows)
             envs.recv(count=len(rows))
-        results.append((guesses, trajectory(envs, 20, None), envs.call("guess")))
+        results.append((draws, collect_results(envs, 20, None), envs.call("draw")))
         envs.close()
     assert_identical(results[1], results[0])
 
 
 def test_saved_generators_continue_in_another_engine() -> None:
-    envs = own(num_workers=0)
-    trajectory(envs, 13)
+    envs = make_engine(num_workers=0)
+    collect_results(envs, 13)
     kept = envs.save()
-    expected = trajectory(envs, 30, None)
+    expected = collect_results(envs, 30, None)
     envs.load(kept)
-    assert_identical(trajectory(envs, 30, None), expected)
+    assert_identical(collect_results(envs, 30, None), expected)
     state = envs.state_dict()
     envs.close()
-    with closing(own(num_workers=2)) as other:
+    with closing(make_engine(num_workers=2)) as other:
         other.reset(seed=99)
         other.load(kept)
-        assert_identical(trajectory(other, 30, None), expected)
+        assert_identical(collect_results(other, 30, None), expected)
         other.load_state_dict(state)
-    with closing(vecenv.AsyncVectorEnv([Draws] * 5, num_workers=0)) as shared, pytest.raises(SnapshotMismatch, match="own"):
-        shared.load(kept)
+    with (
+        closing(vecenv.AsyncVectorEnv([DrawingEnv] * 5, num_workers=0)) as with_shared_generators,
+        pytest.raises(SnapshotMismatch, match="own"),
+    ):
+        with_shared_generators.load(kept)
 
 
 def test_killed_worker_continues_from_its_snapshot(closes: Any) -> None:
-    envs = closes(own(4, num_workers=2, on_failure="restart", autoreset_mode="SameStep"))
-    trajectory(envs, 9)
+    envs = closes(make_engine(4, num_workers=2, on_failure="restart", autoreset_mode="SameStep"))
+    collect_results(envs, 9)
     kept = envs.save()
-    expected = trajectory(envs, 12, None)
+    expected = collect_results(envs, 12, None)
     *_, infos = envs.step(np.array([7, 0, 7, 0]))
     assert infos["restarted"].all()
     envs.load(kept)
-    assert_identical(trajectory(envs, 12, None), expected)
+    assert_identical(collect_results(envs, 12, None), expected)
 
 
 def test_killed_worker_gives_the_same_results_after_a_reset(closes: Any) -> None:
-    expected = run(num_workers=0)
-    envs = closes(own(num_workers=2, on_failure="restart"))
-    trajectory(envs, 5)
+    expected = run_engine(num_workers=0)
+    envs = closes(make_engine(num_workers=2, on_failure="restart"))
+    collect_results(envs, 5)
     envs.step(np.array([7, 0, 0, 0, 7]))
-    assert_identical(trajectory(envs, 40), expected)
+    assert_identical(collect_results(envs, 40), expected)
 
 
 @pytest.mark.parametrize("mode", ["NextStep", pytest.param("SameStep", marks=pytest.mark.long)])
 def test_spare_workers_do_not_change_results(mode: str) -> None:
     assert_identical(
-        run(spare_workers=3, count=3, autoreset_mode=mode), run(spare_workers=1, count=3, autoreset_mode=mode)
-    )  # fmt: skip
+        run_engine(spare_workers=3, count=3, autoreset_mode=mode),
+        run_engine(spare_workers=1, count=3, autoreset_mode=mode),
+    )
 
 
 @pytest.mark.sampled("late")
-@pytest.mark.parametrize("env_fn", [Draws, LATE], ids=["always", "late"])
-def test_evaluation_is_the_same_for_every_number_of_environments(env_fn: Any) -> None:
+@pytest.mark.parametrize("env_fn", [DrawingEnv, DRAWS_FROM_STEP_7], ids=["always", "late"])
+def test_evaluate_returns_the_same_for_every_number_of_environments(env_fn: Any) -> None:
     evaluations = []
     for count, workers in ((1, 0), (3, 1), (4, 2), (4, 4)):
-        with closing(own(count, env_fn, num_workers=workers)) as envs:
+        with closing(make_engine(count, env_fn, num_workers=workers)) as envs:
             results = vecenv.evaluate(envs, lambda seen: np.zeros(len(seen), int), episodes=12, seed=1)
         evaluations.append([(result.episode_return, result.length) for result in results])
     assert evaluations.count(evaluations[0]) == 4
     assert len({episode_return for episode_return, _ in evaluations[0]}) == 12
 
 
-TRIED: list[dict[str, Any]] = [{"num_workers": "auto"}, {"num_workers": 2, "use_caller": True}, {"batch_size": "auto"}]
-"""Options with which an environment is tried before workers are started."""
+PROBING_OPTIONS: list[dict[str, Any]] = [
+    {"num_workers": "auto"}, {"num_workers": 2, "use_caller": True}, {"batch_size": "auto"},
+]  # fmt: skip
+"""Options with which an environment is probed before workers start."""
 
 
 @pytest.mark.sampled("{'num_workers': 2, 'use_caller': True}")
-@pytest.mark.parametrize("options", TRIED, ids=str)
-def test_evaluation_warns_that_its_promise_does_not_hold(options: Any) -> None:
-    with warnings.catch_warnings(record=True) as raised:
+@pytest.mark.parametrize("options", PROBING_OPTIONS, ids=str)
+def test_evaluate_warns_if_results_depend_on_shared_generators(options: Any) -> None:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with closing(vecenv.AsyncVectorEnv([Draws] * 3, **options)) as envs:
+        with closing(vecenv.AsyncVectorEnv([DrawingEnv] * 3, **options)) as envs:
             vecenv.evaluate(envs, lambda observations: np.zeros(len(observations), int), episodes=4, seed=1)
-    texts = [str(one.message) for one in raised]
-    assert sum("generators='own'" in text and "Draws" in text for text in texts) == 1, texts
+    texts = [str(one.message) for one in caught]
+    assert sum("generators='own'" in text and "DrawingEnv" in text for text in texts) == 1, texts
     assert sum("results of evaluate depend on" in text for text in texts) == 1, texts
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("options", TRIED, ids=str)
-def test_a_warning_names_the_environment_and_the_generator(options: Any) -> None:
-    with warnings.catch_warnings(record=True) as raised:
+@pytest.mark.parametrize("options", PROBING_OPTIONS, ids=str)
+def test_warning_names_the_environment_and_the_generator(options: Any) -> None:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        vecenv.AsyncVectorEnv([LateNumbers] * 4, **options).close()
-    [text] = [str(one.message) for one in raised if "generators" in str(one.message)]
-    assert re.search(r"env \d \(LateNumbers\) draws from the generator of numpy\.random.*generators='own'", text)
+        vecenv.AsyncVectorEnv([DrawsInStepEnv] * 4, **options).close()
+    [text] = [str(one.message) for one in caught if "generators" in str(one.message)]
+    assert re.search(r"env \d \(DrawsInStepEnv\) draws from the generator of numpy\.random.*generators='own'", text)
 
 
 def test_own_generators_give_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        own(env_fn=Draws, num_workers="auto").close()
+        make_engine(env_fn=DrawingEnv, num_workers="auto").close()
 
 
-class LateNumbers(gymnasium.Env[Any, Any]):
+class DrawsInStepEnv(gymnasium.Env[Any, Any]):
     observation_space = gymnasium.spaces.Box(-9, 9, (1,), np.float64)
     action_space = gymnasium.spaces.Discrete(2)
 
@@ -368,8 +382,8 @@ def test_environments_that_do_not_draw_give_no_warning(workers: Any) -> None:
         envs.close()
 
 
-class Nested(LateNumbers):
-    """An environment that builds an engine in its reset and draws nothing."""
+class NestedEngineEnv(DrawsInStepEnv):
+    """An environment that builds an engine in its reset. It draws nothing in the reset."""
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         with closing(vecenv.AsyncVectorEnv([functools.partial(gymnasium.make, "CartPole-v1")], context="fork")) as envs:
@@ -377,10 +391,10 @@ class Nested(LateNumbers):
         return super().reset()
 
 
-def test_an_engine_inside_an_environment_draws_nothing() -> None:
+def test_engine_inside_an_environment_gives_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        envs = vecenv.AsyncVectorEnv([Nested] * 2, num_workers=1, context="fork", daemon=False)
+        envs = vecenv.AsyncVectorEnv([NestedEngineEnv] * 2, num_workers=1, context="fork", daemon=False)
         envs.reset(seed=1)
         envs.close()
 
@@ -392,7 +406,7 @@ def test_workers_of_a_seeded_caller_differ_reproducibly(context: Any) -> None:
     for _ in range(2):
         np.random.seed(4)
         random.seed(4)
-        envs = vecenv.AsyncVectorEnv([Draws] * 3, context=context)
+        envs = vecenv.AsyncVectorEnv([DrawingEnv] * 3, context=context)
         assert np.random.rand() == np.random.RandomState(4).rand()
         assert random.random() == random.Random(4).random()
         observations, _ = envs.reset(seed=[0, 1, 2])
@@ -402,13 +416,13 @@ def test_workers_of_a_seeded_caller_differ_reproducibly(context: Any) -> None:
     assert all(len(set(column)) == 3 for column in results[0][:, :4].T)
 
 
-class TorchGenerator:
-    """A stand-in for torch's generator: its state is bytes."""
+class FakeTorchGenerator:
+    """A replacement for torch's generator. Its state is an array of bytes."""
 
     def __init__(self) -> None:
         self._own = np.random.RandomState(0)
 
-    def manual_seed(self, seed: int) -> TorchGenerator:
+    def manual_seed(self, seed: int) -> FakeTorchGenerator:
         self._own = np.random.RandomState(seed % 2**32)
         return self
 
@@ -427,44 +441,45 @@ class TorchGenerator:
 
 @pytest.fixture
 def torch(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """Install a stand-in for the parts of torch that generators need; the real one is large."""
+    """Install a replacement for the parts of torch that generators need, because the real package is large."""
     module = types.SimpleNamespace(
-        Generator=TorchGenerator, default_generator=TorchGenerator(), uint8=np.uint8,
+        Generator=FakeTorchGenerator, default_generator=FakeTorchGenerator(), uint8=np.uint8,
         frombuffer=np.frombuffer, set_num_threads=lambda threads: None,
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "torch", module)  # type: ignore[arg-type]
     return module
 
 
-class TorchDraws(Draws):
+class TorchDrawingEnv(DrawingEnv):
     def draw_all(self) -> Any:
-        if self.steps < self.late:
+        if self.steps < self.first_draw:
             return np.zeros(6)
         return np.full(6, sys.modules["torch"].default_generator.rand())  # type: ignore[attr-defined]
 
 
 @pytest.mark.sampled("0")
-@pytest.mark.parametrize("late", [0, 7])
-def test_torch_has_a_state_for_each_environment(torch: types.SimpleNamespace, late: int) -> None:
-    env_fn = functools.partial(TorchDraws, late=late)
+@pytest.mark.parametrize("first_draw", [0, 7])
+def test_torch_generator_has_a_state_per_environment(torch: types.SimpleNamespace, first_draw: int) -> None:
+    env_fn = functools.partial(TorchDrawingEnv, first_draw=first_draw)
     before = torch.default_generator.get_state().numpy().tobytes()
-    plain = run(env_fn=env_fn, num_workers=0)
+    plain = run_engine(env_fn=env_fn, num_workers=0)
     assert torch.default_generator.get_state().numpy().tobytes() == before
-    assert_identical(run(env_fn=env_fn, num_workers=2, context="fork"), plain)
-    assert_identical([tuple(part[:2] for part in step) for step in plain], run(env_fn=env_fn, num_workers=0, count=2))
-    with closing(own(3, env_fn, num_workers=0)) as envs:
-        trajectory(envs, 13)
+    assert_identical(run_engine(env_fn=env_fn, num_workers=2, context="fork"), plain)
+    two_rows = [tuple(part[:2] for part in step) for step in plain]
+    assert_identical(two_rows, run_engine(env_fn=env_fn, num_workers=0, count=2))
+    with closing(make_engine(3, env_fn, num_workers=0)) as envs:
+        collect_results(envs, 13)
         kept = envs.save()
-        expected = trajectory(envs, 20, None)
+        expected = collect_results(envs, 20, None)
         envs.load(kept)
-        assert_identical(trajectory(envs, 20, None), expected)
+        assert_identical(collect_results(envs, 20, None), expected)
 
 
 @pytest.mark.parametrize("drawn", [True, False])
 def test_snapshot_contains_the_state_of_torch(torch: types.SimpleNamespace, drawn: bool) -> None:
     """A snapshot contains torch's state even if nothing was drawn from it."""
-    env_fn = TorchDraws if drawn else functools.partial(TorchDraws, late=1000)
-    with closing(own(2, env_fn, num_workers=0)) as envs:
+    env_fn = TorchDrawingEnv if drawn else functools.partial(TorchDrawingEnv, first_draw=1000)
+    with closing(make_engine(2, env_fn, num_workers=0)) as envs:
         envs.reset(seed=1)
         assert (envs.local_envs[0].take_snapshot()["torch"] is not None) == drawn
 
@@ -472,18 +487,18 @@ def test_snapshot_contains_the_state_of_torch(torch: types.SimpleNamespace, draw
 def test_draw_from_torch_warns(torch: types.SimpleNamespace) -> None:
     with warnings.catch_warnings(record=True) as results:
         warnings.simplefilter("always")
-        vecenv.AsyncVectorEnv([TorchDraws] * 2, num_workers="auto", context="fork").close()
+        vecenv.AsyncVectorEnv([TorchDrawingEnv] * 2, num_workers="auto", context="fork").close()
     assert sum("and torch, which everything in its process shares" in str(one.message) for one in results) == 1
 
 
-def test_make_vec_passes_the_option_on() -> None:
+def test_make_vec_forwards_generators() -> None:
     options = {"generators": "own", "num_workers": 0}
     with closing(vecenv.make_vec("CartPole-v1", 2, vector_kwargs=options)) as envs:
         assert envs.generators == "own"
         envs.reset(seed=0)
 
 
-def test_vecenv_run_passes_the_option_on(tmp_path: Path) -> None:
+def test_vecenv_run_forwards_generators(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import gymnasium\n"
@@ -492,5 +507,5 @@ def test_vecenv_run_passes_the_option_on(tmp_path: Path) -> None:
         "    print(envs.generators)\n"
         "    envs.close()\n"
     )
-    shown = printed("-m", "vecenv", "run", "--generators", "own", "--num-workers", "0", program)
-    assert shown.split() == ["own"]
+    output = printed("-m", "vecenv", "run", "--generators", "own", "--num-workers", "0", program)
+    assert output.split() == ["own"]

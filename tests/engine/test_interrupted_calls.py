@@ -1,4 +1,4 @@
-"""Calls that an exception of a signal handler interrupts, and restarts of rows that are received one by one."""
+"""Calls that an exception in a signal handler interrupts, and restarts of rows that are received one by one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vecenv.testing import FaultyEnv, assert_identical
 KILL = 9
 
 
-class Counting(gymnasium.Env[Any, Any]):
+class CountingEnv(gymnasium.Env[Any, Any]):
     """An environment with observations (row, steps, total); action 9 kills the process."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (3,), np.float64)
@@ -52,7 +52,7 @@ class Counting(gymnasium.Env[Any, Any]):
         self.steps, self.total = self.steps + 1, self.total + int(action)
         return self.observe(), float(self.total), False, False, {"total": self.total}
 
-    def nap(self, seconds: float) -> int:
+    def sleep(self, seconds: float) -> int:
         time.sleep(seconds)
         return self.row
 
@@ -66,8 +66,8 @@ class Counting(gymnasium.Env[Any, Any]):
         self.mark = mark
 
 
-class Slow(Counting):
-    """An object that takes 0.2 seconds to be pickled, and to be restored."""
+class SlowPickleEnv(CountingEnv):
+    """An environment that takes 0.2 seconds to be pickled, and 0.2 seconds to be unpickled."""
 
     def __getstate__(self) -> Any:
         time.sleep(0.2)
@@ -78,7 +78,7 @@ class Slow(Counting):
         vars(self).update(state)
 
 
-FNS = [partial(Counting, row) for row in range(4)]
+ENV_FNS = [partial(CountingEnv, row) for row in range(4)]
 ACTIONS = np.array([1, 2, 3, 4])
 
 
@@ -88,21 +88,21 @@ def alarm() -> Iterator[None]:
         yield
 
 
-def open_engine(fns: Any = FNS, **options: Any) -> Any:
+def open_engine(fns: Any = ENV_FNS, **options: Any) -> Any:
     return closing(vecenv.AsyncVectorEnv(fns, **{"num_workers": 2, "context": "fork", **options}))
 
 
-def equal_after_reset(envs: Any) -> None:
-    """True if a seeded reset and a step equal those of a fresh engine."""
-    with closing(SyncVectorEnv(FNS)) as twin:
-        assert_identical(envs.reset(seed=5), twin.reset(seed=5), "reset")
+def assert_equal_after_reset(envs: Any) -> None:
+    """Check that a seeded reset and the following steps equal those of a new ``SyncVectorEnv``."""
+    with closing(SyncVectorEnv(ENV_FNS)) as reference:
+        assert_identical(envs.reset(seed=5), reference.reset(seed=5), "reset")
         for actions in (ACTIONS, ACTIONS[::-1]):
-            assert_identical(envs.step(actions), twin.step(actions), "step")
+            assert_identical(envs.step(actions), reference.step(actions), "step")
 
 
 # --- an exception in the middle of a change of state ----------------------------------------------
 
-BROKEN_OFF: dict[str, tuple[str, Callable[[Any], Any]]] = {
+INTERRUPTED_CALLS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "step": ("queue_for_all", lambda envs: envs.step(ACTIONS)),
     "send": ("queue", lambda envs: envs.send(ACTIONS[:1], [0])),
     "masked reset": ("queue", lambda envs: envs.reset(options={"reset_mask": np.array([True, False, False, False])})),
@@ -112,11 +112,11 @@ BROKEN_OFF: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("options", [{}, {"num_workers": 0}, {"num_workers": 1, "use_caller": True}], ids=str)
-@pytest.mark.parametrize("call", BROKEN_OFF)
+@pytest.mark.parametrize("call", INTERRUPTED_CALLS)
 def test_interrupted_change_of_state_needs_a_reset(
     call: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    method, make = BROKEN_OFF[call]
+    method, make_call = INTERRUPTED_CALLS[call]
     with open_engine(**options) as envs:
         envs.reset(seed=1)
         envs.step(ACTIONS)
@@ -128,28 +128,29 @@ def test_interrupted_change_of_state_needs_a_reset(
 
         monkeypatch.setattr(envs._pool, method, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            make(envs)
+            make_call(envs)
         monkeypatch.undo()
         assert "phase=RESET_NEEDED" in repr(envs)
-        for refused in (*[make for _, make in BROKEN_OFF.values()], lambda envs: envs.recv(), lambda envs: envs.save()):
+        calls = [make_call for _, make_call in INTERRUPTED_CALLS.values()]
+        for refused in (*calls, lambda envs: envs.recv(), lambda envs: envs.save()):
             with pytest.raises(ResetNeeded, match="reset"):
                 refused(envs)
-        equal_after_reset(envs)
+        assert_equal_after_reset(envs)
 
 
 def raise_after(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str) -> None:
-    """Raise the alarm whenever this method has been called."""
+    """Raise SIGALRM after every call of ``method``."""
     original = getattr(owner, method)
 
-    def alarmed(*arguments: Any, **options: Any) -> Any:
+    def call_and_raise(*arguments: Any, **options: Any) -> Any:
         result = original(*arguments, **options)
         signal.raise_signal(signal.SIGALRM)
         return result
 
-    monkeypatch.setattr(owner, method, alarmed)
+    monkeypatch.setattr(owner, method, call_and_raise)
 
 
-def test_a_death_is_recorded_if_its_handling_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_death_is_recorded_if_its_handling_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_engine() as envs:
         envs.reset(seed=1)
         raise_after(monkeypatch, WorkerProcess, "_describe_death")
@@ -157,25 +158,25 @@ def test_a_death_is_recorded_if_its_handling_is_interrupted(monkeypatch: pytest.
             envs.step(np.array([1, KILL, 3, 4]))
         monkeypatch.undo()
         assert [record.error.envs for record in envs.errors] == [(0, 1)]
-        equal_after_reset(envs)
+        assert_equal_after_reset(envs)
         assert len(envs.errors) == 1
 
 
-class HangsLater:
-    """A function that builds an environment, and hangs once a file exists."""
+class HangsIfFileExists:
+    """A function that builds an environment, and hangs if a file exists."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def __call__(self) -> Counting:
+    def __call__(self) -> CountingEnv:
         if self.path.exists():
             time.sleep(60)
-        return Counting(0)
+        return CountingEnv(0)
 
 
-def test_a_start_has_a_time_limit_if_it_was_interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_interrupted_worker_start_keeps_its_time_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     options = vecenv.WorkerOptions(start_timeout=2.0)
-    with open_engine([HangsLater(tmp_path / "file")], num_workers=1, worker_options=options) as envs:
+    with open_engine([HangsIfFileExists(tmp_path / "file")], num_workers=1, worker_options=options) as envs:
         envs.reset(seed=1)
         with pytest.raises(WorkerDied):
             envs.step([KILL])
@@ -210,21 +211,21 @@ def test_infos_are_complete_after_a_reply_was_lost(num_workers: int, monkeypatch
         assert envs.step(ACTIONS)[4]["total"].tolist() == [1, 3, 5, 7]
 
 
-def test_an_interrupted_wait_for_a_step_can_be_repeated() -> None:
-    with open_engine() as envs, closing(SyncVectorEnv(FNS)) as twin:
+def test_interrupted_wait_for_a_step_can_be_repeated() -> None:
+    with open_engine() as envs, closing(SyncVectorEnv(ENV_FNS)) as reference:
         envs.reset(seed=1)
-        twin.reset(seed=1)
+        reference.reset(seed=1)
         pid = envs.processes[1].pid
         os.kill(pid, signal.SIGSTOP)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(TimeoutError):
             envs.step(ACTIONS)
         os.kill(pid, signal.SIGCONT)
-        assert_identical(envs.step_wait(), twin.step(ACTIONS), "the interrupted step")
-        assert_identical(envs.step(ACTIONS), twin.step(ACTIONS), "the next one")
+        assert_identical(envs.step_wait(), reference.step(ACTIONS), "the interrupted step")
+        assert_identical(envs.step(ACTIONS), reference.step(ACTIONS), "the next one")
 
 
-class Nap:
+class Delay:
     """A fault that delays the result."""
 
     def __init__(self, seconds: float) -> None:
@@ -236,9 +237,11 @@ class Nap:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "use_caller": True}], ids=str)
-def test_a_failure_in_a_dropped_step_is_recorded(options: dict[str, Any]) -> None:
-    """One environment raises, then Ctrl-C interrupts the wait for the others."""
-    fns = [partial(FaultyEnv, FNS[0](), "raises", step=1), *FNS[1:3], partial(FaultyEnv, FNS[3](), Nap(0.3), step=1)]
+def test_failure_in_a_dropped_step_is_recorded(options: dict[str, Any]) -> None:
+    """One environment raises, then a signal interrupts the wait for the others."""
+    raising_fn = partial(FaultyEnv, ENV_FNS[0](), "raises", step=1)
+    slow_fn = partial(FaultyEnv, ENV_FNS[3](), Delay(0.3), step=1)
+    fns = [raising_fn, *ENV_FNS[1:3], slow_fn]
     with open_engine(fns, **options) as envs:
         envs.reset(seed=1)
         signal.setitimer(signal.ITIMER_REAL, 0.15)
@@ -249,8 +252,8 @@ def test_a_failure_in_a_dropped_step_is_recorded(options: dict[str, Any]) -> Non
         assert [(record.env, record.command, type(record.error)) for record in envs.errors] == [(0, "step", ValueError)]
 
 
-def test_a_late_failure_in_a_dropped_reset_is_recorded_as_one_of_a_reset() -> None:
-    slow = FaultyEnv(FaultyEnv(FNS[0](), Nap(0.3), reset=2), "raises", reset=2)
+def test_failure_in_a_dropped_reset_is_recorded_as_a_reset_failure() -> None:
+    slow = FaultyEnv(FaultyEnv(ENV_FNS[0](), Delay(0.3), reset=2), "raises", reset=2)
     with open_engine([lambda: slow], num_workers=1) as envs:
         envs.reset(seed=1)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
@@ -262,49 +265,49 @@ def test_a_late_failure_in_a_dropped_reset_is_recorded_as_one_of_a_reset() -> No
 
 
 CALLS: dict[str, tuple[float, Callable[[Any], Any], Any]] = {
-    "call": (0.1, lambda envs: envs.call("nap", 0.15), (0, 1, 2, 3)),
-    "get_attr": (0.1, lambda envs: envs.exec_func(Counting.nap, None, 0.15), (0, 1, 2, 3)),
+    "call": (0.1, lambda envs: envs.call("sleep", 0.15), (0, 1, 2, 3)),
+    "exec_func": (0.1, lambda envs: envs.exec_func(CountingEnv.sleep, None, 0.15), (0, 1, 2, 3)),
     "set_attr": (0.1, lambda envs: (envs.set_attr("slow_mark", 7), envs.get_attr("mark"))[1], (7, 7, 7, 7)),
 }
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("call", CALLS)
-def test_an_interrupted_call_can_be_made_again(call: str) -> None:
-    """Late replies to it affect neither the next call nor the next step."""
-    seconds, make, wanted = CALLS[call]
+def test_interrupted_call_can_be_repeated(call: str) -> None:
+    """Late replies to the interrupted call affect neither the next call nor the next step."""
+    seconds, make_call, expected = CALLS[call]
     with open_engine() as envs:
         envs.reset(seed=1)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         with pytest.raises(TimeoutError):
-            make(envs)
+            make_call(envs)
         observations, *_ = envs.step(ACTIONS)
         assert observations[:, 1].tolist() == [1, 1, 1, 1]
-        assert make(envs) == wanted
-        equal_after_reset(envs)
+        assert make_call(envs) == expected
+        assert_equal_after_reset(envs)
 
 
 @pytest.mark.parametrize("call", ["save", "load"])
-def test_interrupted_snapshots_leave_environments_usable(call: str) -> None:
-    with open_engine([partial(Slow, row) for row in range(4)]) as envs:
+def test_interrupted_save_or_load_leaves_envs_usable(call: str) -> None:
+    with open_engine([partial(SlowPickleEnv, row) for row in range(4)]) as envs:
         envs.reset(seed=1)
-        kept = envs.save(verify=False)
-        wanted = envs.step(ACTIONS)
-        make = partial(envs.save, verify=False) if call == "save" else partial(envs.load, kept)
+        snapshots = envs.save(verify=False)
+        expected = envs.step(ACTIONS)
+        make_call = partial(envs.save, verify=False) if call == "save" else partial(envs.load, snapshots)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with contextlib.suppress(TimeoutError):
-            make()
+            make_call()
         signal.setitimer(signal.ITIMER_REAL, 0)
-        make()
-        envs.load(kept)
-        assert_identical(envs.step(ACTIONS), wanted, "the step after the load")
+        make_call()
+        envs.load(snapshots)
+        assert_identical(envs.step(ACTIONS), expected, "the step after the load")
 
 
 # --- restarts of rows that are received one by one ------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
-def test_a_worker_that_dies_among_sent_rows_is_restarted(mode: str) -> None:
+def test_worker_that_dies_with_rows_in_flight_is_restarted(mode: str) -> None:
     with open_engine(on_failure="restart", autoreset_mode=mode) as envs:
         envs.reset(seed=1)
         last = envs.step(ACTIONS)[0]
@@ -312,7 +315,7 @@ def test_a_worker_that_dies_among_sent_rows_is_restarted(mode: str) -> None:
         parts = [envs.recv(count=1) for _ in range(4)]
         rows = {int(part[4]["env_id"][0]): part for part in parts}
         assert sorted(rows) == [0, 1, 2, 3]
-        for row in (0, 1):  # of the worker that died
+        for row in (0, 1):  # the rows of the worker that died
             observation, reward, terminated, truncated, infos = rows[row]
             assert (reward[0], terminated[0], truncated[0], infos["restarted"][0]) == (0.0, False, True, True)
             assert infos["final_obs"][0].tolist() == last[row].tolist()
@@ -321,10 +324,10 @@ def test_a_worker_that_dies_among_sent_rows_is_restarted(mode: str) -> None:
             assert rows[row][0][0].tolist() == [row, 2, 1 + row + 2 * (row + 1)]
             assert "restarted" not in rows[row][4]
         assert envs.stats()["restarts"] == 1
-        equal_after_reset(envs)
+        assert_equal_after_reset(envs)
 
 
-def test_death_among_sent_rows_is_raised_once_and_others_are_received() -> None:
+def test_recv_raises_a_worker_death_once_and_returns_the_other_rows() -> None:
     with open_engine() as envs:
         envs.reset(seed=1)
         envs.send(np.array([1, KILL, 3, 4]), range(4))

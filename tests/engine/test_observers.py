@@ -20,15 +20,15 @@ from vecenv.front.infos import info_rows
 from vecenv.testing import FaultyEnv
 
 
-class Log(vecenv.Observer):
-    """A list of all events, with copies of their arguments. ``on_dropped`` is left out unless ``shows_drops``."""
+class EventLog(vecenv.Observer):
+    """An observer that keeps a list of all events and their arguments; those of ``on_dropped`` only with ``logs_drops``."""
 
-    shows_drops = False
+    logs_drops = False
 
     def __init__(self) -> None:
         self.events: list[Any] = []
 
-    def take(self) -> list[Any]:
+    def pop_events(self) -> list[Any]:
         events, self.events = self.events, []
         return events
 
@@ -39,7 +39,7 @@ class Log(vecenv.Observer):
         self.events.append(("step", None if rows is None else list(rows), np.array(actions).tolist()))
 
     def on_dropped(self, rows: Any, *, submitted: Any) -> None:
-        if self.shows_drops:
+        if self.logs_drops:
             self.events.append(("dropped", list(rows), list(submitted)))
 
     def on_call(self, rows: Any, name: str, arguments: Any) -> None:
@@ -54,67 +54,68 @@ class Log(vecenv.Observer):
 
 
 @contextmanager
-def logged_engine(env_fns: Any, **options: Any) -> Iterator[tuple[Any, Log]]:
-    """Yield an engine after a reset, and the log of all that follows."""
-    log = Log()
+def logged_engine(env_fns: Any, **options: Any) -> Iterator[tuple[Any, EventLog]]:
+    """Yield an engine after a reset, and the log of all later events."""
+    log = EventLog()
     with open_engine(env_fns, **options) as envs:
         envs.add_observer(log)
         envs.reset(seed=5)
-        log.take()
+        log.pop_events()
         yield envs, log
 
 
-def own_infos(infos: dict[str, Any], count: int) -> list[dict[str, Any]]:
+def remove_env_ids(infos: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """Return one info per row, without the ids that the engine adds."""
     return info_rows({key: value for key, value in infos.items() if key not in ("env_id", "_env_id")}, count)
 
 
-def names(events: list[Any]) -> list[Any]:
+def names_and_rows(events: list[Any]) -> list[Any]:
     return [event[:2] for event in events]
 
 
-def faulty(fault: str, step: int) -> Any:
+def make_faulty_env(fault: str, step: int) -> Any:
     return FaultyEnv(CounterEnv(), fault, step=step)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_calls_are_announced_before_they_are_submitted_and_results_before_they_are_returned(engine: str) -> None:
-    log = Log()
+def test_observer_receives_each_call_and_its_result(engine: str) -> None:
+    log = EventLog()
     with open_engine(counters(3), **ENGINES[engine]) as envs:
         envs.add_observer(log)
         result: Any = envs.reset(seed=5, options={"a": 1})
         assert log.events[0] == ("reset", [0, 1, 2], [5, 6, 7], {"a": 1})
         assert log.events[1][2][0] is result[0]
-        assert names(log.take()[1:]) == [("result", None)]
+        assert names_and_rows(log.pop_events()[1:]) == [("result", None)]
 
         result = envs.step(np.array([0, 1, 0]))
-        announced, (_, rows, shown) = log.take()
-        assert announced == ("step", None, [0, 1, 0])
+        submitted, (_, rows, observed) = log.pop_events()
+        assert submitted == ("step", None, [0, 1, 0])
         assert rows is None
-        assert all(one is other for one, other in zip(shown[:4], result[:4], strict=True))
-        assert shown[4].rows() == own_infos(result[4], 3)
+        assert all(one is other for one, other in zip(observed[:4], result[:4], strict=True))
+        assert observed[4].rows() == remove_env_ids(result[4], 3)
 
         envs.step([1, 1, 0])  # a list: one action for each environment
-        assert log.take()[0] == ("step", None, [1, 1, 0])
+        assert log.pop_events()[0] == ("step", None, [1, 1, 0])
 
         envs.reset(seed=[None, 9, None], options={"reset_mask": np.array([False, True, False])})
-        assert log.take()[0] == ("reset", [1], [9], {})
+        assert log.pop_events()[0] == ("reset", [1], [9], {})
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_rows_that_are_sent_are_announced_and_received_by_index(engine: str) -> None:
+def test_observer_receives_sent_and_received_rows_by_index(engine: str) -> None:
     with logged_engine(counters(3), **ENGINES[engine]) as (envs, log):
         envs.send(np.array([1, 0]), [2, 0])
         envs.reset_async(seed=[7], options=[{"a": 1}], env_id=[1])
-        assert log.take() == [("step", [2, 0], [1, 0]), ("reset", [1], [7], [{"a": 1}])]
+        assert log.pop_events() == [("step", [2, 0], [1, 0]), ("reset", [1], [7], [{"a": 1}])]
         result: Any = envs.recv(count=3)
-        ((_, rows, shown),) = log.take()
+        ((_, rows, observed),) = log.pop_events()
         assert sorted(rows) == [0, 1, 2]
         assert rows == result[4]["env_id"].tolist()
-        assert all(one is other for one, other in zip(shown[:4], result[:4], strict=True))
-        assert shown[4].rows() == own_infos(result[4], 3)
+        assert all(one is other for one, other in zip(observed[:4], result[:4], strict=True))
+        assert observed[4].rows() == remove_env_ids(result[4], 3)
 
 
-def test_calls_that_may_change_environments_are_announced() -> None:
+def test_observer_receives_calls_that_may_change_environments() -> None:
     with logged_engine(counters(3), num_workers=2) as (envs, log):
         envs.call("get_wrapper_attr", "unwrapped")
         envs.set_attr("extra", [4, 5, 6])
@@ -122,8 +123,8 @@ def test_calls_that_may_change_environments_are_announced() -> None:
         envs.set_next_options({"a": 1}, seed=3, env_id=[1])
         snapshots = envs.save([0], verify=False)  # changes nothing
         envs.load(snapshots, [2])
-    events = log.take()
-    assert names(events) == [
+    events = log.pop_events()
+    assert names_and_rows(events) == [
         ("call", [0, 1, 2]), ("set_attr", [0, 1, 2]), ("exec_func", [2]), ("set_next_options", [1]), ("load", [2]),
     ]  # fmt: skip
     assert [event[2] for event in events] == [
@@ -132,31 +133,35 @@ def test_calls_that_may_change_environments_are_announced() -> None:
     ]  # fmt: skip
 
 
-def test_refused_calls_are_not_announced() -> None:
+def test_observer_does_not_receive_refused_calls() -> None:
     with logged_engine(counters(2), num_workers=1) as (envs, log):
         for refused in ([0], [0, 0, 0]):
             with pytest.raises(ValueError, match="nothing was sent"):
                 envs.step(refused)
         with pytest.raises(ValueError, match="must match num_envs"):
             envs.reset(seed=[1, 2, 3])
-        assert log.take() == []
+        assert log.pop_events() == []
 
 
-class Seeds(vecenv.Observer):
+class SeedFiller(vecenv.Observer):
+    """An observer that replaces missing seeds by 40 plus the row."""
+
     def on_reset(self, rows: Any, seeds: Any, options: Any) -> None:
         seeds[:] = [40 + row if seed is None else seed for row, seed in zip(rows, seeds, strict=True)]
 
 
-class Drawn(CounterEnv):
+class SeedInfoEnv(CounterEnv):
+    """An environment with the seed of each reset in its info."""
+
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         observation, _ = super().reset(seed=seed, options=options)
         return observation, {"seed": -1 if seed is None else seed}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_observer_may_complete_seeds(engine: str) -> None:
-    with open_engine([Drawn] * 3, **ENGINES[engine]) as envs:
-        envs.add_observer(Seeds())
+def test_observer_may_fill_in_missing_seeds(engine: str) -> None:
+    with open_engine([SeedInfoEnv] * 3, **ENGINES[engine]) as envs:
+        envs.add_observer(SeedFiller())
         assert envs.reset(seed=[None, 3, None])[1]["seed"].tolist() == [40, 3, 42]
         mask = np.array([True, True, False])
         assert envs.reset(options={"reset_mask": mask})[1]["seed"].tolist()[:2] == [40, 41]
@@ -174,51 +179,51 @@ FAULTS = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_text_of_on_failure_is_a_note_of_the_error(fault: str) -> None:
+def test_text_returned_by_on_failure_becomes_a_note(fault: str) -> None:
     kind, options, rows, died = FAULTS[fault]
-    log = Log()
-    with open_engine([CounterEnv, functools.partial(faulty, kind, 2)], **options) as envs:
+    log = EventLog()
+    with open_engine([CounterEnv, functools.partial(make_faulty_env, kind, 2)], **options) as envs:
         envs.add_observer(log)
         envs.reset(seed=5)
         envs.step([0, 0])
-        log.take()
+        log.pop_events()
         with pytest.raises(WorkerDied if died else ValueError, match=r"died|out of order") as caught:
             envs.step([0, 0])
         (record,) = envs.errors
-        assert log.take()[1:] == [("failure", rows, type(caught.value), died)]
+        assert log.pop_events()[1:] == [("failure", rows, type(caught.value), died)]
         for error in (caught.value, record.error):
             assert error.__notes__.count(f"noted for {rows}") == 1
         envs.reset(seed=1)
-        assert log.take()[0][:2] == ("reset", [0, 1])
+        assert log.pop_events()[0][:2] == ("reset", [0, 1])
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("kind", ["raises", "kill"])
-def test_a_restart_is_a_failure_and_a_reset_before_the_result(
+def test_observer_receives_failure_and_reset_of_a_restart_before_the_result(
     kind: str, by_row: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = Log()
-    fns = [CounterEnv, functools.partial(faulty, kind, 2)]
+    log = EventLog()
+    fns = [CounterEnv, functools.partial(make_faulty_env, kind, 2)]
     with caplog.at_level(logging.WARNING, "vecenv"), open_engine(fns, on_failure="restart") as envs:
         envs.add_observer(log)
         envs.reset(seed=5)
         for _ in range(2):
-            log.take()
+            log.pop_events()
             if by_row:
                 envs.send([0, 0], [0, 1])
                 result: Any = envs.recv(count=2)
             else:
                 result = envs.step([0, 0])
     assert result[3][result[4]["env_id"] == 1 if by_row else 1].all()
-    assert names(log.take()) == [
+    assert names_and_rows(log.pop_events()) == [
         ("step", [0, 1] if by_row else None), ("failure", [1]), ("reset", [1]),
         ("result", result[4]["env_id"].tolist() if by_row else None),
     ]  # fmt: skip
     assert "(noted for [1])" in caplog.text
 
 
-class Broken(vecenv.Observer):
+class FailingObserver(vecenv.Observer):
     """An observer that raises in one method."""
 
     def __init__(self, method: str) -> None:
@@ -232,10 +237,10 @@ class Broken(vecenv.Observer):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
-def test_an_observer_that_raises_does_not_replace_the_failure(on_failure: Any) -> None:
-    fns = [CounterEnv, functools.partial(faulty, "raises", 2)]
+def test_exception_in_on_failure_does_not_replace_the_failure(on_failure: Any) -> None:
+    fns = [CounterEnv, functools.partial(make_faulty_env, "raises", 2)]
     with open_engine(fns, on_failure=on_failure, num_workers=1) as envs:
-        envs.add_observer(Broken("on_failure"))
+        envs.add_observer(FailingObserver("on_failure"))
         envs.reset(seed=5)
         envs.step([0, 0])
         if on_failure == "raise":
@@ -243,50 +248,53 @@ def test_an_observer_that_raises_does_not_replace_the_failure(on_failure: Any) -
                 envs.step([0, 0])
         else:
             assert envs.step([0, 0])[3].tolist() == [False, True]
-        assert "Broken.on_failure raised OSError: the disk is full" in envs.errors[0].error.__notes__
+        assert "FailingObserver.on_failure raised OSError: the disk is full" in envs.errors[0].error.__notes__
         envs.reset(seed=5)
         envs.step([0, 0])
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["on_step", "on_result"])
-def test_an_exception_of_an_observer_comes_out_of_the_call_and_loses_nothing(method: str) -> None:
-    broken = Broken(method)
-    with open_engine(counters(2), num_workers=1) as envs, open_engine(counters(2), num_workers=1) as twin:
+def test_exception_in_an_observer_is_raised_and_loses_no_result(method: str) -> None:
+    failing_observer = FailingObserver(method)
+    with open_engine(counters(2), num_workers=1) as envs, open_engine(counters(2), num_workers=1) as reference:
         envs.reset(seed=5)
-        twin.reset(seed=5)
-        envs.add_observer(broken)
+        reference.reset(seed=5)
+        envs.add_observer(failing_observer)
         with pytest.raises(OSError, match="the disk is full"):
             envs.step([0, 1])
-        broken.raises = False
+        failing_observer.raises = False
         result = envs.step([0, 1]) if method == "on_step" else envs.step_wait()
-        np.testing.assert_array_equal(result[0], twin.step([0, 1])[0])
+        np.testing.assert_array_equal(result[0], reference.step([0, 1])[0])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_reset_announces_which_steps_it_drops(engine: str) -> None:
-    """A step that was announced and then refused did not reach the environments."""
-    broken = Broken("on_step")
+def test_observer_receives_the_steps_that_a_reset_drops(engine: str) -> None:
+    """A step of which the observer was notified did not reach the environments if an observer raised."""
+    failing_observer = FailingObserver("on_step")
     with logged_engine(counters(3), **ENGINES[engine]) as (envs, log):
-        log.shows_drops = True
+        log.logs_drops = True
         envs.send(np.array([1]), [2])
-        envs.add_observer(broken)
+        envs.add_observer(failing_observer)
         with pytest.raises(OSError, match="the disk is full"):
             envs.send(np.array([1]), [0])
-        broken.raises = False
+        failing_observer.raises = False
         envs.reset_async(env_id=[1])
-        assert names(log.take()) == [("step", [2]), ("step", [0]), ("dropped", [0, 1]), ("reset", [1])]
+        assert names_and_rows(log.pop_events()) == [("step", [2]), ("step", [0]), ("dropped", [0, 1]), ("reset", [1])]
         envs.recv(count=1)
-        log.take()
+        log.pop_events()
         pending = envs.in_flight.tolist()
         envs.reset(seed=5)
-        assert log.take()[0] == ("dropped", [0, 1, 2], pending)
+        assert log.pop_events()[0] == ("dropped", [0, 1, 2], pending)
 
 
-def test_an_observer_may_have_some_methods_only_and_backends_without_workers_refuse_it() -> None:
+def test_observer_methods_are_optional() -> None:
     with open_engine(counters(1), num_workers=0) as envs:
         envs.add_observer(type("Nothing", (vecenv.Observer,), {})())
         envs.reset(seed=1)
         envs.step([0])
-    with closing(DoubleVectorEnv(1)) as others, pytest.raises(NotImplementedError, match="cannot `add_observer`"):
-        others.add_observer(Log())
+
+
+def test_backend_without_workers_refuses_observers() -> None:
+    with closing(DoubleVectorEnv(1)) as envs, pytest.raises(NotImplementedError, match="cannot `add_observer`"):
+        envs.add_observer(EventLog())

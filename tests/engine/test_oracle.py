@@ -1,4 +1,4 @@
-"""Comparison with SyncVectorEnv: drawn and real environments, and the mixin that users inherit."""
+"""Comparisons with ``SyncVectorEnv`` for random and real environments, and tests of ``VectorEnvContract``."""
 
 from __future__ import annotations
 
@@ -23,22 +23,21 @@ from strategies import Move, Vector, any_spaces, boxes, discretes, fixed_spaces,
 import vecenv
 from vecenv.testing import VectorEnvContract, assert_identical, assert_same_trajectory
 
-# --- AsyncVectorEnv against SyncVectorEnv: the same environments, seeds and actions must give the same results
-# ``SyncVectorEnv`` is the oracle because it is short, serial and shares nothing. Compared are observations,
-# rewards, flags and infos, bit for bit, after every call. Where the two differ on purpose, `drive` below
-# avoids the difference: the serial one refuses to step an environment that has ended under
-# ``AutoresetMode.DISABLED``, so such environments are reset first.
+# --- AsyncVectorEnv and SyncVectorEnv must return the same results for the same environments, seeds and actions
+# ``SyncVectorEnv`` is the reference because it is short and serial. Observations, rewards, flags and infos are compared
+# bit for bit after every call. ``assert_equal_moves`` avoids one intended difference: with ``AutoresetMode.DISABLED``,
+# ``SyncVectorEnv`` refuses to step an environment after the end of its episode, so such environments are reset first.
 
 
-# every example starts processes, so its time does not depend on the strategy
-few = settings(
+# few examples and no health checks, because every example starts processes
+few_examples = settings(
     max_examples=5,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
 )
 
 
-def _workers(name: str, num_envs: int) -> int | None:
+def _parse_num_workers(name: str, num_envs: int) -> int | None:
     return {"0": 0, "1": 1, "2": 2, "num_envs": num_envs, "None": None}[name]
 
 
@@ -47,18 +46,20 @@ def _as_list(space: Any, actions: Any) -> Any:
     return actions.tolist() if isinstance(actions, np.ndarray) else actions
 
 
-def drive(envs: Any, oracle: Any, vector: Vector, first_seed: Any, plan: list[Move], action_seed: int) -> None:
-    """Make the same calls of both, and compare all results."""
-    action_space = copy.deepcopy(oracle.action_space)
+def assert_equal_moves(
+    envs: Any, reference: Any, vector: Vector, first_seed: Any, plan: list[Move], action_seed: int
+) -> None:
+    """Make the same calls to both vector environments, and compare all results."""
+    action_space = copy.deepcopy(reference.action_space)
     action_space.seed(action_seed)
-    disabled = oracle.autoreset_mode is AutoresetMode.DISABLED
-    ended = np.zeros(oracle.num_envs, dtype=np.bool_)
+    disabled = reference.autoreset_mode is AutoresetMode.DISABLED
+    ended = np.zeros(reference.num_envs, dtype=np.bool_)
 
     def reset(seed: Any, mask: np.ndarray | None = None) -> None:
         options = [None if mask is None else {"reset_mask": mask.copy()} for _ in range(2)]
-        mine = envs.reset(seed=copy.copy(seed), options=options[0])
-        theirs = oracle.reset(seed=copy.copy(seed), options=options[1])
-        assert_identical(mine, theirs, f"reset(seed={seed}, mask={mask})")
+        result = envs.reset(seed=copy.copy(seed), options=options[0])
+        expected = reference.reset(seed=copy.copy(seed), options=options[1])
+        assert_identical(result, expected, f"reset(seed={seed}, mask={mask})")
         ended[slice(None) if mask is None else mask] = False
 
     reset(first_seed)
@@ -71,28 +72,28 @@ def drive(envs: Any, oracle: Any, vector: Vector, first_seed: Any, plan: list[Mo
         actions = action_space.sample()
         if move.as_list:
             actions = _as_list(action_space, actions)
-        mine, theirs = envs.step(copy.deepcopy(actions)), oracle.step(copy.deepcopy(actions))
+        result, expected = envs.step(copy.deepcopy(actions)), reference.step(copy.deepcopy(actions))
         for name, one, other in zip(
-            ("observations", "rewards", "terminations", "truncations", "infos"), mine, theirs, strict=True
+            ("observations", "rewards", "terminations", "truncations", "infos"), result, expected, strict=True
         ):
             assert_identical(one, other, f"move {t}: {name}")
-        ended[:] = theirs[2] | theirs[3]
+        ended[:] = expected[2] | expected[3]
 
 
-def compare(data: st.DataObject, vector: Vector, mode: AutoresetMode, **options: Any) -> None:
+def assert_equal_streams(data: st.DataObject, vector: Vector, mode: AutoresetMode, **options: Any) -> None:
     num_envs = len(vector.env_fns)
     plan = data.draw(moves(num_envs), label="plan")
     first_seed = data.draw(seed_arguments(num_envs), label="first seed")
     action_seed = data.draw(st.integers(0, 2**16), label="action seed")
-    oracle = SyncVectorEnv(vector.env_fns, autoreset_mode=mode)
+    reference = SyncVectorEnv(vector.env_fns, autoreset_mode=mode)
     try:
         with open_engine(vector.env_fns, autoreset_mode=mode, **options) as envs:
-            assert envs.single_observation_space == oracle.single_observation_space
-            assert envs.observation_space == oracle.observation_space
-            assert envs.action_space == oracle.action_space
-            drive(envs, oracle, vector, first_seed, plan, action_seed)
+            assert envs.single_observation_space == reference.single_observation_space
+            assert envs.observation_space == reference.observation_space
+            assert envs.action_space == reference.action_space
+            assert_equal_moves(envs, reference, vector, first_seed, plan, action_seed)
     finally:
-        oracle.close()
+        reference.close()
 
 
 @pytest.mark.sampled("compiled-0-shared-copy-AutoresetMode.NEXT_STEP")
@@ -102,7 +103,7 @@ def compare(data: st.DataObject, vector: Vector, mode: AutoresetMode, **options:
         ["0", "1", "2", "num_envs"], {"shared": True, "pickled": False}, {"copy": True, "no-copy": False}, AutoresetMode
     ),
 )
-@few
+@few_examples
 @given(data=st.data(), vector=vectors())
 def test_all_streams_equal_those_of_sync_vector_env(
     num_workers: str,
@@ -112,11 +113,11 @@ def test_all_streams_equal_those_of_sync_vector_env(
     data: st.DataObject,
     vector: Vector,
 ) -> None:
-    compare(
+    assert_equal_streams(
         data,
         vector,
         mode,
-        num_workers=_workers(num_workers, len(vector.env_fns)),
+        num_workers=_parse_num_workers(num_workers, len(vector.env_fns)),
         shared_memory=shared_memory,
         copy=copied,
     )
@@ -125,34 +126,36 @@ def test_all_streams_equal_those_of_sync_vector_env(
 @pytest.mark.long
 @pytest.mark.parametrize("shared_memory", [True, False])
 @pytest.mark.parametrize("num_workers", ["0", "2", "None"])
-@settings(few, max_examples=10)
+@settings(few_examples, max_examples=10)
 @given(data=st.data(), vector=vectors(any_spaces, any_spaces), mode=st.sampled_from(AutoresetMode))
 def test_all_of_gymnasiums_spaces_are_sent_unchanged(
     num_workers: str, shared_memory: bool, data: st.DataObject, vector: Vector, mode: AutoresetMode
 ) -> None:
-    workers = _workers(num_workers, len(vector.env_fns))
-    compare(data, vector, mode, num_workers=workers, shared_memory=shared_memory)
+    workers = _parse_num_workers(num_workers, len(vector.env_fns))
+    assert_equal_streams(data, vector, mode, num_workers=workers, shared_memory=shared_memory)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", AutoresetMode)
-@settings(few, max_examples=50)
+@settings(few_examples, max_examples=50)
 @given(data=st.data(), vector=vectors(boxes(), discretes))
-def test_in_this_process_with_many_more_examples(mode: AutoresetMode, data: st.DataObject, vector: Vector) -> None:
-    compare(data, vector, mode, num_workers=0, copy=data.draw(st.booleans(), label="copy"))
+def test_many_random_examples_in_process_equal_sync_vector_env(
+    mode: AutoresetMode, data: st.DataObject, vector: Vector
+) -> None:
+    assert_equal_streams(data, vector, mode, num_workers=0, copy=data.draw(st.booleans(), label="copy"))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_workers", ["0", "2", "None"])
-@settings(few, max_examples=15)
+@settings(few_examples, max_examples=15)
 @given(data=st.data(), vector=vectors(discretes, discretes, min_envs=2, wild=True))
 def test_infos_of_changing_types_are_returned_unchanged(
     num_workers: str, data: st.DataObject, vector: Vector
 ) -> None:
-    """Infos are compared row by row, up to the first end of an episode. Gymnasium refuses or changes such infos."""
+    """Infos are compared by row until an episode ends, because Gymnasium's merge refuses or changes such infos."""
     singles = [env_fn() for env_fn in vector.env_fns]
-    workers = _workers(num_workers, len(vector.env_fns))
-    actions = [space_start(vector)] * len(vector.env_fns)
+    workers = _parse_num_workers(num_workers, len(vector.env_fns))
+    actions = [get_legal_action(vector)] * len(vector.env_fns)
     with open_engine(vector.env_fns, num_workers=workers) as envs:
         by_row = vecenv.infos_by_row(envs)
         assert_identical(list(by_row.reset(seed=1)[1]), [env.reset(seed=1 + k)[1] for k, env in enumerate(singles)])
@@ -163,27 +166,27 @@ def test_infos_of_changing_types_are_returned_unchanged(
                 break
 
 
-def space_start(vector: Vector) -> Any:
+def get_legal_action(vector: Vector) -> Any:
     """Return a legal action of a Discrete space."""
     return vector.action_space.start
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("context", "mode"), each_once(["fork", "spawn", "forkserver"], AutoresetMode))
-@settings(few, max_examples=1)
+@settings(few_examples, max_examples=1)
 @given(data=st.data(), vector=vectors(fixed_spaces, fixed_spaces, min_envs=3, max_envs=3))
-def test_the_start_method_makes_no_difference(
+def test_start_method_does_not_change_results(
     context: str, mode: AutoresetMode, data: st.DataObject, vector: Vector
 ) -> None:
-    compare(data, vector, mode, num_workers=2, context=context)
+    assert_equal_streams(data, vector, mode, num_workers=2, context=context)
 
 
-# --- Real environments: the trajectories of SyncVectorEnv, and all of Gymnasium's vector wrappers on top
-# One environment of each kind: a small Box, continuous actions, Discrete observations, a Tuple, MuJoCo with
+# --- real environments: trajectories equal those of SyncVectorEnv, also with each of Gymnasium's vector wrappers
+# There is one environment of each kind: a small Box, continuous actions, Discrete observations, a Tuple, MuJoCo with
 # ten numbers of info at every step, images, and nested dicts.
 
 
-def make(env_id: str, **kwargs: Any) -> gymnasium.Env:
+def make_env(env_id: str, **kwargs: Any) -> gymnasium.Env:
     if env_id.startswith("ALE/"):
         import ale_py
 
@@ -191,17 +194,17 @@ def make(env_id: str, **kwargs: Any) -> gymnasium.Env:
     return gymnasium.make(env_id, **kwargs)
 
 
-def real(env_id: str, **kwargs: Any) -> Callable[[], gymnasium.Env]:
-    return functools.partial(make, env_id, **kwargs)
+def real_env_fn(env_id: str, **kwargs: Any) -> Callable[[], gymnasium.Env]:
+    return functools.partial(make_env, env_id, **kwargs)
 
 
-ENVS: dict[str, Callable[[], gymnasium.Env]] = {
-    "CartPole-v1": real("CartPole-v1"),
-    "Pendulum-v1": real("Pendulum-v1", max_episode_steps=9),
-    "FrozenLake-v1": real("FrozenLake-v1"),
-    "Blackjack-v1": real("Blackjack-v1"),
-    "Ant-v5": real("Ant-v5", max_episode_steps=8),
-    "ALE/Pong-v5": real("ALE/Pong-v5", max_episode_steps=9),
+REAL_ENV_FNS: dict[str, Callable[[], gymnasium.Env]] = {
+    "CartPole-v1": real_env_fn("CartPole-v1"),
+    "Pendulum-v1": real_env_fn("Pendulum-v1", max_episode_steps=9),
+    "FrozenLake-v1": real_env_fn("FrozenLake-v1"),
+    "Blackjack-v1": real_env_fn("Blackjack-v1"),
+    "Ant-v5": real_env_fn("Ant-v5", max_episode_steps=8),
+    "ALE/Pong-v5": real_env_fn("ALE/Pong-v5", max_episode_steps=9),
     "NestedDict": NestedDictEnv,
 }
 SLOW_TO_BUILD = {"Ant-v5", "ALE/Pong-v5"}
@@ -220,14 +223,14 @@ SLOW_TO_BUILD = {"Ant-v5", "ALE/Pong-v5"}
     ("name", "mode"),
     [
         pytest.param(name, mode, marks=pytest.mark.long if name in SLOW_TO_BUILD and mode.value != "SameStep" else ())
-        for name in ENVS
+        for name in REAL_ENV_FNS
         for mode in AutoresetMode
     ],
 )
 def test_trajectories_equal_those_of_sync_vector_env(name: str, mode: AutoresetMode) -> None:
     steps = 15 if name in SLOW_TO_BUILD else 60
     cuts = name == "FrozenLake-v1"  # its reset returns {"prob": 1}, and its step {"prob": 0.333}
-    assert_as_sync([ENVS[name]] * 3, steps, autoreset_mode=mode, cuts=cuts, num_workers=2)
+    assert_as_sync([REAL_ENV_FNS[name]] * 3, steps, autoreset_mode=mode, cuts=cuts, num_workers=2)
 
 
 @pytest.mark.sampled(5)
@@ -242,14 +245,14 @@ def test_trajectories_equal_those_of_sync_vector_env(name: str, mode: AutoresetM
     ids=["in-process", "process-per-env", "pickled", "no-copy"],
 )
 @pytest.mark.parametrize("name", ["CartPole-v1", "Blackjack-v1", "Ant-v5", "NestedDict"])
-def test_trajectories_in_every_configuration(name: str, options: dict[str, Any]) -> None:
-    assert_as_sync([ENVS[name]] * 2, 15, autoreset_mode="SameStep", **options)
+def test_trajectories_in_every_configuration_equal_sync_vector_env(name: str, options: dict[str, Any]) -> None:
+    assert_as_sync([REAL_ENV_FNS[name]] * 2, 15, autoreset_mode="SameStep", **options)
 
 
 # -- wrappers ------------------------------------------------------------------------------------------------
 
-Wrap = Callable[[VectorEnv], VectorEnv]
-ALL = tuple(AutoresetMode)
+WrapFn = Callable[[VectorEnv], VectorEnv]
+ALL_MODES = tuple(AutoresetMode)
 NOT_SAME_STEP = (AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED)
 
 
@@ -261,10 +264,10 @@ def _rescaled(single: bool) -> spaces.Box:
     return spaces.Box(-np.inf, np.inf, (4,) if single else (3, 4), np.float32)
 
 
-# name -> environment, modes that the wrapper accepts, how to wrap
-WRAPPERS: dict[str, tuple[str, tuple[AutoresetMode, ...], Wrap]] = {
-    "RecordEpisodeStatistics": ("CartPole-v1", ALL, wrappers.RecordEpisodeStatistics),
-    "DictInfoToList": ("Ant-v5", ALL, wrappers.DictInfoToList),
+# name -> environment, modes that the wrapper supports, function that wraps
+WRAPPERS: dict[str, tuple[str, tuple[AutoresetMode, ...], WrapFn]] = {
+    "RecordEpisodeStatistics": ("CartPole-v1", ALL_MODES, wrappers.RecordEpisodeStatistics),
+    "DictInfoToList": ("Ant-v5", ALL_MODES, wrappers.DictInfoToList),
     "TransformObservation": (
         "CartPole-v1",
         NOT_SAME_STEP,
@@ -285,24 +288,24 @@ WRAPPERS: dict[str, tuple[str, tuple[AutoresetMode, ...], Wrap]] = {
     "RescaleObservation": ("Pendulum-v1", NOT_SAME_STEP, lambda e: wrappers.RescaleObservation(e, 0.0, 1.0)),
     "DtypeObservation": ("CartPole-v1", NOT_SAME_STEP, lambda e: wrappers.DtypeObservation(e, np.float64)),
     "NormalizeObservation": ("CartPole-v1", (AutoresetMode.NEXT_STEP,), wrappers.NormalizeObservation),
-    "TransformAction": ("Pendulum-v1", ALL, lambda e: wrappers.TransformAction(e, _double)),
+    "TransformAction": ("Pendulum-v1", ALL_MODES, lambda e: wrappers.TransformAction(e, _double)),
     "VectorizeTransformAction": (
         "Pendulum-v1",
-        ALL,
+        ALL_MODES,
         lambda e: wrappers.VectorizeTransformAction(
             e, gymnasium.wrappers.TransformAction, func=_double, action_space=spaces.Box(-4, 4, (1,), np.float32)
         ),
     ),
-    "ClipAction": ("Pendulum-v1", ALL, wrappers.ClipAction),
-    "RescaleAction": ("Pendulum-v1", ALL, lambda e: wrappers.RescaleAction(e, -1.0, 1.0)),
-    "TransformReward": ("CartPole-v1", ALL, lambda e: wrappers.TransformReward(e, _double)),
+    "ClipAction": ("Pendulum-v1", ALL_MODES, wrappers.ClipAction),
+    "RescaleAction": ("Pendulum-v1", ALL_MODES, lambda e: wrappers.RescaleAction(e, -1.0, 1.0)),
+    "TransformReward": ("CartPole-v1", ALL_MODES, lambda e: wrappers.TransformReward(e, _double)),
     "VectorizeTransformReward": (
         "CartPole-v1",
-        ALL,
+        ALL_MODES,
         lambda e: wrappers.VectorizeTransformReward(e, gymnasium.wrappers.TransformReward, func=_double),
     ),
-    "ClipReward": ("Pendulum-v1", ALL, lambda e: wrappers.ClipReward(e, -2.0, 2.0)),
-    "NormalizeReward": ("Pendulum-v1", ALL, wrappers.NormalizeReward),
+    "ClipReward": ("Pendulum-v1", ALL_MODES, lambda e: wrappers.ClipReward(e, -2.0, 2.0)),
+    "NormalizeReward": ("Pendulum-v1", ALL_MODES, wrappers.NormalizeReward),
     "several": (
         "CartPole-v1",
         (AutoresetMode.NEXT_STEP,),
@@ -321,9 +324,7 @@ def without_times(infos: Any) -> Any:
 
 
 class OptionKeepingSync(SyncVectorEnv):
-    """A SyncVectorEnv that leaves the caller's options unchanged, as AsyncVectorEnv does, so that wrappers find the
-    reset_mask.
-    """
+    """A ``SyncVectorEnv`` that does not remove ``reset_mask`` from the caller's options, because wrappers read it later."""
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
         return super().reset(seed=seed, options=None if options is None else dict(options))
@@ -337,30 +338,30 @@ class OptionKeepingSync(SyncVectorEnv):
 )
 def test_wrapper_results_equal_those_over_sync_vector_env(name: str, mode: AutoresetMode, closes: Any) -> None:
     env, _, wrap = WRAPPERS[name]
-    fns = [ENVS[env]] * 3
-    oracle = closes(wrap(OptionKeepingSync(fns, autoreset_mode=mode)))
+    fns = [REAL_ENV_FNS[env]] * 3
+    reference = closes(wrap(OptionKeepingSync(fns, autoreset_mode=mode)))
     with open_engine(fns, autoreset_mode=mode, num_workers=2) as inner:
         envs = wrap(inner)
-        assert envs.observation_space == oracle.observation_space
-        assert envs.action_space == oracle.action_space
-        oracle.action_space.seed(5)
-        assert_identical(envs.reset(seed=3), oracle.reset(seed=3), "reset")
+        assert envs.observation_space == reference.observation_space
+        assert envs.action_space == reference.action_space
+        reference.action_space.seed(5)
+        assert_identical(envs.reset(seed=3), reference.reset(seed=3), "reset")
         for t in range(12 if env in SLOW_TO_BUILD else 30):
-            actions = oracle.action_space.sample()
-            mine, theirs = envs.step(actions), oracle.step(actions)
-            assert_identical(mine[:4], theirs[:4], f"step {t}")
-            assert_identical(without_times(mine[4]), without_times(theirs[4]), f"infos of step {t}")
-            dones = theirs[2] | theirs[3]
+            actions = reference.action_space.sample()
+            result, expected = envs.step(actions), reference.step(actions)
+            assert_identical(result[:4], expected[:4], f"step {t}")
+            assert_identical(without_times(result[4]), without_times(expected[4]), f"infos of step {t}")
+            dones = expected[2] | expected[3]
             if mode is AutoresetMode.DISABLED and dones.any():
-                both = [one.reset(options={"reset_mask": dones.copy()}) for one in (envs, oracle)]
+                both = [one.reset(options={"reset_mask": dones.copy()}) for one in (envs, reference)]
                 assert_identical(*both, f"reset after step {t}")
         envs.close()
         assert inner.closed
 
 
-def test_every_vector_wrapper_of_gymnasium_is_in_the_list_above_or_named_here() -> None:
+def test_every_vector_wrapper_of_gymnasium_is_tested_or_listed_here() -> None:
     elsewhere = {
-        "RecordVideo",  # below
+        "RecordVideo",  # tested below
         "HumanRendering",  # opens a window
         *("ArrayConversion", "JaxToNumpy", "JaxToTorch", "NumpyToTorch"),  # for arrays of other libraries
     }
@@ -369,9 +370,9 @@ def test_every_vector_wrapper_of_gymnasium_is_in_the_list_above_or_named_here() 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
-def test_record_video_writes_films_that_can_be_read(tmp_path: Path, mode: AutoresetMode) -> None:
+def test_record_video_writes_one_video(tmp_path: Path, mode: AutoresetMode) -> None:
     pytest.importorskip("moviepy")
-    fns = [real("CartPole-v1", render_mode="rgb_array", max_episode_steps=6)] * 2
+    fns = [real_env_fn("CartPole-v1", render_mode="rgb_array", max_episode_steps=6)] * 2
     with open_engine(fns, autoreset_mode=mode, num_workers=2) as inner:
         envs = wrappers.RecordVideo(inner, str(tmp_path), step_trigger=lambda step: step == 0, video_length=5)
         envs.reset(seed=1)
@@ -381,36 +382,35 @@ def test_record_video_writes_films_that_can_be_read(tmp_path: Path, mode: Autore
             if mode is AutoresetMode.DISABLED and dones.any():
                 envs.reset(options={"reset_mask": dones})
         envs.close()
-    films = list(tmp_path.glob("*.mp4"))
-    assert len(films) == 1
-    assert films[0].stat().st_size > 1000
+    videos = list(tmp_path.glob("*.mp4"))
+    assert len(videos) == 1
+    assert videos[0].stat().st_size > 1000
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 def test_episode_statistics_add_up_over_many_episodes(mode: AutoresetMode) -> None:
-    with open_engine([real("CartPole-v1")] * 4, autoreset_mode=mode, num_workers=2) as inner:
+    with open_engine([real_env_fn("CartPole-v1")] * 4, autoreset_mode=mode, num_workers=2) as inner:
         envs: Any = wrappers.RecordEpisodeStatistics(inner)
         envs.action_space.seed(1)
         envs.reset(seed=1)
         for _ in range(150):
             envs.step(envs.action_space.sample())
         assert envs.episode_count > 10
-        # CartPole pays 1 for each step, so that the return of an episode is its length.
+        # The reward of CartPole is 1 in every step, so the return of an episode is its length.
         assert list(envs.return_queue) == list(envs.length_queue)
 
 
 @pytest.mark.long
-def test_a_frame_stack_inside_the_workers_works() -> None:
+def test_frame_stack_in_workers_equals_sync_vector_env() -> None:
     def build() -> gymnasium.Env:
-        env = gymnasium.wrappers.GrayscaleObservation(make("ALE/Pong-v5", frameskip=4))
+        env = gymnasium.wrappers.GrayscaleObservation(make_env("ALE/Pong-v5", frameskip=4))
         return gymnasium.wrappers.FrameStackObservation(gymnasium.wrappers.ResizeObservation(env, (84, 84)), 4)
 
     assert_as_sync([build] * 2, 5)
 
 
-# --- the mixin that users inherit, over several configurations of the engine, and over faulty vector environments
-# A contract that a broken vector environment passes is worthless. So each test of the second half breaks
-# one promise and names the test of the mixin that must fail.
+# --- ``VectorEnvContract`` with several configurations of the engine, and with faulty vector environments
+# ``FAULTS`` names, for each fault, the test of the contract that must fail.
 
 
 class _Contract(VectorEnvContract):
@@ -442,11 +442,11 @@ class TestNestedObservationsAndActionsInTwoWorkers(VectorEnvContract):
         return vecenv.AsyncVectorEnv(fns, autoreset_mode=autoreset_mode, num_workers=2, **kwargs)
 
 
-# -- the contract notices ------------------------------------------------------------------------------------
+# -- faulty vector environments ------------------------------------------------------------------------------
 
 
-class Broken(gymnasium.vector.VectorWrapper):
-    """A vector environment with a fault: ``change`` changes what ``step`` returns."""
+class FaultyVectorEnv(gymnasium.vector.VectorWrapper):
+    """A vector environment with a fault: ``change`` modifies the result of ``step``."""
 
     def __init__(self, envs: Any, change: Callable[[Any, list[Any]], None]) -> None:
         super().__init__(envs)
@@ -518,7 +518,7 @@ def _noise(self: Any, result: list[Any]) -> None:
     result[0]["x"] = np.random.default_rng().random(result[0]["x"].shape, dtype=np.float32)
 
 
-def _pays_for_the_reset(self: Any, result: list[Any]) -> None:
+def _rewards_the_reset(self: Any, result: list[Any]) -> None:
     result[1] = np.ones_like(result[1])
 
 
@@ -533,21 +533,21 @@ def _final_observation_for_all(self: Any, result: list[Any]) -> None:
 
 
 NEXT, SAME, NONE = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED
-FIVE = "test_step_returns_five_values_of_the_right_shapes_and_dtypes"
-FINAL = "test_same_step_autoreset_reports_the_final_observation_and_info"
+SHAPES_TEST = "test_step_returns_five_values_of_the_right_shapes_and_dtypes"
+FINAL_OBSERVATION_TEST = "test_same_step_autoreset_reports_the_final_observation_and_info"
 FAULTS: list[tuple[Any, str, dict[str, Any]]] = [
-    (_float32_rewards, FIVE, {"mode": NEXT, "num_envs": 3}),
-    (_integer_flags, FIVE, {"mode": NONE, "num_envs": 1}),
-    (_two_dimensional_rewards, FIVE, {"mode": SAME, "num_envs": 3}),
-    (_infos_in_a_list, FIVE, {"mode": NEXT, "num_envs": 3}),
+    (_float32_rewards, SHAPES_TEST, {"mode": NEXT, "num_envs": 3}),
+    (_integer_flags, SHAPES_TEST, {"mode": NONE, "num_envs": 1}),
+    (_two_dimensional_rewards, SHAPES_TEST, {"mode": SAME, "num_envs": 3}),
+    (_infos_in_a_list, SHAPES_TEST, {"mode": NEXT, "num_envs": 3}),
     (_same_reward_array, "test_rewards_and_flags_are_fresh_arrays_at_every_step", {}),
     (_same_observation_array, "test_observations_of_an_earlier_step_do_not_change", {}),
     (_no_masks, "test_every_info_has_a_mask_with_one_flag_for_each_environment", {"mode": NEXT}),
     (_noise, "test_the_same_seed_gives_the_same_trajectory", {"mode": NEXT}),
     (_noise, "test_seeding_again_starts_the_same_trajectory_again", {}),
-    (_pays_for_the_reset, "test_next_step_autoreset_ignores_one_action_and_gives_zero_reward", {}),
-    (_no_final_observation, FINAL, {}),
-    (_final_observation_for_all, FINAL, {}),
+    (_rewards_the_reset, "test_next_step_autoreset_ignores_one_action_and_gives_zero_reward", {}),
+    (_no_final_observation, FINAL_OBSERVATION_TEST, {}),
+    (_final_observation_for_all, FINAL_OBSERVATION_TEST, {}),
     (IgnoresSeeds, "test_an_integer_seed_gives_consecutive_seeds", {}),
     (IgnoresSeeds, "test_a_masked_reset_gives_the_chosen_rows_their_own_seeds", {}),
     (IgnoresMasks, "test_a_masked_reset_does_not_change_the_other_rows", {"mode": NEXT}),
@@ -556,13 +556,13 @@ FAULTS: list[tuple[Any, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("fault", "test", "arguments"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
-def test_contract_fails_on_a_broken_promise(fault: Any, test: str, arguments: dict[str, Any]) -> None:
+def test_contract_detects_a_faulty_vector_env(fault: Any, test: str, arguments: dict[str, Any]) -> None:
     class Contract(_Contract):
         options: ClassVar[dict[str, Any]] = {"num_workers": 0}
 
         def make(self, *args: Any, **kwargs: Any) -> Any:
             inner = super().make(*args, **kwargs)
-            return fault(inner) if isinstance(fault, type) else Broken(inner, fault)
+            return fault(inner) if isinstance(fault, type) else FaultyVectorEnv(inner, fault)
 
     with pytest.raises((AssertionError, KeyError)):
         getattr(Contract(), test)(**arguments)
@@ -594,19 +594,19 @@ def test_contract_without_a_factory_raises() -> None:
         VectorEnvContract().make()
 
 
-# -- the function beside it ----------------------------------------------------------------------------------
+# -- ``assert_same_trajectory`` ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_same_trajectories_detects_differences(mode: AutoresetMode) -> None:
     fns = counters(2, lengths=(3,))
-    oracle = SyncVectorEnv(fns, autoreset_mode=mode)
+    reference = SyncVectorEnv(fns, autoreset_mode=mode)
     envs: Any = vecenv.AsyncVectorEnv(fns, autoreset_mode=mode, num_workers=0)
     other: Any = vecenv.AsyncVectorEnv(counters(2, lengths=(4,)), autoreset_mode=mode, num_workers=0)
-    assert_same_trajectory(envs, oracle, 20, seed=3)
+    assert_same_trajectory(envs, reference, 20, seed=3)
     fresh = SyncVectorEnv(fns, autoreset_mode=mode)
     with pytest.raises(AssertionError, match="step 2"):
         assert_same_trajectory(other, fresh, 20, seed=[1, 2])
-    for one in (envs, other, oracle, fresh):
+    for one in (envs, other, reference, fresh):
         one.close()
 

@@ -1,4 +1,4 @@
-"""``vecenv.EpisodePrefetcher``: results of a row depend only on its seed and on the number of the episode."""
+"""``vecenv.EpisodePrefetcher``: the results of a row depend only on its seed and on the number of its episode."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vecenv.wrappers import prefetch
 MODES = ["NextStep", "SameStep"]
 
 
-def with_spares(env_fn: Any, num_envs: int = 3, **options: Any) -> Any:
+def make_with_spares(env_fn: Any, num_envs: int = 3, **options: Any) -> Any:
     return vecenv.make_vec(env_fn, num_envs, vector_kwargs={"context": "fork", "spare_workers": 2, **options})
 
 
@@ -35,9 +35,9 @@ def spare_places(envs: Any) -> list[int]:
     return [place for place in range(envs.envs.num_envs) if place not in envs.places]
 
 
-def play(envs: Any, steps: int, seed: int | None = 7, draws: int = 1) -> list[Any]:
+def play(envs: Any, steps: int, seed: int | None = 7, action_seed: int = 1) -> list[Any]:
     """Return all results of a reset and some steps."""
-    rng = np.random.default_rng(draws)
+    rng = np.random.default_rng(action_seed)
     seen = [] if seed is None else [envs.reset(seed=seed)]
     return seen + [envs.step(rng.integers(0, 3, envs.num_envs)) for _ in range(steps)]
 
@@ -47,7 +47,7 @@ def play(envs: Any, steps: int, seed: int | None = 7, draws: int = 1) -> list[An
 @pytest.mark.parametrize("spares", [1, pytest.param(3, marks=pytest.mark.long), pytest.param(7, marks=pytest.mark.long)])
 def test_results_equal_those_without_spares(mode: str, spares: int, closes: Any) -> None:
     reference = play(twin([Walk] * 3, autoreset_mode=mode), 40)
-    envs = closes(with_spares(Walk, autoreset_mode=mode, spare_workers=spares))
+    envs = closes(make_with_spares(Walk, autoreset_mode=mode, spare_workers=spares))
     assert_identical(play(envs, 40), reference)
 
 
@@ -55,33 +55,33 @@ def test_results_equal_those_without_spares(mode: str, spares: int, closes: Any)
 @pytest.mark.parametrize("mode", MODES)
 def test_duration_of_resets_does_not_change_results(mode: str, closes: Any) -> None:
     reference = play(twin([Walk] * 3, autoreset_mode=mode), 30)
-    envs = closes(with_spares(partial(Walk, reset=0.02, uneven=True), autoreset_mode=mode))
-    for _ in range(2):  # nor does the reset that is under way when they begin again
+    envs = closes(make_with_spares(partial(Walk, reset=0.02, uneven=True), autoreset_mode=mode))
+    for _ in range(2):  # twice, because a prefetched reset may be running when the caller resets
         assert_identical(play(envs, 30), reference)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_resets_by_the_caller_continue_the_episode_count(mode: str, closes: Any) -> None:
-    envs, reference = closes(with_spares(Walk, autoreset_mode=mode)), twin([Walk] * 3, autoreset_mode=mode)
+    envs, reference = closes(make_with_spares(Walk, autoreset_mode=mode)), twin([Walk] * 3, autoreset_mode=mode)
     assert_identical(play(envs, 9), play(reference, 9))
-    for about in (
+    for arguments in (
         {}, {"options": {"reset_mask": np.array([True, False, True])}}, {"options": {"scale": 3.0}},
         {"seed": [4, 5, 6], "options": {"reset_mask": np.array([False, True, False])}}, {"seed": [1, 1, 1]},
     ):  # fmt: skip
-        options = dict(about.get("options", {})) or None
-        assert_identical(envs.reset(**about), reference.reset(seed=about.get("seed"), options=options))
+        options = dict(arguments.get("options", {})) or None
+        assert_identical(envs.reset(**arguments), reference.reset(seed=arguments.get("seed"), options=options))
         assert_identical(play(envs, 8, seed=None), play(reference, 8, seed=None))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("options", [{"shared_memory": False}, {"copy": False}, {"context": "forkserver"}])
 @pytest.mark.parametrize("mode", MODES)
-def test_results_with_every_transport(options: dict[str, Any], mode: str) -> None:
+def test_results_with_every_transport_equal_those_without_spares(options: dict[str, Any], mode: str) -> None:
     if "context" in options and mode == "NextStep":
         options = {"context": "spawn"}
     reference = play(twin([Walk] * 2, autoreset_mode=mode), 12)
-    envs = with_spares(Walk, 2, **{"autoreset_mode": mode, "spare_workers": 1, **options})
+    envs = make_with_spares(Walk, 2, **{"autoreset_mode": mode, "spare_workers": 1, **options})
     rng = np.random.default_rng(1)
     assert_identical(envs.reset(seed=7), reference[0])
     for expected in reference[1:]:
@@ -91,17 +91,17 @@ def test_results_with_every_transport(options: dict[str, Any], mode: str) -> Non
 
 @pytest.mark.long
 def test_without_a_seed_episodes_differ_each_time(closes: Any) -> None:
-    envs = closes(with_spares(Walk))
+    envs = closes(make_with_spares(Walk))
     first, second = (envs.reset()[0].copy() for _ in range(2))
     assert not (first[:, 1] == second[:, 1]).any()
     assert not (envs.reset()[0][:, 1] == first[:, 1]).any()
 
 
-# -- the purpose of it --------------------------------------------------------------------------------------------------
+# -- waiting times ------------------------------------------------------------------------------------------------------
 
 
 def waiting_time(envs: Any, steps: int) -> float:
-    """Return the seconds by which steps exceeded their usual time, because rows waited for a reset."""
+    """Return the total time of steps beyond 0.1 s per step, in which rows waited for a reset."""
     rng = np.random.default_rng(1)
     envs.reset(seed=7)
     time.sleep(0.5)
@@ -115,18 +115,18 @@ def waiting_time(envs: Any, steps: int) -> float:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-def test_no_step_waits_for_a_reset_that_was_made_ahead(mode: str, closes: Any) -> None:
+def test_steps_do_not_wait_for_prefetched_resets(mode: str, closes: Any) -> None:
     env_fn = partial(Walk, reset=0.4, lengths=(4, 5))
-    envs = with_spares(env_fn, 2, spare_workers=2, autoreset_mode=mode)
+    envs = make_with_spares(env_fn, 2, spare_workers=2, autoreset_mode=mode)
     assert waiting_time(envs, 5) < 0.25
     envs.close()
     plain = closes(vecenv.AsyncVectorEnv([env_fn] * 2, context="fork", autoreset_mode=mode))
-    assert waiting_time(plain, 5) > 0.25, "the environment does not show it"
+    assert waiting_time(plain, 5) > 0.25, "the resets of the environment are too fast for this test"
 
 
 @pytest.mark.long
-def test_the_row_waits_for_what_is_left_of_a_reset(closes: Any) -> None:
-    envs = closes(with_spares(partial(Walk, reset=0.6, lengths=(4, 5)), 1, spare_workers=1))
+def test_row_waits_only_for_the_rest_of_a_prefetched_reset(closes: Any) -> None:
+    envs = closes(make_with_spares(partial(Walk, reset=0.6, lengths=(4, 5)), 1, spare_workers=1))
     envs.reset(seed=7)
     time.sleep(0.4)
     started = time.perf_counter()
@@ -135,8 +135,8 @@ def test_the_row_waits_for_what_is_left_of_a_reset(closes: Any) -> None:
     assert time.perf_counter() - started < 0.5
 
 
-class QuickWithOptions(Walk):
-    """An environment with quick resets if they have options; ``started`` is the time of the latest one."""
+class QuickResetWithOptions(Walk):
+    """An environment with quick resets if they have options. ``started`` is the time at which the latest reset began."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
         self.started = time.monotonic()
@@ -149,8 +149,8 @@ class QuickWithOptions(Walk):
 
 @pytest.mark.long
 def test_busy_spare_receives_its_new_episode_later(closes: Any) -> None:
-    """The environment begins an episode that a reset by the caller makes useless; it receives the new one later."""
-    envs = closes(with_spares(partial(QuickWithOptions, reset=0.3, lengths=(40, 41)), 1, spare_workers=1))
+    """The spare is resetting for an episode that the caller's reset replaces. It receives the new episode afterwards."""
+    envs = closes(make_with_spares(partial(QuickResetWithOptions, reset=0.3, lengths=(40, 41)), 1, spare_workers=1))
     for seed in (7, 8):
         envs.reset(seed=seed, options={"quick": True})
     for _ in range(39):
@@ -167,8 +167,8 @@ def test_busy_spare_receives_its_new_episode_later(closes: Any) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-def test_calls_reach_the_environment_that_has_the_row_now(mode: str, closes: Any) -> None:
-    envs, reference = closes(with_spares(Walk, autoreset_mode=mode)), twin([Walk] * 3, autoreset_mode=mode)
+def test_calls_reach_the_current_environment_of_a_row(mode: str, closes: Any) -> None:
+    envs, reference = closes(make_with_spares(Walk, autoreset_mode=mode)), twin([Walk] * 3, autoreset_mode=mode)
     assert_identical(envs.reset(seed=7), reference.reset(seed=7))
     for _ in range(12):
         assert_identical(envs.step(np.ones(3, np.int64)), reference.step(np.ones(3, np.int64)))
@@ -178,8 +178,8 @@ def test_calls_reach_the_environment_that_has_the_row_now(mode: str, closes: Any
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-def test_an_attribute_holds_for_episodes_that_had_begun_ahead(mode: str, closes: Any) -> None:
-    envs, reference = closes(with_spares(Walk, autoreset_mode=mode)), twin([Walk] * 3, autoreset_mode=mode)
+def test_set_attr_applies_to_prefetched_episodes(mode: str, closes: Any) -> None:
+    envs, reference = closes(make_with_spares(Walk, autoreset_mode=mode)), twin([Walk] * 3, autoreset_mode=mode)
     assert_identical(play(envs, 4), play(reference, 4))
     envs.set_attr("level", 5.0)
     for env in reference.envs:
@@ -192,12 +192,12 @@ def test_an_attribute_holds_for_episodes_that_had_begun_ahead(mode: str, closes:
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 @pytest.mark.parametrize("victims", ["spares", "rows", "all", "an environment that raises"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_attribute_holds_in_what_is_built_later(mode: str, on_failure: str, victims: str, when: str, closes: Any) -> None:
-    """Workers die before or after the attribute is set, and any environment may run any row's episode then."""
+def test_set_attr_applies_to_rebuilt_environments(mode: str, on_failure: str, victims: str, when: str, closes: Any) -> None:
+    """Workers die before or after the attribute is set. Afterwards any environment may run an episode of any row."""
     raising = victims.startswith("an env")
     kind = partial(Walk, raises=third_seed(1)) if raising else Walk
     options = {"on_failure": vecenv.Restart(100)} if on_failure == "restart" else {}
-    envs, reference = closes(with_spares(kind, autoreset_mode=mode, **options)), twin([Walk] * 3, autoreset_mode=mode)
+    envs, reference = closes(make_with_spares(kind, autoreset_mode=mode, **options)), twin([Walk] * 3, autoreset_mode=mode)
 
     def fail() -> None:
         if raising:
@@ -227,8 +227,8 @@ def test_an_attribute_holds_in_what_is_built_later(mode: str, on_failure: str, v
     assert_identical(play(envs, 30, seed=8), play(reference, 30, seed=8))
 
 
-def own_info(infos: dict[str, Any], at: int) -> dict[str, Any]:
-    """Return the values that the environment itself put into the info of row ``at``."""
+def select_own_info(infos: dict[str, Any], at: int) -> dict[str, Any]:
+    """Return the values of row ``at`` that the environment itself put into its info."""
     return {key: infos[key][at] for key in ("length", "left", "name") if key in infos and infos[f"_{key}"][at]}
 
 
@@ -237,52 +237,52 @@ class RaisesForActionOne(Walk):
 
     def step(self, action: Any) -> Any:
         if action == 1:
-            raise ArithmeticError("it slipped")
+            raise ArithmeticError("action 1")
         return super().step(action)
 
 
-class RowByRow:
-    """A prefetcher with rows that are sent and received one by one, and the expected rows of plain engines."""
+class RowByRowChecker:
+    """A checker that sends and receives rows of a prefetcher, and compares them with vector environments without spares."""
 
     def __init__(self, env_fn: Any, num_envs: int, **options: Any) -> None:
-        self.envs = with_spares(env_fn, num_envs, **options)
+        self.envs = make_with_spares(env_fn, num_envs, **options)
         mode = options.get("autoreset_mode", "NextStep")
-        # one engine per row, because each row advances at its own pace
-        self.twins = [twin([env_fn] * num_envs, autoreset_mode=mode) for _ in range(num_envs)]
+        # one reference per row, because each row advances at its own pace
+        self.references = [twin([env_fn] * num_envs, autoreset_mode=mode) for _ in range(num_envs)]
         self.rng = np.random.default_rng(3)
         self.n = num_envs
         self.due: dict[int, Any] = {}
 
     def expect(self, row: int, result: tuple[Any, ...]) -> None:
         *values, infos = result
-        info = own_info(infos, row)
+        info = select_own_info(infos, row)
         self.due[row] = [value[row] for value in values], info
 
-    def reset(self, **about: Any) -> None:
-        self.envs.reset(**about)
-        for one in self.twins:
-            one.reset(**about)
+    def reset(self, **arguments: Any) -> None:
+        self.envs.reset(**arguments)
+        for one in self.references:
+            one.reset(**arguments)
 
-    def reset_async(self, **about: Any) -> None:
-        """Begin a reset of all, with rows that ``recv`` returns."""
-        self.envs.reset_async(**about)
+    def reset_async(self, **arguments: Any) -> None:
+        """Begin a reset of all rows, which ``recv`` returns."""
+        self.envs.reset_async(**arguments)
         zeros = np.zeros(self.n)
-        for row, one in enumerate(self.twins):
-            observation, infos = one.reset(**about)
+        for row, one in enumerate(self.references):
+            observation, infos = one.reset(**arguments)
             self.expect(row, (observation, zeros, zeros > 0, zeros > 0, infos))
 
-    def reset_rows(self, rows: list[int], **about: Any) -> None:
-        self.envs.reset_async(env_id=rows, **about)
+    def reset_rows(self, rows: list[int], **arguments: Any) -> None:
+        self.envs.reset_async(env_id=rows, **arguments)
         mask, zeros = np.isin(np.arange(self.n), rows), np.zeros(self.n)
         for row in rows:
-            observation, infos = self.twins[row].reset(**(about or {"options": {"reset_mask": mask}}))
+            observation, infos = self.references[row].reset(**(arguments or {"options": {"reset_mask": mask}}))
             self.expect(row, (observation, zeros, zeros > 0, zeros > 0, infos))
 
     def send(self, rows: list[int]) -> None:
         actions = self.rng.integers(0, 3, len(rows))
         self.envs.send(actions, np.array(rows))
         for row, action in zip(rows, actions, strict=True):
-            self.expect(row, self.twins[row].step(np.full(self.n, action)))
+            self.expect(row, self.references[row].step(np.full(self.n, action)))
 
     def recv(self, count: int) -> list[int]:
         *values, infos = self.envs.recv(count=count)
@@ -290,7 +290,7 @@ class RowByRow:
         for position, row in enumerate(rows):
             expected, info = self.due.pop(row)
             assert_identical([value[position] for value in values], expected)
-            assert own_info(infos, position) == info
+            assert select_own_info(infos, position) == info
         return rows
 
 
@@ -298,66 +298,66 @@ class RowByRow:
 @pytest.mark.parametrize(("mode", "spares"), each_once(MODES, [1, 3]))
 def test_first_ready_rows_get_the_same_episodes(spares: int, mode: str) -> None:
     walk = partial(Walk, reset=0.002, step=0.001, uneven=True)
-    both = RowByRow(walk, 4, spare_workers=spares, autoreset_mode=mode)
-    with contextlib.closing(both.envs):
-        assert both.envs.capabilities.first_ready
-        both.reset(seed=7)
-        both.send([0, 1, 2, 3])
+    checked = RowByRowChecker(walk, 4, spare_workers=spares, autoreset_mode=mode)
+    with contextlib.closing(checked.envs):
+        assert checked.envs.capabilities.first_ready
+        checked.reset(seed=7)
+        checked.send([0, 1, 2, 3])
         for _ in range(150):
-            both.send(both.recv(int(both.rng.integers(1, 4))))
-        both.send(both.recv(len(both.due)))
-        both.recv(4)
+            checked.send(checked.recv(int(checked.rng.integers(1, 4))))
+        checked.send(checked.recv(len(checked.due)))
+        checked.recv(4)
         actions = np.array([1, 0, 2, 1])
-        both.envs.step(actions)  # and a batch of all continues from there
+        checked.envs.step(actions)  # a step of all rows is possible afterwards
 
 
 def test_rows_are_reset_one_by_one() -> None:
-    both = RowByRow(Walk, 3)
-    with contextlib.closing(both.envs):
-        both.reset(seed=7)
-        both.send([0, 1, 2])
+    checked = RowByRowChecker(Walk, 3)
+    with contextlib.closing(checked.envs):
+        checked.reset(seed=7)
+        checked.send([0, 1, 2])
         for turn in range(60):
-            rows = both.recv(2)
+            rows = checked.recv(2)
             if turn % 5 == 0:
-                both.reset_rows(rows[:1])
-                both.send(rows[1:])
+                checked.reset_rows(rows[:1])
+                checked.send(rows[1:])
             elif turn % 7 == 0:
-                both.reset_rows(rows, seed=turn)
+                checked.reset_rows(rows, seed=turn)
             else:
-                both.send(rows)
+                checked.send(rows)
 
 
-def test_a_reset_of_all_may_be_received_row_by_row() -> None:
-    both = RowByRow(Walk, 3, batch_size=2)
-    with contextlib.closing(both.envs):
-        both.reset(seed=3)
-        both.reset_async(seed=7)
-        rows = [row for _ in range(3) for row in both.recv(1)]
-        for _ in range(40):  # and the episodes that follow are those of that seed
-            both.send(rows)
-            rows = both.recv(3)
+def test_full_reset_may_be_received_row_by_row() -> None:
+    checked = RowByRowChecker(Walk, 3, batch_size=2)
+    with contextlib.closing(checked.envs):
+        checked.reset(seed=3)
+        checked.reset_async(seed=7)
+        rows = [row for _ in range(3) for row in checked.recv(1)]
+        for _ in range(40):  # the following episodes have the seeds of this reset
+            checked.send(rows)
+            rows = checked.recv(3)
 
 
 def test_rows_of_a_reset_step_while_others_are_still_resetting() -> None:
-    both = RowByRow(partial(Walk, reset=0.002, uneven=True), 4, batch_size=2)
-    with contextlib.closing(both.envs):
-        both.reset_async(seed=7)
+    checked = RowByRowChecker(partial(Walk, reset=0.002, uneven=True), 4, batch_size=2)
+    with contextlib.closing(checked.envs):
+        checked.reset_async(seed=7)
         with pytest.raises(TypeError):
-            both.envs.recv("soon")
+            checked.envs.recv("soon")
         with pytest.raises(gymnasium.error.AlreadyPendingCallError):
-            both.envs.send(np.zeros(1, np.int64), [0])
+            checked.envs.send(np.zeros(1, np.int64), [0])
         for _ in range(40):
-            both.send(both.recv(2))
-        both.recv(4)
-        both.envs.reset_async(options={"reset_mask": np.array([True, False, True, False])})
-        assert both.envs.recv(count=1)[-1]["env_id"] in (0, 2)
-        both.envs.send(np.zeros(2, np.int64), [1, 3])
-        assert set(both.envs.recv(count=3)[-1]["env_id"]) > {1, 3}
+            checked.send(checked.recv(2))
+        checked.recv(4)
+        checked.envs.reset_async(options={"reset_mask": np.array([True, False, True, False])})
+        assert checked.envs.recv(count=1)[-1]["env_id"] in (0, 2)
+        checked.envs.send(np.zeros(2, np.int64), [1, 3])
+        assert set(checked.envs.recv(count=3)[-1]["env_id"]) > {1, 3}
 
 
-def test_a_reset_of_some_rows_ends_no_episode_of_others() -> None:
-    """This holds too while a row is in flight, and if the last step before the latest full reset ended an episode."""
-    envs, reference = with_spares(Walk, 2, spare_workers=1), twin([Walk] * 2)
+def test_reset_of_some_rows_ends_no_episode_of_others() -> None:
+    """One row is in flight, and the last step before the latest full reset ended an episode."""
+    envs, reference = make_with_spares(Walk, 2, spare_workers=1), twin([Walk] * 2)
     envs.reset(seed=7)
     while not envs.step(np.ones(2, np.int64))[2][1]:
         pass
@@ -371,25 +371,25 @@ def test_a_reset_of_some_rows_ends_no_episode_of_others() -> None:
 
 @pytest.mark.parametrize("mode", ["NextStep", pytest.param("SameStep", marks=pytest.mark.long)])
 def test_snapshots_contain_the_seeds_of_later_episodes(mode: str) -> None:
-    with contextlib.closing(with_spares(Walk, autoreset_mode=mode)) as envs:
+    with contextlib.closing(make_with_spares(Walk, autoreset_mode=mode)) as envs:
         play(envs, 11)
         snapshots, whole = envs.save(), envs.state_dict()
-        went_on = play(envs, 30, seed=None, draws=2)
+        expected = play(envs, 30, seed=None, action_seed=2)
         envs.load(snapshots)
-        assert_identical(play(envs, 30, seed=None, draws=2), went_on)
+        assert_identical(play(envs, 30, seed=None, action_seed=2), expected)
         envs.load_state_dict(whole)
-        assert_identical(play(envs, 30, seed=None, draws=2), went_on)
+        assert_identical(play(envs, 30, seed=None, action_seed=2), expected)
         play(envs, 3)
         envs.load([snapshots[1]] * 3)
         for observations, rewards, *_ in play(envs, 30, seed=None):
             assert len({row.tobytes() for row in observations[:, 1:]}) == len(set(rewards)) == 1
-    with contextlib.closing(with_spares(Walk, spare_workers=1, autoreset_mode=mode)) as others:
+    with contextlib.closing(make_with_spares(Walk, spare_workers=1, autoreset_mode=mode)) as others:
         others.load(snapshots)
-        assert_identical(play(others, 30, seed=None, draws=2), went_on)
+        assert_identical(play(others, 30, seed=None, action_seed=2), expected)
     plain = vecenv.AsyncVectorEnv([Walk] * 3, context="fork", autoreset_mode=mode)
-    with contextlib.closing(plain), contextlib.closing(with_spares(Walk, autoreset_mode=mode)) as envs:
+    with contextlib.closing(plain), contextlib.closing(make_with_spares(Walk, autoreset_mode=mode)) as envs:
         plain.reset(seed=5)
-        envs.load(plain.save())  # seeds of its own from the next episode on
+        envs.load(plain.save())  # the snapshots contain no seeds for the next episodes
         play(envs, 30, seed=None)
 
 
@@ -409,9 +409,9 @@ class InfosOfOtherTypes(Walk):
 
 @pytest.mark.filterwarnings("ignore:.*it is dropped")
 @pytest.mark.parametrize("mode", MODES)
-def test_infos_that_are_no_dicts_come_with_the_error_or_as_final_infos(mode: str, closes: Any) -> None:
-    envs = closes(with_spares(InfosOfOtherTypes, 2, spare_workers=1, autoreset_mode=mode))
-    reference = closes(with_spares(Walk, 2, spare_workers=1, autoreset_mode=mode))
+def test_infos_that_are_not_dicts_are_in_the_error_or_final_infos(mode: str, closes: Any) -> None:
+    envs = closes(make_with_spares(InfosOfOtherTypes, 2, spare_workers=1, autoreset_mode=mode))
+    reference = closes(make_with_spares(Walk, 2, spare_workers=1, autoreset_mode=mode))
     envs.reset(seed=1)
     reference.reset(seed=1)
     finals, errors = [], 0
@@ -429,7 +429,7 @@ def test_infos_that_are_no_dicts_come_with_the_error_or_as_final_infos(mode: str
 
 
 def test_invalid_arguments_are_refused_by_name(closes: Any) -> None:
-    envs = closes(with_spares(Walk, 2, spare_workers=1, autoreset_mode="SameStep"))
+    envs = closes(make_with_spares(Walk, 2, spare_workers=1, autoreset_mode="SameStep"))
     envs.reset(seed=1)
     mask = np.array([True, False])
     for call, text in (
@@ -450,7 +450,7 @@ def test_invalid_arguments_are_refused_by_name(closes: Any) -> None:
 
 
 def test_refused_reset_can_be_followed_by_another(closes: Any) -> None:
-    envs, reference = closes(with_spares(Walk)), twin([Walk] * 3)
+    envs, reference = closes(make_with_spares(Walk)), twin([Walk] * 3)
     assert_identical(play(envs, 5), play(reference, 5))
     mask, lock = {"reset_mask": np.array([True, False, True])}, {"lock": threading.Lock()}
     envs.send(np.ones(3, np.int64), [0, 1, 2])
@@ -458,9 +458,9 @@ def test_refused_reset_can_be_followed_by_another(closes: Any) -> None:
         envs.reset(options={**mask, **lock})
     assert sorted(row for _ in range(3) for row in envs.recv(count=1)[-1]["env_id"]) == [0, 1, 2]
     reference.step(np.ones(3, np.int64))
-    for about in ({"seed": -1}, {"seed": [0, 1, -1]}, {"seed": [0, 1, -1], "options": mask}):
+    for arguments in ({"seed": -1}, {"seed": [0, 1, -1]}, {"seed": [0, 1, -1], "options": mask}):
         with pytest.raises(ValueError, match="seeds must not be negative, got -1"):
-            envs.reset(**about)
+            envs.reset(**arguments)
     with pytest.raises(ValueError, match="seeds must not be negative, got -2"):
         envs.reset_async([-2], env_id=[1])
     for call in (lambda: envs.reset_async(None, lock, env_id=[1]), lambda: envs.reset(options={**mask, **lock})):
@@ -473,7 +473,7 @@ def test_refused_reset_can_be_followed_by_another(closes: Any) -> None:
         with pytest.raises(gymnasium.error.ResetNeeded, match="refused"):
             call()
     assert not envs.in_flight.size
-    for seed in (None, 7):  # the refused one counts for nothing
+    for seed in (None, 7):  # the refused reset did not advance the episode count
         assert_identical(envs.reset(seed=seed), reference.reset(seed=seed))
         assert_identical(play(envs, 20, seed=None), play(reference, 20, seed=None))
 
@@ -490,10 +490,10 @@ def test_refused_reset_can_be_followed_by_another(closes: Any) -> None:
 )  # fmt: skip
 def test_incompatible_options_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=f"spare_workers.*{text}"):
-        with_spares(Walk, **options)
+        make_with_spares(Walk, **options)
 
 
-def test_make_vec_accepts_spares_or_explains() -> None:
+def test_make_vec_accepts_spare_workers_or_raises() -> None:
     envs = vecenv.make_vec("CartPole-v1", 2, vector_kwargs={"spare_workers": 1, "context": "fork"})
     assert envs.num_workers == 2
     assert "spares=1" in repr(envs)
@@ -509,7 +509,7 @@ def test_make_vec_accepts_spares_or_explains() -> None:
         MultiAgentVecEnv([Walk], spare_workers=1)
 
 
-def test_environments_that_differ_are_refused() -> None:
+def test_different_env_fns_are_refused() -> None:
     with pytest.raises(ValueError, match=r"env_fns\[1\] differs from"):
         vecenv.EpisodePrefetcher.from_env_fns([partial(Walk, lengths=(1, row + 2)) for row in range(3)], 1)
 
@@ -519,7 +519,7 @@ def test_engine_option_names_the_wrapper() -> None:
         vecenv.AsyncVectorEnv([Walk] * 2, spare_workers=1)  # type: ignore[call-arg]
 
 
-def test_it_wraps_an_engine_that_was_built_for_it() -> None:
+def test_prefetcher_wraps_an_existing_engine() -> None:
     plain = vecenv.AsyncVectorEnv([Walk] * 4, context="fork", autoreset_mode="Disabled")
     with contextlib.closing(vecenv.EpisodePrefetcher(plain, 2, "SameStep")) as envs:
         assert_identical(play(envs, 12), play(twin([Walk] * 2, autoreset_mode="SameStep"), 12))
@@ -545,9 +545,11 @@ def third_seed(row: int) -> int:
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("fault", "error"), [("raises", ValueError), ("dies", vecenv.errors.WorkerDied)])
-def test_failed_prefetch_is_the_rows_failure(mode: str, fault: str, error: type[Exception], closes: Any) -> None:
-    """The error is raised when the row would have been reset, whenever it happened; a reset recovers everything."""
-    envs = closes(with_spares(partial(Walk, **{fault: third_seed(1)}), autoreset_mode=mode))
+def test_failed_prefetch_raises_when_its_row_would_be_reset(
+    mode: str, fault: str, error: type[Exception], closes: Any
+) -> None:
+    """The error may have happened earlier. A full reset recovers the vector environment."""
+    envs = closes(make_with_spares(partial(Walk, **{fault: third_seed(1)}), autoreset_mode=mode))
     reference = twin([Walk] * 3, autoreset_mode=mode)
     for _ in range(2):
         assert_identical(envs.reset(seed=7), reference.reset(seed=7))
@@ -556,7 +558,7 @@ def test_failed_prefetch_is_the_rows_failure(mode: str, fault: str, error: type[
             expected = reference.step(np.ones(3, np.int64))
             ends += int(expected[2][1])
             if ends == 2 and mode == "SameStep":
-                break  # the step in which its second episode begins
+                break  # the failed reset belongs to this step
             assert_identical(envs.step(np.ones(3, np.int64)), expected)
         with pytest.raises(error, match="no such level" if fault == "raises" else r"env 1\b"):
             envs.step(np.ones(3, np.int64))
@@ -568,8 +570,8 @@ def test_failed_prefetch_is_the_rows_failure(mode: str, fault: str, error: type[
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fault", ["raises", "dies"])
 def test_failed_prefetch_is_restarted(mode: str, fault: str, closes: Any) -> None:
-    """The row reports that it was restarted; the others are not affected, and neither is that row, one episode later."""
-    envs = closes(with_spares(partial(Walk, **{fault: third_seed(1)}), autoreset_mode=mode, on_failure="restart"))
+    """Only the row reports a restart, and only once. The other rows are not affected."""
+    envs = closes(make_with_spares(partial(Walk, **{fault: third_seed(1)}), autoreset_mode=mode, on_failure="restart"))
     reference = twin([Walk] * 3, autoreset_mode=mode)
     assert_identical(envs.reset(seed=7), reference.reset(seed=7))
     restarted = 0
@@ -587,8 +589,8 @@ def test_failed_prefetch_is_restarted(mode: str, fault: str, closes: Any) -> Non
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_rebuilt_row_starts_only_one_episode(mode: str, closes: Any) -> None:
-    """A rebuilt environment was reset: no prefetched episode replaces it in the same step."""
-    envs = closes(with_spares(RaisesForActionOne, autoreset_mode=mode, on_failure="restart"))
+    """A rebuilt environment was reset, so no prefetched episode replaces it in the same step."""
+    envs = closes(make_with_spares(RaisesForActionOne, autoreset_mode=mode, on_failure="restart"))
     envs.reset(seed=7)
     before = list(envs.places)
     *_, truncations, infos = envs.step([0, 1, 0])
@@ -597,16 +599,16 @@ def test_rebuilt_row_starts_only_one_episode(mode: str, closes: Any) -> None:
         assert envs.places == before
 
 
-@pytest.mark.parametrize("found_by", ["send", "abandon"])
-def test_death_that_was_noticed_before_recv_is_the_rows_failure(found_by: str, closes: Any) -> None:
-    envs, ones = closes(with_spares(Walk, 2, spare_workers=1)), np.ones(2, np.int64)
+@pytest.mark.parametrize("noticed_by", ["send", "abandon"])
+def test_death_noticed_before_recv_is_reported_for_its_row(noticed_by: str, closes: Any) -> None:
+    envs, ones = closes(make_with_spares(Walk, 2, spare_workers=1)), np.ones(2, np.int64)
     envs.reset(seed=7)
     worker = envs.processes[envs.places[0]]
-    os.kill(worker.pid, signal.SIGKILL if found_by == "send" else signal.SIGSTOP)
-    if found_by == "send":
+    os.kill(worker.pid, signal.SIGKILL if noticed_by == "send" else signal.SIGSTOP)
+    if noticed_by == "send":
         worker.join()
     envs.send(ones, [0, 1])
-    if found_by == "abandon":
+    if noticed_by == "abandon":
         envs.abandon([0])
     with pytest.raises(vecenv.errors.WorkerDied) as caught:
         envs.recv(count=2)
@@ -619,7 +621,7 @@ def test_death_that_was_noticed_before_recv_is_the_rows_failure(found_by: str, c
 
 
 def test_timeouts_name_rows(closes: Any) -> None:
-    envs = closes(with_spares(Walk, 2, step_timeout=1.0))
+    envs = closes(make_with_spares(Walk, 2, step_timeout=1.0))
     envs.reset(seed=7)
     while envs.places[1] == 1:
         envs.step(np.ones(2, np.int64))
@@ -642,18 +644,18 @@ def play_until_failure(envs: Any, *, kill: bool) -> None:
     while True:
         envs.step(np.ones(3, np.int64))
         if kill and envs.places[1] != 1:
-            envs.exec_func(exit_at_once, [1])
+            envs.exec_func(exit_process, [1])
 
 
-def exit_at_once(env: Any) -> None:
+def exit_process(env: Any) -> None:
     os._exit(1)
 
 
 @pytest.mark.parametrize("fault", ["raises", "dies", "dies in a call"])
 def test_failures_name_rows(fault: str, closes: Any, tmp_path: Any) -> None:
-    """Row 1 is usually not at place 1 when it fails, and at the kill never."""
+    """Row 1 is usually not at place 1 when it fails, and never if the test kills its worker."""
     options = {fault: third_seed(1)} if fault in ("raises", "dies") else {}
-    envs = closes(with_spares(partial(Walk, **options), record_failures=str(tmp_path)))
+    envs = closes(make_with_spares(partial(Walk, **options), record_failures=str(tmp_path)))
     envs.reset(seed=7)
     with pytest.raises((ValueError, vecenv.errors.WorkerDied)) as caught:
         play_until_failure(envs, kill=fault == "dies in a call")
@@ -669,8 +671,8 @@ def test_failures_name_rows(fault: str, closes: Any, tmp_path: Any) -> None:
     assert envs.reset(seed=7)[0].shape == (3, 3)
 
 
-def test_other_attributes_are_those_of_rows(closes: Any) -> None:
-    envs = closes(with_spares(Walk, 2))
+def test_observations_and_last_received_are_indexed_by_row(closes: Any) -> None:
+    envs = closes(make_with_spares(Walk, 2))
     envs.reset(seed=7)
     while envs.places[0] == 0 or envs.places[1] == 1:
         found = envs.step(np.ones(2, np.int64))
@@ -694,7 +696,7 @@ def test_other_attributes_are_those_of_rows(closes: Any) -> None:
 
 @pytest.mark.long
 def test_full_reset_restarts_dead_spares(closes: Any) -> None:
-    envs = closes(with_spares(Walk, 2))
+    envs = closes(make_with_spares(Walk, 2))
     envs.reset(seed=3)
     for place in spare_places(envs):
         os.kill(envs.envs.processes[place].pid, signal.SIGKILL)
@@ -703,8 +705,8 @@ def test_full_reset_restarts_dead_spares(closes: Any) -> None:
 
 
 @pytest.mark.long
-def test_close_during_a_prefetch() -> None:
-    envs = with_spares(partial(Walk, reset=0.3), 2)
+def test_close_during_a_prefetch_ends_all_workers() -> None:
+    envs = make_with_spares(partial(Walk, reset=0.3), 2)
     envs.reset(seed=3)
     pids = [process.pid for process in envs.envs.processes]
     started = time.perf_counter()
@@ -718,8 +720,8 @@ def test_close_during_a_prefetch() -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mode", "every"), [("NextStep", 5), ("SameStep", 7)])
 def test_interrupted_step_is_pending_or_needs_a_reset(mode: str, every: int, closes: Any) -> None:
-    """A full reset restores the right results, whatever was interrupted."""
-    envs, pending, broken = closes(with_spares(Walk, autoreset_mode=mode)), 0, 0
+    """After every interruption, a full reset restores the right results."""
+    envs, pending, broken = closes(make_with_spares(Walk, autoreset_mode=mode)), 0, 0
     event, fired = 1, True
     while fired and event < 3000:
         reference = twin([Walk] * 3, autoreset_mode=mode)
@@ -737,7 +739,7 @@ def test_interrupted_step_is_pending_or_needs_a_reset(mode: str, every: int, clo
                 pending += 1
             except gymnasium.error.ResetNeeded:
                 broken += 1
-            except gymnasium.error.NoAsyncCallError:  # it was not made, or its result had been returned
+            except gymnasium.error.NoAsyncCallError:  # the step was not submitted, or its result had been returned
                 pass
         event += every
     assert 50 < event < 3000

@@ -29,7 +29,7 @@ from vecenv.system.restart_budget import RestartBudget
 from vecenv.system.supervision import innermost_location
 
 
-class Flaky(gym.Env[Any, Any]):
+class RaisingEnv(gym.Env[Any, Any]):
     """An environment that raises in step number ``fails_at``."""
 
     observation_space = Box(-1.0, 1.0, (2,), np.float32)
@@ -49,8 +49,8 @@ class Flaky(gym.Env[Any, Any]):
         return np.zeros(2, np.float32), 0.0, False, False, {}
 
 
-def _step_until_exhausted(fails_at: list[int], steps: int, **options: Any) -> tuple[int, Exception | None]:
-    envs = vecenv.AsyncVectorEnv([partial(Flaky, at) for at in fails_at], num_workers=1, on_failure=Restart(**options))
+def step_until_exhausted(fails_at: list[int], steps: int, **options: Any) -> tuple[int, Exception | None]:
+    envs = vecenv.AsyncVectorEnv([partial(RaisingEnv, at) for at in fails_at], num_workers=1, on_failure=Restart(**options))
     try:
         envs.reset(seed=1)
         for _ in range(steps):
@@ -64,14 +64,14 @@ def _step_until_exhausted(fails_at: list[int], steps: int, **options: Any) -> tu
 
 
 def test_many_occasionally_failing_environments_continue() -> None:
-    """Each environment has its own budget; there is no common limit of five restarts per minute."""
-    restarts, error = _step_until_exhausted([60 + 5 * index for index in range(8)], 200)
+    """Each environment has its own budget, so there is no common limit of five restarts per minute."""
+    restarts, error = step_until_exhausted([60 + 5 * index for index in range(8)], 200)
     assert error is None
     assert restarts == sum(200 // (60 + 5 * index) for index in range(8)) > 5
 
 
 def test_always_failing_environment_exhausts_its_budget_soon() -> None:
-    restarts, error = _step_until_exhausted([10**9] * 7 + [1], 100)
+    restarts, error = step_until_exhausted([10**9] * 7 + [1], 100)
     assert restarts == 5
     text = str(error)
     assert "env 7 needed more than 5 restarts within 60 seconds" in text
@@ -82,26 +82,26 @@ def test_always_failing_environment_exhausts_its_budget_soon() -> None:
 
 
 def test_explicit_limit_applies_to_all_and_is_named() -> None:
-    restarts, error = _step_until_exhausted([3] * 2, 100, limit=6, period=30.0)
+    restarts, error = step_until_exhausted([3] * 2, 100, limit=6, period=30.0)
     assert restarts == 6
     text = "more than 6 restarts within 30 seconds, which is the budget that on_failure=Restart(limit=, period=) sets"
     assert text in str(error)
 
 
 def test_restarts_that_exceed_the_budget_together_are_neither_counted_nor_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """Four environments fail in one step, then again: the budget has two restarts left, so none is restarted."""
+    """Four environments fail together twice. The second time, the budget allows only two restarts, so none is restarted."""
     with caplog.at_level(logging.WARNING, "vecenv"):
-        restarts, error = _step_until_exhausted([3] * 4, 100, limit=6)
+        restarts, error = step_until_exhausted([3] * 4, 100, limit=6)
     assert isinstance(error, RestartsExhausted)
     assert restarts == len(caplog.records) == 4
 
 
 def test_infinite_limit_is_no_limit() -> None:
-    restarts, error = _step_until_exhausted([1], 20, limit=math.inf)
+    restarts, error = step_until_exhausted([1], 20, limit=math.inf)
     assert (restarts, error) == (10, None)
 
 
-def test_a_refunded_restart_can_be_made_later() -> None:
+def test_refunded_restart_can_be_spent_again() -> None:
     budget = RestartBudget(2, 60.0, lambda: 0.0)
     assert [budget.spend(f"cause {index}") for index in range(3)] == [True, True, False]
     budget.refund(1)
@@ -109,7 +109,7 @@ def test_a_refunded_restart_can_be_made_later() -> None:
 
 
 def test_steps_earn_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The budget is five, plus one for every 1,000 steps of these environments since the oldest restart in the period."""
+    """The budget is five restarts, plus one per 1,000 steps of these environments since the oldest restart in the period."""
     now, steps = 0.0, 0
     monkeypatch.setattr("vecenv.system.restart_budget.time", SimpleNamespace(monotonic=lambda: now))
     budget = RestartBudget(None, 60.0, lambda: steps)
@@ -139,15 +139,15 @@ def test_exhaustion_names_only_causes_of_its_environment() -> None:
 
 def test_each_restart_is_logged_once_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "vecenv"):
-        assert _step_until_exhausted([10**9, 4], 9)[0] == 2
+        assert step_until_exhausted([10**9, 4], 9)[0] == 2
     text = [record.getMessage() for record in caplog.records if record.name == "vecenv"]
-    line = inspect.getsourcelines(Flaky.step)[1] + 3
-    place = f"{Path(__file__).name}:{line} in step"
-    cause = f"env 1: ConnectionError: simulator lost its connection, at {place}"
+    line = inspect.getsourcelines(RaisingEnv.step)[1] + 3
+    location = f"{Path(__file__).name}:{line} in step"
+    cause = f"env 1: ConnectionError: simulator lost its connection, at {location}"
     assert text == [f"vecenv restarts after a failure: {cause}"] * 2
 
 
-def test_a_thousand_restarts_do_not_fill_the_log(
+def test_restart_log_is_rate_limited(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
@@ -177,26 +177,26 @@ def test_closing_the_log_reports_unlogged_restarts(
 
 
 def test_closing_the_engine_reports_unlogged_restarts(caplog: pytest.LogCaptureFixture) -> None:
-    with ready_engine([lambda: Flaky(1)] * 6, num_workers=0, on_failure=Restart(100)) as envs:
+    with ready_engine([lambda: RaisingEnv(1)] * 6, num_workers=0, on_failure=Restart(100)) as envs:
         envs.step(np.zeros(6, int))
         assert len(caplog.records) == 5
         envs.close()
     assert "after another failure since the last such line; the latest: env 5: " in caplog.records[-1].getMessage()
 
 
-def test_record_is_readable() -> None:
+def test_str_of_an_error_record_names_time_place_and_error() -> None:
     record = ErrorRecord(3, 1, 77, "step", ConnectionError("gone\nfar"), "", time.monotonic() - 3600)
     assert abs(datetime.now().astimezone() - timedelta(hours=1) - record.when) < timedelta(seconds=5)
     assert str(record) == f"{record.when:%Y-%m-%d %H:%M:%S} env 3 (worker 1, pid 77), step: ConnectionError: gone"
-    whole = ErrorRecord(None, 1, 77, "step", ConnectionError("gone"), "", time.monotonic())
-    assert " worker 1, pid 77, step: " in str(whole)
+    worker_record = ErrorRecord(None, 1, 77, "step", ConnectionError("gone"), "", time.monotonic())
+    assert " worker 1, pid 77, step: " in str(worker_record)
     death = WorkerDied("worker 1 (pid 77, envs 2-3) died during step: it hung\nits stack", worker=1, pid=77)
     record = ErrorRecord(None, 1, 77, "step", death, "", time.monotonic())
     text = "WorkerDied: worker 1 (pid 77, envs 2-3) died during step: it hung"
-    assert str(record) == f"{record.when:%Y-%m-%d %H:%M:%S} {text}"  # no fact is repeated
+    assert str(record) == f"{record.when:%Y-%m-%d %H:%M:%S} {text}"  # worker, pid and command are not repeated
     assert " env 0 (in the calling process), reset: " in str(ErrorRecord(0, -1, 5, "reset", ValueError(), "", 0.0))
-    named = ErrorRecord(0, -1, 5, "step", ValueError("env 0: observation: got None"), "", 0.0)
-    assert str(named).endswith(" env 0 (in the calling process), step: ValueError: observation: got None")
+    row_record = ErrorRecord(0, -1, 5, "step", ValueError("env 0: observation: got None"), "", 0.0)
+    assert str(row_record).endswith(" env 0 (in the calling process), step: ValueError: observation: got None")
 
 
 def test_environment_is_named_once_in_the_reason_of_a_restart(caplog: pytest.LogCaptureFixture) -> None:
@@ -206,8 +206,8 @@ def test_environment_is_named_once_in_the_reason_of_a_restart(caplog: pytest.Log
     assert [record.getMessage().count("env 0") for record in caplog.records if record.name == "vecenv"] == [1]
 
 
-class Stuck(Flaky):
-    """An environment that hangs where :class:`Flaky` raises."""
+class HangingEnv(RaisingEnv):
+    """An environment that hangs where :class:`RaisingEnv` raises."""
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self._steps_left -= 1
@@ -218,23 +218,23 @@ class Stuck(Flaky):
 
 @pytest.mark.linux
 def test_first_line_about_a_hang_has_the_location(caplog: pytest.LogCaptureFixture) -> None:
-    """The log and ``print(record)`` show only that line; the stack follows below."""
+    """The log and ``print(record)`` show only the first line. The stack follows in later lines."""
     options = {"on_failure": Restart(0), "step_timeout": 0.3}
-    with ready_engine([partial(Stuck, 1)] * 2, num_workers=1, **options) as envs:
+    with ready_engine([partial(HangingEnv, 1)] * 2, num_workers=1, **options) as envs:
         with pytest.raises(RestartsExhausted) as caught:
             envs.step([0, 0])
         (record,) = envs.errors
-    line = Stuck.step.__code__.co_firstlineno + 3
+    line = HangingEnv.step.__code__.co_firstlineno + 3
     where = f"it hung for more than 0.3 seconds and was killed at test_restart_budget.py:{line} in step"
     assert str(record).endswith(where)
     assert "env 0, of envs 0-1) died during step: " in str(record)
     assert where in str(caught.value)
-    place = rf"env 0, of envs 0-1, worker 0, pid \d+, during step, at test_restart_budget.py:{line} in step"
-    assert [bool(re.fullmatch(place, text)) for text in caught.value.where.values()] == [True, True]
+    location = rf"env 0, of envs 0-1, worker 0, pid \d+, during step, at test_restart_budget.py:{line} in step"
+    assert [bool(re.fullmatch(location, text)) for text in caught.value.where.values()] == [True, True]
     assert "threading.py" in record.traceback.partition("its stack:")[2]
 
 
-class Crashes(Flaky):
+class CrashingEnv(RaisingEnv):
     """An environment that crashes its process on a nonzero action, on reset options, or when ``crash`` is called."""
 
     def __init__(self) -> None:
@@ -256,7 +256,7 @@ class Crashes(Flaky):
 
 @pytest.mark.sampled(4)
 @pytest.mark.linux
-@pytest.mark.parametrize("culprit", [4, 5, 6])
+@pytest.mark.parametrize("crashing_row", [4, 5, 6])
 @pytest.mark.parametrize(
     ("command", "crash"),
     [
@@ -268,20 +268,21 @@ class Crashes(Flaky):
     ids=["step", "send", "reset", "exec_func"],
 )
 def test_first_line_about_a_crash_names_the_environment_and_the_code_line(
-    command: str, crash: Any, culprit: int
+    command: str, crash: Any, crashing_row: int
 ) -> None:
-    with ready_engine([Crashes] * 7, num_workers=2) as envs:
+    with ready_engine([CrashingEnv] * 7, num_workers=2) as envs:
         envs.set_attr("index", list(range(7)))
-        rows = next(rows for rows in envs.worker_rows if culprit in rows)
+        rows = next(rows for rows in envs.worker_rows if crashing_row in rows)
         with pytest.raises(WorkerDied) as caught:
-            crash(envs, culprit)
+            crash(envs, crashing_row)
         envs.close(terminate=True)
-    line = Crashes.crash.__code__.co_firstlineno + 1
-    where = f"env {culprit}, of envs {rows[0]}-{rows[-1]}) died during {command}: killed by SIGSEGV"
+    line = CrashingEnv.crash.__code__.co_firstlineno + 1
+    where = f"env {crashing_row}, of envs {rows[0]}-{rows[-1]}) died during {command}: killed by SIGSEGV"
     assert f"{where}, at test_restart_budget.py:{line} in crash" in str(caught.value)
-    place = f"during {command}, at test_restart_budget.py:{line} in crash"
+    location = f"during {command}, at test_restart_budget.py:{line} in crash"
     assert list(caught.value.where) == list(rows)
-    assert all(text.startswith(f"env {culprit}, of") and text.endswith(place) for text in caught.value.where.values())
+    texts = caught.value.where.values()
+    assert all(text.startswith(f"env {crashing_row}, of") and text.endswith(location) for text in texts)
 
 
 @pytest.mark.parametrize(

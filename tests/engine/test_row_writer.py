@@ -1,4 +1,4 @@
-"""The compiled writer of step results stores the same data as the Python code, or refuses a result. It is optional."""
+"""The optional compiled writer of step results stores the same data as the Python writer, or refuses a result."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ from vecenv.worker import row_writer
 KNOWN = (np.ndarray, np.float32, np.float64, np.False_)
 
 
-def compare(monkeypatch: pytest.MonkeyPatch, count: int, seed: int) -> None:
-    monkeypatch.setenv("VECENV_PURE", "")  # restored after the test: the comparison changes it
+def assert_writers_agree(monkeypatch: pytest.MonkeyPatch, count: int, seed: int) -> None:
+    """Store random results with both writers and compare the data."""
+    monkeypatch.setenv("VECENV_PURE", "")  # the comparison changes it; monkeypatch restores it after the test
     refused, written, with_info = random_results.compare(count, seed)
     assert min(refused, written, with_info) > count / 30, "one of the three cases hardly occurred"
 
 
-@pytest.mark.usefixtures("compiled")
+@pytest.mark.usefixtures("compiled_writer")
 @pytest.mark.filterwarnings("ignore")
-def test_random_results_are_stored_as_by_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    compare(monkeypatch, 3000, int.from_bytes(os.urandom(3), "little"))
+def test_random_results_are_stored_as_by_the_python_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_writers_agree(monkeypatch, 3000, int.from_bytes(os.urandom(3), "little"))
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled")
+@pytest.mark.usefixtures("compiled_writer")
 @pytest.mark.filterwarnings("ignore")
-def test_100_000_random_results_are_stored_as_by_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    compare(monkeypatch, 100_000, 1)
+def test_100_000_random_results_are_stored_as_by_the_python_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_writers_agree(monkeypatch, 100_000, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.linux
 def test_sanitizers_find_no_error_in_the_compiled_code(tmp_path: Path) -> None:
-    """Run random results under AddressSanitizer and UBSan, with a separate allocation for each Python object."""
+    """Random results are stored under AddressSanitizer and UBSan, with a separate allocation for each Python object."""
     build = pytest.importorskip("hatch_build")
     module, compiler = tmp_path / "sanitized.so", build.compiler()
     flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"]
@@ -58,17 +59,17 @@ def test_sanitizers_find_no_error_in_the_compiled_code(tmp_path: Path) -> None:
     assert min(map(int, done.stdout.split())) > 1000
 
 
-def test_no_reference_leaks(compiled: Any) -> None:
+def test_no_reference_leaks(compiled_writer: Any) -> None:
     dtype, key = np.dtype([("a", "f4")]), "".join(["a", "key"])
     info = {key: np.float64(2), "array": np.zeros(3), "flag": True, "other": np.int16(2)}
     good = (np.ones(4, dtype), np.float32(1), False, np.False_, info)
-    watched = [dtype, key, info, *info.values(), *good, *KNOWN, compiled.Row]
+    watched = [dtype, key, info, *info.values(), *good, *KNOWN, compiled_writer.Row]
     offsets_and_sizes = (0, 8), (8, 24), (32, 1), (33, 2)
     places = tuple((*item, *where) for item, where in zip(info.items(), offsets_and_sizes, strict=True))
 
-    def use() -> None:
+    def use_every_function() -> None:
         kinds = ((4, dtype), (1, "f8"), (1, "?"), (1, "?"), (1, "u8"), (64, "u1"))
-        row = compiled.Row(tuple(np.zeros(size, kind) for size, kind in kinds), KNOWN)
+        row = compiled_writer.Row(tuple(np.zeros(size, kind) for size, kind in kinds), KNOWN)
         for _ in range(3):
             row.learn(7, ())
             assert row.write(good) == 0
@@ -79,12 +80,12 @@ def test_no_reference_leaks(compiled: Any) -> None:
             assert row.write(good) == 0
         for cells in ((1,) * 6, (np.zeros(1),), 1):
             with pytest.raises(TypeError):
-                compiled.Row(cells, KNOWN)
+                compiled_writer.Row(cells, KNOWN)
 
-    use()
+    use_every_function()
     before = [sys.getrefcount(each) for each in watched]
     for _ in range(10):
-        use()
+        use_every_function()
     assert [sys.getrefcount(each) for each in watched] == before
 
 
@@ -101,7 +102,7 @@ def test_no_reference_leaks(compiled: Any) -> None:
     ],
 )
 def test_infos_are_learned_when_they_repeat(infos: list[Any], learned: list[Any]) -> None:
-    """The learned example is a copy, because an environment may change its array, even the array's shape."""
+    """The learned example is a copy, because an environment may change its array or even the array's shape."""
     calls: list[tuple[int, Places]] = []
     schemas, records = np.zeros(1, np.uint64), np.zeros((1, INFO_BYTES), np.uint8)
     writer = InfoWriter(schemas, records, [lambda number, places: calls.append((number, places))])
@@ -120,24 +121,24 @@ def count_compiled_rows(*shape: int) -> int:
 
 
 @pytest.mark.parametrize(("value", "count"), [("", 2), ("0", 2), ("1", 0), ("yes", 0)])
-@pytest.mark.usefixtures("compiled")
+@pytest.mark.usefixtures("compiled_writer")
 def test_vecenv_pure_selects_the_python_writer(value: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VECENV_PURE", value)
     assert count_compiled_rows(3) == count
     assert row_writer.is_compiled() == bool(count)
 
 
-@pytest.mark.usefixtures("compiled")
+@pytest.mark.usefixtures("compiled_writer")
 def test_python_writes_scalar_observations() -> None:
     assert count_compiled_rows() == 0
 
 
 @pytest.mark.parametrize("wrong", [None, "INTERFACE", "fields"])
 def test_python_writes_if_the_compiled_module_is_missing_or_incompatible(
-    wrong: str | None, compiled: Any, monkeypatch: pytest.MonkeyPatch
+    wrong: str | None, compiled_writer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An incompatible module was built from other sources, or for another memory layout of NumPy's array objects."""
-    names = {name: getattr(compiled, name) for name in ("INTERFACE", "Row", "fields")}
+    """A module is incompatible if it was built from other sources, or for another memory layout of NumPy's arrays."""
+    names = {name: getattr(compiled_writer, name) for name in ("INTERFACE", "Row", "fields")}
     incompatible = {"INTERFACE": 0, "fields": lambda array: (array.ctypes.data, 2, id(array.dtype), 0)}
     compatible = SimpleNamespace(**names)
     monkeypatch.setitem(sys.modules, row_writer.MODULE, compatible)  # type: ignore[arg-type]

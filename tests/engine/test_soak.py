@@ -1,4 +1,4 @@
-"""Slow leaks: row 45 of the table in ``FAULTS.md``. Run with ``pytest -m soak``; short versions run by default."""
+"""Slow leaks, row 45 of the table in ``FAULTS.md``. ``pytest -m soak`` runs the tests; short versions are ``long``."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ MIB = 2**20
 
 
 def resource_counts() -> dict[str, int]:
-    """Return counts that must not grow."""
+    """Return the counts of resources that must not grow."""
     gc.collect()
-    own = psutil.Process()
+    process = psutil.Process()
     return {
-        "descriptors": own.num_fds(),
-        "threads": own.num_threads(),
+        "descriptors": process.num_fds(),
+        "threads": process.num_threads(),
         "python threads": threading.active_count(),
-        "processes": len(own.children(recursive=True)),
+        "processes": len(process.children(recursive=True)),
         "/dev/shm entries": len(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else 0,
-        "mappings": len(own.memory_maps(grouped=False)),
+        "mappings": len(process.memory_maps(grouped=False)),
     }
 
 
@@ -47,13 +47,13 @@ def resident_mib() -> float:
 
 
 def is_flat(samples: list[float], allowed: float) -> bool:
-    """True if the second half of a series exceeds the first by at most ``allowed``: noise, not growth."""
+    """True if the median of the second half of a series exceeds that of the first by at most ``allowed``."""
     middle = len(samples) // 2
     return float(np.median(samples[middle:]) - np.median(samples[:middle])) <= allowed
 
 
-class Small(gym.Env):
-    """A cheap environment; an episode is 100 steps; every tenth step has an info."""
+class CheapEnv(gym.Env):
+    """An environment that does almost nothing. Episodes have 100 steps, and every tenth step has an info."""
 
     observation_space = gym.spaces.Box(-1, 1, (8,), np.float32)
     action_space = gym.spaces.Discrete(2)
@@ -71,7 +71,7 @@ class Small(gym.Env):
 
 
 def open_and_close(context: str) -> None:
-    envs = vecenv.AsyncVectorEnv([Small] * 2, context=context)
+    envs = vecenv.AsyncVectorEnv([CheapEnv] * 2, context=context)
     envs.reset(seed=1)
     envs.step([0, 1])
     envs.close()
@@ -80,7 +80,7 @@ def open_and_close(context: str) -> None:
 @soak
 @pytest.mark.parametrize(("context", "cycles"), [("fork", CYCLES), ("forkserver", CYCLES), ("spawn", 20)])
 def test_soak(context: str, cycles: int) -> None:
-    """A thousand engines are opened, stepped and closed: every count is the same after as before."""
+    """A thousand engines are opened, stepped and closed. Afterwards no resource count has grown."""
     for _ in range(5):
         open_and_close(context)
     before = resource_counts()
@@ -91,9 +91,9 @@ def test_soak(context: str, cycles: int) -> None:
             memory.append(resident_mib())
     after = resource_counts()
     growth = {name: after[name] - before[name] for name in before if after[name] > before[name]}
-    # the allocator's own arenas, and files of other programs on this machine
-    for name, others in (("mappings", 4), ("/dev/shm entries", cycles // 10)):
-        if growth.get(name, 0) <= others:
+    # the allocator may add arenas, and other programs may add files to /dev/shm
+    for name, tolerated in (("mappings", 4), ("/dev/shm entries", cycles // 10)):
+        if growth.get(name, 0) <= tolerated:
             growth.pop(name, None)
     assert not growth, f"after {cycles} cycles: {growth}"
     assert is_flat(memory, allowed=4), f"resident memory over time, MiB: {[round(size) for size in memory]}"
@@ -101,14 +101,14 @@ def test_soak(context: str, cycles: int) -> None:
 
 @soak
 def test_soak_in_a_failing_constructor() -> None:
-    """Engines leave nothing if their constructor raises."""
+    """Engines leave no resource if their constructor raises."""
 
     def fail() -> gym.Env:
         raise LookupError("no such environment")
 
     def attempt() -> None:
         with pytest.raises(LookupError):
-            vecenv.AsyncVectorEnv([Small, fail], context="fork")
+            vecenv.AsyncVectorEnv([CheapEnv, fail], context="fork")
 
     for _ in range(5):
         attempt()
@@ -125,7 +125,7 @@ def test_soak_in_a_failing_constructor() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_soak_steps(workers: int) -> None:
     """Over a million steps, the memory of the caller and of every worker stays flat."""
-    with ready_engine([Small] * 8, num_workers=workers, context="fork") as envs:
+    with ready_engine([CheapEnv] * 8, num_workers=workers, context="fork") as envs:
         pids = [pid for worker in envs._pool.workers if (pid := worker.pid) != os.getpid()] if workers else []
         actions = np.zeros(8, np.int64)
         series: dict[int, list[float]] = {pid: [] for pid in (os.getpid(), *pids)}
@@ -142,13 +142,13 @@ def test_soak_steps(workers: int) -> None:
 
 @soak
 def test_soak_restarts(tmp_path: Any) -> None:
-    """Hundreds of restarts in one engine leave nothing of the dead workers."""
+    """Hundreds of restarts in one engine leave no descriptor, process or thread."""
     from vecenv.testing.faulty import FaultyEnv
 
     def crashing() -> gym.Env:
-        return FaultyEnv(Small(), "kill", step=2)
+        return FaultyEnv(CheapEnv(), "kill", step=2)
 
-    with ready_engine([Small, crashing], context="fork", on_failure=vecenv.Restart(10**6, 1e6)) as envs:
+    with ready_engine([CheapEnv, crashing], context="fork", on_failure=vecenv.Restart(10**6, 1e6)) as envs:
         step(envs, 20)
         before = resource_counts()
         step(envs, 400)
@@ -162,11 +162,11 @@ def step(envs: Any, count: int) -> None:
         envs.step([0, 0])
 
 
-# --- what memory must not keep ------------------------------------------------------------------
+# --- memory that must be freed ------------------------------------------------------------------
 
 
-class RandomInfoKeys(Small):
-    """An environment with a random subset of five keys in its infos, so that sets of keys in a batch hardly ever repeat."""
+class RandomInfoKeys(CheapEnv):
+    """An environment with a random subset of five keys in its infos. The sets of keys in a batch hardly ever repeat."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class RandomInfoKeys(Small):
         return self.row, 1.0, self.count % 100 == 0, False, info
 
 
-class Raising(Small):
+class RaisingEnv(CheapEnv):
     """An environment that raises for action 1."""
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
@@ -192,10 +192,10 @@ class Raising(Small):
 @pytest.mark.parametrize(
     ("workers", "steps"), [pytest.param(0, STEPS, marks=soak), pytest.param(2, STEPS, marks=soak), (0, 12_000)]
 )
-def test_memory_is_flat_while_keys_come_and_go(workers: int, steps: int) -> None:
+def test_memory_is_flat_with_changing_info_keys(workers: int, steps: int) -> None:
     """There are thousands of combinations of keys, so none may be cached for long.
 
-    In a short run the caller's objects are measured, in a long one the whole of every process.
+    A short run measures the Python objects of the caller, a long run the resident memory of every process.
     """
     envs = vecenv.AsyncVectorEnv(
         [functools.partial(RandomInfoKeys, index) for index in range(8)], num_workers=workers, context="fork"
@@ -209,7 +209,7 @@ def test_memory_is_flat_while_keys_come_and_go(workers: int, steps: int) -> None
         series: dict[int, list[float]] = {pid: [] for pid in (pids[:1] if short else pids)}
         actions = np.zeros(8, np.int64)
         rounds = steps // 8
-        every = 1 if short else rounds // 40  # caches are emptied from time to time: a short run compares the peaks
+        every = 1 if short else rounds // 40  # a short run compares the peaks, because caches are emptied at times
         for step in range(rounds):
             envs.step(actions)
             if step % every == 0:
@@ -217,11 +217,11 @@ def test_memory_is_flat_while_keys_come_and_go(workers: int, steps: int) -> None
                     size = tracemalloc.get_traced_memory()[0] if short else psutil.Process(pid).memory_info().rss
                     samples.append(size / MIB)
         for pid, samples in series.items():
-            latter = samples[len(samples) * 2 // 5 :]
+            later_samples = samples[len(samples) * 2 // 5 :]
             if short:
-                half = len(latter) // 2
-                latter = [max(latter[:half]), max(latter[half:])]
-            assert is_flat(latter, 0.1 if short else 4.0), f"pid {pid}: {[round(size, 2) for size in latter]}"
+                half = len(later_samples) // 2
+                later_samples = [max(later_samples[:half]), max(later_samples[half:])]
+            assert is_flat(later_samples, 0.1 if short else 4.0), f"pid {pid}: {[round(size, 2) for size in later_samples]}"
     finally:
         tracemalloc.stop()
         envs.close()
@@ -231,9 +231,9 @@ def test_memory_is_flat_while_keys_come_and_go(workers: int, steps: int) -> None
 @pytest.mark.filterwarnings("ignore:.*")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("failures", [pytest.param(10_000, marks=soak), 150])
-def test_failures_do_not_keep_what_the_program_had(workers: int, failures: int, closes: Any) -> None:
-    """A stored error has a traceback, and that would keep the frames of the program with all their variables."""
-    envs = closes(vecenv.AsyncVectorEnv([Raising, Raising], num_workers=workers, context="fork"))
+def test_stored_errors_do_not_keep_local_variables_alive(workers: int, failures: int, closes: Any) -> None:
+    """The traceback of a stored error must not keep the frames of the program and their variables."""
+    envs = closes(vecenv.AsyncVectorEnv([RaisingEnv, RaisingEnv], num_workers=workers, context="fork"))
 
     def fail() -> None:
         large = np.ones(MIB)  # 8 MiB
@@ -242,7 +242,7 @@ def test_failures_do_not_keep_what_the_program_had(workers: int, failures: int, 
         except ValueError:
             envs.reset(seed=int(large[0]))
             return
-        raise AssertionError("it did not fail")
+        raise AssertionError("the step did not fail")
 
     envs.reset(seed=1)
     for _ in range(5):
@@ -262,11 +262,11 @@ def test_failures_do_not_keep_what_the_program_had(workers: int, failures: int, 
 @pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("cycles", [pytest.param(2_000, marks=soak), 25])
-def test_a_closed_engine_is_gone_without_the_collector(workers: int, cycles: int) -> None:
+def test_closed_engine_is_freed_without_garbage_collection(workers: int, cycles: int) -> None:
     """With the cyclic collector off, as in some trainers, memory, descriptors and mappings stay flat."""
 
-    def one() -> Any:
-        envs = vecenv.AsyncVectorEnv([Small] * 2, num_workers=workers, context="fork")
+    def run_engine() -> Any:
+        envs = vecenv.AsyncVectorEnv([CheapEnv] * 2, num_workers=workers, context="fork")
         envs.reset(seed=1)
         envs.step(np.zeros(2, np.int64))
         envs.close()
@@ -277,15 +277,15 @@ def test_a_closed_engine_is_gone_without_the_collector(workers: int, cycles: int
             return sum("memfd:" in line or "/dev/shm" in line for line in file)
 
     for _ in range(3):
-        one()
+        run_engine()
     gc.collect()
     gc.disable()
     try:
-        own = psutil.Process()
-        descriptors, mapped, memory = own.num_fds(), mappings(), []
+        process = psutil.Process()
+        descriptors, mapped, memory = process.num_fds(), mappings(), []
         for cycle in range(cycles):
-            assert one()() is None, "its engine refers to itself"
-            assert (own.num_fds() - descriptors, mappings() - mapped) == (0, 0), f"more after engine {cycle + 1}"
+            assert run_engine()() is None, "the engine has a reference cycle"
+            assert (process.num_fds() - descriptors, mappings() - mapped) == (0, 0), f"more after engine {cycle + 1}"
             memory.append(resident_mib())
         middle = memory[cycles // 3 :]
         assert is_flat(middle, allowed=4), f"MiB: {[round(size, 1) for size in memory[:: max(1, cycles // 40)]]}"

@@ -1,4 +1,4 @@
-"""Options that make an engine faster, and one copy of read-only data for all workers."""
+"""Features that make an engine faster, and ``vecenv.share``, by which all workers use one copy of read-only data."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from vecenv.shm import Tree
 from vecenv.system import cores
 from vecenv.worker import rows
 
-# --- Fast paths must not change results: info columns, buffers, the caller's share, plans, placements
+# --- fast paths must not change results: info columns, buffers, the caller's share, plans, placements
 
 
-class Numbers(gymnasium.Env[Any, Any]):
-    """An environment with numeric infos of every kind; ``style="regular"``: the same keys in every step."""
+class NumericInfoEnv(gymnasium.Env[Any, Any]):
+    """An environment with numeric infos of every kind. With ``style="regular"``, every step has the same keys."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
     action_space = spaces.Box(-1, 1, (2,), np.float32)
@@ -74,8 +74,8 @@ class Numbers(gymnasium.Env[Any, Any]):
         return self.np_random.random(2, np.float32), float(action[0]), self.t >= 3 + self.env, False, self._info()
 
 
-def numbers(count: int, style: str = "regular") -> list[Callable[[], Numbers]]:
-    return [lambda i=i: Numbers(i, style) for i in range(count)]  # type: ignore[misc]
+def make_numeric_env_fns(count: int, style: str = "regular") -> list[Callable[[], NumericInfoEnv]]:
+    return [lambda i=i: NumericInfoEnv(i, style) for i in range(count)]  # type: ignore[misc]
 
 
 ENGINES = [{"num_workers": 2}, {"num_workers": 0}, {"use_caller": True}, {"use_caller": True, "num_workers": 2}]
@@ -85,20 +85,20 @@ ENGINES = [{"num_workers": 2}, {"num_workers": 0}, {"use_caller": True}, {"use_c
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ids=str)
 @pytest.mark.parametrize("style", ["regular", "by env", "mixed"])
-def test_infos_are_those_of_sync_vector_env(engine: Options, mode: AutoresetMode, style: str) -> None:
-    assert_as_sync(numbers(4, style), 14, autoreset_mode=mode, **engine)
+def test_infos_equal_sync_vector_env(engine: Options, mode: AutoresetMode, style: str) -> None:
+    assert_as_sync(make_numeric_env_fns(4, style), 14, autoreset_mode=mode, **engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES[:2], ids=str)
-def test_infos_that_change_over_time_are_those_of_gymnasium(engine: Options) -> None:
-    assert_as_sync(numbers(3, "over time"), 14, cuts=True, **engine)
+def test_changing_infos_equal_sync_vector_env(engine: Options) -> None:
+    assert_as_sync(make_numeric_env_fns(3, "over time"), 14, cuts=True, **engine)
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ids=str)
 def test_repeated_infos_are_not_pickled(mode: AutoresetMode) -> None:
-    with ready_engine(numbers(4), num_workers=2, autoreset_mode=mode) as envs:
+    with ready_engine(make_numeric_env_fns(4), num_workers=2, autoreset_mode=mode) as envs:
         actions = np.zeros((4, 2), np.float32)
-        for _ in range(20):  # every shape of info occurs once: steps, ends of episodes, resets
+        for _ in range(20):  # every kind of info occurs: of steps, ends of episodes, and resets
             envs.step(actions)
         before = envs.stats()["bytes_pickled"]
         for _ in range(40):
@@ -107,18 +107,18 @@ def test_repeated_infos_are_not_pickled(mode: AutoresetMode) -> None:
 
 
 class WritesIntoRow(gymnasium.Env[Any, Any]):
-    """An environment that writes its observation straight into its row."""
+    """An environment that writes its observation directly into its row."""
 
     observation_space = spaces.Box(0, 255, (8, 8), np.uint8)
     action_space = spaces.Discrete(2)
 
     def __init__(self) -> None:
         self.canvas = np.zeros((8, 8), np.uint8)
-        self.given = False
+        self.has_row = False
         self.t = 0
 
     def observation_buffer(self, views: Any) -> None:
-        self.canvas, self.given = views, True
+        self.canvas, self.has_row = views, True
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         self.t = 0
@@ -132,9 +132,9 @@ class WritesIntoRow(gymnasium.Env[Any, Any]):
 
 
 @pytest.mark.parametrize("engine", ENGINES[:2], ids=str)
-def test_an_env_may_write_into_its_row(engine: Options) -> None:
+def test_env_may_write_into_its_row(engine: Options) -> None:
     with ready_engine([WritesIntoRow] * 3, autoreset_mode=AutoresetMode.SAME_STEP, **engine) as envs:
-        assert envs.get_attr("given") == (True,) * 3
+        assert envs.get_attr("has_row") == (True,) * 3
         for t in (1, 2):
             assert (envs.step(np.zeros(3, np.int64))[0] == t).all()
         observations, _, terminations, _, infos = envs.step(np.zeros(3, np.int64))
@@ -144,7 +144,7 @@ def test_an_env_may_write_into_its_row(engine: Options) -> None:
 
 
 class UnpickledSpaces(WritesIntoRow):
-    """An environment with unpickled spaces: their dtypes equal numpy's own, but are other objects."""
+    """An environment with unpickled spaces. Their dtypes equal NumPy's dtypes but are different objects."""
 
     observation_space = pickle.loads(pickle.dumps(WritesIntoRow.observation_space))
     action_space = pickle.loads(pickle.dumps(spaces.Box(-1, 1, (2,), np.float32)))
@@ -159,24 +159,26 @@ class UnpickledSpaces(WritesIntoRow):
 def test_unpickled_dtypes_use_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
     with ready_engine([UnpickledSpaces] * 2, num_workers=0) as envs:
         actions = envs.action_space.sample()
-        assert actions.dtype is not np.dtype(np.float32), "nothing would be shown"
+        assert actions.dtype is not np.dtype(np.float32), "this case tests nothing if the dtypes are identical"
         for rows in (vars(worker).get("env_rows") or worker._rows for worker in envs._driver.pool.workers):
-            monkeypatch.setattr(rows, "_write_row", lambda k, observation: pytest.fail("the long way to write observations"))
-        monkeypatch.setattr(Tree, "match", lambda *args: pytest.fail("the long way to stage actions"))
+            monkeypatch.setattr(rows, "_write_row", lambda k, observation: pytest.fail("observations used the slow path"))
+        monkeypatch.setattr(Tree, "match", lambda *args: pytest.fail("actions used the slow path"))
         assert (envs.step(actions)[0] == 1).all()
 
 
 # -- plans ----------------------------------------------------------------------------------------------------------
 
 
-class Sleeper(WritesIntoRow):
+class SleepingRowEnv(WritesIntoRow):
+    """An environment with steps that sleep 4 ms."""
+
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         time.sleep(0.004)
         return super().step(action)
 
 
-def test_a_plan_for_envs_that_wait_has_more_processes_than_cores() -> None:
-    plan = vecenv.plan(Sleeper, 32)
+def test_plan_for_envs_that_wait_has_more_workers_than_cores() -> None:
+    plan = vecenv.plan(SleepingRowEnv, 32)
     assert isinstance(plan, Plan)
     assert plan.probe.waits > 0.8
     assert plan.num_workers > plan.cores
@@ -184,7 +186,7 @@ def test_a_plan_for_envs_that_wait_has_more_processes_than_cores() -> None:
 
 
 def test_plan_reports_measurements_and_reason() -> None:
-    plan = vecenv.plan(lambda: Numbers(0), 8)
+    plan = vecenv.plan(lambda: NumericInfoEnv(0), 8)
     text = str(plan)
     assert "8 environments" in text
     assert f"num_workers={plan.num_workers}" in text
@@ -194,7 +196,7 @@ def test_plan_reports_measurements_and_reason() -> None:
 @pytest.mark.parametrize("cores", [1, 2, 8])
 @pytest.mark.parametrize("step", [1e-6, 1e-4, 1e-2])
 @pytest.mark.parametrize("num_envs", [1, 2, 64])
-def test_a_choice_is_always_possible(cores: int, step: float, num_envs: int) -> None:
+def test_choose_returns_a_valid_plan(cores: int, step: float, num_envs: int) -> None:
     for waits in (0.0, 0.9):
         probe = StepTimes(100, step, step * (1 - waits))
         for use_caller in (True, False):
@@ -208,15 +210,15 @@ def test_a_choice_is_always_possible(cores: int, step: float, num_envs: int) -> 
 @pytest.mark.parametrize("num_envs", [1, 2, 8, 64])
 @pytest.mark.parametrize("cores", [2, 8, 64])
 @pytest.mark.parametrize("step", [1e-6, 5e-6, 2e-5, 1e-4, 5e-4, 1e-2])
-def test_plan_isolates_if_it_costs_less_than_a_tenth(step: float, cores: int, num_envs: int) -> None:
-    probed = StepTimes(100, step, step)
-    free, forced, by_itself = (choose(probed, num_envs, cores, use_caller=use) for use in (True, False, None))
+def test_plan_uses_only_workers_if_that_costs_less_than_a_tenth(step: float, cores: int, num_envs: int) -> None:
+    step_times = StepTimes(100, step, step)
+    free, forced, chosen = (choose(step_times, num_envs, cores, use_caller=use) for use in (True, False, None))
     cost = min(forced.estimates.values()) / min(free.estimates.values())
     in_reach = free.num_workers == 0 or free.use_caller
-    assert (by_itself.num_workers, by_itself.use_caller) == (
+    assert (chosen.num_workers, chosen.use_caller) == (
         (forced.num_workers, False) if in_reach and cost < 1.1 else (free.num_workers, free.use_caller)
     )
-    assert ("ends the program" in by_itself.reason) == (by_itself.num_workers == 0 or by_itself.use_caller)
+    assert ("ends the program" in chosen.reason) == (chosen.num_workers == 0 or chosen.use_caller)
 
 
 @pytest.mark.parametrize(
@@ -228,18 +230,18 @@ def test_plan_isolates_if_it_costs_less_than_a_tenth(step: float, cores: int, nu
     ],
 )
 def test_plan_names_the_options_that_exclude_this_process(options: Any, named: str, closes: Any) -> None:
-    envs = closes(vecenv.AsyncVectorEnv([lambda: Numbers(0)] * 2, num_workers="auto", **options))
+    envs = closes(vecenv.AsyncVectorEnv([lambda: NumericInfoEnv(0)] * 2, num_workers="auto", **options))
     assert envs.plan.reason == f"one process per usable core, because of {named}"
 
 
-def test_explicit_isolation(closes: Any) -> None:
-    with_auto = closes(vecenv.make_vec(lambda: Numbers(0), 2, vector_kwargs={"use_caller": False}))
-    assert with_auto.num_workers == 2
-    assert not with_auto.local_envs
+def test_use_caller_false_steps_all_envs_in_workers(closes: Any) -> None:
+    envs = closes(vecenv.make_vec(lambda: NumericInfoEnv(0), 2, vector_kwargs={"use_caller": False}))
+    assert envs.num_workers == 2
+    assert not envs.local_envs
 
 
 @pytest.mark.parametrize("num_envs", [2, 4])
-def test_workers_on_cores_of_their_own_cost_no_wake_ups(num_envs: int) -> None:
+def test_workers_on_separate_cores_cost_no_wake_ups(num_envs: int) -> None:
     computing, waiting = (choose(StepTimes(100, 1e-4, cpu), num_envs, 4) for cpu in (1e-4, 5e-5))
     assert waiting.estimates == computing.estimates
     assert waiting.num_workers == num_envs
@@ -252,33 +254,33 @@ def test_only_slow_steps_are_shared_between_cores() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "num_envs", "alone"), [(1e-6, 8, True), (5e-6, 2, True), (5e-6, 8, False), (1e-6, 64, False)]
+    ("step", "num_envs", "without_workers"), [(1e-6, 8, True), (5e-6, 2, True), (5e-6, 8, False), (1e-6, 64, False)]
 )
-def test_batch_is_shared_only_if_that_is_faster(step: float, num_envs: int, alone: bool) -> None:
-    """Measured on two cores: 8 empty steps take 9 us alone and 16 us shared, 8 of CartPole 46 and 34 us."""
+def test_batch_is_shared_only_if_that_is_faster(step: float, num_envs: int, without_workers: bool) -> None:
+    """On two cores, 8 empty steps took 9 us in the caller and 16 us shared with a worker; 8 of CartPole 46 and 34 us."""
     plan = choose(StepTimes(100, step, step), num_envs, 2)
-    assert (plan.num_workers == 0) == alone
-    assert plan.use_caller != alone
+    assert (plan.num_workers == 0) == without_workers
+    assert plan.use_caller != without_workers
 
 
 def test_sharing_must_gain_more_on_slow_machines_or_shared_cores() -> None:
-    """Measured on such a machine: 3 of CartPole take 28 us alone and 42 us shared; 64 are shared on any."""
+    """On a slow machine, 3 steps of CartPole took 28 us in the caller and 42 us shared. 64 steps are always shared."""
     step = 6.7e-6
 
-    def alone(num_envs: int, **machine: float) -> bool:
+    def steps_without_workers(num_envs: int, **machine: float) -> bool:
         return choose(StepTimes(100, step, step, **machine), num_envs, 2).num_workers == 0
 
-    assert not alone(4)
-    assert alone(4, pace=1.2, crowding=1.7)
-    assert alone(2, pace=1.9)
-    assert not alone(64, pace=1.2, crowding=1.7)
-    assert not alone(64, crowding=9.0), "a moment's crowd does not decide over many environments"
+    assert not steps_without_workers(4)
+    assert steps_without_workers(4, pace=1.2, crowding=1.7)
+    assert steps_without_workers(2, pace=1.9)
+    assert not steps_without_workers(64, pace=1.2, crowding=1.7)
+    assert not steps_without_workers(64, crowding=9.0), "one moment of high load must not decide for many environments"
 
 
 def test_probe_measures_the_speed_of_the_machine() -> None:
-    found = vecenv.plan(lambda: Numbers(0), 8).probe
-    assert 0.1 < found.pace < 50
-    assert 1.0 <= found.crowding < 10
+    probe = vecenv.plan(lambda: NumericInfoEnv(0), 8).probe
+    assert 0.1 < probe.pace < 50
+    assert 1.0 <= probe.crowding < 10
 
 
 def test_callers_share_accounts_for_its_own_work() -> None:
@@ -287,28 +289,28 @@ def test_callers_share_accounts_for_its_own_work() -> None:
     assert caller_share(2, 1, 1e-6) == 1
 
 
-def test_repr_shows_auto_and_restarts_isolate(closes: Any) -> None:
-    with_auto = vecenv.AsyncVectorEnv(numbers(4), num_workers="auto")
-    try:
-        assert with_auto.plan is not None
-        assert f"workers={with_auto.plan.num_workers}" in repr(with_auto)
-        with_auto.reset()
-    finally:
-        with_auto.close()
-    isolated = closes(vecenv.AsyncVectorEnv(numbers(2), num_workers="auto", on_failure="restart"))
-    assert isolated.num_workers >= 1
-    assert "caller" not in repr(isolated)
+def test_repr_shows_the_number_of_planned_workers(closes: Any) -> None:
+    envs = closes(vecenv.AsyncVectorEnv(make_numeric_env_fns(4), num_workers="auto"))
+    assert envs.plan is not None
+    assert f"workers={envs.plan.num_workers}" in repr(envs)
+    envs.reset()
+
+
+def test_auto_with_restarts_does_not_use_the_caller(closes: Any) -> None:
+    envs = closes(vecenv.AsyncVectorEnv(make_numeric_env_fns(2), num_workers="auto", on_failure="restart"))
+    assert envs.num_workers >= 1
+    assert "caller" not in repr(envs)
 
 
 @pytest.mark.parametrize("fault", ["raises", "exits"])
 def test_env_that_cannot_be_probed_raises_with_the_reason(fault: str) -> None:
-    def make() -> Any:
+    def build() -> Any:
         if fault == "exits":
             os._exit(5)
         raise LookupError("no such thing")
 
     with pytest.raises(LookupError if fault == "raises" else vecenv.errors.WorkerDied, match=r"no such thing|exit code 5"):
-        vecenv.plan(make, 4)
+        vecenv.plan(build, 4)
 
 
 # -- placements and spinning ---------------------------------------------------------------------------------------------
@@ -318,31 +320,31 @@ def test_env_that_cannot_be_probed_raises_with_the_reason(fault: str) -> None:
 def test_placements_leave_the_caller_a_core_and_spin_only_if_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
     monkeypatch.setattr(cores, "_cgroup_quota", lambda: None)
-    alone, caller_spin = cores.placements(2)
+    two_workers, caller_spin = cores.placements(2)
     assert caller_spin == cores.SPIN_SECONDS
-    assert [placement.cpus for placement in alone] == [frozenset({1}), frozenset({2})]
-    full, caller_spin = cores.placements(4)
+    assert [placement.cpus for placement in two_workers] == [frozenset({1}), frozenset({2})]
+    four_workers, caller_spin = cores.placements(4)
     assert caller_spin == cores.SPIN_SECONDS
-    assert full[0] == cores.Placement(frozenset({0}), 0.0, with_caller=True)
-    assert len({placement.cpus for placement in full}) == 4
-    crowd, caller_spin = cores.placements(5)
+    assert four_workers[0] == cores.Placement(frozenset({0}), 0.0, with_caller=True)
+    assert len({placement.cpus for placement in four_workers}) == 4
+    five_workers, caller_spin = cores.placements(5)
     assert caller_spin == 0.0
-    assert crowd == [cores.Placement()] * 5
+    assert five_workers == [cores.Placement()] * 5
     monkeypatch.setattr(cores, "_cgroup_quota", lambda: 2.0)
     assert cores.placements(2) == ([cores.Placement()] * 2, 0.0)  # a quota reserves no core
 
 
-def test_the_callers_own_affinity_is_never_touched() -> None:
+def test_affinity_of_the_caller_is_unchanged() -> None:
     before = os.sched_getaffinity(0)
-    with ready_engine(numbers(2), num_workers=1) as envs:
+    with ready_engine(make_numeric_env_fns(2), num_workers=1) as envs:
         for _ in range(200):
             envs.step(np.zeros((2, 2), np.float32))
         assert os.sched_getaffinity(0) == before
     assert os.sched_getaffinity(0) == before
 
 
-class Kernel:
-    """A clock that advances by a microsecond per reading, and a kernel that runs other processes on the core."""
+class FakeKernel:
+    """A clock that advances by a microsecond per reading, and a simulated time in which other processes have the core."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1.0
@@ -355,7 +357,13 @@ class Kernel:
         return self.now
 
     def run(self, policy: cores.SpinPolicy, seconds: float, lost: float) -> int:
-        """Alternately spin and step for a millisecond, waiting a share ``lost`` of it; return how often it spun."""
+        """Alternate between spins and steps of a millisecond, and return the number of spins.
+
+        Args:
+            policy: The policy that decides whether to spin.
+            seconds: The total time of the steps.
+            lost: The share of each step in which another process has the core.
+        """
         spins = 0
         for _ in range(int(seconds * 1e3)):
             spins += policy.spin(lambda timeout: 1)
@@ -365,15 +373,15 @@ class Kernel:
 
 
 def test_spinning_stops_under_load_and_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, no_spin_until = Kernel(monkeypatch), np.zeros(1)
+    kernel, no_spin_until = FakeKernel(monkeypatch), np.zeros(1)
     policy, other = cores.SpinPolicy(1e-2, no_spin_until), cores.SpinPolicy(1e-2, no_spin_until)
     assert kernel.run(policy, 1.0, lost=0.2) == 1000
     kernel.run(policy, 0.2, lost=0.5)
     assert policy.pauses == 1
-    assert not policy.spin(lambda timeout: pytest.fail("it must not poll while it pauses"))
-    assert not other.spin(lambda timeout: pytest.fail("nor may another process of the same engine"))
+    assert not policy.spin(lambda timeout: pytest.fail("it polls during a pause"))
+    assert not other.spin(lambda timeout: pytest.fail("another process of the engine polls"))
     kernel.run(policy, 60.0, lost=0.5)
-    assert kernel.run(policy, 60.0, lost=0.5) < 0.05 * 60_000, "on a machine that stays busy it spins seldom"
+    assert kernel.run(policy, 60.0, lost=0.5) < 0.05 * 60_000, "it spins too often on a busy machine"
     kernel.run(policy, cores._MAX_PAUSE_SECONDS, lost=0.0)
     pauses = policy.pauses
     assert kernel.run(policy, 1.0, lost=0.0) == 1000
@@ -381,11 +389,11 @@ def test_spinning_stops_under_load_and_resumes(monkeypatch: pytest.MonkeyPatch) 
     assert (policy.pauses, other.pauses) == (pauses, 0)
     kernel.run(policy, 0.2, lost=0.5)
     assert not kernel.run(policy, 0.1, lost=0.0)
-    assert kernel.run(policy, 0.2, lost=0.0), "the first rest after good times is a short one again"
+    assert kernel.run(policy, 0.2, lost=0.0), "the first pause after a quiet time is not short"
 
 
 def test_caller_on_a_workers_core_keeps_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = Kernel(monkeypatch)
+    kernel = FakeKernel(monkeypatch)
     assert kernel.run(cores.SpinPolicy(1e-2, np.zeros(1), shares_core=True), 2.0, lost=0.5) == 2000
 
 
@@ -393,7 +401,7 @@ def test_spin_stops_after_its_time() -> None:
     started_at = time.perf_counter()
     assert not cores.SpinPolicy(2e-3, np.zeros(1)).spin(lambda timeout: 0)
     assert 2e-3 <= time.perf_counter() - started_at < 20
-    assert not cores.SpinPolicy(0.0, np.zeros(1)).spin(lambda timeout: pytest.fail("it must not poll at all"))
+    assert not cores.SpinPolicy(0.0, np.zeros(1)).spin(lambda timeout: pytest.fail("it polls without spin time"))
 
 
 @pytest.mark.parametrize("content", [b"0 0 0\n", b"", b"what?"])
@@ -407,11 +415,11 @@ def test_seconds_waited_on_a_contended_core() -> None:
     before = os.sched_getaffinity(0)
     core = {min(before)}
     program = f"import os; os.sched_setaffinity(0, {core})\nprint(flush=True)\nwhile True: pass"
-    rival = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    busy_process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     try:
         os.sched_setaffinity(0, core)
-        assert rival.stdout is not None
-        rival.stdout.readline()
+        assert busy_process.stdout is not None
+        busy_process.stdout.readline()
         waiting_time, started_at = cores.seconds_waited(), time.perf_counter()
         while time.perf_counter() - started_at < 0.5:
             pass
@@ -421,16 +429,16 @@ def test_seconds_waited_on_a_contended_core() -> None:
         assert 0.1 < now - waiting_time < time.perf_counter() - started_at
     finally:
         os.sched_setaffinity(0, before)
-        rival.kill()
-        rival.communicate()
+        busy_process.kill()
+        busy_process.communicate()
 
 
 @pytest.mark.linux
-@pytest.mark.skipif(cores.usable_cores() != 2, reason="with two cores the caller and the worker have one each")
+@pytest.mark.skipif(cores.usable_cores() != 2, reason="needs one core for the caller and one for the worker")
 def test_engine_releases_contended_cores_and_binds_them_again() -> None:
-    envs = vecenv.AsyncVectorEnv(numbers(4), num_workers=1, use_caller=True)
+    envs = vecenv.AsyncVectorEnv(make_numeric_env_fns(4), num_workers=1, use_caller=True)
     free = os.sched_getaffinity(0)
-    rivals: list[subprocess.Popen[bytes]] = []
+    busy_processes: list[subprocess.Popen[bytes]] = []
 
     def step_until(bound: bool) -> None:
         deadline = time.monotonic() + 20
@@ -442,20 +450,20 @@ def test_engine_releases_contended_cores_and_binds_them_again() -> None:
         envs.reset()
         (pid,) = (process.pid for process in envs.processes)
         step_until(bound=True)
-        rivals = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+        busy_processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
         step_until(bound=False)
-        for rival in rivals:
-            rival.kill()
+        for busy_process in busy_processes:
+            busy_process.kill()
         step_until(bound=True)
     finally:
-        for rival in rivals:
-            rival.kill()
-            rival.wait()
+        for busy_process in busy_processes:
+            busy_process.kill()
+            busy_process.wait()
         envs.close()
 
 
-def test_stats_are_floats_and_count_what_happened() -> None:
-    with ready_engine(numbers(4), num_workers=2) as envs:
+def test_stats_are_floats_and_count_steps_and_resets() -> None:
+    with ready_engine(make_numeric_env_fns(4), num_workers=2) as envs:
         for _ in range(10):
             envs.step(np.zeros((4, 2), np.float32))
         stats = envs.stats()
@@ -469,7 +477,7 @@ def test_stats_are_floats_and_count_what_happened() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("slow", "share"), [(0.03, 0.0), (0.09, 4 / 9)], ids=["all-alike", "one-is-slow"])
 def test_stats_show_the_slow_environment(slow: float, share: float) -> None:
-    """Two environments take 30 ms per step, and one takes as long or three times as long."""
+    """Two environments take 30 ms per step, and the third takes 30 or 90 ms."""
     with ready_engine([SleepingEnv] * 3) as envs:
         for _ in range(10):
             envs.step(np.array([0.03, slow, 0.03]))
@@ -490,22 +498,22 @@ def test_worker_stats_soon_show_the_slow_environment() -> None:
 
 
 def test_untimed_messages_are_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock that advances by 10 us per reading, every message seems to take as long."""
+    """With a clock that advances by 10 us per reading, every message seems to take 10 us."""
     ticks = itertools.count()
     monkeypatch.setattr(rows, "clock", lambda: next(ticks) * 1e-5)
-    with ready_engine(numbers(4), num_workers=0) as envs:
+    with ready_engine(make_numeric_env_fns(4), num_workers=0) as envs:
         for _ in range(1000):
             envs.step(np.zeros((4, 2), np.float32))
         (counted,), (spent,) = envs._driver.batch.worker_steps, envs._driver.batch.worker_time
     assert 1000 - 31 <= counted / 4 <= 1000
-    single = 8  # one message, which stands for 32, also reads the clock twice for each environment
+    single = 8  # one message in 32 also reads the clock twice for each environment, and counts for all 32
     assert spent == pytest.approx((counted / 4 + 32 * single) * 1e-5)
-    assert next(ticks) < 2 * (1000 / 32 + 2) + single, "as often as all that it looks"
+    assert next(ticks) < 2 * (1000 / 32 + 2) + single, "it reads the clock too often"
 
 
 @pytest.mark.long
 def test_short_messages_are_counted_and_sampled() -> None:
-    with ready_engine(numbers(4), num_workers=2, batch_size=3) as envs:
+    with ready_engine(make_numeric_env_fns(4), num_workers=2, batch_size=3) as envs:
         for _ in range(1000):
             envs.step(np.zeros((4, 2), np.float32))
         counted, spent = (np.array(column) for column in (envs._driver.batch.worker_steps, envs._driver.batch.worker_time))
@@ -520,7 +528,7 @@ def test_short_messages_are_counted_and_sampled() -> None:
             envs.send(np.zeros((3, 2), np.float32), infos["env_id"])
         envs.recv()
         more = float(envs._driver.batch.worker_steps.sum() - counted.sum())
-        assert 4000 + 2999 <= envs.stats()["steps"] <= 4000 + 3000  # the last one may be pending still
+        assert 4000 + 2999 <= envs.stats()["steps"] <= 4000 + 3000  # the last step may still be pending
     assert more == pytest.approx(3000, rel=0.2)
 
 
@@ -530,35 +538,34 @@ def test_short_messages_are_counted_and_sampled() -> None:
         (5e-6, 5e-6, 64, 2, 2, 64, None, "lock-step: half of them are stepped in 80 us"),
         (2e-4, 2e-4, 8, 2, 2, 4, None, "halves: half of them are stepped in 400 us"),
         (2e-4, 2e-4, 8, 2, 16, 4, 2, "2 of a worker's 4 in one message"),  # a core for the caller
-        (1e-4, 1e-4, 256, 64, 65, 256, None, "lock-step: half of them are stepped in 200 us"),  # the caller would be late
+        (1e-4, 1e-4, 256, 64, 65, 256, None, "lock-step: half of them are stepped in 200 us"),  # the caller is too slow
         (5e-3, 1e-4, 64, 16, 2, 32, 2, "2 of a worker's 4 in one message"),  # steps that wait
-        (5e-3, 1e-4, 64, 64, 2, 32, None, "halves"),  # one each: there is nothing to split
+        (5e-3, 1e-4, 64, 64, 2, 32, None, "halves"),  # one environment per worker cannot be split
         (5e-3, 5e-3, 1, 1, 2, 1, None, "no environment can be ahead of another"),
         (5e-3, 5e-3, 8, 0, 2, 8, None, "no environment can be ahead of another"),
     ],
 )
-def test_batch_size_auto(
+def test_batch_size_auto_depends_on_step_time_and_cores(
     step: float, cpu: float, num_envs: int, workers: int, cores: int, batch: int, at_once: int | None, why: str
 ) -> None:
-    whole = Plan(num_envs, workers, 0, "as requested", StepTimes(100, step, cpu), cores, {})
-    found = plan_batches(whole)
-    assert (found.batch_size, found.rows_at_once) == (batch, at_once)
-    assert why in found.batch_reason
-    assert (found.num_workers, found.reason) == (workers, "as requested")
+    plan = plan_batches(Plan(num_envs, workers, 0, "as requested", StepTimes(100, step, cpu), cores, {}))
+    assert (plan.batch_size, plan.rows_at_once) == (batch, at_once)
+    assert why in plan.batch_reason
+    assert (plan.num_workers, plan.reason) == (workers, "as requested")
 
 
 def test_batch_size_auto_leaves_the_caller_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    probed = StepTimes(100, 3e-4, 3e-4)
-    assert choose(probed, 8, 2, use_caller=True).use_caller
+    step_times = StepTimes(100, 3e-4, 3e-4)
+    assert choose(step_times, 8, 2, use_caller=True).use_caller
     monkeypatch.setattr("vecenv.planning.plan.usable_cores", lambda: 2)
-    workers, share, found = workers_and_share(8, "auto", True, lambda: (probed, Independence()), "auto")
+    workers, share, plan = workers_and_share(8, "auto", True, lambda: (step_times, Independence()), "auto")
     assert (workers, share) == (2, 0)
-    assert found is not None
-    assert (found.batch_size, found.use_caller) == (4, False)
+    assert plan is not None
+    assert (plan.batch_size, plan.use_caller) == (4, False)
 
 
-def test_the_engine_and_its_pool_share_their_attribute_keys() -> None:
-    """CPython 3.11 shares at most 30 keys; beyond that every lookup is slower: 2 % of a step, 5 % of recv."""
+def test_engine_and_pool_have_at_most_30_attributes() -> None:
+    """CPython 3.11 shares at most 30 keys per class. With more, all lookups are slower: 2 % of a step, 5 % of recv."""
     with ready_engine([SleepingEnv] * 2, num_workers=2) as envs:
         for thing in (envs._driver, envs._pool):
             assert len(vars(thing)) <= 30, f"{type(thing).__name__}: {sorted(vars(thing))}"
@@ -570,8 +577,8 @@ START_METHODS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.l
 MIB = 2**20
 
 
-class Market(gymnasium.Env):
-    """An environment that observes four prices one after another; action 1 writes into them, 2 ends the process."""
+class PriceEnv(gymnasium.Env):
+    """An environment that observes four prices, each step one further on. Action 1 writes into them, 2 kills the process."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (4,), np.float64)
     action_space = gymnasium.spaces.Discrete(3)
@@ -594,12 +601,12 @@ class Market(gymnasium.Env):
         return self.prices[self.at : self.at + 4].copy(), float(self.prices[self.at]), self.at % 50 == 0, False, {}
 
     def private_mib(self) -> float:
-        """Return the MiB of memory that only this process has."""
+        """Return the memory in MiB that only this process uses."""
         return psutil.Process().memory_full_info().uss / MIB
 
 
-def makers(prices: Any, count: int = 4) -> list[Any]:
-    return [functools.partial(Market, prices)] * count
+def make_price_env_fns(prices: Any, count: int = 4) -> list[Any]:
+    return [functools.partial(PriceEnv, prices)] * count
 
 
 @pytest.fixture(scope="module")
@@ -609,25 +616,27 @@ def prices() -> np.ndarray:
 
 @pytest.mark.sampled("fork")
 @pytest.mark.parametrize("context", START_METHODS)
-def test_workers_have_no_copy_and_step_the_same(context: str, prices: np.ndarray, closes: Any) -> None:
+def test_shared_data_is_not_copied_and_gives_the_same_results(context: str, prices: np.ndarray, closes: Any) -> None:
     shared = vecenv.share({"close": prices, "volume": np.arange(3)})
     assert shared["close"].flags.writeable is False
-    oracle = SyncVectorEnv(makers(prices))
-    envs = closes(vecenv.AsyncVectorEnv(makers(shared), num_workers=2, context=context))
-    with contextlib.closing(vecenv.AsyncVectorEnv(makers(prices[:1000].copy()), num_workers=2, context=context)) as without:
-        least = min(without.call("private_mib"))
-    np.testing.assert_array_equal(envs.reset(seed=1)[0], oracle.reset(seed=1)[0])
+    reference = SyncVectorEnv(make_price_env_fns(prices))
+    envs = closes(vecenv.AsyncVectorEnv(make_price_env_fns(shared), num_workers=2, context=context))
+    small = make_price_env_fns(prices[:1000].copy())
+    with contextlib.closing(vecenv.AsyncVectorEnv(small, num_workers=2, context=context)) as baseline:
+        baseline_mib = min(baseline.call("private_mib"))
+    np.testing.assert_array_equal(envs.reset(seed=1)[0], reference.reset(seed=1)[0])
     for _ in range(60):
-        for got, wanted in zip(envs.step(np.zeros(4, np.int64))[:4], oracle.step([0] * 4)[:4], strict=True):
-            np.testing.assert_array_equal(got, wanted)
-    assert max(envs.call("private_mib")) < least + 8  # of 64
+        for result, expected in zip(envs.step(np.zeros(4, np.int64))[:4], reference.step([0] * 4)[:4], strict=True):
+            np.testing.assert_array_equal(result, expected)
+    assert max(envs.call("private_mib")) < baseline_mib + 8  # a copy would add 64
 
 
 @pytest.mark.sampled("fork")
 @pytest.mark.parametrize("context", START_METHODS)
-def test_an_environment_cannot_write_and_its_worker_restarts_with_the_data(context: str, prices: np.ndarray) -> None:
+def test_shared_data_is_read_only_and_available_after_a_restart(context: str, prices: np.ndarray) -> None:
     shared = vecenv.share(prices[:10_000])
-    with contextlib.closing(vecenv.AsyncVectorEnv(makers(shared, 2), context=context, on_failure="restart")) as envs:
+    fns = make_price_env_fns(shared, 2)
+    with contextlib.closing(vecenv.AsyncVectorEnv(fns, context=context, on_failure="restart")) as envs:
         envs.reset(seed=1)
         for action in (1, 2):
             *_, truncated, infos = envs.step(np.array([0, action]))
@@ -639,11 +648,11 @@ def test_an_environment_cannot_write_and_its_worker_restarts_with_the_data(conte
 
 
 @pytest.mark.long
-def test_spare_workers_and_a_probe_have_it(prices: np.ndarray) -> None:
+def test_shared_data_is_available_in_spare_workers_and_the_probe(prices: np.ndarray) -> None:
     shared = vecenv.share(prices[:10_000])
     for build in (
-        lambda: vecenv.EpisodePrefetcher.from_env_fns(makers(shared, 2), 1, context="spawn"),
-        lambda: vecenv.AsyncVectorEnv(makers(shared, 2), context="spawn", num_workers="auto"),
+        lambda: vecenv.EpisodePrefetcher.from_env_fns(make_price_env_fns(shared, 2), 1, context="spawn"),
+        lambda: vecenv.AsyncVectorEnv(make_price_env_fns(shared, 2), context="spawn", num_workers="auto"),
     ):
         with contextlib.closing(build()) as envs:
             envs.reset(seed=1)
@@ -651,7 +660,7 @@ def test_spare_workers_and_a_probe_have_it(prices: np.ndarray) -> None:
                 envs.step(np.zeros(2, np.int64))
 
 
-def test_every_shape_and_kind_of_view_arrives(prices: np.ndarray) -> None:
+def test_shared_arrays_and_views_of_every_kind_reach_workers(prices: np.ndarray) -> None:
     data = {
         "rows": np.arange(24.0).reshape(4, 6), "columns": np.asfortranarray(np.arange(24).reshape(4, 6)),
         "none": np.zeros((3, 0)), "one": np.array(5), "days": np.array(["2026-01-01", "NaT"], "M8[D]"),
@@ -663,20 +672,20 @@ def test_every_shape_and_kind_of_view_arrives(prices: np.ndarray) -> None:
     views = [*shared.values(), *views]
     plain = [np.array(view) for view in views]
 
-    def make(views: list[Any] = views) -> Any:
-        return Views(views)
+    def build(views: list[Any] = views) -> Any:
+        return ViewsEnv(views)
 
-    with contextlib.closing(vecenv.AsyncVectorEnv([make] * 2, num_workers=1, context="spawn")) as envs:
-        for came in envs.get_attr("copies"):
-            for got, wanted in zip(came, plain, strict=True):
-                assert got.dtype == wanted.dtype
-                np.testing.assert_array_equal(got, wanted)
+    with contextlib.closing(vecenv.AsyncVectorEnv([build] * 2, num_workers=1, context="spawn")) as envs:
+        for copies in envs.get_attr("copies"):
+            for result, expected in zip(copies, plain, strict=True):
+                assert result.dtype == expected.dtype
+                np.testing.assert_array_equal(result, expected)
         assert envs.get_attr("shared") == (True, True)
-    for array in views:  # other ways copy it
+    for array in views:  # outside of workers, pickling copies the data
         np.testing.assert_array_equal(pickle.loads(pickle.dumps(array)), array)
 
 
-class Views(Market):
+class ViewsEnv(PriceEnv):
     """An environment that holds views of shared arrays."""
 
     def __init__(self, views: list[Any]) -> None:
@@ -693,23 +702,24 @@ class Views(Market):
 
 
 def test_shared_data_is_freed_with_its_last_array(prices: np.ndarray) -> None:
-    def blocks() -> int:
+    def count_blocks() -> int:
+        """Return the number of mappings and descriptors of shared memory in this process."""
         with open("/proc/self/maps") as maps:
             mapped = sum("memfd:vecenv" in line for line in maps)
         return mapped + sum("memfd:vecenv" in os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists())
 
     gc.collect()
-    before = blocks()
+    before = count_blocks()
     shared = vecenv.share(prices[:1000])
     part = shared[3:5]
     del shared
-    assert blocks() == before + 3  # a mapping, the descriptor, and the one that mmap holds
-    with contextlib.closing(vecenv.AsyncVectorEnv(makers(part.repeat(100), 1), context="spawn")):
+    assert count_blocks() == before + 3  # a mapping, its descriptor, and the descriptor that mmap duplicates
+    with contextlib.closing(vecenv.AsyncVectorEnv(make_price_env_fns(part.repeat(100), 1), context="spawn")):
         pass
     np.testing.assert_array_equal(part, prices[3:5])
     del part
     gc.collect()
-    assert blocks() == before
+    assert count_blocks() == before
 
 
 def test_unshareable_values_are_named() -> None:

@@ -1,4 +1,4 @@
-"""Requests about single rows that do not wait, for event loops."""
+"""Requests about single rows that do not block, for event loops."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import gymnasium
 import numpy as np
 import pytest
 from test_engine_concurrency import CannotBeUnpickled
-from test_interrupted_calls import KILL, Counting
+from test_interrupted_calls import KILL, CountingEnv
 
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import EnvFailed, RestartsExhausted, SnapshotMismatch, WorkerDied
 from vecenv.system.restart_budget import RestartBudget
 
 
-class Game(Counting):
+class RaisingEnv(CountingEnv):
     """An environment that raises in a step with action 8."""
 
     action_space = gymnasium.spaces.Discrete(8)
@@ -31,17 +31,17 @@ class Game(Counting):
             raise ValueError("no such move")
         return super().step(action)
 
-    def single_value(self, array: Any) -> int:
+    def count_bytes(self, array: Any) -> int:
         return int(array.nbytes)
 
 
-def build(num_workers: int | None = None, **options: Any) -> Any:
-    return AsyncVectorEnv([partial(Game, row) for row in range(3)], num_workers=num_workers, context="fork", **options)
+def open_envs(num_workers: int | None = None, **options: Any) -> Any:
+    return AsyncVectorEnv([partial(RaisingEnv, row) for row in range(3)], num_workers=num_workers, context="fork", **options)
 
 
 @pytest.fixture
 def envs() -> Iterator[Any]:
-    envs = build()
+    envs = open_envs()
     yield envs
     envs.close(terminate=True)
 
@@ -53,19 +53,19 @@ def submissions(envs: Any) -> Iterator[Any]:
 
 
 def wait_for_results(submissions: Any, count: int, *, starts: bool = False) -> dict[int, Any]:
-    """Wait as an event loop does until this many requests, or starts, have finished; return results or exceptions by row."""
-    found: dict[int, Any] = {}
-    until = time.monotonic() + 40
-    while len(found) < count:
-        assert time.monotonic() < until
+    """Wait, as an event loop does, until ``count`` requests (or starts) have finished. Return results or errors by row."""
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + 40
+    while len(results) < count:
+        assert time.monotonic() < deadline
         select.select([submissions.fileno()], [], [], 1.0)
         for request, result, error in submissions.collect():
             if (request.command == "start") == starts:
-                found[request.rows[0]] = error or result
-    return found
+                results[request.rows[0]] = error or result
+    return results
 
 
-def reset(submissions: Any, *rows: int) -> None:
+def reset_rows(submissions: Any, *rows: int) -> None:
     for row in rows:
         submissions.submit(row, "reset", (row, None))
     wait_for_results(submissions, len(rows))
@@ -82,13 +82,13 @@ def test_rows_are_reset_and_stepped_one_by_one(envs: Any, submissions: Any) -> N
     submissions.submit(1, "step", 5)
     ((observation, *rest),) = wait_for_results(submissions, 1).values()
     assert (observation.tolist(), rest) == ([1, 1, 6], [6.0, False, False, {"total": 6}])
-    submissions.submit(2, "call", ("nap", (0.01,), {}))
+    submissions.submit(2, "call", ("sleep", (0.01,), {}))
     assert wait_for_results(submissions, 1) == {2: 2}
     assert {key: envs.stats()[key] for key in ("steps", "resets", "in_flight")} == {"steps": 1, "resets": 3, "in_flight": 0}
 
 
-def test_an_environment_that_raises_needs_a_reset(submissions: Any) -> None:
-    reset(submissions, 0)
+def test_env_that_raises_needs_a_reset(submissions: Any) -> None:
+    reset_rows(submissions, 0)
     submissions.submit(0, "step", 8)
     (error,) = wait_for_results(submissions, 1).values()
     assert isinstance(error, EnvFailed)
@@ -96,19 +96,19 @@ def test_an_environment_that_raises_needs_a_reset(submissions: Any) -> None:
     assert set(submissions.failed) == {0}
     with pytest.raises(EnvFailed, match="no such move"):
         submissions.submit(0, "step", 1)
-    reset(submissions, 0)
+    reset_rows(submissions, 0)
     submissions.submit(0, "call", ("no_such_method", (), {}))
     assert isinstance(wait_for_results(submissions, 1)[0], AttributeError)
     assert not submissions.failed
 
 
-def test_a_death_finishes_its_request_and_a_worker_is_started_without_waiting(envs: Any, submissions: Any) -> None:
-    reset(submissions, 0, 1, 2)
+def test_worker_death_finishes_its_request_and_start_does_not_wait(envs: Any, submissions: Any) -> None:
+    reset_rows(submissions, 0, 1, 2)
     submissions.submit(0, "step", KILL)
     submissions.submit(2, "step", 2)
-    found = wait_for_results(submissions, 2)
-    assert found[2][0].tolist() == [2, 1, 4]
-    assert isinstance(found[0], WorkerDied)
+    results = wait_for_results(submissions, 2)
+    assert results[2][0].tolist() == [2, 1, 4]
+    assert isinstance(results[0], WorkerDied)
     assert [death.envs for death in submissions.deaths] == [(0,)]
     with pytest.raises(EnvFailed):
         submissions.submit(0, "reset", (7, None))
@@ -128,37 +128,37 @@ def test_a_death_finishes_its_request_and_a_worker_is_started_without_waiting(en
     assert envs.stats()["restarts"] == 2
 
 
-def test_the_death_of_an_idle_worker_is_collected_once(envs: Any, submissions: Any) -> None:
-    reset(submissions, 1)
+def test_death_of_an_idle_worker_is_collected_once(envs: Any, submissions: Any) -> None:
+    reset_rows(submissions, 1)
     envs.processes[1].kill()
     select.select([submissions.fileno()], [], [], 20.0)
     assert submissions.collect() == []
     (death,) = submissions.deaths
     assert "died while idle" in death.text
-    # although forked processes have copies of the descriptor that reported it
+    # the descriptor is not readable any more, although forked processes have copies of the one that reported the death
     assert select.select([submissions.fileno()], [], [], 0.1)[0] == []
     submissions.start(1)
     assert wait_for_results(submissions, 1, starts=True) == {1: None}
     assert select.select([submissions.fileno()], [], [], 0.1)[0] == []
 
 
-def test_a_request_that_hangs_is_killed_with_its_reason(submissions: Any) -> None:
-    reset(submissions, 1)
-    submissions.submit(1, "call", ("nap", (60.0,), {}))
+def test_kill_ends_a_hanging_request_with_the_reason(submissions: Any) -> None:
+    reset_rows(submissions, 1)
+    submissions.submit(1, "call", ("sleep", (60.0,), {}))
     assert submissions.collect() == []
     submissions.kill(1, "the loop has cancelled it")
     (error,) = wait_for_results(submissions, 1).values()
     assert "died during call: the loop has cancelled it" in str(error)
 
 
-def test_a_long_message_is_sent_as_the_pipe_makes_room(submissions: Any) -> None:
-    reset(submissions, 0)
-    submissions.submit(0, "call", ("single_value", (np.zeros(1 << 20),), {}))
+def test_message_larger_than_the_pipe_is_sent_completely(submissions: Any) -> None:
+    reset_rows(submissions, 0)
+    submissions.submit(0, "call", ("count_bytes", (np.zeros(1 << 20),), {}))
     assert wait_for_results(submissions, 1) == {0: 8 << 20}
 
 
 def test_states_are_saved_and_loaded_by_row(submissions: Any) -> None:
-    reset(submissions, 0, 1)
+    reset_rows(submissions, 0, 1)
     submissions.submit(0, "step", 3)
     wait_for_results(submissions, 1)
     submissions.submit(0, "save")
@@ -174,14 +174,14 @@ def test_states_are_saved_and_loaded_by_row(submissions: Any) -> None:
         submissions.submit(1, "check", snapshot.having(observation="none of it"))
 
 
-def test_replies_of_environments_in_threads_may_come_in_another_order() -> None:
-    envs = build(1, env_threads=3)
+def test_env_threads_may_reply_in_another_order() -> None:
+    envs = open_envs(1, env_threads=3)
     try:
         with closing(envs.submissions()) as submissions:
-            reset(submissions, 0, 1, 2)
+            reset_rows(submissions, 0, 1, 2)
             started = time.monotonic()
             for row, seconds in enumerate((60.0, 0.5, 0.01)):
-                submissions.submit(row, "call", ("nap", (seconds,), {}))
+                submissions.submit(row, "call", ("sleep", (seconds,), {}))
             assert list(wait_for_results(submissions, 1)) == [2]
             submissions.submit(2, "step", 4)
             assert wait_for_results(submissions, 1)[2][0].tolist() == [2, 1, 6]
@@ -194,20 +194,20 @@ def test_replies_of_environments_in_threads_may_come_in_another_order() -> None:
 
 
 @pytest.mark.parametrize("env_threads", [1, 3])
-def test_what_a_worker_cannot_unpickle_is_an_error_of_one_row(env_threads: int) -> None:
-    envs = build(1, env_threads=env_threads)
+def test_argument_that_cannot_be_unpickled_is_an_error_of_one_row(env_threads: int) -> None:
+    envs = open_envs(1, env_threads=env_threads)
     try:
         with closing(envs.submissions()) as submissions:
-            reset(submissions, 0, 1, 2)
-            submissions.submit(1, "call", ("single_value", (CannotBeUnpickled(),), {}))
+            reset_rows(submissions, 0, 1, 2)
+            submissions.submit(1, "call", ("count_bytes", (CannotBeUnpickled(),), {}))
             submissions.submit(2, "step", CannotBeUnpickled())
-            found = wait_for_results(submissions, 2)
-            assert str(found[1]).startswith("env 1: the request cannot be unpickled in the worker: ValueError")
-            assert isinstance(found[2], EnvFailed)
+            results = wait_for_results(submissions, 2)
+            assert str(results[1]).startswith("env 1: the request cannot be unpickled in the worker: ValueError")
+            assert isinstance(results[2], EnvFailed)
             assert [record.env for record in envs.errors] == [1, 2]
             submissions.submit(0, "step", 4)
             assert wait_for_results(submissions, 1)[0][0].tolist() == [0, 1, 4]
-            reset(submissions, 2)
+            reset_rows(submissions, 2)
             assert not submissions.deaths
     finally:
         envs.close(terminate=True)

@@ -22,8 +22,8 @@ def warnings_are_errors() -> Any:
         yield
 
 
-class TooLargeEnv(CounterEnv):
-    """An environment with values that become infinite in the cast to the space."""
+class OverflowingEnv(CounterEnv):
+    """An environment with observations that become infinite when they are cast to the dtype of the space."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class TooLargeEnv(CounterEnv):
         return np.array([1e300]), *super().step(action)[1:]
 
 
-class BadCloseEnv(CounterEnv):
+class RaisesInCloseEnv(CounterEnv):
     """An environment that raises in ``close``, in worker processes only."""
 
     def close(self) -> None:
@@ -57,22 +57,22 @@ def test_close_with_a_pending_step_ends_the_workers(caplog: pytest.LogCaptureFix
     assert "Calling `close` while waiting for a pending call to `step`" in caplog.text
 
 
-def test_an_environment_that_raises_in_close_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with ready_engine([BadCloseEnv] * 2, num_workers=1) as envs:
+def test_exception_in_the_close_of_an_env_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with ready_engine([RaisesInCloseEnv] * 2, num_workers=1) as envs:
         envs.close()
     assert "env 1 raised in close(): OSError: the simulator does not answer" in caplog.text
 
 
 @pytest.mark.parametrize("num_workers", [1, 0])
-def test_a_warning_about_environments_is_logged_and_the_call_returns(
+def test_warning_about_environments_is_logged_and_step_returns(
     caplog: pytest.LogCaptureFixture, num_workers: int
 ) -> None:
-    with ready_engine([TooLargeEnv] * 2, num_workers=num_workers) as envs:
+    with ready_engine([OverflowingEnv] * 2, num_workers=num_workers) as envs:
         assert envs.step(np.zeros(2, int))[0].tolist() == [[np.inf], [np.inf]]
     assert "became infinite" in caplog.text
 
 
-def test_the_exception_of_an_environment_is_raised_and_not_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_exception_of_an_env_is_raised_instead_of_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with ready_engine([CounterEnv, partial(RaisingEnv, error=KeyError("door"))]) as envs:
         with pytest.raises(KeyError, match="door"):
             envs.step(np.zeros(2, int))
@@ -80,18 +80,18 @@ def test_the_exception_of_an_environment_is_raised_and_not_a_warning(caplog: pyt
     assert "Received the following error from Worker-1" in caplog.text
 
 
-UNCLOSED = """
+UNCLOSED_PROGRAM = """
 import builtins, sys
 import gymnasium, vecenv
 from pathlib import Path
 
-class Closes(gymnasium.Wrapper):
+class CloseMarker(gymnasium.Wrapper):
     def close(self):
         Path(sys.argv[2]).touch()
 
-builtins.kept = sys.modules["__main__"]  # as torch and jax do: then modules are cleared before what lies in this one
+builtins.kept = sys.modules["__main__"]  # as torch and jax do; then other modules are cleared before this one
 first = vecenv.AsyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
-envs = vecenv.AsyncVectorEnv([lambda: Closes(gymnasium.make("CartPole-v1"))] * 2, num_workers=int(sys.argv[1]))
+envs = vecenv.AsyncVectorEnv([lambda: CloseMarker(gymnasium.make("CartPole-v1"))] * 2, num_workers=int(sys.argv[1]))
 envs.reset(seed=1)
 """
 
@@ -99,13 +99,13 @@ envs.reset(seed=1)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_workers", [2, 0])
 @pytest.mark.parametrize(("filters", "reports"), [("ignore", 0), ("error::ResourceWarning", 2)])
-def test_a_program_that_never_closes_ends_without_a_traceback_of_the_engine(
+def test_program_without_close_ends_without_a_traceback(
     num_workers: int, filters: str, reports: int, tmp_path: Path
 ) -> None:
     closed = tmp_path / "closed"
-    ended = python("-W", filters, "-c", UNCLOSED, str(num_workers), closed, cwd=tmp_path)
-    assert ended.returncode == 0
-    assert "Exception ignored" not in ended.stderr
-    assert ended.stderr.count("ResourceWarning: unclosed AsyncVectorEnv") == reports
-    assert not ended.stderr or reports
+    process = python("-W", filters, "-c", UNCLOSED_PROGRAM, str(num_workers), closed, cwd=tmp_path)
+    assert process.returncode == 0
+    assert "Exception ignored" not in process.stderr
+    assert process.stderr.count("ResourceWarning: unclosed AsyncVectorEnv") == reports
+    assert not process.stderr or reports
     assert closed.exists() or num_workers

@@ -268,7 +268,7 @@ def test_evaluate_counts_the_steps_of_action_chunks() -> None:
 
     results = run(main())
     with closing(vecenv.AsyncVectorEnv([make_env] * 2, num_workers=0)) as envs:
-        expected = vecenv.evaluate(envs, lambda seen: np.ones((len(seen), 4, 3)), 3, seed=5)
+        expected = vecenv.evaluate(envs, lambda observations: np.ones((len(observations), 4, 3)), 3, seed=5)
     assert results.lengths.tolist() == expected.lengths.tolist() == [6] * 3
     assert results.returns.tolist() == expected.returns.tolist()
 

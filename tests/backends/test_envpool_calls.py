@@ -108,8 +108,8 @@ def test_lockstep_pool_accepts_one_call_at_a_time(make: Make) -> None:
     assert infos["elapsed_step"].tolist() == [1, 1]
     with pytest.raises(NoAsyncCallError):
         envs.recv()
-    kept, _ = envs.reset(options={"reset_mask": np.array([True, False, False, False])})
-    np.testing.assert_array_equal(kept[[3, 1]], observations)
+    after, _ = envs.reset(options={"reset_mask": np.array([True, False, False, False])})
+    np.testing.assert_array_equal(after[[3, 1]], observations)
 
 
 def test_recv_returns_final_observations_of_same_step_resets(make: Make) -> None:

@@ -96,22 +96,22 @@ def sample_actions(envs: EnvPoolVectorEnv, steps: int = STEPS) -> Iterator[Any]:
         yield np.clip(action, -1, 1) if isinstance(envs.single_action_space, gymnasium.spaces.Box) else action
 
 
-def assert_same_observations(mine: Any, raw: Any) -> None:
+def assert_same_observations(actual: Any, raw: Any) -> None:
     """Assert equality, except for the dtypes of Discrete and MultiBinary: vecenv uses those of the space."""
     if isinstance(raw, dict):
-        assert list(mine) == sorted(raw)
+        assert list(actual) == sorted(raw)
         for key, value in raw.items():
-            assert_same_observations(mine[key], value)
+            assert_same_observations(actual[key], value)
     else:
-        np.testing.assert_array_equal(mine, raw)
+        np.testing.assert_array_equal(actual, raw)
 
 
-def assert_same_infos(mine: dict[str, Any], raw: dict[str, Any]) -> None:
-    assert {key for key in mine if not key.startswith("_")} == {key for key in raw if key != "players"}
+def assert_same_infos(actual: dict[str, Any], raw: dict[str, Any]) -> None:
+    assert {key for key in actual if not key.startswith("_")} == {key for key in raw if key != "players"}
     for key, value in raw.items():
         if key != "players":
-            assert_identical(mine[key], value.astype(np.intp) if key == "env_id" else value, key)
-            assert mine[f"_{key}"].all()
+            assert_identical(actual[key], value.astype(np.intp) if key == "env_id" else value, key)
+            assert actual[f"_{key}"].all()
 
 
 @pytest.mark.long
@@ -130,15 +130,15 @@ def test_trajectory_equals_raw_envpool(family: str, task_id: str, options: dict[
         assert_same_infos(infos, raw_infos)
         assert observations in envs.observation_space
         for action in sample_actions(envs):
-            mine, theirs = envs.step(action), raw.step(action.astype(dtype))
-            assert_same_observations(mine[0], theirs[0])
-            assert mine[0] in envs.observation_space
-            assert_identical(mine[1], theirs[1].astype(np.float64), "rewards")
-            np.testing.assert_array_equal(mine[2] | mine[3], theirs[2] | theirs[3])
-            assert (mine[2] >= theirs[2]).all(), "a termination of the pool was lost"
-            assert_identical(mine[3], theirs[3], "truncations")
-            assert_same_infos(mine[4], theirs[4])
-            ended += (mine[2] | mine[3]).sum()
+            actual, expected = envs.step(action), raw.step(action.astype(dtype))
+            assert_same_observations(actual[0], expected[0])
+            assert actual[0] in envs.observation_space
+            assert_identical(actual[1], expected[1].astype(np.float64), "rewards")
+            np.testing.assert_array_equal(actual[2] | actual[3], expected[2] | expected[3])
+            assert (actual[2] >= expected[2]).all(), "a termination of the pool was lost"
+            assert_identical(actual[3], expected[3], "truncations")
+            assert_same_infos(actual[4], expected[4])
+            ended += (actual[2] | actual[3]).sum()
     finally:
         envs.close()
     assert ended, f"no episode of {task_id} ended, so autoreset was not tested"
@@ -162,20 +162,20 @@ def test_same_step_equals_next_step_without_reset_rows(family: str, task_id: str
     try:
         assert_identical(same_step.reset(), next_step.reset(), "reset")
         for action in sample_actions(same_step, 3 * STEPS):
-            mine, theirs = same_step.step(action), next_step.step(action)
-            assert_identical(mine[1:4], theirs[1:4], "rewards and flags")
-            if not (theirs[2] | theirs[3]).any():
-                assert_identical(mine[0], theirs[0], "observations")
-                assert_identical(mine[4], theirs[4], "infos")
+            actual, expected = same_step.step(action), next_step.step(action)
+            assert_identical(actual[1:4], expected[1:4], "rewards and flags")
+            if not (expected[2] | expected[3]).any():
+                assert_identical(actual[0], expected[0], "observations")
+                assert_identical(actual[4], expected[4], "infos")
                 continue
             ended += 1
-            infos = mine[4]
+            infos = actual[4]
             final_obs = next_step._driver._rows.row(next_step._driver._latest_leaves, 0)  # type: ignore[union-attr]
             assert_identical(infos.pop("final_obs")[0], final_obs, "final_obs")
-            assert_identical(infos.pop("final_info"), theirs[4], "final_info")
+            assert_identical(infos.pop("final_info"), expected[4], "final_info")
             assert infos.pop("_final_obs").tolist() == infos.pop("_final_info").tolist() == [True]
             following = next_step.step(action)
-            assert_identical(mine[0], following[0], "the first observation of the new episode")
+            assert_identical(actual[0], following[0], "the first observation of the new episode")
             assert_identical(infos, following[4], "the infos of the new episode")
     finally:
         same_step.close()

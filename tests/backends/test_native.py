@@ -148,40 +148,40 @@ def test_frames_rewards_and_flags_equal_ale(game: str, mode: AutoresetMode, step
     ours = vecenv.make_vec(game, 2, "native", vector_kwargs={"autoreset_mode": mode}, **options)
     with contextlib.closing(ours), contextlib.closing(theirs):
         frames, infos = theirs.reset(seed=7)
-        mine = ours.reset(seed=7)
-        assert_identical(mine[0], frames, "frames of the reset")
-        assert_same_infos(mine[1], infos)
+        actual = ours.reset(seed=7)
+        assert_identical(actual[0], frames, "frames of the reset")
+        assert_same_infos(actual[1], infos)
         ends = 0
         theirs.action_space.seed(1)
         for t in range(steps):
             actions = theirs.action_space.sample()
             frames, rewards, terminations, truncations, infos = theirs.step(actions.copy())
-            mine = ours.step(actions)
-            assert_identical(mine[0], frames, f"frames of step {t}")
-            assert_identical(mine[1], rewards.astype(np.float64), f"rewards of step {t}")
-            assert_identical(mine[2], terminations, f"terminations of step {t}")
-            assert_identical(mine[3], truncations, f"truncations of step {t}")
+            actual = ours.step(actions)
+            assert_identical(actual[0], frames, f"frames of step {t}")
+            assert_identical(actual[1], rewards.astype(np.float64), f"rewards of step {t}")
+            assert_identical(actual[2], terminations, f"terminations of step {t}")
+            assert_identical(actual[3], truncations, f"truncations of step {t}")
             done = terminations | truncations
             final = infos.pop("final_obs", None)
-            assert ("final_obs" in mine[4]) == (final is not None) == bool(mode is AutoresetMode.SAME_STEP and done.any())
+            assert ("final_obs" in actual[4]) == (final is not None) == bool(mode is AutoresetMode.SAME_STEP and done.any())
             if final is not None:
-                assert_identical(mine[4].pop("_final_obs"), done, "_final_obs")
-                assert mine[4].pop("final_info") == {}
-                assert_identical(mine[4].pop("_final_info"), done, "_final_info")
-                for row, last in enumerate(mine[4].pop("final_obs")):
+                assert_identical(actual[4].pop("_final_obs"), done, "_final_obs")
+                assert actual[4].pop("final_info") == {}
+                assert_identical(actual[4].pop("_final_info"), done, "_final_info")
+                for row, last in enumerate(actual[4].pop("final_obs")):
                     assert (last is not None) == done[row]
                     if last is not None:
                         assert_identical(last, final[row], f"final frames of env {row}")
-            assert_same_infos(mine[4], infos)
+            assert_same_infos(actual[4], infos)
             ends += int(done.sum())
         assert ends
 
 
-def assert_same_infos(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-    assert set(mine) == {*theirs, *(f"_{key}" for key in theirs)}
-    for key, value in theirs.items():
-        assert_identical(mine[key], np.array(value), key)
-        assert mine[f"_{key}"].all()
+def assert_same_infos(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert set(actual) == {*expected, *(f"_{key}" for key in expected)}
+    for key, value in expected.items():
+        assert_identical(actual[key], np.array(value), key)
+        assert actual[f"_{key}"].all()
 
 
 def test_cartpole_trajectory_equals_gymnasium() -> None:
@@ -192,10 +192,10 @@ def test_cartpole_trajectory_equals_gymnasium() -> None:
         )
         for _ in range(60):
             actions = theirs.action_space.sample()
-            mine, expected = ours.step(actions), theirs.step(actions)
-            assert_identical(mine[0], expected[0])
-            assert_identical(mine[1], expected[1].astype(np.float64))
-            assert_identical(mine[2:4], expected[2:4])
+            actual, expected = ours.step(actions), theirs.step(actions)
+            assert_identical(actual[0], expected[0])
+            assert_identical(actual[1], expected[1].astype(np.float64))
+            assert_identical(actual[2:4], expected[2:4])
 
 
 # --- reset ----------------------------------------------------------------------------------------------------------

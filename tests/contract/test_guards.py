@@ -59,9 +59,9 @@ def test_call_from_a_second_thread_is_refused(backend: Backend, build: Callable[
         thread.start()
         time.sleep(0.02)
         texts = []
-        for one in calls[refused:]:
+        for make_call in calls[refused:]:
             try:
-                one()
+                make_call()
             except Exception as error:
                 text = f"{type(error).__name__}: {error}"
             else:
@@ -90,9 +90,9 @@ def test_forked_child_is_refused_and_the_parent_continues(backend: Backend, envs
     def check() -> None:
         name = type(envs).__name__
         expected = rf"this {name} belongs to another process \(pid {os.getppid()}\); a forked child cannot use "
-        for one in common_calls(envs, actions):
+        for make_call in common_calls(envs, actions):
             with pytest.raises(ForkedError, match=rf"^{expected}.+: build a new one in the child$"):
-                one()
+                make_call()
         envs.close()
         assert envs.closed
 
@@ -107,9 +107,9 @@ def test_every_call_after_close_raises(backend: Backend, build: Callable[..., An
     envs = build()
     envs.reset()
     envs.close()
-    for one in common_calls(envs, backend.actions(ROWS)):
+    for make_call in common_calls(envs, backend.actions(ROWS)):
         with pytest.raises(ClosedEnvironmentError) as caught:
-            one()
+            make_call()
         assert str(caught.value) == f"Trying to operate on `{type(envs).__name__}`, after a call to `close()`."
 
 
@@ -219,13 +219,13 @@ def test_close_during_a_call_raises_in_the_call(
     monkeypatch.setattr("vecenv.engine.watchdog.CHECK_INTERVAL_SECONDS", [1000.0])
     calls = {"step": lambda envs: envs.step(backend.actions(ROWS)), "reset": lambda envs: envs.reset()}
     for moment in moments:
-        for name, one in list(calls.items())[: len(moments)]:
+        for name, make_call in list(calls.items())[: len(moments)]:
             envs = build()
             envs.reset()
             raised: Any = None
             with ClosingInterruption(envs, moment) as closing:
                 try:
-                    one(envs)
+                    make_call(envs)
                 except Exception as error:
                     raised = error
             if closing.fired:
@@ -233,7 +233,7 @@ def test_close_during_a_call_raises_in_the_call(
                 assert raised is None or isinstance(raised, ClosedEnvironmentError), where
                 assert envs.closed
                 with pytest.raises(ClosedEnvironmentError):
-                    one(envs)
+                    make_call(envs)
             envs.close()
 
 
@@ -379,13 +379,13 @@ def test_call_within_a_call_is_refused(backend: Backend, build: Callable[..., An
             with contextlib.suppress(AlreadyPendingCallError):  # if the handler's calls came before the step
                 result = slow_step(envs, actions)
             signal.setitimer(signal.ITIMER_REAL, 0)
-            if all(type(one) is BusyError for one in errors) and errors:
+            if all(type(error) is BusyError for error in errors) and errors:
                 break
             envs.close()
         assert len(result) == 5
-        assert [type(one) for one in errors] == [BusyError] * len(nested_calls)
+        assert [type(error) for error in errors] == [BusyError] * len(nested_calls)
     expected = rf"a call on this {type(envs).__name__} is under way in this thread; `\w+` was refused"
-    assert [str(one) for one in errors if not re.fullmatch(expected, str(one))] == []
+    assert [str(error) for error in errors if not re.fullmatch(expected, str(error))] == []
     assert envs.stats()["steps"] == pytest.approx(steps + envs.num_envs * backend.steps, nan_ok=True)
     assert in_flight(envs) == 0
     envs.step(actions)

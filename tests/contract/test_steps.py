@@ -153,8 +153,8 @@ def test_send_to_all_rows_equals_step(backend: Backend, envs: Any) -> None:
     expected = results_of_seeded_step(envs, actions)
     envs.send(actions, ALL)  # the rows of the latest `recv` may be fewer
     assert in_flight(envs) == ROWS
-    for row, (one, *_) in enumerate(receive_all(envs)):
-        assert_identical(one, copy_rows(expected[0], [row]))
+    for row, (observation, *_) in enumerate(receive_all(envs)):
+        assert_identical(observation, copy_rows(expected[0], [row]))
     with pytest.raises(NoAsyncCallError):
         envs.recv()
 
@@ -194,9 +194,9 @@ def test_send_to_a_row_in_flight_is_refused(backend: Backend, envs: Any) -> None
     early = [lambda: envs.send(actions, ALL), lambda: envs.step(actions), lambda: envs.step_async(actions)]
     if envs.capabilities.attributes:
         early += [lambda: envs.call("spec"), lambda: envs.set_attr("mine", 1), lambda: envs.exec_func(id)]
-    for one in early:
+    for make_call in early:
         with pytest.raises(AlreadyPendingCallError):
-            one()
+            make_call()
     for wait in (envs.step_wait, envs.reset_wait):
         with pytest.raises(NoAsyncCallError):
             wait()
@@ -251,14 +251,14 @@ def test_recv_returns_at_least_rows_after_within_seconds(
     rows, actions = envs.num_envs, (backend.slow_actions or backend.actions)(envs.num_envs)
     envs.reset()
     envs.send(actions, range(rows))
-    seen: list[int] = []
+    received: list[int] = []
     with unless_refused(envs, "first_ready"):
-        while len(seen) < rows:
-            some = envs.recv(60, count=rows, at_least=min(envs.batch_size, rows - len(seen)), within=0.001)[4]["env_id"]
-            assert len(some) >= min(envs.batch_size, rows - len(seen))
-            seen += some.tolist()
-            assert in_flight(envs) == rows - len(seen)
-        assert sorted(seen) == list(range(rows)), "each row came once"
+        while len(received) < rows:
+            some = envs.recv(60, count=rows, at_least=min(envs.batch_size, rows - len(received)), within=0.001)[4]["env_id"]
+            assert len(some) >= min(envs.batch_size, rows - len(received))
+            received += some.tolist()
+            assert in_flight(envs) == rows - len(received)
+        assert sorted(received) == list(range(rows)), "each row came once"
         envs.send(actions, range(rows))
         assert len(envs.recv(60, count=rows, at_least=1, within=60)[1]) == rows, "there was time for all of them"
     while in_flight(envs):
@@ -319,22 +319,22 @@ def test_every_info_has_its_mask(backend: Backend, envs: Any) -> None:
     for _ in range(12):  # so that episodes end
         assert_masks(envs.step(backend.actions(ROWS))[4])
     envs.send(backend.actions(ROWS), ALL)
-    seen = 0
-    while seen < ROWS:
+    received = 0
+    while received < ROWS:
         infos = envs.recv()[4]
         assert_masks(infos)
-        seen += len(infos["env_id"])
+        received += len(infos["env_id"])
 
 
 @call("infos: `env_id`")
 def test_received_infos_have_env_ids(backend: Backend, envs: Any) -> None:
     for begin in (lambda: envs.send(backend.actions(ROWS), ALL), envs.reset_async):
         begin()
-        seen: list[int] = []
-        while len(seen) < ROWS:
+        received: list[int] = []
+        while len(received) < ROWS:
             *_, infos = envs.recv()
             assert infos["env_id"].dtype == np.intp
             assert infos["_env_id"].dtype == np.bool_
             assert infos["_env_id"].all()
-            seen += infos["env_id"].tolist()
-        assert sorted(seen) == list(ALL)
+            received += infos["env_id"].tolist()
+        assert sorted(received) == list(ALL)

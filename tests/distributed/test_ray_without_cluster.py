@@ -305,9 +305,9 @@ def test_environment_that_raises_is_restarted_by_its_host(closes: Any) -> None:
     for each in (envs, local):
         each.reset(seed=1)
     for t in range(4):
-        mine, theirs = envs.step([0] * 4), local.step([0] * 4)
-        mine[0][:, 3] = theirs[0][:, 3] = 0  # the new environment has a random seed
-        assert_identical(mine, theirs, f"step {t}")
+        actual, expected = envs.step([0] * 4), local.step([0] * 4)
+        actual[0][:, 3] = expected[0][:, 3] = 0  # the new environment has a random seed
+        assert_identical(actual, expected, f"step {t}")
     assert envs.stats()["restarts"] == 1
 
 

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text_envs import Words, check_all_slots, run, step_directly
+from text_envs import TextEnv, check_all_slots, run, step_directly
 
 import vecenv
 from vecenv.aio import EpisodeEnv, Pool
 from vecenv.errors import EnvFailed, RestartsExhausted, StartupTimeout, StepTimeout, WorkerDied
 from vecenv.testing.faulty import FaultyConstructor
 
-MANY = pytest.param(64, marks=[pytest.mark.long])
+LARGE_SIZE = pytest.param(64, marks=[pytest.mark.long])
 FAULTS = {
-    "kill": WorkerDied, "abort": WorkerDied, "hang": StepTimeout, "raise it": EnvFailed, "cancel": asyncio.CancelledError,
+    "kill": WorkerDied, "abort": WorkerDied, "hang": StepTimeout, "raise error": EnvFailed, "cancel": asyncio.CancelledError,
 }  # fmt: skip
-HOW = [
+WORKER_OPTIONS = [
     pytest.param({}, id="each"),
     pytest.param({"num_workers": 2}, id="two"),
     pytest.param({"num_workers": 2, "env_threads": 8}, id="threads"),
@@ -36,7 +36,7 @@ def is_worker_failure(error: BaseException) -> bool:
 
 
 @pytest.mark.sampled("each-kill-restart-6", "two-abort-restart-6", "threads-cancel-restart-6", "two-hang-restart-6")
-@pytest.mark.parametrize("size", [6, MANY])
+@pytest.mark.parametrize("size", [6, LARGE_SIZE])
 @pytest.mark.parametrize("on_failure", ["restart", pytest.param("raise", marks=pytest.mark.long)])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("workers", ["each", "two", "threads"])
@@ -49,33 +49,33 @@ def test_one_fault_ends_only_its_episode(fault: str, workers: str, on_failure: A
 
     async def main() -> None:
         async with Pool(
-            partial(Words, 8), size, step_timeout=limit, cancel_timeout=2.0, on_failure=on_failure, **kwargs
+            partial(TextEnv, 8), size, step_timeout=limit, cancel_timeout=2.0, on_failure=on_failure, **kwargs
         ) as pool:
-            ends = await asyncio.gather(*(one(pool, n) for n in range(size)))
-            lost = [n for n, end in enumerate(ends) if end is not None]
-            beside = next(rows for rows in pool._envs.worker_rows if episodes[0].env_id in rows)
-            if fault in ("raise it", "cancel"):
+            errors = await asyncio.gather(*(play(pool, n) for n in range(size)))
+            lost = [n for n, error in enumerate(errors) if error is not None]
+            worker_rows = next(rows for rows in pool._envs.worker_rows if episodes[0].env_id in rows)
+            if fault in ("raise error", "cancel"):
                 assert lost == [0]
             else:
-                hit = {episodes[n].env_id for n in lost}
-                if workers == "threads" and fault == "hang":  # the others had half a second to end their episodes
-                    assert hit <= set(beside), ends
+                failed_rows = {episodes[n].env_id for n in lost}
+                if workers == "threads" and fault == "hang":  # other episodes may end before the worker is killed
+                    assert failed_rows <= set(worker_rows), errors
                 else:
-                    assert hit == set(beside), ends
-                assert all(is_worker_failure(ends[n]) for n in lost)
-            assert type(ends[0]) is FAULTS[fault], ends[0]
+                    assert failed_rows == set(worker_rows), errors
+                assert all(is_worker_failure(errors[n]) for n in lost)
+            assert type(errors[0]) is FAULTS[fault], errors[0]
             await check_all_slots(pool)
 
     episodes: dict[int, EpisodeEnv] = {}
 
-    async def one(pool: Pool, number: int) -> BaseException | None:
+    async def play(pool: Pool, number: int) -> BaseException | None:
         actions = [f"step {step}" for step in range(8)]
         try:
             async with pool.episode(seed=number) as env:
                 episodes[number] = env
                 results: list[Any] = [env.observation]
-                for place, action in enumerate(actions):
-                    if number == 0 and place == 3:
+                for step, action in enumerate(actions):
+                    if number == 0 and step == 3:
                         await trigger_fault(env)
                     await asyncio.sleep(0.02)
                     results.append((await env.step(action))[:4])
@@ -83,7 +83,7 @@ def test_one_fault_ends_only_its_episode(fault: str, workers: str, on_failure: A
             if number and not isinstance(error, StepTimeout):
                 assert "died" in str(error) or "failed earlier" in str(error), error
             return error
-        expected = step_directly(Words(8), number, actions)
+        expected = step_directly(TextEnv(8), number, actions)
         assert results == [expected[0][0], *(each[:4] for each in expected[1:])]
         return None
 
@@ -101,10 +101,10 @@ def test_one_fault_ends_only_its_episode(fault: str, workers: str, on_failure: A
 @pytest.mark.long
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
-def test_faults_with_other_start_methods(context: Any, on_failure: Any) -> None:
+def test_pool_stays_usable_after_faults_with_other_start_methods(context: Any, on_failure: Any) -> None:
     async def main() -> None:
-        async with Pool(Words, 4, num_workers=2, context=context, on_failure=on_failure) as pool:
-            for fault in ("kill", "raise it", "abort"):
+        async with Pool(TextEnv, 4, num_workers=2, context=context, on_failure=on_failure) as pool:
+            for fault in ("kill", "raise error", "abort"):
                 async with pool.episode() as env:
                     with pytest.raises((WorkerDied, EnvFailed)):
                         await env.step(fault)
@@ -113,13 +113,13 @@ def test_faults_with_other_start_methods(context: Any, on_failure: Any) -> None:
     run(main(), seconds=200)
 
 
-async def test_message_of_each_failure() -> None:
-    async with Pool(Words, 3, step_timeout=0.3, cancel_timeout=0.1) as pool:
+async def test_each_failure_raises_its_own_message() -> None:
+    async with Pool(TextEnv, 3, step_timeout=0.3, cancel_timeout=0.1) as pool:
         async with pool.episode() as env:
-            with pytest.raises(EnvFailed, match=rf"env {env.env_id}, worker .* step: ValueError: wrong: abc") as told:
+            with pytest.raises(EnvFailed, match=rf"env {env.env_id}, worker .* step: ValueError: wrong: abc") as failure:
                 await env.step("raise abc")
-            assert isinstance(told.value.__cause__, ValueError)
-            assert env.failure is told.value
+            assert isinstance(failure.value.__cause__, ValueError)
+            assert env.failure is failure.value
             with pytest.raises(EnvFailed, match=rf"env {env.env_id} failed earlier .*by reset\(\) first: ValueError"):
                 await env.step("x")
             with pytest.raises(EnvFailed, match="failed earlier"):
@@ -150,8 +150,8 @@ async def test_message_of_each_failure() -> None:
 
 
 async def test_cancelled_step_that_hangs_has_its_worker_killed() -> None:
-    async with Pool(Words, 3, cancel_timeout=0.2, on_failure=vecenv.Restart(0)) as pool:
-        for _ in range(3):  # which does not count as a restart
+    async with Pool(TextEnv, 3, cancel_timeout=0.2, on_failure=vecenv.Restart(0)) as pool:
+        for _ in range(3):  # such a restart does not count towards the limit
             async with pool.episode() as env:
                 with pytest.raises(TimeoutError):
                     async with asyncio.timeout(0.05):
@@ -160,32 +160,32 @@ async def test_cancelled_step_that_hangs_has_its_worker_killed() -> None:
         assert pool.stats()["restarts"] == 3
 
 
-async def test_cancelled_step_that_ends_in_time_only_ends_its_episode() -> None:
-    async with Pool(Words, 1, cancel_timeout=5) as pool:
+async def test_cancelled_step_that_returns_in_time_keeps_its_worker() -> None:
+    async with Pool(TextEnv, 1, cancel_timeout=5) as pool:
         (process,) = pool._envs.processes
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05), pool.episode() as env:
                 await env.step("wait 0.2")
-        await check_all_slots(pool)  # after the late reply, which is dropped
+        await check_all_slots(pool)  # returns after the late reply, which is dropped
         assert pool._envs.processes == [process]
 
 
-async def test_cancelled_step_that_waits_for_others_keeps_their_worker() -> None:
-    async with Pool(Words, 4, num_workers=1, cancel_timeout=0.1) as pool:
-        async with pool.episode() as one, pool.episode() as two, pool.episode() as three:
-            before = asyncio.create_task(one.step("wait 0.3"))
-            behind = asyncio.create_task(two.step("wait 0.01"))
-            last = asyncio.create_task(three.step("x"))
+async def test_cancelled_step_that_waits_for_other_steps_keeps_the_worker() -> None:
+    async with Pool(TextEnv, 4, num_workers=1, cancel_timeout=0.1) as pool:
+        async with pool.episode() as first, pool.episode() as second, pool.episode() as third:
+            running = asyncio.create_task(first.step("wait 0.3"))
+            queued = asyncio.create_task(second.step("wait 0.01"))
+            last = asyncio.create_task(third.step("x"))
             await asyncio.sleep(0.02)
-            behind.cancel()
-            assert (await before)[4]["of"] == ["wait 0.3"]
-            assert (await last)[4]["of"] == ["x"]
+            queued.cancel()
+            assert (await running)[4]["action"] == ["wait 0.3"]
+            assert (await last)[4]["action"] == ["x"]
         await check_all_slots(pool)
         assert pool.stats()["restarts"] == 0
 
 
 async def test_failed_start_of_a_process_counts_as_one_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with Pool(Words, 1, num_workers=1, on_failure=vecenv.Restart(1)) as pool:
+    async with Pool(TextEnv, 1, num_workers=1, on_failure=vecenv.Restart(1)) as pool:
         replace, refused = pool._envs._pool.replace, []
 
         def refuse_once(worker: Any) -> Any:
@@ -195,34 +195,34 @@ async def test_failed_start_of_a_process_counts_as_one_restart(monkeypatch: pyte
             raise BlockingIOError
 
         monkeypatch.setattr(pool._envs._pool, "replace", refuse_once)
-        async with pool.episode() as one:
+        async with pool.episode() as env:
             with pytest.raises(WorkerDied):
-                await one.step("kill")
+                await env.step("kill")
         await check_all_slots(pool)
         assert refused
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
-async def test_deaths_are_noticed_without_a_readable_descriptor(on_failure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_deaths_are_detected_without_pidfd_open(on_failure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> int:
         raise OSError
 
     monkeypatch.setattr(os, "pidfd_open", refuse, raising=False)
 
-    async with Pool(Words, 4, num_workers=2, on_failure=on_failure) as pool:
-        async with pool.episode() as one, pool.episode() as two:
+    async with Pool(TextEnv, 4, num_workers=2, on_failure=on_failure) as pool:
+        async with pool.episode() as first, pool.episode() as second:
             with pytest.raises(WorkerDied):
-                await one.step("kill")
-            os.kill(await two.call("pid"), signal.SIGKILL)
+                await first.step("kill")
+            os.kill(await second.call("pid"), signal.SIGKILL)
             await asyncio.sleep(0.3)
             with pytest.raises(WorkerDied):
-                await two.step("x")
+                await second.step("x")
         await check_all_slots(pool)
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 async def test_idle_workers_that_die_are_replaced(on_failure: Any) -> None:
-    async with Pool(Words, 6, num_workers=3, on_failure=on_failure) as pool:
+    async with Pool(TextEnv, 6, num_workers=3, on_failure=on_failure) as pool:
         for process in pool._envs.processes:
             os.kill(process.pid, signal.SIGKILL)
         await asyncio.sleep(0.3)  # until the kernel reports the deaths
@@ -231,7 +231,7 @@ async def test_idle_workers_that_die_are_replaced(on_failure: Any) -> None:
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 async def test_death_between_calls_raises_in_the_next_call(on_failure: Any) -> None:
-    async with Pool(Words, 4, num_workers=2, on_failure=on_failure) as pool:
+    async with Pool(TextEnv, 4, num_workers=2, on_failure=on_failure) as pool:
         async with pool.episode() as env:
             os.kill(await env.call("pid"), signal.SIGKILL)
             await asyncio.sleep(0.3)
@@ -243,16 +243,16 @@ async def test_death_between_calls_raises_in_the_next_call(on_failure: Any) -> N
 
 
 @pytest.mark.parametrize("fault", ["kill", "hang"])
-@pytest.mark.parametrize("kwargs", HOW)
+@pytest.mark.parametrize("kwargs", WORKER_OPTIONS)
 async def test_evaluate_reports_only_the_episode_that_ends_its_worker(fault: str, kwargs: dict[str, Any]) -> None:
-    first = step_directly(Words(), 2, [])[0][0]
+    first = step_directly(TextEnv(), 2, [])[0][0]
 
     async def policy(observation: str) -> str:
         await asyncio.sleep(0.01)
         return fault if observation == first else "x"
 
     reported: list[int] = []
-    async with Pool(Words, 6, step_timeout=1.0, **kwargs) as pool:
+    async with Pool(TextEnv, 6, step_timeout=1.0, **kwargs) as pool:
         results = await pool.evaluate(policy, 8, seed=0, retries=0, on_episode=lambda each: reported.append(each.index))
         await check_all_slots(pool)
     assert [each.index for each in results if each.error is not None] == [2]
@@ -260,12 +260,12 @@ async def test_evaluate_reports_only_the_episode_that_ends_its_worker(fault: str
     assert sorted(reported) == list(range(8))
     for index, result in enumerate(results):
         if index != 2:
-            rewards = [step[1] for step in step_directly(Words(), index, ["x"] * 6)[1:]]
+            rewards = [step[1] for step in step_directly(TextEnv(), index, ["x"] * 6)[1:]]
             assert result.episode_return == pytest.approx(sum(rewards), rel=1e-12)  # `sum` rounds differently in Python 3.12
 
 
 async def test_worker_that_dies_too_often_is_abandoned_and_others_continue() -> None:
-    async with Pool(Words, 2, on_failure=vecenv.Restart(1)) as pool:
+    async with Pool(TextEnv, 2, on_failure=vecenv.Restart(1)) as pool:
         async with pool.episode() as bad:
             with pytest.raises(WorkerDied):
                 await bad.step("kill")
@@ -290,22 +290,22 @@ async def test_worker_that_dies_too_often_is_abandoned_and_others_continue() -> 
                 raise AssertionError
 
 
-class BuildsUntilFlag:
-    """A function that builds an environment only while a file does not exist."""
+class HangingBuilder:
+    """A function that builds an environment, or hangs while a file exists."""
 
     def __init__(self, flag: Path) -> None:
         self._flag = flag
 
-    def __call__(self) -> Words:
+    def __call__(self) -> TextEnv:
         if self._flag.exists():
             time.sleep(1000)
-        return Words()
+        return TextEnv()
 
 
 @pytest.mark.long
-def test_worker_that_cannot_rebuild_its_environment() -> None:
+def test_worker_that_cannot_rebuild_its_environment_raises_until_it_can() -> None:
     async def main(flag: Path) -> None:
-        async with Pool(BuildsUntilFlag(flag), 1, worker_options=vecenv.WorkerOptions(start_timeout=4)) as pool:
+        async with Pool(HangingBuilder(flag), 1, worker_options=vecenv.WorkerOptions(start_timeout=4)) as pool:
             flag.touch()
             async with pool.episode() as env:
                 with pytest.raises(WorkerDied):
@@ -317,16 +317,15 @@ def test_worker_that_cannot_rebuild_its_environment() -> None:
                 await env.step("x")
             await check_all_slots(pool)
 
-
     with tempfile.TemporaryDirectory() as folder:
         run(main(Path(folder) / "flag"))
 
 
-def test_failed_start_of_a_pool_leaves_nothing() -> None:
+def test_failed_start_of_a_pool_raises_and_leaves_nothing_behind() -> None:
     with pytest.raises(StartupTimeout):
-        Pool(FaultyConstructor(Words, "sleep"), 2, worker_options=vecenv.WorkerOptions(start_timeout=0.5, dummy_env=True))
+        Pool(FaultyConstructor(TextEnv, "sleep"), 2, worker_options=vecenv.WorkerOptions(start_timeout=0.5, dummy_env=True))
     with pytest.raises(ZeroDivisionError):
-        Pool(lambda: Words(1 // 0), 2)
+        Pool(lambda: TextEnv(1 // 0), 2)
 
 
 def test_loop_keeps_running_while_workers_restart_and_close() -> None:
@@ -343,7 +342,7 @@ def test_loop_keeps_running_while_workers_restart_and_close() -> None:
                     os._exit(1)
                 time.sleep(0.01)
 
-        class Slow(Words):
+        class LoopDependentEnv(TextEnv):
             def __init__(self) -> None:
                 super().__init__()
                 if (folder / "started").exists():
@@ -353,20 +352,20 @@ def test_loop_keeps_running_while_workers_restart_and_close() -> None:
                 if (folder / "started").exists():
                     wait_for_the_loop("close")
 
-        async def watch(moment: str) -> None:
+        async def release(moment: str) -> None:
             while not (folder / f"{moment} began").exists():
                 await asyncio.sleep(0.01)
             (folder / f"{moment} may end").touch()
 
         async def main() -> None:
-            async with Pool(Slow, 2, on_failure="restart") as pool:
+            async with Pool(LoopDependentEnv, 2, on_failure="restart") as pool:
                 (folder / "started").touch()
-                watching = [asyncio.create_task(watch(moment)) for moment in ("build", "close")]
+                releases = [asyncio.create_task(release(moment)) for moment in ("build", "close")]
                 async with pool.episode() as env:
                     with pytest.raises(WorkerDied):
                         await env.step("kill")
                     await env.reset()
-            await asyncio.gather(*watching)
+            await asyncio.gather(*releases)
 
         run(main())
 
@@ -380,13 +379,12 @@ def test_loop_keeps_running_while_workers_restart_and_close() -> None:
         pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )
-@pytest.mark.parametrize("kwargs", HOW)
+@pytest.mark.parametrize("kwargs", WORKER_OPTIONS)
 def test_random_cancels_leak_no_slot_process_or_descriptor(episodes: int, kwargs: dict[str, Any]) -> None:
-    """Calls that are not cancelled return the right results. (The fixture around every test counts processes and
-    descriptors.)
+    """Calls that are not cancelled return correct results. The fixture around every test counts processes and descriptors.
     """
 
-    async def one(pool: Pool, number: int) -> None:
+    async def play(pool: Pool, number: int) -> None:
         rng = random.Random(number)
         actions = [f"{number} {step}" for step in range(3)]
         async with pool.episode(seed=number) as env:
@@ -395,7 +393,7 @@ def test_random_cancels_leak_no_slot_process_or_descriptor(episodes: int, kwargs
                 if rng.random() < 0.3:
                     await asyncio.sleep(rng.random() * 0.002)
                 results.append((await env.step(action))[:4])
-        expected = step_directly(Words(), number, actions)
+        expected = step_directly(TextEnv(), number, actions)
         assert results == [expected[0][0], *(each[:4] for each in expected[1:])]
         done.append(number)
 
@@ -403,20 +401,20 @@ def test_random_cancels_leak_no_slot_process_or_descriptor(episodes: int, kwargs
 
     async def main() -> None:
         rng = random.Random(1)
-        async with Pool(Words, 8, **kwargs) as pool:
+        async with Pool(TextEnv, 8, **kwargs) as pool:
             before = len(os.listdir("/proc/self/fd"))
-            left = iter(range(episodes))
+            remaining = iter(range(episodes))
 
-            async def some() -> None:
-                for number in left:
-                    task = asyncio.create_task(one(pool, number))
+            async def play_and_cancel() -> None:
+                for number in remaining:
+                    task = asyncio.create_task(play(pool, number))
                     if rng.random() < 0.5:
                         await asyncio.sleep(rng.random() * 0.01)
                         task.cancel()
-                    (end,) = await asyncio.gather(task, return_exceptions=True)
-                    assert end is None or isinstance(end, asyncio.CancelledError), end
+                    (error,) = await asyncio.gather(task, return_exceptions=True)
+                    assert error is None or isinstance(error, asyncio.CancelledError), error
 
-            await asyncio.gather(*(some() for _ in range(16)))
+            await asyncio.gather(*(play_and_cancel() for _ in range(16)))
             await check_all_slots(pool)
             assert len(os.listdir("/proc/self/fd")) == before
             assert pool.stats()["restarts"] == 0

@@ -10,25 +10,25 @@ from typing import Any
 
 import pytest
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
-from text_envs import Words, check_all_slots
+from text_envs import TextEnv, check_all_slots
 
 from vecenv.aio import Pool
 from vecenv.errors import BusyError, ForkedError, LoopError
 
 
 async def test_second_task_in_one_episode_raises() -> None:
-    async with Pool(Words, 2) as pool, pool.episode() as env:
+    async with Pool(TextEnv, 2) as pool, pool.episode() as env:
         step = asyncio.create_task(env.step("wait 0.05"))
         await asyncio.sleep(0)
         for call in (env.step("x"), env.reset(), env.save(), env.call("pid")):
             with pytest.raises(BusyError, match=r"another task is in `step` of this EpisodeEnv .env \d.; `\w+` was re"):
                 await call
-        assert (await step)[4]["of"] == ["wait 0.05"]
+        assert (await step)[4]["action"] == ["wait 0.05"]
         await env.step("x")
 
 
 async def test_step_after_the_end_of_the_episode_raises() -> None:
-    async with Pool(Words, 1) as pool:
+    async with Pool(TextEnv, 1) as pool:
         async with pool.episode(seed=1) as env:
             while not env.over:
                 await env.step("x")
@@ -44,7 +44,7 @@ async def test_step_after_the_end_of_the_episode_raises() -> None:
 
 
 async def test_pending_step_raises_if_its_episode_is_left() -> None:
-    async with Pool(Words, 1) as pool:
+    async with Pool(TextEnv, 1) as pool:
         async with pool.episode() as env:
             step = asyncio.create_task(env.step("wait 0.05"))
             await asyncio.sleep(0)
@@ -56,7 +56,7 @@ async def test_pending_step_raises_if_its_episode_is_left() -> None:
 
 
 async def test_calls_on_a_closed_pool_raise() -> None:
-    async with Pool(Words, 1) as pool:
+    async with Pool(TextEnv, 1) as pool:
         env = pool.episode()
         await env.__aenter__()
         another = pool.episode()
@@ -87,7 +87,7 @@ def test_pool_in_another_loop_or_without_one_raises() -> None:
             pool.episode()
 
     with asyncio.Runner() as first, asyncio.Runner() as second:
-        pool = Pool(Words, 2)
+        pool = Pool(TextEnv, 2)
         first.run(enter(pool))
         second.run(use(pool))
         first.run(check_all_slots(pool))
@@ -100,7 +100,7 @@ async def test_pool_in_a_forked_child_raises() -> None:
             with pytest.raises(ForkedError, match=r"belongs to another process \(pid \d+\); a forked child"):
                 await call
 
-    async with Pool(Words, 2) as pool:
+    async with Pool(TextEnv, 2) as pool:
         async with pool.episode() as env:
             child = os.fork()
             if not child:
@@ -119,7 +119,7 @@ async def test_pool_in_a_forked_child_raises() -> None:
 
 
 async def test_unpicklable_arguments_raise_before_anything_is_sent() -> None:
-    async with Pool(Words, 1) as pool, pool.episode() as env:
+    async with Pool(TextEnv, 1) as pool, pool.episode() as env:
         with pytest.raises(TypeError, match="pickle"):
             await env.step(iter(number for number in range(3)))
         with pytest.raises(TypeError, match="pickle"):
@@ -141,11 +141,11 @@ async def test_unpicklable_arguments_raise_before_anything_is_sent() -> None:
 )
 def test_invalid_options_raise(kwargs: dict[str, Any], text: str) -> None:
     with pytest.raises((TypeError, ValueError), match=text):
-        Pool(Words, **{"size": 2, **kwargs})
+        Pool(TextEnv, **{"size": 2, **kwargs})
 
 
 async def test_invalid_seeds_options_and_retries_raise() -> None:
-    async with Pool(Words, 1) as pool:
+    async with Pool(TextEnv, 1) as pool:
         with pytest.raises(TypeError, match="seed must be an integer or None, got 'one'"):
             pool.episode(seed="one")  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="options must be a dict or None"):
@@ -156,7 +156,7 @@ async def test_invalid_seeds_options_and_retries_raise() -> None:
 
 
 def test_dropped_pool_ends_its_workers_and_warns() -> None:
-    pool = Pool(Words, 2)
+    pool = Pool(TextEnv, 2)
     with pytest.warns(ResourceWarning, match="unclosed"):  # noqa: PT031
         del pool
         gc.collect()

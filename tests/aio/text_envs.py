@@ -1,4 +1,4 @@
-"""Environments and helpers for the tests of pools. The actions of :class:`Words` select faults."""
+"""Environments and helpers for the tests of pools."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import gymnasium as gym
 import numpy as np
 
-from vecenv.aio import EpisodeEnv, Pool
+from vecenv.aio import Pool
 
 T = TypeVar("T")
 
 
-class Words(gym.Env[str, str]):
-    """An environment with text observations: a number from the seed and the actions so far. Episodes have ``length`` steps.
+class TextEnv(gym.Env[str, str]):
+    """An environment with text observations, which contain the actions so far and a random number from the seed.
+
+    Some actions are faults: "kill", "abort", "hang", "raise TEXT", "wait SECONDS" and "compute SECONDS". So is the option
+    ``begin`` of a reset.
+
+    Args:
+        length: The number of steps per episode.
     """
 
     def __init__(self, length: int = 6) -> None:
@@ -37,25 +43,26 @@ class Words(gym.Env[str, str]):
         self._actions.append(action)
         self._apply(action)
         reward = float(self.np_random.normal())
-        return self._line(), reward, len(self._actions) >= self._length, False, {"step": len(self._actions), "of": [action]}
+        steps = len(self._actions)
+        return self._line(), reward, steps >= self._length, False, {"step": steps, "action": [action]}
 
     def _line(self) -> str:
         return f"{len(self._actions)} {''.join(self._actions)[-20:]} {self.np_random.integers(1 << 30)}"
 
     def _apply(self, action: str) -> None:
-        what, _, how = action.partition(" ")
-        if what == "kill":
+        fault, _, argument = action.partition(" ")
+        if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        elif what == "abort":
+        elif fault == "abort":
             os.abort()
-        elif what == "hang":
+        elif fault == "hang":
             time.sleep(1000)
-        elif what == "raise":
-            raise ValueError(f"wrong: {how}")
-        elif what == "wait":
-            time.sleep(float(how))
-        elif what == "compute":
-            until = time.perf_counter() + float(how)
+        elif fault == "raise":
+            raise ValueError(f"wrong: {argument}")
+        elif fault == "wait":
+            time.sleep(float(argument))
+        elif fault == "compute":
+            until = time.perf_counter() + float(argument)
             while time.perf_counter() < until:
                 pass
 
@@ -66,7 +73,7 @@ class Words(gym.Env[str, str]):
         return 2 * number
 
 
-class Walk(gym.Env[np.ndarray, np.ndarray]):
+class RandomWalk(gym.Env[np.ndarray, np.ndarray]):
     """A random walk in shared memory, with some infos that fit there and some that do not."""
 
     def __init__(self, length: int = 6) -> None:
@@ -76,26 +83,26 @@ class Walk(gym.Env[np.ndarray, np.ndarray]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
         super().reset(seed=seed)
-        self._at, self._steps = self.np_random.normal(size=3), 0
-        return self._at.copy(), {"begins": True}
+        self._position, self._steps = self.np_random.normal(size=3), 0
+        return self._position.copy(), {"begins": True}
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        self._at += action + self.np_random.normal(size=3)
+        self._position += action + self.np_random.normal(size=3)
         self._steps += 1
-        info: dict[str, Any] = {"steps": self._steps, "at": self._at.copy()}
+        info: dict[str, Any] = {"steps": self._steps, "position": self._position.copy()}
         if self._steps % 3 == 0:
             info["text"] = f"step {self._steps}"
-        ended = self._steps >= self._length
-        return self._at.copy(), float(self._at.sum()), ended and self._steps % 2 == 0, ended and self._steps % 2 == 1, info
+        ended, even = self._steps >= self._length, self._steps % 2 == 0
+        return self._position.copy(), float(self._position.sum()), ended and even, ended and not even, info
 
 
-def run(main: Coroutine[Any, Any, T], loop: str = "asyncio", seconds: float = 60.0) -> T:
-    """Run a program; tasks that it leaves pending are an error."""
+def run(coroutine: Coroutine[Any, Any, T], loop: str = "asyncio", seconds: float = 60.0) -> T:
+    """Run a coroutine in a new event loop with a time limit, and fail if it leaves tasks pending."""
 
-    async def bounded() -> T:
-        result = await asyncio.wait_for(main, seconds)
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        assert not others, others
+    async def run_within_limit() -> T:
+        result = await asyncio.wait_for(coroutine, seconds)
+        pending = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not pending, pending
         return result
 
     factory = None
@@ -104,33 +111,33 @@ def run(main: Coroutine[Any, Any, T], loop: str = "asyncio", seconds: float = 60
 
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(bounded())
+        return runner.run(run_within_limit())
 
 
 def step_directly(env: gym.Env[Any, Any], seed: int, actions: list[Any]) -> list[Any]:
-    """Return the results of an environment that is stepped directly."""
+    """Return the results of a reset and of steps of an environment without a pool."""
     results: list[Any] = [env.reset(seed=seed)]
     results += [env.step(action) for action in actions]
     return results
 
 
-async def check_all_slots(pool: Pool, act: Callable[[EpisodeEnv], Awaitable[Any]] | None = None) -> None:
+async def check_all_slots(pool: Pool) -> None:
     """Check that all slots can be entered at the same time, and that each returns its own results."""
     entered = 0
-    all_there = asyncio.Event()
+    all_entered = asyncio.Event()
 
-    async def one(seed: int) -> None:
+    async def play(seed: int) -> None:
         nonlocal entered
         async with pool.episode(seed=seed) as env:
             entered += 1
             if entered == pool.size:
-                all_there.set()
-            await all_there.wait()
+                all_entered.set()
+            await all_entered.wait()
             results: list[Any] = [env.observation]
-            results += [(await env.step(word))[:4] for word in ("a", f"b{seed}", "c")]
-        expected = step_directly(Words(), seed, ["a", f"b{seed}", "c"])
+            results += [(await env.step(action))[:4] for action in ("a", f"b{seed}", "c")]
+        expected = step_directly(TextEnv(), seed, ["a", f"b{seed}", "c"])
         assert results == [expected[0][0], *(each[:4] for each in expected[1:])]
 
-    await asyncio.wait_for(asyncio.gather(*map(one, range(pool.size))), 30)
+    await asyncio.wait_for(asyncio.gather(*map(play, range(pool.size))), 30)
     assert repr(pool).partition(", workers")[0] == f"Pool(size={pool.size}"
     assert f"episodes=0, free={pool.size}, waiting=0" in repr(pool), pool

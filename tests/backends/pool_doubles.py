@@ -1,4 +1,4 @@
-"""Slow pools."""
+"""A pool that is slower than EnvPool."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from typing import Any
 from vecenv.backends import EnvPoolVectorEnv
 
 
-class SlowPool:
-    """A pool behind a driver, with results that take ``delay`` seconds longer."""
+def slow_down(envs: EnvPoolVectorEnv, delay: float) -> None:
+    """Make the results of a pool take ``delay`` seconds longer."""
+    receiver = envs._driver.receiver
+    recv = receiver._recv
 
-    def __init__(self, envs: EnvPoolVectorEnv, delay: float) -> None:
-        driver = envs._driver
-        recv = driver.receiver._recv
+    def delayed_recv() -> Any:
+        time.sleep(delay)
+        return recv()
 
-        def late() -> Any:
-            time.sleep(delay)
-            return recv()
-
-        driver.receiver._recv = late
+    receiver._recv = delayed_recv

@@ -1,4 +1,4 @@
-"""EnvPool behind the front: calls, evaluation, refusals, and the mixin's contract."""
+"""``EnvPoolVectorEnv``: calls in and out of order, timeouts, refused input, evaluation, and the contract."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ from vecenv.errors import ForkedError, StepTimeout
 from vecenv.testing import VectorEnvContract
 
 from .conftest import Make, zeros
-from .pool_doubles import SlowPool
-
-# --- Calls in and out of order: first-ready batches, timeouts, forks, the end -------------------
+from .pool_doubles import slow_down
 
 pytest.importorskip("envpool")
 
@@ -57,9 +55,9 @@ def test_any_number_of_rows_can_be_sent_at_a_time(make: Make) -> None:
             envs.send(zeros(len(chosen)), chosen)
             idle -= set(chosen.tolist())
         assert envs.stats()["in_flight"] == 6 - len(idle)
-        for wrong in sorted(set(range(6)) - idle)[:1]:
-            with pytest.raises(AlreadyPendingCallError, match=f"env {wrong}, still in flight"):
-                envs.send(zeros(1 + len(idle)), [*idle, wrong])
+        for busy in sorted(set(range(6)) - idle)[:1]:
+            with pytest.raises(AlreadyPendingCallError, match=f"env {busy}, still in flight"):
+                envs.send(zeros(1 + len(idle)), [*idle, busy])
     assert (counts > 10).all()
 
 
@@ -84,18 +82,18 @@ def test_full_reset_waits_for_rows_in_flight(make: Make, received: int, sent: in
     assert (envs.step(zeros(6))[4]["elapsed_step"] == 1).all()
 
 
-def test_full_reset_discards_the_rest_of_a_batch_received_in_part(make: Make) -> None:
+def test_full_reset_discards_the_rows_left_of_a_batch(make: Make) -> None:
     envs = make(8, batch_size=4)
     envs.reset()
     envs.send(zeros(8), np.arange(8))
-    ids = envs.recv(count=7)[4]["env_id"]  # one row of the second batch is left, and its environment can take an action
+    ids = envs.recv(count=7)[4]["env_id"]  # one row of the second batch is left, and its environment is idle
     envs.send(zeros(5), ids[:5])
     assert (envs.reset()[1]["elapsed_step"] == 0).all()
     assert envs.stats()["in_flight"] == 0
     assert (envs.step(zeros(8))[4]["elapsed_step"] == 1).all()
 
 
-def test_lock_step_accepts_one_call_at_a_time(make: Make) -> None:
+def test_lockstep_pool_accepts_one_call_at_a_time(make: Make) -> None:
     envs = make(4)
     envs.reset()
     envs.send(zeros(2), [3, 1])
@@ -110,11 +108,11 @@ def test_lock_step_accepts_one_call_at_a_time(make: Make) -> None:
     assert infos["elapsed_step"].tolist() == [1, 1]
     with pytest.raises(NoAsyncCallError):
         envs.recv()
-    kept, _ = envs.reset(options={"reset_mask": np.array([True, False, False, False])})
-    np.testing.assert_array_equal(kept[[3, 1]], observations)
+    after, _ = envs.reset(options={"reset_mask": np.array([True, False, False, False])})
+    np.testing.assert_array_equal(after[[3, 1]], observations)
 
 
-def test_same_step_resets_work_through_recv_too(make: Make) -> None:
+def test_recv_returns_final_observations_of_same_step_resets(make: Make) -> None:
     envs = make(3, autoreset_mode="SameStep", max_episode_steps=2)
     envs.reset()
     for _ in range(2):
@@ -126,19 +124,19 @@ def test_same_step_resets_work_through_recv_too(make: Make) -> None:
 
 
 def test_actions_and_indices_are_copied_before_send_returns(make: Make) -> None:
-    """EnvPool reads them in its own threads, later."""
+    """EnvPool's threads read them later."""
     envs, reference = make(64, batch_size=32), make(64, batch_size=32)
-    for one in (envs, reference):
-        one.reset()
+    for each in (envs, reference):
+        each.reset()
     actions, ids = zeros(64), np.arange(64, dtype=np.int32)
     envs.send(actions, ids)
     actions[:], ids[:] = 1, 0
     reference.send(zeros(64))
     rows = [{}, {}]
-    for found, one in zip(rows, (envs, reference), strict=True):
+    for observations_by_env, each in zip(rows, (envs, reference), strict=True):
         for _ in range(2):
-            observations, *_, infos = one.recv()
-            found |= dict(zip(infos["env_id"].tolist(), observations.tolist(), strict=True))
+            observations, *_, infos = each.recv()
+            observations_by_env |= dict(zip(infos["env_id"].tolist(), observations.tolist(), strict=True))
     assert rows[0] == rows[1]
 
 
@@ -146,26 +144,26 @@ def test_actions_and_indices_are_copied_before_send_returns(make: Make) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 8])
-def test_any_count_of_rows_can_be_received_and_the_others_are_kept(make: Make, count: int) -> None:
+def test_recv_of_any_count_keeps_the_other_rows(make: Make, count: int) -> None:
     lockstep = make(8)
     stream = [(lockstep.reset()[0], *np.zeros((3, 8))), *(lockstep.step(zeros(8))[:4] for _ in range(30))]
     envs = make(8, batch_size=4, num_threads=2)
     envs.reset_async()
-    seen = [0] * 8
-    while min(seen) < 20 and max(seen) < 30:
+    received = [0] * 8
+    while min(received) < 20 and max(received) < 30:
         *parts, infos = envs.recv(count=count)
         ids = infos["env_id"].tolist()
         assert len(set(ids)) == count
         assert {len(part) for part in parts} == {count}
         assert envs.stats()["in_flight"] == 8 - count
         for row, i in enumerate(ids):
-            for part, wanted in zip(parts, stream[seen[i]], strict=True):
-                np.testing.assert_array_equal(part[row], wanted[i])
-            seen[i] += 1
+            for part, expected in zip(parts, stream[received[i]], strict=True):
+                np.testing.assert_array_equal(part[row], expected[i])
+            received[i] += 1
         envs.send(zeros(count))
 
 
-def test_impossible_count_is_refused(make: Make) -> None:
+def test_recv_of_an_impossible_count_raises(make: Make) -> None:
     envs = make(6, batch_size=3)
     envs.reset()
     envs.send(zeros(4), [0, 1, 2, 3])
@@ -186,37 +184,37 @@ def test_impossible_count_is_refused(make: Make) -> None:
     assert len(full.recv(count=5)[1]) == 5
 
 
-def test_late_count_is_the_next_one(make: Make) -> None:
+def test_recv_after_a_timeout_returns_the_late_rows(make: Make) -> None:
     envs, reference = make(4, batch_size=1), make(4)
     envs.reset()
     reference.reset()
-    SlowPool(envs, 0.2)
+    slow_down(envs, 0.2)
     envs.send(zeros(4), np.arange(4))
     with pytest.raises(StepTimeout):
-        envs.recv(0.3, count=4)  # one or two of the four are there by now
-    wanted = reference.step(zeros(4))[0]
+        envs.recv(0.3, count=4)  # one or two of the four rows have arrived by then
+    expected = reference.step(zeros(4))[0]
     for count in (1, 3):
         observations, *_, infos = envs.recv(10.0, count=count)
-        np.testing.assert_array_equal(observations, wanted[infos["env_id"]])
+        np.testing.assert_array_equal(observations, expected[infos["env_id"]])
     assert envs.stats()["in_flight"] == 0
 
 
-def test_send_copies_the_env_id_of_recv(make: Make) -> None:
+def test_next_send_ignores_changes_of_received_env_ids(make: Make) -> None:
     envs = make(4, batch_size=2)
     envs.reset_async()
     ids = envs.recv()[4]["env_id"]
-    mine = ids.tolist()
+    sent = ids.tolist()
     ids[:] = 0
     envs.send(zeros(2))
-    with pytest.raises(AlreadyPendingCallError, match=str(mine[0])):
-        envs.send(zeros(1), mine[:1])
+    with pytest.raises(AlreadyPendingCallError, match=str(sent[0])):
+        envs.send(zeros(1), sent[:1])
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
-def test_child_forked_during_another_threads_call_gets_forked_error(make: Make) -> None:
+def test_call_in_a_child_forked_during_another_threads_call_raises(make: Make) -> None:
     envs = make(2)
     envs.reset()
-    SlowPool(envs, 0.5)
+    slow_down(envs, 0.5)
     thread = threading.Thread(target=envs.step, args=(zeros(2),))
     thread.start()
     time.sleep(0.1)
@@ -226,9 +224,9 @@ def test_child_forked_during_another_threads_call_gets_forked_error(make: Make) 
             with pytest.raises(ForkedError):
                 call(zeros(2))
         envs.close()  # the pool's destructor would crash here
-        mine = EnvPoolVectorEnv("CartPole-v1", 2)
-        mine.reset()
-        mine.close()
+        new = EnvPoolVectorEnv("CartPole-v1", 2)
+        new.reset()
+        new.close()
 
     assert in_a_fork(check) == 0
     thread.join()
@@ -237,7 +235,7 @@ def test_child_forked_during_another_threads_call_gets_forked_error(make: Make) 
 # --- phases -------------------------------------------------------------------------------------
 
 
-def test_without_autoreset_an_episode_that_is_over_is_not_stepped(make: Make) -> None:
+def test_step_of_a_finished_episode_without_autoreset_raises(make: Make) -> None:
     envs = make(2, autoreset_mode=AutoresetMode.DISABLED, max_episode_steps=1)
     envs.reset()
     envs.step(zeros(2))
@@ -257,7 +255,7 @@ def test_step_wait_can_be_called_again_after_a_timeout(make: Make) -> None:
     envs, reference = make(4, autoreset_mode="SameStep", max_episode_steps=1), make(4, max_episode_steps=1)
     envs.reset()
     reference.reset()
-    SlowPool(envs, 0.1)  # the step takes two round trips
+    slow_down(envs, 0.1)  # the step takes two round trips
     envs.step_async(zeros(4))
     timeouts = 0
     while True:
@@ -271,12 +269,12 @@ def test_step_wait_can_be_called_again_after_a_timeout(make: Make) -> None:
     np.testing.assert_array_equal(result[0], reference.step(zeros(4))[0])
 
 
-# --- threads, forks, the end --------------------------------------------------------------------
+# --- forks, copies, close -----------------------------------------------------------------------
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
-def test_forked_child_that_does_not_use_it_exits_cleanly() -> None:
+def test_forked_child_that_makes_no_calls_exits_cleanly() -> None:
     program = """
     import os, sys
     from vecenv.backends import EnvPoolVectorEnv
@@ -293,7 +291,7 @@ def test_forked_child_that_does_not_use_it_exits_cleanly() -> None:
     assert subprocess.run([sys.executable, "-c", textwrap.dedent(program)], timeout=250, check=False).returncode == 0
 
 
-def test_it_cannot_be_copied_or_pickled(make: Make) -> None:
+def test_copy_and_pickle_raise(make: Make) -> None:
     envs = make(2)
     for copied in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="cannot be copied or pickled"):
@@ -301,7 +299,7 @@ def test_it_cannot_be_copied_or_pickled(make: Make) -> None:
 
 
 def new_threads(before: set[str]) -> set[str]:
-    """Return new threads of this process. Older ones may end at any time, because they belong to other tests."""
+    """Return the threads of this process that are not in ``before``. Threads of other tests may end at any time."""
     return set(os.listdir("/proc/self/task")) - before
 
 
@@ -315,7 +313,7 @@ def test_close_ends_all_threads(make: Make, batch_size: int) -> None:
     envs.reset()
     envs.send(zeros(8), np.arange(8))
     envs.recv(timeout=10.0)
-    assert len(new_threads(before)) >= 4, "three of the pool's, and one helper"
+    assert len(new_threads(before)) >= 4, "three threads of the pool, and one helper"
     envs.reset(seed=3) if batch_size == 8 else envs.reset()
     envs.close()
     assert not new_threads(before)
@@ -324,7 +322,7 @@ def test_close_ends_all_threads(make: Make, batch_size: int) -> None:
             call()
 
 
-def test_a_failed_construction_leaves_nothing_to_close() -> None:
+def test_failed_construction_leaves_nothing_to_close() -> None:
     with pytest.raises(ValueError, match="batch_size"):
         EnvPoolVectorEnv("CartPole-v1", 4, batch_size=3)
     gc.collect()
@@ -359,7 +357,7 @@ def test_render_returns_one_frame_per_environment(make: Make) -> None:
     assert plain.render() is None
 
 
-def test_render_of_an_undrawable_task_raises(make: Make) -> None:
+def test_render_of_a_task_without_frames_raises(make: Make) -> None:
     envs = make(2, "FrozenLake-v1", render_mode="rgb_array")
     envs.reset()
     with pytest.raises(RuntimeError, match="EnvPool cannot render 'FrozenLake-v1'"):
@@ -368,8 +366,8 @@ def test_render_of_an_undrawable_task_raises(make: Make) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("options", [{"render_mode": "rgb_array"}, {"from_pixels": True}], ids=["frames", "pixels"])
-def test_render_of_mujoco_never_ends_the_interpreter(options: dict[str, Any]) -> None:
-    """It runs in a separate interpreter, because Mesa keeps threads until the process ends."""
+def test_render_of_mujoco_does_not_crash_the_interpreter(options: dict[str, Any]) -> None:
+    """The program runs in a separate interpreter, because Mesa keeps threads until the process ends."""
     program = textwrap.dedent(f"""
         from vecenv.backends import EnvPoolVectorEnv
         envs = EnvPoolVectorEnv("InvertedPendulum-v4", 2, num_threads=2, **{options!r})
@@ -381,10 +379,10 @@ def test_render_of_mujoco_never_ends_the_interpreter(options: dict[str, Any]) ->
         else:
             assert len(pixels) == 2
         envs.close()
-        print("went on")
+        print("continued")
     """)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "continued\n"), done.stderr
 
 
 def test_xla_steps_inside_jit_until_reset(make: Make) -> None:
@@ -410,18 +408,18 @@ def test_xla_steps_inside_jit_until_reset(make: Make) -> None:
     envs.step(zeros(4))
 
 
-def test_an_episode_that_only_the_time_limit_ends_is_truncated_and_not_terminated() -> None:
+def test_time_limit_truncates_without_terminating() -> None:
     with closing(EnvPoolVectorEnv("Pendulum-v1", 2, max_episode_steps=5)) as envs:
         envs.reset(seed=1)
         flags = [tuple(flag.tolist() for flag in envs.step(np.zeros((2, 1), np.float32))[2:4]) for _ in range(5)]
     assert flags == [([False] * 2, [False] * 2)] * 4 + [([False] * 2, [True] * 2)]
 
 
-# --- calls that end the interpreter, or read wrong memory, on raw EnvPool are exceptions here
+# --- calls that crash the interpreter or read wrong memory on raw EnvPool -----------------------
 
-# calls that end the interpreter, or read wrong memory, on raw EnvPool; the contract has those that every backend refuses
+# actions that every backend refuses are tested in tests/contract
 INTEGERS = (np.int8, np.int16, np.int32, np.int64)
-ACTIONS = [
+CRASHING_ACTIONS = [
     # task, actions for two environments, the error and its text
     *(
         (task_id, np.array([0, wrong], dtype), ValueError, "envs [1]")
@@ -447,18 +445,18 @@ ACTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("task_id", "actions", "error", "text"), ACTIONS)
-def test_calls_that_crash_raw_envpool_raise(make: Make, task_id: str, actions: Any, error: Any, text: str) -> None:
+@pytest.mark.parametrize(("task_id", "actions", "error", "text"), CRASHING_ACTIONS)
+def test_actions_that_crash_raw_envpool_raise(make: Make, task_id: str, actions: Any, error: Any, text: str) -> None:
     envs = make(2, task_id)
     envs.reset()
-    for _ in range(2):  # also after a good step
+    for _ in range(2):  # also after a valid step
         with pytest.raises(error, match=re.escape(text)):
             envs.step(actions)
         envs.step(envs.action_space.sample())
 
 
 @pytest.mark.long
-def test_integers_of_a_box_are_checked(make: Make) -> None:
+def test_invalid_integer_actions_of_a_box_raise(make: Make) -> None:
     envs = make(2, "BinPack-v2")
     envs.reset()
     high = envs.action_space.high  # type: ignore[attr-defined]
@@ -480,15 +478,15 @@ def test_indices_beyond_32_bits_are_refused(make: Make) -> None:
 def test_unusual_action_arrays_are_accepted(make: Make) -> None:
     wide = np.zeros((8, 3), np.float32)
     wide.flags.writeable = False
-    for envs, every in ((make(4, "Pendulum-v1"), (wide[::2, 1:2], np.zeros((4, 1), ">f8"))),
+    for envs, arrays in ((make(4, "Pendulum-v1"), (wide[::2, 1:2], np.zeros((4, 1), ">f8"))),
                         (make(), (np.zeros(8, np.int64)[::2], np.zeros(4, ">i4")))):  # fmt: skip
         envs.reset()
-        for actions in every:
+        for actions in arrays:
             envs.step(actions)
 
 
 @pytest.mark.long
-def test_a_pool_is_closed_while_environments_step(make: Make) -> None:
+def test_close_while_environments_step_succeeds(make: Make) -> None:
     for batch_size in (4, 2):
         envs = make(4, "Ant-v4", batch_size=batch_size)
         envs.reset()
@@ -497,7 +495,7 @@ def test_a_pool_is_closed_while_environments_step(make: Make) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)  # options are tried in processes of their own, which import EnvPool: seconds each, more under load
+@pytest.mark.timeout(900)  # each trial is a process that imports EnvPool, which takes seconds, and more on a busy machine
 @pytest.mark.parametrize(
     ("task_id", "options", "text"),
     [
@@ -540,7 +538,7 @@ def test_unusual_valid_options_are_accepted(make: Make) -> None:
 # --- refusals of the constructor ----------------------------------------------------------------
 
 
-def test_an_unknown_task_names_close_ones() -> None:
+def test_unknown_task_raises_with_similar_names() -> None:
     with pytest.raises(UnregisteredEnv, match=r"no task 'CartPole-v9': did you mean .*'CartPole-v1'"):
         EnvPoolVectorEnv("CartPole-v9")
     with pytest.raises(UnregisteredEnv, match="task_ids"):
@@ -549,7 +547,7 @@ def test_an_unknown_task_names_close_ones() -> None:
         EnvPoolVectorEnv(7)  # type: ignore[arg-type]
 
 
-def test_an_unknown_option_names_the_right_ones() -> None:
+def test_unknown_option_raises_with_the_accepted_names() -> None:
     with pytest.raises(TypeError, match=r"no option 'frameskip'. Did you mean 'frame_skip'\? Accepted keys:.*episodic_life"):
         EnvPoolVectorEnv("Pong-v5", frameskip=4)
     with pytest.raises(TypeError, match=r"'env_seed' cannot be set here: pass seed="):
@@ -563,7 +561,7 @@ def test_an_unknown_option_names_the_right_ones() -> None:
         ({"task": 3}, "task must be a string"), ({"max_num_players": 2}, "belongs to the task"),
     ],
 )  # fmt: skip
-def test_a_value_of_the_wrong_type_names_the_option(options: dict[str, Any], text: str) -> None:
+def test_option_of_a_wrong_type_raises_with_its_name(options: dict[str, Any], text: str) -> None:
     with pytest.raises(TypeError, match=text):
         EnvPoolVectorEnv("Pong-v5", 1, **options)
 
@@ -596,7 +594,7 @@ def test_invalid_options_are_refused(options: dict[str, object], error: type[Exc
 
 
 @pytest.mark.long
-def test_without_envpool_the_error_names_the_extra() -> None:
+def test_error_without_envpool_names_the_extra() -> None:
     program = """
 import sys
 sys.modules["envpool"] = None
@@ -648,13 +646,13 @@ def test_dict_actions_are_checked_leaf_by_leaf() -> None:
     assert check.dummy_actions(1)[0].tolist() == [1]
 
 
-def test_options_are_tried_once_except_common_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncommon_options_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    class Done:
+    class SuccessfulTrial:
         returncode, stdout, stderr = 0, b"survived", b""
 
-    monkeypatch.setattr(task.subprocess, "run", lambda *_, **__: tried.append(1) or Done)
+    monkeypatch.setattr(task.subprocess, "run", lambda *_, **__: tried.append(1) or SuccessfulTrial)
     task._run_trial.cache_clear()
     try:
         EnvPoolVectorEnv(
@@ -671,7 +669,7 @@ def test_options_are_tried_once_except_common_ones(monkeypatch: pytest.MonkeyPat
         task._run_trial.cache_clear()
 
 
-def test_hanging_trial_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_with_a_hanging_trial_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "_TRIAL_SECONDS", 0.01)
     task._run_trial.cache_clear()
     with pytest.raises(ValueError, match=r"cannot be built with ctrl_cost_weight=0.75: .* no result within 0.01 s"):
@@ -681,34 +679,37 @@ def test_hanging_trial_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- ``vecenv.evaluate`` over EnvPool: in waves, since it seeds all environments at once --------
 
+
 def balance(observations: Any) -> Any:
+    """Push CartPole towards the side to which the pole leans."""
     return (observations[:, 2] > 0).astype(np.int32)
 
 
 @pytest.mark.parametrize("batch_size", [None, 2])
-def test_results_are_the_same_for_every_number_of_environments(batch_size: int | None) -> None:
-    found = []
+def test_evaluation_is_equal_for_every_number_of_environments(batch_size: int | None) -> None:
+    episodes = []
     for num_envs in (2, 6):
         settings = {"batch_size": batch_size, "num_threads": 1}
         envs = vecenv.make_vec("CartPole-v1", num_envs, "envpool", vector_kwargs=settings)
         results = vecenv.evaluate(envs, balance, 7, seed=50)
-        found.append([(each.index, each.seed, each.episode_return, each.length, each.terminated) for each in results])
+        episodes.append([(each.index, each.seed, each.episode_return, each.length, each.terminated) for each in results])
         envs.close()
-    assert found[0] == found[1]
-    assert [each[1] for each in found[0]] == list(range(50, 57))
-    assert len({each[3] for each in found[0]}) > 3
+    assert episodes[0] == episodes[1]
+    assert [each[1] for each in episodes[0]] == list(range(50, 57))
+    assert len({each[3] for each in episodes[0]}) > 3
 
 
-def test_unsupported_seeds_are_refused(closes: Any) -> None:
+def test_evaluation_with_an_unsupported_seed_raises(closes: Any) -> None:
     envs = closes(vecenv.make_vec("CartPole-v1", 2, "envpool", vector_kwargs={"num_threads": 1}))
     with pytest.raises(NotImplementedError, match="cannot give an episode the seed 2147483648: EnvPool's seeds are below"):
         vecenv.evaluate(envs, balance, [vecenv.Episode(seed=2**31)])
 
 
-# --- The contract of vector environments, over EnvPool's classic control and over nested dict observations
+# --- the contract of vector environments --------------------------------------------------------
+
 
 class EnvPoolContract(VectorEnvContract):
-    """EnvPool seeds its environments when it builds them, so a masked reset cannot have seeds of its own."""
+    """The contract over EnvPool, which seeds environments only when it builds them: masked resets cannot have seeds."""
 
     task_id: str
     options: ClassVar[dict[str, Any]] = {}
@@ -724,7 +725,7 @@ class EnvPoolContract(VectorEnvContract):
             self.task_id, num_envs, autoreset_mode=autoreset_mode, num_threads=1, **self.options, **kwargs
         )
 
-    def test_a_seed_for_a_masked_reset_is_refused_and_changes_nothing(self) -> None:
+    def test_masked_reset_with_a_seed_is_refused_and_changes_nothing(self) -> None:
         self._skip_without("supports_reset_mask")
         with self.opened(3) as envs:
             envs.reset(seed=1)
@@ -755,7 +756,7 @@ class TestNestedDictObservations(EnvPoolContract):
 
 
 class TestFirstReady(EnvPoolContract):
-    """In a pool with small batches, ``step`` sends to all and collects all."""
+    """A pool with small batches, in which ``step`` sends to all environments and collects all results."""
 
     task_id = "CartPole-v1"
     autoreset_modes = (AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED)

@@ -1,7 +1,7 @@
-"""Ctrl-C at any moment: nothing hangs, and no result is returned by the wrong step.
+"""Ctrl-C at any moment: nothing hangs, and no step returns the result of another.
 
-:func:`interruption.moments` raises at each moment in turn. Afterwards either nothing was sent, or the result is pending and
-arrives, equal bit for bit, or a reset is needed, and works like any other.
+:func:`interruption.moments` raises at each moment in turn. Afterwards nothing was sent; or the result is pending, and is
+equal bit for bit when it arrives; or a reset is needed, and succeeds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vecenv.backends.envpool import drivers
 from vecenv.testing import assert_identical
 
 from .conftest import Make, zeros
-from .pool_doubles import SlowPool
+from .pool_doubles import slow_down
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +96,7 @@ def test_interrupted_step_was_not_sent_or_is_pending(make: Make, mode: str, kind
         *((6, 2, count, None) for count in (1, 3)),  # the next recv returns the surplus rows of a pool
     ],
 )
-def test_send_and_recv_can_be_interrupted_anywhere(
+def test_interrupted_send_and_recv_lose_no_rows(
     make: Make, num_envs: int, batch_size: int, count: int | None, timeout: float | None, kind: str
 ) -> None:
     envs, reference = make(num_envs, batch_size=batch_size), make(num_envs)
@@ -139,7 +139,7 @@ def test_send_and_recv_can_be_interrupted_anywhere(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("batch_size", "kind"), each_pair([4, 2], KINDS))
-def test_a_reset_can_be_interrupted_anywhere(make: Make, batch_size: int, kind: str) -> None:
+def test_interrupted_reset_is_pending_or_can_be_repeated(make: Make, batch_size: int, kind: str) -> None:
     """Resets with a seed (a new pool) and without. An interrupted reset is repeated if it was not submitted."""
     envs, reference = make(batch_size=batch_size), make()
     for seed in (5, None):
@@ -160,7 +160,7 @@ def test_a_reset_can_be_interrupted_anywhere(make: Make, batch_size: int, kind: 
 
 
 @pytest.mark.parametrize(("mode", "kind"), each_once(list(MODES), KINDS))
-def test_a_reset_that_drops_an_interrupted_step_can_be_interrupted_anywhere(make: Make, mode: str, kind: str) -> None:
+def test_interrupted_reset_after_an_interrupted_step_can_be_repeated(make: Make, mode: str, kind: str) -> None:
     envs = make(**MODES[mode])
     envs.reset()
     for interruption in moments(kind, least=20):
@@ -176,7 +176,7 @@ def test_a_reset_that_drops_an_interrupted_step_can_be_interrupted_anywhere(make
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_masked_reset_can_be_interrupted_anywhere(make: Make, kind: str) -> None:
+def test_interrupted_masked_reset_is_pending_or_can_be_repeated(make: Make, kind: str) -> None:
     options = {"autoreset_mode": "Disabled", "max_episode_steps": 2}
     envs, reference = make(**options), make(**options)
     envs.reset()
@@ -202,12 +202,12 @@ def test_a_masked_reset_can_be_interrupted_anywhere(make: Make, kind: str) -> No
 @pytest.mark.long
 @pytest.mark.parametrize("timeout", [None, 30.0])
 @pytest.mark.parametrize("batch_size", [4, 2])
-def test_ctrl_c_loses_nothing(make: Make, batch_size: int, timeout: float | None) -> None:
-    """The signal arrives during a wait for the result. Whatever it interrupts, the rows arrive afterwards."""
+def test_ctrl_c_during_recv_loses_no_rows(make: Make, batch_size: int, timeout: float | None) -> None:
+    """The signal interrupts a wait for results; the rows arrive afterwards."""
     envs, reference = make(4, batch_size=batch_size), make(4)
     envs.reset()
     reference.reset()
-    SlowPool(envs, 0.4)  # the signal comes after 0.05 s, or later on a busy machine
+    slow_down(envs, 0.4)  # longer than the delay of the signal, also on a busy machine
     for _ in range(3):
         envs.send(zeros(4), np.arange(4))
         rows: dict[int, list[float]] = {}
@@ -229,7 +229,7 @@ def test_ctrl_c_loses_nothing(make: Make, batch_size: int, timeout: float | None
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a handler may run inside a finalizer
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
-def test_interrupts_at_any_moment_lose_no_step(make: Make, mode: str) -> None:
+def test_interrupts_at_random_moments_lose_no_step(make: Make, mode: str) -> None:
     """Many signals at random moments; step_wait finishes an interrupted step that was sent."""
     envs, reference = (make(8, autoreset_mode=mode, max_episode_steps=9) for _ in range(2))
     envs.reset()
@@ -275,17 +275,17 @@ PROGRAM = """
 import sys, time
 sys.modules["jax"] = None
 
-class Slow:
+class SlowShutdown:
     def __del__(self, sleep=time.sleep):
         sleep(4.0)  # during the shutdown of Python
 
-keep = Slow()
+keep = SlowShutdown()
 
 import numpy as np
 from vecenv.backends import EnvPoolVectorEnv
 from vecenv.errors import StepTimeout
 
-def ant(**options):
+def make_ant(**options):
     envs = EnvPoolVectorEnv("Ant-v4", 2, num_threads=1, seed=0, **options)
     if envs.batch_size == 2:
         envs.reset()
@@ -294,10 +294,10 @@ def ant(**options):
         envs.recv(), envs.recv()
     return envs
 
-began = time.monotonic()
-ant(frame_skip=1000).step(np.zeros((2, 8)))
-seconds_per_frame = (time.monotonic() - began) / 1000
-envs = ant(frame_skip=max(100, int({seconds} / seconds_per_frame)), batch_size={batch_size})
+started_at = time.monotonic()
+make_ant(frame_skip=1000).step(np.zeros((2, 8)))
+seconds_per_frame = (time.monotonic() - started_at) / 1000
+envs = make_ant(frame_skip=max(100, int({seconds} / seconds_per_frame)), batch_size={batch_size})
 try:
     if {batch_size} == 2:
         envs.step_async(np.zeros((2, 8)))

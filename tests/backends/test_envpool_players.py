@@ -1,4 +1,4 @@
-"""Pools with several players: rows are put in order and back, and calls lose none of them."""
+"""Pools with several players: rows are sorted for the caller and back for the pool, and no call loses rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vecenv.multi_agent.player_pool import PlayerRows
 KEYS = {"info:env_id": [], "info:players.env_id": [-1], "done": [], "reward": [-1], "obs": [-1]}
 
 
-def sorter(players: int, keys: dict[str, list[int]] = KEYS) -> PlayerRows:
+def make_player_rows(players: int, keys: dict[str, list[int]] = KEYS) -> PlayerRows:
     specs = {key: SimpleNamespace(shape=shape) for key, shape in keys.items()}
     task: Any = SimpleNamespace(
         state_keys=[*keys], state_specs=specs, max_num_players=players, action_dtypes=[np.int32], id="a task",
@@ -32,66 +32,66 @@ def sorter(players: int, keys: dict[str, list[int]] = KEYS) -> PlayerRows:
     return PlayerRows(task, 8)
 
 
-def states(env_id: list[int], players_env_id: list[int], reward: list[float]) -> list[Any]:
+def make_states(env_id: list[int], players_env_id: list[int], reward: list[float]) -> list[Any]:
     ids, owners = np.array(env_id, np.int32), np.array(players_env_id, np.int32)
     return [ids, owners, ids % 2 == 0, np.array(reward, np.float32), owners]
 
 
-def test_a_vector_env_of_several_players_names_the_multi_agent_class() -> None:
+def test_vector_env_of_a_multi_player_task_raises_with_the_multi_agent_class() -> None:
     with pytest.raises(ValueError, match=r"2 players.*MultiAgentVecEnv"):
         EnvPoolVectorEnv("TicTacToe-v1", 4)
 
 
 def test_rows_in_order_are_not_copied() -> None:
-    given = states([0, 1], [0, 0, 1, 1], [1, 2, 3, 4])
-    rows = sorter(2).sort_by_env(given)
+    arrays = make_states([0, 1], [0, 0, 1, 1], [1, 2, 3, 4])
+    rows = make_player_rows(2).sort_by_env(arrays)
     assert rows.players["reward"].tolist() == [[1, 2], [3, 4]]
-    assert np.shares_memory(rows.players["reward"], given[3])
-    assert rows.envs["done"] is given[2]
+    assert np.shares_memory(rows.players["reward"], arrays[3])
+    assert rows.envs["done"] is arrays[2]
     assert rows.mask.all()
 
 
 def test_rows_are_sorted_by_environment_and_players_keep_their_order() -> None:
-    rows = sorter(2).sort_by_env(states([5, 2, 3], [5, 5, 2, 2, 3, 3], [1, 2, 3, 4, 5, 6]))
+    rows = make_player_rows(2).sort_by_env(make_states([5, 2, 3], [5, 5, 2, 2, 3, 3], [1, 2, 3, 4, 5, 6]))
     assert rows.env_ids.tolist() == [2, 3, 5]
     assert rows.players["reward"].tolist() == [[3, 4], [5, 6], [1, 2]]
     assert rows.envs["done"].tolist() == [True, False, False]
 
 
 def test_absent_players_are_masked_and_zero() -> None:
-    rows = sorter(3).sort_by_env(states([1, 0], [1, 0, 0], [7, 8, 9]))
+    rows = make_player_rows(3).sort_by_env(make_states([1, 0], [1, 0, 0], [7, 8, 9]))
     assert rows.mask.tolist() == [[True, True, False], [True, False, False]]
     assert rows.players["reward"].tolist() == [[8, 9, 0], [7, 0, 0]]
 
 
 def test_absent_numbered_player_leaves_its_row_empty() -> None:
-    given = [*states([0, 1], [0, 1, 1], [7, 8, 9]), np.array([1, 1, 0], np.int32)]
-    rows = sorter(2, {**KEYS, "info:players.id": [-1]}).sort_by_env(given)
+    arrays = [*make_states([0, 1], [0, 1, 1], [7, 8, 9]), np.array([1, 1, 0], np.int32)]
+    rows = make_player_rows(2, {**KEYS, "info:players.id": [-1]}).sort_by_env(arrays)
     assert rows.mask.tolist() == [[False, True], [True, True]]
     assert rows.players["reward"].tolist() == [[0, 7], [9, 8]]
 
 
-def test_actions_go_back_without_those_of_absent_players() -> None:
+def test_payload_has_no_actions_of_absent_players() -> None:
     actions = np.array([[1, 2], [3, 4]], np.int32)
     mask = np.array([[True, False], [True, True]])
-    sent = sorter(2).build_payload(actions, np.array([4, 7]), mask)
-    assert [array.tolist() for array in sent] == [[4, 7], [4, 7, 7], [1, 3, 4]]
+    payload = make_player_rows(2).build_payload(actions, np.array([4, 7]), mask)
+    assert [array.tolist() for array in payload] == [[4, 7], [4, 7, 7], [1, 3, 4]]
 
 
 @pytest.mark.parametrize("wrong", [([0], [0, 0, 0]), ([0], [0, 1]), ([1], [0, 1])])
 def test_invalid_rows_are_refused(wrong: tuple[list[int], list[int]]) -> None:
     with pytest.raises(ValueError, match="player"):
-        sorter(2).sort_by_env(states(*wrong, [0.0] * len(wrong[1])))
+        make_player_rows(2).sort_by_env(make_states(*wrong, [0.0] * len(wrong[1])))
 
 
 @pytest.mark.parametrize("task_id", ["TicTacToe-v1", "SparrowMahjong-v1", "IntersectionMultiAgent-v0"])
 def test_rows_of_a_real_pool_are_in_order(task_id: str) -> None:
     pool = envpool.make_gymnasium(task_id, num_envs=16, num_threads=2, seed=list(range(16)))
     players = pool.config["max_num_players"]
-    read = sorter(players, {key: spec.shape for key, spec in pool.spec.state_array_spec.items()})
+    player_rows = make_player_rows(players, {key: spec.shape for key, spec in pool.spec.state_array_spec.items()})
     pool._reset(np.arange(16, dtype=np.int32))
     for _ in range(20):
-        rows = read.sort_by_env(pool._recv())
+        rows = player_rows.sort_by_env(pool._recv())
         assert rows.env_ids.tolist() == list(range(16))
         assert rows.mask.all()
         assert (rows.players["info:players.env_id"] == np.arange(16)[:, None]).all()
@@ -100,7 +100,7 @@ def test_rows_of_a_real_pool_are_in_order(task_id: str) -> None:
         actions = np.zeros((16, players), np.int32)
         if "info:legal_action_mask" in rows.envs:
             actions[:] = rows.envs["info:legal_action_mask"].argmax(axis=1)[:, None]
-        pool._send(read.build_payload(actions, rows.env_ids, rows.mask))
+        pool._send(player_rows.build_payload(actions, rows.env_ids, rows.mask))
 
 
 # -- calls of MultiAgentVecEnv ------------------------------------------------------------------------------------------
@@ -109,19 +109,19 @@ def test_rows_of_a_real_pool_are_in_order(task_id: str) -> None:
 @pytest.fixture
 def tic_tac_toe() -> Iterator[Callable[..., MultiAgentVecEnv]]:
     """Yield a function that builds games, which are closed at the end of the test."""
-    made: list[MultiAgentVecEnv] = []
+    built: list[MultiAgentVecEnv] = []
 
     def build(num_envs: int = 4, **options: Any) -> MultiAgentVecEnv:
-        made.append(MultiAgentVecEnv.from_envpool("TicTacToe-v1", num_envs, num_threads=1, **options))
-        return made[-1]
+        built.append(MultiAgentVecEnv.from_envpool("TicTacToe-v1", num_envs, num_threads=1, **options))
+        return built[-1]
 
     yield build
-    for envs in made:
+    for envs in built:
         envs.close()
 
 
 @pytest.mark.parametrize("batch_size", [4, 2, 1])
-def test_some_games_restart_and_are_received_in_any_number(tic_tac_toe: Any, batch_size: int) -> None:
+def test_recv_of_any_count_returns_reset_and_stepped_games(tic_tac_toe: Any, batch_size: int) -> None:
     envs = tic_tac_toe(batch_size=batch_size)
     _, infos = envs.reset(seed=0)
     envs.step(infos["action_mask"].argmax(axis=-1))
@@ -144,26 +144,26 @@ def test_some_games_restart_and_are_received_in_any_number(tic_tac_toe: Any, bat
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batch_size", [4, 2])
 def test_interruptions_lose_and_repeat_no_rows(tic_tac_toe: Any, batch_size: int, kind: str) -> None:
-    """This is about the pool: ``MultiAgentVecEnv`` has no state of rows before they are returned to it."""
-    pool, same = tic_tac_toe(batch_size=batch_size)._rows, tic_tac_toe()._rows
-    for one in (pool, same):
-        one.reset_async(seed=3)
-        one.reset_wait()
+    """The test calls the pool directly: ``MultiAgentVecEnv`` has no state about rows that it has not received."""
+    pool, reference = tic_tac_toe(batch_size=batch_size)._rows, tic_tac_toe()._rows
+    for each in (pool, reference):
+        each.reset_async(seed=3)
+        each.reset_wait()
     for move, interruption in enumerate(moments(kind, least=10)):
         actions = np.full((4, 2), move % 9)
-        same.step_async(actions)
-        wanted = same.step_wait()
+        reference.step_async(actions)
+        expected = reference.step_wait()
         with interruption:
             pool.send(actions, np.arange(4))
         if not pool.stats()["in_flight"]:
             pool.send(actions, np.arange(4))
-        again = Interruption(kind, interruption._left % 60 if interruption.fired else 10**6)
+        second_interruption = Interruption(kind, interruption._left % 60 if interruption.fired else 10**6)
         parts = []
         while sum(len(part[1]) for part in parts) < 4:
-            with again:
+            with second_interruption:
                 parts.append(pool.recv(30.0))
         ids = np.concatenate([part[4]["env_id"] for part in parts])
         assert sorted(ids.tolist()) == [0, 1, 2, 3]
         for field in ("obs", "signals"):
             rows = np.concatenate([part[0][field] for part in parts])
-            np.testing.assert_array_equal(rows[np.argsort(ids)], wanted[0][field])
+            np.testing.assert_array_equal(rows[np.argsort(ids)], expected[0][field])

@@ -1,4 +1,4 @@
-"""Results equal raw EnvPool's, in three autoreset modes, with correct time limits."""
+"""Results equal those of raw EnvPool in all three autoreset modes, with correct time limits and seeds."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FAMILY_CASES = [
 ]
 SEEDS = [11, 5, 8]
 STEPS = 110
-ALONE = "VECENV_TEST_ALONE"
+IN_SEPARATE_PROCESS = "VECENV_TEST_ALONE"
 
 
 def run_in_separate_process(test: Callable[..., None]) -> Callable[..., None]:
@@ -62,13 +62,13 @@ def run_in_separate_process(test: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(test)
     def run(family: str, task_id: str, options: dict[str, Any]) -> None:
-        if family != "vizdoom" or ALONE in os.environ:
+        if family != "vizdoom" or IN_SEPARATE_PROCESS in os.environ:
             test(family, task_id, options)
             return
         command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "slow or not slow"]
         done = subprocess.run(
             [*command, f"{Path(__file__)}::{test.__name__}[{family}]"],
-            cwd=Path(__file__).parents[2], env={**os.environ, ALONE: "1"},
+            cwd=Path(__file__).parents[2], env={**os.environ, IN_SEPARATE_PROCESS: "1"},
             capture_output=True, text=True, timeout=250, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
@@ -88,7 +88,7 @@ def make_raw(task_id: str, seeds: list[int], **options: Any) -> Any:
         return envpool.make_gymnasium(task_id, num_envs=len(seeds), num_threads=1, seed=seeds, **options)
 
 
-def actions_for(envs: EnvPoolVectorEnv, steps: int = STEPS) -> Iterator[Any]:
+def sample_actions(envs: EnvPoolVectorEnv, steps: int = STEPS) -> Iterator[Any]:
     envs.action_space.seed(1)
     for _ in range(steps):
         action = envs.action_space.sample()
@@ -96,51 +96,51 @@ def actions_for(envs: EnvPoolVectorEnv, steps: int = STEPS) -> Iterator[Any]:
         yield np.clip(action, -1, 1) if isinstance(envs.single_action_space, gymnasium.spaces.Box) else action
 
 
-def assert_same_observations(mine: Any, raw: Any) -> None:
-    """Assert equality, except for the dtypes of Discrete and MultiBinary, which are those of the space here."""
+def assert_same_observations(actual: Any, raw: Any) -> None:
+    """Assert equality, except for the dtypes of Discrete and MultiBinary: vecenv uses those of the space."""
     if isinstance(raw, dict):
-        assert list(mine) == sorted(raw)
+        assert list(actual) == sorted(raw)
         for key, value in raw.items():
-            assert_same_observations(mine[key], value)
+            assert_same_observations(actual[key], value)
     else:
-        np.testing.assert_array_equal(mine, raw)
+        np.testing.assert_array_equal(actual, raw)
 
 
-def assert_same_infos(mine: dict[str, Any], raw: dict[str, Any]) -> None:
-    assert {key for key in mine if not key.startswith("_")} == {key for key in raw if key != "players"}
+def assert_same_infos(actual: dict[str, Any], raw: dict[str, Any]) -> None:
+    assert {key for key in actual if not key.startswith("_")} == {key for key in raw if key != "players"}
     for key, value in raw.items():
         if key != "players":
-            assert_identical(mine[key], value.astype(np.intp) if key == "env_id" else value, key)
-            assert mine[f"_{key}"].all()
+            assert_identical(actual[key], value.astype(np.intp) if key == "env_id" else value, key)
+            assert actual[f"_{key}"].all()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "task_id", "options"), FAMILY_CASES)
 @run_in_separate_process
-def test_stream_equals_raw_envpool(family: str, task_id: str, options: dict[str, Any]) -> None:
+def test_trajectory_equals_raw_envpool(family: str, task_id: str, options: dict[str, Any]) -> None:
     assert task_id in EnvPoolVectorEnv.task_ids(family)
     raw = make_raw(task_id, SEEDS, **options)
-    with_seeds = EnvPoolVectorEnv(task_id, len(SEEDS), num_threads=2, seed=SEEDS, **options)
+    envs = EnvPoolVectorEnv(task_id, len(SEEDS), num_threads=2, seed=SEEDS, **options)
     dtype = raw.spec._action_spec[-1][0]
     ended = 0
     try:
-        observations, infos = with_seeds.reset()
+        observations, infos = envs.reset()
         raw_observations, raw_infos = raw.reset()
         assert_same_observations(observations, raw_observations)
         assert_same_infos(infos, raw_infos)
-        assert observations in with_seeds.observation_space
-        for action in actions_for(with_seeds):
-            mine, theirs = with_seeds.step(action), raw.step(action.astype(dtype))
-            assert_same_observations(mine[0], theirs[0])
-            assert mine[0] in with_seeds.observation_space
-            assert_identical(mine[1], theirs[1].astype(np.float64), "rewards")
-            np.testing.assert_array_equal(mine[2] | mine[3], theirs[2] | theirs[3])
-            assert (mine[2] >= theirs[2]).all(), "a termination of the pool was lost"
-            assert_identical(mine[3], theirs[3], "truncations")
-            assert_same_infos(mine[4], theirs[4])
-            ended += (mine[2] | mine[3]).sum()
+        assert observations in envs.observation_space
+        for action in sample_actions(envs):
+            actual, expected = envs.step(action), raw.step(action.astype(dtype))
+            assert_same_observations(actual[0], expected[0])
+            assert actual[0] in envs.observation_space
+            assert_identical(actual[1], expected[1].astype(np.float64), "rewards")
+            np.testing.assert_array_equal(actual[2] | actual[3], expected[2] | expected[3])
+            assert (actual[2] >= expected[2]).all(), "a termination of the pool was lost"
+            assert_identical(actual[3], expected[3], "truncations")
+            assert_same_infos(actual[4], expected[4])
+            ended += (actual[2] | actual[3]).sum()
     finally:
-        with_seeds.close()
+        envs.close()
     assert ended, f"no episode of {task_id} ended, so autoreset was not tested"
 
 
@@ -161,22 +161,22 @@ def test_same_step_equals_next_step_without_reset_rows(family: str, task_id: str
     ended = 0
     try:
         assert_identical(same_step.reset(), next_step.reset(), "reset")
-        for action in actions_for(same_step, 3 * STEPS):
-            mine, theirs = same_step.step(action), next_step.step(action)
-            assert_identical(mine[1:4], theirs[1:4], "rewards and flags")
-            if not (theirs[2] | theirs[3]).any():
-                assert_identical(mine[0], theirs[0], "observations")
-                assert_identical(mine[4], theirs[4], "infos")
+        for action in sample_actions(same_step, 3 * STEPS):
+            actual, expected = same_step.step(action), next_step.step(action)
+            assert_identical(actual[1:4], expected[1:4], "rewards and flags")
+            if not (expected[2] | expected[3]).any():
+                assert_identical(actual[0], expected[0], "observations")
+                assert_identical(actual[4], expected[4], "infos")
                 continue
             ended += 1
-            infos = mine[4]
+            infos = actual[4]
             final_obs = next_step._driver._rows.row(next_step._driver._latest_leaves, 0)  # type: ignore[union-attr]
             assert_identical(infos.pop("final_obs")[0], final_obs, "final_obs")
-            assert_identical(infos.pop("final_info"), theirs[4], "final_info")
+            assert_identical(infos.pop("final_info"), expected[4], "final_info")
             assert infos.pop("_final_obs").tolist() == infos.pop("_final_info").tolist() == [True]
-            after = next_step.step(action)
-            assert_identical(mine[0], after[0], "the first observation of the new episode")
-            assert_identical(infos, after[4], "the infos of the new episode")
+            following = next_step.step(action)
+            assert_identical(actual[0], following[0], "the first observation of the new episode")
+            assert_identical(infos, following[4], "the infos of the new episode")
     finally:
         same_step.close()
         next_step.close()
@@ -226,7 +226,7 @@ def test_lost_life_continues_the_same_game_in_every_mode() -> None:
 
 
 @pytest.mark.long
-def test_a_masked_reset_of_a_running_game_is_a_new_game(closes: Any) -> None:
+def test_masked_reset_of_a_running_game_starts_a_new_game(closes: Any) -> None:
     envs = closes(EnvPoolVectorEnv("Breakout-v5", 2, episodic_life=True, use_fire_reset=True, seed=0, num_threads=1))
     envs.reset()
     over = np.zeros(2, dtype=np.bool_)
@@ -245,7 +245,7 @@ def test_a_masked_reset_of_a_running_game_is_a_new_game(closes: Any) -> None:
     assert envs.reset()[1]["lives"].tolist() == [5, 5], "a reset of all environments begins new games"
 
 
-def test_given_time_limit_is_reported() -> None:
+def test_time_limit_is_in_config_and_spec() -> None:
     envs = EnvPoolVectorEnv("CartPole-v1", max_episode_steps=30)
     assert envs.config["max_episode_steps"] == 30
     assert envs.spec is not None
@@ -255,7 +255,7 @@ def test_given_time_limit_is_reported() -> None:
 # --- seeds and masks ----------------------------------------------------------------------------
 
 
-def test_integer_seed_equals_that_of_envpool(closes: Any) -> None:
+def test_integer_seed_gives_the_same_observations_as_in_envpool(closes: Any) -> None:
     raw = make_raw("CartPole-v1", [7, 8, 9])
     envs = closes(EnvPoolVectorEnv("CartPole-v1", 3, num_threads=1))
     np.testing.assert_array_equal(envs.reset(seed=7)[0], raw.reset()[0])
@@ -273,7 +273,7 @@ def test_integer_seed_equals_that_of_envpool(closes: Any) -> None:
     assert envs.np_random_seed[2] == 3
 
 
-def test_environments_differ_without_a_seed() -> None:
+def test_environments_without_a_seed_differ() -> None:
     """EnvPool's own default seed is always 42."""
     one, other = EnvPoolVectorEnv("CartPole-v1", 2), EnvPoolVectorEnv("CartPole-v1", 2)
     assert one.np_random_seed != other.np_random_seed
@@ -295,10 +295,10 @@ def test_threads_and_batches_do_not_change_trajectories() -> None:
     for threads, batch in ((1, 6), (2, 6), (2, 3), (2, 1)):
         envs = EnvPoolVectorEnv("Acrobot-v1", 6, num_threads=threads, batch_size=batch, seed=0)
         envs.reset()
-        results.append([envs.step(action)[:4] for action in actions_for(envs, 30)])
+        results.append([envs.step(action)[:4] for action in sample_actions(envs, 30)])
         envs.close()
-    for other in results[1:]:
-        assert_identical(other, results[0])
+    for result in results[1:]:
+        assert_identical(result, results[0])
 
 
 def test_masked_reset_before_the_first_reset_raises(closes: Any) -> None:
@@ -310,7 +310,7 @@ def test_masked_reset_before_the_first_reset_raises(closes: Any) -> None:
 # --- spaces, dtypes, infos ----------------------------------------------------------------------
 
 
-def test_extreme_bounds_become_infinite() -> None:
+def test_extreme_bounds_of_a_space_become_infinite() -> None:
     """EnvPool's lower bound for dm_control is the smallest positive number."""
     envs = EnvPoolVectorEnv("CheetahRun-v1", 2)
     space = envs.single_observation_space["position"]  # type: ignore[index]

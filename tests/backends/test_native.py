@@ -1,7 +1,7 @@
 """Native vector environments: their results, and the contract of every backend.
 
 ALE reloads its game for every environment that is built or seeded, which takes a quarter of a second. So its contract tests
-are slow, and other tests use :class:`Counters` where they can.
+are slow, and other tests use :class:`CountingVectorEnv` where they can.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ if importlib.util.find_spec("ale_py") is not None:
 
     gymnasium.register_envs(ale_py)
 
-SMALL: dict[str, Any] = {"img_height": 24, "img_width": 24, "stack_num": 2, "max_num_frames_per_episode": 160, "noop_max": 5}
+SMALL_FRAMES: dict[str, Any] = {
+    "img_height": 24, "img_width": 24, "stack_num": 2, "max_num_frames_per_episode": 160, "noop_max": 5,
+}  # fmt: skip
 CARTPOLE = "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"
 
 
-class Counters(VectorEnv[Any, Any, Any]):
-    """A fake library. Environment ``i`` counts its steps, ends its episode at ``length + i``, and resets in the same step.
+class CountingVectorEnv(VectorEnv[Any, Any, Any]):
+    """A fake library that counts steps. Environment ``i`` ends its episodes at ``length + i`` and resets in the same step.
 
-    ``step`` waits for ``gate``. Arguments are kept in ``received``. Final observations are a batch, as ALE has them.
+    ``step`` waits for ``gate``. ``received`` records the arguments of all calls. Final observations are a batch, like ALE's.
     """
 
     def __init__(self, num_envs: int = 3, length: int = 4, **extra: Any) -> None:
@@ -76,14 +78,14 @@ class Counters(VectorEnv[Any, Any, Any]):
 
 
 @pytest.fixture
-def counters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NativeVectorEnv]]:
-    """Build vector environments over :class:`Counters` with ``counters(features, **options)``; close them at the end."""
+def make_counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NativeVectorEnv]]:
+    """``make_counting(features, **options)`` builds a vector environment over :class:`CountingVectorEnv`."""
     with contextlib.ExitStack() as stack:
 
         def build(features: Any = (), copy: bool = True, **options: Any) -> NativeVectorEnv:
-            name = f"{Counters.__module__}.{Counters.__qualname__}"
+            name = f"{CountingVectorEnv.__module__}.{CountingVectorEnv.__qualname__}"
             monkeypatch.setitem(native._LIBRARIES, name, features)
-            library = Counters(**options)
+            library = CountingVectorEnv(**options)
             envs = stack.enter_context(contextlib.closing(NativeVectorEnv(library, copy=copy)))
             stack.callback(library.gate.set)
             return envs
@@ -105,7 +107,7 @@ def vector_only_id() -> Iterator[str]:
 
 
 class TestCartPole(VectorEnvContract):
-    """Gymnasium's own vector environment: one generator, joint resets, next-step autoreset."""
+    """The contract over Gymnasium's CartPole: one generator, joint resets, next-step autoreset."""
 
     autoreset_modes = (AutoresetMode.NEXT_STEP,)
     supports_reset_mask = False
@@ -123,7 +125,7 @@ class TestAtari(VectorEnvContract):
 
     def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> Any:
         options = {"autoreset_mode": autoreset_mode}
-        return vecenv.make_vec("ALE/Breakout-v5", num_envs, "native", vector_kwargs=options, **SMALL, **kwargs)
+        return vecenv.make_vec("ALE/Breakout-v5", num_envs, "native", vector_kwargs=options, **SMALL_FRAMES, **kwargs)
 
 
 # --- the same results as from Gymnasium -----------------------------------------------------------------------------
@@ -133,7 +135,7 @@ class TestAtari(VectorEnvContract):
 @pytest.mark.parametrize(
     ("game", "mode", "steps", "options"),
     [
-        ("ALE/Breakout-v5", AutoresetMode.SAME_STEP, 45, SMALL),
+        ("ALE/Breakout-v5", AutoresetMode.SAME_STEP, 45, SMALL_FRAMES),
         *(
             pytest.param(game, mode, 300, {"max_num_frames_per_episode": 400}, marks=pytest.mark.slow)
             for game in ("ALE/Breakout-v5", "ALE/Pong-v5")
@@ -146,40 +148,40 @@ def test_frames_rewards_and_flags_equal_ale(game: str, mode: AutoresetMode, step
     ours = vecenv.make_vec(game, 2, "native", vector_kwargs={"autoreset_mode": mode}, **options)
     with contextlib.closing(ours), contextlib.closing(theirs):
         frames, infos = theirs.reset(seed=7)
-        mine = ours.reset(seed=7)
-        assert_identical(mine[0], frames, "frames of the reset")
-        assert_same_infos(mine[1], infos)
+        actual = ours.reset(seed=7)
+        assert_identical(actual[0], frames, "frames of the reset")
+        assert_same_infos(actual[1], infos)
         ends = 0
         theirs.action_space.seed(1)
         for t in range(steps):
             actions = theirs.action_space.sample()
             frames, rewards, terminations, truncations, infos = theirs.step(actions.copy())
-            mine = ours.step(actions)
-            assert_identical(mine[0], frames, f"frames of step {t}")
-            assert_identical(mine[1], rewards.astype(np.float64), f"rewards of step {t}")
-            assert_identical(mine[2], terminations, f"terminations of step {t}")
-            assert_identical(mine[3], truncations, f"truncations of step {t}")
+            actual = ours.step(actions)
+            assert_identical(actual[0], frames, f"frames of step {t}")
+            assert_identical(actual[1], rewards.astype(np.float64), f"rewards of step {t}")
+            assert_identical(actual[2], terminations, f"terminations of step {t}")
+            assert_identical(actual[3], truncations, f"truncations of step {t}")
             done = terminations | truncations
             final = infos.pop("final_obs", None)
-            assert ("final_obs" in mine[4]) == (final is not None) == bool(mode is AutoresetMode.SAME_STEP and done.any())
+            assert ("final_obs" in actual[4]) == (final is not None) == bool(mode is AutoresetMode.SAME_STEP and done.any())
             if final is not None:
-                assert_identical(mine[4].pop("_final_obs"), done, "_final_obs")
-                assert mine[4].pop("final_info") == {}
-                assert_identical(mine[4].pop("_final_info"), done, "_final_info")
-                for row, last in enumerate(mine[4].pop("final_obs")):
+                assert_identical(actual[4].pop("_final_obs"), done, "_final_obs")
+                assert actual[4].pop("final_info") == {}
+                assert_identical(actual[4].pop("_final_info"), done, "_final_info")
+                for row, last in enumerate(actual[4].pop("final_obs")):
                     assert (last is not None) == done[row]
                     if last is not None:
                         assert_identical(last, final[row], f"final frames of env {row}")
-            assert_same_infos(mine[4], infos)
+            assert_same_infos(actual[4], infos)
             ends += int(done.sum())
         assert ends
 
 
-def assert_same_infos(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-    assert set(mine) == {*theirs, *(f"_{key}" for key in theirs)}
-    for key, value in theirs.items():
-        assert_identical(mine[key], np.array(value), key)
-        assert mine[f"_{key}"].all()
+def assert_same_infos(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert set(actual) == {*expected, *(f"_{key}" for key in expected)}
+    for key, value in expected.items():
+        assert_identical(actual[key], np.array(value), key)
+        assert actual[f"_{key}"].all()
 
 
 def test_cartpole_trajectory_equals_gymnasium() -> None:
@@ -190,17 +192,17 @@ def test_cartpole_trajectory_equals_gymnasium() -> None:
         )
         for _ in range(60):
             actions = theirs.action_space.sample()
-            mine, wanted = ours.step(actions), theirs.step(actions)
-            assert_identical(mine[0], wanted[0])
-            assert_identical(mine[1], wanted[1].astype(np.float64))
-            assert_identical(mine[2:4], wanted[2:4])
+            actual, expected = ours.step(actions), theirs.step(actions)
+            assert_identical(actual[0], expected[0])
+            assert_identical(actual[1], expected[1].astype(np.float64))
+            assert_identical(actual[2:4], expected[2:4])
 
 
 # --- reset ----------------------------------------------------------------------------------------------------------
 
 
-def test_library_with_seeds_per_row_receives_31_bit_seeds(counters: Any) -> None:
-    envs = counters({"rows"})
+def test_library_with_seeds_per_row_receives_31_bit_seeds(make_counting: Any) -> None:
+    envs = make_counting({"rows"})
     mask = np.array([True, False, True])
     options: dict[str, Any] = {"reset_mask": mask}
     with pytest.raises(ResetNeeded):
@@ -211,26 +213,29 @@ def test_library_with_seeds_per_row_receives_31_bit_seeds(counters: Any) -> None
         with pytest.raises(TypeError):
             envs.reset(seed=wrong)
     assert envs.library.received == []
-    for seed, chosen, wanted in (
+    for seed, reset_options, expected in (
         (4, None, [4, 5, 6]),
         ([2**31 + 5, None, np.int64(7)], None, [5, -1, 7]),
         (None, None, [-1, -1, -1]),
         (9, options, [9, 11]),
     ):
-        envs.reset(seed=seed, options=chosen)
-        seeds, rest = envs.library.received[-1]
-        assert seeds.tolist() == wanted
-        assert rest is None or rest["reset_mask"].tolist() == mask.tolist()
+        envs.reset(seed=seed, options=reset_options)
+        seeds, received_options = envs.library.received[-1]
+        assert seeds.tolist() == expected
+        assert received_options is None or received_options["reset_mask"].tolist() == mask.tolist()
     assert list(options) == ["reset_mask"]
 
 
-def test_library_with_one_generator_accepts_consecutive_seeds(counters: Any) -> None:
-    envs = counters()
+def test_library_with_one_generator_accepts_consecutive_seeds(make_counting: Any) -> None:
+    envs = make_counting()
     mask = np.array([True, False, True])
     for refused, text in (
-        ({"seed": [1, 5, 2]}, r"backend 'native': .*Counters resets all environments with one seed"),
-        ({"seed": [1, None, None]}, r"backend 'native': .*Counters resets all environments with one seed"),
-        ({"options": {"reset_mask": mask}}, r"NativeVectorEnv cannot reset 2 of 3 environments: .*Counters returns all"),
+        ({"seed": [1, 5, 2]}, r"backend 'native': .*CountingVectorEnv resets all environments with one seed"),
+        ({"seed": [1, None, None]}, r"backend 'native': .*CountingVectorEnv resets all environments with one seed"),
+        (
+            {"options": {"reset_mask": mask}},
+            r"NativeVectorEnv cannot reset 2 of 3 environments: .*CountingVectorEnv returns all",
+        ),
     ):
         with pytest.raises(NotImplementedError, match=text):
             envs.reset(**refused)
@@ -256,8 +261,10 @@ def test_library_with_one_generator_accepts_consecutive_seeds(counters: Any) -> 
         ([None, 1, 2], TypeError, "dtype int64, got object"),
     ],
 )
-def test_wrong_actions_are_refused_before_the_library_is_called(counters: Any, actions: Any, error: Any, text: str) -> None:
-    envs = counters()
+def test_invalid_actions_are_refused_before_the_library_is_called(
+    make_counting: Any, actions: Any, error: Any, text: str
+) -> None:
+    envs = make_counting()
     envs.reset()
     for call in (envs.step, envs.step_async, envs.send):
         with pytest.raises(error, match=text):
@@ -266,48 +273,48 @@ def test_wrong_actions_are_refused_before_the_library_is_called(counters: Any, a
     assert envs.step([0, 1, 2])[1].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_actions_of_other_kinds_are_cast_or_refused(counters: Any) -> None:
-    box = counters(action_space=spaces.Box(-1, 1, (2,), np.float32))
+def test_actions_of_other_dtypes_are_cast_or_refused(make_counting: Any) -> None:
+    box = make_counting(action_space=spaces.Box(-1, 1, (2,), np.float32))
     box.reset()
     box.step(np.full((3, 2), 0.1))
     assert box.library.received[-1].dtype == np.float32
     for wrong in (np.full((3, 2), 1.5), np.full((3, 2), np.nan), np.zeros((3, 1))):
         with pytest.raises(ValueError, match=r"3 actions of Box|got shape"):
             box.step(wrong)
-    small = counters(action_space=spaces.Box(0, 9, (1,), np.uint8))
-    small.reset()
-    small.step([[1], [2], [3]])
-    assert_identical(small.library.received[-1], np.array([[1], [2], [3]], np.uint8))
+    uint8_box = make_counting(action_space=spaces.Box(0, 9, (1,), np.uint8))
+    uint8_box.reset()
+    uint8_box.step([[1], [2], [3]])
+    assert_identical(uint8_box.library.received[-1], np.array([[1], [2], [3]], np.uint8))
     for number in (-1, 256, 257):
         with pytest.raises(ValueError, match="3 actions of Box"):
-            small.step([[1], [2], [number]])
-    pair = counters(action_space=spaces.Dict(a=spaces.Discrete(2), b=spaces.Box(0, 1, (1,), np.float32)))
-    pair.reset()
-    actions = pair.action_space.sample()
-    pair.step(actions)
-    assert pair.library.received[-1] is not actions
+            uint8_box.step([[1], [2], [number]])
+    dict_space = make_counting(action_space=spaces.Dict(a=spaces.Discrete(2), b=spaces.Box(0, 1, (1,), np.float32)))
+    dict_space.reset()
+    actions = dict_space.action_space.sample()
+    dict_space.step(actions)
+    assert dict_space.library.received[-1] is not actions
     with pytest.raises(ValueError, match="3 actions of Dict"):
-        pair.step({"a": actions["a"]})
+        dict_space.step({"a": actions["a"]})
 
 
 # --- results --------------------------------------------------------------------------------------------------------
 
 
-def test_every_info_is_an_array_with_its_mask(counters: Any) -> None:
-    envs = counters()
+def test_every_info_is_an_array_with_its_mask(make_counting: Any) -> None:
+    envs = make_counting()
     envs.reset()
     infos = envs.step([0, 0, 0])[4]
     all_rows = np.ones(3, np.bool_)
-    wanted = {
+    expected = {
         "half": np.full(3, 0.5, np.float32),
         "one for all": np.full(3, 7),
         "deep": {"word": np.array(["a"] * 3), "_word": all_rows},
     }
-    assert_identical(infos, {**wanted, **{f"_{key}": all_rows for key in wanted}})
+    assert_identical(infos, {**expected, **{f"_{key}": all_rows for key in expected}})
 
 
-def test_final_observations_have_gymnasiums_form(counters: Any) -> None:
-    envs = counters()
+def test_final_observations_have_gymnasiums_format(make_counting: Any) -> None:
+    envs = make_counting()
     envs.reset()
     for _ in range(3):
         assert not [key for key in envs.step([0, 0, 0])[4] if "final" in key]
@@ -319,23 +326,23 @@ def test_final_observations_have_gymnasiums_form(counters: Any) -> None:
     assert infos["final_info"] == {}
 
 
-def test_observations_are_copies_unless_copy_is_false(counters: Any) -> None:
-    envs, shared = counters(), counters(copy=False)
+def test_observations_are_copies_unless_copy_is_false(make_counting: Any) -> None:
+    envs, shared = make_counting(), make_counting(copy=False)
     first, same = envs.reset()[0], shared.reset()[0]
-    kept = copy.deepcopy(first)
+    copied = copy.deepcopy(first)
     assert_identical(envs.step([0, 0, 0])[0]["count"], first["count"] + 1)
-    assert_identical(first, kept)
+    assert_identical(first, copied)
     assert shared.step([0, 0, 0])[0]["count"] is same["count"]
 
 
 def test_autoreset_mode_does_not_leak_into_the_next_vector_environment() -> None:
-    class WithoutMetadata(Counters):
+    class WithoutMetadata(CountingVectorEnv):
         def __init__(self) -> None:
             super().__init__()
             del self.metadata
 
     before = dict(VectorEnv.metadata)
-    VectorEnv.metadata["autoreset_mode"] = AutoresetMode.DISABLED  # as ALE leaves it
+    VectorEnv.metadata["autoreset_mode"] = AutoresetMode.DISABLED  # ALE changes the shared dict like this
     try:
         with contextlib.closing(NativeVectorEnv(WithoutMetadata())) as envs:
             assert envs.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
@@ -347,30 +354,30 @@ def test_autoreset_mode_does_not_leak_into_the_next_vector_environment() -> None
 # --- calls in two halves --------------------------------------------------------------------------------------------
 
 
-def test_library_without_threads_steps_in_step_wait(counters: Any) -> None:
-    envs = counters()
+def test_library_without_threads_steps_in_step_wait(make_counting: Any) -> None:
+    envs = make_counting()
     envs.reset()
     envs.step_async([0, 1, 2])
     assert len(envs.library.received) == 1
-    with pytest.raises(NotImplementedError, match=r"backend 'native': .*Counters steps in the caller's thread"):
+    with pytest.raises(NotImplementedError, match=r"backend 'native': .*CountingVectorEnv steps in the caller's thread"):
         envs.step_wait(timeout=1.0)
     assert envs.step_wait()[0]["count"].tolist() == [[1, 1]] * 3
 
 
 @pytest.mark.parametrize("features", [(), ("threads",)], ids=["without-threads", "with-threads"])
-def test_library_error_is_raised_once_and_the_next_step_succeeds(counters: Any, features: Any) -> None:
-    envs = counters(features)
+def test_library_error_is_raised_once_and_the_next_step_succeeds(make_counting: Any, features: Any) -> None:
+    envs = make_counting(features)
     envs.reset()
     envs.library.error = OSError("no ROM")
     with pytest.raises(OSError, match="no ROM"):
         envs.step([0, 0, 0])
     envs.library.error = None
     assert envs.step([0, 0, 0])[0]["count"].tolist() == [[1, 1]] * 3
-    assert envs.stats()["steps"] == 3, "those of the step that raised are not counted"
+    assert envs.stats()["steps"] == 3, "the step that raised is not counted"
 
 
-def test_interrupted_wait_leaves_the_result_pending(counters: Any) -> None:
-    envs = counters({"threads"})
+def test_interrupted_wait_leaves_the_result_pending(make_counting: Any) -> None:
+    envs = make_counting({"threads"})
     envs.reset()
     envs.library.gate.clear()
     envs.step_async([0, 1, 2])
@@ -386,13 +393,13 @@ def test_interrupted_wait_leaves_the_result_pending(counters: Any) -> None:
 # --- threads, close, render -----------------------------------------------------------------------------------------
 
 
-def wait_until_stepping(library: Counters) -> None:
+def wait_until_stepping(library: CountingVectorEnv) -> None:
     while len(library.received) < 2:
         time.sleep(0.001)
 
 
-def test_close_waits_for_another_thread_up_to_its_timeout(counters: Any) -> None:
-    envs = counters()
+def test_close_waits_for_a_call_of_another_thread_until_its_timeout(make_counting: Any) -> None:
+    envs = make_counting()
     envs.reset()
     library = envs.library
     library.gate.clear()
@@ -408,7 +415,7 @@ def test_close_waits_for_another_thread_up_to_its_timeout(counters: Any) -> None
     wait_until_stepping(library)
     envs.close(timeout=0.05)
     assert envs.closed
-    assert not library.closed  # the call that is under way still needs it, and closes it
+    assert not library.closed  # the pending call still needs it, and closes it
     library.gate.set()
     thread.join()
     assert refusals
@@ -416,8 +423,8 @@ def test_close_waits_for_another_thread_up_to_its_timeout(counters: Any) -> None
     assert envs.library is None
 
 
-def test_render_calls_the_library(counters: Any) -> None:
-    envs = counters()
+def test_render_calls_the_library(make_counting: Any) -> None:
+    envs = make_counting()
     assert envs.render() is None
     envs.render_mode = "rgb_array"
     with pytest.raises(NotImplementedError):
@@ -427,7 +434,7 @@ def test_render_calls_the_library(counters: Any) -> None:
 # --- make_vec, register ---------------------------------------------------------------------------------------------
 
 
-def test_native_engine_is_used_only_if_requested_or_the_only_one(vector_only_id: str) -> None:
+def test_make_vec_uses_the_native_backend_only_if_requested_or_the_only_one(vector_only_id: str) -> None:
     with contextlib.closing(vecenv.make_vec("CartPole-v1", 2)) as envs:
         assert type(envs) is vecenv.AsyncVectorEnv
     with contextlib.closing(vecenv.make_vec("CartPole-v1", 2, "native")) as envs:
@@ -479,7 +486,7 @@ def test_registered_names_build_their_environments(vector_only_id: str) -> None:
         ({"num_envs": 0}, ValueError, "`num_envs` must be a positive int"),
     ],
 )
-def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_invalid_arguments_raise_with_their_name(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         vecenv.make_vec(**{"id_or_env_fn": "CartPole-v1", "num_envs": 2, "backend": "native", **arguments})
 
@@ -494,6 +501,6 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Except
         ({"render_mode": "rgb_array"}, TypeError, "has no option 'render_mode'"),
     ],
 )
-def test_missing_features_of_ale_are_named(options: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_options_that_ale_does_not_support_raise(options: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         vecenv.make_vec("ALE/Pong-v5", 2, "native", **options)

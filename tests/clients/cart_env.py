@@ -1,4 +1,4 @@
-"""An environment of one number, written in JAX, with a gradient that can be computed by hand."""
+"""An environment in JAX with one number as its state, and with a gradient that can be computed by hand."""
 
 from __future__ import annotations
 
@@ -10,28 +10,31 @@ import jax.numpy as jnp
 import numpy as np
 
 
-class Cart:
-    """An environment that its action moves; the reward is the square of its place, and it never ends. Subclasses differ."""
+class PositionEnv:
+    """An environment in which actions move a position. The reward is its square. Episodes have no end.
 
-    name = "Cart"
+    Subclasses override ``move``, ``reward`` and ``is_over``.
+    """
+
+    name = "PositionEnv"
     differentiable = "reverse"
     max_episode_steps: int | None = None
     single_observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
     single_action_space = gym.spaces.Box(-1.0, 1.0, (1,), np.float32)
 
     def init(self, key: Any) -> Any:
-        place = jax.random.uniform(key)
-        return place, jnp.stack([place, place])
+        position = jax.random.uniform(key)
+        return position, jnp.stack([position, position])
 
-    def step(self, place: Any, action: Any, key: Any) -> Any:
-        place = self.move(place, action[0])
-        return place, jnp.stack([place, place**2]), self.reward(place), self.is_over(place), False, {}
+    def step(self, position: Any, action: Any, key: Any) -> Any:
+        position = self.move(position, action[0])
+        return position, jnp.stack([position, position**2]), self.reward(position), self.is_over(position), False, {}
 
-    def move(self, place: Any, push: Any) -> Any:
-        return 0.99 * place + 0.1 * push
+    def move(self, position: Any, push: Any) -> Any:
+        return 0.99 * position + 0.1 * push
 
-    def reward(self, place: Any) -> Any:
-        return place**2
+    def reward(self, position: Any) -> Any:
+        return position**2
 
-    def is_over(self, place: Any) -> Any:
+    def is_over(self, position: Any) -> Any:
         return False

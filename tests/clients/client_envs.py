@@ -1,4 +1,4 @@
-"""Environments that cover everything clients read, importable by workers."""
+"""Environments with everything that client libraries read. Workers can import this module."""
 
 from __future__ import annotations
 
@@ -79,22 +79,24 @@ class FullEnv(gym.Env[Any, Any]):
         return self.level + number * (2 if twice else 1)
 
     def fail(self) -> None:
-        raise ValueError("asked to fail")
+        raise ValueError("intended failure")
 
 
-class Plain(gym.Wrapper[Any, Any, Any, Any]):
+class NoOpWrapper(gym.Wrapper[Any, Any, Any, Any]):
     """A wrapper that changes nothing."""
 
 
-def full_env_fns(count: int, *, nested: bool = True, wrapped: bool = False, render_mode: str | None = None) -> list[Any]:
-    """Return functions that build them."""
+def make_full_env_fns(
+    count: int, *, nested: bool = True, wrapped: bool = False, render_mode: str | None = None
+) -> list[Any]:
+    """Return ``count`` functions that build a :class:`FullEnv`."""
     make = functools.partial(make_full_env, nested, wrapped, render_mode)
     return [make] * count
 
 
 def make_full_env(nested: bool, wrapped: bool, render_mode: str | None) -> gym.Env[Any, Any]:
     env: gym.Env[Any, Any] = FullEnv(nested, render_mode)
-    return Plain(env) if wrapped else env
+    return NoOpWrapper(env) if wrapped else env
 
 
 def make_cartpole(limit: int = 500) -> gym.Env[Any, Any]:
@@ -102,8 +104,8 @@ def make_cartpole(limit: int = 500) -> gym.Env[Any, Any]:
     return gym.make("CartPole-v1", max_episode_steps=limit)
 
 
-class Target:
-    """A game of ten steps in which two agents name the side that they see; its infos contain the process."""
+class TargetGame:
+    """A game of ten steps in which two agents are rewarded for the side that they observe. ``pid`` is its process."""
 
     possible_agents = ("left", "right")
     metadata: dict[str, Any] = {}  # noqa: RUF012
@@ -119,7 +121,7 @@ class Target:
     def action_space(self, agent: str) -> gym.Space[Any]:
         return spaces.Discrete(2)
 
-    def _seen(self) -> Any:
+    def _observe(self) -> Any:
         self.side = {agent: int(self.rng.integers(2)) for agent in self.possible_agents}
         return {agent: np.array([2 * side - 1], np.float32) for agent, side in self.side.items()}
 
@@ -127,15 +129,16 @@ class Target:
         if seed is not None:
             self.rng = np.random.default_rng(seed)
         self.agents, self.time = list(self.possible_agents), 0
-        return self._seen(), {}
+        return self._observe(), {}
 
     def step(self, actions: dict[str, Any]) -> Any:
         self.time += 1
         rewards = {agent: float(actions[agent] == side) for agent, side in self.side.items()}
         over = self.time == 10
         self.agents = [] if over else self.agents
-        no, ends = dict.fromkeys(self.possible_agents, False), dict.fromkeys(self.possible_agents, over)
-        return self._seen(), rewards, no, ends, {}
+        terminations = dict.fromkeys(self.possible_agents, False)
+        truncations = dict.fromkeys(self.possible_agents, over)
+        return self._observe(), rewards, terminations, truncations, {}
 
     def close(self) -> None:
         pass

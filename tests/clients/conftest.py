@@ -1,4 +1,4 @@
-"""Other libraries' own programs over vecenv. They need torch, so this folder runs only if it is named, by itself.
+"""Tests with client libraries. They need torch, so they run only if this folder is named on the command line.
 
 pip install -e ".[clients]" && pytest tests/clients
 
@@ -16,24 +16,24 @@ import pytest
 HERE = Path(__file__).parent
 
 
-class LeftOut(pytest.Module):
+class SkippedModule(pytest.Module):
     """A test module that is not imported."""
 
-    def __init__(self, *, why: str, **kwargs: Any) -> None:
+    def __init__(self, *, reason: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._why = why
+        self._reason = reason
 
     def collect(self) -> Any:
-        pytest.skip(self._why, allow_module_level=True)
+        pytest.skip(self._reason, allow_module_level=True)
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> Any:
     invocation = parent.config.invocation_params
     named = [Path(invocation.dir, argument.partition("::")[0]).resolve() for argument in parent.config.args]
     if importlib.util.find_spec("torch") is None:
-        return LeftOut.from_parent(parent, path=module_path, why="needs torch: pip install 'vecenv[clients]'")
+        return SkippedModule.from_parent(parent, path=module_path, reason="needs torch: pip install 'vecenv[clients]'")
     if not any(path.is_relative_to(HERE) for path in named):
-        return LeftOut.from_parent(parent, path=module_path, why="brings torch: run it by name, pytest tests/clients")
+        return SkippedModule.from_parent(parent, path=module_path, reason="imports torch: run pytest tests/clients")
     return None
 
 

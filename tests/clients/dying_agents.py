@@ -11,7 +11,7 @@ from vecenv.multi_agent import FlattenAgents, MultiAgentVecEnv
 
 
 class DyingAgents:
-    """A game of three agents with the observation ``(agent, time)``; lives and ends are drawn from the seed of a reset."""
+    """A game of three agents that observe ``(agent, time)``. Their life spans and kinds of end depend on the seed."""
 
     possible_agents = (1, 2, 3)
 
@@ -25,24 +25,24 @@ class DyingAgents:
     def action_space(self, agent: int) -> spaces.Space[Any]:
         return spaces.Discrete(4)
 
-    def _look(self, agents: list[int]) -> Any:
+    def _observe(self, agents: list[int]) -> Any:
         return {agent: np.array([agent, self.time], np.float32) for agent in agents}
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         if seed is not None:
             self.rng = np.random.default_rng(seed)
         self.time, self.agents = 0, list(self.possible_agents)
-        self.lives, self.falls = self.rng.integers(1, 7, 4), self.rng.random(4) < 0.5
-        return self._look(self.agents), {agent: {"life": int(self.lives[agent])} for agent in self.agents}
+        self.lives, self.terminates = self.rng.integers(1, 7, 4), self.rng.random(4) < 0.5
+        return self._observe(self.agents), {agent: {"life": int(self.lives[agent])} for agent in self.agents}
 
     def step(self, actions: dict[int, Any]) -> Any:
         self.time += 1
         before, ended = self.agents, [agent for agent in self.agents if self.lives[agent] <= self.time]
         self.agents = [agent for agent in before if agent not in ended]
         return (
-            self._look(before), {agent: float(agent * self.time) for agent in before},
-            {agent: agent in ended and bool(self.falls[agent]) for agent in before},
-            {agent: agent in ended and not self.falls[agent] for agent in before},
+            self._observe(before), {agent: float(agent * self.time) for agent in before},
+            {agent: agent in ended and bool(self.terminates[agent]) for agent in before},
+            {agent: agent in ended and not self.terminates[agent] for agent in before},
             {agent: {"life": int(self.lives[agent])} for agent in before},
         )  # fmt: skip
 
@@ -50,6 +50,6 @@ class DyingAgents:
         pass
 
 
-def agent_rows(mode: str, **options: Any) -> FlattenAgents:
-    """Return the agents of three games as nine rows."""
+def make_agent_rows(mode: str, **options: Any) -> FlattenAgents:
+    """Build a vector environment with the agents of three games as nine rows."""
     return MultiAgentVecEnv([DyingAgents] * 3, num_workers=0, autoreset_mode=mode).flatten_agents(**options)

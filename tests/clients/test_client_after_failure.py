@@ -10,7 +10,7 @@ import pytest
 from failing import COUNT, FAULTS, FAULTY, RAISES, assert_continues, assert_continues_after_a_signal, engine, one_fails
 
 
-class Sb3:
+class Sb3Client:
     """The calls of a program that uses Stable-Baselines3."""
 
     def __init__(self, envs: Any) -> None:
@@ -27,7 +27,7 @@ class Sb3:
         return self.envs.step(actions)[0]
 
 
-class TorchRL:
+class TorchRLClient:
     """The calls of a program that uses TorchRL."""
 
     def __init__(self, envs: Any) -> None:
@@ -47,7 +47,7 @@ class TorchRL:
         return self.envs.step(self.data.set("action", torch.from_numpy(actions)))["next", "observation"].numpy()
 
 
-class Tianshou:
+class TianshouClient:
     """The calls of a program that uses Tianshou."""
 
     wait_num: int | None = None
@@ -66,20 +66,20 @@ class Tianshou:
         return self.envs.step(actions, np.arange(COUNT))[0]
 
 
-class TianshouAsync(Tianshou):
-    """The calls in asynchronous mode: the result of a step of all arrives in two parts."""
+class AsyncTianshouClient(TianshouClient):
+    """The calls in asynchronous mode, in which the results of a step of all environments arrive in two parts."""
 
     wait_num = 2
 
     def step(self, actions: Any) -> Any:
-        found = np.zeros((COUNT, 2), np.float32)
-        for given in (actions, None):
-            observations, *_, infos = self.envs.step(given, np.arange(COUNT))
-            found[[info["env_id"] for info in infos]] = observations
-        return found
+        results = np.zeros((COUNT, 2), np.float32)
+        for sent in (actions, None):
+            observations, *_, infos = self.envs.step(sent, np.arange(COUNT))
+            results[[info["env_id"] for info in infos]] = observations
+        return results
 
 
-CLIENTS = [Sb3, TorchRL, Tianshou, TianshouAsync]
+CLIENTS = [Sb3Client, TorchRLClient, TianshouClient, AsyncTianshouClient]
 
 
 @pytest.mark.long
@@ -96,10 +96,10 @@ def test_next_reset_drops_an_interrupted_call(client: Callable[[Any], Any]) -> N
 
 
 def test_tianshou_resets_only_the_failed_environment() -> None:
-    venv = TianshouAsync(engine()).envs
+    venv = AsyncTianshouClient(engine()).envs
     venv.reset()
     with pytest.raises(ValueError, match="stuck"):
-        all(venv.step(given, np.arange(COUNT)) for given in (one_fails(RAISES), None))
+        all(venv.step(sent, np.arange(COUNT)) for sent in (one_fails(RAISES), None))
     assert FAULTY in venv.ready_id
     observations, _ = venv.reset([FAULTY])
     assert observations[:, 0].tolist() == [0.0]

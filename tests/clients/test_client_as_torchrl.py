@@ -8,8 +8,8 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from client_envs import full_env_fns, make_cartpole
-from dying_agents import agent_rows
+from client_envs import make_cartpole, make_full_env_fns
+from dying_agents import make_agent_rows
 from gymnasium import spaces
 
 pytest.importorskip("torchrl", reason="needs TorchRL: pip install 'vecenv[clients]'")
@@ -25,13 +25,13 @@ import vecenv
 from vecenv.adapters import as_torchrl
 
 MODES = ["NextStep", "SameStep", "Disabled"]
-# (Gymnasium's own has no masks in same-step mode)
+# SyncVectorEnv has no reset masks in same-step mode
 PAIRS = [(backend, mode) for backend in ("serial", "envpool", "gymnasium") for mode in MODES]
 PAIRS.remove(("gymnasium", "SameStep"))
 
 
-def cartpoles(mode: str | None = "SameStep", limit: int = 23, backend: str = "serial", **options: Any) -> Any:
-    """Return four of them, which end by falling and by the time limit."""
+def make_cartpoles(mode: str | None = "SameStep", limit: int = 23, backend: str = "serial", **options: Any) -> Any:
+    """Build four CartPoles, which end when the pole falls or at the time limit."""
     if backend == "gymnasium":
         return as_torchrl(gym.vector.SyncVectorEnv([functools.partial(make_cartpole, limit)] * 4, autoreset_mode=mode))
     kwargs = {} if mode is None else {"autoreset_mode": mode}
@@ -48,26 +48,26 @@ def random_rollout(env: Any, steps: int, seed: int = 3, **options: Any) -> Any:
     return env.rollout(steps, break_when_any_done=False, **options)
 
 
-def residual(before: Any, action: Any, after: Any) -> Any:
-    """Return the difference between CartPole's next observation and that of its equations."""
+def physics_error(before: Any, action: Any, after: Any) -> Any:
+    """Return the difference between CartPole's next observation and that of the equations of motion."""
     x, v, angle, spin = before.double().unbind(-1)
     push = torch.where(action.argmax(-1) == 1, 10.0, -10.0).double()
     part = (push + 0.05 * spin**2 * angle.sin()) / 1.1
     pull = (9.8 * angle.sin() - angle.cos() * part) / (0.5 * (4 / 3 - 0.1 * angle.cos() ** 2 / 1.1))
     speed = part - 0.05 * pull * angle.cos() / 1.1
-    wanted = torch.stack([x + 0.02 * v, v + 0.02 * speed, angle + 0.02 * spin, spin + 0.02 * pull], -1)
-    return (after.double() - wanted).abs().amax(-1)
+    expected = torch.stack([x + 0.02 * v, v + 0.02 * speed, angle + 0.02 * spin, spin + 0.02 * pull], -1)
+    return (after.double() - expected).abs().amax(-1)
 
 
 @pytest.mark.parametrize(("backend", "mode"), PAIRS)
 def test_every_transition_follows_the_physics(backend: str, mode: str) -> None:
-    env = cartpoles(mode, backend=backend)
+    env = make_cartpoles(mode, backend=backend)
     data = random_rollout(env, 50)
     over = data["next", "done"][..., 0]
     assert over.sum() > 4
     assert data["next", "truncated"].any()
     assert data["next", "terminated"].any()
-    assert residual(data["observation"], data["action"], data["next", "observation"]).max() < 1e-6
+    assert physics_error(data["observation"], data["action"], data["next", "observation"]).max() < 1e-6
     starts = data["observation"][:, 1:][over[:, :-1]]
     assert starts.abs().max() <= 0.05
     inside = ~over[:, :-1]
@@ -77,14 +77,14 @@ def test_every_transition_follows_the_physics(backend: str, mode: str) -> None:
 
 def test_tensors_have_a_device_only_if_given() -> None:
     for device in (None, torch.device("cpu")):
-        env = cartpoles(device=device)
+        env = make_cartpoles(device=device)
         data = random_rollout(env, 30)
         assert (env.device, data.device, data["next"].device) == (device, device, device)
         env.close()
 
 
 def test_returned_tensors_are_writeable() -> None:
-    env, other = cartpoles(), cartpoles()
+    env, other = make_cartpoles(), make_cartpoles()
     for each in (env, other):
         each.set_seed(3)
     states = [each.reset() for each in (env, other)]
@@ -103,35 +103,35 @@ def test_returned_tensors_are_writeable() -> None:
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["Box", "Dict"])
-def test_data_equal_those_of_gym_wrapper_in_every_mode(nested: bool) -> None:
+def test_rollout_equals_gym_wrapper_in_every_mode(nested: bool) -> None:
     def rollout(env: Any) -> Any:
         torch.manual_seed(0)
         return env.rollout(30, auto_reset=False, tensordict=env.reset(seed=3), break_when_any_done=False)
 
     def envs(mode: str) -> Any:
-        return vecenv.AsyncVectorEnv(full_env_fns(4, nested=nested), num_workers=0, autoreset_mode=mode)
+        return vecenv.AsyncVectorEnv(make_full_env_fns(4, nested=nested), num_workers=0, autoreset_mode=mode)
 
-    theirs = GymWrapper(gym.vector.SyncVectorEnv(full_env_fns(4, nested=nested), autoreset_mode="Disabled"))
-    wanted = rollout(theirs)
-    assert wanted["next", "done"].sum() > 10
+    theirs = GymWrapper(gym.vector.SyncVectorEnv(make_full_env_fns(4, nested=nested), autoreset_mode="Disabled"))
+    expected = rollout(theirs)
+    assert expected["next", "done"].sum() > 10
     for mode in MODES:
         env = as_torchrl(envs(mode))
         found = rollout(env)
-        keys = set(wanted.keys(include_nested=True, leaves_only=True))
+        keys = set(expected.keys(include_nested=True, leaves_only=True))
         assert keys == set(found.keys(include_nested=True, leaves_only=True))
         for key in keys:
-            assert torch.equal(found[key], wanted[key]), (mode, key)
+            assert torch.equal(found[key], expected[key]), (mode, key)
         env.close()
     theirs.close()
 
 
 @pytest.mark.parametrize("frame_skip", [1, 2])
-def test_agents_that_die_apart_give_true_successors_in_every_mode(frame_skip: int) -> None:
+def test_agents_that_die_at_different_times_have_correct_transitions_in_every_mode(frame_skip: int) -> None:
     data = {}
     for mode in MODES:
-        env = as_torchrl(agent_rows(mode), frame_skip=frame_skip, infos=["life"])
+        env = as_torchrl(make_agent_rows(mode), frame_skip=frame_skip, infos=["life"])
         data[mode] = random_rollout(env, 30)
-        for options in ({"break_when_all_done": True}, {}):  # in the first, rows of ended agents are not stepped
+        for options in ({"break_when_all_done": True}, {}):  # with the first options, rows of ended agents are not stepped
             random_rollout(env, 20, **options)
         env.reset(env.rand_step(env.reset()).set("_reset", torch.arange(9) < 3))  # all agents of one environment
         with pytest.raises(ValueError, match="some rows of env 1 "):
@@ -153,28 +153,28 @@ def test_agents_that_die_apart_give_true_successors_in_every_mode(frame_skip: in
 
 @pytest.mark.parametrize(("backend", "mode"), [("serial", "NextStep"), ("serial", "Disabled"), ("envpool", None)])
 def test_check_env_specs_passes(backend: str, mode: str | None) -> None:
-    env = cartpoles(mode, backend=backend)
+    env = make_cartpoles(mode, backend=backend)
     check_env_specs(env, break_when_any_done="both")
     env.close()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-def test_worker_processes_give_the_results_of_one_process(mode: str) -> None:
-    ours, serial = cartpoles(mode, backend="process"), cartpoles(mode)
+def test_results_of_worker_processes_equal_those_of_one_process(mode: str) -> None:
+    ours, serial = make_cartpoles(mode, backend="process"), make_cartpoles(mode)
     check_env_specs(ours)
-    found, wanted = random_rollout(ours, 60), random_rollout(serial, 60)
-    assert wanted["next", "done"].sum() > 6
-    assert torch.equal(found["next", "observation"], wanted["next", "observation"])
-    found, wanted = (random_rollout(env, 30, break_when_all_done=True) for env in (ours, serial))
-    assert torch.equal(found["next", "observation"], wanted["next", "observation"])
+    found, expected = random_rollout(ours, 60), random_rollout(serial, 60)
+    assert expected["next", "done"].sum() > 6
+    assert torch.equal(found["next", "observation"], expected["next", "observation"])
+    found, expected = (random_rollout(env, 30, break_when_all_done=True) for env in (ours, serial))
+    assert torch.equal(found["next", "observation"], expected["next", "observation"])
     ours.close()
     serial.close()
 
 
 @pytest.mark.parametrize(("backend", "mode"), PAIRS)
-def test_finished_rows_stay_without_reward_until_reset(backend: str, mode: str) -> None:
-    env = cartpoles(mode, backend=backend)
+def test_finished_rows_keep_their_observation_until_reset(backend: str, mode: str) -> None:
+    env = make_cartpoles(mode, backend=backend)
     env.set_seed(1)
     state = env.reset()
     for _ in range(23):
@@ -192,14 +192,14 @@ def test_finished_rows_stay_without_reward_until_reset(backend: str, mode: str) 
     assert begun["observation"][::2].abs().max() <= 0.05
     after = env.step(begun.set("action", env.action_spec.rand()))["next"]
     assert after["reward"][:, 0].tolist() == [1, 0, 1, 0]
-    moved = residual(begun["observation"], begun["action"], after["observation"])
+    moved = physics_error(begun["observation"], begun["action"], after["observation"])
     assert moved[::2].max() < 1e-6
     env.close()
 
 
-def test_rollout_can_continue_until_all_are_over() -> None:
+def test_rollout_with_break_when_all_done_continues_until_all_rows_are_over() -> None:
     for backend in ("serial", "gymnasium"):
-        env = cartpoles("Disabled", backend=backend)
+        env = make_cartpoles("Disabled", backend=backend)
         data = random_rollout(env, 40, break_when_all_done=True)
         over = data["next", "done"][..., 0]
         assert over[:, -1].all()
@@ -208,8 +208,8 @@ def test_rollout_can_continue_until_all_are_over() -> None:
         env.close()
 
 
-def test_leaving_out_rows_that_are_not_over() -> None:
-    env = cartpoles("NextStep")
+def test_step_mask_leaves_out_running_rows() -> None:
+    env = make_cartpoles("NextStep")
     state = random_rollout(env, 3)[:, -1]["next"].exclude("reward")
     before = state["observation"].clone()
     state.set("action", env.action_spec.rand()).set("_step", torch.tensor([True, False, True, True]))
@@ -217,7 +217,7 @@ def test_leaving_out_rows_that_are_not_over() -> None:
     assert torch.equal(after["observation"][1], before[1])
     assert after["reward"][:, 0].tolist() == [1, 0, 1, 1]
     env.close()
-    env = cartpoles("Disabled", backend="gymnasium")
+    env = make_cartpoles("Disabled", backend="gymnasium")
     env.reset()
     state = TensorDict({"action": env.action_spec.rand(), "_step": torch.tensor([True, False, True, True])}, [4])
     with pytest.raises(NotImplementedError, match=r"cannot leave out \[1\]"):
@@ -226,8 +226,8 @@ def test_leaving_out_rows_that_are_not_over() -> None:
 
 
 @pytest.mark.parametrize("backend", ["serial", "envpool"])
-def test_empty_mask_resets_nothing(backend: str) -> None:
-    env = cartpoles(None, backend=backend)
+def test_empty_reset_mask_resets_nothing(backend: str) -> None:
+    env = make_cartpoles(None, backend=backend)
     env.set_seed(5)
     first = env.step(TensorDict({"action": env.action_spec.rand()}, [4]))["next"]
     none = env.reset(first.select("observation", "done", "terminated", "truncated").set("_reset", torch.zeros(4, 1) > 0))
@@ -241,16 +241,16 @@ def test_empty_mask_resets_nothing(backend: str) -> None:
 
 
 def test_reset_reopens_closed_environments() -> None:
-    env = cartpoles(None)
+    env = make_cartpoles(None)
     assert not env.is_closed
-    one = random_rollout(env, 5)
+    before = random_rollout(env, 5)
     env.close()
     assert env.is_closed
     assert "closed" in repr(env)
     with pytest.raises(RuntimeError, match="already closed"):
         env.close()
     env.close(raise_if_closed=False)
-    assert torch.equal(random_rollout(env, 5)["observation"], one["observation"])
+    assert torch.equal(random_rollout(env, 5)["observation"], before["observation"])
     env.close()
     given = as_torchrl(vecenv.make_vec("CartPole-v1", 2, "serial"))
     given.close()
@@ -262,19 +262,19 @@ def test_reset_reopens_closed_environments() -> None:
     built.close()
 
 
-def test_seeds() -> None:
-    env = cartpoles(None)
+def test_set_seed_and_seeded_resets_give_equal_observations() -> None:
+    env = make_cartpoles(None)
     following = env.set_seed(7)
     assert following not in (None, 7)
-    one, other = env.reset()["observation"], env.reset()["observation"]
-    assert not torch.equal(one, other)
-    assert torch.equal(env.reset(seed=7)["observation"], one)
+    first, second = env.reset()["observation"], env.reset()["observation"]
+    assert not torch.equal(first, second)
+    assert torch.equal(env.reset(seed=7)["observation"], first)
     env.set_seed(8)
-    assert torch.equal(env.reset()["observation"][:-1], one[1:])
+    assert torch.equal(env.reset()["observation"][:-1], first[1:])
     env.close()
 
 
-class ObservesActions(gym.Env[Any, Any]):
+class ActionEchoEnv(gym.Env[Any, Any]):
     """An environment that observes its last action, and reports infos with names that TorchRL uses."""
 
     def __init__(self) -> None:
@@ -290,77 +290,71 @@ class ObservesActions(gym.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self.last, self.steps = self.action_space.sample(), 0
-        return self._seen(), {"lives": 3}
+        return self._observe(), {"lives": 3}
 
     def step(self, action: Any) -> Any:
         self.last, self.steps = action, self.steps + 1
         info = {"reward": 10.0 * self.steps, "lives": 3 - self.steps, "note": "text"}
-        return self._seen(), 0.5, self.steps == 3, False, info
+        return self._observe(), 0.5, self.steps == 3, False, info
 
-    def _seen(self) -> Any:
+    def _observe(self) -> Any:
         return {"last": self.last, "reward": np.array([1, 0, 1], np.int8), "size": self.steps}
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("categorical", [False, True])
-def test_dicts_and_tuples_of_actions_and_observations(categorical: bool, mode: str) -> None:
-    env = as_torchrl(
-        ObservesActions,
-        2,
-        "serial",
-        categorical_action_encoding=categorical,
-        infos=True,
-        vector_kwargs={"autoreset_mode": mode},
-    )
+def test_dict_and_tuple_spaces_are_converted(categorical: bool, mode: str) -> None:
+    options: dict[str, Any] = {"categorical_action_encoding": categorical, "vector_kwargs": {"autoreset_mode": mode}}
+    env = as_torchrl(ActionEchoEnv, 2, "serial", infos=True, **options)
     check_env_specs(env)
     data = random_rollout(env, 6)
-    acted, seen = data["action"], data["next", "last"]
+    actions, observed = data["action"], data["next", "last"]
     for key in ("move", "dial", ("both", "0"), ("both", "1")):
-        assert torch.equal(acted[key].float(), seen[key].float()), key
-    assert acted["dial"].shape == (2, 6, 2 if categorical else 5)
+        assert torch.equal(actions[key].float(), observed[key].float()), key
+    assert actions["dial"].shape == (2, 6, 2 if categorical else 5)
     assert data["observation_reward"].tolist() == [[[1, 0, 1]] * 6] * 2
     assert data["next", "reward"].unique().tolist() == [0.5]
     assert data["next", "info_reward"].tolist() == [[10.0, 20.0, 30.0] * 2] * 2
     assert data["next", "lives"].tolist() == [[2, 1, 0] * 2] * 2
     assert data["lives"].tolist() == [[3, 2, 1] * 2] * 2
     env.close()
-    some = as_torchrl(ObservesActions, 2, "serial", infos=["lives"])
+    some = as_torchrl(ActionEchoEnv, 2, "serial", infos=["lives"])
     assert "info_reward" not in some.observation_spec.keys()  # noqa: SIM118  (a Composite is no mapping)
     some.close()
     with pytest.raises(ValueError, match=r"no numeric infos \['points'\]; they report \['lives', 'reward'\]"):
-        as_torchrl(ObservesActions, 2, "serial", infos=["points"])
+        as_torchrl(ActionEchoEnv, 2, "serial", infos=["points"])
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_frame_skip_stops_at_the_end_of_each_row(mode: str) -> None:
-    once, thrice = cartpoles(mode, 20), cartpoles(mode, 20, frame_skip=3)
-    once.set_seed(4)
-    state = once.reset()
+def test_frame_skip_stops_at_the_end_of_an_episode(mode: str) -> None:
+    single, skipping = make_cartpoles(mode, 20), make_cartpoles(mode, 20, frame_skip=3)
+    single.set_seed(4)
+    state = single.reset()
     actions = torch.nn.functional.one_hot(torch.randint(2, (7, 4), generator=torch.Generator().manual_seed(0)), 2)
-    paid = []
+    expected_steps = []
     for action in actions:
         total = torch.zeros(4, 1)
         for _ in range(3):
-            state = once.step(state.set("action", action))["next"]
+            state = single.step(state.set("action", action))["next"]
             total += state["reward"]
-        paid.append((total, state["observation"], state["done"]))
-    assert paid[-1][2].all()
-    assert {1.0, 2.0} & set(torch.cat([total for total, *_ in paid]).flatten().tolist())  # ends in the middle
-    thrice.set_seed(4)
-    state = thrice.reset()
-    for action, (total, observation, done) in zip(actions, paid, strict=True):
-        state = thrice.step(state.set("action", action))["next"]
+        expected_steps.append((total, state["observation"], state["done"]))
+    assert expected_steps[-1][2].all()
+    assert {1.0, 2.0} & set(torch.cat([total for total, *_ in expected_steps]).flatten().tolist())  # ends in the middle
+    skipping.set_seed(4)
+    state = skipping.reset()
+    for action, (total, observation, done) in zip(actions, expected_steps, strict=True):
+        state = skipping.step(state.set("action", action))["next"]
         assert torch.equal(state["reward"], total)
         assert torch.equal(state["observation"], observation)
         assert torch.equal(state["done"], done)
-    check_env_specs(thrice)
-    once.close()
-    thrice.close()
+    check_env_specs(skipping)
+    single.close()
+    skipping.close()
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_step_and_maybe_reset_equals_torchrls_own(mode: str) -> None:
-    env = cartpoles(mode)
+    env = make_cartpoles(mode)
     short = random_rollout(env, 40)
     long = random_rollout(TransformedEnv(env), 40)
     assert short["next", "done"].sum() > 3
@@ -369,7 +363,7 @@ def test_step_and_maybe_reset_equals_torchrls_own(mode: str) -> None:
     env.close()
 
 
-def test_existing_pools_and_torchrls_arguments() -> None:
+def test_as_torchrl_accepts_existing_pools_and_torchrls_arguments() -> None:
     envpool = pytest.importorskip("envpool", reason="needs EnvPool: pip install 'vecenv[envpool]'")
     pool = envpool.make("CartPole-v1", env_type="gymnasium", num_envs=3, seed=9)
     env = as_torchrl(pool)
@@ -404,7 +398,7 @@ def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="frame_skip"):
         as_torchrl(envs, frame_skip=0)
     with pytest.raises(ValueError, match="padding_done=False"):
-        as_torchrl(agent_rows("NextStep", padding_done=False))
+        as_torchrl(make_agent_rows("NextStep", padding_done=False))
     envs.close()
     with pytest.raises(TypeError, match="pass num_envs for a function"):
         as_torchrl(make_cartpole)
@@ -422,36 +416,36 @@ def act_towards_the_fall(observation: Any) -> Any:
     return torch.nn.functional.one_hot((observation[..., 2] > 0).long(), 2)
 
 
-def test_collector_collects_the_same_as_a_rollout() -> None:
-    env = cartpoles(None)
+def test_collector_batches_equal_a_rollout() -> None:
+    env = make_cartpoles(None)
     policy = TensorDictModule(act_towards_the_fall, in_keys=["observation"], out_keys=["action"])
     env.set_seed(3)
-    wanted = env.rollout(30, policy, break_when_any_done=False)
+    expected = env.rollout(30, policy, break_when_any_done=False)
     env.set_seed(3)
     collector = Collector(env, policy, frames_per_batch=40, total_frames=120)
     found = torch.cat([batch.clone() for batch in collector], 1)
     collector.shutdown()
-    assert wanted["next", "done"].any()
+    assert expected["next", "done"].any()
     for key in ("observation", ("next", "observation"), ("next", "reward"), ("next", "done")):
-        assert torch.equal(found[key], wanted[key]), key
+        assert torch.equal(found[key], expected[key]), key
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [SerialEnv, ParallelEnv])
-def test_torchrls_own_batched_environments(kind: Any) -> None:
+def test_torchrls_batched_environments_run_vecenv(kind: Any) -> None:
     make = functools.partial(as_torchrl, "CartPole-v1", 3, "serial", max_episode_steps=8)
     env = kind(2, make)
     check_env_specs(env)
     data = env.rollout(20, break_when_any_done=False)
     assert data.shape == (2, 3, 20)
-    assert residual(data["observation"], data["action"], data["next", "observation"]).max() < 1e-6
+    assert physics_error(data["observation"], data["action"], data["next", "observation"]).max() < 1e-6
     env.close()
 
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
-def test_a_collector_in_another_process() -> None:
-    make = functools.partial(as_torchrl, "CartPole-v1", 3)  # that process may have no children of its own
+def test_collector_in_another_process_returns_all_frames() -> None:
+    make = functools.partial(as_torchrl, "CartPole-v1", 3)  # that process may not start children
     collector = MultiSyncCollector([make], None, frames_per_batch=30, total_frames=60)
     assert [batch.numel() for batch in collector] == [30, 30]
     collector.shutdown()

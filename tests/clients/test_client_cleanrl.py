@@ -1,4 +1,4 @@
-"""A program in the style of CleanRL: with Gymnasium's import instead of vecenv's it learns the same, digit for digit."""
+"""A program in the style of CleanRL prints the same digits with Gymnasium's import in place of vecenv's."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def run(program: Path, *arguments: str, timeout: float = 100) -> list[str]:
     return printed("-W", "error::ResourceWarning", program, *arguments, timeout=timeout).splitlines()
 
 
-def test_results_are_equal_with_either_import(tmp_path: Path) -> None:
+def test_program_prints_equal_results_with_gymnasiums_import(tmp_path: Path) -> None:
     source = EXAMPLE.read_text()
     assert source.count(OURS) == 1
-    assert "vecenv" not in source.replace(OURS, "").partition('"""\n\n')[2]  # (but for its docstring)
-    gymnasiums = tmp_path / "cleanrl_ppo.py"
-    gymnasiums.write_text(source.replace(OURS, THEIRS))
+    assert "vecenv" not in source.replace(OURS, "").partition('"""\n\n')[2]  # except in its docstring
+    gymnasium_program = tmp_path / "cleanrl_ppo.py"
+    gymnasium_program.write_text(source.replace(OURS, THEIRS))
     short = ("--steps", "2048", "--num-envs", "4", "--epochs", "2")
-    ours, theirs = run(EXAMPLE, *short), run(gymnasiums, *short)
+    ours, theirs = run(EXAMPLE, *short), run(gymnasium_program, *short)
     assert ours[:-1] == theirs[:-1]  # the last line contains its duration
     assert re.fullmatch(r"\s+2048 steps, mean return of the last 100 episodes \d+\.\d{6}", ours[-2])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_it_learns_cartpole() -> None:
+def test_program_learns_cartpole() -> None:
     final = run(EXAMPLE, timeout=880)[-2]
     assert float(final.split()[-1]) >= 450

@@ -28,15 +28,15 @@ from vecenv.adapters import as_sb3, evaluate_sb3  # noqa: E402
 CARTPOLE = functools.partial(gymnasium.make, "CartPole-v1")
 
 
-def engine(num_envs: int, num_workers: int = 0) -> Any:
+def make_envs(num_envs: int, num_workers: int = 0) -> Any:
     return vecenv.AsyncVectorEnv([CARTPOLE] * num_envs, num_workers=num_workers, context="forkserver")
 
 
-def plain(results: Any) -> list[Any]:
+def as_tuples(results: Any) -> list[Any]:
     return [(each.index, each.seed, each.episode_return, each.length) for each in results]
 
 
-class Net(torch.nn.Module):
+class RecurrentPolicy(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -48,52 +48,51 @@ class Net(torch.nn.Module):
         return self.head(hidden).argmax(1), hidden
 
 
-def test_recurrent_module_gives_the_same_for_every_number_of_environments() -> None:
-    found = []
+def test_recurrent_policy_has_equal_results_for_every_number_of_environments() -> None:
+    results_by_size = []
     for num_envs, workers in ((1, 0), (3, 0), (4, 2)):
-        envs = engine(num_envs, workers)
-        results = vecenv.evaluate(envs, Net(), 7, seed=1, initial_state=torch.zeros(8), batch="single")
-        found.append(plain(results))
+        envs = make_envs(num_envs, workers)
+        results = vecenv.evaluate(envs, RecurrentPolicy(), 7, seed=1, initial_state=torch.zeros(8), batch="single")
+        results_by_size.append(as_tuples(results))
         envs.close()
-    assert found[0] == found[1] == found[2]
+    assert results_by_size[0] == results_by_size[1] == results_by_size[2]
 
 
-def test_model_gets_the_returns_of_its_own_evaluation() -> None:
+def test_evaluate_sb3_equals_evaluate_policy() -> None:
     model = sb3.PPO("MlpPolicy", CARTPOLE(), n_steps=64, seed=0, device="cpu")
     model.learn(256)
-    envs = engine(3)
+    envs = make_envs(3)
     results = evaluate_sb3(model, envs, 5, seed=20)
-    assert plain(evaluate_sb3(model, as_sb3(envs), 5, seed=20)) == plain(results)
+    assert as_tuples(evaluate_sb3(model, as_sb3(envs), 5, seed=20)) == as_tuples(results)
     for each in results:
-        alone = DummyVecEnv([CARTPOLE])
-        alone.seed(each.seed)
-        assert evaluate_policy(model, alone, 1, warn=False) == (each.episode_return, 0.0)
+        single = DummyVecEnv([CARTPOLE])
+        single.seed(each.seed)
+        assert evaluate_policy(model, single, 1, warn=False) == (each.episode_return, 0.0)
     envs.close()
 
 
-def test_observations_are_normalised_as_in_training() -> None:
+def test_observations_are_normalized_as_in_training() -> None:
     normal = VecNormalize(DummyVecEnv([CARTPOLE]))
     model = sb3.PPO("MlpPolicy", normal, n_steps=64, seed=0, device="cpu")
     model.learn(256)
-    seen: list[Any] = []
+    received: list[Any] = []
     predict = model.predict
 
-    def watched(observations: Any, **kwargs: Any) -> Any:
-        seen.append(observations)
+    def recording_predict(observations: Any, **kwargs: Any) -> Any:
+        received.append(observations)
         return predict(observations, **kwargs)
 
-    model.predict = watched
-    envs, mean = engine(2), normal.obs_rms.mean.copy()
+    model.predict = recording_predict
+    envs, mean = make_envs(2), normal.obs_rms.mean.copy()
     evaluate_sb3(model, envs, 3, seed=20)
     first, _ = envs.reset(seed=20)
     envs.close()
-    np.testing.assert_array_equal(seen[0], normal.normalize_obs(first))
+    np.testing.assert_array_equal(received[0], normal.normalize_obs(first))
     assert (normal.obs_rms.mean == mean).all()
 
 
-class Recurrent:
-    """A model with an action that counts the steps of its episode: the state is ``(layers, rows, size)``, as sb3-contrib's.
-    """
+class RecurrentModel:
+    """A model with actions that depend on the number of steps. Its state is ``(layers, rows, size)``, like sb3-contrib's."""
 
     observation_space, action_space = CARTPOLE().observation_space, CARTPOLE().action_space
 
@@ -103,35 +102,35 @@ class Recurrent:
         return (steps[0, :, 0] % 2).astype(int), (steps + 1,)
 
 
-def test_a_recurrent_model_keeps_its_state_for_each_row() -> None:
-    found = []
+def test_recurrent_model_keeps_a_state_per_row() -> None:
+    results = []
     for num_envs in (1, 3):
-        envs = engine(num_envs)
-        found.append(plain(evaluate_sb3(Recurrent(), envs, 6, seed=4)))
+        envs = make_envs(num_envs)
+        results.append(as_tuples(evaluate_sb3(RecurrentModel(), envs, 6, seed=4)))
         envs.close()
-    assert found[0] == found[1]
+    assert results[0] == results[1]
 
 
-def test_a_normalizer_around_environments_is_used_and_other_wrappers_are_refused() -> None:
+def test_vec_normalize_is_applied_and_other_wrappers_are_refused() -> None:
     received = []
 
-    class Model(Recurrent):
+    class Model(RecurrentModel):
         def predict(self, observations: Any, **kwargs: Any) -> Any:
             received.append(np.abs(observations).max())
             return super().predict(observations, **kwargs)
 
-    envs = as_sb3(engine(2))
+    envs = as_sb3(make_envs(2))
     normalizer = VecNormalize(VecMonitor(envs), clip_obs=1e-3)
-    found = plain(evaluate_sb3(Model(), normalizer, 4, seed=4))
+    results = as_tuples(evaluate_sb3(Model(), normalizer, 4, seed=4))
     assert max(received) <= 1e-3
-    assert found == plain(evaluate_sb3(Recurrent(), envs, 4, seed=4))
+    assert results == as_tuples(evaluate_sb3(RecurrentModel(), envs, 4, seed=4))
     with pytest.raises(TypeError, match="evaluate_sb3 does not apply VecFrameStack: wrap the single environments instead"):
-        evaluate_sb3(Recurrent(), VecFrameStack(normalizer, 4), 4)
+        evaluate_sb3(RecurrentModel(), VecFrameStack(normalizer, 4), 4)
     envs.close()
 
 
-class Images(gymnasium.Env[Any, Any]):
-    """Images with channels last; the number of bright rows decides which action is rewarded."""
+class ImageEnv(gymnasium.Env[Any, Any]):
+    """An environment of images with channels last. Its rewards depend on the number of bright rows and the action."""
 
     observation_space = gymnasium.spaces.Box(0, 255, (36, 40, 3), np.uint8)
     action_space = gymnasium.spaces.Discrete(3)
@@ -154,15 +153,15 @@ class Images(gymnasium.Env[Any, Any]):
 
 
 def test_images_with_channels_last_are_transposed_by_the_model() -> None:
-    model = sb3.PPO("CnnPolicy", DummyVecEnv([Images]), n_steps=8, batch_size=8, seed=0, device="cpu")
+    model = sb3.PPO("CnnPolicy", DummyVecEnv([ImageEnv]), n_steps=8, batch_size=8, seed=0, device="cpu")
     assert model.observation_space.shape == (3, 36, 40)
-    envs = vecenv.AsyncVectorEnv([Images] * 2, num_workers=0)
+    envs = vecenv.AsyncVectorEnv([ImageEnv] * 2, num_workers=0)
     results = evaluate_sb3(model, envs, 3, seed=20)
-    assert plain(evaluate_sb3(model, VecTransposeImage(VecMonitor(as_sb3(envs))), 3, seed=20)) == plain(results)
+    assert as_tuples(evaluate_sb3(model, VecTransposeImage(VecMonitor(as_sb3(envs))), 3, seed=20)) == as_tuples(results)
     for each in results:
-        alone = VecMonitor(DummyVecEnv([Images]))
-        alone.seed(each.seed)
-        assert evaluate_policy(model, alone, 1) == (each.episode_return, 0.0)
+        single = VecMonitor(DummyVecEnv([ImageEnv]))
+        single.seed(each.seed)
+        assert evaluate_policy(model, single, 1) == (each.episode_return, 0.0)
     floats = gymnasium.spaces.Box(0, 255, (3, 36, 40), np.float32)  # predict would not transpose these
     model.observation_space = floats
     with pytest.raises(ValueError, match="the model's observations are Box"):
@@ -170,20 +169,20 @@ def test_images_with_channels_last_are_transposed_by_the_model() -> None:
     envs.close()
 
 
-def test_a_model_of_other_spaces_is_refused() -> None:
+def test_model_with_other_spaces_is_refused() -> None:
     envs = vecenv.AsyncVectorEnv([functools.partial(gymnasium.make, "MountainCar-v0")], num_workers=0)
     with pytest.raises(ValueError, match=r"the model's observations are .*, the environments' "):
-        evaluate_sb3(Recurrent(), envs, 3)
+        evaluate_sb3(RecurrentModel(), envs, 3)
     envs.close()
 
 
 @pytest.mark.parametrize("adapted", [True, False])
-def test_swapped_or_wrong_arguments_are_named_in_the_order_of_evaluate_sb3(adapted: bool) -> None:
-    envs = engine(1)
+def test_swapped_or_invalid_arguments_raise_with_the_order_of_arguments(adapted: bool) -> None:
+    envs = make_envs(1)
     given = as_sb3(envs) if adapted else envs
     order = r"evaluate_sb3\(model, envs, episodes\): got model="
-    with pytest.raises(TypeError, match=order + ".*AsyncVectorEnv.* and envs=.*Recurrent.*: are the first two swapped"):
-        evaluate_sb3(given, Recurrent(), episodes=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=order + ".*Recurrent.* and envs=3: needs a model"):
-        evaluate_sb3(Recurrent(), 3, episodes=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=order + ".*AsyncVectorEnv.* and envs=.*RecurrentModel.*: are the first two swapped"):
+        evaluate_sb3(given, RecurrentModel(), episodes=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=order + ".*RecurrentModel.* and envs=3: needs a model"):
+        evaluate_sb3(RecurrentModel(), 3, episodes=3)  # type: ignore[arg-type]
     envs.close()

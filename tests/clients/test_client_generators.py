@@ -1,4 +1,4 @@
-"""``generators="own"``: environments that draw from torch's default generator get the numbers that they get alone."""
+"""``generators="own"``: environments that draw from torch's default generator draw the same numbers as alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import vecenv
 from vecenv.testing import assert_identical
 
 
-class Draws(gymnasium.Env[Any, Any]):
+class TorchRandomEnv(gymnasium.Env[Any, Any]):
     """An environment that draws from torch in every call, ends at random, and can seed torch itself."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (3,), np.float32)
@@ -36,29 +36,30 @@ class Draws(gymnasium.Env[Any, Any]):
         return torch.randn(3).numpy(), float(torch.rand(())), bool(torch.rand(()) < 0.2), False, {}
 
 
-def results_alone(seed: int, steps: int, seeds: bool) -> Iterator[Any]:
-    """Yield the results of one environment alone, in next-step mode; each episode's seed follows from the row's and its
-    number.
+def single_env_results(seed: int, steps: int, seeds: bool) -> Iterator[Any]:
+    """Yield the results of a single environment in next-step mode.
+
+    The generator's seed of an episode is derived from the seed of the row and the number of the episode.
     """
 
-    def begin(env: Any, episode: int, **kwargs: Any) -> Any:
+    def reset(env: Any, episode: int, **kwargs: Any) -> Any:
         words = np.random.SeedSequence(seed, spawn_key=(episode, 2)).generate_state(4).tobytes()
         torch.manual_seed(int.from_bytes(words, "little") >> 65)
         return env.reset(**kwargs)[0], np.float64(0), np.False_
 
-    env, episode, over = Draws(seeds), 0, False
-    yield begin(env, 0, seed=seed)
+    env, episode, over = TorchRandomEnv(seeds), 0, False
+    yield reset(env, 0, seed=seed)
     for _ in range(steps):
         if over:
             episode += 1
-            yield begin(env, episode)
+            yield reset(env, episode)
             over = False
             continue
         observation, reward, over, _, _ = env.step(0)
         yield observation, np.float64(reward), np.bool_(over)
 
 
-def trajectory(envs: Any, steps: int, seed: int | None = 3) -> list[Any]:
+def collect_trajectory(envs: Any, steps: int, seed: int | None = 3) -> list[Any]:
     results = [] if seed is None else [(envs.reset(seed=seed)[0], np.zeros(envs.num_envs), np.zeros(envs.num_envs, bool))]
     for _ in range(steps):
         observations, rewards, over, _, _ = envs.step(np.zeros(envs.num_envs, int))
@@ -66,39 +67,39 @@ def trajectory(envs: Any, steps: int, seed: int | None = 3) -> list[Any]:
     return results
 
 
-def own(seeds: bool = False, **options: Any) -> Any:
-    return vecenv.AsyncVectorEnv([functools.partial(Draws, seeds)] * 5, generators="own", **options)
+def make_envs(seeds: bool = False, **options: Any) -> Any:
+    return vecenv.AsyncVectorEnv([functools.partial(TorchRandomEnv, seeds)] * 5, generators="own", **options)
 
 
-WAYS = [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 2}, {"num_workers": 2, "use_caller": True}]
+WORKER_OPTIONS = [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 2}, {"num_workers": 2, "use_caller": True}]
 
 
 @pytest.mark.parametrize("seeds", [False, True], ids=["drawn", "seeded"])
-@pytest.mark.parametrize("options", WAYS, ids=str)
-def test_rows_equal_each_environment_alone_and_callers_draws_are_unaffected(options: Any, seeds: bool) -> None:
+@pytest.mark.parametrize("options", WORKER_OPTIONS, ids=str)
+def test_rows_equal_single_environments_and_the_callers_generator_is_unaffected(options: Any, seeds: bool) -> None:
     torch.manual_seed(11)
-    wanted_next = torch.rand(4)
+    expected_draws = torch.rand(4)
     torch.manual_seed(11)
-    with closing(own(seeds, context="forkserver", **options)) as envs:
-        results = trajectory(envs, 40)
-    assert torch.equal(torch.rand(4), wanted_next)
+    with closing(make_envs(seeds, context="forkserver", **options)) as envs:
+        results = collect_trajectory(envs, 40)
+    assert torch.equal(torch.rand(4), expected_draws)
     for row in range(5):
-        expected = list(results_alone(3 + row, 40, seeds))
+        expected = list(single_env_results(3 + row, 40, seeds))
         assert_identical([tuple(part[row] for part in step) for step in results], expected, f"row {row}")
     assert sum(step[2].sum() for step in results) > 10
 
 
-@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("options", WORKER_OPTIONS, ids=str)
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 def test_saved_states_continue_in_another_engine(options: Any, mode: AutoresetMode) -> None:
-    make = functools.partial(own, context="forkserver", autoreset_mode=mode)
+    make = functools.partial(make_envs, context="forkserver", autoreset_mode=mode)
     with closing(make(num_workers=1)) as envs, closing(make(**options)) as other:
-        trajectory(envs, 7)
+        collect_trajectory(envs, 7)
         other.reset(seed=50)
         other.load(envs.save())
-        assert_identical(trajectory(other, 20, None), trajectory(envs, 20, None))
+        assert_identical(collect_trajectory(other, 20, None), collect_trajectory(envs, 20, None))
 
 
-def test_shared_generators_warn_with_the_environment() -> None:
+def test_shared_generator_warns_with_the_index_of_the_environment() -> None:
     with pytest.warns(UserWarning, match="env 0 .*torch"):
-        vecenv.AsyncVectorEnv([Draws] * 4, num_workers="auto", context="forkserver").close()
+        vecenv.AsyncVectorEnv([TorchRandomEnv] * 4, num_workers="auto", context="forkserver").close()

@@ -69,7 +69,7 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_example_help_shows_how_to_run_it(program: str) -> None:
+def test_example_help_shows_the_command_and_defaults(program: str) -> None:
     if program == "rllib_vector":
         pytest.importorskip("ray.rllib.algorithms.ppo", reason="needs RLlib: docs/clients.md", exc_type=ImportError)
     check_help(program, "--num-envs", "default: ")

@@ -1,4 +1,4 @@
-"""``as_sb3``, ``as_tianshou`` and ``evaluate_sb3`` over infos that fit no array: equal results, types included."""
+"""``as_sb3``, ``as_tianshou`` and ``evaluate_sb3`` with infos that fit no array: results and their types are equal."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ LONG = [pytest.mark.slow, pytest.mark.timeout(3600)]
 MIXTURES = pytest.mark.parametrize("mixtures", [range(3), pytest.param(range(3, 203), marks=LONG)], ids=str)
 
 
-def fns(mixture: int) -> list[Any]:
+def make_env_fns(mixture: int) -> list[Any]:
     return [functools.partial(MixedInfos, mixture + index) for index in range(ENVS)]
 
 
-def engine(mixture: int, num_workers: int, mode: str) -> Any:
-    return vecenv.AsyncVectorEnv(fns(mixture), num_workers=num_workers, context="forkserver", autoreset_mode=mode)
+def make_envs(mixture: int, num_workers: int, mode: str) -> Any:
+    return vecenv.AsyncVectorEnv(make_env_fns(mixture), num_workers=num_workers, context="forkserver", autoreset_mode=mode)
 
 
 @MIXTURES
-@pytest.mark.parametrize("theirs", ["DummyVecEnv", "SubprocVecEnv"])
-def test_as_sb3(mixtures: Any, theirs: str) -> None:
+@pytest.mark.parametrize("reference_class", ["DummyVecEnv", "SubprocVecEnv"])
+def test_as_sb3_equals_sb3s_vec_env(mixtures: Any, reference_class: str) -> None:
     pytest.importorskip("stable_baselines3", reason="needs Stable-Baselines3: pip install 'vecenv[clients]'")
     from stable_baselines3.common import vec_env
 
     from vecenv.adapters import as_sb3
 
-    def trajectory(venv: Any) -> str:
+    def describe_trajectory(venv: Any) -> str:
         try:
             venv.seed(7)
             shown = [describe(venv.reset()), describe(list(venv.reset_infos))]
@@ -50,23 +50,24 @@ def test_as_sb3(mixtures: Any, theirs: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for mixture in mixtures:
-            options = {} if theirs == "DummyVecEnv" else {"start_method": "fork"}  # another method imports torch 3 times
+            # start methods other than fork import torch in each process
+            options = {} if reference_class == "DummyVecEnv" else {"start_method": "fork"}
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # fork() beside threads
-                wanted = trajectory(getattr(vec_env, theirs)(fns(mixture), **options))
+                expected = describe_trajectory(getattr(vec_env, reference_class)(make_env_fns(mixture), **options))
             for num_workers, mode in ((0, "SameStep"), (2, "SameStep"), (2, "NextStep"), (2, "Disabled")):
-                got = trajectory(as_sb3(engine(mixture, num_workers, mode)))
-                assert got == wanted, f"mixture {mixture}, {num_workers} workers, {mode}"
+                actual = describe_trajectory(as_sb3(make_envs(mixture, num_workers, mode)))
+                assert actual == expected, f"mixture {mixture}, {num_workers} workers, {mode}"
 
 
 @MIXTURES
-def test_as_tianshou(mixtures: Any) -> None:
+def test_as_tianshou_equals_dummy_vector_env(mixtures: Any) -> None:
     pytest.importorskip("tianshou", reason="needs Tianshou: pip install 'vecenv[clients]'")
     from tianshou.env import DummyVectorEnv
 
     from vecenv.adapters import as_tianshou
 
-    def trajectory(venv: Any) -> str:
+    def describe_trajectory(venv: Any) -> str:
         try:
             observations, infos = venv.reset(seed=3)
             shown = [describe(observations), describe(list(infos))]
@@ -86,10 +87,10 @@ def test_as_tianshou(mixtures: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for mixture in mixtures:
-            wanted = trajectory(DummyVectorEnv(fns(mixture)))
+            expected = describe_trajectory(DummyVectorEnv(make_env_fns(mixture)))
             for num_workers, mode in ((0, "Disabled"), (2, "Disabled"), (2, "NextStep")):
-                got = trajectory(as_tianshou(engine(mixture, num_workers, mode)))
-                assert got == wanted, f"mixture {mixture}, {num_workers} workers, {mode}"
+                actual = describe_trajectory(as_tianshou(make_envs(mixture, num_workers, mode)))
+                assert actual == expected, f"mixture {mixture}, {num_workers} workers, {mode}"
 
 
 class Model:
@@ -102,19 +103,19 @@ class Model:
 
 
 @pytest.mark.parametrize("mixtures", [range(2), pytest.param(range(2, 202), marks=LONG)], ids=str)
-def test_evaluate_sb3(mixtures: Any) -> None:
+def test_evaluate_sb3_equals_single_episodes(mixtures: Any) -> None:
     pytest.importorskip("stable_baselines3", reason="needs Stable-Baselines3: pip install 'vecenv[clients]'")
     from vecenv.adapters import evaluate_sb3
 
     model: Any = Model()
     for mixture in mixtures:
         env_fn = functools.partial(MixedInfos, mixture, none=True)
-        wanted = [play_episode(env_fn(), 5 + index, False) for index in range(9)]
+        expected = [play_episode(env_fn(), 5 + index, False) for index in range(9)]
         for num_workers in (0, 1, 2, 4, 8) if len(mixtures) > 2 else (0, 2):
-            with_workers: Any = {"num_workers": num_workers, "context": "forkserver"}
-            envs = vecenv.AsyncVectorEnv([env_fn] * max(3, num_workers), **with_workers)
+            options: Any = {"num_workers": num_workers, "context": "forkserver"}
+            envs = vecenv.AsyncVectorEnv([env_fn] * max(3, num_workers), **options)
             try:
                 results = evaluate_sb3(model, envs, 9, seed=5)
             finally:
                 envs.close()
-            assert numbers(results) == wanted, f"mixture {mixture}, {num_workers} workers"
+            assert numbers(results) == expected, f"mixture {mixture}, {num_workers} workers"

@@ -1,4 +1,4 @@
-"""``examples/ppo.py`` over two hosts of a Ray cluster on this machine: the same program with one argument changed."""
+"""``examples/ppo.py`` over two hosts of a Ray cluster on this machine."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ppo.py"
 SHORT = ("--num-envs", "8", "--rollout", "32", "--steps", "2048", "--epochs", "2")
-LAST = re.compile(
-    r"CartPole-v1-[a-z-]+: mean return (\S+)( \(target reached\))? after (\S+) steps and \S+ s; (\S+)"
-)
-
-
+LAST_LINE = re.compile(r"CartPole-v1-[a-z-]+: mean return (\S+)( \(target reached\))? after (\S+) steps and \S+ s; (\S+)")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,27 +37,27 @@ def address() -> Iterator[str]:
 def run(cwd: Path, backend: str, *arguments: str, **variables: str) -> tuple[float, bool, int, Path]:
     """Return the mean return, whether the target was reached, steps, and the path of the learning curve."""
     done = python(EXAMPLE, "CartPole-v1", "--backend", backend, *arguments, cwd=cwd, timeout=280, **variables)
-    match = LAST.fullmatch(done.stdout.splitlines()[-1] if done.stdout else "")
+    match = LAST_LINE.fullmatch(done.stdout.splitlines()[-1] if done.stdout else "")
     assert match, done.stdout + done.stderr[-3000:]
     assert done.returncode == (0 if match[2] else 1)
     return float(match[1]), bool(match[2]), int(match[3].replace(",", "")), cwd / match[4]
 
 
 def test_training_over_two_hosts_equals_one_machine(address: str, tmp_path: Path) -> None:
-    """Same seed, same policy, same environments: all steps are equal."""
+    """With the same seed, policy and environments, all steps are equal."""
     over_ray = run(tmp_path, "ray", "--num-hosts", "2", *SHORT, RAY_ADDRESS=address)
     assert over_ray[:3] == run(tmp_path, "serial", *SHORT)[:3]
     assert over_ray[2] == 2048
     assert over_ray[3].read_bytes().startswith(b"\x89PNG")
 
 
-def test_hosts_reply_in_turn(address: str, tmp_path: Path) -> None:
+def test_training_with_first_ready_hosts_runs(address: str, tmp_path: Path) -> None:
     mean_return, _, steps, _ = run(tmp_path, "ray", "--num-hosts", "2", "--first-ready", *SHORT, RAY_ADDRESS=address)
     assert steps == 2048
     assert 5 < mean_return < 100
 
 
-def test_full_cluster_is_a_one_line_error(address: str, tmp_path: Path) -> None:
+def test_full_cluster_prints_a_one_line_error(address: str, tmp_path: Path) -> None:
     done = python(EXAMPLE, "--backend", "ray", "--num-hosts", "64", cwd=tmp_path, RAY_ADDRESS=address)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("ppo: "), done.stderr[-3000:]
@@ -70,7 +66,7 @@ def test_full_cluster_is_a_one_line_error(address: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_it_learns_cartpole_over_two_hosts(address: str, tmp_path: Path) -> None:
+def test_example_learns_cartpole_over_two_hosts(address: str, tmp_path: Path) -> None:
     mean_return, reached, _, _ = run(tmp_path, "ray", "--num-hosts", "2", "--steps", "600000", RAY_ADDRESS=address)
     assert reached
     assert mean_return >= 475

@@ -1,4 +1,4 @@
-"""Difficulties of real programs of Stable-Baselines3 and Tianshou: seeds, structured actions, options, statistics."""
+"""Seeds, structured actions, options and statistics as real programs of Stable-Baselines3 and Tianshou use them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from vecenv.adapters import as_sb3, as_tianshou, as_torchrl
 MODES = ["NextStep", "SameStep", "Disabled"]
 
 
-def engine(env_fn: Any, count: int = 2, mode: str = "Disabled") -> Any:
+def make_envs(env_fn: Any, count: int = 2, mode: str = "Disabled") -> Any:
     return vecenv.AsyncVectorEnv([env_fn] * count, num_workers=0, autoreset_mode=mode)
 
 
-def flat() -> Any:
+def make_flat_env() -> Any:
     return FullEnv(nested=False)
 
 
-def test_tianshous_seed_seeds_the_environments() -> None:
-    ours, theirs = as_tianshou(engine(flat, 3)), DummyVectorEnv([flat] * 3)
+def test_tianshou_seed_equals_dummy_vector_env() -> None:
+    ours, theirs = as_tianshou(make_envs(make_flat_env, 3)), DummyVectorEnv([make_flat_env] * 3)
     for seed in (4, [9, 7, 5]):
         assert ours.seed(seed) == theirs.seed(seed)
         np.testing.assert_array_equal(ours.reset()[0], theirs.reset()[0])
@@ -39,8 +39,8 @@ def test_tianshous_seed_seeds_the_environments() -> None:
     theirs.close()
 
 
-class Echo(gym.Env[Any, Any]):
-    """An environment that observes its action, so that a transposed batch shows. Its episodes end at step 2."""
+class ActionEchoEnv(gym.Env[Any, Any]):
+    """An environment that observes its action, which reveals a transposed batch. Episodes have two steps."""
 
     observation_space = spaces.Box(-9, 9, (2,), np.float32)
 
@@ -61,17 +61,18 @@ class Echo(gym.Env[Any, Any]):
         return np.array([first, second[0]], np.float32), 1.0, self.time == 2, False, {}
 
 
-PARTS: Any = {"kind": spaces.Discrete(9), "push": spaces.Box(-9, 9, (1,), np.float32)}
+ACTION_PARTS: Any = {"kind": spaces.Discrete(9), "push": spaces.Box(-9, 9, (1,), np.float32)}
 
 
 @pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("space", [spaces.Tuple(PARTS.values()), spaces.Dict(PARTS)], ids=["tuple", "dict"])
+@pytest.mark.parametrize("space", [spaces.Tuple(ACTION_PARTS.values()), spaces.Dict(ACTION_PARTS)], ids=["tuple", "dict"])
 @pytest.mark.parametrize("wrap", [lambda envs: envs, VectorWrapper], ids=["bare", "wrapped"])
-def test_sb3_gives_each_environment_its_own_structured_action(space: Any, count: int, wrap: Any) -> None:
-    ours, theirs = as_sb3(wrap(engine(lambda: Echo(space), count))), DummyVecEnv([lambda: Echo(space)] * count)
+def test_sb3_sends_each_environment_its_structured_action(space: Any, count: int, wrap: Any) -> None:
+    ours = as_sb3(wrap(make_envs(lambda: ActionEchoEnv(space), count)))
+    theirs = DummyVecEnv([lambda: ActionEchoEnv(space)] * count)
     actions: list[Any] = [(i, np.array([-i - 1], np.float32)) for i in range(count)]
     if isinstance(space, spaces.Dict):
-        actions = [dict(zip(PARTS, action, strict=True)) for action in actions]
+        actions = [dict(zip(ACTION_PARTS, action, strict=True)) for action in actions]
     for venv in (ours, theirs):
         venv.reset()
     np.testing.assert_array_equal(ours.step(actions)[0], theirs.step(actions)[0])
@@ -82,8 +83,8 @@ def test_sb3_gives_each_environment_its_own_structured_action(space: Any, count:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_resets_between_episodes_have_no_options(mode: str) -> None:
-    envs = engine(lambda: Echo(spaces.Tuple(PARTS.values())), mode=mode)
+def test_sb3_resets_between_episodes_have_no_options(mode: str) -> None:
+    envs = make_envs(lambda: ActionEchoEnv(spaces.Tuple(ACTION_PARTS.values())), mode=mode)
     venv = as_sb3(envs)
     venv.reset()
     for _ in range(4):
@@ -92,8 +93,8 @@ def test_resets_between_episodes_have_no_options(mode: str) -> None:
     venv.close()
 
 
-def test_tianshous_resets_of_some_have_no_options() -> None:
-    envs = engine(lambda: Echo(spaces.Tuple(PARTS.values())))
+def test_tianshou_resets_have_options_only_if_given() -> None:
+    envs = make_envs(lambda: ActionEchoEnv(spaces.Tuple(ACTION_PARTS.values())))
     venv = as_tianshou(envs)
     venv.reset()
     venv.reset([1])
@@ -103,8 +104,8 @@ def test_tianshous_resets_of_some_have_no_options() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_statistics_of_a_vector_wrapper_come_with_the_step_that_ended(mode: str) -> None:
-    envs = engine(flat, 3, mode)
+def test_statistics_of_a_vector_wrapper_are_in_the_last_info_of_an_episode(mode: str) -> None:
+    envs = make_envs(make_flat_env, 3, mode)
     venv = as_sb3(RecordEpisodeStatistics(envs))
     venv.seed(1)
     venv.reset()
@@ -122,38 +123,38 @@ def test_statistics_of_a_vector_wrapper_come_with_the_step_that_ended(mode: str)
     venv.close()
 
 
-class ToTorch(VectorWrapper):  # type: ignore[type-arg]
-    """A stand-in with the attributes of Gymnasium's ``NumpyToTorch``, which needs another package."""
+class TorchConverter(VectorWrapper):  # type: ignore[type-arg]
+    """A double of Gymnasium's ``NumpyToTorch``, which would need another package."""
 
     _target_xp = torch
 
 
 @pytest.mark.parametrize("adapter", [as_sb3, as_tianshou])
-def test_arrays_of_torch_are_refused_at_once(adapter: Any) -> None:
-    envs = engine(flat)
+def test_adapter_refuses_a_wrapper_that_converts_to_torch(adapter: Any) -> None:
+    envs = make_envs(make_flat_env)
     with pytest.raises(ValueError, match=r"needs numpy arrays, but a wrapper converts them to torch"):
-        adapter(ToTorch(envs))
+        adapter(TorchConverter(envs))
     envs.close()
 
 
 @pytest.mark.parametrize("adapter", [as_sb3, as_tianshou, as_torchrl])
-def test_a_wrapper_that_refuses_masked_resets_is_refused_at_once(adapter: Any) -> None:
-    envs = NormalizeObservation(engine(flat, mode="NextStep"))
+def test_adapter_refuses_a_wrapper_without_masked_resets(adapter: Any) -> None:
+    envs = NormalizeObservation(make_envs(make_flat_env, mode="NextStep"))
     with pytest.raises(ValueError, match=r"one by one, which NormalizeObservation refuses: remove it, and normalise with"):
         adapter(envs)
     envs.close()
-    envs = NormalizeObservation(engine(flat, 1, mode="NextStep"))
+    envs = NormalizeObservation(make_envs(make_flat_env, 1, mode="NextStep"))
     adapter(envs).close()  # a mask of one environment selects all of them
 
 
-def test_documented_limits() -> None:
-    class WithoutOptions(Echo):
+def test_documented_limits_of_adapters_hold() -> None:
+    class WithoutOptions(ActionEchoEnv):
         def reset(self, *, seed: int | None = None) -> Any:  # type: ignore[override]
             return super().reset(seed=seed)
 
-    venv = as_sb3(engine(lambda: WithoutOptions(spaces.Tuple(PARTS.values()))))
+    venv = as_sb3(make_envs(lambda: WithoutOptions(spaces.Tuple(ACTION_PARTS.values()))))
     with pytest.raises(TypeError, match="options"):
         venv.reset()
     assert not hasattr(venv, "envs")
     venv.close()
-    assert not hasattr(as_tianshou(SyncVectorEnv([flat], autoreset_mode="Disabled")), "workers")
+    assert not hasattr(as_tianshou(SyncVectorEnv([make_flat_env], autoreset_mode="Disabled")), "workers")

@@ -1,4 +1,4 @@
-"""RLlib over registered vector environments, compared with RLlib over ``SyncVectorEnv`` or its own multi-agent one."""
+"""RLlib over registered vector environments, compared with RLlib over ``SyncVectorEnv`` and ``MultiAgentEnv``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from client_envs import Target
+from client_envs import TargetGame
 from failing import reset_until_ready
 
 ray = pytest.importorskip("ray", reason="needs Ray: see docs/clients.md")
@@ -53,7 +53,7 @@ def sample_episodes(env: str, mode: str) -> list[Any]:
     return sampled
 
 
-def test_episodes_are_the_same_as_over_sync_vector_env() -> None:
+def test_episodes_equal_those_over_sync_vector_env() -> None:
     vecenv.register("CartPole-v1", vector_kwargs={"num_workers": 2, "context": "forkserver"})
     ours, theirs = sample_episodes("vecenv/CartPole-v1", "vector_entry_point"), sample_episodes("CartPole-v1", "sync")
     assert len(ours) == len(theirs) > 10
@@ -85,7 +85,7 @@ def multi_agent_config(env: str, runner: Any, count: int = 4) -> PPOConfig:
     )
 
 
-def sample_multi_agent_episodes(alike: bool, runner: Any, env: str) -> list[Any]:
+def sample_multi_agent_episodes(same_spaces: bool, runner: Any, env: str) -> list[Any]:
     env_runner = runner(config=multi_agent_config(env, runner))
     for i, game in enumerate(env_runner.env.envs):
         for j, agent in enumerate(game.unwrapped.possible_agents):
@@ -95,13 +95,13 @@ def sample_multi_agent_episodes(alike: bool, runner: Any, env: str) -> list[Any]
     return sampled
 
 
-@pytest.mark.parametrize("alike", [False, True], ids=["agents", "stack"])
-def test_multi_agent_episodes_are_the_same_as_over_rllibs_vector_env(alike: bool) -> None:
-    make = functools.partial(TurnGame, alike)
+@pytest.mark.parametrize("same_spaces", [False, True], ids=["agents", "stack"])
+def test_multi_agent_episodes_equal_those_over_rllibs_vector_env(same_spaces: bool) -> None:
+    make = functools.partial(TurnGame, same_spaces)
     register_env("theirs", lambda context: make())
     register_env("ours", lambda context: vecenv.MultiAgentVecEnv([make] * context["num_envs"], num_workers=0))
-    theirs = sample_multi_agent_episodes(alike, MultiAgentEnvRunner, "theirs")
-    ours = sample_multi_agent_episodes(alike, MultiAgentVecEnvRunner, "ours")
+    theirs = sample_multi_agent_episodes(same_spaces, MultiAgentEnvRunner, "theirs")
+    ours = sample_multi_agent_episodes(same_spaces, MultiAgentVecEnvRunner, "ours")
     assert len(ours) == len(theirs) > 10
     assert any(episode.is_truncated for episode in theirs)
     for one, other in zip(ours, theirs, strict=True):
@@ -110,14 +110,14 @@ def test_multi_agent_episodes_are_the_same_as_over_rllibs_vector_env(alike: bool
         for agent, expected in other.agent_episodes.items():
             actual = one.agent_episodes[agent]
             for name in ("observations", "actions", "rewards", "infos"):
-                assert equal(list(getattr(actual, name)), list(getattr(expected, name))), (agent, name)
+                assert is_equal(list(getattr(actual, name)), list(getattr(expected, name))), (agent, name)
             assert (actual.is_terminated, actual.is_truncated) == (expected.is_terminated, expected.is_truncated), agent
 
 
-def equal(one: Any, other: Any) -> bool:
+def is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, dict | list):
         keys = range(len(one)) if isinstance(one, list) else one
-        return len(one) == len(other) and all(equal(one[key], other[key]) for key in keys)
+        return len(one) == len(other) and all(is_equal(one[key], other[key]) for key in keys)
     return bool(np.array_equal(one, other))
 
 
@@ -126,7 +126,7 @@ def equal(one: Any, other: Any) -> bool:
 def test_ppo_learns_a_multi_agent_game_in_worker_processes() -> None:
     register_env(
         "targets",
-        lambda context: vecenv.MultiAgentVecEnv([Target] * context["num_envs"], num_workers=2, context="forkserver"),
+        lambda context: vecenv.MultiAgentVecEnv([TargetGame] * context["num_envs"], num_workers=2, context="forkserver"),
     )
     pids: set[int] = set()
     algorithm = (
@@ -149,8 +149,8 @@ def test_unsupported_configurations_are_rejected() -> None:
             MultiAgentVecEnvRunner(config=multi_agent_config("refused", MultiAgentVecEnvRunner))
 
     assert_rejected(lambda context: TurnGame(), TypeError, "needs a vecenv.MultiAgentVecEnv")
-    three = "is 4, but 'refused' built 3"
-    assert_rejected(lambda context: vecenv.MultiAgentVecEnv([TurnGame] * 3, num_workers=0), ValueError, three)
+    wrong_count = "is 4, but 'refused' built 3"
+    assert_rejected(lambda context: vecenv.MultiAgentVecEnv([TurnGame] * 3, num_workers=0), ValueError, wrong_count)
     with pytest.raises(ValueError, match="register_env"):
         MultiAgentVecEnvRunner(config=multi_agent_config("never registered", MultiAgentVecEnvRunner))
     cases: list[tuple[dict[str, Any], str]] = [
@@ -165,8 +165,8 @@ def test_unsupported_configurations_are_rejected() -> None:
         envs.close()
 
 
-def test_action_masks_common_infos_and_missing_actions() -> None:
-    envs = as_rllib(vecenv.MultiAgentVecEnv([Masked] * 2, num_workers=0))
+def test_as_rllib_returns_masks_and_common_infos_and_rejects_missing_actions() -> None:
+    envs = as_rllib(vecenv.MultiAgentVecEnv([MaskedGame] * 2, num_workers=0))
     _, infos = envs.reset(seed=0)
     assert infos[1]["__common__"] == {"round": 0}
     assert infos[1]["a"]["action_mask"].tolist() == [True, False]
@@ -176,7 +176,7 @@ def test_action_masks_common_infos_and_missing_actions() -> None:
     assert rewards == [{"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 1.0}]
     assert infos[0]["__common__"] == {"round": 1}
     observations, _, terminated, truncated, _ = envs.step([{"a": 0, "b": 0}, {"a": 0, "b": 1}])
-    # one agent is terminated, one truncated: if both had flags of their own, RLlib would treat both as terminated
+    # one agent is terminated, one truncated: with a flag for each, RLlib would treat both as terminated
     assert terminated == [{"a": False, "b": False, "__all__": False}, {"a": True, "b": False, "__all__": False}]
     assert truncated == [{"a": False, "b": False, "__all__": False}, {"a": False, "b": False, "__all__": True}]
     assert observations[1] == {"a": 1, "b": 1}
@@ -185,7 +185,7 @@ def test_action_masks_common_infos_and_missing_actions() -> None:
     envs.close()
 
 
-class Masked:
+class MaskedGame:
     """A game with PettingZoo's interface, with action masks and infos."""
 
     possible_agents = ("a", "b")
@@ -228,12 +228,12 @@ class SlowTurnGame(TurnGame):
         return super().step(actions)
 
 
-def test_a_step_that_timed_out_is_dropped_by_the_next_reset() -> None:
+def test_timed_out_step_is_dropped_by_the_next_reset() -> None:
     envs = as_rllib(vecenv.MultiAgentVecEnv([functools.partial(SlowTurnGame, True)], num_workers=1, step_timeout=0.5))
     first, _ = envs.reset(seed=3)
     with pytest.raises(StepTimeout):
         envs.step([dict.fromkeys(first[0], 0)])
-    again, _ = reset_until_ready(lambda: envs.reset(seed=3))
-    assert first[0].keys() == again[0].keys()
-    assert all((again[0][agent] == value).all() for agent, value in first[0].items())
+    second, _ = reset_until_ready(lambda: envs.reset(seed=3))
+    assert first[0].keys() == second[0].keys()
+    assert all((second[0][agent] == value).all() for agent, value in first[0].items())
     envs.close()

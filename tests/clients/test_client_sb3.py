@@ -8,8 +8,8 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from client_envs import Plain, assert_equal, full_env_fns, make_cartpole
-from dying_agents import DyingAgents, agent_rows
+from client_envs import NoOpWrapper, assert_equal, make_cartpole, make_full_env_fns
+from dying_agents import DyingAgents, make_agent_rows
 
 sb3 = pytest.importorskip("stable_baselines3", reason="needs Stable-Baselines3: pip install 'vecenv[clients]'")
 
@@ -24,7 +24,7 @@ from vecenv.testing import FaultyEnv  # noqa: E402
 SAME_STEP = {"autoreset_mode": "SameStep"}
 
 
-def engine(env_fns: list[Any], num_workers: int = 2, **options: Any) -> VecEnv:
+def make_venv(env_fns: list[Any], num_workers: int = 2, **options: Any) -> VecEnv:
     options = {**SAME_STEP, **options}
     return as_sb3(vecenv.AsyncVectorEnv(env_fns, num_workers=num_workers, context="forkserver", **options))
 
@@ -32,8 +32,8 @@ def engine(env_fns: list[Any], num_workers: int = 2, **options: Any) -> VecEnv:
 @pytest.mark.parametrize("nested", [True, False], ids=["Dict", "Box"])
 @pytest.mark.parametrize(("num_workers", "mode"), [(0, "SameStep"), (2, "SameStep"), (2, "NextStep"), (2, "Disabled")])
 def test_results_equal_dummy_vec_env(nested: bool, num_workers: int, mode: str) -> None:
-    ours = engine(full_env_fns(3, nested=nested), num_workers, autoreset_mode=mode)
-    theirs = DummyVecEnv(full_env_fns(3, nested=nested))
+    ours = make_venv(make_full_env_fns(3, nested=nested), num_workers, autoreset_mode=mode)
+    theirs = DummyVecEnv(make_full_env_fns(3, nested=nested))
     kept: list[Any] = []
     for venv in (ours, theirs):
         venv.seed(7)
@@ -44,12 +44,12 @@ def test_results_equal_dummy_vec_env(nested: bool, num_workers: int, mode: str) 
     endings = set()
     for _ in range(150):
         actions = rng.integers(4, size=3)
-        got, wanted = ours.step(actions), theirs.step(actions)
-        assert_equal(got, wanted)
+        got, expected = ours.step(actions), theirs.step(actions)
+        assert_equal(got, expected)
         assert_equal(ours.reset_infos, theirs.reset_infos)
         endings |= {(bool(done), info["TimeLimit.truncated"]) for done, info in zip(got[2], got[3], strict=True)}
-        kept.append((got, wanted))
-    assert_equal(*zip(*kept, strict=True))  # returned arrays have not changed since
+        kept.append((got, expected))
+    assert_equal(*zip(*kept, strict=True))  # arrays that were returned earlier have not changed
     assert endings == {(False, False), (True, False), (True, True)}
     for venv in (ours, theirs):  # seeds and options were used up
         venv.seed(8)
@@ -59,24 +59,24 @@ def test_results_equal_dummy_vec_env(nested: bool, num_workers: int, mode: str) 
     theirs.close()
 
 
-def test_results_under_vec_monitor_and_vec_normalize() -> None:
-    def stacked(venv: VecEnv) -> VecEnv:
+def test_results_under_vec_monitor_and_vec_normalize_equal_dummy_vec_env() -> None:
+    def wrap(venv: VecEnv) -> VecEnv:
         return VecNormalize(VecMonitor(venv), norm_obs_keys=["position"])
 
-    ours, theirs = stacked(engine(full_env_fns(4))), stacked(DummyVecEnv(full_env_fns(4)))
+    ours, theirs = wrap(make_venv(make_full_env_fns(4))), wrap(DummyVecEnv(make_full_env_fns(4)))
     episodes: list[list[tuple[float, int]]] = [[], []]
     for venv in (ours, theirs):
         venv.seed(1)
     assert_equal(ours.reset(), theirs.reset())
     for step in range(100):
         actions = np.full(4, step % 4)
-        got, wanted = ours.step(actions), theirs.step(actions)
-        for results, found in zip((got, wanted), episodes, strict=True):
+        got, expected = ours.step(actions), theirs.step(actions)
+        for results, found in zip((got, expected), episodes, strict=True):
             for info in results[3]:
                 if "episode" in info:
                     statistics = info.pop("episode")
                     found.append((float(statistics["r"]), int(statistics["l"])))
-        assert_equal(got, wanted)
+        assert_equal(got, expected)
     assert episodes[0] == episodes[1]
     assert len(episodes[0]) > 20
     ours.close()
@@ -84,8 +84,8 @@ def test_results_under_vec_monitor_and_vec_normalize() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_single_environments_are_reached_by_index(num_workers: int) -> None:
-    venv = engine(full_env_fns(3, wrapped=True), num_workers)
+def test_calls_with_indices_reach_single_environments(num_workers: int) -> None:
+    venv = make_venv(make_full_env_fns(3, wrapped=True), num_workers)
     venv.reset()
     assert venv.get_attr("level") == [0, 0, 0]
     venv.set_attr("level", 5, indices=1)
@@ -93,7 +93,7 @@ def test_single_environments_are_reached_by_index(num_workers: int) -> None:
     assert venv.get_attr("level") == [0, 5, 7]
     assert venv.get_attr("level", [2, 0, 2]) == [7, 0, 7]
     assert venv.get_attr("level", []) == []
-    assert venv.step(np.zeros(3, int))[1].tolist() == [0.0, 5.0, 7.0]  # it was set on the environment, below its wrapper
+    assert venv.step(np.zeros(3, int))[1].tolist() == [0.0, 5.0, 7.0]  # set on the environment below its wrapper
     assert venv.env_method("add", 1, twice=True) == [2, 7, 9]
     assert venv.env_method("add", 1, indices=(2, 1)) == [8, 6]
     assert venv.has_attr("level")
@@ -107,40 +107,40 @@ def test_single_environments_are_reached_by_index(num_workers: int) -> None:
     ):
         with pytest.raises(IndexError, match=r"indices must be from -3 to 2, got \[.*(3|-4)\]"):
             reach()
-    with pytest.raises(ValueError, match="asked to fail"):
+    with pytest.raises(ValueError, match="intended failure"):
         venv.env_method("fail", indices=0)
-    venv.step(np.zeros(3, int))  # and no environment was affected
+    venv.step(np.zeros(3, int))  # no environment was affected
     venv.close()
 
 
 def test_repr_shows_the_vector_environment_below() -> None:
-    venv = engine(full_env_fns(2), num_workers=0)
+    venv = make_venv(make_full_env_fns(2), num_workers=0)
     assert repr(venv) == f"SB3VecEnv({venv.vector_env!r})"
     assert "SB3VecEnv(AsyncVectorEnv(num_envs=2" in repr(venv)
     venv.close()
 
 
-def test_wrappers_are_visible() -> None:
-    venv = engine(full_env_fns(2, wrapped=True))
-    assert venv.env_is_wrapped(Plain) == [True, True]
+def test_env_is_wrapped_finds_the_wrappers() -> None:
+    venv = make_venv(make_full_env_fns(2, wrapped=True))
+    assert venv.env_is_wrapped(NoOpWrapper) == [True, True]
     assert venv.env_is_wrapped(gym.Wrapper, indices=[1]) == [True]
     assert venv.env_is_wrapped(Monitor) == [False, False]
     venv.close()
-    venv = engine([functools.partial(_monitored)] * 2)
+    venv = make_venv([functools.partial(_make_monitored_env)] * 2)
     assert venv.env_is_wrapped(Monitor) == [True, True]
     with pytest.warns(UserWarning, match="already wrapped with a `Monitor`"):
         VecMonitor(venv)
     venv.close()
 
 
-def _monitored() -> Any:
+def _make_monitored_env() -> Any:
     return Monitor(make_cartpole())
 
 
-def test_frames_are_tiled() -> None:
+def test_render_tiles_frames_like_dummy_vec_env() -> None:
     ours, theirs = (
-        engine(full_env_fns(3, render_mode="rgb_array")),
-        DummyVecEnv(full_env_fns(3, render_mode="rgb_array")),
+        make_venv(make_full_env_fns(3, render_mode="rgb_array")),
+        DummyVecEnv(make_full_env_fns(3, render_mode="rgb_array")),
     )
     for venv in (ours, theirs):
         venv.seed(0)
@@ -151,10 +151,10 @@ def test_frames_are_tiled() -> None:
     np.testing.assert_array_equal(ours.render(), theirs.render())
     ours.close()
     theirs.close()
-    blind = engine(full_env_fns(1))
+    without_mode = make_venv(make_full_env_fns(1))
     with pytest.warns(UserWarning, match="render"):
-        assert blind.render() is None
-    blind.close()
+        assert without_mode.render() is None
+    without_mode.close()
 
 
 @pytest.mark.parametrize("mode", ["SameStep", "NextStep"])
@@ -167,7 +167,7 @@ def test_ppo_learns_the_same_as_over_dummy_vec_env(mode: str) -> None:
         return np.concatenate([value.detach().numpy().ravel() for value in model.policy.parameters()])
 
     env_fns = [functools.partial(make_cartpole, 30)] * 4  # truncations, where PPO bootstraps from the last observations
-    np.testing.assert_array_equal(weights(engine(env_fns, autoreset_mode=mode)), weights(DummyVecEnv(env_fns)))
+    np.testing.assert_array_equal(weights(make_venv(env_fns, autoreset_mode=mode)), weights(DummyVecEnv(env_fns)))
 
 
 @pytest.mark.slow
@@ -184,8 +184,8 @@ def test_ppo_learns_cartpole() -> None:
     assert mean >= 475
 
 
-def test_a_pending_step_is_dropped_by_reset() -> None:
-    ours, theirs = engine(full_env_fns(2)), engine(full_env_fns(2), num_workers=0)
+def test_pending_step_is_dropped_by_reset() -> None:
+    ours, theirs = make_venv(make_full_env_fns(2)), make_venv(make_full_env_fns(2), num_workers=0)
     for venv in (ours, theirs):
         venv.seed(0)
         venv.reset()
@@ -198,8 +198,8 @@ def test_a_pending_step_is_dropped_by_reset() -> None:
 
 
 @pytest.mark.parametrize("mode", ["SameStep", "NextStep"])
-def test_lost_step_ends_the_episode_and_is_marked(mode: str) -> None:
-    venv = engine([make_cartpole, _faulty], on_failure="restart", autoreset_mode=mode)
+def test_restart_truncates_the_episode_and_marks_its_info(mode: str) -> None:
+    venv = make_venv([make_cartpole, _make_faulty_env], on_failure="restart", autoreset_mode=mode)
     venv.seed(0)
     last = venv.reset()
     for _ in range(6):
@@ -215,12 +215,12 @@ def test_lost_step_ends_the_episode_and_is_marked(mode: str) -> None:
     venv.close()
 
 
-def _faulty() -> Any:
+def _make_faulty_env() -> Any:
     return FaultyEnv(make_cartpole(), "raises", step=4)
 
 
 @pytest.mark.parametrize("mode", ["SameStep", "NextStep"])
-def test_envpool_can_be_wrapped(mode: str) -> None:
+def test_as_sb3_over_envpool_returns_terminal_observations(mode: str) -> None:
     pytest.importorskip("envpool", reason="needs EnvPool: pip install 'vecenv[envpool]'")
     envs = vecenv.make_vec("CartPole-v1", 4, "envpool", vector_kwargs={"autoreset_mode": mode})
     venv = VecMonitor(as_sb3(envs))
@@ -245,7 +245,7 @@ def test_envpool_can_be_wrapped(mode: str) -> None:
     venv.close()
 
 
-def test_gymnasiums_vector_wrappers_can_be_wrapped() -> None:
+def test_as_sb3_keeps_results_of_gymnasiums_vector_wrappers() -> None:
     envs = gym.wrappers.vector.RecordEpisodeStatistics(vecenv.make_vec("CartPole-v1", 4, "serial"))
     venv = as_sb3(gym.wrappers.vector.TransformReward(envs, lambda rewards: 2 * rewards))
     venv.seed(0)
@@ -264,24 +264,21 @@ def test_gymnasiums_vector_wrappers_can_be_wrapped() -> None:
     venv.close()
 
 
-# --- bad input ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("padding_done", [True, False])
 @pytest.mark.parametrize("mode", ["NextStep", "Disabled"])
-def test_agents_that_die_apart_give_the_same_rows_in_every_mode(mode: str, padding_done: bool) -> None:
-    envs, reference = (as_sb3(agent_rows(each, padding_done=padding_done)) for each in (mode, "SameStep"))
+def test_agents_that_die_at_different_times_have_equal_rows_in_every_mode(mode: str, padding_done: bool) -> None:
+    envs, reference = (as_sb3(make_agent_rows(each, padding_done=padding_done)) for each in (mode, "SameStep"))
     for each in (envs, reference):
         each.seed(3)
     assert_equal(envs.reset(), reference.reset())
     ends: dict[bool, int] = {True: 0, False: 0}
     for _ in range(30):
-        found, wanted = envs.step(np.ones(9, np.int64)), reference.step(np.ones(9, np.int64))
-        assert_equal(found[:3], wanted[:3])
-        for row, (info, same) in enumerate(zip(found[3], wanted[3], strict=True)):
+        found, expected = envs.step(np.ones(9, np.int64)), reference.step(np.ones(9, np.int64))
+        assert_equal(found[:3], expected[:3])
+        for row, (info, same) in enumerate(zip(found[3], expected[3], strict=True)):
             if found[2][row] or not info["env_done"]:
                 assert_equal(info, same)
-            if found[2][row] and info["transition_mask"]:  # an agent's own end, not that of padding
+            if found[2][row] and info["transition_mask"]:  # the end of an agent, not of padding
                 ends[info["env_done"]] += 1
                 assert info["terminal_observation"].tolist() == [row % 3 + 1, info["life"]]
     assert ends[True] > 10 < ends[False]
@@ -291,7 +288,7 @@ def test_agents_that_die_apart_give_the_same_rows_in_every_mode(mode: str, paddi
         each.close()
 
 
-def test_unsupported_spaces_are_refused() -> None:
+def test_unsupported_vector_environments_are_refused() -> None:
     envs = vecenv.make_vec("CartPole-v1", 2, "serial", vector_kwargs={**SAME_STEP, "copy": False})
     with pytest.raises(ValueError, match="copy=True"):
         as_sb3(envs)
@@ -309,8 +306,8 @@ def test_unsupported_spaces_are_refused() -> None:
     envs.close()
 
 
-def test_each_environment_has_its_own_options() -> None:
-    venv = engine(full_env_fns(2), num_workers=0)
+def test_set_options_can_differ_per_environment() -> None:
+    venv = make_venv(make_full_env_fns(2), num_workers=0)
     venv.set_options([{"start": 1}, {"start": 2}])
     venv.reset()
     assert [info["start"] for info in venv.reset_infos] == [1, 2]

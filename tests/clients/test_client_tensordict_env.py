@@ -1,4 +1,4 @@
-"""``vecenv.torch.TensorDictEnv``: specs, branching states, masks that cut the gradient of one row only, copies."""
+"""``vecenv.torch.TensorDictEnv``: specs, branching states, gradients with reset masks, and copies."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ import vecenv.torch
 from vecenv.adapters import as_torchrl
 
 
-class Cart(cart_env.Cart):
-    """A cart that accelerates and ends beyond 2 or after 6 steps."""
+class AcceleratingEnv(cart_env.PositionEnv):
+    """An environment that accelerates. It ends beyond 2 or after 6 steps."""
 
     max_episode_steps = 6
 
-    def move(self, place: Any, push: Any) -> Any:
-        return place * (1 + 0.1 * push) + push
+    def move(self, position: Any, push: Any) -> Any:
+        return position * (1 + 0.1 * push) + push
 
-    def is_over(self, place: Any) -> Any:
-        return place > 2
+    def is_over(self, position: Any) -> Any:
+        return position > 2
 
 
-class NoGradient(Cart):
+class NoGradientEnv(AcceleratingEnv):
     """An environment without a gradient."""
 
     differentiable = "none"
@@ -47,7 +47,7 @@ def td_after_step(env: Any, state: Any, action: Any) -> Any:
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 2)])
 def test_check_env_specs_passes_for_every_batch_shape(batch: Any) -> None:
-    env = vecenv.torch.TensorDictEnv(Cart(), batch)
+    env = vecenv.torch.TensorDictEnv(AcceleratingEnv(), batch)
     check_env_specs(env)
     data = env.rollout(9, break_when_any_done=False)
     assert data.batch_size == (*batch, 9)
@@ -55,8 +55,8 @@ def test_check_env_specs_passes_for_every_batch_shape(batch: Any) -> None:
     assert data["state", "floats"].shape[:-1] == (*batch, 9)
 
 
-def test_state_is_in_the_tensordict_and_rollouts_can_branch() -> None:
-    env = vecenv.torch.TensorDictEnv(Cart(), (3,))
+def test_state_is_in_the_tensordict_so_that_rollouts_can_branch() -> None:
+    env = vecenv.torch.TensorDictEnv(AcceleratingEnv(), (3,))
     env.set_seed(0)
     start = env.reset()
     push, pull = torch.full((3, 1), 0.4), torch.full((3, 1), -0.4)
@@ -77,8 +77,8 @@ def test_state_is_in_the_tensordict_and_rollouts_can_branch() -> None:
     assert not torch.equal(env.reset()["observation"], start["observation"])
 
 
-def outcome(env: Any, actions: Any, mask: Any) -> Any:
-    """Return the sum of the last observations, with a reset of the rows under ``mask`` in the middle."""
+def sum_of_last_observations(env: Any, actions: Any, mask: Any) -> Any:
+    """Return the sum of the last observations. The rows of ``mask`` are reset after the second step."""
     env.set_seed(0)
     state = env.reset()
     for t, action in enumerate(actions):
@@ -88,29 +88,29 @@ def outcome(env: Any, actions: Any, mask: Any) -> Any:
     return state["observation"].sum()
 
 
-def test_a_reset_mask_keeps_the_gradient_of_the_other_rows() -> None:
-    env = vecenv.torch.TensorDictEnv(Cart(), (3,))
+def test_reset_mask_keeps_the_gradient_of_the_other_rows() -> None:
+    env = vecenv.torch.TensorDictEnv(AcceleratingEnv(), (3,))
     actions = (0.1 * torch.arange(12.0).reshape(4, 3, 1).sin()).requires_grad_()
     mask = torch.tensor([[True], [False], [False]])
-    value = outcome(env, actions, mask)
-    found = torch.autograd.grad(value, actions)[0]
-    assert not found[:2, 0].any()
-    assert (found[2:, 0].abs() > 1e-3).all()
-    assert (found[:, 1:].abs() > 1e-3).all()
-    whole = outcome(env, actions, torch.zeros_like(mask))
-    assert torch.allclose(torch.autograd.grad(whole, actions)[0][:, 1:], found[:, 1:])
+    value = sum_of_last_observations(env, actions, mask)
+    gradient = torch.autograd.grad(value, actions)[0]
+    assert not gradient[:2, 0].any()
+    assert (gradient[2:, 0].abs() > 1e-3).all()
+    assert (gradient[:, 1:].abs() > 1e-3).all()
+    without_reset = sum_of_last_observations(env, actions, torch.zeros_like(mask))
+    assert torch.allclose(torch.autograd.grad(without_reset, actions)[0][:, 1:], gradient[:, 1:])
     step = 1e-2
-    for place in [(0, 1, 0), (1, 2, 0), (3, 0, 0)]:
+    for index in [(0, 1, 0), (1, 2, 0), (3, 0, 0)]:
         moved = actions.detach().clone()
-        moved[place] += step
-        up = outcome(env, moved, mask)
-        moved[place] -= 2 * step
-        down = outcome(env, moved, mask)
-        assert float((up - down) / (2 * step)) == pytest.approx(float(found[place]), rel=2e-2)
+        moved[index] += step
+        up = sum_of_last_observations(env, moved, mask)
+        moved[index] -= 2 * step
+        down = sum_of_last_observations(env, moved, mask)
+        assert float((up - down) / (2 * step)) == pytest.approx(float(gradient[index]), rel=2e-2)
 
 
-def test_finished_rows_stay_and_can_be_excluded() -> None:
-    env = vecenv.torch.TensorDictEnv(Cart(), (2,))
+def test_finished_rows_keep_their_observation_and_step_mask_excludes_rows() -> None:
+    env = vecenv.torch.TensorDictEnv(AcceleratingEnv(), (2,))
     env.set_seed(1)
     data = env.rollout(6, lambda *_: torch.zeros(2, 1))  # random actions would end some earlier
     last = data[:, -1]["next"].exclude("reward")
@@ -126,42 +126,42 @@ def test_finished_rows_stay_and_can_be_excluded() -> None:
 
 
 def test_copies_and_pickles_continue_equally() -> None:
-    env = vecenv.torch.TensorDictEnv(Cart(), (2,), max_episode_steps=4)
+    env = vecenv.torch.TensorDictEnv(AcceleratingEnv(), (2,), max_episode_steps=4)
     env.set_seed(5)
     env.reset()
     copied = copy.deepcopy(env)
-    twins = [copied, pickle.loads(pickle.dumps(env)), pickle.loads(pickle.dumps(copied))]
+    copies = [copied, pickle.loads(pickle.dumps(env)), pickle.loads(pickle.dumps(copied))]
     start = env.reset()
-    wanted = td_after_step(env, start, torch.zeros(2, 1))
-    for twin in twins:
-        assert torch.equal(twin.reset()["observation"], start["observation"])
-        assert torch.equal(td_after_step(twin, start, torch.zeros(2, 1))["observation"], wanted["observation"])
+    expected_next = td_after_step(env, start, torch.zeros(2, 1))
+    for other in copies:
+        assert torch.equal(other.reset()["observation"], start["observation"])
+        assert torch.equal(td_after_step(other, start, torch.zeros(2, 1))["observation"], expected_next["observation"])
 
 
-class Signs(Cart):
+class SignEnv(AcceleratingEnv):
     """An environment that uses only the sign of an action, as in Brax's ``fast``."""
 
     differentiable = "zero"
 
-    def move(self, place: Any, push: Any) -> Any:
-        return 0.5 * place + (push > 0)
+    def move(self, position: Any, push: Any) -> Any:
+        return 0.5 * position + (push > 0)
 
 
 @pytest.mark.parametrize("requires_grad", [True, None])
-def test_a_gradient_that_is_always_zero(requires_grad: bool | None) -> None:
+def test_zero_gradient_warns_only_if_a_gradient_is_required(requires_grad: bool | None) -> None:
     expected: Any = pytest.warns(UserWarning, match="gradient of 0 for every action") if requires_grad else nullcontext()
     with expected:
-        env = vecenv.torch.TensorDictEnv(Signs(), (2,), requires_grad=requires_grad)
+        env = vecenv.torch.TensorDictEnv(SignEnv(), (2,), requires_grad=requires_grad)
     action = torch.ones(2, 1, requires_grad=True)
     reward = env.step(TensorDict({"action": action}, [2]))["next", "reward"]
     reward.sum().backward()
     assert (action.grad is None) == (requires_grad is None)
     assert action.grad is None or action.grad.count_nonzero() == 0
     with pytest.raises(ValueError, match="has a derivative of 0"):
-        vecenv.torch.differentiable(Signs(), 2)
+        vecenv.torch.differentiable(SignEnv(), 2)
 
 
-def test_arguments_and_names_of_torchrls_brax_env() -> None:
+def test_names_and_arguments_of_torchrls_brax_env_are_accepted() -> None:
     pytest.importorskip("brax")
     env = vecenv.torch.TensorDictEnv("fast", (2,), from_pixels=False)
     assert "fast" in env.available_envs
@@ -172,18 +172,18 @@ def test_arguments_and_names_of_torchrls_brax_env() -> None:
 
 def test_environments_without_a_gradient_are_refused() -> None:
     with pytest.raises(ValueError, match="no derivative"):
-        vecenv.torch.TensorDictEnv(NoGradient(), (2,), requires_grad=True)
-    without, disabled = NoGradient(), vecenv.torch.TensorDictEnv(Cart(), (2,), requires_grad=False)
+        vecenv.torch.TensorDictEnv(NoGradientEnv(), (2,), requires_grad=True)
+    without, disabled = NoGradientEnv(), vecenv.torch.TensorDictEnv(AcceleratingEnv(), (2,), requires_grad=False)
     for env in (vecenv.torch.TensorDictEnv(without, (2,)), disabled):
         action = torch.zeros(2, 1, requires_grad=True)
         value = env.step(TensorDict({"action": action}, [2]))["next", "observation"].sum()
         assert torch.autograd.grad(value, action, allow_unused=True, materialize_grads=True)[0].count_nonzero() == 0
     with pytest.raises(TypeError, match="not options of an existing environment"):
-        vecenv.torch.TensorDictEnv(Cart(), backend="spring")
+        vecenv.torch.TensorDictEnv(AcceleratingEnv(), backend="spring")
     with pytest.raises(ValueError, match="resets its rows itself"):
-        vecenv.torch.TensorDictEnv(vecenv.jax.FunctionalVectorEnv(Cart(), 2), (2,))
+        vecenv.torch.TensorDictEnv(vecenv.jax.FunctionalVectorEnv(AcceleratingEnv(), 2), (2,))
     with pytest.raises(ValueError, match=r"already has its options.*'discount': 0.9"):
-        vecenv.torch.TensorDictEnv(vecenv.jax.FunctionalVectorEnv(Cart(), 2, "Disabled"), (2,), discount=0.9)
+        vecenv.torch.TensorDictEnv(vecenv.jax.FunctionalVectorEnv(AcceleratingEnv(), 2, "Disabled"), (2,), discount=0.9)
 
 
 @pytest.mark.long
@@ -192,10 +192,10 @@ def test_environments_without_a_gradient_are_refused() -> None:
     [("numpy", "SameStep"), ("jax", "SameStep"), ("torch", "SameStep"), ("torch", "NextStep"), ("jax", "Disabled")],
 )
 def test_as_torchrl_accepts_environments_on_the_device(to: str, mode: str) -> None:
-    env = as_torchrl(vecenv.backends.JaxVectorEnv(Cart(), 3, to=to, autoreset_mode=mode))
+    env = as_torchrl(vecenv.backends.JaxVectorEnv(AcceleratingEnv(), 3, to=to, autoreset_mode=mode))
     check_env_specs(env)
     data = env.rollout(14, break_when_any_done=False)
-    place, push, moved = data["observation"][..., 0], data["action"][..., 0], data["next", "observation"][..., 0]
+    position, push, moved = data["observation"][..., 0], data["action"][..., 0], data["next", "observation"][..., 0]
     assert data["next", "done"].sum() > 5
-    assert torch.allclose(moved, place * (1 + 0.1 * push) + push, atol=1e-5)
+    assert torch.allclose(moved, position * (1 + 0.1 * push) + push, atol=1e-5)
     env.close()

@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from client_envs import assert_equal as assert_equal_with_types
-from client_envs import full_env_fns, make_cartpole
+from client_envs import make_cartpole, make_full_env_fns
 from envs import FixedBatchSize
 from programs import python
 
@@ -27,7 +27,7 @@ from tianshou.utils.net.discrete import DiscreteActor
 import vecenv
 from vecenv.adapters import as_tianshou
 
-assert_equal = functools.partial(assert_equal_with_types, types=False)  # plain numbers are NumPy scalars here
+assert_equal = functools.partial(assert_equal_with_types, types=False)  # vecenv returns NumPy scalars for plain numbers
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tianshou_ppo.py"
 
 
@@ -38,11 +38,9 @@ def make_venv(env_fns: list[Any], num_workers: int = 2, mode: str = "Disabled") 
 
 @pytest.mark.parametrize("nested", [True, False], ids=["Dict", "Box"])
 @pytest.mark.parametrize(("num_workers", "mode"), [(0, "Disabled"), (2, "Disabled"), (2, "NextStep")])
-def test_steps_and_resets_of_subsets_equal_dummy_vector_env(
-    nested: bool, num_workers: int, mode: str
-) -> None:
-    ours = make_venv(full_env_fns(4, nested=nested), num_workers, mode)
-    theirs = DummyVectorEnv(full_env_fns(4, nested=nested))
+def test_steps_and_resets_of_subsets_equal_dummy_vector_env(nested: bool, num_workers: int, mode: str) -> None:
+    ours = make_venv(make_full_env_fns(4, nested=nested), num_workers, mode)
+    theirs = DummyVectorEnv(make_full_env_fns(4, nested=nested))
     assert len(ours) == len(theirs) == 4
     assert_equal(ours.reset(seed=3), theirs.reset(seed=3))  # each environment gets seed 3, as in Tianshou
     assert_equal(ours.reset([2, 0], options={"start": 4}), theirs.reset([2, 0], options={"start": 4}))
@@ -64,8 +62,8 @@ def test_steps_and_resets_of_subsets_equal_dummy_vector_env(
 
 @pytest.mark.parametrize("batch_size", [None, 1])
 def test_subsets_are_stepped_with_every_batch_size(batch_size: int | None) -> None:
-    envs: Any = FixedBatchSize(full_env_fns(4), num_workers=0, autoreset_mode="Disabled", batch_size=batch_size)
-    ours, theirs = as_tianshou(envs), DummyVectorEnv(full_env_fns(4))
+    envs: Any = FixedBatchSize(make_full_env_fns(4), num_workers=0, autoreset_mode="Disabled", batch_size=batch_size)
+    ours, theirs = as_tianshou(envs), DummyVectorEnv(make_full_env_fns(4))
     assert_equal(ours.reset(seed=3), theirs.reset(seed=3))
     for ids in ([2, 0], [3], [0, 1, 3]):
         assert_equal(ours.step(np.zeros(len(ids), int), ids), theirs.step(np.zeros(len(ids), int), ids))
@@ -81,7 +79,7 @@ def make_policy(space: gym.Space[Any]) -> DiscreteActorPolicy:
 
 @pytest.mark.parametrize("amount", [{"n_step": 200}, {"n_episode": 7}], ids=str)
 @pytest.mark.parametrize("normalized", [False, True])
-def test_a_collector_collects_the_same_data(amount: dict[str, int], normalized: bool) -> None:
+def test_collector_data_equal_those_over_dummy_vector_env(amount: dict[str, int], normalized: bool) -> None:
     def collect_data(venv: Any) -> tuple[Batch, Any]:
         wrapped = VectorEnvNormObs(venv) if normalized else venv
         buffer = VectorReplayBuffer(1000, 4)
@@ -101,7 +99,7 @@ def test_a_collector_collects_the_same_data(amount: dict[str, int], normalized: 
     assert statistics.n_collected_episodes == expected.n_collected_episodes >= 7
 
 
-def test_random_actions_are_drawn_from_the_seeded_spaces() -> None:
+def test_random_actions_equal_those_of_dummy_vector_env() -> None:
     def collect_data(venv: Any) -> Any:
         venv.seed(11)
         buffer = VectorReplayBuffer(1000, 4)
@@ -115,8 +113,8 @@ def test_random_actions_are_drawn_from_the_seeded_spaces() -> None:
     np.testing.assert_array_equal(ours, collect_data(DummyVectorEnv([make_cartpole] * 4)))
 
 
-def test_single_environments_are_reached_by_index() -> None:
-    venv = make_venv(full_env_fns(3, wrapped=True, render_mode="rgb_array"))
+def test_calls_with_indices_reach_single_environments() -> None:
+    venv = make_venv(make_full_env_fns(3, wrapped=True, render_mode="rgb_array"))
     venv.reset()
     venv.set_env_attr("level", 5, [2])
     venv.set_env_attr("level", 3, 0)
@@ -127,12 +125,12 @@ def test_single_environments_are_reached_by_index() -> None:
     venv.close()
 
 
-def test_bad_input_is_explained() -> None:
+def test_invalid_input_raises() -> None:
     envs = vecenv.make_vec("CartPole-v1", 2, "serial", vector_kwargs={"autoreset_mode": "SameStep"})
     with pytest.raises(ValueError, match=r"Tianshou needs autoreset_mode='Disabled' or 'NextStep', got 'SameStep'"):
         as_tianshou(envs)
     envs.close()
-    venv = make_venv(full_env_fns(2), num_workers=0)
+    venv = make_venv(make_full_env_fns(2), num_workers=0)
     with pytest.raises(TypeError, match=r"accepts only .*'sede'"):
         venv.reset(sede=1)
     with pytest.raises(ValueError, match="3 seeds for 2"):

@@ -13,25 +13,25 @@ import vecenv
 from vecenv.adapters import as_tianshou
 
 
-def engine(num_workers: int, mode: str, count: int = 4, nested: bool = False) -> Any:
+def make_venv(num_workers: int, mode: str, count: int = 4, nested: bool = False) -> Any:
     fns = [lambda: FullEnv(nested=nested)] * count
     envs: Any = vecenv.AsyncVectorEnv(fns, num_workers=num_workers, context="forkserver", autoreset_mode=mode)
     return as_tianshou(envs, wait_num=2)
 
 
-def leaf(observation: Any) -> Any:
+def position(observation: Any) -> Any:
     return observation["position"] if isinstance(observation, dict) else observation
 
 
 @pytest.mark.parametrize(("num_workers", "mode", "nested"), [(0, "Disabled", True), (2, "NextStep", False)])
-def test_rows_equal_each_environment_alone(num_workers: int, mode: str, nested: bool) -> None:
-    venv = engine(num_workers, mode, nested=nested)
+def test_rows_equal_single_environments(num_workers: int, mode: str, nested: bool) -> None:
+    venv = make_venv(num_workers, mode, nested=nested)
     assert venv.is_async
     observations, infos = venv.reset(seed=[5, 6, 7, 8])
-    alone = [FullEnv(nested=nested) for _ in range(4)]
-    for i, env in enumerate(alone):
+    single_envs = [FullEnv(nested=nested) for _ in range(4)]
+    for i, env in enumerate(single_envs):
         observation, info = env.reset(seed=5 + i)
-        np.testing.assert_array_equal(leaf(observations[i]), leaf(observation))
+        np.testing.assert_array_equal(position(observations[i]), position(observation))
         assert infos[i] == info
     ready, steps = np.arange(4), 0
     while steps < 80:
@@ -39,8 +39,8 @@ def test_rows_equal_each_environment_alone(num_workers: int, mode: str, nested: 
         observations, rewards, terminations, truncations, infos = venv.step(actions, ready)
         ready = np.array([info["env_id"] for info in infos])
         for row, i in enumerate(ready):
-            observation, reward, terminated, truncated, info = alone[i].step(i % 3)
-            np.testing.assert_array_equal(leaf(observations[row]), leaf(observation))
+            observation, reward, terminated, truncated, info = single_envs[i].step(i % 3)
+            np.testing.assert_array_equal(position(observations[row]), position(observation))
             assert (rewards[row], terminations[row], truncations[row]) == (reward, terminated, truncated)
             assert infos[row].keys() == {*info, "env_id"}
             assert all(infos[row][key] == value for key, value in info.items() if key != "inner")
@@ -48,7 +48,7 @@ def test_rows_equal_each_environment_alone(num_workers: int, mode: str, nested: 
         if len(over):
             begun, infos = venv.reset(over)
             for row, i in enumerate(over):
-                np.testing.assert_array_equal(leaf(begun[row]), leaf(alone[i].reset()[0]))
+                np.testing.assert_array_equal(position(begun[row]), position(single_envs[i].reset()[0]))
                 assert "env_id" not in infos[row]
         steps += len(ready)
     while venv.waiting_id:
@@ -59,7 +59,7 @@ def test_rows_equal_each_environment_alone(num_workers: int, mode: str, nested: 
     venv.close()
 
 
-def test_backend_without_single_rows_is_refused() -> None:
+def test_invalid_wait_num_and_vector_wrappers_are_refused() -> None:
     envs = vecenv.make_vec("CartPole-v1", num_envs=3, backend="serial")
     with pytest.raises(ValueError, match=r"wait_num must be within 1\.\.3, got 4"):
         as_tianshou(envs, wait_num=4)

@@ -1,4 +1,4 @@
-"""TorchRL's ``GymWrapper`` over vecenv, against the same over Gymnasium's ``SyncVectorEnv``: equal without an adapter."""
+"""TorchRL's ``GymWrapper`` returns equal results over vecenv, without an adapter, and over ``SyncVectorEnv``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from client_envs import full_env_fns, make_cartpole
+from client_envs import make_cartpole, make_full_env_fns
 
 pytest.importorskip("torchrl", reason="needs TorchRL: pip install 'vecenv[clients]'")
 
@@ -21,17 +21,17 @@ import vecenv
 
 @pytest.fixture(scope="module", autouse=True)
 def first_wrapper() -> None:
-    """Wrap a Gymnasium environment first: TorchRL keeps the first environment that it wraps forever."""
-    env = GymWrapper(theirs([make_cartpole] * 2, "Disabled"))
+    """Wrap a Gymnasium environment first, because TorchRL keeps the first wrapped environment forever."""
+    env = GymWrapper(make_gymnasium([make_cartpole] * 2, "Disabled"))
     env.rollout(3)
     env.close()
 
 
-def ours(env_fns: list[Any], mode: str) -> Any:
+def make_vecenv(env_fns: list[Any], mode: str) -> Any:
     return vecenv.AsyncVectorEnv(env_fns, num_workers=2, context="forkserver", autoreset_mode=mode)
 
 
-def theirs(env_fns: list[Any], mode: str) -> Any:
+def make_gymnasium(env_fns: list[Any], mode: str) -> Any:
     return gym.vector.SyncVectorEnv(env_fns, autoreset_mode=mode)
 
 
@@ -44,11 +44,11 @@ def assert_same_data(one: Any, other: Any) -> None:
         assert torch.equal(one[key].nan_to_num(-7.0), other[key].nan_to_num(-7.0)), key
 
 
-# (TorchRL does not read Dict observations in same-step mode, not even Gymnasium's own.)
+# TorchRL does not read Dict observations in same-step mode, not even those of SyncVectorEnv
 @pytest.mark.parametrize(("mode", "nested"), [("Disabled", False), ("Disabled", True), ("SameStep", False)])
-def test_a_rollout_is_the_same(mode: str, nested: bool) -> None:
+def test_rollout_equals_sync_vector_env(mode: str, nested: bool) -> None:
     def rollout(make: Any) -> Any:
-        env_fns = full_env_fns(4) if nested else [functools.partial(make_cartpole, 17)] * 4
+        env_fns = make_full_env_fns(4) if nested else [functools.partial(make_cartpole, 17)] * 4
         env = GymWrapper(make(env_fns, mode))
         env.set_seed(3)
         torch.manual_seed(0)
@@ -57,14 +57,14 @@ def test_a_rollout_is_the_same(mode: str, nested: bool) -> None:
         env.close()
         return data
 
-    found, wanted = rollout(ours), rollout(theirs)
-    assert_same_data(found, wanted)
-    assert wanted["next", "truncated"].sum() > 4
-    assert wanted["next", "terminated"].sum() > 4
+    found, expected = rollout(make_vecenv), rollout(make_gymnasium)
+    assert_same_data(found, expected)
+    assert expected["next", "truncated"].sum() > 4
+    assert expected["next", "terminated"].sum() > 4
 
 
-def test_a_collector_collects_the_same() -> None:
-    def collected(make: Any) -> list[Any]:
+def test_collector_batches_equal_sync_vector_env() -> None:
+    def collect_batches(make: Any) -> list[Any]:
         env = GymWrapper(make([make_cartpole] * 4, "Disabled"))
         env.set_seed(3)
         torch.manual_seed(0)
@@ -73,19 +73,19 @@ def test_a_collector_collects_the_same() -> None:
         collector.shutdown()
         return batches
 
-    for found, wanted in zip(collected(ours), collected(theirs), strict=True):
+    for found, expected in zip(collect_batches(make_vecenv), collect_batches(make_gymnasium), strict=True):
         for key in ("observation", "action", ("next", "observation"), ("next", "reward"), ("next", "done")):
-            assert torch.equal(found[key], wanted[key]), key
+            assert torch.equal(found[key], expected[key]), key
 
 
-def test_next_step_autoreset_is_refused_by_torchrl_itself() -> None:
+def test_torchrl_refuses_next_step_autoreset() -> None:
     envs = vecenv.make_vec("CartPole-v1", 2, "serial")
     with pytest.raises(RuntimeError, match="SAME_STEP or DISABLED"):
         GymWrapper(envs)
     envs.close()
 
 
-def test_envpool_can_be_wrapped() -> None:
+def test_transitions_over_envpool_stay_within_an_episode() -> None:
     pytest.importorskip("envpool", reason="needs EnvPool: pip install 'vecenv[envpool]'")
     env = GymWrapper(vecenv.make_vec("CartPole-v1", 4, "envpool", vector_kwargs={"autoreset_mode": "Disabled"}))
     torch.manual_seed(0)
@@ -95,4 +95,4 @@ def test_envpool_can_be_wrapped() -> None:
     done = data["next", "done"].numpy()[..., 0]
     assert done.sum() > 4
     assert np.abs(after - before).max() < 2.0  # no transition leads into the next episode
-    assert np.abs(before[:, 1:][done[:, :-1]]).max() <= 0.05  # and the next one begins where episodes begin
+    assert np.abs(before[:, 1:][done[:, :-1]]).max() <= 0.05  # the next observation is an initial one

@@ -1,4 +1,4 @@
-"""The backends of the contract: their factories, their actions, and known gaps."""
+"""The backends of the contract: how to build them, valid actions, and known gaps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from double import DoubleVectorEnv
 import vecenv
 from vecenv.wrappers import ActionChunks
 
-from .games import PAUSE, Game, SlowCartPole
+from .games import PAUSE, SlowCartPole, TwoPlayerGame
 
 ROWS = 4
 
@@ -27,34 +27,34 @@ class Backend:
     """One column of the contract.
 
     Args:
-        name: Its name for ``pytest -k`` and in the table.
+        name: The name for ``pytest -k`` and in the table.
         make: Builds a vector environment of :data:`ROWS` rows with random first observations.
-        make_slow: The same, perhaps with more rows; a step takes about a tenth of a second.
-        actions: Returns that many valid actions.
-        misfits: Returns that many actions, each of a wrong shape.
-        low: True if observations show that ``options={"low": 0.02, "high": 0.03}`` were applied.
+        make_slow: Builds one with steps of about a tenth of a second, perhaps with more rows.
+        actions: Returns the given number of valid actions.
+        misshapen_actions: Returns the given number of actions, each of a wrong shape.
+        options_applied: True if observations show that the environments received ``options={"low": 0.02, "high": 0.03}``.
         slow_actions: The actions of ``make_slow``, if they differ.
         needs: Modules that the backend needs.
-        folder: The folder of tests to run with, because of threads that stay (``THREADS_STAY`` in ``tests/conftest.py``).
-        around: A context that is open while this backend is tested.
-        dear: It takes long to build, so tests that end with an idle one share it.
+        folder: The folder of tests to run with, because threads are left (``THREADS_STAY`` in ``tests/conftest.py``).
+        context: A context that is open while this backend is tested.
+        expensive: True if it takes long to build, so that tests which leave it idle share one.
         steps: Steps of its environment per action.
-        not_yet: Call -> the reason why this backend breaks that part of the contract. The tests must fail there.
+        known_gaps: The reason why a test of a call must fail with this backend, by call.
     """
 
     name: str
     make: Callable[[], Any]
     make_slow: Callable[[], Any]
     actions: Callable[[int], Any] = lambda n: np.arange(n) % 2
-    misfits: Callable[[int], Any] = lambda n: np.zeros((n, 3), np.int64)
-    low: Callable[[Any], bool] = lambda seen: bool(((seen >= 0.02) & (seen <= 0.03)).all())
+    misshapen_actions: Callable[[int], Any] = lambda n: np.zeros((n, 3), np.int64)
+    options_applied: Callable[[Any], bool] = lambda values: bool(((values >= 0.02) & (values <= 0.03)).all())
     slow_actions: Callable[[int], Any] | None = None
     needs: tuple[str, ...] = ()
     folder: str = ""
-    around: Callable[[], Any] = contextlib.nullcontext
-    dear: bool = False
+    context: Callable[[], Any] = contextlib.nullcontext
+    expensive: bool = False
     steps: int = 1
-    not_yet: Mapping[str, str] = field(default_factory=dict)
+    known_gaps: Mapping[str, str] = field(default_factory=dict)
 
 
 # -- processes, and the calling process ----------------------------------------------------------------------------
@@ -62,18 +62,18 @@ class Backend:
 _CARTPOLE = functools.partial(gymnasium.make, "CartPole-v1")
 
 
-def _engine(name: str, **options: Any) -> Backend:
+def _process_backend(name: str, **options: Any) -> Backend:
     def build(env_fn: Any) -> Any:
         return vecenv.AsyncVectorEnv([env_fn] * ROWS, **options)
 
     return Backend(name, functools.partial(build, _CARTPOLE), functools.partial(build, SlowCartPole))
 
 
-def _chunks(env_fn: Any) -> Any:
-    return vecenv.AsyncVectorEnv([functools.partial(_in_chunks, env_fn)] * ROWS, num_workers=2)
+def _make_chunks(env_fn: Any) -> Any:
+    return vecenv.AsyncVectorEnv([functools.partial(_make_chunked_env, env_fn)] * ROWS, num_workers=2)
 
 
-def _in_chunks(env_fn: Any) -> Any:
+def _make_chunked_env(env_fn: Any) -> Any:
     return ActionChunks(env_fn(), 2)
 
 
@@ -81,7 +81,7 @@ def _in_chunks(env_fn: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _cluster() -> Iterator[None]:
+def _ray_cluster() -> Iterator[None]:
     import ray
 
     os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "240"})
@@ -93,7 +93,7 @@ def _cluster() -> Iterator[None]:
         ray.shutdown()
 
 
-def _over_ray(env_fn: Any) -> Any:
+def _make_ray(env_fn: Any) -> Any:
     from vecenv.backends import RayVectorEnv
 
     return RayVectorEnv([env_fn] * ROWS, num_hosts=2, workers_per_host=1, placement="PACK")
@@ -102,20 +102,20 @@ def _over_ray(env_fn: Any) -> Any:
 # -- EnvPool -------------------------------------------------------------------------------------------------------
 
 
-def _envpool(task: str, **options: Any) -> Any:
+def _make_envpool(task: str, **options: Any) -> Any:
     from vecenv.backends import EnvPoolVectorEnv
 
     return EnvPoolVectorEnv(task, ROWS, num_threads=1, **options)
 
 
-_slow_pool = functools.partial(_envpool, "HalfCheetah-v4", frame_skip=8000)
+_make_slow_envpool = functools.partial(_make_envpool, "HalfCheetah-v4", frame_skip=8000)
 
 
-def _still_cheetah(n: int) -> Any:
+def _zero_cheetah_actions(n: int) -> Any:
     return np.zeros((n, 6))
 
 
-def _players(num_envs: int = ROWS, batch_size: int = 2) -> Any:
+def _make_players(num_envs: int = ROWS, batch_size: int = 2) -> Any:
     return vecenv.MultiAgentVecEnv.from_envpool("SparrowMahjong-v1", num_envs, batch_size=batch_size, num_threads=1)
 
 
@@ -123,7 +123,7 @@ def _players(num_envs: int = ROWS, batch_size: int = 2) -> Any:
 
 
 @functools.cache
-def _walks(work: int) -> Any:
+def _make_walk(work: int) -> Any:
     from vecenv.jax import FunctionalVectorEnv
 
     from .jax_env import Walk
@@ -131,19 +131,19 @@ def _walks(work: int) -> Any:
     return FunctionalVectorEnv(Walk(work), ROWS)
 
 
-def _jax(to: str, work: int = 0) -> Any:
+def _make_jax(to: str, work: int = 0) -> Any:
     from vecenv.backends import JaxVectorEnv
 
-    return JaxVectorEnv(_walks(work), to=to)
+    return JaxVectorEnv(_make_walk(work), to=to)
 
 
 def _jax_backend(to: str) -> Backend:
     return Backend(
         f"jax-to-{to}",
-        functools.partial(_jax, to),
-        functools.partial(_jax, to, 200),
+        functools.partial(_make_jax, to),
+        functools.partial(_make_jax, to, 200),
         actions=lambda n: np.full((n, 1), 0.5, np.float32),
-        misfits=lambda n: np.zeros((n, 2), np.float32),
+        misshapen_actions=lambda n: np.zeros((n, 2), np.float32),
         needs=("jaxlib",),
         folder="jax",
     )
@@ -152,7 +152,7 @@ def _jax_backend(to: str) -> Backend:
 # -- libraries' own vector environments ----------------------------------------------------------------------------
 
 
-def _invaders(**options: Any) -> Any:
+def _make_ale(**options: Any) -> Any:
     import ale_py
 
     gymnasium.register_envs(ale_py)
@@ -167,7 +167,7 @@ class SlowCartPoles(gymnasium.envs.classic_control.cartpole.CartPoleVectorEnv):
         return super().step(action)
 
 
-def _slow_native() -> Any:
+def _make_slow_native() -> Any:
     from vecenv.backends import NativeVectorEnv
 
     return NativeVectorEnv(SlowCartPoles(ROWS))
@@ -176,85 +176,85 @@ def _slow_native() -> Any:
 # -- several agents ------------------------------------------------------------------------------------------------
 
 
-def _agents(pause: float = 0.0) -> Any:
-    return vecenv.MultiAgentVecEnv([functools.partial(Game, pause)] * ROWS, num_workers=2)
+def _make_multi_agent(pause: float = 0.0) -> Any:
+    return vecenv.MultiAgentVecEnv([functools.partial(TwoPlayerGame, pause)] * ROWS, num_workers=2)
 
 
-def _moves(n: int) -> Any:
+def _zero_moves(n: int) -> Any:
     return np.zeros((n, 2), np.int64)
 
 
 # -- known gaps ------------------------------------------------------------------------------------------------------
 
-_OWN_MASKS = {"infos: masks": "the arrays that MultiAgentVecEnv always gives (agent_mask, env_done, ...) have no masks"}
-_WHOLE_BATCHES = {"`recv`: one row in flight": "EnvPool answers in whole batches, and no capability says so"}
+_INFOS_WITHOUT_MASKS = {"infos: masks": "infos that MultiAgentVecEnv always has (agent_mask, env_done, ...) have no masks"}
+_WHOLE_BATCHES = {"`recv`: one row in flight": "EnvPool returns whole batches, and no capability reports it"}
 
 # -- the table -----------------------------------------------------------------------------------------------------
 
 BACKENDS = (
-    _engine("two-workers", num_workers=2),
-    _engine("one-process-each", num_workers=None),
-    _engine("callers-share", num_workers=1, use_caller=True),
-    _engine("in-process", num_workers=0),
-    _engine("first-ready", num_workers=2, batch_size=2),
+    _process_backend("two-workers", num_workers=2),
+    _process_backend("one-process-each", num_workers=None),
+    _process_backend("callers-share", num_workers=1, use_caller=True),
+    _process_backend("in-process", num_workers=0),
+    _process_backend("first-ready", num_workers=2, batch_size=2),
     Backend(
         "multi-agent",
-        _agents,
-        functools.partial(_agents, PAUSE),
-        _moves,
+        _make_multi_agent,
+        functools.partial(_make_multi_agent, PAUSE),
+        _zero_moves,
         lambda n: np.zeros((n, 5), np.int64),
-        not_yet=_OWN_MASKS,
+        known_gaps=_INFOS_WITHOUT_MASKS,
     ),
     Backend(
         "envpool",
-        functools.partial(_envpool, "CartPole-v1"),
-        _slow_pool,
-        slow_actions=_still_cheetah,
+        functools.partial(_make_envpool, "CartPole-v1"),
+        _make_slow_envpool,
+        slow_actions=_zero_cheetah_actions,
         needs=("envpool",),
         folder="backends",
     ),
     Backend(
         "envpool-first-ready",
-        functools.partial(_envpool, "CartPole-v1", batch_size=2),
-        functools.partial(_slow_pool, batch_size=2),
-        slow_actions=_still_cheetah,
+        functools.partial(_make_envpool, "CartPole-v1", batch_size=2),
+        functools.partial(_make_slow_envpool, batch_size=2),
+        slow_actions=_zero_cheetah_actions,
         needs=("envpool",),
         folder="backends",
-        not_yet=_WHOLE_BATCHES,
+        known_gaps=_WHOLE_BATCHES,
     ),
     Backend(
         "envpool-players",
-        _players,
-        functools.partial(_players, 6_000, 3_000),
+        _make_players,
+        functools.partial(_make_players, 6_000, 3_000),
         lambda n: np.zeros((n, 3), np.int64),
         lambda n: np.zeros((n, 2), np.int64),
         needs=("envpool",),
         folder="backends",
-        not_yet={**_WHOLE_BATCHES, **_OWN_MASKS},
+        known_gaps={**_WHOLE_BATCHES, **_INFOS_WITHOUT_MASKS},
     ),
     Backend(
         "native",
         functools.partial(vecenv.make_vec, "CartPole-v1", ROWS, "native"),
-        _slow_native,
+        _make_slow_native,
         folder="backends",
     ),
     Backend(
         "native-ale",
-        _invaders,
-        functools.partial(_invaders, frameskip=2000),
+        _make_ale,
+        functools.partial(_make_ale, frameskip=2000),
         lambda n: np.zeros(n, np.int64),
         needs=("ale_py",),
         folder="backends",
-        dear=True,
+        expensive=True,
     ),
     Backend(
         "ray",
-        functools.partial(_over_ray, _CARTPOLE),
-        functools.partial(_over_ray, SlowCartPole),
+        functools.partial(_make_ray, _CARTPOLE),
+        functools.partial(_make_ray, SlowCartPole),
         needs=("ray",),
         folder="distributed",
-        around=_cluster,
-        dear=True,
+        context=_ray_cluster,
+        expensive=True,
     ),
     _jax_backend("numpy"),
     _jax_backend("jax"),
@@ -264,10 +264,10 @@ BACKENDS = (
 CONFIGURATIONS = (
     Backend(
         "chunks",
-        functools.partial(_chunks, _CARTPOLE),
-        functools.partial(_chunks, SlowCartPole),
+        functools.partial(_make_chunks, _CARTPOLE),
+        functools.partial(_make_chunks, SlowCartPole),
         lambda n: np.repeat(np.arange(n)[:, np.newaxis] % 2, 2, axis=1),
         steps=2,
     ),
 )
-"""Backends that keep the contract without a column in the table: one from above with other environments."""
+"""Backends without a column in the table: one from above with other environments."""

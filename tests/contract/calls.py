@@ -10,11 +10,11 @@ import numpy as np
 F = TypeVar("F", bound=Callable[..., None])
 
 CALLS: dict[str, str] = {}
-"""Test function -> its call, in the order of the tests."""
+"""The call of each test function, in the order of the tests."""
 
 
 def call(name: str) -> Callable[[F], F]:
-    """Assign a test to a row of the contract."""
+    """Register the call that a test is about, which is a row of the table."""
 
     def decorate(test: F) -> F:
         assert name not in CALLS.values(), f"{name} has two tests"
@@ -24,31 +24,31 @@ def call(name: str) -> Callable[[F], F]:
     return decorate
 
 
-def name_of(test: Any) -> str:
-    """Return the row of a test."""
+def call_name(test: Any) -> str:
+    """Return the call that a test is about."""
     return CALLS[test.__name__]
 
 
-def host(batch: Any) -> Any:
+def to_numpy(batch: Any) -> Any:
     """Copy a batch to numpy, in the same containers."""
     if isinstance(batch, Mapping):
-        return {key: host(value) for key, value in batch.items()}
+        return {key: to_numpy(value) for key, value in batch.items()}
     if isinstance(batch, tuple):
-        return tuple(host(value) for value in batch)
+        return tuple(to_numpy(value) for value in batch)
     return np.array(batch)
 
 
-def rows_of(batch: Any, rows: Any) -> Any:
+def copy_rows(batch: Any, rows: Any) -> Any:
     """Copy some rows of a batch to numpy."""
     if isinstance(batch, Mapping):
-        return {key: rows_of(value, rows) for key, value in batch.items()}
+        return {key: copy_rows(value, rows) for key, value in batch.items()}
     if isinstance(batch, tuple):
-        return tuple(rows_of(value, rows) for value in batch)
+        return tuple(copy_rows(value, rows) for value in batch)
     return np.asarray(batch)[np.asarray(rows, np.intp)]
 
 
 def in_flight(envs: Any) -> float:
-    """Return the rows that were sent and not received."""
+    """Return the number of rows that were sent and not received."""
     return float(envs.stats()["in_flight"])
 
 
@@ -61,7 +61,7 @@ def differs(one: Any, other: Any) -> bool:
     return not np.array_equal(np.asarray(one), np.asarray(other))
 
 
-def require_masks(infos: Mapping[Any, Any], where: str = "infos") -> None:
+def assert_masks(infos: Mapping[Any, Any], where: str = "infos") -> None:
     """Assert that every key has its mask, a bool for each row, at every level."""
     keys = [key for key in infos if not (isinstance(key, str) and key.startswith("_") and key[1:] in infos)]
     for key in keys:
@@ -69,6 +69,6 @@ def require_masks(infos: Mapping[Any, Any], where: str = "infos") -> None:
         mask = np.asarray(infos[f"_{key}"])
         assert mask.dtype == np.bool_
         if isinstance(infos[key], Mapping):
-            require_masks(infos[key], f"{where}[{key!r}]")
+            assert_masks(infos[key], f"{where}[{key!r}]")
         else:
             assert len(infos[key]) == len(mask)

@@ -15,9 +15,9 @@ import pytest
 
 from . import table
 from .backends import BACKENDS, CONFIGURATIONS, Backend
-from .calls import name_of
+from .calls import call_name
 
-# Those that take long, in an order in which every third one is of another kind.
+# backends that take long, ordered so that each third contains different kinds
 ALTERNATE = (
     "first-ready",
     "multi-agent",
@@ -37,13 +37,13 @@ HERE = Path(__file__).parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    help_text = "which backend keeps which part of the contract: print the table, or write it into PAGE"
+    help_text = "print the table of the calls that each backend supports, or write it into PAGE"
     parser.addoption("--contract-table", nargs="?", const="", metavar="PAGE", help=help_text)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark as ``long`` two thirds of :data:`ALTERNATE` for each test, unless they are to be in the table."""
+    """Mark as ``long`` two thirds of :data:`ALTERNATE` for each test, unless a table is requested."""
     if config.getoption("contract_table", default=None) is not None:
         return
     tests: dict[tuple[Path, str], dict[str, pytest.Item]] = {}
@@ -65,50 +65,50 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     page = config.getoption("contract_table", default=None)
     if page is not None:
-        found = table.table_of_reports(terminalreporter.stats)
+        result = table.build_table(terminalreporter.stats)
         terminalreporter.section("contract")
-        terminalreporter.write_line(found)
+        terminalreporter.write_line(result)
         if page:
-            table.write(Path(page), found)
+            table.replace_table(Path(page), result)
 
 
-def _marked(backend: Backend) -> Any:
+def _mark_backend(backend: Backend) -> Any:
     ray = [pytest.mark.ray, pytest.mark.xdist_group("ray")] if backend.name == "ray" else []
     return pytest.param(backend, id=backend.name, marks=[*ray, pytest.mark.timeout(240)])
 
 
-@pytest.fixture(scope="package", params=map(_marked, (*BACKENDS, *CONFIGURATIONS)))
+@pytest.fixture(scope="package", params=map(_mark_backend, (*BACKENDS, *CONFIGURATIONS)))
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """The backends, one after another."""
     backend: Backend = request.param
     for module in backend.needs:
         pytest.importorskip(module, reason=f"{backend.name} needs {module}, which is not installed")
-    with backend.around():
+    with backend.context():
         yield backend
 
 
 @pytest.fixture(scope="package")
-def shared(backend: Backend) -> Iterator[Any]:
-    """Yield one for all tests of an expensive backend that leave it idle; else ``None``."""
-    envs = backend.make() if backend.dear else None
+def shared_envs(backend: Backend) -> Iterator[Any]:
+    """Yield a vector environment that tests of an expensive backend share, or ``None`` for other backends."""
+    envs = backend.make() if backend.expensive else None
     if envs is not None:
-        envs.reset()  # threads that are started by the first call stay from now on
+        envs.reset()  # the first call starts threads that stay
     yield envs
     if envs is not None:
         envs.close()
 
 
 @pytest.fixture(autouse=True)
-def recorded(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
-    """Record the call and backend of a test, and expect known gaps to fail."""
+def record_call(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
+    """Record the call and the backend of a test, and expect a known gap to fail."""
     if "backend" not in request.fixturenames:
         return
     backend: Backend = request.getfixturevalue("backend")
-    call = name_of(request.function)
+    call = call_name(request.function)
     record_property("backend", backend.name)
     record_property("call", call)
-    if call in backend.not_yet:
-        request.applymarker(pytest.mark.xfail(strict=True, reason=backend.not_yet[call]))
+    if call in backend.known_gaps:
+        request.applymarker(pytest.mark.xfail(strict=True, reason=backend.known_gaps[call]))
 
 
 @pytest.fixture
@@ -125,22 +125,23 @@ def build(backend: Backend) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def envs(shared: Any, build: Callable[..., Any]) -> Iterator[Any]:
-    """Yield a vector environment that has been reset, fresh or equivalent. A test has to leave it idle."""
-    mine = build() if shared is None or shared.closed or shared.stats()["in_flight"] else shared
-    mine.reset()
-    yield mine
-    if mine is shared and not mine.closed:
-        with contextlib.suppress(Exception):  # then the next one gets a fresh one
-            while mine.stats()["in_flight"]:
-                mine.recv(timeout=20, count=1)
+def envs(shared_envs: Any, build: Callable[..., Any]) -> Iterator[Any]:
+    """Yield a vector environment that has been reset; it is new, or shared and idle. A test must leave it idle."""
+    usable = shared_envs is not None and not shared_envs.closed and not shared_envs.stats()["in_flight"]
+    envs = shared_envs if usable else build()
+    envs.reset()
+    yield envs
+    if envs is shared_envs and not envs.closed:
+        with contextlib.suppress(Exception):  # after a failure, the next test gets a fresh one
+            while envs.stats()["in_flight"]:
+                envs.recv(timeout=20, count=1)
 
 
 @pytest.fixture
-def refusable(record_property: Callable[[str, object], None]) -> Callable[..., Any]:
-    """``with refusable(envs, capability):`` its body works; or it is refused, in agreement with ``envs.capabilities``.
+def unless_refused(record_property: Callable[[str, object], None]) -> Callable[..., Any]:
+    """``with unless_refused(envs, capability):`` passes if its body works, or is refused as ``envs.capabilities`` reports.
 
-    The body does not depend on that. A refusal names the backend and gives a reason.
+    A refusal is a ``NotImplementedError`` that names the backend and gives a reason.
     """
 
     @contextlib.contextmanager
@@ -148,8 +149,8 @@ def refusable(record_property: Callable[[str, object], None]) -> Callable[..., A
         try:
             yield
         except NotImplementedError as error:
-            can = getattr(envs.capabilities, capability, True)
-            assert can is False, f"envs.capabilities say nothing of this: {capability!r}, {error}"
+            supported = getattr(envs.capabilities, capability, True)
+            assert supported is False, f"refused, but envs.capabilities.{capability} is not False: {error}"
             names = type(envs).__name__, f"'{envs.capabilities.backend}'"
             assert any(name in str(error) for name in names), error
             record_property("refused", True)

@@ -20,11 +20,11 @@ class SlowCartPole(CartPoleEnv):
         return super().step(action)
 
 
-class Game:
-    """A game of two players with random observations in the range of ``options``, and without an end.
+class TwoPlayerGame:
+    """A game of two players without an end. Options of a reset bound its random observations.
 
     Args:
-        pause: Seconds that a step takes at least.
+        pause: The minimum duration of a step in seconds.
     """
 
     possible_agents = ("a", "b")
@@ -46,15 +46,15 @@ class Game:
         if seed is not None:
             self.rng = np.random.default_rng(seed)
         self.agents = list(self.possible_agents)
-        between = {"low": -1.0, "high": 1.0, **(options or {})}
-        return {agent: self.rng.uniform(**between, size=3).astype(np.float32) for agent in self.agents}, {}
+        bounds = {"low": -1.0, "high": 1.0, **(options or {})}
+        return {agent: self.rng.uniform(**bounds, size=3).astype(np.float32) for agent in self.agents}, {}
 
     def step(self, actions: dict[str, Any]) -> Any:
         time.sleep(self.pause)
-        seen = {agent: self.rng.uniform(-1, 1, 3).astype(np.float32) for agent in self.agents}
+        observations = {agent: self.rng.uniform(-1, 1, 3).astype(np.float32) for agent in self.agents}
         rewards = {agent: float(actions[agent]) for agent in self.agents}
         over = dict.fromkeys(self.agents, False)
-        return seen, rewards, over, dict(over), {agent: {"mine": 1} for agent in self.agents}
+        return observations, rewards, over, dict(over), {agent: {"mine": 1} for agent in self.agents}
 
     def close(self) -> None:
         pass

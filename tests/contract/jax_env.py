@@ -11,7 +11,7 @@ import numpy as np
 
 
 class Walk:
-    """A place that starts at random and moves by the action.
+    """A random position, which actions move.
 
     Args:
         work: The number of additional matrix products per step.

@@ -10,32 +10,33 @@ from .backends import BACKENDS
 from .calls import CALLS
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
-_WORST = ("FAILED", "not yet", "yes", "refused")
+_WORST_FIRST = ("FAILED", "not yet", "yes", "refused")
 
 
-def table_of_reports(stats: Mapping[str, Iterable[Any]]) -> str:
-    """Return the table of pytest's reports, by their categories."""
+def build_table(stats: Mapping[str, Iterable[Any]]) -> str:
+    """Return the table for pytest's reports, which are grouped by category."""
     cells: dict[tuple[str, str], str] = {}
     for category, reports in stats.items():
         for report in reports:
-            known = dict(getattr(report, "user_properties", ()))
-            if "call" in known and category in ("passed", "failed", "error", "xfailed"):
+            properties = dict(getattr(report, "user_properties", ()))
+            if "call" in properties and category in ("passed", "failed", "error", "xfailed"):
                 if category == "passed" and report.when != "call":
                     continue
-                cell = {"passed": "refused" if "refused" in known else "yes", "xfailed": "not yet"}.get(category, "FAILED")
-                place = known["call"], known["backend"]
-                cells[place] = min(cell, cells.get(place, cell), key=_WORST.index)
-    return text(cells)
+                passed = "refused" if "refused" in properties else "yes"
+                cell = {"passed": passed, "xfailed": "not yet"}.get(category, "FAILED")
+                place = properties["call"], properties["backend"]
+                cells[place] = min(cell, cells.get(place, cell), key=_WORST_FIRST.index)
+    return format_table(cells)
 
 
-def text(cells: Mapping[tuple[str, str], str]) -> str:
+def format_table(cells: Mapping[tuple[str, str], str]) -> str:
     """Return Markdown with a row for each call."""
     names = [backend.name for backend in BACKENDS]
     rows = [[call, *(cells.get((call, name), "-") for name in names)] for call in CALLS.values()]
     return "\n".join(f"| {' | '.join(row)} |" for row in [["call", *names], ["---"] * (len(names) + 1), *rows])
 
 
-def read(page: str) -> tuple[list[str], list[str]]:
+def read_headings(page: str) -> tuple[list[str], list[str]]:
     """Return the calls and the backends of the table in a page."""
     lines = page.splitlines()
     head = next(index for index, line in enumerate(lines) if line.startswith("| call | two-workers"))
@@ -47,7 +48,7 @@ def read(page: str) -> tuple[list[str], list[str]]:
     return rows, [cell.strip() for cell in lines[head].split("|")[2:-1]]
 
 
-def write(page: Path, found: str) -> None:
-    """Put a table between the two marks of a page."""
+def replace_table(page: Path, new_table: str) -> None:
+    """Replace the table between the two marks of a page."""
     before, _, rest = page.read_text().partition(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{found}\n{END}{rest.partition(END)[2]}")
+    page.write_text(f"{before}{BEGIN}\n{new_table}\n{END}{rest.partition(END)[2]}")

@@ -16,7 +16,7 @@ from vecenv.front.arguments import RESET_MASK_NAME
 from vecenv.testing import assert_identical
 
 from .backends import ROWS, Backend
-from .calls import call, differs, host, in_flight, rows_of
+from .calls import call, copy_rows, differs, in_flight, to_numpy
 
 # --- ``reset`` and ``reset_async``: seeds, masks, options, and resets of some rows --------------
 
@@ -25,24 +25,24 @@ CHOSEN, OTHERS = np.flatnonzero(MASK), np.flatnonzero(~MASK)
 
 
 @call("`reset(seed=)`: None, an int, consecutive ints")
-def test_the_same_seeds_give_the_same_observations(envs: Any) -> None:
-    first = host(envs.reset(seed=7))
+def test_equal_seeds_give_equal_observations(envs: Any) -> None:
+    first = to_numpy(envs.reset(seed=7))
     assert differs(envs.reset(), first)
     for seed in (np.int64(7), [7, 8, 9, 10]):
-        assert_identical(host(envs.reset(seed=seed)), first)
+        assert_identical(to_numpy(envs.reset(seed=seed)), first)
     assert differs(envs.reset(seed=1000), first)
 
 
 @call("`reset(seed=[...])`: one or None for each row")
-def test_each_row_has_its_own_seed(envs: Any, refusable: Any) -> None:
+def test_each_row_has_its_own_seed(envs: Any, unless_refused: Any) -> None:
     first = envs.reset(seed=7)
-    with refusable(envs, "row_seeds"):
+    with unless_refused(envs, "row_seeds"):
         some = envs.reset(seed=[7, 500, None, 10])
-        assert_identical(rows_of(some, [0, 3]), rows_of(first, [0, 3]))
-        assert differs(rows_of(some, [1]), rows_of(first, [1]))
+        assert_identical(copy_rows(some, [0, 3]), copy_rows(first, [0, 3]))
+        assert differs(copy_rows(some, [1]), copy_rows(first, [1]))
 
 
-@call("`reset(seed=)`: wrong ones")
+@call("`reset(seed=)`: invalid seeds")
 def test_invalid_seeds_are_refused_before_anything_is_sent(envs: Any) -> None:
     for wrong, error in (
         ([1], ValueError), ([], ValueError), (range(5), ValueError), ("1234", TypeError), (1.5, TypeError),
@@ -57,15 +57,15 @@ def test_invalid_seeds_are_refused_before_anything_is_sent(envs: Any) -> None:
 
 
 @call('`options["reset_mask"]`')
-def test_mask_selects_rows_and_leaves_the_dict_unchanged(backend: Backend, envs: Any, refusable: Any) -> None:
+def test_reset_mask_selects_rows_and_leaves_the_dict_unchanged(backend: Backend, envs: Any, unless_refused: Any) -> None:
     before = envs.step(backend.actions(ROWS))[0]
-    before = rows_of(before, range(ROWS))
+    before = copy_rows(before, range(ROWS))
     mask = MASK.copy()
     options = {"reset_mask": mask}
-    with refusable(envs, "reset_mask"):
+    with unless_refused(envs, "reset_mask"):
         after = envs.reset(options=options)[0]
-        assert_identical(rows_of(after, OTHERS), rows_of(before, OTHERS))
-        assert differs(rows_of(after, CHOSEN), rows_of(before, CHOSEN))
+        assert_identical(copy_rows(after, OTHERS), copy_rows(before, OTHERS))
+        assert differs(copy_rows(after, CHOSEN), copy_rows(before, CHOSEN))
     assert list(options) == ["reset_mask"]
     assert options["reset_mask"] is mask
     assert mask.tolist() == MASK.tolist()
@@ -73,17 +73,17 @@ def test_mask_selects_rows_and_leaves_the_dict_unchanged(backend: Backend, envs:
 
 
 @call('`options["reset_mask"]` and `seed`')
-def test_a_mask_and_seeds_go_together(envs: Any, refusable: Any) -> None:
-    before = host(envs.reset()[0])
-    with refusable(envs, "masked_seeds"):
-        after = host(envs.reset(seed=7, options={"reset_mask": MASK.copy()})[0])
+def test_masked_reset_with_a_seed_seeds_only_the_masked_rows(envs: Any, unless_refused: Any) -> None:
+    before = to_numpy(envs.reset()[0])
+    with unless_refused(envs, "masked_seeds"):
+        after = to_numpy(envs.reset(seed=7, options={"reset_mask": MASK.copy()})[0])
         first = envs.reset(seed=7)[0]
-        assert_identical(rows_of(after, CHOSEN), rows_of(first, CHOSEN))
-        assert_identical(rows_of(after, OTHERS), rows_of(before, OTHERS))
+        assert_identical(copy_rows(after, CHOSEN), copy_rows(first, CHOSEN))
+        assert_identical(copy_rows(after, OTHERS), copy_rows(before, OTHERS))
     assert in_flight(envs) == 0
 
 
-@call('`options["reset_mask"]`: wrong ones')
+@call('`options["reset_mask"]`: invalid masks')
 def test_invalid_masks_are_refused_before_anything_is_sent(backend: Backend, envs: Any) -> None:
     for wrong, error in (
         ([True] * ROWS, TypeError), (None, TypeError), (np.ones(ROWS, np.int8), TypeError),
@@ -104,7 +104,7 @@ def test_other_options_reach_the_environments_or_are_refused_by_name(
 ) -> None:
     options = {"low": 0.02, "high": 0.03}
     if envs.capabilities.reset_options:
-        assert backend.low(np.asarray(envs.reset(options=options)[0]))
+        assert backend.options_applied(np.asarray(envs.reset(options=options)[0]))
     else:
         for wrong in (options, {**options, "reset_mask": np.ones(ROWS, np.bool_)}):
             with pytest.raises(ValueError, match=r"reset options.*'low'"):
@@ -117,31 +117,31 @@ def test_other_options_reach_the_environments_or_are_refused_by_name(
 
 
 @call("`options=[...]`: one or None for each row")
-def test_each_row_has_its_own_options(backend: Backend, envs: Any, refusable: Any) -> None:
+def test_each_row_has_its_own_options(backend: Backend, envs: Any, unless_refused: Any) -> None:
     options = [{"low": 0.02, "high": 0.03}, None, {"low": 0.02, "high": 0.03}, {}]
-    with refusable(envs, "row_options"):
+    with unless_refused(envs, "row_options"):
         after = np.asarray(envs.reset(seed=7, options=options)[0])
-        assert backend.low(after[CHOSEN])
-        assert not backend.low(after[OTHERS])
+        assert backend.options_applied(after[CHOSEN])
+        assert not backend.options_applied(after[OTHERS])
         for wrong, error in ((options[:3], ValueError), ([*options[:3], 1], TypeError), ("abcd", TypeError)):
             with pytest.raises(error, match=r"options"):
                 envs.reset(options=wrong)
         with pytest.raises(ValueError, match=r"options\[1\] has 'reset_mask'"):
             envs.reset(options=[None, {"reset_mask": MASK}, None, None])
-    with refusable(envs, "row_options"):  # one for each of the named rows
+    with unless_refused(envs, "row_options"):  # one for each row in env_id
         envs.reset_async(env_id=[3, 1], options=options[:2])
         observations, *_, infos = envs.recv(count=2)
-        assert backend.low(rows_of(observations, np.flatnonzero(infos["env_id"] == 3)))
-        assert not backend.low(rows_of(observations, np.flatnonzero(infos["env_id"] == 1)))
+        assert backend.options_applied(copy_rows(observations, np.flatnonzero(infos["env_id"] == 3)))
+        assert not backend.options_applied(copy_rows(observations, np.flatnonzero(infos["env_id"] == 1)))
     assert options == [{"low": 0.02, "high": 0.03}, None, {"low": 0.02, "high": 0.03}, {}]
     assert in_flight(envs) == 0
     envs.step(backend.actions(ROWS))
 
 
 @call("`set_next_options`")
-def test_next_episode_gets_its_options(backend: Backend, envs: Any, refusable: Any) -> None:
+def test_next_episode_gets_its_options(backend: Backend, envs: Any, unless_refused: Any) -> None:
     options = [{"low": 0.02, "high": 0.03}, {}]
-    with refusable(envs, "attributes"):
+    with unless_refused(envs, "attributes"):
         assert envs.set_next_options(options, env_id=[2, 0], seed=[4, None]) is None
         envs.set_next_options({"low": 0.02, "high": 0.03}, seed=7)
         for wrong, error in ((options, ValueError), (3, TypeError), ({"reset_mask": MASK}, ValueError)):
@@ -163,23 +163,23 @@ def test_next_episode_gets_its_options(backend: Backend, envs: Any, refusable: A
 
 
 @call("`reset_async`, `reset_wait`")
-def test_a_reset_has_two_halves(backend: Backend, envs: Any) -> None:
+def test_reset_async_and_reset_wait_equal_reset(backend: Backend, envs: Any) -> None:
     with pytest.raises(NoAsyncCallError, match="`reset_wait` without any prior call to `reset_async`"):
         envs.reset_wait()
-    first = host(envs.reset(seed=7)[0])
+    first = to_numpy(envs.reset(seed=7)[0])
     envs.reset_async(seed=7)
     for early in (envs.reset, envs.reset_async, lambda: envs.step(backend.actions(ROWS))):
         with pytest.raises(AlreadyPendingCallError, match="Calling `"):
             early()
     with pytest.raises(NoAsyncCallError):
         envs.step_wait()
-    assert_identical(host(envs.reset_wait()[0]), first)
+    assert_identical(to_numpy(envs.reset_wait()[0]), first)
 
 
 @call("`reset_async(env_id=)`, `recv`")
-def test_some_rows_are_reset_and_received(backend: Backend, envs: Any, refusable: Any) -> None:
+def test_reset_async_of_some_rows_is_received(backend: Backend, envs: Any, unless_refused: Any) -> None:
     envs.step(backend.actions(ROWS))
-    with refusable(envs, "first_ready"):
+    with unless_refused(envs, "first_ready"):
         envs.reset_async(env_id=[3, 1])
         with pytest.raises(AlreadyPendingCallError):
             envs.reset_async(env_id=[1])
@@ -189,30 +189,30 @@ def test_some_rows_are_reset_and_received(backend: Backend, envs: Any, refusable
             envs.recv(count=3)
         observations, rewards, terminations, truncations, infos = envs.recv(count=2)
         assert sorted(infos["env_id"].tolist()) == [1, 3]
-        assert len(rows_of(rewards, [0, 1])) == len(rewards) == 2
+        assert len(copy_rows(rewards, [0, 1])) == len(rewards) == 2
         assert not any(np.asarray(part).any() for part in (rewards, terminations, truncations))
-        assert differs(rows_of(observations, [0]), rows_of(observations, [1]))
+        assert differs(copy_rows(observations, [0]), copy_rows(observations, [1]))
     assert in_flight(envs) == 0
     envs.step(backend.actions(ROWS))
 
 
 @call("`reset_async(env_id=, seed=)`")
-def test_rows_reset_by_id_can_have_seeds(envs: Any, refusable: Any) -> None:
-    with refusable(envs, "masked_seeds" if envs.capabilities.first_ready else "first_ready"):
-        some = []
+def test_rows_reset_by_id_can_have_seeds(envs: Any, unless_refused: Any) -> None:
+    with unless_refused(envs, "masked_seeds" if envs.capabilities.first_ready else "first_ready"):
+        results = []
         for seed in (7, [10, 8]):
             envs.reset_async(seed=seed, env_id=[3, 1])
-            some.append(envs.recv(count=2))
+            results.append(envs.recv(count=2))
         first = envs.reset(seed=7)[0]
-        for observations, *_, infos in some:
-            assert_identical(rows_of(observations, [0, 1]), rows_of(first, infos["env_id"]))
+        for observations, *_, infos in results:
+            assert_identical(copy_rows(observations, [0, 1]), copy_rows(first, infos["env_id"]))
         with pytest.raises(ValueError, match="length"):
             envs.reset_async(seed=[1, 2, 3], env_id=[3, 1])
     assert in_flight(envs) == 0
 
 
-@call("`reset_async(env_id=)`: wrong ones")
-def test_a_wrong_env_id_or_a_second_choice_of_rows_is_refused(envs: Any) -> None:
+@call("`reset_async(env_id=)`: invalid rows")
+def test_reset_async_with_an_invalid_env_id_or_with_a_mask_too_is_refused(envs: Any) -> None:
     for wrong in ([ROWS], [-1], [1, 1], [], [0.0], ["a"], 1):
         with pytest.raises(ValueError, match="env_id"):
             envs.reset_async(env_id=wrong)
@@ -221,75 +221,75 @@ def test_a_wrong_env_id_or_a_second_choice_of_rows_is_refused(envs: Any) -> None
     assert in_flight(envs) == 0
 
 
-# --- Saving and loading: exact where it is possible, and refused by name elsewhere ---------------
+# --- saving and loading -------------------------------------------------------------------------
 
 
 def trajectory_after(envs: Any, backend: Backend, steps: int = 12) -> list[Any]:
-    return [[host(part) for part in envs.step(backend.actions(ROWS))[:4]] for _ in range(steps)]
+    return [[to_numpy(part) for part in envs.step(backend.actions(ROWS))[:4]] for _ in range(steps)]
 
 
 @call("`save`, `load`: all rows")
-def test_loaded_rows_continue_like_the_saved_ones(backend: Backend, envs: Any, refusable: Any) -> None:
-    with refusable(envs, "snapshots"):
+def test_loaded_rows_continue_like_the_saved_ones(backend: Backend, envs: Any, unless_refused: Any) -> None:
+    with unless_refused(envs, "snapshots"):
         envs.reset(seed=3)
         trajectory_after(envs, backend, 3)
-        kept = envs.save()
-        assert len(kept) == ROWS
-        wanted = trajectory_after(envs, backend)
-        envs.load(pickle.loads(pickle.dumps(kept)))
-        assert_identical(trajectory_after(envs, backend), wanted)
+        snapshots = envs.save()
+        assert len(snapshots) == ROWS
+        expected = trajectory_after(envs, backend)
+        envs.load(pickle.loads(pickle.dumps(snapshots)))
+        assert_identical(trajectory_after(envs, backend), expected)
 
 
-@call("`save(env_id=)`, `load(env_id=)`: one into others")
-def test_one_row_is_loaded_into_others(backend: Backend, envs: Any, refusable: Any) -> None:
-    with refusable(envs, "snapshots"):
+@call("`save(env_id=)`, `load(env_id=)`: one row into others")
+def test_one_row_is_loaded_into_others(backend: Backend, envs: Any, unless_refused: Any) -> None:
+    with unless_refused(envs, "snapshots"):
         envs.reset(seed=3)
         [first] = envs.save([0])
-        seen = host(envs.load(first, [1, 3]))
-        pairs: list[Any] = []
-        _leaves(seen, pairs)
-        assert pairs
-        for leaf in pairs:
+        loaded = to_numpy(envs.load(first, [1, 3]))
+        leaves: list[Any] = []
+        _collect_leaves(loaded, leaves)
+        assert leaves
+        for leaf in leaves:
             assert_identical(leaf[0], leaf[1])
 
 
-def _leaves(tree: Any, found: list[Any]) -> None:
+def _collect_leaves(tree: Any, found: list[Any]) -> None:
     if isinstance(tree, dict):
         for value in tree.values():
-            _leaves(value, found)
+            _collect_leaves(value, found)
     else:
         found.append(tree)
 
 
-@call("`freeze`, `thaw`: one into others")
-def test_frozen_row_continues_in_others(backend: Backend, envs: Any, refusable: Any) -> None:
-    with refusable(envs, "freezing"):
+@call("`freeze`, `thaw`: one row into others")
+def test_frozen_row_continues_in_others(backend: Backend, envs: Any, unless_refused: Any) -> None:
+    with unless_refused(envs, "freezing"):
         envs.reset(seed=3)
         [frozen] = envs.freeze([0])
-        seen = host(envs.thaw(frozen, [1, 3])[0])
-        pairs: list[Any] = []
-        _leaves(seen, pairs)
-        for leaf in pairs:
+        thawed = to_numpy(envs.thaw(frozen, [1, 3])[0])
+        leaves: list[Any] = []
+        _collect_leaves(thawed, leaves)
+        for leaf in leaves:
             assert_identical(leaf[0], leaf[1])
         envs.step(backend.actions(ROWS))
 
 
 @call("`state_dict`, `load_state_dict`")
-def test_state_dict_contains_everything(backend: Backend, envs: Any, refusable: Any) -> None:
-    with refusable(envs, "snapshots"):
+def test_state_dict_contains_everything(backend: Backend, envs: Any, unless_refused: Any) -> None:
+    with unless_refused(envs, "snapshots"):
         envs.reset(seed=3)
         state = pickle.loads(pickle.dumps(envs.state_dict()))
-        wanted = trajectory_after(envs, backend)
+        expected = trajectory_after(envs, backend)
         envs.load_state_dict(state)
-        assert_identical(trajectory_after(envs, backend), wanted)
+        assert_identical(trajectory_after(envs, backend), expected)
 
 
-@call("`load`: what does not fit")
-def test_foreign_snapshots_are_refused(backend: Backend, envs: Any, refusable: Any) -> None:
-    with refusable(envs, "snapshots"):
+@call("`load`: snapshots that do not fit")
+def test_snapshots_that_do_not_fit_are_refused(backend: Backend, envs: Any, unless_refused: Any) -> None:
+    with unless_refused(envs, "snapshots"):
         envs.reset(seed=3)
-        kept = envs.save()
-        for wrong in (kept[:2], [*kept[:3], 7], [*kept[:3], b"xy"]):
+        snapshots = envs.save()
+        for wrong in (snapshots[:2], [*snapshots[:3], 7], [*snapshots[:3], b"xy"]):
             with pytest.raises(SnapshotMismatch):
                 envs.load(wrong)
         with pytest.raises(ValueError, match="env_id"):
@@ -297,14 +297,16 @@ def test_foreign_snapshots_are_refused(backend: Backend, envs: Any, refusable: A
         envs.step(backend.actions(ROWS))
 
 
-@call("`save`, `load`: a step is pending")
-def test_nothing_is_saved_while_a_step_is_pending(backend: Backend, build: Callable[..., Any], refusable: Any) -> None:
+@call("`save`, `load`: while a step is pending")
+def test_save_and_load_are_refused_while_a_step_is_pending(
+    backend: Backend, build: Callable[..., Any], unless_refused: Any
+) -> None:
     envs = build()
-    with refusable(envs, "snapshots"):
+    with unless_refused(envs, "snapshots"):
         envs.reset(seed=3)
-        kept = envs.save()
+        snapshots = envs.save()
         envs.step_async(backend.actions(ROWS))
-        for method in (envs.save, envs.state_dict, lambda: envs.load(kept)):
+        for method in (envs.save, envs.state_dict, lambda: envs.load(snapshots)):
             with pytest.raises(AlreadyPendingCallError):
                 method()
         assert np.asarray(envs.step_wait()[2]).shape[0] == ROWS

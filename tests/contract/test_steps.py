@@ -1,4 +1,4 @@
-"""``step`` in one call and in two, ``send`` and ``recv``, timeouts, actions, infos."""
+"""``step``, ``step_async`` and ``step_wait``, ``send`` and ``recv``, timeouts, actions, infos."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from vecenv.errors import StepTimeout
 from vecenv.testing import assert_identical
 
 from .backends import ROWS, Backend
-from .calls import call, host, in_flight, require_masks, rows_of
+from .calls import assert_masks, call, copy_rows, in_flight, to_numpy
 
 ALL = range(ROWS)
 
 
-def receive_all(envs: Any, so_many: int = ROWS) -> list[Any]:
+def receive_all(envs: Any, count: int = ROWS) -> list[Any]:
     """Receive everything that is in flight, in the order of rows."""
     parts: dict[int, Any] = {}
-    while len(parts) < so_many:
+    while len(parts) < count:
         *batch, infos = envs.recv()
         for place, row in enumerate(infos["env_id"].tolist()):
             assert row not in parts
-            parts[row] = [rows_of(part, [place]) for part in batch]
+            parts[row] = [copy_rows(part, [place]) for part in batch]
     return [parts[row] for row in sorted(parts)]
 
 
-def results_of_a_step(envs: Any, actions: Any) -> Any:
-    """Return the results of a step after a reset, and reset to the same state again."""
+def results_of_seeded_step(envs: Any, actions: Any) -> Any:
+    """Return the results of a step after a seeded reset, and reset to the same state again."""
     envs.reset(seed=7)
-    whole = host(envs.step(actions)[:4])
+    expected = to_numpy(envs.step(actions)[:4])
     envs.reset(seed=7)
-    return whole
+    return expected
 
 
 @call("`step`")
-def test_a_step_gives_every_row_its_observation_reward_and_flags(backend: Backend, envs: Any) -> None:
+def test_step_returns_observations_rewards_and_flags_of_all_rows(backend: Backend, envs: Any) -> None:
     observations, rewards, terminations, truncations, infos = envs.step(backend.actions(ROWS))
-    assert host(observations) in envs.observation_space
+    assert to_numpy(observations) in envs.observation_space
     assert len(rewards) == len(terminations) == len(truncations) == ROWS
     assert np.asarray(terminations).dtype == np.asarray(truncations).dtype == np.bool_
     assert np.asarray(rewards).dtype.kind == "f"
@@ -50,14 +50,14 @@ def test_a_step_gives_every_row_its_observation_reward_and_flags(backend: Backen
 
 
 @call("`step_async`, `step_wait`")
-def test_a_step_has_two_halves(backend: Backend, envs: Any) -> None:
+def test_step_async_and_step_wait_equal_step(backend: Backend, envs: Any) -> None:
     actions = backend.actions(ROWS)
     for wait in (envs.step_wait, envs.recv):
         with pytest.raises(NoAsyncCallError):
             wait()
-    whole = results_of_a_step(envs, actions)
+    expected = results_of_seeded_step(envs, actions)
     envs.step_async(actions)
-    assert_identical(host(envs.step_wait()[:4]), whole)
+    assert_identical(to_numpy(envs.step_wait()[:4]), expected)
     with pytest.raises(NoAsyncCallError, match="`step_wait` without any prior call to `step_async`"):
         envs.step_wait()
 
@@ -65,7 +65,7 @@ def test_a_step_has_two_halves(backend: Backend, envs: Any) -> None:
 @call("calls while a step is pending")
 def test_other_calls_are_refused_while_a_step_is_pending(backend: Backend, envs: Any) -> None:
     actions = backend.actions(ROWS)
-    whole = results_of_a_step(envs, actions)
+    expected = results_of_seeded_step(envs, actions)
     envs.step_async(actions)
     for early in (
         lambda: envs.step_async(actions), lambda: envs.step(actions), envs.reset, envs.reset_async,
@@ -75,17 +75,19 @@ def test_other_calls_are_refused_while_a_step_is_pending(backend: Backend, envs:
             early()
     with pytest.raises(NoAsyncCallError):
         envs.reset_wait()
-    assert_identical(host(envs.step_wait()[:4]), whole)
+    assert_identical(to_numpy(envs.step_wait()[:4]), expected)
 
 
-@call("`step_wait(timeout)`: too late")
-def test_late_result_stays_pending(backend: Backend, build: Callable[..., Any], refusable: Any) -> None:
+@call("`step_wait(timeout)`: the timeout passes")
+def test_step_wait_after_a_timeout_returns_the_pending_result(
+    backend: Backend, build: Callable[..., Any], unless_refused: Any
+) -> None:
     envs = build(backend.make_slow)
     actions = (backend.slow_actions or backend.actions)(envs.num_envs)
     envs.reset()
-    late = 0
-    with refusable(envs, "timeouts"):
-        for timeout in (0, -1, 0.001, np.float32(0), 0):  # the machine may have been busy, and the result ready
+    timeouts = 0
+    with unless_refused(envs, "timeouts"):
+        for timeout in (0, -1, 0.001, np.float32(0), 0):  # on a busy machine the result may be ready, so try again
             envs.step_async(actions)
             try:
                 envs.step_wait(timeout=timeout)
@@ -93,39 +95,41 @@ def test_late_result_stays_pending(backend: Backend, build: Callable[..., Any], 
                 assert isinstance(error, TimeoutError)
                 assert error.timeout is not None
                 assert set(error.envs) <= set(range(envs.num_envs))
-                late += 1
+                timeouts += 1
                 with pytest.raises(AlreadyPendingCallError):
                     envs.step_async(actions)
                 assert len(envs.step_wait(timeout=60)[1]) == envs.num_envs
-            if late == 2:
+            if timeouts == 2:
                 break
-        assert late or envs.capabilities.in_this_process
+        assert timeouts or envs.capabilities.in_this_process
     if in_flight(envs):
         envs.step_wait()
     envs.step(actions)
 
 
-@call("`recv(timeout)`: too late")
-def test_rows_that_are_late_are_not_lost(backend: Backend, build: Callable[..., Any], refusable: Any) -> None:
+@call("`recv(timeout)`: the timeout passes")
+def test_recv_after_a_timeout_returns_the_late_rows(
+    backend: Backend, build: Callable[..., Any], unless_refused: Any
+) -> None:
     envs = build(backend.make_slow)
     actions = (backend.slow_actions or backend.actions)(envs.num_envs)
     envs.reset()
-    late = 0
-    with refusable(envs, "timeouts"):
+    timeouts = 0
+    with unless_refused(envs, "timeouts"):
         for _ in range(5):
             envs.send(actions, range(envs.num_envs))
             try:
                 rows = envs.recv(0, count=envs.num_envs)[4]["env_id"]
             except StepTimeout:
-                late += 1
+                timeouts += 1
                 rows = envs.recv(count=envs.num_envs)[4]["env_id"]
             assert sorted(rows.tolist()) == list(range(envs.num_envs))
-            if late == 2:
+            if timeouts == 2:
                 break
-        assert late or envs.capabilities.in_this_process
+        assert timeouts or envs.capabilities.in_this_process
 
 
-@call("`timeout`: wrong ones")
+@call("`timeout`: invalid values")
 def test_invalid_timeout_is_refused_and_the_result_stays_pending(backend: Backend, envs: Any) -> None:
     def fetch(wait: Callable[..., Any]) -> None:
         for wrong, error in ((math.nan, ValueError), ("1", TypeError), (True, TypeError), ([1], TypeError)):
@@ -144,18 +148,18 @@ def test_invalid_timeout_is_refused_and_the_result_stays_pending(backend: Backen
 
 
 @call("`send`, `recv`: all rows")
-def test_all_rows_can_be_sent_to_and_are_received_in_batches(backend: Backend, envs: Any) -> None:
+def test_send_to_all_rows_equals_step(backend: Backend, envs: Any) -> None:
     actions = backend.actions(ROWS)
-    whole = results_of_a_step(envs, actions)
+    expected = results_of_seeded_step(envs, actions)
     envs.send(actions, ALL)  # the rows of the latest `recv` may be fewer
     assert in_flight(envs) == ROWS
-    for row, (one, *_) in enumerate(receive_all(envs)):
-        assert_identical(one, rows_of(whole[0], [row]))
+    for row, (observation, *_) in enumerate(receive_all(envs)):
+        assert_identical(observation, copy_rows(expected[0], [row]))
     with pytest.raises(NoAsyncCallError):
         envs.recv()
 
 
-@call("`batch_size`: what `recv` returns")
+@call("`batch_size`: rows that `recv` returns")
 def test_batch_size_is_the_number_of_received_rows(backend: Backend, envs: Any) -> None:
     envs.send(backend.actions(ROWS), ALL)
     found = len(envs.recv()[1])
@@ -165,8 +169,8 @@ def test_batch_size_is_the_number_of_received_rows(backend: Backend, envs: Any) 
 
 
 @call("`send(env_id=)`: some rows")
-def test_some_rows_can_be_sent_while_others_are_in_flight(backend: Backend, envs: Any, refusable: Any) -> None:
-    with refusable(envs, "first_ready"):
+def test_send_to_some_rows_steps_only_these(backend: Backend, envs: Any, unless_refused: Any) -> None:
+    with unless_refused(envs, "first_ready"):
         envs.send(backend.actions(2), [3, 1])
         assert in_flight(envs) == 2
         with pytest.raises(NoAsyncCallError):
@@ -190,9 +194,9 @@ def test_send_to_a_row_in_flight_is_refused(backend: Backend, envs: Any) -> None
     early = [lambda: envs.send(actions, ALL), lambda: envs.step(actions), lambda: envs.step_async(actions)]
     if envs.capabilities.attributes:
         early += [lambda: envs.call("spec"), lambda: envs.set_attr("mine", 1), lambda: envs.exec_func(id)]
-    for one in early:
+    for make_call in early:
         with pytest.raises(AlreadyPendingCallError):
-            one()
+            make_call()
     for wait in (envs.step_wait, envs.reset_wait):
         with pytest.raises(NoAsyncCallError):
             wait()
@@ -200,15 +204,15 @@ def test_send_to_a_row_in_flight_is_refused(backend: Backend, envs: Any) -> None
 
 
 @call("`reset_async(env_id=)`: a row in flight")
-def test_reset_of_a_row_in_flight_is_refused(backend: Backend, envs: Any, refusable: Any) -> None:
+def test_reset_of_a_row_in_flight_is_refused(backend: Backend, envs: Any, unless_refused: Any) -> None:
     envs.send(backend.actions(ROWS), ALL)
-    with refusable(envs, "first_ready"), pytest.raises(AlreadyPendingCallError):
+    with unless_refused(envs, "first_ready"), pytest.raises(AlreadyPendingCallError):
         envs.reset_async(env_id=ALL)
     assert len(receive_all(envs)) == ROWS
 
 
-@call("`send(env_id=)`: wrong ones")
-def test_a_wrong_env_id_is_refused_and_nothing_is_sent(backend: Backend, envs: Any) -> None:
+@call("`send(env_id=)`: invalid rows")
+def test_send_with_an_invalid_env_id_sends_nothing(backend: Backend, envs: Any) -> None:
     for wrong in ([ROWS], [-1], [1, 1], [], [0.0], ["a"], 1, [[0, 1]]):
         with pytest.raises(ValueError, match="env_id"):
             envs.send(backend.actions(np.size(wrong)), wrong)
@@ -216,8 +220,8 @@ def test_a_wrong_env_id_is_refused_and_nothing_is_sent(backend: Backend, envs: A
 
 
 @call("`recv(count=)`")
-def test_any_number_of_rows_is_received(backend: Backend, envs: Any, refusable: Any) -> None:
-    with refusable(envs, "first_ready"):
+def test_recv_returns_the_requested_count(backend: Backend, envs: Any, unless_refused: Any) -> None:
+    with unless_refused(envs, "first_ready"):
         for counts in ((1, 3), (2, 2), (4,), (3, 1)):
             envs.send(backend.actions(ROWS), ALL)
             rows = []
@@ -229,7 +233,7 @@ def test_any_number_of_rows_is_received(backend: Backend, envs: Any, refusable: 
         envs.recv(count=ROWS)
 
 
-@call("`recv(count=)`: wrong ones")
+@call("`recv(count=)`: invalid counts")
 def test_invalid_count_is_refused(backend: Backend, envs: Any) -> None:
     envs.send(backend.actions(ROWS), ALL)
     for wrong, error in ((0, ValueError), (-1, ValueError), (ROWS + 1, ValueError), (1.0, TypeError), ("2", TypeError)):
@@ -240,19 +244,21 @@ def test_invalid_count_is_refused(backend: Backend, envs: Any) -> None:
 
 
 @call("`recv(at_least=, within=)`")
-def test_at_least_rows_are_enough_after_a_time(backend: Backend, build: Callable[..., Any], refusable: Any) -> None:
+def test_recv_returns_at_least_rows_after_within_seconds(
+    backend: Backend, build: Callable[..., Any], unless_refused: Any
+) -> None:
     envs = build(backend.make_slow)
     rows, actions = envs.num_envs, (backend.slow_actions or backend.actions)(envs.num_envs)
     envs.reset()
     envs.send(actions, range(rows))
-    seen: list[int] = []
-    with refusable(envs, "first_ready"):
-        while len(seen) < rows:
-            some = envs.recv(60, count=rows, at_least=min(envs.batch_size, rows - len(seen)), within=0.001)[4]["env_id"]
-            assert len(some) >= min(envs.batch_size, rows - len(seen))
-            seen += some.tolist()
-            assert in_flight(envs) == rows - len(seen)
-        assert sorted(seen) == list(range(rows)), "each came once"
+    received: list[int] = []
+    with unless_refused(envs, "first_ready"):
+        while len(received) < rows:
+            some = envs.recv(60, count=rows, at_least=min(envs.batch_size, rows - len(received)), within=0.001)[4]["env_id"]
+            assert len(some) >= min(envs.batch_size, rows - len(received))
+            received += some.tolist()
+            assert in_flight(envs) == rows - len(received)
+        assert sorted(received) == list(range(rows)), "each row came once"
         envs.send(actions, range(rows))
         assert len(envs.recv(60, count=rows, at_least=1, within=60)[1]) == rows, "there was time for all of them"
     while in_flight(envs):
@@ -261,10 +267,10 @@ def test_at_least_rows_are_enough_after_a_time(backend: Backend, build: Callable
         envs.recv(at_least=1)
 
 
-@call("`recv(at_least=, within=)`: wrong ones")
-def test_invalid_at_least_is_refused(backend: Backend, envs: Any, refusable: Any) -> None:
+@call("`recv(at_least=, within=)`: invalid values")
+def test_invalid_at_least_is_refused(backend: Backend, envs: Any, unless_refused: Any) -> None:
     envs.send(backend.actions(ROWS), ALL)
-    with refusable(envs, "first_ready"):
+    with unless_refused(envs, "first_ready"):
         for wrong, error in ((0, ValueError), (ROWS + 1, ValueError), (1.0, TypeError), ("2", TypeError)):
             with pytest.raises(error, match="at_least must be"):
                 envs.recv(at_least=wrong, count=ROWS)
@@ -276,14 +282,14 @@ def test_invalid_at_least_is_refused(backend: Backend, envs: Any, refusable: Any
 
 
 @call("`recv`: one row in flight")
-def test_a_single_row_can_be_received(backend: Backend, envs: Any, refusable: Any) -> None:
-    with refusable(envs, "first_ready"):
+def test_single_row_can_be_received(backend: Backend, envs: Any, unless_refused: Any) -> None:
+    with unless_refused(envs, "first_ready"):
         envs.send(backend.actions(1), [2])
         assert envs.recv(count=1)[4]["env_id"].tolist() == [2]
 
 
 @call("actions: too few, too many")
-def test_a_wrong_number_of_actions_is_refused_before_anything_is_sent(backend: Backend, envs: Any) -> None:
+def test_wrong_number_of_actions_is_refused_before_anything_is_sent(backend: Backend, envs: Any) -> None:
     steps = envs.stats()["steps"]
     for wrong in (backend.actions(ROWS - 1), backend.actions(ROWS + 1), backend.actions(1)[0], None, 3):
         for begin in (envs.step, envs.step_async, lambda actions: envs.send(actions, ALL)):
@@ -301,7 +307,7 @@ def test_actions_of_a_wrong_shape_are_refused_before_anything_is_sent(backend: B
     steps = envs.stats()["steps"]
     for begin in (envs.step, envs.step_async, lambda actions: envs.send(actions, ALL)):
         with pytest.raises((ValueError, TypeError)):
-            begin(backend.misfits(ROWS))
+            begin(backend.misshapen_actions(ROWS))
     assert in_flight(envs) == 0
     assert envs.stats()["steps"] == pytest.approx(steps, nan_ok=True)
     envs.step(backend.actions(ROWS))
@@ -309,26 +315,26 @@ def test_actions_of_a_wrong_shape_are_refused_before_anything_is_sent(backend: B
 
 @call("infos: masks")
 def test_every_info_has_its_mask(backend: Backend, envs: Any) -> None:
-    require_masks(envs.reset()[1])
-    for _ in range(12):  # episodes end meanwhile
-        require_masks(envs.step(backend.actions(ROWS))[4])
+    assert_masks(envs.reset()[1])
+    for _ in range(12):  # so that episodes end
+        assert_masks(envs.step(backend.actions(ROWS))[4])
     envs.send(backend.actions(ROWS), ALL)
-    seen = 0
-    while seen < ROWS:
+    received = 0
+    while received < ROWS:
         infos = envs.recv()[4]
-        require_masks(infos)
-        seen += len(infos["env_id"])
+        assert_masks(infos)
+        received += len(infos["env_id"])
 
 
 @call("infos: `env_id`")
 def test_received_infos_have_env_ids(backend: Backend, envs: Any) -> None:
     for begin in (lambda: envs.send(backend.actions(ROWS), ALL), envs.reset_async):
         begin()
-        seen: list[int] = []
-        while len(seen) < ROWS:
+        received: list[int] = []
+        while len(received) < ROWS:
             *_, infos = envs.recv()
             assert infos["env_id"].dtype == np.intp
             assert infos["_env_id"].dtype == np.bool_
             assert infos["_env_id"].all()
-            seen += infos["env_id"].tolist()
-        assert sorted(seen) == list(ALL)
+            received += infos["env_id"].tolist()
+        assert sorted(received) == list(ALL)

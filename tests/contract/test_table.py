@@ -12,14 +12,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "generated" / "calls.md"
 
 
 def test_page_and_contract_have_the_same_calls_and_backends() -> None:
-    calls, backends = table.read(PAGE.read_text())
+    calls, backends = table.read_headings(PAGE.read_text())
     assert calls == list(CALLS.values())
     assert backends == [backend.name for backend in BACKENDS]
 
 
-def test_writing_the_table_changes_nothing_else_on_the_page(tmp_path: Path) -> None:
+def test_replace_table_changes_nothing_else_on_the_page(tmp_path: Path) -> None:
     page = tmp_path / "calls.md"
     page.write_text(PAGE.read_text())
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and line.count("|") > 9]
-    table.write(page, "\n".join(rows))
+    table.replace_table(page, "\n".join(rows))
     assert page.read_text() == PAGE.read_text()

@@ -1,4 +1,4 @@
-"""Clusters. Ray starts threads that stay, so these tests run late (``THREADS_STAY`` of ``tests/conftest.py``)."""
+"""Ray clusters for tests, which run late because Ray's threads stay (``THREADS_STAY`` in ``tests/conftest.py``)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Hosts without a cluster: in this process, with the methods of a cluster; they reply when the caller waits for them.
+"""A double of a Ray cluster, with hosts in this process that reply when the caller waits for them.
 
-Values are pickled as for a cluster, and arrive read-only, as from an object store. ``die`` and ``held`` imitate failures
-of a network.
+Values are pickled, and arrays arrive read-only, like from Ray's object store. ``crash`` and ``paused`` imitate failures of
+hosts and of the network.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from vecenv.backends.ray.host import Host, HostPlan, HostReply, Lost
 from vecenv.errors import ClusterError
 
 
-class HostsHere:
-    """A stand-in for ``vecenv.backends.ray.cluster.Cluster``."""
+class InProcessCluster:
+    """A double of ``vecenv.backends.ray.cluster.Cluster``."""
 
     own = True
 
     def __init__(self) -> None:
-        self.living: list[Host] = []
+        self.hosts: list[Host] = []
         self.calls: dict[int, tuple[Host, str, bytes]] = {}
         self.done: dict[int, Any] = {}
-        self.held: set[int] = set()  # indices of hosts that do not reply for now
-        self.dead: set[int] = set()  # identities of hosts
-        self.room = True
+        self.paused: set[int] = set()  # indices of hosts that do not reply at present
+        self.crashed: set[int] = set()  # ids of host objects
+        self.has_room = True
         self.closed = False
-        self.served: list[tuple[int, str]] = []
+        self.executed: list[tuple[int, str]] = []
 
     # -- a cluster
 
@@ -45,22 +45,22 @@ class HostsHere:
         self.require_cores(timeout)
 
     def require_cores(self, timeout: float) -> None:
-        if not self.room:
+        if not self.has_room:
             raise ClusterError("no room")
 
     # -- hosts
 
     def launch(self, plan: HostPlan) -> None:
-        self.living.append(Host(pickle.loads(pickle.dumps(plan))))
+        self.hosts.append(Host(pickle.loads(pickle.dumps(plan))))
 
     def host(self, index: int) -> Host:
         """Return the latest host with this index."""
-        return next(host for host in reversed(self.living) if host._plan.index == index)
+        return next(host for host in reversed(self.hosts) if host._plan.index == index)
 
-    def die(self, index: int) -> None:
-        """End a host silently, whatever is pending there."""
+    def crash(self, index: int) -> None:
+        """End a host silently, with whatever is pending there."""
         host = self.host(index)
-        self.dead.add(id(host))
+        self.crashed.add(id(host))
         if host.envs is not None:
             host.envs.close()
 
@@ -71,49 +71,49 @@ class HostsHere:
 
     def _ready(self, reference: int) -> bool:
         host, method, _ = self.calls[reference]
-        return method == "start" or id(host) in self.dead or host._plan.index not in self.held
+        return method == "start" or id(host) in self.crashed or host._plan.index not in self.paused
 
     def _run(self, reference: int) -> Any:
         if reference not in self.done:
             host, method, args = self.calls[reference]
-            if id(host) in self.dead:
+            if id(host) in self.crashed:
                 return Lost("it died")
-            self.served.append((host._plan.index, method))
-            self.done[reference] = _as_received(getattr(host, method)(*pickle.loads(args)))
+            self.executed.append((host._plan.index, method))
+            self.done[reference] = _transfer(getattr(host, method)(*pickle.loads(args)))
         return self.done[reference]
 
     def collect(self, references: list[int], deadline: float | None, *, every: bool = False) -> list[tuple[int, Any]]:
-        assert deadline is not None or any(map(self._ready, references)), "this would wait for ever"
+        assert deadline is not None or any(map(self._ready, references)), "this would wait forever"
         return [(reference, self._run(reference)) for reference in references if self._ready(reference)]
 
     def kill(self, index: int) -> None:
-        if any(host._plan.index == index for host in self.living) and id(self.host(index)) not in self.dead:
-            self.die(index)
+        if any(host._plan.index == index for host in self.hosts) and id(self.host(index)) not in self.crashed:
+            self.crash(index)
 
     def close(self) -> None:
-        for host in self.living:
+        for host in self.hosts:
             self.kill(host._plan.index)
         self.closed = True
 
 
-def _as_received(value: Any) -> Any:
-    """Return the value as it would arrive: with arrays that are read-only views of shared memory."""
+def _transfer(value: Any) -> Any:
+    """Pickle and unpickle a value; its arrays become read-only, like views of an object store."""
     buffers: list[Any] = []
     data = pickle.dumps(value, 5, buffer_callback=buffers.append)
-    again = pickle.loads(data, buffers=[bytes(buffer.raw()) for buffer in buffers])
-    if isinstance(again, HostReply):
-        for leaf in again.arrays:
+    received = pickle.loads(data, buffers=[bytes(buffer.raw()) for buffer in buffers])
+    if isinstance(received, HostReply):
+        for leaf in received.arrays:
             assert isinstance(leaf, np.ndarray)
             leaf.flags.writeable = False
-    return again
+    return received
 
 
-class VectorEnvHere(RayVectorEnv):
-    """``RayVectorEnv`` over :class:`HostsHere`; by default each host steps its environments itself."""
+class InProcessRayVectorEnv(RayVectorEnv):
+    """A ``RayVectorEnv`` over :class:`InProcessCluster`. By default, each host steps its environments itself."""
 
-    def __init__(self, env_fns: Sequence[Any], hosts: HostsHere | None = None, **options: Any) -> None:
-        self.here = hosts or HostsHere()
+    def __init__(self, env_fns: Sequence[Any], cluster: InProcessCluster | None = None, **options: Any) -> None:
+        self.cluster = cluster or InProcessCluster()
         super().__init__(env_fns, **{"workers_per_host": 0, "num_hosts": min(2, max(len(env_fns), 1)), **options})
 
-    def _connect(self) -> HostsHere:
-        return self.here
+    def _connect(self) -> InProcessCluster:
+        return self.cluster

@@ -1,4 +1,4 @@
-"""``RayVectorEnv`` on a cluster of one node that already runs: values, faults, and clean-up."""
+"""``RayVectorEnv`` on a running cluster of one node: values, faults, and clean-up."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ pytest.importorskip("ray", reason="Ray is not installed (pip install 'vecenv[ray
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 
-def over(env_fns: Any, num_hosts: int = 2, **options: Any) -> Any:
+def make_envs(env_fns: Any, num_hosts: int = 2, **options: Any) -> Any:
     return RayVectorEnv(env_fns, **{"num_hosts": num_hosts, "workers_per_host": 1, "placement": "PACK", **options})
 
 
 def wait_for_cores(cluster: Any, count: int) -> None:
-    """Wait until that many cores are free; Ray's accounts are a moment late."""
+    """Wait until that many cores are free, because Ray updates the number with a delay."""
     deadline = time.monotonic() + 10
     while (free := cluster.available_resources().get("CPU", 0)) != count:
         assert time.monotonic() < deadline, f"{free} cores are free, not {count}"
@@ -45,22 +45,25 @@ def wait_for_cores(cluster: Any, count: int) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """True if a process runs and is not a zombie (this process adopts orphans, and need not reap Ray's)."""
+    """True if a process runs and is not a zombie. This process adopts orphans of Ray, and does not reap them."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-def wait_for_ends(pids: Iterable[int], seconds: float = 10.0) -> None:
+def wait_until_ended(pids: Iterable[int], seconds: float = 10.0) -> None:
     deadline = time.monotonic() + seconds
     while left := [pid for pid in pids if is_running(pid)]:
-        assert time.monotonic() < deadline, f"left behind: {left}"
+        assert time.monotonic() < deadline, f"still running: {left}"
         time.sleep(0.05)
 
 
-class BusyEnv(CounterEnv):
-    """An environment that dies, or is slow, if ``folder`` has a file named like its env id."""
+class FileControlledEnv(CounterEnv):
+    """An environment that reads a file of ``folder``, named by its index, in each step.
+
+    It dies if the text is "die", and otherwise waits until the file is removed.
+    """
 
     def __init__(self, folder: Path, env_id: int = 0, **kwargs: Any) -> None:
         super().__init__(env_id, lengths=(50,), **kwargs)
@@ -76,8 +79,8 @@ class BusyEnv(CounterEnv):
         return super().step(action)
 
 
-def busy_env_fns(folder: Path, n: int) -> list[Any]:
-    return [functools.partial(BusyEnv, folder, index) for index in range(n)]
+def make_file_controlled_env_fns(folder: Path, n: int) -> list[Any]:
+    return [functools.partial(FileControlledEnv, folder, index) for index in range(n)]
 
 
 @pytest.mark.slow
@@ -86,15 +89,16 @@ class TestContract(VectorEnvContract):
 
     def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> Any:
         hosts = min(2, num_envs)
-        return over(scripted(num_envs), hosts, autoreset_mode=autoreset_mode, workers_per_host=0, **kwargs)
+        return make_envs(scripted(num_envs), hosts, autoreset_mode=autoreset_mode, workers_per_host=0, **kwargs)
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 3])
 def test_trajectories_equal_sync_vector_env(num_hosts: int) -> None:
     mode = list(AutoresetMode)[num_hosts % 3]
-    envs = over(scripted(5), num_hosts, autoreset_mode=mode)
-    oracle = SyncVectorEnv(scripted(5), autoreset_mode=mode)  # which cuts the floats of a key that begins with an int
-    assert_same_trajectory(MergedByGymnasium(envs), oracle, 30, seed=[3, 1, None, 9, 2])
+    envs = make_envs(scripted(5), num_hosts, autoreset_mode=mode)
+    # SyncVectorEnv truncates floats to int if the first value of an info is an int, hence MergedByGymnasium
+    reference = SyncVectorEnv(scripted(5), autoreset_mode=mode)
+    assert_same_trajectory(MergedByGymnasium(envs), reference, 30, seed=[3, 1, None, 9, 2])
     envs.close()
 
 
@@ -103,7 +107,7 @@ def test_environments_are_built_only_on_hosts(tmp_path: Path) -> None:
         (tmp_path / str(os.getpid())).touch()
         return CounterEnv()
 
-    envs = over([env_fn] * 2)
+    envs = make_envs([env_fn] * 2)
     pids = set(envs.call("pid"))
     assert os.getpid() not in pids
     assert not (tmp_path / str(os.getpid())).exists()
@@ -111,17 +115,17 @@ def test_environments_are_built_only_on_hosts(tmp_path: Path) -> None:
     envs.close()
 
 
-def test_existing_cluster_is_not_changed(cluster: Any) -> None:
-    envs = over(counters(2))
-    wait_for_cores(cluster, 4)  # of 8: a worker and the host itself, twice
+def test_close_frees_cores_and_keeps_an_existing_cluster(cluster: Any) -> None:
+    envs = make_envs(counters(2))
+    wait_for_cores(cluster, 4)  # of 8: two hosts use a core for a worker and one for themselves
     pids = {host["pid"] for host in envs.hosts} | set(envs.call("pid"))
     envs.close()
     assert cluster.is_initialized()
     wait_for_cores(cluster, 8)
-    wait_for_ends(pids)
+    wait_until_ended(pids)
 
 
-PROGRAM = """
+STEP_PROGRAM = """
     import ray
     from envs import counters
     from vecenv.backends import RayVectorEnv
@@ -136,18 +140,18 @@ PROGRAM = """
 """
 
 
-def test_running_cluster_is_found_and_left_running(cluster: Any, tmp_path: Path) -> None:
+def test_program_uses_a_running_cluster_and_leaves_it_running(cluster: Any, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(PROGRAM))
+    program.write_text(textwrap.dedent(STEP_PROGRAM))
     address, tests = cluster.get_runtime_context().gcs_address, Path(__file__).parent.parent
     path = os.pathsep.join([str(tests), str(tests.parent)])
     shown = printed(program, timeout=200, RAY_ADDRESS=address, PYTHONPATH=path)
     assert shown.splitlines()[-3:] == [f"{address} False", "[0.001, 1.001]", "False"]
     wait_for_cores(cluster, 8)
-    assert cluster.get(cluster.remote(lambda: 7).remote()) == 7  # it still works
+    assert cluster.get(cluster.remote(lambda: 7).remote()) == 7  # the cluster still works
 
 
-TRAINER = """
+TRAINER_PROGRAM = """
     from envs import counters
     from vecenv.backends import RayVectorEnv
 
@@ -162,9 +166,9 @@ TRAINER = """
 """
 
 
-def test_hosts_end_with_a_killed_trainer(cluster: Any, tmp_path: Path) -> None:
+def test_hosts_end_after_their_trainer_is_killed(cluster: Any, tmp_path: Path) -> None:
     program = tmp_path / "trainer.py"
-    program.write_text(textwrap.dedent(TRAINER))
+    program.write_text(textwrap.dedent(TRAINER_PROGRAM))
     address, tests = cluster.get_runtime_context().gcs_address, Path(__file__).parent.parent
     with subprocess.Popen(
         [sys.executable, str(program)],
@@ -177,35 +181,35 @@ def test_hosts_end_with_a_killed_trainer(cluster: Any, tmp_path: Path) -> None:
         assert len(pids) == 4
         assert all(is_running(pid) for pid in pids)
         trainer.kill()
-    wait_for_ends(pids, 60.0)  # Ray notifies hosts when it has noticed
+    wait_until_ended(pids, 60.0)  # Ray notifies the hosts after it has detected the end of the trainer
     wait_for_cores(cluster, 8)
 
 
-def test_an_address_of_another_cluster_is_refused() -> None:
+def test_address_of_another_cluster_is_refused() -> None:
     with pytest.raises(ValueError, match="is connected to"):
-        over(counters(2), address="10.9.8.7:6379")
+        make_envs(counters(2), address="10.9.8.7:6379")
 
 
 def test_large_observations_are_writeable() -> None:
     space = spaces.Box(0, 255, (84, 84, 4), np.uint8)
     fns = [functools.partial(SpaceEnv, space, env_id=index) for index in range(8)]
-    envs, sync = over(fns), SyncVectorEnv(fns)
+    envs, sync = make_envs(fns), SyncVectorEnv(fns)
     assert_same_trajectory(envs, sync, 8, seed=1)
     observations, *_ = envs.step(sync.action_space.sample())
     observations.fill(0)
     envs.close()
 
 
-def test_custom_spaces_are_pickled() -> None:
+def test_spaces_without_a_fixed_size_are_pickled() -> None:
     fns = [functools.partial(SpaceEnv, spaces.Text(4), spaces.Sequence(spaces.Discrete(3)), env_id=i) for i in range(4)]
-    envs = over(fns)
+    envs = make_envs(fns)
     assert_same_trajectory(envs, SyncVectorEnv(fns), 8, seed=1)
     assert envs.exec_func(lambda env: env.steps, [2]) == (None, None, envs.get_attr("steps")[2], None)
     envs.close()
 
 
 def test_two_groups_of_hosts_wait_concurrently() -> None:
-    envs = over(counters(4, lengths=(500,)), batch_size=2)
+    envs = make_envs(counters(4, lengths=(500,)), batch_size=2)
     envs.reset_async(seed=0)
     steps = dict.fromkeys(range(4), 0)
     for _ in range(40):
@@ -222,7 +226,7 @@ def test_two_groups_of_hosts_wait_concurrently() -> None:
 
 
 def test_killed_worker_is_reported_and_recovered_by_reset(tmp_path: Path) -> None:
-    envs = over(busy_env_fns(tmp_path, 4))
+    envs = make_envs(make_file_controlled_env_fns(tmp_path, 4))
     envs.reset(seed=1)
     pids = [host["pid"] for host in envs.hosts]
     (tmp_path / "2").write_text("die")
@@ -231,12 +235,12 @@ def test_killed_worker_is_reported_and_recovered_by_reset(tmp_path: Path) -> Non
     assert not isinstance(info.value, HostDied)
     assert info.value.envs == (2, 3)
     assert envs.reset(seed=1)[0][:, 3].tolist() == [1, 2, 3, 4]
-    assert [host["pid"] for host in envs.hosts] == pids  # the host handles it
+    assert [host["pid"] for host in envs.hosts] == pids  # the same hosts continue
     envs.close()
 
 
-def test_a_killed_worker_is_restarted_by_its_host(tmp_path: Path) -> None:
-    envs = over(busy_env_fns(tmp_path, 4), on_failure="restart")
+def test_killed_worker_is_restarted_by_its_host(tmp_path: Path) -> None:
+    envs = make_envs(make_file_controlled_env_fns(tmp_path, 4), on_failure="restart")
     envs.reset(seed=1)
     (tmp_path / "2").write_text("die")
     *_, truncations, infos = envs.step([0] * 4)
@@ -248,7 +252,7 @@ def test_a_killed_worker_is_restarted_by_its_host(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("when", ["idle", "step"])
 def test_killed_host_is_noticed_within_seconds(tmp_path: Path, when: str) -> None:
-    envs = over(busy_env_fns(tmp_path, 4))
+    envs = make_envs(make_file_controlled_env_fns(tmp_path, 4))
     envs.reset(seed=1)
     workers = envs.call("pid")[2:]
     if when == "step":
@@ -262,15 +266,15 @@ def test_killed_host_is_noticed_within_seconds(tmp_path: Path, when: str) -> Non
         envs.step_wait()
     assert time.monotonic() - started_at < 8
     assert info.value.envs == (2, 3)
-    wait_for_ends(workers)  # they end with their host
+    wait_until_ended(workers)  # they end with their host
     (tmp_path / "3").unlink(missing_ok=True)
     assert envs.reset(seed=5)[0][:, 3].tolist() == [5, 6, 7, 8]
     assert envs.step([0] * 4)[0][:, 1].tolist() == [1] * 4
     envs.close()
 
 
-class CountedEnv(BusyEnv):
-    """An environment that counts its steps in a file, which outlives the process."""
+class StepLoggingEnv(FileControlledEnv):
+    """An environment that logs its steps to a file, which outlives the process."""
 
     def step(self, action: Any) -> Any:
         with (self.file.parent / f"steps of {self.env_id}").open("a") as file:
@@ -279,7 +283,7 @@ class CountedEnv(BusyEnv):
 
 
 def test_step_that_ended_its_host_is_not_repeated(tmp_path: Path) -> None:
-    envs = over([functools.partial(CountedEnv, tmp_path, index) for index in range(2)], workers_per_host=0)
+    envs = make_envs([functools.partial(StepLoggingEnv, tmp_path, index) for index in range(2)], workers_per_host=0)
     assert [envs._cluster.actors[index].step._max_task_retries for index in range(2)] == [0, 0]
     envs.reset(seed=1)
     (tmp_path / "1").write_text("die")
@@ -291,7 +295,7 @@ def test_step_that_ended_its_host_is_not_repeated(tmp_path: Path) -> None:
 
 
 def test_rows_of_a_killed_host_are_truncated() -> None:
-    envs = over(counters(4, lengths=(50,)), on_failure="restart")
+    envs = make_envs(counters(4, lengths=(50,)), on_failure="restart")
     envs.reset(seed=1)
     envs.step([0] * 4)
     os.kill(envs.hosts[0]["pid"], signal.SIGKILL)
@@ -305,11 +309,11 @@ def test_rows_of_a_killed_host_are_truncated() -> None:
 
 
 def test_rows_of_a_killed_host_continue_from_snapshots(tmp_path: Path) -> None:
-    """This holds for a host that died, and for a worker that its host restarts."""
-    envs = over(busy_env_fns(tmp_path, 4), on_failure="restart")
+    """The first host is killed; on the second, a worker dies and is restarted by its host."""
+    envs = make_envs(make_file_controlled_env_fns(tmp_path, 4), on_failure="restart")
     envs.reset(seed=1)
     envs.step([0] * 4)
-    kept = envs.save()
+    snapshots = envs.save()
     for killed, rows in enumerate(([0, 1], [2, 3])):
         for _ in range(2):
             envs.step([0] * 4)
@@ -319,13 +323,13 @@ def test_rows_of_a_killed_host_continue_from_snapshots(tmp_path: Path) -> None:
             (tmp_path / "3").write_text("die")
         *_, truncations, infos = envs.step([0] * 4)
         assert np.flatnonzero(truncations).tolist() == np.flatnonzero(infos["restarted"]).tolist() == rows
-        assert envs.load([kept[row] for row in rows], env_id=rows)[:, 1].tolist() == [1, 1]
+        assert envs.load([snapshots[row] for row in rows], env_id=rows)[:, 1].tolist() == [1, 1]
         assert envs.step([0] * 4)[0][rows, 1].tolist() == [2, 2]
     envs.close()
 
 
-def test_slow_host_times_out_and_can_be_waited_for_again(tmp_path: Path) -> None:
-    envs = over(busy_env_fns(tmp_path, 4), step_timeout=0.5)
+def test_step_wait_can_be_repeated_after_a_host_times_out(tmp_path: Path) -> None:
+    envs = make_envs(make_file_controlled_env_fns(tmp_path, 4), step_timeout=0.5)
     envs.reset(seed=1)
     (tmp_path / "1").write_text("wait")
     envs.step_async([0] * 4)
@@ -341,7 +345,7 @@ def test_slow_host_times_out_and_can_be_waited_for_again(tmp_path: Path) -> None
 
 
 def test_close_ends_despite_a_hanging_environment(tmp_path: Path) -> None:
-    envs = over(busy_env_fns(tmp_path, 4))
+    envs = make_envs(make_file_controlled_env_fns(tmp_path, 4))
     envs.reset(seed=1)
     pids = {host["pid"] for host in envs.hosts} | set(envs.call("pid"))
     (tmp_path / "1").write_text("wait")
@@ -350,19 +354,19 @@ def test_close_ends_despite_a_hanging_environment(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="pending call"):
         envs.close(timeout=0.5)
     assert time.monotonic() - started_at < 8
-    wait_for_ends(pids)
+    wait_until_ended(pids)
 
 
-# -- bad input -------------------------------------------------------------------------------------------------
+# -- missing resources, invalid environments, shared data --------------------------------------------------------
 
 
 def test_missing_resources_are_reported_after_a_bounded_wait(cluster: Any) -> None:
     started_at = time.monotonic()
     reason = r"too few free cores for 2 hosts \(STRICT_SPREAD\).*1 node with .*; add 1 node, or .*PACK"
     with pytest.raises(ClusterError, match=reason):
-        over(counters(4), placement="STRICT_SPREAD", worker_options=vecenv.WorkerOptions(start_timeout=1.0))
+        make_envs(counters(4), placement="STRICT_SPREAD", worker_options=vecenv.WorkerOptions(start_timeout=1.0))
     with pytest.raises(ClusterError, match=r"with 41 \+ 41 CPU .*: 8 in all"):
-        over(counters(80), workers_per_host=40, worker_options=vecenv.WorkerOptions(start_timeout=1.0))
+        make_envs(counters(80), workers_per_host=40, worker_options=vecenv.WorkerOptions(start_timeout=1.0))
     assert time.monotonic() - started_at < 10
     wait_for_cores(cluster, 8)
 
@@ -370,31 +374,31 @@ def test_missing_resources_are_reported_after_a_bounded_wait(cluster: Any) -> No
 def test_hosts_that_disagree_on_spaces_are_named_and_ended(cluster: Any) -> None:
     fns = [functools.partial(SpaceEnv, spaces.Box(0, 1, (2 + index // 2,))) for index in range(4)]
     with pytest.raises(RuntimeError, match=r"Env 2 has Box.*on host 1"):
-        over(fns)
+        make_envs(fns)
     wait_for_cores(cluster, 8)
 
 
-class Priced(CounterEnv):
-    """An environment with prices that only ``look`` returns."""
+class PricesEnv(CounterEnv):
+    """An environment with shared prices, which ``describe_prices`` describes."""
 
     def __init__(self, prices: Any) -> None:
         super().__init__()
         self.prices = prices
 
-    def look(self) -> tuple[bool, float]:
+    def describe_prices(self) -> tuple[bool, float]:
         return self.prices.flags.writeable, float(self.prices.sum())
 
 
 def test_shared_data_is_read_only_on_a_host(cluster: Any) -> None:
     prices = vecenv.share(np.arange(1000.0))
-    envs = over([functools.partial(Priced, prices[10:])] * 4)
+    envs = make_envs([functools.partial(PricesEnv, prices[10:])] * 4)
     try:
-        assert envs.call("look") == ((False, float(prices[10:].sum())),) * 4
+        assert envs.call("describe_prices") == ((False, float(prices[10:].sum())),) * 4
     finally:
         envs.close()
 
 
-class Missing:
+class UnpicklableOnHost:
     def __reduce__(self) -> Any:
         return (__import__, ("no_such_module_here",))
 
@@ -404,17 +408,17 @@ class Missing:
 
 def test_missing_module_of_a_host_is_named(cluster: Any) -> None:
     with pytest.raises(RuntimeError, match=r"env_fns\[1\] could not be unpickled on its host.*no_such_module_here"):
-        over([*counters(1), Missing()])
+        make_envs([*counters(1), UnpicklableOnHost()])
     wait_for_cores(cluster, 8)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_evaluation_with_faults_equals_a_plain_loop(tmp_path: Path) -> None:
-    """Row by row over two hosts, episodes that raise, die or hang do not affect the others."""
+    """Episodes that raise, die or hang do not affect other episodes on the same or another host."""
     faults = {SEED + 2: "raise", SEED + 5: "die", SEED + 7: "hang once", SEED + 9: "die once"}
-    envs = over(walks(4, faults=faults, marks=str(tmp_path)))
-    results = vecenv.evaluate(envs, choose, 12, seed=SEED, timeout=15.0)  # a host is rebuilt within that time
+    envs = make_envs(walks(4, faults=faults, marks=str(tmp_path)))
+    results = vecenv.evaluate(envs, choose, 12, seed=SEED, timeout=15.0)  # time enough to rebuild a host
     assert [each.index for each in results if each.error is not None] == [2, 5]
     for each, plain in zip(numbers(results), expected_results(12), strict=True):
         assert each == plain or each[0] in (2, 5)
@@ -422,7 +426,7 @@ def test_evaluation_with_faults_equals_a_plain_loop(tmp_path: Path) -> None:
 
 
 def test_evaluation_makes_no_extra_steps() -> None:
-    envs = over(walks(3))
+    envs = make_envs(walks(3))
     results = vecenv.evaluate(envs, choose, 10, seed=SEED)
     assert numbers(results) == expected_results(10)
     assert envs.stats()["steps"] == sum(each.length for each in results)
@@ -431,6 +435,6 @@ def test_evaluation_makes_no_extra_steps() -> None:
 
 def test_evaluation_continues_from_snapshots() -> None:
     snapshots, starts = snapshots_midway(5)
-    envs = over(walks(3, longest=LONGEST))
+    envs = make_envs(walks(3, longest=LONGEST))
     assert numbers(vecenv.evaluate(envs, choose, snapshots, seed=SEED)) == expected_from(starts)
     envs.close()

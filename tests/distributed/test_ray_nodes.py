@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from envs import MergedByGymnasium, counters, scripted
 from gymnasium.vector import SyncVectorEnv
-from test_ray_cluster import busy_env_fns
+from test_ray_cluster import make_file_controlled_env_fns
 
 from vecenv.backends import RayVectorEnv
 from vecenv.errors import HostDied
@@ -22,18 +22,8 @@ ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'vece
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 
-def node_of(pid: int) -> str:
-    """Return the simulated node of a process, by the node id on its own command line or its parent's."""
-    for relative in (pid, int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])):
-        words = Path(f"/proc/{relative}/cmdline").read_bytes().decode().replace("\0", " ")
-        for word in words.split():
-            if word.startswith(("--node-id=", "--node_id=")):
-                return word.partition("=")[2]
-    raise AssertionError(f"no node for {pid}: {words}")
-
-
-def test_each_host_has_its_own_node(nodes: Any) -> None:
-    envs: Any = RayVectorEnv(scripted(5), workers_per_host=1)  # as many hosts as there are nodes with cores
+def test_each_host_is_placed_on_its_own_node(nodes: Any) -> None:
+    envs: Any = RayVectorEnv(scripted(5), workers_per_host=1)  # num_hosts defaults to the number of nodes with cores
     assert envs.num_hosts == 2
     groups = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
     assert len(set(groups[-1]["bundles_to_node_id"].values())) == 2
@@ -41,7 +31,7 @@ def test_each_host_has_its_own_node(nodes: Any) -> None:
     envs.close()
 
 
-def test_auto_uses_the_cores_of_a_node(nodes: Any) -> None:
+def test_default_workers_per_host_use_the_cores_of_a_node(nodes: Any) -> None:
     envs: Any = RayVectorEnv(counters(8), num_hosts=2)
     groups = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
     assert [bundle["CPU"] for bundle in groups[-1]["bundles"].values()] == [3.0, 3.0]
@@ -49,7 +39,7 @@ def test_auto_uses_the_cores_of_a_node(nodes: Any) -> None:
 
 
 def test_first_node_to_reply_is_received_first(nodes: Any, tmp_path: Path) -> None:
-    envs: Any = RayVectorEnv(busy_env_fns(tmp_path, 4), num_hosts=2, workers_per_host=1, batch_size=2)
+    envs: Any = RayVectorEnv(make_file_controlled_env_fns(tmp_path, 4), num_hosts=2, workers_per_host=1, batch_size=2)
     envs.reset(seed=1)
     (tmp_path / "0").write_text("wait")
     envs.send([0] * 4, range(4))
@@ -82,22 +72,20 @@ def test_killed_host_restarts_on_its_node(nodes: Any, on_failure: str) -> None:
 def test_host_of_a_killed_node_moves_to_another(nodes: Any, on_failure: str) -> None:
     third = nodes.add_node(num_cpus=3, object_store_memory=200 * 1024 * 1024)
     nodes.wait_for_nodes()
-    envs: Any = RayVectorEnv(
-        counters(6, lengths=(50,)), num_hosts=3, workers_per_host=1, on_failure=on_failure
-    )
+    envs: Any = RayVectorEnv(counters(6, lengths=(50,)), num_hosts=3, workers_per_host=1, on_failure=on_failure)
     envs.reset(seed=1)
     group = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"][-1]
     (index,) = [int(at) for at, node in group["bundles_to_node_id"].items() if node == third.node_id]
     rows = [2 * index, 2 * index + 1]
     nodes.remove_node(third, allow_graceful=False)
     nodes.add_node(num_cpus=3, object_store_memory=200 * 1024 * 1024)
-    began = time.monotonic()
+    started_at = time.monotonic()
     if on_failure == "raise":
         with pytest.raises(HostDied) as info:
             envs.step([0] * 6)
         assert list(info.value.envs) == rows
-        print(f"seen after {time.monotonic() - began:.1f} s")
-        assert time.monotonic() - began < 30
+        print(f"detected after {time.monotonic() - started_at:.1f} s")
+        assert time.monotonic() - started_at < 30
         assert envs.reset(seed=7)[0][:, 3].tolist() == list(range(7, 13))
     else:
         lost = np.isin(np.arange(6), rows)

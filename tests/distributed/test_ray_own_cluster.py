@@ -1,4 +1,4 @@
-"""A cluster that vecenv starts for this machine alone and stops again, in a separate program."""
+"""A cluster that vecenv starts for this machine only and stops again, in a separate program."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from programs import printed
 pytest.importorskip("ray", reason="Ray is not installed (pip install 'vecenv[ray]')")
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
-PROGRAM = """
+LOOPBACK_PROGRAM = """
     import json, time
     import psutil
     from envs import counters
     from vecenv.backends import RayVectorEnv
 
-    def runs(process):
+    def is_running(process):
         try:
             return process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
@@ -28,7 +28,7 @@ PROGRAM = """
 
     if __name__ == "__main__":
         me = psutil.Process()
-        envs = RayVectorEnv(counters(4), num_hosts=2, address="local")  # and PACK, because there is one node
+        envs = RayVectorEnv(counters(4), num_hosts=2, address="local")  # placement is PACK, because there is one node
         second = RayVectorEnv(counters(2), num_hosts=1, workers_per_host=2)
         ours = [me, *me.children(recursive=True)]
         addresses = {c.laddr.ip for p in ours for c in p.net_connections("inet") if c.status == "LISTEN"}
@@ -36,11 +36,11 @@ PROGRAM = """
         envs.reset(seed=1)
         envs.step([0] * 4)
         envs.close()
-        second.reset(seed=1)  # still there
+        second.reset(seed=1)  # the cluster still runs
         rewards = second.step([0] * 2)[1].tolist()
         second.close()
         deadline = time.monotonic() + 10
-        while (left := [p.pid for p in ours[1:] if runs(p)]) and time.monotonic() < deadline:
+        while (left := [p.pid for p in ours[1:] if is_running(p)]) and time.monotonic() < deadline:
             time.sleep(0.1)
         import ray
         print(json.dumps({
@@ -82,7 +82,7 @@ AFTER_SHUTDOWN = """
 
 
 def run(program: str, folder: Path) -> dict[str, Any]:
-    """Run a program that prints a dict as its last line, and return that."""
+    """Run a program that prints a JSON object as its last line, and return it."""
     file = folder / "program.py"
     file.write_text(textwrap.dedent(program))
     tests = Path(__file__).parent.parent
@@ -91,16 +91,16 @@ def run(program: str, folder: Path) -> dict[str, Any]:
     return report
 
 
-def test_shutdown_by_the_program_is_an_error_and_leaves_its_next_cluster_alone(tmp_path: Path) -> None:
+def test_step_after_ray_shutdown_raises_and_later_close_keeps_the_next_cluster(tmp_path: Path) -> None:
     report = run(AFTER_SHUTDOWN, tmp_path)
     assert report.pop("error").startswith("ray.shutdown() ended the hosts")
     assert report == {"resets": 2, "restarted": False, "rewards": [0.001, 1.001], "kept": True}
 
 
-def test_cluster_listens_on_loopback_only_and_is_stopped(tmp_path: Path) -> None:
-    report = run(PROGRAM, tmp_path)
+def test_own_cluster_listens_on_loopback_only_and_is_stopped_by_close(tmp_path: Path) -> None:
+    report = run(LOOPBACK_PROGRAM, tmp_path)
     assert set(report["addresses"]) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-    assert report["addresses"], "it listens nowhere"
+    assert report["addresses"], "the cluster listens nowhere"
     assert report["left"] == []
     assert report["initialized"] is False
     assert report["dashboard"] == []

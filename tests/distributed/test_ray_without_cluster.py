@@ -1,4 +1,4 @@
-"""The caller's side of a cluster, over hosts in this process: values, first-ready batches, failures, copies."""
+"""``RayVectorEnv`` over hosts in this process: values, first-ready batches, failures, refused options, copies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from envs import CounterEnv, MergedByGymnasium, NestedDictEnv, SpaceEnv, counter
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from hosts_here import HostsHere, VectorEnvHere
+from hosts_here import InProcessCluster, InProcessRayVectorEnv
 from sampling import each_once
 
 import vecenv
@@ -31,24 +31,24 @@ from vecenv.testing import VectorEnvContract, assert_identical, assert_same_traj
 from vecenv.tools.replay import replay
 
 
-class _Contract(VectorEnvContract):
+class _RayContract(VectorEnvContract):
     options: ClassVar[dict[str, Any]] = {}
 
     def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> Any:
-        return VectorEnvHere(scripted(num_envs), autoreset_mode=autoreset_mode, **self.options, **kwargs)
+        return InProcessRayVectorEnv(scripted(num_envs), autoreset_mode=autoreset_mode, **self.options, **kwargs)
 
 
-class TestTwoHosts(_Contract):
+class TestTwoHosts(_RayContract):
     pass
 
 
 @pytest.mark.long
-class TestObservationsByPickle(_Contract):
+class TestObservationsByPickle(_RayContract):
     options: ClassVar[dict[str, Any]] = {"shared_memory": False}
 
 
 @pytest.mark.long
-class TestRestarting(_Contract):
+class TestRestarting(_RayContract):
     options: ClassVar[dict[str, Any]] = {"on_failure": "restart"}
 
 
@@ -56,7 +56,7 @@ class TestRestarting(_Contract):
 class TestNestedObservations(VectorEnvContract):
     def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> Any:
         fns = [functools.partial(NestedDictEnv, index) for index in range(num_envs)]
-        return VectorEnvHere(fns, autoreset_mode=autoreset_mode, **kwargs)
+        return InProcessRayVectorEnv(fns, autoreset_mode=autoreset_mode, **kwargs)
 
 
 # -- values --------------------------------------------------------------------------------------------------
@@ -64,15 +64,16 @@ class TestNestedObservations(VectorEnvContract):
 
 @pytest.mark.parametrize(("num_hosts", "mode", "copy"), each_once([1, 2, 3, 5], AutoresetMode, [True, False]))
 def test_trajectories_and_infos_equal_sync_vector_env(num_hosts: int, mode: AutoresetMode, copy: bool) -> None:
-    envs = VectorEnvHere(scripted(5), num_hosts=num_hosts, autoreset_mode=mode, copy=copy)
-    oracle = SyncVectorEnv(scripted(5), autoreset_mode=mode)  # which cuts the floats of a key that begins with an int
-    assert_same_trajectory(MergedByGymnasium(envs), oracle, 40, seed=[3, 1, None, 9, 2])
+    envs = InProcessRayVectorEnv(scripted(5), num_hosts=num_hosts, autoreset_mode=mode, copy=copy)
+    # SyncVectorEnv truncates floats to int if the first value of an info is an int, hence MergedByGymnasium
+    reference = SyncVectorEnv(scripted(5), autoreset_mode=mode)
+    assert_same_trajectory(MergedByGymnasium(envs), reference, 40, seed=[3, 1, None, 9, 2])
     envs.close()
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_the_order_of_info_keys_is_that_of_the_local_engine(mode: AutoresetMode, closes: Any) -> None:
-    envs = closes(VectorEnvHere(scripted(5, turn=False), autoreset_mode=mode))
+def test_info_keys_have_the_order_of_the_local_engine(mode: AutoresetMode, closes: Any) -> None:
+    envs = closes(InProcessRayVectorEnv(scripted(5, turn=False), autoreset_mode=mode))
     local: Any = closes(vecenv.AsyncVectorEnv(scripted(5, turn=False), autoreset_mode=mode, num_workers=0))
     assert list(envs.reset(seed=1)[1]) == list(local.reset(seed=1)[1])
     for _ in range(20):
@@ -93,13 +94,13 @@ SPACES = [
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("space", SPACES, ids=repr)
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_any_space_may_be_observed_and_acted_in(space: spaces.Space, mode: AutoresetMode, closes: Any) -> None:
+def test_any_space_gives_the_results_of_sync_vector_env(space: spaces.Space, mode: AutoresetMode, closes: Any) -> None:
     fns = [functools.partial(SpaceEnv, space, space, env_id=index, lengths=(2 + index,)) for index in range(4)]
-    envs = closes(VectorEnvHere(fns, autoreset_mode=mode))
+    envs = closes(InProcessRayVectorEnv(fns, autoreset_mode=mode))
     assert_same_trajectory(envs, SyncVectorEnv(fns, autoreset_mode=mode), 12, seed=5)
 
 
-class Walk(gymnasium.Env[Any, Any]):
+class ProcessRandomEnv(gymnasium.Env[Any, Any]):
     """An environment that draws from the generators of its process."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
@@ -112,10 +113,10 @@ class Walk(gymnasium.Env[Any, Any]):
         return np.array([np.random.normal(), random.random()]), 0.0, bool(np.random.rand() < 0.2), False, {}
 
 
-def test_own_generators_give_the_same_results_for_any_hosts() -> None:
+def test_own_generators_give_equal_results_on_hosts_and_locally() -> None:
     results = []
-    for engine, options in ((VectorEnvHere, {"num_hosts": 2}), (vecenv.AsyncVectorEnv, {"num_workers": 0})):
-        envs: Any = engine([Walk] * 4, generators="own", **options)
+    for engine, options in ((InProcessRayVectorEnv, {"num_hosts": 2}), (vecenv.AsyncVectorEnv, {"num_workers": 0})):
+        envs: Any = engine([ProcessRandomEnv] * 4, generators="own", **options)
         results.append([envs.reset(seed=3)[0], *(envs.step(np.zeros(4, np.int64))[0] for _ in range(30))])
         kept = envs.save()
         results[-1] += [envs.step(np.zeros(4, np.int64))[0] for _ in range(9)]
@@ -126,7 +127,7 @@ def test_own_generators_give_the_same_results_for_any_hosts() -> None:
 
 
 def test_calls_reach_every_environment_with_its_own_arguments(closes: Any) -> None:
-    envs = closes(VectorEnvHere(counters(5), num_hosts=3))
+    envs = closes(InProcessRayVectorEnv(counters(5), num_hosts=3))
     envs.reset(seed=1)
     assert envs.call("add", 2, scale=10) == (20, 21, 22, 23, 24)
     envs.set_attr("note", [10, 11, 12, 13, 14])
@@ -141,25 +142,25 @@ def test_calls_reach_every_environment_with_its_own_arguments(closes: Any) -> No
     assert envs.get_attr("env_id") == (0, 1, 2, 3, 4)
 
 
-def test_the_exception_of_a_call_is_raised_once(closes: Any) -> None:
-    envs = closes(VectorEnvHere(counters(2), on_failure="restart"))
+def test_exception_of_a_call_is_raised_once(closes: Any) -> None:
+    envs = closes(InProcessRayVectorEnv(counters(2), on_failure="restart"))
     with pytest.raises(ZeroDivisionError) as info:
         envs.exec_func(lambda env: 1 / 0, [1])
     [note] = info.value.__notes__
     assert note.startswith("env 1, host 1 ")
 
 
-def test_environments_with_different_bounds_are_batched(closes: Any) -> None:
+def test_different_bounds_need_observation_mode_different(closes: Any) -> None:
     fns = [functools.partial(SpaceEnv, spaces.Box(0, 1 + index, (2,), np.float32)) for index in range(4)]
     with pytest.raises(RuntimeError, match=r"Env 1 has"):
-        VectorEnvHere(fns)
-    envs = closes(VectorEnvHere(fns, observation_mode="different"))
+        InProcessRayVectorEnv(fns)
+    envs = closes(InProcessRayVectorEnv(fns, observation_mode="different"))
     sync = SyncVectorEnv(fns, observation_mode="different")
     assert envs.observation_space == sync.observation_space
 
 
 def test_stats_sum_over_hosts(closes: Any) -> None:
-    envs = closes(VectorEnvHere(counters(4)))
+    envs = closes(InProcessRayVectorEnv(counters(4)))
     envs.reset()
     for _ in range(3):
         envs.step([0] * 4)
@@ -168,8 +169,8 @@ def test_stats_sum_over_hosts(closes: Any) -> None:
 
 
 def test_stats_count_only_steps_with_results(closes: Any) -> None:
-    for engine in (VectorEnvHere, vecenv.AsyncVectorEnv):
-        envs: Any = closes(engine([*counters(3), functools.partial(Misshapen, 3)], context="fork"))
+    for engine in (InProcessRayVectorEnv, vecenv.AsyncVectorEnv):
+        envs: Any = closes(engine([*counters(3), functools.partial(MisshapenObservationEnv, 3)], context="fork"))
         envs.reset(seed=1)
         with pytest.raises(ObservationError):
             envs.step([0] * 4)
@@ -180,12 +181,12 @@ def test_stats_count_only_steps_with_results(closes: Any) -> None:
 
 
 def test_first_host_to_reply_is_received_first(closes: Any) -> None:
-    here = HostsHere()
-    envs = closes(VectorEnvHere(counters(6, lengths=(100,)), here, num_hosts=3, batch_size=2))
+    cluster = InProcessCluster()
+    envs = closes(InProcessRayVectorEnv(counters(6, lengths=(100,)), cluster, num_hosts=3, batch_size=2))
     envs.reset_async(seed=0)
-    here.held = {0}
-    seen = [envs.recv()[4]["env_id"].tolist() for _ in range(2)]
-    assert seen == [[2, 3], [4, 5]]
+    cluster.paused = {0}
+    received = [envs.recv()[4]["env_id"].tolist() for _ in range(2)]
+    assert received == [[2, 3], [4, 5]]
     with pytest.raises(StepTimeout, match="host 0"):
         envs.recv(timeout=0.01)
     with pytest.raises(AlreadyPendingCallError, match="env 0, "):
@@ -197,29 +198,29 @@ def test_first_host_to_reply_is_received_first(closes: Any) -> None:
         steps[infos["env_id"]] += 1
         assert observations[:, 1].tolist() == steps[infos["env_id"]].tolist()
         np.testing.assert_allclose(rewards, infos["env_id"] + observations[:, 1] / 1000)
-    here.held = set()
+    cluster.paused = set()
     assert envs.recv()[4]["env_id"].tolist() == [0, 1]
 
 
-def test_a_late_host_is_recorded(closes: Any) -> None:
-    here = HostsHere()
-    envs = closes(VectorEnvHere(counters(4, lengths=(100,)), here, num_hosts=2))
+def test_step_timeout_of_a_host_is_recorded(closes: Any) -> None:
+    cluster = InProcessCluster()
+    envs = closes(InProcessRayVectorEnv(counters(4, lengths=(100,)), cluster, num_hosts=2))
     envs._driver.exchange.step_timeout = 0.05  # the option needs hosts with worker processes
     envs.reset(seed=0)
-    here.held = {1}
+    cluster.paused = {1}
     with pytest.raises(StepTimeout, match="host 1"):
         envs.step([1] * 4)
     (record,) = envs.errors
     assert (record.env, record.worker, record.command, type(record.error)) == (None, 1, "step", StepTimeout)
-    here.held = set()
+    cluster.paused = set()
     assert envs.step_wait()[1].shape == (4,)
 
 
-class SlowHosts(HostsHere):
-    """Hosts that take a while to start again; each wait must have time left."""
+class SlowHosts(InProcessCluster):
+    """Hosts that take a while to restart. Each wait must have time left."""
 
     def launch(self, plan: Any) -> None:
-        if len(self.living) >= 2:
+        if len(self.hosts) >= 2:
             time.sleep(0.3)
         super().launch(plan)
 
@@ -228,35 +229,35 @@ class SlowHosts(HostsHere):
         return super().collect(references, deadline, every=every)
 
 
-def test_the_start_of_a_new_host_does_not_count_as_part_of_a_step(closes: Any) -> None:
-    here = SlowHosts()
-    envs = closes(VectorEnvHere(counters(4, lengths=(100,)), here, on_failure="restart"))
+def test_start_of_a_new_host_does_not_count_towards_step_timeout(closes: Any) -> None:
+    cluster = SlowHosts()
+    envs = closes(InProcessRayVectorEnv(counters(4, lengths=(100,)), cluster, on_failure="restart"))
     envs._driver.exchange.step_timeout = 0.2  # the option needs hosts with worker processes
     envs.reset(seed=0)
-    here.die(0)
+    cluster.crash(0)
     assert envs.step([1] * 4)[4]["restarted"].tolist() == [1, 1, 0, 0]
 
 
 def test_rows_sent_one_by_one_have_their_own_values(closes: Any) -> None:
-    envs = closes(VectorEnvHere(scripted(5), num_hosts=2, batch_size=1))
+    envs = closes(InProcessRayVectorEnv(scripted(5), num_hosts=2, batch_size=1))
     sync = closes(SyncVectorEnv(scripted(5)))
     envs.reset(seed=4)
     sync.reset(seed=4)
     for t in range(12):
         actions = sync.action_space.sample()
-        wanted = sync.step(actions)
+        expected = sync.step(actions)
         for row in np.random.default_rng(t).permutation(5):
             envs.send(actions[[row]], [row])
         for _ in range(5):
             observations, rewards, terminations, truncations, infos = envs.recv()
             (row,) = infos["env_id"]
-            assert_identical(observations["x"][0], wanted[0]["x"][row])
-            assert (rewards[0], terminations[0], truncations[0]) == tuple(part[row] for part in wanted[1:4])
-            assert ("word" in infos) == bool(wanted[4].get("_word", np.zeros(5, bool))[row])
+            assert_identical(observations["x"][0], expected[0]["x"][row])
+            assert (rewards[0], terminations[0], truncations[0]) == tuple(part[row] for part in expected[1:4])
+            assert ("word" in infos) == bool(expected[4].get("_word", np.zeros(5, bool))[row])
 
 
 def test_reset_waits_for_rows_in_flight(closes: Any) -> None:
-    envs = closes(VectorEnvHere(counters(4), batch_size=2))
+    envs = closes(InProcessRayVectorEnv(counters(4), batch_size=2))
     envs.reset(seed=1)
     envs.send([1] * 4)
     observations, _ = envs.reset(seed=7)
@@ -267,7 +268,7 @@ def test_reset_waits_for_rows_in_flight(closes: Any) -> None:
 # -- failures --------------------------------------------------------------------------------------------------
 
 
-class Raiser(CounterEnv):
+class RaisingEnv(CounterEnv):
     """An environment that raises in its third step."""
 
     def step(self, action: Any) -> Any:
@@ -276,14 +277,14 @@ class Raiser(CounterEnv):
         return super().step(action)
 
 
-def _one_raises(index: int, n: int = 4) -> list[Any]:
+def _make_one_raising(index: int, n: int = 4) -> list[Any]:
     fns = counters(n, lengths=(50,))
-    fns[index] = functools.partial(Raiser, env_id=index, lengths=(50,))
+    fns[index] = functools.partial(RaisingEnv, env_id=index, lengths=(50,))
     return fns
 
 
 def test_error_of_an_environment_is_raised_with_its_index(closes: Any) -> None:
-    envs = closes(VectorEnvHere(_one_raises(3)))
+    envs = closes(InProcessRayVectorEnv(_make_one_raising(3)))
     envs.reset()
     envs.step([0] * 4)
     envs.step([0] * 4)
@@ -298,23 +299,23 @@ def test_error_of_an_environment_is_raised_with_its_index(closes: Any) -> None:
     assert envs.step([0] * 4)[0][:, 1].tolist() == [1] * 4
 
 
-def test_an_environment_that_raises_is_restarted_by_its_host(closes: Any) -> None:
-    envs = closes(VectorEnvHere(_one_raises(3), on_failure="restart"))
-    local: Any = closes(vecenv.AsyncVectorEnv(_one_raises(3), num_workers=0, on_failure="restart"))
-    for one in (envs, local):
-        one.reset(seed=1)
+def test_environment_that_raises_is_restarted_by_its_host(closes: Any) -> None:
+    envs = closes(InProcessRayVectorEnv(_make_one_raising(3), on_failure="restart"))
+    local: Any = closes(vecenv.AsyncVectorEnv(_make_one_raising(3), num_workers=0, on_failure="restart"))
+    for each in (envs, local):
+        each.reset(seed=1)
     for t in range(4):
-        mine, theirs = envs.step([0] * 4), local.step([0] * 4)
-        mine[0][:, 3] = theirs[0][:, 3] = 0  # the seed of the new environment is a fresh one
-        assert_identical(mine, theirs, f"step {t}")
+        actual, expected = envs.step([0] * 4), local.step([0] * 4)
+        actual[0][:, 3] = expected[0][:, 3] = 0  # the new environment has a random seed
+        assert_identical(actual, expected, f"step {t}")
     assert envs.stats()["restarts"] == 1
 
 
-def test_a_reset_replaces_a_worker_that_died_while_idle(closes: Any) -> None:
-    here = HostsHere()
-    envs = closes(VectorEnvHere(counters(2), here, num_hosts=1, workers_per_host=1, context="fork"))
+def test_reset_replaces_a_worker_that_died_while_idle(closes: Any) -> None:
+    cluster = InProcessCluster()
+    envs = closes(InProcessRayVectorEnv(counters(2), cluster, num_hosts=1, workers_per_host=1, context="fork"))
     envs.reset(seed=1)
-    [process] = here.host(0).envs.processes
+    [process] = cluster.host(0).envs.processes
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert envs.reset(seed=5)[0][:, 3].tolist() == [5, 6]
@@ -322,7 +323,7 @@ def test_a_reset_replaces_a_worker_that_died_while_idle(closes: Any) -> None:
     assert [type(record.error) for record in envs.errors] == [WorkerDied]
 
 
-class Locked(CounterEnv):
+class UnpicklableInfoEnv(CounterEnv):
     """An environment with an info in its second step that cannot be pickled."""
 
     def step(self, action: Any) -> Any:
@@ -330,10 +331,10 @@ class Locked(CounterEnv):
         return *results, {"lock": threading.Lock()} if self.steps == 2 else info
 
 
-def test_an_info_that_cannot_be_pickled_affects_no_later_step(closes: Any) -> None:
+def test_info_that_cannot_be_pickled_affects_no_later_step(closes: Any) -> None:
     fns = counters(2, lengths=(50,))
-    fns[1] = functools.partial(Locked, 1, lengths=(50,))
-    envs = closes(VectorEnvHere(fns, num_hosts=1, workers_per_host=1, context="fork", batch_size=2))
+    fns[1] = functools.partial(UnpicklableInfoEnv, 1, lengths=(50,))
+    envs = closes(InProcessRayVectorEnv(fns, num_hosts=1, workers_per_host=1, context="fork", batch_size=2))
     envs.reset(seed=1)
     envs.step([0] * 2)
     with pytest.raises(TypeError, match="cannot pickle"):
@@ -344,30 +345,30 @@ def test_an_info_that_cannot_be_pickled_affects_no_later_step(closes: Any) -> No
     envs.send([0] * 2)
     with pytest.raises(TypeError, match="cannot pickle"):
         envs.recv()
-    assert envs.recv()[0][:, 1].tolist() == [2, 2], "the rows have results"
+    assert envs.recv()[0][:, 1].tolist() == [2, 2], "the rows must have results"
 
 
-class Misshapen(CounterEnv):
+class MisshapenObservationEnv(CounterEnv):
     """An environment with an observation of another shape in each step."""
 
     def step(self, action: Any) -> Any:
         return np.zeros(99), *super().step(action)[1:]
 
 
-def test_errors_of_vecenv_have_the_index_of_the_environment(closes: Any) -> None:
-    envs = closes(VectorEnvHere([*counters(3), functools.partial(Misshapen, 3)]))
+def test_errors_of_vecenv_contain_the_global_env_index(closes: Any) -> None:
+    envs = closes(InProcessRayVectorEnv([*counters(3), functools.partial(MisshapenObservationEnv, 3)]))
     envs.reset(seed=1)
     with pytest.raises(ObservationError, match=r"^env 3: observation: got shape"):
         envs.step([0] * 4)
-    for refused in (lambda: envs.step([0] * 4), lambda: envs.save([3])):
+    for call in (lambda: envs.step([0] * 4), lambda: envs.save([3])):
         with pytest.raises(EnvFailed, match=r"^env 3 failed earlier.* first: ObservationError: env 3: "):
-            refused()
+            call()
     with pytest.raises(EnvFailed, match=r"^env 3 failed earlier"):
         envs.get_attr("steps")
 
 
-class Simulated(CounterEnv):
-    """An environment with numbers of its own in the text and the notes of its exception."""
+class SimulatorEnv(CounterEnv):
+    """An environment that raises an exception with numbers of its simulator in the text and the note."""
 
     def __init__(self, env_id: int, fails_in: str, kind: type[BaseException] = ValueError) -> None:
         if fails_in == "init":
@@ -382,10 +383,10 @@ class Simulated(CounterEnv):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_numbers_in_texts_of_an_environment_stay(workers: int, closes: Any) -> None:
+def test_numbers_in_an_environments_error_text_stay(workers: int, closes: Any) -> None:
     options = {"workers_per_host": workers, "context": "fork"}
     for kind, text in ((ValueError, r"^env 0 of the"), (SystemExit, r"env 3, .*: SystemExit: env 0 of the")):
-        envs = closes(VectorEnvHere([*counters(3), functools.partial(Simulated, 3, "step", kind)], **options))
+        envs = closes(InProcessRayVectorEnv([*counters(3), functools.partial(SimulatorEnv, 3, "step", kind)], **options))
         envs.reset(seed=1)
         with pytest.raises((ValueError, EnvError), match=text) as info:
             envs.step([0] * 4)
@@ -393,11 +394,11 @@ def test_numbers_in_texts_of_an_environment_stay(workers: int, closes: Any) -> N
         assert own == ["env 0 of the simulator, joint 1, during landing"] * (kind is ValueError)
         assert note.startswith("env 3, host 1 ")
     with pytest.raises(RuntimeError, match=r"^Env 0 of the simulator is locked"):
-        VectorEnvHere([*counters(3), functools.partial(Simulated, 3, "init")], **options)
+        InProcessRayVectorEnv([*counters(3), functools.partial(SimulatorEnv, 3, "init")], **options)
 
 
 def test_host_that_restarts_too_often_raises(closes: Any) -> None:
-    envs = closes(VectorEnvHere(_one_raises(1), on_failure=vecenv.Restart(0)))
+    envs = closes(InProcessRayVectorEnv(_make_one_raising(1), on_failure=vecenv.Restart(0)))
     envs.reset()
     envs.step([0] * 4)
     envs.step([0] * 4)
@@ -407,35 +408,35 @@ def test_host_that_restarts_too_often_raises(closes: Any) -> None:
 
 @pytest.mark.parametrize("when", ["idle", "step"])
 def test_dead_host_is_named_and_restarted_by_reset(when: str) -> None:
-    here = HostsHere()
-    envs = VectorEnvHere(counters(4, lengths=(50,)), here)
+    cluster = InProcessCluster()
+    envs = InProcessRayVectorEnv(counters(4, lengths=(50,)), cluster)
     envs.reset(seed=1)
     if when == "idle":
-        here.die(1)
+        cluster.crash(1)
         envs.step_async([0] * 4)
     else:
         envs.step_async([0] * 4)
-        here.die(1)
+        cluster.crash(1)
     with pytest.raises(HostDied, match=r"host 1 .*envs 2-3, died") as info:
         envs.step_wait()
     assert info.value.envs == (2, 3)
-    assert [here.served.count((0, method)) for method in ("reset", "step")] == [1, 1], "nothing is requested twice"
+    assert [cluster.executed.count((0, method)) for method in ("reset", "step")] == [1, 1], "a request was sent twice"
     with pytest.raises(EnvFailed):
         envs.step([0] * 4)
     observations, _ = envs.reset(seed=5)
     assert observations[:, 3].tolist() == [5, 6, 7, 8]
     assert envs.step([0] * 4)[0][:, 1].tolist() == [1] * 4
     envs.close()
-    assert here.closed
+    assert cluster.closed
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_rows_of_a_dead_host_are_truncated_and_rebuilt(mode: AutoresetMode, closes: Any) -> None:
-    here = HostsHere()
-    envs = closes(VectorEnvHere(counters(4, lengths=(50,)), here, on_failure="restart", autoreset_mode=mode))
+    cluster = InProcessCluster()
+    envs = closes(InProcessRayVectorEnv(counters(4, lengths=(50,)), cluster, on_failure="restart", autoreset_mode=mode))
     envs.reset(seed=1)
     before = envs.step([0] * 4)[0]
-    here.die(0)
+    cluster.crash(0)
     observations, rewards, terminations, truncations, infos = envs.step([0] * 4)
     assert truncations.tolist() == [True, True, False, False]
     assert not terminations.any()
@@ -457,66 +458,66 @@ def test_rows_of_a_dead_host_are_truncated_and_rebuilt(mode: AutoresetMode, clos
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_lost_rows_continue_from_a_snapshot(mode: AutoresetMode, closes: Any) -> None:
     """This holds for a host that died, and for an environment that its host restarts."""
-    here = HostsHere()
-    envs = closes(VectorEnvHere(_one_raises(3), here, on_failure="restart", autoreset_mode=mode))
+    cluster = InProcessCluster()
+    envs = closes(InProcessRayVectorEnv(_make_one_raising(3), cluster, on_failure="restart", autoreset_mode=mode))
     envs.reset(seed=1)
     envs.step([0] * 4)
-    kept = envs.save(verify=False)
+    snapshots = envs.save(verify=False)
     envs.step([0] * 4)
-    here.die(0)
+    cluster.crash(0)
     *_, infos = envs.step([0] * 4)
-    back = np.flatnonzero(infos["restarted"])
-    assert back.tolist() == [0, 1, 3]
-    assert envs.load([kept[row] for row in back], env_id=back)[:, 1].tolist() == [1, 1, 1]
+    restarted = np.flatnonzero(infos["restarted"])
+    assert restarted.tolist() == [0, 1, 3]
+    assert envs.load([snapshots[row] for row in restarted], env_id=restarted)[:, 1].tolist() == [1, 1, 1]
     assert envs.step([0] * 4)[0][:, 1].tolist() == [2, 2, 4, 2]
     assert envs.stats()["restarts"] == 2
 
 
 def test_dead_host_is_restarted_in_recv(closes: Any) -> None:
-    here = HostsHere()
-    envs = closes(VectorEnvHere(counters(4, lengths=(50,)), here, on_failure="restart", batch_size=2))
+    cluster = InProcessCluster()
+    envs = closes(InProcessRayVectorEnv(counters(4, lengths=(50,)), cluster, on_failure="restart", batch_size=2))
     envs.reset(seed=1)
     envs.send([0] * 4, range(4))
-    here.die(1)
-    seen = {}
+    cluster.crash(1)
+    truncated = {}
     for _ in range(2):
         _, _, _, truncations, infos = envs.recv()
-        seen.update(zip(infos["env_id"].tolist(), truncations.tolist(), strict=True))
-    assert seen == {0: False, 1: False, 2: True, 3: True}
+        truncated.update(zip(infos["env_id"].tolist(), truncations.tolist(), strict=True))
+    assert truncated == {0: False, 1: False, 2: True, 3: True}
 
 
-def test_statistics_and_close_do_not_wait_for_a_host_that_died_unnoticed() -> None:
-    here = HostsHere()
-    envs = VectorEnvHere(counters(4), here)
+def test_stats_and_close_do_not_wait_for_a_dead_host() -> None:
+    cluster = InProcessCluster()
+    envs = InProcessRayVectorEnv(counters(4), cluster)
     envs.reset()
-    here.die(1)
+    cluster.crash(1)
     assert envs.stats()["resets"] == 4
     envs.close()
-    assert here.closed
+    assert cluster.closed
 
 
-def test_no_room_for_a_lost_host_is_an_error_at_once(closes: Any) -> None:
-    here = HostsHere()
-    envs = closes(VectorEnvHere(counters(4), here, on_failure="restart"))
+def test_missing_room_for_a_new_host_raises_at_once(closes: Any) -> None:
+    cluster = InProcessCluster()
+    envs = closes(InProcessRayVectorEnv(counters(4), cluster, on_failure="restart"))
     envs.reset()
-    here.die(0)
-    here.room = False
+    cluster.crash(0)
+    cluster.has_room = False
     with pytest.raises(ClusterError):
         envs.step([0] * 4)
-    here.room = True
+    cluster.has_room = True
     assert envs.step([0] * 4)[3].tolist()[:2] == [True, True]
 
 
-def test_a_late_host_can_be_waited_for_again(closes: Any) -> None:
-    here = HostsHere()
-    envs = closes(VectorEnvHere(counters(4, lengths=(9,)), here))
+def test_step_wait_can_be_repeated_after_a_timeout_of_a_host(closes: Any) -> None:
+    cluster = InProcessCluster()
+    envs = closes(InProcessRayVectorEnv(counters(4, lengths=(9,)), cluster))
     envs.reset()
     envs.step_async([0] * 4)
-    here.held = {1}
+    cluster.paused = {1}
     for _ in range(2):
         with pytest.raises(StepTimeout, match="envs 2-3, host 1"):
             envs.step_wait(timeout=0.01)
-    here.held = set()
+    cluster.paused = set()
     assert envs.step_wait()[0][:, 1].tolist() == [1] * 4
     assert envs.step([0] * 4)[0][:, 1].tolist() == [2] * 4
 
@@ -524,23 +525,23 @@ def test_a_late_host_can_be_waited_for_again(closes: Any) -> None:
 @pytest.mark.long
 def test_workers_of_each_host_have_their_own_variables(closes: Any) -> None:
     variables = vecenv.WorkerOptions(env={"VECENV_TEST_DEVICE": str})
-    envs = closes(VectorEnvHere(counters(4), num_hosts=2, workers_per_host=2, worker_options=variables))
-    seen = envs.exec_func(lambda env: os.environ.get("VECENV_TEST_DEVICE"))
-    assert seen == ("0", "1", "0", "1")
+    envs = closes(InProcessRayVectorEnv(counters(4), num_hosts=2, workers_per_host=2, worker_options=variables))
+    devices = envs.exec_func(lambda env: os.environ.get("VECENV_TEST_DEVICE"))
+    assert devices == ("0", "1", "0", "1")
 
 
 def test_workers_of_each_host_run_on_the_chosen_cores(closes: Any) -> None:
     core = min(os.sched_getaffinity(0))
     options: Any = {"num_hosts": 1, "workers_per_host": 2, "context": "fork"}
-    envs = closes(VectorEnvHere(counters(2), worker_options=vecenv.WorkerOptions(cores=[core, core]), **options))
+    envs = closes(InProcessRayVectorEnv(counters(2), worker_options=vecenv.WorkerOptions(cores=[core, core]), **options))
     assert envs.exec_func(lambda env: os.sched_getaffinity(0)) == ({core}, {core})
     with pytest.raises(ValueError, match=r"WorkerOptions\(cores\) must be a list with the cores of 2 workers"):
-        VectorEnvHere(counters(2), worker_options=vecenv.WorkerOptions(cores=[core]), **options)
+        InProcessRayVectorEnv(counters(2), worker_options=vecenv.WorkerOptions(cores=[core]), **options)
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3], [3]], ids=["of all hosts", "of one host"])
-def test_a_load_that_does_not_fit_changes_nothing(rows: list[int], closes: Any) -> None:
-    envs = closes(VectorEnvHere(counters(4, lengths=(50,))))
+def test_load_of_a_snapshot_that_does_not_fit_changes_nothing(rows: list[int], closes: Any) -> None:
+    envs = closes(InProcessRayVectorEnv(counters(4, lengths=(50,))))
     envs.reset(seed=1)
     kept = envs.save(verify=False)
     envs.step([0] * 4)
@@ -554,13 +555,13 @@ def test_a_load_that_does_not_fit_changes_nothing(rows: list[int], closes: Any) 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 def test_failures_by_row_do_not_affect_other_rows(on_failure: str, closes: Any) -> None:
-    """An environment that raises, and a host that dies."""
-    here = HostsHere()
-    envs = closes(VectorEnvHere(_one_raises(1), here, on_failure=on_failure, batch_size=1))
+    """The failures are an environment that raises, and a host that dies."""
+    cluster = InProcessCluster()
+    envs = closes(InProcessRayVectorEnv(_make_one_raising(1), cluster, on_failure=on_failure, batch_size=1))
     envs.reset(seed=1)
     for failing in range(4):
         if failing == 3:
-            here.die(1)
+            cluster.crash(1)
         envs.send([0] * 4, range(4))
         rows, errors = [], []
         while envs.in_flight.size:
@@ -578,18 +579,18 @@ def test_failures_by_row_do_not_affect_other_rows(on_failure: str, closes: Any) 
     assert envs.stats()["restarts"] == (0 if on_failure == "raise" else 2)
 
 
-def test_an_interrupted_wait_loses_nothing_and_a_reset_drops_it(closes: Any) -> None:
-    here = HostsHere()
-    envs = closes(VectorEnvHere(counters(4, lengths=(50,)), here))
+def test_interrupted_wait_can_be_repeated_or_dropped_by_a_reset(closes: Any) -> None:
+    cluster = InProcessCluster()
+    envs = closes(InProcessRayVectorEnv(counters(4, lengths=(50,)), cluster))
     envs.reset(seed=1)
-    collect, interruptions = here.collect, [KeyboardInterrupt] * 2
+    collect, interruptions = cluster.collect, [KeyboardInterrupt] * 2
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
         if interruptions:
             raise interruptions.pop()
         return collect(*arguments, **options)
 
-    here.collect = interrupted  # type: ignore[method-assign]
+    cluster.collect = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         envs.step([0] * 4)
     with pytest.raises(AlreadyPendingCallError):
@@ -609,16 +610,16 @@ def test_an_interrupted_wait_loses_nothing_and_a_reset_drops_it(closes: Any) -> 
 
 def test_infos_of_different_shapes_are_kept(closes: Any) -> None:
     fns = [info_env([{"key": np.arange(length)}]) for length in (1, 2, 3)]
-    envs = closes(VectorEnvHere(fns, num_hosts=2))
+    envs = closes(InProcessRayVectorEnv(fns, num_hosts=2))
     envs.reset(seed=1)
     infos = envs.step(envs.action_space.sample())[4]
     assert [value.tolist() for value in infos["key"]] == [[0], [0, 1], [0, 1, 2]]
     assert infos["_key"].all()
 
 
-# -- what is refused -------------------------------------------------------------------------------------------
+# -- invalid options, spaces and functions ----------------------------------------------------------------------
 
-BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+INVALID_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_workers": 2}, TypeError, "workers_per_host"),
     ({"nosuch": 2}, TypeError, "no option 'nosuch'.*step_timeout"),
     ({"worker": print}, TypeError, "no option 'worker'"),
@@ -638,47 +639,47 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "error", "text"), BAD, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(("options", "error", "text"), INVALID_OPTIONS, ids=lambda value: str(value)[:30])
 def test_invalid_options_are_refused(options: dict[str, Any], error: type[Exception], text: str) -> None:
-    here = HostsHere()
+    cluster = InProcessCluster()
     with pytest.raises(error, match=text):
-        VectorEnvHere(counters(3), here, **options)
-    assert not here.living
+        InProcessRayVectorEnv(counters(3), cluster, **options)
+    assert not cluster.hosts
 
 
-def test_no_environments_are_refused() -> None:
+def test_empty_list_of_environments_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
-        VectorEnvHere([])
+        InProcessRayVectorEnv([])
 
 
-def test_unpicklable_values_are_named_before_the_start() -> None:
+def test_unpicklable_env_fn_is_named_before_hosts_start() -> None:
     fns = counters(3)
     fns[2] = functools.partial(CounterEnv, note := sys._getframe())
-    here = HostsHere()
+    cluster = InProcessCluster()
     with pytest.raises(TypeError, match="frame") as info:
-        VectorEnvHere(fns, here)
+        InProcessRayVectorEnv(fns, cluster)
     assert any(text.startswith("env_fns[2]") for text in info.value.__notes__)
-    assert not here.living
+    assert not cluster.hosts
     del note
 
 
-def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
     monkeypatch.delitem(sys.modules, "ray", raising=False)
     with pytest.raises(ImportError, match=r"vecenv\[ray\]"):
         RayVectorEnv(counters(2))
 
 
-def _raises(env_id: int) -> gymnasium.Env:
+def _raise_missing_file(env_id: int) -> gymnasium.Env:
     raise FileNotFoundError(f"no data for {env_id}")
 
 
 def test_error_of_an_env_fn_on_its_host_is_raised_unchanged() -> None:
-    here = HostsHere()
+    cluster = InProcessCluster()
     with pytest.raises(FileNotFoundError, match="no data for 2") as info:
-        VectorEnvHere([*counters(2), functools.partial(_raises, 2), functools.partial(_raises, 3)], here)
+        InProcessRayVectorEnv([*counters(2), *(functools.partial(_raise_missing_file, row) for row in (2, 3))], cluster)
     assert any("host 1 (envs 2-3)" in note for note in info.value.__notes__)
-    assert here.closed
+    assert cluster.closed
 
 
 def test_hosts_that_disagree_on_spaces_are_named() -> None:
@@ -689,28 +690,28 @@ def test_hosts_that_disagree_on_spaces_are_named() -> None:
         ([box, box, other, other], r"Env 2 has Box.*host 1"), ([box, box, acts, acts], r"Env 2 has Discrete.*host 1"),
         ([box, box, box, other], r"Env 3 has Box"),
     ):  # fmt: skip
-        here = HostsHere()
+        cluster = InProcessCluster()
         with pytest.raises(RuntimeError, match=text):
-            VectorEnvHere(fns, here)
-        assert here.closed
+            InProcessRayVectorEnv(fns, cluster)
+        assert cluster.closed
 
 
 def test_function_shared_by_environments_is_sent_once(closes: Any) -> None:
-    here = HostsHere()
+    cluster = InProcessCluster()
     fn = functools.partial(CounterEnv, env_id=3)
-    envs = closes(VectorEnvHere([fn] * 4, here))
-    assert [len(host._plan.env_fns.functions) for host in here.living] == [1, 1]
+    envs = closes(InProcessRayVectorEnv([fn] * 4, cluster))
+    assert [len(host._plan.env_fns.functions) for host in cluster.hosts] == [1, 1]
     assert envs.get_attr("env_id") == (3,) * 4
 
 
 def test_host_reserves_a_core_per_worker_and_one_more() -> None:
-    here = HostsHere()
-    VectorEnvHere(counters(3), here, workers_per_host=0).close()
-    assert here.cpus == [1, 1]
-    here.room = False
+    cluster = InProcessCluster()
+    InProcessRayVectorEnv(counters(3), cluster, workers_per_host=0).close()
+    assert cluster.cpus == [1, 1]
+    cluster.has_room = False
     with pytest.raises(ClusterError):
-        VectorEnvHere(counters(5), here, workers_per_host=2)
-    assert here.cpus == [3, 3]
+        InProcessRayVectorEnv(counters(5), cluster, workers_per_host=2)
+    assert cluster.cpus == [3, 3]
 
 
 # -- number of copies ------------------------------------------------------------------------------------------
@@ -724,67 +725,70 @@ class SilentEnv(SpaceEnv):
 
 
 @pytest.mark.parametrize("shape", [(2,), (96, 96, 2)], ids=["small", "large"])
-def test_a_plain_step_is_one_call_a_host_with_one_object_or_large_arrays(shape: tuple[int, ...]) -> None:
-    here = HostsHere()
+def test_plain_step_is_one_call_per_host_and_one_object_or_large_arrays(shape: tuple[int, ...]) -> None:
+    cluster = InProcessCluster()
     space = spaces.Box(0, 255, shape, np.uint8)
     fns = [functools.partial(SilentEnv, space, spaces.Box(0, 1, shape), env_id=i, lengths=(3,)) for i in range(8)]
-    envs = VectorEnvHere(fns, here)
+    envs = InProcessRayVectorEnv(fns, cluster)
     assert_same_trajectory(envs, SyncVectorEnv(fns), 9, seed=1)
-    replies = [here.done[number] for number, (_, method, _) in here.calls.items() if method == "step"]
+    replies = [cluster.done[number] for number, (_, method, _) in cluster.calls.items() if method == "step"]
     assert [type(reply) for reply in replies] == [bytes if shape == (2,) else tuple] * 18
-    assert [len(pickle.loads(args)) for _, method, args in here.calls.values() if method == "step"] == [1] * 18
-    assert here.served.count((0, "step")) == 9
+    assert [len(pickle.loads(args)) for _, method, args in cluster.calls.values() if method == "step"] == [1] * 18
+    assert cluster.executed.count((0, "step")) == 9
     envs.close()
 
 
-def test_rows_are_saved_on_hosts_and_loaded_into_an_engine_here_and_back(closes: Any) -> None:
+def test_snapshots_can_be_exchanged_with_a_local_engine(closes: Any) -> None:
     env_fn = functools.partial(gymnasium.make, "CartPole-v1")
-    over, here = closes(VectorEnvHere([env_fn] * 4)), closes(vecenv.AsyncVectorEnv([env_fn] * 4, num_workers=0))
-    over.reset(seed=3)
-    here.reset(seed=9)
+    on_hosts = closes(InProcessRayVectorEnv([env_fn] * 4))
+    local: Any = closes(vecenv.AsyncVectorEnv([env_fn] * 4, num_workers=0))
+    on_hosts.reset(seed=3)
+    local.reset(seed=9)
     for number in range(20):
-        over.step(np.array([0, 1, 1, 0]) ^ (number & 1))
-    assert_identical(here.load(over.save()), over.observations.copy())
+        on_hosts.step(np.array([0, 1, 1, 0]) ^ (number & 1))
+    assert_identical(local.load(on_hosts.save()), on_hosts.observations.copy())
     for number in range(30):
         actions = np.array([1, 1, 0, 0]) ^ (number & 1)
-        assert_identical(over.step(actions), here.step(actions))
-    [third] = here.save([2])
-    over.load(third, [0, 3])
-    first, *_ = over.step(np.zeros(4, np.int64))
+        assert_identical(on_hosts.step(actions), local.step(actions))
+    [third] = local.save([2])
+    on_hosts.load(third, [0, 3])
+    first, *_ = on_hosts.step(np.zeros(4, np.int64))
     assert_identical(first[0], first[3])
     with pytest.raises(vecenv.errors.SnapshotMismatch, match=r"the snapshot does not fit: .*made with"):
-        over.load([third, third.having(kind=replace(third.row.kind, arguments=(("other", "1"),)))], [0, 3])
+        on_hosts.load([third, third.having(kind=replace(third.row.kind, arguments=(("other", "1"),)))], [0, 3])
 
 
 # -- the flight recorder ---------------------------------------------------------------------------------------------------
 
 
-class Fragile(CounterEnv):
-    """An environment that raises in its sixth step if its index is ``row``, or ends its process."""
+class SixthStepFaultEnv(CounterEnv):
+    """An environment that raises or ends its process in its sixth step if its index is 3."""
 
     def __init__(self, fault: str, row: int) -> None:
         super().__init__(row)
-        self.fault, self.row, self.made = fault, row, 0
+        self.fault, self.row, self.step_count = fault, row, 0
 
     def step(self, action: Any) -> Any:
-        self.made += 1
-        if self.row == 3 and self.made == 6:
+        self.step_count += 1
+        if self.row == 3 and self.step_count == 6:
             if self.fault == "dies":
                 os._exit(3)
             raise ValueError(f"row {self.row} broke")
         return super().step(action)
 
 
-def _fragile(fault: str) -> list[Any]:
-    return [functools.partial(Fragile, fault, row) for row in range(4)]
+def _make_sixth_step_faults(fault: str) -> list[Any]:
+    return [functools.partial(SixthStepFaultEnv, fault, row) for row in range(4)]
 
 
 @pytest.mark.sampled("raise-dies")
 @pytest.mark.parametrize("fault", ["raises", "dies"])
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
-def test_files_of_hosts_are_written_by_the_caller(fault: str, on_failure: str, tmp_path: Path) -> None:
-    more = {"workers_per_host": 1} if fault == "dies" else {}
-    envs = VectorEnvHere(_fragile(fault), num_hosts=2, record_failures=tmp_path, on_failure=on_failure, **more)
+def test_recordings_of_failures_on_hosts_are_written_by_the_caller(fault: str, on_failure: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"on_failure": on_failure, "record_failures": tmp_path}
+    if fault == "dies":
+        options["workers_per_host"] = 1
+    envs = InProcessRayVectorEnv(_make_sixth_step_faults(fault), num_hosts=2, **options)
     with contextlib.closing(envs):
         envs.reset(seed=4)
         names: list[str] = []
@@ -799,10 +803,11 @@ def test_files_of_hosts_are_written_by_the_caller(fault: str, on_failure: str, t
     assert replay(file).status == "happened again"
 
 
-def test_record_by_hand_on_a_host(tmp_path: Path) -> None:
-    with contextlib.closing(VectorEnvHere(_fragile("raises"), num_hosts=2, record_failures=tmp_path)) as envs:
+def test_record_of_a_row_on_a_host_can_be_replayed(tmp_path: Path) -> None:
+    envs = InProcessRayVectorEnv(_make_sixth_step_faults("raises"), num_hosts=2, record_failures=tmp_path)
+    with contextlib.closing(envs):
         envs.reset(seed=4)
         envs.step(envs.action_space.sample())
         assert envs.capabilities.recording
-        path = envs.record(2, tmp_path / "by hand.vecenv")
+        path = envs.record(2, tmp_path / "row 2.vecenv")
     assert replay(path).text == "nothing had failed, and its one step matched the record"

@@ -269,6 +269,7 @@ def test_frozen_row_continues_in_others(backend: Backend, envs: Any, unless_refu
         thawed = to_numpy(envs.thaw(frozen, [1, 3])[0])
         leaves: list[Any] = []
         _collect_leaves(thawed, leaves)
+        assert leaves
         for leaf in leaves:
             assert_identical(leaf[0], leaf[1])
         envs.step(backend.actions(ROWS))

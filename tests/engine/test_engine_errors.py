@@ -277,7 +277,7 @@ def test_exception_names_the_environment_and_has_the_remote_traceback(every_engi
         notes = "\n".join(error.__notes__)
         assert "env 2" in notes
         assert "step" in notes
-        assert "_maybe_raise" in str(error.__cause__) or error.__traceback__ is not None
+        assert "_maybe_raise" in "".join(traceback.format_exception(error))
 
 
 def test_nothing_is_logged_without_a_failure(every_engine: Options, recwarn: pytest.WarningsRecorder) -> None:

@@ -340,13 +340,14 @@ def test_observation_that_does_not_fit_its_space_raises_with_its_path(
     engine: Options, shared_memory: bool, name: str
 ) -> None:
     space, observation, good, parts = MISFITS[name]
-    with ready_engine(make_returning_env_fns(space, observation, good), shared_memory=shared_memory, **engine) as envs:
+    fns = make_returning_env_fns(space, observation, good)
+    with ready_engine(fns, shared_memory=shared_memory, **engine) as envs:
         with raises_logged((ValueError, TypeError, KeyError)) as (caught, _):
             envs.step([0, 0])
         text = str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
         for part in ("env 1", *parts):
             assert part in text
-        assert_identical(envs.reset(seed=1)[0], envs.observations if shared_memory else envs.reset(seed=1)[0])
+        assert_identical(envs.reset(seed=1)[0], SyncVectorEnv(fns).reset(seed=1)[0])
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from gymnasium.vector.utils import batch_space, iterate
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from sampling import each_once
 
+from vecenv.errors import ObservationError
 from vecenv.testing import assert_identical
 
 # --- reset: seeds, options, and resets of some environments only ---------------------------------
@@ -503,9 +504,9 @@ def test_array_of_one_reward_or_flag_is_squeezed(engine: Options, shared_memory:
 
 def test_array_of_two_rewards_is_refused(engine: Options, shared_memory: bool) -> None:
     fns = [returning_env_fn((ZEROS, reward, True, False, {})) for reward in (1.0, np.array([1.0, 2.0]))]
-    with ready_engine(fns, shared_memory=shared_memory, **engine) as envs:
-        with raises_logged(ObservationError, match=r"env 1: reward: got ndarray array\(\[1., 2.\]\), expected one float64"):
-            envs.step([0, 0])
+    text = r"env 1: reward: got ndarray array\(\[1., 2.\]\), expected one float64"
+    with ready_engine(fns, shared_memory=shared_memory, **engine) as envs, raises_logged(ObservationError, match=text):
+        envs.step([0, 0])
 
 
 @pytest.mark.parametrize(

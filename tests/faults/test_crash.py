@@ -22,7 +22,19 @@ import pytest
 from envs import open_engine
 from faulty_envs import ForkAndReturnLater, Pause, RowChecker, faulty_env_fn, make_env_fns, write_pid_then
 from gymnasium.vector import AutoresetMode
-from observe import CHEAP, FAULTS, METHODS, PATIENCE, Launch, alive, names, report, still_running, wait_for, worker_pids
+from observe import (
+    FAULT_MARKS,
+    METHODS,
+    WAIT_SECONDS,
+    WITHOUT_SPAWN,
+    Launch,
+    assert_error_names,
+    format_error,
+    is_running,
+    still_running,
+    wait_for_file,
+    worker_pids,
+)
 from sampling import each_once
 
 from vecenv import Restart
@@ -31,7 +43,7 @@ from vecenv.engine.worker_process import WorkerProcess
 from vecenv.errors import EnvError, RemoteTraceback, RestartsExhausted, StepTimeout, WorkerDied
 from vecenv.testing.faulty import KeywordOnlyError, TwoArgumentsError, UnprintableError, WitnessEnv
 
-pytestmark = FAULTS
+pytestmark = FAULT_MARKS
 
 
 # --- environments that raise and workers that die: rows 1 to 14 of the table in ``FAULTS.md`` ---
@@ -95,7 +107,7 @@ def test_crash_cases(case: Case, launch: Launch, tmp_path: Path) -> None:
 
 
 @pytest.mark.sampled(6)
-@CHEAP
+@WITHOUT_SPAWN
 @pytest.mark.parametrize(("case", "moment"), MORE)
 def test_crash_cases_elsewhere(case: Case, moment: str, launch: Launch, tmp_path: Path) -> None:
     """The same faults in a reset, in an autoreset, and in a call."""
@@ -124,22 +136,22 @@ def check_crash(case: Case, moment: str, launch: Launch, tmp_path: Path) -> None
     took = time.monotonic() - started_at
 
     error = caught.value
-    text = report(error)
+    text = format_error(error)
     assert type(error) is case.expected
     for pattern in case.text:
         assert re.search(pattern, text), f"{pattern!r} is not in:\n{text}"
-    names(error, env=ENV, worker=WORKER, pid=pids[WORKER], command=command)
+    assert_error_names(error, env=ENV, worker=WORKER, pid=pids[WORKER], command=command)
     if case.exitcode is None:
         assert isinstance(error.__cause__, RemoteTraceback)
         assert any(f"env {ENV}" in note for note in error.__notes__)
         assert worker_pids(envs) == pids
-        assert all(map(alive, pids))
+        assert all(map(is_running, pids))
     else:
-        assert took < PATIENCE
+        assert took < WAIT_SECONDS
         assert (error.worker, error.pid, error.exitcode, error.command) == (WORKER, pids[1], case.exitcode, command)
         assert tuple(error.envs) == (2, 3)
-        assert alive(pids[0])
-        assert not alive(pids[1])
+        assert is_running(pids[0])
+        assert not is_running(pids[1])
     record = envs.errors[-1]
     assert (record.worker, record.pid, record.command) == (WORKER, pids[WORKER], command)
     assert type(record.error) is case.expected
@@ -174,7 +186,7 @@ def check_recovery(envs: Any, checker: RowChecker, lost: set[int]) -> None:
 def check_close(envs: Any) -> None:
     started_at = time.monotonic()
     envs.close()
-    assert time.monotonic() - started_at < PATIENCE
+    assert time.monotonic() - started_at < WAIT_SECONDS
     assert envs.closed
 
 
@@ -185,7 +197,7 @@ def test_all_failing_environments_are_reported(launch: Launch) -> None:
     envs.reset(seed=1)
     with pytest.raises(ValueError, match="out of order") as caught:
         envs.step(ACTIONS)
-    text = report(caught.value)
+    text = format_error(caught.value)
     assert all(re.search(rf"\benvs?\b[^\n]*\b{env}\b", text) for env in failing), text
     assert sorted(record.env for record in envs.errors) == [0, 2, 3]
     assert [type(r.error) for r in sorted(envs.errors, key=lambda r: r.env)] == [ValueError, EnvError, EnvError]
@@ -198,7 +210,7 @@ def test_death_while_idle(launch: Launch) -> None:
     checker = RowChecker.start(envs, seed=7)
     pids = worker_pids(envs)
     os.kill(pids[WORKER], signal.SIGKILL)
-    assert not still_running([pids[WORKER]], PATIENCE)
+    assert not still_running([pids[WORKER]], WAIT_SECONDS)
     with pytest.raises(WorkerDied) as caught:
         envs.step(ACTIONS)
     error = caught.value
@@ -251,8 +263,8 @@ def check_death_with_inherited_descriptors(launch: Launch, tmp_path: Path) -> No
     started_at = time.monotonic()
     with pytest.raises(WorkerDied, match="SIGKILL") as caught:
         envs.step([0, 0])
-    assert time.monotonic() - started_at < PATIENCE
-    names(caught.value, env=1, worker=1, pid=pid, command="step")
+    assert time.monotonic() - started_at < WAIT_SECONDS
+    assert_error_names(caught.value, env=1, worker=1, pid=pid, command="step")
     check_close(envs)
 
 
@@ -264,7 +276,7 @@ def test_death_of_the_fork_server(launch: Launch) -> None:
     checker = RowChecker.start(envs, seed=7)
     server = multiprocessing.forkserver._forkserver._forkserver_pid
     os.kill(server, signal.SIGKILL)
-    assert not still_running([server], PATIENCE)
+    assert not still_running([server], WAIT_SECONDS)
     for _ in range(3):
         checker.check_step(ACTIONS, envs.step(ACTIONS))
     pid = worker_pids(envs)[WORKER]
@@ -272,7 +284,7 @@ def test_death_of_the_fork_server(launch: Launch) -> None:
     started_at = time.monotonic()
     with pytest.raises(WorkerDied) as caught:
         envs.step(ACTIONS)
-    assert time.monotonic() - started_at < PATIENCE
+    assert time.monotonic() - started_at < WAIT_SECONDS
     assert (caught.value.worker, caught.value.pid) == (WORKER, pid)
     check_recovery(envs, checker, {2, 3})
     check_close(envs)
@@ -297,9 +309,9 @@ def test_simultaneous_deaths_are_one_error(launch: Launch, count: int) -> None:
     started_at = time.monotonic()
     with pytest.raises(WorkerDied, match="SIGKILL") as caught:
         envs.step([0] * count)
-    assert time.monotonic() - started_at < PATIENCE
+    assert time.monotonic() - started_at < WAIT_SECONDS
     assert tuple(caught.value.envs) == tuple(range(count))
-    assert all(re.search(rf"\b{env}\b", report(caught.value)) for env in (0, count // 2, count - 1))
+    assert all(re.search(rf"\b{env}\b", format_error(caught.value)) for env in (0, count // 2, count - 1))
     check_close(envs)
 
 
@@ -312,7 +324,7 @@ def test_programs_of_environments_end(launch: Launch, ending: str, tmp_path: Pat
     envs.reset(seed=1)
     *_, infos = envs.step([0, 0])
     helper = int(infos["subprocess"][1])
-    assert alive(helper)
+    assert is_running(helper)
     if ending == "death":
         os.kill(worker_pids(envs)[1], signal.SIGKILL)
         with pytest.raises(WorkerDied):
@@ -324,7 +336,7 @@ def test_programs_of_environments_end(launch: Launch, ending: str, tmp_path: Pat
             envs.close(timeout=0.2)
     if not envs.closed:
         envs.close(terminate=ending == "terminate")
-    assert not still_running([helper], PATIENCE)
+    assert not still_running([helper], WAIT_SECONDS)
 
 
 @pytest.mark.linux
@@ -345,7 +357,7 @@ def test_worker_that_loses_its_caller_ends_its_helpers(launch: Launch) -> None:
     *_, infos = envs.step([0, 0])
     helper, pid = int(infos["subprocess"][1]), worker_pids(envs)[1]
     os.close(envs._pool.workers[1].channel.out)
-    assert not still_running([pid, helper], PATIENCE)
+    assert not still_running([pid, helper], WAIT_SECONDS)
     with pytest.raises(WorkerDied):
         envs.step([0, 0])
     check_close(envs)
@@ -363,7 +375,7 @@ def test_forked_copy_of_an_environment_never_replies(launch: Launch, tmp_path: P
     check_close(envs)
 
 
-@CHEAP
+@WITHOUT_SPAWN
 @pytest.mark.parametrize("raises", [False, True], ids=["returns", "exits"])
 @pytest.mark.parametrize("when", ["step", "reset"])
 def test_forked_copy_never_writes_into_rows(launch: Launch, when: str, raises: bool, tmp_path: Path) -> None:
@@ -391,9 +403,9 @@ def test_worker_without_its_pipe_counts_as_dead(launch: Launch, tmp_path: Path) 
     pid = worker_pids(envs)[1]
     with pytest.raises(WorkerDied) as caught:
         steps(envs, 2)
-    names(caught.value, env=1, worker=1, pid=pid, command="step")
+    assert_error_names(caught.value, env=1, worker=1, pid=pid, command="step")
     assert "memory" not in str(caught.value)
-    assert not alive(pid)
+    assert not is_running(pid)
     check_close(envs)
 
 
@@ -404,8 +416,8 @@ def test_siblings_of_a_dead_worker_step_exactly_once(launch: Launch, tmp_path: P
     envs = launch([slow, stuck])
     checker = RowChecker.start(envs)
     envs.step_async([1, 1])
-    wait_for(tmp_path / "slow")
-    wait_for(tmp_path / "stuck")
+    wait_for_file(tmp_path / "slow")
+    wait_for_file(tmp_path / "stuck")
     os.kill(worker_pids(envs)[1], signal.SIGKILL)
     with pytest.raises(WorkerDied, match="SIGKILL"):
         envs.step_wait()
@@ -559,18 +571,18 @@ class HalfReset(InPlace):
         if self.index == COUNT - 1:
             self.buffer[:1] = 77
             self.path.with_suffix(".half").touch()
-            wait_for(self.path)
+            wait_for_file(self.path)
             raise ValueError("half-way")
         return super().reset(seed=seed, options=options)
 
 
-@CHEAP
+@WITHOUT_SPAWN
 def test_half_written_first_observation_is_not_kept(launch: Launch, tmp_path: Path) -> None:
     """With restarts, the observations of the first partial ``recv`` are kept, but not those that are being written."""
     path = tmp_path / "file"
     envs = launch([functools.partial(HalfReset, index, path) for index in range(COUNT)], on_failure=Restart(0))
     envs.reset_async(seed=[5, 6, 7, 8])
-    wait_for(path.with_suffix(".half"))
+    wait_for_file(path.with_suffix(".half"))
     envs.recv(count=COUNT - 1)
     path.touch()
     with pytest.raises(RestartsExhausted):
@@ -705,7 +717,7 @@ def step_while_observed(envs: Any, steps: int, hundredths: int, look: Callable[[
 
 @pytest.mark.sampled(1)
 @pytest.mark.linux
-@CHEAP
+@WITHOUT_SPAWN
 @pytest.mark.parametrize(("steps", "hundredths"), [(4, 50), pytest.param(20, 99, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", WORKS)
 def test_worker_continues_after_requests_for_its_stack(launch: Launch, kind: str, steps: int, hundredths: int) -> None:
@@ -720,7 +732,7 @@ def test_worker_continues_after_requests_for_its_stack(launch: Launch, kind: str
 
 
 @pytest.mark.linux
-@CHEAP
+@WITHOUT_SPAWN
 def test_poll_sends_a_worker_nothing(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     """A timeout of less than 10 ms reports the progress, and sends no signal."""
     sent: list[int] = []
@@ -735,7 +747,7 @@ def test_poll_sends_a_worker_nothing(launch: Launch, monkeypatch: pytest.MonkeyP
             envs.step_wait(timeout=[0, 0.001][polls % 2] if polls < 2000 else 60)
             break
         except StepTimeout as error:
-            assert "envs 0-3," in report(error)
+            assert "envs 0-3," in format_error(error)
             polls += 1
     assert polls > 10
     envs.send(np.full(4, 99), range(4))
@@ -751,18 +763,18 @@ def test_poll_sends_a_worker_nothing(launch: Launch, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.sampled(1)
 @pytest.mark.linux
-@CHEAP
+@WITHOUT_SPAWN
 @pytest.mark.parametrize("fault", ["sleep", "hold_gil"])
 def test_stack_of_an_earlier_timeout_is_not_the_last_stack(launch: Launch, tmp_path: Path, fault: str) -> None:
     """A worker that is killed later has left no stack, and none is shown."""
     envs = launch(make_env_fns(2, {1: faulty_env_fn(1, write_pid_then(tmp_path / "stuck", fault), step=1)}))
     envs.reset(seed=1)
     envs.step_async([0, 0])
-    wait_for(tmp_path / "stuck")
+    wait_for_file(tmp_path / "stuck")
     with pytest.raises(StepTimeout, match=f"in {fault}"):
         envs.step_wait(timeout=0.2)
     os.kill(worker_pids(envs)[1], 9)
     with pytest.raises(Exception, match="SIGKILL") as caught:
         envs.step_wait()
-    assert "last Python stack" not in report(caught.value)
+    assert "last Python stack" not in format_error(caught.value)
 

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from faulty_envs import EchoEnv
 from gymnasium import spaces
-from observe import FAULTS, METHODS, PACKAGE, PATIENCE, still_running, wait_for
+from observe import FAULT_MARKS, IMPORT_ROOT, METHODS, WAIT_SECONDS, still_running, wait_for_file
 
 import vecenv
 from vecenv import Restart, WorkerOptions
@@ -33,7 +33,7 @@ from vecenv.planning.trial import time_steps
 from vecenv.system.cores import usable_cores
 from vecenv.testing.faulty import NestedEnv
 
-pytestmark = FAULTS
+pytestmark = FAULT_MARKS
 
 
 # --- the probe process closes its environment and leaves nothing, however it or its caller ends
@@ -74,7 +74,7 @@ class HoldsThePipe(EchoEnv):
         if os.fork() == 0:
             write(path, os.getpid())
             time.sleep(60)
-        wait_for(path)
+        wait_for_file(path)
         os._exit(5)
 
 
@@ -147,7 +147,7 @@ def test_helpers_end_with_the_probe(tmp_path: Path, end: str, own_session: bool)
         with pytest.raises(expected):
             EnvProbe([env_fn], timeout=1.0).measure()[0]
     helper = int((tmp_path / "helper").read_text())
-    assert not still_running([helper], PATIENCE)
+    assert not still_running([helper], WAIT_SECONDS)
 
 
 class FaultInThirdStep(HasHelper):
@@ -185,7 +185,7 @@ def test_environment_that_fails_in_the_probe_is_isolated(
     assert isinstance(probe.describe(), EnvDescription)
     assert probe.measure()[0].steps == 0
     assert text in probe.measure()[0].failure
-    assert not still_running([int((tmp_path / "helper").read_text())], PATIENCE)
+    assert not still_running([int((tmp_path / "helper").read_text())], WAIT_SECONDS)
 
 
 @pytest.mark.parametrize("end", ["raises", pytest.param("killed", marks=pytest.mark.long)])
@@ -218,7 +218,7 @@ def test_death_is_noticed_while_a_helper_holds_its_pipe(tmp_path: Path) -> None:
     with pytest.raises(WorkerDied, match="exit code 5"):
         EnvProbe([functools.partial(HoldsThePipe, tmp_path / "helper")]).measure()[0]
     assert time.monotonic() - started_at < 30
-    assert not still_running([int((tmp_path / "helper").read_text())], PATIENCE)
+    assert not still_running([int((tmp_path / "helper").read_text())], WAIT_SECONDS)
 
 
 @pytest.mark.long
@@ -304,7 +304,7 @@ def test_exception_while_the_caller_waits_ends_the_probe(tmp_path: Path) -> None
     env_fn = functools.partial(HasHelper, tmp_path / "helper", True, stop)
     with pytest.raises(Alarm), alarm_after(1.0):
         EnvProbe([env_fn]).measure()[0]
-    assert not still_running([int((tmp_path / "helper").read_text())], PATIENCE)
+    assert not still_running([int((tmp_path / "helper").read_text())], WAIT_SECONDS)
     assert not multiprocessing.active_children()
 
 
@@ -359,15 +359,15 @@ if __name__ == "__main__":
 def test_killed_program_leaves_nothing(tmp_path: Path, method: str) -> None:
     script = tmp_path / "program.py"
     script.write_text(KILLED)
-    path = os.pathsep.join([str(PACKAGE), str(Path(__file__).parent)])
+    path = os.pathsep.join([str(IMPORT_ROOT), str(Path(__file__).parent)])
     program = subprocess.Popen([sys.executable, str(script), method, str(tmp_path)], env={**os.environ, "PYTHONPATH": path})
     try:
-        wait_for(tmp_path / "pids")
+        wait_for_file(tmp_path / "pids")
     finally:
         program.kill()
         program.wait()
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert not still_running(pids, PATIENCE)
+    assert not still_running(pids, WAIT_SECONDS)
 
 
 def test_probe_runs_in_its_own_session() -> None:

@@ -24,14 +24,26 @@ import pytest
 from envs import killable_engine, open_engine, ready_engine
 from faulty_envs import Pause, RowChecker, WritePid, faulty_env_fn, healthy_env_fn, make_env_fns, write_pid_then
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
-from observe import CHEAP, FAULTS, PACKAGE, PATIENCE, Launch, alive, names, report, still_running, wait_for, worker_pids
+from observe import (
+    FAULT_MARKS,
+    IMPORT_ROOT,
+    WAIT_SECONDS,
+    WITHOUT_SPAWN,
+    Launch,
+    assert_error_names,
+    format_error,
+    is_running,
+    still_running,
+    wait_for_file,
+    worker_pids,
+)
 
 import vecenv
 from vecenv.engine.worker_process import WorkerProcess
 from vecenv.errors import StepTimeout, WorkerDied
 from vecenv.system.supervision import StackFile
 
-pytestmark = FAULTS
+pytestmark = FAULT_MARKS
 
 
 # --- Environments that do not reply: rows 15 to 20 of the table in ``FAULTS.md`` ----------------
@@ -44,9 +56,9 @@ def check_close(envs: Any, timeout: float = GRACE) -> None:
     pids = worker_pids(envs)
     begun = time.monotonic()
     envs.close(timeout=timeout)
-    assert time.monotonic() - begun < timeout + PATIENCE
+    assert time.monotonic() - begun < timeout + WAIT_SECONDS
     assert envs.closed
-    assert not still_running(pids, PATIENCE)
+    assert not still_running(pids, WAIT_SECONDS)
 
 
 @pytest.mark.long
@@ -58,27 +70,27 @@ def test_hang(launch: Launch, kind: str, tmp_path: Path) -> None:
     envs.reset(seed=1)
     pid = worker_pids(envs)[1]
     envs.step_async([0] * 4)
-    wait_for(tmp_path / "stuck")
+    wait_for_file(tmp_path / "stuck")
     for _ in range(2):
         begun = time.monotonic()
         with pytest.raises(StepTimeout) as caught:
             envs.step_wait(timeout=0.2)
-        assert 0.19 < time.monotonic() - begun < 0.2 + PATIENCE
+        assert 0.19 < time.monotonic() - begun < 0.2 + WAIT_SECONDS
         assert isinstance(caught.value, multiprocessing.TimeoutError)
         assert isinstance(caught.value, TimeoutError)
         assert (caught.value.timeout, caught.value.envs) == (0.2, (2, 3))
         assert "call `step_wait` again, `abandon(error.envs)`, or `close()`." in str(caught.value)
-        assert re.search(rf"faulty\.py.*in {fault}", report(caught.value)), report(caught.value)
+        assert re.search(rf"faulty\.py.*in {fault}", format_error(caught.value)), format_error(caught.value)
         place = rf"env 3, of envs 2-3, worker 1, pid {pid}, during step, at .+ in \w+"
         assert re.fullmatch(place, caught.value.where[3]), caught.value.where
-        names(caught.value, env=3, worker=1, pid=pid, command="step")
+        assert_error_names(caught.value, env=3, worker=1, pid=pid, command="step")
     with pytest.raises(AlreadyPendingCallError):
         envs.step_async([0] * 4)
     check_close(envs)
 
 
 @pytest.mark.linux
-@CHEAP
+@WITHOUT_SPAWN
 @pytest.mark.parametrize("how", ["slowly", "late"])
 def test_hang_with_a_slowly_written_stack(launch: Launch, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker may lose its core in the middle of a line, or wait for one before it begins: the caller waits for it."""
@@ -100,14 +112,14 @@ def test_hang_with_a_slowly_written_stack(launch: Launch, how: str, tmp_path: Pa
     envs = launch(make_env_fns(2, {1: faulty_env_fn(1, write_pid_then(tmp_path / "stuck", "sleep"), reset=2)}))
     envs.reset(seed=1)
     envs.reset_async()
-    wait_for(tmp_path / "stuck")
+    wait_for_file(tmp_path / "stuck")
     with pytest.raises(StepTimeout) as caught:
         envs.reset_wait(timeout=0.3)
-    assert "in sleep" in report(caught.value)
+    assert "in sleep" in format_error(caught.value)
 
 
 @pytest.mark.long
-@CHEAP
+@WITHOUT_SPAWN
 @pytest.mark.parametrize("call", ["reset", "call"])
 def test_hang_in_other_calls(launch: Launch, call: str, tmp_path: Path) -> None:
     """A reset and a call have timeouts as well."""
@@ -116,12 +128,12 @@ def test_hang_in_other_calls(launch: Launch, call: str, tmp_path: Path) -> None:
     envs.reset(seed=1)
     if call == "reset":
         envs.reset_async()
-        wait_for(tmp_path / "stuck")
+        wait_for_file(tmp_path / "stuck")
     else:
         envs.call_async("trigger", "sleep", only=1)
     with pytest.raises(StepTimeout) as caught:
         getattr(envs, f"{call}_wait")(timeout=0.3)
-    assert "in sleep" in report(caught.value)
+    assert "in sleep" in format_error(caught.value)
     check_close(envs)
 
 
@@ -160,7 +172,7 @@ def test_step_timeout_option(launch: Launch) -> None:
     begun = time.monotonic()
     with pytest.raises(StepTimeout, match="env"):
         envs.step([0, 0])
-    assert 0.45 < time.monotonic() - begun < 0.5 + PATIENCE
+    assert 0.45 < time.monotonic() - begun < 0.5 + WAIT_SECONDS
     check_close(envs)
 
 
@@ -200,8 +212,8 @@ def test_stopped(launch: Launch) -> None:
         envs.step_async([1, 1])
         with pytest.raises(StepTimeout) as caught:
             envs.step_wait(timeout=0.2)
-        names(caught.value, env=1, worker=1, pid=pid, command="step")
-        assert alive(pid)
+        assert_error_names(caught.value, env=1, worker=1, pid=pid, command="step")
+        assert is_running(pid)
         if ending == "continued":
             os.kill(pid, signal.SIGCONT)
             checker.check_step([1, 1], envs.step_wait(timeout=60))
@@ -244,7 +256,7 @@ def test_close_raises(launch: Launch, fault: str, tmp_path: Path, capfd: pytest.
     assert "Traceback" not in capfd.readouterr().err
 
 
-@CHEAP
+@WITHOUT_SPAWN
 def test_death_in_close(launch: Launch, tmp_path: Path) -> None:
     """A worker that dies in ``close`` does not prevent the others from closing."""
     closers = {
@@ -337,7 +349,7 @@ def test_a_program_with_a_step_pending_ends_within_two_seconds() -> None:
 
     def attempt() -> float:
         here = os.path.dirname(__file__)
-        path = os.pathsep.join([str(PACKAGE), here, os.path.dirname(here)])
+        path = os.pathsep.join([str(IMPORT_ROOT), here, os.path.dirname(here)])
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", PROGRAM],
             env={**os.environ, "PYTHONPATH": path},
@@ -524,7 +536,7 @@ def test_only_monotonic_clocks(path: Path) -> None:
 
 
 @pytest.mark.long
-@CHEAP
+@WITHOUT_SPAWN
 def test_clock_jump_changes_no_timeout(launch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """An hour forwards, a day back: neither ends a wait early, nor extends it."""
     envs = launch(make_env_fns(2, delay=0.3))

@@ -26,14 +26,26 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from faulty_envs import faulty_env_fn, healthy_env_fn, make_env_fns
-from observe import FAULTS, METHODS, PACKAGE, PATIENCE, Launch, Trainer, alive, report, still_running, wait_for, worker_pids
+from observe import (
+    FAULT_MARKS,
+    IMPORT_ROOT,
+    METHODS,
+    WAIT_SECONDS,
+    Launch,
+    Trainer,
+    format_error,
+    is_running,
+    still_running,
+    wait_for_file,
+    worker_pids,
+)
 
 import vecenv
 from vecenv import WorkerOptions
 from vecenv.errors import EnvError, StartupTimeout, WorkerDied
 from vecenv.testing.faulty import FaultyConstructor, NestedEnv, UnloadableConstructor, UnpicklableConstructor, WitnessEnv
 
-pytestmark = FAULTS
+pytestmark = FAULT_MARKS
 
 
 # --- Engines that cannot start: rows 21 to 24, 36 and 42 of the table in ``FAULTS.md`` ----------
@@ -67,7 +79,7 @@ def test_startup(launch: Launch, method: str, kind: str) -> None:
     with pytest.raises(expected) as caught:
         launch(env_fns, num_workers=2, worker_options=WorkerOptions(start_timeout=limit))
     assert expected is not StartupTimeout or time.monotonic() - started_at < limit + 15
-    text = report(caught.value)
+    text = format_error(caught.value)
     assert type(caught.value) is expected
     assert re.search(r"\benvs?\b[^\n]*\b3\b", text), text
     assert re.search(r"\bworkers?\b[^\n]*\b1\b", text), text
@@ -83,7 +95,7 @@ def test_startup_with_unpicklable_env_fn(launch: Launch, method: str, kind: str)
     env_fns = make_env_fns(4, {3: constructor(healthy_env_fn(3))})
     with pytest.raises(Exception, match=r".") as caught:
         launch(env_fns, num_workers=2, worker_options=WorkerOptions(start_timeout=10))
-    text = report(caught.value)
+    text = format_error(caught.value)
     assert not isinstance(caught.value, (StartupTimeout, WorkerDied)), text
     assert re.search(r"\benv(_fns?)?\b[^\n]{0,3}\b3\b", text), text
     assert {"pickle": "cannot be pickled", "unpickle": "cannot be loaded here"}[kind] in text
@@ -153,7 +165,7 @@ def test_nested(launch: Launch, inner: str, daemon: bool) -> None:
         envs = launch(env_fns, daemon=daemon)
     except Exception as error:
         assert daemon
-        text = report(error)
+        text = format_error(error)
         assert "daemonic" in text
         assert "daemon=False" in text
         assert re.search(r"\benv 0\b", text)
@@ -187,7 +199,7 @@ def unguarded(method: str, call: str) -> str:
 
 def output_of_failing_program(program: str | None, directory: Path, **kwargs: Any) -> str:
     """Return the output of a program that fails."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE), os.environ.get("PYTHONPATH", "")])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(IMPORT_ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, *([program] if program else [])]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, cwd=directory, timeout=250, check=False, **kwargs
@@ -233,10 +245,10 @@ def wait_until_running(trainer: Trainer, scenario: str, folder: Path) -> list[in
     """Wait until the scenario is running; return the pids of all processes but the trainer."""
     processes = trainer.read_message()
     if scenario in ("stepping", "gil", "interrupted"):
-        wait_for(folder / "begun")
+        wait_for_file(folder / "begun")
         time.sleep(0.05)  # the file is written just before it hangs
     pids = [*processes["workers"], *processes.get("helpers", [])]
-    assert all(map(alive, pids))
+    assert all(map(is_running, pids))
     return pids
 
 
@@ -252,7 +264,7 @@ def test_killed_trainer_leaves_no_orphans(trainer: Start, scenario: str, tmp_pat
     pids = wait_until_running(program, scenario, tmp_path)
     program.process.kill()
     program.process.wait(60)
-    assert not still_running(pids, PATIENCE)
+    assert not still_running(pids, WAIT_SECONDS)
     assert "Traceback" not in program.read_stderr()
 
 
@@ -265,7 +277,7 @@ def test_group_kill_leaves_nothing(trainer: Start, scenario: str, tmp_path: Path
     pids = wait_until_running(program, scenario, tmp_path)
     os.killpg(program.process.pid, signal.SIGKILL)
     program.process.wait(60)
-    assert not still_running(pids, PATIENCE)
+    assert not still_running(pids, WAIT_SECONDS)
     assert not take_stock().beyond(before, ["shared_memory"])  # except for resources of other programs
 
 
@@ -276,7 +288,7 @@ def test_sigterm(trainer: Start, tmp_path: Path) -> None:
     pids = wait_until_running(program, "stepping", tmp_path)
     program.process.terminate()
     assert program.process.wait(60) == -signal.SIGTERM
-    assert not still_running(pids, PATIENCE)
+    assert not still_running(pids, WAIT_SECONDS)
 
 
 @pytest.fixture
@@ -305,9 +317,9 @@ def test_ctrl_c(trainer: Start, terminal: tuple[int, int], tmp_path: Path) -> No
     os.write(keyboard, b"\x03")
     end = program.read_message()
     assert (end["interrupts"], end["closed"]) == (1, True)
-    assert end["seconds"] < PATIENCE
+    assert end["seconds"] < WAIT_SECONDS
     assert program.process.wait(60) == 0
-    assert not still_running(pids, PATIENCE)
+    assert not still_running(pids, WAIT_SECONDS)
     shown = read_terminal(keyboard)
     assert "Traceback" not in shown, shown
     assert "KeyboardInterrupt" not in shown, shown
@@ -319,7 +331,7 @@ def test_step_continues_after_ctrl_c(trainer: Start, terminal: tuple[int, int], 
     keyboard, screen = terminal
     program = trainer("interrupted_then_on", terminal=screen)
     program.read_message()
-    wait_for(tmp_path / "begun")
+    wait_for_file(tmp_path / "begun")
     time.sleep(0.2)
     os.write(keyboard, b"\x03")
     end = program.read_message()
@@ -335,8 +347,8 @@ def test_exit_with_pending_step(trainer: Start, scenario: str, code: int) -> Non
     program = trainer(scenario)
     end = program.read_message()
     assert program.process.wait(60) == code, program.read_stderr()
-    assert time.monotonic() - end["ended"] < PATIENCE
-    assert not still_running(end["workers"], PATIENCE)
+    assert time.monotonic() - end["ended"] < WAIT_SECONDS
+    assert not still_running(end["workers"], WAIT_SECONDS)
     assert "Traceback" not in program.read_stderr()
 
 
@@ -393,7 +405,7 @@ def test_dropped_engine_ends_with_a_warning(method: str, pending: bool) -> None:
     with pytest.warns(ResourceWarning, match="AsyncVectorEnv"):
         drop(held)
     assert gone() is None
-    assert not still_running(pids, PATIENCE)
+    assert not still_running(pids, WAIT_SECONDS)
 
 
 def drop(held: list[Any]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from envs import ready_engine
 from faulty_envs import make_env_fns
-from observe import FAULTS
+from observe import FAULT_MARKS
 
 import vecenv
 from vecenv.errors import ArenaError
@@ -22,7 +22,7 @@ from vecenv.shm import arena
 from vecenv.system import cores
 from vecenv.testing.faulty import WitnessEnv
 
-pytestmark = FAULTS
+pytestmark = FAULT_MARKS
 
 MIB = 2**20
 

@@ -21,14 +21,14 @@ from envs import open_engine
 from faulty_envs import RowChecker, faulty_env_fn, make_env_fns, write_pid_then
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 from gymnasium.vector import AsyncVectorEnv as Stock
-from observe import CHEAP, FAULTS, PATIENCE, Launch, report, still_running, wait_for, worker_pids
+from observe import FAULT_MARKS, WAIT_SECONDS, WITHOUT_SPAWN, Launch, format_error, still_running, wait_for_file, worker_pids
 from sampling import each_pair
 
 import vecenv
 from vecenv.errors import BusyError, EnvError
 from vecenv.testing.faulty import HUGE_INFO_BYTES, WitnessEnv
 
-pytestmark = FAULTS
+pytestmark = FAULT_MARKS
 
 
 # --- Wrong results of environments and wrong calls of programs: rows 25 to 29 and 39 to 46 of ``FAULTS.md``
@@ -76,7 +76,7 @@ def test_bad_info(launch: Launch, fault: str, key: str) -> None:
     pids = worker_pids(envs)
     with pytest.raises(Exception, match=r".") as caught:
         envs.step([0] * 4)
-    text = report(caught.value)
+    text = format_error(caught.value)
     assert re.search(r"\benv 3\b", text), text
     assert re.search(rf"\b{key}\b", text), text
     assert worker_pids(envs) == pids
@@ -157,7 +157,7 @@ def test_call_errors_do_not_kill(launch: Launch) -> None:
     checker.check_step([1, 2, 3, 4], envs.step([1, 2, 3, 4]))
 
 
-@CHEAP
+@WITHOUT_SPAWN
 def test_set_attr_errors_do_not_kill(launch: Launch) -> None:
     """An attribute that cannot be set raises, and has no other effect."""
     envs = launch(make_env_fns(4), num_workers=2)
@@ -207,7 +207,7 @@ def test_close_anytime(launch: Launch, when: str, tmp_path: Path) -> None:
     elif when == "during_step":
         other = threading.Thread(target=attempt, args=(lambda: envs.step([0, 0]),))
         other.start()
-        wait_for(tmp_path / "begun")
+        wait_for_file(tmp_path / "begun")
         envs.close(timeout=0.2)
         other.join(5)
         assert not other.is_alive(), "a step that was interrupted by close() must come back"
@@ -221,14 +221,14 @@ def test_close_anytime(launch: Launch, when: str, tmp_path: Path) -> None:
             other.join(10)
         assert ends == [None] * 4
     assert envs.closed
-    assert not still_running(pids, PATIENCE)
+    assert not still_running(pids, WAIT_SECONDS)
     for call in (lambda: envs.step([0, 0]), envs.reset, lambda: envs.call("echo", 1)):
         with pytest.raises(ClosedEnvironmentError):
             call()
     envs.close()
 
 
-@CHEAP
+@WITHOUT_SPAWN
 def test_racing_callers(launch: Launch) -> None:
     """Four threads step as fast as they can: every call steps all environments once or none."""
     envs = launch(make_env_fns(2, length=10**9))

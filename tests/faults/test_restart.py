@@ -20,7 +20,17 @@ import pytest
 from envs import ready_engine
 from faulty_envs import Chain, EchoEnv, Pause, RowChecker, faulty_env_fn, healthy_env_fn, make_env_fns
 from gymnasium.vector import AutoresetMode
-from observe import CHEAP, FAULTS, PATIENCE, Launch, alive, names, report, still_running, worker_pids
+from observe import (
+    FAULT_MARKS,
+    WAIT_SECONDS,
+    WITHOUT_SPAWN,
+    Launch,
+    assert_error_names,
+    format_error,
+    is_running,
+    still_running,
+    worker_pids,
+)
 
 from vecenv import Restart, WorkerOptions
 from vecenv.errors import EnvFailed, RestartsExhausted, StepTimeout, WorkerDied
@@ -28,7 +38,7 @@ from vecenv.system.restart_budget import RestartBudget
 from vecenv.testing import assert_identical
 from vecenv.testing.faulty import FaultyConstructor, FaultyEnv, WitnessEnv
 
-pytestmark = FAULTS
+pytestmark = FAULT_MARKS
 
 
 # --- step and reset with on_failure="restart": rows 47 and 48 of FAULTS.md ----------------------
@@ -70,11 +80,11 @@ def test_failed_step_ends_episode_as_truncated(launch: Launch, fault: str, tmp_p
     assert envs.errors[-1].worker == 1
     checker.check_reset(envs.reset(seed=50), seeds=[50, 51, 52, 53])
     envs.close()
-    assert not any(map(alive, pids))
+    assert not any(map(is_running, pids))
 
 
 @pytest.mark.long
-@CHEAP
+@WITHOUT_SPAWN
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
 @pytest.mark.parametrize("fault", ["raises", "kill"])
@@ -115,7 +125,7 @@ def test_worker_killed_in_reset_is_replaced(launch: Launch, tmp_path: Path) -> N
     checker.check_step([1, 1], envs.step([1, 1]))
 
 
-@CHEAP
+@WITHOUT_SPAWN
 def test_restart_during_reset_keeps_seeds_and_options(launch: Launch, tmp_path: Path) -> None:
     """Every rebuilt environment gets its seed and options, also one that shared a worker with the faulty one."""
     faulty = faulty_env_fn(3, "kill", reset=2, once=tmp_path / "once")
@@ -127,7 +137,7 @@ def test_restart_during_reset_keeps_seeds_and_options(launch: Launch, tmp_path: 
     assert envs.get_attr("options") == ({"level": 7},) * 4
 
 
-@CHEAP
+@WITHOUT_SPAWN
 def test_restart_during_reset_without_seeds_can_be_repeated(launch: Launch) -> None:
     """The rebuilt environment gets a seed from the engine's own sequence, which the latest seeded reset began."""
     seeds = []
@@ -141,7 +151,7 @@ def test_restart_during_reset_without_seeds_can_be_repeated(launch: Launch) -> N
     assert seeds[0][1] > 3
 
 
-@CHEAP
+@WITHOUT_SPAWN
 def test_restart_during_reset_keeps_options_per_row(launch: Launch, tmp_path: Path) -> None:
     faulty = faulty_env_fn(3, "kill", reset=2, once=tmp_path / "once")
     envs = launch(make_env_fns(4, {3: faulty}), num_workers=2, on_failure="restart")
@@ -166,7 +176,7 @@ def test_worker_killed_while_idle_is_restarted(launch: Launch) -> None:
         assert restarted == {2 * worker, 2 * worker + 1}
 
 
-@CHEAP
+@WITHOUT_SPAWN
 def test_death_in_a_restart_is_named(launch: Launch, tmp_path: Path) -> None:
     """The environment raises in a step, and the reset of the one that replaces it ends the worker."""
     fault = faulty_env_fn(1, "raises", step=1, once=tmp_path / "raised")
@@ -211,7 +221,7 @@ def test_worker_that_keeps_dying_exhausts_restart_limit(launch: Launch) -> None:
     with pytest.raises(WorkerDied) as caught:
         step_until_error()
     assert sum(restarts) == 3
-    text = report(caught.value)
+    text = format_error(caught.value)
     assert text.count("SIGSEGV") >= 3, text
     assert re.search(r"\b3\b", str(caught.value))
     assert re.search(r"\b60(\.0)? ?s", str(caught.value)), "the message must contain the period"
@@ -219,7 +229,7 @@ def test_worker_that_keeps_dying_exhausts_restart_limit(launch: Launch) -> None:
     envs.close()
 
 
-@CHEAP
+@WITHOUT_SPAWN
 def test_restart_limit_zero_raises_the_first_failure(launch: Launch) -> None:
     envs = launch(make_env_fns(2, {1: faulty_env_fn(1, "kill", step=1)}), on_failure=Restart(0))
     envs.reset(seed=1)
@@ -240,7 +250,7 @@ def test_restart_budget_allows_limit_per_period(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.long
-@CHEAP
+@WITHOUT_SPAWN
 def test_constructor_that_fails_on_restart_raises(launch: Launch, tmp_path: Path) -> None:
     """An environment that cannot be rebuilt ends in an error with the cause, not in an endless loop."""
     env_fn = functools.partial(_build_only_once, os.fspath(tmp_path / "built"))
@@ -248,7 +258,7 @@ def test_constructor_that_fails_on_restart_raises(launch: Launch, tmp_path: Path
     envs.reset(seed=1)
     with pytest.raises(Exception, match=r".") as caught:
         _step_times(envs, 10)
-    assert "out of order" in report(caught.value)
+    assert "out of order" in format_error(caught.value)
     envs.close()
 
 
@@ -264,7 +274,7 @@ def _step_times(envs: Any, count: int) -> None:
         envs.step([1] * envs.num_envs)
 
 
-@CHEAP
+@WITHOUT_SPAWN
 def test_step_wait_timeout_does_not_restart(launch: Launch, tmp_path: Path) -> None:
     """Only ``step_timeout`` restarts workers; after the timeout of one call, its result is still pending."""
     faulty = faulty_env_fn(1, Chain("raises"), step=10**9)
@@ -299,7 +309,7 @@ def _crashing_cart_pole(once: str) -> gymnasium.Env:
     return FaultyEnv(gymnasium.make("CartPole-v1"), "kill", step=7, once=once)
 
 
-@CHEAP
+@WITHOUT_SPAWN
 def test_every_restart_gets_a_new_seed(launch: Launch) -> None:
     faulty = {index: faulty_env_fn(index, "raises", step=2) for index in range(3)}
     envs = launch(make_env_fns(3, faulty), on_failure=Restart(100))
@@ -367,7 +377,7 @@ class RecvChecker:
             ids = self.check(self.receive())
 
 
-@CHEAP
+@WITHOUT_SPAWN
 @pytest.mark.parametrize("fault", ["raises", "kill"])
 def test_recv_raises_a_failure_and_keeps_the_other_rows(launch: Launch, fault: str, tmp_path: Path) -> None:
     faulty = faulty_env_fn(3, fault, {"length": 10**6}, step=2, once=tmp_path / "once")
@@ -385,7 +395,7 @@ def test_recv_raises_a_failure_and_keeps_the_other_rows(launch: Launch, fault: s
 
     with pytest.raises((ValueError, WorkerDied)) as caught:
         receive_until(4)
-    names(caught.value, env=3, worker=3, pid=pid, command="step")
+    assert_error_names(caught.value, env=3, worker=3, pid=pid, command="step")
     receive_until(3)
     assert sorted(received) == [0, 1, 2]
     with pytest.raises(EnvFailed, match=r"\b3\b"):
@@ -395,7 +405,7 @@ def test_recv_raises_a_failure_and_keeps_the_other_rows(launch: Launch, fault: s
     assert [(row["witness_id"], row["seed"], row["tick"]) for row in first_rows] == [(env, 5 + env, 0) for env in range(4)]
 
 
-@CHEAP
+@WITHOUT_SPAWN
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 def test_recv_reports_the_death_of_the_only_env_in_flight(launch: Launch, on_failure: str, tmp_path: Path) -> None:
     """``recv`` must not wait for a reply that no worker is left to send."""
@@ -413,7 +423,7 @@ def test_recv_reports_the_death_of_the_only_env_in_flight(launch: Launch, on_fai
 
 
 @pytest.mark.long
-@CHEAP
+@WITHOUT_SPAWN
 @pytest.mark.parametrize("fault", ["raises", "segfault", "sleep"])
 def test_recv_returns_a_restarted_row(launch: Launch, fault: str, tmp_path: Path) -> None:
     """A row that failed is returned like any other, marked; a hang fails after ``step_timeout``."""
@@ -430,11 +440,11 @@ def test_recv_returns_a_restarted_row(launch: Launch, fault: str, tmp_path: Path
     assert restarted == [3]
     assert len(envs.errors) == 1
     if fault == "sleep":
-        assert "in sleep" in report(envs.errors[0].error)
+        assert "in sleep" in format_error(envs.errors[0].error)
 
 
 @pytest.mark.long
-@CHEAP
+@WITHOUT_SPAWN
 def test_recv_timeout_names_the_late_worker(launch: Launch) -> None:
     """The error contains the environment, the worker and the line at which it hangs."""
     envs = launch(make_env_fns(2, {1: faulty_env_fn(1, "sleep", step=1)}), batch_size=2)
@@ -443,15 +453,15 @@ def test_recv_timeout_names_the_late_worker(launch: Launch) -> None:
     start = time.monotonic()
     with pytest.raises(StepTimeout) as caught:
         checker.receive(timeout=0.3)
-    assert time.monotonic() - start < PATIENCE
-    names(caught.value, env=1, worker=1, pid=worker_pids(envs)[1], command="recv|step")
-    assert re.search("in sleep", report(caught.value))
+    assert time.monotonic() - start < WAIT_SECONDS
+    assert_error_names(caught.value, env=1, worker=1, pid=worker_pids(envs)[1], command="recv|step")
+    assert re.search("in sleep", format_error(caught.value))
     start = time.monotonic()
     envs.close(timeout=0.3)
-    assert time.monotonic() - start < PATIENCE
+    assert time.monotonic() - start < WAIT_SECONDS
 
 
-@CHEAP
+@WITHOUT_SPAWN
 def test_two_batches_in_flight_take_turns(launch: Launch) -> None:
     """With two workers and two batches, every environment takes the same number of steps."""
     checker = RecvChecker(launch(make_env_fns(4, length=10**6), num_workers=2, batch_size=2), batch=2)
@@ -611,7 +621,7 @@ class NeverBegins(EchoEnv):
         return super().reset(seed=seed, options=options)
 
 
-@CHEAP
+@WITHOUT_SPAWN
 @pytest.mark.parametrize("kind", ["dies", "raises"])
 def test_a_reset_that_always_fails_exhausts_the_budget(launch: Launch, kind: str) -> None:
     envs = launch([functools.partial(NeverBegins, 0, kind, None), healthy_env_fn(1)], on_failure=Restart(3))
@@ -621,7 +631,7 @@ def test_a_reset_that_always_fails_exhausts_the_budget(launch: Launch, kind: str
 
 
 @pytest.mark.sampled(1)
-@CHEAP
+@WITHOUT_SPAWN
 @pytest.mark.parametrize("kind", ["dies", "raises"])
 def test_a_reset_is_repeated_once_with_its_seed_and_then_with_another(launch: Launch, kind: str) -> None:
     envs = launch([functools.partial(NeverBegins, 0, kind, 5), healthy_env_fn(1)], on_failure="restart")
@@ -639,7 +649,7 @@ def test_reset_that_replaces_a_worker_leaves_it_no_deadline(
     envs.reset(seed=1)
     killed = worker_pids(envs)[0]
     os.kill(killed, signal.SIGKILL)
-    while alive(killed):
+    while is_running(killed):
         time.sleep(0.01)
     envs.reset(seed=2)
     pids, now = worker_pids(envs), time.monotonic

@@ -15,12 +15,12 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from observe import CHEAP, FAULTS, Launch, worker_pids
+from observe import FAULT_MARKS, WITHOUT_SPAWN, Launch, worker_pids
 
 from vecenv.engine import watchdog
 from vecenv.errors import StepTimeout
 
-pytestmark = [*FAULTS, pytest.mark.linux]
+pytestmark = [*FAULT_MARKS, pytest.mark.linux]
 
 
 class Naps(gymnasium.Env[Any, Any]):
@@ -82,7 +82,7 @@ def test_long_step_is_logged_twice(launch: Launch, caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.long
-@CHEAP
+@WITHOUT_SPAWN
 def test_all_environments_of_a_late_worker_are_named(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
     envs = open_engine(launch, num_workers=2)
     envs.step([0, 0, 250, 0])
@@ -91,7 +91,7 @@ def test_all_environments_of_a_late_worker_are_named(launch: Launch, caplog: pyt
 
 
 @pytest.mark.long
-@CHEAP
+@WITHOUT_SPAWN
 def test_hang_among_first_ready_batches_is_logged(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
     """Other rows arrive all the time, so that no single wait is long."""
     envs = open_engine(launch)
@@ -109,7 +109,7 @@ def test_hang_among_first_ready_batches_is_logged(launch: Launch, caplog: pytest
 
 
 @pytest.mark.long
-@CHEAP
+@WITHOUT_SPAWN
 def test_finished_requests_are_not_logged(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
     """The program computed meanwhile; a reply that follows that of a late worker has arrived, too."""
     envs = open_engine(launch)
@@ -126,7 +126,7 @@ def test_finished_requests_are_not_logged(launch: Launch, caplog: pytest.LogCapt
 
 
 @pytest.mark.long
-@CHEAP
+@WITHOUT_SPAWN
 @pytest.mark.parametrize("command", ["reset", "call", "save", "exec_func"])
 def test_other_long_requests_are_logged(launch: Launch, command: str, caplog: pytest.LogCaptureFixture) -> None:
     envs = open_engine(launch, 2)
@@ -153,7 +153,7 @@ def _nap(env: Any) -> None:
 
 
 @pytest.mark.long
-@CHEAP
+@WITHOUT_SPAWN
 def test_step_timeout_replaces_the_log_line(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
     envs = open_engine(launch, 2, step_timeout=2.5)
     with pytest.raises(StepTimeout, match="in nap"):
@@ -162,7 +162,7 @@ def test_step_timeout_replaces_the_log_line(launch: Launch, caplog: pytest.LogCa
 
 
 @pytest.mark.long
-@CHEAP
+@WITHOUT_SPAWN
 def test_polls_are_not_waits(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
     """But they check from time to time, and log."""
     envs = open_engine(launch, 2)

@@ -555,7 +555,7 @@ class Outcomes:
 
     @property
     def should_stop(self) -> bool:
-        """True if so many attempts failed that the others need not be made."""
+        """True if enough attempts have failed to skip the others."""
         return self.hung >= self.max_hung or self.hung + self.wrong >= self.max_wrong
 
     def add(self, error: BaseException, attempt: str) -> None:

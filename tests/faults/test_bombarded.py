@@ -1,8 +1,8 @@
 """Tests of a real timer that interrupts steps, resets, ``send`` and ``recv`` at random moments.
 
 After each interrupted call the test does what a user would do: wait for a pending step, reset if a reset is needed, and
-continue otherwise. Each result is compared with a model: an observation holds the row, the seed of its last reset, the number
-of steps since, and the last action.
+continue otherwise. Each result is compared with a model: an observation holds the row, the seed of its last reset, the
+number of steps since, and the last action.
 """
 
 from __future__ import annotations

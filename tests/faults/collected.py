@@ -1,4 +1,4 @@
-"""A program that drops engines without closing them, beside a thread that uses files and pipes.
+"""A program that drops engines without closing them, while a thread uses files and pipes.
 
 ``python collected.py COUNT``. After a failure, an engine is in a reference cycle (error, traceback, frame, engine):
 its objects are finalized in any order, whenever the collector runs. The thread opens, writes, reads and closes all the time,
@@ -74,7 +74,7 @@ class FileThread(threading.Thread):
             os.write(writer, text)
             os.set_blocking(reader, False)
         os.write(owned[-1], text)
-        time.sleep(0.0005)  # another thread may run meanwhile
+        time.sleep(0.0005)  # lets the main thread run
         for reader in owned[0:6:2]:
             with contextlib.suppress(BlockingIOError):
                 if (got := os.read(reader, 100)) == text:

@@ -391,7 +391,7 @@ class Watchdog:
 
 @dataclass
 class ComparedEngine:
-    """An engine and an uninterrupted reference. After a wrong result, :meth:`renew` builds both anew.
+    """An engine and an uninterrupted reference. After a wrong result, :meth:`renew` builds both again.
 
     Attributes:
         tick: The number of calls so far.

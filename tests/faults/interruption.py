@@ -25,9 +25,7 @@ KINDS = ("line", "call")
 
 
 class Stopped(Exception):
-    """An exception like that of a time limit's signal handler: neither a ``KeyboardInterrupt`` nor one of the package's
-    errors.
-    """
+    """An exception like that of a time limit, which is no ``KeyboardInterrupt`` and no error of the package."""
 
 
 class Interruption:

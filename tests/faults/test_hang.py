@@ -182,7 +182,7 @@ def test_late_result_belongs_to_its_own_step(launch: Launch) -> None:
     slow = {index: faulty_env_fn(index, Pause(0.25), step={2, 4, 5}) for index in (1, 3)}
     envs = launch(make_env_fns(4, slow), num_workers=2)
     checker = RowChecker.start(envs)
-    late = 0
+    timeouts = 0
     for step in range(1, 8):
         actions = [step, step + 1, step + 2, step + 3]
         envs.step_async(actions)
@@ -191,13 +191,13 @@ def test_late_result_belongs_to_its_own_step(launch: Launch) -> None:
                 result = envs.step_wait(timeout=0.05)
                 break
             except StepTimeout:
-                late += 1
+                timeouts += 1
                 with pytest.raises(AlreadyPendingCallError):
                     envs.call_async("echo", step)
         checker.check_step(actions, result)
         assert envs.call("echo", step) == (step,) * 4
         assert envs.get_attr("tick") == tuple(row["tick"] for row in checker.rows)
-    assert late >= 3
+    assert timeouts >= 3
     checker.check_reset(envs.reset())
     checker.check_step([0] * 4, envs.step([0] * 4))
 

@@ -202,7 +202,7 @@ class ClosingInterruption(Interruption):
         super().__init__("line", moment)
         self._envs = envs
 
-    def _chance(self, frame: Any, event: str) -> None:
+    def _reach_moment(self, frame: Any, event: str) -> None:
         self._left -= 1
         if self._left < 0 and not self.fired:
             self.fired, self.where = True, f"{frame.f_code.co_filename}:{frame.f_lineno}"

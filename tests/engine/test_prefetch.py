@@ -16,7 +16,7 @@ import psutil
 import pytest
 from sampling import each_once
 from signals import Alarm, handled, interrupt_at
-from without_spares import Walk, derived_seed, twin
+from without_spares import Walk, derived_seed, make_reference
 
 import vecenv
 from vecenv import MultiAgentVecEnv
@@ -46,7 +46,7 @@ def play(envs: Any, steps: int, seed: int | None = 7, action_seed: int = 1) -> l
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("spares", [1, pytest.param(3, marks=pytest.mark.long), pytest.param(7, marks=pytest.mark.long)])
 def test_results_equal_those_without_spares(mode: str, spares: int, closes: Any) -> None:
-    reference = play(twin([Walk] * 3, autoreset_mode=mode), 40)
+    reference = play(make_reference([Walk] * 3, autoreset_mode=mode), 40)
     envs = closes(make_with_spares(Walk, autoreset_mode=mode, spare_workers=spares))
     assert_identical(play(envs, 40), reference)
 
@@ -54,7 +54,7 @@ def test_results_equal_those_without_spares(mode: str, spares: int, closes: Any)
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_duration_of_resets_does_not_change_results(mode: str, closes: Any) -> None:
-    reference = play(twin([Walk] * 3, autoreset_mode=mode), 30)
+    reference = play(make_reference([Walk] * 3, autoreset_mode=mode), 30)
     envs = closes(make_with_spares(partial(Walk, reset=0.02, uneven=True), autoreset_mode=mode))
     for _ in range(2):  # twice, because a prefetched reset may be running when the caller resets
         assert_identical(play(envs, 30), reference)
@@ -63,7 +63,7 @@ def test_duration_of_resets_does_not_change_results(mode: str, closes: Any) -> N
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_resets_by_the_caller_continue_the_episode_count(mode: str, closes: Any) -> None:
-    envs, reference = closes(make_with_spares(Walk, autoreset_mode=mode)), twin([Walk] * 3, autoreset_mode=mode)
+    envs, reference = closes(make_with_spares(Walk, autoreset_mode=mode)), make_reference([Walk] * 3, autoreset_mode=mode)
     assert_identical(play(envs, 9), play(reference, 9))
     for arguments in (
         {}, {"options": {"reset_mask": np.array([True, False, True])}}, {"options": {"scale": 3.0}},
@@ -80,7 +80,7 @@ def test_resets_by_the_caller_continue_the_episode_count(mode: str, closes: Any)
 def test_results_with_every_transport_equal_those_without_spares(options: dict[str, Any], mode: str) -> None:
     if "context" in options and mode == "NextStep":
         options = {"context": "spawn"}
-    reference = play(twin([Walk] * 2, autoreset_mode=mode), 12)
+    reference = play(make_reference([Walk] * 2, autoreset_mode=mode), 12)
     envs = make_with_spares(Walk, 2, **{"autoreset_mode": mode, "spare_workers": 1, **options})
     rng = np.random.default_rng(1)
     assert_identical(envs.reset(seed=7), reference[0])
@@ -168,7 +168,7 @@ def test_busy_spare_receives_its_new_episode_later(closes: Any) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_calls_reach_the_current_environment_of_a_row(mode: str, closes: Any) -> None:
-    envs, reference = closes(make_with_spares(Walk, autoreset_mode=mode)), twin([Walk] * 3, autoreset_mode=mode)
+    envs, reference = closes(make_with_spares(Walk, autoreset_mode=mode)), make_reference([Walk] * 3, autoreset_mode=mode)
     assert_identical(envs.reset(seed=7), reference.reset(seed=7))
     for _ in range(12):
         assert_identical(envs.step(np.ones(3, np.int64)), reference.step(np.ones(3, np.int64)))
@@ -179,7 +179,7 @@ def test_calls_reach_the_current_environment_of_a_row(mode: str, closes: Any) ->
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_set_attr_applies_to_prefetched_episodes(mode: str, closes: Any) -> None:
-    envs, reference = closes(make_with_spares(Walk, autoreset_mode=mode)), twin([Walk] * 3, autoreset_mode=mode)
+    envs, reference = closes(make_with_spares(Walk, autoreset_mode=mode)), make_reference([Walk] * 3, autoreset_mode=mode)
     assert_identical(play(envs, 4), play(reference, 4))
     envs.set_attr("level", 5.0)
     for env in reference.envs:
@@ -197,7 +197,8 @@ def test_set_attr_applies_to_rebuilt_environments(mode: str, on_failure: str, vi
     raising = victims.startswith("an env")
     kind = partial(Walk, raises=third_seed(1)) if raising else Walk
     options = {"on_failure": vecenv.Restart(100)} if on_failure == "restart" else {}
-    envs, reference = closes(make_with_spares(kind, autoreset_mode=mode, **options)), twin([Walk] * 3, autoreset_mode=mode)
+    envs = closes(make_with_spares(kind, autoreset_mode=mode, **options))
+    reference = make_reference([Walk] * 3, autoreset_mode=mode)
 
     def fail() -> None:
         if raising:
@@ -248,7 +249,7 @@ class RowByRowChecker:
         self.envs = make_with_spares(env_fn, num_envs, **options)
         mode = options.get("autoreset_mode", "NextStep")
         # one reference per row, because each row advances at its own pace
-        self.references = [twin([env_fn] * num_envs, autoreset_mode=mode) for _ in range(num_envs)]
+        self.references = [make_reference([env_fn] * num_envs, autoreset_mode=mode) for _ in range(num_envs)]
         self.rng = np.random.default_rng(3)
         self.n = num_envs
         self.due: dict[int, Any] = {}
@@ -357,7 +358,7 @@ def test_rows_of_a_reset_step_while_others_are_still_resetting() -> None:
 
 def test_reset_of_some_rows_ends_no_episode_of_others() -> None:
     """One row is in flight, and the last step before the latest full reset ended an episode."""
-    envs, reference = make_with_spares(Walk, 2, spare_workers=1), twin([Walk] * 2)
+    envs, reference = make_with_spares(Walk, 2, spare_workers=1), make_reference([Walk] * 2)
     envs.reset(seed=7)
     while not envs.step(np.ones(2, np.int64))[2][1]:
         pass
@@ -450,7 +451,7 @@ def test_invalid_arguments_are_refused_by_name(closes: Any) -> None:
 
 
 def test_refused_reset_can_be_followed_by_another(closes: Any) -> None:
-    envs, reference = closes(make_with_spares(Walk)), twin([Walk] * 3)
+    envs, reference = closes(make_with_spares(Walk)), make_reference([Walk] * 3)
     assert_identical(play(envs, 5), play(reference, 5))
     mask, lock = {"reset_mask": np.array([True, False, True])}, {"lock": threading.Lock()}
     envs.send(np.ones(3, np.int64), [0, 1, 2])
@@ -522,7 +523,7 @@ def test_engine_option_names_the_wrapper() -> None:
 def test_prefetcher_wraps_an_existing_engine() -> None:
     plain = vecenv.AsyncVectorEnv([Walk] * 4, context="fork", autoreset_mode="Disabled")
     with contextlib.closing(vecenv.EpisodePrefetcher(plain, 2, "SameStep")) as envs:
-        assert_identical(play(envs, 12), play(twin([Walk] * 2, autoreset_mode="SameStep"), 12))
+        assert_identical(play(envs, 12), play(make_reference([Walk] * 2, autoreset_mode="SameStep"), 12))
         envs.set_attr("level", 4.0)
         assert envs.get_attr("level") == (4.0, 4.0)
         for spares, mode, text in ((0, "NextStep", "spares"), (4, "NextStep", "spares"), (1, "Disabled", "autoreset_mode")):
@@ -550,7 +551,7 @@ def test_failed_prefetch_raises_when_its_row_would_be_reset(
 ) -> None:
     """The error may have happened earlier. A full reset recovers the vector environment."""
     envs = closes(make_with_spares(partial(Walk, **{fault: third_seed(1)}), autoreset_mode=mode))
-    reference = twin([Walk] * 3, autoreset_mode=mode)
+    reference = make_reference([Walk] * 3, autoreset_mode=mode)
     for _ in range(2):
         assert_identical(envs.reset(seed=7), reference.reset(seed=7))
         ends = 0
@@ -572,7 +573,7 @@ def test_failed_prefetch_raises_when_its_row_would_be_reset(
 def test_failed_prefetch_is_restarted(mode: str, fault: str, closes: Any) -> None:
     """Only the row reports a restart, and only once. The other rows are not affected."""
     envs = closes(make_with_spares(partial(Walk, **{fault: third_seed(1)}), autoreset_mode=mode, on_failure="restart"))
-    reference = twin([Walk] * 3, autoreset_mode=mode)
+    reference = make_reference([Walk] * 3, autoreset_mode=mode)
     assert_identical(envs.reset(seed=7), reference.reset(seed=7))
     restarted = 0
     for _ in range(60):
@@ -701,7 +702,7 @@ def test_full_reset_restarts_dead_spares(closes: Any) -> None:
     for place in spare_places(envs):
         os.kill(envs.envs.processes[place].pid, signal.SIGKILL)
     time.sleep(0.2)
-    assert_identical(play(envs, 20), play(twin([Walk] * 2), 20))
+    assert_identical(play(envs, 20), play(make_reference([Walk] * 2), 20))
 
 
 @pytest.mark.long
@@ -724,7 +725,7 @@ def test_interrupted_step_is_pending_or_needs_a_reset(mode: str, every: int, clo
     envs, pending, broken = closes(make_with_spares(Walk, autoreset_mode=mode)), 0, 0
     event, fired = 1, True
     while fired and event < 3000:
-        reference = twin([Walk] * 3, autoreset_mode=mode)
+        reference = make_reference([Walk] * 3, autoreset_mode=mode)
         assert_identical(envs.reset(seed=event), reference.reset(seed=event), f"event {event}")
         with handled(signal.SIGUSR2, Alarm):
             for _ in range(3):

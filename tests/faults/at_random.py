@@ -1,8 +1,7 @@
 """A program that interrupts calls by real signals at random moments, and checks the results.
 
-``python at_random.py ALARM|SIGINT SETTING TRIALS SEED CALL ...``; its last line of output is JSON: numbers of trials, of
-signals
-that raised, of wrong and of hung trials, and descriptions of the first few failures.
+``python at_random.py ALARM|SIGINT SETTING TRIALS SEED CALL ...``; its last line of output is JSON: the numbers of trials, of
+signals that raised, of wrong results and of hangs, and descriptions of the first few failures.
 """
 
 from __future__ import annotations
@@ -21,51 +20,50 @@ import warnings
 from types import FrameType
 from typing import Any
 
-from endings import ENDS, interrupted_close, warm_up
-from interrupted_calls import SETTINGS, Subject, Verdicts, make_call, seconds
+from endings import CLOSE_SETTINGS, check_interrupted_close, warm_up
+from interrupted_calls import SETTINGS, ComparedEngine, Outcomes, make_call, median_seconds
 from interruption import PACKAGE, Stopped
-from streams import FIRST_READY, Stream
+from streams import FIRST_READY, RowStream
 
-STUCK = 60.0  # seconds; by then even killing the workers did not help, and the program ends
+HANG_SECONDS = 60.0  # a trial that takes longer did not end when its workers were killed: the program ends itself
 
 
-class AtRandom:
+class SignalInterruption:
     """A context manager like :class:`interruption.Interruption` that raises in its body when a real signal arrives.
 
     Args:
-        kind: ``"ALARM"``: by a timer, with an exception of its own; ``"SIGINT"``: from another thread, as Ctrl-C.
-        delay: Seconds until then.
+        kind: ``"ALARM"``: a timer raises :class:`Stopped`; ``"SIGINT"``: a thread sends the signal of Ctrl-C.
+        delay: Seconds until the signal.
     """
 
-    armed: AtRandom | None = None
+    armed: SignalInterruption | None = None
 
     def __init__(self, kind: str, delay: float) -> None:
         self.kind, self.delay = kind, delay
+        self.note = ""  # notes of the exception when it left the body
         self.moment = 1
-        self.fired = self.came_out = self.in_a_finalizer = False
+        self.fired = self.propagated = self.in_finalizer = False
         self._raised: BaseException | None = None
-
-    note = ""  # notes of the exception when it left the body
 
     def __repr__(self) -> str:
         return f"{self.kind} after {self.delay * 1e6:.0f} us"
 
-    def __enter__(self) -> AtRandom:
-        AtRandom.armed = self
+    def __enter__(self) -> SignalInterruption:
+        SignalInterruption.armed = self
         if self.kind == "ALARM":
             signal.setitimer(signal.ITIMER_REAL, self.delay)
         else:
             DELAYS.put(self.delay)
-            AWAKE.get()
+            SENDER_READY.get()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: Any) -> bool:
         self.note = "\n".join(getattr(error, "__notes__", ()))
-        AtRandom.armed = None
+        SignalInterruption.armed = None
         signal.setitimer(signal.ITIMER_REAL, 0)
-        self.came_out = error is not None and error is self._raised
+        self.propagated = error is not None and error is self._raised
         self._raised = None
-        return self.came_out
+        return self.propagated
 
     @property
     def name(self) -> str:
@@ -73,10 +71,10 @@ class AtRandom:
 
     @property
     def swallowed(self) -> bool:
-        return self.fired and not self.came_out and not self.in_a_finalizer
+        return self.fired and not self.propagated and not self.in_finalizer
 
     def arrive(self, frame: FrameType | None) -> None:
-        """Raise if a call is still under way: a returned result belongs to the caller."""
+        """Raise if the package is on the stack. After the call has returned, an exception would lose its result."""
         while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
             frame = frame.f_back
         if frame is not None and not self.fired:
@@ -86,100 +84,100 @@ class AtRandom:
 
 
 DELAYS: queue.SimpleQueue[float] = queue.SimpleQueue()
-AWAKE: queue.SimpleQueue[None] = queue.SimpleQueue()
+SENDER_READY: queue.SimpleQueue[None] = queue.SimpleQueue()
 
 
-def handler(number: int, frame: FrameType | None) -> None:
-    if AtRandom.armed is not None:
-        AtRandom.armed.arrive(frame)
+def handle_signal(number: int, frame: FrameType | None) -> None:
+    if SignalInterruption.armed is not None:
+        SignalInterruption.armed.arrive(frame)
 
 
-def ignored(unraisable: Any) -> None:
-    armed = AtRandom.armed
+def handle_unraisable(unraisable: Any) -> None:
+    armed = SignalInterruption.armed
     if armed is not None and unraisable.exc_value is armed._raised:
-        armed.in_a_finalizer = True
+        armed.in_finalizer = True
     elif not isinstance(unraisable.exc_value, (Stopped, KeyboardInterrupt)):
         sys.__unraisablehook__(unraisable)
 
 
 def send_ctrl_c() -> None:
-    """Wait without sleeping: a call in this process takes less time than a thread needs to wake up."""
+    """Send SIGINT after each delay. Spin instead of sleeping: a call in this process is shorter than a wake-up."""
     while True:
         delay = DELAYS.get()
-        AWAKE.put(None)
-        until = time.perf_counter() + delay
-        while time.perf_counter() < until:
+        SENDER_READY.put(None)
+        deadline = time.perf_counter() + delay
+        while time.perf_counter() < deadline:
             pass
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def trials_of(call: str, kind: str, setting: str, trials: int, rng: random.Random) -> Verdicts:
-    """Make this many calls, each interrupted, and sometimes interrupted again.
+def run_trials(call: str, kind: str, setting: str, trials: int, rng: random.Random) -> Outcomes:
+    """Make this many calls and interrupt each of them, every fourth one twice.
 
-    On a busy machine many signals arrive after the call: then more calls are made, until a tenth of them was interrupted.
+    On a busy machine many signals arrive after the call: then make more calls, until a tenth of ``trials`` was interrupted.
     """
-    verdicts = Verdicts(most_hung=4, most_wrong=40)
+    outcomes = Outcomes(max_hung=4, max_wrong=40)
     count = 0
 
-    def interruptions(duration: float) -> list[AtRandom]:
-        return [AtRandom(kind, 1e-6 + rng.uniform(0, 1.3 * duration)) for _ in range(1 + (count % 4 == 0))]
+    def make_interruptions() -> list[SignalInterruption]:
+        return [SignalInterruption(kind, 1e-6 + rng.uniform(0, 1.3 * seconds)) for _ in range(1 + (count % 4 == 0))]
 
     if call == "close":
-        chosen = ENDS.get(setting) or SETTINGS[setting]
+        chosen = CLOSE_SETTINGS.get(setting) or SETTINGS[setting]
         warm_up(chosen)
         opened = [chosen.open() for _ in range(3)]
-        took = seconds(lambda: opened.pop().close(), 3)
+        seconds = median_seconds(lambda: opened.pop().close(), 3)
         subject: Any = None
     elif call in ("send", "recv", "reset_async"):
-        subject = Stream(FIRST_READY.get(setting) or FIRST_READY["two of four"])
-        took = 300e-6
+        subject = RowStream(FIRST_READY.get(setting) or FIRST_READY["two of four"])
+        seconds = 300e-6
     else:
-        subject = Subject(SETTINGS[setting]).__enter__()
-        took = seconds(lambda: make_call(call, SETTINGS[setting], 1).whole(subject.envs))
-        subject.in_step()
-    while (count < trials or (verdicts.fired < trials / 10 and count < 20 * trials)) and not verdicts.enough:
+        subject = ComparedEngine(SETTINGS[setting]).__enter__()
+        seconds = median_seconds(lambda: make_call(call, SETTINGS[setting], 1).whole(subject.envs))
+        subject.reset_both()
+    while (count < trials or (outcomes.fired < trials / 10 and count < 20 * trials)) and not outcomes.should_stop:
         count += 1
-        verdicts.attempts += 1
-        faulthandler.dump_traceback_later(STUCK, exit=True)
-        chosen_ones = interruptions(took)
+        outcomes.attempts += 1
+        faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+        interruptions = make_interruptions()
         try:
             if call == "close":
-                interrupted_close(chosen, rng.choice(["idle", "a step pending"]), chosen_ones)
-            elif isinstance(subject, Stream):
-                subject.cycle(call, chosen_ones[0], count)
+                check_interrupted_close(chosen, rng.choice(["idle", "a step pending"]), interruptions)
+            elif isinstance(subject, RowStream):
+                subject.cycle(call, interruptions[0], count)
             else:
-                subject.attempt(call, "whole", chosen_ones)
+                subject.attempt(call, "whole", interruptions)
         except (Exception, KeyboardInterrupt) as error:
-            verdicts.add(error, f"{call}, {setting}, {chosen_ones[0]}")
+            outcomes.add(error, f"{call}, {setting}, {interruptions[0]}")
             del error
             if subject is not None:
                 subject.renew()
-        verdicts.fired += any(one.fired for one in chosen_ones)
+        outcomes.fired += any(interruption.fired for interruption in interruptions)
     if subject is not None:
-        verdicts.excused = subject.excused
+        outcomes.tolerated = subject.tolerated
         subject.end()
     faulthandler.cancel_dump_traceback_later()
     gc.collect()
-    return verdicts
+    return outcomes
 
 
 def main(kind: str, setting: str, trials: str, seed: str, *calls: str) -> None:
     warnings.simplefilter("ignore")
-    sys.unraisablehook = ignored
-    signal.signal(signal.SIGALRM, handler)
-    signal.signal(signal.SIGINT, handler)
-    sys.setswitchinterval(1e-6)  # otherwise the other thread runs only when a call in this process is over
+    sys.unraisablehook = handle_unraisable
+    signal.signal(signal.SIGALRM, handle_signal)
+    signal.signal(signal.SIGINT, handle_signal)
+    sys.setswitchinterval(1e-6)  # otherwise the other thread runs only after a call in this process has returned
     threading.Thread(target=send_ctrl_c, daemon=True).start()
     rng = random.Random(seed)
-    found = {}
+    results = {}
     for call in calls:
-        verdicts = trials_of(call, kind, setting, int(trials), rng)
-        found[call] = {
-            "trials": verdicts.attempts, "raised": verdicts.fired, "wrong": verdicts.wrong, "hung": verdicts.hung,
-            "excused": verdicts.excused, "texts": verdicts.texts[:5],
+        outcomes = run_trials(call, kind, setting, int(trials), rng)
+        results[call] = {
+            "trials": outcomes.attempts, "raised": outcomes.fired, "wrong": outcomes.wrong, "hung": outcomes.hung,
+            "tolerated": outcomes.tolerated, "texts": outcomes.texts[:5],
         }  # fmt: skip
-    print(json.dumps(found), flush=True)
-    os._exit(0)  # the thread may be asleep, and its signal must not be raised any more
+    print(json.dumps(results), flush=True)
+    os._exit(0)  # without waiting for the thread, which may still send a signal
 
 
 if __name__ == "__main__":

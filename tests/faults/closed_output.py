@@ -14,8 +14,8 @@ import numpy as np
 import vecenv
 
 
-class Prints(gymnasium.Env[Any, Any]):
-    """An environment that prints from Python, from C, and to the bare descriptors, if they are open."""
+class PrintingEnv(gymnasium.Env[Any, Any]):
+    """An environment with steps that print from Python, from C, and to each standard descriptor that is open."""
 
     observation_space = gymnasium.spaces.Box(0, 1, (1,))
     action_space = gymnasium.spaces.Discrete(2)
@@ -25,28 +25,28 @@ class Prints(gymnasium.Env[Any, Any]):
         return np.zeros(1, np.float32), {}
 
     def step(self, action: Any) -> Any:
-        prints()
+        write_to_all_outputs()
         return np.full(1, 0.5, np.float32), 1.0, False, False, {}
 
 
-def prints() -> None:
+def write_to_all_outputs() -> None:
     print("Python prints", flush=True)
     libc = ctypes.CDLL(None)
     libc.puts(b"C prints")
     libc.fflush(None)
     for descriptor in range(3):
-        with contextlib.suppress(OSError):  # for example the reading end of a pipe
+        with contextlib.suppress(OSError):  # it is closed, or the reading end of a pipe
             os.write(descriptor, b"!")
 
 
 def main(method: str, log: str) -> None:
     codes = []
     for kwargs in ({}, {"num_workers": "auto"}):
-        envs = vecenv.AsyncVectorEnv([Prints, Prints], context=method, **kwargs)
+        envs = vecenv.AsyncVectorEnv([PrintingEnv, PrintingEnv], context=method, **kwargs)
         workers = [worker for worker in envs._pool.workers if not worker.local]
         envs.reset(seed=1)
         for _ in range(3):
-            prints()
+            write_to_all_outputs()
             observations, rewards, *_ = envs.step(np.zeros(2, np.int64))
             assert observations.tolist() == [[0.5], [0.5]], observations
             assert rewards.tolist() == [1, 1], rewards

@@ -18,11 +18,10 @@ FILES_WITH_ALL_METHODS = ("test_lifetimes.py",)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Choose the start methods of the default run; all other combinations are marked ``slow``.
+    """Choose the start methods of the default run, and mark all other combinations as ``slow``.
 
-    Tests about starting have every method, and some keep one of them by default (``sampled``). Elsewhere each case runs with
-    one, fork and fork server in turn, because starting a new interpreter for every worker takes minutes and covers nothing
-    more.
+    Tests of starts run with every method, unless ``sampled`` names one. The cases of all other tests use ``fork`` and
+    ``forkserver`` in turn, because ``spawn``, which starts an interpreter per worker, takes minutes and covers nothing more.
     """
     here = [item for item in items if item.path.parent == HERE]
     sample_parameter([item for item in here if item.path.name in FILES_WITH_ALL_METHODS], "method")
@@ -32,13 +31,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(params=METHODS)
 def method(request: pytest.FixtureRequest) -> str:
-    """A start method."""
+    """Return the start method of the test."""
     return request.param
 
 
 @pytest.fixture
 def launch(method: str) -> Iterator[Callable[..., vecenv.AsyncVectorEnv]]:
-    """Return a function that starts engines with this test's start method; terminate those that the test left open."""
+    """Return a function that starts engines with the start method of the test; close those that are still open."""
     opened: list[vecenv.AsyncVectorEnv] = []
 
     def start(env_fns: list[Callable[[], Any]], **options: Any) -> vecenv.AsyncVectorEnv:
@@ -63,5 +62,5 @@ def trainer(method: str, tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
         return started[-1]
 
     yield start
-    for one in started:
-        one.end()
+    for program in started:
+        program.end()

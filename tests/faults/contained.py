@@ -1,6 +1,4 @@
-"""A program for containers: ``contained.py METHOD``. Its environments start helpers; it prints the processes left at the
-end.
-"""
+"""A program for containers: ``contained.py METHOD``. It prints the processes that its environments have left."""
 
 from __future__ import annotations
 
@@ -19,12 +17,12 @@ from vecenv import WorkerOptions
 from vecenv.errors import WorkerDied
 
 
-def start(command: str, **kwargs: Any) -> None:
-    nothing = subprocess.DEVNULL
-    subprocess.Popen(["sh", "-c", command], stdin=nothing, stdout=nothing, stderr=nothing, **kwargs)
+def start_shell(command: str, **kwargs: Any) -> None:
+    null = subprocess.DEVNULL
+    subprocess.Popen(["sh", "-c", command], stdin=null, stdout=null, stderr=null, **kwargs)
 
 
-class Starts(gymnasium.Env[Any, Any]):
+class HelperEnv(gymnasium.Env[Any, Any]):
     """An environment that starts a helper in its process group, an orphaned one, and one in its own session."""
 
     observation_space = gymnasium.spaces.Box(0, 1, (1,))
@@ -32,30 +30,31 @@ class Starts(gymnasium.Env[Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
-        start("sleep 600")
-        start("sleep 601 & sleep 0.1")
+        start_shell("sleep 600")
+        start_shell("sleep 601 & sleep 0.1")
         if os.path.exists("/proc/self"):  # helpers outside its group are found through /proc only
-            start("sleep 602", start_new_session=True)
+            start_shell("sleep 602", start_new_session=True)
         return np.zeros(1, np.float32), {}
 
     def step(self, action: Any) -> Any:
         return np.zeros(1, np.float32), 0.0, False, False, {}
 
 
-def children() -> list[str]:
-    """Return the state and name of all processes but this one."""
+def list_other_processes() -> list[str]:
+    """Return name and state of each process but this one."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
             with open(f"/proc/{name}/stat") as file:
-                words = file.read().split()
-            found.append(" ".join(words[1:3]))
+                fields = file.read().split()
+            found.append(" ".join(fields[1:3]))
     return found
 
 
 def main(method: str) -> None:
     for kill, more in ((False, {}), (True, {"num_workers": "auto", "use_caller": False})):
-        envs = vecenv.AsyncVectorEnv([Starts, Starts], context=method, worker_options=WorkerOptions(dummy_env=False), **more)
+        options = {"worker_options": WorkerOptions(dummy_env=False), **more}
+        envs = vecenv.AsyncVectorEnv([HelperEnv, HelperEnv], context=method, **options)
         envs.reset(seed=1)
         envs.step([0, 0])
         time.sleep(0.3)
@@ -66,7 +65,7 @@ def main(method: str) -> None:
             except WorkerDied:
                 envs.reset(seed=1)
         envs.close()
-    print(f"pid {os.getpid()}, left: {children() if os.path.exists('/proc/self') else 'unknown'}")
+    print(f"pid {os.getpid()}, left: {list_other_processes() if os.path.exists('/proc/self') else 'unknown'}")
 
 
 if __name__ == "__main__":

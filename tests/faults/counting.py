@@ -1,4 +1,4 @@
-"""Environments that count their calls, in a file of their own, because the tests also interrupt code in this file."""
+"""Environments that count their calls. They have a separate file because tests interrupt all code in this file."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ RAISE, DIE, HANG = 6, 7, 8
 """Actions that are faults. They are outside the action space, so samples never contain them."""
 
 
-class Counting(gym.Env):
-    """An environment that counts its calls. Rewards are ``index + total / 1000``; infos hold numbers and strings, and one
-    key comes and goes.
+class CountingEnv(gym.Env):
+    """An environment that counts its calls. Rewards are ``index + total / 1000``. Infos hold numbers and strings, and some
+    infos lack one of the keys.
 
     Args:
         index: Its index.
-        length: Steps per episode; 0: it never ends.
+        length: Steps per episode; 0: the episode never ends.
     """
 
     def __init__(self, index: int, length: int = 0) -> None:
@@ -74,7 +74,7 @@ class Counting(gym.Env):
         self.digest = (self.digest * 31 + number + 1) % 1_000_003
         info: dict[str, Any] = {"total": self.total, "tag": f"{self.index} {self.first_seed}.{self.total} {self._mark}"}
         if self.total % 3 == self.index % 3:
-            info["now and then"] = self.total / 7
+            info["occasional"] = self.total / 7
         return self.observe(), self.index + self.total / 1000, self.steps == self.length, False, info
 
     def echo(self, text: str) -> tuple[int, int, int, str]:
@@ -83,13 +83,13 @@ class Counting(gym.Env):
         return self.index, self.calls, self.total, text
 
 
-class Drawing(Counting):
-    """An environment that draws in every call from its process's generators or, after :meth:`begin`, from its own."""
+class DrawingEnv(CountingEnv):
+    """An environment that draws from global generators in every call or, after :meth:`begin_episode`, from its own."""
 
     own_generators: tuple[Any, Any] | None = None
 
-    def begin(self, seed: int | None) -> None:
-        """Begin an episode, seeded as by ``generators="own"``: without a seed, the last one determines the draws."""
+    def begin_episode(self, seed: int | None) -> None:
+        """Seed the generators as ``generators="own"`` does: without a seed, from the last seed and a count of episodes."""
         if seed is None:
             self.episode += 1
         else:
@@ -120,7 +120,7 @@ class Drawing(Counting):
         return super().echo(text)
 
 
-class Texts(Counting):
+class TextObservationEnv(CountingEnv):
     """An environment with observations of varying length, which are pickled."""
 
     def __init__(self, index: int, length: int = 0) -> None:
@@ -131,7 +131,7 @@ class Texts(Counting):
         return "/".join(map(str, self.counts()))
 
 
-class Words(Counting):
+class TextActionEnv(CountingEnv):
     """An environment with text actions, which are pickled."""
 
     def __init__(self, index: int, length: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Exceptions at chosen moments inside the package: everywhere that a signal handler may raise, and elsewhere.
+"""Raises exceptions at chosen moments inside the package, including every moment at which a signal handler may raise.
 
 Python runs a signal handler when a function begins, when a loop jumps back, or right after a C function has returned
 (its result is then lost). :class:`Interruption` raises at the k-th such moment, or before the k-th line or bytecode, and
@@ -25,28 +25,25 @@ KINDS = ("line", "call")
 
 
 class Stopped(Exception):
-    """An exception like that of a time limit's signal handler: neither a ``KeyboardInterrupt`` nor one of the package's
-    errors.
-    """
+    """An exception like that of a time limit, which is no ``KeyboardInterrupt`` and no error of the package."""
 
 
 class Interruption:
-    """A context manager that raises at the ``moment``-th opportunity (from 0) within this package, and catches the
-    exception.
+    """A context manager that raises at a chosen moment while code of this package runs, and catches that exception.
 
     Args:
         kind: ``"line"``: before a line; ``"call"``: at the beginning or the end of a function, or right after a C function
-            has returned; ``"opcode"``: before a bytecode, but in the outermost function, after its last bytecodes nothing
-            runs, only where Python checks for signals.
-        moment: The index of the moment.
-        error: An exception class without arguments.
-        within: Prefixes of the names of the files that count.
+            has returned; ``"opcode"``: before a bytecode. The outermost function is interrupted only where Python checks for
+            signals, because nothing runs after its last bytecodes.
+        moment: The index of the moment, from 0.
+        error: The class of the exception.
+        within: Prefixes of the paths of the files in which to raise.
 
     Attributes:
-        fired: It was raised.
+        fired: True if the exception was raised.
         where: The file, line and function in which it was raised.
-        came_out: It left the body unchanged.
-        in_a_finalizer: It was raised in a finalizer, which no exception leaves.
+        propagated: True if it left the body unchanged.
+        in_finalizer: True if it was raised in a finalizer, from which no exception propagates.
     """
 
     def __init__(
@@ -55,8 +52,8 @@ class Interruption:
         self.kind, self.moment, self.error, self.within = kind, moment, error, within
         self._left = moment
         self._raised: BaseException | None = None
-        self._latest: dict[FrameType, str] = {}  # the bytecode before
-        self.fired = self.came_out = self.in_a_finalizer = False
+        self._latest: dict[FrameType, str] = {}  # the previous bytecode of each frame
+        self.fired = self.propagated = self.in_finalizer = False
         self.where = "nowhere"
         self.note = ""  # notes of the exception when it left the body
 
@@ -65,7 +62,7 @@ class Interruption:
 
     def __enter__(self) -> Interruption:
         self._before = sys.gettrace(), sys.getprofile(), sys.unraisablehook
-        sys.unraisablehook = self._ignored
+        sys.unraisablehook = self._handle_unraisable
         if self.kind == "call":
             sys.setprofile(self._profile)
         else:
@@ -77,35 +74,35 @@ class Interruption:
         sys.settrace(self._before[0])
         sys.setprofile(self._before[1])
         sys.unraisablehook = self._before[2]
-        self.came_out = error is not None and error is self._raised
+        self.propagated = error is not None and error is self._raised
         self.note = "\n".join(getattr(error, "__notes__", ()))
         self._raised = None
         self._latest.clear()
-        return self.came_out
+        return self.propagated
 
     @property
     def name(self) -> str:
-        """The name of its class in messages."""
+        """The name of the exception class."""
         return self.error.__name__
 
     @property
     def swallowed(self) -> bool:
-        """True if it was raised where it could leave the body, and did not."""
-        return self.fired and not self.came_out and not self.in_a_finalizer
+        """True if the exception was raised where it could propagate, and did not leave the body."""
+        return self.fired and not self.propagated and not self.in_finalizer
 
-    def _ignored(self, unraisable: Any) -> None:
+    def _handle_unraisable(self, unraisable: Any) -> None:
         if unraisable.exc_value is not None and unraisable.exc_value is self._raised:
-            self.in_a_finalizer = True
+            self.in_finalizer = True
         else:
             self._before[2](unraisable)
 
-    def _counts(self, frame: FrameType | None) -> bool:
+    def _is_in_scope(self, frame: FrameType | None) -> bool:
         if frame is None or not frame.f_code.co_filename.startswith(self.within):
             return False
-        return not frame.f_code.co_filename.endswith("/signals.py")  # there no handler runs: see its own tests
+        return not frame.f_code.co_filename.endswith("/signals.py")  # it defers signals, and has separate tests
 
     def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if not self._counts(frame):
+        if not self._is_in_scope(frame):
             return None
         if self.kind == "opcode":
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
@@ -113,23 +110,23 @@ class Interruption:
 
     def _within_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == self.kind and (event == "line" or self._may_interrupt(frame)):
-            self._chance(frame, event)
+            self._reach_moment(frame, event)
         return self._within_frame
 
     def _may_interrupt(self, frame: FrameType) -> bool:
         before, self._latest[frame] = self._latest.get(frame, "RESUME"), dis.opname[frame.f_code.co_code[frame.f_lasti]]
-        return self._counts(frame.f_back) or before.startswith("CALL") or before in ("RESUME", "JUMP_BACKWARD")
+        return self._is_in_scope(frame.f_back) or before.startswith("CALL") or before in ("RESUME", "JUMP_BACKWARD")
 
     def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
-        # nothing follows the outermost return: the returned value belongs to the caller
-        out = event == "return" and not self._counts(frame.f_back)
-        if event in ("call", "return", "c_return") and not out and self._counts(frame):
+        # after the outermost return, an exception would lose the result
+        is_outermost_return = event == "return" and not self._is_in_scope(frame.f_back)
+        if event in ("call", "return", "c_return") and not is_outermost_return and self._is_in_scope(frame):
             name = getattr(arg, "__qualname__", "") if event == "c_return" else ""
-            self._chance(frame, f"{event} {name}".strip())
+            self._reach_moment(frame, f"{event} {name}".strip())
 
-    def _chance(self, frame: FrameType, event: str) -> None:
+    def _reach_moment(self, frame: FrameType, event: str) -> None:
         self._left -= 1
-        if self._left < 0 and not self.fired and not _collecting(frame):
+        if self._left < 0 and not self.fired and not _is_in_finalizer(frame):
             self.fired = True
             code = frame.f_code
             self.where = f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_qualname} ({event})"
@@ -137,17 +134,16 @@ class Interruption:
             raise self._raised
 
 
-def _collecting(frame: FrameType | None) -> bool:
-    """True if the collector has called a finalizer, which may be in the middle of any instruction.
+def _is_in_finalizer(frame: FrameType | None) -> bool:
+    """True if the frame is in a finalizer, which the garbage collector may call in the middle of any instruction.
 
-    An exception of a trace or profile function there ends CPython 3.11, or confuses the ``with`` around it, without any code
-    of
-    this package. One of a signal handler does not; ``at_random.py`` covers that case.
+    If a trace or profile function raises there, CPython 3.11 crashes or confuses the surrounding ``with``, even without any
+    code of this package. A signal handler may raise there; ``at_random.py`` covers that case.
     """
     while frame is not None:
         if frame.f_code.co_name == "__del__":
             return True
-        if frame.f_code is _FINALIZE and frame.f_locals["_"] is not None:  # the dead reference; a plain call has none
+        if frame.f_code is _FINALIZE and frame.f_locals["_"] is not None:  # it is a dead reference
             return True
         frame = frame.f_back
     return False
@@ -156,24 +152,24 @@ def _collecting(frame: FrameType | None) -> bool:
 _FINALIZE = weakref.finalize.__call__.__code__
 
 
-def apart(function: Callable[..., None], *args: Any) -> Iterator[None]:
-    """Call a function in a generator: use it as ``next(apart(...))``.
+def run_in_generator(function: Callable[..., None], *args: Any) -> Iterator[None]:
+    """Call a function in a generator, as in ``next(run_in_generator(function))``.
 
-    CPython keeps handling an exception forever if a trace function raises at a ``return`` in its except clause, or at the
-    end of a ``with``: its traceback then keeps the observations, and with them the shared memory. An exception that a
-    generator handles ends with the generator.
+    If a trace function raises at a ``return`` in an except clause, or at the end of a ``with``, CPython never leaves the
+    handling of that exception: the traceback keeps the observations, and with them the shared memory, alive. In a generator,
+    the handling ends with the generator.
     """
     function(*args)
     yield
 
 
-def _only_here() -> None:
+def _disable_in_child() -> None:
     """Disable interruptions in forked workers."""
     sys.settrace(None)
     sys.setprofile(None)
 
 
-os.register_at_fork(after_in_child=_only_here)
+os.register_at_fork(after_in_child=_disable_in_child)
 
 
 def moments(
@@ -185,14 +181,14 @@ def moments(
     errors: tuple[type[BaseException], ...] = (KeyboardInterrupt, Stopped),
     within: tuple[str, ...] = (PACKAGE,),
 ) -> Iterator[Interruption]:
-    """Yield one interruption after another, until three in a row did not fire.
+    """Yield interruptions at successive moments, until three in a row did not fire.
 
     Args:
         kind: See :class:`Interruption`.
-        every: Only every ``every``-th moment ...
-        offset: ... beginning with this one.
-        least: The least number of moments to expect.
-        errors: The exceptions, used in turn.
+        every: The distance between two moments.
+        offset: The first moment, modulo ``every``.
+        least: Fail if there are fewer moments.
+        errors: The exception classes, used in turn.
         within: See :class:`Interruption`.
     """
     unfired = 0
@@ -202,4 +198,4 @@ def moments(
         unfired = 0 if interruption.fired else unfired + 1
         if unfired == 3:
             break
-    assert moment - 2 * every >= least, f"only {moment} moments: the path was not followed"
+    assert moment - 2 * every >= least, f"only {moment} moments, expected at least {least}"

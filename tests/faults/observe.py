@@ -23,18 +23,18 @@ import pytest
 import vecenv
 
 Launch = Callable[..., Any]
-"""Starts an engine like ``AsyncVectorEnv``, with the start method of the test (``launch`` in ``conftest.py``)."""
-
+"""The type of the fixture ``launch`` (``conftest.py``), which starts engines with the start method of the test."""
 
 METHODS = [name for name in ("fork", "spawn", "forkserver") if name in multiprocessing.get_all_start_methods()]
-PATIENCE = 20.0
-"""Seconds to wait for what takes a tenth of one, or never happens, because other programs may use the cores meanwhile."""
-CHEAP = pytest.mark.parametrize("method", [name for name in METHODS if name != "spawn"], indirect=True)
-"""For tests beyond the table that do not depend on how a worker was started: not repeated with new interpreters."""
+WAIT_SECONDS = 20.0
+"""Time limit of waits that normally take a tenth of a second: other programs may occupy the cores."""
+WITHOUT_SPAWN = pytest.mark.parametrize("method", [name for name in METHODS if name != "spawn"], indirect=True)
+"""Marks tests that do not depend on the start method: ``spawn``, which takes longest, is left out."""
 LINUX = sys.platform == "linux"
 TRAINER = Path(__file__).with_name("trainer.py")
-PACKAGE = Path(vecenv.__file__).parents[1]
-FAULTS = [
+IMPORT_ROOT = Path(vecenv.__file__).parents[1]
+"""The folder from which programs import ``vecenv``."""
+FAULT_MARKS = [
     pytest.mark.timeout(300, method="signal"),
     # Gymnasium's log lines about an environment that raised, and about a close with a call pending
     pytest.mark.filterwarnings("ignore:.*Received the following error"),
@@ -45,22 +45,22 @@ FAULTS = [
 """Marks of every test in this folder: a time limit, and filters for the warnings that it provokes."""
 
 
-def report(error: BaseException) -> str:
-    """Return the text that is printed when this error ends a program, with causes and notes."""
+def format_error(error: BaseException) -> str:
+    """Return the text that Python prints when this error ends a program, with causes and notes."""
     return "".join(traceback.format_exception(error))
 
 
-def names(error: BaseException, *, env: int, worker: int, pid: int, command: str) -> None:
-    """Assert that the report of an error names its place."""
-    text = report(error)
+def assert_error_names(error: BaseException, *, env: int, worker: int, pid: int, command: str) -> None:
+    """Assert that an error, as printed, names its environment, worker, process and command."""
+    text = format_error(error)
     assert re.search(rf"\benvs?\b[^\n]*\b{env}\b", text), f"env {env} is not named in:\n{text}"
     assert re.search(rf"\bworkers?\b[^\n]*\b{worker}\b", text), f"worker {worker} is not named in:\n{text}"
     assert re.search(rf"\bpid\b[^\n]*\b{pid}\b", text), f"pid {pid} is not named in:\n{text}"
     assert re.search(rf"\b{command}\b", text), f"{command} is not named in:\n{text}"
 
 
-def alive(pid: int) -> bool:
-    """True if a process still runs; a zombie does not."""
+def is_running(pid: int) -> bool:
+    """True if the process exists and is not a zombie."""
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
@@ -68,15 +68,15 @@ def alive(pid: int) -> bool:
 
 
 def still_running(pids: Iterable[int], within: float) -> list[int]:
-    """Return which of these processes still run after at most ``within`` seconds."""
+    """Wait until these processes have ended, for at most ``within`` seconds; return the pids of those that still run."""
     deadline = time.monotonic() + within
     left = list(pids)
-    while (left := [pid for pid in left if alive(pid)]) and time.monotonic() < deadline:
+    while (left := [pid for pid in left if is_running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.01)
     return left
 
 
-def wait_for(path: Path, within: float = 60.0) -> None:
+def wait_for_file(path: Path, within: float = 60.0) -> None:
     """Wait until a file exists."""
     deadline = time.monotonic() + within
     while not path.exists():
@@ -89,17 +89,22 @@ def worker_pids(envs: Any) -> list[int]:
     return [worker.pid for worker in envs._pool.workers]
 
 
-def last_line(program: Path, *arguments: object, within: float) -> Any:
-    """Return the JSON in the last line that a program prints; after that time, end it and all that it started."""
+def make_environment(program: Path) -> dict[str, str]:
+    """Return environment variables with which a program can import ``vecenv`` and the modules in its folder."""
+    path = [str(IMPORT_ROOT), str(program.parent), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+def run_json_program(program: Path, *arguments: object, within: float) -> Any:
+    """Run a program and return the JSON in its last line of output. Kill its process group after ``within`` seconds."""
     command = [sys.executable, *map(str, (program, *arguments))]
-    path = [str(PACKAGE), str(program.parent), os.environ.get("PYTHONPATH", "")]
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+        env=make_environment(program),
         start_new_session=True,
     )
     try:
@@ -121,14 +126,13 @@ class Trainer:
     """
 
     def __init__(self, scenario: str, method: str, folder: Path, *, prefix: list[str], terminal: int | None) -> None:
-        path = [str(PACKAGE), str(TRAINER.parent), os.environ.get("PYTHONPATH", "")]
         self.errors = (folder / "stderr").open("w+")
         self.process = subprocess.Popen(
             [*prefix, sys.executable, str(TRAINER), scenario, method, str(folder)],
             stdin=subprocess.DEVNULL if terminal is None else terminal,
             stdout=subprocess.PIPE,
             stderr=self.errors if terminal is None else terminal,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+            env=make_environment(TRAINER),
             start_new_session=True,
         )
 
@@ -141,11 +145,11 @@ class Trainer:
         return json.loads(line)
 
     def read_stderr(self) -> str:
-        """Return everything that it wrote to stderr so far."""
+        """Return the output on stderr so far."""
         return Path(self.errors.name).read_text()
 
     def end(self) -> None:
-        """Kill it if it runs, and close its streams."""
+        """Kill the program if it runs, and close its streams."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(60)

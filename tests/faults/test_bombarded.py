@@ -1,9 +1,8 @@
-"""Signals at random moments, from a real timer, in every call of the engine: nothing hangs, shifts or leaks.
+"""Tests of a real timer that interrupts steps, resets, ``send`` and ``recv`` at random moments.
 
-After each interrupted call the program does what a user does: if a step is pending it waits for it; if a reset is needed it
-resets; otherwise it continues. Each result is compared with a model: an observation holds the row, the seed of its last
-reset,
-the steps since, and the last action.
+After each interrupted call the test does what a user would do: wait for a pending step, reset if a reset is needed, and
+continue otherwise. Each result is compared with a model: an observation holds the row, the seed of its last reset, the
+number of steps since, and the last action.
 """
 
 from __future__ import annotations
@@ -33,10 +32,12 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(240), pytest.mark.skipif(not
 
 ROWS = 6
 CALLS = 600
-WORST_SECONDS = 10.0
+MAX_CALL_SECONDS = 10.0
 
 
-class Witness(gymnasium.Env[Any, Any]):
+class CountingEnv(gymnasium.Env[Any, Any]):
+    """An environment with observations (row, seed, steps, last action)."""
+
     observation_space = gymnasium.spaces.Box(-1e9, 1e9, (4,), np.float64)
     action_space = gymnasium.spaces.Discrete(1000)
 
@@ -56,27 +57,27 @@ class Witness(gymnasium.Env[Any, Any]):
         return self.observe(action), float(self.steps), False, False, {"steps": self.steps}
 
 
-class Stop(BaseException):
-    """The exception that the handler raises."""
+class TimerExpired(BaseException):
+    """The exception of the signal handler."""
 
 
-class Alarm:
-    """A timer that raises :class:`Stop` at a random moment of a call."""
+class Timer:
+    """A timer that raises :class:`TimerExpired` during a call."""
 
     armed = False
 
     @classmethod
-    def ring(cls, *_: Any) -> None:
+    def handle_signal(cls, *_: Any) -> None:
         if cls.armed:
             cls.armed = False
-            raise Stop
+            raise TimerExpired
 
     @classmethod
     def interrupt(cls, function: Callable[[], Any], delay: float) -> tuple[Any, bool]:
         """Call a function; return its result, and ``False`` if it was interrupted.
 
-        It has to be a Python function: after a C function, such as a ``partial``, a handler can run before the result is
-        stored here.
+        The function must be a Python function: after a C function, such as a ``partial``, the handler could run before the
+        result is stored.
         """
         try:
             cls.armed = True
@@ -85,7 +86,7 @@ class Alarm:
                 result = function()
             finally:
                 cls.armed = False
-        except Stop:
+        except TimerExpired:
             return None, False
         finally:
             cls.armed = False
@@ -94,8 +95,8 @@ class Alarm:
 
 
 @pytest.fixture(autouse=True)
-def alarm() -> Iterator[None]:
-    before = signal.signal(signal.SIGALRM, Alarm.ring)
+def timer_handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGALRM, Timer.handle_signal)
     yield
     signal.signal(signal.SIGALRM, before)
 
@@ -110,18 +111,18 @@ def no_descriptors_left() -> Iterator[None]:
 
 def open_engine(workers: int, restart: bool) -> Any:
     options: dict[str, Any] = {"on_failure": Restart(10**9, 1e9)} if restart else {}
-    return AsyncVectorEnv([partial(Witness, row) for row in range(ROWS)], num_workers=workers, context="fork", **options)
+    return AsyncVectorEnv([partial(CountingEnv, row) for row in range(ROWS)], num_workers=workers, context="fork", **options)
 
 
 def random_delay(rng: random.Random) -> float:
     return rng.choice([1e-6, 5e-5, 2e-4, 4e-4]) * rng.random() + 1e-6
 
 
-def kill_one(rng: random.Random, envs: Any) -> None:
+def kill_worker(rng: random.Random, envs: Any) -> None:
     os.kill(rng.choice(envs.processes).pid, signal.SIGKILL)
 
 
-def check(observations: Any, seed: int, steps: int, action: int, rows: Any = range(ROWS)) -> None:
+def check_rows(observations: Any, seed: int, steps: int, action: int, rows: Any = range(ROWS)) -> None:
     for row in rows:
         assert observations[row].tolist() == [row, seed + row, steps, action]
 
@@ -132,107 +133,107 @@ def reset_until_done(rng: random.Random, envs: Any) -> int:
         seed = rng.randrange(1000)
         delay = rng.random() * 2e-3 if rng.random() < 0.3 else 10.0
         try:
-            result, done = Alarm.interrupt(lambda s=seed: envs.reset(seed=s), delay)
+            result, done = Timer.interrupt(lambda s=seed: envs.reset(seed=s), delay)
         except WorkerDied:
             continue
         if done:
-            check(result[0], seed, 0, -1)
+            check_rows(result[0], seed, 0, -1)
             return seed
 
 
 @pytest.mark.parametrize(
     ("workers", "restart", "kill_every"), [(1, False, 0), (2, False, 0), (3, False, 0), (2, False, 50), (2, True, 50)]
 )
-def test_interrupted_steps_are_right_or_a_reset_is_needed(workers: int, restart: bool, kill_every: int) -> None:
+def test_interrupted_step_returns_the_right_rows_or_needs_a_reset(workers: int, restart: bool, kill_every: int) -> None:
     with no_descriptors_left():
-        interrupt_steps(workers, restart, kill_every)
+        check_interrupted_steps(workers, restart, kill_every)
 
 
-def interrupt_steps(workers: int, restart: bool, kill_every: int) -> None:
+def check_interrupted_steps(workers: int, restart: bool, kill_every: int) -> None:
     rng = random.Random(workers)
     with closing(open_engine(workers, restart)) as envs:
         seed, steps, interrupted, resets = reset_until_done(rng, envs), 0, 0, 0
         for call in range(CALLS):
             action = rng.randrange(900)
             if kill_every and call % kill_every == kill_every - 1:
-                kill_one(rng, envs)
+                kill_worker(rng, envs)
             started_at = time.monotonic()
             try:
-                result, done = Alarm.interrupt(lambda a=action: envs.step(np.full(ROWS, a)), random_delay(rng))
+                result, done = Timer.interrupt(lambda a=action: envs.step(np.full(ROWS, a)), random_delay(rng))
                 if not done:
                     interrupted += 1
                     try:
                         result, done = envs.step_wait(timeout=20), True
-                    except NoAsyncCallError:  # it was not submitted
+                    except NoAsyncCallError:  # the step was not submitted
                         continue
             except (ResetNeeded, WorkerDied, EnvFailed) as error:
                 assert kill_every or isinstance(error, ResetNeeded)
                 resets += isinstance(error, ResetNeeded)
                 seed, steps = reset_until_done(rng, envs), 0
                 continue
-            assert time.monotonic() - started_at < WORST_SECONDS
+            assert time.monotonic() - started_at < MAX_CALL_SECONDS
             steps += 1
             observations, rewards, _, truncations, _ = result
-            alive = np.flatnonzero(~truncations).tolist()
-            check(observations, seed, steps, action, alive)
-            assert all(rewards[row] == steps for row in alive)
-            if len(alive) < ROWS:  # restarted rows have other seeds from now on
+            stepped = np.flatnonzero(~truncations).tolist()
+            check_rows(observations, seed, steps, action, stepped)
+            assert all(rewards[row] == steps for row in stepped)
+            if len(stepped) < ROWS:  # restarted rows have new seeds, which the model does not know
                 assert restart
                 seed, steps = reset_until_done(rng, envs), 0
         assert interrupted > CALLS / 10
-        assert resets < interrupted / 2, "most interruptions fall into waits"
+        assert resets < interrupted / 2, "most interruptions should come during a wait, and need no reset"
 
 
 @pytest.mark.parametrize(("workers", "kill_every"), [(1, 0), (2, 0), (3, 0), (2, 50), (3, 50)])
-def test_interrupted_rows_come_once_and_right_or_a_reset_is_needed(workers: int, kill_every: int) -> None:
+def test_interrupted_send_and_recv_return_each_row_once_or_need_a_reset(workers: int, kill_every: int) -> None:
     with no_descriptors_left():
-        interrupt_rows(workers, kill_every)
+        check_interrupted_rows(workers, kill_every)
 
 
-def interrupt_rows(workers: int, kill_every: int) -> None:
+def check_interrupted_rows(workers: int, kill_every: int) -> None:
     rng = random.Random(workers + 10)
     with closing(open_engine(workers, bool(kill_every))) as envs:
         seeds: list[int | None] = []
         steps: list[int] = []
-        action_of: dict[int, int] = {}  # of the rows in flight
+        actions_in_flight: dict[int, int] = {}
 
-        def begin() -> None:
+        def reset_all() -> None:
             seed = reset_until_done(rng, envs)
             seeds[:], steps[:] = [seed + row for row in range(ROWS)], [0] * ROWS
-            action_of.clear()
+            actions_in_flight.clear()
 
-        begin()
+        reset_all()
         for _ in range(CALLS):
             if kill_every and rng.random() < 1 / kill_every:
-                kill_one(rng, envs)
-            free = [row for row in range(ROWS) if row not in action_of]
+                kill_worker(rng, envs)
+            free = [row for row in range(ROWS) if row not in actions_in_flight]
             try:
-                if free and (not action_of or rng.random() < 0.5):
+                if free and (not actions_in_flight or rng.random() < 0.5):
                     rows = rng.sample(free, rng.choice([len(free), rng.randint(1, len(free))]))
                     actions = np.array([rng.randrange(900) for _ in rows])
                     send = lambda a=actions, r=rows: envs.send(a, env_id=r)  # noqa: E731
-                    if not Alarm.interrupt(send, random_delay(rng))[1]:
-                        with contextlib.suppress(AlreadyPendingCallError):  # it was submitted
+                    if not Timer.interrupt(send, random_delay(rng))[1]:
+                        with contextlib.suppress(AlreadyPendingCallError):  # the rows were sent
                             send()
-                    action_of.update(zip(rows, actions.tolist(), strict=True))
+                    actions_in_flight.update(zip(rows, actions.tolist(), strict=True))
                     continue
-                wanted = rng.choice([len(action_of), rng.randint(1, len(action_of))])
-                result, done = Alarm.interrupt(lambda n=wanted: envs.recv(count=n), random_delay(rng))
+                count = rng.choice([len(actions_in_flight), rng.randint(1, len(actions_in_flight))])
+                result, done = Timer.interrupt(lambda n=count: envs.recv(count=n), random_delay(rng))
                 if not done:
-                    result = envs.recv(timeout=20, count=wanted)
+                    result = envs.recv(timeout=20, count=count)
             except ResetNeeded:
-                begin()
+                reset_all()
                 continue
             observations, rewards, _, truncations, infos = result
             for position, row in enumerate(infos["env_id"].tolist()):
-                action = action_of.pop(row)
-                if truncations[position]:  # restarted; its next step resets it, with a seed of its own
+                action = actions_in_flight.pop(row)
+                if truncations[position]:  # restarted; its next step resets it with a new seed
                     assert kill_every
                     seeds[row], steps[row] = None, -1
                     continue
                 steps[row] += 1
-                found = observations[position].tolist()
+                row_values = observations[position].tolist()
                 if steps[row] == 0:
-                    seeds[row] = found[1]
-                assert found == [row, seeds[row], steps[row], action if steps[row] else -1]
+                    seeds[row] = row_values[1]
+                assert row_values == [row, seeds[row], steps[row], action if steps[row] else -1]
                 assert rewards[position] == steps[row]

@@ -1,4 +1,4 @@
-"""Environments that raise and workers that die; the results afterwards; and the reported stacks."""
+"""Tests of environments that raise and workers that die, of the results afterwards, and of the reported stacks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,19 @@ import pytest
 from envs import open_engine
 from faulty_envs import ForkAndReturnLater, Pause, RowChecker, faulty_env_fn, make_env_fns, write_pid_then
 from gymnasium.vector import AutoresetMode
-from observe import CHEAP, FAULTS, METHODS, PATIENCE, Launch, alive, names, report, still_running, wait_for, worker_pids
+from observe import (
+    FAULT_MARKS,
+    METHODS,
+    WAIT_SECONDS,
+    WITHOUT_SPAWN,
+    Launch,
+    assert_error_names,
+    format_error,
+    is_running,
+    still_running,
+    wait_for_file,
+    worker_pids,
+)
 from sampling import each_once
 
 from vecenv import Restart
@@ -31,7 +43,7 @@ from vecenv.engine.worker_process import WorkerProcess
 from vecenv.errors import EnvError, RemoteTraceback, RestartsExhausted, StepTimeout, WorkerDied
 from vecenv.testing.faulty import KeywordOnlyError, TwoArgumentsError, UnprintableError, WitnessEnv
 
-pytestmark = FAULTS
+pytestmark = FAULT_MARKS
 
 
 # --- environments that raise and workers that die: rows 1 to 14 of the table in ``FAULTS.md`` ---
@@ -42,10 +54,13 @@ ACTIONS = [1, 2, 3, 4]
 
 @dataclass(frozen=True)
 class Case:
-    """One fault, and the expected report.
+    """A fault and the expected error.
 
-    ``text``: patterns that the whole report (message, notes, causes) must contain. ``exitcode``: of a worker
-    that dies; ``None`` if it must survive.
+    Attributes:
+        fault: A key of ``FAULTS``.
+        expected: The class of the exception.
+        text: Patterns that must occur in the message, notes and causes.
+        exitcode: The exit code of the worker; ``None`` if it must continue.
     """
 
     fault: str
@@ -76,10 +91,10 @@ MOMENTS: dict[str, dict[str, Any]] = {
     "step": {"step": 2},
     "reset": {"reset": 2},
     "autoreset": {"reset": 2},
-    "call": {"step": 10**9},  # never: the test calls for it
+    "call": {"step": 10**9},  # never: the test calls ``trigger``
 }
 
-MORE = [  # at other moments; not repeated with new interpreters, which make no difference here
+OTHER_MOMENTS = [  # a few faults in other calls
     pytest.param(case, moment, id=f"{case.fault}-{moment}")
     for case in CASES
     if case.fault in ("raises", "unpicklable_error", "sys_exit", "segfault")
@@ -89,16 +104,16 @@ MORE = [  # at other moments; not repeated with new interpreters, which make no 
 
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.fault)
-def test_crash_cases(case: Case, launch: Launch, tmp_path: Path) -> None:
-    """A fault in a step raises one complete exception; then everything works again."""
+def test_fault_in_step_raises_one_complete_error(case: Case, launch: Launch, tmp_path: Path) -> None:
+    """The error names environment, worker, pid and command; then everything works again."""
     check_crash(case, "step", launch, tmp_path)
 
 
 @pytest.mark.sampled(6)
-@CHEAP
-@pytest.mark.parametrize(("case", "moment"), MORE)
-def test_crash_cases_elsewhere(case: Case, moment: str, launch: Launch, tmp_path: Path) -> None:
-    """The same faults in a reset, in an autoreset, and in a call."""
+@WITHOUT_SPAWN
+@pytest.mark.parametrize(("case", "moment"), OTHER_MOMENTS)
+def test_fault_in_another_call_raises_one_complete_error(case: Case, moment: str, launch: Launch, tmp_path: Path) -> None:
+    """The same faults occur in a reset, in an automatic reset, and in a call."""
     check_crash(case, moment, launch, tmp_path)
 
 
@@ -121,25 +136,25 @@ def check_crash(case: Case, moment: str, launch: Launch, tmp_path: Path) -> None
     started_at = time.monotonic()
     with pytest.raises(case.expected) as caught:
         call()
-    took = time.monotonic() - started_at
+    duration = time.monotonic() - started_at
 
     error = caught.value
-    text = report(error)
+    text = format_error(error)
     assert type(error) is case.expected
     for pattern in case.text:
         assert re.search(pattern, text), f"{pattern!r} is not in:\n{text}"
-    names(error, env=ENV, worker=WORKER, pid=pids[WORKER], command=command)
+    assert_error_names(error, env=ENV, worker=WORKER, pid=pids[WORKER], command=command)
     if case.exitcode is None:
         assert isinstance(error.__cause__, RemoteTraceback)
         assert any(f"env {ENV}" in note for note in error.__notes__)
         assert worker_pids(envs) == pids
-        assert all(map(alive, pids))
+        assert all(map(is_running, pids))
     else:
-        assert took < PATIENCE
+        assert duration < WAIT_SECONDS
         assert (error.worker, error.pid, error.exitcode, error.command) == (WORKER, pids[1], case.exitcode, command)
         assert tuple(error.envs) == (2, 3)
-        assert alive(pids[0])
-        assert not alive(pids[1])
+        assert is_running(pids[0])
+        assert not is_running(pids[1])
     record = envs.errors[-1]
     assert (record.worker, record.pid, record.command) == (WORKER, pids[WORKER], command)
     assert type(record.error) is case.expected
@@ -152,7 +167,7 @@ def check_crash(case: Case, moment: str, launch: Launch, tmp_path: Path) -> None
     check_close(envs)
 
 
-def steps(envs: Any, count: int) -> None:
+def step_times(envs: Any, count: int) -> None:
     for _ in range(count):
         envs.step(ACTIONS[: envs.num_envs])
 
@@ -174,7 +189,7 @@ def check_recovery(envs: Any, checker: RowChecker, lost: set[int]) -> None:
 def check_close(envs: Any) -> None:
     started_at = time.monotonic()
     envs.close()
-    assert time.monotonic() - started_at < PATIENCE
+    assert time.monotonic() - started_at < WAIT_SECONDS
     assert envs.closed
 
 
@@ -185,20 +200,20 @@ def test_all_failing_environments_are_reported(launch: Launch) -> None:
     envs.reset(seed=1)
     with pytest.raises(ValueError, match="out of order") as caught:
         envs.step(ACTIONS)
-    text = report(caught.value)
+    text = format_error(caught.value)
     assert all(re.search(rf"\benvs?\b[^\n]*\b{env}\b", text) for env in failing), text
     assert sorted(record.env for record in envs.errors) == [0, 2, 3]
     assert [type(r.error) for r in sorted(envs.errors, key=lambda r: r.env)] == [ValueError, EnvError, EnvError]
     assert all(f"in {failing[record.env]}" in record.traceback for record in envs.errors)
 
 
-def test_death_while_idle(launch: Launch) -> None:
-    """The next call reports a worker that was killed between two calls, as by the OOM killer."""
+def test_death_while_idle_is_reported_by_the_next_call(launch: Launch) -> None:
+    """A worker is killed between two calls, as by the OOM killer."""
     envs = launch(make_env_fns(4), num_workers=2)
     checker = RowChecker.start(envs, seed=7)
     pids = worker_pids(envs)
     os.kill(pids[WORKER], signal.SIGKILL)
-    assert not still_running([pids[WORKER]], PATIENCE)
+    assert not still_running([pids[WORKER]], WAIT_SECONDS)
     with pytest.raises(WorkerDied) as caught:
         envs.step(ACTIONS)
     error = caught.value
@@ -212,14 +227,13 @@ def test_death_while_idle(launch: Launch) -> None:
 
 
 def test_death_before_a_request_leaves_no_late_reply(launch: Launch) -> None:
-    """Whatever the order of a death and a call, replies of the other worker are never returned by a later call."""
+    """A worker dies before or during a call: no later call returns replies of the other worker to that call."""
     envs = launch(make_env_fns(4), num_workers=2)
     checker = RowChecker.start(envs, seed=7)
     for attempt in range(3):
-        victim = attempt % 2
-        os.kill(worker_pids(envs)[victim], signal.SIGKILL)  # and step at once, dead or not
+        os.kill(worker_pids(envs)[attempt % 2], signal.SIGKILL)  # the next step may begin before the worker is dead
         with pytest.raises(WorkerDied, match="SIGKILL"):
-            steps(envs, 1000)
+            step_times(envs, 1000)
         observations, _ = envs.reset(seed=attempt)
         checker.rows = [WitnessEnv.read(row) for row in observations]
         checker.done = [False] * 4
@@ -229,13 +243,13 @@ def test_death_before_a_request_leaves_no_late_reply(launch: Launch) -> None:
 
 
 @pytest.mark.sampled(1)
-def test_death_with_inherited_descriptors(launch: Launch, tmp_path: Path) -> None:
-    """A helper that the environment forked still holds the worker's pipe: there is no end of file, and no wait for one."""
+def test_death_with_inherited_descriptors_is_noticed_at_once(launch: Launch, tmp_path: Path) -> None:
+    """A forked helper of the environment still holds the worker's pipe, so that the caller gets no end of file."""
     check_death_with_inherited_descriptors(launch, tmp_path)
 
 
-@pytest.mark.parametrize("method", ["fork"], indirect=True)  # a fork server reports the ends of its children by itself
-def test_death_with_inherited_descriptors_without_pidfds(
+@pytest.mark.parametrize("method", ["fork"], indirect=True)  # a fork server reports the exit codes of its children
+def test_death_with_inherited_descriptors_is_noticed_without_pidfds(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, "pidfd_open", raising=False)
@@ -251,20 +265,20 @@ def check_death_with_inherited_descriptors(launch: Launch, tmp_path: Path) -> No
     started_at = time.monotonic()
     with pytest.raises(WorkerDied, match="SIGKILL") as caught:
         envs.step([0, 0])
-    assert time.monotonic() - started_at < PATIENCE
-    names(caught.value, env=1, worker=1, pid=pid, command="step")
+    assert time.monotonic() - started_at < WAIT_SECONDS
+    assert_error_names(caught.value, env=1, worker=1, pid=pid, command="step")
     check_close(envs)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["forkserver"], indirect=True)
-def test_death_of_the_fork_server(launch: Launch) -> None:
-    """Workers do not need the process that forked them; their deaths are still noticed, and others can be started."""
+def test_death_of_the_fork_server_does_not_affect_workers(launch: Launch) -> None:
+    """Workers continue, their deaths are still noticed, and new workers can be started."""
     envs = launch(make_env_fns(4), num_workers=2)
     checker = RowChecker.start(envs, seed=7)
     server = multiprocessing.forkserver._forkserver._forkserver_pid
     os.kill(server, signal.SIGKILL)
-    assert not still_running([server], PATIENCE)
+    assert not still_running([server], WAIT_SECONDS)
     for _ in range(3):
         checker.check_step(ACTIONS, envs.step(ACTIONS))
     pid = worker_pids(envs)[WORKER]
@@ -272,7 +286,7 @@ def test_death_of_the_fork_server(launch: Launch) -> None:
     started_at = time.monotonic()
     with pytest.raises(WorkerDied) as caught:
         envs.step(ACTIONS)
-    assert time.monotonic() - started_at < PATIENCE
+    assert time.monotonic() - started_at < WAIT_SECONDS
     assert (caught.value.worker, caught.value.pid) == (WORKER, pid)
     check_recovery(envs, checker, {2, 3})
     check_close(envs)
@@ -289,30 +303,30 @@ def test_death_of_the_fork_server(launch: Launch) -> None:
     indirect=["method"],
 )
 @pytest.mark.timeout(300, method="signal")
-def test_simultaneous_deaths_are_one_error(launch: Launch, count: int) -> None:
-    """One error names them all. (Starting 64 interpreters takes longer than the default run allows: marked slow.)"""
+def test_simultaneous_deaths_raise_one_error(launch: Launch, count: int) -> None:
+    """One error names all environments. (Starting 64 interpreters takes minutes, so it is marked slow.)"""
     envs = launch([faulty_env_fn(env, "kill", step=2) for env in range(count)])
     envs.reset(seed=1)
     envs.step([0] * count)
     started_at = time.monotonic()
     with pytest.raises(WorkerDied, match="SIGKILL") as caught:
         envs.step([0] * count)
-    assert time.monotonic() - started_at < PATIENCE
+    assert time.monotonic() - started_at < WAIT_SECONDS
     assert tuple(caught.value.envs) == tuple(range(count))
-    assert all(re.search(rf"\b{env}\b", report(caught.value)) for env in (0, count // 2, count - 1))
+    assert all(re.search(rf"\b{env}\b", format_error(caught.value)) for env in (0, count // 2, count - 1))
     check_close(envs)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("ending", ["close", "terminate", "death", "hang"])
-def test_programs_of_environments_end(launch: Launch, ending: str, tmp_path: Path) -> None:
-    """A program that an environment started does not outlive it, however it ends."""
+def test_programs_of_environments_end_with_the_worker(launch: Launch, ending: str, tmp_path: Path) -> None:
+    """A program that an environment has started ends with its worker, which is closed, terminated, killed or hanging."""
     fault = faulty_env_fn(1, "start_subprocess", step=1)
     envs = launch(make_env_fns(2, {1: fault}))
     envs.reset(seed=1)
     *_, infos = envs.step([0, 0])
     helper = int(infos["subprocess"][1])
-    assert alive(helper)
+    assert is_running(helper)
     if ending == "death":
         os.kill(worker_pids(envs)[1], signal.SIGKILL)
         with pytest.raises(WorkerDied):
@@ -324,11 +338,11 @@ def test_programs_of_environments_end(launch: Launch, ending: str, tmp_path: Pat
             envs.close(timeout=0.2)
     if not envs.closed:
         envs.close(terminate=ending == "terminate")
-    assert not still_running([helper], PATIENCE)
+    assert not still_running([helper], WAIT_SECONDS)
 
 
 @pytest.mark.linux
-def test_group_of_a_dead_worker_is_ended_before_its_pid_can_be_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_group_of_a_dead_worker_is_ended_before_its_pid_can_be_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     exists: list[bool] = []
     monkeypatch.setattr(worker_process, "end_group", lambda pids: exists.extend(map(psutil.pid_exists, pids)))
     with open_engine(make_env_fns(1, {0: faulty_env_fn(0, "exit_now", step=1)}), num_workers=1, context="fork") as envs:
@@ -339,13 +353,13 @@ def test_group_of_a_dead_worker_is_ended_before_its_pid_can_be_reused(monkeypatc
 
 
 def test_worker_that_loses_its_caller_ends_its_helpers(launch: Launch) -> None:
-    """A worker may learn from the pipe first that its caller has ended; it must still end its helpers."""
+    """A worker that reads the end of its pipe ends its helpers before it exits."""
     envs = launch(make_env_fns(2, {1: faulty_env_fn(1, "start_subprocess", step=1)}))
     envs.reset(seed=1)
     *_, infos = envs.step([0, 0])
     helper, pid = int(infos["subprocess"][1]), worker_pids(envs)[1]
     os.close(envs._pool.workers[1].channel.out)
-    assert not still_running([pid, helper], PATIENCE)
+    assert not still_running([pid, helper], WAIT_SECONDS)
     with pytest.raises(WorkerDied):
         envs.step([0, 0])
     check_close(envs)
@@ -363,13 +377,13 @@ def test_forked_copy_of_an_environment_never_replies(launch: Launch, tmp_path: P
     check_close(envs)
 
 
-@CHEAP
+@WITHOUT_SPAWN
 @pytest.mark.parametrize("raises", [False, True], ids=["returns", "exits"])
 @pytest.mark.parametrize("when", ["step", "reset"])
 def test_forked_copy_never_writes_into_rows(launch: Launch, when: str, raises: bool, tmp_path: Path) -> None:
-    """However late the copy returns, it must not write into a row, which was returned long ago."""
-    place: Any = {"step": {"step": 2}, "reset": {"reset": 1}}[when]
-    envs = launch(make_env_fns(2, {1: faulty_env_fn(1, ForkAndReturnLater(tmp_path, raises), **place)}))
+    """A forked copy that returns after later steps does not change their rows."""
+    moment: Any = {"step": {"step": 2}, "reset": {"reset": 1}}[when]
+    envs = launch(make_env_fns(2, {1: faulty_env_fn(1, ForkAndReturnLater(tmp_path, raises), **moment)}))
     checker = RowChecker.start(envs)
     for step in range(5):
         checker.check_step([step, step], envs.step([step, step]))
@@ -384,28 +398,28 @@ def test_forked_copy_never_writes_into_rows(launch: Launch, when: str, raises: b
 
 
 def test_worker_without_its_pipe_counts_as_dead(launch: Launch, tmp_path: Path) -> None:
-    """An environment closes descriptors of its worker. That is neither a death by SIGKILL nor a lack of memory."""
+    """An environment closes descriptors of its worker. The error does not mention the OOM killer."""
     fault = faulty_env_fn(1, "close_descriptors", step=1, once=tmp_path / "once")
     envs = launch(make_env_fns(2, {1: fault}))
     envs.reset(seed=1)
     pid = worker_pids(envs)[1]
     with pytest.raises(WorkerDied) as caught:
-        steps(envs, 2)
-    names(caught.value, env=1, worker=1, pid=pid, command="step")
+        step_times(envs, 2)
+    assert_error_names(caught.value, env=1, worker=1, pid=pid, command="step")
     assert "memory" not in str(caught.value)
-    assert not alive(pid)
+    assert not is_running(pid)
     check_close(envs)
 
 
 def test_siblings_of_a_dead_worker_step_exactly_once(launch: Launch, tmp_path: Path) -> None:
-    """A worker dies while a sibling is still in the same step: the sibling has stepped once, not never and not twice."""
+    """A worker dies while another worker is in the same step; the other environment steps exactly once."""
     slow = faulty_env_fn(0, write_pid_then(tmp_path / "slow", Pause(0.3)), step=1)
     stuck = faulty_env_fn(1, write_pid_then(tmp_path / "stuck", "sleep"), step=1, once=tmp_path / "once")
     envs = launch([slow, stuck])
     checker = RowChecker.start(envs)
     envs.step_async([1, 1])
-    wait_for(tmp_path / "slow")
-    wait_for(tmp_path / "stuck")
+    wait_for_file(tmp_path / "slow")
+    wait_for_file(tmp_path / "stuck")
     os.kill(worker_pids(envs)[1], signal.SIGKILL)
     with pytest.raises(WorkerDied, match="SIGKILL"):
         envs.step_wait()
@@ -421,13 +435,13 @@ def test_siblings_of_a_dead_worker_step_exactly_once(launch: Launch, tmp_path: P
 
 
 def test_unpicklable_classes_cannot_be_unpickled() -> None:
-    """Two classes of the table cannot be unpickled by any process; if that changes, so must the table."""
+    """No process can unpickle these two classes of row 2; otherwise the table would need other examples."""
     for error in (TwoArgumentsError(1, "x"), KeywordOnlyError(reason="x")):
         with pytest.raises(TypeError):
             pickle.loads(pickle.dumps(error))
 
 
-# --- Results after a failure are current, or repeat the latest ones: nothing that a dead worker wrote
+# --- Results after a failure are current, or repeat the latest ones; they contain no values of a dead worker
 
 GO, DIE, RAISE = 0, 1, 2
 COUNT = 4
@@ -445,7 +459,7 @@ ENGINES = {
 
 
 class ResetInfoOnlyInLastEnv(gymnasium.Env):
-    """An environment with steps that end the episode and have an info; only the last environment's resets have one."""
+    """An environment with one-step episodes and step infos. Only resets of the last environment have an info."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -463,7 +477,7 @@ class ResetInfoOnlyInLastEnv(gymnasium.Env):
 
 
 def reset(envs: Any, kind: str) -> tuple[Any, dict[str, Any], list[int]]:
-    """Reset with seeds 10, 11, ...: return observations, infos, and the environments that they belong to."""
+    """Reset with seeds 10, 11, ... and return observations, infos, and the indices of their environments."""
     if kind == "masked":
         mask = np.array([True, False, False, True])
         observations, infos = envs.reset(seed=10, options={"reset_mask": mask})
@@ -483,22 +497,22 @@ def reset(envs: Any, kind: str) -> tuple[Any, dict[str, Any], list[int]]:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("engine", "mode"), each_once(list(ENGINES), {mode.name: mode for mode in AutoresetMode}))
 def test_reset_has_no_infos_of_a_dead_worker(launch: Launch, engine: str, mode: AutoresetMode) -> None:
-    """Environment 0 has stepped, and its sibling kills their worker: the next reset reports nothing of that step."""
+    """Environment 0 has stepped when environment 1 kills their worker: the next reset returns no infos of that step."""
     options, on_failure = ENGINES[engine]
     kind = engine.partition(",")[0]
     env_fns = [functools.partial(ResetInfoOnlyInLastEnv, index) for index in range(COUNT)]
     envs = launch(env_fns, num_workers=1 if "use_caller" in options else 2, autoreset_mode=mode,
                   on_failure=on_failure, **options)  # fmt: skip
     envs.reset(seed=1)
-    victim = envs.worker_rows[-1 if "use_caller" in options else 0]
-    actions = [DIE if index == victim[-1] else GO for index in range(COUNT)]
+    lost = envs.worker_rows[-1 if "use_caller" in options else 0]
+    actions = [DIE if index == lost[-1] else GO for index in range(COUNT)]
     if on_failure == "raise":
         with pytest.raises(WorkerDied):
             envs.step(actions)
     else:
         _, _, _, truncations, infos = envs.step(actions)
-        assert truncations[list(victim)].all()
-        assert "stale" not in infos or not infos["_stale"][list(victim)].any()
+        assert truncations[list(lost)].all()
+        assert "stale" not in infos or not infos["_stale"][list(lost)].any()
     observations, infos, ids = reset(envs, kind)
     seeds = [10 + index for index in ids]
     assert observations[:, 0].tolist() == seeds
@@ -507,8 +521,8 @@ def test_reset_has_no_infos_of_a_dead_worker(launch: Launch, engine: str, mode: 
     assert infos["fresh"].tolist() == [seed if index == COUNT - 1 else 0 for index, seed in zip(ids, seeds, strict=True)]
 
 
-class InPlace(ResetInfoOnlyInLastEnv):
-    """An environment that writes its observation into the batch itself, and may end in the middle of that."""
+class InPlaceEnv(ResetInfoOnlyInLastEnv):
+    """An environment that writes its observation into the batch, and may fail between two writes."""
 
     def observation_buffer(self, buffer: Any) -> None:
         self.buffer = buffer
@@ -533,23 +547,23 @@ class InPlace(ResetInfoOnlyInLastEnv):
 def test_half_written_observation_is_not_returned(
     launch: Launch, on_failure: str, fault: int, error: type[Exception]
 ) -> None:
-    """A reset of others returns the last whole observation, or zeros, of an environment that failed while it wrote."""
-    envs = launch([functools.partial(InPlace, index) for index in range(COUNT)], num_workers=2, on_failure=on_failure)
+    """An environment fails while it writes. A reset of others returns its last complete observation, or zeros."""
+    envs = launch([functools.partial(InPlaceEnv, index) for index in range(COUNT)], num_workers=2, on_failure=on_failure)
     envs.reset(seed=[5, 6, 7, 8])
     if on_failure == "raise":
         with pytest.raises(error):
             envs.step([GO, fault, GO, GO])
         whole = [0, 0, 0]
     else:
-        envs.send([fault, GO], [1, 2])  # and it is not received
+        envs.send([fault, GO], [1, 2])  # their rows are not received
         whole = [6, 6, 6]
     observations, _ = envs.reset(seed=20, options={"reset_mask": np.array([False, False, True, True])})
     assert observations[2:].tolist() == [[22] * 3, [23] * 3]
     assert observations[1].tolist() == whole
 
 
-class HalfReset(InPlace):
-    """The last environment fails in its first reset, half-way, once a file exists."""
+class FailingFirstResetEnv(InPlaceEnv):
+    """An environment that, as the last one, fails in its first reset after half an observation, when a file exists."""
 
     def __init__(self, index: int, path: Path) -> None:
         super().__init__(index)
@@ -559,18 +573,18 @@ class HalfReset(InPlace):
         if self.index == COUNT - 1:
             self.buffer[:1] = 77
             self.path.with_suffix(".half").touch()
-            wait_for(self.path)
+            wait_for_file(self.path)
             raise ValueError("half-way")
         return super().reset(seed=seed, options=options)
 
 
-@CHEAP
+@WITHOUT_SPAWN
 def test_half_written_first_observation_is_not_kept(launch: Launch, tmp_path: Path) -> None:
-    """With restarts, the observations of the first partial ``recv`` are kept, but not those that are being written."""
+    """With restarts, ``recv`` keeps the observations that it returns, but not one that is being written."""
     path = tmp_path / "file"
-    envs = launch([functools.partial(HalfReset, index, path) for index in range(COUNT)], on_failure=Restart(0))
+    envs = launch([functools.partial(FailingFirstResetEnv, index, path) for index in range(COUNT)], on_failure=Restart(0))
     envs.reset_async(seed=[5, 6, 7, 8])
-    wait_for(path.with_suffix(".half"))
+    wait_for_file(path.with_suffix(".half"))
     envs.recv(count=COUNT - 1)
     path.touch()
     with pytest.raises(RestartsExhausted):
@@ -579,8 +593,8 @@ def test_half_written_first_observation_is_not_kept(launch: Launch, tmp_path: Pa
     assert observations.tolist() == [[20 + index] * 3 for index in range(COUNT - 1)] + [[0] * 3]
 
 
-class NeverRepeats(ResetInfoOnlyInLastEnv):
-    """An environment with observations that never repeat. A reset fails once if the file named by its options exists."""
+class UniqueObservationsEnv(ResetInfoOnlyInLastEnv):
+    """An environment with observations that never repeat. A reset removes the file in its options, if any, and fails."""
 
     def observe(self) -> Any:
         return np.frombuffer(os.urandom(24), np.int64) >> 44
@@ -609,13 +623,13 @@ class NeverRepeats(ResetInfoOnlyInLastEnv):
 def test_lost_row_repeats_its_last_returned_observation(
     launch: Launch, by_row: bool, shared_memory: bool, mode: AutoresetMode, tmp_path: Path
 ) -> None:
-    """Rows fail again and again, by death, by an exception, and in a reset."""
-    envs = launch([functools.partial(NeverRepeats, index) for index in range(2)], autoreset_mode=mode, on_failure="restart",
-                  shared_memory=shared_memory)  # fmt: skip
+    """Rows fail several times: by a death, by an exception, and in a reset."""
+    env_fns = [functools.partial(UniqueObservationsEnv, index) for index in range(2)]
+    envs = launch(env_fns, autoreset_mode=mode, on_failure="restart", shared_memory=shared_memory)
     latest = list(envs.reset(seed=1)[0])
 
-    def take(answer: tuple[Any, ...]) -> None:
-        observations, infos = answer[0], answer[-1]
+    def check_final_observations(result: tuple[Any, ...]) -> None:
+        observations, infos = result[0], result[-1]
         ids = infos["env_id"].tolist() if by_row else [0, 1]
         for at, index in enumerate(ids):
             if "final_obs" in infos and infos["_final_obs"][at]:
@@ -629,37 +643,37 @@ def test_lost_row_repeats_its_last_returned_observation(
         return [envs.recv(count=1), envs.recv(count=1)]
 
     for number, actions in enumerate([[GO, DIE], [GO, DIE], [DIE, GO], [RAISE, RAISE], [RAISE, DIE], [GO, GO], [DIE, GO]]):
-        answers = step(actions)
-        restarted = sum(int(answer[-1]["_restarted"].sum()) for answer in answers if "restarted" in answer[-1])
+        results = step(actions)
+        restarted = sum(int(result[-1]["_restarted"].sum()) for result in results if "restarted" in result[-1])
         assert restarted == sum(action != GO for action in actions)
-        for answer in answers:
-            take(answer)
+        for result in results:
+            check_final_observations(result)
         if number == 2:
             (tmp_path / "fail").touch()
             options = {"fail": str(tmp_path / "fail")}
             if by_row:
                 envs.reset_async(options=options, env_id=[0])
-                take(envs.recv(count=1))
+                check_final_observations(envs.recv(count=1))
             else:
-                take(envs.reset(options={**options, "reset_mask": np.array([True, False])}))
+                check_final_observations(envs.reset(options={**options, "reset_mask": np.array([True, False])}))
             assert not (tmp_path / "fail").exists()
         elif mode is AutoresetMode.NEXT_STEP:
-            for answer in step([GO, GO]):
-                take(answer)
+            for result in step([GO, GO]):
+                check_final_observations(result)
 
 
-# --- Requests for stacks do workers no harm, however often, whatever their threads are doing meanwhile
+# --- Workers continue after any number of requests for their stacks, also with several threads ----
 
 
-class Computes(gymnasium.Env[Any, Any]):
-    """An environment with steps that compute in Python, in several frames, and sleep; the action sets the time."""
+class ComputingEnv(gymnasium.Env[Any, Any]):
+    """An environment with steps that compute in nested frames and sleep, for ``action`` hundredths of a second."""
 
     observation_space = gymnasium.spaces.Box(0, 1, (1,))
     action_space = gymnasium.spaces.Discrete(100)
 
     def __init__(self, *, own_thread: bool = False) -> None:
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._work_on, daemon=True)
+        self._thread = threading.Thread(target=self._compute_until_closed, daemon=True)
         if own_thread:
             self._thread.start()
 
@@ -670,16 +684,16 @@ class Computes(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> Any:
         until = time.monotonic() + int(action) / 100
         while time.monotonic() < until:
-            self._deep(20)
+            self._recurse(20)
             time.sleep(1e-4)
         return np.zeros(1, np.float32), 0.0, False, False, {}
 
-    def _deep(self, depth: int) -> int:
-        return self._deep(depth - 1) + sum(k for k in (1, 2, 3)) if depth else 0
+    def _recurse(self, depth: int) -> int:
+        return self._recurse(depth - 1) + sum(k for k in (1, 2, 3)) if depth else 0
 
-    def _work_on(self) -> None:
+    def _compute_until_closed(self) -> None:
         while not self._closed.wait(1e-4):
-            self._deep(10)
+            self._recurse(10)
 
     def close(self) -> None:
         self._closed.set()
@@ -687,30 +701,30 @@ class Computes(gymnasium.Env[Any, Any]):
             self._thread.join()
 
 
-WORKS = {
-    "env_threads": ([functools.partial(Computes)] * 4, {"num_workers": 1, "env_threads": 4}),
-    "own_threads": ([functools.partial(Computes, own_thread=True)] * 2, {"num_workers": 1}),
+COMPUTING = {
+    "env_threads": ([functools.partial(ComputingEnv)] * 4, {"num_workers": 1, "env_threads": 4}),
+    "own_threads": ([functools.partial(ComputingEnv, own_thread=True)] * 2, {"num_workers": 1}),
 }
 
 
-def step_while_observed(envs: Any, steps: int, hundredths: int, look: Callable[[], object]) -> None:
-    """Call ``look`` repeatedly while the environments step; every step is completed."""
+def step_while_observed(envs: Any, steps: int, hundredths: int, read_state: Callable[[], object]) -> None:
+    """Step, and call ``read_state`` repeatedly during each step; every step must complete."""
     for _ in range(steps):
         envs.step_async(np.full(envs.num_envs, hundredths))
         until = time.monotonic() + hundredths / 100
         while time.monotonic() < until:
-            look()
+            read_state()
         envs.step_wait(timeout=60)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.linux
-@CHEAP
+@WITHOUT_SPAWN
 @pytest.mark.parametrize(("steps", "hundredths"), [(4, 50), pytest.param(20, 99, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", WORKS)
+@pytest.mark.parametrize("kind", COMPUTING)
 def test_worker_continues_after_requests_for_its_stack(launch: Launch, kind: str, steps: int, hundredths: int) -> None:
-    """Walking the stacks of running threads from a signal handler ends workers by SIGSEGV, once in some hundred times."""
-    env_fns, options = WORKS[kind]
+    """Stacks of running threads must not be read in a signal handler: one of some hundred reads ends in SIGSEGV."""
+    env_fns, options = COMPUTING[kind]
     envs = launch(env_fns, **options)
     envs.reset(seed=1)
     stacks: list[str] = []
@@ -720,12 +734,12 @@ def test_worker_continues_after_requests_for_its_stack(launch: Launch, kind: str
 
 
 @pytest.mark.linux
-@CHEAP
-def test_poll_sends_a_worker_nothing(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A timeout of less than 10 ms reports the progress, and sends no signal."""
+@WITHOUT_SPAWN
+def test_poll_sends_no_signal(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timeout of less than 10 ms raises ``StepTimeout`` without requesting a stack."""
     sent: list[int] = []
     monkeypatch.setattr(WorkerProcess, "signal", lambda worker, number: sent.append(number))
-    env_fns, options = WORKS["env_threads"]
+    env_fns, options = COMPUTING["env_threads"]
     envs = launch(env_fns, **options)
     envs.reset(seed=1)
     polls = 0
@@ -735,7 +749,7 @@ def test_poll_sends_a_worker_nothing(launch: Launch, monkeypatch: pytest.MonkeyP
             envs.step_wait(timeout=[0, 0.001][polls % 2] if polls < 2000 else 60)
             break
         except StepTimeout as error:
-            assert "envs 0-3," in report(error)
+            assert "envs 0-3," in format_error(error)
             polls += 1
     assert polls > 10
     envs.send(np.full(4, 99), range(4))
@@ -751,18 +765,18 @@ def test_poll_sends_a_worker_nothing(launch: Launch, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.sampled(1)
 @pytest.mark.linux
-@CHEAP
+@WITHOUT_SPAWN
 @pytest.mark.parametrize("fault", ["sleep", "hold_gil"])
 def test_stack_of_an_earlier_timeout_is_not_the_last_stack(launch: Launch, tmp_path: Path, fault: str) -> None:
-    """A worker that is killed later has left no stack, and none is shown."""
+    """A worker that is killed after a timeout has written no stack, and the error contains none."""
     envs = launch(make_env_fns(2, {1: faulty_env_fn(1, write_pid_then(tmp_path / "stuck", fault), step=1)}))
     envs.reset(seed=1)
     envs.step_async([0, 0])
-    wait_for(tmp_path / "stuck")
+    wait_for_file(tmp_path / "stuck")
     with pytest.raises(StepTimeout, match=f"in {fault}"):
         envs.step_wait(timeout=0.2)
     os.kill(worker_pids(envs)[1], 9)
     with pytest.raises(Exception, match="SIGKILL") as caught:
         envs.step_wait()
-    assert "last Python stack" not in report(caught.value)
+    assert "last Python stack" not in format_error(caught.value)
 

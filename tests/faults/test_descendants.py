@@ -1,4 +1,4 @@
-"""Helpers that left their worker's process group, found by mark and by descent; with real processes."""
+"""Tests of helper processes that have left the process group of their worker: they are found by mark or by descent."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from observe import FAULTS, PATIENCE, alive, still_running, wait_for
+from observe import FAULT_MARKS, WAIT_SECONDS, is_running, still_running, wait_for_file
 
 from vecenv.system import cores, descendants
 from vecenv.system.descendants import end_descendants, end_marked, end_own_descendants, mark, new_token
 
-pytestmark = [*FAULTS, pytest.mark.linux]
+pytestmark = [*FAULT_MARKS, pytest.mark.linux]
 
 Start = Callable[..., "Worker"]
 
 
 class Worker:
-    """A process that starts a helper, reports its pid, and waits until it is ended or killed."""
+    """A process that starts a helper, writes its pid to a file, and waits until it is ended or killed."""
 
     def __init__(self, pid: int, helper: int, token: int, pipe: int) -> None:
         self.pid, self.helper, self.token, self._pipe = pid, helper, token, pipe
 
-    def leave(self) -> None:
-        """Let it end by itself."""
+    def let_end(self) -> None:
+        """Let the worker end by itself, and wait for that."""
         os.close(self._pipe)
         self._pipe = -1
         os.waitpid(self.pid, 0)
@@ -43,24 +43,24 @@ class Worker:
             self._pipe = -1
 
 
-def report_json(path: Path, pid: int) -> None:
+def write_pid(path: Path, pid: int) -> None:
     path.with_suffix(".part").write_text(str(pid))
     path.with_suffix(".part").rename(path)
 
 
-def sleeps(path: Path) -> None:
-    """Sleep, as a helper that was only forked."""
-    report_json(path, os.getpid())
+def write_pid_and_sleep(path: Path) -> None:
+    """Write the pid of this process, a forked helper, and sleep."""
+    write_pid(path, os.getpid())
     time.sleep(60)
     os._exit(0)
 
 
 def own_session(path: Path) -> None:
-    report_json(path, subprocess.Popen(["sleep", "60"], start_new_session=True).pid)
+    write_pid(path, subprocess.Popen(["sleep", "60"], start_new_session=True).pid)
 
 
 def own_session_without_environment(path: Path) -> None:
-    report_json(path, subprocess.Popen(["/bin/sleep", "60"], start_new_session=True, env={}).pid)
+    write_pid(path, subprocess.Popen(["/bin/sleep", "60"], start_new_session=True, env={}).pid)
 
 
 def orphan_of_a_shell(path: Path) -> None:
@@ -70,17 +70,17 @@ def orphan_of_a_shell(path: Path) -> None:
 def fork_and_setsid(path: Path) -> None:
     if os.fork() == 0:
         os.setsid()
-        sleeps(path)
+        write_pid_and_sleep(path)
 
 
 def double_fork(path: Path) -> None:
-    """Start a textbook daemon: it has no descriptors and no parent."""
+    """Start a daemon by two forks: it has no descriptors and no parent."""
     child = os.fork()
     if child == 0:
         os.setsid()
         if os.fork() == 0:
             os.closerange(0, 256)
-            sleeps(path)
+            write_pid_and_sleep(path)
         os._exit(0)
     os.waitpid(child, 0)
 
@@ -90,17 +90,17 @@ def double_fork_and_exec(path: Path) -> None:
     if child == 0:
         os.setsid()
         if os.fork() == 0:
-            report_json(path, os.getpid())
+            write_pid(path, os.getpid())
             os.execvp("sleep", ["sleep", "60"])
         os._exit(0)
     os.waitpid(child, 0)
 
 
-def family(path: Path) -> None:
-    """Start a helper with a child that has no environment variables of the worker."""
+def helper_with_child(path: Path) -> None:
+    """Fork a helper, and let it start a child without environment variables."""
     if os.fork() == 0:
         os.setsid()
-        report_json(path, subprocess.Popen(["/bin/sleep", "60"], start_new_session=True, env={}).pid)
+        write_pid(path, subprocess.Popen(["/bin/sleep", "60"], start_new_session=True, env={}).pid)
         time.sleep(60)
 
 
@@ -112,16 +112,16 @@ def orphan_without_environment(path: Path) -> None:
     os.waitpid(child, 0)
 
 
-DESCENDED = [own_session, own_session_without_environment, fork_and_setsid, family]
-MARKED = [*DESCENDED, orphan_of_a_shell, double_fork, double_fork_and_exec, orphan_without_environment]
+DESCENDANTS = [own_session, own_session_without_environment, fork_and_setsid, helper_with_child]
+ALL_HELPERS = [*DESCENDANTS, orphan_of_a_shell, double_fork, double_fork_and_exec, orphan_without_environment]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Fork a worker with an environment that starts a helper."""
+    """Return a function that forks a worker which starts a helper; kill both after the test."""
     workers: list[Worker] = []
 
-    def launch(helps: Callable[[Path], None], *, ends: bool = False) -> Worker:
+    def launch(start_helper: Callable[[Path], None], *, ends: bool = False) -> Worker:
         path = tmp_path / f"helper-{len(workers)}"
         token = new_token()
         reader, writer = os.pipe()
@@ -134,7 +134,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
                         os.close(other._pipe)
                 os.setsid()
                 mark(token)
-                helps(path)
+                start_helper(path)
                 os.read(reader, 1)
                 if ends:
                     end_own_descendants()
@@ -142,55 +142,54 @@ def start(tmp_path: Path) -> Iterator[Start]:
                 os._exit(0)
         os.close(reader)
         workers.append(Worker(pid, -1, token, writer))
-        wait_for(path)
+        wait_for_file(path)
         workers[-1].helper = int(path.read_text())
         return workers[-1]
 
     yield launch
     for worker in workers:
         worker.kill()
-        if worker.helper > 0 and alive(worker.helper):
+        if worker.helper > 0 and is_running(worker.helper):
             os.kill(worker.helper, signal.SIGKILL)
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("helps", MARKED)
-def test_helpers_of_a_killed_worker_are_found_by_its_mark(start: Start, helps: Callable[[Path], None]) -> None:
-    worker = start(helps)
+@pytest.mark.parametrize("start_helper", ALL_HELPERS)
+def test_helpers_of_a_killed_worker_are_found_by_its_mark(start: Start, start_helper: Callable[[Path], None]) -> None:
+    worker = start(start_helper)
     worker.kill()
-    assert alive(worker.helper)
+    assert is_running(worker.helper)
     assert end_marked([new_token(), worker.token]) >= 1
-    assert not still_running([worker.helper], PATIENCE)
+    assert not still_running([worker.helper], WAIT_SECONDS)
     assert end_marked([worker.token]) == 0
 
 
-@pytest.mark.parametrize("helps", DESCENDED)
-def test_descendants_of_a_living_worker_can_be_ended(start: Start, helps: Callable[[Path], None]) -> None:
-    worker = start(helps)
+@pytest.mark.parametrize("start_helper", DESCENDANTS)
+def test_descendants_of_a_running_worker_can_be_ended(start: Start, start_helper: Callable[[Path], None]) -> None:
+    worker = start(start_helper)
     assert end_descendants([worker.pid]) >= 1
-    assert not still_running([worker.helper], PATIENCE)
-    assert alive(worker.pid)
+    assert not still_running([worker.helper], WAIT_SECONDS)
+    assert is_running(worker.pid)
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("helps", MARKED)
-def test_a_worker_ends_its_own_helpers(start: Start, helps: Callable[[Path], None]) -> None:
-    worker = start(helps, ends=True)
-    worker.leave()
-    assert not still_running([worker.helper], PATIENCE)
+@pytest.mark.parametrize("start_helper", ALL_HELPERS)
+def test_worker_ends_its_own_helpers(start: Start, start_helper: Callable[[Path], None]) -> None:
+    worker = start(start_helper, ends=True)
+    worker.let_end()
+    assert not still_running([worker.helper], WAIT_SECONDS)
 
 
 def test_only_helpers_of_the_given_worker_end(start: Start) -> None:
-    """A worker that is replaced must not take its siblings' helpers with it."""
+    """When a worker is replaced, the helpers of the other workers continue."""
     dead, sibling = start(own_session), start(double_fork)
     dead.kill()
     end_marked([dead.token])
-    assert not alive(dead.helper)
-    assert alive(sibling.helper)
+    assert not is_running(dead.helper)
+    assert is_running(sibling.helper)
 
 
-def test_engine_in_a_worker_has_the_marks_of_both(start: Start) -> None:
-    """The inner worker marks its own helpers, and the outer worker still finds them."""
+def test_helpers_of_a_nested_engine_have_the_marks_of_both_workers(start: Start) -> None:
 
     def nested(path: Path) -> None:
         tokens = [new_token() for _ in range(2)]
@@ -199,28 +198,28 @@ def test_engine_in_a_worker_has_the_marks_of_both(start: Start) -> None:
             if os.fork() == 0:
                 os.setsid()
                 mark(inner)
-                assert new_token() == 0, "and no deeper"
+                assert new_token() == 0, "a third level gets no mark"
                 own_session(path.with_name(f"{number}"))
                 os._exit(0)
             os.wait()
         first, second = (int(path.with_name(f"{number}").read_text()) for number in range(2))
         end_marked([tokens[0]])
-        assert not alive(first)
-        report_json(path, second)
+        assert not is_running(first)
+        write_pid(path, second)
 
     outer = start(nested)
     outer.kill()
-    assert alive(outer.helper)
+    assert is_running(outer.helper)
     assert end_marked([outer.token]) >= 1
-    assert not alive(outer.helper)
+    assert not is_running(outer.helper)
 
 
 def keep_forking(path: Path) -> None:
-    """Become another process again and again for ten seconds; slowly, because a busy machine needs time to look."""
+    """Continue in a forked child every 0.2 seconds for ten seconds; a busy machine needs that long for a search."""
     if os.fork():
         return
     os.setsid()
-    report_json(path, os.getpid())
+    write_pid(path, os.getpid())
     for _ in range(50):
         time.sleep(0.2)
         if os.fork():
@@ -235,15 +234,15 @@ def test_helper_that_forks_while_it_is_ended_does_not_escape(start: Start) -> No
 
 
 def test_reused_process_id_is_never_signalled(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is held by a pidfd or, without one, recognized by its start time."""
+    """A process is held by a pidfd or, without pidfds, recognized by its start time."""
     worker = start(own_session)
-    seen = descendants._read_process(worker.helper)
-    assert seen is not None
-    other = seen._replace(started=seen.started - 1)
+    process = descendants._read_process(worker.helper)
+    assert process is not None
+    other = process._replace(started=process.started - 1)
     for _ in range(2):
         assert not descendants._kill(other)
         monkeypatch.delattr(os, "pidfd_open", raising=False)
-    assert alive(worker.helper)
+    assert is_running(worker.helper)
 
 
 def test_helpers_are_ended_without_pidfds(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,27 +250,27 @@ def test_helpers_are_ended_without_pidfds(start: Start, monkeypatch: pytest.Monk
     worker = start(double_fork)
     worker.kill()
     assert end_marked([worker.token]) >= 1
-    assert not still_running([worker.helper], PATIENCE)
+    assert not still_running([worker.helper], WAIT_SECONDS)
 
 
-def test_resource_tracker_may_finish(start: Start) -> None:
-    """It unlinks the shared memory of its processes once they have ended; if it were killed, it could not."""
+def test_resource_tracker_is_not_ended(start: Start) -> None:
+    """A resource tracker unlinks the shared memory of its processes after they have ended."""
     code = "import time; 'multiprocessing.resource_tracker'; time.sleep(60)"
 
     def tracker(path: Path) -> None:
-        report_json(path, subprocess.Popen([sys.executable, "-c", code], start_new_session=True).pid)
+        write_pid(path, subprocess.Popen([sys.executable, "-c", code], start_new_session=True).pid)
 
     worker = start(tracker)
-    time.sleep(0.1)  # until it has executed
+    time.sleep(0.1)  # until the started program has replaced the forked process
     worker.kill()
     assert end_marked([worker.token]) == 0
-    assert alive(worker.helper)
+    assert is_running(worker.helper)
     os.kill(worker.helper, signal.SIGKILL)
 
 
 @pytest.mark.long
-def test_mark_needs_no_descriptor_and_sets_no_limit() -> None:
-    """In a separate process, because a mark is permanent."""
+def test_mark_opens_no_descriptor_and_does_not_prevent_locks() -> None:
+    """The test runs in a separate process, because a mark is permanent."""
     code = """
 import fcntl, os, tempfile
 from vecenv.system.descendants import mark, new_token
@@ -298,7 +297,7 @@ def test_search_without_helpers_is_cheap() -> None:
 
 
 def test_no_search_without_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "listdir", lambda path: pytest.fail("looked"))
+    monkeypatch.setattr(os, "listdir", lambda path: pytest.fail("searched"))
     assert end_marked([]) == end_marked([0]) == end_descendants([]) == 0
 
 
@@ -320,8 +319,8 @@ def test_search_without_permissions_raises_nothing(monkeypatch: pytest.MonkeyPat
     mark(0)
 
 
-def test_helpers_stay_unless_ended(start: Start) -> None:
-    """The helpers of these tests exist unless they are ended."""
+def test_helper_continues_unless_it_is_ended(start: Start) -> None:
+    """Otherwise the tests above would prove nothing."""
     worker = start(double_fork)
     worker.kill()
     assert still_running([worker.helper], 0.1) == [worker.helper]

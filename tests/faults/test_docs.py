@@ -1,4 +1,4 @@
-"""``FAULTS.md``, beside this file, names a test for every row, and the tests exist."""
+"""A test of ``FAULTS.md``: each row names tests that exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PAGE = HERE / "FAULTS.md"
 ROW = re.compile(r"^\| (\d+)? ?\|(.*)\|(.*)\|(.*)\|(.*)\|$", re.MULTILINE)
 
 
-def defined() -> set[str]:
+def find_tests() -> set[str]:
     return {
         name
         for path in HERE.parent.rglob("test_*.py")
@@ -18,11 +18,11 @@ def defined() -> set[str]:
     }
 
 
-def test_every_row_has_its_tests() -> None:
-    """All 49 rows state Gymnasium's behaviour, vecenv's, and existing tests."""
+def test_every_row_names_existing_tests() -> None:
+    """All 49 rows have the behaviour of Gymnasium and of vecenv, and the names of existing tests."""
     rows = ROW.findall(PAGE.read_text())
     assert sorted(int(number) for number, *_ in rows if number) == list(range(1, 50))
-    tests = defined()
+    tests = find_tests()
     for number, *cells in rows:
         assert all(cell.strip() for cell in cells), f"row {number} has an empty cell"
         names = re.findall(r"`(test_\w+)", cells[-1])

@@ -1,4 +1,4 @@
-"""The probe process: it closes its environment, leaves nothing, and samples actions that masks allow."""
+"""Tests of the probe process: it closes its environment, leaves nothing, and samples actions that masks allow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from faulty_envs import EchoEnv
 from gymnasium import spaces
-from observe import FAULTS, METHODS, PACKAGE, PATIENCE, still_running, wait_for
+from observe import FAULT_MARKS, IMPORT_ROOT, METHODS, WAIT_SECONDS, still_running, wait_for_file
 
 import vecenv
 from vecenv import Restart, WorkerOptions
@@ -33,10 +33,10 @@ from vecenv.planning.trial import time_steps
 from vecenv.system.cores import usable_cores
 from vecenv.testing.faulty import NestedEnv
 
-pytestmark = FAULTS
+pytestmark = FAULT_MARKS
 
 
-# --- the probe process closes its environment and leaves nothing, however it or its caller ends
+# --- the probe process closes its environment and leaves nothing, for every end of it or its caller
 
 
 def write(path: Path, text: object = "") -> None:
@@ -45,7 +45,7 @@ def write(path: Path, text: object = "") -> None:
     part.rename(path)
 
 
-class WritesOnClose(EchoEnv):
+class CloseRecordingEnv(EchoEnv):
     """An environment that writes a file when it is closed."""
 
     def __init__(self, path: Path, seconds: float = 0.0) -> None:
@@ -57,8 +57,8 @@ class WritesOnClose(EchoEnv):
         write(self._path)
 
 
-class HasHelper(EchoEnv):
-    """An environment with a helper that it never ends, in its own session or not; then it calls ``then``."""
+class EnvWithHelper(EchoEnv):
+    """An environment with a constructor that starts a helper, which it never ends, and then calls ``then``."""
 
     def __init__(self, path: Path, own_session: bool, then: Callable[[], object] = bool) -> None:
         super().__init__(0)
@@ -66,15 +66,15 @@ class HasHelper(EchoEnv):
         then()
 
 
-class HoldsThePipe(EchoEnv):
-    """An environment that dies while a forked helper still holds everything it had open."""
+class DyingEnvWithHelper(EchoEnv):
+    """An environment that dies while a forked helper holds its descriptors."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(0)
         if os.fork() == 0:
             write(path, os.getpid())
             time.sleep(60)
-        wait_for(path)
+        wait_for_file(path)
         os._exit(5)
 
 
@@ -82,7 +82,7 @@ class HoldsThePipe(EchoEnv):
 @pytest.mark.parametrize("step", [False, True])
 def test_probed_environment_is_closed(tmp_path: Path, method: str, step: bool) -> None:
     context = multiprocessing.get_context(method)
-    probe = EnvProbe([functools.partial(WritesOnClose, tmp_path / "closed")], context, in_this_process=False, step=step)
+    probe = EnvProbe([functools.partial(CloseRecordingEnv, tmp_path / "closed")], context, in_this_process=False, step=step)
     assert isinstance(probe.describe(), EnvDescription)
     assert (probe._measured is not None) == step
     assert (tmp_path / "closed").exists()
@@ -93,29 +93,29 @@ def test_probed_environment_is_closed(tmp_path: Path, method: str, step: bool) -
     "options", [{"num_workers": "auto"}, {"use_caller": True}, {"worker_options": WorkerOptions(dummy_env=False)}]
 )
 def test_engines_close_the_probed_environment(tmp_path: Path, options: dict[str, Any]) -> None:
-    envs = vecenv.AsyncVectorEnv([functools.partial(WritesOnClose, tmp_path / "closed")] * 2, **options)
+    envs = vecenv.AsyncVectorEnv([functools.partial(CloseRecordingEnv, tmp_path / "closed")] * 2, **options)
     assert (tmp_path / "closed").exists()
     envs.close()
 
 
-def test_close_that_hangs_is_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_does_not_wait_for_a_close_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "CLOSE_SECONDS", 0.3)
     started_at = time.monotonic()
-    assert EnvProbe([functools.partial(WritesOnClose, tmp_path / "closed", 60.0)]).measure()[0].steps > 0
+    assert EnvProbe([functools.partial(CloseRecordingEnv, tmp_path / "closed", 60.0)]).measure()[0].steps > 0
     assert time.monotonic() - started_at < 30
     assert not (tmp_path / "closed").exists()
 
 
-class RaisesInClose(EchoEnv):
+class RaisingCloseEnv(EchoEnv):
     def close(self) -> None:
         raise SystemExit("no")
 
 
-def test_close_that_raises_is_ignored() -> None:
-    assert EnvProbe([functools.partial(RaisesInClose, 0)]).measure()[0].steps > 0
+def test_probe_ignores_an_exception_of_close() -> None:
+    assert EnvProbe([functools.partial(RaisingCloseEnv, 0)]).measure()[0].steps > 0
 
 
-def stop() -> None:
+def hang() -> None:
     time.sleep(60)
 
 
@@ -127,31 +127,31 @@ def fail() -> None:
     raise ZeroDivisionError
 
 
-ENDS: dict[str, tuple[Callable[[], object], type[Exception] | None]] = {
-    "well": (bool, None),
+ENDINGS: dict[str, tuple[Callable[[], object], type[Exception] | None]] = {
+    "returns": (bool, None),
     "raises": (fail, ZeroDivisionError),
     "killed": (die, WorkerDied),
-    "hangs": (stop, StartupTimeout),
+    "hangs": (hang, StartupTimeout),
 }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("own_session", [False, True])
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", ENDINGS)
 def test_helpers_end_with_the_probe(tmp_path: Path, end: str, own_session: bool) -> None:
-    then, expected = ENDS[end]
-    env_fn = functools.partial(HasHelper, tmp_path / "helper", own_session, then)
+    then, expected = ENDINGS[end]
+    env_fn = functools.partial(EnvWithHelper, tmp_path / "helper", own_session, then)
     if expected is None:
         EnvProbe([env_fn]).measure()[0]
     else:
         with pytest.raises(expected):
             EnvProbe([env_fn], timeout=1.0).measure()[0]
     helper = int((tmp_path / "helper").read_text())
-    assert not still_running([helper], PATIENCE)
+    assert not still_running([helper], WAIT_SECONDS)
 
 
-class FaultInThirdStep(HasHelper):
-    """An environment with a helper that calls ``then`` in its third step, or in its first reset."""
+class DelayedFaultEnv(EnvWithHelper):
+    """An environment with a helper that calls ``then`` in step ``at``, or in its first reset if ``at`` is 0."""
 
     def __init__(self, path: Path, then: Callable[[], object], at: int = 3) -> None:
         super().__init__(path, True)
@@ -180,18 +180,18 @@ class FaultInThirdStep(HasHelper):
 def test_environment_that_fails_in_the_probe_is_isolated(
     tmp_path: Path, end: str, text: str, at: int
 ) -> None:
-    env_fn = functools.partial(FaultInThirdStep, tmp_path / "helper", ENDS[end][0], at)
+    env_fn = functools.partial(DelayedFaultEnv, tmp_path / "helper", ENDINGS[end][0], at)
     probe = EnvProbe([env_fn], timeout=1.0, in_this_process=False)
     assert isinstance(probe.describe(), EnvDescription)
     assert probe.measure()[0].steps == 0
     assert text in probe.measure()[0].failure
-    assert not still_running([int((tmp_path / "helper").read_text())], PATIENCE)
+    assert not still_running([int((tmp_path / "helper").read_text())], WAIT_SECONDS)
 
 
 @pytest.mark.parametrize("end", ["raises", pytest.param("killed", marks=pytest.mark.long)])
-def test_auto_continues_over_a_failing_environment_and_isolates_it(tmp_path: Path, end: str, closes: Any) -> None:
-    """The failure happens again where it can be handled."""
-    env_fn = functools.partial(FaultInThirdStep, tmp_path / "helper", ENDS[end][0])
+def test_auto_starts_workers_if_the_environment_fails_in_the_probe(tmp_path: Path, end: str, closes: Any) -> None:
+    """The failure occurs again in a worker, which can be restarted."""
+    env_fn = functools.partial(DelayedFaultEnv, tmp_path / "helper", ENDINGS[end][0])
     envs: Any = closes(vecenv.make_vec(env_fn, 2, vector_kwargs={"on_failure": Restart(100)}))
     assert envs.num_workers == min(2, usable_cores())
     assert "caller" not in repr(envs)
@@ -203,28 +203,28 @@ def test_auto_continues_over_a_failing_environment_and_isolates_it(tmp_path: Pat
     assert envs.stats()["restarts"] >= 2
 
 
-class RaisesInStep(EchoEnv):
+class RaisingStepEnv(EchoEnv):
     def step(self, action: Any) -> Any:
         raise ZeroDivisionError
 
 
-def test_the_caller_takes_an_even_share_of_what_could_not_be_timed(closes: Any) -> None:
-    envs = closes(vecenv.AsyncVectorEnv([functools.partial(RaisesInStep, 0)] * 4, num_workers=1, use_caller=True))
+def test_caller_gets_an_even_share_if_no_step_could_be_timed(closes: Any) -> None:
+    envs = closes(vecenv.AsyncVectorEnv([functools.partial(RaisingStepEnv, 0)] * 4, num_workers=1, use_caller=True))
     assert len(envs.local_envs) == 2
 
 
 def test_death_is_noticed_while_a_helper_holds_its_pipe(tmp_path: Path) -> None:
     started_at = time.monotonic()
     with pytest.raises(WorkerDied, match="exit code 5"):
-        EnvProbe([functools.partial(HoldsThePipe, tmp_path / "helper")]).measure()[0]
+        EnvProbe([functools.partial(DyingEnvWithHelper, tmp_path / "helper")]).measure()[0]
     assert time.monotonic() - started_at < 30
-    assert not still_running([int((tmp_path / "helper").read_text())], PATIENCE)
+    assert not still_running([int((tmp_path / "helper").read_text())], WAIT_SECONDS)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
 def test_probed_environment_may_have_children_without_daemon(method: str) -> None:
-    """An environment may contain a vector environment."""
+    """The environment contains a vector environment."""
     context = multiprocessing.get_context(method)
     inner = functools.partial(vecenv.AsyncVectorEnv, [functools.partial(EchoEnv, k) for k in range(2)], context=method)
     env_fn = functools.partial(NestedEnv, inner)
@@ -236,24 +236,24 @@ def test_probed_environment_may_have_children_without_daemon(method: str) -> Non
     assert EnvProbe([env_fn], context, 15.0, daemon=False).measure()[0].steps > 0
 
 
-def start_a_process() -> gym.Env:
+def build_env_with_process() -> gym.Env:
     """Build an environment that starts a process."""
     multiprocessing.Process(target=int).start()
     return EchoEnv(0)
 
 
-def test_error_about_a_daemonic_process_names_the_option() -> None:
+def test_error_of_a_daemonic_probe_names_the_option() -> None:
     with pytest.raises(AssertionError, match="daemonic") as caught:
-        EnvProbe([start_a_process]).measure()
+        EnvProbe([build_env_with_process]).measure()
     assert any("daemon=False" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize("timeout", [math.inf, 1e7, 1e300])
-def test_probe_with_any_timeout(timeout: float) -> None:
+def test_probe_accepts_any_timeout(timeout: float) -> None:
     assert EnvProbe([functools.partial(EchoEnv, 0)], timeout=timeout).measure()[0].steps > 0
 
 
-class Large(EchoEnv):
+class LargeEnv(EchoEnv):
     """An environment that is larger than a pipe when it is pickled."""
 
     def __init__(self, ballast: bytes) -> None:
@@ -262,7 +262,7 @@ class Large(EchoEnv):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_probed_environment_may_be_larger_than_a_pipe(method: str) -> None:
-    env_fn = functools.partial(Large, b"x" * 2_000_000)
+    env_fn = functools.partial(LargeEnv, b"x" * 2_000_000)
     probe = EnvProbe([env_fn], multiprocessing.get_context(method), in_this_process=False, step=False)
     assert isinstance(probe.describe(), EnvDescription)
 
@@ -271,7 +271,7 @@ def test_probed_environment_may_be_larger_than_a_pipe(method: str) -> None:
 
 
 class Alarm(TimeoutError):
-    """The exception of a SIGALRM time limit: an ``OSError``, like that of a broken pipe."""
+    """The exception of a time limit by SIGALRM: an ``OSError``, as a broken pipe raises."""
 
 
 @contextmanager
@@ -279,11 +279,11 @@ def alarm_after(seconds: float, interval: float = 0.0) -> Iterator[None]:
     def ring(*_: object) -> None:
         raise Alarm
 
-    def in_a_finalizer(unraisable: Any) -> None:
-        if not isinstance(unraisable.exc_value, Alarm):  # which no exception leaves
-            told(unraisable)
+    def ignore_alarms(unraisable: Any) -> None:
+        if not isinstance(unraisable.exc_value, Alarm):  # it cannot propagate
+            previous_hook(unraisable)
 
-    told, sys.unraisablehook = sys.unraisablehook, in_a_finalizer
+    previous_hook, sys.unraisablehook = sys.unraisablehook, ignore_alarms
     before = signal.signal(signal.SIGALRM, ring)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds, interval)
@@ -293,7 +293,7 @@ def alarm_after(seconds: float, interval: float = 0.0) -> Iterator[None]:
             try:
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 signal.signal(signal.SIGALRM, before)
-                sys.unraisablehook = told
+                sys.unraisablehook = previous_hook
                 break
             except Alarm:
                 pass
@@ -301,16 +301,16 @@ def alarm_after(seconds: float, interval: float = 0.0) -> Iterator[None]:
 
 @pytest.mark.long
 def test_exception_while_the_caller_waits_ends_the_probe(tmp_path: Path) -> None:
-    env_fn = functools.partial(HasHelper, tmp_path / "helper", True, stop)
+    env_fn = functools.partial(EnvWithHelper, tmp_path / "helper", True, hang)
     with pytest.raises(Alarm), alarm_after(1.0):
         EnvProbe([env_fn]).measure()[0]
-    assert not still_running([int((tmp_path / "helper").read_text())], PATIENCE)
+    assert not still_running([int((tmp_path / "helper").read_text())], WAIT_SECONDS)
     assert not multiprocessing.active_children()
 
 
 @pytest.mark.long
 def test_exception_at_any_moment_leaves_nothing(take_stock: Callable[[], Any]) -> None:
-    """Resources are compared after each trial, because a later trial could hide the leak of an earlier one."""
+    """Resources are compared after each interruption, because a later one could hide the leak of an earlier one."""
     env_fn = functools.partial(EchoEnv, 0)
     EnvProbe([env_fn], in_this_process=False, step=False).describe()
     moments = random.Random(1)
@@ -337,7 +337,7 @@ def test_repeated_exceptions_leave_nothing(take_stock: Callable[[], Any]) -> Non
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-KILLED = """
+KILLED_PROGRAM = """
 import functools, multiprocessing, os, subprocess, sys, time
 from pathlib import Path
 from faulty_envs import EchoEnv
@@ -358,34 +358,35 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("method", METHODS)
 def test_killed_program_leaves_nothing(tmp_path: Path, method: str) -> None:
     script = tmp_path / "program.py"
-    script.write_text(KILLED)
-    path = os.pathsep.join([str(PACKAGE), str(Path(__file__).parent)])
+    script.write_text(KILLED_PROGRAM)
+    path = os.pathsep.join([str(IMPORT_ROOT), str(Path(__file__).parent)])
     program = subprocess.Popen([sys.executable, str(script), method, str(tmp_path)], env={**os.environ, "PYTHONPATH": path})
     try:
-        wait_for(tmp_path / "pids")
+        wait_for_file(tmp_path / "pids")
     finally:
         program.kill()
         program.wait()
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert not still_running(pids, PATIENCE)
+    assert not still_running(pids, WAIT_SECONDS)
 
 
 def test_probe_runs_in_its_own_session() -> None:
-    class Tells(EchoEnv):
+    class ProcessInfoEnv(EchoEnv):
         def __init__(self) -> None:
             super().__init__(0)
             self.metadata = {"session": os.getsid(0), "pid": os.getpid(), "sigint": signal.getsignal(signal.SIGINT)}
 
-    description = EnvProbe([Tells], multiprocessing.get_context("fork"), in_this_process=False, step=False).describe()
-    found = [description.metadata[name] for name in ("session", "pid", "sigint")]
-    assert found[0] == found[1] != os.getpid()
-    assert found[2] == signal.SIG_IGN
+    context = multiprocessing.get_context("fork")
+    description = EnvProbe([ProcessInfoEnv], context, in_this_process=False, step=False).describe()
+    session, pid, sigint = (description.metadata[name] for name in ("session", "pid", "sigint"))
+    assert session == pid != os.getpid()
+    assert sigint == signal.SIG_IGN
 
 
 # --- the probe samples actions that the environment's masks allow --------------------------------
 
 
-class AllowsOneAction(gym.Env[Any, Any]):
+class MaskedActionEnv(gym.Env[Any, Any]):
     """An environment that allows one action per step, given in a mask, and raises for any other."""
 
     def __init__(self, where: str, start: int) -> None:
@@ -395,7 +396,7 @@ class AllowsOneAction(gym.Env[Any, Any]):
         parts: Any = {"action_mask": mask} if where == "observation" else {"time": spaces.Discrete(99)}
         self.observation_space = spaces.Dict(parts)
 
-    def _seen(self) -> Any:
+    def _observe(self) -> Any:
         self.mask = np.zeros(5, np.int8)
         self.mask[self.time % 5] = 1
         if self.where == "observation":
@@ -405,25 +406,25 @@ class AllowsOneAction(gym.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self.time = 0
-        return self._seen()
+        return self._observe()
 
     def step(self, action: Any) -> Any:
         assert self.action_space.contains(action)
         if not self.mask[action - self.action_space.start]:
             raise RuntimeError("illegal")
         self.time += 1
-        observation, info = self._seen()
+        observation, info = self._observe()
         return observation, 0.0, self.time == 7, False, info
 
 
 @pytest.mark.parametrize("where", ["observation", "action_mask", "action_masks"])
 @pytest.mark.parametrize("start", [0, 3])
-def test_masks_are_respected(where: str, start: int) -> None:
-    found = time_steps(AllowsOneAction(where, start))
-    assert found.steps == 10
-    assert not found.failure
+def test_probe_samples_actions_that_the_mask_allows(where: str, start: int) -> None:
+    measured = time_steps(MaskedActionEnv(where, start))
+    assert measured.steps == 10
+    assert not measured.failure
 
 
-def test_nothing_is_tried_without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_reports_why_there_are_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "explain_missing_processes", lambda: "for this test")
     assert probe.EnvProbe([fail]).measure()[0].failure == "for this test"

@@ -1,4 +1,4 @@
-"""Environments that hang: reports, delays, ``abandon``, and clocks that jump."""
+"""Tests of environments that hang: reports, delays, ``abandon``, and clocks that jump."""
 
 from __future__ import annotations
 
@@ -24,104 +24,117 @@ import pytest
 from envs import killable_engine, open_engine, ready_engine
 from faulty_envs import Pause, RowChecker, WritePid, faulty_env_fn, healthy_env_fn, make_env_fns, write_pid_then
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
-from observe import CHEAP, FAULTS, PACKAGE, PATIENCE, Launch, alive, names, report, still_running, wait_for, worker_pids
+from observe import (
+    FAULT_MARKS,
+    IMPORT_ROOT,
+    WAIT_SECONDS,
+    WITHOUT_SPAWN,
+    Launch,
+    assert_error_names,
+    format_error,
+    is_running,
+    still_running,
+    wait_for_file,
+    worker_pids,
+)
 
 import vecenv
 from vecenv.engine.worker_process import WorkerProcess
 from vecenv.errors import StepTimeout, WorkerDied
 from vecenv.system.supervision import StackFile
 
-pytestmark = FAULTS
+pytestmark = FAULT_MARKS
 
 
 # --- Environments that do not reply: rows 15 to 20 of the table in ``FAULTS.md`` ----------------
 
-GRACE = 0.3  # the tests' timeout of close()
+CLOSE_TIMEOUT = 0.3  # of close(), in these tests
 
 
-def check_close(envs: Any, timeout: float = GRACE) -> None:
-    """Check that ``close(timeout)`` is a bound, whatever the workers do."""
+def check_close(envs: Any, timeout: float = CLOSE_TIMEOUT) -> None:
+    """Check that ``close(timeout)`` returns in time and ends all workers."""
     pids = worker_pids(envs)
-    begun = time.monotonic()
+    started_at = time.monotonic()
     envs.close(timeout=timeout)
-    assert time.monotonic() - begun < timeout + PATIENCE
+    assert time.monotonic() - started_at < timeout + WAIT_SECONDS
     assert envs.closed
-    assert not still_running(pids, PATIENCE)
+    assert not still_running(pids, WAIT_SECONDS)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["sleep", "gil"])
-def test_hang(launch: Launch, kind: str, tmp_path: Path) -> None:
-    """The timeout names the line of the environment's own code where it hangs; waiting again and closing both work."""
+def test_step_timeout_names_the_hanging_line(launch: Launch, kind: str, tmp_path: Path) -> None:
+    """The error names the line of the environment at which it hangs; a second wait and ``close()`` work."""
     fault = {"sleep": "sleep", "gil": "hold_gil"}[kind]
     envs = launch(make_env_fns(4, {3: faulty_env_fn(3, write_pid_then(tmp_path / "stuck", fault), step=1)}), num_workers=2)
     envs.reset(seed=1)
     pid = worker_pids(envs)[1]
     envs.step_async([0] * 4)
-    wait_for(tmp_path / "stuck")
+    wait_for_file(tmp_path / "stuck")
     for _ in range(2):
-        begun = time.monotonic()
+        started_at = time.monotonic()
         with pytest.raises(StepTimeout) as caught:
             envs.step_wait(timeout=0.2)
-        assert 0.19 < time.monotonic() - begun < 0.2 + PATIENCE
+        assert 0.19 < time.monotonic() - started_at < 0.2 + WAIT_SECONDS
         assert isinstance(caught.value, multiprocessing.TimeoutError)
         assert isinstance(caught.value, TimeoutError)
         assert (caught.value.timeout, caught.value.envs) == (0.2, (2, 3))
         assert "call `step_wait` again, `abandon(error.envs)`, or `close()`." in str(caught.value)
-        assert re.search(rf"faulty\.py.*in {fault}", report(caught.value)), report(caught.value)
+        assert re.search(rf"faulty\.py.*in {fault}", format_error(caught.value)), format_error(caught.value)
         place = rf"env 3, of envs 2-3, worker 1, pid {pid}, during step, at .+ in \w+"
         assert re.fullmatch(place, caught.value.where[3]), caught.value.where
-        names(caught.value, env=3, worker=1, pid=pid, command="step")
+        assert_error_names(caught.value, env=3, worker=1, pid=pid, command="step")
     with pytest.raises(AlreadyPendingCallError):
         envs.step_async([0] * 4)
     check_close(envs)
 
 
 @pytest.mark.linux
-@CHEAP
+@WITHOUT_SPAWN
 @pytest.mark.parametrize("how", ["slowly", "late"])
-def test_hang_with_a_slowly_written_stack(launch: Launch, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker may lose its core in the middle of a line, or wait for one before it begins: the caller waits for it."""
-    written, reads = StackFile.read, itertools.count(1)
+def test_step_timeout_waits_for_a_slowly_written_stack(
+    launch: Launch, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker may lose its core while it writes its stack, or get none before: the caller waits for the whole stack."""
+    read, reads = StackFile.read, itertools.count(1)
 
-    def slowly(box: StackFile) -> str:
-        text = written(box)
+    def read_partially(stack_file: StackFile) -> str:
+        text = read(stack_file)
         return text[: max(len(text) * next(reads) // 10, 1)] if text else text
 
-    first: list[float] = []
+    times: list[float] = []
 
-    def late(box: StackFile) -> str:
-        first.append(time.monotonic())
-        return written(box) if first[-1] - first[0] > 0.15 else ""
+    def read_late(stack_file: StackFile) -> str:
+        times.append(time.monotonic())
+        return read(stack_file) if times[-1] - times[0] > 0.15 else ""
 
     if how == "late":
         monkeypatch.setattr(WorkerProcess, "_state", lambda worker: "R")
-    monkeypatch.setattr(StackFile, "read", slowly if how == "slowly" else late)
+    monkeypatch.setattr(StackFile, "read", read_partially if how == "slowly" else read_late)
     envs = launch(make_env_fns(2, {1: faulty_env_fn(1, write_pid_then(tmp_path / "stuck", "sleep"), reset=2)}))
     envs.reset(seed=1)
     envs.reset_async()
-    wait_for(tmp_path / "stuck")
+    wait_for_file(tmp_path / "stuck")
     with pytest.raises(StepTimeout) as caught:
         envs.reset_wait(timeout=0.3)
-    assert "in sleep" in report(caught.value)
+    assert "in sleep" in format_error(caught.value)
 
 
 @pytest.mark.long
-@CHEAP
+@WITHOUT_SPAWN
 @pytest.mark.parametrize("call", ["reset", "call"])
-def test_hang_in_other_calls(launch: Launch, call: str, tmp_path: Path) -> None:
-    """A reset and a call have timeouts as well."""
+def test_timeout_of_a_reset_or_a_call_names_the_hanging_line(launch: Launch, call: str, tmp_path: Path) -> None:
     stuck = faulty_env_fn(1, write_pid_then(tmp_path / "stuck", "sleep"), reset=2)
     envs = launch(make_env_fns(2, {1: stuck}))
     envs.reset(seed=1)
     if call == "reset":
         envs.reset_async()
-        wait_for(tmp_path / "stuck")
+        wait_for_file(tmp_path / "stuck")
     else:
         envs.call_async("trigger", "sleep", only=1)
     with pytest.raises(StepTimeout) as caught:
         getattr(envs, f"{call}_wait")(timeout=0.3)
-    assert "in sleep" in report(caught.value)
+    assert "in sleep" in format_error(caught.value)
     check_close(envs)
 
 
@@ -152,46 +165,45 @@ def test_step_timeout_is_recorded_and_the_timeout_of_a_call_is_not(launch: Launc
 
 
 @pytest.mark.long
-def test_step_timeout_option(launch: Launch) -> None:
-    """``step_timeout`` bounds plain ``step()``."""
+def test_step_timeout_limits_step(launch: Launch) -> None:
     envs = launch(make_env_fns(2, {1: faulty_env_fn(1, "sleep", step=2)}), step_timeout=0.5)
     envs.reset(seed=1)
     envs.step([0, 0])
-    begun = time.monotonic()
+    started_at = time.monotonic()
     with pytest.raises(StepTimeout, match="env"):
         envs.step([0, 0])
-    assert 0.45 < time.monotonic() - begun < 0.5 + PATIENCE
+    assert 0.45 < time.monotonic() - started_at < 0.5 + WAIT_SECONDS
     check_close(envs)
 
 
 @pytest.mark.long
-def test_results_never_shift(launch: Launch) -> None:
-    """A late reply belongs to the step that requested it, also when other calls come in between."""
+def test_late_result_belongs_to_its_own_step(launch: Launch) -> None:
+    """A reply that arrives after timeouts and other calls is returned as the result of its own step."""
     slow = {index: faulty_env_fn(index, Pause(0.25), step={2, 4, 5}) for index in (1, 3)}
     envs = launch(make_env_fns(4, slow), num_workers=2)
     checker = RowChecker.start(envs)
-    late = 0
+    timeouts = 0
     for step in range(1, 8):
         actions = [step, step + 1, step + 2, step + 3]
         envs.step_async(actions)
         while True:
             try:
-                answer = envs.step_wait(timeout=0.05)
+                result = envs.step_wait(timeout=0.05)
                 break
             except StepTimeout:
-                late += 1
+                timeouts += 1
                 with pytest.raises(AlreadyPendingCallError):
                     envs.call_async("echo", step)
-        checker.check_step(actions, answer)
+        checker.check_step(actions, result)
         assert envs.call("echo", step) == (step,) * 4
         assert envs.get_attr("tick") == tuple(row["tick"] for row in checker.rows)
-    assert late >= 3
+    assert timeouts >= 3
     checker.check_reset(envs.reset())
     checker.check_step([0] * 4, envs.step([0] * 4))
 
 
-def test_stopped(launch: Launch) -> None:
-    """A worker under SIGSTOP: after a timeout it is continued and replies, or close kills it."""
+def test_stopped_worker_times_out_and_can_be_continued_or_closed(launch: Launch) -> None:
+    """After SIGSTOP and a timeout, a worker is continued and replies, or ``close()`` kills it."""
     envs = launch(make_env_fns(2))
     checker = RowChecker.start(envs)
     pid = worker_pids(envs)[1]
@@ -200,8 +212,8 @@ def test_stopped(launch: Launch) -> None:
         envs.step_async([1, 1])
         with pytest.raises(StepTimeout) as caught:
             envs.step_wait(timeout=0.2)
-        names(caught.value, env=1, worker=1, pid=pid, command="step")
-        assert alive(pid)
+        assert_error_names(caught.value, env=1, worker=1, pid=pid, command="step")
+        assert is_running(pid)
         if ending == "continued":
             os.kill(pid, signal.SIGCONT)
             checker.check_step([1, 1], envs.step_wait(timeout=60))
@@ -210,9 +222,9 @@ def test_stopped(launch: Launch) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["sleep", "hold_gil", "ignore_sigterm", "stop"])
-def test_close_hangs(launch: Launch, fault: str, tmp_path: Path) -> None:
-    """An environment with a ``close`` that never returns is ended in time; its sibling is closed properly."""
-    closers = {  # not the first: that one is also built and closed in this process, for its spaces
+def test_hanging_close_of_an_environment_is_ended_within_the_timeout(launch: Launch, fault: str, tmp_path: Path) -> None:
+    """The other environments are closed properly."""
+    closers = {  # not the first environment, which is also built and closed in this process, for its spaces
         1: faulty_env_fn(1, write_pid_then(tmp_path / "closing", fault), close=True),
         2: faulty_env_fn(2, WritePid(tmp_path / "closed"), close=True),
     }
@@ -224,8 +236,10 @@ def test_close_hangs(launch: Launch, fault: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["raises", "sys_exit", "evil_error", "unpicklable_error"])
-def test_close_raises(launch: Launch, fault: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """All others are closed, in the same worker too; there is one warning and no traceback on the terminal."""
+def test_exception_in_close_of_an_environment_becomes_one_warning(
+    launch: Launch, fault: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All other environments are closed, also in the same worker, and no traceback is printed."""
     closers = {index: faulty_env_fn(index, WritePid(tmp_path / f"closed-{index}"), close=True) for index in range(4)}
     closers[2] = faulty_env_fn(2, fault, close=True)
     envs = launch(make_env_fns(4, closers), num_workers=2)
@@ -239,14 +253,13 @@ def test_close_raises(launch: Launch, fault: str, tmp_path: Path, capfd: pytest.
     texts = [str(warning.message) for warning in caught]
     assert len(texts) == 1, texts
     assert re.search(r"\benv 2\b", texts[0])
-    wanted = {"raises": "out of order", "sys_exit": "SystemExit", "evil_error": "EvilError"}
-    assert wanted.get(fault, "UnpicklableError") in texts[0]
+    patterns = {"raises": "out of order", "sys_exit": "SystemExit", "evil_error": "EvilError"}
+    assert patterns.get(fault, "UnpicklableError") in texts[0]
     assert "Traceback" not in capfd.readouterr().err
 
 
-@CHEAP
-def test_death_in_close(launch: Launch, tmp_path: Path) -> None:
-    """A worker that dies in ``close`` does not prevent the others from closing."""
+@WITHOUT_SPAWN
+def test_worker_that_dies_in_close_does_not_prevent_other_closes(launch: Launch, tmp_path: Path) -> None:
     closers = {
         1: faulty_env_fn(1, "segfault", close=True),
         2: faulty_env_fn(2, WritePid(tmp_path / "closed"), close=True),
@@ -259,13 +272,13 @@ def test_death_in_close(launch: Launch, tmp_path: Path) -> None:
     assert (tmp_path / "closed").exists()
 
 
-# --- Delays until it is noticed and over, when no other program interferes: the best of several attempts
+# --- Delays until a death is noticed or a close returns: the shortest of several attempts ---------
 
 ATTEMPTS = 8
 
 
-def best(attempt: Callable[[], float], enough: float) -> float:
-    """Return the shortest of a few durations; stop when one is short enough."""
+def measure_shortest(attempt: Callable[[], float], enough: float) -> float:
+    """Return the shortest of a few durations; stop at one that is short enough."""
     least = float("inf")
     for _ in range(ATTEMPTS):
         least = min(least, attempt())
@@ -274,7 +287,7 @@ def best(attempt: Callable[[], float], enough: float) -> float:
     return least
 
 
-class Sleeps(gymnasium.Env[Any, Any]):
+class SleepingEnv(gymnasium.Env[Any, Any]):
     """An environment with steps of a minute."""
 
     observation_space = gymnasium.spaces.Discrete(2)
@@ -290,10 +303,10 @@ class Sleeps(gymnasium.Env[Any, Any]):
 
 @pytest.mark.parametrize("num_workers", [1, 4])
 def test_death_is_noticed_within_a_tenth_of_a_second(num_workers: int) -> None:
-    """The caller waits for the step in which the worker dies."""
+    """The worker dies while the caller waits for a step."""
 
     def attempt() -> float:
-        with killable_engine([Sleeps] * 4, num_workers=num_workers) as envs:
+        with killable_engine([SleepingEnv] * 4, num_workers=num_workers) as envs:
             envs.reset()
             envs.step_async(np.zeros(4, np.int64))
             for process in envs.processes:
@@ -303,7 +316,7 @@ def test_death_is_noticed_within_a_tenth_of_a_second(num_workers: int) -> None:
                 envs.step_wait()
             return time.monotonic() - started_at
 
-    assert best(attempt, 0.1) < 0.1
+    assert measure_shortest(attempt, 0.1) < 0.1
 
 
 @pytest.mark.parametrize("dead", [False, True])
@@ -318,13 +331,13 @@ def test_close_takes_less_than_a_second(dead: bool) -> None:
         envs.close()
         return time.monotonic() - started_at
 
-    assert best(attempt, 1.0) < 1.0
+    assert measure_shortest(attempt, 1.0) < 1.0
 
 
 PROGRAM = """
 import time, numpy, vecenv
-from test_hang import Sleeps
-envs = vecenv.AsyncVectorEnv([Sleeps] * 2, num_workers=2)
+from test_hang import SleepingEnv
+envs = vecenv.AsyncVectorEnv([SleepingEnv] * 2, num_workers=2)
 envs.reset()
 envs.step_async(numpy.zeros(2, numpy.int64))
 print(time.monotonic(), flush=True)
@@ -332,12 +345,12 @@ print(time.monotonic(), flush=True)
 
 
 @pytest.mark.long
-def test_a_program_with_a_step_pending_ends_within_two_seconds() -> None:
-    """Programs report the time of their last line by the system clock, which all processes share."""
+def test_program_with_a_pending_step_exits_within_two_seconds() -> None:
+    """The program prints the time of its last line by the monotonic clock, which all processes share."""
 
     def attempt() -> float:
         here = os.path.dirname(__file__)
-        path = os.pathsep.join([str(PACKAGE), here, os.path.dirname(here)])
+        path = os.pathsep.join([str(IMPORT_ROOT), here, os.path.dirname(here)])
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", PROGRAM],
             env={**os.environ, "PYTHONPATH": path},
@@ -348,16 +361,16 @@ def test_a_program_with_a_step_pending_ends_within_two_seconds() -> None:
         )
         return time.monotonic() - float(done.stdout)
 
-    assert best(attempt, 2.0) < 2.0
+    assert measure_shortest(attempt, 2.0) < 2.0
 
 
-# --- ``abandon``: stop waiting for some environments; rows in flight, and their locations ---------
+# --- ``abandon`` ----------------------------------------------------------------------------------
 
-HANGS = functools.partial(faulty_env_fn, fault="sleep", step=1)
+hanging_env_fn = functools.partial(faulty_env_fn, fault="sleep", step=1)
 
 
 def test_abandon_ends_the_rows_of_a_hanging_worker() -> None:
-    with open_engine([healthy_env_fn(0), healthy_env_fn(1), HANGS(2), healthy_env_fn(3)], num_workers=2) as envs:
+    with open_engine([healthy_env_fn(0), healthy_env_fn(1), hanging_env_fn(2), healthy_env_fn(3)], num_workers=2) as envs:
         assert [list(rows) for rows in envs.worker_rows] == [[0, 1], [2, 3]]
         envs.reset(seed=1)
         assert envs.in_flight.tolist() == []
@@ -394,8 +407,8 @@ def test_abandon_ignores_workers_without_pending_requests() -> None:
 
 
 def test_abandon_with_restarts_returns_rows_of_new_environments() -> None:
-    envs_of: list[Any] = [HANGS(0), healthy_env_fn(1)]
-    with ready_engine(envs_of, num_workers=2, on_failure="restart") as envs:
+    env_fns: list[Any] = [hanging_env_fn(0), healthy_env_fn(1)]
+    with ready_engine(env_fns, num_workers=2, on_failure="restart") as envs:
         envs.send(np.ones(2, np.int64), [0, 1])
         assert envs.recv(count=1)[4]["env_id"].tolist() == [1]
         envs.abandon([0])
@@ -403,13 +416,13 @@ def test_abandon_with_restarts_returns_rows_of_new_environments() -> None:
         assert (infos["env_id"].tolist(), truncations.tolist(), infos["restarted"].tolist()) == ([0], [True], [True])
 
 
-def test_a_death_after_an_interrupted_timeout_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C comes while the stack of a late worker is read, and then the worker dies for another reason."""
+def test_death_after_an_interrupted_timeout_is_not_recorded_as_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C arrives while the stack of a late worker is read, and then the worker is killed."""
 
     def interrupt(_: WorkerProcess) -> str:
         raise KeyboardInterrupt
 
-    with ready_engine([HANGS(0)], num_workers=1, on_failure="restart", step_timeout=0.2) as envs:
+    with ready_engine([hanging_env_fn(0)], num_workers=1, on_failure="restart", step_timeout=0.2) as envs:
         monkeypatch.setattr(WorkerProcess, "read_stack", interrupt)
         with pytest.raises(KeyboardInterrupt):
             envs.step([1])
@@ -419,12 +432,12 @@ def test_a_death_after_an_interrupted_timeout_is_no_hang(monkeypatch: pytest.Mon
         assert [record.error.timeout for record in envs.errors] == [None]
 
 
-# --- A call beside a step of `send` that hangs in the same worker ---------------------------------
+# --- A call while a step of `send` hangs in the same worker ---------------------------------------
 
 
 @pytest.mark.parametrize("call", ["exec_func", "save"])
-def test_call_behind_a_hanging_step_ends_at_step_timeout(call: str) -> None:
-    with killable_engine([HANGS(0), healthy_env_fn(1)], num_workers=1, step_timeout=0.5) as envs:
+def test_call_after_a_hanging_step_of_its_worker_times_out(call: str) -> None:
+    with killable_engine([hanging_env_fn(0), healthy_env_fn(1)], num_workers=1, step_timeout=0.5) as envs:
         envs.reset(seed=1)
         envs.send([1], [0])
         with pytest.raises(StepTimeout, match=rf"(?s)The call to `{call}` has timed out.*env 0, worker 0") as caught:
@@ -437,8 +450,9 @@ def test_call_behind_a_hanging_step_ends_at_step_timeout(call: str) -> None:
             envs.recv(count=1)
 
 
-def test_call_behind_a_hanging_step_ends_with_its_worker_if_it_is_restarted() -> None:
-    with killable_engine([HANGS(0), healthy_env_fn(1)], num_workers=1, step_timeout=0.5, on_failure="restart") as envs:
+def test_call_after_a_hanging_step_of_its_worker_raises_when_the_worker_is_restarted() -> None:
+    env_fns = [hanging_env_fn(0), healthy_env_fn(1)]
+    with killable_engine(env_fns, num_workers=1, step_timeout=0.5, on_failure="restart") as envs:
         envs.reset(seed=1)
         envs.send([1], [0])
         with pytest.raises(WorkerDied, match="during step: it hung for more than"):
@@ -448,17 +462,17 @@ def test_call_behind_a_hanging_step_ends_with_its_worker_if_it_is_restarted() ->
 
 
 def poll_for_long(result: Any) -> Any:
-    """Hang in a C call that a signal interrupts, and continue after it."""
+    """Wait in a C call that a signal interrupts, and then continue."""
     ctypes.CDLL(None).poll(None, 0, 10_000)
     return result
 
 
 @pytest.mark.linux
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
-def test_hang_that_ends_at_the_signal_for_its_stack_is_blamed_on_its_environment(on_failure: Any, tmp_path: Path) -> None:
-    fns = make_env_fns(3, {1: faulty_env_fn(1, poll_for_long, step=2)})
+def test_hang_that_the_stack_signal_ends_is_attributed_to_its_environment(on_failure: Any, tmp_path: Path) -> None:
+    env_fns = make_env_fns(3, {1: faulty_env_fn(1, poll_for_long, step=2)})
     options: Any = {"num_workers": 1, "step_timeout": 0.3, "on_failure": on_failure, "record_failures": tmp_path}
-    with killable_engine(fns, **options) as envs:
+    with killable_engine(env_fns, **options) as envs:
         envs.reset(seed=1)
         envs.step([0] * 3)
         if on_failure == "raise":
@@ -479,8 +493,8 @@ def test_hang_that_ends_at_the_signal_for_its_stack_is_blamed_on_its_environment
             assert re.search(r"env 1, of envs 0-2\) died during step: .* in poll_for_long", str(record.error)), record
 
 
-def test_step_timeout_limits_no_call_and_no_step_of_another_worker_beside_it() -> None:
-    with killable_engine([HANGS(0), healthy_env_fn(1)], step_timeout=0.3) as envs:
+def test_step_timeout_does_not_limit_a_call_of_another_worker() -> None:
+    with killable_engine([hanging_env_fn(0), healthy_env_fn(1)], step_timeout=0.3) as envs:
         envs.reset(seed=1)
         envs.send([1], [0])
         assert envs.exec_func(lambda env: time.sleep(0.7), [1]) == (None, None)
@@ -492,14 +506,13 @@ def test_step_timeout_limits_no_call_and_no_step_of_another_worker_beside_it() -
 # --- Clocks jump: row 49 of the table in ``FAULTS.md`` ------------------------------------------
 
 SOURCES = sorted(Path(vecenv.__file__).parent.rglob("*.py"))
+# for the date of a failure in the log, which no wait uses
+ALLOWED_CLOCKS = {"errors": {"datetime.now"}, "file": {"datetime.now"}}
+SETTABLE_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"}
 
 
-SHOWN = {"errors": {"datetime.now"}, "file": {"datetime.now"}}  # for the log: when something failed; no wait uses it
-SETTABLE = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"}
-
-
-def settable_clocks(tree: ast.Module) -> set[str]:
-    """Return the uses of a clock that can be set."""
+def find_settable_clocks(tree: ast.Module) -> set[str]:
+    """Return the clocks used in ``tree`` that can be set."""
     used = {
         f"{node.value.id}.{node.attr}"
         for node in ast.walk(tree)
@@ -508,34 +521,32 @@ def settable_clocks(tree: ast.Module) -> set[str]:
     imported = {
         f"{node.module}.{name.name}" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for name in node.names
     }
-    return SETTABLE & (used | imported)
+    return SETTABLE_CLOCKS & (used | imported)
 
 
 def test_search_finds_settable_clocks() -> None:
-    """Otherwise the next test could not fail."""
-    assert settable_clocks(ast.parse("import time\ntime.monotonic(); time.time()")) == {"time.time"}
-    assert settable_clocks(ast.parse("from time import time_ns")) == {"time.time_ns"}
+    assert find_settable_clocks(ast.parse("import time\ntime.monotonic(); time.time()")) == {"time.time"}
+    assert find_settable_clocks(ast.parse("from time import time_ns")) == {"time.time_ns"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_only_monotonic_clocks(path: Path) -> None:
-    """No wait uses a clock that can be set."""
-    assert settable_clocks(ast.parse(path.read_text())) == SHOWN.get(path.stem, set())
+def test_module_uses_only_monotonic_clocks(path: Path) -> None:
+    assert find_settable_clocks(ast.parse(path.read_text())) == ALLOWED_CLOCKS.get(path.stem, set())
 
 
 @pytest.mark.long
-@CHEAP
+@WITHOUT_SPAWN
 def test_clock_jump_changes_no_timeout(launch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """An hour forwards, a day back: neither ends a wait early, nor extends it."""
+    """A clock that is set an hour forward or a day back neither shortens nor extends a timeout."""
     envs = launch(make_env_fns(2, delay=0.3))
     checker = RowChecker.start(envs)
     for jump in (3600.0, -86400.0):
-        real = time.time  # noqa: TID251 - it is what jumps
+        real = time.time  # noqa: TID251 - the clock that is set
         monkeypatch.setattr(time, "time", lambda real=real, jump=jump: real() + jump)
         envs.step_async([1, 1])
-        begun = time.monotonic()
+        started_at = time.monotonic()
         with pytest.raises(StepTimeout):
             envs.step_wait(timeout=0.1)
-        assert 0.09 < time.monotonic() - begun < 60
+        assert 0.09 < time.monotonic() - started_at < 60
         checker.check_step([1, 1], envs.step_wait(timeout=60))
 

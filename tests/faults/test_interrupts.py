@@ -1,9 +1,9 @@
-"""Exceptions at every moment lose nothing.
+"""Tests of calls that are interrupted by an exception at each possible moment.
 
-After one, either the call was never submitted, or its result is pending and the same ``*_wait`` returns it; or every call
-raises ``ResetNeeded``, and ``reset()`` restores everything. Every moment of every
-call is tried, with Ctrl-C and with another exception; by default every nineteenth or so (``VECENV_OFFSET`` chooses),
-in few configurations. All of them: ``pytest -m slow tests/faults/test_interrupts.py``.
+Afterwards, either the call was not submitted, or its result is pending and the same ``*_wait`` returns it, or every call
+raises ``ResetNeeded`` until ``reset()``. The default run interrupts a few configurations at every 19th to 95th moment
+(``VECENV_OFFSET`` chooses the first one), by Ctrl-C and by another exception. All moments and configurations:
+``pytest -m slow tests/faults/test_interrupts.py``.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from typing import Any
 
 import numpy as np
 import pytest
-from counting import DIE, HANG, RAISE, Counting
-from endings import ENDS, STATES, check_nothing_left, interrupted_close, warm_up
+from counting import DIE, HANG, RAISE, CountingEnv
+from endings import CLOSE_SETTINGS, CLOSE_STATES, check_interrupted_close, check_nothing_left, warm_up
 from gymnasium.error import ResetNeeded
 from gymnasium.vector import SyncVectorEnv
 from interrupted_calls import (
     CALLS,
     RESTART,
     SETTINGS,
-    Hung,
+    ComparedEngine,
+    HangError,
+    Outcomes,
     Setting,
-    Subject,
-    Verdicts,
     Watchdog,
-    brief,
-    children,
+    child_pids,
+    describe_error,
+    interruptible_files,
     list_resources,
     make_call,
     needs_reset,
-    within,
 )
-from interruption import KINDS, Interruption, Stopped, apart, moments
-from observe import FAULTS
+from interruption import KINDS, Interruption, Stopped, moments, run_in_generator
+from observe import FAULT_MARKS
 from signals import pythons_own_ctrl_c
-from streams import FIRST_READY, Stream
+from streams import FIRST_READY, RowStream
 
 import vecenv
 from vecenv.testing import assert_identical
 
 pytestmark = [
-    *(mark for mark in FAULTS if mark.name != "timeout"),
+    *(mark for mark in FAULT_MARKS if mark.name != "timeout"),
     pytest.mark.timeout(600, method="signal"),
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
 ]
@@ -65,8 +65,8 @@ def ctrl_c() -> Iterator[None]:
     gc.unfreeze()
 
 
-def offset_of(*names: object) -> int:
-    """Return the first moment of a test: tests begin at different moments, the same in each run; ``slow`` covers all."""
+def choose_offset(*names: object) -> int:
+    """Return the first moment of a test: it is the same in each run, and differs between tests."""
     return OFFSET + zlib.crc32(repr(names).encode())
 
 
@@ -78,24 +78,24 @@ def interrupt_every_moment(
     every: int,
     kinds: tuple[str, ...] = KINDS,
     least: int = 10,
-    verdicts: Verdicts | None = None,
+    outcomes: Outcomes | None = None,
     **options: Any,
-) -> Verdicts:
-    """Attempt something with an interruption at every ``every``-th moment of each kind, and collect the verdicts."""
-    verdicts = verdicts or Verdicts()
+) -> Outcomes:
+    """Call ``attempt`` with an interruption at each ``every``-th moment of each kind, and count the outcomes."""
+    outcomes = outcomes or Outcomes()
     for kind in kinds:
-        for interruption in moments(kind, every=every, offset=offset_of(*names, kind), least=least, **options):
-            verdicts.attempts += 1
+        for interruption in moments(kind, every=every, offset=choose_offset(*names, kind), least=least, **options):
+            outcomes.attempts += 1
             try:
-                next(apart(attempt, interruption))
+                next(run_in_generator(attempt, interruption))
             except (Exception, KeyboardInterrupt, Stopped) as error:
-                verdicts.add(error, repr(interruption))
+                outcomes.add(error, repr(interruption))
                 del error
                 renew()
-            verdicts.fired += interruption.fired
-            if verdicts.enough:
-                return verdicts
-    return verdicts
+            outcomes.fired += interruption.fired
+            if outcomes.should_stop:
+                return outcomes
+    return outcomes
 
 
 # --- calls --------------------------------------------------------------------------------------
@@ -147,44 +147,46 @@ PARTS = [(name, part) for name in CALLS for part in ("whole", "begin", "wait") i
     ],
 )
 def test_interrupted_call_was_not_submitted_or_is_pending(setting: str, call: str, part: str, every: int) -> None:
-    """The result equals that of an undisturbed reference, and so does that of the next call."""
+    """The results of the interrupted call and of the next one equal those of an uninterrupted reference."""
     chosen = SETTINGS[setting]
     chance = random.Random(OFFSET)
 
     def attempt(interruption: Interruption) -> None:
         again = []
-        if interruption.moment % 3 == 0:  # and once more, in the calls that get the result
+        if interruption.moment % 3 == 0:  # a second interruption, in the calls that return the result
             again = [Interruption(interruption.kind, chance.randrange(30), Stopped)]
         subject.attempt(call, part, [interruption, *again])
 
-    with Subject(chosen) as subject:
+    with ComparedEngine(chosen) as subject:
         names = (setting, call, part)
-        verdicts = interrupt_every_moment(attempt, subject.renew, names, every=every, within=within(chosen))
-    verdicts.excused = subject.excused
-    verdicts.check()
+        outcomes = interrupt_every_moment(attempt, subject.renew, names, every=every, within=interruptible_files(chosen))
+    outcomes.tolerated = subject.tolerated
+    outcomes.check()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600, method="signal")
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("setting", ["one worker", "caller's share", "list actions", "batch_size"])
-def test_interruption_before_any_bytecode(setting: str, call: str) -> None:
-    """The same test with an exception before each bytecode, of which there are thousands."""
+def test_call_interrupted_before_a_bytecode_was_not_submitted_or_is_pending(setting: str, call: str) -> None:
+    """The same holds for an exception before a bytecode; every third bytecode is tried."""
     chosen = SETTINGS[setting]
-    with Subject(chosen) as subject:
-        verdicts = interrupt_every_moment(
+    with ComparedEngine(chosen) as subject:
+        outcomes = interrupt_every_moment(
             lambda interruption: subject.attempt(call, "whole", [interruption]), subject.renew, (setting, call),
-            every=3, kinds=("opcode",), within=within(chosen),
+            every=3, kinds=("opcode",), within=interruptible_files(chosen),
         )  # fmt: skip
-    verdicts.excused = subject.excused
-    verdicts.check()
+    outcomes.tolerated = subject.tolerated
+    outcomes.check()
 
 
 # --- first-ready batches ------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("which", ["send", "recv", "recv of the rest", "recv at least", "reset_async", "recv of a reset"])
+@pytest.mark.parametrize(
+    "interrupted", ["send", "recv", "recv of the rest", "recv at least", "reset_async", "recv of a reset"]
+)
 @pytest.mark.parametrize(
     ("setting", "every"),
     [
@@ -193,13 +195,16 @@ def test_interruption_before_any_bytecode(setting: str, call: str) -> None:
         *(pytest.param(name, 1, marks=slow, id=f"all-{name}") for name in FIRST_READY),
     ],
 )
-def test_rows_are_all_sent_or_none_and_received_once(setting: str, which: str, every: int) -> None:
-    stream = Stream(FIRST_READY[setting])
+def test_interrupted_send_sends_all_rows_or_none_and_recv_returns_each_once(
+    setting: str, interrupted: str, every: int
+) -> None:
+    stream = RowStream(FIRST_READY[setting])
     ticks = iter(range(10**9))
     try:
         interrupt_every_moment(
-            lambda interruption: stream.cycle(which, interruption, next(ticks)), stream.renew, (setting, which), every=every
-        ).check()
+            lambda interruption: stream.cycle(interrupted, interruption, next(ticks)), stream.renew, (setting, interrupted),
+            every=every,
+        ).check()  # fmt: skip
     finally:
         stream.end()
 
@@ -207,8 +212,8 @@ def test_rows_are_all_sent_or_none_and_received_once(setting: str, which: str, e
 # --- environments that fail in the interrupted step ---------------------------------------------
 
 
-def step_with_a_fault(envs: Any, actions: Any, interruption: Interruption) -> Any:
-    """Return the result of an interrupted step, by the calls that the state allows."""
+def step_and_recover(envs: Any, actions: Any, interruption: Interruption) -> Any:
+    """Make an interrupted step, and return its result: wait for it if it is pending, or step again."""
     with interruption:
         return envs.step(actions)
     if needs_reset(envs):
@@ -219,50 +224,50 @@ def step_with_a_fault(envs: Any, actions: Any, interruption: Interruption) -> An
     return envs.step_wait()
 
 
-def check_restarted_rows(subject: Subject, lost: list[int], fault: int, interruption: Interruption) -> None:
+def check_restarted_rows(subject: ComparedEngine, lost: list[int], fault: int, interruption: Interruption) -> None:
     """Check that the lost rows are marked as restarted, and that all others, and the next step, are unaffected."""
-    envs, same, count = subject.envs, subject.same, subject.setting.count
-    subject.in_step()
+    envs, reference, count = subject.envs, subject.reference, subject.setting.count
+    subject.reset_both()
     numbers = [(subject.tick + row) % RAISE for row in range(count)]
-    assert_identical(envs.step(np.array(numbers)), same.step(np.array(numbers)), "the step before")
+    assert_identical(envs.step(np.array(numbers)), reference.step(np.array(numbers)), "the step before")
     last = envs.observations.copy()
-    wanted = same.step(np.array(numbers))
+    expected = reference.step(np.array(numbers))
     numbers[lost[0]] = fault
     restarts = envs.stats()["restarts"]
-    found = step_with_a_fault(envs, np.array(numbers), interruption)
+    result = step_and_recover(envs, np.array(numbers), interruption)
     assert envs._state.value == "default"
     for row in range(count):
         if row in lost:
-            assert (found[1][row], found[2][row], found[3][row]) == (0.0, False, True), f"row {row} says not that it ended"
-            assert found[4]["restarted"][row]
-            assert_identical(found[4]["final_obs"][row], last[row], f"final_obs of {row}")
+            assert (result[1][row], result[2][row], result[3][row]) == (0.0, False, True), f"row {row} is not truncated"
+            assert result[4]["restarted"][row]
+            assert_identical(result[4]["final_obs"][row], last[row], f"final_obs of {row}")
         else:
             for field in range(4):
-                assert_identical(found[field][row], wanted[field][row], f"field {field} of env {row}")
-            assert found[4]["tag"][row] == wanted[4]["tag"][row]
-            assert not found[4]["_restarted"][row]
+                assert_identical(result[field][row], expected[field][row], f"field {field} of env {row}")
+            assert result[4]["tag"][row] == expected[4]["tag"][row]
+            assert not result[4]["_restarted"][row]
     assert envs.stats()["restarts"] == restarts + 1
-    beginnings, *_ = envs.step(np.zeros(count, np.int64))
+    first_rows, *_ = envs.step(np.zeros(count, np.int64))
     for row in lost:
-        assert beginnings[row].tolist()[3:] == [0, 0, 0], f"row {row} did not begin anew: {beginnings[row]}"
+        assert first_rows[row].tolist()[3:] == [0, 0, 0], f"row {row} has not begun an episode: {first_rows[row]}"
 
 
-def check_failure_is_raised(subject: Subject, lost: list[int], fault: int, interruption: Interruption) -> None:
+def check_failure_is_raised(subject: ComparedEngine, lost: list[int], fault: int, interruption: Interruption) -> None:
     """Check that the error is raised once and names the environment, and that the next reset recovers it."""
     envs, count = subject.envs, subject.setting.count
-    subject.in_step()
+    subject.reset_both()
     actions = np.array([fault if row == lost[0] else row % RAISE for row in range(count)])
     error_class: type[Exception] = ValueError if fault == RAISE else vecenv.errors.WorkerDied
     with pytest.raises(error_class) as raised:
-        step_with_a_fault(envs, actions, interruption)
+        step_and_recover(envs, actions, interruption)
     if fault == RAISE:
-        assert re.search(rf"env {lost[0]}\b", brief(raised.value, whole=True)), brief(raised.value)
+        assert re.search(rf"env {lost[0]}\b", describe_error(raised.value, whole=True)), describe_error(raised.value)
     else:
         assert set(lost) == set(raised.value.envs)  # type: ignore[attr-defined]
     assert envs._state.value == "default"
     with pytest.raises(vecenv.errors.EnvFailed):
         envs.step(np.zeros(count, np.int64))
-    subject.in_step()
+    subject.reset_both()
 
 
 FAULTY = {
@@ -273,38 +278,38 @@ FAULTY = {
 }
 
 
-def step_that_fails(subject: Subject, case: str, interruption: Interruption) -> None:
-    _, lost, fault, demand = FAULTY[case]
+def check_failing_step(subject: ComparedEngine, case: str, interruption: Interruption) -> None:
+    _, lost, fault, check = FAULTY[case]
     before = count_resources(subject)
     with Watchdog(subject.known) as watchdog:
         try:
-            demand(subject, lost, fault, interruption)
-        except (ResetNeeded, vecenv.errors.EnvFailed):  # the interruption replaced the exception
+            check(subject, lost, fault, interruption)
+        except (ResetNeeded, vecenv.errors.EnvFailed):  # the interruption was raised instead of the failure
             if not interruption.fired:
                 raise
-            subject.envs.reset()  # which may find the worker dead, and report that it was restarted
-            subject.in_step()
+            subject.envs.reset()  # it may notice the death of the worker, and report a restart
+            subject.reset_both()
         except BaseException as error:
-            if watchdog.bit:
-                raise Hung(f"it hung; ended by force it raised: {brief(error)}") from None
+            if watchdog.fired:
+                raise HangError(f"the step hung; after its workers were killed: {describe_error(error)}") from None
             raise
-    assert not watchdog.bit
+    assert not watchdog.fired
     assert not interruption.swallowed, "the exception was swallowed"
-    assert (held := count_resources(subject)) == before, f"{held} descriptors and processes, {before} before"
+    assert (after := count_resources(subject)) == before, f"{after} descriptors and processes, {before} before"
 
 
-def count_resources(subject: Subject) -> tuple[int, int]:
-    """Return the numbers of descriptors and processes of an engine, which an interrupted restart must not change."""
+def count_resources(subject: ComparedEngine) -> tuple[int, int]:
+    """Return the numbers of descriptors and processes of the engine."""
     pool = subject.envs._pool
     return len(getattr(pool, "descriptors", None) or pool.holdings), len(pool.started)
 
 
-def check_abandoned_rows(subject: Subject, interruption: Interruption) -> None:
+def check_abandoned_rows(subject: ComparedEngine, interruption: Interruption) -> None:
     """Check that a hanging step loses only the rows of its worker."""
-    envs, same, count = subject.envs, subject.same, subject.setting.count
-    subject.in_step()
+    envs, reference, count = subject.envs, subject.reference, subject.setting.count
+    subject.reset_both()
     actions = np.arange(count) % RAISE
-    wanted = same.step(actions)
+    expected = reference.step(actions)
     restarts = envs.stats()["restarts"]
     actions[0] = HANG
     envs.step_async(actions)
@@ -313,16 +318,16 @@ def check_abandoned_rows(subject: Subject, interruption: Interruption) -> None:
         envs.abandon([0])
         done = True
     if needs_reset(envs):
-        subject.in_step()
+        subject.reset_both()
         return
     assert envs._state.value == "step"
     if not done:
         envs.abandon([0])
     lost = list(envs.worker_rows[0])
     if "on_failure" in subject.setting.options:
-        found = envs.step_wait()
-        assert found[4]["restarted"].tolist() == [row in lost for row in range(count)]
-        assert_identical(found[0][len(lost) :], wanted[0][len(lost) :], "rows that were not abandoned")
+        result = envs.step_wait()
+        assert result[4]["restarted"].tolist() == [row in lost for row in range(count)]
+        assert_identical(result[0][len(lost) :], expected[0][len(lost) :], "rows that were not abandoned")
         assert envs.stats()["restarts"] == restarts + 1
         return
     with pytest.raises(vecenv.errors.WorkerDied, match=r"it was abandoned|SIGKILL") as raised:
@@ -342,17 +347,17 @@ def check_abandoned_rows(subject: Subject, interruption: Interruption) -> None:
     ],
 )  # fmt: skip
 def test_interrupted_abandon_can_be_repeated(setting: str, every: int) -> None:
-    """The hanging step is pending until it is received, and its death is reported once."""
-    chosen = ENDS[setting] if setting == "two workers" else SETTINGS[setting]
+    """The hanging step stays pending, and the death of its worker is reported once."""
+    chosen = CLOSE_SETTINGS[setting] if setting == "two workers" else SETTINGS[setting]
 
     def attempt(interruption: Interruption) -> None:
         with Watchdog(subject.known) as watchdog:
             check_abandoned_rows(subject, interruption)
-        assert not watchdog.bit, "it hung"
+        assert not watchdog.fired, "the call hung"
         assert not interruption.swallowed, "the exception was swallowed"
 
-    with Subject(chosen) as subject:
-        interrupt_every_moment(attempt, subject.renew, (setting,), every=every, verdicts=Verdicts(most_wrong=4)).check()
+    with ComparedEngine(chosen) as subject:
+        interrupt_every_moment(attempt, subject.renew, (setting,), every=every, outcomes=Outcomes(max_wrong=4)).check()
 
 
 @pytest.mark.long
@@ -363,10 +368,10 @@ def test_interrupted_abandon_can_be_repeated(setting: str, every: int) -> None:
         *(pytest.param(name, 1, marks=slow, id=f"all-{name}") for name in FAULTY),
     ],
 )
-def test_failure_in_the_interrupted_step_is_not_lost(case: str, every: int) -> None:
-    with Subject(FAULTY[case][0]) as subject:
-        attempt = functools.partial(step_that_fails, subject, case)
-        interrupt_every_moment(attempt, subject.renew, (case,), every=every, verdicts=Verdicts(most_wrong=4)).check()
+def test_failure_in_an_interrupted_step_is_reported_once(case: str, every: int) -> None:
+    with ComparedEngine(FAULTY[case][0]) as subject:
+        attempt = functools.partial(check_failing_step, subject, case)
+        interrupt_every_moment(attempt, subject.renew, (case,), every=every, outcomes=Outcomes(max_wrong=4)).check()
 
 
 # --- beginning and end --------------------------------------------------------------------------
@@ -378,43 +383,51 @@ def test_failure_in_the_interrupted_step_is_not_lost(case: str, every: int) -> N
     ("setting", "state", "every"),
     [
         ("two workers", "idle", 211), ("two workers", "a step pending", 211), ("in process", "idle", 29),
-        *(pytest.param(name, state, 1, marks=slow, id=f"all-{name}-{state}") for name in ENDS for state in STATES),
+        *(
+            pytest.param(name, state, 1, marks=slow, id=f"all-{name}-{state}")
+            for name in CLOSE_SETTINGS
+            for state in CLOSE_STATES
+        ),
     ],
 )  # fmt: skip
 def test_interrupted_close_can_be_repeated(setting: str, state: str, every: int) -> None:
-    """The repeated close ends within seconds, and nothing is left."""
+    """The repeated close returns within seconds, and no resource is left."""
     chance = random.Random(OFFSET)
 
     def attempt(interruption: Interruption) -> None:
         again = [Interruption(interruption.kind, chance.randrange(60), Stopped)] if interruption.moment % 2 else []
-        interrupted_close(ENDS[setting], state, [interruption, *again])
+        check_interrupted_close(CLOSE_SETTINGS[setting], state, [interruption, *again])
 
-    warm_up(ENDS[setting])
-    interrupt_every_moment(attempt, gc.collect, (setting, state), every=every, verdicts=Verdicts(most_wrong=6)).check()
+    warm_up(CLOSE_SETTINGS[setting])
+    interrupt_every_moment(attempt, gc.collect, (setting, state), every=every, outcomes=Outcomes(max_wrong=6)).check()
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*")
 @pytest.mark.parametrize(
     ("setting", "every"),
-    [("two workers", 97), ("in process", 41), *(pytest.param(name, 1, marks=slow, id=f"all-{name}") for name in ENDS)],
+    [
+        ("two workers", 97),
+        ("in process", 41),
+        *(pytest.param(name, 1, marks=slow, id=f"all-{name}") for name in CLOSE_SETTINGS),
+    ],
 )
 def test_interrupted_constructor_leaves_nothing(setting: str, every: int) -> None:
-    chosen = ENDS[setting]
+    chosen = CLOSE_SETTINGS[setting]
     warm_up(chosen)
 
     def attempt(interruption: Interruption) -> None:
-        known, before = children(), list_resources()
+        known, before = child_pids(), list_resources()
         envs = None
         with Watchdog(known, 30.0) as watchdog, interruption:
             envs = chosen.open()
-        assert not watchdog.bit, "it hung"
+        assert not watchdog.fired, "the constructor hung"
         if envs is not None:
             envs.close()
         del envs
         check_nothing_left(before, known)
 
-    interrupt_every_moment(attempt, gc.collect, (setting,), every=every, verdicts=Verdicts(most_wrong=6)).check()
+    interrupt_every_moment(attempt, gc.collect, (setting,), every=every, outcomes=Outcomes(max_wrong=6)).check()
 
 
 # --- without interruptions ----------------------------------------------------------------------
@@ -425,18 +438,18 @@ NEVER = 10**9
 @pytest.mark.long
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_uninterrupted_calls_pass_the_checks(setting: str) -> None:
-    """An undisturbed call passes the checks of the tests above."""
-    with Subject(SETTINGS[setting]) as subject:
+    """Without an interruption, each call passes the checks of the tests above."""
+    with ComparedEngine(SETTINGS[setting]) as subject:
         for _ in range(3):
             for call, part in PARTS:
                 subject.attempt(call, part, [Interruption("line", NEVER)])
-    assert not subject.excused
+    assert not subject.tolerated
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("setting", FIRST_READY)
-def test_uninterrupted_rows_are_all_received(setting: str) -> None:
-    stream = Stream(FIRST_READY[setting])
+def test_uninterrupted_rows_pass_the_checks(setting: str) -> None:
+    stream = RowStream(FIRST_READY[setting])
     try:
         for tick in range(6):
             stream.cycle(["send", "recv", "reset_async"][tick % 3], Interruption("line", NEVER), tick)
@@ -445,31 +458,32 @@ def test_uninterrupted_rows_are_all_received(setting: str) -> None:
 
 
 @pytest.mark.parametrize("case", FAULTY)
-def test_uninterrupted_failure_is_raised(case: str) -> None:
-    with Subject(FAULTY[case][0]) as subject:
+def test_uninterrupted_failure_passes_the_checks(case: str) -> None:
+    with ComparedEngine(FAULTY[case][0]) as subject:
         for _ in range(3):
-            step_that_fails(subject, case, Interruption("line", NEVER))
+            check_failing_step(subject, case, Interruption("line", NEVER))
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*")
 @pytest.mark.parametrize(
-    ("setting", "state"), [*((name, "idle") for name in ENDS), *(("two workers", state) for state in STATES[1:])]
+    ("setting", "state"),
+    [*((name, "idle") for name in CLOSE_SETTINGS), *(("two workers", state) for state in CLOSE_STATES[1:])],
 )
 def test_uninterrupted_close_leaves_nothing(setting: str, state: str) -> None:
-    warm_up(ENDS[setting])
-    interrupted_close(ENDS[setting], state, [])
+    warm_up(CLOSE_SETTINGS[setting])
+    check_interrupted_close(CLOSE_SETTINGS[setting], state, [])
 
 
 # --- tests of the checks ------------------------------------------------------------------------
 
 
 class FaultyWhenInterrupted(SyncVectorEnv):
-    """A vector environment that is wrong in one way when it is interrupted; the checks must fail."""
+    """A vector environment that, after an interruption, is correct, steps twice, or returns a wrong result."""
 
-    def __init__(self, how: str) -> None:
-        super().__init__([functools.partial(Counting, index) for index in range(4)])
-        self.how, self.armed = how, False
+    def __init__(self, fault: str) -> None:
+        super().__init__([functools.partial(CountingEnv, index) for index in range(4)])
+        self.fault, self.armed = fault, False
         self.state, self.pending = "default", None
 
     @property
@@ -481,9 +495,9 @@ class FaultyWhenInterrupted(SyncVectorEnv):
             return super().step(actions)
         self.armed = False
         self.pending = super().step(actions)
-        if self.how != "twice":
+        if self.fault != "twice":
             self.state = "step"
-        if self.how == "garbled":
+        if self.fault == "garbled":
             self.pending[1][2] += 1
         raise KeyboardInterrupt
 
@@ -492,22 +506,20 @@ class FaultyWhenInterrupted(SyncVectorEnv):
         return self.pending
 
 
-@pytest.mark.parametrize("how", ["right", "twice", "garbled"])
-def test_checks_detect_errors(how: str) -> None:
-    """A check that cannot fail is worthless."""
-
-    class Always(Interruption):
+@pytest.mark.parametrize("fault", ["none", "twice", "garbled"])
+def test_checks_detect_a_repeated_step_and_a_wrong_result(fault: str) -> None:
+    class CatchKeyboardInterrupt(Interruption):
         def __exit__(self, kind: Any, error: Any, where: Any) -> bool:
             super().__exit__(kind, error, where)
             return kind is KeyboardInterrupt
 
-    subject = Subject(Setting({}))
-    subject.envs, subject.same = FaultyWhenInterrupted(how), subject.setting.reference()
-    subject.in_step()
+    subject = ComparedEngine(Setting({}))
+    subject.envs, subject.reference = FaultyWhenInterrupted(fault), subject.setting.reference()
+    subject.reset_both()
     subject.envs.armed = True
     call = make_call("step", subject.setting, 3)
-    if how == "right":
-        subject._attempt(call, "whole", [Always("line", 10**6)])
+    if fault == "none":
+        subject._attempt(call, "whole", [CatchKeyboardInterrupt("line", 10**6)])
     else:
         with pytest.raises(AssertionError):
-            subject._attempt(call, "whole", [Always("line", 10**6)])
+            subject._attempt(call, "whole", [CatchKeyboardInterrupt("line", 10**6)])

@@ -1,4 +1,4 @@
-"""Too little memory is an error before anything starts: row 35 of the table in ``FAULTS.md`` (row 34: test_lifetimes.py)."""
+"""Tests of too little memory, which raises before anything starts: row 35 of ``FAULTS.md`` (row 34: test_lifetimes.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from envs import ready_engine
 from faulty_envs import make_env_fns
-from observe import FAULTS
+from observe import FAULT_MARKS
 
 import vecenv
 from vecenv.errors import ArenaError
@@ -22,7 +22,7 @@ from vecenv.shm import arena
 from vecenv.system import cores
 from vecenv.testing.faulty import WitnessEnv
 
-pytestmark = FAULTS
+pytestmark = FAULT_MARKS
 
 MIB = 2**20
 
@@ -35,7 +35,7 @@ class Images(gym.Env):
 
 
 def fake_files(monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> None:
-    """Replace the contents of these system files; all other files appear to be missing."""
+    """Replace the contents of system files; all others appear to be missing."""
     for module in (arena, cores):
         monkeypatch.setattr(module, "read_kernel_file", lambda path: files.get(str(path), ""))
 
@@ -65,8 +65,10 @@ LOW_MEMORY = {
 
 
 @pytest.mark.parametrize("limit", LOW_MEMORY)
-def test_arena_too_large(limit: str, method: str, monkeypatch: pytest.MonkeyPatch, take_stock: Callable[[], Any]) -> None:
-    """The message has both numbers, eight MiB needed and five available, and no process was started."""
+def test_arena_larger_than_available_memory_raises(
+    limit: str, method: str, monkeypatch: pytest.MonkeyPatch, take_stock: Callable[[], Any]
+) -> None:
+    """The message has both numbers, eight MiB needed and five available, and no process has been started."""
     fake_files(monkeypatch, LOW_MEMORY[limit])
     before = take_stock()
     with pytest.raises(ArenaError) as caught:
@@ -74,12 +76,12 @@ def test_arena_too_large(limit: str, method: str, monkeypatch: pytest.MonkeyPatc
     assert not take_stock().beyond(before)
     assert isinstance(caught.value, MemoryError)
     numbers = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", str(caught.value))]
-    assert any(8 * MIB <= number < 17 * MIB for number in numbers), caught.value  # the need
-    assert any(5_000_000 < number < 5_200_000 for number in numbers), caught.value  # the available memory
+    assert any(8 * MIB <= number < 17 * MIB for number in numbers), caught.value  # needed
+    assert any(5_000_000 < number < 5_200_000 for number in numbers), caught.value  # available
 
 
 def test_available_memory_is_the_smallest_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit of the machine, and of the control group if there is one; unlimited groups do not count."""
+    """The machine and the control group have a limit, unless the group is unlimited or missing."""
     fake_files(monkeypatch, LOW_MEMORY["cgroup v2"])
     assert arena.available_memory() == 9_000_000 - 3_880_000
     fake_files(monkeypatch, {**LOW_MEMORY["cgroup v2"], "/sys/fs/cgroup/memory.max": "max\n"})
@@ -98,7 +100,7 @@ def test_inactive_page_cache_is_available(group: str, name: str, monkeypatch: py
 
 @pytest.mark.parametrize("call", [pytest.param("posix_fallocate", marks=pytest.mark.linux), "pwrite"])
 def test_failed_allocation_is_an_arena_error(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the estimate was too optimistic and the allocation itself fails, ArenaError has the size."""
+    """If the allocation fails although enough memory seemed available, ArenaError has the size."""
 
     def no_space(descriptor: int, *args: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -111,7 +113,7 @@ def test_failed_allocation_is_an_arena_error(call: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.linux
-def test_the_arena_cannot_be_truncated(closes: Any) -> None:
+def test_arena_cannot_be_truncated(closes: Any) -> None:
     """A worker that truncated the arena would kill the caller's process with SIGBUS."""
     block = closes(arena.Arena(MIB))
     for size in (0, mmap.PAGESIZE, 2 * MIB):
@@ -128,8 +130,9 @@ def test_memory_is_allocated_by_writing_if_it_cannot_be_reserved(monkeypatch: py
     assert block.buffer[:] == bytes(size)
 
 
-def test_without_memfd(method: str, monkeypatch: pytest.MonkeyPatch, take_stock: Callable[[], Any]) -> None:
-    """The fallback, an unlinked file, works in the same way."""
+def test_engine_without_memfd_uses_an_unlinked_file(
+    method: str, monkeypatch: pytest.MonkeyPatch, take_stock: Callable[[], Any]
+) -> None:
     monkeypatch.delattr(os, "memfd_create", raising=False)
     before = take_stock()
     with ready_engine(make_env_fns(2), context=method) as envs:
@@ -137,6 +140,6 @@ def test_without_memfd(method: str, monkeypatch: pytest.MonkeyPatch, take_stock:
         assert [(row["witness_id"], row["tick"], row["last_action"]) for row in rows] == [(0, 1, 1), (1, 1, 2)]
         assert not take_stock().beyond(before, ["shared_memory"])
         maps = Path("/proc/self/maps").read_text()
-        ours = [line for line in maps.splitlines() if re.search(r"/vecenv-[^/]*$", line)]
-        assert ours
-        assert all(line.endswith("(deleted)") for line in ours)
+        mappings = [line for line in maps.splitlines() if re.search(r"/vecenv-[^/]*$", line)]
+        assert mappings
+        assert all(line.endswith("(deleted)") for line in mappings)

@@ -1,7 +1,7 @@
-"""Every call in any order, with faults and interruptions, against a model: one plain environment per row.
+"""Calls in random order, with faults and interruptions, compared with a model: one plain environment per row.
 
-By default a few seconds; ``PYTHONPATH=tests python tests/faults/test_model.py 1000`` makes 1,000 runs, ``pytest -m soak -s``
-goes on for ``VECENV_SOAK_SECONDS`` (3,600 if it is not set), and both print the numbers of runs and moves.
+The default run takes seconds. ``PYTHONPATH=tests python tests/faults/test_model.py 1000`` makes 1,000 runs, ``pytest -m soak
+-s`` takes ``VECENV_SOAK_SECONDS`` (3,600 if it is not set), and both print the numbers of runs and moves.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from at_random import AtRandom, ignored
-from at_random import handler as alarmed
-from counting import DIE, RAISE, Counting, Drawing, echo
+from at_random import SignalInterruption, handle_signal, handle_unraisable
+from counting import DIE, RAISE, CountingEnv, DrawingEnv, echo
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 from hypothesis import HealthCheck, Phase, note, settings
@@ -33,37 +32,44 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from interrupted_calls import (
     RESTART,
     SETTINGS,
-    UNDISTURBED,
-    Hung,
+    UNINTERRUPTED,
+    HangError,
     Setting,
     Watchdog,
-    brief,
-    children,
+    child_pids,
+    describe_error,
     drops_calls,
     in_flight,
-    kill,
+    interruptible_files,
+    kill_children,
     needs_reset,
-    within,
 )
 from interruption import Interruption, Stopped
-from observe import FAULTS, PATIENCE, still_running
+from observe import FAULT_MARKS, WAIT_SECONDS, still_running
 from sampling import each_once
 from signals import pythons_own_ctrl_c
 
 from vecenv.errors import EnvFailed, StepTimeout, WorkerDied
 
-pytestmark = [mark for mark in FAULTS if mark.name != "timeout"]
+pytestmark = [mark for mark in FAULT_MARKS if mark.name != "timeout"]
 
 COUNT, BATCH, LENGTH = 4, 2, 4
-OWN = Setting({"num_workers": 2, "generators": "own"}, kind=Drawing)
-BASES = {
+SETTINGS_BY_NAME = {
     **SETTINGS,
-    "generators": OWN,
-    "generators, in process": replace(OWN, options={**OWN.options, "num_workers": 0}, local=(0, 1, 2, 3)),
-    "generators, caller's share": replace(OWN, options={**OWN.options, "use_caller": True}, local=(0,)),
+    "generators": Setting({"num_workers": 2, "generators": "own"}, env_class=DrawingEnv),
+    "generators, in process": Setting(
+        {"num_workers": 0, "generators": "own"}, env_class=DrawingEnv, local_envs=(0, 1, 2, 3)
+    ),
+    "generators, caller's share": Setting(
+        {"num_workers": 2, "use_caller": True, "generators": "own"}, env_class=DrawingEnv, local_envs=(0,)
+    ),
 }
-CHOICES: dict[str, Setting] = {
-    name: replace(BASES[base], options={**BASES[base].options, "batch_size": BATCH, **more}, length=LENGTH)
+MODEL_SETTINGS: dict[str, Setting] = {
+    name: replace(
+        SETTINGS_BY_NAME[base],
+        options={**SETTINGS_BY_NAME[base].options, "batch_size": BATCH, **more},
+        length=LENGTH,
+    )
     for name, base, more in [
         ("in process", "in process", {}),
         ("caller's share", "caller's share", {}),
@@ -89,23 +95,23 @@ CHOICES: dict[str, Setting] = {
         ("generators, restart", "generators", RESTART),
     ]
 }
-POLLS = [None, 0.0, 30.0]
-COUNTS = {"runs": 0, "moves": 0, "interrupted": 0, "excused": 0}
+TIMEOUTS = [None, 0.0, 30.0]
+COUNTS = {"runs": 0, "moves": 0, "interrupted": 0, "tolerated": 0}
 
 
-class Row:
-    """One environment and its expected row, with the autoreset mode implemented by hand."""
+class ExpectedRow:
+    """A plain environment that computes the expected values of a row, with its own implementation of autoreset."""
 
     def __init__(self, setting: Setting, index: int) -> None:
-        self.env: Counting = setting.kind(index, setting.length)
+        self.env: CountingEnv = setting.env_class(index, setting.length)
         self.mode = AutoresetMode(setting.options.get("autoreset_mode", "NextStep"))
         self.done = False
         self.last: Any = None
-        self.next_seed: int | None = None  # of the episode that autoreset begins
+        self.next_seed: int | None = None  # for the next automatic reset
 
     def reset(self, seed: int | None) -> tuple[Any, ...]:
-        if isinstance(self.env, Drawing):
-            self.env.begin(seed)
+        if isinstance(self.env, DrawingEnv):
+            self.env.begin_episode(seed)
         self.last, info = self.env.reset(seed=seed)
         self.done = False
         return self.last, 0.0, False, False, info
@@ -125,74 +131,73 @@ class Row:
         return result
 
 
-def assert_row(result: tuple[Any, ...], at: int, wanted: tuple[Any, ...], name: str) -> None:
-    """Assert that row ``at`` of a result, of a step or of a reset, equals this row."""
+def assert_row(result: tuple[Any, ...], at: int, expected: tuple[Any, ...], name: str) -> None:
+    """Assert that row ``at`` in the result of a step or a reset has the expected values."""
     observation = result[0][at]
-    assert type(observation) is str or observation.dtype == wanted[0].dtype
-    assert np.array_equal(observation, wanted[0]), f"{name} says {observation}, wanted {wanted[0]}"
+    assert type(observation) is str or observation.dtype == expected[0].dtype
+    assert np.array_equal(observation, expected[0]), f"{name} returned {observation}, expected {expected[0]}"
     if len(result) == 5:
         found = tuple(column[at] for column in result[1:4])
-        assert found == wanted[1:4], f"{name} says {found}, wanted {wanted[1:4]}"
-    check_infos(result[-1], at, wanted[4], name)
+        assert found == expected[1:4], f"{name} returned {found}, expected {expected[1:4]}"
+    check_infos(result[-1], at, expected[4], name)
 
 
-def check_infos(infos: dict[str, Any], at: int, wanted: dict[str, Any], name: str) -> None:
-    here = row_of(infos, at)
-    here.pop("env_id", None)
-    final, last = here.pop("final_obs", None), wanted.get("final_obs")
-    assert np.array_equal(final, last), f"{name} ended with {final}, wanted {last}"
-    assert here == {key: value for key, value in wanted.items() if key != "final_obs"}, f"infos of {name}: {here}"
+def check_infos(infos: dict[str, Any], at: int, expected: dict[str, Any], name: str) -> None:
+    info = info_of_row(infos, at)
+    info.pop("env_id", None)
+    final, last = info.pop("final_obs", None), expected.get("final_obs")
+    assert np.array_equal(final, last), f"{name} ended with {final}, expected {last}"
+    assert info == {key: value for key, value in expected.items() if key != "final_obs"}, f"info of {name}: {info}"
 
 
-def row_of(infos: dict[str, Any], at: int) -> dict[str, Any]:
-    """Return one row's info from a dict of arrays with masks."""
-    here = [key for key in infos if not key.startswith("_") and infos[f"_{key}"][at]]
-    return {key: row_of(infos[key], at) if isinstance(infos[key], dict) else infos[key][at] for key in here}
+def info_of_row(infos: dict[str, Any], at: int) -> dict[str, Any]:
+    """Return the info of a row from a dict of arrays with masks."""
+    keys = [key for key in infos if not key.startswith("_") and infos[f"_{key}"][at]]
+    return {key: info_of_row(infos[key], at) if isinstance(infos[key], dict) else infos[key][at] for key in keys}
 
 
 class Model:
     """An engine, the expected rows, and the pending call.
 
     Attributes:
-        pending: The kind of the pending call, and the check of its result.
-        in_flight: Rows that were sent and not received, with their expected values.
-        kept: The last saved state, how it is loaded, and the rows at that time.
-        armed: The interruption of the next call.
+        pending: The kind of the pending call, and a function that checks its result.
+        in_flight: The expected values of the rows that were sent and not received.
+        saved: The last saved states: whether from ``state_dict``, the state, and the expected rows at that time.
+        armed: The interruptions of the next calls.
     """
 
     def __init__(self, name: str) -> None:
-        self.setting = CHOICES[name]
+        self.setting = MODEL_SETTINGS[name]
         self.restart = "on_failure" in self.setting.options
         self.autoresets = self.setting.options.get("autoreset_mode") != "Disabled"
         if self.setting.options.get("context") == "forkserver":
-            self.setting.open().close()  # its fork server stays
-        self.known = children()
+            self.setting.open().close()  # starts the fork server, which stays
+        self.known = child_pids()
         self.log: list[object] = [name]
         self.tick = 0
         self.envs: Any = None
-        self.kept: list[tuple[bool, Any, list[Row]]] = []
+        self.saved: list[tuple[bool, Any, list[ExpectedRow]]] = []
+        self.was_interrupted = False
         self.open()
 
     def open(self) -> None:
         self.envs = self.setting.open()
-        self.rows = [Row(self.setting, index) for index in range(COUNT)]
+        self.rows = [ExpectedRow(self.setting, index) for index in range(COUNT)]
         self.pending: tuple[str, Callable[[Any], None]] | None = None
         self.in_flight: dict[int, tuple[Any, ...]] = {}
         self.armed: list[Interruption] = []
         self.recover()
-        self.proved = not self.setting.local
+        self.snapshots_verified = not self.setting.local_envs
 
-    def close_and_build(self, timeout: float | None, really: bool) -> None:
+    def close_and_reopen(self, timeout: float | None, really: bool) -> None:
         if really:
             self.close(timeout=timeout)
             self.open()
 
-    def prove(self) -> None:
-        """Prove snapshots exact now, because an exception of a trace function during a proof would count as the
-        environment's.
-        """
+    def verify_snapshots(self) -> None:
+        """Let the engine verify snapshots now: it would attribute an interruption of that to the environment."""
         self.envs.save()
-        self.proved = True
+        self.snapshots_verified = True
 
     def close(self, **options: Any) -> None:
         envs, self.envs = self.envs, None
@@ -200,51 +205,47 @@ class Model:
             with warnings.catch_warnings(), Watchdog(self.known, 5.0):
                 warnings.simplefilter("ignore")
                 envs.close(**options)
-        left = children() - self.known
-        kill(left)
-        for pid in left:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+        left = kill_children(self.known)
         assert not (left and envs is not None), f"processes {left} were left by close()"
 
-    # the state that every move needs
+    # --- helpers of the moves
 
-    def seed(self) -> int:
+    def new_seed(self) -> int:
         self.tick += 1
         return 100 * self.tick
 
     def recover(self) -> None:
-        """Reset with a seed after a fault; everything is known again."""
-        seed = self.seed()
+        """Reset with a seed after a fault, so that all expected values are known again."""
+        seed = self.new_seed()
         for _ in range(COUNT + 1):
             try:
                 observations, infos = self.envs.reset(seed=seed)
             except WorkerDied:
-                continue  # another failure that the model has not seen yet
-            self.all_began(infos, seed, range(COUNT))
+                continue  # another failure, which no call has reported yet
+            self.check_new_episodes(infos, seed, range(COUNT))
             break
-        # an environment loaded from another row reports that row until it is rebuilt
+        # an environment that was loaded from another row has the index of that row
         self.envs.set_attr("index", list(range(COUNT)))
         observations, _ = self.envs.reset(seed=seed)
         for index, row in enumerate(self.rows):
             row.env.index = index
-            wanted = row.reset(seed + index)[0]
-            assert np.array_equal(observations[index], wanted), f"after reset() env {index} says {observations[index]}"
+            expected = row.reset(seed + index)[0]
+            assert np.array_equal(observations[index], expected), f"after reset() env {index} returned {observations[index]}"
             row.next_seed = None
         if self.autoresets:
-            self.envs.set_next_options()  # an environment that failed has forgotten them, and the others have not
+            self.envs.set_next_options()  # drops those that environments still have, because failed ones have lost theirs
         self.pending = None
         self.in_flight = {}
 
-    def all_began(self, infos: dict[str, Any], seed: int, ids: Any) -> None:
-        """Check that these rows begin anew, without values from before. (``load`` may have changed their index.)"""
+    def check_new_episodes(self, infos: dict[str, Any], seed: int, ids: Any) -> None:
+        """Check that rows have begun episodes, by their infos. Ignore the index, which ``load`` may have changed."""
         assert {key.removeprefix("_") for key in infos} <= {"resets", "tag", "restarted"}, infos
         for index in ids:
             assert infos["resets"][index] == 1
             assert infos["tag"][index].partition(" ")[2] == f"reset {seed + index}.1", infos["tag"][index]
 
-    def guard(self, move: Callable[[], None]) -> None:
-        """Make a move with a time limit; it may fail if an environment of this process was hit itself."""
+    def make_move(self, move: Callable[[], None]) -> None:
+        """Make a move with a time limit. Tolerate the error of an environment in this process that was interrupted."""
         with Watchdog(self.known) as watchdog:
             try:
                 move()
@@ -253,154 +254,153 @@ class Model:
                     raise
                 COUNTS["resets"] = COUNTS.get("resets", 0) + 1
                 self.recover()
-                self.learn_calls()
+                self.read_call_counts()
             except Exception as error:
-                if watchdog.bit:
-                    raise Hung(f"it hung; after its workers were killed: {brief(error)}") from None
-                if isinstance(error, AssertionError) or not self.excused(error):
+                if watchdog.fired:
+                    raise HangError(f"the move hung; after its workers were killed: {describe_error(error)}") from None
+                if isinstance(error, AssertionError) or not self.is_tolerated(error):
                     raise
-                COUNTS["excused"] += 1
+                COUNTS["tolerated"] += 1
                 if self.envs._state.value != "default":
-                    raise AssertionError(f"the error came, and {self.envs._state.value} is still pending") from error
+                    raise AssertionError(f"the call has failed, but {self.envs._state.value} is still pending") from error
                 self.recover()
-        assert not watchdog.bit, "it went on only when its workers were killed"
+        assert not watchdog.fired, "the move ended only when its workers were killed"
 
-    def learn_calls(self) -> None:
-        """Read the effect of an interrupted call: it may have been carried out."""
+    def read_call_counts(self) -> None:
+        """Copy the call counts of the engine's environments, because an interrupted call may have been executed."""
         for name in ("calls", "marks", "mark"):
             for row, value in zip(self.rows, self.envs.get_attr(name), strict=True):
                 setattr(row.env, "_mark" if name == "mark" else name, value)
 
     def require_state(self, *, is_call: bool = False) -> None:
-        """Raise if an interruption left only a reset, or a call that may have been carried out."""
+        """Raise if an interruption allows only a reset, or has dropped a call, which may have been executed."""
         if needs_reset(self.envs) or (is_call and drops_calls(self.envs)):
             raise ResetNeeded
 
-    def excused(self, error: Exception) -> bool:
-        named = re.search(r"\benvs? \[?(\d+)", brief(error, whole=True))
-        return self.was_interrupted and bool(self.setting.local) and named is not None
+    def is_tolerated(self, error: Exception) -> bool:
+        """True if an environment in this process was interrupted, and the error names an environment."""
+        named = re.search(r"\benvs? \[?(\d+)", describe_error(error, whole=True))
+        return self.was_interrupted and bool(self.setting.local_envs) and named is not None
 
-    was_interrupted = False
-
-    def interruption(self) -> Any:
+    def next_interruption(self) -> Any:
         if not self.armed:
-            return UNDISTURBED
+            return UNINTERRUPTED
         COUNTS["interrupted"] += 1
         self.was_interrupted = True
         self.log.append(self.armed[0])
         return self.armed.pop(0)
 
-    def until_done(self, first: Callable[[], Any], again: Callable[[], Any] | None, kind: str) -> Any:
-        """Return the result of a call that may be interrupted: repeat it if it was not submitted, wait if it is pending.
+    def call_until_done(self, call: Callable[[], Any], wait: Callable[[], Any] | None, kind: str) -> Any:
+        """Make a call that may be interrupted: repeat it if it was not submitted, and wait if it is pending.
 
         Args:
-            first: Makes it.
-            again: Waits for it, as ``first`` does if they are the same; ``None``: ``first`` only submits a call.
-            kind: The state while it is pending.
+            call: Makes the call, or submits it, or waits for it.
+            wait: Waits for the result; ``None`` if ``call`` only submits.
+            kind: The state while the call is pending.
         """
-        todo, begun, before = first, False, len(self.envs.errors)
+        next_call, begun, errors_before = call, False, len(self.envs.errors)
         while True:
-            returned, result, interruption = False, None, self.interruption()
+            returned, result, interruption = False, None, self.next_interruption()
             with interruption:
-                result, returned = todo(), True
-            if interruption is not UNDISTURBED:
-                assert not interruption.swallowed or self.on_record(before), f"swallowed: {interruption}"
+                result, returned = next_call(), True
+            if interruption is not UNINTERRUPTED:
+                assert not interruption.swallowed or self.new_local_failures(errors_before), f"swallowed: {interruption}"
             if not returned:
-                begins = todo is first and first is not again  # otherwise only this process's own share can be lost
-                self.require_state(is_call=kind == "call" and (begins or bool(self.setting.local)))
+                submits = next_call is call and call is not wait  # a wait loses only results of the caller's own share
+                self.require_state(is_call=kind == "call" and (submits or bool(self.setting.local_envs)))
             state = self.envs._state.value
             if not returned and state == "default":
-                self.fell_into_an_environment(interruption)
+                self.raise_if_env_was_interrupted(interruption)
             if returned:
-                assert state == ("default" if again is not None else kind), state
+                assert state == ("default" if wait is not None else kind), state
                 return result
             assert state in ("default", kind), state
-            assert state == kind or not begun, "the answer is pending, and the state says default"
+            assert state == kind or not begun, "the call is pending, but the state is default"
             begun = begun or state == kind
             if begun:
-                if again is None:
+                if wait is None:
                     return None
-                todo = again
+                next_call = wait
 
-    def fell_into_an_environment(self, interruption: Any) -> None:
-        """True if the exception hit an environment in this process; its notes name the environment."""
-        if self.setting.local and re.search(r"\benvs? \[?(\d+)", getattr(interruption, "note", "")):
+    def raise_if_env_was_interrupted(self, interruption: Any) -> None:
+        """Raise if the notes of the interruption name an environment in this process: it was interrupted itself."""
+        if self.setting.local_envs and re.search(r"\benvs? \[?(\d+)", getattr(interruption, "note", "")):
             raise RuntimeError(interruption.note)
 
-    def on_record(self, before: int) -> list[int]:
-        """Return the environments of this process that have failed since that many records."""
-        return [record.env for record in list(self.envs.errors)[before:] if record.env in self.setting.local]
+    def new_local_failures(self, errors_before: int) -> list[int]:
+        """Return the environments in this process that failed after the first ``errors_before`` records."""
+        return [record.env for record in list(self.envs.errors)[errors_before:] if record.env in self.setting.local_envs]
 
-    def fell_into_what_was_dropped(self, before: int) -> None:
-        """True if a reset carried out a pending request of an environment that was hit: that failure is only on record."""
-        if (hit := self.on_record(before)) and self.was_interrupted:
+    def raise_if_dropped_step_was_interrupted(self, errors_before: int) -> None:
+        """Raise if a reset dropped a step that was interrupted in this process: only a record shows that failure."""
+        if (failed := self.new_local_failures(errors_before)) and self.was_interrupted:
             if self.envs._state.value == "reset":
                 self.envs.reset_wait()
-            raise RuntimeError(f"env {hit[0]} was interrupted in a step that a reset dropped")
+            raise RuntimeError(f"env {failed[0]} was interrupted in a step that a reset dropped")
 
-    def all_rows(self, result: tuple[Any, ...], wanted: list[tuple[Any, ...]]) -> None:
+    def check_rows(self, result: tuple[Any, ...], expected: list[tuple[Any, ...]]) -> None:
         for index in range(COUNT):
-            assert_row(result, index, wanted[index], f"env {index}")
+            assert_row(result, index, expected[index], f"env {index}")
 
     def actions(self, numbers: list[int]) -> Any:
         return self.setting.actions(numbers)
 
-    def action_of(self, number: int) -> Any:
+    def make_action(self, number: int) -> Any:
         return self.setting.actions([number])[0]
 
-    # moves
+    # --- moves
 
-    def stepped(self, numbers: list[int]) -> list[tuple[Any, ...]]:
-        return [row.step(self.action_of(number)) for row, number in zip(self.rows, numbers, strict=True)]
+    def expect_step(self, numbers: list[int]) -> list[tuple[Any, ...]]:
+        return [row.step(self.make_action(number)) for row, number in zip(self.rows, numbers, strict=True)]
 
     def step(self, numbers: list[int]) -> None:
-        wanted = self.stepped(numbers)
+        expected = self.expect_step(numbers)
         actions = self.actions(numbers)
-        self.all_rows(self.until_done(lambda: self.envs.step(actions), self.envs.step_wait, "step"), wanted)
+        self.check_rows(self.call_until_done(lambda: self.envs.step(actions), self.envs.step_wait, "step"), expected)
 
     def step_async(self, numbers: list[int]) -> None:
-        wanted = self.stepped(numbers)
+        expected = self.expect_step(numbers)
         actions = self.actions(numbers)
-        self.until_done(lambda: self.envs.step_async(actions), None, "step")
-        self.pending = "step", lambda result: self.all_rows(result, wanted)
+        self.call_until_done(lambda: self.envs.step_async(actions), None, "step")
+        self.pending = "step", lambda result: self.check_rows(result, expected)
 
-    def reset_rows(self, seed: int | None, mask: list[bool] | None) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
-        wanted = []
+    def expect_reset(self, seed: int | None, mask: list[bool] | None) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
+        expected = []
         for index, row in enumerate(self.rows):
             if mask is None or mask[index]:
-                wanted.append(row.reset(None if seed is None else seed + index))
+                expected.append(row.reset(None if seed is None else seed + index))
             else:
-                wanted.append((row.last, 0.0, False, False, {}))
+                expected.append((row.last, 0.0, False, False, {}))
         options = {} if mask is None else {"options": {"reset_mask": np.array(mask)}}
-        return {"seed": seed, **options}, wanted
+        return {"seed": seed, **options}, expected
 
     def reset(self, seed: int | None, mask: list[bool] | None) -> None:
-        arguments, wanted = self.reset_rows(seed, mask)
+        arguments, expected = self.expect_reset(seed, mask)
         before = len(self.envs.errors)
-        result = self.until_done(lambda: self.envs.reset(**arguments), self.envs.reset_wait, "reset")
-        self.fell_into_what_was_dropped(before)
-        self.all_rows(result, wanted)
+        result = self.call_until_done(lambda: self.envs.reset(**arguments), self.envs.reset_wait, "reset")
+        self.raise_if_dropped_step_was_interrupted(before)
+        self.check_rows(result, expected)
         self.in_flight = {}
 
     def reset_async(self, seed: int | None) -> None:
-        arguments, wanted = self.reset_rows(seed, None)
+        arguments, expected = self.expect_reset(seed, None)
         before = len(self.envs.errors)
-        self.until_done(lambda: self.envs.reset_async(**arguments), None, "reset")
-        self.fell_into_what_was_dropped(before)
+        self.call_until_done(lambda: self.envs.reset_async(**arguments), None, "reset")
+        self.raise_if_dropped_step_was_interrupted(before)
         self.in_flight = {}
-        self.launched = dict(enumerate(wanted))
-        self.pending = "reset", lambda result: self.all_rows(result, wanted)
+        self.expected_by_row = dict(enumerate(expected))
+        self.pending = "reset", lambda result: self.check_rows(result, expected)
 
     def wait(self, timeout: float | None) -> None:
-        """Wait for the pending call; if it is late, it stays pending."""
+        """Wait for the pending call. After a timeout it stays pending."""
         assert self.pending is not None
         kind, check = self.pending
         wait = getattr(self.envs, f"{kind}_wait")
         while True:
             try:
-                # with the same timeout again: a stopped worker continues only afterwards
+                # a repeated wait needs the same timeout, because a stopped worker continues only after this move
                 fetch = functools.partial(wait, timeout=timeout)
-                result = self.until_done(fetch, fetch, kind)
+                result = self.call_until_done(fetch, fetch, kind)
                 break
             except StepTimeout:
                 assert timeout is not None
@@ -409,69 +409,71 @@ class Model:
         self.pending = None
         check(result)
 
-    def call(self, name: str, begin_only: bool) -> None:
+    def call(self, name: str, submit_only: bool) -> None:
         self.tick += 1
         word, envs = f"word {self.tick}", self.envs
         plain = [row.env for row in self.rows]
 
-        def same(wanted: Any) -> Callable[[Any], None]:
+        def make_check(expected: Any) -> Callable[[Any], None]:
             def check(result: Any) -> None:
-                assert result == wanted, (result, wanted)
+                assert result == expected, (result, expected)
 
             return check
 
         if name == "get_attr":
-            same(tuple(env.marks for env in plain))(self.until_done(lambda: envs.get_attr("marks"), envs.call_wait, "call"))
+            result = self.call_until_done(lambda: envs.get_attr("marks"), envs.call_wait, "call")
+            make_check(tuple(env.marks for env in plain))(result)
         elif name == "set_attr":
             marks = [f"{word} of {index}" for index in range(COUNT)]
             for env, mark in zip(plain, marks, strict=True):
                 env.mark = mark
-            result = self.until_done(lambda: envs.set_attr("mark", marks), envs.call_wait, "call")
+            result = self.call_until_done(lambda: envs.set_attr("mark", marks), envs.call_wait, "call")
             assert result in (None, (None,) * COUNT)
             assert envs.get_attr("mark") == tuple(marks)
         elif name == "set_next_options" and not self.autoresets:
             with pytest.raises(ValueError, match="begins no episodes"):
                 envs.set_next_options()
         elif name == "set_next_options":
-            seeds = [None if (self.tick + index) % 3 == 0 else self.seed() for index in range(COUNT)]
+            seeds = [None if (self.tick + index) % 3 == 0 else self.new_seed() for index in range(COUNT)]
             for row, seed in zip(self.rows, seeds, strict=True):
                 row.next_seed = seed
-            result = self.until_done(lambda: envs.set_next_options(seed=seeds), envs.call_wait, "call")
+            result = self.call_until_done(lambda: envs.set_next_options(seed=seeds), envs.call_wait, "call")
             assert result in (None, (None,) * COUNT)
         elif name == "exec_func":
-            wanted = tuple(echo(env, word) if index in (0, 3) else None for index, env in enumerate(plain))
-            if begin_only:
-                self.until_done(lambda: envs.exec_func_send(echo, [3, 0], word), None, "call")
-                self.pending = "call", same(wanted)
+            expected = tuple(echo(env, word) if index in (0, 3) else None for index, env in enumerate(plain))
+            if submit_only:
+                self.call_until_done(lambda: envs.exec_func_send(echo, [3, 0], word), None, "call")
+                self.pending = "call", make_check(expected)
             else:
-                same(wanted)(self.until_done(lambda: envs.exec_func(echo, [3, 0], word), envs.call_wait, "call"))
+                result = self.call_until_done(lambda: envs.exec_func(echo, [3, 0], word), envs.call_wait, "call")
+                make_check(expected)(result)
         else:
-            wanted = tuple(echo(env, word) for env in plain)
-            if begin_only:
-                self.until_done(lambda: envs.call_async("echo", word), None, "call")
-                self.pending = "call", same(wanted)
+            expected = tuple(echo(env, word) for env in plain)
+            if submit_only:
+                self.call_until_done(lambda: envs.call_async("echo", word), None, "call")
+                self.pending = "call", make_check(expected)
             else:
-                same(wanted)(self.until_done(lambda: envs.call("echo", word), envs.call_wait, "call"))
+                make_check(expected)(self.call_until_done(lambda: envs.call("echo", word), envs.call_wait, "call"))
 
     def save(self, whole: bool) -> None:
-        """Save the state of all rows, for several later loads."""
-        found = self.until_done(self.envs.state_dict if whole else self.envs.save, self.envs.call_wait, "call")
-        self.kept = [*self.kept[-2:], (whole, found, copy.deepcopy(self.rows))]
+        """Save the state of all rows, and keep the last three states."""
+        state = self.call_until_done(self.envs.state_dict if whole else self.envs.save, self.envs.call_wait, "call")
+        self.saved = [*self.saved[-2:], (whole, state, copy.deepcopy(self.rows))]
 
     def load(self, which: int, ids: list[int]) -> None:
-        """Load the saved state into some rows or all, each from its own or all from one."""
-        whole, kept, then = self.kept[which % len(self.kept)]
+        """Load a saved state into all rows, or the snapshot of one row into some rows."""
+        whole, state, rows = self.saved[which % len(self.saved)]
         if whole:
-            ids, load = list(range(COUNT)), lambda: self.envs.load_state_dict(kept)
+            ids, load = list(range(COUNT)), lambda: self.envs.load_state_dict(state)
         elif len(ids) == COUNT:
-            load = lambda: self.envs.load([kept[index] for index in ids], ids)  # noqa: E731
+            load = lambda: self.envs.load([state[index] for index in ids], ids)  # noqa: E731
         else:
-            then = [then[ids[0]]] * COUNT
-            load = lambda: self.envs.load(kept[ids[0]], ids)  # noqa: E731
-        observations = self.until_done(load, self.envs.call_wait, "call")
+            rows = [rows[ids[0]]] * COUNT
+            load = lambda: self.envs.load(state[ids[0]], ids)  # noqa: E731
+        observations = self.call_until_done(load, self.envs.call_wait, "call")
         for at, index in enumerate(ids):
-            self.rows[index] = copy.deepcopy(then[index])
-            assert np.array_equal(observations[at], then[index].last), f"env {index} was loaded and says {observations[at]}"
+            self.rows[index] = copy.deepcopy(rows[index])
+            assert np.array_equal(observations[at], rows[index].last), f"loaded env {index} returned {observations[at]}"
 
     def send(self, ids: list[int], numbers: list[int]) -> None:
         ids = [index for index in ids if index not in self.in_flight]
@@ -480,134 +482,134 @@ class Model:
         numbers = numbers[: len(ids)]
         actions, before = self.actions(numbers), in_flight(self.envs)
         while True:
-            with self.interruption():
+            with self.next_interruption():
                 self.envs.send(actions, np.array(ids))
             self.require_state()
-            more = in_flight(self.envs) - before
-            assert more in (0, len(ids)), f"{more} of {len(ids)} rows were sent"
-            if more:
+            sent = in_flight(self.envs) - before
+            assert sent in (0, len(ids)), f"{sent} of {len(ids)} rows were sent"
+            if sent:
                 break
         for index, number in zip(ids, numbers, strict=True):
-            self.in_flight[index] = self.rows[index].step(self.action_of(number))
+            self.in_flight[index] = self.rows[index].step(self.make_action(number))
 
     def recv(self, timeout: float | None) -> None:
         result = None
         while result is None:
             try:
-                interruption = self.interruption()
+                interruption = self.next_interruption()
                 with interruption:
                     result = self.envs.recv(timeout)
                 if result is None:
                     self.require_state()
-                    self.fell_into_an_environment(interruption)
+                    self.raise_if_env_was_interrupted(interruption)
             except StepTimeout:
                 assert timeout is not None
                 timeout = None
         if self.pending is not None:  # a reset, received row by row
-            self.in_flight, self.pending = self.launched, None
+            self.in_flight, self.pending = self.expected_by_row, None
         ids = result[-1]["env_id"].tolist()
         assert len(set(ids)) == BATCH
         for at, index in enumerate(ids):
             assert index in self.in_flight, f"row {index} was received without being in flight"
             assert_row(result, at, self.in_flight.pop(index), f"env {index}")
 
-    def go_wrong(self, numbers: list[int]) -> None:
+    def step_with_faults(self, numbers: list[int]) -> None:
         """Make a step in which some environments raise, and some kill their worker with all its rows."""
         self.recover()
-        if self.setting.local:  # the caller's own share has no worker to kill
+        if self.setting.local_envs:  # the caller's own share has no worker to kill
             numbers = [RAISE if number == DIE else number for number in numbers]
         raising = {index for index, number in enumerate(numbers) if number == RAISE}
-        dying = {index for index, number in enumerate(numbers) if number == DIE}
+        killing = {index for index, number in enumerate(numbers) if number == DIE}
         lost = {
             row
             for worker in range(len(self.worker_pids()))
-            for row in self.rows_of(worker)
-            if dying & {*self.rows_of(worker)}
+            for row in self.worker_rows(worker)
+            if killing & {*self.worker_rows(worker)}
         }
-        self.remember()
-        calm = [1 if index in raising | lost else number for index, number in enumerate(numbers)]
-        wanted = self.stepped(calm)
+        self.keep_last_rows()
+        harmless = [1 if index in raising | lost else number for index, number in enumerate(numbers)]
+        expected = self.expect_step(harmless)
         if self.restart:
-            self.restarted(self.envs.step(self.actions(numbers)), wanted, raising | lost)
+            self.check_restarted(self.envs.step(self.actions(numbers)), expected, raising | lost)
         else:
             with pytest.raises((ValueError, WorkerDied)) as raised:
                 self.envs.step(self.actions(numbers))
-            text = brief(raised.value, whole=True)
-            assert raising - lost <= rows_in(text), text
+            text = describe_error(raised.value, whole=True)
+            assert raising - lost <= parse_rows(text), text
             assert bool(lost) == ("died during step" in text), text
             assert raising - lost or set(raised.value.envs) == lost, text  # type: ignore[attr-defined]
             with pytest.raises(EnvFailed):
                 self.envs.step(self.actions([1] * COUNT))
         self.recover()
 
-    def remember(self) -> None:
-        """Return the last values of every row."""
-        self.handed = [copy.copy(row.last) for row in self.rows]
+    def keep_last_rows(self) -> None:
+        """Copy the last observation of each row to ``last_rows``."""
+        self.last_rows = [copy.copy(row.last) for row in self.rows]
 
-    def restarted(self, result: tuple[Any, ...], wanted: list[tuple[Any, ...]], lost: set[int]) -> None:
+    def check_restarted(self, result: tuple[Any, ...], expected: list[tuple[Any, ...]], lost: set[int]) -> None:
         for index in range(COUNT):
             if index in lost:
                 assert (result[1][index], result[2][index], result[3][index]) == (0.0, False, True)
                 assert result[4]["restarted"][index]
-                assert np.array_equal(result[4]["final_obs"][index], self.handed[index])
+                assert np.array_equal(result[4]["final_obs"][index], self.last_rows[index])
             else:
-                assert_row(result, index, wanted[index], f"env {index}")
+                assert_row(result, index, expected[index], f"env {index}")
 
     def worker_pids(self) -> list[int]:
         return [process.pid for process in self.envs.processes]
 
-    def die(self, which: int, discovered: str) -> None:
-        """Kill a worker silently; a step, a call or a reset notices it."""
+    def kill_idle_worker(self, which: int, noticed_by: str) -> None:
+        """Kill an idle worker, and let a step, a call or a reset notice its death."""
         self.recover()
         pids = self.worker_pids()
-        victim = which % len(pids)
-        os.kill(pids[victim], signal.SIGKILL)
-        assert not still_running([pids[victim]], PATIENCE)
-        self.remember()
-        rows = self.rows_of(victim)
-        if discovered == "step":
-            wanted = [row.step(self.action_of(1)) for row in self.rows]
+        worker = which % len(pids)
+        os.kill(pids[worker], signal.SIGKILL)
+        assert not still_running([pids[worker]], WAIT_SECONDS)
+        self.keep_last_rows()
+        rows = self.worker_rows(worker)
+        if noticed_by == "step":
+            expected = [row.step(self.make_action(1)) for row in self.rows]
             if self.restart:
-                self.restarted(self.envs.step(self.actions([1] * COUNT)), wanted, set(rows))
+                self.check_restarted(self.envs.step(self.actions([1] * COUNT)), expected, set(rows))
             else:
                 with pytest.raises(WorkerDied):
                     self.envs.step(self.actions([1] * COUNT))
-        elif discovered == "call":
+        elif noticed_by == "call":
             with pytest.raises((WorkerDied, EnvFailed)):
                 self.envs.call("echo", "x")
-        elif discovered == "reset of some":
-            self.reset_around(rows, which)
+        elif noticed_by == "reset of some":
+            self.reset_rows_of_dead_worker(rows, which)
         self.recover()
 
-    def rows_of(self, worker: int) -> list[int]:
+    def worker_rows(self, worker: int) -> list[int]:
         share = COUNT // len(self.worker_pids())
         return list(range(worker * share, (worker + 1) * share))
 
-    def reset_around(self, lost: list[int], which: int) -> None:
+    def reset_rows_of_dead_worker(self, lost: list[int], which: int) -> None:
         """Reset rows of a dead worker, with another row or not, by a mask or by index."""
         chosen = sorted({*lost, which})
         others = [index for index in range(COUNT) if index not in chosen]
         for _ in range(2):
-            seed = self.seed()
+            seed = self.new_seed()
             mask = np.isin(np.arange(COUNT), chosen)
             try:
                 observations, infos = self.envs.reset(seed=seed, options={"reset_mask": mask})
                 break
             except WorkerDied:
                 assert not self.restart
-        self.all_began(infos, seed, chosen)
+        self.check_new_episodes(infos, seed, chosen)
         assert not infos["_tag"][others].any()
         for index in others:
-            assert np.array_equal(observations[index], self.handed[index])
+            assert np.array_equal(observations[index], self.last_rows[index])
 
-    def die_in_flight(self, which: int) -> None:
-        """Kill a worker, twice, while rows are received one by one."""
+    def kill_worker_in_flight(self, which: int) -> None:
+        """Kill a worker before its rows are sent and received, with restarts twice."""
         self.recover()
-        self.remember()
-        victim = which % len(self.worker_pids())
+        self.keep_last_rows()
+        worker = which % len(self.worker_pids())
         for _ in range(2 if self.restart else 1):
-            os.kill(self.worker_pids()[victim], signal.SIGKILL)
-            expected = [row.step(self.action_of(1)) for row in self.rows]
+            os.kill(self.worker_pids()[worker], signal.SIGKILL)
+            expected = [row.step(self.make_action(1)) for row in self.rows]
             self.envs.send(self.actions([1] * COUNT), np.arange(COUNT))
             seen: set[int] = set()
             died = False
@@ -623,67 +625,67 @@ class Model:
                     assert index not in seen
                     seen.add(index)
                     if result[4].get("_restarted", np.zeros(BATCH, bool))[at]:
-                        assert index in self.rows_of(victim)
-                        assert np.array_equal(result[4]["final_obs"][at], self.handed[index])
+                        assert index in self.worker_rows(worker)
+                        assert np.array_equal(result[4]["final_obs"][at], self.last_rows[index])
                         begun = self.setting.options.get("autoreset_mode") == "SameStep"
-                        assert np.array_equal(result[0][at], self.handed[index]) != begun
+                        assert np.array_equal(result[0][at], self.last_rows[index]) != begun
                         assert result[3][at]
                     else:
-                        assert index not in self.rows_of(victim)
+                        assert index not in self.worker_rows(worker)
                         assert_row(result, at, expected[index], f"env {index}")
-                    self.handed[index] = copy.copy(result[0][at])
+                    self.last_rows[index] = copy.copy(result[0][at])
             assert died or seen == set(range(COUNT))
         self.recover()
 
     def abandon(self, which: int) -> None:
-        """Abandon a row; the call may be interrupted and repeated."""
+        """Abandon a row, and repeat the call if it was interrupted."""
         while True:
             returned = False
-            with self.interruption():
+            with self.next_interruption():
                 self.envs.abandon([which])
                 returned = True
             self.require_state()
             if returned:
                 return
 
-    def die_at_work(self, which: int, abandoned: bool) -> None:
-        """Kill a worker during a step, or abandon its row, after it has replied or before."""
+    def end_worker_in_step(self, which: int, abandoned: bool) -> None:
+        """Kill a worker during a step, or abandon one of its rows, before or after it has replied."""
         self.recover()
         pids = self.worker_pids()
-        self.remember()
-        wanted = [row.step(self.action_of(1)) for row in self.rows]
+        self.keep_last_rows()
+        expected = [row.step(self.make_action(1)) for row in self.rows]
         self.envs.step_async(self.actions([1] * COUNT))
-        victim = which % len(pids)
+        worker = which % len(pids)
         if abandoned:
-            self.abandon(victim * (COUNT // len(pids)))
+            self.abandon(worker * (COUNT // len(pids)))
         else:
-            os.kill(pids[victim], signal.SIGKILL)
+            os.kill(pids[worker], signal.SIGKILL)
         try:
-            result = self.until_done(self.envs.step_wait, self.envs.step_wait, "step")
+            result = self.call_until_done(self.envs.step_wait, self.envs.step_wait, "step")
         except WorkerDied:
             assert not self.restart
         else:
             lost = set(np.flatnonzero(result[4].get("_restarted", np.zeros(COUNT, bool))).tolist())
             assert self.restart or not lost
-            self.restarted(result, wanted, lost)
-        assert abandoned or not still_running([pids[victim]], PATIENCE)
+            self.check_restarted(result, expected, lost)
+        assert abandoned or not still_running([pids[worker]], WAIT_SECONDS)
         self.recover()
 
-    def stop_and_go(self, which: int, numbers: list[int]) -> None:
-        """Stop a worker until its reply is late, and continue it."""
+    def stop_and_continue_worker(self, which: int, numbers: list[int]) -> None:
+        """Stop a worker until a wait has timed out, and continue it."""
         pids = self.worker_pids()
-        victim = pids[which % len(pids)]
-        os.kill(victim, signal.SIGSTOP)
+        worker = pids[which % len(pids)]
+        os.kill(worker, signal.SIGSTOP)
         try:
             self.step_async(numbers)
             self.wait(0.02)
         finally:
-            os.kill(victim, signal.SIGCONT)
+            os.kill(worker, signal.SIGCONT)
         if self.pending is not None:
             self.wait(None)
 
     def wrong_calls(self) -> None:
-        """Make calls out of order: they are refused and change nothing."""
+        """Make calls out of order, which must raise and change nothing."""
         envs = self.envs
         waits = {kind: getattr(envs, f"{kind}_wait") for kind in ("step", "reset", "call")}
         if self.pending is not None:
@@ -709,55 +711,60 @@ class Model:
                 envs.send(self.actions([1]), np.array([next(iter(self.in_flight))]))
 
 
-NUMBERS = st.lists(st.integers(0, RAISE - 1), min_size=COUNT, max_size=COUNT)
-WRONG = st.lists(st.sampled_from([0, 1, 2, 3, RAISE, RAISE, DIE]), min_size=COUNT, max_size=COUNT).filter(
+ACTIONS = st.lists(st.integers(0, RAISE - 1), min_size=COUNT, max_size=COUNT)
+FAULTY_ACTIONS = st.lists(st.sampled_from([0, 1, 2, 3, RAISE, RAISE, DIE]), min_size=COUNT, max_size=COUNT).filter(
     lambda numbers: max(numbers) >= RAISE
 )
 CALLS = ["call", "get_attr", "set_attr", "set_next_options", "exec_func"]
-DISCOVERED = ["step", "call", "reset", "reset of some"]
+NOTICED_BY = ["step", "call", "reset", "reset of some"]
+MASKS = st.lists(st.booleans(), min_size=COUNT, max_size=COUNT).filter(any)
 SEEDS = st.one_of(st.none(), st.integers(10, 99))
 
 
-def chosen(most: int) -> st.SearchStrategy[list[int]]:
-    """Return some rows, in any order."""
-    return st.builds(lambda order, many: order[:many], st.permutations(range(most)), st.integers(1, most))
+def some_rows(count: int) -> st.SearchStrategy[list[int]]:
+    """Return a strategy for one or more of ``count`` rows, in any order."""
+    return st.builds(lambda order, length: order[:length], st.permutations(range(count)), st.integers(1, count))
 
 
-def idle(model: Model) -> bool:
+def is_idle(model: Model) -> bool:
     return model.pending is None and not model.in_flight
 
 
+def has_idle_workers(model: Model) -> bool:
+    return is_idle(model) and not model.setting.local_envs
+
+
 def may_fail(model: Model) -> bool:
-    return idle(model) and not model.armed
+    return is_idle(model) and not model.armed
 
 
 def may_kill(model: Model) -> bool:
-    return may_fail(model) and not model.setting.local
+    return may_fail(model) and not model.setting.local_envs
 
 
-def a_move(name: str, condition: Callable[[Model], Any] = lambda model: True, /, **arguments: Any) -> Any:
-    """Declare a rule that is a move of the model if it is possible now, and does nothing otherwise.
+def move_rule(name: str, condition: Callable[[Model], Any] = lambda model: True, /, **arguments: Any) -> Any:
+    """Declare a rule that makes a move of the model if the condition is true, and does nothing otherwise.
 
-    It is not a precondition, because the pending state depends on timing, and hypothesis could not repeat its draws.
+    The condition is not a hypothesis precondition, because it depends on timing, and hypothesis could not repeat its draws.
     """
 
-    def play(self: Calm, **drawn: Any) -> None:
+    def make_move(self: FaultMachine, **drawn: Any) -> None:
         if condition(self.model):
             self.move(f"{name}({', '.join(map(str, drawn.values()))})", lambda: getattr(self.model, name)(**drawn))
 
-    return rule(**arguments)(play)
+    return rule(**arguments)(make_move)
 
 
 WORKER = st.integers(0, COUNT - 1)
-SELDOM = st.sampled_from([False, False, False, True])  # it takes longer than all others
+RARELY = st.sampled_from([False, False, False, True])  # this move takes longer than all others
 
 
-class Calm(RuleBasedStateMachine):
-    """A hypothesis state machine with all faults, and without interruptions."""
+class FaultMachine(RuleBasedStateMachine):
+    """A hypothesis state machine with all faults, but without interruptions."""
 
     model: Model
 
-    @initialize(name=st.sampled_from(sorted(CHOICES)))
+    @initialize(name=st.sampled_from(sorted(MODEL_SETTINGS)))
     def start(self, name: str) -> None:
         COUNTS["runs"] += 1
         self.model = Model(name)
@@ -768,7 +775,7 @@ class Calm(RuleBasedStateMachine):
         model.log.append(text)
         model.was_interrupted = False
         try:
-            model.guard(move)
+            model.make_move(move)
         except BaseException as error:
             note("; ".join(map(str, model.log[-25:])))
             error.add_note("the last moves: " + "; ".join(map(str, model.log[-12:])))
@@ -776,37 +783,37 @@ class Calm(RuleBasedStateMachine):
         if model.was_interrupted:
             model.armed = []
 
-    step = a_move("step", idle, numbers=NUMBERS)
-    step_async = a_move("step_async", idle, numbers=NUMBERS)
-    reset = a_move("reset", lambda model: model.pending is None, seed=SEEDS, mask=st.none())
-    reset_some = a_move("reset", idle, seed=SEEDS, mask=st.lists(st.booleans(), min_size=COUNT, max_size=COUNT).filter(any))
-    reset_async = a_move("reset_async", idle, seed=SEEDS)
-    wait = a_move("wait", lambda model: model.pending is not None, timeout=st.sampled_from(POLLS))
-    call = a_move("call", idle, name=st.sampled_from(CALLS), begin_only=st.booleans())
-    save = a_move("save", idle, whole=st.booleans())
-    load = a_move("load", lambda model: idle(model) and model.kept, which=st.integers(0, 2), ids=chosen(COUNT))
-    send = a_move(
-        "send", lambda model: model.pending is None and len(model.in_flight) < COUNT, ids=chosen(COUNT), numbers=NUMBERS
+    step = move_rule("step", is_idle, numbers=ACTIONS)
+    step_async = move_rule("step_async", is_idle, numbers=ACTIONS)
+    reset = move_rule("reset", lambda model: model.pending is None, seed=SEEDS, mask=st.none())
+    reset_some = move_rule("reset", is_idle, seed=SEEDS, mask=MASKS)
+    reset_async = move_rule("reset_async", is_idle, seed=SEEDS)
+    wait = move_rule("wait", lambda model: model.pending is not None, timeout=st.sampled_from(TIMEOUTS))
+    call = move_rule("call", is_idle, name=st.sampled_from(CALLS), submit_only=st.booleans())
+    save = move_rule("save", is_idle, whole=st.booleans())
+    load = move_rule("load", lambda model: is_idle(model) and model.saved, which=st.integers(0, 2), ids=some_rows(COUNT))
+    send = move_rule(
+        "send", lambda model: model.pending is None and len(model.in_flight) < COUNT, ids=some_rows(COUNT), numbers=ACTIONS
     )
-    recv = a_move(
+    recv = move_rule(
         "recv", lambda model: len(model.in_flight) >= BATCH or (model.pending or " ")[0] == "reset",
-        timeout=st.sampled_from(POLLS),
+        timeout=st.sampled_from(TIMEOUTS),
     )  # fmt: skip
-    environments_fail = a_move("go_wrong", may_fail, numbers=WRONG)
-    a_worker_is_killed = a_move("die", may_kill, which=WORKER, discovered=st.sampled_from(DISCOVERED))
-    a_worker_is_killed_at_work = a_move("die_at_work", may_kill, which=WORKER, abandoned=st.just(False))
-    a_worker_is_killed_in_flight = a_move("die_in_flight", may_kill, which=WORKER)
-    a_worker_is_abandoned = a_move(
-        "die_at_work", lambda model: idle(model) and not model.setting.local, which=WORKER, abandoned=st.just(True)
+    step_with_faults = move_rule("step_with_faults", may_fail, numbers=FAULTY_ACTIONS)
+    kill_idle_worker = move_rule("kill_idle_worker", may_kill, which=WORKER, noticed_by=st.sampled_from(NOTICED_BY))
+    kill_worker_in_step = move_rule("end_worker_in_step", may_kill, which=WORKER, abandoned=st.just(False))
+    kill_worker_in_flight = move_rule("kill_worker_in_flight", may_kill, which=WORKER)
+    abandon = move_rule(
+        "end_worker_in_step", has_idle_workers, which=WORKER, abandoned=st.just(True)
     )
-    a_worker_is_stopped = a_move(
-        "stop_and_go", lambda model: idle(model) and not model.setting.local, which=WORKER, numbers=NUMBERS
+    stop_and_continue_worker = move_rule(
+        "stop_and_continue_worker", has_idle_workers, which=WORKER, numbers=ACTIONS
     )
-    wrong_calls = a_move("wrong_calls")
-    close_and_build = a_move("close_and_build", timeout=st.sampled_from([None, 1.0]), really=SELDOM)
+    wrong_calls = move_rule("wrong_calls")
+    close_and_reopen = move_rule("close_and_reopen", timeout=st.sampled_from([None, 1.0]), really=RARELY)
 
     @invariant()
-    def the_state_is_what_is_pending(self) -> None:
+    def state_names_the_pending_call(self) -> None:
         model = getattr(self, "model", None)
         if model is None or model.envs is None:
             return
@@ -820,50 +827,51 @@ class Calm(RuleBasedStateMachine):
             model.close(terminate=sys.exc_info()[0] is not None)
 
 
-def rows_in(text: str) -> set[int]:
-    """The rows that a text names: ``env 3``, ``envs 1-3, 7``."""
+def parse_rows(text: str) -> set[int]:
+    """Return the rows that a text names, as in ``env 3`` or ``envs 1-3, 7``."""
     listed = " ".join(re.findall(r"\benvs? (\d[-\d, ]*)", text))
     spans = re.findall(r"(\d+)(?:-(\d+))?", listed)
     return {row for first, last in spans for row in range(int(first), int(last or first) + 1)}
 
 
-class Machine(Calm):
+class InterruptionMachine(FaultMachine):
     """A hypothesis state machine with all faults and with interruptions."""
 
     @rule(
         kind=st.sampled_from(["line", "call"]), moment=st.integers(0, 160), again=st.integers(0, 60),
         error=st.sampled_from([KeyboardInterrupt, Stopped]),
     )  # fmt: skip
-    def interrupt_the_next_call(self, kind: str, moment: int, again: int, error: type[BaseException]) -> None:
+    def interrupt_next_call(self, kind: str, moment: int, again: int, error: type[BaseException]) -> None:
         if self.model.armed:
             return
-        if not self.model.proved:
-            if not idle(self.model):
+        if not self.model.snapshots_verified:
+            if not is_idle(self.model):
                 return
-            self.move("prove", self.model.prove)
-        files = within(self.model.setting)
+            self.move("verify_snapshots", self.model.verify_snapshots)
+        files = interruptible_files(self.model.setting)
         self.model.armed = [Interruption(kind, moment, error, files)]
         if again < 20:
             self.model.armed.append(Interruption(kind, again, Stopped, files))
 
     @rule(delay=st.floats(1e-5, 3e-3), again=st.booleans())
-    def a_timer_goes_off_in_the_next_call(self, delay: float, again: bool) -> None:
-        """Set a real timer with a handler that raises in the next call."""
-        self.model.armed = self.model.armed or [AtRandom("ALARM", delay), *([AtRandom("ALARM", delay / 3)] if again else [])]
+    def interrupt_next_call_by_timer(self, delay: float, again: bool) -> None:
+        """Let a real timer with a handler that raises expire in the next call."""
+        delays = [delay, delay / 3] if again else [delay]
+        self.model.armed = self.model.armed or [SignalInterruption("ALARM", seconds) for seconds in delays]
 
 
 @contextlib.contextmanager
-def alarms() -> Iterator[None]:
-    """Allow a real signal to raise in the calls that :class:`AtRandom` guards."""
+def interrupting_signals() -> Iterator[None]:
+    """Allow a real signal to raise in the calls that :class:`SignalInterruption` surrounds."""
     with pythons_own_ctrl_c(), contextlib.ExitStack() as stack:
-        stack.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, alarmed))
+        stack.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, handle_signal))
         stack.callback(setattr, sys, "unraisablehook", sys.unraisablehook)
-        sys.unraisablehook = ignored  # a timer that fires in a finalizer, or in a call of the collector
+        sys.unraisablehook = handle_unraisable  # for an exception in a finalizer, or during garbage collection
         yield
 
 
-def play(machine: type[Calm], examples: int, moves: int) -> None:
-    with alarms():
+def run_machine(machine: type[FaultMachine], examples: int, moves: int) -> None:
+    with interrupting_signals():
         run_state_machine_as_test(
             machine,
             settings=settings(
@@ -878,7 +886,7 @@ def play(machine: type[Calm], examples: int, moves: int) -> None:
 
 
 def send_and_receive(model: Model) -> None:
-    """Send and receive rows; the interrupted wait is the one for the last of them."""
+    """Send and receive rows; only the last wait is interrupted."""
     armed, model.armed = model.armed, []
     model.send([3, 0, 2, 1], [1, 2, 3, 4])
     model.recv(None)
@@ -886,7 +894,7 @@ def send_and_receive(model: Model) -> None:
     model.recv(None)
 
 
-EXAMPLES: dict[str, Callable[[Model], None]] = {
+CALLS_THAT_WAIT: dict[str, Callable[[Model], None]] = {
     "step": lambda model: model.step([1, 2, 3, 4]),
     "reset": lambda model: model.reset(50, None),
     "reset of some": lambda model: model.reset(50, [True, False, True, False]),
@@ -899,24 +907,26 @@ EXAMPLES: dict[str, Callable[[Model], None]] = {
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("choice", "call"),
-    each_once(["one worker", "two workers", "max_concurrency", "list actions", "restart", "same step"], list(EXAMPLES)),
+    each_once(
+        ["one worker", "two workers", "max_concurrency", "list actions", "restart", "same step"], list(CALLS_THAT_WAIT)
+    ),
 )
-def test_time_limit_during_a_wait_loses_nothing(choice: str, call: str) -> None:
-    """A worker is stopped for a moment, and the call that waits for it is interrupted, twice."""
-    with alarms():
+def test_call_interrupted_twice_during_its_wait_returns_its_result(choice: str, call: str) -> None:
+    """A worker is stopped for half a second, and a timer interrupts the call that waits for it twice."""
+    with interrupting_signals():
         model = Model(choice)
         pid = model.worker_pids()[-1]
-        go_on = threading.Timer(0.5, os.kill, (pid, signal.SIGCONT))
+        continue_worker = threading.Timer(0.5, os.kill, (pid, signal.SIGCONT))
         try:
             model.step([1, 2, 3, 4])
             os.kill(pid, signal.SIGSTOP)
-            go_on.start()
-            model.armed = [AtRandom("ALARM", 0.1), AtRandom("ALARM", 0.1)]
-            model.guard(lambda: EXAMPLES[call](model))
+            continue_worker.start()
+            model.armed = [SignalInterruption("ALARM", 0.1), SignalInterruption("ALARM", 0.1)]
+            model.make_move(lambda: CALLS_THAT_WAIT[call](model))
             model.armed = []
             model.step([4, 3, 2, 1])
         finally:
-            go_on.join()
+            continue_worker.join()
             model.close(terminate=True)
 
 
@@ -926,7 +936,7 @@ def test_time_limit_during_a_wait_loses_nothing(choice: str, call: str) -> None:
 def test_several_failures_in_one_step_are_all_reported(choice: str, numbers: list[int]) -> None:
     model = Model(choice)
     try:
-        model.go_wrong(numbers)
+        model.step_with_faults(numbers)
         model.step([1, 2, 3, 4])
     finally:
         model.close(terminate=True)
@@ -934,40 +944,40 @@ def test_several_failures_in_one_step_are_all_reported(choice: str, numbers: lis
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("runs", [3, pytest.param(20, marks=pytest.mark.long)])
-def test_any_order(runs: int) -> None:
-    """A few runs with all faults and interruptions."""
-    play(Machine, runs, 50)
+def test_calls_in_any_order_match_the_model(runs: int) -> None:
+    """All faults and interruptions occur."""
+    run_machine(InterruptionMachine, runs, 50)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("runs", [2, pytest.param(6, marks=pytest.mark.long)])
-def test_any_order_without_interruptions(runs: int) -> None:
-    """The same runs undisturbed: the model holds for an engine without interruptions."""
-    play(Calm, runs, 50)
+def test_uninterrupted_calls_in_any_order_match_the_model(runs: int) -> None:
+    """All faults occur, but no interruptions."""
+    run_machine(FaultMachine, runs, 50)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(10**6)
-def test_any_order_soak() -> None:
-    """Runs for ``VECENV_SOAK_SECONDS``."""
+def test_calls_in_any_order_match_the_model_soak() -> None:
+    """The test runs for ``VECENV_SOAK_SECONDS``."""
     deadline = time.monotonic() + float(os.environ.get("VECENV_SOAK_SECONDS", "3600"))
     COUNTS.update(dict.fromkeys(COUNTS, 0))
     try:
         while time.monotonic() < deadline:
-            play(Machine, 20, 100)
+            run_machine(InterruptionMachine, 20, 100)
     finally:
         print(", ".join(f"{count} {name}" for name, count in COUNTS.items()))
 
 
 def main(runs: int) -> None:
-    """Make this many runs, or until one fails."""
+    """Make ``runs`` runs, or stop at the first that fails."""
     started = time.monotonic()
     try:
         while COUNTS["runs"] < runs:
-            play(Machine, min(20, runs - COUNTS["runs"]), 50)
+            run_machine(InterruptionMachine, min(20, runs - COUNTS["runs"]), 50)
             print(f"{time.monotonic() - started:.0f} s:", COUNTS, flush=True)
     finally:
-        print("the end:", COUNTS, flush=True)
+        print("total:", COUNTS, flush=True)
 
 
 if __name__ == "__main__":

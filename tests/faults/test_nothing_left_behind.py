@@ -1,4 +1,4 @@
-"""The fixture around every test detects what it should."""
+"""Tests of the fixture ``nothing_left_behind``: it detects processes, descriptors, threads and shared memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observe import FAULTS, METHODS, PATIENCE, still_running
+from observe import FAULT_MARKS, METHODS, WAIT_SECONDS, still_running
 
-pytestmark = FAULTS
+pytestmark = FAULT_MARKS
 
 Stock = Callable[[], Any]
 
@@ -30,13 +30,13 @@ def test_process_is_detected(take_stock: Stock) -> None:
 
 
 def test_grandchild_in_its_own_session_is_detected(take_stock: Stock) -> None:
-    """Its parent has ended and its session is another: it would be lost if this process did not adopt it."""
+    """The test process is a subreaper: it adopts a process that has no parent and another session."""
     before = take_stock()
     subprocess.run(["sh", "-c", "setsid sleep 30 & exit 0"], check=True)
     (text,) = take_stock().beyond(before)["processes"]
     pid = int(text.removeprefix("pid ").partition(":")[0])
     os.kill(pid, signal.SIGKILL)
-    assert not still_running([pid], PATIENCE)
+    assert not still_running([pid], WAIT_SECONDS)
     assert not take_stock().beyond(before)
 
 
@@ -44,7 +44,7 @@ def test_zombie_is_detected(take_stock: Stock) -> None:
     before = take_stock()
     child = multiprocessing.get_context("fork").Process(target=os.getpid)
     child.start()
-    assert not still_running([child.pid], PATIENCE)
+    assert not still_running([child.pid], WAIT_SECONDS)
     assert any("never joined" in text for text in take_stock().beyond(before)["processes"])
     child.join()
     child.close()
@@ -62,20 +62,20 @@ def test_descriptor_is_detected(take_stock: Stock) -> None:
 
 def test_thread_is_detected(take_stock: Stock) -> None:
     before = take_stock()
-    enough = threading.Event()
-    thread = threading.Thread(target=enough.wait, name="forgotten")
+    may_end = threading.Event()
+    thread = threading.Thread(target=may_end.wait, name="forgotten")
     thread.start()
     assert any("forgotten" in text for text in take_stock().beyond(before)["threads"])
-    enough.set()
+    may_end.set()
     thread.join()
     deadline = time.monotonic() + 2
     while take_stock().beyond(before) and time.monotonic() < deadline:
-        time.sleep(0.001)  # the kernel's thread ends a little after Python's
+        time.sleep(0.001)  # the thread ends in the kernel a little later than in Python
     assert not take_stock().beyond(before)
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no /dev/shm on this system")
-def test_entry_of_shared_memory_is_detected(take_stock: Stock) -> None:
+def test_file_in_dev_shm_is_detected(take_stock: Stock) -> None:
     before = take_stock()
     path = Path(f"/dev/shm/vecenv-test-{os.getpid()}")
     path.touch()
@@ -87,8 +87,8 @@ def test_entry_of_shared_memory_is_detected(take_stock: Stock) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_multiprocessing_processes_are_tolerated(method: str, take_stock: Stock) -> None:
-    """Its fork server and its resource tracker stay by design, and so do their descriptors."""
+def test_processes_of_multiprocessing_are_tolerated(method: str, take_stock: Stock) -> None:
+    """The fork server and the resource tracker of ``multiprocessing`` stay by design, with their descriptors."""
     before = take_stock()
     context = multiprocessing.get_context(method)
     child = context.Process(target=os.getpid)

@@ -1,4 +1,4 @@
-"""Separate programs: without standard descriptors, in containers, with collected engines, with their own classes."""
+"""Tests of separate programs: without standard descriptors, in containers, with unclosed engines, with their own classes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import programs
 import pytest
-from observe import CHEAP, FAULTS, last_line
+from observe import FAULT_MARKS, WITHOUT_SPAWN, run_json_program
 
-pytestmark = FAULTS
+pytestmark = FAULT_MARKS
 
 
 # --- Programs that are started without standard input, output or error --------------------------
@@ -23,8 +23,8 @@ CLOSED_OUTPUT = Path(__file__).parent / "closed_output.py"
 @pytest.mark.linux
 @pytest.mark.long
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
-def test_a_program_without_standard_descriptors(method: str, closed: str, tmp_path: Path) -> None:
-    """Workers end cleanly, and printed output gets neither into a message nor into shared memory."""
+def test_program_without_standard_descriptors_works(method: str, closed: str, tmp_path: Path) -> None:
+    """Workers exit with code 0, and printed output corrupts neither messages nor shared memory."""
     log = tmp_path / "log"
     command = f'exec "$0" "$1" {method} "$2" {closed}'
     shell = ["sh", "-c", command, sys.executable, CLOSED_OUTPUT, log]
@@ -38,11 +38,11 @@ def test_a_program_without_standard_descriptors(method: str, closed: str, tmp_pa
 
 CONTAINED = Path(__file__).parent / "contained.py"
 needs_namespaces = pytest.mark.skipif(
-    os.getuid() != 0 or shutil.which("unshare") is None, reason="only root may have namespaces of its own"
+    os.getuid() != 0 or shutil.which("unshare") is None, reason="only root may create namespaces"
 )
 
 
-def printed(*command: object) -> str:
+def read_output(*command: object) -> str:
     done = subprocess.run(
         [*map(str, command)], check=False, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL
     )
@@ -53,22 +53,21 @@ def printed(*command: object) -> str:
 @pytest.mark.linux
 @pytest.mark.long
 @needs_namespaces
-@CHEAP
+@WITHOUT_SPAWN
 def test_process_1_of_a_container_leaves_no_zombies(method: str) -> None:
-    """Orphans become its children, and no other process would reap them."""
-    found = printed("unshare", "--kill-child", "--pid", "--fork", "--mount-proc", sys.executable, CONTAINED, method)
-    assert found.startswith("pid 1, left: ")
-    assert "sleep" not in found, found
-    assert "(sh)" not in found, found
+    """Orphans become children of process 1, and no other process would reap them."""
+    output = read_output("unshare", "--kill-child", "--pid", "--fork", "--mount-proc", sys.executable, CONTAINED, method)
+    assert output.startswith("pid 1, left: ")
+    assert "sleep" not in output, output
+    assert "(sh)" not in output, output
 
 
 @pytest.mark.linux
 @pytest.mark.long
 @needs_namespaces
-def test_without_proc(method: str) -> None:
-    """Only information from ``/proc`` is lost."""
+def test_engine_works_without_proc(method: str) -> None:
     hidden = f'mount -t tmpfs none /proc && exec "$0" "$1" {method}'
-    assert "left: unknown" in printed("unshare", "--mount", "sh", "-c", hidden, sys.executable, CONTAINED)
+    assert "left: unknown" in read_output("unshare", "--mount", "sh", "-c", hidden, sys.executable, CONTAINED)
 
 
 # --- Unclosed engines are collected without touching resources of others -------------------------
@@ -79,38 +78,38 @@ COLLECTED = Path(__file__).with_name("collected.py")
 @pytest.mark.long
 @pytest.mark.timeout(1300, method="signal")
 @pytest.mark.parametrize(("count", "limit"), [(60, 90.0), pytest.param(1000, 1200.0, marks=pytest.mark.slow)])
-def test_collected_engines_touch_no_foreign_resources(count: int, limit: float) -> None:
-    """Many unclosed engines, each part of a reference cycle, beside a thread that opens and closes all the time."""
-    found = last_line(COLLECTED, count, within=limit)
-    print(found)
-    assert found["rounds"] >= count
-    assert not found["troubles"], found
-    assert not found["complaints"], found
-    assert not found["thread hangs"], found
-    assert found["processes"] == 0, found
-    assert found["descriptors"] <= 0, found
+def test_collected_engines_do_not_touch_descriptors_of_others(count: int, limit: float) -> None:
+    """Unclosed engines in reference cycles are collected while another thread opens and closes descriptors."""
+    result = run_json_program(COLLECTED, count, within=limit)
+    print(result)
+    assert result["rounds"] >= count
+    assert not result["conflicts"], result
+    assert not result["unraisable"], result
+    assert not result["thread hangs"], result
+    assert result["processes"] == 0, result
+    assert result["descriptors"] <= 0, result
 
 
-# --- Classes of the main file come back from environments as themselves, not as copies -----------
+# --- Instances of the main file's classes arrive as instances of these classes, not of copies ----
 
 OWN_CLASSES = Path(__file__).parent / "own_classes.py"
 
 
-def findings(method: str, engine: str) -> dict[str, str]:
+def run_own_classes(method: str, engine: str) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in programs.printed(OWN_CLASSES, method, engine).splitlines())
 
 
 @pytest.mark.long
 def test_classes_of_the_program_are_preserved(method: str) -> None:
-    """``except MyError`` around a call catches the error of an environment; the same holds for every other value."""
-    found = findings(method, "vecenv")
-    assert len(found) == 14, found  # every line of the program
-    assert set(found.values()) == {"True"}, found
+    """``except MyError`` catches the error of an environment, and all other values are of the program's classes."""
+    results = run_own_classes(method, "vecenv")
+    assert len(results) == 14, results  # every line of the program
+    assert set(results.values()) == {"True"}, results
 
 
-def test_classes_under_fork_are_as_with_gymnasiums_engine() -> None:
-    """Under other start methods Gymnasium's engine hangs, or refuses them."""
-    theirs, ours = findings("fork", "gymnasium"), findings("fork", "vecenv")
-    assert set(theirs.values()) == {"True"}, theirs
-    assert {name: ours[name] for name in theirs} == theirs
+def test_classes_under_fork_match_gymnasium() -> None:
+    """With other start methods, Gymnasium's engine hangs or raises."""
+    expected, results = run_own_classes("fork", "gymnasium"), run_own_classes("fork", "vecenv")
+    assert set(expected.values()) == {"True"}, expected
+    assert {name: results[name] for name in expected} == expected
 

@@ -1,4 +1,4 @@
-"""Regression tests of promises that were once broken: nothing hangs, shifts or stays, and messages are true."""
+"""Regression tests of documented guarantees that earlier versions broke."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from vecenv.link import channel
 pytestmark = pytest.mark.timeout(240)
 
 
-class Counting(gymnasium.Env[Any, Any]):
-    """An environment with observations (index, resets, steps); the reward is the number of the step, and the info has both.
+class CountingEnv(gymnasium.Env[Any, Any]):
+    """An environment with observations (index, resets, steps); the reward is the number of the step.
 
-    A step takes ``action`` milliseconds. ``fault`` happens in step ``at``.
+    A step takes ``action`` milliseconds. Step ``at`` calls ``fault``, which may return more infos.
     """
 
     observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float64)
     action_space = spaces.Box(0, 0.001, (), np.float64)
 
-    def __init__(self, index: int, fault: Callable[[Counting], Any] | None = None, at: int = -1) -> None:
+    def __init__(self, index: int, fault: Callable[[CountingEnv], Any] | None = None, at: int = -1) -> None:
         self.index, self.resets, self.steps = index, 0, 0
         self.fault, self.at = fault, at
 
@@ -62,22 +62,23 @@ class Counting(gymnasium.Env[Any, Any]):
         return self._observation(), float(self.steps), False, False, info
 
 
-def makers(
-    count: int, fault: Callable[[Counting], Any] | None = None, *, env: int = 0, at: int = 1
+def make_env_fns(
+    count: int, fault: Callable[[CountingEnv], Any] | None = None, *, env: int = 0, at: int = 1
 ) -> list[Callable[[], Any]]:
     """Return functions that build ``count`` environments, of which one has a fault."""
-    return [(lambda i=i: Counting(i, fault if i == env else None, at)) for i in range(count)]
+    return [(lambda i=i: CountingEnv(i, fault if i == env else None, at)) for i in range(count)]
 
 
 @contextmanager
 def alarm(seconds: float) -> Iterator[None]:
-    """Raise :class:`Alarm` after this many seconds, wherever the program is."""
+    """Raise :class:`Alarm` after this many seconds."""
     with handled(signal.SIGALRM, Alarm):
         signal.setitimer(signal.ITIMER_REAL, seconds)
         yield
 
 
-def fast_env_fns(count: int) -> Any:
+def no_delays(count: int) -> Any:
+    """Return actions for steps without a delay."""
     return np.zeros(count)
 
 
@@ -86,19 +87,19 @@ def fast_env_fns(count: int) -> Any:
 
 @pytest.mark.parametrize("timeout", [math.inf, 1e7, 3e6, 10**400])
 def test_huge_timeout_means_none(timeout: float) -> None:
-    envs = vecenv.AsyncVectorEnv(makers(2), num_workers=1, step_timeout=timeout if timeout < 1e300 else None)
+    envs = vecenv.AsyncVectorEnv(make_env_fns(2), num_workers=1, step_timeout=timeout if timeout < 1e300 else None)
     try:
         envs.reset(seed=0)
-        envs.step_async(fast_env_fns(2))
+        envs.step_async(no_delays(2))
         assert envs.step_wait(timeout=timeout)[1].tolist() == [1, 1]
-        envs.send(fast_env_fns(2), [0, 1])
+        envs.send(no_delays(2), [0, 1])
         assert len(envs.recv(timeout=timeout)[1]) == 2
     finally:
         envs.close(timeout=timeout)
 
 
 def test_reset_that_waits_for_rows_has_the_step_timeout() -> None:
-    with killable_engine(makers(2), num_workers=2, step_timeout=0.3) as envs:
+    with killable_engine(make_env_fns(2), num_workers=2, step_timeout=0.3) as envs:
         envs.reset(seed=0)
         envs.send(np.array([60_000.0, 0.0]), [0, 1])
         started_at = time.monotonic()
@@ -108,18 +109,18 @@ def test_reset_that_waits_for_rows_has_the_step_timeout() -> None:
 
 
 def test_reset_that_waits_for_rows_restarts_hanging_ones() -> None:
-    with killable_engine(makers(2), num_workers=2, step_timeout=0.3, on_failure="restart") as envs:
+    with killable_engine(make_env_fns(2), num_workers=2, step_timeout=0.3, on_failure="restart") as envs:
         envs.reset(seed=0)
         envs.send(np.array([60_000.0, 0.0]), [0, 1])
         observations, _ = envs.reset()
         assert observations[:, 2].tolist() == [0, 0]
-        assert envs.step(fast_env_fns(2))[1].tolist() == [1, 1]
+        assert envs.step(no_delays(2))[1].tolist() == [1, 1]
 
 
 # --- longer than a pipe ---------------------------------------------------------------------------
 
 
-class Bulky(Counting):
+class LargeMessageEnv(CountingEnv):
     """An environment with results and actions that do not fit into a pipe."""
 
     action_space = spaces.Box(0, 0.001, (40_000,), np.float64)
@@ -131,8 +132,8 @@ class Bulky(Counting):
 
 @pytest.mark.long
 def test_worker_waits_for_an_idle_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker once took a minute without a request for the end. (Its constant is gone, so a second has to do.)"""
-    with ready_engine([lambda: Bulky(0)], num_workers=1) as envs:
+    """A worker must not end because the caller reads no reply; an earlier version waited for a minute only."""
+    with ready_engine([lambda: LargeMessageEnv(0)], num_workers=1) as envs:
         envs.step_async(np.zeros((1, 40_000)))
         time.sleep(1.0)
         assert len(envs.step_wait()[4]["blob"][0]) == 300_000
@@ -143,8 +144,8 @@ def test_worker_waits_for_an_idle_caller(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.long
 def test_sending_to_a_busy_worker_does_not_block() -> None:
-    """320 KB of actions, as a list, go to a worker in the middle of a step."""
-    with killable_engine([lambda i=i: Bulky(i) for i in range(2)], num_workers=1) as envs:
+    """An action of 320 KB is sent to a worker during a step."""
+    with killable_engine([lambda i=i: LargeMessageEnv(i) for i in range(2)], num_workers=1) as envs:
         envs.reset()
         busy = np.zeros(40_000)
         busy[0] = 3000.0
@@ -156,8 +157,8 @@ def test_sending_to_a_busy_worker_does_not_block() -> None:
         assert not envs.errors
 
 
-def test_stopped_worker_times_out_whatever_is_sent() -> None:
-    with killable_engine([lambda: Bulky(0)], num_workers=1, step_timeout=0.5) as envs:
+def test_stopped_worker_times_out_while_a_large_action_is_sent() -> None:
+    with killable_engine([lambda: LargeMessageEnv(0)], num_workers=1, step_timeout=0.5) as envs:
         envs.reset()
         os.kill(envs.processes[0].pid, signal.SIGSTOP)
         started_at = time.monotonic()
@@ -174,19 +175,19 @@ def test_stopped_worker_times_out_whatever_is_sent() -> None:
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
 def test_idle_environments_of_a_dead_worker_are_marked_as_restarted(mode: str) -> None:
     with killable_engine(
-        makers(3, lambda env: os.kill(os.getpid(), signal.SIGKILL), env=0, at=3), num_workers=1, on_failure="restart",
+        make_env_fns(3, lambda env: os.kill(os.getpid(), signal.SIGKILL), env=0, at=3), num_workers=1, on_failure="restart",
         autoreset_mode=mode, batch_size=1,
     ) as envs:  # fmt: skip
         envs.reset(seed=0)
         for _ in range(2):
-            envs.send(fast_env_fns(3), np.arange(3))
+            envs.send(no_delays(3), np.arange(3))
             envs.recv(count=3)
-        envs.send(fast_env_fns(1), [0])
+        envs.send(no_delays(1), [0])
         *_, truncated, infos = envs.recv()
         assert truncated.tolist() == [True]
         assert infos["restarted"].tolist() == [True]
         for row in (1, 2):  # they had no pending request when their worker died
-            envs.send(fast_env_fns(1), [row])
+            envs.send(no_delays(1), [row])
             observation, reward, terminated, truncated, infos = envs.recv()
             assert (reward.tolist(), terminated.tolist(), truncated.tolist()) == ([0.0], [False], [True])
             assert infos["restarted"].tolist() == [True]
@@ -196,12 +197,14 @@ def test_idle_environments_of_a_dead_worker_are_marked_as_restarted(mode: str) -
 
 
 class Unpicklable:
+    """An object that raises when it is pickled."""
+
     def __reduce__(self) -> Any:
-        raise TypeError("this never travels")
+        raise TypeError("this cannot be pickled")
 
 
-class PickledObservation(Counting):
-    """An environment with an observation that is pickled, or cannot be."""
+class TextObservationEnv(CountingEnv):
+    """An environment with text observations; that of step ``at`` cannot be pickled."""
 
     observation_space = spaces.Text(20)
 
@@ -209,28 +212,28 @@ class PickledObservation(Counting):
         return Unpicklable() if self.steps == self.at else f"{self.index}:{self.steps}"
 
 
-@pytest.mark.parametrize("what", ["observation", "info"])
-def test_unpicklable_results_are_not_hidden_by_a_restart(what: str) -> None:
-    bad_info = makers(1, lambda env: {"bad": Unpicklable()}, at=2)
-    fns = [lambda: PickledObservation(0, at=2)] if what == "observation" else bad_info
-    with killable_engine(fns, num_workers=1, on_failure="restart") as envs:
+@pytest.mark.parametrize("unpicklable", ["observation", "info"])
+def test_unpicklable_results_are_not_hidden_by_a_restart(unpicklable: str) -> None:
+    bad_info = make_env_fns(1, lambda env: {"bad": Unpicklable()}, at=2)
+    env_fns = [lambda: TextObservationEnv(0, at=2)] if unpicklable == "observation" else bad_info
+    with killable_engine(env_fns, num_workers=1, on_failure="restart") as envs:
         envs.reset(seed=0)
-        envs.step(fast_env_fns(1))
-        observations, _, _, truncated, infos = envs.step(fast_env_fns(1))
+        envs.step(no_delays(1))
+        observations, _, _, truncated, infos = envs.step(no_delays(1))
         assert truncated.tolist() == [True]
         assert infos["restarted"].tolist() == [True]
         assert observations[0] is not None
-        assert "never travels" in str(envs.errors[-1].error)
+        assert "this cannot be pickled" in str(envs.errors[-1].error)
 
 
 @pytest.mark.long
-def test_last_stack_is_the_latest() -> None:
-    """The last stack is not that of an earlier timeout."""
+def test_error_of_a_crash_has_the_latest_stack() -> None:
+    """The stacks of earlier timeouts are removed."""
 
-    def crash(env: Counting) -> None:
+    def crash(env: CountingEnv) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
 
-    with killable_engine(makers(1, crash, at=2), num_workers=1) as envs:
+    with killable_engine(make_env_fns(1, crash, at=2), num_workers=1) as envs:
         envs.reset(seed=0)
         envs.step_async(np.array([2000.0]))
         sizes = []
@@ -241,22 +244,22 @@ def test_last_stack_is_the_latest() -> None:
         assert max(sizes) == 0
         envs.step_wait()
         with pytest.raises(WorkerDied, match="SIGSEGV") as caught:
-            envs.step(fast_env_fns(1))
+            envs.step(no_delays(1))
         assert "in crash" in str(caught.value)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("handler", ["default", "own"])
-def test_stack_request_uses_no_signal_of_the_environment(handler: str, tmp_path: Path) -> None:
-    """If the environment handles SIGUSR1, a timeout neither kills it nor calls its handler."""
+def test_stack_request_does_not_use_sigusr1(handler: str, tmp_path: Path) -> None:
+    """The environment changes the handler of SIGUSR1; a timeout neither kills it nor calls its handler."""
     called = tmp_path / "called"
 
-    def change(env: Counting) -> None:
+    def change_handler(env: CountingEnv) -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL if handler == "default" else lambda *_: called.touch())
 
-    with killable_engine(makers(1, change, at=1), num_workers=1) as envs:
+    with killable_engine(make_env_fns(1, change_handler, at=1), num_workers=1) as envs:
         envs.reset(seed=0)
-        envs.step(fast_env_fns(1))
+        envs.step(no_delays(1))
         envs.step_async(np.array([1000.0]))
         with pytest.raises(StepTimeout, match="in step"):
             envs.step_wait(timeout=0.2)
@@ -280,14 +283,14 @@ def descriptors() -> dict[str, str]:
 @pytest.mark.long
 def test_interrupted_close_continues() -> None:
     before = descriptors()
-    envs = vecenv.AsyncVectorEnv([lambda i=i: SlowClose(i) for i in range(2)], num_workers=2)
+    envs = vecenv.AsyncVectorEnv([lambda i=i: SlowCloseEnv(i) for i in range(2)], num_workers=2)
     pids = [process.pid for process in envs.processes]
     envs.reset(seed=0)
     with pytest.raises(Alarm), alarm(0.3):
         envs.close()
     assert not envs.closed
     with pytest.raises(ClosedEnvironmentError):
-        envs.step(fast_env_fns(2))
+        envs.step(no_delays(2))
     started_at = time.monotonic()
     envs.close()
     assert time.monotonic() - started_at < 20
@@ -296,8 +299,8 @@ def test_interrupted_close_continues() -> None:
     assert len(descriptors()) <= len(before)
 
 
-class SlowClose(Counting):
-    """An environment with a slow ``close``, in a worker."""
+class SlowCloseEnv(CountingEnv):
+    """An environment with a slow ``close`` in worker processes."""
 
     def close(self) -> None:
         if multiprocessing.parent_process() is not None:
@@ -310,10 +313,10 @@ def test_signal_handler_may_close(ending: str) -> None:
     program = f"""
 import os, signal, sys, threading, time
 sys.path[:0] = {sys.path!r}
-from tests_promises import Counting
+from test_promises import CountingEnv
 import numpy as np, vecenv
 from gymnasium.error import ClosedEnvironmentError
-envs = vecenv.AsyncVectorEnv([lambda: Counting(0)] * 2, num_workers=2)
+envs = vecenv.AsyncVectorEnv([lambda: CountingEnv(0)] * 2, num_workers=2)
 envs.reset()
 pids = [process.pid for process in envs.processes]
 def handler(number, frame):
@@ -333,7 +336,6 @@ finally:
     print(sum(os.path.exists(f"/proc/{{pid}}") for pid in pids), len(os.listdir("/proc/self/fd")), envs.closed)
 """
     folder = Path(__file__).parent
-    program = program.replace("from tests_promises import", "from test_promises import")
     done = python("-c", program, PYTHONPATH=os.pathsep.join([str(folder), *sys.path]))
     lines = done.stdout.splitlines()
     assert lines[0] == ("closed" if ending == "return" else "exit"), done.stderr
@@ -344,11 +346,11 @@ finally:
 
 @pytest.mark.long
 def test_close_in_a_forked_child_does_not_affect_the_owner() -> None:
-    """Another thread may be in a call when the fork happens."""
-    with killable_engine(makers(2), num_workers=2) as envs:
+    """Another thread is in a call during the fork."""
+    with killable_engine(make_env_fns(2), num_workers=2) as envs:
         envs.reset(seed=0)
-        answers: list[Any] = []
-        thread = threading.Thread(target=lambda: answers.append(envs.step(np.full(2, 1500.0))))
+        results: list[Any] = []
+        thread = threading.Thread(target=lambda: results.append(envs.step(np.full(2, 1500.0))))
         thread.start()
         time.sleep(0.3)
         pid = os.fork()
@@ -356,7 +358,7 @@ def test_close_in_a_forked_child_does_not_affect_the_owner() -> None:
             code = 1
             try:
                 try:
-                    envs.step(fast_env_fns(2))
+                    envs.step(no_delays(2))
                 except ForkedError:
                     envs.close()
                     code = 0
@@ -364,94 +366,93 @@ def test_close_in_a_forked_child_does_not_affect_the_owner() -> None:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         thread.join(20)
-        assert answers[0][1].tolist() == [1, 1]
-        assert envs.step(fast_env_fns(2))[1].tolist() == [2, 2]
+        assert results[0][1].tolist() == [1, 1]
+        assert envs.step(no_delays(2))[1].tolist() == [2, 2]
 
 
-def test_close_frees_memory_at_once() -> None:
-    """It does not wait for the garbage collector."""
+def test_close_frees_memory_without_the_garbage_collector() -> None:
 
-    def mapped() -> int:
+    def count_mappings() -> int:
         maps = Path("/proc/self/maps").read_text()
         return maps.count("/memfd:vecenv ")
 
     gc.collect()
     gc.disable()
     try:
-        before, mappings = len(descriptors()), mapped()
+        before, mappings = len(descriptors()), count_mappings()
         for options in ({"num_workers": 2}, {"num_workers": 0}, {"num_workers": 1, "use_caller": True}):
             for fault in (None, lambda env: 1 / 0):
-                if fault and "use_caller" in options:  # the probe process would find it
+                if fault and "use_caller" in options:  # the fault would occur in the probe process
                     continue
-                envs = vecenv.AsyncVectorEnv(makers(4, fault, at=2), **options)
+                envs = vecenv.AsyncVectorEnv(make_env_fns(4, fault, at=2), **options)
                 envs.reset(seed=0)
                 for _ in range(3):
                     try:
-                        envs.step(fast_env_fns(4))
+                        envs.step(no_delays(4))
                     except ZeroDivisionError:
                         envs.reset()
                 envs.reset()
-                envs.send(fast_env_fns(4), np.arange(4))
+                envs.send(no_delays(4), np.arange(4))
                 envs.recv()
                 envs.close()
-                assert mapped() == mappings, (options, fault)
+                assert count_mappings() == mappings, (options, fault)
                 assert len(descriptors()) == before, (options, fault)
     finally:
         gc.enable()
 
 
 def test_failure_records_do_not_keep_frames() -> None:
-    with killable_engine(makers(1, lambda env: 1 / 0, at=1), num_workers=1) as envs:
+    with killable_engine(make_env_fns(1, lambda env: 1 / 0, at=1), num_workers=1) as envs:
 
         def fail() -> Any:
-            large = Large()
+            instance = InstanceCounter()
             envs.reset(seed=0)
             try:
-                envs.step(fast_env_fns(1))
+                envs.step(no_delays(1))
             except ZeroDivisionError:
                 return None
-            return large
+            return instance
 
         for _ in range(5):
             fail()
         assert len(envs.errors) == 5
         assert isinstance(envs.errors[0].error, ZeroDivisionError)
-        assert Large.alive == 0
+        assert InstanceCounter.alive == 0
         envs.reset(seed=0)
         os.kill(envs.processes[0].pid, signal.SIGKILL)
 
         def die() -> Any:
-            large = Large()
+            instance = InstanceCounter()
             try:
-                envs.step(fast_env_fns(1))
+                envs.step(no_delays(1))
             except WorkerDied:
                 return None
-            return large
+            return instance
 
         die()
         assert isinstance(envs.errors[-1].error, WorkerDied)
-        assert Large.alive == 0
+        assert InstanceCounter.alive == 0
 
 
-class Large:
-    """An object that counts its instances."""
+class InstanceCounter:
+    """A class that counts its instances."""
 
     alive = 0
 
     def __init__(self) -> None:
-        Large.alive += 1
+        InstanceCounter.alive += 1
 
     def __del__(self) -> None:
-        Large.alive -= 1
+        InstanceCounter.alive -= 1
 
 
 def test_leftover_thread_is_named_and_does_not_delay_close() -> None:
-    def leave(env: Counting) -> None:
+    def start_thread(env: CountingEnv) -> None:
         threading.Thread(target=time.sleep, args=(50,), name="left over").start()
 
-    envs = vecenv.AsyncVectorEnv(makers(1, leave, at=1), num_workers=1)
+    envs = vecenv.AsyncVectorEnv(make_env_fns(1, start_thread, at=1), num_workers=1)
     envs.reset(seed=0)
-    envs.step(fast_env_fns(1))
+    envs.step(no_delays(1))
     started_at = time.monotonic()
     with pytest.warns(UserWarning, match="left over"):
         envs.close()
@@ -460,9 +461,9 @@ def test_leftover_thread_is_named_and_does_not_delay_close() -> None:
 
 def test_close_is_quick_if_the_program_ignores_sigchld() -> None:
     with handled(signal.SIGCHLD, signal.SIG_IGN):
-        envs = vecenv.AsyncVectorEnv(makers(6), context="fork")
+        envs = vecenv.AsyncVectorEnv(make_env_fns(6), context="fork")
         envs.reset(seed=0)
         started_at = time.monotonic()
         envs.close()
-        assert time.monotonic() - started_at < 2.9  # it was half a second per worker
+        assert time.monotonic() - started_at < 2.9  # once, it took half a second per worker
     assert multiprocessing.active_children() == []

@@ -1,4 +1,4 @@
-"""``on_failure="restart"``, and failures between ``send`` and ``recv``."""
+"""Tests of ``on_failure="restart"``, and of failures between ``send`` and ``recv``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,17 @@ import pytest
 from envs import ready_engine
 from faulty_envs import Chain, EchoEnv, Pause, RowChecker, faulty_env_fn, healthy_env_fn, make_env_fns
 from gymnasium.vector import AutoresetMode
-from observe import CHEAP, FAULTS, PATIENCE, Launch, alive, names, report, still_running, worker_pids
+from observe import (
+    FAULT_MARKS,
+    WAIT_SECONDS,
+    WITHOUT_SPAWN,
+    Launch,
+    assert_error_names,
+    format_error,
+    is_running,
+    still_running,
+    worker_pids,
+)
 
 from vecenv import Restart, WorkerOptions
 from vecenv.errors import EnvFailed, RestartsExhausted, StepTimeout, WorkerDied
@@ -28,7 +38,7 @@ from vecenv.system.restart_budget import RestartBudget
 from vecenv.testing import assert_identical
 from vecenv.testing.faulty import FaultyConstructor, FaultyEnv, WitnessEnv
 
-pytestmark = FAULTS
+pytestmark = FAULT_MARKS
 
 
 # --- step and reset with on_failure="restart": rows 47 and 48 of FAULTS.md ----------------------
@@ -70,11 +80,11 @@ def test_failed_step_ends_episode_as_truncated(launch: Launch, fault: str, tmp_p
     assert envs.errors[-1].worker == 1
     checker.check_reset(envs.reset(seed=50), seeds=[50, 51, 52, 53])
     envs.close()
-    assert not any(map(alive, pids))
+    assert not any(map(is_running, pids))
 
 
 @pytest.mark.long
-@CHEAP
+@WITHOUT_SPAWN
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
 @pytest.mark.parametrize("fault", ["raises", "kill"])
@@ -115,7 +125,7 @@ def test_worker_killed_in_reset_is_replaced(launch: Launch, tmp_path: Path) -> N
     checker.check_step([1, 1], envs.step([1, 1]))
 
 
-@CHEAP
+@WITHOUT_SPAWN
 def test_restart_during_reset_keeps_seeds_and_options(launch: Launch, tmp_path: Path) -> None:
     """Every rebuilt environment gets its seed and options, also one that shared a worker with the faulty one."""
     faulty = faulty_env_fn(3, "kill", reset=2, once=tmp_path / "once")
@@ -127,7 +137,7 @@ def test_restart_during_reset_keeps_seeds_and_options(launch: Launch, tmp_path: 
     assert envs.get_attr("options") == ({"level": 7},) * 4
 
 
-@CHEAP
+@WITHOUT_SPAWN
 def test_restart_during_reset_without_seeds_can_be_repeated(launch: Launch) -> None:
     """The rebuilt environment gets a seed from the engine's own sequence, which the latest seeded reset began."""
     seeds = []
@@ -141,7 +151,7 @@ def test_restart_during_reset_without_seeds_can_be_repeated(launch: Launch) -> N
     assert seeds[0][1] > 3
 
 
-@CHEAP
+@WITHOUT_SPAWN
 def test_restart_during_reset_keeps_options_per_row(launch: Launch, tmp_path: Path) -> None:
     faulty = faulty_env_fn(3, "kill", reset=2, once=tmp_path / "once")
     envs = launch(make_env_fns(4, {3: faulty}), num_workers=2, on_failure="restart")
@@ -166,11 +176,11 @@ def test_worker_killed_while_idle_is_restarted(launch: Launch) -> None:
         assert restarted == {2 * worker, 2 * worker + 1}
 
 
-@CHEAP
-def test_death_in_a_restart_is_named(launch: Launch, tmp_path: Path) -> None:
-    """The environment raises in a step, and the reset of the one that replaces it ends the worker."""
+@WITHOUT_SPAWN
+def test_death_in_a_restart_is_recorded_as_such(launch: Launch, tmp_path: Path) -> None:
+    """An environment raises in a step, and the first reset of its replacement kills the worker."""
     fault = faulty_env_fn(1, "raises", step=1, once=tmp_path / "raised")
-    envs = launch([healthy_env_fn(0), functools.partial(DiesInItsFirstReset, fault, tmp_path)], on_failure="restart")
+    envs = launch([healthy_env_fn(0), functools.partial(DieInFirstReset, fault, tmp_path)], on_failure="restart")
     envs.reset(seed=1)
     assert envs.step([1, 1])[-1]["_restarted"].tolist() == [False, True]
     raised, died = envs.errors
@@ -178,8 +188,8 @@ def test_death_in_a_restart_is_named(launch: Launch, tmp_path: Path) -> None:
     assert re.search(r"env 1\) died during step, in a restart: killed by SIGKILL", str(died))
 
 
-class DiesInItsFirstReset(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """A wrapper that ends the process in the first reset after ``folder / "raised"`` was created, but only once."""
+class DieInFirstReset(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """A wrapper that kills the process once, in the first reset after ``folder / "raised"`` was created."""
 
     def __init__(self, make: Any, folder: Path) -> None:
         super().__init__(make())
@@ -211,7 +221,7 @@ def test_worker_that_keeps_dying_exhausts_restart_limit(launch: Launch) -> None:
     with pytest.raises(WorkerDied) as caught:
         step_until_error()
     assert sum(restarts) == 3
-    text = report(caught.value)
+    text = format_error(caught.value)
     assert text.count("SIGSEGV") >= 3, text
     assert re.search(r"\b3\b", str(caught.value))
     assert re.search(r"\b60(\.0)? ?s", str(caught.value)), "the message must contain the period"
@@ -219,7 +229,7 @@ def test_worker_that_keeps_dying_exhausts_restart_limit(launch: Launch) -> None:
     envs.close()
 
 
-@CHEAP
+@WITHOUT_SPAWN
 def test_restart_limit_zero_raises_the_first_failure(launch: Launch) -> None:
     envs = launch(make_env_fns(2, {1: faulty_env_fn(1, "kill", step=1)}), on_failure=Restart(0))
     envs.reset(seed=1)
@@ -240,7 +250,7 @@ def test_restart_budget_allows_limit_per_period(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.long
-@CHEAP
+@WITHOUT_SPAWN
 def test_constructor_that_fails_on_restart_raises(launch: Launch, tmp_path: Path) -> None:
     """An environment that cannot be rebuilt ends in an error with the cause, not in an endless loop."""
     env_fn = functools.partial(_build_only_once, os.fspath(tmp_path / "built"))
@@ -248,7 +258,7 @@ def test_constructor_that_fails_on_restart_raises(launch: Launch, tmp_path: Path
     envs.reset(seed=1)
     with pytest.raises(Exception, match=r".") as caught:
         _step_times(envs, 10)
-    assert "out of order" in report(caught.value)
+    assert "out of order" in format_error(caught.value)
     envs.close()
 
 
@@ -264,7 +274,7 @@ def _step_times(envs: Any, count: int) -> None:
         envs.step([1] * envs.num_envs)
 
 
-@CHEAP
+@WITHOUT_SPAWN
 def test_step_wait_timeout_does_not_restart(launch: Launch, tmp_path: Path) -> None:
     """Only ``step_timeout`` restarts workers; after the timeout of one call, its result is still pending."""
     faulty = faulty_env_fn(1, Chain("raises"), step=10**9)
@@ -299,7 +309,7 @@ def _crashing_cart_pole(once: str) -> gymnasium.Env:
     return FaultyEnv(gymnasium.make("CartPole-v1"), "kill", step=7, once=once)
 
 
-@CHEAP
+@WITHOUT_SPAWN
 def test_every_restart_gets_a_new_seed(launch: Launch) -> None:
     faulty = {index: faulty_env_fn(index, "raises", step=2) for index in range(3)}
     envs = launch(make_env_fns(3, faulty), on_failure=Restart(100))
@@ -367,7 +377,7 @@ class RecvChecker:
             ids = self.check(self.receive())
 
 
-@CHEAP
+@WITHOUT_SPAWN
 @pytest.mark.parametrize("fault", ["raises", "kill"])
 def test_recv_raises_a_failure_and_keeps_the_other_rows(launch: Launch, fault: str, tmp_path: Path) -> None:
     faulty = faulty_env_fn(3, fault, {"length": 10**6}, step=2, once=tmp_path / "once")
@@ -385,7 +395,7 @@ def test_recv_raises_a_failure_and_keeps_the_other_rows(launch: Launch, fault: s
 
     with pytest.raises((ValueError, WorkerDied)) as caught:
         receive_until(4)
-    names(caught.value, env=3, worker=3, pid=pid, command="step")
+    assert_error_names(caught.value, env=3, worker=3, pid=pid, command="step")
     receive_until(3)
     assert sorted(received) == [0, 1, 2]
     with pytest.raises(EnvFailed, match=r"\b3\b"):
@@ -395,7 +405,7 @@ def test_recv_raises_a_failure_and_keeps_the_other_rows(launch: Launch, fault: s
     assert [(row["witness_id"], row["seed"], row["tick"]) for row in first_rows] == [(env, 5 + env, 0) for env in range(4)]
 
 
-@CHEAP
+@WITHOUT_SPAWN
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 def test_recv_reports_the_death_of_the_only_env_in_flight(launch: Launch, on_failure: str, tmp_path: Path) -> None:
     """``recv`` must not wait for a reply that no worker is left to send."""
@@ -413,7 +423,7 @@ def test_recv_reports_the_death_of_the_only_env_in_flight(launch: Launch, on_fai
 
 
 @pytest.mark.long
-@CHEAP
+@WITHOUT_SPAWN
 @pytest.mark.parametrize("fault", ["raises", "segfault", "sleep"])
 def test_recv_returns_a_restarted_row(launch: Launch, fault: str, tmp_path: Path) -> None:
     """A row that failed is returned like any other, marked; a hang fails after ``step_timeout``."""
@@ -430,11 +440,11 @@ def test_recv_returns_a_restarted_row(launch: Launch, fault: str, tmp_path: Path
     assert restarted == [3]
     assert len(envs.errors) == 1
     if fault == "sleep":
-        assert "in sleep" in report(envs.errors[0].error)
+        assert "in sleep" in format_error(envs.errors[0].error)
 
 
 @pytest.mark.long
-@CHEAP
+@WITHOUT_SPAWN
 def test_recv_timeout_names_the_late_worker(launch: Launch) -> None:
     """The error contains the environment, the worker and the line at which it hangs."""
     envs = launch(make_env_fns(2, {1: faulty_env_fn(1, "sleep", step=1)}), batch_size=2)
@@ -443,15 +453,15 @@ def test_recv_timeout_names_the_late_worker(launch: Launch) -> None:
     start = time.monotonic()
     with pytest.raises(StepTimeout) as caught:
         checker.receive(timeout=0.3)
-    assert time.monotonic() - start < PATIENCE
-    names(caught.value, env=1, worker=1, pid=worker_pids(envs)[1], command="recv|step")
-    assert re.search("in sleep", report(caught.value))
+    assert time.monotonic() - start < WAIT_SECONDS
+    assert_error_names(caught.value, env=1, worker=1, pid=worker_pids(envs)[1], command="recv|step")
+    assert re.search("in sleep", format_error(caught.value))
     start = time.monotonic()
     envs.close(timeout=0.3)
-    assert time.monotonic() - start < PATIENCE
+    assert time.monotonic() - start < WAIT_SECONDS
 
 
-@CHEAP
+@WITHOUT_SPAWN
 def test_two_batches_in_flight_take_turns(launch: Launch) -> None:
     """With two workers and two batches, every environment takes the same number of steps."""
     checker = RecvChecker(launch(make_env_fns(4, length=10**6), num_workers=2, batch_size=2), batch=2)
@@ -567,7 +577,7 @@ def test_failed_row_is_rebuilt_by_the_next_step(launch: Launch, by_row: bool) ->
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_rows_lost_in_a_call_are_rebuilt_by_the_next_step(launch: Launch, num_workers: int) -> None:
-    """``call`` rebuilds nothing, so the step has no request for these rows and must not take that for success."""
+    """``call`` rebuilds nothing. The step sends no request for these rows, but must not report them as stepped."""
     envs = launch(make_env_fns(4), num_workers=num_workers, on_failure="restart")
     checker = RowChecker.start(envs, seed=7)
     with pytest.raises(WorkerDied):
@@ -596,50 +606,50 @@ def test_death_during_two_requests_is_recorded_once(launch: Launch) -> None:
     assert len(envs.errors) == 1
 
 
-class NeverBegins(EchoEnv):
-    """An environment with resets that kill its process, or raise, for one seed or for all."""
+class FailingResetEnv(EchoEnv):
+    """An environment with resets that end its process, or raise, for one seed or for all."""
 
     def __init__(self, index: int, kind: str, seed: int | None) -> None:
         super().__init__(index)
-        self._how, self._seed = kind, seed
+        self._kind, self._seed = kind, seed
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         if self._seed in (None, seed):
-            if self._how == "dies":
+            if self._kind == "dies":
                 os._exit(3)
             raise ValueError("no such level")
         return super().reset(seed=seed, options=options)
 
 
-@CHEAP
+@WITHOUT_SPAWN
 @pytest.mark.parametrize("kind", ["dies", "raises"])
-def test_a_reset_that_always_fails_exhausts_the_budget(launch: Launch, kind: str) -> None:
-    envs = launch([functools.partial(NeverBegins, 0, kind, None), healthy_env_fn(1)], on_failure=Restart(3))
+def test_reset_that_always_fails_exhausts_the_restart_limit(launch: Launch, kind: str) -> None:
+    envs = launch([functools.partial(FailingResetEnv, 0, kind, None), healthy_env_fn(1)], on_failure=Restart(3))
     with pytest.raises(RestartsExhausted, match="more than 3 restarts"):
         envs.reset(seed=1)
     assert envs.stats()["restarts"] == 3
 
 
 @pytest.mark.sampled(1)
-@CHEAP
+@WITHOUT_SPAWN
 @pytest.mark.parametrize("kind", ["dies", "raises"])
-def test_a_reset_is_repeated_once_with_its_seed_and_then_with_another(launch: Launch, kind: str) -> None:
-    envs = launch([functools.partial(NeverBegins, 0, kind, 5), healthy_env_fn(1)], on_failure="restart")
+def test_failed_reset_is_repeated_once_with_its_seed_and_then_with_another(launch: Launch, kind: str) -> None:
+    envs = launch([functools.partial(FailingResetEnv, 0, kind, 5), healthy_env_fn(1)], on_failure="restart")
     envs.reset(seed=[5, 6])
     assert envs.stats()["restarts"] == 2
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
-def test_reset_that_replaces_a_worker_leaves_it_no_deadline(
+def test_start_timeout_does_not_limit_steps_of_a_replaced_worker(
     launch: Launch, on_failure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``start_timeout`` limits the start of the new process, not its later steps."""
+    """A reset replaces a worker, and the clock advances beyond ``start_timeout`` before the next step."""
     slow = [faulty_env_fn(index, Pause(0.2), step=1) for index in range(2)]
     envs = launch(slow, num_workers=2, on_failure=on_failure)
     envs.reset(seed=1)
     killed = worker_pids(envs)[0]
     os.kill(killed, signal.SIGKILL)
-    while alive(killed):
+    while is_running(killed):
         time.sleep(0.01)
     envs.reset(seed=2)
     pids, now = worker_pids(envs), time.monotonic
@@ -650,7 +660,7 @@ def test_reset_that_replaces_a_worker_leaves_it_no_deadline(
 
 
 def wait_for_end(envs: Any, index: int) -> None:
-    """Wait until the process of a worker has ended, with all its threads: until then its pipes are open."""
+    """Wait until the process of a worker has ended with all its threads, which hold its pipes."""
     assert multiprocessing.connection.wait([envs.processes[index].sentinel], 20.0)
 
 
@@ -659,8 +669,8 @@ def kill_worker(envs: Any, index: int) -> None:
     wait_for_end(envs, index)
 
 
-class HangsInOneReset(EchoEnv):
-    """An environment with a reset that hangs if a file exists, which it removes."""
+class HangingResetEnv(EchoEnv):
+    """An environment with resets that remove a file, if it exists, and then hang."""
 
     def __init__(self, index: int, file: Path) -> None:
         super().__init__(index)
@@ -673,8 +683,8 @@ class HangsInOneReset(EchoEnv):
         return super().reset(seed=seed, options=options)
 
 
-class SlowToBuildAgain(EchoEnv):
-    """An environment that takes more than a second to build if a file exists."""
+class SlowConstructorEnv(EchoEnv):
+    """An environment with a constructor that takes more than a second if a file exists."""
 
     def __init__(self, file: Path) -> None:
         time.sleep(1.2 if file.exists() else 0.0)
@@ -682,10 +692,10 @@ class SlowToBuildAgain(EchoEnv):
 
 
 @pytest.mark.parametrize("by_recv", [False, True])
-def test_an_infinite_time_limit_of_starts_is_none(launch: Launch, by_recv: bool, tmp_path: Path) -> None:
-    """Nor does ``step_timeout`` limit the start of a process."""
+def test_infinite_start_timeout_means_no_limit(launch: Launch, by_recv: bool, tmp_path: Path) -> None:
+    """``step_timeout`` does not limit the start of a process either."""
     options = {"step_timeout": 0.5, "worker_options": WorkerOptions(start_timeout=math.inf)}
-    envs = launch([functools.partial(SlowToBuildAgain, tmp_path / "slow")], batch_size=1, on_failure="restart", **options)
+    envs = launch([functools.partial(SlowConstructorEnv, tmp_path / "slow")], batch_size=1, on_failure="restart", **options)
     assert envs.start_timeout == math.inf
     envs.reset(seed=7)
     (tmp_path / "slow").touch()
@@ -700,9 +710,9 @@ def test_an_infinite_time_limit_of_starts_is_none(launch: Launch, by_recv: bool,
 @pytest.mark.linux
 @pytest.mark.long
 @pytest.mark.parametrize("hanging", [0, 1])
-def test_each_of_two_rebuilds_of_a_worker_has_a_limit(launch: Launch, hanging: int, tmp_path: Path) -> None:
-    """A worker that dies with messages of two requests gets two rebuild messages; either of them may hang."""
-    env_fns = [functools.partial(HangsInOneReset, index, tmp_path / f"{index}") for index in range(2)]
+def test_each_of_two_rebuild_messages_of_a_worker_has_a_time_limit(launch: Launch, hanging: int, tmp_path: Path) -> None:
+    """A worker dies while it has messages of two requests, so its replacement gets two rebuild messages; one hangs."""
+    env_fns = [functools.partial(HangingResetEnv, index, tmp_path / f"{index}") for index in range(2)]
     options = {"step_timeout": 1.0, "worker_options": WorkerOptions(start_timeout=5.0)}
     envs = launch(env_fns, num_workers=1, batch_size=1, on_failure="restart", **options)
     envs.reset(seed=7)
@@ -719,8 +729,8 @@ def test_each_of_two_rebuilds_of_a_worker_has_a_limit(launch: Launch, hanging: i
 
 
 @pytest.mark.parametrize("call", ["reset one, then all", "reset one, one by one", "raise, then all"])
-def test_death_that_a_reset_or_a_failure_finds_is_handled_once(launch: Launch, call: str) -> None:
-    """The worker has died with a request in flight, and another request of it finds out. Once, two processes replaced it."""
+def test_death_noticed_by_a_reset_or_a_failure_is_handled_once(launch: Launch, call: str) -> None:
+    """A worker dies with a row in flight, and another request notices it. Once, two processes replaced the worker."""
     raises = faulty_env_fn(0, "raises", step=1) if call.startswith("raise") else healthy_env_fn(0)
     envs = launch([raises, faulty_env_fn(1, "kill", step=1)], num_workers=1, on_failure="restart")
     envs.reset(seed=1)
@@ -750,7 +760,7 @@ def test_death_that_a_reset_or_a_failure_finds_is_handled_once(launch: Launch, c
 
 @pytest.mark.parametrize("by_recv", [False, True])
 def test_worker_that_died_while_idle_restarts_all_its_rows_in_the_next_step(launch: Launch, by_recv: bool) -> None:
-    """One of the rows had failed before. Once, the others were returned without having been stepped."""
+    """One row had failed before. Once, the other rows were returned although they had not been stepped."""
     envs = launch([healthy_env_fn(0), faulty_env_fn(1, "kill", step=1)], num_workers=1, on_failure="restart")
     envs.reset(seed=1)
     envs.send([1], [1])
@@ -765,20 +775,20 @@ def test_worker_that_died_while_idle_restarts_all_its_rows_in_the_next_step(laun
     assert infos["restarted"].all()
 
 
-def test_masked_reset_that_waits_for_a_hanging_row_sleeps(launch: Launch) -> None:
-    slow = functools.partial(SlowReset, 0, 0.8)
+def test_masked_reset_that_waits_for_a_hanging_row_uses_no_cpu_time(launch: Launch) -> None:
+    slow = functools.partial(SlowResetEnv, 0, 0.8)
     envs = launch(
         [functools.partial(FaultyEnv, slow(), "sleep", step=1), healthy_env_fn(1)],
         num_workers=2, on_failure="restart", step_timeout=1.0,
     )  # fmt: skip
     envs.reset(seed=1)
     envs.send(ACTIONS[:2], [0, 1])
-    began = time.process_time()
+    started_at = time.process_time()
     envs.reset(options={"reset_mask": np.array([False, True])})
-    assert time.process_time() - began < 0.4
+    assert time.process_time() - started_at < 0.4
 
 
-class SlowReset(EchoEnv):
+class SlowResetEnv(EchoEnv):
     """An environment with resets that take some seconds."""
 
     def __init__(self, index: int, seconds: float) -> None:
@@ -792,17 +802,17 @@ class SlowReset(EchoEnv):
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["kill", "raises"])
-def test_a_rebuild_may_reset_for_longer_than_the_time_limit_of_a_start(launch: Launch, fault: str) -> None:
-    """Without ``step_timeout``, resets have no time limit, and nor have those of a rebuild."""
-    env_fns = [functools.partial(SlowReset, index, 4.0) for index in range(2)]
-    env_fns[1] = functools.partial(FaultyEnv, SlowReset(1, 4.0), fault, step=1)
+def test_reset_of_a_rebuild_may_take_longer_than_start_timeout(launch: Launch, fault: str) -> None:
+    """Without ``step_timeout``, resets have no time limit, including those of a rebuild."""
+    env_fns = [functools.partial(SlowResetEnv, index, 4.0) for index in range(2)]
+    env_fns[1] = functools.partial(FaultyEnv, SlowResetEnv(1, 4.0), fault, step=1)
     envs = launch(env_fns, num_workers=2, on_failure=Restart(1), worker_options=WorkerOptions(start_timeout=3.0))
     envs.reset(seed=1)
     *_, truncations, _ = envs.step(ACTIONS[:2])
     assert truncations.tolist() == [False, True]
 
 
-def test_death_of_a_worker_is_one_restart_even_if_a_masked_reset_replaced_it(launch: Launch) -> None:
+def test_death_handled_by_a_masked_reset_and_a_step_counts_as_one_restart(launch: Launch) -> None:
     envs = launch(make_env_fns(4), num_workers=1, on_failure=Restart(1))
     envs.reset(seed=1)
     kill_worker(envs, 0)
@@ -812,8 +822,8 @@ def test_death_of_a_worker_is_one_restart_even_if_a_masked_reset_replaced_it(lau
     assert envs.stats()["restarts"] == 1
 
 
-class DiesInLoad(EchoEnv):
-    """An environment that makes its worker die when it loads a state."""
+class DyingLoadEnv(EchoEnv):
+    """An environment that can make its worker exit when it loads a state."""
 
     def arm(self) -> None:
         from vecenv.worker.snapshot_rows import SnapshotRows
@@ -822,8 +832,8 @@ class DiesInLoad(EchoEnv):
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
-def test_rows_of_a_worker_that_died_in_a_load_have_failed(launch: Launch, on_failure: str) -> None:
-    envs = launch([functools.partial(DiesInLoad, index) for index in range(2)], num_workers=1, on_failure=on_failure)
+def test_rows_of_a_worker_that_dies_in_load_fail(launch: Launch, on_failure: str) -> None:
+    envs = launch([functools.partial(DyingLoadEnv, index) for index in range(2)], num_workers=1, on_failure=on_failure)
     envs.reset(seed=1)
     state = envs.state_dict(verify=False)
     envs.call("arm")
@@ -838,8 +848,7 @@ def test_rows_of_a_worker_that_died_in_a_load_have_failed(launch: Launch, on_fai
         assert envs.step(ACTIONS[:2])[3].all()
 
 
-def test_at_least_does_not_wait_for_a_hanging_environment(launch: Launch) -> None:
-    """All environments are in flight."""
+def test_recv_at_least_does_not_wait_for_a_hanging_environment(launch: Launch) -> None:
     envs = launch([healthy_env_fn(0), faulty_env_fn(1, "sleep", step=1)], num_workers=2)
     envs.reset(seed=1)
     envs.send(ACTIONS[:2], [0, 1])
@@ -857,8 +866,8 @@ def test_failed_row_of_a_replaced_worker_cannot_be_saved(launch: Launch) -> None
     assert len(envs.save([0], verify=False)) == 1
 
 
-def test_rows_that_were_loaded_beside_a_death_show_their_state(launch: Launch) -> None:
-    envs = launch([functools.partial(DiesInLoad, index) for index in range(2)], num_workers=2)
+def test_rows_loaded_while_another_worker_dies_keep_their_state(launch: Launch) -> None:
+    envs = launch([functools.partial(DyingLoadEnv, index) for index in range(2)], num_workers=2)
     first, _ = envs.reset(seed=1)
     kept = envs.save(verify=False)
     envs.step(ACTIONS[:2])
@@ -869,7 +878,7 @@ def test_rows_that_were_loaded_beside_a_death_show_their_state(launch: Launch) -
     np.testing.assert_array_equal(observations[0], first[0])
 
 
-def test_reset_of_some_drops_an_interrupted_call(launch: Launch) -> None:
+def test_reset_of_some_rows_drops_an_interrupted_call(launch: Launch) -> None:
     envs = launch(make_env_fns(2))
     envs.reset(seed=1)
 
@@ -888,7 +897,7 @@ def test_reset_of_some_drops_an_interrupted_call(launch: Launch) -> None:
         signal.signal(signal.SIGALRM, previous)
 
 
-def test_row_that_a_masked_reset_has_rebuilt_is_counted_again(launch: Launch) -> None:
+def test_new_failure_of_a_rebuilt_row_counts_as_a_restart(launch: Launch) -> None:
     env_fns = [faulty_env_fn(0, "raises", step=2), *make_env_fns(2)[1:]]
     envs = launch(env_fns, num_workers=1, on_failure=Restart(1))
     envs.reset(seed=1)
@@ -900,8 +909,8 @@ def test_row_that_a_masked_reset_has_rebuilt_is_counted_again(launch: Launch) ->
         envs.step(ACTIONS[:2])
 
 
-class FailsToStartOnce(EchoEnv):
-    """An environment with a constructor that raises if a file exists, which it removes."""
+class FailingConstructorEnv(EchoEnv):
+    """An environment with a constructor that removes a file, if it exists, and then raises."""
 
     def __init__(self, index: int, file: Path) -> None:
         if file.exists():
@@ -910,8 +919,8 @@ class FailsToStartOnce(EchoEnv):
         super().__init__(index)
 
 
-def test_a_death_is_not_explained_by_an_earlier_failure_to_start(launch: Launch, tmp_path: Path) -> None:
-    envs = launch([functools.partial(FailsToStartOnce, index, tmp_path / "busy") for index in range(2)], num_workers=2)
+def test_death_is_not_explained_by_an_earlier_failed_start(launch: Launch, tmp_path: Path) -> None:
+    envs = launch([functools.partial(FailingConstructorEnv, index, tmp_path / "busy") for index in range(2)], num_workers=2)
     envs.reset(seed=1)
 
     kill_worker(envs, 0)
@@ -929,7 +938,7 @@ def test_a_death_is_not_explained_by_an_earlier_failure_to_start(launch: Launch,
 def test_log_of_a_restart_names_the_line_that_raised(
     launch: Launch, context: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also that of an environment of the main program, which workers receive as code and not by name."""
+    """The fault is a function of the main program, which workers receive by value and not by name."""
     program = "def fail(result):\n    raise KeyError('stone')\n"
     main: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(program, "/somewhere/training.py", "exec"), main)

@@ -1,4 +1,4 @@
-"""Tests of the checker of ``faulty_envs.py``: a check that cannot fail is worthless."""
+"""Tests of ``RowChecker`` (``faulty_envs.py``): it must detect wrong rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LENGTH = 5
 
 
 def batch(results: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Return the results of a vector environment from those of its environments."""
+    """Combine the results of environments to the result of a vector environment."""
     envs: Any = VectorEnv()
     envs.num_envs, infos = len(results), {}
     for row, result in enumerate(results):
@@ -29,11 +29,11 @@ def test_shifted_torn_repeated_and_swapped_rows_are_detected() -> None:
     torn = second[0].copy()
     torn[0, 20:] = first[0][0, 20:]
     swapped, old_reward, old_infos = (first[0][::-1], *first[1:]), (first[0], *second[1:]), (*first[:-1], second[-1])
-    for answer in (second, swapped, old_reward, old_infos, (torn, *second[1:])):
+    for result in (second, swapped, old_reward, old_infos, (torn, *second[1:])):
         checker = RowChecker(2, length=LENGTH)
         checker.check_reset(starts)
         with pytest.raises(AssertionError):
-            checker.check_step([1, 1], answer)
+            checker.check_step([1, 1], result)
     checker = RowChecker(2, length=LENGTH)
     checker.check_reset(starts)
     checker.check_step([1, 1], first)

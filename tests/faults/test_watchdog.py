@@ -1,4 +1,4 @@
-"""Without a timeout, the waiting process logs a request that takes very long."""
+"""Tests of the watchdog: without a timeout, a request that takes very long is logged."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from observe import CHEAP, FAULTS, Launch, worker_pids
+from observe import FAULT_MARKS, WITHOUT_SPAWN, Launch, worker_pids
 
 from vecenv.engine import watchdog
 from vecenv.errors import StepTimeout
 
-pytestmark = [*FAULTS, pytest.mark.linux]
+pytestmark = [*FAULT_MARKS, pytest.mark.linux]
 
 
-class Naps(gymnasium.Env[Any, Any]):
+class NappingEnv(gymnasium.Env[Any, Any]):
     """An environment with a step, a reset and a method that sleep for ``action`` hundredths of a second."""
 
     observation_space = gymnasium.spaces.Box(0, 1, (1,))
@@ -57,7 +57,7 @@ def log_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def open_engine(launch: Launch, count: int = 4, **kwargs: Any) -> Any:
-    envs = launch([functools.partial(Naps) for _ in range(count)], **kwargs)
+    envs = launch([functools.partial(NappingEnv) for _ in range(count)], **kwargs)
     envs.reset(seed=1)
     return envs
 
@@ -67,7 +67,7 @@ PLACE = r"at test_watchdog\.py:\d+ in nap"
 
 @pytest.mark.long
 def test_long_step_is_logged_twice(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
-    """The waiting process logs environment, worker, line and the options that would end it."""
+    """The log lines name environment, worker, line and the option that would end the step."""
     envs = open_engine(launch)
     envs.step([0, 0, 600, 0])
     first, second = log_lines(caplog)
@@ -76,13 +76,13 @@ def test_long_step_is_logged_twice(launch: Launch, caplog: pytest.LogCaptureFixt
     assert re.fullmatch(form.format(r"\d"), first), first
     assert re.fullmatch(form.format(r"\d"), second), second
     caplog.clear()
-    for _ in range(20):  # many short ones are not a long one
+    for _ in range(20):  # many short steps are not logged
         envs.step([20, 0, 0, 0])
     assert not log_lines(caplog)
 
 
 @pytest.mark.long
-@CHEAP
+@WITHOUT_SPAWN
 def test_all_environments_of_a_late_worker_are_named(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
     envs = open_engine(launch, num_workers=2)
     envs.step([0, 0, 250, 0])
@@ -91,9 +91,9 @@ def test_all_environments_of_a_late_worker_are_named(launch: Launch, caplog: pyt
 
 
 @pytest.mark.long
-@CHEAP
+@WITHOUT_SPAWN
 def test_hang_among_first_ready_batches_is_logged(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
-    """Other rows arrive all the time, so that no single wait is long."""
+    """Other rows arrive all the time, so no single wait is long."""
     envs = open_engine(launch)
     envs.send([400, 1, 1, 1], range(4))
     ready: set[int] = set()
@@ -109,9 +109,9 @@ def test_hang_among_first_ready_batches_is_logged(launch: Launch, caplog: pytest
 
 
 @pytest.mark.long
-@CHEAP
+@WITHOUT_SPAWN
 def test_finished_requests_are_not_logged(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
-    """The program computed meanwhile; a reply that follows that of a late worker has arrived, too."""
+    """The time that the program spends between calls does not count."""
     envs = open_engine(launch)
     envs.send([30, 1, 1, 1], range(4))
     envs.recv(count=1)
@@ -126,7 +126,7 @@ def test_finished_requests_are_not_logged(launch: Launch, caplog: pytest.LogCapt
 
 
 @pytest.mark.long
-@CHEAP
+@WITHOUT_SPAWN
 @pytest.mark.parametrize("command", ["reset", "call", "save", "exec_func"])
 def test_other_long_requests_are_logged(launch: Launch, command: str, caplog: pytest.LogCaptureFixture) -> None:
     envs = open_engine(launch, 2)
@@ -135,25 +135,25 @@ def test_other_long_requests_are_logged(launch: Launch, command: str, caplog: py
     elif command == "call":
         envs.call("nap", 200)
     elif command == "exec_func":
-        envs.exec_func(_nap)
+        envs.exec_func(_sleep_two_seconds)
     else:
         os.kill(worker_pids(envs)[1], signal.SIGSTOP)
         threading.Timer(2.5, os.kill, (worker_pids(envs)[1], signal.SIGCONT)).start()
         envs.save()
     lines = log_lines(caplog)
-    words = {"reset": "resetting", "save": "busy with save"}.get(command, f"busy with {command}")
+    activity = {"reset": "resetting", "save": "busy with save"}.get(command, f"busy with {command}")
     assert lines
-    assert all(f" has been {words} for " in line for line in lines), lines
+    assert all(f" has been {activity} for " in line for line in lines), lines
     assert ("stopped by SIGSTOP" in lines[0]) == (command == "save"), lines
     assert ("step_timeout=" in lines[0]) == (command == "reset"), lines
 
 
-def _nap(env: Any) -> None:
+def _sleep_two_seconds(env: Any) -> None:
     time.sleep(2)
 
 
 @pytest.mark.long
-@CHEAP
+@WITHOUT_SPAWN
 def test_step_timeout_replaces_the_log_line(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
     envs = open_engine(launch, 2, step_timeout=2.5)
     with pytest.raises(StepTimeout, match="in nap"):
@@ -162,9 +162,8 @@ def test_step_timeout_replaces_the_log_line(launch: Launch, caplog: pytest.LogCa
 
 
 @pytest.mark.long
-@CHEAP
-def test_polls_are_not_waits(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
-    """But they check from time to time, and log."""
+@WITHOUT_SPAWN
+def test_polls_of_a_long_step_log_it_once(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
     envs = open_engine(launch, 2)
     envs.step_async([250, 0])
     for _ in range(1000):

@@ -1,7 +1,7 @@
 """A minimal training program: ``python trainer.py scenario method folder``.
 
-It starts an engine, prints a line of JSON with the pids of all processes, and enters the
-situation that the scenario names, in which the test interferes.
+It starts an engine, prints a line of JSON with the pids of all processes, and enters the situation of the scenario, in which
+a test kills or interrupts it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from vecenv.testing.faulty import NestedEnv
 ACTIONS = [1, 1, 1]
 
 
-def report_json(**what: Any) -> None:
-    print(json.dumps({"trainer": os.getpid(), **what}), flush=True)
+def report_json(**fields: Any) -> None:
+    print(json.dumps({"trainer": os.getpid(), **fields}), flush=True)
 
 
 def pids(envs: vecenv.AsyncVectorEnv) -> list[int]:
@@ -36,7 +36,7 @@ def pids(envs: vecenv.AsyncVectorEnv) -> list[int]:
 
 
 def start(method: str, folder: Path, fault: str | None = None, **options: Any) -> vecenv.AsyncVectorEnv:
-    """Build three environments; the last one commits the fault in its first step, after it has written a file."""
+    """Start three environments; the last one has the fault in its first step, after it has written a file."""
     replacements = {2: faulty_env_fn(2, write_pid_then(folder / "begun", fault), step=1)} if fault else None
     envs = vecenv.AsyncVectorEnv(make_env_fns(3, replacements), context=method, **options)
     envs.reset(seed=1)
@@ -58,11 +58,11 @@ def stepping(method: str, folder: Path, fault: str = "sleep") -> None:
 
 
 def gil(method: str, folder: Path) -> None:
-    """Wait in a step that is in C code which keeps the interpreter's lock."""
+    """Wait in a step that holds the GIL in C code."""
     stepping(method, folder, "hold_gil")
 
 
-def family(method: str, folder: Path) -> None:
+def helper(method: str, folder: Path) -> None:
     """Wait between two calls, after an environment has started a program."""
     envs = start(method, folder, "start_subprocess")
     *_, infos = envs.step(ACTIONS)
@@ -94,8 +94,8 @@ def interrupted(method: str, folder: Path) -> None:
     report_json(interrupts=interrupts, closed=envs.closed, seconds=time.monotonic() - started_at)
 
 
-def interrupted_then_on(method: str, folder: Path) -> None:
-    """Wait for Ctrl-C in a step that is only slow; then training continues with the pending result."""
+def interrupted_and_continued(method: str, folder: Path) -> None:
+    """Wait for Ctrl-C in a slow step, then continue with its pending result."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     envs = vecenv.AsyncVectorEnv(make_env_fns(3, delay=1.0), context=method)
     envs.reset(seed=1)
@@ -114,7 +114,7 @@ def interrupted_then_on(method: str, folder: Path) -> None:
 
 
 def pending(method: str, folder: Path) -> None:
-    """End the program without a close, with a step that will not end."""
+    """End without ``close()`` while a step hangs."""
     envs = start(method, folder, "sleep")
     envs.step_async(ACTIONS)
     while not (folder / "begun").exists():
@@ -123,14 +123,14 @@ def pending(method: str, folder: Path) -> None:
 
 
 def raised(method: str, folder: Path) -> None:
-    """End by an exception in the middle of a step."""
+    """End by an exception while a step hangs."""
     envs = start(method, folder, "sleep")
     envs.step_async(ACTIONS)
     report_json(workers=pids(envs), ended=time.monotonic())
     raise SystemExit(9)
 
 
-class Big(gym.Env):
+class LargeObservationEnv(gym.Env):
     """An environment with observations of four MiB."""
 
     observation_space = gym.spaces.Box(0, 255, (4 * 2**20,), np.uint8)
@@ -145,27 +145,27 @@ class Big(gym.Env):
 
 
 def small_shm(method: str, folder: Path) -> None:
-    """Run with a /dev/shm that is smaller than one observation."""
+    """Step with a /dev/shm that is smaller than one observation."""
     size = os.statvfs("/dev/shm")
     try:
-        envs = vecenv.AsyncVectorEnv([Big, Big], context=method)
+        envs = vecenv.AsyncVectorEnv([LargeObservationEnv] * 2, context=method)
     except vecenv.errors.ArenaError as error:
         report_json(shm=size.f_blocks * size.f_frsize, refused=str(error))
         return
     envs.reset(seed=1)
     observations = envs.step([7, 8])[0]
-    right = bool((observations[0] == 7).all() and (observations[1] == 8).all())
+    correct = bool((observations[0] == 7).all() and (observations[1] == 8).all())
     used = size.f_blocks - os.statvfs("/dev/shm").f_bfree
     on_disk = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/tmp/" in line and "rw-s" in line]
     envs.close()
-    report_json(shm=size.f_blocks * size.f_frsize, right=right, used=used * size.f_frsize, on_disk=on_disk)
+    report_json(shm=size.f_blocks * size.f_frsize, correct=correct, used=used * size.f_frsize, on_disk=on_disk)
 
 
 SCENARIOS: dict[str, Callable[[str, Path], None]] = {
     scenario.__name__: scenario
     for scenario in (
-        *(waiting, stepping, gil, family, nested),
-        *(interrupted, interrupted_then_on, pending, raised, small_shm),
+        *(waiting, stepping, gil, helper, nested),
+        *(interrupted, interrupted_and_continued, pending, raised, small_shm),
     )
 }
 

@@ -1,4 +1,4 @@
-"""The reference for vector environments with spare workers: one without them, with the same seeds."""
+"""A reference for vector environments with spare workers: one without them that uses the same seeds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def derived_seed(seed: int, row: int, episode: int) -> int:
     return int(np.random.SeedSequence(seed, spawn_key=(row, episode)).generate_state(1)[0] >> 1)
 
 
-class Seeded(gymnasium.Wrapper[Any, Any, Any, Any]):
+class SeedEachEpisode(gymnasium.Wrapper[Any, Any, Any, Any]):
     """A wrapper that gives each episode the seed that it has with spare workers."""
 
     def __init__(self, env: gymnasium.Env[Any, Any], row: int) -> None:
@@ -31,26 +31,22 @@ class Seeded(gymnasium.Wrapper[Any, Any, Any, Any]):
             self._seed, self._episode = seed, 0
         return self.env.reset(seed=seed, options=options)
 
-    def goes_on_from(self, seed: int) -> None:
-        """Restore the state of the first episode after that seed."""
-        self._seed, self._episode = seed, 0
 
-
-def twin(env_fns: Sequence[Callable[[], Any]], first: int = 0, **options: Any) -> SyncVectorEnv:
-    """Return a vector environment without spare workers that has the same episodes; ``first``: the row of its first one."""
-    seeded = [lambda row=row, env_fn=env_fn: Seeded(env_fn(), row) for row, env_fn in enumerate(env_fns, first)]
+def make_reference(env_fns: Sequence[Callable[[], Any]], first: int = 0, **options: Any) -> SyncVectorEnv:
+    """Build a vector environment with the same episodes, without spare workers; ``first``: the row of ``env_fns[0]``."""
+    seeded = [lambda row=row, env_fn=env_fn: SeedEachEpisode(env_fn(), row) for row, env_fn in enumerate(env_fns, first)]
     return SyncVectorEnv(seeded, **options)
 
 
 class Walk(gymnasium.Env[np.ndarray, np.int64]):
-    """A walk drawn from its seed, with episodes of different lengths. Steps and resets take the given time.
+    """A random walk with episodes of different lengths.
 
     Args:
-        reset: Seconds.
-        step: Seconds.
-        lengths: (from, to) of an episode.
-        uneven: Draw the time of each reset anew, from a separate generator.
-        dies, raises: The seeds of a reset that kills the process, or raises.
+        reset: The duration of a reset in seconds.
+        step: The duration of a step in seconds.
+        lengths: The range of episode lengths, without its end.
+        uneven: Draw the duration of each reset, at most ``reset``, from a separate generator.
+        dies, raises: The seeds for which a reset kills the process, or raises.
     """
 
     def __init__(
@@ -79,5 +75,5 @@ class Walk(gymnasium.Env[np.ndarray, np.int64]):
     def step(self, action: np.int64) -> tuple[np.ndarray, Any, bool, bool, dict[str, Any]]:
         time.sleep(self._step)
         self.left -= 1
-        self.place += [int(action), self.np_random.normal(), 0.0]  # in place: observations have to be copied
+        self.place += [int(action), self.np_random.normal(), 0.0]  # in place, so observations must be copied
         return self.place, self.place[1], self.left == 0, False, {"left": self.left}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from observe import PATIENCE, still_running
+from observe import WAIT_SECONDS, still_running
 
 import vecenv
 from vecenv.tools import benchmark, cli, limits
@@ -97,7 +97,7 @@ def test_bench_killed_during_start_leaves_nothing(start: Start, tmp_path: Path) 
     pids = {*building_processes(tmp_path, 11), *process_tree(bench)}
     bench.kill()
     bench.wait()
-    assert not still_running([*pids, *(int(p) for f in tmp_path.glob("*.pids") for p in f.stem.split("-"))], PATIENCE)
+    assert not still_running([*pids, *(int(p) for f in tmp_path.glob("*.pids") for p in f.stem.split("-"))], WAIT_SECONDS)
 
 
 @pytest.mark.long
@@ -107,10 +107,10 @@ def test_ctrl_c_ends_a_bench_that_builds_engines_at_once(start: Start, tmp_path:
     os.killpg(bench.pid, signal.SIGINT)  # as a terminal does
     started_at = time.monotonic()
     _, errors = bench.communicate(timeout=100)
-    assert time.monotonic() - started_at < PATIENCE
+    assert time.monotonic() - started_at < WAIT_SECONDS
     assert bench.returncode == 130, errors
     assert errors.strip() == "vecenv: interrupted"
-    assert not still_running(list(pids), PATIENCE)
+    assert not still_running(list(pids), WAIT_SECONDS)
 
 
 @pytest.mark.long
@@ -128,7 +128,7 @@ def test_ctrl_c_ends_a_bench_at_any_moment(start: Start, moment: float) -> None:
     assert bench.returncode == 130, errors
     # a fast machine is in the first round
     assert errors.strip().removeprefix("2 environments, round 1 of 7\n") == "vecenv: interrupted"
-    assert not still_running(pids, PATIENCE)
+    assert not still_running(pids, WAIT_SECONDS)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--scale"]])

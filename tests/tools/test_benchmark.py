@@ -18,7 +18,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import SyncVectorEnv
-from observe import PATIENCE, still_running
+from observe import WAIT_SECONDS, still_running
 
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
@@ -297,7 +297,7 @@ def test_host_that_ends_ends_its_helpers(killed: bool) -> None:
         if killed:
             assert host.call("run", 0.0) is None
             assert host.failed.startswith("process killed by SIGKILL")
-    assert not still_running(pids, PATIENCE)
+    assert not still_running(pids, WAIT_SECONDS)
 
 
 # --- candidates with many processes ---------------------------------------------------------------

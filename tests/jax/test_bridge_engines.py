@@ -99,12 +99,12 @@ def test_bridge_over_a_vector_env_that_runs_jax_raises() -> None:
 def test_finished_rows_are_not_stepped_in_disabled_mode(batch_size: int | None) -> None:
     envs = FixedBatchSize(make_fns(4), num_workers=0, autoreset_mode="Disabled", batch_size=batch_size)
     with vj.bridge(envs) as env:
-        state, done, stepped = env.reset(jax.random.key(SEED)), np.zeros(4, bool), 0
+        state, done, expected_steps = env.reset(jax.random.key(SEED)), np.zeros(4, bool), 0
         while not done.all():
             state = env.step(state, jnp.zeros(4, jnp.int32))
-            stepped += int((~done).sum())
+            expected_steps += int((~done).sum())
             done |= np.asarray(state.done)
-        assert envs.stats()["steps"] == stepped
+        assert envs.stats()["steps"] == expected_steps
         assert envs.stats()["resets"] == 4
 
 

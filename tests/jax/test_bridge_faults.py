@@ -37,7 +37,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
-def no_log_of_failed_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def disable_callback_log(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable JAX's log of errors in ``io_callback``: pytest would keep a record that refers to the test's environments."""
     monkeypatch.setattr(logging.getLogger("jax._src.callback"), "disabled", True)
 

@@ -209,10 +209,10 @@ def test_playground_without_a_download_of_its_models_raises(
 ) -> None:
     source = importlib.import_module("mujoco_playground._src.mjx_env")
 
-    def offline(*_: Any) -> None:
+    def fail_to_clone(*_: Any) -> None:
         raise subprocess.CalledProcessError(128, ["git", "clone"])
 
-    monkeypatch.setattr(source, "_clone_with_progress", offline)
+    monkeypatch.setattr(source, "_clone_with_progress", fail_to_clone)
     monkeypatch.setattr(source, "MENAGERIE_PATH", tmp_path / "menagerie")
     monkeypatch.setattr(source, "EXTERNAL_DEPS_PATH", tmp_path)
     with pytest.raises(FileNotFoundError, match="mujoco_menagerie, commit"):

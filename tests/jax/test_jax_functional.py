@@ -406,7 +406,7 @@ def test_samples_with_keys_cover_the_space(space: Any) -> None:
     assert all(jax.jit(converted.contains)(row) for row in rows[:3])
     # without its 64-bit mode, JAX has no int64
     is_int64 = isinstance(space, spaces.Box) and space.dtype == np.int64
-    assert all(is_int64 or space.contains(to_dtype_of(space, row)) for row in rows)
+    assert all(is_int64 or space.contains(cast_to_space(space, row)) for row in rows)
     if isinstance(space, spaces.Box) and space.dtype.kind in "iu":
         assert np.asarray(drawn).max() >= space.high.max() - 5
         assert np.asarray(drawn).min() <= space.low.min() + 5
@@ -438,7 +438,7 @@ def test_samples_reach_the_bounds_at_the_limits_of_a_dtype(space: Any, maximum: 
     assert len(np.unique(drawn)) > 1
     for row in np.asarray(drawn)[:20]:
         assert converted.contains(jnp.asarray(row))
-        assert space.contains(to_dtype_of(space, row))
+        assert space.contains(cast_to_space(space, row))
     assert maximum is None or np.asarray(drawn).max() == maximum
 
 
@@ -450,11 +450,11 @@ def test_sample_with_bounds_beyond_the_integers_of_jax_raises(space: Any) -> Non
     assert not jax_space(space).contains(jnp.full(space.shape, -1))
 
 
-def to_dtype_of(space: Any, row: Any) -> Any:
+def cast_to_space(space: Any, row: Any) -> Any:
     if isinstance(space, spaces.Dict):
-        return {key: to_dtype_of(inner, row[key]) for key, inner in space.spaces.items()}
+        return {key: cast_to_space(inner, row[key]) for key, inner in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
-        return tuple(to_dtype_of(inner, one) for inner, one in zip(space.spaces, row, strict=True))
+        return tuple(cast_to_space(inner, one) for inner, one in zip(space.spaces, row, strict=True))
     return np.int64(row) if isinstance(space, spaces.Discrete) else np.asarray(row, space.dtype)
 
 

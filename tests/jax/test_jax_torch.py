@@ -19,25 +19,25 @@ from vecenv.backends.jax_native import JaxVectorEnv  # noqa: E402
 from vecenv.jax import FunctionalVectorEnv, adapt  # noqa: E402
 
 
-def get_jax_gradient(env: Any, actions: Any, loss_of_state: Any) -> Any:
+def get_jax_gradient(env: Any, actions: Any, compute_loss: Any) -> Any:
     from vecenv.jax.interop import seed_keys
 
     def loss(actions: Any) -> Any:
         state = env.begin(jnp.asarray(seed_keys(range(env.num_envs))))
         for action in actions:
             state = env.step(state, action)
-        return loss_of_state(state)
+        return compute_loss(state)
 
     return jax.jit(jax.value_and_grad(loss))(jnp.asarray(actions))
 
 
-def get_torch_gradient(env: Any, actions: Any, loss_of_state: Any) -> Any:
+def get_torch_gradient(env: Any, actions: Any, compute_loss: Any) -> Any:
     tensor = torch.tensor(actions, requires_grad=True)
     differentiable = vecenv.torch.differentiable(env)
     state = differentiable.reset(seed=0)
     for t in range(len(actions)):
         state = differentiable.step(state, tensor[t])
-    value = loss_of_state(state)
+    value = compute_loss(state)
     value.backward()
     return value.detach().numpy(), tensor.grad.numpy(), state
 

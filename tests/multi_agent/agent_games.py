@@ -13,7 +13,7 @@ from vecenv.multi_agent import MultiAgentVecEnv
 
 
 @contextmanager
-def started_games(games: Any, **options: Any) -> Iterator[MultiAgentVecEnv]:
+def open_games(games: Any, **options: Any) -> Iterator[MultiAgentVecEnv]:
     """Yield a vector environment of these games, after a reset with seed 0."""
     with MultiAgentVecEnv(games, **options) as envs:
         envs.reset(seed=0)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_games import AllFlagGame, FaultyGame, RandomGame, ScriptedGame, started_games
+from agent_games import AllFlagGame, FaultyGame, RandomGame, ScriptedGame, open_games
 from gymnasium import spaces
 
 import vecenv
@@ -97,7 +97,7 @@ def test_step_names_all_environments_with_the_same_mistake(fault: str, error: An
         functools.partial(ScriptedGame, {"a": (0, 9), "b": (0, 9)}),
         functools.partial(FaultyGame, fault),
     ]
-    with started_games(fns, num_workers=num_workers) as envs:
+    with open_games(fns, num_workers=num_workers) as envs:
         actions = np.zeros((4, 2), np.int64)
         with pytest.raises(error, match=match) as caught:
             repeat_step(envs, actions, 4)
@@ -129,7 +129,7 @@ class RequiredRewardsGame(ScriptedGame):
 @WORKERS
 def test_rewards_of_newborn_and_vanished_agents_are_optional(num_workers: int) -> None:
     lives = {"a": (0, 2), "b": (1, 4), "c": (0, 6)}
-    with started_games([functools.partial(RequiredRewardsGame, lives)] * 2, num_workers=num_workers) as envs:
+    with open_games([functools.partial(RequiredRewardsGame, lives)] * 2, num_workers=num_workers) as envs:
         rewards = [envs.step(np.zeros((2, 3), np.int64))[1][1].tolist() for _ in range(6)]
         assert rewards == [[1, 0, 1], [0, 1, 1], [0, 1, 1], [0, 0, 1], [0, 0, 1], [0, 0, 0]]
 
@@ -143,7 +143,7 @@ class DefaultdictRewardsGame(ScriptedGame):
 
 
 def test_missing_keys_of_a_defaultdict_are_rewards_of_zero() -> None:
-    with started_games([DefaultdictRewardsGame], num_workers=0) as envs:
+    with open_games([DefaultdictRewardsGame], num_workers=0) as envs:
         assert [envs.step(np.zeros((1, 3), np.int64))[1].tolist() for _ in range(3)] == [
             [[1, 0, 0]],
             [[1, 0, 0]],
@@ -161,7 +161,7 @@ def test_all_flag_ends_every_agent(
 ) -> None:
     ending = functools.partial(AllFlagGame, flags, last_values, removes_agents)
     fns = [ending, functools.partial(ScriptedGame, AllFlagGame(()).lives)]
-    with started_games(fns, num_workers=num_workers) as envs:
+    with open_games(fns, num_workers=num_workers) as envs:
         actions = np.zeros((2, 4), np.int64)
         assert envs.step(actions)[2].tolist() == [[True, False, False, False]] * 2
         envs.step(actions)
@@ -179,7 +179,7 @@ def test_all_flag_ends_every_agent(
 
 
 def test_agent_named_all_ends_alone() -> None:
-    with started_games([functools.partial(ScriptedGame, {"__all__": (0, 1), "b": (0, 9)})], num_workers=0) as envs:
+    with open_games([functools.partial(ScriptedGame, {"__all__": (0, 1), "b": (0, 9)})], num_workers=0) as envs:
         assert envs.step(np.zeros((1, 2), np.int64))[2].tolist() == [[True, False]]
 
 
@@ -212,7 +212,7 @@ def test_both_code_paths_accept_the_same_rewards(
 ) -> None:
     if general_path:
         monkeypatch.setattr(AgentsEnv, "_apply_ordinary_step", lambda *_: False)
-    with started_games([functools.partial(RewardGame, reward)], num_workers=0) as envs:
+    with open_games([functools.partial(RewardGame, reward)], num_workers=0) as envs:
         envs.step(np.zeros((1, 2), np.int64))
         if expected is None:
             with pytest.raises(vecenv.errors.ObservationError, match=r"env 0, agent 'a': reward: got .*expected one number"):
@@ -294,7 +294,7 @@ def test_constructor_with_a_space_without_a_fixed_size_raises() -> None:
 )
 @WORKERS
 def test_step_with_wrong_actions_raises_and_sends_nothing(actions: Any, error: Any, match: str, num_workers: int) -> None:
-    with started_games([ScriptedGame] * 2, num_workers=num_workers) as envs:
+    with open_games([ScriptedGame] * 2, num_workers=num_workers) as envs:
         with pytest.raises(error, match=match):
             envs.step(actions)
         obs, *_ = envs.step(np.zeros((2, 3, 1), np.int64))
@@ -302,7 +302,7 @@ def test_step_with_wrong_actions_raises_and_sends_nothing(actions: Any, error: A
 
 
 def test_step_names_all_live_agents_without_actions() -> None:
-    with started_games([ScriptedGame] * 2, layout="agents", num_workers=0) as envs:
+    with open_games([ScriptedGame] * 2, layout="agents", num_workers=0) as envs:
         with pytest.raises(ValueError, match="agent 'b' in envs 0-1; agent 'c' in envs 0-1"):
             envs.step({"a": [0, 0]})
         with pytest.raises(ValueError, match=r"unknown keys \['x'\]"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_games import RandomGame, ScriptedGame, started_games
+from agent_games import RandomGame, ScriptedGame, open_games
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from test_agents_stacked import StackedGame
@@ -24,7 +24,7 @@ WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
 
 @WORKERS
 def test_calls_and_attributes_apply_to_the_environments(num_workers: int) -> None:
-    with started_games([RandomGame] * 3, num_workers=num_workers) as envs:
+    with open_games([RandomGame] * 3, num_workers=num_workers) as envs:
         assert [state.tolist() for state in envs.call("state")] == [[0, 3]] * 3
         assert envs.get_attr("length") == (6, 6, 6)
         envs.set_attr("length", [3, 4, 5])
@@ -86,7 +86,7 @@ class FaultyUntilFlagExists(ScriptedGame):
 def test_restart_truncates_all_live_agents(mode: AutoresetMode, fault: str, tmp_path: Any) -> None:
     healthy = functools.partial(ScriptedGame, {"a": (0, 2), "b": (0, 9)})
     fns = [healthy, functools.partial(FaultyUntilFlagExists, fault, str(tmp_path / "flag"))]
-    with started_games(fns, autoreset_mode=mode, on_failure="restart", num_workers=2) as envs:
+    with open_games(fns, autoreset_mode=mode, on_failure="restart", num_workers=2) as envs:
         actions = np.zeros((2, 2), np.int64)
         for _ in range(2):
             envs.step(actions)
@@ -133,7 +133,7 @@ def test_batches_of_every_layout_are_in_its_spaces() -> None:
 def test_agents_with_integer_names_can_step() -> None:
     lives = {7: (0, 3), 2: (0, 3)}
     for layout in ("stack", "agents"):
-        with started_games([functools.partial(ScriptedGame, lives)] * 2, layout=layout, num_workers=0) as envs:
+        with open_games([functools.partial(ScriptedGame, lives)] * 2, layout=layout, num_workers=0) as envs:
             actions: Any = np.zeros((2, 2), np.int64) if layout == "stack" else {7: [0, 0], 2: [0, 0]}
             assert envs.step(actions)[1].tolist() == [[1, 1]] * 2
 

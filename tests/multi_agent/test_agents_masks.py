@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import gymnasium
 import numpy as np
 import pytest
-from agent_games import RandomGame, ScriptedGame, started_games
+from agent_games import RandomGame, ScriptedGame, open_games
 from failing import reset_until_ready
 from gymnasium import spaces
 from gymnasium.error import ResetNeeded
@@ -39,7 +39,7 @@ def play(envs: MultiAgentVecEnv, steps: int) -> list[Any]:
 
 
 def test_missing_last_observation_is_padding() -> None:
-    with started_games(make_fns(1, silent=("a",)), pad_value=-3, num_workers=0) as envs:
+    with open_games(make_fns(1, silent=("a",)), pad_value=-3, num_workers=0) as envs:
         results = play(envs, 2)
     assert results[1][0][0, 0].tolist() == [-3, -3]
     assert results[1][2][0, 0]
@@ -48,7 +48,7 @@ def test_missing_last_observation_is_padding() -> None:
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_episode_end_any_truncates_the_other_agents(mode: AutoresetMode) -> None:
-    with started_games(make_fns(2), episode_end="any", autoreset_mode=mode, num_workers=0) as envs:
+    with open_games(make_fns(2), episode_end="any", autoreset_mode=mode, num_workers=0) as envs:
         results = play(envs, 2)
         _, rewards, terminations, truncations, infos = results[-1]
         assert terminations.tolist() == [[T, F, F]] * 2
@@ -64,7 +64,7 @@ def test_episode_end_any_truncates_the_other_agents(mode: AutoresetMode) -> None
 
 def test_step_of_a_finished_env_without_autoreset_raises() -> None:
     fns = [*make_fns(1, lives={"a": (0, 1)}), *make_fns(1, lives={"a": (0, 3)})]
-    with started_games(fns, autoreset_mode=AutoresetMode.DISABLED, num_workers=0) as envs:
+    with open_games(fns, autoreset_mode=AutoresetMode.DISABLED, num_workers=0) as envs:
         (result,) = play(envs, 1)
         with pytest.raises(ResetNeeded, match="env 0"):
             play(envs, 1)
@@ -88,7 +88,7 @@ def test_step_before_the_first_reset_raises() -> None:
 
 
 def test_step_passes_only_actions_of_live_agents_to_the_environment() -> None:
-    with started_games(make_fns(1), layout="agents", num_workers=0) as envs:
+    with open_games(make_fns(1), layout="agents", num_workers=0) as envs:
         for _ in range(2):
             envs.step({"a": [1], "b": [2], "c": np.array([[3]])})
         envs.step({"b": [2], "c": [3]})  # a is dead and may be left out
@@ -157,7 +157,7 @@ def test_state_option_adds_state_and_final_state_to_the_infos() -> None:
 
 
 def test_reward_dtype_is_the_dtype_of_rewards() -> None:
-    with started_games(make_fns(1), reward_dtype=np.float32, num_workers=0) as envs:
+    with open_games(make_fns(1), reward_dtype=np.float32, num_workers=0) as envs:
         assert play(envs, 1)[0][1].dtype == np.float32
 
 
@@ -363,7 +363,7 @@ def test_flatten_agents_with_nested_spaces_steps(closes: Any) -> None:
 
 
 def test_step_with_a_wrong_structure_raises() -> None:
-    with started_games([NestedGame] * 2, num_workers=0) as envs:
+    with open_games([NestedGame] * 2, num_workers=0) as envs:
         valid = envs.action_space.sample()
         with pytest.raises(ValueError, match=r"actions: got ndarray, expected a dict with \['x', 'y'\]"):
             envs.step(np.zeros((2, 3)))
@@ -419,12 +419,12 @@ def test_reset_with_an_invalid_result_raises(fault: str, error: Any, match: str)
 
 def test_reward_of_an_unknown_agent_raises_in_an_ordinary_step() -> None:
     text = r"unknown agents \['who'\]"
-    with started_games([lambda: InvalidGame("wrong name")], num_workers=0) as envs, pytest.raises(ValueError, match=text):
+    with open_games([lambda: InvalidGame("wrong name")], num_workers=0) as envs, pytest.raises(ValueError, match=text):
         envs.step(np.zeros((1, 2), np.int64))
 
 
 def test_observation_that_overflows_its_dtype_warns() -> None:
-    with started_games([lambda: InvalidGame("large")], num_workers=0) as envs:
+    with open_games([lambda: InvalidGame("large")], num_workers=0) as envs:
         with pytest.warns(RuntimeWarning, match="env 0, agent 'a': observation.*became infinite"):
             obs, *_ = envs.step(np.zeros((1, 2), np.int64))
         assert np.isinf(obs[0, 0]).all()

@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from agent_games import started_games
+from agent_games import open_games
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from test_agents_stacked import StackedGame
@@ -124,7 +124,7 @@ class TimeLimitInInfo(StackedGame):
 
 
 def test_time_limit_in_the_info_of_four_values_is_a_truncation() -> None:
-    with started_games([functools.partial(TimeLimitInInfo, 4)], num_workers=0) as envs:
+    with open_games([functools.partial(TimeLimitInInfo, 4)], num_workers=0) as envs:
         steps = [envs.step(np.zeros((1, 2, 1), int)) for _ in range(4)]
     assert not any(step[2].any() for step in steps)
     assert [step[3][0].tolist() for step in steps] == [[False] * 2, [True, False], [False] * 2, [False, True]]

@@ -299,7 +299,7 @@ def sample_actions(envs: Any, infos: Any) -> Any:
     return np.argmax(priorities * infos["action_mask"], axis=-1)
 
 
-def latest_infos(results: Any) -> Any:
+def get_latest_infos(results: Any) -> Any:
     """Return the infos of a step, updated with those of the reset after it."""
     step, reset = results
     return step[4] if reset is None else {**step[4], **reset[1]}
@@ -330,7 +330,7 @@ def test_loaded_snapshots_continue_exactly_in_other_processes(name: str, mode: s
         _, infos = envs.reset(seed=5)
         envs.action_space.seed(5)
         for _ in range(40):
-            infos = latest_infos(advance(envs, mode, sample_actions(envs, infos)))
+            infos = get_latest_infos(advance(envs, mode, sample_actions(envs, infos)))
         kept = envs.save()
         in_process.load(kept)
         worker.reset(seed=1)
@@ -341,7 +341,7 @@ def test_loaded_snapshots_continue_exactly_in_other_processes(name: str, mode: s
             results.append(advance(envs, mode, actions[-1]))
             for other in (in_process, worker):
                 assert_identical(advance(other, mode, actions[-1]), results[-1], f"step {number}")
-            infos = latest_infos(results[-1])
+            infos = get_latest_infos(results[-1])
         assert any((step[2] | step[3]).any() for step, _ in results)
     path = str(tmp_path / "kept")
     with open(path, "wb") as file:

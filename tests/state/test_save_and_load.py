@@ -44,13 +44,13 @@ ENGINES: dict[str, dict[str, Any]] = {
 ROWS = 4
 
 
-def wrapped_cartpole() -> Any:
+def make_wrapped_cartpole() -> Any:
     """Return CartPole under wrappers that have state."""
     env: Any = RecordEpisodeStatistics(gymnasium.make("CartPole-v1"))
     return TimeLimit(FrameStackObservation(NormalizeObservation(env), 3), 30)
 
 
-def open_envs(env_fn: Any = wrapped_cartpole, mode: str = "NextStep", **options: Any) -> Any:
+def open_envs(env_fn: Any = make_wrapped_cartpole, mode: str = "NextStep", **options: Any) -> Any:
     return contextlib.closing(vecenv.AsyncVectorEnv([env_fn] * ROWS, autoreset_mode=mode, **options))
 
 

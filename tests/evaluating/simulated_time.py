@@ -1,4 +1,4 @@
-"""A vector environment in simulated time, in which the duration of a row's steps depends on its seed."""
+"""A vector environment in simulated time, in which the duration of steps depends on the seed of the episode."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vecenv.errors import ErrorRecord, WorkerDied
 from vecenv.front.capabilities import Capabilities
 
 
-class SimulatedTime(VectorEnv[Any, Any, Any]):
-    """A vector environment of walks that take as long as if each had a process of its own.
+class SimulatedVectorEnv(VectorEnv[Any, Any, Any]):
+    """A vector environment of walks with the timing of one process per environment.
 
     Attributes:
         now: The simulated time.
-        steps: The number of steps taken.
+        steps: The number of executed steps.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012 - as Gymnasium's
@@ -91,7 +91,7 @@ class SimulatedTime(VectorEnv[Any, Any, Any]):
         raise AssertionError("nothing hangs here")
 
 
-def least_time(results: Sequence[Any], num_envs: int) -> float:
+def minimum_time(results: Sequence[Any], num_envs: int) -> float:
     """Return a lower bound on the time that ``num_envs`` environments need for these episodes."""
     durations = [each.length * (0.5 + each.seed % 8 / 8) for each in results]
     return max(*durations, sum(durations) / num_envs)

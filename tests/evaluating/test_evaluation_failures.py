@@ -1,4 +1,4 @@
-"""Failures of workers and time limits in evaluations: only the episodes that cause them have an error."""
+"""Failures of workers and time limits in evaluations are errors of only those episodes that cause them."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ from vecenv.errors import WorkerDied
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 
 
-class Slow(Walk):
-    """A walk that is slow to build and, if ``lengths`` are given, has a length for each seed and slow resets and steps."""
+class SlowWalk(Walk):
+    """A walk that is slow to build and to reset. With ``lengths``, the length depends on the seed."""
 
-    def __init__(self, start: float = 0.0, pause: float = 0.0, lengths: tuple[int, ...] = (), **kwargs: Any) -> None:
-        time.sleep(start)
+    def __init__(self, build_time: float = 0.0, pause: float = 0.0, lengths: tuple[int, ...] = (), **kwargs: Any) -> None:
+        time.sleep(build_time)
         super().__init__(pause=pause, **kwargs)
         self.lengths = lengths
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         time.sleep(self.pause)
-        reset = super().reset(seed=seed, options=options)
+        result = super().reset(seed=seed, options=options)
         if self.lengths:
             self.length = self.lengths[(seed or 0) - SEED]
-        return reset
+        return result
 
 
-def test_failed_episodes_cause_a_warning() -> None:
+def test_evaluate_warns_about_failed_episodes() -> None:
     walk = functools.partial(Walk, faults={SEED + 1: "raise", SEED + 3: "raise"})
     text = "2 of 4 episodes failed, the first is episode 1 with ArithmeticError: .*; mean and std leave them out"
     with open_engine([walk] * 2, num_workers=1) as envs, pytest.warns(UserWarning, match=text):
         vecenv.evaluate(envs, choose, 4, seed=SEED)
 
 
-class Refusing(Walk):
-    """A walk that raises in the reset with one seed."""
+class RaisesInReset(Walk):
+    """A walk that raises in a reset with the seed of episode 4."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         if seed == SEED + 4:
-            raise ArithmeticError(f"walk {seed} refused")
+            raise ArithmeticError(f"walk {seed} failed")
         return super().reset(seed=seed, options=options)
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
-def test_worker_that_died_while_idle_does_not_end_an_evaluation(on_failure: Any) -> None:
+def test_evaluate_after_the_death_of_an_idle_worker_has_all_results(on_failure: Any) -> None:
     with open_engine(walks(4), num_workers=2, on_failure=on_failure) as envs:
         envs.reset(seed=0)
         os.kill(envs.processes[1].pid, signal.SIGKILL)
@@ -64,36 +64,36 @@ def test_worker_that_died_while_idle_does_not_end_an_evaluation(on_failure: Any)
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["hang", "die"])
-def test_a_failure_is_one_restart_however_long_the_process_takes_to_start(fault: str, tmp_path: Path) -> None:
-    """The other worker returns results meanwhile."""
+def test_failure_causes_one_restart_even_if_a_process_starts_slowly(fault: str, tmp_path: Path) -> None:
+    """The other worker returns results while the failed one starts."""
     kwargs: dict[str, Any] = {"pause": 0.02, "faults": {SEED + 7: f"{fault} once"}, "marks": str(tmp_path)}
-    slow = functools.partial(Slow, 1.0 if fault == "die" else 0.1, **kwargs)
+    slow = functools.partial(SlowWalk, 1.0 if fault == "die" else 0.1, **kwargs)
     with open_engine([slow] * 4, num_workers=2, on_failure="restart", step_timeout=0.5) as envs:
         assert numbers(vecenv.evaluate(envs, choose, 20, seed=SEED)) == expected_results(20)
         assert envs.stats()["restarts"] == 1
 
 
 @pytest.mark.long
-def test_time_to_start_a_process_is_not_part_of_the_limit_of_a_reset() -> None:
-    slow = functools.partial(Slow, 1.0, faults={SEED + 5: "hang"})
+def test_step_timeout_of_a_reset_excludes_the_start_of_the_process() -> None:
+    slow = functools.partial(SlowWalk, 1.0, faults={SEED + 5: "hang"})
     with open_engine([slow] * 2, num_workers=1, step_timeout=0.5) as envs:
         results = vecenv.evaluate(envs, choose, 12, seed=SEED, retries=0)
     assert [each.index for each in results if each.error is not None] == [5]
     assert max(each.attempts for each in results if each.index != 5) <= 2
 
 
-def test_end_of_an_episode_does_not_shorten_the_limit_of_other_requests() -> None:
-    """The last step of episode 2 waits for that of episode 1, in the same worker."""
-    with open_engine([functools.partial(Slow, pause=0.5, lengths=(1, 2, 1))] * 2, num_workers=1) as envs:
+def test_end_of_an_episode_does_not_shorten_the_timeout_of_others() -> None:
+    """The last step of episode 2 waits for the last step of episode 1 in the same worker."""
+    with open_engine([functools.partial(SlowWalk, pause=0.5, lengths=(1, 2, 1))] * 2, num_workers=1) as envs:
         results = vecenv.evaluate(envs, choose, 3, seed=SEED, timeout=0.75)
     assert [(each.error, each.attempts) for each in results] == [(None, 1)] * 3
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
-def test_time_of_held_requests_is_not_part_of_their_limit(on_failure: Any) -> None:
-    """Each step takes 0.3 seconds, and the four one at a time 1.2 seconds; an episode that hangs is still found."""
-    slow = functools.partial(Slow, pause=0.3, longest=1, faults={SEED + 3: "hang"})
+def test_timeout_excludes_the_time_in_which_max_concurrency_holds_requests(on_failure: Any) -> None:
+    """A step takes 0.3 seconds, four in sequence 1.2 seconds. An episode that hangs is still ended."""
+    slow = functools.partial(SlowWalk, pause=0.3, longest=1, faults={SEED + 3: "hang"})
     with open_engine([slow] * 4, max_concurrency=1, on_failure=on_failure) as envs:
         results = vecenv.evaluate(envs, choose, 6, seed=SEED, retries=0, timeout=1.0)
     assert [each.index for each in results if each.error is not None] == [3]
@@ -105,11 +105,11 @@ def test_time_of_held_requests_is_not_part_of_their_limit(on_failure: Any) -> No
     [
         (functools.partial(Walk, faults={SEED + 4: "raise"}), ArithmeticError),
         (functools.partial(Walk, faults={SEED + 4: "die"}), WorkerDied),
-        (Refusing, ArithmeticError),
+        (RaisesInReset, ArithmeticError),
     ],
 )
 @pytest.mark.parametrize("num_envs", [2, 6])
-def test_restart_in_lock_step_is_not_the_end_of_an_episode(num_envs: int, env_fn: Any, error: type[Exception]) -> None:
+def test_failure_behind_a_wrapper_raises_despite_restarts(num_envs: int, env_fn: Any, error: type[Exception]) -> None:
     with open_engine([env_fn] * num_envs, num_workers=2, on_failure="restart") as envs:
         with pytest.raises(error):
             vecenv.evaluate(VectorWrapper(envs), choose, 6, seed=SEED)

@@ -1,4 +1,4 @@
-"""Infos that do not fit into one array do not change the results of evaluations."""
+"""Evaluations have the same results if infos do not fit into one array."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ from vecenv.aio import Pool
 EPISODES = 12
 SEED = 40
 LONG = [pytest.mark.slow, pytest.mark.timeout(3600)]
-EVERY = (0, 1, 2, 4, 8)
+WORKERS = (0, 1, 2, 4, 8)
 
 
 def act_by_infos(observations: Any, infos: Any) -> Any:
     return np.array([choose(observation, info) for observation, info in zip(observations, infos, strict=True)])
 
 
-async def act(observation: Any) -> int:
+async def choose_action(observation: Any) -> int:
     return choose(observation)
 
 
-async def pooled(env_fn: Any, size: int, num_workers: int) -> Any:
+async def evaluate_with_pool(env_fn: Any, size: int, num_workers: int) -> Any:
     async with Pool(env_fn, size, num_workers=num_workers) as pool:
-        return await pool.evaluate(act, EPISODES, seed=SEED)
+        return await pool.evaluate(choose_action, EPISODES, seed=SEED)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("mixtures", "workers"), [(range(4), (0, 2)), ([4], (1, 4, 8)), pytest.param(range(5, 205), EVERY, marks=LONG)], ids=str
+    ("mixtures", "workers"),
+    [(range(4), (0, 2)), ([4], (1, 4, 8)), pytest.param(range(5, 205), WORKERS, marks=LONG)],
+    ids=str,
 )
 def test_evaluate_equals_plain_loops(mixtures: Any, workers: Any) -> None:
     with warnings.catch_warnings():
@@ -44,20 +46,20 @@ def test_evaluate_equals_plain_loops(mixtures: Any, workers: Any) -> None:
         for mixture in mixtures:
             mode = ("NextStep", "SameStep", "Disabled")[mixture % 3]
             env_fn = functools.partial(MixedInfos, mixture, none=True)
-            wanted = [play_episode(env_fn(), SEED + index, True) for index in range(EPISODES)]
+            expected = [play_episode(env_fn(), SEED + index, True) for index in range(EPISODES)]
             for num_workers in workers:
                 with open_engine([env_fn] * max(3, num_workers), num_workers=num_workers, autoreset_mode=mode) as envs:
                     results = vecenv.evaluate(envs, act_by_infos, EPISODES, seed=SEED)
-                assert numbers(results) == wanted, f"mixture {mixture}, {num_workers} workers, {mode}"
+                assert numbers(results) == expected, f"mixture {mixture}, {num_workers} workers, {mode}"
 
 
 @pytest.mark.parametrize(
-    ("mixtures", "workers"), [(range(2), (1, 2)), pytest.param(range(2, 202), EVERY[1:], marks=LONG)], ids=str
+    ("mixtures", "workers"), [(range(2), (1, 2)), pytest.param(range(2, 202), WORKERS[1:], marks=LONG)], ids=str
 )
-def test_a_pool_equals_plain_loops(mixtures: Any, workers: Any) -> None:
+def test_pool_evaluate_equals_plain_loops(mixtures: Any, workers: Any) -> None:
     for mixture in mixtures:
         env_fn = functools.partial(MixedInfos, mixture, none=True)
-        wanted = [play_episode(env_fn(), SEED + index, False) for index in range(EPISODES)]
+        expected = [play_episode(env_fn(), SEED + index, False) for index in range(EPISODES)]
         for num_workers in workers:
-            results = asyncio.run(pooled(env_fn, max(3, num_workers), num_workers))
-            assert numbers(results) == wanted, f"mixture {mixture}, {num_workers} workers"
+            results = asyncio.run(evaluate_with_pool(env_fn, max(3, num_workers), num_workers))
+            assert numbers(results) == expected, f"mixture {mixture}, {num_workers} workers"

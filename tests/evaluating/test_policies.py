@@ -1,4 +1,4 @@
-"""Policies over vector environments: batched, row by row, in lock-step, and from snapshots."""
+"""Evaluations of policies: in batches, row by row, in lock-step, and from snapshots."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from signals import Alarm
-from simulated_time import SimulatedTime, least_time
+from simulated_time import SimulatedVectorEnv, minimum_time
 from walks import ENGINES, LONGEST, SEED, Walk, choose, expected_from, expected_results, numbers, snapshots_midway, walks
 
 import vecenv
@@ -27,85 +27,85 @@ from vecenv.errors import SnapshotMismatch, WorkerDied
 from vecenv.evaluating.episodes import EpisodeResults
 from vecenv.front.driver import drop_pending_and_retry
 
-# --- arguments and results of a policy, and refusals before anything runs ------------------------
+# --- arguments and results of a policy, and errors before anything runs --------------------------
 
 
-class Nested(gymnasium.Wrapper[Any, Any, Any, Any]):
+class NestedSpacesWalk(gymnasium.Wrapper[Any, Any, Any, Any]):
     """A walk with observations and actions that are dicts and tuples."""
 
     def __init__(self) -> None:
         super().__init__(Walk())
-        self.observation_space = spaces.Dict({"seen": Walk.observation_space, "two": spaces.Tuple((spaces.Discrete(99),))})
+        self.observation_space = spaces.Dict({"all": Walk.observation_space, "time": spaces.Tuple((spaces.Discrete(99),))})
         self.action_space = spaces.Dict({"go": Walk.action_space, "say": spaces.Tuple((spaces.Text(3),))})
 
     def reset(self, **kwargs: Any) -> Any:
         observation, info = self.env.reset(**kwargs)
-        return self._both(observation), info
+        return self._nest(observation), info
 
     def step(self, action: Any) -> Any:
         assert action["say"] == ("yes",)
         observation, *others = self.env.step(action["go"])
-        return self._both(observation), *others
+        return self._nest(observation), *others
 
-    def _both(self, observation: Any) -> Any:
-        return {"seen": observation, "two": (int(observation[1]),)}
+    def _nest(self, observation: Any) -> Any:
+        return {"all": observation, "time": (int(observation[1]),)}
 
 
 @pytest.mark.parametrize("batch", ["ready", "padded", "single"])
-def test_parts_of_observations_and_actions_belong_together(batch: str) -> None:
+def test_evaluate_with_nested_spaces_equals_a_plain_loop(batch: str) -> None:
     def policy(observations: Any, rngs: Any) -> Any:
-        assert (observations["two"][0] == observations["seen"][:, 1]).all()
-        return {"go": choose(observations["seen"], rngs), "say": (("yes",) * len(rngs),)}
+        assert (observations["time"][0] == observations["all"][:, 1]).all()
+        return {"go": choose(observations["all"], rngs), "say": (("yes",) * len(rngs),)}
 
-    with open_engine([Nested] * 3, num_workers=0) as envs:
+    with open_engine([NestedSpacesWalk] * 3, num_workers=0) as envs:
         assert numbers(vecenv.evaluate(envs, policy, 7, seed=SEED, batch=batch)) == expected_results(7)
 
 
-def test_policy_receives_its_named_arguments() -> None:
-    seen_arguments: dict[int, list[Any]] = {}
+def test_policy_receives_arguments_by_parameter_name() -> None:
+    received: dict[int, list[Any]] = {}
 
     def policy(observations: Any, *, begins: Any, rows: Any, episodes: Any, infos: Any) -> Any:
         assert len(observations) == len(begins) == len(rows) == len(episodes) == len(infos) <= 3
         assert len(set(rows.tolist())) == len(rows)
         for episode, *each in zip(episodes.tolist(), begins.tolist(), rows.tolist(), infos, strict=True):
-            seen_arguments.setdefault(episode, []).append(each)
+            received.setdefault(episode, []).append(each)
         return np.zeros(len(observations), int)
 
     with open_engine(walks(3), num_workers=2) as envs:
         results = vecenv.evaluate(envs, policy, 6, seed=SEED)
     for result in results:
-        begins, rows, infos = zip(*seen_arguments[result.index], strict=True)
+        begins, rows, infos = zip(*received[result.index], strict=True)
         assert list(begins) == [True] + [False] * (result.length - 1)
         assert len(set(rows)) == 1
         assert infos[0] == {"reset": True}
         assert [info["t"] for info in infos[1:]] == list(range(1, result.length))
 
 
-def remembering(observations: Any, state: Any) -> Any:
-    """Return actions that depend on everything seen in an episode so far."""
+def act_by_history(observations: Any, state: Any) -> Any:
+    """Return actions that depend on all earlier observations of the episode."""
     sums = state["sums"][0] + observations[:, 2]
     return (np.abs(sums * 7).astype(int) % 7), {"sums": (sums,), "calls": state["calls"] + 1}
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("batch", ["ready", "padded", "single"])
-def test_a_recurrent_policy_keeps_a_state_for_each_row(batch: str) -> None:
+def test_recurrent_policy_has_a_state_for_each_episode(batch: str) -> None:
     state = {"sums": (np.float64(0),), "calls": np.zeros((), int)}
     found = []
     for num_envs, engine in ((1, {"num_workers": 0}), (3, {"num_workers": 0}), (5, {"num_workers": 2})):
         with open_engine(walks(num_envs), **engine) as envs:
-            results = vecenv.evaluate(envs, remembering, 9, seed=SEED, initial_state=state, batch=batch)
+            results = vecenv.evaluate(envs, act_by_history, 9, seed=SEED, initial_state=state, batch=batch)
         found.append(numbers(results))
     assert found[0] == found[1] == found[2]
     assert len({each[2] for each in found[0]}) == 9
 
 
-def test_padded_policy_always_gets_the_same_number_of_rows() -> None:
+def test_padded_batches_have_a_constant_number_of_rows() -> None:
     sizes = set()
 
     def policy(observations: Any, rows: Any, rngs: Any) -> Any:
         sizes.add(len(observations))
-        assert all(list(rows).count(row) == 1 for row in range(3) if row in rows), "3 stands for none"
+        assert all(list(rows).count(row) == 1 for row in range(3) if row in rows), "row 3 is padding"
         return choose(observations, rngs)
 
     with open_engine(walks(3), num_workers=0) as envs:
@@ -137,19 +137,21 @@ def test_padded_policy_always_gets_the_same_number_of_rows() -> None:
         ({"frames": [1]}, ValueError, "frames need render_mode='rgb_array', got None"),
         ({"policy": None}, TypeError, "policy must be callable"),
         ({"policy": lambda: 0}, TypeError, "must take the observations"),
-        ({"policy": lambda seen, hidden: 0}, TypeError, "cannot pass the policy's parameter 'hidden'"),
-        ({"policy": lambda seen, state: 0}, TypeError, "parameter `state` needs initial_state="),
+        ({"policy": lambda obs, hidden: 0}, TypeError, "cannot pass the policy's parameter 'hidden'"),
+        ({"policy": lambda obs, state: 0}, TypeError, "parameter `state` needs initial_state="),
         ({"initial_state": 0.0}, TypeError, "initial_state= needs a policy with a parameter `state`"),
         ({"batch": "whole"}, ValueError, "batch must be one of"),
         ({"arrays": "cupy"}, ValueError, "arrays must be one of"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_wrong_arguments_are_named_before_anything_runs(options: dict[str, Any], error: type[Exception], text: str) -> None:
-    given = {"policy": lambda seen: np.zeros(len(seen), int), "episodes": 4, **options}
+def test_evaluate_with_wrong_arguments_raises_before_anything_runs(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    arguments = {"policy": lambda obs: np.zeros(len(obs), int), "episodes": 4, **options}
     with open_engine(walks(2), num_workers=0) as envs:
         with pytest.raises(error, match=text):
-            vecenv.evaluate(envs, **given)
+            vecenv.evaluate(envs, **arguments)
         assert envs.stats()["resets"] == envs.stats()["in_flight"] == 0
 
 
@@ -162,14 +164,14 @@ def test_wrong_arguments_are_named_before_anything_runs(options: dict[str, Any],
         (lambda count: None, TypeError, "did not return a batch of 3 actions of Discrete"),
     ],
 )
-def test_a_wrong_number_of_actions_is_named_before_a_step(actions: Any, error: type[Exception], text: str) -> None:
+def test_policy_with_a_wrong_number_of_actions_raises_before_a_step(actions: Any, error: type[Exception], text: str) -> None:
     with open_engine(walks(3), num_workers=0) as envs:
         with pytest.raises(error, match=text):
-            vecenv.evaluate(envs, lambda seen: actions(len(seen)), 4)
+            vecenv.evaluate(envs, lambda obs: actions(len(obs)), 4)
         assert envs.stats()["steps"] == envs.stats()["in_flight"] == 0
 
 
-def test_error_of_a_policy_ends_the_evaluation_and_reset_recovers() -> None:
+def test_error_of_a_policy_is_raised_and_a_reset_recovers() -> None:
     def policy(observations: Any, begins: Any) -> Any:
         if not begins.any():
             raise KeyError("policy")
@@ -182,7 +184,7 @@ def test_error_of_a_policy_ends_the_evaluation_and_reset_recovers() -> None:
         assert numbers(vecenv.evaluate(envs, choose, 5, seed=SEED)) == expected_results(5)
 
 
-def test_rows_that_are_in_flight_are_not_touched() -> None:
+def test_evaluate_with_rows_in_flight_raises_and_keeps_the_rows() -> None:
     with ready_engine(walks(3), num_workers=0) as envs:
         envs.send([0], [2])
         with pytest.raises(AlreadyPendingCallError, match="Calling `evaluate` with env 2 in flight"):
@@ -194,12 +196,12 @@ def test_rows_that_are_in_flight_are_not_touched() -> None:
         envs.step_wait()
 
 
-def test_non_vector_environment_is_refused() -> None:
+def test_evaluate_of_a_single_environment_raises() -> None:
     with pytest.raises(TypeError, match=r"needs a Gymnasium vector environment, such as vecenv\.make_vec builds"):
         vecenv.evaluate(Walk(), choose, 3)  # type: ignore[arg-type]
 
 
-def test_results_have_figures_and_a_short_repr() -> None:
+def test_results_have_statistics_and_a_short_repr() -> None:
     with open_engine(walks(3), num_workers=0) as envs:
         results = vecenv.evaluate(envs, choose, 7, seed=SEED)
     returns = [each.episode_return for each in results]
@@ -214,59 +216,59 @@ def test_results_have_figures_and_a_short_repr() -> None:
     assert np.isnan(EpisodeResults(failed[-1:]).mean)
 
 
-def test_swapped_arguments_are_named() -> None:
+def test_evaluate_with_swapped_arguments_raises() -> None:
     match = r"envs=.*choose.*policy=Async.*swapped\?"
     with open_engine(walks(1), num_workers=0) as envs, pytest.raises(TypeError, match=match):
         vecenv.evaluate(choose, envs, 3)  # type: ignore[arg-type]
 
 
-# --- ``vecenv.evaluate`` on engines that step all environments together: the same results, as far as seeds allow
+# --- ``vecenv.evaluate`` on engines that step all environments together has the same results ------
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
-def test_gymnasiums_engine_gives_the_same_results(num_envs: int, mode: AutoresetMode, closes: Any) -> None:
+def test_evaluate_with_sync_vector_env_equals_a_plain_loop(num_envs: int, mode: AutoresetMode, closes: Any) -> None:
     envs = closes(SyncVectorEnv(walks(num_envs), autoreset_mode=mode))
     for count in (10, 1):
         assert numbers(vecenv.evaluate(envs, choose, count, seed=SEED)) == expected_results(count)
 
 
-def test_each_episode_has_its_options_in_lock_step() -> None:
+def test_episodes_in_lock_step_have_their_own_options() -> None:
     episodes = [vecenv.Episode(options={"start": float(index % 3)}) for index in range(7)]
     envs = SyncVectorEnv(walks(3))
-    results = vecenv.evaluate(envs, lambda seen: np.zeros(len(seen), int), episodes, seed=SEED)
+    results = vecenv.evaluate(envs, lambda obs: np.zeros(len(obs), int), episodes, seed=SEED)
     envs.close()
     assert [each.episode_return / each.length for each in results] == [0, 1, 2, 0, 1, 2, 0]
 
 
 @pytest.mark.parametrize("start", [1.0, np.array([1.0]), np.array([[1.0, 0.0], [0.0, 0.0]])], ids=["float", "one", "many"])
-def test_options_that_are_arrays_are_compared_in_lock_step(start: Any, closes: Any) -> None:
-    class Sums(Walk):
+def test_episodes_in_lock_step_may_have_options_with_arrays(start: Any, closes: Any) -> None:
+    class SummingWalk(Walk):
         def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
             return super().reset(seed=seed, options={"start": np.sum((options or {}).get("start", 0))})
 
     episodes = [vecenv.Episode(options={"start": start * index}) for index in range(5)]
-    envs = closes(SyncVectorEnv([Sums] * 3))
-    results = vecenv.evaluate(envs, lambda seen: np.zeros(len(seen), int), episodes, seed=SEED)
+    envs = closes(SyncVectorEnv([SummingWalk] * 3))
+    results = vecenv.evaluate(envs, lambda obs: np.zeros(len(obs), int), episodes, seed=SEED)
     assert [each.episode_return / each.length for each in results] == [0, 1, 2, 3, 4]
 
 
-def test_different_options_are_refused_where_all_environments_are_reset_together(closes: Any) -> None:
+def test_different_options_raise_if_all_environments_reset_together(closes: Any) -> None:
     wrap = gymnasium.wrappers.vector.NormalizeObservation
     episodes = [vecenv.Episode(options={"start": float(index)}) for index in range(2)]
     text = "NormalizeObservation cannot evaluate episodes with different options or env=: all environments are reset"
-    many, one = closes(wrap(SyncVectorEnv(walks(2)))), closes(wrap(SyncVectorEnv(walks(1))))
+    two_rows, one_row = closes(wrap(SyncVectorEnv(walks(2)))), closes(wrap(SyncVectorEnv(walks(1))))
     with pytest.raises(NotImplementedError, match=text):
-        vecenv.evaluate(many, lambda seen: 1 / 0, episodes)
-    for envs, given in ((many, episodes[:1] * 2), (one, episodes)):
-        assert len(vecenv.evaluate(envs, lambda seen: np.zeros(len(seen), int), given)) == 2
+        vecenv.evaluate(two_rows, lambda obs: 1 / 0, episodes)
+    for envs, possible in ((two_rows, episodes[:1] * 2), (one_row, episodes)):
+        assert len(vecenv.evaluate(envs, lambda obs: np.zeros(len(obs), int), possible)) == 2
 
 
 def test_policy_receives_the_latest_info_of_each_row(closes: Any) -> None:
     def policy(observations: Any, infos: Any, begins: Any) -> Any:
-        for seen, info, first in zip(observations, infos, begins, strict=True):
-            assert info == {"reset": True} if first else info["t"] == seen[1]
+        for observation, info, first in zip(observations, infos, begins, strict=True):
+            assert info == {"reset": True} if first else info["t"] == observation[1]
         return np.zeros(len(observations), int)
 
     envs = closes(SyncVectorEnv(walks(3)))
@@ -274,40 +276,40 @@ def test_policy_receives_the_latest_info_of_each_row(closes: Any) -> None:
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
-def test_the_double_gives_the_same_for_every_number_of_rows(num_envs: int) -> None:
-    with_rows = []
+def test_evaluate_with_the_test_double_is_independent_of_num_envs(num_envs: int) -> None:
+    results = []
     for count in (num_envs, 4):
         envs = DoubleVectorEnv(count)
-        with_rows.append(numbers(vecenv.evaluate(envs, lambda seen: (seen[:, 0] % 5).astype(int), 7, seed=10)))
+        results.append(numbers(vecenv.evaluate(envs, lambda obs: (obs[:, 0] % 5).astype(int), 7, seed=10)))
         envs.close()
-    assert with_rows[0] == with_rows[1]
-    assert {each[3] for each in with_rows[0]} == {3, 4, 5}
+    assert results[0] == results[1]
+    assert {each[3] for each in results[0]} == {3, 4, 5}
 
 
-def test_missing_features_of_an_engine_are_refused_by_name(closes: Any) -> None:
+def test_evaluate_names_missing_features_of_a_backend(closes: Any) -> None:
     envs = DoubleVectorEnv(2)
     for options, text in (
         ({"timeout": 1}, "DoubleVectorEnv cannot end environments that hang"),
         ({"frames": [0]}, "DoubleVectorEnv cannot render single environments"),
         ({"episodes": [vecenv.Episode(options={"a": 1})]}, "DoubleVectorEnv cannot evaluate episodes with options"),
     ):
-        given: dict[str, Any] = {"episodes": 3, **options}
+        arguments: dict[str, Any] = {"episodes": 3, **options}
         with pytest.raises(NotImplementedError, match=text):
-            vecenv.evaluate(envs, lambda seen: np.zeros(len(seen), int), **given)
+            vecenv.evaluate(envs, lambda obs: np.zeros(len(obs), int), **arguments)
     envs.close()
     native = closes(vecenv.make_vec("CartPole-v1", 2, "native"))
     with pytest.raises(NotImplementedError, match="cannot seed each episode separately: its environments share"):
-        vecenv.evaluate(native, lambda seen: np.zeros(len(seen), int), 3)
+        vecenv.evaluate(native, lambda obs: np.zeros(len(obs), int), 3)
 
 
-def test_engine_without_an_autoreset_mode_is_refused(closes: Any) -> None:
+def test_evaluate_without_an_autoreset_mode_raises(closes: Any) -> None:
     envs = closes(SyncVectorEnv(walks(2)))
     envs.metadata = {}
     with pytest.raises(NotImplementedError, match="SyncVectorEnv cannot be evaluated: its metadata has no autoreset mode"):
         vecenv.evaluate(envs, choose, 3)
 
 
-def test_games_of_several_agents_are_refused(closes: Any) -> None:
+def test_evaluate_of_a_multi_agent_environment_raises(closes: Any) -> None:
     class Agents(SyncVectorEnv):
         possible_agents = ("a", "b")
 
@@ -316,13 +318,13 @@ def test_games_of_several_agents_are_refused(closes: Any) -> None:
         vecenv.evaluate(envs, choose, 3)
 
 
-# --- ``vecenv.evaluate`` on engines that return rows one by one: the results of a plain loop, for every number of rows
+# --- ``vecenv.evaluate`` on engines that return rows one by one has the results of a plain loop ----
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
-def test_results_are_those_of_a_plain_loop(num_envs: int, mode: AutoresetMode) -> None:
+def test_evaluate_equals_a_plain_loop_for_every_number_of_rows(num_envs: int, mode: AutoresetMode) -> None:
     with open_engine(walks(num_envs), num_workers=0, autoreset_mode=mode) as envs:
         for count in (10, 1, 3):
             assert numbers(vecenv.evaluate(envs, choose, count, seed=SEED)) == expected_results(count)
@@ -330,20 +332,22 @@ def test_results_are_those_of_a_plain_loop(num_envs: int, mode: AutoresetMode) -
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", list(ENGINES.values())[1:], ids=list(ENGINES)[1:])
-def test_results_are_the_same_in_processes(engine: dict[str, Any]) -> None:
+def test_evaluate_with_workers_equals_a_plain_loop(engine: dict[str, Any]) -> None:
     with open_engine(walks(3), **engine) as envs:
         results = vecenv.evaluate(envs, choose, 10, seed=SEED)
         assert numbers(results) == expected_results(10)
         assert envs.stats()["steps"] == sum(each.length for each in results)
         assert all(each.attempts == 1 and each.seconds > 0 and not each.frames for each in results)
-        assert envs.reset(seed=1)[0].shape == (3, 3), "it is as good as new"
+        assert envs.reset(seed=1)[0].shape == (3, 3), "the engine is usable afterwards"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 @pytest.mark.parametrize("num_envs", [2, 3, 8, 64])
-def test_results_are_bit_identical_for_any_num_envs(num_envs: int, engine: dict[str, Any], mode: AutoresetMode) -> None:
+def test_evaluate_equals_a_plain_loop_for_any_engine_and_num_envs(
+    num_envs: int, engine: dict[str, Any], mode: AutoresetMode
+) -> None:
     with open_engine(walks(num_envs, longest=1000), autoreset_mode=mode, **engine) as envs:
         for count in (40, 5):
             results = vecenv.evaluate(envs, choose, count, seed=SEED)
@@ -352,19 +356,19 @@ def test_results_are_bit_identical_for_any_num_envs(num_envs: int, engine: dict[
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_number_of_steps_is_the_sum_of_lengths(mode: AutoresetMode, tmp_path: Path) -> None:
+def test_evaluate_executes_no_more_steps_than_the_sum_of_lengths(mode: AutoresetMode, tmp_path: Path) -> None:
     with open_engine(walks(4, marks=str(tmp_path)), num_workers=2, autoreset_mode=mode) as envs:
         results = vecenv.evaluate(envs, choose, 11, seed=SEED)
-        made = envs.stats()["steps"]
-    assert (tmp_path / "steps").stat().st_size == sum(each.length for each in results) == made
+        steps = envs.stats()["steps"]
+    assert (tmp_path / "steps").stat().st_size == sum(each.length for each in results) == steps
 
 
 @pytest.mark.parametrize("num_envs", [1, 3, 8, pytest.param(64, marks=pytest.mark.long)])
-def test_no_environment_is_idle_while_episodes_remain(num_envs: int) -> None:
-    """In simulated time it is within a tenth of the best schedule, with episodes that raise or die in the middle."""
+def test_evaluate_is_close_to_the_minimum_time(num_envs: int) -> None:
+    """It takes at most 1.1 times the lower bound in simulated time, with episodes that raise or die in the middle."""
     count = 22 * num_envs
     faults = {SEED + 2: "raise", SEED + 7: "raise", SEED + 11: "raise", SEED + 2 * num_envs: "raise"}
-    envs = SimulatedTime(num_envs, faults=faults)
+    envs = SimulatedVectorEnv(num_envs, faults=faults)
     results = vecenv.evaluate(envs, choose, count, seed=SEED, retries=0)
     assert [each.index for each in results] == list(range(count))
     assert {each.seed for each in results if each.error is not None} == set(faults)
@@ -372,67 +376,68 @@ def test_no_environment_is_idle_while_episodes_remain(num_envs: int) -> None:
     for each, plain in zip(numbers(results), expected_results(count), strict=True):
         assert each == plain or each[1] in faults
     assert envs.steps == sum(each.length for each in results)
-    assert envs.now <= 1.1 * least_time(results, num_envs)
+    assert envs.now <= 1.1 * minimum_time(results, num_envs)
 
 
 @pytest.mark.parametrize("num_envs", [1, 3, 8, 64])
-def test_as_many_steps_in_any_number_of_environments(num_envs: int) -> None:
+def test_evaluate_executes_the_same_steps_in_any_number_of_rows(num_envs: int) -> None:
     with open_engine(walks(num_envs), num_workers=0) as envs:
         results = vecenv.evaluate(envs, choose, 70, seed=SEED)
         assert envs.stats()["steps"] == sum(each.length for each in results)
         assert numbers(results) == expected_results(70)
 
 
-def test_every_episode_has_its_own_seed_and_options() -> None:
+def test_episodes_have_their_own_seeds_and_options() -> None:
     episodes = [vecenv.Episode(7, {"start": 5.0}), vecenv.Episode(), vecenv.Episode(options={"start": -1.0})]
     with open_engine(walks(2), num_workers=0) as envs:
-        results = vecenv.evaluate(envs, lambda seen: np.zeros(len(seen), int), episodes, seed=20)
+        results = vecenv.evaluate(envs, lambda obs: np.zeros(len(obs), int), episodes, seed=20)
     assert [each.seed for each in results] == [7, 21, 22]
     assert [each.options for each in results] == [{"start": 5.0}, None, {"start": -1.0}]
-    assert [each.episode_return / each.length for each in results] == [5.0, 0.0, -1.0], "the sum of what never moves"
+    # with actions of 0, the sum of a walk, which is its reward, does not change
+    assert [each.episode_return / each.length for each in results] == [5.0, 0.0, -1.0]
 
 
-def test_results_record_the_seed_that_was_drawn() -> None:
+def test_results_contain_the_random_seed_for_a_repetition() -> None:
     with open_engine(walks(2), num_workers=0) as envs:
         first = vecenv.evaluate(envs, choose, 3)
         assert numbers(vecenv.evaluate(envs, choose, 3, seed=first[0].seed)) == numbers(first)
         assert vecenv.evaluate(envs, choose, 3)[0].seed != first[0].seed
 
 
-def test_results_are_reported_as_they_finish_and_listed_in_order() -> None:
-    seen_arguments: list[Any] = []
+def test_on_episode_receives_results_as_they_finish() -> None:
+    received: list[Any] = []
     with open_engine(walks(3), num_workers=0) as envs:
-        results = vecenv.evaluate(envs, choose, 7, seed=SEED, on_episode=seen_arguments.append)
+        results = vecenv.evaluate(envs, choose, 7, seed=SEED, on_episode=received.append)
     assert [each.index for each in results] == list(range(7))
-    assert sorted(seen_arguments, key=lambda each: each.index) == results
-    assert seen_arguments != results, "the shortest are done first"
+    assert sorted(received, key=lambda each: each.index) == results
+    assert received != results, "short episodes finish first"
 
 
-def test_an_evaluation_goes_through_the_statistics_of_a_wrapper() -> None:
+def test_evaluate_of_record_episode_statistics_has_its_infos() -> None:
     with open_engine(walks(3), num_workers=0) as envs:
-        counted = vecenv.wrappers.RecordEpisodeStatistics(envs)
-        results = vecenv.evaluate(counted, choose, 5, seed=SEED)
+        wrapped = vecenv.wrappers.RecordEpisodeStatistics(envs)
+        results = vecenv.evaluate(wrapped, choose, 5, seed=SEED)
     for each, plain in zip(results, expected_results(5), strict=True):
         statistics = each.info.pop("episode")
         assert (statistics["l"], statistics["r"]) == (each.length, pytest.approx(each.episode_return))
         assert each.info == plain[6]
 
 
-def test_other_wrappers_see_every_observation() -> None:
+def test_observation_wrappers_transform_the_observations_of_the_policy() -> None:
     with open_engine(walks(3), num_workers=0) as envs:
-        scaled: Any = gymnasium.wrappers.vector.TransformObservation(envs, lambda seen: seen * 0 + 1)
-        seen: list[Any] = []
+        scaled: Any = gymnasium.wrappers.vector.TransformObservation(envs, lambda obs: obs * 0 + 1)
+        received: list[Any] = []
 
         def policy(observations: Any) -> Any:
-            seen.append(observations)
+            received.append(observations)
             return np.zeros(len(observations), int)
 
         results = vecenv.evaluate(scaled, policy, 4, seed=SEED)
-    assert all((each == 1).all() for each in seen)
+    assert all((each == 1).all() for each in received)
     assert [each.length for each in results] == [each[3] for each in expected_results(4)]
 
 
-def test_running_statistics_of_wrappers_are_used_and_not_updated() -> None:
+def test_running_statistics_of_wrappers_are_not_updated_by_evaluate() -> None:
     with open_engine([lambda: gymnasium.make("CartPole-v1")] * 3, num_workers=0) as envs:
         inner = gymnasium.wrappers.vector.NormalizeReward(gymnasium.wrappers.vector.NormalizeObservation(envs))
         frozen = gymnasium.wrappers.vector.NormalizeReward(inner)
@@ -455,16 +460,16 @@ def test_running_statistics_of_wrappers_are_used_and_not_updated() -> None:
         assert [each.update_running_mean for each in wrappers] == [False, True, True]
 
 
-def test_frames_of_chosen_episodes() -> None:
+def test_frames_are_rendered_for_the_requested_episodes() -> None:
     with open_engine(walks(2, render_mode="rgb_array"), num_workers=1) as envs:
         results = vecenv.evaluate(envs, choose, 5, seed=SEED, frames=[1, 4])
     assert numbers(results) == expected_results(5)
     for each in results:
-        pictures = range(each.length + 1) if each.index in (1, 4) else ()
-        assert [int(frame[0, 0, 0]) for frame in each.frames] == list(pictures)
+        expected = range(each.length + 1) if each.index in (1, 4) else ()
+        assert [int(frame[0, 0, 0]) for frame in each.frames] == list(expected)
 
 
-def test_frames_are_taken_beside_a_worker_that_was_dead_before() -> None:
+def test_frames_are_rendered_after_an_earlier_death_of_a_worker() -> None:
     with ready_engine(walks(2, render_mode="rgb_array"), num_workers=2) as envs:
         os.kill(envs.processes[1].pid, signal.SIGKILL)
         with pytest.raises(WorkerDied):
@@ -474,7 +479,7 @@ def test_frames_are_taken_beside_a_worker_that_was_dead_before() -> None:
     assert len(results[0].frames) == results[0].length + 1
 
 
-def test_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_shows_finished_episodes(capsys: pytest.CaptureFixture[str]) -> None:
     with open_engine(walks(2), num_workers=0) as envs:
         vecenv.evaluate(envs, choose, 5, seed=SEED, progress=True)
     assert "5/5" in capsys.readouterr().err
@@ -483,8 +488,8 @@ def test_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 # -- failures -------------------------------------------------------------------------------------------------------
 
 
-def with_faults(faults: dict[int, str], tmp_path: Path, num_envs: int, count: int, **kwargs: Any) -> list[Any]:
-    """Return results of walks with faults; check that all others equal those of a plain loop."""
+def evaluate_with_faults(faults: dict[int, str], tmp_path: Path, num_envs: int, count: int, **kwargs: Any) -> list[Any]:
+    """Return the results of walks with faults, after a check that all other results equal a plain loop."""
     engine = kwargs.pop("engine", {"num_workers": 2})
     with open_engine(walks(num_envs, faults=faults, marks=str(tmp_path)), **engine) as envs:
         results = vecenv.evaluate(envs, choose, count, seed=SEED, **kwargs)
@@ -497,14 +502,15 @@ def with_faults(faults: dict[int, str], tmp_path: Path, num_envs: int, count: in
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize("num_envs", [1, 4])
-def test_failed_episode_is_retried_and_then_has_its_error(num_envs: int, tmp_path: Path) -> None:
-    results = with_faults({SEED + 2: "raise", SEED + 5: "raise once"}, tmp_path, num_envs, 8, engine={"num_workers": 0})
-    failed, healed = results[2], results[5]
+def test_failed_episode_is_retried_once_and_then_has_an_error(num_envs: int, tmp_path: Path) -> None:
+    faults = {SEED + 2: "raise", SEED + 5: "raise once"}
+    results = evaluate_with_faults(faults, tmp_path, num_envs, 8, engine={"num_workers": 0})
+    failed, recovered = results[2], results[5]
     assert isinstance(failed.error, ArithmeticError)
-    assert "walk 302 slipped" in str(failed.error)
+    assert "walk 302 failed" in str(failed.error)
     assert math.isnan(failed.episode_return)
     assert (failed.attempts, failed.length) == (2, expected_results(3)[2][3] // 2)
-    assert (healed.attempts, healed.error) == (2, None)
+    assert (recovered.attempts, recovered.error) == (2, None)
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
@@ -512,17 +518,18 @@ def test_failed_episode_is_retried_and_then_has_its_error(num_envs: int, tmp_pat
 def test_death_of_a_worker_does_not_affect_other_episodes(num_envs: int, retries: int, tmp_path: Path) -> None:
     faults = {SEED + 1: "die", **({SEED + 4: "die once"} if retries else {})}
     engine = {"num_workers": min(num_envs, 2)}
-    results = with_faults(faults, tmp_path, num_envs, 8, retries=retries, engine=engine)
+    results = evaluate_with_faults(faults, tmp_path, num_envs, 8, retries=retries, engine=engine)
     assert isinstance(results[1].error, WorkerDied)
     assert [each.index for each in results if each.error is not None] == [1]
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-def test_hanging_episode_is_ended(tmp_path: Path) -> None:
-    results = with_faults({SEED + 3: "hang", SEED + 5: "hang once"}, tmp_path, 4, 8, retries=1, timeout=0.5)
+def test_hanging_episode_is_ended_after_the_timeout(tmp_path: Path) -> None:
+    results = evaluate_with_faults({SEED + 3: "hang", SEED + 5: "hang once"}, tmp_path, 4, 8, retries=1, timeout=0.5)
     assert isinstance(results[3].error, WorkerDied)
-    assert "time.sleep(600)" in str(results[3].error) or "_go_wrong" in str(results[3].error), "it says where"
+    text = str(results[3].error)
+    assert "time.sleep(600)" in text or "_cause_fault" in text, "the error contains the stack"
     assert [each.index for each in results if each.error is not None] == [3]
 
 
@@ -530,24 +537,24 @@ def test_hanging_episode_is_ended(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize("policy", ["raise", "restart"])
 @pytest.mark.parametrize("num_envs", [1, 3, 8, 64])
-def test_all_faults_in_any_number_of_environments(num_envs: int, policy: str, tmp_path: Path) -> None:
+def test_episodes_with_all_faults_fail_alone_in_any_number_of_rows(num_envs: int, policy: str, tmp_path: Path) -> None:
     faults = {SEED + 2: "raise", SEED + 7: "die", SEED + 11: "hang", SEED + 13: "raise once", SEED + 17: "hang once"}
     faults[SEED + 19] = "die once"
     engine = {"num_workers": min(num_envs, 4), "on_failure": vecenv.Restart(1000) if policy == "restart" else policy}
-    results = with_faults(faults, tmp_path, num_envs, 30, timeout=0.5, retries=1, engine=engine)
+    results = evaluate_with_faults(faults, tmp_path, num_envs, 30, timeout=0.5, retries=1, engine=engine)
     assert [each.index for each in results if each.error is not None] == [2, 7, 11]
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-def test_engine_with_restarts_gives_the_same_results(tmp_path: Path) -> None:
+def test_failed_episodes_with_on_failure_restart_fail_alone(tmp_path: Path) -> None:
     faults = {SEED + 1: "raise", SEED + 2: "die", SEED + 5: "die once"}
-    results = with_faults(faults, tmp_path, 4, 8, engine={"num_workers": 2, "on_failure": vecenv.Restart(100)})
+    results = evaluate_with_faults(faults, tmp_path, 4, 8, engine={"num_workers": 2, "on_failure": vecenv.Restart(100)})
     assert [each.index for each in results if each.error is not None] == [1, 2]
 
 
-class HitByTimeLimit(gymnasium.Env[Any, Any]):
-    """An environment that a time limit hits in one of its steps, or in a reset with options."""
+class AlarmEnv(gymnasium.Env[Any, Any]):
+    """An environment that raises a signal after ``left`` steps, or in a reset with options."""
 
     observation_space = gymnasium.spaces.Box(0, 1, (1,))
     action_space = gymnasium.spaces.Discrete(2)
@@ -568,35 +575,35 @@ class HitByTimeLimit(gymnasium.Env[Any, Any]):
 
 
 @pytest.fixture
-def limit() -> Iterator[None]:
-    def late(number: int, frame: object) -> None:
+def alarm_handler() -> Iterator[None]:
+    def raise_alarm(number: int, frame: object) -> None:
         raise Alarm
 
-    before = signal.signal(signal.SIGUSR2, late)
+    before = signal.signal(signal.SIGUSR2, raise_alarm)
     yield
-    assert signal.signal(signal.SIGUSR2, before) is late
+    assert signal.signal(signal.SIGUSR2, before) is raise_alarm
 
 
-@pytest.mark.usefixtures("limit")
-@pytest.mark.parametrize("where", ["step", "reset"])
-def test_time_limit_is_not_a_failure_of_an_episode(where: str) -> None:
-    """In the calling process it usually interrupts an environment."""
-    late = vecenv.Episode(options={"late": True})
-    with open_engine([lambda: HitByTimeLimit(100 if where == "step" else 0)] * 2, num_workers=0) as envs:
+@pytest.mark.usefixtures("alarm_handler")
+@pytest.mark.parametrize("method", ["step", "reset"])
+def test_exception_of_a_signal_handler_is_not_a_failure_of_an_episode(method: str) -> None:
+    """In the calling process, a signal handler usually interrupts an environment."""
+    raising = vecenv.Episode(options={"alarm": True})
+    with open_engine([lambda: AlarmEnv(100 if method == "step" else 0)] * 2, num_workers=0) as envs:
         with pytest.raises(Alarm):
-            vecenv.evaluate(envs, still, 1000 if where == "step" else [late] * 9, seed=1, retries=1)
-        if where == "reset":
-            envs.reset()  # drops what was in flight
-            assert len(vecenv.evaluate(envs, still, 4, seed=1)) == 4
+            vecenv.evaluate(envs, act_zero, 1000 if method == "step" else [raising] * 9, seed=1, retries=1)
+        if method == "reset":
+            envs.reset()  # drops the rows in flight
+            assert len(vecenv.evaluate(envs, act_zero, 4, seed=1)) == 4
 
 
-def still(seen: Any) -> Any:
-    return np.zeros(len(seen), int)
+def act_zero(observations: Any) -> Any:
+    return np.zeros(len(observations), int)
 
 
-@pytest.mark.usefixtures("limit")
-def test_time_limit_in_a_dropped_step_is_raised() -> None:
-    with ready_engine([lambda: HitByTimeLimit(1)] * 2, num_workers=0) as envs:
+@pytest.mark.usefixtures("alarm_handler")
+def test_exception_of_a_signal_handler_in_a_dropped_step_is_raised() -> None:
+    with ready_engine([lambda: AlarmEnv(1)] * 2, num_workers=0) as envs:
         envs.step_async(np.zeros(2, int))
         with pytest.raises(Alarm):
             drop_pending_and_retry(envs, envs.reset)
@@ -609,7 +616,7 @@ def test_time_limit_in_a_dropped_step_is_raised() -> None:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
-def test_results_from_snapshots_equal_a_plain_loop(num_envs: int, mode: AutoresetMode) -> None:
+def test_evaluate_from_snapshots_equals_a_plain_loop(num_envs: int, mode: AutoresetMode) -> None:
     snapshots, starts = snapshots_midway(10)
     with open_engine(walks(num_envs, longest=LONGEST), num_workers=0, autoreset_mode=mode) as envs:
         for count in (10, 1):
@@ -619,7 +626,7 @@ def test_results_from_snapshots_equal_a_plain_loop(num_envs: int, mode: Autorese
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", list(ENGINES.values())[1:], ids=list(ENGINES)[1:])
-def test_processes_give_the_same_results_without_extra_steps(engine: dict[str, Any]) -> None:
+def test_evaluate_from_snapshots_with_workers_equals_a_plain_loop(engine: dict[str, Any]) -> None:
     snapshots, starts = snapshots_midway(9)
     with open_engine(walks(3, longest=LONGEST), **engine) as envs:
         results = vecenv.evaluate(envs, choose, snapshots, seed=SEED)
@@ -628,44 +635,44 @@ def test_processes_give_the_same_results_without_extra_steps(engine: dict[str, A
         assert all(each.attempts == 1 for each in results)
 
 
-def test_some_begin_with_a_reset_and_some_with_one_snapshot() -> None:
+def test_episodes_with_resets_and_snapshots_can_be_mixed() -> None:
     [snapshot], [start] = snapshots_midway(1)
     episodes = [snapshot, vecenv.Episode(), vecenv.Episode(snapshot=snapshot), vecenv.Episode(seed=SEED + 9)] * 2
     with open_engine(walks(3, longest=LONGEST), num_workers=2) as envs:
         results = vecenv.evaluate(envs, choose, episodes, seed=SEED)
-        resets = [vecenv.Episode(SEED + 9 if at % 4 == 3 else None) for at in range(8)]
+        resets = [vecenv.Episode(SEED + 9 if index % 4 == 3 else None) for index in range(8)]
         plain = vecenv.evaluate(envs, choose, resets, seed=SEED)
     assert [each.seed for each in results] == [None, SEED + 1, None, SEED + 9, None, SEED + 5, None, SEED + 9]
-    from_there = expected_from([start] * 8)
-    assert numbers(results) == [from_there[at] if at % 2 == 0 else numbers(plain)[at] for at in range(8)]
+    from_snapshot, from_reset = expected_from([start] * 8), numbers(plain)
+    assert numbers(results) == [from_snapshot[index] if index % 2 == 0 else from_reset[index] for index in range(8)]
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
 @pytest.mark.parametrize("fault", ["raise", "die"])
 def test_failed_episode_restarts_from_its_snapshot(num_envs: int, fault: str, tmp_path: Path) -> None:
-    """The fault happens in the middle of a walk: once, and in the third walk always."""
+    """The fault in the middle of a walk happens once, but always in the third walk."""
     starts = snapshots_midway(7)[1]
-    before = [at for at, (own, steps) in enumerate(starts) if steps <= _length(own) // 2]
-    assert len(before) > 3, "or nothing fails after its snapshot"
+    before = [index for index, (seed, steps) in enumerate(starts) if steps <= _find_length(seed) // 2]
+    assert len(before) > 3, "snapshots that precede the middle of the walk"
     always = before[2]
-    faults = {starts[at][0]: fault if at == always else f"{fault} once" for at in before}
+    faults = {starts[index][0]: fault if index == always else f"{fault} once" for index in before}
     snapshots = snapshots_midway(7, faults=faults, marks=str(tmp_path))[0]
     with open_engine(walks(num_envs, longest=LONGEST), num_workers=min(num_envs, 2)) as envs:
         results = vecenv.evaluate(envs, choose, snapshots, seed=SEED)
     assert isinstance(results[always].error, WorkerDied if fault == "die" else ArithmeticError)
-    assert {each.attempts for at, each in enumerate(results) if at in before} >= {2}
+    assert {each.attempts for index, each in enumerate(results) if index in before} >= {2}
     plain = expected_from(starts)
-    assert all(at == always or each == plain[at] for at, each in enumerate(numbers(results)))
+    assert all(index == always or each == plain[index] for index, each in enumerate(numbers(results)))
 
 
-def _length(seed: int) -> int:
+def _find_length(seed: int) -> int:
     walk = Walk(longest=LONGEST)
     walk.reset(seed=seed)
     return walk.length
 
 
-def test_previously_failed_rows_recover() -> None:
+def test_evaluate_from_snapshots_recovers_failed_rows() -> None:
     snapshots, starts = snapshots_midway(4)
     with open_engine(walks(3, longest=LONGEST), num_workers=2) as envs:
         envs.reset(seed=SEED)
@@ -675,44 +682,45 @@ def test_previously_failed_rows_recover() -> None:
         assert numbers(vecenv.evaluate(envs, choose, snapshots, seed=SEED)) == expected_from(starts)
 
 
-def test_frames_begin_where_the_snapshot_was_taken() -> None:
+def test_frames_of_an_episode_begin_with_the_state_of_its_snapshot() -> None:
     snapshots, starts = snapshots_midway(3)
     with open_engine(walks(2, longest=LONGEST, render_mode="rgb_array"), num_workers=2) as envs:
-        filmed = vecenv.evaluate(envs, choose, snapshots, seed=SEED, frames=[1])
-    assert [int(frame[0, 0, 0]) for frame in filmed[1].frames] == [*range(starts[1][1], starts[1][1] + filmed[1].length + 1)]
+        results = vecenv.evaluate(envs, choose, snapshots, seed=SEED, frames=[1])
+    first = starts[1][1]
+    assert [int(frame[0, 0, 0]) for frame in results[1].frames] == [*range(first, first + results[1].length + 1)]
 
 
-def test_wrapper_passes_snapshots_on() -> None:
+def test_evaluate_of_a_wrapper_begins_with_snapshots() -> None:
     snapshots, starts = snapshots_midway(4)
     with open_engine(walks(2, longest=LONGEST), num_workers=0) as inner:
         envs = vecenv.wrappers.RecordEpisodeStatistics(inner)
         assert numbers(vecenv.evaluate(envs, choose, snapshots, seed=SEED))[0][:4] == expected_from(starts)[0][:4]
 
 
-def test_wrong_snapshots_are_named_before_anything_runs() -> None:
+def test_evaluate_with_wrong_snapshots_raises_before_anything_runs() -> None:
     [snapshot], _ = snapshots_midway(1)
     with open_engine(walks(2, longest=LONGEST), num_workers=0) as envs:
         fresh = envs.save(verify=False)[0]
         envs.reset(seed=[SEED, SEED])
         while not any(np.any(flags[:1]) for flags in envs.step([0, 0])[2:4]):
             pass
-        over = envs.save([0], verify=False)[0]
+        finished = envs.save([0], verify=False)[0]
         damaged = replace(snapshot, body=snapshot.body[:-1])
         for episodes, error, text in (
             ([snapshot, damaged], SnapshotMismatch, r"episodes\[1\].snapshot: its bytes are damaged"),
             ([vecenv.Episode(seed=1, snapshot=snapshot)], ValueError, r"episodes\[0\] begins with a snapshot, not with"),
             ([vecenv.Episode(snapshot="state")], TypeError, r"episodes\[0\].snapshot must be a snapshot from"),  # type: ignore[arg-type]
             ([fresh], ValueError, r"episodes\[0\].snapshot was taken before the first reset"),
-            ([over], ValueError, r"episodes\[0\].snapshot was taken when its episode was over"),
+            ([finished], ValueError, r"episodes\[0\].snapshot was taken when its episode was over"),
             (snapshot, TypeError, "a list of vecenv.Episode or snapshots"),
         ):
             with pytest.raises(error, match=text):
                 vecenv.evaluate(envs, choose, episodes, seed=SEED)  # type: ignore[arg-type]
-    words = r"episodes\[1\].snapshot: .*Walk"
-    with open_engine(counters(2), num_workers=0) as others, pytest.raises(SnapshotMismatch, match=words):
+    text = r"episodes\[1\].snapshot: .*Walk"
+    with open_engine(counters(2), num_workers=0) as others, pytest.raises(SnapshotMismatch, match=text):
         vecenv.evaluate(others, choose, [vecenv.Episode(), snapshot], seed=SEED)
-    for unable in (SyncVectorEnv(walks(2)), DoubleVectorEnv(2)):
+    for envs in (SyncVectorEnv(walks(2)), DoubleVectorEnv(2)):
         with pytest.raises(NotImplementedError, match="cannot begin episodes with snapshots"):
-            vecenv.evaluate(unable, choose, [snapshot])
-        unable.close()
+            vecenv.evaluate(envs, choose, [snapshot])
+        envs.close()
 

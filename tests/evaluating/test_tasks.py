@@ -1,4 +1,4 @@
-"""Episodes that name an environment: one pool of workers for many tasks gives the results of one engine per task."""
+"""Episodes that name an environment: one engine for many tasks has the results of one environment per task."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from envs import open_engine
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from walks import ENGINES, SEED, Walk, choose, numbers, walked
+from walks import ENGINES, SEED, Walk, choose, finish_walk, numbers
 
 import vecenv
 from vecenv.evaluating.episodes import Episode
@@ -29,8 +29,8 @@ from vecenv.evaluating.tasks import WaitingEpisodes
 HERE = Path(__file__).parent
 
 
-class Task(Walk):
-    """A walk with a length of its own; it logs the process that built it to ``log``."""
+class TaskWalk(Walk):
+    """A walk that appends its ``longest`` and its process to the file ``log`` when it is built."""
 
     def __init__(self, longest: int, log: str = "", **kwargs: Any) -> None:
         super().__init__(longest, **kwargs)
@@ -39,37 +39,37 @@ class Task(Walk):
                 file.write(f"{longest} {os.getpid()}\n")
 
 
-def tasks(count: int = 4, **kwargs: Any) -> dict[str, Any]:
-    return {f"walk-{number}": functools.partial(Task, 4 + 3 * number, **kwargs) for number in range(count)}
+def make_tasks(count: int = 4, **kwargs: Any) -> dict[str, Any]:
+    return {f"walk-{number}": functools.partial(TaskWalk, 4 + 3 * number, **kwargs) for number in range(count)}
 
 
-def listed(count: int = 4, each: int = 5) -> list[Episode]:
+def make_episodes(count: int = 4, each: int = 5) -> list[Episode]:
     return [Episode(env=f"walk-{number}", seed=SEED + seed) for number in range(count) for seed in range(each)]
 
 
 def expected_results(episodes: list[Episode]) -> list[Any]:
-    """Return the results of one environment per task."""
-    found = []
+    """Return the results of plain loops over one environment per episode."""
+    results = []
     for index, episode in enumerate(episodes):
-        env = tasks()[str(episode.env)]()
-        found.append(walked(env, env.reset(seed=episode.seed)[0], index, SEED, episode.seed))
-    return found
+        env = make_tasks()[str(episode.env)]()
+        results.append(finish_walk(env, env.reset(seed=episode.seed)[0], index, SEED, episode.seed))
+    return results
 
 
 @pytest.mark.parametrize("num_envs", [1, 3, 16])
-def test_results_do_not_depend_on_the_number_of_environments(num_envs: int) -> None:
-    with open_engine([vecenv.EnvChoice(tasks())] * num_envs, num_workers=min(num_envs, 2)) as envs:
-        results = vecenv.evaluate(envs, choose, listed(), seed=SEED)
-    assert numbers(results) == expected_results(listed())
-    assert [result.env for result in results] == [episode.env for episode in listed()]
+def test_evaluate_of_tasks_equals_plain_loops_for_every_num_envs(num_envs: int) -> None:
+    with open_engine([vecenv.EnvChoice(make_tasks())] * num_envs, num_workers=min(num_envs, 2)) as envs:
+        results = vecenv.evaluate(envs, choose, make_episodes(), seed=SEED)
+    assert numbers(results) == expected_results(make_episodes())
+    assert [result.env for result in results] == [episode.env for episode in make_episodes()]
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("mode", AutoresetMode, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("engine", [*ENGINES, "gymnasium"])
-def test_every_engine_runs_them(engine: str, mode: AutoresetMode) -> None:
-    episodes = random.Random(3).sample(listed(), 9)
-    fns: Any = [vecenv.EnvChoice(tasks(), keep=2)] * 3
+def test_evaluate_of_tasks_equals_plain_loops_with_every_engine(engine: str, mode: AutoresetMode) -> None:
+    episodes = random.Random(3).sample(make_episodes(), 9)
+    fns: Any = [vecenv.EnvChoice(make_tasks(), keep=2)] * 3
     envs: Any = (
         SyncVectorEnv(fns, autoreset_mode=mode)
         if engine == "gymnasium"
@@ -81,17 +81,17 @@ def test_every_engine_runs_them(engine: str, mode: AutoresetMode) -> None:
         envs.close()
 
 
-def test_environments_are_built_as_rarely_as_possible(tmp_path: Path) -> None:
+def test_each_task_is_built_about_once(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with open_engine([vecenv.EnvChoice(tasks(8, log=str(log)))] * 4, num_workers=2) as envs:
-        log.write_text("")  # each row has built the first one for its spaces
-        vecenv.evaluate(envs, choose, listed(8, 6), seed=SEED)
+    with open_engine([vecenv.EnvChoice(make_tasks(8, log=str(log)))] * 4, num_workers=2) as envs:
+        log.write_text("")  # drops the lines of the environments that each row built for its spaces
+        vecenv.evaluate(envs, choose, make_episodes(8, 6), seed=SEED)
     built = Counter(line.split()[0] for line in log.read_text().splitlines())
     assert len(built) >= 7
     assert sum(built.values()) <= 8 + 2, "at most one more for each worker, at the end"
 
 
-def test_rows_continue_with_their_task_and_help_when_their_worker_is_idle() -> None:
+def test_pop_for_prefers_the_task_of_the_row_or_the_longest_queue() -> None:
     episodes = [Episode(env=name) for name in "aaaabb"] + [Episode()]
     waiting = WaitingEpisodes(episodes)
     waiting.add(range(7))
@@ -105,8 +105,8 @@ def test_rows_continue_with_their_task_and_help_when_their_worker_is_idle() -> N
     assert not waiting
 
 
-def test_the_last_tasks_are_shared_by_the_workers() -> None:
-    """One worker's rows end first: it gets half of the tasks that are left, although the other worker's rows are in use."""
+def test_pop_for_distributes_the_remaining_tasks_to_idle_workers() -> None:
+    """A worker with idle rows receives half of the remaining tasks, although the rows of the other worker are busy."""
     episodes = [Episode(env=name) for name in "abcdefgh" for _ in range(10)]
     waiting = WaitingEpisodes(episodes, [range(4), range(4, 8)])
     waiting.add(range(80))
@@ -118,7 +118,7 @@ def test_the_last_tasks_are_shared_by_the_workers() -> None:
     idle_first = [waiting.pop_for(row, worker_is_idle=row == 0) for row in (0, 1, 2, 3)]
     assert idle_first == [40, 50, None, None]
     assert [waiting.pop_for(row, worker_is_idle=row == 4) for row in (4, 5, 6, 7)] == [60, 70, None, None]
-    assert waiting.pop_for(2, worker_is_idle=True) in (41, 51, 61, 71)  # there is no unused one: it helps
+    assert waiting.pop_for(2, worker_is_idle=True) in (41, 51, 61, 71)  # every task is in use, so the row shares one
 
 
 @pytest.mark.sampled(2)
@@ -130,28 +130,28 @@ def test_the_last_tasks_are_shared_by_the_workers() -> None:
         pytest.param("hang", False, marks=pytest.mark.long), ("die", True), ("raise once", True),
     ],
 )  # fmt: skip
-def test_failure_does_not_affect_other_tasks(fault: str, restarts: bool, tmp_path: Path) -> None:
-    given = tasks()
-    given["walk-1"] = functools.partial(Task, 7, faults={SEED + 2: fault}, marks=str(tmp_path))
+def test_failed_episode_does_not_affect_other_tasks(fault: str, restarts: bool, tmp_path: Path) -> None:
+    env_fns = make_tasks()
+    env_fns["walk-1"] = functools.partial(TaskWalk, 7, faults={SEED + 2: fault}, marks=str(tmp_path))
     timeout = 2.0 if fault == "hang" else None
     kwargs: dict[str, Any] = {"on_failure": "restart"} if restarts else {}
-    with open_engine([vecenv.EnvChoice(given)] * 4, num_workers=2, **kwargs) as envs:
-        results = vecenv.evaluate(envs, choose, listed(), seed=SEED, timeout=timeout, retries=int(fault != "hang"))
-    plain = expected_results(listed())
-    for got, result, one in zip(numbers(results), results, plain, strict=True):
+    with open_engine([vecenv.EnvChoice(env_fns)] * 4, num_workers=2, **kwargs) as envs:
+        results = vecenv.evaluate(envs, choose, make_episodes(), seed=SEED, timeout=timeout, retries=int(fault != "hang"))
+    rows = zip(numbers(results), results, expected_results(make_episodes()), strict=True)
+    for found, result, expected in rows:
         failed = result.env == "walk-1" and result.seed == SEED + 2 and not fault.endswith("once")
         assert (result.error is not None) == failed
-        assert failed or got == one
+        assert failed or found == expected
 
 
-def test_task_episodes_can_begin_with_snapshots() -> None:
-    with open_engine([vecenv.EnvChoice(tasks())] * 3, num_workers=2, autoreset_mode=AutoresetMode.DISABLED) as envs:
+def test_episodes_of_tasks_can_begin_with_snapshots() -> None:
+    with open_engine([vecenv.EnvChoice(make_tasks())] * 3, num_workers=2, autoreset_mode=AutoresetMode.DISABLED) as envs:
         envs.reset(seed=SEED, options=[{"env": "walk-3"}, {"env": "walk-2"}, {"env": "walk-1"}])
         snapshots = envs.save(verify=False)
-        mixed = [*listed()[:6], *(Episode(snapshot=snapshot) for snapshot in snapshots)]
-        found = [numbers(vecenv.evaluate(envs, lambda seen: np.ones(len(seen), int), mixed, seed=SEED)) for _ in range(2)]
-    with open_engine([vecenv.EnvChoice(tasks())], num_workers=0) as envs:
-        found.append(numbers(vecenv.evaluate(envs, lambda seen: np.ones(len(seen), int), mixed, seed=SEED)))
+        mixed = [*make_episodes()[:6], *(Episode(snapshot=snapshot) for snapshot in snapshots)]
+        found = [numbers(vecenv.evaluate(envs, lambda obs: np.ones(len(obs), int), mixed, seed=SEED)) for _ in range(2)]
+    with open_engine([vecenv.EnvChoice(make_tasks())], num_workers=0) as envs:
+        found.append(numbers(vecenv.evaluate(envs, lambda obs: np.ones(len(obs), int), mixed, seed=SEED)))
     assert found[0] == found[1] == found[2]
     assert {result[1] for result in found[0][6:]} == {None}
 
@@ -166,15 +166,15 @@ def test_task_episodes_can_begin_with_snapshots() -> None:
         ([Episode(env="a", options={"env": "b"})], TypeError, r"must be a name, got 'a' and options with 'env'"),
     ],
 )
-def test_wrong_names_are_refused_before_anything_runs(episodes: Any, error: type[Exception], text: str) -> None:
-    with open_engine([vecenv.EnvChoice(tasks())] * 2, num_workers=0) as envs:
+def test_wrong_task_names_raise_before_anything_runs(episodes: Any, error: type[Exception], text: str) -> None:
+    with open_engine([vecenv.EnvChoice(make_tasks())] * 2, num_workers=0) as envs:
         with pytest.raises(error, match=text):
             vecenv.evaluate(envs, choose, episodes)
         assert envs.stats()["resets"] == envs.stats()["in_flight"] == 0
 
 
 @pytest.mark.parametrize("make", [vecenv.AsyncVectorEnv, SyncVectorEnv, gymnasium.vector.AsyncVectorEnv])
-def test_environments_that_offer_no_choice_are_named(make: Any) -> None:
+def test_evaluate_with_env_names_but_without_env_choice_raises(make: Any) -> None:
     envs = make([Walk] * 2)
     try:
         with pytest.raises(ValueError, match=r"episodes\[0\] names the environment 'x', but \w+ has none to choose from: "):
@@ -187,23 +187,23 @@ def test_environments_that_offer_no_choice_are_named(make: Any) -> None:
 # --- tables ---------------------------------------------------------------------------------------------------------------
 
 
-def _result(index: int, env: str, episode_return: float, error: Exception | None = None) -> Any:
+def make_result(index: int, env: str, episode_return: float, error: Exception | None = None) -> Any:
     return vecenv.EpisodeResult(index, 0, None, episode_return, 10, True, False, {}, error, 0.1, env=env)
 
 
-def test_a_table_has_a_row_for_each_task_and_one_for_all() -> None:
+def test_table_has_a_row_for_each_task_and_a_total() -> None:
     from rich.console import Console
 
     from vecenv.evaluating.episodes import EpisodeResults
 
-    results = EpisodeResults([_result(place, "push", float(value)) for place, value in enumerate((1, 2, 3, 4, 5, 6))])
-    results += [_result(6, "pull", 2.0), _result(7, "pull", float("nan"), ValueError())]
+    results = EpisodeResults([make_result(index, "push", float(value)) for index, value in enumerate((1, 2, 3, 4, 5, 6))])
+    results += [make_result(6, "pull", 2.0), make_result(7, "pull", float("nan"), ValueError())]
     assert {name: len(group) for name, group in results.group().items()} == {"push": 6, "pull": 2}
     console = Console(width=100)
-    with console.capture() as shown:
+    with console.capture() as output:
         console.print(results.table(by="env"))
-    rows = [line.replace("│", " ").split() for line in shown.get().splitlines()]
-    assert ["push", "6", "3.5", "1.539", "to", "5.461", "10", "0"] in rows  # t: 2.5706
+    rows = [line.replace("│", " ").split() for line in output.get().splitlines()]
+    assert ["push", "6", "3.5", "1.539", "to", "5.461", "10", "0"] in rows  # with Student's t = 2.5706
     assert ["pull", "2", "2", "-", "10", "1"] in rows
     assert any(row[:3] == ["all", "8", "3.286"] and row[-1] == "1" for row in rows)
     assert list(results.group("terminated")) == [True]
@@ -211,24 +211,25 @@ def test_a_table_has_a_row_for_each_task_and_one_for_all() -> None:
         results.table(by="task")
 
 
-# --- folders: finished episodes are not run again -------------------------------------------------------------------------
+# --- folders: finished episodes do not run again --------------------------------------------------------------------------
 
 
-def test_a_second_call_runs_nothing_and_gives_the_same(tmp_path: Path) -> None:
+def test_evaluate_with_a_complete_folder_reads_the_same_results(tmp_path: Path) -> None:
     marks = tmp_path / "marks"
     marks.mkdir()
     folder = tmp_path / "new" / "results"
-    with open_engine([vecenv.EnvChoice(tasks(marks=str(marks)))] * 3, num_workers=2) as envs:
+    with open_engine([vecenv.EnvChoice(make_tasks(marks=str(marks)))] * 3, num_workers=2) as envs:
         reported: list[int] = []
         first = vecenv.evaluate(
-            envs, choose, listed(), seed=SEED, folder=folder, name="first", on_episode=lambda one: reported.append(one.index)
+            envs, choose, make_episodes(), seed=SEED, folder=folder, name="first",
+            on_episode=lambda result: reported.append(result.index),
         )
         steps = (marks / "steps").stat().st_size
         second = vecenv.evaluate(
-            envs, choose, listed(), folder=folder, name="first", on_episode=lambda one: reported.append(-1)
+            envs, choose, make_episodes(), folder=folder, name="first", on_episode=lambda _: reported.append(-1)
         )
         assert (marks / "steps").stat().st_size == steps
-    assert numbers(first) == numbers(second) == expected_results(listed())
+    assert numbers(first) == numbers(second) == expected_results(make_episodes())
     assert [result.env for result in second] == [result.env for result in first]
     assert sorted(reported) == list(range(20))
     lines = (folder / "episodes.jsonl").read_text().splitlines()
@@ -239,18 +240,19 @@ def test_a_second_call_runs_nothing_and_gives_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-def test_failed_episodes_are_run_again(tmp_path: Path) -> None:
-    given = tasks()
-    given["walk-1"] = functools.partial(Task, 7, faults={SEED + 2: "raise once"}, marks=str(tmp_path))
-    with open_engine([vecenv.EnvChoice(given)] * 3, num_workers=0) as envs:
-        first = vecenv.evaluate(envs, choose, listed(), seed=SEED, folder=tmp_path / "a", retries=0)
+def test_evaluate_with_a_folder_repeats_failed_episodes(tmp_path: Path) -> None:
+    env_fns = make_tasks()
+    env_fns["walk-1"] = functools.partial(TaskWalk, 7, faults={SEED + 2: "raise once"}, marks=str(tmp_path))
+    with open_engine([vecenv.EnvChoice(env_fns)] * 3, num_workers=0) as envs:
+        first = vecenv.evaluate(envs, choose, make_episodes(), seed=SEED, folder=tmp_path / "a", retries=0)
         assert [result.index for result in first if result.error is not None] == [7]
         reported: list[int] = []
         second = vecenv.evaluate(
-            envs, choose, listed(), seed=SEED, folder=tmp_path / "a", on_episode=lambda one: reported.append(one.index)
+            envs, choose, make_episodes(), seed=SEED, folder=tmp_path / "a",
+            on_episode=lambda result: reported.append(result.index),
         )
     assert reported == [7]
-    assert numbers(second) == expected_results(listed())
+    assert numbers(second) == expected_results(make_episodes())
 
 
 @pytest.mark.parametrize(
@@ -259,24 +261,27 @@ def test_failed_episodes_are_run_again(tmp_path: Path) -> None:
         ({"seed": 4}, "holds results with seed 3, but this evaluation has 4: use another folder"),
         ({"name": "b"}, "holds results of policy 'a', but this evaluation has 'b'"),
         ({"name": None}, "holds results of policy 'a', but this evaluation has None"),
-        ({"episodes": listed(1, 2)}, "holds a list with this number of episodes: 3, but this evaluation has 2"),
-        ({"episodes": [*listed(1, 2), Episode(env="walk-2", seed=SEED + 2)]}, "holds another list of episodes"),
-        ({"episodes": [*listed(1, 2), Episode(env="walk-0", seed=SEED + 2, options={"start": 1.0})]}, "holds another list"),
+        ({"episodes": make_episodes(1, 2)}, "holds a list with this number of episodes: 3, but this evaluation has 2"),
+        ({"episodes": [*make_episodes(1, 2), Episode(env="walk-2", seed=SEED + 2)]}, "holds another list of episodes"),
+        (
+            {"episodes": [*make_episodes(1, 2), Episode(env="walk-0", seed=SEED + 2, options={"start": 1.0})]},
+            "holds another list",
+        ),
     ],
 )
-def test_a_folder_of_another_list_is_refused(change: dict[str, Any], text: str, tmp_path: Path) -> None:
-    given = {"episodes": listed(1, 3), "seed": 3, "name": "a", "folder": tmp_path}
-    with open_engine([vecenv.EnvChoice(tasks())] * 2, num_workers=0) as envs:
-        vecenv.evaluate(envs, choose, **given)
+def test_evaluate_with_the_folder_of_another_evaluation_raises(change: dict[str, Any], text: str, tmp_path: Path) -> None:
+    arguments = {"episodes": make_episodes(1, 3), "seed": 3, "name": "a", "folder": tmp_path}
+    with open_engine([vecenv.EnvChoice(make_tasks())] * 2, num_workers=0) as envs:
+        vecenv.evaluate(envs, choose, **arguments)
         before, resets = (tmp_path / "episodes.jsonl").read_bytes(), envs.stats()["resets"]
         with pytest.raises(ValueError, match=text):
-            vecenv.evaluate(envs, choose, **{**given, **change})
+            vecenv.evaluate(envs, choose, **{**arguments, **change})
         assert (tmp_path / "episodes.jsonl").read_bytes() == before
         assert envs.stats()["resets"] == resets
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "text"),
+    ("arguments", "error", "text"),
     [
         ({"folder": 3}, TypeError, "folder must be a path or None, got 3"),
         ({"folder": __file__}, ValueError, "is not a folder"),
@@ -286,32 +291,32 @@ def test_a_folder_of_another_list_is_refused(change: dict[str, Any], text: str, 
         ({"folder": "x", "episodes": [Episode(options={"a": object()})]}, TypeError, r"options: expected numbers"),
     ],
 )
-def test_wrong_folders_are_named(
-    given: dict[str, Any], error: type[Exception], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_evaluate_with_wrong_folder_arguments_raises(
+    arguments: dict[str, Any], error: type[Exception], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with open_engine([Walk] * 2, num_workers=0) as envs, pytest.raises(error, match=text):
-        vecenv.evaluate(envs, choose, given.pop("episodes", 2), **given)
+        vecenv.evaluate(envs, choose, arguments.pop("episodes", 2), **arguments)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_incomplete_last_line_is_removed_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+def test_incomplete_last_line_is_repaired_and_a_damaged_line_raises(tmp_path: Path) -> None:
     file = tmp_path / "episodes.jsonl"
     with open_engine([Walk] * 2, num_workers=0) as envs:
-        wanted_now = numbers(vecenv.evaluate(envs, choose, 6, seed=SEED, folder=tmp_path))
-        whole = file.read_bytes()
-        lines = whole.splitlines(keepends=True)
-        for kept in (0, 10, len(lines[0]), len(lines[0]) + 5, len(whole) - 1):
-            file.write_bytes(whole[:kept])
-            assert numbers(vecenv.evaluate(envs, choose, 6, seed=SEED, folder=tmp_path)) == wanted_now
+        expected = numbers(vecenv.evaluate(envs, choose, 6, seed=SEED, folder=tmp_path))
+        intact = file.read_bytes()
+        lines = intact.splitlines(keepends=True)
+        for length in (0, 10, len(lines[0]), len(lines[0]) + 5, len(intact) - 1):
+            file.write_bytes(intact[:length])
+            assert numbers(vecenv.evaluate(envs, choose, 6, seed=SEED, folder=tmp_path)) == expected
             assert file.read_bytes().count(b"\n") == 7
         file.write_bytes(lines[0] + b"{half\n" + lines[1])
         with pytest.raises(ValueError, match=r"episodes\.jsonl, line 2 is damaged"):
             vecenv.evaluate(envs, choose, 6, seed=SEED, folder=tmp_path)
 
 
-class RichInfo(Walk):
-    """An environment with a value of every kind in its last info."""
+class MixedInfoWalk(Walk):
+    """A walk with values of every type in its infos."""
 
     def step(self, action: Any) -> Any:
         *others, info = super().step(action)
@@ -323,19 +328,19 @@ class RichInfo(Walk):
         return *others, info
 
 
-def test_infos_are_read_as_they_were(tmp_path: Path) -> None:
+def test_infos_from_a_folder_equal_the_original_infos(tmp_path: Path) -> None:
     from vecenv.testing import assert_identical
 
-    with open_engine([RichInfo] * 2, num_workers=0) as envs:
+    with open_engine([MixedInfoWalk] * 2, num_workers=0) as envs:
         plain = vecenv.evaluate(envs, choose, 3, seed=SEED)
         for _ in range(2):
             kept = vecenv.evaluate(envs, choose, 3, seed=SEED, folder=tmp_path)
-            for one, other in zip(kept, plain, strict=True):
-                assert one.info.pop("object") == "{7}"
-                assert_identical(one.info, {key: value for key, value in other.info.items() if key != "object"})
+            for stored, original in zip(kept, plain, strict=True):
+                assert stored.info.pop("object") == "{7}"
+                assert_identical(stored.info, {key: value for key, value in original.info.items() if key != "object"})
 
 
-def test_a_second_program_is_refused(tmp_path: Path) -> None:
+def test_evaluate_with_a_folder_locked_by_another_process_raises(tmp_path: Path) -> None:
     program = textwrap.dedent(f"""
         import sys, fcntl, os
         file = os.open({str(tmp_path / "episodes.jsonl")!r}, os.O_RDWR | os.O_CREAT)
@@ -356,41 +361,41 @@ PROGRAM = """
 import sys
 sys.path[:0] = {path!r}
 import vecenv
-from test_tasks import choose, listed, tasks, SEED
+from test_tasks import SEED, choose, make_episodes, make_tasks
 
 if __name__ == "__main__":
-    envs = vecenv.make_vec(vecenv.EnvChoice(tasks(pause=0.002)), {num_envs}, vector_kwargs={{"num_workers": 2}})
-    vecenv.evaluate(envs, choose, listed(4, 10), seed=SEED, folder={folder!r})
+    envs = vecenv.make_vec(vecenv.EnvChoice(make_tasks(pause=0.002)), {num_envs}, vector_kwargs={{"num_workers": 2}})
+    vecenv.evaluate(envs, choose, make_episodes(4, 10), seed=SEED, folder={folder!r})
     envs.close()
 """
 
 
 @pytest.mark.parametrize("kills", [1, *(pytest.param(kills, marks=pytest.mark.long) for kills in (2, 10))])
-def test_a_program_that_is_killed_at_any_moment_continues(kills: int, tmp_path: Path) -> None:
+def test_program_killed_at_any_moment_continues_with_its_folder(kills: int, tmp_path: Path) -> None:
     folder, rng = tmp_path / "results", random.Random(5)
     file = folder / "episodes.jsonl"
     script = tmp_path / "program.py"
     path = [str(HERE), str(HERE.parent)]
     counts = []
-    for turn in range(kills + 1):
+    for run_number in range(kills + 1):
         script.write_text(PROGRAM.format(path=path, folder=str(folder), num_envs=rng.choice([1, 2, 4, 16])))
         with subprocess.Popen([sys.executable, str(script)]) as run:
-            if turn < kills:  # after some new results, and then at any moment
-                until = time.monotonic() + 60
+            if run_number < kills:  # kill it at a random moment after its first new result
+                deadline = time.monotonic() + 60
                 lines = counts[-1] if counts else 0
-                while time.monotonic() < until and run.poll() is None and _lines(file) <= lines:
+                while time.monotonic() < deadline and run.poll() is None and count_lines(file) <= lines:
                     time.sleep(0.002)
                 time.sleep(rng.uniform(0, 0.05))
                 run.send_signal(signal.SIGKILL)
-        assert run.returncode == (0 if turn == kills else -9) or (run.returncode == 0 and _lines(file) == 41)
-        counts.append(_lines(file))
-    found = [json.loads(line)["index"] for line in file.read_bytes().splitlines()[1:]]
-    assert sorted(found) == list(range(40)), "each episode once"
-    with open_engine([vecenv.EnvChoice(tasks())] * 2, num_workers=0) as envs:
-        results = vecenv.evaluate(envs, choose, listed(4, 10), seed=SEED, folder=folder)
+        assert run.returncode == (0 if run_number == kills else -9) or (run.returncode == 0 and count_lines(file) == 41)
+        counts.append(count_lines(file))
+    indices = [json.loads(line)["index"] for line in file.read_bytes().splitlines()[1:]]
+    assert sorted(indices) == list(range(40)), "each episode once"
+    with open_engine([vecenv.EnvChoice(make_tasks())] * 2, num_workers=0) as envs:
+        results = vecenv.evaluate(envs, choose, make_episodes(4, 10), seed=SEED, folder=folder)
         assert envs.stats()["steps"] == 0
-    assert numbers(results) == expected_results(listed(4, 10))
+    assert numbers(results) == expected_results(make_episodes(4, 10))
 
 
-def _lines(file: Path) -> int:
+def count_lines(file: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0

@@ -1,4 +1,4 @@
-"""Episodes that follow from seed, options and actions, with faults in the middle."""
+"""Episodes that depend only on seed, options and actions, with optional faults in the middle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 SEED = 300
-LONGEST = 30  # of walks that begin with a snapshot
+LONGEST = 30  # steps of a walk that begins with a snapshot
 ENGINES: dict[str, dict[str, Any]] = {
     "in-process": {"num_workers": 0},
     "two-workers": {"num_workers": 2},
@@ -26,12 +26,12 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 class Walk(gymnasium.Env[Any, Any]):
-    """A walk with steps of random size. Its length, 1 to ``longest``, follows from the seed; every fifth walk is truncated.
+    """A random walk. Its seed determines the length, from 1 to ``longest``; every fifth walk is truncated.
 
     Args:
-        longest: Steps.
-        faults: Seed -> fault in the middle: ``"raise"``, ``"die"``, ``"hang"``; with ``" once"`` only the first time.
-        marks: A folder for marks of faults that happen once; every step of every process adds a byte to ``steps`` in it.
+        longest: The highest number of steps.
+        faults: Seed -> fault in the middle: ``"raise"``, ``"die"`` or ``"hang"``; with ``" once"`` only the first time.
+        marks: A folder for marks of faults that happened once, and for a file ``steps``, to which each step appends a byte.
         pause: Seconds per step.
     """
 
@@ -50,9 +50,9 @@ class Walk(gymnasium.Env[Any, Any]):
         super().reset(seed=seed)
         self.seed, self.t, self.sum = seed, 0, float((options or {}).get("start", 0.0))
         self.length = int(self.np_random.integers(1, self.longest + 1))
-        return self._seen(), {"reset": True}
+        return self._observe(), {"reset": True}
 
-    def _seen(self) -> Any:
+    def _observe(self) -> Any:
         return np.array([self.sum, self.t, self.np_random.normal()])
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -62,13 +62,13 @@ class Walk(gymnasium.Env[Any, Any]):
         if self.pause:
             time.sleep(self.pause)
         if self.t == self.length // 2:
-            self._go_wrong()
+            self._cause_fault()
         self.t += 1
         self.sum += float(action) * self.np_random.normal()
         over, cut = self.t >= self.length, self.seed is not None and self.seed % 5 == 0
-        return self._seen(), self.sum, over and not cut, over and cut, {"t": self.t, "name": f"walk {self.seed}"}
+        return self._observe(), self.sum, over and not cut, over and cut, {"t": self.t, "name": f"walk {self.seed}"}
 
-    def _go_wrong(self) -> None:
+    def _cause_fault(self) -> None:
         fault, _, once = self.faults.get(self.seed or 0, "").partition(" ")
         mark = Path(self.marks) / f"{self.seed}"
         if not fault or (once and mark.exists()):
@@ -76,7 +76,7 @@ class Walk(gymnasium.Env[Any, Any]):
         if once:
             mark.touch()
         if fault == "raise":
-            raise ArithmeticError(f"walk {self.seed} slipped")
+            raise ArithmeticError(f"walk {self.seed} failed")
         if fault == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(600)
@@ -86,34 +86,34 @@ class Walk(gymnasium.Env[Any, Any]):
 
 
 def walks(count: int, **kwargs: Any) -> list[Any]:
-    """Return functions that build that many walks."""
+    """Return ``count`` functions that build walks."""
     return [functools.partial(Walk, **kwargs)] * count
 
 
 def choose(observations: Any, rngs: list[np.random.Generator]) -> Any:
     """Return an action from the observation and a random number."""
-    both = zip(observations, rngs, strict=True)
-    return np.array([(int(abs(seen[2]) * 3) + int(rng.integers(4))) % 7 for seen, rng in both])
+    pairs = zip(observations, rngs, strict=True)
+    return np.array([(int(abs(observation[2]) * 3) + int(rng.integers(4))) % 7 for observation, rng in pairs])
 
 
 def expected_results(count: int, seed: int = SEED, **kwargs: Any) -> list[Any]:
     """Return the expected results, from a plain loop over one environment."""
     env = Walk(**kwargs)
-    return [walked(env, env.reset(seed=seed + index)[0], index, seed, seed + index) for index in range(count)]
+    return [finish_walk(env, env.reset(seed=seed + index)[0], index, seed, seed + index) for index in range(count)]
 
 
-def walked(env: Walk, observation: Any, index: int, seed: int, own: int | None) -> Any:
-    """Return the result of one walk, from its current state."""
+def finish_walk(env: Walk, observation: Any, index: int, seed: int, episode_seed: int | None) -> Any:
+    """Return the result of a walk, with the remaining steps from its current state."""
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(index,)))
     total, length, over = 0.0, 0, (False, False)
     while not any(over):
         observation, reward, *over, info = env.step(choose([observation], [rng])[0])  # type: ignore[assignment]
         total, length = total + reward, length + 1
-    return index, own, total, length, *over, info, None
+    return index, episode_seed, total, length, *over, info, None
 
 
 def numbers(results: Any) -> list[Any]:
-    """Return the part of results that does not depend on clocks."""
+    """Return the fields of results that do not depend on time."""
     return [
         (each.index, each.seed, each.episode_return, each.length, each.terminated, each.truncated, each.info, each.error)
         for each in results
@@ -121,7 +121,7 @@ def numbers(results: Any) -> list[Any]:
 
 
 def snapshots_midway(count: int, **kwargs: Any) -> tuple[list[Any], list[tuple[int, int]]]:
-    """Return snapshots in the middle of walks, with the seed and the progress of each walk."""
+    """Return snapshots in the middle of walks, and for each the seed and the number of steps before the snapshot."""
     snapshots, starts = [], []
     with open_engine(walks(1, longest=LONGEST, **kwargs), num_workers=0, autoreset_mode=AutoresetMode.DISABLED) as envs:
         for seed in range(SEED, SEED + 3 * count):
@@ -135,11 +135,11 @@ def snapshots_midway(count: int, **kwargs: Any) -> tuple[list[Any], list[tuple[i
 
 
 def expected_from(starts: list[tuple[int, int]], seed: int = SEED) -> list[Any]:
-    """Return the expected results, from a plain loop over one environment that reaches each start by steps."""
+    """Return the expected results, from a plain loop over one environment that steps to each start."""
     env, results = Walk(longest=LONGEST), []
-    for index, (own, steps) in enumerate(starts):
-        observation = env.reset(seed=own)[0]
+    for index, (episode_seed, steps) in enumerate(starts):
+        observation = env.reset(seed=episode_seed)[0]
         for _ in range(steps):
             observation = env.step(1)[0]
-        results.append(walked(env, observation, index, seed, None))
+        results.append(finish_walk(env, observation, index, seed, None))
     return results

@@ -1,7 +1,7 @@
-"""A program of test_bridge_deadlock.py: ``threads``, bytes of the action.
+"""The program of test_bridge_deadlock.py. Its arguments are the number of threads and the bytes of an action.
 
-Each thread runs a program of eight steps with inputs that are not ready when it starts, so that XLA runs it, and its host
-calls, on its own threads, of which there are as many as cores.
+Each thread runs a compiled program of eight steps with inputs that are not ready when it starts. Then XLA runs the program
+and its host calls on its own threads, one per core.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bridge_envs import CallLog
+from bridge_envs import CallLogVectorEnv
 
 import vecenv.jax as vj
 
 
 def main(threads: int, size: int) -> None:
-    threading.Thread(target=give_up, daemon=True).start()
+    threading.Thread(target=exit_on_timeout, daemon=True).start()
     failures: list[BaseException] = []
 
     def work(number: int) -> None:
         try:
-            steps(number, size)
+            run_steps(number, size)
         except BaseException as error:
             failures.append(error)
             raise
@@ -40,10 +40,10 @@ def main(threads: int, size: int) -> None:
     print(failures or "done")
 
 
-def give_up() -> None:
-    """End a process that makes no progress, and report whether it hangs or got no processor time.
+def exit_on_timeout() -> None:
+    """End the process after 240 s, and print the processor time that it used.
 
-    A process that hangs uses none. A busy machine can stop this process for as long, for example while it compiles.
+    A process that hangs uses none. On a busy machine, the program can take as long without a hang.
     """
     began, used = time.monotonic(), time.process_time()
     while time.monotonic() - began < 240:
@@ -53,8 +53,8 @@ def give_up() -> None:
     os._exit(1)
 
 
-def steps(number: int, size: int) -> None:
-    envs = CallLog(2)
+def run_steps(number: int, size: int) -> None:
+    envs = CallLogVectorEnv(2)
     width = size // 8  # two rows of float32
     envs.single_action_space = gym.spaces.Box(-np.inf, np.inf, (width,), np.float32)
     envs.action_space = gym.spaces.Box(-np.inf, np.inf, (2, width), np.float32)
@@ -69,7 +69,7 @@ def steps(number: int, size: int) -> None:
 
         for _ in range(3):
             state = program(state, slow(jnp.ones((300, 300))))
-            jax.block_until_ready(slow(jnp.ones((300, 300))))  # some other work in between
+            jax.block_until_ready(slow(jnp.ones((300, 300))))  # other work between the programs
         assert jax.block_until_ready(state).steps.tolist() == [24, 24]
         assert envs.calls == "R" + 24 * "S"
 

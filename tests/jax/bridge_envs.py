@@ -27,19 +27,19 @@ SPACES: dict[str, Callable[[], spaces.Space[Any]]] = {
 }
 
 
-def leaves(value: Any) -> list[Any]:
-    """Return the arrays of a nested observation or action, dicts in the order of their sorted keys."""
+def flatten(value: Any) -> list[Any]:
+    """Return the leaves of a nested observation or action, with dicts in the order of their sorted keys."""
     if isinstance(value, dict):
-        return [leaf for key in sorted(value) for leaf in leaves(value[key])]
+        return [leaf for key in sorted(value) for leaf in flatten(value[key])]
     if isinstance(value, tuple):
-        return [leaf for part in value for leaf in leaves(part)]
+        return [leaf for part in value for leaf in flatten(part)]
     return [value]
 
 
-class Track(gym.Env[Any, Any]):
+class RandomEnv(gym.Env[Any, Any]):
     """An environment with random observations of any space, episodes of 3 to 6 steps, and occasional infos.
 
-    The seed decides everything, and rewards depend on the action. An episode ends terminated, truncated, or both.
+    Everything depends on the seed, and rewards also on the action. An episode ends with termination, truncation, or both.
     """
 
     def __init__(self, observation: str = "box", action: str = "discrete") -> None:
@@ -56,7 +56,7 @@ class Track(gym.Env[Any, Any]):
     def step(self, action: Any) -> Any:
         assert action in self.action_space, action
         self.left -= 1
-        reward = float(self.np_random.random()) + sum(float(np.sum(leaf)) for leaf in leaves(action))
+        reward = float(self.np_random.random()) + sum(float(np.sum(leaf)) for leaf in flatten(action))
         over = self.left == 0
         info: dict[str, Any] = {"left": self.left}
         if self.left % 2 == 0:
@@ -66,16 +66,16 @@ class Track(gym.Env[Any, Any]):
         return self.observation_space.sample(), reward, terminated, truncated, info
 
 
-def tracks(count: int, observation: str = "box", action: str = "discrete") -> list[Callable[[], Track]]:
-    return [lambda: Track(observation, action) for _ in range(count)]
+def make_fns(count: int, observation: str = "box", action: str = "discrete") -> list[Callable[[], RandomEnv]]:
+    return [lambda: RandomEnv(observation, action) for _ in range(count)]
 
 
-class Faulty(Track):
-    """An environment that fails in its third step if its number is ``which``."""
+class FaultyEnv(RandomEnv):
+    """An environment that fails in its third step if ``index`` is 1."""
 
-    def __init__(self, fault: str, index: int, which: int = 1) -> None:
+    def __init__(self, fault: str, index: int) -> None:
         super().__init__()
-        self.fault = fault if index == which else ""
+        self.fault = fault if index == 1 else ""
         self.steps = 0
 
     def step(self, action: Any) -> Any:
@@ -92,17 +92,20 @@ def _raise() -> None:
 FAULTS: dict[str, Callable[[], None]] = {
     "raise": _raise,
     "die": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "hang": lambda: time.sleep(3.0),
-    "stuck": lambda: time.sleep(600.0),
+    "pause": lambda: time.sleep(3.0),
+    "hang": lambda: time.sleep(600.0),
 }
 
 
-def faulty(fault: str, count: int = 2) -> list[Callable[[], Faulty]]:
-    return [lambda i=i: Faulty(fault, i) for i in range(count)]
+def make_faulty_fns(fault: str, count: int = 2) -> list[Callable[[], FaultyEnv]]:
+    return [lambda i=i: FaultyEnv(fault, i) for i in range(count)]
 
 
-class CallLog(VectorEnv[Any, Any, Any]):
-    """A vector environment that logs its calls; its observations are their numbers. Only ``episode`` ends episodes."""
+class CallLogVectorEnv(VectorEnv[Any, Any, Any]):
+    """A vector environment that logs its calls; observations contain the number of calls.
+
+    Episodes end after ``episode`` steps; with 0 they do not end.
+    """
 
     def __init__(self, num_envs: int = 2, size: int = 1, episode: int = 0) -> None:
         self.num_envs = num_envs
@@ -128,5 +131,5 @@ class CallLog(VectorEnv[Any, Any, Any]):
 
     @property
     def calls(self) -> str:
-        """The calls as a string like ``"RSSR"``."""
+        """The calls since construction, for example ``"RSSR"`` for reset, step, step, reset."""
         return "".join(self.log)

@@ -1,4 +1,4 @@
-"""Skips the whole folder, with a reason, without JAX, and keeps compiled programs on disk from one run to the next."""
+"""Skips the whole folder if JAX is not installed, and caches compiled programs on disk between runs."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-# jaxlib, because this very folder could pass for a package called jax
+# jaxlib, because this folder could be found as a package with the name jax
 HAS_JAX = importlib.util.find_spec("jaxlib") is not None
 
 if HAS_JAX:
     import jax
 
-    # physics programs take seconds to compile, and are the same in every run
+    # physics programs take seconds to compile and are the same in every run
     _CACHE = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "vecenv-test-jax-cache"))
     jax.config.update("jax_compilation_cache_dir", _CACHE)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-class WithoutJax(pytest.Module):
+class SkippedModule(pytest.Module):
     """A test module that is not imported."""
 
     def collect(self) -> Any:
@@ -30,12 +30,12 @@ class WithoutJax(pytest.Module):
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> Any:
-    return None if HAS_JAX else WithoutJax.from_parent(parent, path=module_path)
+    return None if HAS_JAX else SkippedModule.from_parent(parent, path=module_path)
 
 
 @pytest.fixture(scope="session")
 def pendulum() -> Any:
-    """Build Brax's inverted_pendulum on the spring backend, adapted: the cheapest real physics."""
+    """Return Brax's inverted_pendulum with the spring backend, the physics environment that is fastest to compile."""
     pytest.importorskip("brax", reason="needs Brax: pip install 'vecenv[brax]'")
     from vecenv.jax import adapt
 
@@ -44,28 +44,27 @@ def pendulum() -> Any:
 
 @pytest.fixture(scope="session")
 def counters() -> Any:
-    """``counters(**options)``: a vector of five :class:`Counter` environments, one for each set of options."""
+    """``counters(**options)`` returns a vector of five :class:`Counter` environments, the same for equal options."""
     from jax_envs import Counter
 
     from vecenv.jax import FunctionalVectorEnv
 
-    made: dict[Any, FunctionalVectorEnv] = {}
+    cache: dict[Any, FunctionalVectorEnv] = {}
 
     def make(num_envs: int = 5, **options: Any) -> FunctionalVectorEnv:
         key = (num_envs, *sorted(options.items()))
-        if key not in made:
-            made[key] = FunctionalVectorEnv(Counter(), num_envs, **options)
-        return made[key]
+        if key not in cache:
+            cache[key] = FunctionalVectorEnv(Counter(), num_envs, **options)
+        return cache[key]
 
     return make
 
 
 @pytest.fixture(scope="session")
 def asymmetric() -> Any:
-    """Build a Playground environment with dict observations.
+    """Return a Playground environment with dict observations, one for the actor and one for the critic.
 
-    Those that come with Playground need model files from elsewhere, so this is its cart-pole with an observation for the
-    actor and one for the critic, in the form of Playground's locomotion environments.
+    It is the cart-pole in the form of the locomotion environments, which themselves need a download of model files.
     """
     playground = pytest.importorskip("mujoco_playground", reason="needs MuJoCo Playground")
     env = playground.registry.load("CartpoleBalance", config_overrides={"impl": "jax"})

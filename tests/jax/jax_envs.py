@@ -1,4 +1,4 @@
-"""Small JAX environments with known numbers, and stand-ins with the interfaces of other libraries."""
+"""Small JAX environments with known results, and fakes with the interfaces of other libraries."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from vecenv.jax.interop import keys_from, to_numpy
 
 
 class Counter:
-    """An environment that starts in [0, 1) and adds its action; the reward is its place, and it ends beyond 3.
+    """An environment with a place that starts in [0, 1) and adds the actions. The reward is the place; beyond 3, it ends.
 
-    The observation is ``{"place": float32[2], "step": int32}``: the place twice, and the number of steps taken. Each step
-    adds noise below 0.01 from its key, so that keys show.
+    The observation is ``{"place": float32[2], "step": int32}``: the place twice, and the number of steps. Each step adds
+    noise below 0.01 from its key, so that results depend on the keys.
     """
 
     name = "Counter"
@@ -45,10 +45,10 @@ class Counter:
         return np.full((2, 2, 3), int(state["t"]), np.uint8)
 
 
-class Flat(Counter):
-    """A :class:`Counter` with array observations, as trainers need them, and reward 1 per step."""
+class FlatCounter(Counter):
+    """A :class:`Counter` with arrays as observations, which trainers need, and a reward of 1 per step."""
 
-    name = "Flat"
+    name = "FlatCounter"
     single_observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
 
     def step(self, state: Any, action: Any, key: Any) -> Any:
@@ -60,7 +60,7 @@ class Flat(Counter):
 
 
 class Switch:
-    """An environment with discrete actions and observations: the last action is observed; action 2 ends the episode."""
+    """An environment with discrete actions; the observation is the last action, and action 2 ends the episode."""
 
     name = "Switch"
     differentiable = "none"
@@ -80,15 +80,15 @@ class GymEnv(gym.Env[Any, Any]):
     """A ``gymnasium.Env`` over a JAX-native environment: the reference for ``JaxVectorEnv``.
 
     Args:
-        env: Anything :func:`~vecenv.jax.adapt` takes.
+        env: An argument of :func:`~vecenv.jax.adapt`.
         max_episode_steps: As for :class:`~vecenv.jax.FunctionalVectorEnv`.
-        lanes: Width of the compiled batch, of which this environment is every row. XLA rounds differently in programs of
-            different width (ant: 3e-5 after 40 steps against no batch at all); for results equal bit for bit to an n-row
-            vector, use n lanes.
+        lanes: The number of rows of the compiled batch; all rows are this environment. XLA rounds differently for
+            different numbers of rows (ant: 3e-5 after 40 steps, compared with no batch). For results equal bit for bit to
+            a vector of n rows, use n lanes.
         render_mode: ``"rgb_array"`` or ``None``.
 
     Raises:
-        Exception: As :func:`~vecenv.jax.adapt`.
+        Exception: Like :func:`~vecenv.jax.adapt`.
     """
 
     def __init__(
@@ -104,30 +104,30 @@ class GymEnv(gym.Env[Any, Any]):
         self.lanes = lanes
         self._init = jax.jit(jax.vmap(lambda key: self.single_env.init(jax.random.fold_in(key, 0))))
         self._step = jax.jit(jax.vmap(lambda s, a, key, t: self.single_env.step(s, a, jax.random.fold_in(key, t))))
-        self._begin_anew()
+        self._clear()
 
-    def _begin_anew(self) -> None:
+    def _clear(self) -> None:
         self._key: Any = None
         self._state: Any = None
         self._episode = self._steps = 0
 
-    def twin(self) -> GymEnv:
-        """Return another environment that shares the compiled functions with this one: ``SyncVectorEnv([env.twin] * n)``."""
-        twin = object.__new__(GymEnv)
-        twin.__dict__.update(self.__dict__)
-        twin._begin_anew()
-        return twin
+    def clone(self) -> GymEnv:
+        """Return a new environment with the same compiled functions, as in ``SyncVectorEnv([env.clone] * n)``."""
+        clone = object.__new__(GymEnv)
+        clone.__dict__.update(self.__dict__)
+        clone._clear()
+        return clone
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode: the first of ``seed``, or the next of the current stream."""
+        """Start the first episode of ``seed``, or without a seed the next episode of the current one."""
         super().reset(seed=seed)
         if seed is None and self._key is not None:
             self._episode += 1
         else:
             self._key, self._episode = keys_from(seed, 1)[0], 0
         self._steps = 0
-        self._state, obs = self._init(self._wide(self._episode_key()))
-        return to_numpy(self.observation_space, _first(obs)), {}
+        self._state, obs = self._init(self._repeat(self._episode_key()))
+        return to_numpy(self.observation_space, _first_row(obs)), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Step the environment.
@@ -139,9 +139,9 @@ class GymEnv(gym.Env[Any, Any]):
             raise gym.error.ResetNeeded("Call reset before step.")
         self._steps += 1
         self._state, *out = self._step(
-            self._state, self._wide(action), self._wide(self._episode_key()), self._wide(np.int32(self._steps))
+            self._state, self._repeat(action), self._repeat(self._episode_key()), self._repeat(np.int32(self._steps))
         )
-        obs, reward, terminated, truncated, info = _first(out)
+        obs, reward, terminated, truncated, info = _first_row(out)
         limit = self.max_episode_steps
         cut = bool(truncated) or (limit is not None and self._steps >= limit)
         return to_numpy(self.observation_space, obs), float(reward), bool(terminated), cut, jax.tree.map(np.asarray, info)
@@ -153,18 +153,18 @@ class GymEnv(gym.Env[Any, Any]):
     def _episode_key(self) -> Any:
         return jax.random.fold_in(self._key, self._episode)
 
-    def _wide(self, tree: Any) -> Any:
-        """Repeat a tree in ``lanes`` rows. Outside of the compiled function, because XLA would compute one row only."""
+    def _repeat(self, tree: Any) -> Any:
+        """Repeat a tree in ``lanes`` rows, outside of the compiled function, because XLA would compute only one row."""
         return jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], self.lanes, 0), tree)
 
 
-def _first(tree: Any) -> Any:
+def _first_row(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: np.asarray(leaf)[0], tree)
 
 
-def sync(env: GymEnv, num_envs: int, **options: Any) -> gym.vector.SyncVectorEnv:
-    """Build Gymnasium's own vector over single environments that share their compiled functions."""
-    return gym.vector.SyncVectorEnv([env.twin] * num_envs, **options)
+def make_sync(env: GymEnv, num_envs: int, **options: Any) -> gym.vector.SyncVectorEnv:
+    """Return a ``SyncVectorEnv`` of environments that share their compiled functions."""
+    return gym.vector.SyncVectorEnv([env.clone] * num_envs, **options)
 
 
 # -- gymnax ------------------------------------------------------------------------------------------------------
@@ -175,14 +175,14 @@ class _Params(NamedTuple):
 
 
 class Discrete:
-    """A space with the name of gymnax's class, by which adapters recognize it."""
+    """A fake of gymnax's ``Discrete``; adapters recognize the class by its name."""
 
     def __init__(self, n: int) -> None:
         self.n = n
 
 
 class Box:
-    """A space with the name of gymnax's class, like :class:`Discrete`."""
+    """A fake of gymnax's ``Box``; adapters recognize the class by its name."""
 
     def __init__(self, low: float, high: float, shape: tuple[int, ...], dtype: Any = jnp.float32) -> None:
         self.low, self.high, self.shape, self.dtype = low, high, shape, dtype
@@ -194,7 +194,7 @@ class _GymnaxState(NamedTuple):
 
 
 class Gymnax:
-    """A stand-in with the interface of gymnax: the time limit is a separate method."""
+    """A fake of gymnax's environments, with the time limit in a separate method."""
 
     name = "Gymnax"
     default_params = _Params()
@@ -242,9 +242,7 @@ class _TimeStep(NamedTuple):
 
 
 class Jumanji:
-    """A stand-in with the interface of jumanji: named-tuple observations, and a ``last`` that is truncation if the discount
-    is 1.
-    """
+    """A fake of jumanji's environments: observations are named tuples, and a last step with discount 1 is a truncation."""
 
     observation_spec = _Spec(
         _specs={

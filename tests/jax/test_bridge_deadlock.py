@@ -1,6 +1,6 @@
-"""Nothing hangs: few cores, many threads, small and large arguments, inputs that are not ready.
+"""Programs with host calls finish with few cores, many threads, large arguments, and inputs that are not ready.
 
-A plain ``io_callback`` hangs in half of these (one with 1 MiB, on as many threads as there are cores).
+A plain ``io_callback`` hangs in half of these cases, for example with 1 MiB on as many threads as cores.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import pytest
 
 HERE = Path(__file__).parent
 KIB, MIB = 1 << 10, 1 << 20
-# A hang never ends, so the bounds are wide: they must not take a busy machine for a hang.
+# A hang never ends, so the timeouts are long enough for a busy machine.
 pytestmark = pytest.mark.timeout(400)
 HARDEST = {(1, 1, MIB), (2, 2, MIB), (2, 4, MIB)}
 
 
-def matrix() -> list[Any]:
+def make_cases() -> list[Any]:
     cells = itertools.product((1, 2), (1, 2, 4), (KIB, MIB))
     return [pytest.param(*cell, marks=[] if cell in HARDEST else [pytest.mark.slow]) for cell in cells]
 
 
-def run(cores: int, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    usable = sorted(os.sched_getaffinity(0))
-    if len(usable) < cores:
+def run_on_cores(cores: int, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    available = sorted(os.sched_getaffinity(0))
+    if len(available) < cores:
         pytest.skip(f"needs {cores} cores")
-    command = ["taskset", "-c", ",".join(map(str, usable[:cores])), sys.executable, *arguments]
+    command = ["taskset", "-c", ",".join(map(str, available[:cores])), sys.executable, *arguments]
     root = str(HERE.parent.parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), root]), "JAX_PLATFORMS": "cpu"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
@@ -42,24 +42,24 @@ needs_taskset = pytest.mark.skipif(shutil.which("taskset") is None, reason="need
 
 @pytest.mark.long
 @needs_taskset
-@pytest.mark.parametrize(("cores", "threads", "size"), matrix())
+@pytest.mark.parametrize(("cores", "threads", "size"), make_cases())
 def test_programs_with_host_calls_finish(cores: int, threads: int, size: int) -> None:
-    done = run(cores, str(HERE / "bridge_deadlock.py"), str(threads), str(size))
-    assert done.stdout.strip() == "done", done.stdout[-500:] + done.stderr[-3000:]
+    process = run_on_cores(cores, str(HERE / "bridge_deadlock.py"), str(threads), str(size))
+    assert process.stdout.strip() == "done", process.stdout[-500:] + process.stderr[-3000:]
 
 
-LATER = """
+LATER_PROGRAM = """
 import faulthandler; faulthandler.dump_traceback_later(240, exit=True)
 import jax, jax.numpy as jnp, numpy as np
 import vecenv.jax as vj
-from bridge_envs import CallLog
-with vj.bridge(CallLog()) as env:
+from bridge_envs import CallLogVectorEnv
+with vj.bridge(CallLogVectorEnv()) as env:
     program = jax.jit(lambda s, x: env.step(s, jnp.full((2, 1), x[0, 0])))
     slow = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: y @ x / 300.0, x))
     state = env.reset(jax.random.key(0))
     for _ in range(5):
         state = program(state, slow(jnp.ones((300, 300))))
-        env.later = slow(jnp.ones((300, 300)))  # dispatched after the program, reachable from the host
+        env.later = slow(jnp.ones((300, 300)))  # dispatched after the program
     jax.block_until_ready(state)
 print("done")
 """
@@ -67,12 +67,12 @@ print("done")
 
 @pytest.mark.long
 @needs_taskset
-def test_later_computation_does_not_block_the_host() -> None:
-    done = run(1, "-c", LATER)
-    assert done.stdout.strip() == "done", done.stderr[-3000:]
+def test_host_call_does_not_wait_for_a_later_computation() -> None:
+    process = run_on_cores(1, "-c", LATER_PROGRAM)
+    assert process.stdout.strip() == "done", process.stderr[-3000:]
 
 
-def test_the_host_side_does_not_import_jax() -> None:
+def test_host_module_does_not_import_jax() -> None:
     text = (HERE.parent.parent / "vecenv" / "jax" / "host.py").read_text()
     assert "import jax" not in text
     assert "from jax" not in text

@@ -1,4 +1,4 @@
-"""The bridge uses the features that a vector env's capabilities announce, and no others."""
+"""The bridge uses only features that are in the capabilities of the vector env."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bridge_envs import CallLog, faulty, tracks
+from bridge_envs import CallLogVectorEnv, make_faulty_fns, make_fns
 from envs import FixedBatchSize
 from gymnasium.vector import AutoresetMode, VectorWrapper
 
@@ -21,8 +21,8 @@ from vecenv.jax.host import Requests
 SEED = 0
 
 
-class Engine(CallLog):
-    """An engine of another library, with given capabilities; rows are sent and received."""
+class ForeignVectorEnv(CallLogVectorEnv):
+    """A vector environment of another library, with some capabilities and with ``send`` and ``recv``."""
 
     def __init__(self, capabilities: Capabilities | None, mode: AutoresetMode = AutoresetMode.DISABLED) -> None:
         super().__init__(3)
@@ -61,76 +61,77 @@ class Engine(CallLog):
 @pytest.mark.parametrize(
     ("capabilities", "log"),
     [
-        (Capabilities("theirs"), ["s", "r2"]),
-        (Capabilities("theirs", first_ready=False), ["S"]),
+        (Capabilities("foreign"), ["s", "r2"]),
+        (Capabilities("foreign", first_ready=False), ["S"]),
         (None, ["S"]),
     ],
     ids=str,
 )
-def test_some_rows_are_sent_only_to_capable_engines(capabilities: Capabilities | None, log: list[str]) -> None:
-    envs = Engine(capabilities)
+def test_rows_are_sent_separately_only_with_first_ready(capabilities: Capabilities | None, log: list[str]) -> None:
+    envs = ForeignVectorEnv(capabilities)
     requests = Requests(envs, 1.0)
     rows = np.array([0, 2])
     requests.begin(np.zeros((3, 1), np.float32), rows, np.zeros((2, 1), np.float32))
-    answered, _ = requests.finish()
+    received, _ = requests.finish()
     assert envs.log == log
-    assert answered.tolist() == ([0, 1, 2] if log == ["S"] else [0, 2])
+    assert received.tolist() == ([0, 1, 2] if log == ["S"] else [0, 2])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_engines_that_cannot_seed_rows_get_no_seeds(wrapped: bool) -> None:
-    engine = Engine(Capabilities("theirs", masked_seeds=False))
+def test_reset_mask_without_masked_seeds_passes_no_seeds(wrapped: bool) -> None:
+    engine = ForeignVectorEnv(Capabilities("foreign", masked_seeds=False))
     with vj.bridge(VectorWrapper(engine) if wrapped else engine) as env:
         env.reset_mask(env.reset(jax.random.key(SEED)), jnp.array([True, False, False]), jax.random.key(SEED))
     assert engine.seeds[0] is not None
     assert engine.seeds[1:] == [None]
 
 
-def test_engines_with_the_runs_jax_capability_are_refused() -> None:
-    can = Capabilities("theirs", in_this_process=True, runs_jax=True)
-    for envs in (Engine(can), VectorWrapper(Engine(can))):
-        with pytest.raises(ValueError, match=r"Engine runs JAX in this process.*FunctionalVectorEnv"):
+def test_bridge_over_a_vector_env_that_runs_jax_raises() -> None:
+    capabilities = Capabilities("foreign", in_this_process=True, runs_jax=True)
+    for envs in (ForeignVectorEnv(capabilities), VectorWrapper(ForeignVectorEnv(capabilities))):
+        with pytest.raises(ValueError, match=r"ForeignVectorEnv runs JAX in this process.*FunctionalVectorEnv"):
             vj.bridge(envs)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("batch_size", [None, 2])
-def test_only_unfinished_rows_are_stepped(batch_size: int | None) -> None:
-    envs = FixedBatchSize(tracks(4), num_workers=0, autoreset_mode="Disabled", batch_size=batch_size)
+def test_finished_rows_are_not_stepped_in_disabled_mode(batch_size: int | None) -> None:
+    envs = FixedBatchSize(make_fns(4), num_workers=0, autoreset_mode="Disabled", batch_size=batch_size)
     with vj.bridge(envs) as env:
-        state, done, stepped = env.reset(jax.random.key(SEED)), np.zeros(4, bool), 0
+        state, done, expected_steps = env.reset(jax.random.key(SEED)), np.zeros(4, bool), 0
         while not done.all():
             state = env.step(state, jnp.zeros(4, jnp.int32))
-            stepped += int((~done).sum())
+            expected_steps += int((~done).sum())
             done |= np.asarray(state.done)
-        assert envs.stats()["steps"] == stepped
+        assert envs.stats()["steps"] == expected_steps
         assert envs.stats()["resets"] == 4
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("mode", "engines", "given"),
+    ("mode", "step_timeout", "options"),
     [("Disabled", 0.3, {}), ("NextStep", 0.3, {}), ("NextStep", 200, {"timeout": 0.3}), ("Disabled", 200, {"timeout": 0.3})],
 )
-def test_timeout_is_the_given_one_or_the_engines(mode: str, engines: Any, given: Any) -> None:
-    """This holds in a step, and in the reset after it, which waits once more for the pending step."""
-    fns = faulty("stuck")
-    hang = vecenv.AsyncVectorEnv(fns, num_workers=2, context="forkserver", autoreset_mode=mode, step_timeout=engines)
-    with vj.bridge(hang, **given) as env:
+def test_timeout_is_that_of_the_bridge_or_of_the_engine(mode: str, step_timeout: Any, options: Any) -> None:
+    """It applies to a step, and to the next reset, which waits again for the pending step."""
+    fns = make_faulty_fns("hang")
+    kwargs: dict[str, Any] = {"num_workers": 2, "context": "forkserver", "autoreset_mode": mode}
+    envs = vecenv.AsyncVectorEnv(fns, step_timeout=step_timeout, **kwargs)
+    with vj.bridge(envs, **options) as env:
         action = jnp.zeros(2, jnp.int32)
         state = env.step(env.step(env.reset(jax.random.key(SEED)), action), action)
         with pytest.raises(StepTimeout, match=r"0\.3 second"):
             env.step(state, action)
         with pytest.raises(StepTimeout, match=r"0\.3 second"):
             env.reset(jax.random.key(SEED))
-        hang.close(terminate=True)
+        envs.close(terminate=True)
 
 
 @pytest.mark.long
-def test_hanging_row_is_restarted_by_the_engine() -> None:
+def test_step_with_a_hanging_row_returns_its_restart() -> None:
     envs = vecenv.AsyncVectorEnv(
-        faulty("stuck"), num_workers=2, context="forkserver", on_failure="restart", step_timeout=5.0
+        make_faulty_fns("hang"), num_workers=2, context="forkserver", on_failure="restart", step_timeout=5.0
     )
     with vj.bridge(envs) as env:
         action = jnp.zeros(2, jnp.int32)

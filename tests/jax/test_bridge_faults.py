@@ -1,4 +1,4 @@
-"""Errors of environments and of programs are raised unchanged, and the process continues."""
+"""Errors of environments and programs are raised unchanged, and the bridge stays usable."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
-from bridge_envs import CallLog, faulty, tracks
+from bridge_envs import CallLogVectorEnv, make_faulty_fns, make_fns
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from jax.random import key as new_key
@@ -37,28 +37,28 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
-def no_log_of_failed_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """JAX logs what ``io_callback`` raises; pytest keeps the record, which keeps the test's frame and its environments."""
+def disable_callback_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable JAX's log of errors in ``io_callback``: pytest would keep a record that refers to the test's environments."""
     monkeypatch.setattr(logging.getLogger("jax._src.callback"), "disabled", True)
 
 
 @pytest.fixture
 def call_log() -> Iterator[vj.Bridge]:
-    with vj.bridge(CallLog()) as env:
+    with vj.bridge(CallLogVectorEnv()) as env:
         yield env
 
 
-def workers(fns: Any, **options: Any) -> vecenv.AsyncVectorEnv:
+def make_async(fns: Any, **options: Any) -> vecenv.AsyncVectorEnv:
     return vecenv.AsyncVectorEnv(fns, context="forkserver", num_workers=2, **options)
 
 
-def five(env: vj.Bridge) -> Any:
+def compile_five_steps(env: vj.Bridge) -> Any:
     """Return a compiled program of five steps."""
     action = jnp.zeros(env.action_space.shape, jnp.int32)
     return jax.jit(lambda state: jax.lax.scan(lambda s, _: (env.step(s, action), None), state, None, length=5)[0])
 
 
-def constant_actions(env: vj.Bridge) -> Any:
+def make_zero_actions(env: vj.Bridge) -> Any:
     return jnp.zeros(env.action_space.shape, jax.dtypes.canonicalize_dtype(env.action_space.dtype))
 
 
@@ -66,7 +66,7 @@ def constant_actions(env: vj.Bridge) -> Any:
 
 
 @pytest.mark.long
-def test_a_state_can_be_stepped_once(call_log: vj.Bridge) -> None:
+def test_second_step_of_a_state_raises(call_log: vj.Bridge) -> None:
     state = call_log.reset(new_key(0))
     newest = call_log.step(state, jnp.zeros((2, 1)))
     with pytest.raises(StaleStateError, match="used before"):
@@ -74,17 +74,17 @@ def test_a_state_can_be_stepped_once(call_log: vj.Bridge) -> None:
     with pytest.raises(StaleStateError, match="used before"):
         vj.run(jax.jit(call_log.step), state, jnp.zeros((2, 1)))
     assert call_log.envs.calls == "RS"
-    call_log.step(newest, jnp.zeros((2, 1)))  # a refusal changes nothing
+    call_log.step(newest, jnp.zeros((2, 1)))  # the errors changed nothing
 
 
 @pytest.mark.long
-def test_a_state_of_an_earlier_reset_or_of_another_bridge_is_refused(call_log: vj.Bridge) -> None:
+def test_step_of_a_state_of_an_earlier_reset_or_another_bridge_raises(call_log: vj.Bridge) -> None:
     old, new = call_log.reset(new_key(0)), call_log.reset(new_key(0))
     with pytest.raises(StaleStateError, match="earlier reset"):
         call_log.step(old, jnp.zeros((2, 1)))
-    with vj.bridge(CallLog()) as other, pytest.raises(StaleStateError, match="before the first reset"):
+    with vj.bridge(CallLogVectorEnv()) as other, pytest.raises(StaleStateError, match="before the first reset"):
         other.step(new, jnp.zeros((2, 1)))
-    with vj.bridge(CallLog()) as other:
+    with vj.bridge(CallLogVectorEnv()) as other:
         other.reset(new_key(0))
         with pytest.raises(StaleStateError, match="another bridge"):
             other.step(new, jnp.zeros((2, 1)))
@@ -92,44 +92,44 @@ def test_a_state_of_an_earlier_reset_or_of_another_bridge_is_refused(call_log: v
 
 @pytest.mark.long
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
-def test_two_bridges_over_one_vector_env_keep_resets_apart(wrapped: bool) -> None:
-    envs = CallLog()
-    over = gym.wrappers.vector.ClipReward(envs, -1.0, 1.0) if wrapped else envs
-    first, second = vj.bridge(envs), vj.bridge(over)
-    old = first.step(first.reset(new_key(0)), constant_actions(first))
+def test_step_after_a_reset_by_another_bridge_raises(wrapped: bool) -> None:
+    envs = CallLogVectorEnv()
+    wrapped_envs = gym.wrappers.vector.ClipReward(envs, -1.0, 1.0) if wrapped else envs
+    first, second = vj.bridge(envs), vj.bridge(wrapped_envs)
+    old = first.step(first.reset(new_key(0)), make_zero_actions(first))
     new = second.reset(new_key(0))
-    made = str(envs.calls)
+    calls = str(envs.calls)
     with pytest.raises(StaleStateError, match="another bridge over the same vector env has reset them"):
-        first.step(old, constant_actions(first))
-    assert str(envs.calls) == made  # nothing was stepped
-    assert second.step(new, constant_actions(second)).valid.all()
+        first.step(old, make_zero_actions(first))
+    assert str(envs.calls) == calls
+    assert second.step(new, make_zero_actions(second)).valid.all()
     again = first.reset(new_key(0))
     with pytest.raises(StaleStateError, match="another bridge over the same vector env"):
-        second.step(new, constant_actions(second))
-    newest = first.step(again, constant_actions(first))
+        second.step(new, make_zero_actions(second))
+    newest = first.step(again, make_zero_actions(first))
     assert newest.valid.all()
     second.reset(new_key(0))
     del second, new
     gc.collect()
-    with pytest.raises(StaleStateError, match="another bridge"):  # which was dropped after it had reset them
-        first.step(newest, constant_actions(first))
+    with pytest.raises(StaleStateError, match="another bridge"):  # although the other bridge was deleted
+        first.step(newest, make_zero_actions(first))
     first.close()
 
 
 @pytest.mark.long
-def test_bridge_takes_over_during_another_bridges_step() -> None:
-    envs = workers(tracks(2))
+def test_reset_during_the_step_of_another_bridge_drops_the_step() -> None:
+    envs = make_async(make_fns(2))
     with vj.bridge(envs) as first:
-        pending = first.send(first.reset(new_key(0)), constant_actions(first))
+        pending = first.send(first.reset(new_key(0)), make_zero_actions(first))
         second = vj.bridge(envs)
         state = second.reset(new_key(0))
         with pytest.raises(StaleStateError, match="another bridge"):
             first.recv(pending)
-        assert second.step(state, constant_actions(second)).steps.tolist() == [1, 1]
+        assert second.step(state, make_zero_actions(second)).steps.tolist() == [1, 1]
 
 
 @pytest.mark.long
-def test_a_pending_state_can_only_be_received(call_log: vj.Bridge) -> None:
+def test_pending_state_allows_only_recv(call_log: vj.Bridge) -> None:
     state = call_log.reset(new_key(0))
     with pytest.raises(NoAsyncCallError):
         call_log.recv(state)
@@ -141,8 +141,8 @@ def test_a_pending_state_can_only_be_received(call_log: vj.Bridge) -> None:
     assert call_log.recv(pending).reward.tolist() == [2.0, 2.0]
 
 
-def test_reset_drops_a_running_step() -> None:
-    with vj.bridge(workers(tracks(2))) as env:
+def test_reset_drops_a_pending_step() -> None:
+    with vj.bridge(make_async(make_fns(2))) as env:
         env.send(env.reset(new_key(0)), jnp.zeros(2, jnp.int32))
         state = env.reset(new_key(0))
         assert env.step(state, jnp.zeros(2, jnp.int32)).steps.tolist() == [1, 1]
@@ -153,9 +153,9 @@ def test_reset_drops_a_running_step() -> None:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::UserWarning")  # the engine's report of the error
-def test_error_of_an_environment_is_raised_and_reset_recovers() -> None:
-    with vj.bridge(workers(faulty("raise"))) as env:
-        state, program = env.reset(new_key(0)), five(env)
+def test_run_raises_the_error_of_an_environment_and_reset_recovers() -> None:
+    with vj.bridge(make_async(make_faulty_fns("raise"))) as env:
+        state, program = env.reset(new_key(0)), compile_five_steps(env)
         with pytest.raises(ZeroDivisionError, match="three"):
             vj.run(program, state)
         assert float(jax.jit(lambda x: x + 1)(1.0)) == 2.0
@@ -167,38 +167,38 @@ def test_error_of_an_environment_is_raised_and_reset_recovers() -> None:
 
 
 @pytest.mark.long
-def test_without_run_the_error_is_jaxs_with_the_text() -> None:
-    with vj.bridge(SyncVectorEnv(faulty("raise"))) as env:
+def test_error_without_run_is_a_jax_error_with_the_same_text() -> None:
+    with vj.bridge(SyncVectorEnv(make_faulty_fns("raise"))) as env:
         state = env.reset(new_key(0))
         with pytest.raises(jax.errors.JaxRuntimeError, match="ZeroDivisionError: three"):
-            jax.block_until_ready(five(env)(state))
+            jax.block_until_ready(compile_five_steps(env)(state))
         state = env.reset(new_key(0))
         state = env.step(state, jnp.zeros(2, jnp.int32))
 
 
 @pytest.mark.long
-def test_a_dead_worker_is_reported_and_replaced_at_the_next_reset() -> None:
-    with vj.bridge(workers(faulty("die"))) as env:
-        state, program = env.reset(new_key(0)), five(env)
+def test_worker_death_is_raised_and_the_next_reset_replaces_the_worker() -> None:
+    with vj.bridge(make_async(make_faulty_fns("die"))) as env:
+        state, program = env.reset(new_key(0)), compile_five_steps(env)
         with pytest.raises(WorkerDied) as caught:
             vj.run(program, state)
         assert caught.value.envs == (1,)
-        env.envs.env_fns = tracks(2)
+        env.envs.env_fns = make_fns(2)
         state = env.step(env.reset(new_key(0)), jnp.zeros(2, jnp.int32))
         assert state.steps.tolist() == [1, 1]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("split", [False, True])
-def test_hanging_step_ends_at_the_timeout(split: bool) -> None:
-    with vj.bridge(workers(faulty("hang")), timeout=0.5) as env:
+def test_slow_step_raises_after_the_timeout(split: bool) -> None:
+    with vj.bridge(make_async(make_faulty_fns("pause")), timeout=0.5) as env:
         state, action = env.reset(new_key(0)), jnp.zeros(2, jnp.int32)
         state = env.step(env.step(state, action), action)
         started_at = time.monotonic()
         with pytest.raises(StepTimeout):
             vj.run(jax.jit(lambda s: env.recv(env.send(s, action)) if split else env.step(s, action)), state)
         assert time.monotonic() - started_at < 60
-        with pytest.raises(StepTimeout):  # it still hangs
+        with pytest.raises(StepTimeout):  # the step is still pending
             env.reset(new_key(0))
         time.sleep(2.5)
         state = env.step(env.reset(new_key(0)), action)
@@ -206,10 +206,10 @@ def test_hanging_step_ends_at_the_timeout(split: bool) -> None:
 
 
 @pytest.mark.long
-def test_gymnasiums_processes_are_not_reused_after_a_timeout() -> None:
-    envs = gym.vector.AsyncVectorEnv(faulty("hang"), context="forkserver")
+def test_reset_of_gymnasium_workers_after_a_timeout_raises() -> None:
+    envs = gym.vector.AsyncVectorEnv(make_faulty_fns("pause"), context="forkserver")
     with vj.bridge(envs, timeout=0.5) as env:
-        state, program = env.reset(new_key(0)), five(env)
+        state, program = env.reset(new_key(0)), compile_five_steps(env)
         with pytest.raises(multiprocessing.TimeoutError):
             vj.run(program, state)
         with pytest.raises(RuntimeError, match="may return late results"):
@@ -219,27 +219,27 @@ def test_gymnasiums_processes_are_not_reused_after_a_timeout() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("ready", [True, False])
-def test_ctrl_c_is_raised_as_keyboard_interrupt(ready: bool) -> None:
-    """It works with inputs that are still being computed, too: ``run`` waits for them first."""
-    with vj.bridge(workers(faulty("hang"))) as env:
+def test_ctrl_c_during_run_raises_keyboard_interrupt(ready: bool) -> None:
+    """Inputs that are not ready make no difference, because ``run`` waits for them first."""
+    with vj.bridge(make_async(make_faulty_fns("pause"))) as env:
         action = jnp.zeros(2, jnp.int32)
         state = env.step(env.step(env.reset(new_key(0)), action), action)
         program = jax.jit(lambda state, x: env.step(state, action + (x[0, 0] > 1e30)))
-        busy = jnp.ones((700, 700))
+        slow = jnp.ones((700, 700))
         if not ready:
-            busy = jax.jit(lambda x: jax.lax.fori_loop(0, 10, lambda _, y: y @ x / 700.0, x))(busy)
+            slow = jax.jit(lambda x: jax.lax.fori_loop(0, 10, lambda _, y: y @ x / 700.0, x))(slow)
         else:
-            jax.block_until_ready(busy)
+            jax.block_until_ready(slow)
         timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            vj.run(program, state, busy)
+            vj.run(program, state, slow)
         timer.join()
-        state = env.step(env.reset(new_key(0)), action)  # waits for the late result
+        state = env.step(env.reset(new_key(0)), action)  # waits for the pending result
         assert state.steps.tolist() == [1, 1]
 
 
-def test_run_does_not_change_other_exceptions(call_log: vj.Bridge) -> None:
+def test_run_raises_other_exceptions_unchanged(call_log: vj.Bridge) -> None:
     def fail() -> None:
         raise KeyError("mine")
 
@@ -251,34 +251,34 @@ def test_run_does_not_change_other_exceptions(call_log: vj.Bridge) -> None:
 # -- bad input -------------------------------------------------------------------------------------------------------
 
 
-def test_actions_that_do_not_fit_are_refused_while_tracing() -> None:
-    with vj.bridge(SyncVectorEnv(tracks(2, action="dict"))) as env:
+def test_step_with_wrong_actions_raises_during_tracing() -> None:
+    with vj.bridge(SyncVectorEnv(make_fns(2, action="dict"))) as env:
         state = env.reset(new_key(0))
-        good = {"a": jnp.zeros((2, 2)), "z": jnp.zeros(2, jnp.int32)}
-        for bad, error, text in (
+        valid = {"a": jnp.zeros((2, 2)), "z": jnp.zeros(2, jnp.int32)}
+        for wrong, error, text in (
             (jnp.zeros(2), ValueError, "structured like"),
             ({"a": jnp.zeros((2, 2))}, ValueError, "structured like"),
-            ({**good, "a": jnp.zeros((3, 2))}, ValueError, r"actions\['a'\]: got shape \(3, 2\)"),
-            ({**good, "z": jnp.zeros(2)}, TypeError, r"actions\['z'\] has dtype float32"),
+            ({**valid, "a": jnp.zeros((3, 2))}, ValueError, r"actions\['a'\]: got shape \(3, 2\)"),
+            ({**valid, "z": jnp.zeros(2)}, TypeError, r"actions\['z'\] has dtype float32"),
         ):
             with pytest.raises(error, match=text):
-                jax.eval_shape(env.step, state, bad)
-        env.step(state, good)
+                jax.eval_shape(env.step, state, wrong)
+        env.step(state, valid)
 
 
 @pytest.mark.long
-def test_infos_that_break_their_specification_are_an_error() -> None:
+def test_infos_that_differ_from_their_spec_raise() -> None:
     for spec, text in (
         ({"score": jax.ShapeDtypeStruct((2,), jnp.float32)}, r"info\['score'\] of env 0: got float64\[\].*float32\[2\]"),
         ({"start": np.int32}, r"info\['start'\] of env 0: got float64"),
         ({"start": {"deep": np.float32}}, "expected a dict"),
     ):
-        with vj.bridge(SyncVectorEnv(tracks(2)), info_spec=spec) as env, pytest.raises(ObservationError, match=text):
-            vj.run(five(env), env.reset(new_key(0)))
+        with vj.bridge(SyncVectorEnv(make_fns(2)), info_spec=spec) as env, pytest.raises(ObservationError, match=text):
+            vj.run(compile_five_steps(env), env.reset(new_key(0)))
 
 
-def test_invalid_options_are_refused() -> None:
-    envs = SyncVectorEnv(tracks(4))
+def test_bridge_with_invalid_options_raises() -> None:
+    envs = SyncVectorEnv(make_fns(4))
     for error, text, options in (
         (ValueError, "float64 must be one of", {"float64": "drop"}),
         (ValueError, "timeout must be positive", {"timeout": 0.0}),
@@ -292,7 +292,7 @@ def test_invalid_options_are_refused() -> None:
         with pytest.raises(error, match=text):
             vj.bridge(envs, **options)
     with pytest.raises(TypeError, match="VectorEnv"):
-        vj.bridge(tracks(1)[0]())
+        vj.bridge(make_fns(1)[0]())
     envs.single_observation_space = gym.spaces.Text(5)
     with pytest.raises(TypeError, match="observations of fixed size"):
         vj.bridge(envs)
@@ -300,14 +300,14 @@ def test_invalid_options_are_refused() -> None:
 
 
 @pytest.mark.long
-def test_states_and_masks_of_the_wrong_kind_are_refused(call_log: vj.Bridge) -> None:
+def test_calls_with_wrong_states_or_masks_raise(call_log: vj.Bridge) -> None:
     state, action, mask = call_log.reset(new_key(0)), jnp.zeros((2, 1)), jnp.ones(2, bool)
-    many = jax.tree.map(lambda x: jnp.stack([x] * 3), state)
-    with vj.bridge(SyncVectorEnv(tracks(2), autoreset_mode=AutoresetMode.DISABLED)) as env:
+    stacked = jax.tree.map(lambda x: jnp.stack([x] * 3), state)
+    with vj.bridge(SyncVectorEnv(make_fns(2), autoreset_mode=AutoresetMode.DISABLED)) as env:
         for error, text, call in (
             (TypeError, "got tuple", lambda: call_log.step((), action)),  # type: ignore[arg-type]
             (TypeError, "JAX-native", lambda: call_log.step(state.replace(token=None), action)),
-            (ValueError, r"batch shape \(3, 2\)", lambda: call_log.step(many, action)),
+            (ValueError, r"batch shape \(3, 2\)", lambda: call_log.step(stacked, action)),
             (ValueError, "DISABLED", lambda: call_log.reset_mask(state, mask, new_key(0))),
             (ValueError, r"mask must be bool\[2\], got bool\[3\]",
              lambda: env.reset_mask(env.reset(new_key(0)), jnp.ones(3, bool), new_key(0))),
@@ -318,7 +318,7 @@ def test_states_and_masks_of_the_wrong_kind_are_refused(call_log: vj.Bridge) -> 
 
 @pytest.mark.long
 def test_calls_after_close_raise() -> None:
-    env = vj.bridge(CallLog())
+    env = vj.bridge(CallLogVectorEnv())
     state = env.reset(new_key(0))
     program = jax.jit(env.step)
     program.lower(state, jnp.zeros((2, 1))).compile()
@@ -337,26 +337,26 @@ def test_calls_after_close_raise() -> None:
 # -- environments that run JAX in this process -----------------------------------------------------------------------
 
 
-class UsesJax(gym.Env[Any, Any]):
+class JaxInResetEnv(gym.Env[Any, Any]):
     observation_space = action_space = gym.spaces.Box(-1, 1, (1,))
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         return np.asarray(jnp.zeros(1)), {}
 
 
-class HoldsJax(gym.Env[Any, Any]):
+class JaxAttributeEnv(gym.Env[Any, Any]):
     observation_space = action_space = gym.spaces.Box(-1, 1, (1,))
 
     def __init__(self) -> None:
         self.weights = jax.numpy.zeros(3)
 
 
-@pytest.mark.parametrize("cls", [UsesJax, HoldsJax])
-def test_environments_that_run_jax_in_this_process_are_refused(cls: type[gym.Env[Any, Any]]) -> None:
-    wrapped = lambda: gym.wrappers.TimeLimit(cls(), 5)  # noqa: E731
+@pytest.mark.parametrize("cls", [JaxInResetEnv, JaxAttributeEnv])
+def test_bridge_over_environments_that_run_jax_in_this_process_raises(cls: type[gym.Env[Any, Any]]) -> None:
+    env_fn = lambda: gym.wrappers.TimeLimit(cls(), 5)  # noqa: E731
     with pytest.raises(ValueError, match=r"runs JAX in this process.*worker processes"):
-        vj.bridge(SyncVectorEnv([wrapped]))
-    for envs in (vecenv.AsyncVectorEnv([wrapped], num_workers=0), vecenv.backends.JaxVectorEnv(Counter(), 2)):
+        vj.bridge(SyncVectorEnv([env_fn]))
+    for envs in (vecenv.AsyncVectorEnv([env_fn], num_workers=0), vecenv.backends.JaxVectorEnv(Counter(), 2)):
         with pytest.raises(ValueError, match=r"runs JAX in this process.*FunctionalVectorEnv"):
             vj.bridge(envs)
         envs.close()
@@ -366,8 +366,8 @@ def test_environments_that_run_jax_in_this_process_are_refused(cls: type[gym.Env
 
 
 @pytest.mark.long
-def test_processes_are_reused_by_resets_and_end_with_close() -> None:
-    envs = workers(tracks(2))
+def test_resets_reuse_processes_and_close_ends_them() -> None:
+    envs = make_async(make_fns(2))
     with vj.bridge(envs) as env:
         pids = [process.pid for process in envs.processes]
         for _ in range(3):
@@ -380,41 +380,41 @@ def test_processes_are_reused_by_resets_and_end_with_close() -> None:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
-def test_unreferenced_bridge_leaves_nothing() -> None:
-    env: Any = vj.bridge(workers(tracks(2)))
+def test_unreferenced_bridge_is_freed_and_its_processes_end() -> None:
+    env: Any = vj.bridge(make_async(make_fns(2)))
     pids = [process.pid for process in env.envs.processes]
-    gone = weakref.ref(env)
-    program = five(env)
+    reference = weakref.ref(env)
+    program = compile_five_steps(env)
     jax.block_until_ready(program(env.reset(new_key(0))))
     del env, program
     gc.collect()
-    assert gone() is None
+    assert reference() is None
     deadline = time.monotonic() + 5
     while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork here")
-def test_workers_started_by_fork_give_a_warning() -> None:
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
+def test_bridge_over_forked_workers_warns() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
-        envs = vecenv.AsyncVectorEnv(tracks(1), context="fork")
+        envs = vecenv.AsyncVectorEnv(make_fns(1), context="fork")
     with pytest.warns(RuntimeWarning, match="started by fork"):
         vj.bridge(envs).close()
 
 
 @pytest.mark.long
-def test_forkserver_gives_no_warning() -> None:
+def test_bridge_over_forkserver_workers_does_not_warn() -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "import jax, jax.numpy as jnp\n"
         "import vecenv, vecenv.jax as vj\n"
-        "from bridge_envs import tracks\n"
+        "from bridge_envs import make_fns\n"
         "if __name__ == '__main__':\n"
         "    jnp.ones(3) + 1\n"
-        "    with vj.bridge(vecenv.AsyncVectorEnv(tracks(2), context='forkserver')) as env:\n"
+        "    with vj.bridge(vecenv.AsyncVectorEnv(make_fns(2), context='forkserver')) as env:\n"
         "        env.step(env.reset(jax.random.key(0)), jnp.zeros(2, int))\n"
     )
     run = subprocess.run(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bridge_envs import SPACES, CallLog, leaves, tracks
+from bridge_envs import SPACES, CallLogVectorEnv, flatten, make_fns
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from jax.random import key as new_key
 from sampling import each_pair
@@ -19,87 +19,82 @@ from sampling import each_pair
 import vecenv
 import vecenv.jax as vj
 
-# --- Rollouts and evaluations over bridged environments, where a wrong number or order of steps cannot be undone
+# --- Rollouts and evaluations over bridged environments ----------------------------------------
 
 N, T = 4, 15
 
 
 @vj.stateless
 def policy(params: Any, obs: Any, key: Any) -> Any:
-    """Draw random actions of ``Discrete(5, start=-2)``, for each row by itself."""
+    """Return random actions of ``Discrete(5, start=-2)``."""
     action = jax.random.randint(key, (obs.shape[0],), -2, 3) * params
-    return action, {"seen": obs[:, 0]}
+    return action, {"obs": obs[:, 0]}
 
 
-def counting(params: Any, carry: Any, obs: Any, first: Any, key: Any) -> Any:
-    """Count the steps of the episode in the carry of the policy."""
-    carry = vj.reset_carry(first, carry, jnp.zeros((), jnp.int32)) + 1
-    return carry, jnp.zeros(obs.shape[0], jnp.int32), {"memory": carry}
-
-
-def constant_actions(env: vj.Bridge) -> Any:
-    """Return the actions for :class:`CallLog`."""
+def make_constant_policy(env: vj.Bridge) -> Any:
+    """Return a policy with constant actions for :class:`CallLogVectorEnv`."""
     return vj.stateless(lambda params, obs, key: (jnp.zeros((env.num_envs, 1)) + params, {}))
 
 
 @pytest.mark.long
-def test_number_of_host_calls() -> None:
-    def after_reset(run: Any, episode: int = 0) -> str:
-        with vj.bridge(CallLog(episode=episode)) as env:
-            program = jax.jit(lambda key: run(env, constant_actions(env), 1.0, env.reset(key), (), new_key(8)))
+def test_rollouts_make_one_host_call_per_step() -> None:
+    def get_host_calls(run: Any, episode: int = 0) -> str:
+        with vj.bridge(CallLogVectorEnv(episode=episode)) as env:
+            program = jax.jit(lambda key: run(env, make_constant_policy(env), 1.0, env.reset(key), (), new_key(8)))
             jax.block_until_ready(program(new_key(7)))
             jax.effects_barrier()
             assert env.envs.calls[0] == "R"
             return env.envs.calls[1:]
 
     def rollout(*args: Any) -> Any:
-        return vj.rollout(*args, 6)[1].token  # the trajectory is not used
+        return vj.rollout(*args, 6)[1].token  # the trajectory is unused
 
-    assert after_reset(rollout) == "S" * 6
-    assert after_reset(lambda *args: vj.eval_rollout_episode(*args, 6)) == "S" * 6
-    assert after_reset(lambda *args: vj.eval_rollout_episode(*args, 6), episode=3) == "S" * 3
-    assert after_reset(lambda *args: vj.fast_eval_rollout_episode(*args, 6)) == "S" * 6
-    assert after_reset(lambda *args: vj.fast_eval_rollout_episode(*args, 6), episode=3) == "S" * 3
-    assert after_reset(lambda *args: vj.fast_eval_rollout_episode(*args, 6, 4), episode=3) == "S" * 7  # one of them resets
+    assert get_host_calls(rollout) == "S" * 6
+    assert get_host_calls(lambda *args: vj.eval_rollout_episode(*args, 6)) == "S" * 6
+    assert get_host_calls(lambda *args: vj.eval_rollout_episode(*args, 6), episode=3) == "S" * 3
+    assert get_host_calls(lambda *args: vj.fast_eval_rollout_episode(*args, 6)) == "S" * 6
+    assert get_host_calls(lambda *args: vj.fast_eval_rollout_episode(*args, 6), episode=3) == "S" * 3
+    # of four episodes, with one step that is a reset
+    assert get_host_calls(lambda *args: vj.fast_eval_rollout_episode(*args, 6, 4), episode=3) == "S" * 7
 
 
 @pytest.mark.long
-def test_evaluations_in_lanes_equal_each_lane_alone() -> None:
+def test_evaluations_in_lanes_equal_separate_evaluations() -> None:
     keys, scales = jax.random.split(new_key(7), 2), jnp.array([1, 0])
 
-    def both(env: vj.Bridge, key: Any, scale: Any) -> Any:
+    def evaluate(env: vj.Bridge, key: Any, scale: Any) -> Any:
         args = (env, policy, scale, env.reset(key), (), new_key(8), T)
-        fast = dataclasses.replace(vj.fast_eval_rollout_episode(*args)[0], env_steps=0)  # the lanes stop together
+        fast = dataclasses.replace(vj.fast_eval_rollout_episode(*args)[0], env_steps=0)  # all lanes stop together
         whole = vj.eval_rollout_episode(env, policy, scale, env.reset(key), (), new_key(8), T)[1]
         return fast, dataclasses.replace(whole, env_steps=0)
 
-    with vj.bridge(SyncVectorEnv(tracks(2 * N)), lanes=2) as env:
-        together = jax.jit(jax.vmap(lambda key, scale: both(env, key, scale)))(keys, scales)
+    with vj.bridge(SyncVectorEnv(make_fns(2 * N)), lanes=2) as env:
+        together = jax.jit(jax.vmap(lambda key, scale: evaluate(env, key, scale)))(keys, scales)
     for lane in range(2):
-        with vj.bridge(SyncVectorEnv(tracks(N))) as env:
-            alone = jax.jit(lambda key, scale, env=env: both(env, key, scale))(keys[lane], scales[lane])
+        with vj.bridge(SyncVectorEnv(make_fns(N))) as env:
+            alone = jax.jit(lambda key, scale, env=env: evaluate(env, key, scale))(keys[lane], scales[lane])
         mine = jax.tree.map(lambda leaf, lane=lane: leaf[lane], together)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), mine, alone)
 
 
 @pytest.mark.long
-def test_evaluations_in_lanes_stop_when_the_last_lane_is_ready() -> None:
-    with vj.bridge(CallLog(4, episode=3), lanes=2) as env:
+def test_evaluations_in_lanes_stop_when_all_lanes_have_finished() -> None:
+    with vj.bridge(CallLogVectorEnv(4, episode=3), lanes=2) as env:
 
-        def both(key: Any) -> Any:
-            fast, state = vj.fast_eval_rollout_episode(env, constant_actions(env), 1.0, env.reset(key), (), key, 9)
-            whole = vj.eval_rollout_episode(env, constant_actions(env), 1.0, env.reset(key), (), key, 6)[1]
+        def evaluate(key: Any) -> Any:
+            fast, state = vj.fast_eval_rollout_episode(env, make_constant_policy(env), 1.0, env.reset(key), (), key, 9)
+            whole = vj.eval_rollout_episode(env, make_constant_policy(env), 1.0, env.reset(key), (), key, 6)[1]
             return fast, whole, state.steps
 
-        fast, whole, steps = jax.jit(jax.vmap(both))(jax.random.split(new_key(7), 2))
+        fast, whole, steps = jax.jit(jax.vmap(evaluate))(jax.random.split(new_key(7), 2))
         assert env.envs.calls == "RSSSRSSS"
     assert fast.finished.all()
     assert whole.finished.all()
     assert steps.tolist() == [[3, 3]] * 2
 
 
-def test_wrong_arguments_are_refused() -> None:
-    with vj.bridge(SyncVectorEnv(tracks(N), autoreset_mode=AutoresetMode.DISABLED), {"left": np.int32}) as env:
+def test_rollouts_with_wrong_arguments_raise() -> None:
+    with vj.bridge(SyncVectorEnv(make_fns(N), autoreset_mode=AutoresetMode.DISABLED), {"left": np.int32}) as env:
         state = env.reset(new_key(7))
         with pytest.raises(ValueError, match=r"'speed'.*'steps'.*'left'"):
             vj.rollout(env, policy, 1, state, (), new_key(8), 2, ("speed",))
@@ -109,7 +104,7 @@ def test_wrong_arguments_are_refused() -> None:
             vj.fast_eval_rollout_episode(env, policy, 1, state, (), new_key(8), 2, 0)
 
 
-# --- Trajectories through the bridge equal those of a plain Python loop over ``SyncVectorEnv`` --
+# --- Trajectories through the bridge equal a plain loop over ``SyncVectorEnv`` ------------------
 
 STEPS = 17
 ROWS = 3
@@ -135,11 +130,11 @@ ENGINES: dict[str, Any] = {
 }
 
 
-def seeds_of(key: Any, n: int = ROWS) -> list[int]:
+def get_seeds(key: Any, n: int = ROWS) -> list[int]:
     return [int(word) >> 1 for word in jax.random.bits(key, (n,), jnp.uint32)]
 
 
-def actions_of(space: gym.Space[Any]) -> list[Any]:
+def sample_actions(space: gym.Space[Any]) -> list[Any]:
     space.seed(3)
     return [space.sample() for _ in range(STEPS)]
 
@@ -148,38 +143,38 @@ def stack(rows: list[Any]) -> Any:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
 
 
-def expected(fns: Any, mode: AutoresetMode, actions: list[Any]) -> Iterator[dict[str, Any]]:
-    """Run the plain loop, with the masks and counts of EnvState worked out row by row."""
+def iter_expected(fns: Any, mode: AutoresetMode, actions: list[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the results of a plain loop, with the masks and counts of ``EnvState``."""
     envs = SyncVectorEnv(fns, autoreset_mode=mode)
     disabled = mode is AutoresetMode.DISABLED
-    obs_leaves = leaves(envs.reset(seed=seeds_of(new_key(7)))[0])
+    obs_leaves = flatten(envs.reset(seed=get_seeds(new_key(7)))[0])
     over, terminated, truncated = np.zeros(ROWS, bool), np.zeros(ROWS, bool), np.zeros(ROWS, bool)
     length, total, last_length, last_total = np.zeros(ROWS, int), np.zeros(ROWS), np.zeros(ROWS, int), np.zeros(ROWS)
     for action in actions:
-        before = over.copy()
-        if disabled:  # step by hand those that continue
+        was_over = over.copy()
+        if disabled:  # SyncVectorEnv would also step the finished rows
             rows, infos, reward = list(gym.vector.utils.iterate(envs.action_space, action)), {}, np.zeros(ROWS)
             obs_leaves = [leaf.copy() for leaf in obs_leaves]
             for i in np.flatnonzero(~over):
-                one, reward[i], terminated[i], truncated[i], _ = envs.envs[i].step(rows[i])
-                for leaf, value in zip(obs_leaves, leaves(one), strict=True):
+                observation, reward[i], terminated[i], truncated[i], _ = envs.envs[i].step(rows[i])
+                for leaf, value in zip(obs_leaves, flatten(observation), strict=True):
                     leaf[i] = value
         else:
             obs, reward, terminated, truncated, infos = envs.step(action)
-            obs_leaves = [leaf.copy() for leaf in leaves(obs)]
+            obs_leaves = [leaf.copy() for leaf in flatten(obs)]
         successor = [leaf.copy() for leaf in obs_leaves]
         over = terminated | truncated
         if mode is AutoresetMode.SAME_STEP and over.any():
             for i in np.flatnonzero(over):
-                for leaf, value in zip(successor, leaves(infos["final_obs"][i]), strict=True):
+                for leaf, value in zip(successor, flatten(infos["final_obs"][i]), strict=True):
                     leaf[i] = value
-        valid = ~before if mode is not AutoresetMode.SAME_STEP else np.ones(ROWS, bool)
-        first = {AutoresetMode.NEXT_STEP: before, AutoresetMode.SAME_STEP: over}.get(mode, np.zeros(ROWS, bool))
+        valid = ~was_over if mode is not AutoresetMode.SAME_STEP else np.ones(ROWS, bool)
+        first = {AutoresetMode.NEXT_STEP: was_over, AutoresetMode.SAME_STEP: over}.get(mode, np.zeros(ROWS, bool))
         length, total = length + valid, total + np.where(valid, reward, 0)
         if mode is AutoresetMode.NEXT_STEP:
-            length, total = np.where(before, 0, length), np.where(before, 0, total)
-        newly = over & valid
-        last_length, last_total = np.where(newly, length, last_length), np.where(newly, total, last_total)
+            length, total = np.where(was_over, 0, length), np.where(was_over, 0, total)
+        ended = over & valid
+        last_length, last_total = np.where(ended, length, last_length), np.where(ended, total, last_total)
         if mode is AutoresetMode.SAME_STEP:
             length, total = np.where(over, 0, length), np.where(over, 0, total)
         yield {
@@ -191,42 +186,42 @@ def expected(fns: Any, mode: AutoresetMode, actions: list[Any]) -> Iterator[dict
     envs.close()
 
 
-def check(states: Any, fns: Any, mode: AutoresetMode, actions: list[Any]) -> int:
-    """Compare a stacked trajectory with the plain loop; return the number of episodes that ended."""
+def assert_equals_loop(states: Any, fns: Any, mode: AutoresetMode, actions: list[Any]) -> int:
+    """Assert that a stacked trajectory equals the plain loop, and return the number of episodes that ended."""
     ended = reported = 0
-    for t, want in enumerate(expected(fns, mode, actions)):
+    for t, expected in enumerate(iter_expected(fns, mode, actions)):
         state = jax.tree.map(lambda leaf, t=t: leaf[t], states)
         for name in ("obs", "next_obs"):
-            for got, leaf in zip(leaves(getattr(state, name)), want[name], strict=True):
-                np.testing.assert_array_equal(got, leaf, err_msg=f"{name} at {t}")
+            for found, leaf in zip(flatten(getattr(state, name)), expected[name], strict=True):
+                np.testing.assert_array_equal(found, leaf, err_msg=f"{name} at {t}")
         for name in ("terminated", "truncated", "valid", "first", "steps", "last_length"):
-            np.testing.assert_array_equal(getattr(state, name), want[name], err_msg=f"{name} at {t}")
+            np.testing.assert_array_equal(getattr(state, name), expected[name], err_msg=f"{name} at {t}")
         for name in ("reward", "episode_return", "last_return"):
-            np.testing.assert_allclose(getattr(state, name), want[name], rtol=1e-6, err_msg=f"{name} at {t}")
-        ended += int((want["terminated"] | want["truncated"]).sum())
+            np.testing.assert_allclose(getattr(state, name), expected[name], rtol=1e-6, err_msg=f"{name} at {t}")
+        ended += int((expected["terminated"] | expected["truncated"]).sum())
         if mode is not AutoresetMode.DISABLED:
-            reported += check_infos(state.info, want["infos"], mode)
+            reported += assert_infos_equal(state.info, expected["infos"], mode)
     assert reported > 3 * ROWS or mode is AutoresetMode.DISABLED
     return ended
 
 
-def check_infos(found: Any, wanted: dict[str, Any], mode: AutoresetMode) -> int:
-    """Compare infos with their masks, and with ``final_info`` at the ends of episodes; return the count of numbers."""
+def assert_infos_equal(found: Any, expected: dict[str, Any], mode: AutoresetMode) -> int:
+    """Assert that infos equal those of the loop, ``final_info`` at ends of episodes; return the number of present values."""
     reported = 0
     for i in range(ROWS):
-        infos = wanted
+        infos = expected
         if mode is AutoresetMode.SAME_STEP and infos.get("_final_info", np.zeros(ROWS, bool))[i]:
             infos = infos["final_info"]
         deep = (found["deep"], infos.get("deep", {}), "pair")
-        for place, source, key in ((found, infos, "score"), (found, infos, "left"), deep):
-            there = bool(source.get(f"_{key}", np.zeros(ROWS, bool))[i])
-            assert place[f"_{key}"][i] == there, (i, key)
-            np.testing.assert_allclose(place[key][i], source[key][i] if there else 0, rtol=1e-6)
-            reported += there
+        for found_infos, source, key in ((found, infos, "score"), (found, infos, "left"), deep):
+            present = bool(source.get(f"_{key}", np.zeros(ROWS, bool))[i])
+            assert found_infos[f"_{key}"][i] == present, (i, key)
+            np.testing.assert_allclose(found_infos[key][i], source[key][i] if present else 0, rtol=1e-6)
+            reported += present
     return reported
 
 
-def roll(env: vj.Bridge, actions: list[Any], split: bool = False) -> Any:
+def run_actions(env: vj.Bridge, actions: list[Any], split: bool = False) -> Any:
     def body(state: Any, action: Any) -> Any:
         state = env.recv(env.send(state, action)) if split else env.step(state, action)
         return state, state
@@ -238,47 +233,47 @@ def roll(env: vj.Bridge, actions: list[Any], split: bool = False) -> Any:
 @pytest.mark.long
 @pytest.mark.parametrize(("engine", "mode", "split"), each_pair(ENGINES, AutoresetMode, [False, True]))
 def test_trajectories_equal_a_plain_loop(engine: Any, mode: AutoresetMode, split: bool) -> None:
-    fns = tracks(ROWS)
+    fns = make_fns(ROWS)
     with vj.bridge(engine(fns, autoreset_mode=mode), INFOS) as env:
-        actions = actions_of(env.action_space)
-        assert check(roll(env, actions, split), fns, mode, actions) >= ROWS
+        actions = sample_actions(env.action_space)
+        assert assert_equals_loop(run_actions(env, actions, split), fns, mode, actions) >= ROWS
 
 
 @pytest.mark.long
-def test_the_same_key_gives_the_same_trajectory_and_another_key_another() -> None:
-    with vj.bridge(SyncVectorEnv(tracks(ROWS))) as env:
+def test_reset_is_determined_by_the_key() -> None:
+    with vj.bridge(SyncVectorEnv(make_fns(ROWS))) as env:
         raw = jax.random.key_data(new_key(7))
-        one, two, three = env.reset(new_key(7)).obs, env.reset(raw).obs, env.reset(jax.random.key(8)).obs
-    np.testing.assert_array_equal(one, two)
-    assert not np.array_equal(one, three)
+        typed, untyped, other = env.reset(new_key(7)).obs, env.reset(raw).obs, env.reset(jax.random.key(8)).obs
+    np.testing.assert_array_equal(typed, untyped)
+    assert not np.array_equal(typed, other)
 
 
 @pytest.mark.long
-def test_discounted_returns() -> None:
-    with vj.bridge(SyncVectorEnv(tracks(ROWS)), discount=0.5) as env:
-        states = roll(env, actions_of(env.action_space))
+def test_discounted_return_equals_the_sum_of_discounted_rewards() -> None:
+    with vj.bridge(SyncVectorEnv(make_fns(ROWS)), discount=0.5) as env:
+        states = run_actions(env, sample_actions(env.action_space))
     totals = np.zeros(ROWS)
     for t in range(STEPS):
-        begins, before = np.asarray(states.first[t]), np.asarray(states.steps[t]) - 1
-        totals = np.where(begins, 0, totals + 0.5 ** np.maximum(before, 0) * np.asarray(states.reward[t]))
+        first, exponent = np.asarray(states.first[t]), np.asarray(states.steps[t]) - 1
+        totals = np.where(first, 0, totals + 0.5 ** np.maximum(exponent, 0) * np.asarray(states.reward[t]))
         np.testing.assert_allclose(states.discounted_return[t], totals, rtol=1e-5)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("engine", ["sync", "vecenv", "gymnasium-async"])
-def test_reset_mask_resets_only_its_rows(engine: str) -> None:
-    fns = tracks(ROWS)
+def test_reset_mask_resets_only_the_masked_rows(engine: str) -> None:
+    fns = make_fns(ROWS)
     with vj.bridge(ENGINES[engine](fns, autoreset_mode=AutoresetMode.DISABLED)) as env:
-        action = jnp.asarray(actions_of(env.action_space)[0])
+        action = jnp.asarray(sample_actions(env.action_space)[0])
         state = env.reset(new_key(7))
         while not bool(state.done.any()):
             state = env.step(state, action)
         before, done, key = state, np.asarray(state.done), jax.random.key(11)
         state = jax.jit(env.reset_mask)(state, state.done, key)
-        single = tracks(1)[0]()
+        single = make_fns(1)[0]()
         for i in range(ROWS):
             if done[i]:
-                np.testing.assert_array_equal(state.obs[i], single.reset(seed=seeds_of(key)[i])[0])
+                np.testing.assert_array_equal(state.obs[i], single.reset(seed=get_seeds(key)[i])[0])
                 assert state.first[i]
                 assert not state.done[i]
                 assert state.steps[i] == 0
@@ -289,22 +284,22 @@ def test_reset_mask_resets_only_its_rows(engine: str) -> None:
         after = env.step(state, action)
         assert after.valid.all()
         assert after.steps.tolist() == (state.steps + 1).tolist()
-        none = env.reset_mask(after, jnp.zeros(ROWS, bool), key)
-        np.testing.assert_array_equal(none.obs, after.obs)
+        unchanged = env.reset_mask(after, jnp.zeros(ROWS, bool), key)
+        np.testing.assert_array_equal(unchanged.obs, after.obs)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", list(SPACES))
 @pytest.mark.parametrize("engine", ["sync", "vecenv"])
-def test_observations_and_actions_of_every_space(name: str, engine: str) -> None:
-    for fns in (tracks(ROWS, name, "discrete"), tracks(ROWS, "box", name)):
+def test_trajectories_of_every_space_equal_a_plain_loop(name: str, engine: str) -> None:
+    for fns in (make_fns(ROWS, name, "discrete"), make_fns(ROWS, "box", name)):
         with vj.bridge(ENGINES[engine](fns, autoreset_mode=AutoresetMode.SAME_STEP), INFOS) as env:
-            actions = actions_of(env.action_space)
-            assert check(roll(env, actions), fns, AutoresetMode.SAME_STEP, actions) >= ROWS
+            actions = sample_actions(env.action_space)
+            assert assert_equals_loop(run_actions(env, actions), fns, AutoresetMode.SAME_STEP, actions) >= ROWS
 
 
 @pytest.mark.long
-def test_envpool() -> None:
+def test_bridge_over_envpool_has_valid_rows_and_resets() -> None:
     pytest.importorskip("envpool", reason="needs EnvPool: pip install 'vecenv[envpool]'")
     for mode in AutoresetMode:
         envs = vecenv.backends.EnvPoolVectorEnv("CartPole-v1", ROWS, autoreset_mode=mode)
@@ -323,25 +318,25 @@ def test_envpool() -> None:
                 assert state.valid.tolist() == [True, False, True]
 
 
-def test_a_key_may_be_a_constant_of_the_program(closes: Any) -> None:
-    fns = tracks(ROWS)
+def test_reset_accepts_a_key_that_is_a_constant_of_the_program(closes: Any) -> None:
+    fns = make_fns(ROWS)
     sync = closes(SyncVectorEnv(fns))
-    expected_observations, _ = sync.reset(seed=seeds_of(new_key(7)))
+    expected_observations, _ = sync.reset(seed=get_seeds(new_key(7)))
     env = closes(vj.bridge(SyncVectorEnv(fns)))
 
     @jax.jit
     def program(scale: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf * scale, env.reset(new_key(7)).obs)
 
-    for leaf, wanted in zip(leaves(vj.run(program, 1)), leaves(expected_observations), strict=True):
-        np.testing.assert_array_equal(leaf, wanted)
+    for leaf, expected in zip(flatten(vj.run(program, 1)), flatten(expected_observations), strict=True):
+        np.testing.assert_array_equal(leaf, expected)
 
 
 # --- Dtypes: JAX's 32-bit and 64-bit modes, and the conversion of float64 and int64 --------------
 
 
-class Wide(gym.Env[Any, Any]):
-    """An environment with float64 and int64 everywhere."""
+class Float64Env(gym.Env[Any, Any]):
+    """An environment with float64 and int64 in observations, actions and infos."""
 
     observation_space = gym.spaces.Dict(
         {"x": gym.spaces.Box(-np.inf, np.inf, (2,), np.float64), "n": gym.spaces.Box(0, 2**40, (1,), np.int64)}
@@ -359,27 +354,27 @@ class Wide(gym.Env[Any, Any]):
 
     def step(self, action: Any) -> Any:
         assert action.dtype == np.float64
-        action += 1.0  # environments may write to what they are given
+        action += 1.0  # environments may modify their actions
         return self._observation(), 1 / 3, False, False, {"third": 1 / 3}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("x64", [False, True])
-def test_dtypes_follow_jaxs_mode(x64: bool) -> None:
-    with jax.enable_x64(x64), vj.bridge(SyncVectorEnv([Wide] * 2), {"third": np.float64}) as env:
+def test_dtypes_have_32_or_64_bits_by_the_mode_of_jax(x64: bool) -> None:
+    with jax.enable_x64(x64), vj.bridge(SyncVectorEnv([Float64Env] * 2), {"third": np.float64}) as env:
         program = jax.jit(lambda s, a: jax.lax.scan(lambda s, _: (env.step(s, a), None), s, None, length=3)[0])
         state = program(env.reset(jax.random.key(0)), jnp.zeros((2, 2)))
-        number = np.float64 if x64 else np.float32
-        assert state.obs["x"].dtype == state.reward.dtype == state.info["third"].dtype == number
+        dtype = np.float64 if x64 else np.float32
+        assert state.obs["x"].dtype == state.reward.dtype == state.info["third"].dtype == dtype
         assert state.obs["n"].dtype == (np.int64 if x64 else np.int32)
         assert state.token.dtype == state.steps.dtype == np.int32
-        assert state.reward[0] == number(1 / 3)
-        assert state.obs["x"][0].tolist() == [float(number(1 / 3)), np.inf]
+        assert state.reward[0] == dtype(1 / 3)
+        assert state.obs["x"][0].tolist() == [float(dtype(1 / 3)), np.inf]
         assert state.steps.tolist() == [3, 3]
 
 
 def test_float64_keep_needs_the_64_bit_mode() -> None:
-    with vj.bridge(SyncVectorEnv([Wide]), float64="keep") as env:
+    with vj.bridge(SyncVectorEnv([Float64Env]), float64="keep") as env:
         with pytest.raises(ValueError, match="jax_enable_x64"):
             env.reset(new_key(0))
         with jax.enable_x64(True):
@@ -387,8 +382,8 @@ def test_float64_keep_needs_the_64_bit_mode() -> None:
 
 
 @pytest.mark.long
-def test_an_integer_that_does_not_fit_is_an_error_and_not_another_integer() -> None:
-    with vj.bridge(SyncVectorEnv([lambda: Wide(2**40)])) as env:
+def test_integer_that_overflows_in_32_bit_mode_raises() -> None:
+    with vj.bridge(SyncVectorEnv([lambda: Float64Env(2**40)])) as env:
         with pytest.raises(OverflowError, match="64-bit mode"):
             env.reset(new_key(0))
         with jax.enable_x64(True):
@@ -396,25 +391,24 @@ def test_an_integer_that_does_not_fit_is_an_error_and_not_another_integer() -> N
 
 
 @pytest.mark.long
-def test_programs_numbers_do_not_depend_on_the_mode() -> None:
-    """Seeds are the same in both modes."""
+def test_seeds_are_the_same_in_32_and_64_bit_mode() -> None:
     observations = []
     for x64 in (False, True):
-        with jax.enable_x64(x64), vj.bridge(SyncVectorEnv(tracks(2))) as env:
+        with jax.enable_x64(x64), vj.bridge(SyncVectorEnv(make_fns(2))) as env:
             observations.append(np.asarray(env.reset(jax.random.key(5)).obs))
     np.testing.assert_array_equal(*observations)
 
 
-# --- ``lanes``: separate environments for every lane of a ``vmap``, stepped by one host call -----
+# --- ``lanes``: separate environments for each lane of a ``vmap``, with one host call per step ---
 
 
-def three_keys() -> Any:
+def make_three_keys() -> Any:
     return jax.random.split(jax.random.key(3), 3)
 
 
 @pytest.mark.long
-def test_a_mapped_scan_is_one_host_call_a_step() -> None:
-    with vj.bridge(CallLog(6), lanes=3) as env:
+def test_mapped_scan_makes_one_host_call_per_step() -> None:
+    with vj.bridge(CallLogVectorEnv(6), lanes=3) as env:
         assert env.num_envs == 2
         assert env.action_space.shape == (2, 1)
 
@@ -424,7 +418,7 @@ def test_a_mapped_scan_is_one_host_call_a_step() -> None:
             state = env.reset(key)
             return jax.lax.scan(lambda s, _: (env.step(s, jnp.zeros((2, 1))), None), state, None, length=4)[0]
 
-        state = program(three_keys())
+        state = program(make_three_keys())
         assert env.envs.calls == "RSSSS"
         assert state.steps.tolist() == [[4, 4]] * 3
         assert state.obs.shape == (3, 2, 1)
@@ -432,41 +426,42 @@ def test_a_mapped_scan_is_one_host_call_a_step() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_every_lane_is_a_separate_bridge(mode: AutoresetMode) -> None:
+def test_lanes_equal_separate_bridges(mode: AutoresetMode) -> None:
     actions = jnp.asarray(np.random.default_rng(0).integers(-2, 3, (3, 12, 2)))
 
-    def roll(env: vj.Bridge, key: Any, actions: Any) -> Any:
+    def step_all(env: vj.Bridge, key: Any, actions: Any) -> Any:
         def body(state: Any, action: Any) -> Any:
             state = env.recv(env.send(state, action))
             return state, state
 
         return jax.lax.scan(body, env.reset(key), actions)[1].replace(token=None)
 
-    with vj.bridge(SyncVectorEnv(tracks(6), autoreset_mode=mode), lanes=3) as env:
-        together = jax.jit(jax.vmap(lambda key, actions: roll(env, key, actions)))(three_keys(), actions)
+    with vj.bridge(SyncVectorEnv(make_fns(6), autoreset_mode=mode), lanes=3) as env:
+        together = jax.jit(jax.vmap(lambda key, actions: step_all(env, key, actions)))(make_three_keys(), actions)
     for lane in range(3):
-        with vj.bridge(SyncVectorEnv(tracks(2), autoreset_mode=mode)) as env:
-            alone = jax.jit(lambda key, actions, env=env: roll(env, key, actions))(three_keys()[lane], actions[lane])
+        with vj.bridge(SyncVectorEnv(make_fns(2), autoreset_mode=mode)) as env:
+            program = jax.jit(lambda key, actions, env=env: step_all(env, key, actions))
+            alone = program(make_three_keys()[lane], actions[lane])
         mine = jax.tree.map(lambda leaf, lane=lane: leaf[lane], together)
         jax.tree.map(np.testing.assert_array_equal, alone, mine)
 
 
 @pytest.mark.long
-def test_reset_mask_in_lanes() -> None:
-    with vj.bridge(SyncVectorEnv(tracks(6), autoreset_mode=AutoresetMode.DISABLED), lanes=3) as env:
-        state = jax.vmap(env.reset)(three_keys())
+def test_reset_mask_in_lanes_resets_only_the_masked_rows() -> None:
+    with vj.bridge(SyncVectorEnv(make_fns(6), autoreset_mode=AutoresetMode.DISABLED), lanes=3) as env:
+        state = jax.vmap(env.reset)(make_three_keys())
         for _ in range(6):
             state = jax.vmap(env.step, in_axes=(0, None))(state, jnp.zeros(2, jnp.int32))  # one action for all lanes
         assert state.done.all()
         mask = jnp.array([[True, False], [False, False], [True, True]])
-        state = jax.vmap(env.reset_mask)(state, mask, three_keys())
+        state = jax.vmap(env.reset_mask)(state, mask, make_three_keys())
         np.testing.assert_array_equal(state.done, ~mask)
 
 
 @pytest.mark.long
-def test_gradients_pass_over_mapped_steps() -> None:
-    with vj.bridge(CallLog(6), lanes=3) as env:
-        states = jax.vmap(env.reset)(three_keys())
+def test_gradients_of_mapped_programs_treat_steps_as_constants() -> None:
+    with vj.bridge(CallLogVectorEnv(6), lanes=3) as env:
+        states = jax.vmap(env.reset)(make_three_keys())
 
         def loss(weight: Any, state: Any) -> Any:
             def body(state: Any, _: Any) -> Any:
@@ -481,17 +476,17 @@ def test_gradients_pass_over_mapped_steps() -> None:
 
 
 @pytest.mark.long
-def test_lanes_may_be_axes_of_nested_maps() -> None:
+def test_lanes_of_nested_maps_equal_those_of_a_flat_map() -> None:
     keys = jax.random.split(jax.random.key(4), 6)
 
-    def roll(env: vj.Bridge, key: Any, action: Any) -> Any:
+    def step_once(env: vj.Bridge, key: Any, action: Any) -> Any:
         state = env.step(env.reset(key), jnp.full(2, action))
         return state.replace(token=None)
 
     actions = jnp.array([-2, -1, 0, 1, 2, 0])
-    with vj.bridge(SyncVectorEnv(tracks(12)), lanes=6) as env:
-        flat = jax.jit(jax.vmap(lambda key, action: roll(env, key, action)))(keys, actions)
-        program = jax.jit(jax.vmap(jax.vmap(lambda key, action: roll(env, key, action))))
+    with vj.bridge(SyncVectorEnv(make_fns(12)), lanes=6) as env:
+        flat = jax.jit(jax.vmap(lambda key, action: step_once(env, key, action)))(keys, actions)
+        program = jax.jit(jax.vmap(jax.vmap(lambda key, action: step_once(env, key, action))))
         nested = program(keys.reshape(2, 3), actions.reshape(2, 3))
         with pytest.raises(ValueError, match=r"vmap over 6 lanes; it is called under jax.vmap over 3. .* make 6 .* lanes=3"):
             jax.vmap(env.reset)(keys[:3])
@@ -500,26 +495,26 @@ def test_lanes_may_be_axes_of_nested_maps() -> None:
 
 
 @pytest.mark.long
-def test_wrong_use_of_lanes_is_refused_with_advice() -> None:
+def test_wrong_use_of_lanes_raises_with_advice() -> None:
     keys = jax.random.split(jax.random.key(3), 6)
-    make = r" For 6 lanes of 2, make 12 .* bridge\(\.\.\., lanes=6\)"
-    wrong = {  # the call -> the text of its error
+    advice = r" For 6 lanes of 2, make 12 .* bridge\(\.\.\., lanes=6\)"
+    calls = {  # text of the error -> call, argument
         r"must be called under jax.vmap over 3 lanes": (lambda env: env.reset, keys[0]),
         r"must be called under jax.vmap over 3 lanes\.": (lambda env: jax.jit(env.reset), keys[0]),
         r"lanes=3; it is called under jax.vmap over 2": (lambda env: jax.vmap(env.reset), keys[:2]),
         r"lanes=3; it is called under jax.vmap over 4 times 3": (
             lambda env: jax.vmap(jax.vmap(env.reset)), jax.random.split(keys[0], (4, 3)),
         ),
-        rf"lanes=3; it is called under jax.vmap over 6\.{make}": (lambda env: jax.vmap(env.reset), keys),
+        rf"lanes=3; it is called under jax.vmap over 6\.{advice}": (lambda env: jax.vmap(env.reset), keys),
     }  # fmt: skip
-    with vj.bridge(CallLog(6), lanes=3) as env:
-        for text, (call, argument) in wrong.items():
+    with vj.bridge(CallLogVectorEnv(6), lanes=3) as env:
+        for text, (call, argument) in calls.items():
             with pytest.raises(ValueError, match=text):
                 call(env)(argument)
         states = jax.vmap(env.reset)(keys[:3])  # the bridge is unchanged
         with pytest.raises(ValueError, match=r"under jax.vmap over the lanes"):
             env.step(states, jnp.zeros((2, 1)))
         assert env.envs.calls == "R"
-    with vj.bridge(SyncVectorEnv(tracks(12)), lanes=6) as env:  # as the error recommends
+    with vj.bridge(SyncVectorEnv(make_fns(12)), lanes=6) as env:  # as the error advises
         assert jax.vmap(env.reset)(keys).obs.shape[:2] == (6, 2)
 

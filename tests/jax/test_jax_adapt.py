@@ -1,4 +1,4 @@
-"""``adapt``: spaces, ends, limits and names of each library, and refusals."""
+"""``adapt``: spaces, ends of episodes, time limits and names of each library, and errors."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _BRAX_ENVS = (
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["inverted_pendulum", *(pytest.param(n, marks=pytest.mark.slow) for n in _BRAX_ENVS)])
-def test_brax_actions_are_between_minus_one_and_one(brax: Any, name: str) -> None:
-    """If the actuators' range differs, the environment rescales by itself: its range must not be advertised."""
+def test_brax_action_space_is_minus_one_to_one(brax: Any, name: str) -> None:
+    """If the range of the actuators differs, Brax rescales the actions, so this range is not that of the action space."""
     env = brax.get_environment(name, backend="spring")
     assert adapt(env).single_action_space == gym.spaces.Box(-1, 1, (env.action_size,), np.float32)
     limits = np.abs(np.asarray(env.sys.actuator.ctrl_range))
@@ -50,65 +50,65 @@ def test_brax_actions_are_between_minus_one_and_one(brax: Any, name: str) -> Non
 def test_brax_adapter_steps_like_brax(brax: Any, pendulum: Any) -> None:
     env = pendulum.env
     state, obs = jax.jit(pendulum.init)(jax.random.PRNGKey(3))
-    theirs = jax.jit(env.reset)(jax.random.PRNGKey(3))
-    np.testing.assert_array_equal(obs, theirs.obs)
+    original = jax.jit(env.reset)(jax.random.PRNGKey(3))
+    np.testing.assert_array_equal(obs, original.obs)
     action = jnp.array([0.5])
-    ours = jax.jit(pendulum.step)(state, action, new_key(0))
-    theirs = jax.jit(env.step)(theirs, action)
-    np.testing.assert_array_equal(ours[1], theirs.obs)
-    assert float(ours[2]) == float(theirs.reward)
-    assert bool(ours[3]) == bool(theirs.done)
-    assert not ours[4]
-    assert set(ours[5]) == {"time_out"}
+    result = jax.jit(pendulum.step)(state, action, new_key(0))
+    original = jax.jit(env.step)(original, action)
+    np.testing.assert_array_equal(result[1], original.obs)
+    assert float(result[2]) == float(original.reward)
+    assert bool(result[3]) == bool(original.done)
+    assert not result[4]
+    assert set(result[5]) == {"time_out"}
     assert isinstance(pendulum, JaxEnv)
     assert adapt(pendulum) is pendulum
 
 
 @pytest.mark.slow
-def test_actions_can_be_rescaled(brax: Any, pendulum: Any) -> None:
+def test_rescale_changes_the_action_space_and_not_the_results(brax: Any, pendulum: Any) -> None:
     actuator = adapt(pendulum, rescale="actuator")
     assert actuator.single_action_space == gym.spaces.Box(-3, 3, (1,), np.float32)
     halved = adapt(pendulum, rescale=(0.0, [0.5]))
     assert halved.single_action_space == gym.spaces.Box(0, 0.5, (1,), np.float32)
     state, _ = pendulum.init(jax.random.PRNGKey(0))
     step = jax.jit(pendulum.step)
-    same = [step(state, jnp.array([0.5]), new_key(0)), actuator.step(state, jnp.array([1.5]), new_key(0))]
-    same.append(halved.step(state, jnp.array([0.375]), new_key(0)))
-    for other in same[1:]:
-        np.testing.assert_allclose(other[1], same[0][1], atol=1e-6)
+    results = [step(state, jnp.array([0.5]), new_key(0)), actuator.step(state, jnp.array([1.5]), new_key(0))]
+    results.append(halved.step(state, jnp.array([0.375]), new_key(0)))
+    for other in results[1:]:
+        np.testing.assert_allclose(other[1], results[0][1], atol=1e-6)
     with pytest.raises(ValueError, match="bounded"):
         adapt(Switch(), rescale=(0, 1))
 
 
-def test_misspelt_rescale_is_refused() -> None:
+def test_adapt_with_an_unknown_rescale_raises() -> None:
     with pytest.raises(ValueError, match=r"Counter: rescale must be \(low, high\) or 'actuator', got 'min-max'"):
         adapt(Counter(), rescale="min-max")
 
 
 @pytest.mark.long
-def test_training_wrappers_are_removed(brax: Any) -> None:
+def test_adapt_removes_training_wrappers(brax: Any) -> None:
     wrapped = brax.create("inverted_pendulum", episode_length=90, action_repeat=3, backend="spring")
     env = adapt(wrapped)
     assert env.max_episode_steps == 30
     assert "FrameSkip" in type(env).__name__
     assert adapt(brax.get_environment("inverted_pendulum", backend="spring")).max_episode_steps == 1000
     assert adapt(wrapped, max_episode_steps=-1).max_episode_steps is None
-    for refused in (
+    for unsuitable in (
         brax.create("inverted_pendulum", batch_size=4, backend="spring"),
         brax.Wrapper(wrapped),
     ):
         with pytest.raises(ValueError, match="without it"):
-            adapt(refused)
+            adapt(unsuitable)
 
 
-def test_fast_has_no_gradient(brax: Any) -> None:
+def test_brax_fast_has_zero_gradients(brax: Any) -> None:
     env = adapt("fast")
     assert env.differentiable == "zero"
     with pytest.raises(ValueError, match="a derivative of 0"):
         require_gradient(env)
 
 
-def test_brax_dict_observations_make_a_dict_space(brax: Any) -> None:
+def test_brax_dict_observations_have_a_dict_space(brax: Any) -> None:
     env = adapt("fast", asymmetric_obs=True, obs_mode="dict_state")
     assert set(env.single_observation_space) == {"state", "privileged_state"}  # type: ignore[call-overload]
     state = FunctionalVectorEnv(env, 3).reset(new_key(0))
@@ -135,14 +135,14 @@ def test_mjx_error_names_a_backend_with_gradients(brax: Any) -> None:
     require_gradient(env, "forward")
     with pytest.raises(ValueError, match=r"'opt\.iterations': 1"):
         require_gradient(env)
-    cured = brax.get_environment("inverted_pendulum", backend="mjx")
-    cured.sys = cured.sys.tree_replace({"opt.iterations": 1, "opt.ls_iterations": 4})
-    assert differentiability(cured) == "reverse"
+    fixed = brax.get_environment("inverted_pendulum", backend="mjx")
+    fixed.sys = fixed.sys.tree_replace({"opt.iterations": 1, "opt.ls_iterations": 4})
+    assert differentiability(fixed) == "reverse"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_models_can_be_randomised(brax: Any) -> None:
+def test_randomize_gives_each_row_another_model(brax: Any) -> None:
     def randomize(sys: Any, keys: Any) -> Any:
         gear = jax.vmap(lambda key: jax.random.uniform(key, sys.actuator.gear.shape, minval=0.5, maxval=1.5))(keys)
         axes = jax.tree.map(lambda _: None, sys).tree_replace({"actuator.gear": 0})
@@ -152,26 +152,27 @@ def test_models_can_be_randomised(brax: Any) -> None:
     env = FunctionalVectorEnv(adapted, 4, max_episode_steps=5, randomize=randomize)
     plain = FunctionalVectorEnv(adapted, 4, max_episode_steps=5)
     keys = jnp.broadcast_to(jax.random.key(1), (4,))
-    state, other = env.reset(new_key(0)), plain.reset(new_key(0))
+    state, plain_state = env.reset(new_key(0)), plain.reset(new_key(0))
     assert len(set(np.asarray(state.inner.model[0]).ravel().tolist())) == 4
     for _ in range(3):
-        state, other = (e.step(s, np.ones((4, 1), np.float32)) for e, s in ((env, state), (plain, other)))
-    assert not np.allclose(state.obs, other.obs, rtol=1e-3)
-    alike = env.reset(keys).inner.model[0]
-    np.testing.assert_array_equal(alike[0], alike[3])
+        actions = np.ones((4, 1), np.float32)
+        state, plain_state = env.step(state, actions), plain.step(plain_state, actions)
+    assert not np.allclose(state.obs, plain_state.obs, rtol=1e-3)
+    models = env.reset(keys).inner.model[0]
+    np.testing.assert_array_equal(models[0], models[3])
     with pytest.raises(ValueError, match="no physics model"):
         FunctionalVectorEnv(Counter(), 2, randomize=randomize)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_rendering_names_missing_packages_or_draws(brax: Any, pendulum: Any) -> None:
+def test_render_returns_a_frame_or_names_missing_packages(brax: Any, pendulum: Any) -> None:
     state, _ = pendulum.init(jax.random.PRNGKey(0))
     try:
         frame = pendulum.render(state)
     except RuntimeError as error:
         assert "MUJOCO_GL" in str(error)
-        pytest.skip("no OpenGL here: the message was checked, the picture was not")
+        pytest.skip("needs OpenGL; only the message was checked")
     assert frame.dtype == np.uint8
     assert frame.shape[2] == 3
 
@@ -186,16 +187,16 @@ def test_playground_adapter_steps_like_playground(playground: Any, asymmetric: A
     assert env.max_episode_steps == 1000
     assert set(env.single_observation_space) == {"state", "privileged_state"}  # type: ignore[call-overload]
     state, obs = jax.jit(env.init)(jax.random.PRNGKey(3))
-    theirs = jax.jit(asymmetric.reset)(jax.random.PRNGKey(3))
-    np.testing.assert_array_equal(obs["privileged_state"], theirs.obs["privileged_state"])
-    ours = jax.jit(env.step)(state, jnp.array([0.5]), new_key(0))
-    theirs = jax.jit(asymmetric.step)(theirs, jnp.array([0.5]))
-    np.testing.assert_array_equal(ours[1]["state"], theirs.obs["state"])
-    assert "reward/upright" in ours[5]
-    assert "rng" not in ours[5]
+    original = jax.jit(asymmetric.reset)(jax.random.PRNGKey(3))
+    np.testing.assert_array_equal(obs["privileged_state"], original.obs["privileged_state"])
+    result = jax.jit(env.step)(state, jnp.array([0.5]), new_key(0))
+    original = jax.jit(asymmetric.step)(original, jnp.array([0.5]))
+    np.testing.assert_array_equal(result[1]["state"], original.obs["state"])
+    assert "reward/upright" in result[5]
+    assert "rng" not in result[5]
 
 
-def test_playground_runs_on_jax_by_default(playground: Any) -> None:
+def test_playground_implementation_is_jax_by_default(playground: Any) -> None:
     assert make_env("CartpoleBalance")._config.impl == "jax"
     with pytest.raises(TypeError, match=r"config_overrides=, got \['impl'\]"):
         make_env("CartpoleBalance", impl="jax")
@@ -203,15 +204,15 @@ def test_playground_runs_on_jax_by_default(playground: Any) -> None:
         make_env("CartpoleBalance", config_overrides={"speed": 3})
 
 
-def test_playground_models_that_cannot_be_fetched_are_explained(
+def test_playground_without_a_download_of_its_models_raises(
     playground: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     source = importlib.import_module("mujoco_playground._src.mjx_env")
 
-    def offline(*_: Any) -> None:
+    def fail_to_clone(*_: Any) -> None:
         raise subprocess.CalledProcessError(128, ["git", "clone"])
 
-    monkeypatch.setattr(source, "_clone_with_progress", offline)
+    monkeypatch.setattr(source, "_clone_with_progress", fail_to_clone)
     monkeypatch.setattr(source, "MENAGERIE_PATH", tmp_path / "menagerie")
     monkeypatch.setattr(source, "EXTERNAL_DEPS_PATH", tmp_path)
     with pytest.raises(FileNotFoundError, match="mujoco_menagerie, commit"):
@@ -221,7 +222,7 @@ def test_playground_models_that_cannot_be_fetched_are_explained(
 # -- names ---------------------------------------------------------------------------------------------------------
 
 
-def test_unknown_names_come_with_close_matches(brax: Any, playground: Any) -> None:
+def test_adapt_with_an_unknown_name_suggests_close_matches(brax: Any, playground: Any) -> None:
     for wrong, right in (
         ("antt", "ant"),
         ("inverted-pendulum", "inverted_pendulum"),
@@ -237,16 +238,16 @@ def test_unknown_names_come_with_close_matches(brax: Any, playground: Any) -> No
     assert len(available_envs("playground")["playground"]) > 50
 
 
-def test_library_that_cannot_be_imported_does_not_affect_names_in_another(
+def test_import_error_of_a_library_does_not_affect_names_of_another(
     brax: Any, playground: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    imports = importlib.import_module
+    import_module = importlib.import_module
     for broken, known in (("mujoco_playground", "ant"), ("brax.envs", "CartpoleBalance")):
 
         def fail(name: str, broken: str = broken) -> Any:
             if name == broken:
                 raise ImportError("libGL is missing")
-            return imports(name)
+            return import_module(name)
 
         monkeypatch.setattr(importlib, "import_module", fail)
         make_env(known)
@@ -255,8 +256,8 @@ def test_library_that_cannot_be_imported_does_not_affect_names_in_another(
 
 
 @pytest.mark.long
-def test_arguments_that_brax_refuses_or_would_ignore_are_named(brax: Any) -> None:
-    """``fast`` accepts any argument and uses only two."""
+def test_arguments_unknown_to_brax_raise(brax: Any) -> None:
+    """Brax's ``fast`` accepts any argument, although it uses only two."""
     with pytest.raises(TypeError, match=r"ant has no arguments \['gravity'\]"):
         adapt("ant", gravity=3)
     with pytest.raises(ValueError, match="refuses backend='bullet'"):
@@ -268,10 +269,10 @@ def test_arguments_that_brax_refuses_or_would_ignore_are_named(brax: Any) -> Non
             make("fast", nonsense=1, num_workers=3, from_pixels=True, obs_mode="ndarray")
 
 
-@pytest.mark.parametrize("thing", [object(), 3, gym.spaces.Discrete(2), None])
-def test_non_environments_are_refused(thing: Any) -> None:
+@pytest.mark.parametrize("value", [object(), 3, gym.spaces.Discrete(2), None])
+def test_adapt_of_another_object_raises(value: Any) -> None:
     with pytest.raises(TypeError, match="that vecenv supports: Brax"):
-        adapt(thing)
+        adapt(value)
 
 
 # -- gymnax, jumanji, FuncEnv --------------------------------------------------------------------------------------
@@ -279,7 +280,7 @@ def test_non_environments_are_refused(thing: Any) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("env", [Gymnax(), (Gymnax(), Gymnax.default_params)])
-def test_gymnax_time_limits_are_truncation(env: Any) -> None:
+def test_gymnax_time_limit_is_a_truncation(env: Any) -> None:
     vector = FunctionalVectorEnv(env, 4, "SameStep")
     assert vector.single_action_space == gym.spaces.Discrete(2)
     state = vector.reset(new_key(0))
@@ -290,12 +291,12 @@ def test_gymnax_time_limits_are_truncation(env: Any) -> None:
     assert state.last_length[2] < 6
 
 
-def test_gymnax_space_of_another_dtype_is_corrected() -> None:
-    class Announced(Gymnax):
+def test_gymnax_space_has_the_dtype_of_the_observations() -> None:
+    class WrongDtype(Gymnax):
         def observation_space(self, params: Any) -> Any:
             return Box(0, 1, (1,), jnp.int32)
 
-    envs = FunctionalVectorEnv(Announced(), 2)
+    envs = FunctionalVectorEnv(WrongDtype(), 2)
     assert envs.single_observation_space == gym.spaces.Box(0, 1, (1,), np.float32)
     assert np.asarray(envs.reset(new_key(0)).obs) in envs.observation_space
 
@@ -312,7 +313,7 @@ def test_bounds_outside_of_an_integer_dtype_become_its_limits(bound: Any, dtype:
     assert adapt(Bounded()).single_action_space == gym.spaces.Box(limits.min, limits.max, (2,), dtype)
 
 
-def test_jumanji_last_is_split_by_the_discount() -> None:
+def test_jumanji_last_step_is_a_termination_if_the_discount_is_0() -> None:
     vector = FunctionalVectorEnv(Jumanji(), 3, "Disabled")
     assert vector.single_action_space == gym.spaces.Discrete(3)
     assert set(vector.single_observation_space) == {"grid", "action_mask"}  # type: ignore[call-overload]
@@ -332,41 +333,41 @@ NO_GYMNAX = "needs gymnax, which asks for an older Gymnasium than vecenv: pip in
 @pytest.mark.parametrize(("name", "action"), [("CartPole-v1", 1), ("MountainCarContinuous-v0", [0.5]), ("Catch-bsuite", 2)])
 def test_gymnax_adapter_steps_like_gymnax(name: str, action: Any) -> None:
     gymnax = pytest.importorskip("gymnax", reason=NO_GYMNAX)
-    theirs, params = gymnax.make(name)
-    ours = adapt((theirs, params))
-    init, step = jax.jit(ours.init), jax.jit(ours.step)
+    original, params = gymnax.make(name)
+    adapted = adapt((original, params))
+    init, step = jax.jit(adapted.init), jax.jit(adapted.step)
     state, obs = init(new_key(0))
-    raw_obs, raw = jax.jit(theirs.reset_env)(new_key(0), params)
+    raw_obs, raw = jax.jit(original.reset_env)(new_key(0), params)
     np.testing.assert_array_equal(obs, raw_obs)
-    assert np.asarray(obs) in ours.single_observation_space
-    action = np.asarray(action, ours.single_action_space.dtype)
-    assert action in ours.single_action_space
-    for i in range(5):  # (here the parameters are constants of the program: it may be rounded differently)
+    assert np.asarray(obs) in adapted.single_observation_space
+    action = np.asarray(action, adapted.single_action_space.dtype)
+    assert action in adapted.single_action_space
+    for i in range(5):  # rounding may differ, because the adapter compiles the parameters as constants
         key = jax.random.PRNGKey(i)
         state, obs, reward, terminated, truncated, _ = step(state, action, key)
-        raw_obs, raw, raw_reward, raw_terminated, _ = jax.jit(theirs.step_env)(key, raw, action, params)
+        raw_obs, raw, raw_reward, raw_terminated, _ = jax.jit(original.step_env)(key, raw, action, params)
         np.testing.assert_allclose(obs, raw_obs, rtol=1e-6, atol=1e-7)
         np.testing.assert_allclose(reward, raw_reward, rtol=1e-6)
         assert bool(terminated) == bool(raw_terminated)
-        assert bool(truncated) == bool(theirs.is_truncated(raw, params))
+        assert bool(truncated) == bool(original.is_truncated(raw, params))
 
 
 @pytest.mark.slow
 def test_jumanji_adapter_steps_like_jumanji() -> None:
     jumanji = pytest.importorskip("jumanji", reason="needs jumanji")
-    theirs = jumanji.make("Snake-v1")
-    ours = adapt(theirs)
-    state, obs = jax.jit(ours.init)(new_key(0))
-    raw, timestep = jax.jit(theirs.reset)(new_key(0))
+    original = jumanji.make("Snake-v1")
+    adapted = adapt(original)
+    state, obs = jax.jit(adapted.init)(new_key(0))
+    raw, timestep = jax.jit(original.reset)(new_key(0))
     ends = 0
-    for _ in range(12):  # into a wall
+    for _ in range(12):  # the snake moves into a wall
         assert set(obs) == set(timestep.observation._fields)
-        assert jax.tree.map(np.asarray, obs) in ours.single_observation_space
+        assert jax.tree.map(np.asarray, obs) in adapted.single_observation_space
         for field, value in timestep.observation._asdict().items():
             np.testing.assert_array_equal(obs[field], value)
         action = jnp.int32(1)
-        state, obs, reward, terminated, truncated, _ = jax.jit(ours.step)(state, action, new_key(0))
-        raw, timestep = jax.jit(theirs.step)(raw, action)
+        state, obs, reward, terminated, truncated, _ = jax.jit(adapted.step)(state, action, new_key(0))
+        raw, timestep = jax.jit(original.step)(raw, action)
         assert float(reward) == float(timestep.reward)
         assert bool(terminated | truncated) == bool(timestep.last())
         assert bool(terminated) == bool(timestep.last() and timestep.discount == 0)
@@ -374,20 +375,20 @@ def test_jumanji_adapter_steps_like_jumanji() -> None:
     assert ends
 
 
-def test_rewards_of_several_agents_are_refused() -> None:
-    class Several(Jumanji):
+def test_step_with_rewards_of_several_agents_raises() -> None:
+    class TwoRewards(Jumanji):
         def step(self, state: Any, action: Any) -> Any:
             state, timestep = super().step(state, action)
             return state, timestep._replace(reward=jnp.zeros(2))
 
-    env = FunctionalVectorEnv(Several(), 2)
+    env = FunctionalVectorEnv(TwoRewards(), 2)
     with pytest.raises(ValueError, match="MultiToSingleWrapper"):
         env.step(env.reset(new_key(0)), np.zeros(2, int))
 
 
 @pytest.mark.long
 def test_gymnasium_func_env_keeps_every_transition() -> None:
-    """Gymnasium's own vector of these loses the transition of every other row when one row resets."""
+    """Gymnasium's own vector environment loses the transitions of all other rows when a row resets."""
     cartpole = pytest.importorskip("gymnasium.envs.phys2d.cartpole", reason="needs Gymnasium's JAX environments")
     env = FunctionalVectorEnv(cartpole.CartPoleFunctional(), 4, max_episode_steps=30)
     assert env.single_action_space == gym.spaces.Discrete(2)

@@ -1,4 +1,4 @@
-"""``examples/ppo.py``: advantages against their definition, transitions against the environments, and learning."""
+"""``examples/ppo.py``: advantages equal their definition, transitions equal those of the environments, and it learns."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ def ppo() -> Iterator[ModuleType]:
         yield module
 
 
-def by_definition(transitions: list[dict[str, Any]], last_value: float, discount: float, gae_lambda: float) -> list[float]:
-    """Return the sum over later steps of the same episode, for one environment."""
+def calculate_advantages(
+    transitions: list[dict[str, Any]], last_value: float, discount: float, gae_lambda: float
+) -> list[float]:
+    """Return the advantages of one environment as sums over the later steps of the same episode."""
     values = [t["value"] for t in transitions[1:]] + [last_value]
     pairs = zip(transitions, values, strict=True)
     deltas = [t["reward"] + discount * value * (not t["terminated"]) - t["value"] for t, value in pairs]
-    found = []
+    advantages = []
     for start in range(len(deltas)):
         total, weight = 0.0, 1.0
         for t in range(start, len(deltas)):
@@ -41,12 +43,12 @@ def by_definition(transitions: list[dict[str, Any]], last_value: float, discount
             weight *= discount * gae_lambda
             if transitions[t]["done"]:
                 break
-        found.append(total)
-    return found
+        advantages.append(total)
+    return advantages
 
 
 @pytest.mark.parametrize("first_ready", [False, True])
-def test_advantages_follow_their_definition_in_any_order_of_rows(ppo: ModuleType, first_ready: bool) -> None:
+def test_advantages_equal_their_definition_in_any_order_of_rows(ppo: ModuleType, first_ready: bool) -> None:
     rng = np.random.default_rng(0)
     n, batches, rows = 6, 40, 3 if first_ready else 6
     ids = np.stack([rng.permutation(n)[:rows] if first_ready else np.arange(n) for _ in range(batches)])
@@ -61,16 +63,16 @@ def test_advantages_follow_their_definition_in_any_order_of_rows(ppo: ModuleType
     last = rng.normal(size=n).astype(np.float32)
     found = ppo.advantages(rollout, last, 0.97, 0.9)
     for env in range(n):
-        where = list(zip(*np.nonzero(ids == env), strict=True))
-        transitions = [{name: field[place] for name, field in rollout.items()} for place in where]
-        wanted = by_definition(transitions, float(last[env]), 0.97, 0.9)
-        np.testing.assert_allclose([found[place] for place in where], wanted, rtol=1e-4, atol=1e-5)
+        positions = list(zip(*np.nonzero(ids == env), strict=True))
+        transitions = [{name: field[position] for name, field in rollout.items()} for position in positions]
+        expected = calculate_advantages(transitions, float(last[env]), 0.97, 0.9)
+        np.testing.assert_allclose([found[position] for position in positions], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("first_ready", [False, True])
 def test_transitions_equal_those_of_the_environments(ppo: ModuleType, first_ready: bool) -> None:
-    """Each environment's rows are in order: no counted row is a reset, and none is missing."""
+    """The rows of an environment are in order and complete, and resets have a weight of 0."""
     import gymnasium
     import jax
 
@@ -82,20 +84,20 @@ def test_transitions_equal_those_of_the_environments(ppo: ModuleType, first_read
     envs.close()
     ends = 0
     for env in range(4):
-        where = list(zip(*np.nonzero(rollout["env_id"] == env), strict=True))
+        positions = list(zip(*np.nonzero(rollout["env_id"] == env), strict=True))
         single = gymnasium.make("CartPole-v1", max_episode_steps=15)
         observation, _ = single.reset(seed=5 + env)
         over = False
-        for place in where:
-            row = {name: field[place] for name, field in rollout.items()}
+        for position in positions:
+            row = {name: field[position] for name, field in rollout.items()}
             if over:
                 assert row["weight"] == 0.0
                 assert row["reward"] == 0.0
-                np.testing.assert_array_equal(row["observation"], observation, "the true last observation of the episode")
+                np.testing.assert_array_equal(row["observation"], observation, "the last observation of the episode")
                 observation, _ = single.reset()
                 over, ends = False, ends + 1
                 continue
-            if row["weight"] == 0.0:  # the first row of an environment that was not among the first to be ready
+            if row["weight"] == 0.0:  # the first row of an environment that was not in the first batch
                 assert first_ready
                 continue
             np.testing.assert_array_equal(row["observation"], observation)
@@ -103,7 +105,7 @@ def test_transitions_equal_those_of_the_environments(ppo: ModuleType, first_read
             assert (row["reward"], row["terminated"], row["done"]) == (reward, terminated, terminated or truncated)
             over = bool(row["done"])
         single.close()
-    assert ends >= 4, "resets were among the rows"
+    assert ends >= 4
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -112,10 +114,10 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_program_learns_and_draws_its_curve(ppo: ModuleType, tmp_path: Path) -> None:
-    done = run("CartPole-v1", "--target", "60", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "(target reached)" in done.stdout
+def test_program_reaches_a_low_target_and_draws_a_plot(ppo: ModuleType, tmp_path: Path) -> None:
+    process = run("CartPole-v1", "--target", "60", cwd=tmp_path)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert "(target reached)" in process.stdout
     assert (tmp_path / "ppo-results" / "CartPole-v1-process.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -123,12 +125,12 @@ def test_program_learns_and_draws_its_curve(ppo: ModuleType, tmp_path: Path) -> 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
 @pytest.mark.parametrize("backend", ["process", "envpool"])
-@pytest.mark.parametrize("more", [[], ["--first-ready"]], ids=["step", "first-ready"])
-def test_the_targets_are_reached(ppo: ModuleType, env_id: str, backend: str, more: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [[], ["--first-ready"]], ids=["step", "first-ready"])
+def test_program_reaches_its_target(ppo: ModuleType, env_id: str, backend: str, options: list[str], tmp_path: Path) -> None:
     if backend == "envpool" and not HAS_ENVPOOL:
         pytest.skip("needs envpool")
-    done = run(env_id, "--backend", backend, "--steps", "600000", *more, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    process = run(env_id, "--backend", backend, "--steps", "600000", *options, cwd=tmp_path)
+    assert process.returncode == 0, process.stdout + process.stderr[-3000:]
 
 
 @pytest.mark.long
@@ -145,11 +147,11 @@ def test_the_targets_are_reached(ppo: ModuleType, env_id: str, backend: str, mor
         pytest.param(["FrozenLake-v1"], "needs observations that are a flat array of numbers", marks=pytest.mark.slow),
     ],
 )
-def test_usage_errors_are_one_line(ppo: ModuleType, arguments: list[str], text: str, tmp_path: Path) -> None:
-    done = run(*arguments, cwd=tmp_path)
-    assert done.returncode == 1
-    assert text in done.stderr
-    assert "Traceback" not in done.stderr
+def test_usage_errors_have_no_traceback(ppo: ModuleType, arguments: list[str], text: str, tmp_path: Path) -> None:
+    process = run(*arguments, cwd=tmp_path)
+    assert process.returncode == 1
+    assert text in process.stderr
+    assert "Traceback" not in process.stderr
 
 
 @pytest.mark.long

@@ -25,13 +25,13 @@ from jax_envs import Counter
 from vecenv.jax import FunctionalVectorEnv, bridge, jax_space
 from vecenv.jax.env import EnvState
 
-# --- ``FunctionalVectorEnv``: modes, limits, fresh starts, batch shapes, devices; compared with :class:`Counter`
+# --- ``FunctionalVectorEnv`` over :class:`Counter` ------------------------------------------------
 
 PUSH = np.full((5, 1), 0.6, np.float32)
 
 
 def run(env: FunctionalVectorEnv, steps: int, key: Any = None, action: Any = PUSH) -> list[EnvState]:
-    """Return the states after a reset and after each of ``steps`` equal steps, in numpy."""
+    """Return the states after a reset and after each of ``steps`` equal steps, as numpy arrays."""
     state = env.reset(new_key(0) if key is None else key)
     states = [state]
     for _ in range(steps):
@@ -45,7 +45,7 @@ def run(env: FunctionalVectorEnv, steps: int, key: Any = None, action: Any = PUS
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_next_obs_always_follows_the_action(counters: Any, mode: AutoresetMode) -> None:
+def test_next_obs_is_the_successor_also_at_ends(counters: Any, mode: AutoresetMode) -> None:
     states = run(counters(autoreset_mode=mode), 25)
     ended = 0
     for before, after in itertools.pairwise(states):
@@ -53,7 +53,7 @@ def test_next_obs_always_follows_the_action(counters: Any, mode: AutoresetMode) 
         assert ((moved > 0.59) & (moved < 0.62) | ~after.valid).all()
         done = after.done & after.valid
         ended += done.sum()
-        # The reward belongs to the place that the action reached, so the start of the next episode never pays for an end.
+        # The reward of a last step is the place that it reached, not the place at which the next episode starts.
         np.testing.assert_array_equal(after.reward[after.valid], after.next_obs["place"][after.valid, 0])
         assert (after.next_obs["step"][done] == after.last_length[done]).all()
     assert ended >= 5
@@ -61,8 +61,8 @@ def test_next_obs_always_follows_the_action(counters: Any, mode: AutoresetMode) 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_statistics_are_sums_over_episodes(counters: Any, mode: AutoresetMode) -> None:
-    """The statistics are those of the episode so far, and of the one that ended last."""
+def test_episode_statistics_equal_sums_over_steps(counters: Any, mode: AutoresetMode) -> None:
+    """The statistics are those of the current episode, and of the last episode that ended."""
     total, discounted, length, ended = np.zeros(5), np.zeros(5), np.zeros(5, int), 0
     last = np.zeros((3, 5))
     for state in run(counters(autoreset_mode=mode, discount=0.5), 25)[1:]:
@@ -98,7 +98,7 @@ def test_termination_and_truncation_can_coincide() -> None:
 
 
 @pytest.mark.long
-def test_disabled_rows_stay_unchanged_after_their_end(counters: Any) -> None:
+def test_finished_rows_are_unchanged_by_steps_in_disabled_mode(counters: Any) -> None:
     states = run(counters(autoreset_mode="Disabled"), 12)
     over = next(s for s in states if s.done.all())
     last = states[-1]
@@ -111,7 +111,7 @@ def test_disabled_rows_stay_unchanged_after_their_end(counters: Any) -> None:
 
 
 @pytest.mark.long
-def test_no_limit_is_minus_one() -> None:
+def test_max_episode_steps_of_minus_one_is_no_limit() -> None:
     env = FunctionalVectorEnv(Counter(), 5, max_episode_steps=-1)
     assert env.max_episode_steps is None
     assert not any(state.truncated.any() for state in run(env, 12, action=np.zeros((5, 1), np.float32)))
@@ -120,50 +120,50 @@ def test_no_limit_is_minus_one() -> None:
 # -- starts --------------------------------------------------------------------------------------------------------
 
 
-def starts(env: FunctionalVectorEnv, steps: int, key: Any = None) -> list[list[float]]:
-    """Return for each row where each of its episodes began."""
+def get_starts(env: FunctionalVectorEnv, steps: int, key: Any = None) -> list[list[float]]:
+    """Return, for each row, the first place of each of its episodes."""
 
-    def one(state: Any, _: Any) -> Any:
+    def step(state: Any, _: Any) -> Any:
         state = env.step(state, PUSH[:1].repeat(env.num_envs, 0))
         return state, (state.first, state.obs["place"][..., 0])
 
     state = env.reset(new_key(0) if key is None else key)
-    _, (first, place) = jax.jit(lambda s: jax.lax.scan(one, s, None, length=steps))(state)
+    _, (first, place) = jax.jit(lambda s: jax.lax.scan(step, s, None, length=steps))(state)
     first, place = np.asarray(first), np.asarray(place)
-    begun = np.asarray(state.obs["place"])[:, 0]
-    return [[float(begun[row]), *place[first[:, row], row].tolist()] for row in range(env.num_envs)]
+    initial = np.asarray(state.obs["place"])[:, 0]
+    return [[float(initial[row]), *place[first[:, row], row].tolist()] for row in range(env.num_envs)]
 
 
 @pytest.mark.long
-def test_a_thousand_fresh_episodes_all_begin_differently() -> None:
+def test_fresh_resets_give_each_episode_another_start() -> None:
     env = FunctionalVectorEnv(Counter(), 50)
-    all_starts = [start for row in starts(env, 120) for start in row]
+    all_starts = [start for row in get_starts(env, 120) for start in row]
     assert len(all_starts) > 1000
     assert len(set(all_starts)) == len(all_starts)
 
 
-def test_cached_episodes_all_begin_alike(counters: Any) -> None:
-    for row in starts(counters(reset="cached"), 40):
+def test_cached_resets_give_each_episode_of_a_row_the_same_start(counters: Any) -> None:
+    for row in get_starts(counters(reset="cached"), 40):
         assert len(row) > 4
         assert len(set(row)) == 1
 
 
 @pytest.mark.long
-def test_pooled_episodes_begin_in_a_limited_number_of_ways(counters: Any) -> None:
-    rows = starts(counters(reset="pool", pool_size=3), 200)
+def test_pool_resets_give_each_row_pool_size_starts(counters: Any) -> None:
+    rows = get_starts(counters(reset="pool", pool_size=3), 200)
     assert all(len(set(row)) == 3 for row in rows)
     assert len({start for row in rows for start in row}) == 15
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("reset", [*(pytest.param(reset, marks=pytest.mark.slow) for reset in ("fresh", "cached")), "pool"])
-def test_stream_of_a_row_is_independent_of_the_others(reset: str) -> None:
+def test_starts_of_a_row_do_not_depend_on_the_number_of_rows(reset: str) -> None:
     few = FunctionalVectorEnv(Counter(), 3, reset=reset)
     many = FunctionalVectorEnv(Counter(), 20, reset=reset)
-    assert starts(few, 40) == starts(many, 40)[:3]
+    assert get_starts(few, 40) == get_starts(many, 40)[:3]
 
 
-def test_raw_and_typed_keys_are_accepted(counters: Any) -> None:
+def test_reset_accepts_raw_and_typed_keys(counters: Any) -> None:
     env = counters()
     typed = env.reset(jax.random.key(3)).obs["place"]
     np.testing.assert_array_equal(env.reset(jax.random.PRNGKey(3)).obs["place"], typed)
@@ -175,21 +175,20 @@ def test_raw_and_typed_keys_are_accepted(counters: Any) -> None:
 
 
 @pytest.mark.long
-def test_stagger_spreads_the_first_time_out() -> None:
+def test_stagger_spreads_the_first_truncations() -> None:
     env = FunctionalVectorEnv(Counter(), 64, max_episode_steps=20, stagger=True)
-    still = np.zeros((64, 1), np.float32)
-    states = run(env, 21, action=still)
-    first_out = np.argmax([state.truncated for state in states], axis=0)
-    assert len(set(first_out.tolist())) > 10
-    assert first_out.max() <= 20
-    at = {i: states[t] for i, t in enumerate(first_out)}
-    assert all(state.last_length[i] == first_out[i] for i, state in at.items())
+    states = run(env, 21, action=np.zeros((64, 1), np.float32))
+    first_truncation = np.argmax([state.truncated for state in states], axis=0)
+    assert len(set(first_truncation.tolist())) > 10
+    assert first_truncation.max() <= 20
+    last_states = {i: states[t] for i, t in enumerate(first_truncation)}
+    assert all(state.last_length[i] == first_truncation[i] for i, state in last_states.items())
     with pytest.raises(ValueError, match="stagger"):
         FunctionalVectorEnv(Counter(), 2, max_episode_steps=-1, stagger=True)
 
 
 @pytest.mark.long
-def test_masked_resets_continue_or_restart_streams(counters: Any) -> None:
+def test_reset_mask_continues_the_stream_or_starts_that_of_a_key(counters: Any) -> None:
     env = counters()
     state = env.step(env.reset(new_key(0)), PUSH)
     mask = np.array([True, False, True, False, False])
@@ -198,9 +197,9 @@ def test_masked_resets_continue_or_restart_streams(counters: Any) -> None:
     assert after.first.tolist() == [True, False, True, False, False]
     assert after.steps.tolist() == [0, 1, 0, 1, 1]
     np.testing.assert_array_equal(after.obs["place"][~mask], state.obs["place"][~mask])
-    anew = env.reset_mask(state, mask, new_key(0))
-    np.testing.assert_array_equal(anew.obs["place"][mask], env.reset(new_key(0)).obs["place"][mask])
-    np.testing.assert_array_equal(anew.reward[~mask], state.reward[~mask])
+    restarted = env.reset_mask(state, mask, new_key(0))
+    np.testing.assert_array_equal(restarted.obs["place"][mask], env.reset(new_key(0)).obs["place"][mask])
+    np.testing.assert_array_equal(restarted.reward[~mask], state.reward[~mask])
     for wrong in (np.ones(4, bool), np.ones(5)):
         with pytest.raises(ValueError, match="bool"):
             env.reset_mask(state, wrong)
@@ -211,32 +210,32 @@ def test_masked_resets_continue_or_restart_streams(counters: Any) -> None:
 
 @pytest.mark.long
 def test_frame_skip_sums_rewards_and_stops_at_the_end() -> None:
-    one = FunctionalVectorEnv(Counter(), 1, "Disabled", max_episode_steps=-1)
-    many = FunctionalVectorEnv(Counter(), 1, "Disabled", max_episode_steps=-1, frame_skip=4)
+    single = FunctionalVectorEnv(Counter(), 1, "Disabled", max_episode_steps=-1)
+    skipping = FunctionalVectorEnv(Counter(), 1, "Disabled", max_episode_steps=-1, frame_skip=4)
     push = np.ones((1, 1), np.float32)
-    state = many.step(many.reset(new_key(0)), push)
-    places = [float(s.reward[0]) for s in run(one, 4, action=push)[1:]]
+    state = skipping.step(skipping.reset(new_key(0)), push)
+    places = [float(s.reward[0]) for s in run(single, 4, action=push)[1:]]
     assert state.terminated.tolist() == [True]
     frames = int(state.obs["step"][0])
-    assert frames == 3  # from below 1, three pushes go beyond 3, and the fourth must not happen
+    assert frames == 3  # from below 1, three pushes go beyond 3, so the fourth is not executed
     assert abs(float(state.reward[0]) - sum(places[:frames])) < 0.1
     assert state.steps.tolist() == [1]
 
 
 def test_frame_skip_accepts_flags_and_rewards_of_any_dtype() -> None:
-    class Floats(Counter):
+    class FloatFlags(Counter):
         def step(self, state: Any, action: Any, key: Any) -> Any:
             state, obs, _, terminated, truncated, info = super().step(state, action, key)
             return state, obs, 1, jnp.float32(terminated), jnp.float32(truncated), info
 
-    env = FunctionalVectorEnv(Floats(), 5, frame_skip=2)
+    env = FunctionalVectorEnv(FloatFlags(), 5, frame_skip=2)
     state = env.step(env.reset(new_key(0)), PUSH)
     assert state.reward.tolist() == [2] * 5
     assert not state.done.any()
 
 
 def test_frame_skip_divides_the_time_limit_of_the_environment() -> None:
-    """Brax's own action repeat does so, too; ``max_episode_steps`` counts calls of ``step``."""
+    """Brax's action repeat does the same. ``max_episode_steps`` counts calls of ``step``."""
     env = FunctionalVectorEnv(Counter(), 5, frame_skip=4)
     assert env.max_episode_steps == 2  # 7 frames
     assert [s.truncated.all() for s in run(env, 2, action=0 * PUSH)] == [False, False, True]
@@ -253,7 +252,7 @@ def test_micro_batches_do_not_change_results() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("shape", [*(pytest.param(shape, marks=pytest.mark.slow) for shape in ((), (1, 2, 3))), (2, 3)])
-def test_batches_of_any_shape(shape: tuple[int, ...]) -> None:
+def test_batch_of_any_shape_equals_a_flat_batch(shape: tuple[int, ...]) -> None:
     env = FunctionalVectorEnv(Counter(), shape)
     flat = FunctionalVectorEnv(Counter(), int(np.prod(shape)))
     state, reference = env.reset(new_key(0)), flat.reset(new_key(0))
@@ -266,7 +265,7 @@ def test_batches_of_any_shape(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.long
-def test_one_step_may_be_mapped_over_a_population(counters: Any) -> None:
+def test_vmap_over_calls_equals_separate_calls(counters: Any) -> None:
     env = counters()
     keys = jax.random.split(new_key(0), 2)
     state = jax.vmap(env.reset)(keys)
@@ -276,7 +275,7 @@ def test_one_step_may_be_mapped_over_a_population(counters: Any) -> None:
     np.testing.assert_allclose(state.obs["place"][1], alone.obs["place"], rtol=1e-6)
 
 
-_SHARDED = """
+_SHARDED_PROGRAM = """
     import jax, numpy as np
     from jax_envs import Counter
     from vecenv.jax import FunctionalVectorEnv
@@ -297,23 +296,23 @@ _SHARDED = """
 
 
 @pytest.mark.slow
-def test_rows_are_spread_over_devices() -> None:
+def test_rows_on_two_devices_equal_rows_on_one() -> None:
     here = os.path.dirname(__file__)
     environ = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=2", JAX_PLATFORMS="cpu")
     environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(_SHARDED)],
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(_SHARDED_PROGRAM)],
         env=environ,
         capture_output=True,
         text=True,
         timeout=110,
         check=False,
     )
-    assert done.stdout.strip() == "equal on 2 devices", done.stderr[-2000:]
+    assert process.stdout.strip() == "equal on 2 devices", process.stderr[-2000:]
 
 
 @pytest.mark.long
-def test_memory_does_not_grow_over_a_thousand_episodes(counters: Any) -> None:
+def test_thousand_episodes_leak_no_arrays_and_compile_nothing(counters: Any) -> None:
     env = counters(autoreset_mode="SameStep")
     state = env.reset(new_key(0))
     for _ in range(20):
@@ -321,7 +320,7 @@ def test_memory_does_not_grow_over_a_thousand_episodes(counters: Any) -> None:
     compiled = env._step._cache_size()
     gc.collect()
     arrays = len(jax.live_arrays())
-    for _ in range(1200):  # of at most 7 steps each, five at a time
+    for _ in range(1200):  # five rows, and at most 7 steps per episode
         state = env.step(state, PUSH)
     gc.collect()
     assert int(state.inner.episode.sum()) > 1000
@@ -344,12 +343,12 @@ def test_memory_does_not_grow_over_a_thousand_episodes(counters: Any) -> None:
         ({"autoreset_mode": "Never"}, "AutoresetMode"),
     ],
 )
-def test_options_out_of_range_are_refused(options: dict[str, Any], text: str) -> None:
+def test_constructor_with_options_out_of_range_raises(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         FunctionalVectorEnv(Counter(), **options)
 
 
-def test_non_states_are_refused(counters: Any) -> None:
+def test_step_of_a_wrong_state_raises(counters: Any) -> None:
     env = counters()
     state = env.reset(new_key(0))
     for wrong in (None, state.obs, state.replace(inner=None)):
@@ -359,7 +358,7 @@ def test_non_states_are_refused(counters: Any) -> None:
         env.step(counters(3).reset(new_key(0)), PUSH)
 
 
-class Faulty(Counter):
+class WrongResult(Counter):
     def __init__(self, fault: str) -> None:
         self.fault = fault
 
@@ -378,13 +377,13 @@ class Faulty(Counter):
     ("fault", "text"),
     [("structure", "different structure"), ("shape", r"\['place'\] of shape \(3,\)"), ("reward", r"reward of shape \(2,\)")],
 )
-def test_environments_that_break_the_protocol_are_named(fault: str, text: str) -> None:
-    env = FunctionalVectorEnv(Faulty(fault), 5)
+def test_step_with_a_wrong_result_of_the_environment_raises(fault: str, text: str) -> None:
+    env = FunctionalVectorEnv(WrongResult(fault), 5)
     with pytest.raises(ValueError, match=text):
         env.step(env.reset(new_key(0)), PUSH)
 
 
-# --- Spaces inside compiled programs: drawn by a key, with JAX arrays, and never a constant ------
+# --- Spaces in compiled programs, which sample with a key --------------------------------------
 
 SPACES: list[spaces.Space[Any]] = [
     spaces.Box(-2.0, 3.0, (2,), np.float32),
@@ -400,14 +399,14 @@ SPACES.append(spaces.Dict({"a": spaces.Tuple(SPACES[:2]), "b": spaces.Discrete(3
 
 @pytest.mark.sampled("Box(0, 255, (3,), uint8)", "Discrete(4, start=-1)")
 @pytest.mark.parametrize("space", SPACES, ids=str)
-def test_samples_of_a_key_cover_the_space(space: Any) -> None:
-    known = jax_space(space)
-    drawn = jax.jit(jax.vmap(known.sample))(jax.random.split(jax.random.key(1), 300))
+def test_samples_with_keys_cover_the_space(space: Any) -> None:
+    converted = jax_space(space)
+    drawn = jax.jit(jax.vmap(converted.sample))(jax.random.split(jax.random.key(1), 300))
     rows = [jax.tree.map(lambda leaf, i=i: np.asarray(leaf)[i], drawn) for i in range(300)]
-    assert all(jax.jit(known.contains)(row) for row in rows[:3])
-    # (JAX has no int64 without its 64-bit mode)
-    fitting = isinstance(space, spaces.Box) and space.dtype == np.int64
-    assert all(fitting or space.contains(_like(space, row)) for row in rows)
+    assert all(jax.jit(converted.contains)(row) for row in rows[:3])
+    # without its 64-bit mode, JAX has no int64
+    is_int64 = isinstance(space, spaces.Box) and space.dtype == np.int64
+    assert all(is_int64 or space.contains(cast_to_space(space, row)) for row in rows)
     if isinstance(space, spaces.Box) and space.dtype.kind in "iu":
         assert np.asarray(drawn).max() >= space.high.max() - 5
         assert np.asarray(drawn).min() <= space.low.min() + 5
@@ -419,7 +418,7 @@ _INT32, _MAX = np.iinfo(np.int32), np.finfo(np.float32).max
 
 
 @pytest.mark.parametrize(
-    ("space", "last"),
+    ("space", "maximum"),
     [
         (spaces.Box(0, 255, (9,), np.uint8), 255),
         (spaces.Box(_INT32.max - 1, _INT32.max, (9,), np.int32), _INT32.max),
@@ -432,59 +431,59 @@ _INT32, _MAX = np.iinfo(np.int32), np.finfo(np.float32).max
     ],
     ids=str,
 )
-def test_samples_reach_the_limits_of_a_dtype(space: Any, last: int | None) -> None:
-    known = jax_space(space)
-    drawn = jax.vmap(known.sample)(jax.random.split(jax.random.key(0), 300))
+def test_samples_reach_the_bounds_at_the_limits_of_a_dtype(space: Any, maximum: int | None) -> None:
+    converted = jax_space(space)
+    drawn = jax.vmap(converted.sample)(jax.random.split(jax.random.key(0), 300))
     assert np.isfinite(drawn).all()
     assert len(np.unique(drawn)) > 1
     for row in np.asarray(drawn)[:20]:
-        assert known.contains(jnp.asarray(row))
-        assert space.contains(_like(space, row))
-    assert last is None or np.asarray(drawn).max() == last
+        assert converted.contains(jnp.asarray(row))
+        assert space.contains(cast_to_space(space, row))
+    assert maximum is None or np.asarray(drawn).max() == maximum
 
 
 @pytest.mark.parametrize("space", [spaces.Box(0, 2**40, (3,), np.int64), spaces.Discrete(2**40)], ids=str)
-def test_bounds_beyond_the_integers_of_jax_are_refused(space: Any) -> None:
+def test_sample_with_bounds_beyond_the_integers_of_jax_raises(space: Any) -> None:
     with pytest.raises(OverflowError, match=r"do not fit JAX's int32. Enable JAX's 64-bit mode"):
         jax_space(space).sample(jax.random.key(0))
     assert jax_space(space).contains(jnp.full(space.shape, _INT32.max))
     assert not jax_space(space).contains(jnp.full(space.shape, -1))
 
 
-def _like(space: Any, row: Any) -> Any:
+def cast_to_space(space: Any, row: Any) -> Any:
     if isinstance(space, spaces.Dict):
-        return {key: _like(inner, row[key]) for key, inner in space.spaces.items()}
+        return {key: cast_to_space(inner, row[key]) for key, inner in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
-        return tuple(_like(inner, one) for inner, one in zip(space.spaces, row, strict=True))
+        return tuple(cast_to_space(inner, one) for inner, one in zip(space.spaces, row, strict=True))
     return np.int64(row) if isinstance(space, spaces.Discrete) else np.asarray(row, space.dtype)
 
 
-def test_values_outside_are_not_contained() -> None:
+def test_contains_is_false_for_values_outside_of_the_space() -> None:
     box, choice = jax_space(SPACES[0]), jax_space(SPACES[4])
-    inside = jax.jit(box.contains)
-    assert inside(jnp.array([0.0, 3.0]))
-    assert not inside(jnp.array([0.0, 3.1]))
-    assert not inside(jnp.zeros(3))
+    contains = jax.jit(box.contains)
+    assert contains(jnp.array([0.0, 3.0]))
+    assert not contains(jnp.array([0.0, 3.1]))
+    assert not contains(jnp.zeros(3))
     assert not jax_space(SPACES[3]).contains(jnp.zeros(2))  # floats are not integers
     assert [bool(choice.contains(jnp.asarray(i))) for i in range(-2, 4)] == [False, True, True, True, True, False]
-    both = jax_space(SPACES[-1])
-    assert not both.contains({"b": jnp.asarray(0)})
+    nested = jax_space(SPACES[-1])
+    assert not nested.contains({"b": jnp.asarray(0)})
     assert not jax_space(SPACES[6]).contains(jnp.full(6, 2))
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
-def test_jax_space_behaves_like_the_original(space: Any) -> None:
-    known = jax_space(space)
-    assert known == space == pickle.loads(pickle.dumps(known)) == copy.deepcopy(known)
-    known.seed(3)
+def test_jax_space_equals_the_original_outside_of_programs(space: Any) -> None:
+    converted = jax_space(space)
+    assert converted == space == pickle.loads(pickle.dumps(converted)) == copy.deepcopy(converted)
+    converted.seed(3)
     space = copy.deepcopy(space)
     space.seed(3)
-    ours, theirs = known.sample(), space.sample()
-    assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
-    assert known.contains(ours)
+    sample, expected = converted.sample(), space.sample()
+    assert jax.tree.all(jax.tree.map(np.array_equal, sample, expected))
+    assert converted.contains(sample)
 
 
-def test_a_sample_without_a_key_inside_a_program_is_refused() -> None:
+def test_sample_without_a_key_in_a_program_raises() -> None:
     env = FunctionalVectorEnv(Counter(), 3)
     for space in (env.single_action_space, env.action_space, env.single_observation_space["place"]):
         with pytest.raises(ValueError, match="would become a constant"):
@@ -494,7 +493,7 @@ def test_a_sample_without_a_key_inside_a_program_is_refused() -> None:
     assert draw(jax.random.key(0)).shape == (3, 1)
 
 
-def test_bridge_has_jax_spaces(closes: Any) -> None:
+def test_spaces_of_a_bridge_sample_with_keys(closes: Any) -> None:
     env = closes(bridge(gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 2)))
     drawn = jax.jit(env.action_space.sample)(jax.random.key(0))
     env.step(env.reset(jax.random.key(0)), drawn)
@@ -502,10 +501,10 @@ def test_bridge_has_jax_spaces(closes: Any) -> None:
         jax.jit(env.single_action_space.sample)()
 
 
-def test_custom_space_is_not_replaced() -> None:
-    class Own(spaces.Box):
+def test_jax_space_returns_a_custom_space_unchanged() -> None:
+    class CustomBox(spaces.Box):
         pass
 
-    own = Own(0, 1, (1,))
-    assert jax_space(own) is own
+    space = CustomBox(0, 1, (1,))
+    assert jax_space(space) is space
 

@@ -1,4 +1,4 @@
-"""Gradients against finite differences, through steps, rollouts and fresh starts."""
+"""Gradients through steps, rollouts and resets equal finite differences."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from jax_envs import Counter, Switch
 
 from vecenv.jax import FunctionalVectorEnv, adapt, differentiability, require_gradient, rollout, stateless, truncated_bptt
 
-linear = stateless(lambda params, obs, key: (jnp.tanh(obs @ params["w"][:, None]), {}))
-steady = stateless(lambda params, obs, key: (jnp.broadcast_to(params, (5, 1)), {}))
+linear_policy = stateless(lambda params, obs, key: (jnp.tanh(obs @ params["w"][:, None]), {}))
+constant_policy = stateless(lambda params, obs, key: (jnp.broadcast_to(params, (5, 1)), {}))
 
 
-def check(function: Any, at: Any, step: float, rtol: float) -> None:
+def assert_gradient(function: Any, argument: Any, step: float, rtol: float) -> None:
     """Assert that reverse, forward and central differences agree along one direction."""
-    direction = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), at)
+    direction = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), argument)
     function = jax.jit(function)
-    reverse = sum(jnp.vdot(g, d) for g, d in zip(*map(jax.tree.leaves, (jax.grad(function)(at), direction)), strict=True))
-    forward = jax.jvp(function, (at,), (direction,))[1]
-    shifted = [jax.tree.map(lambda x, d, s=s: x + s * d, at, direction) for s in (step, -step)]
+    leaves, directions = map(jax.tree.leaves, (jax.grad(function)(argument), direction))
+    reverse = sum(jnp.vdot(g, d) for g, d in zip(leaves, directions, strict=True))
+    forward = jax.jvp(function, (argument,), (direction,))[1]
+    shifted = [jax.tree.map(lambda x, d, s=s: x + s * d, argument, direction) for s in (step, -step)]
     numeric = (function(shifted[0]) - function(shifted[1])) / (2 * step)
     np.testing.assert_allclose(reverse, forward, rtol=1e-3)
     np.testing.assert_allclose(reverse, numeric, rtol=rtol)
@@ -33,18 +34,19 @@ def check(function: Any, at: Any, step: float, rtol: float) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
 @pytest.mark.parametrize("checkpoint", [False, True])
-def test_gradients_through_fresh_starts(counters: Any, mode: str, checkpoint: bool) -> None:
+def test_gradients_through_rollouts_with_resets_equal_finite_differences(counters: Any, mode: str, checkpoint: bool) -> None:
     env = counters(autoreset_mode=mode)
 
     def loss(push: Any) -> Any:
-        trajectory, _, _ = rollout(env, steady, push, env.reset(new_key(0)), (), new_key(1), 20, checkpoint=checkpoint)
+        state = env.reset(new_key(0))
+        trajectory, _, _ = rollout(env, constant_policy, push, state, (), new_key(1), 20, checkpoint=checkpoint)
         return jnp.mean(trajectory.next_obs["place"] ** 2)
 
-    check(loss, jnp.float32(0.55), 1e-3, 1e-2)
+    assert_gradient(loss, jnp.float32(0.55), 1e-3, 1e-2)
 
 
 @pytest.mark.long
-def test_restart_cuts_the_gradient(counters: Any) -> None:
+def test_gradients_do_not_pass_through_a_reset(counters: Any) -> None:
     env = counters(autoreset_mode="SameStep")
 
     def place(push: Any, steps: int) -> Any:
@@ -59,8 +61,8 @@ def test_restart_cuts_the_gradient(counters: Any) -> None:
     assert (float(slope), bool(ends)) == (0.0, True)
 
 
-class Cliff(Counter):
-    """An environment that ends at 1; beyond, a step has no value and no derivative, unless there is a ``fence``."""
+class CliffEnv(Counter):
+    """An environment that ends at 1. Beyond, rewards and derivatives are nan, unless there is a ``fence``."""
 
     def __init__(self, fence: bool) -> None:
         self.fence = fence
@@ -74,36 +76,37 @@ class Cliff(Counter):
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
-def test_values_beyond_the_end_never_reach_a_gradient(mode: str) -> None:
-    def slope(fence: bool) -> Any:
-        env = FunctionalVectorEnv(Cliff(fence), 5, mode)
+def test_gradients_exclude_values_beyond_the_end_of_an_episode(mode: str) -> None:
+    def get_slope(fence: bool) -> Any:
+        env = FunctionalVectorEnv(CliffEnv(fence), 5, mode)
 
         def loss(push: Any) -> Any:
-            trajectory, _, _ = rollout(env, steady, push, env.reset(new_key(0)), (), new_key(1), 12, extras=("left",))
+            state = env.reset(new_key(0))
+            trajectory, _, _ = rollout(env, constant_policy, push, state, (), new_key(1), 12, extras=("left",))
             return jnp.mean((trajectory.reward + trajectory.env_extras["left"]) * trajectory.valid)
 
         return jax.jit(jax.grad(loss))(jnp.float32(0.1))
 
-    wanted = slope(True)
-    assert abs(wanted) > 0.1
-    np.testing.assert_allclose(slope(False), wanted, rtol=1e-5)
+    expected = get_slope(True)
+    assert abs(expected) > 0.1
+    np.testing.assert_allclose(get_slope(False), expected, rtol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_inverted_pendulum_against_finite_differences(pendulum: Any) -> None:
+def test_gradients_of_inverted_pendulum_equal_finite_differences(pendulum: Any) -> None:
     env = FunctionalVectorEnv(pendulum, 4, "SameStep", max_episode_steps=20)
 
     def loss(params: Any) -> Any:
-        trajectory, _, _ = rollout(env, linear, params, env.reset(new_key(0)), (), new_key(1), 32)
+        trajectory, _, _ = rollout(env, linear_policy, params, env.reset(new_key(0)), (), new_key(1), 32)
         return jnp.mean(jnp.sum(trajectory.next_obs**2, -1))
 
-    check(loss, {"w": jnp.array([0.1, -0.2, 0.3, 0.05])}, 1e-3, 2e-2)
+    assert_gradient(loss, {"w": jnp.array([0.1, -0.2, 0.3, 0.05])}, 1e-3, 2e-2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ant_in_double_precision_against_finite_differences() -> None:
+def test_gradients_of_ant_in_double_precision_equal_finite_differences() -> None:
     pytest.importorskip("brax", reason="needs Brax")
     before = jax.config.read("jax_enable_x64")
     jax.config.update("jax_enable_x64", True)
@@ -115,12 +118,12 @@ def test_ant_in_double_precision_against_finite_differences() -> None:
             trajectory, _, _ = rollout(env, policy, action, env.reset(new_key(0)), (), new_key(1), 3)
             return jnp.mean(trajectory.reward)
 
-        check(loss, 0.1 * jnp.ones((3, 8), jnp.float64), 1e-6, 1e-6)
+        assert_gradient(loss, 0.1 * jnp.ones((3, 8), jnp.float64), 1e-6, 1e-6)
     finally:
         jax.config.update("jax_enable_x64", before)
 
 
-class _Shown(NamedTuple):
+class _PlaygroundState(NamedTuple):
     obs: Any
     reward: Any
     done: Any
@@ -128,89 +131,89 @@ class _Shown(NamedTuple):
     metrics: dict[str, Any]
 
 
-class Scanned:
-    """An environment with a step that scans over a carry which the action replaces, like Playground's."""
+class ScanningEnv:
+    """An environment like Playground's, with a step that scans over a carry and replaces it by the action."""
 
     mjx_model = None
     observation_size = action_size = 1
 
     @property
-    def unwrapped(self) -> Scanned:
+    def unwrapped(self) -> ScanningEnv:
         return self
 
-    def reset(self, key: Any) -> _Shown:
+    def reset(self, key: Any) -> _PlaygroundState:
         zero = jnp.zeros((), float)
-        return _Shown(jnp.zeros(1, float), zero, zero, {}, {})
+        return _PlaygroundState(jnp.zeros(1, float), zero, zero, {}, {})
 
-    def step(self, state: _Shown, action: Any) -> _Shown:
-        obs, _ = jax.lax.scan(lambda before, _: (action, None), state.obs, (), 2)
+    def step(self, state: _PlaygroundState, action: Any) -> _PlaygroundState:
+        obs, _ = jax.lax.scan(lambda carry, _: (action, None), state.obs, (), 2)
         return state._replace(obs=obs, reward=obs.sum())
 
 
 @pytest.mark.sampled("True")
 @pytest.mark.parametrize("double", [False, True])
-def test_playground_derivative_in_64_bits(double: bool) -> None:
+def test_step_of_a_playground_environment_has_the_dtype_of_the_mode(double: bool) -> None:
     with jax.enable_x64(double):
-        env = FunctionalVectorEnv(adapt(Scanned()), 3, "Disabled")
+        env = FunctionalVectorEnv(adapt(ScanningEnv()), 3, "Disabled")
         assert differentiability(env) == "reverse"
-        after = env.step(env.reset(new_key(0)), np.ones((3, 1), np.float32))
-        assert after.obs.dtype == (np.float64 if double else np.float32)
-        assert after.obs.sum() == 3
+        state = env.step(env.reset(new_key(0)), np.ones((3, 1), np.float32))
+        assert state.obs.dtype == (np.float64 if double else np.float32)
+        assert state.obs.sum() == 3
 
 
 @pytest.mark.long
-def test_truncated_gradients_are_the_mean_over_pieces(counters: Any) -> None:
+def test_truncated_bptt_returns_the_mean_gradient_of_its_pieces(counters: Any) -> None:
     env = counters(autoreset_mode="SameStep")
     state, push = env.reset(new_key(0)), jnp.float32(0.4)
 
     def loss(trajectory: Any) -> Any:
         return jnp.mean(trajectory.next_obs["place"])
 
-    gradients = jax.jit(truncated_bptt(env, steady, 4, loss), static_argnums=4)
-    value, grads, after, _ = gradients(push, state, (), new_key(1), 5)
-    values, slopes, here = [], [], state
+    gradients = jax.jit(truncated_bptt(env, constant_policy, 4, loss), static_argnums=4)
+    value, grads, last, _ = gradients(push, state, (), new_key(1), 5)
+    values, slopes, current = [], [], state
     for piece in range(5):
 
-        def piece_loss(push: Any, here: Any = here, piece: int = piece) -> Any:
-            trajectory, end, _ = rollout(env, steady, push, here, (), jax.random.fold_in(new_key(1), piece), 4)
+        def piece_loss(push: Any, start: Any = current, piece: int = piece) -> Any:
+            trajectory, end, _ = rollout(env, constant_policy, push, start, (), jax.random.fold_in(new_key(1), piece), 4)
             return loss(trajectory), end
 
-        (each, here), slope = jax.value_and_grad(piece_loss, has_aux=True)(push)
-        values.append(each)
+        (piece_value, current), slope = jax.value_and_grad(piece_loss, has_aux=True)(push)
+        values.append(piece_value)
         slopes.append(slope)
     np.testing.assert_allclose(value, np.mean(values), rtol=1e-5)
     np.testing.assert_allclose(grads, np.mean(slopes), rtol=1e-5)
-    np.testing.assert_array_equal(after.steps, here.steps)
+    np.testing.assert_array_equal(last.steps, current.steps)
     with pytest.raises(ValueError, match="horizon"):
-        truncated_bptt(env, steady, 0, loss)
+        truncated_bptt(env, constant_policy, 0, loss)
 
 
-def test_probe_distinguishes_the_three_kinds() -> None:
-    class Looping(Counter):
+def test_probe_returns_the_kind_of_differentiability() -> None:
+    class WhileLoopEnv(Counter):
         def step(self, state: Any, action: Any, key: Any) -> Any:
             state, obs, reward, *rest = super().step(state, action, key)
             reward = jax.lax.while_loop(lambda x: x < 5, lambda x: x + 1, reward)
             return (state, obs, reward, *rest)
 
-    class Blind(Counter):
+    class SignEnv(Counter):
         def step(self, state: Any, action: Any, key: Any) -> Any:
             return super().step(state, jnp.sign(action) * (action > 0), key)
 
-    class Stopped(Counter):
+    class StopGradientEnv(Counter):
         def step(self, state: Any, action: Any, key: Any) -> Any:
             return super().step(state, jax.lax.stop_gradient(action), key)
 
     from vecenv.jax.env import probe
 
-    assert [probe(env()) for env in (Counter, Looping, Blind, Stopped, Switch)] == [
+    assert [probe(env()) for env in (Counter, WhileLoopEnv, SignEnv, StopGradientEnv, Switch)] == [
         "reverse", "forward", "zero", "zero", "none",
     ]  # fmt: skip
 
 
-def test_missing_gradient_raises() -> None:
+def test_require_gradient_without_a_derivative_raises() -> None:
     env = FunctionalVectorEnv(Switch(), 2)
     assert differentiability(env) == "none"
     with pytest.raises(ValueError, match="Switch has no derivative"):
         require_gradient(env)
     with pytest.raises(ValueError, match="Switch has no derivative"):
-        truncated_bptt(env, steady, 4, lambda trajectory: trajectory.reward.sum())
+        truncated_bptt(env, constant_policy, 4, lambda trajectory: trajectory.reward.sum())

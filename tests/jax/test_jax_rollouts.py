@@ -1,4 +1,4 @@
-"""Rollouts and evaluations against plain Python loops."""
+"""Rollouts and evaluations equal plain Python loops."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PARAMS = np.float32(0.5)
 
 @pytest.fixture(params=["native", "bridge"])
 def make(request: pytest.FixtureRequest, counters: Any) -> Iterator[Any]:
-    """``make(mode, discount=1.0)``: five environments, on the device or bridged."""
+    """``make(mode, discount=1.0)`` returns five environments, JAX-native or bridged."""
     bridges = []
 
     def build(mode: str, discount: float = 1.0) -> Any:
         if request.param == "native":
             return counters(autoreset_mode=mode, discount=discount)
-        envs = SyncVectorEnv(bridge_envs.tracks(5), autoreset_mode=AutoresetMode(mode))
+        envs = SyncVectorEnv(bridge_envs.make_fns(5), autoreset_mode=AutoresetMode(mode))
         bridges.append(bridge(envs, {"left": np.int32}, discount))
         return bridges[-1]
 
@@ -38,34 +38,34 @@ def make(request: pytest.FixtureRequest, counters: Any) -> Iterator[Any]:
 
 
 def policy(params: Any, carry: Any, obs: Any, first: Any, key: Any) -> Any:
-    """Draw random actions for each row by itself, and count the steps of the episode."""
+    """Return random actions, and count the steps of the episode in the carry."""
     carry = reset_carry(first, carry, jnp.zeros((), jnp.int32)) + 1
     if isinstance(obs, dict):
-        return carry, params + 0.3 * jax.random.normal(key, (5, 1)), {"seen": obs["step"], "memory": carry}
-    return carry, jax.random.randint(key, (5,), -2, 3), {"seen": obs[:, 0], "memory": carry}
+        return carry, params + 0.3 * jax.random.normal(key, (5, 1)), {"obs": obs["step"], "memory": carry}
+    return carry, jax.random.randint(key, (5,), -2, 3), {"obs": obs[:, 0], "memory": carry}
 
 
-NO_MEMORY = np.full(5, 99, np.int32)
+INITIAL_CARRY = np.full(5, 99, np.int32)
 
 
-def args(env: Any) -> tuple[Any, ...]:
-    """Return the arguments after ``env`` of every call below."""
-    return policy, PARAMS, env.reset(new_key(0)), NO_MEMORY, new_key(1)
+def make_arguments(env: Any) -> tuple[Any, ...]:
+    """Return the arguments of rollouts and evaluations after ``env``."""
+    return policy, PARAMS, env.reset(new_key(0)), INITIAL_CARRY, new_key(1)
 
 
-def loop(env: Any, steps: int) -> list[tuple[Any, Any, Any]]:
-    """Return ``(state, action, state after)`` of a Python loop with the same keys."""
-    state, carry, out = env.reset(new_key(0)), NO_MEMORY, []
+def run_loop(env: Any, steps: int) -> list[tuple[Any, Any, Any]]:
+    """Return ``(state, action, next state)`` for each step of a Python loop with the same keys."""
+    state, carry, steps_taken = env.reset(new_key(0)), INITIAL_CARRY, []
     for t in range(steps):
         carry, action, _ = policy(PARAMS, carry, state.obs, state.first, jax.random.fold_in(new_key(1), t))
         after = env.step(state, action)
-        out.append((state, action, after))
+        steps_taken.append((state, action, after))
         state = after
-    return out
+    return steps_taken
 
 
-def first_episodes(steps: list[tuple[Any, Any, Any]]) -> list[tuple[float, int, bool]]:
-    """Return return and length of the first episode of every row, and whether it ended."""
+def find_first_episodes(steps: list[tuple[Any, Any, Any]]) -> list[tuple[float, int, bool]]:
+    """Return, for each row, the return and the length of its first episode, and whether it ended."""
     rows = []
     for row in range(5):
         rewards, finished = [], False
@@ -83,13 +83,13 @@ def assert_close(one: Any, other: Any, rtol: float = 1e-5) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-def test_rollout_equals_a_loop_and_resets_recurrent_state(make: Any, mode: str) -> None:
+def test_rollout_equals_a_plain_loop_and_resets_the_carry(make: Any, mode: str) -> None:
     env = make(mode)
     info = "odd" if hasattr(env, "single_env") else "left"
     program = jax.jit(lambda *some: rollout(env, policy, *some, 20, ("steps", "done", info)))
-    trajectory, state, _ = program(*args(env)[1:])
+    trajectory, state, _ = program(*make_arguments(env)[1:])
     memory = np.zeros(5, int)
-    for t, (before, action, after) in enumerate(loop(env, 20)):
+    for t, (before, action, after) in enumerate(run_loop(env, 20)):
         found = jax.tree.map(lambda leaf, t=t: leaf[t], trajectory)
         memory = np.where(before.first, 1, memory + 1)
         assert_close((found.action, found.obs, found.next_obs), (action, before.obs, after.next_obs))
@@ -108,17 +108,17 @@ def test_rollout_equals_a_loop_and_resets_recurrent_state(make: Any, mode: str) 
 @pytest.mark.parametrize("mode", MODES)
 def test_evaluations_equal_a_plain_loop_without_extra_steps(make: Any, mode: str) -> None:
     env = make(mode, 0.5)
-    wanted = first_episodes(loop(env, 12))
+    expected = find_first_episodes(run_loop(env, 12))
     whole = jax.jit(lambda *some: eval_rollout_episode(env, policy, *some, 12))
     part = jax.jit(lambda *some: eval_rollout_episode(env.step, policy, *some, 12, keep=("reward", "done"))[0])
-    trajectory, metrics, state = whole(*args(env)[1:])
-    kept = part(*args(env)[1:])
-    fast, last = jax.jit(lambda *some: fast_eval_rollout_episode(env, policy, *some, 12))(*args(env)[1:])
-    returns, lengths, finished = (np.array(column) for column in zip(*wanted, strict=True))
+    trajectory, metrics, state = whole(*make_arguments(env)[1:])
+    kept = part(*make_arguments(env)[1:])
+    fast, last = jax.jit(lambda *some: fast_eval_rollout_episode(env, policy, *some, 12))(*make_arguments(env)[1:])
+    returns, lengths, finished = (np.array(column) for column in zip(*expected, strict=True))
     assert 1 < len(set(lengths)) <= max(lengths) < 12
     assert int(metrics.env_steps) == int(fast.env_steps) == max(lengths)
     if state.token is not None:
-        assert state.token[1] == last.token[1] == max(lengths)  # the calls since the reset
+        assert state.token[1] == last.token[1] == max(lengths)  # the number of calls since the reset
     for found in (metrics, fast):
         assert_close((found.episode_return, found.episode_length, found.finished), (returns, lengths, finished))
         assert (found.terminated | found.truncated).tolist() == found.finished.tolist()
@@ -128,37 +128,37 @@ def test_evaluations_equal_a_plain_loop_without_extra_steps(make: Any, mode: str
     np.testing.assert_array_equal(trajectory.valid, ~over)
     np.testing.assert_allclose(trajectory.reward.sum(0), returns, rtol=1e-5)
     np.testing.assert_allclose((weights * trajectory.reward).sum(0), metrics.discounted_return, rtol=1e-5)
-    np.testing.assert_array_equal(trajectory.done, np.arange(12)[:, None] >= lengths - 1)  # reported until the end
+    np.testing.assert_array_equal(trajectory.done, np.arange(12)[:, None] >= lengths - 1)  # done stays true afterwards
     assert (kept.obs, kept.action, kept.next_obs, kept.valid) == (None,) * 4
     assert_close((kept.reward, kept.done), (trajectory.reward, trajectory.done))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-def test_many_episodes_are_distributed_evenly(make: Any, mode: str) -> None:
-    """Rows that do not reset themselves are reset while they have episodes left."""
+def test_fast_eval_distributes_episodes_evenly_to_rows(make: Any, mode: str) -> None:
+    """Rows without autoreset are reset as long as they have remaining episodes."""
     env = make(mode)
     program = jax.jit(lambda *some: fast_eval_rollout_episode(env, policy, *some, 12, 13))
-    (metrics, _), (again, _) = program(*args(env)[1:]), program(*args(env)[1:])
+    (metrics, _), (again, _) = program(*make_arguments(env)[1:]), program(*make_arguments(env)[1:])
     assert metrics.finished.tolist() == [True] * 13
     assert_close(metrics, again)
     assert len(np.unique(metrics.episode_return)) == 13
     ended: list[list[tuple[float, int]]] = [[] for _ in range(5)]
-    for _, _, after in loop(env, int(metrics.env_steps)):
+    for _, _, after in run_loop(env, int(metrics.env_steps)):
         for row in np.flatnonzero(after.done & after.valid).tolist():
             ended[row].append((float(after.last_return[row]), int(after.last_length[row])))
-    for index in range(13 if mode != "Disabled" else 5):  # (a reset by mask begins elsewhere than the loop)
+    for index in range(13 if mode != "Disabled" else 5):  # a masked reset starts in another state than the loop
         total, length = ended[index % 5][index // 5]
         assert int(metrics.episode_length[index]) == length
         assert abs(float(metrics.episode_return[index]) - total) < 1e-4
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_episodes_that_take_all_steps_finish(counters: Any, mode: str) -> None:
-    """In next-step mode, a step without a result lies between two episodes of a row."""
+def test_fast_eval_finishes_episodes_that_take_max_steps(counters: Any, mode: str) -> None:
+    """In next-step mode, the step between two episodes of a row is an additional one."""
     env = counters(autoreset_mode=mode)
-    still = stateless(lambda params, obs, key: (jnp.zeros((5, 1)), {}))
-    metrics, _ = fast_eval_rollout_episode(env, still, PARAMS, env.reset(new_key(0)), (), new_key(1), 7, 13)
+    constant_policy = stateless(lambda params, obs, key: (jnp.zeros((5, 1)), {}))
+    metrics, _ = fast_eval_rollout_episode(env, constant_policy, PARAMS, env.reset(new_key(0)), (), new_key(1), 7, 13)
     assert metrics.finished.all()
     assert metrics.episode_length.max() <= 7
 
@@ -166,28 +166,30 @@ def test_episodes_that_take_all_steps_finish(counters: Any, mode: str) -> None:
 @pytest.mark.long
 def test_two_rollouts_equal_one_long_one(counters: Any) -> None:
     env = counters()
-    still = stateless(lambda params, obs, key: (jnp.full((5, 1), params), {}))
-    whole, _, _ = rollout(env, still, PARAMS, env.reset(new_key(0)), (), new_key(1), 20)
-    first, state, carry = rollout(env, still, PARAMS, env.reset(new_key(0)), (), new_key(1), 12)
-    second, _, _ = rollout(env, still, PARAMS, state, carry, new_key(1), 8)
+    constant_policy = stateless(lambda params, obs, key: (jnp.full((5, 1), params), {}))
+    whole, _, _ = rollout(env, constant_policy, PARAMS, env.reset(new_key(0)), (), new_key(1), 20)
+    first, state, carry = rollout(env, constant_policy, PARAMS, env.reset(new_key(0)), (), new_key(1), 12)
+    second, _, _ = rollout(env, constant_policy, PARAMS, state, carry, new_key(1), 8)
     assert carry == ()
     jax.tree.map(lambda w, a, b: np.testing.assert_array_equal(w, np.concatenate([a, b])), whole, first, second)
 
 
 @pytest.mark.long
-def test_too_short_evaluation_raises(counters: Any) -> None:
+def test_evaluation_with_too_few_steps_has_unfinished_episodes(counters: Any) -> None:
     env = counters(discount=0.5)
-    for metrics in (eval_rollout_episode(env, *args(env), 2)[1], fast_eval_rollout_episode(env, *args(env), 2)[0]):
+    whole = eval_rollout_episode(env, *make_arguments(env), 2)[1]
+    fast = fast_eval_rollout_episode(env, *make_arguments(env), 2)[0]
+    for metrics in (whole, fast):
         assert not metrics.finished.any()
         assert metrics.episode_length.tolist() == [2] * 5
-        first, second = (np.asarray(step[2].reward) for step in loop(env, 2))
+        first, second = (np.asarray(step[2].reward) for step in run_loop(env, 2))
         np.testing.assert_allclose(metrics.discounted_return, first + 0.5 * second, rtol=1e-5)
 
 
 @pytest.mark.long
-def test_evaluations_can_be_mapped_over_parameters(counters: Any) -> None:
+def test_evaluations_under_vmap_equal_separate_evaluations(counters: Any) -> None:
     env = counters()
-    _, _, *rest = args(env)
+    _, _, *rest = make_arguments(env)
 
     def evaluate(params: Any) -> Any:
         whole = eval_rollout_episode(env, policy, params, *rest, 12)[1]

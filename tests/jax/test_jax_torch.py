@@ -1,4 +1,4 @@
-"""``vecenv.torch``: gradients equal to JAX's over several steps, and writeable tensors."""
+"""``vecenv.torch``: gradients over several steps equal those of JAX, and tensors are writeable."""
 
 from __future__ import annotations
 
@@ -19,60 +19,60 @@ from vecenv.backends.jax_native import JaxVectorEnv  # noqa: E402
 from vecenv.jax import FunctionalVectorEnv, adapt  # noqa: E402
 
 
-def jax_gradient(env: Any, actions: Any, measure: Any) -> Any:
+def get_jax_gradient(env: Any, actions: Any, compute_loss: Any) -> Any:
     from vecenv.jax.interop import seed_keys
 
     def loss(actions: Any) -> Any:
         state = env.begin(jnp.asarray(seed_keys(range(env.num_envs))))
         for action in actions:
             state = env.step(state, action)
-        return measure(state)
+        return compute_loss(state)
 
     return jax.jit(jax.value_and_grad(loss))(jnp.asarray(actions))
 
 
-def torch_gradient(env: Any, actions: Any, measure: Any) -> Any:
+def get_torch_gradient(env: Any, actions: Any, compute_loss: Any) -> Any:
     tensor = torch.tensor(actions, requires_grad=True)
     differentiable = vecenv.torch.differentiable(env)
     state = differentiable.reset(seed=0)
     for t in range(len(actions)):
         state = differentiable.step(state, tensor[t])
-    value = measure(state)
+    value = compute_loss(state)
     value.backward()
     return value.detach().numpy(), tensor.grad.numpy(), state
 
 
-def random_actions(env: Any, steps: int) -> Any:
+def sample_actions(env: Any, steps: int) -> Any:
     return np.random.default_rng(0).uniform(-0.5, 0.5, (steps, *env.action_space.shape)).astype(np.float32)
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
-def test_gradients_over_many_steps_and_restarts_equal_those_of_jax(counters: Any, mode: str) -> None:
+def test_gradients_over_steps_and_resets_equal_those_of_jax(counters: Any, mode: str) -> None:
     env = counters(autoreset_mode=mode)
-    actions = random_actions(env, 12)
-    wanted = jax_gradient(env, actions, lambda s: jnp.mean(s.obs["place"] ** 2) + s.episode_return.sum())
-    found = torch_gradient(env, actions, lambda s: (s.obs["place"] ** 2).mean() + s.episode_return.sum())
-    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-6)
-    np.testing.assert_allclose(found[1], wanted[1], rtol=1e-5, atol=1e-7)
+    actions = sample_actions(env, 12)
+    expected = get_jax_gradient(env, actions, lambda s: jnp.mean(s.obs["place"] ** 2) + s.episode_return.sum())
+    found = get_torch_gradient(env, actions, lambda s: (s.obs["place"] ** 2).mean() + s.episode_return.sum())
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-7)
     assert np.abs(found[1]).max() > 0.1
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ant_gradient_of_every_action() -> None:
-    """If nested parts of the state lose their cotangents, only the last of the three has one."""
+def test_gradients_of_ant_equal_those_of_jax_for_every_action() -> None:
+    """If the cotangents of nested parts of the state were lost, only the last action would have a gradient."""
     pytest.importorskip("brax", reason="needs Brax")
     env = FunctionalVectorEnv(adapt("ant", backend="spring"), 3, "SameStep")
-    actions = random_actions(env, 3)
-    wanted = jax_gradient(env, actions, lambda s: s.reward.sum())
-    found = torch_gradient(env, actions, lambda s: s.reward.sum())
-    np.testing.assert_allclose(found[1], wanted[1], rtol=1e-4, atol=1e-6)
+    actions = sample_actions(env, 3)
+    expected = get_jax_gradient(env, actions, lambda s: s.reward.sum())
+    found = get_torch_gradient(env, actions, lambda s: s.reward.sum())
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-4, atol=1e-6)
     assert (np.abs(found[1]).max((1, 2)) > 1e-2).all()
 
 
-def test_metrics_are_differentiable_and_flags_are_not(counters: Any) -> None:
+def test_infos_are_differentiable_and_flags_are_not(counters: Any) -> None:
     env = counters()
-    _, grad, state = torch_gradient(env, random_actions(env, 2), lambda s: s.info["place"].sum())
+    _, grad, state = get_torch_gradient(env, sample_actions(env, 2), lambda s: s.info["place"].sum())
     np.testing.assert_allclose(grad, 1.0)
     assert state.terminated.dtype == torch.bool
     assert state.steps.tolist() == [2] * 5
@@ -82,7 +82,7 @@ def test_metrics_are_differentiable_and_flags_are_not(counters: Any) -> None:
         state.speed  # noqa: B018
 
 
-def test_backward_twice_and_overwritten_actions(counters: Any) -> None:
+def test_gradients_are_right_after_a_second_backward_and_overwritten_actions(counters: Any) -> None:
     env = vecenv.torch.differentiable(counters())
     start = torch.full((5, 1), 0.3, requires_grad=True)
     action = start * 1.0
@@ -90,23 +90,23 @@ def test_backward_twice_and_overwritten_actions(counters: Any) -> None:
     action.data.fill_(9.0)
     loss = (state.reward**2).sum()
     loss.backward(retain_graph=True)
-    once = start.grad.clone()
+    gradient = start.grad.clone()
     loss.backward()
-    assert torch.equal(start.grad, 2 * once)
-    assert torch.allclose(once, 2 * state.reward.detach()[:, None])
+    assert torch.equal(start.grad, 2 * gradient)
+    assert torch.allclose(gradient, 2 * state.reward.detach()[:, None])
 
 
-def test_states_go_to_jax_and_back(counters: Any) -> None:
+def test_wrap_and_unwrap_preserve_states(counters: Any) -> None:
     functional = counters()
     env = vecenv.torch.differentiable(JaxVectorEnv(functional))
     state = functional.reset(jax.random.key(0))
-    back = env.unwrap(env.wrap(state))
-    jax.tree.map(np.testing.assert_array_equal, state, back)
+    unwrapped = env.unwrap(env.wrap(state))
+    jax.tree.map(np.testing.assert_array_equal, state, unwrapped)
     a, b = env.step(env.wrap(state), torch.zeros(5, 1)), functional.step(state, np.zeros((5, 1), np.float32))
     np.testing.assert_allclose(a.obs["place"], b.obs["place"])
 
 
-def test_environments_without_gradient_are_refused(counters: Any) -> None:
+def test_differentiable_with_wrong_arguments_raises(counters: Any) -> None:
     with pytest.raises(ValueError, match="no derivative"):
         vecenv.torch.differentiable(Switch(), 2)
     with pytest.raises(ValueError, match="already has its options"):
@@ -122,29 +122,30 @@ def test_torch_results_equal_numpy_results_and_are_writeable(counters: Any, mode
     host.reset(seed=0)
     observations, _ = device.reset(seed=0)
     observations["place"].fill_(7.0)
-    for tick in range(10):
+    for number in range(10):
         actions = torch.full((5, 1), 0.6)
-        mine, theirs = host.step(actions.numpy()), device.step(actions if tick % 2 else actions.numpy())  # of either library
+        expected = host.step(actions.numpy())
+        found = device.step(actions if number % 2 else actions.numpy())  # actions may be of either library
         actions.fill_(-5.0)
-        for one, other in zip(mine[:4], theirs[:4], strict=True):
+        for one, other in zip(expected[:4], found[:4], strict=True):
             jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y.numpy()), one, other)
-        for tensor in (theirs[0]["place"], theirs[1]):
+        for tensor in (found[0]["place"], found[1]):
             tensor.fill_(7.0)
-    assert theirs[2].dtype == torch.bool
+    assert found[2].dtype == torch.bool
     chunk = device.step_chunk(torch.zeros(3, 5, 1))
     assert chunk[0]["place"].shape == (3, 5, 2)
 
 
 @pytest.mark.long
-def test_named_environment_with_options_and_copied_states() -> None:
+def test_differentiable_by_name_has_options_and_copyable_states() -> None:
     pytest.importorskip("brax", reason="needs Brax")
     env = vecenv.torch.differentiable("inverted_pendulum", 2, backend="spring", max_episode_steps=5)
     assert env.functional.max_episode_steps == 5
     state = env.reset(seed=0)
-    for twin in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
-        assert torch.equal(twin.packed, state.packed)
-        assert torch.equal(twin.integers, state.integers)
-        assert twin.done.tolist() == [False, False]
-        assert torch.equal(twin.inner.key.view(torch.int32), state.inner.key.view(torch.int32))
+    for duplicate in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        assert torch.equal(duplicate.packed, state.packed)
+        assert torch.equal(duplicate.integers, state.integers)
+        assert duplicate.done.tolist() == [False, False]
+        assert torch.equal(duplicate.inner.key.view(torch.int32), state.inner.key.view(torch.int32))
     with pytest.raises(ValueError, match=r"expected a tensor of shape \[.*\], got"):
         env.state(state.packed, state.packed)

@@ -1,4 +1,4 @@
-"""Small parallel environments with agents that join, leave, differ and have masks, drawn from the seed of a reset."""
+"""Small parallel environments with agents that join, leave, have different spaces or have masks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vecenv.multi_agent import MultiAgentVecEnv
 
 
 @contextmanager
-def started_games(games: Any, **options: Any) -> Iterator[MultiAgentVecEnv]:
+def open_games(games: Any, **options: Any) -> Iterator[MultiAgentVecEnv]:
     """Yield a vector environment of these games, after a reset with seed 0."""
     with MultiAgentVecEnv(games, **options) as envs:
         envs.reset(seed=0)
@@ -24,13 +24,13 @@ class RandomGame:
     """A game with births, deaths, observations, rewards and infos drawn from the seed.
 
     Args:
-        count: Number of agents.
-        births: All agents but the first are born within the first steps, instead of at the reset.
+        count: The number of agents.
+        births: All agents except the first one join within the first steps, not at the reset.
         together: All agents end at the same time.
-        differ: Every second agent has different spaces.
+        differ: Every second agent has other spaces.
         masks: Agents have action masks, in the observation (``"obs"``) or the info (``"info"``); a forbidden action raises.
         infos: Agents have infos, and so has the environment.
-        length: Upper bound of an agent's life in steps.
+        length: Each agent lives for fewer steps than this.
         strict: ``step`` raises unless exactly the live agents have actions.
     """
 
@@ -94,30 +94,30 @@ class RandomGame:
         self.endings = self.rng.integers(0, 3, count)
         self.agents = [agent for index, agent in enumerate(self.possible_agents) if self.birth_times[index] == 0]
         self.options = options
-        return self._look(self.agents), self._infos(self.agents)
+        return self._observe(self.agents), self._infos(self.agents)
 
     def step(self, actions: dict[str, Any]) -> Any:
         if self.strict and set(actions) != set(self.agents):
             raise ValueError(f"got actions of {sorted(actions)}, but the live agents are {sorted(self.agents)}")
         self._check_masks(actions)
         self.time += 1
-        before = list(self.agents)
-        index_of = self.possible_agents.index
-        ends = [agent for agent in before if self.death_times[index_of(agent)] <= self.time]
+        acting = list(self.agents)
+        get_index = self.possible_agents.index
+        ends = [agent for agent in acting if self.death_times[get_index(agent)] <= self.time]
         newborn = [agent for index, agent in enumerate(self.possible_agents) if self.birth_times[index] == self.time]
-        reported = before + newborn
+        reported = acting + newborn
         rewards = {a: float(self.rng.normal()) + float(np.sum(actions.get(a, 0))) for a in reported}
-        terminations = {agent: agent in ends and self.endings[index_of(agent)] != 1 for agent in reported}
-        truncations = {agent: agent in ends and self.endings[index_of(agent)] != 0 for agent in reported}
+        terminations = {agent: agent in ends and self.endings[get_index(agent)] != 1 for agent in reported}
+        truncations = {agent: agent in ends and self.endings[get_index(agent)] != 0 for agent in reported}
         self.agents = [agent for agent in reported if agent not in ends]
-        return self._look(reported), rewards, terminations, truncations, self._infos(reported)
+        return self._observe(reported), rewards, terminations, truncations, self._infos(reported)
 
     def _check_masks(self, actions: dict[str, Any]) -> None:
         for agent, action in actions.items():
             if self.masks and not self.allowed[agent][int(action)]:
                 raise ValueError(f"{agent}: action {action} is masked")
 
-    def _look(self, agents: list[str]) -> dict[str, Any]:
+    def _observe(self, agents: list[str]) -> dict[str, Any]:
         self.allowed = {}
         observations = {}
         for agent in agents:
@@ -162,14 +162,14 @@ class RandomGame:
         self.closed = True
 
 
-class Scripted:
+class ScriptedGame:
     """A game with fixed births and deaths, equal episodes, and the time as the observation.
 
     Args:
-        lives: Agent -> (born at, dies at); reward is 1 per step.
+        lives: Agent -> (time of birth, time of death). The reward is 1 per step.
         truncated: Agents that are truncated instead of terminated.
         silent: Agents without a last observation.
-        size: Length of an observation.
+        size: The length of an observation.
     """
 
     def __init__(
@@ -195,14 +195,14 @@ class Scripted:
     def action_space(self, agent: Any) -> spaces.Space[Any]:
         return spaces.Discrete(5)
 
-    def _look(self, agents: list[Any]) -> dict[Any, Any]:
+    def _observe(self, agents: list[Any]) -> dict[Any, Any]:
         return {agent: np.full(self.size, 100 + self.time, np.float32) for agent in agents}
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         self.seeds.append(seed)
         self.time = 0
         self.agents = [agent for agent, (born, _) in self.lives.items() if born == 0]
-        return self._look(self.agents), {agent: {} for agent in self.agents}
+        return self._observe(self.agents), {agent: {} for agent in self.agents}
 
     def step(self, actions: dict[Any, Any]) -> Any:
         self.actions.append(dict(actions))
@@ -212,7 +212,7 @@ class Scripted:
         ends = {agent: self.lives[agent][1] == self.time for agent in reported}
         self.agents = [agent for agent in reported if not ends[agent]]
         return (
-            self._look([agent for agent in reported if not (ends[agent] and agent in self.silent)]),
+            self._observe([agent for agent in reported if not (ends[agent] and agent in self.silent)]),
             dict.fromkeys(reported, 1.0),
             {agent: ends[agent] and agent not in self.truncated for agent in reported},
             {agent: ends[agent] and agent in self.truncated for agent in reported},
@@ -223,8 +223,8 @@ class Scripted:
         pass
 
 
-class Broken(Scripted):
-    """A game with a fault in its third step; ``fault`` names it."""
+class FaultyGame(ScriptedGame):
+    """A game with a fault in its third step, selected by ``fault``."""
 
     def __init__(self, fault: str) -> None:
         super().__init__({"a": (0, 9), "b": (0, 9)})
@@ -240,13 +240,13 @@ class Broken(Scripted):
                     rewards["stranger"] = 1.0
                 case "wrong shape":
                     observations["b"] = np.zeros(7, np.float32)
-                case "blind":
+                case "no observation":
                     del observations["b"]
-                case "unpaid" | "unpaid at its end":
+                case "no reward" | "no reward at its end":
                     del rewards["b"]
-                    terminations["b"] = self.fault == "unpaid at its end"
+                    terminations["b"] = self.fault == "no reward at its end"
                     self.agents = ["a"] if terminations["b"] else self.agents
-                case "reward":
+                case "text as reward":
                     rewards["b"] = "a lot"
                 case "raises":
                     raise ValueError("out of luck")
@@ -261,24 +261,26 @@ class Broken(Scripted):
         return observations, rewards, terminations, truncations, infos
 
 
-class ForAll(Scripted):
-    """A game that sets ``"__all__"`` in its third step, in the flags that ``which`` names, and no other flag.
+class AllFlagGame(ScriptedGame):
+    """A game that ends in its third step by ``"__all__"`` in its flags. Agent ``a`` dies before, ``d`` is never born.
 
-    Agent ``a`` dies in the first step; ``d`` would be born after the end. With ``last`` the last step has observations and
-    rewards, and with ``leaves`` ``agents`` is empty afterwards.
+    Args:
+        flags: The dicts that have ``"__all__"``: ``"terminations"``, ``"truncations"`` or both.
+        last_values: The third step has observations and rewards.
+        removes_agents: ``agents`` is empty after the third step.
     """
 
-    def __init__(self, which: tuple[str, ...], last: bool = True, leaves: bool = True) -> None:
+    def __init__(self, flags: tuple[str, ...], last_values: bool = True, removes_agents: bool = True) -> None:
         super().__init__({"a": (0, 1), "b": (0, 9), "c": (0, 9), "d": (8, 9)})
-        self.which, self.last, self.leaves = which, last, leaves
+        self.flags, self.last_values, self.removes_agents = flags, last_values, removes_agents
 
     def step(self, actions: dict[Any, Any]) -> Any:
         observations, rewards, terminations, truncations, infos = super().step(actions)
         over = self.time == 3
-        terminations["__all__"] = over and "terminations" in self.which
-        truncations["__all__"] = over and "truncations" in self.which
-        if over and self.leaves:
+        terminations["__all__"] = over and "terminations" in self.flags
+        truncations["__all__"] = over and "truncations" in self.flags
+        if over and self.removes_agents:
             self.agents = []
-        if over and not self.last:
+        if over and not self.last_values:
             observations, rewards = {}, {}
         return observations, rewards, terminations, truncations, infos

@@ -1,5 +1,4 @@
-"""The reference for ``MultiAgentVecEnv``: a plain Python loop over the same environments, with dicts of agents, no batches.
-"""
+"""The reference for ``MultiAgentVecEnv``: a Python loop over the same environments, with dicts of agents."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ from gymnasium.vector import AutoresetMode
 
 
 @dataclass
-class Snapshot:
-    """One environment at one time; each dict has only the agents that it is about."""
+class ExpectedRow:
+    """The expected values of one environment after a reset or step, in dicts by agent."""
 
     observations: dict[Any, Any]
     rewards: dict[Any, float] = field(default_factory=dict)
@@ -29,62 +28,62 @@ class Snapshot:
 
 
 class PlainLoop:
-    """A loop that steps environments one after the other. ``turns``: only the agents to move act."""
+    """A loop that steps environments one after the other."""
 
     def __init__(self, env_fns: Sequence[Callable[[], Any]], mode: AutoresetMode = AutoresetMode.NEXT_STEP) -> None:
         self.envs = [env_fn() for env_fn in env_fns]
         self.mode = mode
         self.over = [False] * len(self.envs)
-        self.truncated = [False] * len(self.envs)  # agents that have been present in this episode
+        self.truncated = [False] * len(self.envs)  # whether an agent was truncated in this episode
 
-    def _acting(self, env: Any) -> list[Any]:
+    def _get_acting(self, env: Any) -> list[Any]:
         return list(env.agents_to_act if hasattr(env, "agents_to_act") else env.agents)
 
-    def reset(self, seeds: Sequence[Any], mask: Sequence[bool] | None = None) -> list[Snapshot | None]:
-        seen: list[Snapshot | None] = []
+    def reset(self, seeds: Sequence[Any], mask: Sequence[bool] | None = None) -> list[ExpectedRow | None]:
+        rows: list[ExpectedRow | None] = []
         for index, env in enumerate(self.envs):
             if mask is not None and not mask[index]:
-                seen.append(None)
+                rows.append(None)
                 continue
             observations, infos = env.reset(seed=seeds[index])
             self.over[index] = False
-            seen.append(Snapshot(dict(observations), acting=self._acting(env), infos=infos))
-        return seen
+            rows.append(ExpectedRow(dict(observations), acting=self._get_acting(env), infos=infos))
+        return rows
 
-    def step(self, actions: Sequence[dict[Any, Any]]) -> list[Snapshot]:
+    def step(self, actions: Sequence[dict[Any, Any]]) -> list[ExpectedRow]:
         return [self._step(index, env, actions[index]) for index, env in enumerate(self.envs)]
 
-    def _step(self, index: int, env: Any, actions: dict[Any, Any]) -> Snapshot:
+    def _step(self, index: int, env: Any, actions: dict[Any, Any]) -> ExpectedRow:
         if self.over[index]:
             self.over[index] = False
             observations, infos = env.reset()
-            return Snapshot(dict(observations), acting=self._acting(env), infos=infos)
-        acted = self._acting(env)
+            return ExpectedRow(dict(observations), acting=self._get_acting(env), infos=infos)
+        acted = self._get_acting(env)
         observations, rewards, terminations, truncations, infos = env.step({agent: actions[agent] for agent in acted})
-        seen = Snapshot(dict(observations), dict(rewards), dict(terminations), dict(truncations), acted, infos=infos)
-        seen.done = not env.agents
+        expected = ExpectedRow(dict(observations), dict(rewards), dict(terminations), dict(truncations), acted, infos=infos)
+        expected.done = not env.agents
         self.truncated[index] |= any(truncations.values())
-        seen.terminated = seen.done and not self.truncated[index]
-        seen.acting = self._acting(env)
-        if seen.done:
+        expected.terminated = expected.done and not self.truncated[index]
+        expected.acting = self._get_acting(env)
+        if expected.done:
             self.truncated[index] = False
             if self.mode is AutoresetMode.SAME_STEP:
-                seen.final, seen.final_infos = seen.observations, infos
-                seen.observations, seen.infos = env.reset()
-                seen.acting = self._acting(env)
+                expected.final, expected.final_infos = expected.observations, infos
+                expected.observations, expected.infos = env.reset()
+                expected.acting = self._get_acting(env)
             else:
                 self.over[index] = self.mode is AutoresetMode.NEXT_STEP
-        return seen
+        return expected
 
     def close(self) -> None:
         for env in self.envs:
             env.close()
 
 
-def identical(one: Any, other: Any) -> bool:
+def is_identical(one: Any, other: Any) -> bool:
     """True if two values are equal bit for bit, with the same dtype."""
     if isinstance(other, dict):
-        return set(one) == set(other) and all(identical(one[key], other[key]) for key in other)
+        return set(one) == set(other) and all(is_identical(one[key], other[key]) for key in other)
     one, other = np.asarray(one), np.asarray(other)
     return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
 
@@ -95,43 +94,43 @@ def is_padding(value: Any, pad: float = 0) -> bool:
     return bool((np.asarray(value) == pad).all())
 
 
-def agents_view(envs: Any, batch: Any, row: int, agent: Any) -> Any:
-    """Return one agent's part of a batch in the layout of ``envs``."""
+def select_agent(envs: Any, batch: Any, row: int, agent: Any) -> Any:
+    """Return the part of one agent from a batch in the layout of ``envs``."""
     if envs.layout == "stack":
-        return _take(batch, row, envs.agent_index[agent])
+        return _index_leaves(batch, row, envs.agent_index[agent])
     if envs.layout == "agents":
-        return _take(batch[agent], row)
+        return _index_leaves(batch[agent], row)
     for group, members in envs.groups.items():
         if agent in members:
-            return _take(batch[group], row, members.index(agent))
+            return _index_leaves(batch[group], row, members.index(agent))
     raise AssertionError(agent)
 
 
-def _take(value: Any, *index: int) -> Any:
+def _index_leaves(value: Any, *index: int) -> Any:
     if isinstance(value, dict):
-        return {key: _take(inner, *index) for key, inner in value.items()}
+        return {key: _index_leaves(inner, *index) for key, inner in value.items()}
     return value[index]
 
 
-def assert_row_equals(envs: Any, row: int, seen: Snapshot, result: tuple[Any, ...], pad: float = 0) -> None:
+def assert_row_equals(envs: Any, row: int, expected: ExpectedRow, result: tuple[Any, ...], pad: float = 0) -> None:
     """Assert that row ``row`` of a result of ``MultiAgentVecEnv`` equals the values of the loop."""
     obs, infos = result[0], result[-1]
     for column, agent in enumerate(envs.possible_agents):
         where = f"env {row}, {agent}"
-        view = agents_view(envs, obs, row, agent)
-        if agent in seen.observations:
-            assert identical(view, seen.observations[agent]), f"{where}: {view} != {seen.observations[agent]}"
+        found = select_agent(envs, obs, row, agent)
+        if agent in expected.observations:
+            assert is_identical(found, expected.observations[agent]), f"{where}: {found} != {expected.observations[agent]}"
         else:
-            assert is_padding(view, pad), f"{where}: {view} is no padding"
-        assert infos["agent_mask"][row, column] == (agent in seen.acting), where
-        assert infos["transition_mask"][row, column] == (agent in seen.acted), where
+            assert is_padding(found, pad), f"{where}: {found} is no padding"
+        assert infos["agent_mask"][row, column] == (agent in expected.acting), where
+        assert infos["transition_mask"][row, column] == (agent in expected.acted), where
         if len(result) == 5:
-            assert identical(result[1][row, column], np.float64(seen.rewards.get(agent, 0.0))), where
-            assert result[2][row, column] == seen.terminations.get(agent, False), where
-            assert result[3][row, column] == seen.truncations.get(agent, False), where
-        if seen.final is not None:
-            last = agents_view(envs, infos["final_obs"], row, agent)
-            assert identical(last, seen.final[agent]) if agent in seen.final else is_padding(last, pad), where
+            assert is_identical(result[1][row, column], np.float64(expected.rewards.get(agent, 0.0))), where
+            assert result[2][row, column] == expected.terminations.get(agent, False), where
+            assert result[3][row, column] == expected.truncations.get(agent, False), where
+        if expected.final is not None:
+            last = select_agent(envs, infos["final_obs"], row, agent)
+            assert is_identical(last, expected.final[agent]) if agent in expected.final else is_padding(last, pad), where
     if len(result) == 5:
-        assert (infos["env_done"][row], infos["env_terminated"][row]) == (seen.done, seen.terminated)
-        assert bool(infos.get("_final_obs", np.zeros(row + 1))[row]) == (seen.final is not None)
+        assert (infos["env_done"][row], infos["env_terminated"][row]) == (expected.done, expected.terminated)
+        assert bool(infos.get("_final_obs", np.zeros(row + 1))[row]) == (expected.final is not None)

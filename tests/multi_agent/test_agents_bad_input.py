@@ -1,4 +1,4 @@
-"""Mistakes are reported in the caller, with environment and agent, for every environment that makes them."""
+"""Mistakes of environments and callers raise errors that name each environment and agent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_games import Broken, ForAll, RandomGame, Scripted, started_games
+from agent_games import AllFlagGame, FaultyGame, RandomGame, ScriptedGame, open_games
 from gymnasium import spaces
 
 import vecenv
@@ -23,18 +23,19 @@ WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
 
 
 @WORKERS
-def test_differing_agents_and_spaces_are_named_for_every_environment(num_workers: int) -> None:
-    def other_space() -> Any:
-        return Scripted(size=5)
+def test_constructor_names_different_agents_and_spaces_of_all_environments(num_workers: int) -> None:
+    def make_other_space() -> Any:
+        return ScriptedGame(size=5)
 
-    def other_agents() -> Any:
-        return Scripted({"a": (0, 1), "x": (0, 1)})
+    def make_other_agents() -> Any:
+        return ScriptedGame({"a": (0, 1), "x": (0, 1)})
 
-    def other_order() -> Any:
-        return Scripted({"c": (0, 1), "b": (0, 1), "a": (0, 1)})
+    def make_other_order() -> Any:
+        return ScriptedGame({"c": (0, 1), "b": (0, 1), "a": (0, 1)})
 
+    env_fns = [ScriptedGame, make_other_space, ScriptedGame, make_other_agents, make_other_order, object]
     with pytest.raises(ValueError, match="same agents and spaces") as caught:
-        MultiAgentVecEnv([Scripted, other_space, Scripted, other_agents, other_order, object], num_workers=num_workers)
+        MultiAgentVecEnv(env_fns, num_workers=num_workers)
     text = str(caught.value)
     for agent in "abc":
         assert f"env 1: agent '{agent}': observation_space" in text
@@ -46,12 +47,12 @@ def test_differing_agents_and_spaces_are_named_for_every_environment(num_workers
 
 
 @pytest.mark.parametrize("as_list", [False, True])
-def test_a_dict_of_actions_names_the_layout_that_takes_it(as_list: bool) -> None:
-    with contextlib.closing(MultiAgentVecEnv([Scripted] * 2, num_workers=0, layout="stack")) as envs:
+def test_step_with_a_dict_of_actions_names_the_suitable_layout(as_list: bool) -> None:
+    with contextlib.closing(MultiAgentVecEnv([ScriptedGame] * 2, num_workers=0, layout="stack")) as envs:
         envs.reset(seed=1)
         actions: Any = dict.fromkeys(envs.possible_agents, 0)
-        takes = re.escape("layout 'stack' takes an array [env, agent] of shape (2, 3), with agents in the order of envs.")
-        with pytest.raises(ValueError, match=rf"{takes}.*layout='agents' takes a dict; nothing was sent"):
+        text = re.escape("layout 'stack' takes an array [env, agent] of shape (2, 3), with agents in the order of envs.")
+        with pytest.raises(ValueError, match=rf"{text}.*layout='agents' takes a dict; nothing was sent"):
             envs.step([actions] * 2 if as_list else actions)
         envs.step(np.zeros((2, 3), int))
 
@@ -62,12 +63,12 @@ class NoAgents:
 
 
 @pytest.mark.parametrize("kind", [NoAgents, object])
-def test_environment_without_agents_is_refused(kind: Any) -> None:
+def test_constructor_with_an_environment_without_agents_raises(kind: Any) -> None:
     with pytest.raises(TypeError, match=r"possible_agents.*from_aec"):
         MultiAgentVecEnv([kind], num_workers=0)
 
 
-def step_often(envs: MultiAgentVecEnv, actions: Any, times: int) -> None:
+def repeat_step(envs: MultiAgentVecEnv, actions: Any, times: int) -> None:
     for _ in range(times):
         envs.step(actions)
 
@@ -80,26 +81,26 @@ def step_often(envs: MultiAgentVecEnv, actions: Any, times: int) -> None:
         ("unknown agent", ValueError, r"env 1: unknown agents \['stranger'\].*\['a', 'b'\]"),
         ("unknown reward", ValueError, r"env 1: unknown agents \['stranger'\]"),
         ("wrong shape", vecenv.errors.ObservationError, r"env 1, agent 'b'.*shape \(7,\).*expected shape \(2,\)"),
-        ("blind", vecenv.errors.ObservationError, r"env 1, agent 'b': is alive, but has no observation"),
-        ("unpaid", vecenv.errors.ObservationError, r"env 1, agent 'b': reward is missing.*got rewards of \['a'\]"),
-        ("unpaid at its end", vecenv.errors.ObservationError, r"env 1, agent 'b': reward is missing"),
-        ("reward", vecenv.errors.ObservationError, r"env 1, agent 'b': reward: got 'a lot'"),
+        ("no observation", vecenv.errors.ObservationError, r"env 1, agent 'b': is alive, but has no observation"),
+        ("no reward", vecenv.errors.ObservationError, r"env 1, agent 'b': reward is missing.*got rewards of \['a'\]"),
+        ("no reward at its end", vecenv.errors.ObservationError, r"env 1, agent 'b': reward is missing"),
+        ("text as reward", vecenv.errors.ObservationError, r"env 1, agent 'b': reward: got 'a lot'"),
         ("raises", ValueError, "out of luck"),
         ("four values", ValueError, "env 1: step must return five dicts, got a tuple of 4"),
         ("revival", ValueError, "env 1, agent 'a': came back"),
     ],
 )
-def test_mistakes_of_environments_are_named(fault: str, error: Any, match: str, num_workers: int) -> None:
+def test_step_names_all_environments_with_the_same_mistake(fault: str, error: Any, match: str, num_workers: int) -> None:
     fns = [
-        functools.partial(Scripted, {"a": (0, 9), "b": (0, 9)}),
-        functools.partial(Broken, fault),
-        functools.partial(Scripted, {"a": (0, 9), "b": (0, 9)}),
-        functools.partial(Broken, fault),
+        functools.partial(ScriptedGame, {"a": (0, 9), "b": (0, 9)}),
+        functools.partial(FaultyGame, fault),
+        functools.partial(ScriptedGame, {"a": (0, 9), "b": (0, 9)}),
+        functools.partial(FaultyGame, fault),
     ]
-    with started_games(fns, num_workers=num_workers) as envs:
+    with open_games(fns, num_workers=num_workers) as envs:
         actions = np.zeros((4, 2), np.int64)
         with pytest.raises(error, match=match) as caught:
-            step_often(envs, actions, 4)
+            repeat_step(envs, actions, 4)
         notes = "\n".join(caught.value.__notes__)
         assert "env 1" in notes
         assert "also failed in the same way: env 3" in notes
@@ -111,8 +112,8 @@ def test_mistakes_of_environments_are_named(fault: str, error: Any, match: str, 
         assert rewards.tolist() == [[1, 1]] * 4
 
 
-class PaysOnlyRequired(Scripted):
-    """A game that pays only the agents with required rewards: not newborn, vanished or dead ones."""
+class RequiredRewardsGame(ScriptedGame):
+    """A game with rewards only for the agents that need one, without newborn, vanished and dead agents."""
 
     def step(self, actions: dict[Any, Any]) -> Any:
         observations, rewards, terminations, truncations, infos = super().step(actions)
@@ -126,23 +127,23 @@ class PaysOnlyRequired(Scripted):
 
 
 @WORKERS
-def test_rewards_of_idle_or_vanished_agents_are_optional(num_workers: int) -> None:
+def test_rewards_of_newborn_and_vanished_agents_are_optional(num_workers: int) -> None:
     lives = {"a": (0, 2), "b": (1, 4), "c": (0, 6)}
-    with started_games([functools.partial(PaysOnlyRequired, lives)] * 2, num_workers=num_workers) as envs:
-        paid = [envs.step(np.zeros((2, 3), np.int64))[1][1].tolist() for _ in range(6)]
-        assert paid == [[1, 0, 1], [0, 1, 1], [0, 1, 1], [0, 0, 1], [0, 0, 1], [0, 0, 0]]
+    with open_games([functools.partial(RequiredRewardsGame, lives)] * 2, num_workers=num_workers) as envs:
+        rewards = [envs.step(np.zeros((2, 3), np.int64))[1][1].tolist() for _ in range(6)]
+        assert rewards == [[1, 0, 1], [0, 1, 1], [0, 1, 1], [0, 0, 1], [0, 0, 1], [0, 0, 0]]
 
 
-class DefaultdictRewards(Scripted):
-    """A game with rewards in a defaultdict without zeros, as conversions of PettingZoo make them."""
+class DefaultdictRewardsGame(ScriptedGame):
+    """A game with rewards in a defaultdict without zeros, like the conversions of PettingZoo."""
 
     def step(self, actions: dict[Any, Any]) -> Any:
         observations, rewards, *rest = super().step(actions)
         return observations, collections.defaultdict(int, {"a": rewards["a"]} if "a" in rewards else {}), *rest
 
 
-def test_defaultdict_of_rewards_covers_all_agents() -> None:
-    with started_games([DefaultdictRewards], num_workers=0) as envs:
+def test_missing_keys_of_a_defaultdict_are_rewards_of_zero() -> None:
+    with open_games([DefaultdictRewardsGame], num_workers=0) as envs:
         assert [envs.step(np.zeros((1, 3), np.int64))[1].tolist() for _ in range(3)] == [
             [[1, 0, 0]],
             [[1, 0, 0]],
@@ -152,37 +153,38 @@ def test_defaultdict_of_rewards_covers_all_agents() -> None:
 
 @pytest.mark.sampled(5)
 @WORKERS
-@pytest.mark.parametrize("leaves", [True, False], ids=["none-left", "still-listed"])
-@pytest.mark.parametrize("last", [True, False], ids=["told", "silent"])
-@pytest.mark.parametrize("which", [("terminations",), ("truncations",), ("terminations", "truncations")], ids="+".join)
+@pytest.mark.parametrize("removes_agents", [True, False], ids=["agents-removed", "agents-listed"])
+@pytest.mark.parametrize("last_values", [True, False], ids=["last-values", "no-last-values"])
+@pytest.mark.parametrize("flags", [("terminations",), ("truncations",), ("terminations", "truncations")], ids="+".join)
 def test_all_flag_ends_every_agent(
-    which: tuple[str, ...], last: bool, leaves: bool, num_workers: int
+    flags: tuple[str, ...], last_values: bool, removes_agents: bool, num_workers: int
 ) -> None:
-    fns = [functools.partial(ForAll, which, last, leaves), functools.partial(Scripted, ForAll(()).lives)]
-    with started_games(fns, num_workers=num_workers) as envs:
+    ending = functools.partial(AllFlagGame, flags, last_values, removes_agents)
+    fns = [ending, functools.partial(ScriptedGame, AllFlagGame(()).lives)]
+    with open_games(fns, num_workers=num_workers) as envs:
         actions = np.zeros((2, 4), np.int64)
         assert envs.step(actions)[2].tolist() == [[True, False, False, False]] * 2
         envs.step(actions)
         _, rewards, terminations, truncations, infos = envs.step(actions)
         living = [False, True, True, False]  # a was dead, and d was not present
         no_agents = [False] * 4
-        assert terminations.tolist() == [living if "terminations" in which else no_agents, no_agents]
-        assert truncations.tolist() == [living if "truncations" in which else no_agents, no_agents]
-        assert rewards[0].tolist() == ([0, 1, 1, 0] if last else [0] * 4)
+        assert terminations.tolist() == [living if "terminations" in flags else no_agents, no_agents]
+        assert truncations.tolist() == [living if "truncations" in flags else no_agents, no_agents]
+        assert rewards[0].tolist() == ([0, 1, 1, 0] if last_values else [0] * 4)
         assert infos["agent_mask"].tolist() == [no_agents, living]
-        envs.step(actions)  # resets the first one
+        envs.step(actions)  # resets env 0
         _, rewards, terminations, *_ = envs.step(actions)
         assert terminations.tolist() == [[True, False, False, False], no_agents]
         assert rewards.tolist() == [[1, 1, 1, 0], [0, 1, 1, 0]]
 
 
-def test_an_agent_may_be_called_all() -> None:
-    with started_games([functools.partial(Scripted, {"__all__": (0, 1), "b": (0, 9)})], num_workers=0) as envs:
+def test_agent_named_all_ends_alone() -> None:
+    with open_games([functools.partial(ScriptedGame, {"__all__": (0, 1), "b": (0, 9)})], num_workers=0) as envs:
         assert envs.step(np.zeros((1, 2), np.int64))[2].tolist() == [[True, False]]
 
 
-class Pays(Scripted):
-    """A game in which all agents get ``reward`` in the second step and after it."""
+class RewardGame(ScriptedGame):
+    """A game with ``reward`` for all agents from the second step on."""
 
     def __init__(self, reward: Any) -> None:
         super().__init__({"a": (0, 9), "b": (0, 9)})
@@ -194,9 +196,9 @@ class Pays(Scripted):
 
 
 @pytest.mark.sampled(12)
-@pytest.mark.parametrize("long", [False, True], ids=["short", "long"])
+@pytest.mark.parametrize("general_path", [False, True], ids=["short", "long"])
 @pytest.mark.parametrize(
-    ("reward", "taken"),
+    ("reward", "expected"),
     [
         *((kind(2), 2.0) for kind in (float, int, np.float16, np.float32, np.longdouble, np.int8, np.uint64)),
         (True, 1.0), (np.True_, 1.0), (np.array([2.0]), 2.0), (np.array(2), 2.0),
@@ -206,20 +208,20 @@ class Pays(Scripted):
     ids=lambda value: f"{type(value).__name__}-{value}",
 )  # fmt: skip
 def test_both_code_paths_accept_the_same_rewards(
-    reward: Any, taken: float | None, long: bool, monkeypatch: pytest.MonkeyPatch
+    reward: Any, expected: float | None, general_path: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if long:
+    if general_path:
         monkeypatch.setattr(AgentsEnv, "_apply_ordinary_step", lambda *_: False)
-    with started_games([functools.partial(Pays, reward)], num_workers=0) as envs:
+    with open_games([functools.partial(RewardGame, reward)], num_workers=0) as envs:
         envs.step(np.zeros((1, 2), np.int64))
-        if taken is None:
+        if expected is None:
             with pytest.raises(vecenv.errors.ObservationError, match=r"env 0, agent 'a': reward: got .*expected one number"):
                 envs.step(np.zeros((1, 2), np.int64))
         else:
-            assert envs.step(np.zeros((1, 2), np.int64))[1].tolist() == [[taken, taken]]
+            assert envs.step(np.zeros((1, 2), np.int64))[1].tolist() == [[expected, expected]]
 
 
-def test_stack_of_unequal_spaces_names_possible_layouts() -> None:
+def test_stack_layout_of_unequal_spaces_names_possible_layouts() -> None:
     game = functools.partial(RandomGame, 4, differ=True)
     with pytest.raises(ValueError, match="layout='stack' needs equal spaces") as caught:
         MultiAgentVecEnv([game], layout="stack", num_workers=0)
@@ -239,7 +241,7 @@ def test_stack_of_unequal_spaces_names_possible_layouts() -> None:
         ("rows", "must be 'auto', 'stack', 'agents'"),
     ],
 )
-def test_layouts_that_do_not_fit_are_refused(layout: Any, match: str) -> None:
+def test_constructor_with_an_unsuitable_layout_raises(layout: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         MultiAgentVecEnv([functools.partial(RandomGame, 4, differ=True)], layout=layout, num_workers=0)
 
@@ -257,25 +259,25 @@ def test_layouts_that_do_not_fit_are_refused(layout: Any, match: str) -> None:
         ({"state": True}, ValueError, "state_space"),
     ],
 )
-def test_invalid_options_are_refused(options: dict[str, Any], error: Any, match: str) -> None:
+def test_constructor_with_invalid_options_raises(options: dict[str, Any], error: Any, match: str) -> None:
     with pytest.raises(error, match=match):
-        MultiAgentVecEnv([Scripted], **{"num_workers": 0, **options})
+        MultiAgentVecEnv([ScriptedGame], **{"num_workers": 0, **options})
 
 
-def test_no_environments_and_a_pad_that_does_not_fit_are_refused() -> None:
+def test_constructor_without_environments_or_with_a_wrong_pad_value_raises() -> None:
     with pytest.raises(ValueError, match="at least one"):
         MultiAgentVecEnv([])
     with pytest.raises(ValueError, match="pad_value -1"):
         MultiAgentVecEnv([functools.partial(RandomGame, differ=True)], pad_value=-1, num_workers=0)
 
 
-def test_a_space_without_a_fixed_size_is_refused() -> None:
-    class Texts(Scripted):
+def test_constructor_with_a_space_without_a_fixed_size_raises() -> None:
+    class TextGame(ScriptedGame):
         def observation_space(self, agent: Any) -> Any:
             return spaces.Text(5)
 
     with pytest.raises(TypeError, match=r"agent 'a': observation space.*no fixed size"):
-        MultiAgentVecEnv([Texts], num_workers=0)
+        MultiAgentVecEnv([TextGame], num_workers=0)
 
 
 @pytest.mark.sampled(6)
@@ -291,16 +293,16 @@ def test_a_space_without_a_fixed_size_is_refused() -> None:
     ids=["too few", "flat", "float", "text", "ragged"],
 )
 @WORKERS
-def test_wrong_actions_are_refused_before_anything_is_sent(actions: Any, error: Any, match: str, num_workers: int) -> None:
-    with started_games([Scripted] * 2, num_workers=num_workers) as envs:
+def test_step_with_wrong_actions_raises_and_sends_nothing(actions: Any, error: Any, match: str, num_workers: int) -> None:
+    with open_games([ScriptedGame] * 2, num_workers=num_workers) as envs:
         with pytest.raises(error, match=match):
             envs.step(actions)
         obs, *_ = envs.step(np.zeros((2, 3, 1), np.int64))
         assert obs[:, 0, 0].tolist() == [101, 101]
 
 
-def test_missing_actions_of_live_agents_are_all_named() -> None:
-    with started_games([Scripted] * 2, layout="agents", num_workers=0) as envs:
+def test_step_names_all_live_agents_without_actions() -> None:
+    with open_games([ScriptedGame] * 2, layout="agents", num_workers=0) as envs:
         with pytest.raises(ValueError, match="agent 'b' in envs 0-1; agent 'c' in envs 0-1"):
             envs.step({"a": [0, 0]})
         with pytest.raises(ValueError, match=r"unknown keys \['x'\]"):
@@ -311,9 +313,9 @@ def test_missing_actions_of_live_agents_are_all_named() -> None:
             envs.step({"a": [0, 0], "b": [0, 0, 0], "c": [0, 0]})
 
 
-def test_reset_without_agents_is_an_error() -> None:
+def test_reset_without_live_agents_raises() -> None:
     with (
-        MultiAgentVecEnv([functools.partial(Scripted, {"a": (1, 2)})], num_workers=0) as envs,
+        MultiAgentVecEnv([functools.partial(ScriptedGame, {"a": (1, 2)})], num_workers=0) as envs,
         pytest.raises(ValueError, match="env 0: there are no agents"),
     ):
         envs.reset(seed=0)

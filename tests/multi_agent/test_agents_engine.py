@@ -1,4 +1,4 @@
-"""Games of several agents in worker processes: their trajectories, their state, and their inner environments."""
+"""Multi-agent environments in worker processes: calls, attributes, restarts, spaces and nested observations."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_games import RandomGame, Scripted, started_games
+from agent_games import RandomGame, ScriptedGame, open_games
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
-from test_agents_stacked import Stacked
-from test_rllib_game import TakesTurns
+from test_agents_stacked import StackedGame
+from test_rllib_game import TurnsGame
 
 from vecenv.multi_agent import MultiAgentVecEnv, StackedAgents
 
-# --- The engine with agents: calls, attributes, processes that die or hang, restarts, closing ----
+# --- Calls, attributes, restarts and spaces ------------------------------------------------------
 
-SOME_WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
+WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
 
 
-@SOME_WORKERS
-def test_calls_and_attributes_reach_the_environment(num_workers: int) -> None:
-    with started_games([RandomGame] * 3, num_workers=num_workers) as envs:
+@WORKERS
+def test_calls_and_attributes_apply_to_the_environments(num_workers: int) -> None:
+    with open_games([RandomGame] * 3, num_workers=num_workers) as envs:
         assert [state.tolist() for state in envs.call("state")] == [[0, 3]] * 3
         assert envs.get_attr("length") == (6, 6, 6)
         envs.set_attr("length", [3, 4, 5])
@@ -42,20 +42,20 @@ def test_calls_and_attributes_reach_the_environment(num_workers: int) -> None:
         assert "random_game_v0, agents=3, layout='stack', num_envs=3" in repr(envs)
 
 
-def test_attributes_are_set_on_the_wrapper_that_has_them() -> None:
+def test_set_attr_sets_an_attribute_on_the_wrapper_that_has_it() -> None:
     class Wrapper:
         def __init__(self) -> None:
-            self.env = Scripted()
-            self.own = 1
+            self.env = ScriptedGame()
+            self.level = 1
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.__dict__["env"], name)
 
     with MultiAgentVecEnv([Wrapper], num_workers=0) as envs:
-        envs.set_attr("own", 2)
+        envs.set_attr("level", 2)
         envs.set_attr("speed", 3.0)
         envs.set_attr("new", 4)
-        assert envs.exec_func(lambda env: (env.own, env.env.speed, env.env.new, "speed" in vars(env)))[0] == (
+        assert envs.exec_func(lambda env: (env.level, env.env.speed, env.env.new, "speed" in vars(env)))[0] == (
             2,
             3.0,
             4,
@@ -63,30 +63,30 @@ def test_attributes_are_set_on_the_wrapper_that_has_them() -> None:
         )
 
 
-class FaultInFirstLife(Scripted):
-    """A game that ends its process, hangs or raises at the third step of its first life. ``flag`` marks that life."""
+class FaultyUntilFlagExists(ScriptedGame):
+    """A game that ends its process, hangs or raises in its third step, unless the file ``flag`` exists, which it creates."""
 
-    def __init__(self, how: str, flag: str) -> None:
+    def __init__(self, fault: str, flag: str) -> None:
         super().__init__({"a": (0, 2), "b": (0, 9)})
-        self.how, self.flag = how, flag
+        self.fault, self.flag = fault, flag
 
     def step(self, actions: Any) -> Any:
         if self.time == 2 and not os.path.exists(self.flag):
             open(self.flag, "w").close()
-            if self.how == "exit":
+            if self.fault == "exit":
                 os._exit(3)
-            if self.how == "hang":
+            if self.fault == "hang":
                 time.sleep(60)
             raise ValueError("out of luck")
         return super().step(actions)
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-@pytest.mark.parametrize("how", ["exit", "raise"])
-def test_restart_truncates_all_live_agents(mode: AutoresetMode, how: str, tmp_path: Any) -> None:
-    healthy = functools.partial(Scripted, {"a": (0, 2), "b": (0, 9)})
-    fns = [healthy, functools.partial(FaultInFirstLife, how, str(tmp_path / "flag"))]
-    with started_games(fns, autoreset_mode=mode, on_failure="restart", num_workers=2) as envs:
+@pytest.mark.parametrize("fault", ["exit", "raise"])
+def test_restart_truncates_all_live_agents(mode: AutoresetMode, fault: str, tmp_path: Any) -> None:
+    healthy = functools.partial(ScriptedGame, {"a": (0, 2), "b": (0, 9)})
+    fns = [healthy, functools.partial(FaultyUntilFlagExists, fault, str(tmp_path / "flag"))]
+    with open_games(fns, autoreset_mode=mode, on_failure="restart", num_workers=2) as envs:
         actions = np.zeros((2, 2), np.int64)
         for _ in range(2):
             envs.step(actions)
@@ -110,7 +110,7 @@ def test_restart_truncates_all_live_agents(mode: AutoresetMode, how: str, tmp_pa
         assert envs.stats()["restarts"] == 1
 
 
-def test_layouts_have_the_spaces_of_their_batches() -> None:
+def test_batches_of_every_layout_are_in_its_spaces() -> None:
     game = functools.partial(RandomGame, 4, differ=True)
     groups = {"x": ["agent_0", "agent_2"], "y": ["agent_3", "agent_1"]}
     for layout in ("agents", groups):
@@ -130,19 +130,19 @@ def test_layouts_have_the_spaces_of_their_batches() -> None:
         assert envs.groups == {}
 
 
-def test_agents_can_have_integer_names() -> None:
+def test_agents_with_integer_names_can_step() -> None:
     lives = {7: (0, 3), 2: (0, 3)}
     for layout in ("stack", "agents"):
-        with started_games([functools.partial(Scripted, lives)] * 2, layout=layout, num_workers=0) as envs:
+        with open_games([functools.partial(ScriptedGame, lives)] * 2, layout=layout, num_workers=0) as envs:
             actions: Any = np.zeros((2, 2), np.int64) if layout == "stack" else {7: [0, 0], 2: [0, 0]}
             assert envs.step(actions)[1].tolist() == [[1, 1]] * 2
 
 
-def test_attributes_of_the_engine_are_visible() -> None:
-    functions = [Scripted] * 2
-    envs = MultiAgentVecEnv(functions, num_workers=2, step_timeout=60)
+def test_attributes_of_the_engine_are_available() -> None:
+    env_fns = [ScriptedGame] * 2
+    envs = MultiAgentVecEnv(env_fns, num_workers=2, step_timeout=60)
     assert len(envs.processes) == len(envs.parent_pipes) == len(envs.worker_rows) == 2
-    assert (envs.step_timeout, envs.env_fns, envs.in_flight.tolist()) == (60, functions, [])
+    assert (envs.step_timeout, envs.env_fns, envs.in_flight.tolist()) == (60, env_fns, [])
     envs.reset_async(env_id=[0])
     envs.abandon([0])
     assert envs.closed is False
@@ -150,7 +150,7 @@ def test_attributes_of_the_engine_are_visible() -> None:
     assert envs.closed is True
 
 
-# --- Calls with ``agent_num`` reach the environments themselves; nested observations --------------
+# --- Nested observations, and ``exec_func`` of environments with ``agent_num`` --------------------
 
 LEAF = spaces.Box(-99, 99, (2,), np.float32)
 NESTED: dict[str, spaces.Space[Any]] = {
@@ -162,19 +162,19 @@ NESTED: dict[str, spaces.Space[Any]] = {
 }
 
 
-def space_value(space: spaces.Space[Any], time: int) -> Any:
-    """Return the value of ``space`` in that convention: a leaf has an axis of agents, and ``Discrete`` is one-hot."""
+def make_value(space: spaces.Space[Any], time: int) -> Any:
+    """Return a value of ``space`` in the form of OpenRL: a leaf has an axis of agents, and ``Discrete`` is one-hot."""
     if isinstance(space, spaces.Dict):
-        return {key: space_value(inner, time) for key, inner in space.spaces.items()}
+        return {key: make_value(inner, time) for key, inner in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
-        return tuple(space_value(inner, time) for inner in space.spaces)
+        return tuple(make_value(inner, time) for inner in space.spaces)
     if isinstance(space, spaces.Discrete):
         return np.eye(5)[[time, time + 1]]
     return np.array([[time, 0], [time, 1]], np.float32)
 
 
-class Nested:
-    """A game of two agents with the time as observation, in a structure."""
+class NestedGame:
+    """A game of two agents with the time as observation, in a nested space."""
 
     agent_num = 2
     metadata: dict[str, Any] = {}  # noqa: RUF012
@@ -185,25 +185,25 @@ class Nested:
 
     def reset(self, seed: int | None = None) -> Any:
         self.time = 0
-        seen = space_value(self.observation_space, 0)
-        return (seen, {}) if self.with_info else seen
+        observation = make_value(self.observation_space, 0)
+        return (observation, {}) if self.with_info else observation
 
     def step(self, actions: Any) -> Any:
         self.time += 1
-        return space_value(self.observation_space, self.time), np.zeros((2, 1)), np.zeros(2, bool), {}
+        return make_value(self.observation_space, self.time), np.zeros((2, 1)), np.zeros(2, bool), {}
 
     def close(self) -> None:
         pass
 
 
-def check(space: spaces.Space[Any], batch: Any, time: int) -> None:
+def assert_batch(space: spaces.Space[Any], batch: Any, time: int) -> None:
     if isinstance(space, spaces.Dict):
         for key, inner in space.spaces.items():
-            check(inner, batch[key], time)
+            assert_batch(inner, batch[key], time)
     elif isinstance(space, spaces.Tuple):
         assert isinstance(batch, tuple)
         for inner, part in zip(space.spaces, batch, strict=True):
-            check(inner, part, time)
+            assert_batch(inner, part, time)
     elif isinstance(space, spaces.Discrete):
         assert batch.tolist() == [[time, time + 1]] * 3
     else:
@@ -213,31 +213,31 @@ def check(space: spaces.Space[Any], batch: Any, time: int) -> None:
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("with_info", [True, False])
 @pytest.mark.parametrize("kind", NESTED)
-def test_structured_observations_are_returned_leaf_by_leaf(kind: str, with_info: bool) -> None:
-    with MultiAgentVecEnv([functools.partial(Nested, kind, with_info)] * 3, num_workers=0) as envs:
+def test_nested_observations_are_batched_by_leaf(kind: str, with_info: bool) -> None:
+    with MultiAgentVecEnv([functools.partial(NestedGame, kind, with_info)] * 3, num_workers=0) as envs:
         space = NESTED[kind]
         obs, _ = envs.reset(seed=1)
-        check(space, obs, 0)
+        assert_batch(space, obs, 0)
         obs, *_ = envs.step(np.zeros((3, 2), np.int64))
-        check(space, obs, 1)
+        assert_batch(space, obs, 1)
         assert envs.observation_space.contains(obs)
 
 
-def lengthen(env: Any, length: int) -> str:
+def set_length(env: Any, length: int) -> str:
     env.length = length
     return type(env).__name__
 
 
-@pytest.mark.parametrize("env_fn", [Stacked, lambda: StackedAgents(Stacked()), TakesTurns])
+@pytest.mark.parametrize("env_fn", [StackedGame, lambda: StackedAgents(StackedGame()), TurnsGame])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_changes_by_exec_func_persist(env_fn: Any, num_workers: int) -> None:
+def test_changes_by_exec_func_are_visible_to_later_calls(env_fn: Any, num_workers: int) -> None:
     with MultiAgentVecEnv([env_fn] * 2, num_workers=num_workers) as envs:
-        assert envs.exec_func(lengthen, None, 7) == ("TakesTurns" if env_fn is TakesTurns else "Stacked",) * 2
+        assert envs.exec_func(set_length, None, 7) == ("TurnsGame" if env_fn is TurnsGame else "StackedGame",) * 2
         assert envs.exec_func(lambda env: vars(env)["length"]) == (7, 7)
         assert envs.get_attr("length") == (7, 7)
         envs.set_attr("metadata", {"name": "another"})
         assert envs.exec_func(lambda env: env.metadata) == ({"name": "another"},) * 2
-        if env_fn is TakesTurns:
+        if env_fn is TurnsGame:
             return
         assert envs.get_attr("observation_space") == (spaces.Box(-99, 99, (1,), np.float32),) * 2
         assert envs.get_attr("possible_agents") == (["agent_0", "agent_1"],) * 2

@@ -1,4 +1,4 @@
-"""Pools of several players through the same class: masks, turns, seeds, first-ready batches."""
+"""EnvPool's games of several players in ``MultiAgentVecEnv``: masks, turns, seeds and flat rows."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ pytest.importorskip("envpool")
 from vecenv.multi_agent import MultiAgentVecEnv
 
 
-def legal_actions(envs: MultiAgentVecEnv, infos: dict[str, np.ndarray]) -> np.ndarray:
+def choose_allowed(infos: dict[str, np.ndarray]) -> np.ndarray:
     return infos["action_mask"].argmax(axis=-1)
 
 
-def test_tic_tac_toe_has_turns_and_rewards_both_players() -> None:
+def test_tic_tac_toe_has_turns_and_rewards_of_both_players() -> None:
     with MultiAgentVecEnv.from_envpool("TicTacToe-v1", 4, num_threads=1) as envs:
         assert envs.possible_agents == ["player_0", "player_1"]
         obs, infos = envs.reset(seed=0)
@@ -26,13 +26,13 @@ def test_tic_tac_toe_has_turns_and_rewards_both_players() -> None:
         episodes = 0
         over = np.zeros(4, np.bool_)
         for _ in range(40):
-            before = infos["agent_mask"]
-            assert (before.sum(axis=1) == ~over).all()
+            acting = infos["agent_mask"]
+            assert (acting.sum(axis=1) == ~over).all()
             mask = infos["action_mask"]
             assert mask.shape == (4, 2, 9)
-            assert mask[~before].all()
-            obs, rewards, terminations, truncations, infos = envs.step(legal_actions(envs, infos))
-            assert np.array_equal(infos["transition_mask"], before)
+            assert mask[~acting].all()
+            obs, rewards, terminations, truncations, infos = envs.step(choose_allowed(infos))
+            assert np.array_equal(infos["transition_mask"], acting)
             assert not truncations.any()
             assert np.array_equal(infos["env_done"], terminations.all(axis=1))
             assert (rewards.sum(axis=1) == 0).all()
@@ -43,30 +43,30 @@ def test_tic_tac_toe_has_turns_and_rewards_both_players() -> None:
         assert episodes > 8
 
 
-def test_a_step_of_go_moves_the_current_player() -> None:
-    """It accepts only one action per environment, and ends the process otherwise."""
+def test_step_of_go_moves_only_the_player_to_move() -> None:
+    """The pool accepts one action per environment, and ends the process if there are more."""
     with MultiAgentVecEnv.from_envpool("Go9x9-v1", 2, num_threads=1) as envs:
         _, infos = envs.reset(seed=0)
         for move in range(3):
-            before = infos["agent_mask"]
-            _, _, _, _, infos = envs.step(np.where(before, move, 80))
-            assert np.array_equal(infos["agent_mask"], ~before)
+            acting = infos["agent_mask"]
+            _, _, _, _, infos = envs.step(np.where(acting, move, 80))
+            assert np.array_equal(infos["agent_mask"], ~acting)
         assert np.count_nonzero(infos["board"].reshape(2, -1)[:, :3], axis=1).tolist() == [3, 3]
 
 
-def test_each_player_makes_its_own_moves() -> None:
+def test_step_sends_the_action_of_the_player_to_move() -> None:
     with MultiAgentVecEnv.from_envpool("TicTacToe-v1", 4, num_threads=1) as envs:
         _, infos = envs.reset(seed=0)
         assert infos["agent_mask"][:, 0].any()
         assert infos["agent_mask"][:, 1].any()
         for move in (4, 0, 8, 7):
-            mine = np.where(infos["agent_mask"], move, 5)  # 5 is the move of the other
-            *_, infos = envs.step(mine)
+            actions = np.where(infos["agent_mask"], move, 5)  # 5 for the player that does not move
+            *_, infos = envs.step(actions)
         assert infos["board"].reshape(4, 9).tolist() == [[1, -1, -1, -1, 0, -1, -1, 1, 0]] * 4
         assert not infos["env_done"].any()
 
 
-def test_highway_players_act_at_once_and_seeds_repeat_games() -> None:
+def test_highway_players_act_simultaneously_and_seeds_repeat_games() -> None:
     games = []
     for _ in range(2):
         with MultiAgentVecEnv.from_envpool("IntersectionMultiAgent-v0", 3, num_threads=1) as envs:
@@ -80,7 +80,7 @@ def test_highway_players_act_at_once_and_seeds_repeat_games() -> None:
         assert np.array_equal(one, other)
 
 
-def test_players_are_rows_too_and_are_not_drawn() -> None:
+def test_players_can_be_rows_and_render_raises() -> None:
     envs = MultiAgentVecEnv.from_envpool("TicTacToe-v1", 2, num_threads=1)
     with pytest.raises(NotImplementedError, match="render"):
         envs.render()
@@ -101,6 +101,6 @@ def test_players_are_rows_too_and_are_not_drawn() -> None:
         ({"seed_stride": 1.5}, "`seed_stride` must be an int, got 1.5"),
     ],
 )
-def test_wrong_options_are_refused_before_a_pool_is_built(option: Any, text: str) -> None:
+def test_from_envpool_with_wrong_options_raises(option: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         MultiAgentVecEnv.from_envpool("TicTacToe-v1", 2, num_threads=1, **option)

@@ -1,4 +1,4 @@
-"""Games of several agents: masks and flags, infos, nested observations, and the flat view."""
+"""Multi-agent environments: masks and flags, infos, nested observations, and agents as rows."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import gymnasium
 import numpy as np
 import pytest
-from agent_games import RandomGame, Scripted, started_games
+from agent_games import RandomGame, ScriptedGame, open_games
 from failing import reset_until_ready
 from gymnasium import spaces
 from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import iterate
-from plain_loop import agents_view, identical
+from plain_loop import is_identical, select_agent
 
 import vecenv
 from vecenv.errors import StepTimeout
@@ -25,21 +25,21 @@ from vecenv.front.infos import info_rows
 from vecenv.multi_agent import FlattenAgents, MultiAgentVecEnv, list_of_dicts
 from vecenv.testing import VectorEnvContract, assert_identical
 
-# --- Masks and flags step by step: agents that are present, that act, and ends of episodes --------
+# --- Masks and flags of agents, and the ends of episodes ----------------------------------------
 
 T, F = True, False
 
 
-def scripted(n: int = 2, **kwargs: Any) -> list[Any]:
-    return [functools.partial(Scripted, **kwargs)] * n
+def make_fns(n: int = 2, **kwargs: Any) -> list[Any]:
+    return [functools.partial(ScriptedGame, **kwargs)] * n
 
 
 def play(envs: MultiAgentVecEnv, steps: int) -> list[Any]:
     return [envs.step(np.zeros((envs.num_envs, envs.num_agents), np.int64)) for _ in range(steps)]
 
 
-def test_agent_without_a_last_observation_gets_padding() -> None:
-    with started_games(scripted(1, silent=("a",)), pad_value=-3, num_workers=0) as envs:
+def test_missing_last_observation_is_padding() -> None:
+    with open_games(make_fns(1, silent=("a",)), pad_value=-3, num_workers=0) as envs:
         results = play(envs, 2)
     assert results[1][0][0, 0].tolist() == [-3, -3]
     assert results[1][2][0, 0]
@@ -47,8 +47,8 @@ def test_agent_without_a_last_observation_gets_padding() -> None:
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_episode_end_any_ends_with_the_first_agent(mode: AutoresetMode) -> None:
-    with started_games(scripted(2), episode_end="any", autoreset_mode=mode, num_workers=0) as envs:
+def test_episode_end_any_truncates_the_other_agents(mode: AutoresetMode) -> None:
+    with open_games(make_fns(2), episode_end="any", autoreset_mode=mode, num_workers=0) as envs:
         results = play(envs, 2)
         _, rewards, terminations, truncations, infos = results[-1]
         assert terminations.tolist() == [[T, F, F]] * 2
@@ -62,9 +62,9 @@ def test_episode_end_any_ends_with_the_first_agent(mode: AutoresetMode) -> None:
             assert infos["final_obs"][0, :, 0].tolist() == [102, 102, 102]
 
 
-def test_finished_environment_needs_a_reset_without_autoreset() -> None:
-    fns = [*scripted(1, lives={"a": (0, 1)}), *scripted(1, lives={"a": (0, 3)})]
-    with started_games(fns, autoreset_mode=AutoresetMode.DISABLED, num_workers=0) as envs:
+def test_step_of_a_finished_env_without_autoreset_raises() -> None:
+    fns = [*make_fns(1, lives={"a": (0, 1)}), *make_fns(1, lives={"a": (0, 3)})]
+    with open_games(fns, autoreset_mode=AutoresetMode.DISABLED, num_workers=0) as envs:
         (result,) = play(envs, 1)
         with pytest.raises(ResetNeeded, match="env 0"):
             play(envs, 1)
@@ -78,8 +78,8 @@ def test_finished_environment_needs_a_reset_without_autoreset() -> None:
             envs.send(np.zeros((1, 1), np.int64), [0])
 
 
-def test_a_step_before_the_first_reset_is_refused() -> None:
-    with MultiAgentVecEnv(scripted(2), num_workers=0) as envs:
+def test_step_before_the_first_reset_raises() -> None:
+    with MultiAgentVecEnv(make_fns(2), num_workers=0) as envs:
         with pytest.raises(ResetNeeded, match="envs 0-1"):
             play(envs, 1)
         envs.reset(options={"reset_mask": np.array([True, False])})
@@ -87,37 +87,37 @@ def test_a_step_before_the_first_reset_is_refused() -> None:
             play(envs, 1)
 
 
-def test_only_live_agents_actions_reach_the_environment() -> None:
-    with started_games(scripted(1), layout="agents", num_workers=0) as envs:
+def test_step_passes_only_actions_of_live_agents_to_the_environment() -> None:
+    with open_games(make_fns(1), layout="agents", num_workers=0) as envs:
         for _ in range(2):
             envs.step({"a": [1], "b": [2], "c": np.array([[3]])})
         envs.step({"b": [2], "c": [3]})  # a is dead and may be left out
         envs.step({"a": [99], "b": [2], "c": [3]})
-        (seen,) = envs.get_attr("actions")
-    assert seen == [{"a": 1, "b": 2, "c": 3}] * 2 + [{"b": 2, "c": 3}] * 2
+        (received,) = envs.get_attr("actions")
+    assert received == [{"a": 1, "b": 2, "c": 3}] * 2 + [{"b": 2, "c": 3}] * 2
 
 
-@pytest.mark.parametrize("where", ["obs", "info"])
+@pytest.mark.parametrize("source", ["obs", "info"])
 @pytest.mark.parametrize("layout", ["stack", "agents"])
-def test_action_masks_have_one_form_for_every_source(where: str, layout: str) -> None:
-    game = functools.partial(RandomGame, masks=where, births=True, strict=False)
-    alone = game()
+def test_action_masks_have_the_same_form_from_every_source(source: str, layout: str) -> None:
+    game = functools.partial(RandomGame, masks=source, births=True, strict=False)
+    reference = game()
     with MultiAgentVecEnv([game] * 2, layout=layout, num_workers=0) as envs:
         obs, infos = envs.reset(seed=4)
-        wanted, _ = alone.reset(seed=4)
+        observations, _ = reference.reset(seed=4)
         mask = infos["action_mask"]
         assert mask.dtype == np.bool_
         assert mask.shape == (2, 3, 4)
         for index, agent in enumerate(envs.possible_agents):
-            allowed = alone.allowed[agent] if agent in wanted else np.ones(4, np.bool_)
+            allowed = reference.allowed[agent] if agent in observations else np.ones(4, np.bool_)
             assert np.array_equal(mask[0, index], allowed)
         assert "_action_mask" not in infos
-        if where == "obs":
-            observed = obs["action_mask"] if layout == "stack" else obs["agent_0"]["action_mask"]
-            assert observed.dtype == np.int8
+        if source == "obs":
+            observed_mask = obs["action_mask"] if layout == "stack" else obs["agent_0"]["action_mask"]
+            assert observed_mask.dtype == np.int8
 
 
-def test_action_masks_may_be_left_in_the_infos() -> None:
+def test_action_mask_none_leaves_the_masks_in_the_infos() -> None:
     game = functools.partial(RandomGame, masks="info")
     with MultiAgentVecEnv([game] * 2, action_mask=None, num_workers=0) as envs:
         _, infos = envs.reset(seed=4)
@@ -126,19 +126,19 @@ def test_action_masks_may_be_left_in_the_infos() -> None:
 
 
 def test_action_masks_of_different_sizes_are_a_dict_of_agents() -> None:
-    class Sizes(Scripted):
+    class DifferentMasksGame(ScriptedGame):
         def reset(self, seed: int | None = None, options: Any = None) -> Any:
             observations, infos = super().reset(seed, options)
             for size, agent in enumerate(self.agents, 2):
                 infos[agent]["action_masks"] = [1] * size
             return observations, infos
 
-    with MultiAgentVecEnv([Sizes] * 2, num_workers=0) as envs:
+    with MultiAgentVecEnv([DifferentMasksGame] * 2, num_workers=0) as envs:
         _, infos = envs.reset(seed=0)
         assert {agent: mask.shape for agent, mask in infos["action_mask"].items()} == {"a": (2, 2), "b": (2, 3), "c": (2, 4)}
 
 
-def test_state_and_final_state_are_optional() -> None:
+def test_state_option_adds_state_and_final_state_to_the_infos() -> None:
     game = functools.partial(RandomGame, length=4)
     with MultiAgentVecEnv([game] * 2, state=True, autoreset_mode="SameStep", num_workers=1) as envs:
         _, infos = envs.reset(seed=0)
@@ -156,13 +156,13 @@ def test_state_and_final_state_are_optional() -> None:
     pytest.fail("no episode ended")
 
 
-def test_reward_dtype_option() -> None:
-    with started_games(scripted(1), reward_dtype=np.float32, num_workers=0) as envs:
+def test_reward_dtype_is_the_dtype_of_rewards() -> None:
+    with open_games(make_fns(1), reward_dtype=np.float32, num_workers=0) as envs:
         assert play(envs, 1)[0][1].dtype == np.float32
 
 
-def test_agent_mask_is_the_latest_one_and_a_copy() -> None:
-    with MultiAgentVecEnv(scripted(1), num_workers=0) as envs:
+def test_agent_mask_is_a_copy_of_the_latest_mask() -> None:
+    with MultiAgentVecEnv(make_fns(1), num_workers=0) as envs:
         assert not envs.agent_mask.any()
         envs.reset(seed=0)
         play(envs, 2)
@@ -176,7 +176,7 @@ def test_agent_mask_is_the_latest_one_and_a_copy() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_keys_of_agents_have_an_axis_and_keys_of_environments_have_none(num_workers: int) -> None:
+def test_infos_of_agents_have_an_agent_axis_unlike_common_infos(num_workers: int) -> None:
     game = functools.partial(RandomGame, infos=True, together=True, length=20)
     with MultiAgentVecEnv([game] * 2, num_workers=num_workers) as envs:
         envs.reset(seed=1)
@@ -193,7 +193,7 @@ def test_keys_of_agents_have_an_axis_and_keys_of_environments_have_none(num_work
     assert "agents" not in infos
 
 
-def test_same_step_gives_the_infos_of_the_last_step_too() -> None:
+def test_same_step_mode_has_final_infos() -> None:
     game = functools.partial(RandomGame, infos=True, length=3)
     with MultiAgentVecEnv([game] * 2, autoreset_mode="SameStep", num_workers=0) as envs:
         envs.reset(seed=1)
@@ -209,58 +209,58 @@ def test_same_step_gives_the_infos_of_the_last_step_too() -> None:
     pytest.fail("no episode ended")
 
 
-class GivenInfos(Scripted):
-    """A game of two agents with the given infos."""
+class FixedInfosGame(ScriptedGame):
+    """A game of two agents with the same infos in each reset."""
 
     def __init__(self, a: dict[Any, Any], b: dict[Any, Any]) -> None:
         super().__init__({"a": (0, 5), "b": (0, 5)})
-        self.given_infos = {"a": a, "b": b}
+        self.infos = {"a": a, "b": b}
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
-        return super().reset(seed, options)[0], self.given_infos
+        return super().reset(seed, options)[0], self.infos
 
 
-def given_infos(a: dict[Any, Any], b: dict[Any, Any], n: int = 2) -> dict[str, Any]:
-    with MultiAgentVecEnv([functools.partial(GivenInfos, a, b)] * n, num_workers=0) as envs:
+def batch_infos(a: dict[Any, Any], b: dict[Any, Any], n: int = 2) -> dict[str, Any]:
+    with MultiAgentVecEnv([functools.partial(FixedInfosGame, a, b)] * n, num_workers=0) as envs:
         return envs.reset(seed=0)[1]
 
 
-def test_numbers_of_two_agents_get_the_dtype_that_holds_both() -> None:
-    infos = given_infos({"x": 1}, {"x": 2.5})
+def test_info_dtype_holds_the_numbers_of_all_agents() -> None:
+    infos = batch_infos({"x": 1}, {"x": 2.5})
     assert infos["x"].dtype == np.float64
     assert infos["x"].tolist() == [[1.0, 2.5]] * 2
 
 
-def test_arrays_of_different_shapes_stand_in_an_object_array() -> None:
-    infos = given_infos({"x": np.zeros(2)}, {"x": np.zeros(3)})
+def test_infos_with_arrays_of_different_shapes_are_object_arrays() -> None:
+    infos = batch_infos({"x": np.zeros(2)}, {"x": np.zeros(3)})
     assert infos["x"].dtype == object
     assert [value.shape for value in infos["x"][0]] == [(2,), (3,)]
 
 
 def test_nested_infos_have_masks_at_every_level() -> None:
-    infos = given_infos({"d": {"x": 1}}, {})
+    infos = batch_infos({"d": {"x": 1}}, {})
     assert infos["d"]["x"].tolist() == [[1, 0]] * 2
     assert infos["d"]["_x"].tolist() == [[True, False]] * 2
     assert infos["_d"].tolist() == [[True, False]] * 2
 
 
-def test_reserved_info_key_gets_an_underscore() -> None:
-    infos = given_infos({"env_done": 5}, {"agent_mask": 6})
+def test_reserved_info_keys_have_a_trailing_underscore() -> None:
+    infos = batch_infos({"env_done": 5}, {"agent_mask": 6})
     assert infos["agent_mask"].all()
     assert infos["agent_mask_"].tolist() == [[0, 6]] * 2
     assert infos["env_done_"].tolist() == [[5, 0]] * 2
     assert infos["_env_done_"].tolist() == [[True, False]] * 2
 
 
-def test_list_of_dicts_has_the_same_infos() -> None:
+def test_list_of_dicts_equals_the_batched_infos() -> None:
     game = functools.partial(RandomGame, infos=True, length=3)
     with MultiAgentVecEnv([game] * 2, autoreset_mode="SameStep", num_workers=0) as envs:
         envs.reset(seed=1)
         for _ in range(10):
             infos = envs.step(envs.action_space.sample())[-1]
-            listed = list_of_dicts(infos)
-            assert len(listed) == 2
-            for row, info in enumerate(listed):
+            dicts = list_of_dicts(infos)
+            assert len(dicts) == 2
+            for row, info in enumerate(dicts):
                 assert info["env_done"] == infos["env_done"][row]
                 assert np.array_equal(info["agent_mask"], infos["agent_mask"][row])
                 assert ("final_obs" in info) == bool(infos["env_done"][row])
@@ -270,13 +270,13 @@ def test_list_of_dicts_has_the_same_infos() -> None:
                 assert np.array_equal(info["_time"], infos["_time"][row])
 
 
-def test_list_of_dicts_keeps_masks_of_agents_only() -> None:
-    class Nested(RandomGame):
+def test_list_of_dicts_omits_masks_of_environments() -> None:
+    class NestedInfosGame(RandomGame):
         def _infos(self, agents: list[str]) -> dict[str, Any]:
             common = {"pose": {"x": 1, "joint": {"y": 2.0}}} if self.options else {}
             return {"common": common, "agent_0": {"pose": {"x": self.options["x"]}} if self.options else {}}
 
-    with MultiAgentVecEnv([Nested] * 2, num_workers=0) as envs:
+    with MultiAgentVecEnv([NestedInfosGame] * 2, num_workers=0) as envs:
         _, infos = envs.reset(seed=1, options=[{"x": 5}, None])
         first, second = list_of_dicts(infos)
     assert first["common"] == {"pose": {"x": 1, "joint": {"y": 2.0}}}
@@ -290,8 +290,8 @@ def test_list_of_dicts_keeps_masks_of_agents_only() -> None:
 LAYOUTS = pytest.mark.parametrize("layout", ["stack", "agents", {"one": ["c", "a"], "two": ["b"]}], ids=str)
 
 
-class Nested(Scripted):
-    """A game with structured observations and actions, which it records."""
+class NestedGame(ScriptedGame):
+    """A game with nested observations and actions, which it records."""
 
     def __init__(self) -> None:
         super().__init__({"a": (0, 2), "b": (0, 4), "c": (1, 4)})
@@ -309,18 +309,18 @@ class Nested(Scripted):
             self.rng = np.random.default_rng(seed)
         return super().reset(seed, options)
 
-    def _look(self, agents: list[Any]) -> dict[Any, Any]:
-        seen = {}
+    def _observe(self, agents: list[Any]) -> dict[Any, Any]:
+        observations = {}
         for agent in agents:
             space = self.observation_space(agent)
             space.seed(int(self.rng.integers(1000)))
-            seen[agent] = space.sample()
-        self.last = copy.deepcopy(seen)
-        return seen
+            observations[agent] = space.sample()
+        self.last_observations = copy.deepcopy(observations)
+        return observations
 
 
 def tuples_to_dicts(value: Any) -> Any:
-    """Convert tuples to dicts, so that one comparison is enough."""
+    """Convert tuples to dicts, because ``is_identical`` compares dicts and arrays."""
     if isinstance(value, (dict, tuple)):
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         return {key: tuples_to_dicts(inner) for key, inner in pairs}
@@ -329,26 +329,27 @@ def tuples_to_dicts(value: Any) -> Any:
 
 @LAYOUTS
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_structured_observations_and_actions_are_unchanged(layout: Any, num_workers: int) -> None:
-    with MultiAgentVecEnv([Nested] * 2, layout=layout, num_workers=num_workers) as envs:
+def test_nested_observations_and_actions_are_unchanged_in_every_layout(layout: Any, num_workers: int) -> None:
+    with MultiAgentVecEnv([NestedGame] * 2, layout=layout, num_workers=num_workers) as envs:
         envs.action_space.seed(0)
         result: Any = envs.reset(seed=3)
         for _ in range(12):
-            for row, last in enumerate(envs.get_attr("last")):
-                for agent, seen in last.items():
-                    assert identical(agents_view(envs, tuples_to_dicts(result[0]), row, agent), tuples_to_dicts(seen))
-            before = envs.agent_mask
+            for row, last in enumerate(envs.get_attr("last_observations")):
+                for agent, observation in last.items():
+                    found = select_agent(envs, tuples_to_dicts(result[0]), row, agent)
+                    assert is_identical(found, tuples_to_dicts(observation))
+            acting = envs.agent_mask
             actions = envs.action_space.sample()
             result = envs.step(actions)
             received = envs.get_attr("actions")
-            for row, column in zip(*np.nonzero(before), strict=True):
+            for row, column in zip(*np.nonzero(acting), strict=True):
                 agent = envs.possible_agents[column]
-                given = agents_view(envs, tuples_to_dicts(actions), int(row), agent)
-                assert identical(tuples_to_dicts(received[row][-1][agent]), given)
+                sent = select_agent(envs, tuples_to_dicts(actions), int(row), agent)
+                assert is_identical(tuples_to_dicts(received[row][-1][agent]), sent)
 
 
-def test_structured_rows_can_be_flat(closes: Any) -> None:
-    rows = closes(MultiAgentVecEnv([Nested] * 2, autoreset_mode="SameStep", num_workers=0).flatten_agents())
+def test_flatten_agents_with_nested_spaces_steps(closes: Any) -> None:
+    rows = closes(MultiAgentVecEnv([NestedGame] * 2, autoreset_mode="SameStep", num_workers=0).flatten_agents())
     obs, infos = rows.reset(seed=0)
     for _ in range(6):  # padding need not be an element of the space
         for row in np.flatnonzero(infos["agent_mask"]):
@@ -361,98 +362,99 @@ def test_structured_rows_can_be_flat(closes: Any) -> None:
         rows.step({"x": np.zeros(5, np.int64), "y": (np.zeros((6, 2), np.float32),)})
 
 
-def test_wrong_structure_is_refused() -> None:
-    with started_games([Nested] * 2, num_workers=0) as envs:
-        good = envs.action_space.sample()
+def test_step_with_a_wrong_structure_raises() -> None:
+    with open_games([NestedGame] * 2, num_workers=0) as envs:
+        valid = envs.action_space.sample()
         with pytest.raises(ValueError, match=r"actions: got ndarray, expected a dict with \['x', 'y'\]"):
             envs.step(np.zeros((2, 3)))
         with pytest.raises(ValueError, match=r"got a dict with \['x'\]"):
-            envs.step({"x": good["x"]})
+            envs.step({"x": valid["x"]})
         with pytest.raises(ValueError, match=r"actions\['y'\]: got list, expected a tuple of 1"):
-            envs.step({"x": good["x"], "y": [good["y"][0]]})
+            envs.step({"x": valid["x"], "y": [valid["y"][0]]})
         with pytest.raises(ValueError, match=r"actions\['y'\]\[0\]: got shape \(2, 3\)"):
-            envs.step({"x": good["x"], "y": (good["y"][0][..., 0],)})
+            envs.step({"x": valid["x"], "y": (valid["y"][0][..., 0],)})
 
 
-class Invalid(Scripted):
-    """A game with an invalid value in a reset or a step."""
+class InvalidGame(ScriptedGame):
+    """A game with an invalid value, selected by ``fault``, in a reset or a step."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, fault: str) -> None:
         super().__init__({"a": (0, 9), "b": (0, 9)})
-        self.what = what
+        self.fault = fault
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         observations, infos = super().reset(seed, options)
-        if self.what == "no infos":
+        if self.fault == "no infos":
             return observations
-        if self.what == "list":
+        if self.fault == "list":
             return observations, [{}, {}]
-        if self.what == "mask":
+        if self.fault == "mask":
             infos["a"] = {"action_mask": [[1, 0]]}
-        if self.what == "blind":
+        if self.fault == "no observation":
             del observations["b"]
         return observations, infos
 
     def step(self, actions: Any) -> Any:
         observations, rewards, terminations, truncations, infos = super().step(actions)
-        if self.what == "large":
+        if self.fault == "large":
             observations["a"] = np.full(2, 1e300)
-        if self.what == "swapped":
+        if self.fault == "wrong name":
             rewards["who"] = rewards.pop("b")
         return observations, rewards, terminations, truncations, infos
 
 
 @pytest.mark.parametrize(
-    ("what", "error", "match"),
+    ("fault", "error", "match"),
     [
         ("no infos", ValueError, r"env 0: reset must return \(observations, infos\), got dict"),
         ("list", ValueError, "env 0: infos must be a dict of agents"),
         ("mask", ValueError, "env 0, agent 'a': action_mask must be a 1-D array of 0s and 1s"),
-        ("blind", vecenv.errors.ObservationError, "env 0, agent 'b': is alive, but has no observation"),
+        ("no observation", vecenv.errors.ObservationError, "env 0, agent 'b': is alive, but has no observation"),
     ],
 )
-def test_result_of_reset_is_checked(what: str, error: Any, match: str) -> None:
-    with MultiAgentVecEnv([lambda: Invalid(what)], num_workers=0) as envs, pytest.raises(error, match=match):
+def test_reset_with_an_invalid_result_raises(fault: str, error: Any, match: str) -> None:
+    with MultiAgentVecEnv([lambda: InvalidGame(fault)], num_workers=0) as envs, pytest.raises(error, match=match):
         envs.reset(seed=0)
 
 
-def test_an_agents_reward_under_another_name_is_refused_on_ordinary_steps_too() -> None:
-    wanted = r"unknown agents \['who'\]"
-    with started_games([lambda: Invalid("swapped")], num_workers=0) as envs, pytest.raises(ValueError, match=wanted):
+def test_reward_of_an_unknown_agent_raises_in_an_ordinary_step() -> None:
+    text = r"unknown agents \['who'\]"
+    with open_games([lambda: InvalidGame("wrong name")], num_workers=0) as envs, pytest.raises(ValueError, match=text):
         envs.step(np.zeros((1, 2), np.int64))
 
 
-def test_overflow_in_the_spaces_dtype_warns() -> None:
-    with started_games([lambda: Invalid("large")], num_workers=0) as envs:
+def test_observation_that_overflows_its_dtype_warns() -> None:
+    with open_games([lambda: InvalidGame("large")], num_workers=0) as envs:
         with pytest.warns(RuntimeWarning, match="env 0, agent 'a': observation.*became infinite"):
             obs, *_ = envs.step(np.zeros((1, 2), np.int64))
         assert np.isinf(obs[0, 0]).all()
 
 
-# --- Agents as rows of a Gymnasium vector environment: its contract, zero copies, and episode statistics
+# --- Agents as rows of a Gymnasium vector environment --------------------------------------------
 
 
-def flat(env_fns: list[Any], padding_done: bool = True, **options: Any) -> FlattenAgents:
+def make_flat(env_fns: list[Any], padding_done: bool = True, **options: Any) -> FlattenAgents:
     return MultiAgentVecEnv(env_fns, **options).flatten_agents(padding_done=padding_done)
 
 
-class TestRowsOfOneAgentEach(VectorEnvContract):
+class TestFlattenAgentsOfOneAgent(VectorEnvContract):
     def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> VectorEnv:
-        return flat([functools.partial(RandomGame, 1, infos=True)] * num_envs, autoreset_mode=autoreset_mode, num_workers=0)
+        env_fn = functools.partial(RandomGame, 1, infos=True)
+        return make_flat([env_fn] * num_envs, autoreset_mode=autoreset_mode, num_workers=0)
 
 
-class TestRowsOfAgentsThatDieApart(VectorEnvContract):
-    """Agents that die two steps apart, so that padding has a step of its own to end in."""
+class TestFlattenAgentsThatDieApart(VectorEnvContract):
+    """The contract with agents that die two steps apart, so that padding ends in a later step."""
 
     supports_reset_mask: ClassVar[bool] = False
 
     def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> VectorEnv:
         lives = {"a": (0, 2), "b": (0, 4), "c": (0, 6)} if num_envs == 3 else {"a": (0, 3)}
-        return flat([functools.partial(Scripted, lives)], autoreset_mode=autoreset_mode, num_workers=0)
+        return make_flat([functools.partial(ScriptedGame, lives)], autoreset_mode=autoreset_mode, num_workers=0)
 
 
-def test_rows_are_the_same_memory_in_another_shape() -> None:
-    envs = MultiAgentVecEnv([Scripted] * 2, num_workers=0, copy=False)
+def test_flatten_agents_shares_memory_with_the_batch() -> None:
+    envs = MultiAgentVecEnv([ScriptedGame] * 2, num_workers=0, copy=False)
     rows = envs.flatten_agents()
     obs, _ = rows.reset(seed=0)
     batch, _ = envs.reset(seed=0)
@@ -463,49 +465,49 @@ def test_rows_are_the_same_memory_in_another_shape() -> None:
     assert envs.closed
 
 
-def test_rows_are_evaluated() -> None:
-    """Agents of an environment end apart, are reset together, and the last episodes do not fill the rows."""
-    rows = flat(scripted(2), num_workers=0)
+def test_evaluate_of_flat_agents_has_an_episode_per_agent() -> None:
+    """Agents end separately but are reset together, and the last episodes do not fill the rows."""
+    rows = make_flat(make_fns(2), num_workers=0)
     results = vecenv.evaluate(rows, lambda observations: np.zeros(len(observations), np.int64), 10, seed=0)
     assert results.lengths.tolist() == results.returns.tolist() == [2, 4, 6] * 3 + [2]
     rows.close()
 
 
-def test_infos_of_an_end_are_the_same_in_same_step_mode() -> None:
-    """An agent that dies before the others has a ``final_info`` too, with its masks."""
+def test_final_infos_in_same_step_mode_equal_the_infos_in_disabled_mode() -> None:
+    """An agent that dies before the others also has a ``final_info`` with its masks."""
     game = functools.partial(RandomGame, infos=True)
-    plain, same = (flat([game] * 2, num_workers=0, autoreset_mode=mode) for mode in ("Disabled", "SameStep"))
-    for rows in (plain, same):
+    disabled, same_step = (make_flat([game] * 2, num_workers=0, autoreset_mode=mode) for mode in ("Disabled", "SameStep"))
+    for rows in (disabled, same_step):
         rows.reset(seed=1)
     ends = []
     for _ in range(30):
-        *_, terminations, truncations, wanted = plain.step(np.zeros(6, np.int64))
-        infos = same.step(np.zeros(6, np.int64))[-1]
+        *_, terminations, truncations, expected = disabled.step(np.zeros(6, np.int64))
+        infos = same_step.step(np.zeros(6, np.int64))[-1]
         ended, final = terminations | truncations, infos.get("final_info", {})
         assert_identical(infos.get("_final_info", ended), ended)
-        wanted_rows, rows_now = info_rows(wanted, 6), info_rows(final, 6)
+        expected_rows, final_rows = info_rows(expected, 6), info_rows(final, 6)
         for row in np.flatnonzero(ended):
-            assert_identical(rows_now[row], wanted_rows[row])
-            ends.append((wanted_rows[row]["env_done"], wanted_rows[row]["transition_mask"]))
-        if wanted["env_done"].any():
-            plain.reset(options={"reset_mask": wanted["env_done"]})
+            assert_identical(final_rows[row], expected_rows[row])
+            ends.append((expected_rows[row]["env_done"], expected_rows[row]["transition_mask"]))
+        if expected["env_done"].any():
+            disabled.reset(options={"reset_mask": expected["env_done"]})
     assert set(ends) == {(True, True), (True, False), (False, True)}
-    for rows in (plain, same):
+    for rows in (disabled, same_step):
         rows.close()
 
 
-def test_rows_equal_the_axis_of_agents() -> None:
+def test_flat_rows_equal_the_agent_axis_of_the_batch() -> None:
     game = functools.partial(RandomGame, infos=True, births=True)
     with MultiAgentVecEnv([game] * 2, num_workers=0) as envs:
-        rows = flat([game] * 2, padding_done=False, num_workers=0)
-        one, _ = envs.reset(seed=1)
-        other, _ = rows.reset(seed=1)
+        rows = make_flat([game] * 2, padding_done=False, num_workers=0)
+        obs, _ = envs.reset(seed=1)
+        flat_obs, _ = rows.reset(seed=1)
         rng = np.random.default_rng(0)
         for _ in range(20):
-            assert_identical(other, one.reshape(6, 3))
+            assert_identical(flat_obs, obs.reshape(6, 3))
             actions = rng.integers(0, 4, 6)
-            one, *rest, infos = envs.step(actions.reshape(2, 3))
-            other, *flat_rest, flat_infos = rows.step(actions)
+            obs, *rest, infos = envs.step(actions.reshape(2, 3))
+            flat_obs, *flat_rest, flat_infos = rows.step(actions)
             for array, flat_array in zip(rest, flat_rest, strict=True):
                 assert_identical(flat_array, array.reshape(6))
             for key in {"agent_mask", "transition_mask", "time", "_time", "word"} & set(infos):
@@ -516,29 +518,30 @@ def test_rows_equal_the_axis_of_agents() -> None:
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_episode_statistics_are_those_of_the_agents(mode: AutoresetMode) -> None:
-    rows = gymnasium.wrappers.vector.RecordEpisodeStatistics(flat([Scripted] * 2, autoreset_mode=mode, num_workers=0))
+def test_record_episode_statistics_has_an_episode_per_agent(mode: AutoresetMode) -> None:
+    envs = make_flat([ScriptedGame] * 2, autoreset_mode=mode, num_workers=0)
+    rows = gymnasium.wrappers.vector.RecordEpisodeStatistics(envs)
     rows.reset(seed=0)
     episodes: list[tuple[int, float, int]] = []
     for _ in range(21 if mode is AutoresetMode.NEXT_STEP else 18):
         infos = rows.step(np.zeros(6, np.int64))[-1]
         if "episode" in infos:
-            found = infos["episode"]
+            statistics = infos["episode"]
             ended = np.flatnonzero(infos["_episode"]).tolist()
-            episodes.extend((row % 3, float(found["r"][row]), int(found["l"][row])) for row in ended)
+            episodes.extend((row % 3, float(statistics["r"][row]), int(statistics["l"][row])) for row in ended)
     rows.close()
     real = [episode for episode in episodes if episode[1] > 0]
-    wanted = {(0, 2.0, 2), (1, 4.0, 4), (2, 6.0, 6)}
-    if mode is AutoresetMode.SAME_STEP and not HAS_MAX_CONCURRENCY:  # before 1.4 the wrapper loses first steps
-        wanted |= {(agent, paid - 1, length - 1) for agent, paid, length in wanted}
-    assert set(real) == wanted
+    expected = {(0, 2.0, 2), (1, 4.0, 4), (2, 6.0, 6)}
+    if mode is AutoresetMode.SAME_STEP and not HAS_MAX_CONCURRENCY:  # before 1.4 the wrapper omits first steps
+        expected |= {(agent, total - 1, length - 1) for agent, total, length in expected}
+    assert set(real) == expected
     assert len(real) == 18
-    assert {agent for agent, paid, _ in episodes if paid == 0} == {0, 1}
+    assert {agent for agent, total, _ in episodes if total == 0} == {0, 1}
 
 
-def test_padding_ends_with_the_episode_by_default() -> None:
+def test_padding_done_ends_padding_with_the_episode() -> None:
     for padding_done in (True, False):
-        rows = flat([Scripted], padding_done=padding_done, num_workers=0)
+        rows = make_flat([ScriptedGame], padding_done=padding_done, num_workers=0)
         rows.reset(seed=0)
         ends = [rows.step(np.zeros(3, np.int64))[2].tolist() for _ in range(6)]
         assert ends[1] == [True, False, False]
@@ -547,8 +550,8 @@ def test_padding_ends_with_the_episode_by_default() -> None:
         rows.close()
 
 
-def test_same_step_returns_the_last_observation_of_each_row(closes: Any) -> None:
-    rows = closes(flat([Scripted], autoreset_mode="SameStep", num_workers=0))
+def test_same_step_mode_has_the_last_observation_of_each_row(closes: Any) -> None:
+    rows = closes(make_flat([ScriptedGame], autoreset_mode="SameStep", num_workers=0))
     rows.reset(seed=0)
     for t in range(1, 7):
         *_, terminations, _, infos = rows.step(np.zeros(3, np.int64))
@@ -560,8 +563,8 @@ def test_same_step_returns_the_last_observation_of_each_row(closes: Any) -> None
             assert [value.tolist() for value in infos["final_obs"]] == [[0, 0], [0, 0], [106, 106]]
 
 
-def test_reset_mask_selects_whole_environments(closes: Any) -> None:
-    rows = closes(flat([Scripted] * 2, num_workers=0))
+def test_reset_mask_of_flat_rows_selects_whole_environments(closes: Any) -> None:
+    rows = closes(make_flat([ScriptedGame] * 2, num_workers=0))
     rows.reset(seed=0)
     rows.step(np.zeros(6, np.int64))
     with pytest.raises(ValueError, match=r"reset_mask.*env 1 "):
@@ -575,8 +578,8 @@ def test_reset_mask_selects_whole_environments(closes: Any) -> None:
         rows.reset(seed=[1, 2])
 
 
-def test_attributes_are_those_of_the_environments(closes: Any) -> None:
-    rows = closes(flat([Scripted] * 2, num_workers=0))
+def test_attributes_of_flat_rows_are_those_of_their_environments(closes: Any) -> None:
+    rows = closes(make_flat([ScriptedGame] * 2, num_workers=0))
     rows.set_attr("speed", 2.0)
     assert rows.get_attr("speed") == (2.0,) * 6
     rows.set_attr("speed", [1, 2, 3, 4, 5, 6])
@@ -585,12 +588,15 @@ def test_attributes_are_those_of_the_environments(closes: Any) -> None:
     assert "num_envs=6" in repr(rows)
 
 
-def test_only_the_stacked_layout_can_be_flat() -> None:
-    with MultiAgentVecEnv([Scripted], layout="agents", num_workers=0) as envs, pytest.raises(ValueError, match="'agents'"):
+def test_flatten_agents_of_another_layout_raises() -> None:
+    with (
+        MultiAgentVecEnv([ScriptedGame], layout="agents", num_workers=0) as envs,
+        pytest.raises(ValueError, match="'agents'"),
+    ):
         envs.flatten_agents()
 
 
-class Slow(RandomGame):
+class SlowGame(RandomGame):
     """A game with steps of a second."""
 
     def step(self, actions: Any) -> Any:
@@ -598,8 +604,8 @@ class Slow(RandomGame):
         return super().step(actions)
 
 
-def test_a_step_that_timed_out_is_dropped_by_the_next_reset(closes: Any) -> None:
-    envs = closes(flat([functools.partial(Slow, 1)], num_workers=1, step_timeout=0.5))
+def test_reset_after_a_step_timeout_drops_the_step(closes: Any) -> None:
+    envs = closes(make_flat([functools.partial(SlowGame, 1)], num_workers=1, step_timeout=0.5))
     envs.reset(seed=3)
     first = envs.reset(seed=3)[0]
     with pytest.raises(StepTimeout):

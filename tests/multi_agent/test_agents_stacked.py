@@ -1,4 +1,4 @@
-"""The other convention, ``agent_num`` and stacked arrays: its environments run, and its shapes are returned."""
+"""The convention of OpenRL, ``agent_num`` and stacked arrays: its environments, and its shapes by ``to_openrl``."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_games import RandomGame, Scripted
+from agent_games import RandomGame, ScriptedGame
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 from vecenv.multi_agent import MultiAgentVecEnv
 
 
-class Stacked:
-    """Two agents; agent 0 is done after 2 steps, agent 1 after 4.
+class StackedGame:
+    """A game of two agents; agent 0 is done after 2 steps, agent 1 after 4.
 
     Args:
-        values: The number of values of a step: 4 or 5.
+        values: The number of values that ``step`` returns, 4 or 5.
         with_info: ``reset`` returns an info.
-        resets_itself: ``has_auto_reset``.
+        resets_itself: The game resets itself, and has a true ``has_auto_reset``.
         masks: Infos have ``action_masks``.
     """
 
@@ -42,7 +42,7 @@ class Stacked:
         self.action_space = spaces.Discrete(3)
         self.resets: list[Any] = []
 
-    def _look(self) -> Any:
+    def _observe(self) -> Any:
         return np.array([[self.time], [self.time + 10]], np.float32)
 
     def _info(self) -> dict[str, Any]:
@@ -51,18 +51,18 @@ class Stacked:
     def reset(self, seed: int | None = None) -> Any:
         self.resets.append(seed)
         self.time = 0
-        return (self._look(), self._info()) if self.with_info else self._look()
+        return (self._observe(), self._info()) if self.with_info else self._observe()
 
     def step(self, actions: Any) -> Any:
         assert actions.shape == (2,)
         self.time += 1
         done = np.array([self.time >= 2, self.time >= 4])
         rewards = np.array([[1.0], [2.0]])
-        obs, info = self._look(), self._info()
+        obs, info = self._observe(), self._info()
         if self.has_auto_reset and done.all():
             self.time = 0
             info = {**info, "final_observation": obs}
-            obs = self._look()
+            obs = self._observe()
         if self.values == 4:
             return obs, rewards, done, info
         return obs, rewards, done, np.zeros(2, np.bool_), info
@@ -79,8 +79,8 @@ class Stacked:
 @pytest.mark.parametrize("with_info", [True, False])
 @pytest.mark.parametrize("resets_itself", [True, False])
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_every_variant_runs(values: int, with_info: bool, resets_itself: bool, mode: AutoresetMode) -> None:
-    env_fn = functools.partial(Stacked, values, with_info, resets_itself)
+def test_stacked_games_of_every_variant_step(values: int, with_info: bool, resets_itself: bool, mode: AutoresetMode) -> None:
+    env_fn = functools.partial(StackedGame, values, with_info, resets_itself)
     with MultiAgentVecEnv([env_fn] * 2, autoreset_mode=mode, num_workers=0) as envs:
         assert envs.possible_agents == ["agent_0", "agent_1"]
         assert envs.agent_num == 2
@@ -110,12 +110,12 @@ def test_every_variant_runs(values: int, with_info: bool, resets_itself: bool, m
         assert [len(resets) for resets in envs.get_attr("resets")] == [1 if resets_itself else 2] * 2
 
 
-def view(env_fn: Any, n: int = 2, **options: Any) -> Any:
+def make_openrl_view(env_fn: Any, n: int = 2, **options: Any) -> Any:
     return MultiAgentVecEnv([env_fn] * n, **{"autoreset_mode": "SameStep", "num_workers": 0, **options}).to_openrl()
 
 
-def test_view_has_the_shapes_of_that_convention(closes: Any) -> None:
-    envs = closes(view(functools.partial(Stacked, 4, masks=True)))
+def test_to_openrl_returns_the_shapes_of_openrl(closes: Any) -> None:
+    envs = closes(make_openrl_view(functools.partial(StackedGame, 4, masks=True)))
     obs, infos = envs.reset(seed=3)
     assert obs.shape == (2, 2, 1)
     assert isinstance(infos, list)
@@ -123,7 +123,7 @@ def test_view_has_the_shapes_of_that_convention(closes: Any) -> None:
     for info in infos:
         assert info["action_masks"].tolist() == [[True, False, True], [False, True, True]]
         assert info["active_masks"].tolist() == [[1], [1]]
-    dones_seen = []
+    results = []
     for _ in range(5):
         actions = envs.random_action(infos)
         assert actions.shape == (2, 2, 1)
@@ -131,20 +131,20 @@ def test_view_has_the_shapes_of_that_convention(closes: Any) -> None:
         obs, rewards, dones, infos = envs.step(actions)
         assert rewards.shape == (2, 2, 1)
         assert dones.shape == (2, 2)
-        dones_seen.append((dones[0].tolist(), infos[0]["active_masks"][:, 0].tolist()))
+        results.append((dones[0].tolist(), infos[0]["active_masks"][:, 0].tolist()))
         if dones.all():
             assert infos[0]["final_observation"][:, 0].tolist() == [0, 14]
             assert infos[0]["final_info"]["score"] == 4
         assert infos[0]["score"] == obs[0, 1, 0] - 10
-    assert dones_seen == [
+    assert results == [
         ([False, False], [1, 1]), ([True, False], [0, 1]), ([True, False], [0, 1]), ([True, True], [1, 1]),
         ([False, False], [1, 1]),
     ]  # fmt: skip
     assert (envs.agent_num, envs.parallel_env_num, envs.env_name) == (2, 2, "stacked")
 
 
-def test_frames_come_in_a_group_or_alone(closes: Any) -> None:
-    envs = closes(view(Stacked, 3))
+def test_render_returns_a_grid_or_a_single_frame(closes: Any) -> None:
+    envs = closes(make_openrl_view(StackedGame, 3))
     envs.reset(seed=0)
     assert envs.render().shape == envs.render("rgb_array").shape == (4, 6, 3)
     assert envs.render("single_rgb_array").shape == (2, 3, 3)
@@ -154,8 +154,8 @@ def test_frames_come_in_a_group_or_alone(closes: Any) -> None:
         envs.render("sideways")
 
 
-def test_the_view_runs_parallel_environments_as_well(closes: Any) -> None:
-    envs = closes(view(functools.partial(RandomGame, masks="info", infos=True)))
+def test_to_openrl_of_parallel_environments_steps(closes: Any) -> None:
+    envs = closes(make_openrl_view(functools.partial(RandomGame, masks="info", infos=True)))
     _, infos = envs.reset(seed=0)
     ends = 0
     for _ in range(20):
@@ -167,11 +167,11 @@ def test_the_view_runs_parallel_environments_as_well(closes: Any) -> None:
     assert envs.exec_func(lambda env: env.time, [1])[0] is None
 
 
-def test_the_view_needs_a_stack_and_a_reset_in_the_same_step() -> None:
-    with MultiAgentVecEnv([Scripted], num_workers=0) as envs, pytest.raises(ValueError, match="SAME_STEP"):
+def test_to_openrl_needs_the_stack_layout_and_same_step_mode() -> None:
+    with MultiAgentVecEnv([ScriptedGame], num_workers=0) as envs, pytest.raises(ValueError, match="SAME_STEP"):
         envs.to_openrl()
     with (
-        MultiAgentVecEnv([Scripted], layout="agents", autoreset_mode="SameStep", num_workers=0) as envs,
+        MultiAgentVecEnv([ScriptedGame], layout="agents", autoreset_mode="SameStep", num_workers=0) as envs,
         pytest.raises(ValueError, match="'agents'"),
     ):
         envs.to_openrl()

@@ -1,4 +1,4 @@
-"""Trajectories and states of games equal those of a plain loop."""
+"""Trajectories of multi-agent environments equal a plain loop, also after a load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from agent_games import RandomGame
 from gymnasium.vector import AutoresetMode
-from plain_loop import PlainLoop, agents_view, assert_row_equals
+from plain_loop import PlainLoop, assert_row_equals, select_agent
 from sampling import each_once, each_pair
 
 import vecenv
@@ -30,42 +30,42 @@ GAMES: dict[str, dict[str, Any]] = {
 WORKERS = [0, 1, 2, NUM_ENVS]
 
 
-def functions(game: str, n: int = NUM_ENVS) -> list[Any]:
+def make_fns(game: str, n: int = NUM_ENVS) -> list[Any]:
     return [functools.partial(RandomGame, **GAMES[game])] * n
 
 
-def random_actions(envs: MultiAgentVecEnv, rng: np.random.Generator, infos: Any) -> tuple[Any, list[dict[Any, Any]]]:
-    """Return a batch of allowed actions, and the same by environment and agent."""
+def sample_actions(envs: MultiAgentVecEnv, rng: np.random.Generator, infos: Any) -> tuple[Any, list[dict[Any, Any]]]:
+    """Return a batch of allowed random actions, and the same actions in a dict by agent for each environment."""
     sampled = envs.action_space.sample()
     masks = infos.get("action_mask")
     if masks is not None and envs.layout == "stack":
         for row, column in np.ndindex(sampled.shape):
             sampled[row, column] = rng.choice(np.flatnonzero(masks[row, column]))
     each = [
-        {agent: agents_view(envs, sampled, row, agent) for agent in envs.possible_agents} for row in range(envs.num_envs)
+        {agent: select_agent(envs, sampled, row, agent) for agent in envs.possible_agents} for row in range(envs.num_envs)
     ]
     return sampled, each
 
 
-def assert_same_trajectory(envs: MultiAgentVecEnv, env_fns: list[Any], steps: int, seed: int = 7, pad: float = 0) -> Any:
-    """Compare a trajectory with that of a plain loop; return the sums of rewards by agent, of both."""
+def assert_same_trajectory(envs: MultiAgentVecEnv, env_fns: list[Any], steps: int, seed: int = 7, pad: float = 0) -> None:
+    """Assert that a trajectory equals a plain loop."""
     mode = envs.autoreset_mode
     loop = PlainLoop(env_fns, mode)
     rng = np.random.default_rng(0)
     envs.action_space.seed(0)
     seeds = [seed + index * envs.seed_stride for index in range(envs.num_envs)]
     result: Any = envs.reset(seed=seed)
-    for row, seen in enumerate(loop.reset(seeds)):
-        assert_row_equals(envs, row, seen, result, pad)
-    sums, wanted = np.zeros(envs.num_agents), np.zeros(envs.num_agents)
+    for row, expected_row in enumerate(loop.reset(seeds)):
+        assert_row_equals(envs, row, expected_row, result, pad)
+    sums, expected_sums = np.zeros(envs.num_agents), np.zeros(envs.num_agents)
     episodes = 0
     for t in range(steps):
-        actions, each = random_actions(envs, rng, result[-1])
+        actions, each = sample_actions(envs, rng, result[-1])
         result = envs.step(actions)
         expected = loop.step(each)
-        for row, seen in enumerate(expected):
-            assert_row_equals(envs, row, seen, result, pad)
-            wanted += [seen.rewards.get(agent, 0.0) for agent in envs.possible_agents]
+        for row, expected_row in enumerate(expected):
+            assert_row_equals(envs, row, expected_row, result, pad)
+            expected_sums += [expected_row.rewards.get(agent, 0.0) for agent in envs.possible_agents]
         sums += result[1][0]
         for row in range(1, envs.num_envs):
             sums += result[1][row]
@@ -74,28 +74,28 @@ def assert_same_trajectory(envs: MultiAgentVecEnv, env_fns: list[Any], steps: in
         if mode is AutoresetMode.DISABLED and dones.any():
             obs = envs.reset(seed=t, options={"reset_mask": dones})
             seeds = [t + index * envs.seed_stride for index in range(envs.num_envs)]
-            for row, seen in enumerate(loop.reset(seeds, dones)):
-                if seen is not None:
-                    assert_row_equals(envs, row, seen, obs, pad)
+            for row, expected_row in enumerate(loop.reset(seeds, dones)):
+                if expected_row is not None:
+                    assert_row_equals(envs, row, expected_row, obs, pad)
             result = obs
     assert episodes > 2
-    assert np.array_equal(sums, wanted)
+    assert np.array_equal(sums, expected_sums)
     loop.close()
 
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize(("game", "mode", "num_workers"), each_pair(list(GAMES), AutoresetMode, WORKERS))
-def test_results_equal_a_plain_loop(game: str, mode: AutoresetMode, num_workers: int) -> None:
-    with MultiAgentVecEnv(functions(game), autoreset_mode=mode, num_workers=num_workers) as envs:
+def test_trajectories_equal_a_plain_loop(game: str, mode: AutoresetMode, num_workers: int) -> None:
+    with MultiAgentVecEnv(make_fns(game), autoreset_mode=mode, num_workers=num_workers) as envs:
         assert envs.layout == ("agents" if game == "different spaces" else "stack")
-        assert_same_trajectory(envs, functions(game), 30)
+        assert_same_trajectory(envs, make_fns(game), 30)
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_groups_equal_a_plain_loop(mode: AutoresetMode) -> None:
+def test_trajectories_of_groups_equal_a_plain_loop(mode: AutoresetMode) -> None:
     layout = {"odd": ["agent_3", "agent_1"], "even": ["agent_0", "agent_2"]}
-    with MultiAgentVecEnv(functions("different spaces"), layout=layout, autoreset_mode=mode, num_workers=1) as envs:
-        assert_same_trajectory(envs, functions("different spaces"), 30)
+    with MultiAgentVecEnv(make_fns("different spaces"), layout=layout, autoreset_mode=mode, num_workers=1) as envs:
+        assert_same_trajectory(envs, make_fns("different spaces"), 30)
 
 
 OPTIONS = [
@@ -111,13 +111,13 @@ OPTIONS = [
 @pytest.mark.long
 @pytest.mark.parametrize(("game", "options"), each_once(["deaths", "different spaces"], OPTIONS), ids=str)
 def test_engine_options_do_not_change_trajectories(game: str, options: dict[str, Any]) -> None:
-    with MultiAgentVecEnv(functions(game), autoreset_mode=AutoresetMode.SAME_STEP, **options) as envs:
-        assert_same_trajectory(envs, functions(game), 20, pad=options.get("pad_value", 0))
+    with MultiAgentVecEnv(make_fns(game), autoreset_mode=AutoresetMode.SAME_STEP, **options) as envs:
+        assert_same_trajectory(envs, make_fns(game), 20, pad=options.get("pad_value", 0))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_seeds_are_distinct_whatever_the_processes(num_workers: int) -> None:
-    with MultiAgentVecEnv(functions("deaths", 4), num_workers=num_workers) as envs:
+def test_one_seed_gives_distinct_environments_for_any_num_workers(num_workers: int) -> None:
+    with MultiAgentVecEnv(make_fns("deaths", 4), num_workers=num_workers) as envs:
         obs, _ = envs.reset(seed=0)
         assert len(np.unique(obs[:, 0, 0])) == 4
         again, _ = envs.reset(seed=[0, 1, 2, 3])
@@ -126,9 +126,9 @@ def test_seeds_are_distinct_whatever_the_processes(num_workers: int) -> None:
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_first_ready_batches_are_the_same_trajectories(mode: AutoresetMode, num_workers: int, closes: Any) -> None:
+def test_trajectories_of_first_ready_batches_equal_a_plain_loop(mode: AutoresetMode, num_workers: int, closes: Any) -> None:
     n = 4
-    fns = functions("deaths", n)
+    fns = make_fns("deaths", n)
     loop = closes(PlainLoop(fns, mode))
     with MultiAgentVecEnv(fns, autoreset_mode=mode, num_workers=num_workers, batch_size=2) as envs:
         envs.reset_async(seed=3)
@@ -143,24 +143,24 @@ def test_first_ready_batches_are_the_same_trajectories(mode: AutoresetMode, num_
                     assert not result[-1]["transition_mask"][position].any()
             actions = np.zeros((2, envs.num_agents), np.int64) + rows[:, None] % 4
             for position, row in enumerate(rows):
-                own = dict(zip(envs.possible_agents, actions[position], strict=True))
-                expected[row] = loop._step(row, loop.envs[row], own)
+                row_actions = dict(zip(envs.possible_agents, actions[position], strict=True))
+                expected[row] = loop._step(row, loop.envs[row], row_actions)
             envs.send(actions)
         for _ in range(2):
             envs.recv(timeout=20)
 
 
-# --- Games are saved and loaded: agents that are present and act, and the inner environments ------
+# --- Saved and loaded games ----------------------------------------------------------------------
 
-WITH_STATE = {
+SAVED_GAMES = {
     "births and masks": functools.partial(RandomGame, births=True, masks="obs", strict=False),
     "masks in infos": functools.partial(RandomGame, masks="info", infos=True, strict=False),
     "all equal": functools.partial(RandomGame, together=True, strict=False),
 }
 
 
-def allowed(infos: Any) -> Any:
-    """Draw an action that is not forbidden, for each agent."""
+def choose_allowed(infos: Any) -> Any:
+    """Return an allowed action for each agent."""
     if "action_mask" in infos:
         return np.argmax(infos["action_mask"], axis=-1)
     return np.ones(infos["agent_mask"].shape, np.int64)
@@ -169,20 +169,20 @@ def allowed(infos: Any) -> Any:
 @pytest.mark.sampled("masks in infos-SameStep-{'num_workers': 0}")
 @pytest.mark.parametrize(
     ("game", "mode", "options"),
-    each_once(list(WITH_STATE), ["NextStep", "SameStep"], [{"num_workers": 2}, {"num_workers": 0}]),
+    each_once(list(SAVED_GAMES), ["NextStep", "SameStep"], [{"num_workers": 2}, {"num_workers": 0}]),
 )
 def test_loaded_games_continue_like_the_saved_ones(game: str, mode: str, options: dict[str, Any], closes: Any) -> None:
-    make = functools.partial(vecenv.MultiAgentVecEnv, [WITH_STATE[game]] * 3, autoreset_mode=mode)
+    make = functools.partial(vecenv.MultiAgentVecEnv, [SAVED_GAMES[game]] * 3, autoreset_mode=mode)
     envs, other = closes(make(**options)), closes(make(num_workers=1))
     _, infos = envs.reset(seed=4)
     other.reset(seed=77)
     for _ in range(9):
-        *_, infos = envs.step(allowed(infos))
+        *_, infos = envs.step(choose_allowed(infos))
     kept = pickle.loads(pickle.dumps(envs.save()))
     other.load(kept)
     assert_identical(other.agent_mask, envs.agent_mask)
     for number in range(30):
-        wanted = envs.step(allowed(infos))
-        assert_identical(other.step(allowed(infos)), wanted, f"step {number}")
-        infos = wanted[4]
+        expected = envs.step(choose_allowed(infos))
+        assert_identical(other.step(choose_allowed(infos)), expected, f"step {number}")
+        infos = expected[4]
 

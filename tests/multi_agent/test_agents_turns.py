@@ -1,4 +1,4 @@
-"""Turn-based and real games, compared with a plain loop over the same PettingZoo environment."""
+"""Turn-based and other games of PettingZoo equal a plain loop over the same environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from test_agents_trajectories import assert_same_trajectory
 
 from vecenv.multi_agent import MultiAgentVecEnv, TurnBased, from_aec
 
-REAL: dict[str, tuple[str, dict[str, Any], str]] = {  # its module, its factory, and its requirements
+GAMES: dict[str, tuple[str, dict[str, Any], str]] = {  # name -> module, options, required package
     "tictactoe": ("pettingzoo.classic.tictactoe_v3", {}, "pygame"),
     "connect_four": ("pettingzoo.classic.connect_four_v3", {"render_mode": "rgb_array"}, "pygame"),
     "rock_paper_scissors": ("pettingzoo.classic.rps_v2", {"max_cycles": 5}, "pygame"),
@@ -28,33 +28,33 @@ REAL: dict[str, tuple[str, dict[str, Any], str]] = {  # its module, its factory,
 }
 
 
-def build(name: str) -> Any:
-    """Build a game; the classic ones are turn-based."""
-    module, options, _ = REAL[name]
+def build_game(name: str) -> Any:
+    """Build a game; the classic games are turn-based."""
+    module, options, _ = GAMES[name]
     library = importlib.import_module(module)
     return from_aec(library.env(**options)) if "classic" in module else library.parallel_env(**options)
 
 
-def real_game(name: str) -> Any:
-    """Return the factory of a game, or skip the test if a requirement is missing."""
-    pytest.importorskip(REAL[name][2])
-    return functools.partial(build, name)
+def make_game_fn(name: str) -> Any:
+    """Return a function that builds a game, or skip the test if its package is missing."""
+    pytest.importorskip(GAMES[name][2])
+    return functools.partial(build_game, name)
 
 
 @pytest.mark.parametrize(
     ("game", "num_workers", "mode"),
     each_once(["spread", "speaker_listener", "tictactoe", "rock_paper_scissors"], [0, 2], AutoresetMode),
 )
-def test_real_game_equals_a_plain_loop(game: str, num_workers: int, mode: AutoresetMode) -> None:
-    games = [real_game(game)] * 2
+def test_pettingzoo_game_equals_a_plain_loop(game: str, num_workers: int, mode: AutoresetMode) -> None:
+    games = [make_game_fn(game)] * 2
     with MultiAgentVecEnv(games, num_workers=num_workers, autoreset_mode=mode) as envs:
         assert_same_trajectory(envs, games, 30)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("game", ["pistonball", "knights", "connect_four"])
-def test_heavy_real_game_equals_a_plain_loop(game: str) -> None:
-    games = [real_game(game)] * 2
+def test_slow_pettingzoo_game_equals_a_plain_loop(game: str) -> None:
+    games = [make_game_fn(game)] * 2
     with MultiAgentVecEnv(games, num_workers=2, autoreset_mode=AutoresetMode.SAME_STEP) as envs:
         assert_same_trajectory(envs, games, 60 if game == "connect_four" else 18)
         if game == "connect_four":
@@ -63,16 +63,16 @@ def test_heavy_real_game_equals_a_plain_loop(game: str) -> None:
             assert frames[0].ndim == 3
 
 
-def test_in_a_turn_based_game_one_agent_acts_at_a_time() -> None:
-    with MultiAgentVecEnv([real_game("tictactoe")] * 2, num_workers=0) as envs:
+def test_agents_of_a_turn_based_game_act_in_turn() -> None:
+    with MultiAgentVecEnv([make_game_fn("tictactoe")] * 2, num_workers=0) as envs:
         _, infos = envs.reset(seed=0)
         assert infos["agent_mask"].tolist() == [[True, False]] * 2
         assert infos["action_mask"].shape == (2, 2, 9)
         rewards = np.zeros((2, 2))
         moves = [0, 3, 1, 4, 2]  # the first player wins with the upper row
         for t, move in enumerate(moves):
-            _, paid, terminations, _, infos = envs.step(np.full((2, 2), move))
-            rewards += paid
+            _, step_rewards, terminations, _, infos = envs.step(np.full((2, 2), move))
+            rewards += step_rewards
             mover = t % 2
             assert infos["transition_mask"].tolist() == [[mover == 0, mover == 1]] * 2
             if t < 4:
@@ -85,21 +85,21 @@ def test_in_a_turn_based_game_one_agent_acts_at_a_time() -> None:
         assert not infos["agent_mask"].any()
 
 
-def wrapped_tictactoe() -> Any:
+def build_wrapped_tictactoe() -> Any:
     from pettingzoo.utils.wrappers import BaseParallelWrapper
 
-    return BaseParallelWrapper(build("tictactoe"))
+    return BaseParallelWrapper(build_game("tictactoe"))
 
 
-def test_a_wrapper_around_a_turn_based_game_changes_nothing() -> None:
+def test_wrapped_turn_based_game_has_turns() -> None:
     pytest.importorskip("pygame")
-    with MultiAgentVecEnv([wrapped_tictactoe], num_workers=0) as envs:
+    with MultiAgentVecEnv([build_wrapped_tictactoe], num_workers=0) as envs:
         _, infos = envs.reset(seed=0)
         assert infos["agent_mask"].tolist() == [[True, False]]
 
 
 @pytest.mark.parametrize("name", ["tictactoe_v3", "connect_four_v3"])
-def test_rewards_equal_the_games_own_loop(name: str) -> None:
+def test_rewards_of_a_turn_based_game_equal_agent_iter(name: str) -> None:
     pytest.importorskip("pygame")
     module = importlib.import_module(f"pettingzoo.classic.{name}")
     rng = np.random.default_rng(0)
@@ -108,27 +108,27 @@ def test_rewards_equal_the_games_own_loop(name: str) -> None:
             game = module.env()
             game.reset(seed=seed)
             obs, infos = envs.reset(seed=seed)
-            sums, wanted = np.zeros(2), dict.fromkeys(game.possible_agents, 0.0)
+            sums, expected = np.zeros(2), dict.fromkeys(game.possible_agents, 0.0)
             for agent in game.agent_iter():
-                seen, paid, terminated, truncated, _ = game.last()
-                wanted[agent] += paid
+                observation, reward, terminated, truncated, _ = game.last()
+                expected[agent] += reward
                 if terminated or truncated:
                     game.step(None)
                     continue
                 index = envs.agent_index[agent]
                 assert infos["agent_mask"][0].tolist() == [index == 0, index == 1]
-                assert np.array_equal(obs["observation"][0, index], seen["observation"])
-                assert np.array_equal(infos["action_mask"][0, index], seen["action_mask"] != 0)
-                move = rng.choice(np.flatnonzero(seen["action_mask"]))
+                assert np.array_equal(obs["observation"][0, index], observation["observation"])
+                assert np.array_equal(infos["action_mask"][0, index], observation["action_mask"] != 0)
+                move = rng.choice(np.flatnonzero(observation["action_mask"]))
                 game.step(move)
                 obs, rewards, _, _, infos = envs.step(np.full((1, 2), move))
                 sums += rewards[0]
             assert infos["env_done"].all()
-            assert sums.tolist() == list(wanted.values())
+            assert sums.tolist() == list(expected.values())
             game.close()
 
 
-def test_adapter_leaves_parallel_games_to_pettingzoo() -> None:
+def test_from_aec_of_a_parallel_game_uses_the_conversion_of_pettingzoo() -> None:
     spread = pytest.importorskip("mpe2.simple_spread_v3")
     fn = lambda: from_aec(spread.env(max_cycles=3))  # noqa: E731
     game = fn()
@@ -138,8 +138,8 @@ def test_adapter_leaves_parallel_games_to_pettingzoo() -> None:
         assert_same_trajectory(envs, [fn] * 2, 12)
 
 
-def test_action_without_the_active_agent_is_refused(closes: Any) -> None:
-    game = closes(real_game("tictactoe")())
+def test_step_without_the_action_of_the_agent_to_move_raises(closes: Any) -> None:
+    game = closes(make_game_fn("tictactoe")())
     game.reset(seed=0)
     with pytest.raises(ValueError, match="player_1"):
         game.step({"player_2": 0})

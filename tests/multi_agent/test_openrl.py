@@ -1,4 +1,4 @@
-"""OpenRL's ``AsyncVectorEnv`` by its own arguments: the calls of its programs and tests."""
+"""``make_openrl`` supports the arguments of OpenRL's ``AsyncVectorEnv`` and the calls of its programs and tests."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from agent_games import started_games
+from agent_games import open_games
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
-from test_agents_stacked import Stacked
+from test_agents_stacked import StackedGame
 
 import vecenv
 from vecenv.multi_agent import MultiAgentVecEnv, list_of_dicts, make_openrl
 
 
-class Identity:
-    """A copy of OpenRL's toy environment of that name, with one agent: the reward is 1 for the shown action."""
+class IdentityEnv:
+    """A copy of OpenRL's ``IdentityEnv`` with one agent: the reward is 1 for the observed action."""
 
     agent_num = 1
     observation_space = action_space = spaces.Discrete(2)
@@ -29,13 +29,13 @@ class Identity:
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         self.rng = np.random.default_rng(seed)
-        self.shown = self.rng.integers(2)
-        return np.eye(2)[[self.shown]]
+        self.target = self.rng.integers(2)
+        return np.eye(2)[[self.target]]
 
     def step(self, actions: Any) -> Any:
-        reward = float(actions[0] == self.shown)
-        self.shown = self.rng.integers(2)
-        return np.eye(2)[[self.shown]], [[reward]], [False], {"seen": int(self.shown)}
+        reward = float(actions[0] == self.target)
+        self.target = self.rng.integers(2)
+        return np.eye(2)[[self.target]], [[reward]], [False], {"target": int(self.target)}
 
     def render(self, mode: str = "human") -> None:
         pass
@@ -48,8 +48,8 @@ def assert_env_name(env: Any, env_name: str) -> None:
     assert env.metadata["name"] == env_name
 
 
-def test_openrls_own_test_of_its_class() -> None:
-    env = make_openrl([Identity] * 2, shared_memory=True)
+def test_make_openrl_passes_the_test_of_openrl() -> None:
+    env = make_openrl([IdentityEnv] * 2, shared_memory=True)
     assert env._env_name == "IdentityEnv"
     env.exec_func(assert_env_name, indices=None, env_name="IdentityEnv")
     env.call("render")
@@ -59,22 +59,22 @@ def test_openrls_own_test_of_its_class() -> None:
     assert env.closed
 
 
-def test_async_halves_have_openrls_shapes(closes: Any) -> None:
+def test_send_and_fetch_return_the_shapes_of_openrl(closes: Any) -> None:
     space = spaces.Discrete(2)
-    env = closes(make_openrl([Identity] * 3, space, space, num_workers=0))
+    env = closes(make_openrl([IdentityEnv] * 3, space, space, num_workers=0))
     env.reset_send(seed=1)
     with pytest.raises(AlreadyPendingCallError):
         env.step_send(np.zeros((3, 1, 1), int))
     obs, infos = env.reset_fetch()
-    assert obs.shape == (3, 1, 2)  # one-hot, and a number in the inner class
+    assert obs.shape == (3, 1, 2)  # one-hot, while MultiAgentVecEnv returns a number
     assert env.envs.single_observation_space == space
     assert infos == [{**info, "active_masks": 1.0} for info in infos]
     env.step_send(obs.argmax(axis=-1)[..., None])
     obs, rewards, dones, infos = env.step_fetch()
     assert rewards.tolist() == [[[1.0]]] * 3
     assert (dones.shape, dones.dtype) == ((3, 1), np.bool_)
-    assert [info["seen"] for info in infos] == obs.argmax(axis=-1)[:, 0].tolist()
-    assert type(infos[0]["seen"]) is int
+    assert [info["target"] for info in infos] == obs.argmax(axis=-1)[:, 0].tolist()
+    assert type(infos[0]["target"]) is int
     np.testing.assert_array_equal(env.observations, obs)
     with pytest.raises(NoAsyncCallError):
         env.step_fetch()
@@ -85,8 +85,8 @@ def test_async_halves_have_openrls_shapes(closes: Any) -> None:
 
 
 @pytest.mark.parametrize("values", [4, 5])
-def test_steps_have_as_many_values_as_the_environments(values: int, closes: Any) -> None:
-    env = closes(make_openrl([functools.partial(Stacked, values)] * 2, num_workers=0))
+def test_step_returns_as_many_values_as_the_environments(values: int, closes: Any) -> None:
+    env = closes(make_openrl([functools.partial(StackedGame, values)] * 2, num_workers=0))
     env.reset(seed=0)
     steps = [env.step(np.zeros((2, 2, 1), int)) for _ in range(5)]
     assert {len(step) for step in steps} == {values}
@@ -99,48 +99,48 @@ def test_steps_have_as_many_values_as_the_environments(values: int, closes: Any)
     assert last["score"] == 0
 
 
-class TruncatedApart(Stacked):
-    """A game that is truncated apart from being done."""
+class TruncatedNotDone(StackedGame):
+    """A game with ends that are truncations and not ``done``."""
 
     def step(self, actions: Any) -> Any:
         obs, rewards, done, _, info = super().step(actions)
         return obs, rewards, done & False, done, info
 
 
-def test_truncations_are_not_lost(closes: Any) -> None:
-    env = closes(make_openrl([TruncatedApart] * 2, num_workers=0))
+def test_step_returns_truncations_of_five_values(closes: Any) -> None:
+    env = closes(make_openrl([TruncatedNotDone] * 2, num_workers=0))
     env.reset(seed=0)
     steps = [env.step(np.zeros((2, 2, 1), int)) for _ in range(4)]
     assert not any(step[2].any() for step in steps)
     assert [step[3][0].tolist() for step in steps] == [[False] * 2, [True, False], [True, False], [True] * 2]
 
 
-class TimeLimitInInfo(Stacked):
-    """A game with a time limit in its info, as in Gym before 0.26."""
+class TimeLimitInInfo(StackedGame):
+    """A game with ``TimeLimit.truncated`` in its info, like Gym before 0.26."""
 
     def step(self, actions: Any) -> Any:
         *rest, info = super().step(actions)
         return *rest, {**info, "TimeLimit.truncated": True}
 
 
-def test_a_time_limit_in_the_info_of_four_values_is_a_truncation() -> None:
-    with started_games([functools.partial(TimeLimitInInfo, 4)], num_workers=0) as envs:
+def test_time_limit_in_the_info_of_four_values_is_a_truncation() -> None:
+    with open_games([functools.partial(TimeLimitInInfo, 4)], num_workers=0) as envs:
         steps = [envs.step(np.zeros((1, 2, 1), int)) for _ in range(4)]
     assert not any(step[2].any() for step in steps)
     assert [step[3][0].tolist() for step in steps] == [[False] * 2, [True, False], [False] * 2, [False, True]]
 
 
-def test_gymnasiums_environments_are_one_agent(closes: Any) -> None:
+def test_gymnasium_environment_has_one_agent_and_equals_sync_vector_env(closes: Any) -> None:
     env = closes(make_openrl([lambda: gym.make("CartPole-v1", render_mode="rgb_array")] * 2, num_workers=0))
     rows = closes(gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 2, autoreset_mode="SameStep"))
     assert (env.agent_num, env.env_name) == (1, "CartPole-v1")
     obs, _ = env.reset(seed=3)
-    wanted, _ = rows.reset(seed=[3, 3 + 10086])
+    expected, _ = rows.reset(seed=[3, 3 + 10086])
     for step in range(30):
-        np.testing.assert_array_equal(obs[:, 0], wanted)
+        np.testing.assert_array_equal(obs[:, 0], expected)
         actions = np.full((2, 1, 1), step % 5 == 0, int)
         obs, rewards, terminated, truncated, infos = env.step(actions)
-        wanted, _, ended, _, _ = rows.step(actions[:, 0, 0])
+        expected, _, ended, _, _ = rows.step(actions[:, 0, 0])
         assert (rewards.shape, truncated.shape) == ((2, 1, 1), (2, 1))
         np.testing.assert_array_equal(terminated[:, 0], ended)
         assert [("final_observation" in info) for info in infos] == ended.tolist()
@@ -150,8 +150,8 @@ def test_gymnasiums_environments_are_one_agent(closes: Any) -> None:
     assert env.get_attr("spec")[0].id == "CartPole-v1"
 
 
-def test_agents_of_one_have_infos_and_masks() -> None:
-    class Masked(gym.Env[Any, Any]):
+def test_gymnasium_environment_has_action_masks_and_common_infos() -> None:
+    class MaskedEnv(gym.Env[Any, Any]):
         observation_space, action_space = spaces.Box(0, 1, (1,)), spaces.Discrete(3)
 
         def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
@@ -162,7 +162,7 @@ def test_agents_of_one_have_infos_and_masks() -> None:
             assert action == 1
             return np.ones(1, np.float32), 1.0, False, True, {"action_mask": np.array([1, 0, 0]), "level": 3}
 
-    with MultiAgentVecEnv([Masked] * 2, num_workers=0) as envs:
+    with MultiAgentVecEnv([MaskedEnv] * 2, num_workers=0) as envs:
         _, infos = envs.reset()
         assert infos["action_mask"].tolist() == [[[False, True, False]]] * 2
         assert infos["common"]["level"].tolist() == [2, 2]
@@ -171,27 +171,28 @@ def test_agents_of_one_have_infos_and_masks() -> None:
         assert infos["env_done"].all()
 
 
-class RaisesInStep(Identity):
+class RaisesInStep(IdentityEnv):
     def step(self, actions: Any) -> Any:
-        raise ValueError(f"asked for {actions.tolist()}")
+        raise ValueError(f"got action {actions.tolist()}")
 
 
-def test_error_queue_has_each_failure_once(closes: Any) -> None:
-    env = closes(make_openrl([Identity, RaisesInStep, RaisesInStep], num_workers=0))
+def test_error_queue_contains_each_failure_once(closes: Any) -> None:
+    env = closes(make_openrl([IdentityEnv, RaisesInStep, RaisesInStep], num_workers=0))
     env.reset(seed=0)
     assert env.error_queue.empty()
-    with pytest.raises(ValueError, match="asked for"):
+    with pytest.raises(ValueError, match="got action"):
         env.step(np.ones((3, 1, 1), int))
     assert env.error_queue.qsize() == 2
     queued = [env.error_queue.get(), env.error_queue.get_nowait()]
-    assert [(index, kind, str(value)) for index, kind, value in queued] == [(i, ValueError, "asked for [1]") for i in (1, 2)]
+    found = [(index, kind, str(value)) for index, kind, value in queued]
+    assert found == [(index, ValueError, "got action [1]") for index in (1, 2)]
     with pytest.raises(queue.Empty):
         env.error_queue.get()
-    assert env.reset()[0].shape == (3, 1, 2)  # and continues; OpenRL's is stuck after that
+    assert env.reset()[0].shape == (3, 1, 2)  # OpenRL's class hangs in a reset after a failure
 
 
-def test_auto_reset_and_render_modes_are_arguments(closes: Any) -> None:
-    env = closes(make_openrl([Stacked] * 2, render_mode="single_rgb_array", auto_reset=False, num_workers=0))
+def test_make_openrl_accepts_auto_reset_and_render_mode(closes: Any) -> None:
+    env = closes(make_openrl([StackedGame] * 2, render_mode="single_rgb_array", auto_reset=False, num_workers=0))
     env.reset(seed=0)
     assert env.render().shape == (2, 3, 3)
     for _ in range(4):
@@ -203,17 +204,17 @@ def test_auto_reset_and_render_modes_are_arguments(closes: Any) -> None:
     env.step(np.zeros((2, 2, 1), int))
 
 
-def test_invalid_arguments_are_refused() -> None:
+def test_make_openrl_with_invalid_arguments_raises() -> None:
     with pytest.raises(RuntimeError, match=r"observation space different from `Discrete\(3\)`"):
-        make_openrl([Identity], spaces.Discrete(3), num_workers=0)
+        make_openrl([IdentityEnv], spaces.Discrete(3), num_workers=0)
     with pytest.raises(TypeError, match="`worker` must be None"):
-        make_openrl([Identity], worker=print)  # type: ignore[arg-type]
+        make_openrl([IdentityEnv], worker=print)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="`shared_memory` must be True or False"):
-        vecenv.AsyncVectorEnv([Identity], spaces.Discrete(2))  # type: ignore[arg-type, list-item]
+        vecenv.AsyncVectorEnv([IdentityEnv], spaces.Discrete(2))  # type: ignore[arg-type, list-item]
 
 
-class Pair(gym.Env):  # type: ignore[type-arg]
-    """Two agents with Tuple observations and infos that fit no array; episodes of two steps."""
+class PairGame(gym.Env):  # type: ignore[type-arg]
+    """A game of two agents with tuples as observations, infos that fit into no array, and episodes of two steps."""
 
     agent_num = 2
     action_space = spaces.Discrete(2)
@@ -247,29 +248,29 @@ ADDED = {"agent_mask", "_agent_mask", "transition_mask", "env_done", "env_termin
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_final_infos_and_tuple_observations(num_workers: int) -> None:
-    envs = make_openrl([functools.partial(Pair, index) for index in range(3)], num_workers=num_workers)
+def test_step_returns_mixed_infos_final_infos_and_tuple_observations(num_workers: int) -> None:
+    envs = make_openrl([functools.partial(PairGame, index) for index in range(3)], num_workers=num_workers)
     try:
         envs.reset()
         actions = np.zeros((3, 2, 1), int)
         first, last = envs.step(actions)[-1], envs.step(actions)[-1]
-        for given, info, end in zip(INFOS, first, last, strict=True):
-            own = {key: value for key, value in info.items() if key not in ADDED}
-            assert own["action_masks"].tolist() == (given["action_masks"] != 0).tolist()
-            assert repr({**own, "action_masks": given["action_masks"]}) == repr(given)
-            assert repr(end["final_info"]) == repr(given)
-            assert [part.tolist() for part in end["final_observation"]] == [[[2.0] * 3] * 2, [[2.0]] * 2]
+        for expected, info, final in zip(INFOS, first, last, strict=True):
+            env_info = {key: value for key, value in info.items() if key not in ADDED}
+            assert env_info["action_masks"].tolist() == (expected["action_masks"] != 0).tolist()
+            assert repr({**env_info, "action_masks": expected["action_masks"]}) == repr(expected)
+            assert repr(final["final_info"]) == repr(expected)
+            assert [part.tolist() for part in final["final_observation"]] == [[[2.0] * 3] * 2, [[2.0]] * 2]
     finally:
         envs.close()
-    with MultiAgentVecEnv([Pair] * 3, autoreset_mode="SameStep", num_workers=0) as multi:
+    with MultiAgentVecEnv([PairGame] * 3, autoreset_mode="SameStep", num_workers=0) as multi:
         multi.reset()
         for _ in range(2):
             infos = multi.step(np.zeros((3, 2), int))[4]
         assert [part.shape for part in list_of_dicts(infos)[1]["final_obs"]] == [(2, 3), (2, 1)]
 
 
-def test_names_of_openrl_in_attributes_and_errors() -> None:
-    view = make_openrl([Pair] * 2, num_workers=0)
+def test_attributes_and_errors_have_the_names_of_openrl() -> None:
+    view = make_openrl([PairGame] * 2, num_workers=0)
     try:
         assert view.shared_memory is True
         assert view.copy is True
@@ -289,9 +290,9 @@ def test_names_of_openrl_in_attributes_and_errors() -> None:
         view.close()
 
 
-def test_environments_of_other_spaces_are_a_runtime_error_as_in_openrl() -> None:
-    class Wide(Pair):
-        observation_space = spaces.Tuple((Pair.observation_space[0],) * 2)
+def test_environments_with_different_spaces_raise_runtime_error_like_openrl() -> None:
+    class WideGame(PairGame):
+        observation_space = spaces.Tuple((PairGame.observation_space[0],) * 2)
 
     with pytest.raises(RuntimeError, match="all environments must have the same agents and spaces:\nenv 1: agent 'agent_0'"):
-        make_openrl([Pair, Wide], num_workers=0)
+        make_openrl([PairGame, WideGame], num_workers=0)

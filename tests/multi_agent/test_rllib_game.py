@@ -1,4 +1,4 @@
-"""Games with RLlib's interface, without RLlib: agents that act or wait, and their rewards."""
+"""A game with the interface of RLlib's environments, without RLlib."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from gymnasium import spaces
 from vecenv import MultiAgentVecEnv
 
 
-class TakesTurns(gym.Env[Any, Any]):
-    """A game in which ``"slow"`` is observed at every second step, ``"late"`` joins in the second, and the fourth ends it.
-    """
+class TurnsGame(gym.Env[Any, Any]):
+    """A game of four steps; ``"slow"`` has an observation in every second step, and ``"late"`` joins in the second step."""
 
     observation_space = None  # type: ignore[assignment]
     possible_agents = ("quick", "slow", "late")
@@ -31,25 +30,25 @@ class TakesTurns(gym.Env[Any, Any]):
     def step(self, actions: Any) -> Any:
         self.time += 1
         self.acted.append(sorted(actions))
-        seen = ["quick"] + (["slow"] if self.time % 2 == 0 else []) + (["late"] if self.time >= 2 else [])
-        obs = {agent: np.full(1, self.time, np.float32) for agent in seen}
+        observed = ["quick"] + (["slow"] if self.time % 2 == 0 else []) + (["late"] if self.time >= 2 else [])
+        obs = {agent: np.full(1, self.time, np.float32) for agent in observed}
         infos = {"quick": {"time": self.time}, "__common__": {"round": self.time}}
         return obs, {"quick": 1.0}, {"__all__": False}, {"__all__": self.time == 4}, infos
 
 
-def test_agents_with_an_observation_act_and_others_wait(closes: Any) -> None:
-    envs = closes(MultiAgentVecEnv([TakesTurns] * 2, num_workers=0))
+def test_only_agents_with_an_observation_act(closes: Any) -> None:
+    envs = closes(MultiAgentVecEnv([TurnsGame] * 2, num_workers=0))
     obs, infos = envs.reset(seed=0)
     assert infos["agent_mask"][0].tolist() == [True, True, False]
-    masks, acted, seen = [], [], []
+    masks, acted, observations = [], [], []
     for _ in range(4):
         obs, rewards, terminations, truncations, infos = envs.step(np.ones((2, 3), np.int64))
         masks.append(infos["agent_mask"][1].tolist())
         acted.append(infos["transition_mask"][1].tolist())
-        seen.append(obs[1, :, 0].tolist())
+        observations.append(obs[1, :, 0].tolist())
     assert masks == [[True, False, False], [True, True, True], [True, False, True], [False] * 3]
     assert acted == [[True, True, False], [True, False, False], [True, True, True], [True, False, True]]
-    assert seen == [[1, 0, 0], [2, 2, 2], [3, 2, 3], [4, 4, 4]]
+    assert observations == [[1, 0, 0], [2, 2, 2], [3, 2, 3], [4, 4, 4]]
     assert rewards[0].tolist() == [1, 0, 0]
     assert truncations.all()
     assert not terminations.any()

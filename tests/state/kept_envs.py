@@ -14,10 +14,10 @@ import numpy as np
 from gymnasium.utils import EzPickle
 
 _LIBC = ctypes.CDLL(None)
-_DRAWN = [0]
+_SHARED_COUNT = [0]
 
 
-class Counts(gymnasium.Env[Any, Any]):
+class CountingEnv(gymnasium.Env[Any, Any]):
     """An environment that counts actions; an episode ends at forty."""
 
     observation_space = gymnasium.spaces.Box(-1e12, 1e12, (1,), np.float64)
@@ -33,39 +33,39 @@ class Counts(gymnasium.Env[Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.total += int(action) + 1
-        return np.array([self.total + self.more(int(action))], np.float64), 0.5, self.total > 40, False, {}
+        return np.array([self.total + self.extra(int(action))], np.float64), 0.5, self.total > 40, False, {}
 
-    def more(self, action: int) -> float:
-        """Return what a subclass adds to the count."""
+    def extra(self, action: int) -> float:
+        """Return the number that is added to the count in the observation."""
         return 0.0
 
 
-class ByClass(Counts):
+class StateInClass(CountingEnv):
     """Environments that share an attribute of their class."""
 
     last: ClassVar[int] = 0
 
-    def more(self, action: int) -> float:
-        before, ByClass.last = ByClass.last, action
-        return before
+    def extra(self, action: int) -> float:
+        previous, StateInClass.last = StateInClass.last, action
+        return previous
 
 
-class ByModule(Counts):
+class StateInModule(CountingEnv):
     """Environments that share a counter of the module."""
 
-    def more(self, action: int) -> float:
-        _DRAWN[0] += 1
-        return _DRAWN[0]
+    def extra(self, action: int) -> float:
+        _SHARED_COUNT[0] += 1
+        return _SHARED_COUNT[0]
 
 
-class ByGlobalGenerator(Counts):
+class StateInGlobalGenerator(CountingEnv):
     """Environments that share numpy's generator."""
 
-    def more(self, action: int) -> float:
+    def extra(self, action: int) -> float:
         return float(np.random.rand())
 
 
-class JaxKeys(Counts):
+class JaxKeysEnv(CountingEnv):
     """An environment that draws from both kinds of JAX keys."""
 
     def __init__(self) -> None:
@@ -76,39 +76,39 @@ class JaxKeys(Counts):
         self.draw = jax.jit(lambda key: jax.random.uniform(key, ()))
         self.key, self.raw = jax.random.key(1), jax.random.PRNGKey(2)
 
-    def more(self, action: int) -> float:
-        self.key, one = self.jax.random.split(self.key)
-        self.raw, other = self.jax.random.split(self.raw)
-        return float(self.draw(one)) + float(self.draw(other))
+    def extra(self, action: int) -> float:
+        self.key, subkey = self.jax.random.split(self.key)
+        self.raw, raw_subkey = self.jax.random.split(self.raw)
+        return float(self.draw(subkey)) + float(self.draw(raw_subkey))
 
 
-class InC(Counts):
-    """An environment with a counter in a library's memory."""
+class StateInLibc(CountingEnv):
+    """An environment that draws from the generator of the C library."""
 
-    def more(self, action: int) -> float:
+    def extra(self, action: int) -> float:
         return float(_LIBC.rand() % 1000)
 
 
-class Sticky(Counts):
-    """An environment that keeps the previous action in a function's memory, and uses it in one step of ten."""
+class RarelyShownState(CountingEnv):
+    """An environment with the previous action in a closure, which changes about one observation in ten."""
 
     def __init__(self) -> None:
         super().__init__()
-        before = 0
+        previous = 0
 
-        def sticks(action: int) -> int:
-            nonlocal before
-            shown, before = before, action
-            return shown
+        def exchange(action: int) -> int:
+            nonlocal previous
+            result, previous = previous, action
+            return result
 
-        self.sticks = sticks
+        self.exchange = exchange
 
-    def more(self, action: int) -> float:
-        shown = self.sticks(action)
-        return shown if self.np_random.random() < 0.15 else 0.0  # in two of three cases another one: one of ten
+    def extra(self, action: int) -> float:
+        previous = self.exchange(action)
+        return previous if self.np_random.random() < 0.15 else 0.0  # it is another action in two of three cases
 
 
-class InClosure(Counts):
+class StateInClosure(CountingEnv):
     """An environment with a counter in a closure."""
 
     def __init__(self) -> None:
@@ -122,151 +122,151 @@ class InClosure(Counts):
 
         self.tick = tick
 
-    def more(self, action: int) -> float:
+    def extra(self, action: int) -> float:
         return self.tick()
 
 
-class InFrame(Counts):
-    """An environment with a running generator function."""
+class StateInGeneratorFrame(CountingEnv):
+    """An environment with its state in the frame of a running generator."""
 
     def __init__(self) -> None:
         super().__init__()
         self.numbers = (number for number in range(10**9))
 
-    def more(self, action: int) -> float:
+    def extra(self, action: int) -> float:
         return next(self.numbers)
 
 
-class OverSocket(Counts):
+class StateBehindSocket(CountingEnv):
     """An environment with its state at the other end of a socket."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.line = socket.socket()
+        self.connection = socket.socket()
 
     def close(self) -> None:
-        self.line.close()
+        self.connection.close()
 
 
-class Built(Counts):
-    """An environment with a constructor that draws from global generators."""
+class RandomConstructorEnv(CountingEnv):
+    """An environment with a constructor that draws from the global generator of ``random``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.factor = random.random()
 
-    def more(self, action: int) -> float:
+    def extra(self, action: int) -> float:
         return self.factor * action
 
 
-class Generators(Counts):
+class GeneratorsEnv(CountingEnv):
     """An environment with generators of every kind, one of which two of its parts share."""
 
     def __init__(self) -> None:
         super().__init__()
         self.new = np.random.default_rng()
         self.old = np.random.RandomState()
-        self.pythons = random.Random()
+        self.python = random.Random()
         self.parts = [{"draws": self.new}, (self.new, [random.Random()])]
 
-    def more(self, action: int) -> float:
+    def extra(self, action: int) -> float:
         child = self.new.spawn(1)[0] if action == 2 else self.new
-        drawn = child.random() + self.old.rand() + self.pythons.random()
+        drawn = child.random() + self.old.rand() + self.python.random()
         return drawn + self.parts[0]["draws"].random() + self.parts[1][1][0].random()  # type: ignore[index, call-overload]
 
 
-class Stepwise(Counts, EzPickle):
-    """An environment that pickle would rebuild; it holds a queue, functions, and a part that refers back to it."""
+class EzPickledEnv(CountingEnv, EzPickle):
+    """An environment that pickle would rebuild by its constructor, with a queue, a function and a part that refers to it."""
 
     def __init__(self, size: int = 3) -> None:
-        Counts.__init__(self)
+        CountingEnv.__init__(self)
         EzPickle.__init__(self, size)
         self.queue: deque[int] = deque(maxlen=size)
-        self.rule = lambda number: number * 2
+        self.double = lambda number: number * 2
         self.part = Part(self)
 
-    def more(self, action: int) -> float:
-        self.queue.append(self.rule(action))
-        return sum(self.queue) + self.part.seen()
+    def extra(self, action: int) -> float:
+        self.queue.append(self.double(action))
+        return sum(self.queue) + self.part.count()
 
 
-class Arrays(Counts):
-    """An environment with arrays of every kind, one of them under three names, and numpy scalars."""
+class ArraysEnv(CountingEnv):
+    """An environment with arrays of every kind, one of them in three attributes, and a numpy scalar."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sums = np.zeros(3)
         self.same = self.sums
-        self.held = {"sums": (self.sums,)}
-        self.turned = np.zeros((2, 3), order="F")
-        self.fixed = np.arange(3.0)
-        self.fixed.flags.writeable = False
-        self.single = np.array(7)
-        self.named = np.zeros(2, [("count", "i4"), ("share", "f8")])
-        self.big_end = np.zeros(2, ">i2")
-        self.none = np.zeros((0, 3), np.complex64)
+        self.in_dict = {"sums": (self.sums,)}
+        self.fortran = np.zeros((2, 3), order="F")
+        self.read_only = np.arange(3.0)
+        self.read_only.flags.writeable = False
+        self.zero_dim = np.array(7)
+        self.structured = np.zeros(2, [("count", "i4"), ("share", "f8")])
+        self.big_endian = np.zeros(2, ">i2")
+        self.empty = np.zeros((0, 3), np.complex64)
         self.number = np.float32(0.1)
 
-    def more(self, action: int) -> float:
+    def extra(self, action: int) -> float:
         self.sums[action] += self.number
-        self.turned[:, action] += 1
-        self.single[...] = self.single + action
-        self.named["count"] += action
-        self.big_end += 1
+        self.fortran[:, action] += 1
+        self.zero_dim[...] = self.zero_dim + action
+        self.structured["count"] += action
+        self.big_endian += 1
         self.number *= np.float32(1.01)
-        assert not self.fixed.flags.writeable
-        assert self.turned.flags.f_contiguous
-        whole = self.named["count"].sum() + self.big_end.sum() + self.turned.sum() + self.single + self.none.size
-        return float(self.same.sum() + self.held["sums"][0].sum() + whole)
+        assert not self.read_only.flags.writeable
+        assert self.fortran.flags.f_contiguous
+        rest = self.structured["count"].sum() + self.big_endian.sum() + self.fortran.sum() + self.zero_dim + self.empty.size
+        return float(self.same.sum() + self.in_dict["sums"][0].sum() + rest)
 
 
 class Part(EzPickle):
     """A part with a reference to its environment."""
 
-    def __init__(self, env: Stepwise) -> None:
+    def __init__(self, env: EzPickledEnv) -> None:
         EzPickle.__init__(self, env)
         self.env = env
-        self.looks = 0
+        self.calls = 0
 
-    def seen(self) -> int:
-        self.looks += 1
-        return self.looks + len(self.env.queue)
+    def count(self) -> int:
+        self.calls += 1
+        return self.calls + len(self.env.queue)
 
 
-class Offers(InClosure):
-    """An environment with hidden state, which it offers by the pair of methods."""
+class SnapshotMethodsEnv(StateInClosure):
+    """An environment with hidden state, and with the two methods that save and restore it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden = iter(range(10**9))
-        self.place = 0
+        self.numbers = iter(range(10**9))
+        self.position = 0
 
-    def more(self, action: int) -> float:
-        self.place += 1
-        return next(self.hidden)
+    def extra(self, action: int) -> float:
+        self.position += 1
+        return next(self.numbers)
 
     def take_snapshot(self) -> Any:
         """Return the state."""
-        return self.total, self.place
+        return self.total, self.position
 
     def restore_snapshot(self, state: Any) -> None:
         """Continue from a state."""
-        self.total, self.place = state
-        self.hidden = iter(range(self.place, 10**9))
+        self.total, self.position = state
+        self.numbers = iter(range(self.position, 10**9))
 
 
-class Switches(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """A wrapper that selects one of two environments in its reset, by an option; without it, the current one remains.
+class SwitchingWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """A wrapper of two environments. A reset with the option ``which`` selects one of them.
 
     Args:
         make: A function that builds the environments.
-        in_list: Keep them in a list, not in attributes.
+        in_list: Keep the environments in a list, not in attributes.
     """
 
     def __init__(self, make: Callable[[], Any], in_list: bool) -> None:
         first, second = make(), make()
         if in_list:
-            self.inner = [first, second]
+            self.candidates = [first, second]
         else:
             self.first, self.second = first, second
         self.in_list = in_list
@@ -274,5 +274,5 @@ class Switches(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         if options is not None:
-            self.env = self.inner[options["which"]] if self.in_list else (self.first, self.second)[options["which"]]
+            self.env = self.candidates[options["which"]] if self.in_list else (self.first, self.second)[options["which"]]
         return self.env.reset(seed=seed)

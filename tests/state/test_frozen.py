@@ -1,4 +1,4 @@
-"""``freeze`` and ``thaw``: frozen copies continue exactly, are refused by name, and leave nothing behind."""
+"""``freeze`` and ``thaw``: frozen copies continue exactly and leave nothing behind; errors name what cannot be copied."""
 
 from __future__ import annotations
 
@@ -39,35 +39,35 @@ from vecenv.testing import assert_identical
 pytestmark = pytest.mark.timeout(120)
 
 
-SHARED = np.frombuffer(mmap.mmap(-1, 4096), np.uint8)
-"""Memory that workers inherit."""
+SHARED_MEMORY = np.frombuffer(mmap.mmap(-1, 4096), np.uint8)
+"""Shared memory, which workers inherit."""
 
 
-class Hidden(gym.Env):
+class GeneratorFunctionEnv(gym.Env):
     """An environment with its state in a generator function, which cannot be pickled; an episode has 23 steps."""
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
     action_space = gym.spaces.Discrete(3)
 
     def _walk(self) -> Iterator[np.ndarray]:
-        at = self.np_random.normal(size=3)
+        position = self.np_random.normal(size=3)
         while True:
-            action = yield at
-            at = at + (action or 0) + self.np_random.normal(size=3) + np.random.normal() + random.random()
+            action = yield position
+            position = position + (action or 0) + self.np_random.normal(size=3) + np.random.normal() + random.random()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         super().reset(seed=seed)
-        self._steps, self._run = 0, self._walk()
-        return next(self._run), {"at": 0}
+        self._steps, self._generator = 0, self._walk()
+        return next(self._generator), {"at": 0}
 
     def step(self, action: Any) -> Any:
         self._steps += 1
-        at = self._run.send(int(action))  # type: ignore[attr-defined]
+        at = self._generator.send(int(action))  # type: ignore[attr-defined]
         return at, float(at.sum()), self._steps % 23 == 0, False, {"at": self._steps}
 
-    def do(self, what: str) -> Any:
-        """Open a resource, or begin an operation."""
-        return getattr(self, f"_{what}")()
+    def do(self, name: str) -> Any:
+        """Open a resource, start a process, or return the depth of the stack."""
+        return getattr(self, f"_{name}")()
 
     def _depth(self) -> int:
         return len(inspect.stack())
@@ -104,54 +104,54 @@ class Hidden(gym.Env):
         self.kept = mmap.mmap(-1, 4096)
 
     def _inherited(self) -> None:
-        self.kept = SHARED
+        self.kept = SHARED_MEMORY
 
     def _timer(self) -> None:
         signal.signal(signal.SIGVTALRM, signal.SIG_IGN)
         signal.setitimer(signal.ITIMER_VIRTUAL, 1000)
 
 
-def hidden(count: int = 4, **kwargs: Any) -> Any:
-    """Return environments that were reset with seed 5."""
-    envs = vecenv.AsyncVectorEnv([Hidden] * count, **kwargs)
+def open_envs(count: int = 4, **kwargs: Any) -> Any:
+    """Return environments, after a reset with seed 5, as a context manager."""
+    envs = vecenv.AsyncVectorEnv([GeneratorFunctionEnv] * count, **kwargs)
     envs.reset(seed=5)
     return closing(envs)
 
 
-def results_after(envs: Any, steps: int, rows: tuple[int, ...]) -> list[Any]:
-    """Return the results of each row in steps with equal actions for all rows, drawn from one sequence."""
+def run_steps(envs: Any, steps: int, rows: tuple[int, ...]) -> list[Any]:
+    """Return, for each row, the results of steps. In each step all rows have the same action, from one random sequence."""
     actions = envs.single_action_space
     actions.seed(4)
     results: list[Any] = [[] for _ in rows]
     for _ in range(steps):
         observations, rewards, over, cut, infos = envs.step(np.stack([actions.sample()] * envs.num_envs))
-        for row, kept in zip(rows, results, strict=True):
+        for row, row_results in zip(rows, results, strict=True):
             at = infos["at"][row] if "at" in infos else None
-            kept.append((observations[row].copy(), rewards[row], over[row], cut[row], at))
+            row_results.append((observations[row].copy(), rewards[row], over[row], cut[row], at))
     return results
 
 
 @pytest.mark.sampled("fork-AutoresetMode.NEXT_STEP")
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("context", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.long)])
-def test_copies_continue_like_the_original(context: str, mode: AutoresetMode) -> None:
-    with hidden(context=context, autoreset_mode=mode) as envs:
+def test_thawed_copies_continue_like_the_original(context: str, mode: AutoresetMode) -> None:
+    with open_envs(context=context, autoreset_mode=mode) as envs:
         assert envs.capabilities.freezing
-        results_after(envs, 23, (0,))  # in next-step mode an automatic reset is due
+        run_steps(envs, 23, (0,))  # in next-step mode, the next step is an automatic reset
         [frozen] = envs.freeze([0])
         with pytest.raises(NotRestorable):
             envs.save([0])
         first = envs.thaw(frozen, into=[1, 2, 3])
         assert_identical(first[0], np.stack([frozen.observation] * 3))
-        results = results_after(envs, 60, (0, 1, 2, 3))
+        results = run_steps(envs, 60, (0, 1, 2, 3))
         for other in results[1:]:
             assert_identical(other, results[0])
-        envs.thaw(frozen, into=[0])  # the original is set back, too
-        assert_identical(results_after(envs, 60, (0,)), results[:1])
+        envs.thaw(frozen, into=[0])  # the original's row can be replaced too
+        assert_identical(run_steps(envs, 60, (0,)), results[:1])
 
 
-def test_a_copy_can_be_thawed_often_without_descriptors() -> None:
-    with hidden(context="fork") as envs:
+def test_thawing_a_copy_90_times_does_not_leak_descriptors() -> None:
+    with open_envs(context="fork") as envs:
         [frozen] = envs.freeze([0])
         counts = []
         for _ in range(90):
@@ -166,22 +166,22 @@ def test_a_copy_can_be_thawed_often_without_descriptors() -> None:
     [("CartPole-v1", {}), ("Ant-v5", {}), ("Humanoid-v5", {}), ("ALE/Pong-v5", {"repeat_action_probability": 0.25}),
      ("LunarLander-v3", {}), ("BipedalWalker-v3", {})],
 )  # fmt: skip
-def test_real_environments_continue_like_the_original(name: str, options: dict[str, Any]) -> None:
+def test_thawed_copies_of_real_environments_continue_like_the_original(name: str, options: dict[str, Any]) -> None:
     package = {"ALE/Pong-v5": "ale_py", "LunarLander-v3": "Box2D", "BipedalWalker-v3": "Box2D", "CartPole-v1": "numpy"}
-    if importlib.util.find_spec(wanted := package.get(name, "mujoco")) is None:
-        pytest.skip(f"{wanted} is not installed")
-    inherited = mmap.mmap(-1, mmap.PAGESIZE)  # then workers look for objects of the environment in such memory
-    with closing(inherited), closing(vecenv.AsyncVectorEnv([functools.partial(made, name, options)] * 3)) as envs:
+    if importlib.util.find_spec(required := package.get(name, "mujoco")) is None:
+        pytest.skip(f"{required} is not installed")
+    inherited = mmap.mmap(-1, mmap.PAGESIZE)  # with it, workers check whether objects of the environment lie in such memory
+    with closing(inherited), closing(vecenv.AsyncVectorEnv([functools.partial(make_env, name, options)] * 3)) as envs:
         envs.reset(seed=5)
-        results_after(envs, 20, (0,))
+        run_steps(envs, 20, (0,))
         with envs.freeze([0])[0] as frozen:
             envs.thaw(frozen, into=[1, 2])
-        results = results_after(envs, 200, (0, 1, 2))
+        results = run_steps(envs, 200, (0, 1, 2))
         for other in results[1:]:
             assert_identical(other, results[0])
 
 
-def made(name: str, options: dict[str, Any]) -> Any:
+def make_env(name: str, options: dict[str, Any]) -> Any:
     if name.startswith("ALE/"):
         import ale_py
 
@@ -191,18 +191,18 @@ def made(name: str, options: dict[str, Any]) -> Any:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("generators", ["shared", "own"])
-def test_random_numbers_are_equal_or_separate(generators: Any) -> None:
-    with hidden(3, generators=generators) as envs:
+def test_thaw_continues_random_numbers_or_reseeds_them(generators: Any) -> None:
+    with open_envs(3, generators=generators) as envs:
         [frozen] = envs.freeze([0])
         envs.thaw(frozen, into=[1])
         envs.thaw(frozen, into=[2], reseed=True)
-        original, same, other = results_after(envs, 20, (0, 1, 2))
+        original, same, other = run_steps(envs, 20, (0, 1, 2))
         assert_identical(same, original)
         assert len({results[0][0] for results in (original[1], other[1])}) == 2
 
 
-def test_failed_rows_can_be_thawed() -> None:
-    with hidden(2, on_failure="raise") as envs:
+def test_thaw_into_a_failed_row_recovers_the_row() -> None:
+    with open_envs(2, on_failure="raise") as envs:
         [frozen] = envs.freeze([0])
         os.kill(envs.processes[1].pid, signal.SIGKILL)
         with pytest.raises(WorkerDied):
@@ -210,12 +210,12 @@ def test_failed_rows_can_be_thawed() -> None:
         with pytest.raises(EnvFailed):
             envs.freeze([1])
         envs.thaw(frozen, into=[1, 0])
-        first, second = results_after(envs, 30, (0, 1))
+        first, second = run_steps(envs, 30, (0, 1))
         assert_identical(second, first)
 
 
-def test_file_that_cannot_be_reopened_is_named() -> None:
-    with hidden(2) as envs:
+def test_freeze_names_a_file_that_cannot_be_reopened() -> None:
+    with open_envs(2) as envs:
         envs.exec_func(lambda env: env.do("maps"), [1])
         with pytest.raises(NotRestorable, match=r"cannot be frozen: ProcessLookupError: .*No such process"):
             envs.freeze()
@@ -223,9 +223,9 @@ def test_file_that_cannot_be_reopened_is_named() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*ERROR.*:UserWarning")
-def test_failed_environment_is_not_frozen() -> None:
-    with hidden(2, on_failure="raise") as envs:
-        envs.exec_func(lambda env: setattr(env.unwrapped, "_run", None), [0])
+def test_freeze_of_a_failed_row_raises() -> None:
+    with open_envs(2, on_failure="raise") as envs:
+        envs.exec_func(lambda env: setattr(env.unwrapped, "_generator", None), [0])
         with pytest.raises(AttributeError):
             envs.step(np.zeros(2, np.int64))
         with pytest.raises(EnvFailed, match="env 0: AttributeError"):
@@ -233,8 +233,8 @@ def test_failed_environment_is_not_frozen() -> None:
         assert len(envs.freeze([1])) == 1
 
 
-def test_thawed_worker_behaves_like_any_other() -> None:
-    with hidden(2, on_failure="restart") as envs:
+def test_thawed_worker_supports_calls_attributes_and_restarts() -> None:
+    with open_envs(2, on_failure="restart") as envs:
         [frozen] = envs.freeze([0])
         envs.thaw(frozen, into=[1])
         worker = envs.processes[1]
@@ -250,11 +250,11 @@ def test_thawed_worker_behaves_like_any_other() -> None:
         assert not psutil.pid_exists(helper)
         assert "killed" in str(envs.errors[0]) or "exit code is not known" in str(envs.errors[0])
         envs.thaw(frozen, into=[1])
-        results_after(envs, 3, (0, 1))
+        run_steps(envs, 3, (0, 1))
 
 
-def test_copies_of_copies_do_not_run_out_of_stack() -> None:
-    with hidden(1) as envs:
+def test_repeated_freeze_and_thaw_does_not_deepen_the_stack() -> None:
+    with open_envs(1) as envs:
         depths = []
         for _ in range(4):
             [frozen] = envs.freeze([0])
@@ -266,44 +266,47 @@ def test_copies_of_copies_do_not_run_out_of_stack() -> None:
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(
-    ("what", "why"),
+    ("resource", "text"),
     [("socket", r"copies would share the descriptors that it has open for writing: socket:\[\d+\], socket:"),
      ("pipe", r"pipe:\[\d+\]"), ("thread", "it has 2 threads, and a copy would have only one"),
      ("log", "for writing: .*frozen.log$"), ("reading", None),
      ("eventfd", r"for writing: anon_inode:\[eventfd\]$"), ("memory", "share memory that they write to: /dev/zero$"),
-     ("inherited", r"share memory that they write to: Hidden.kept \(ndarray\)$"), ("timer", "it has a running timer"),
+     ("inherited", r"share memory that they write to: GeneratorFunctionEnv.kept \(ndarray\)$"),
+     ("timer", "it has a running timer"),
      ("helper", r"it has started processes, which a copy would share: pid \d+$")],
 )  # fmt: skip
-def test_uncopyable_resources_are_named(what: str, why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_freeze_names_resources_that_cannot_be_copied(
+    resource: str, text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VECENV_TEST_LOG", str(tmp_path / "frozen.log"))
-    with hidden(2) as envs:
-        envs.exec_func(lambda env: env.do(what), [1])
-        if why is None:
+    with open_envs(2) as envs:
+        envs.exec_func(lambda env: env.do(resource), [1])
+        if text is None:
             assert len(envs.freeze()) == 2
             return
         with pytest.raises(NotRestorable) as caught:
             envs.freeze()
         assert "cannot be frozen" in str(caught.value)
-        assert re.search(why, str(caught.value), re.MULTILINE), caught.value
+        assert re.search(text, str(caught.value), re.MULTILINE), caught.value
         assert "env 1" in "".join(getattr(caught.value, "__notes__", []))
         assert envs.stats().get("frozen", 0.0) == 0.0
         envs.step(np.zeros(2, np.int64))
 
 
-class SlowlyCopied(Hidden):
-    """An environment with copies that take half a second to begin; ``refuses``: it cannot be copied."""
+class SlowForkEnv(GeneratorFunctionEnv):
+    """An environment with copies that sleep half a second after the fork; if ``uncopyable``, it has an open pipe."""
 
-    def __init__(self, refuses: bool) -> None:
+    def __init__(self, uncopyable: bool) -> None:
         worker = os.getpid()
-        if refuses:
+        if uncopyable:
             self.kept = os.pipe()
-        else:  # the worker waits for its own child, which has forked the copy
+        else:  # only in the copy, not in the worker's child that forks it, because the worker waits for this child
             os.register_at_fork(after_in_child=lambda: time.sleep(0.5 * (os.getppid() != worker)))
 
 
-def test_copies_of_a_failed_freeze_leave_the_files_of_the_program_alone(tmp_path: Path) -> None:
-    """By the time that a copy opens its pipes, their numbers may belong to other files."""
-    fns = [functools.partial(SlowlyCopied, refuses) for refuses in (False, True)]
+def test_copies_of_a_failed_freeze_do_not_write_to_files_of_the_caller(tmp_path: Path) -> None:
+    """When a slow copy opens its pipes, other files may already have their descriptor numbers."""
+    fns = [functools.partial(SlowForkEnv, uncopyable) for uncopyable in (False, True)]
     with closing(vecenv.AsyncVectorEnv(fns, num_workers=None)) as envs:
         envs.reset(seed=1)
         with suppress(NotRestorable):
@@ -318,16 +321,15 @@ def test_copies_of_a_failed_freeze_leave_the_files_of_the_program_alone(tmp_path
             file.close()
 
 
-class Market(gym.Env):
-    """An environment that reads a record of a file in each step, alternately by a second descriptor with the same position.
-    """
+class FileReadingEnv(gym.Env):
+    """An environment that reads a file in each step, alternately through two descriptors that share their position."""
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
     action_space = gym.spaces.Discrete(3)
 
     def __init__(self, path: Path) -> None:
         self.file = path.open("rb", buffering=0)
-        self.same = os.dup(self.file.fileno())
+        self.duplicate = os.dup(self.file.fileno())
         self.other = path.open("rb")
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
@@ -336,29 +338,29 @@ class Market(gym.Env):
         return self.step(0)[0], {"at": 0}
 
     def step(self, action: Any) -> Any:
-        record = self.file.read(8) if self.file.tell() % 16 else os.read(self.same, 8)
+        record = self.file.read(8) if self.file.tell() % 16 else os.read(self.duplicate, 8)
         return np.frombuffer(record + self.other.read(8)), 0.0, False, False, {}
 
     def close(self) -> None:
         self.file.close()
         self.other.close()
-        os.close(self.same)
+        os.close(self.duplicate)
 
 
-def test_files_have_separate_positions_in_each_copy(tmp_path: Path) -> None:
-    np.arange(1000.0).tofile(tmp_path / "prices")
-    with closing(vecenv.AsyncVectorEnv([functools.partial(Market, tmp_path / "prices")] * 3)) as envs:
+def test_thawed_copies_have_separate_file_positions(tmp_path: Path) -> None:
+    np.arange(1000.0).tofile(tmp_path / "records")
+    with closing(vecenv.AsyncVectorEnv([functools.partial(FileReadingEnv, tmp_path / "records")] * 3)) as envs:
         envs.reset(seed=1)
-        results_after(envs, 4, (0,))
+        run_steps(envs, 4, (0,))
         with envs.freeze([0])[0] as frozen:
-            results_after(envs, 3, (0,))
+            run_steps(envs, 3, (0,))
             envs.thaw(frozen, into=[1, 2])
             envs.thaw(frozen, into=[0])
             for number in range(5, 10):
                 assert envs.step(np.zeros(3, np.int64))[0].tolist() == [[number, number]] * 3
 
 
-def test_capabilities_without_freezing() -> None:
+def test_freeze_and_thaw_without_own_processes_raise() -> None:
     for kwargs in ({"num_workers": 1}, {"num_workers": 0}, {"use_caller": True}):
         with closing(vecenv.AsyncVectorEnv(counters(1) * 2, **kwargs)) as envs:
             assert not envs.capabilities.freezing
@@ -367,12 +369,12 @@ def test_capabilities_without_freezing() -> None:
                     call()
 
 
-def test_ended_copies_are_refused() -> None:
-    with hidden(2) as envs, hidden(1) as others:
+def test_thaw_of_unusable_copies_raises() -> None:
+    with open_envs(2) as envs, open_envs(1) as others:
         others.reset(seed=5)
         killed, closed, used = *envs.freeze([0, 1]), *envs.freeze([0])
         os.kill(killed.pid, signal.SIGKILL)
-        assert has_ended_soon(killed.pid)
+        assert ends_soon(killed.pid)
         with pytest.raises(WorkerDied, match=r"the frozen copy of env 0 \(pid \d+\) has ended"):
             envs.thaw(killed, into=[0])
         closed.close()
@@ -394,23 +396,23 @@ def test_ended_copies_are_refused() -> None:
     assert used.closed
 
 
-def test_stats_and_ends_of_copies() -> None:
-    with hidden(2) as envs:
+def test_stats_count_copies_which_end_when_they_are_collected() -> None:
+    with open_envs(2) as envs:
         copies = envs.freeze()
-        figures = envs.stats()
-        assert figures["frozen"] == 2.0
-        assert 2**16 < figures["frozen_bytes"] < 2**28
+        stats = envs.stats()
+        assert stats["frozen"] == 2.0
+        assert 2**16 < stats["frozen_bytes"] < 2**28
         pids = [copy.pid for copy in copies]
         del copies
         gc.collect()
         for pid in pids:
-            assert has_ended_soon(pid)
+            assert ends_soon(pid)
         [kept] = envs.freeze([0])
-    assert has_ended_soon(kept.pid)
+    assert ends_soon(kept.pid)
 
 
-def has_ended_soon(pid: int) -> bool:
-    """True if a process ends within seconds; a zombie has ended."""
+def ends_soon(pid: int) -> bool:
+    """True if the process ends within 10 seconds, or is a zombie."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         try:
@@ -426,28 +428,28 @@ def has_ended_soon(pid: int) -> bool:
     "rounds", [8, pytest.param(20, marks=pytest.mark.long), pytest.param(10_000, marks=pytest.mark.slow)]
 )
 @pytest.mark.timeout(1800)
-def test_many_copies_leave_nothing(rounds: int) -> None:
-    with hidden(2) as envs:
-        own = psutil.Process()
+def test_many_copies_leak_no_descriptors_and_memory(rounds: int) -> None:
+    with open_envs(2) as envs:
+        caller = psutil.Process()
         for number in range(rounds):
             if number == 5:
-                before = own.num_fds(), own.memory_info().rss
+                before = caller.num_fds(), caller.memory_info().rss
             [frozen] = envs.freeze([0])
             if number % 10 == 0:
                 envs.thaw(frozen, into=[1])
             frozen.close()
-        assert own.num_fds() < before[0] + 120  # of replaced workers, which are about to end
-        assert own.memory_info().rss - before[1] < 30 * 2**20
-        results_after(envs, 3, (0,))
+        assert caller.num_fds() < before[0] + 120  # replaced workers may still have open descriptors
+        assert caller.memory_info().rss - before[1] < 30 * 2**20
+        run_steps(envs, 3, (0,))
 
 
 PROGRAM = """
     import sys, os, numpy as np
     sys.path[:0] = {paths}
-    from test_frozen import Hidden
+    from test_frozen import GeneratorFunctionEnv
     import vecenv
 
-    envs = vecenv.AsyncVectorEnv([Hidden] * 2)
+    envs = vecenv.AsyncVectorEnv([GeneratorFunctionEnv] * 2)
     envs.reset(seed=1)
     print(*[worker.pid for worker in envs.processes], flush=True)
     while True:
@@ -461,65 +463,65 @@ PROGRAM = """
 
 @pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.long), pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
-def test_killed_caller_leaves_nothing(times: int) -> None:
+def test_killed_caller_leaves_no_processes(times: int) -> None:
     program = textwrap.dedent(PROGRAM).format(paths=sys.path)
     rng = np.random.default_rng(7)
     for _ in range(times):
         command = [sys.executable, "-c", program]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
         assert process.stdout is not None
-        seen = process.stdout.readline().split()
+        pids = process.stdout.readline().split()
         time.sleep(rng.uniform(0.0, 0.2))
         process.kill()
-        seen += process.stdout.read().split()
+        pids += process.stdout.read().split()
         process.wait()
         process.stdout.close()
-        for pid in seen:
-            assert has_ended_soon(int(pid))
+        for pid in pids:
+            assert ends_soon(int(pid))
 
 
 @pytest.mark.sampled("True")
-@pytest.mark.parametrize("dead", [False, True])
-def test_thaw_of_a_copy_that_ends_changes_nothing(dead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    with hidden(3) as envs:
+@pytest.mark.parametrize("dead_row", [False, True])
+def test_thaw_of_a_copy_that_dies_meanwhile_changes_nothing(dead_row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_envs(3) as envs:
         [frozen] = envs.freeze([0])
-        results_after(envs, 5, (1,))
-        if dead:
+        run_steps(envs, 5, (1,))
+        if dead_row:
             os.kill(envs.processes[2].pid, signal.SIGKILL)
             with pytest.raises(WorkerDied):
                 envs.step(np.zeros(3, np.int64))
         before = [worker.pid for worker in envs.processes], envs.observations.copy()
-        require = freezing.Frozen._require_usable
+        require_usable = freezing.Frozen._require_usable
 
-        def ended(copy: Any, engine: Any) -> Any:
-            watch = require(copy, engine)
+        def kill_after_check(copy: Any, engine: Any) -> Any:
+            watch = require_usable(copy, engine)
             os.kill(copy.pid, signal.SIGKILL)
             return watch
 
-        monkeypatch.setattr(freezing.Frozen, "_require_usable", ended)
+        monkeypatch.setattr(freezing.Frozen, "_require_usable", kill_after_check)
         with pytest.raises(WorkerDied):
             envs.thaw(frozen, into=[1, 2])
         monkeypatch.undo()
         assert_identical(([worker.pid for worker in envs.processes], envs.observations.copy()), before)
-        if dead:
+        if dead_row:
             with pytest.raises(EnvFailed):
                 envs.step(np.zeros(3, np.int64))
         else:
-            assert results_after(envs, 1, (1,))[0][0][4] == 6  # the sixth step of its episode
+            assert run_steps(envs, 1, (1,))[0][0][4] == 6  # the sixth step of its episode
 
 
-@pytest.mark.parametrize(("moment", "phase"), [("_fork_copies", "DEFAULT"), ("_replace_worker", "RESET_NEEDED")])
-def test_interrupted_thaw_changes_nothing_or_needs_a_reset(moment: str, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    function = getattr(freezing, moment)
+@pytest.mark.parametrize(("name", "phase"), [("_fork_copies", "DEFAULT"), ("_replace_worker", "RESET_NEEDED")])
+def test_interrupted_thaw_changes_nothing_or_needs_a_reset(name: str, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function = getattr(freezing, name)
 
     def interrupted(*args: Any) -> None:
         os.kill(os.getpid(), signal.SIGALRM)
         function(*args)
 
-    with handled(signal.SIGALRM, Alarm), hidden(3) as envs:
+    with handled(signal.SIGALRM, Alarm), open_envs(3) as envs:
         [frozen] = envs.freeze([0])
         before = [worker.pid for worker in envs.processes]
-        monkeypatch.setattr(freezing, moment, interrupted)
+        monkeypatch.setattr(freezing, name, interrupted)
         with pytest.raises(Alarm):
             envs.thaw(frozen, into=[1, 2])
         monkeypatch.undo()
@@ -531,18 +533,18 @@ def test_interrupted_thaw_changes_nothing_or_needs_a_reset(moment: str, phase: s
             with pytest.raises(gym.error.ResetNeeded):
                 envs.step(np.zeros(3, np.int64))
         envs.reset()
-        results_after(envs, 5, (0, 1, 2))
-        assert results_after(envs, 1, (1,))[0][0][4] == 6
+        run_steps(envs, 5, (0, 1, 2))
+        assert run_steps(envs, 1, (1,))[0][0][4] == 6
 
 
 @pytest.mark.parametrize("times", [3, pytest.param(8, marks=pytest.mark.long), pytest.param(2_000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from a finalizer of a copy
-def test_raising_signal_handler_loses_nothing(times: int) -> None:
+def test_envs_stay_usable_after_interrupted_freeze_and_thaw(times: int) -> None:
     rng = np.random.default_rng(3)
-    with handled(signal.SIGALRM, Alarm), hidden(3) as envs:
+    with handled(signal.SIGALRM, Alarm), open_envs(3) as envs:
         [frozen] = envs.freeze([0])
-        wanted = results_after(envs, 5, (0,))
+        expected = run_steps(envs, 5, (0,))
         for _ in range(times):
             copies = None
             signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-4, 0.03))
@@ -556,4 +558,4 @@ def test_raising_signal_handler_loses_nothing(times: int) -> None:
             signal.setitimer(signal.ITIMER_REAL, 0)
             assert copies is None or copies[0].pid > 0
             envs.thaw(frozen, into=[0])
-            assert_identical(results_after(envs, 5, (0,)), wanted)
+            assert_identical(run_steps(envs, 5, (0,)), expected)

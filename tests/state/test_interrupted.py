@@ -1,4 +1,4 @@
-"""Exceptions of signal handlers are never taken for errors of an environment, a snapshot or a codec."""
+"""Exceptions of signal handlers are never reported as errors of an environment, a snapshot or a codec."""
 
 from __future__ import annotations
 
@@ -21,61 +21,61 @@ from vecenv.testing import assert_identical, assert_isolated, assert_restorable
 ACTIONS = np.array([1, 2])
 
 
-class Bell:
-    """A bell that raises a signal once, at the given opportunity."""
+class Interruption:
+    """A signal that is raised once, at the last of ``remaining`` opportunities."""
 
-    left = 0
+    remaining = 0
 
     @classmethod
-    def chance(cls) -> None:
-        cls.left -= 1
-        if cls.left == 0:
+    def allow(cls) -> None:
+        cls.remaining -= 1
+        if cls.remaining == 0:
             signal.raise_signal(signal.SIGUSR2)
 
 
 @pytest.fixture(autouse=True)
-def bell() -> Iterator[None]:
+def interrupt_handler() -> Iterator[None]:
     with handled(signal.SIGUSR2, Alarm):
         yield
-        Bell.left = 0
+        Interruption.remaining = 0
 
 
-class Rings:
-    """An object that rings when it is pickled, unpickled or read."""
+class InterruptibleObject:
+    """An object that can be interrupted when it is pickled, unpickled or converted to an array."""
 
     def __reduce__(self) -> Any:
-        Bell.chance()
-        return _rings, ()
+        Interruption.allow()
+        return _unpickle, ()
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        Bell.chance()
+        Interruption.allow()
         return np.zeros(1)
 
 
-def _rings() -> Rings:
-    Bell.chance()
-    return Rings()
+def _unpickle() -> InterruptibleObject:
+    Interruption.allow()
+    return InterruptibleObject()
 
 
-class RingingDict(dict[str, Any]):
+class InterruptibleDict(dict[str, Any]):
     def __getitem__(self, key: str) -> Any:
-        Bell.chance()
+        Interruption.allow()
         return super().__getitem__(key)
 
 
-class Ringing(kept_envs.Counts):
-    """An environment that rings in calls in its own process."""
+class InterruptibleEnv(kept_envs.CountingEnv):
+    """An environment that can be interrupted in its constructor, in resets and in steps."""
 
     def __init__(self) -> None:
-        Bell.chance()
+        Interruption.allow()
         super().__init__()
 
     def reset(self, **arguments: Any) -> Any:
-        Bell.chance()
+        Interruption.allow()
         return super().reset(**arguments)
 
     def step(self, action: Any) -> Any:
-        Bell.chance()
+        Interruption.allow()
         return super().step(action)
 
 
@@ -83,16 +83,16 @@ class Tape:
     """An object that a codec rebuilds."""
 
 
-def _made(state: Any) -> Tape:
-    Bell.chance()
+def _make_tape(state: Any) -> Tape:
+    Interruption.allow()
     return Tape() if state == "a tape" else state.refused
 
 
-register_rule(name_of(Tape), Codec(lambda tape: "a tape", lambda tape, state: None, make=_made))
+register_rule(name_of(Tape), Codec(lambda tape: "a tape", lambda tape, state: None, make=_make_tape))
 
 
-class LateTape(kept_envs.Counts):
-    """An environment that has no tape before its first step."""
+class LateTapeEnv(kept_envs.CountingEnv):
+    """An environment that builds its tape in the first step."""
 
     tape: Tape | None = None
 
@@ -101,7 +101,7 @@ class LateTape(kept_envs.Counts):
         return super().step(action)
 
 
-def reset_engine(env_fn: Callable[[], Any] = kept_envs.Generators) -> Any:
+def reset_engine(env_fn: Callable[[], Any] = kept_envs.GeneratorsEnv) -> Any:
     envs = vecenv.AsyncVectorEnv([env_fn] * 2, num_workers=0)
     envs.reset(seed=2)
     envs.step(ACTIONS)
@@ -110,31 +110,31 @@ def reset_engine(env_fn: Callable[[], Any] = kept_envs.Generators) -> Any:
 
 def count_opportunities(call: Callable[[], Any]) -> int:
     """Return the number of opportunities to interrupt a call."""
-    Bell.left = 10**9
+    Interruption.remaining = 10**9
     call()
-    return 10**9 - Bell.left
+    return 10**9 - Interruption.remaining
 
 
 def interrupt(envs: Any, call: Callable[[], Any], moment: int) -> Any:
-    """Return the result of a call that is interrupted once; only the handler's exception may be raised."""
-    Bell.left = moment
+    """Return the result of a call after an interruption, which may raise only the handler's exception."""
+    Interruption.remaining = moment
     with pytest.raises(Alarm):
         call()
     return call() if envs._state.value == "default" else envs.call_wait()
 
 
 @pytest.mark.parametrize("place", ["rest", "observation", "state_dict", "codec"])
-def test_loading_works_after_an_interruption(place: str) -> None:
-    with reset_engine(LateTape) as envs:
+def test_interrupted_load_succeeds_in_the_next_call(place: str) -> None:
+    with reset_engine(LateTapeEnv) as envs:
         if place == "rest":
-            envs.set_next_options([{"rings": Rings()}] * 2)
+            envs.set_next_options([{"object": InterruptibleObject()}] * 2)
         kept = envs.save(verify=False)
         load: Callable[[], Any] = functools.partial(envs.load, kept)
         if place == "observation":
-            load = functools.partial(envs.load, [one.having(observation=Rings()) for one in kept])
+            load = functools.partial(envs.load, [one.having(observation=InterruptibleObject()) for one in kept])
         elif place == "state_dict":
-            load = functools.partial(envs.load_state_dict, RingingDict(envs.state_dict(verify=False)))
-        wanted = envs.step(ACTIONS)
+            load = functools.partial(envs.load_state_dict, InterruptibleDict(envs.state_dict(verify=False)))
+        expected = envs.step(ACTIONS)
         if place == "codec":
             envs.set_attr("tape", None)
         moments = count_opportunities(load)
@@ -143,36 +143,36 @@ def test_loading_works_after_an_interruption(place: str) -> None:
             if place == "codec":
                 envs.set_attr("tape", None)
             interrupt(envs, load, moment)
-            assert_identical(envs.step(ACTIONS), wanted)
+            assert_identical(envs.step(ACTIONS), expected)
 
 
-def test_saving_works_after_an_interruption() -> None:
+def test_interrupted_save_succeeds_in_the_next_call() -> None:
     with reset_engine() as envs:
-        envs.set_next_options([{"rings": Rings()}] * 2)
+        envs.set_next_options([{"object": InterruptibleObject()}] * 2)
         save = functools.partial(envs.save, verify=False)
         moments = count_opportunities(save)
         assert moments > 1
         for moment in range(1, moments + 1):
             assert len(interrupt(envs, save, moment)) == 2
-        kept = vecenv.state.snapshots.StateDict(rings=Rings())
-        Bell.left = 1
+        kept = vecenv.state.snapshots.StateDict(object=InterruptibleObject())
+        Interruption.remaining = 1
         with pytest.raises(Alarm):
             pickle.dumps(kept)
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.05, 0.1, 0.2, 0.5, 0.9, 1.0])
-def test_interrupted_proof_raises_the_handlers_exception(share: float) -> None:
-    """In the calling process, an interruption never makes the proof refuse an environment."""
-    moments = count_opportunities(lambda: assert_restorable(Ringing))
-    with reset_engine(Ringing) as envs:
+def test_interrupted_verification_raises_the_handlers_exception(share: float) -> None:
+    """In the calling process, an interruption never makes the verification fail."""
+    moments = count_opportunities(lambda: assert_restorable(InterruptibleEnv))
+    with reset_engine(InterruptibleEnv) as envs:
         assert len(interrupt(envs, envs.save, 1 + round(share * (moments - 1)))) == 2
 
 
-def test_assertions_propagate_interruptions() -> None:
+def test_interrupted_assert_functions_raise_the_handlers_exception() -> None:
     for check in (assert_restorable, assert_isolated):
-        moments = count_opportunities(lambda check=check: check(Ringing))
+        moments = count_opportunities(lambda check=check: check(InterruptibleEnv))
         for moment in {1, 2, 5, *range(7, moments, moments // 12), moments}:
-            Bell.left = moment
+            Interruption.remaining = moment
             with pytest.raises(Alarm):
-                check(Ringing)
+                check(InterruptibleEnv)

@@ -30,7 +30,7 @@ import vecenv
 from vecenv.errors import EnvFailed, NotRestorable, SnapshotMismatch, WorkerDied
 from vecenv.testing import assert_identical
 
-# --- ``save``, ``load`` and state dicts of process engines: exact, complete, refused if they do not fit
+# --- ``save``, ``load`` and state dicts of process engines are exact and complete, or raise -------
 
 MODES = ("NextStep", "SameStep", "Disabled")
 ENGINES: dict[str, dict[str, Any]] = {
@@ -44,80 +44,80 @@ ENGINES: dict[str, dict[str, Any]] = {
 ROWS = 4
 
 
-def wrapped_cartpole() -> Any:
+def make_wrapped_cartpole() -> Any:
     """Return CartPole under wrappers that have state."""
     env: Any = RecordEpisodeStatistics(gymnasium.make("CartPole-v1"))
     return TimeLimit(FrameStackObservation(NormalizeObservation(env), 3), 30)
 
 
-def engine(env_fn: Any = wrapped_cartpole, mode: str = "NextStep", **options: Any) -> Any:
+def open_envs(env_fn: Any = make_wrapped_cartpole, mode: str = "NextStep", **options: Any) -> Any:
     return contextlib.closing(vecenv.AsyncVectorEnv([env_fn] * ROWS, autoreset_mode=mode, **options))
 
 
-def advanced(envs: Any, mode: str, actions: Any) -> Any:
-    """Make a step and, in Disabled mode, reset the finished rows."""
+def advance(envs: Any, mode: str, actions: Any) -> Any:
+    """Return the results of a step and, in Disabled mode, of a reset of the finished rows."""
     step = envs.step(actions)
-    again = None
+    reset = None
     if mode == "Disabled" and (over := step[4].get("env_done", step[2] | step[3])).any():
-        again = envs.reset(options={"reset_mask": over})
-    return (*step[:4], without_clock(step[4])), again
+        reset = envs.reset(options={"reset_mask": over})
+    return (*step[:4], remove_episode_times(step[4])), reset
 
 
-def without_clock(infos: Any) -> Any:
-    """Remove ``episode``, which holds the time by the clock."""
+def remove_episode_times(infos: Any) -> Any:
+    """Return the infos without ``episode``, which contains times."""
     if isinstance(infos, dict):
-        return {key: without_clock(value) for key, value in infos.items() if key not in ("episode", "_episode")}
+        return {key: remove_episode_times(value) for key, value in infos.items() if key not in ("episode", "_episode")}
     return infos
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ENGINES)
-def test_another_engine_continues_like_the_first(name: str, mode: str) -> None:
-    with engine(mode=mode, **ENGINES[name]) as envs, engine(mode=mode, num_workers=0) as other:
+def test_loaded_snapshots_continue_like_the_saved_engine(name: str, mode: str) -> None:
+    with open_envs(mode=mode, **ENGINES[name]) as envs, open_envs(mode=mode, num_workers=0) as other:
         envs.reset(seed=1)
         other.reset(seed=9)
         envs.action_space.seed(5)
         for _ in range(23):
-            advanced(envs, mode, envs.action_space.sample())
+            advance(envs, mode, envs.action_space.sample())
         kept = pickle.loads(pickle.dumps(envs.save(verify=mode == "NextStep")))
-        seen = other.load(kept)
-        assert_identical(seen, envs.observations.copy() if name != "no shared memory" else seen)
+        observations = other.load(kept)
+        assert_identical(observations, envs.observations.copy() if name != "no shared memory" else observations)
         for number in range(40):
             actions = envs.action_space.sample()
-            assert_identical(advanced(other, mode, actions), advanced(envs, mode, actions), f"step {number}")
+            assert_identical(advance(other, mode, actions), advance(envs, mode, actions), f"step {number}")
 
 
-def test_state_dict_is_complete() -> None:
-    with engine(num_workers=2) as envs:
+def test_load_state_dict_restores_rows_statistics_and_generators() -> None:
+    with open_envs(num_workers=2) as envs:
         envs.reset(seed=1)
         envs.action_space.seed(3)
         for _ in range(10):
             envs.step(envs.action_space.sample())
         kept = pickle.loads(pickle.dumps(envs.state_dict()))
-        counted = envs.stats()["steps"]
+        steps = envs.stats()["steps"]
         actions = [envs.action_space.sample() for _ in range(40)]
-        wanted = [advanced(envs, "NextStep", one) for one in actions]
+        expected = [advance(envs, "NextStep", one) for one in actions]
         envs.load_state_dict(kept)
-        assert envs.stats()["steps"] == counted
+        assert envs.stats()["steps"] == steps
         assert_identical([envs.action_space.sample() for _ in range(40)], actions)
-        assert_identical([advanced(envs, "NextStep", one) for one in actions], wanted)
+        assert_identical([advance(envs, "NextStep", one) for one in actions], expected)
 
 
-def test_shared_arrays_stay_shared() -> None:
-    with engine(kept_envs.Arrays, num_workers=0) as envs:
+def test_loaded_environment_shares_its_arrays_like_the_saved_one() -> None:
+    with open_envs(kept_envs.ArraysEnv, num_workers=0) as envs:
         envs.reset(seed=1)
         kept = envs.save(verify=False)
         envs.load(kept[0])
         for env in envs.call("unwrapped"):
-            assert env.same is env.sums is env.held["sums"][0]
-            assert (env.single.shape, env.big_end.dtype.str, type(env.number)) == ((), ">i2", np.float32)
+            assert env.same is env.sums is env.in_dict["sums"][0]
+            assert (env.zero_dim.shape, env.big_endian.dtype.str, type(env.number)) == ((), ">i2", np.float32)
         first, second = envs.call("unwrapped")[:2]
         assert not np.shares_memory(first.sums, second.sums)
 
 
-def test_rows_in_flight_are_refused() -> None:
-    with engine(kept_envs.Counts, num_workers=2, batch_size=2) as envs:
+def test_save_and_load_with_rows_in_flight_raise() -> None:
+    with open_envs(kept_envs.CountingEnv, num_workers=2, batch_size=2) as envs:
         envs.reset(seed=1)
         kept = envs.save()
         envs.send(np.array([1]), [2])
@@ -128,12 +128,12 @@ def test_rows_in_flight_are_refused() -> None:
         envs.load(kept)
 
 
-def longer(length: int) -> Any:
+def make_cartpole(length: int) -> Any:
     env = gymnasium.make("CartPole-v1")
     return TimeLimit(env, length) if length else env
 
 
-BAD: dict[str, tuple[Any, str]] = {
+UNSUITABLE: dict[str, tuple[Any, str]] = {
     "too few": (lambda kept: kept[:3], "3 snapshots for 4 environments"),
     "none": (lambda kept: None, r"load\(\) needs snapshots from save"),
     "bytes": (lambda kept: [*kept[:3], b"xy"], r"snapshots\[3\] is a bytes"),
@@ -143,57 +143,60 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda kept: [*kept[:3], kept[3].having(kind=replace(kept[3].row.kind, versions=(("gymnasium", "0.1"),)))],
         "the snapshot does not fit: it was saved with gymnasium 0.1",
     ),
-    "environment": (lambda kept: of_another(lambda: gymnasium.make("Acrobot-v1")), "it is of Acrobot-v1, and "),
+    "environment": (lambda kept: save_other(lambda: gymnasium.make("Acrobot-v1")), "it is of Acrobot-v1, and "),
     "arguments": (
-        lambda kept: of_another(lambda: gymnasium.make("CartPole-v1", sutton_barto_reward=True)), "sutton_barto_reward=True",
+        lambda kept: save_other(lambda: gymnasium.make("CartPole-v1", sutton_barto_reward=True)), "sutton_barto_reward=True",
     ),
-    "wrappers": (lambda kept: of_another(lambda: longer(9)), "stack is TimeLimit / TimeLimit / .*environment's is Ti"),
+    "wrappers": (
+        lambda kept: save_other(lambda: make_cartpole(9)), "stack is TimeLimit / TimeLimit / .*environment's is Ti",
+    ),
 }  # fmt: skip
 
 
-def of_another(env_fn: Any) -> Any:
-    with engine(env_fn, num_workers=0) as envs:
+def save_other(env_fn: Any) -> Any:
+    with open_envs(env_fn, num_workers=0) as envs:
         envs.reset(seed=0)
         return envs.save(verify=False)
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_foreign_snapshots_are_refused_before_any_change(case: str) -> None:
-    spoil, text = BAD[case]
-    with engine(lambda: longer(0), num_workers=2) as envs, engine(lambda: longer(0), num_workers=0) as twin:
-        for one in (envs, twin):
+@pytest.mark.parametrize("case", UNSUITABLE)
+def test_load_of_unsuitable_snapshots_raises_and_changes_nothing(case: str) -> None:
+    make_unsuitable, text = UNSUITABLE[case]
+    env_fn = functools.partial(make_cartpole, 0)
+    with open_envs(env_fn, num_workers=2) as envs, open_envs(env_fn, num_workers=0) as reference:
+        for one in (envs, reference):
             one.reset(seed=3)
             one.step(np.array([0, 1, 0, 1]))
         kept = envs.save(verify=False)
-        for one in (envs, twin):
+        for one in (envs, reference):
             one.step(np.array([1, 1, 0, 1]))
         with pytest.raises(SnapshotMismatch, match=text):
-            envs.load(spoil(list(kept)))
+            envs.load(make_unsuitable(list(kept)))
         for number in range(30):
             actions = np.array([0, 1, 1, 0]) ^ (number & 1)
-            assert_identical(envs.step(actions), twin.step(actions))
+            assert_identical(envs.step(actions), reference.step(actions))
 
 
 def test_first_save_verifies_unless_verify_is_false() -> None:
-    with engine(kept_envs.InC, num_workers=2) as envs:
+    with open_envs(kept_envs.StateInLibc, num_workers=2) as envs:
         envs.reset(seed=0)
-        with pytest.raises(NotRestorable, match=r"kept_envs.InC cannot be saved: .* continues differently"):
+        with pytest.raises(NotRestorable, match=r"kept_envs.StateInLibc cannot be saved: .* continues differently"):
             envs.save()
         assert len(envs.save(verify=False)) == ROWS
         envs.step(np.zeros(ROWS, np.int64))
 
 
-def test_failed_row_is_not_saved_and_load_recovers_it() -> None:
-    def fragile() -> Any:
-        env = kept_envs.Counts()
+def test_save_of_a_failed_row_raises_and_load_restores_the_row() -> None:
+    def make_env() -> Any:
+        env = kept_envs.CountingEnv()
         env.action_space = gymnasium.spaces.Discrete(10)
         return env
 
-    with engine(fragile, num_workers=2) as envs:
+    with open_envs(make_env, num_workers=2) as envs:
         envs.reset(seed=0)
         envs.step(np.array([1, 2, 1, 2]))
         kept = envs.save(verify=False)
-        envs.exec_func(setattr, [1], "more", None)
+        envs.exec_func(setattr, [1], "extra", None)
         with pytest.raises(TypeError):
             envs.step(np.zeros(ROWS, np.int64))
         with pytest.raises(EnvFailed):
@@ -203,10 +206,10 @@ def test_failed_row_is_not_saved_and_load_recovers_it() -> None:
 
 
 class FaultyByAction(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """An environment that raises at action 8, and kills its worker at 9."""
+    """An environment that raises at action 8 and kills its worker at action 9."""
 
     def __init__(self) -> None:
-        super().__init__(kept_envs.Counts())
+        super().__init__(kept_envs.CountingEnv())
         self.action_space = gymnasium.spaces.Discrete(10)
 
     def step(self, action: Any) -> Any:
@@ -220,43 +223,44 @@ class FaultyByAction(gymnasium.Wrapper[Any, Any, Any, Any]):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("fault", "lost"), [(8, [2]), (9, [2, 3])])
-def test_restarted_row_continues_from_a_loaded_snapshot(fault: int, lost: list[int], mode: str) -> None:
+def test_load_into_restarted_rows_continues_exactly(fault: int, lost: list[int], mode: str) -> None:
     with (
-        engine(FaultyByAction, mode, num_workers=2, on_failure="restart") as envs,
-        engine(FaultyByAction, mode, num_workers=0) as twin,
+        open_envs(FaultyByAction, mode, num_workers=2, on_failure="restart") as envs,
+        open_envs(FaultyByAction, mode, num_workers=0) as reference,
     ):
         envs.reset(seed=1)
         for _ in range(3):
             envs.step(np.ones(ROWS, np.int64))
         kept = envs.save(verify=False)
-        twin.load(kept)
+        reference.load(kept)
         envs.step(np.ones(ROWS, np.int64))
         actions = np.ones(ROWS, np.int64)
         actions[2] = fault
         *_, infos = envs.step(actions)
-        back = np.flatnonzero(infos["restarted"])
-        assert back.tolist() == lost
-        assert_identical(list(envs.load([kept[row] for row in back], env_id=back)), [kept[row].observation for row in back])
+        restarted = np.flatnonzero(infos["restarted"])
+        assert restarted.tolist() == lost
+        observations = envs.load([kept[row] for row in restarted], env_id=restarted)
+        assert_identical(list(observations), [kept[row].observation for row in restarted])
         for number in range(3):
-            found, wanted = envs.step(np.full(ROWS, number)), twin.step(np.full(ROWS, number))
+            found, expected = envs.step(np.full(ROWS, number)), reference.step(np.full(ROWS, number))
             for field in range(4):
-                assert_identical(found[field][lost], wanted[field][lost], f"step {number}, field {field}")
+                assert_identical(found[field][lost], expected[field][lost], f"step {number}, field {field}")
 
 
-def test_live_rows_can_be_saved_while_another_worker_is_dead() -> None:
-    def process_of(env: Any) -> int:
+def test_save_and_load_of_live_rows_work_after_another_worker_died() -> None:
+    def get_pid(env: Any) -> int:
         return os.getpid()
 
-    with engine(num_workers=2) as envs:
+    with open_envs(num_workers=2) as envs:
         envs.reset(seed=0)
         kept = envs.save()
-        pid = envs.exec_func(process_of, [3])[3]
+        pid = envs.exec_func(get_pid, [3])[3]
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerDied):
             envs.step(np.zeros(ROWS, np.int64))
-        assert envs.exec_func(process_of, [0, 1])[:2] != (pid, pid)
+        assert envs.exec_func(get_pid, [0, 1])[:2] != (pid, pid)
         with pytest.raises(EnvFailed, match="envs 2-3 failed earlier"):
-            envs.exec_func(process_of, [1, 2])
+            envs.exec_func(get_pid, [1, 2])
         assert_identical(envs.load(kept[:1], [0]), kept[0].observation[None])
         with pytest.raises(EnvFailed):
             envs.load(kept)
@@ -265,8 +269,8 @@ def test_live_rows_can_be_saved_while_another_worker_is_dead() -> None:
         assert_identical(envs.load(kept), np.stack([one.observation for one in kept]))
 
 
-def test_rate_counts_only_steps_of_this_engine() -> None:
-    with engine(num_workers=0) as envs:
+def test_steps_per_second_excludes_steps_of_a_loaded_state() -> None:
+    with open_envs(num_workers=0) as envs:
         envs.reset(seed=0)
         envs.step(np.zeros(ROWS, np.int64))
         state = envs.state_dict()
@@ -280,19 +284,19 @@ def test_rate_counts_only_steps_of_this_engine() -> None:
         assert 0 < envs.stats()["steps_per_second"] < 10**6
 
 
-# --- Damaged or foreign snapshots raise SnapshotMismatch, and nothing changes --------------------
+# --- Damaged or unsuitable snapshots raise SnapshotMismatch, and nothing changes -----------------
 
 ACTIONS = np.array([1, 2])
 
 
-class Sized(kept_envs.Counts):
-    """An environment that is built with a size, without a spec that would record it."""
+class SizedEnv(kept_envs.CountingEnv):
+    """An environment with observations of a given size, which no spec records."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.observation_space = gymnasium.spaces.Box(-1e12, 1e12, (size,), np.float64)
 
-    def more(self, action: int) -> float:
+    def extra(self, action: int) -> float:
         return float(self.observation_space.shape[0])  # type: ignore[index]
 
     def reset(self, **arguments: Any) -> Any:
@@ -304,7 +308,7 @@ class Sized(kept_envs.Counts):
         return np.full(self.observation_space.shape, observation[0]), *rest
 
 
-def damageable(env_fn: Callable[[], Any] = kept_envs.Generators, num_workers: int = 0) -> Any:
+def open_pair(env_fn: Callable[[], Any] = kept_envs.GeneratorsEnv, num_workers: int = 0) -> Any:
     return closing(vecenv.AsyncVectorEnv([env_fn] * 2, num_workers=num_workers))
 
 
@@ -315,57 +319,58 @@ def reset_engine(envs: Any) -> Any:
     return envs
 
 
-def damaged_bytes(whole: bytes, every: bool) -> Any:
-    """Yield (place, damaged bytes): each byte once, or many bits anywhere."""
+def iter_damaged(intact: bytes, every: bool) -> Any:
+    """Yield (position, damaged bytes): with each byte changed, or 10,000 times with a random bit flipped."""
     rng = random.Random(5)
-    for number in range(len(whole) if every else 10_000):
-        place = number if every else rng.randrange(len(whole))
+    for number in range(len(intact) if every else 10_000):
+        position = number if every else rng.randrange(len(intact))
         bit = 1 << rng.randrange(8)
-        yield place, whole[:place] + bytes([whole[place] ^ (rng.randrange(1, 256) if every else bit)]) + whole[place + 1 :]
+        changed = bytes([intact[position] ^ (rng.randrange(1, 256) if every else bit)])
+        yield position, intact[:position] + changed + intact[position + 1 :]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("every", [True, False], ids=["every byte", "10,000 bits"])
-@pytest.mark.parametrize("what", ["save", "state_dict"])
-def test_damaged_bytes_are_never_loaded(what: str, every: bool) -> None:
-    with damageable(kept_envs.Counts) as envs, damageable(kept_envs.Counts) as twin:
+@pytest.mark.parametrize("method", ["save", "state_dict"])
+def test_load_of_damaged_bytes_raises_or_has_the_intact_result(method: str, every: bool) -> None:
+    with open_pair(kept_envs.CountingEnv) as envs, open_pair(kept_envs.CountingEnv) as reference:
         reset_engine(envs)
-        reset_engine(twin)
-        save, load = (envs.save, envs.load) if what == "save" else (envs.state_dict, envs.load_state_dict)
-        whole = pickle.dumps(save())
-        wanted = envs.load(pickle.loads(whole)) if what == "save" else envs.load_state_dict(pickle.loads(whole))
-        inside = whole.index(b"_unsealed") + 24  # where the sealed bytes begin
-        framing = 0
-        for place, spoilt in damaged_bytes(whole, every):
+        reset_engine(reference)
+        save, load = (envs.save, envs.load) if method == "save" else (envs.state_dict, envs.load_state_dict)
+        intact = pickle.dumps(save())
+        expected = envs.load(pickle.loads(intact)) if method == "save" else envs.load_state_dict(pickle.loads(intact))
+        sealed_start = intact.index(b"_unsealed") + 24
+        num_pickle_errors = 0
+        for position, damaged in iter_damaged(intact, every):
             try:
-                found = pickle.loads(spoilt)
+                found = pickle.loads(damaged)
             except SnapshotMismatch:
                 continue
-            except Exception:  # of the few bytes of pickle's own around the sealed ones
-                framing += 1
-                assert place <= inside or place >= len(whole) - 8, f"byte {place} of {len(whole)}"
+            except Exception:  # raised by pickle for one of its few bytes around the sealed ones
+                num_pickle_errors += 1
+                assert position <= sealed_start or position >= len(intact) - 8, f"byte {position} of {len(intact)}"
                 continue
             try:
                 result = load(found)
             except SnapshotMismatch:
                 continue
-            assert_identical(result, wanted, f"byte {place} of {len(whole)}")  # a byte without a meaning
+            assert_identical(result, expected, f"byte {position} of {len(intact)}")  # a byte without a meaning
         for _ in range(30):
-            assert_identical(envs.step(ACTIONS), twin.step(ACTIONS))
-        assert framing < 200 or not every
+            assert_identical(envs.step(ACTIONS), reference.step(ACTIONS))
+        assert num_pickle_errors < 200 or not every
 
 
 @pytest.mark.parametrize("part", ["body", "rest"])
-def test_each_byte_of_a_snapshot_has_a_checksum(part: str) -> None:
-    with damageable(kept_envs.Counts) as envs:
+def test_require_whole_raises_for_each_damaged_byte(part: str) -> None:
+    with open_pair(kept_envs.CountingEnv) as envs:
         reset_engine(envs)
         one = envs.save()[0]
-    for _, spoilt in damaged_bytes(getattr(one, part), every=True):
+    for _, damaged in iter_damaged(getattr(one, part), every=True):
         with pytest.raises(SnapshotMismatch):
-            replace(one, **{part: spoilt}).require_whole()
+            replace(one, **{part: damaged}).require_whole()
 
 
-SPOILT: dict[str, Callable[[Any], Any]] = {
+DAMAGED_SNAPSHOTS: dict[str, Callable[[Any], Any]] = {
     "another body": lambda one: replace(one, body=pickle.dumps("nothing")),
     "another rest": lambda one: replace(one, rest=pickle.dumps(None)),
     "no rest": lambda one: replace(one, rest=None),
@@ -375,7 +380,7 @@ SPOILT: dict[str, Callable[[Any], Any]] = {
     "another observation": lambda one: one.having(observation=np.zeros((3, 3))),
     "no observation": lambda one: one.having(observation=None),
 }
-STATES: dict[str, dict[str, Any]] = {
+DAMAGED_STATES: dict[str, dict[str, Any]] = {
     "text in counters": {"counters": ("a", "b", "c")},
     "too few counters": {"counters": (1, 2)},
     "negative counters": {"counters": (-1, 2, 0)},
@@ -391,47 +396,47 @@ STATES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("case", SPOILT)
-def test_damaged_snapshot_is_refused_and_the_engine_continues(case: str, num_workers: int) -> None:
-    with damageable(num_workers=num_workers) as envs:
+@pytest.mark.parametrize("case", DAMAGED_SNAPSHOTS)
+def test_load_of_a_damaged_snapshot_raises_and_changes_nothing(case: str, num_workers: int) -> None:
+    with open_pair(num_workers=num_workers) as envs:
         reset_engine(envs)
         kept = envs.save(verify=False)
-        wanted = [envs.step(ACTIONS) for _ in range(2)]
+        expected = [envs.step(ACTIONS) for _ in range(2)]
         envs.load(kept)
         with pytest.raises(SnapshotMismatch):
-            envs.load([kept[0], SPOILT[case](kept[1])])
-        assert_identical([envs.step(ACTIONS) for _ in range(2)], wanted)
+            envs.load([kept[0], DAMAGED_SNAPSHOTS[case](kept[1])])
+        assert_identical([envs.step(ACTIONS) for _ in range(2)], expected)
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("case", STATES)
-def test_damaged_state_dict_is_refused_and_the_engine_continues(case: str) -> None:
-    with damageable() as envs:
+@pytest.mark.parametrize("case", DAMAGED_STATES)
+def test_load_of_a_damaged_state_dict_raises_and_changes_nothing(case: str) -> None:
+    with open_pair() as envs:
         reset_engine(envs)
         state = envs.state_dict(verify=False)
-        wanted = envs.step(ACTIONS), envs.action_space.sample()
+        expected = envs.step(ACTIONS), envs.action_space.sample()
         envs.load_state_dict(state)
         with pytest.raises(SnapshotMismatch):
-            envs.load_state_dict({**state, **STATES[case]})
-        assert_identical((envs.step(ACTIONS), envs.action_space.sample()), wanted)
+            envs.load_state_dict({**state, **DAMAGED_STATES[case]})
+        assert_identical((envs.step(ACTIONS), envs.action_space.sample()), expected)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_environment_of_another_size_is_refused_before_any_change(num_workers: int) -> None:
-    with damageable(lambda: Sized(2)) as small, damageable(lambda: Sized(3), num_workers=num_workers) as large:
+def test_load_of_a_snapshot_of_another_shape_raises_and_changes_nothing(num_workers: int) -> None:
+    with open_pair(lambda: SizedEnv(2)) as small, open_pair(lambda: SizedEnv(3), num_workers=num_workers) as large:
         kept = reset_engine(small).save(verify=False)
         reset_engine(large)
-        own = large.save(verify=False)
-        wanted = large.step(ACTIONS)
-        large.load(own)
+        own_snapshots = large.save(verify=False)
+        expected = large.step(ACTIONS)
+        large.load(own_snapshots)
         with pytest.raises(SnapshotMismatch, match=r"\(2,\).*\(3,\)"):
             large.load(kept)
-        assert_identical(large.step(ACTIONS), wanted)
+        assert_identical(large.step(ACTIONS), expected)
 
 
-# --- ``examples/ppo.py --resume``: killed at any moment and resumed, it prints the same numbers ----
+# --- ``examples/ppo.py --resume`` has the same results after a kill at any moment ---------------
 
-RESUMED = Path(__file__).parents[2] / "examples" / "ppo.py"
+PPO = Path(__file__).parents[2] / "examples" / "ppo.py"
 STEPS = 1280
 OPTIONS = [
     "--num-envs=4", "--rollout=32", f"--steps={STEPS}", "--epochs=1", "--minibatches=1", "--hidden=8", "--backend=serial",
@@ -440,55 +445,56 @@ OPTIONS = [
 
 
 def start_run(folder: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, str(RESUMED), *OPTIONS, str(folder / "run"), "--out", str(folder / "out")]
-    nothing = subprocess.DEVNULL
-    return subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, stdout=nothing, stderr=nothing)
+    command = [sys.executable, str(PPO), *OPTIONS, str(folder / "run"), "--out", str(folder / "out")]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def outcome(folder: Path) -> dict[str, Any]:
-    """Return all results of the run, without those that need its environments (their statistics contain times)."""
+def read_results(folder: Path) -> dict[str, Any]:
+    """Return the checkpoint of a run without the state of its environments, the statistics of which contain times."""
     with (folder / "run" / "ppo.pickle").open("rb") as file:
         state = pickle.load(file)
     del state["envs"]
     return dict(state)
 
 
-def steps_of(folder: Path) -> int:
-    """Return the number of steps at the checkpoint; 0: there is none."""
+def count_steps(folder: Path) -> int:
+    """Return the number of steps at the checkpoint, 0 without a checkpoint."""
     try:
-        return int(outcome(folder)["steps"])
+        return int(read_results(folder)["steps"])
     except FileNotFoundError:
         return 0
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_killed_run_resumes_like_an_undisturbed_one(tmp_path: Path) -> None:
-    """A run is stopped in the middle, its files are copied as SIGKILL would leave them; it and the copy continue."""
+def test_run_resumed_after_a_kill_equals_an_uninterrupted_run(tmp_path: Path) -> None:
+    """A run is stopped, its files are copied in the state in which SIGKILL would leave them, and both continue."""
     for number in range(3):
-        whole, copy = tmp_path / f"whole {number}", tmp_path / f"copy {number}"
-        run = start_run(whole)
-        while not steps_of(whole) and run.poll() is None:
+        original, copy = tmp_path / f"original {number}", tmp_path / f"copy {number}"
+        run = start_run(original)
+        while not count_steps(original) and run.poll() is None:
             time.sleep(0.002)
         run.send_signal(signal.SIGSTOP)
-        shutil.copytree(whole, copy)
+        shutil.copytree(original, copy)
         run.send_signal(signal.SIGCONT)
-        if steps_of(copy) < STEPS:
+        if count_steps(copy) < STEPS:
             break
-        run.wait()  # it was over before it was stopped
+        run.wait()  # the run ended before it was stopped
     resumed = start_run(copy)
     assert [run.wait(), resumed.wait()] == [0, 0]
-    assert 0 < steps_of(whole) == STEPS
-    assert_identical(outcome(copy), outcome(whole))
+    assert 0 < count_steps(original) == STEPS
+    assert_identical(read_results(copy), read_results(original))
 
 
 STATE_PAGE = Path(__file__).parents[2] / "docs" / "state.md"
-INTERRUPTED = """
+INTERRUPT_PROGRAM = """
 import os, signal, vecenv
-made, step = [], vecenv.AsyncVectorEnv.step
+num_steps, step = 0, vecenv.AsyncVectorEnv.step
 def interrupted(self, actions):
-    made.append(actions)
-    if len(made) == 1000:
+    global num_steps
+    num_steps += 1
+    if num_steps == 1000:
         os.kill(os.getpid(), signal.SIGINT)
     return step(self, actions)
 vecenv.AsyncVectorEnv.step = interrupted
@@ -496,7 +502,7 @@ vecenv.AsyncVectorEnv.step = interrupted
 
 
 @pytest.mark.long
-def test_program_that_saves_on_ctrl_c_resumes_undisturbed(tmp_path: Path) -> None:
+def test_program_that_saves_on_ctrl_c_resumes_with_the_same_output(tmp_path: Path) -> None:
     """The program is the one in ``docs/state.md``."""
     blocks = re.findall(r"```python\n(.*?)```", STATE_PAGE.read_text(), re.DOTALL)
     (program,) = (block for block in blocks if "SIGINT" in block)
@@ -508,26 +514,27 @@ def test_program_that_saves_on_ctrl_c_resumes_undisturbed(tmp_path: Path) -> Non
         command = [sys.executable, str(script)]
         return subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=250, check=True).stdout
 
-    whole = run_program(program, "whole")
-    assert run_program(INTERRUPTED + program, "broken") == "saved; run it again to go on\n"
-    assert run_program(program, "broken") == whole != ""
-    assert not (tmp_path / "broken" / "run.pickle").exists()
+    expected = run_program(program, "whole")
+    assert run_program(INTERRUPT_PROGRAM + program, "interrupted") == "saved; run it again to go on\n"
+    assert run_program(program, "interrupted") == expected != ""
+    assert not (tmp_path / "interrupted" / "run.pickle").exists()
 
 
-# --- ``examples/tree_search.py``: branching from snapshots gives the tree of replaying, with fewer steps
+# --- ``examples/tree_search.py`` finds the same tree by snapshots and by replay -----------------
 
 TREE_SEARCH = Path(__file__).parents[2] / "examples" / "tree_search.py"
 
 
 @pytest.mark.long
-def test_searches_agree_and_snapshots_need_fewer_steps() -> None:
+def test_tree_search_by_snapshots_equals_replay_with_fewer_steps() -> None:
     options = ["CartPole-v1", "--moves=20", "--expansions=4", "--horizon=8", "--num-workers=2"]
     options.append("--by=snapshots,replay,frozen")
-    ran = subprocess.run([sys.executable, TREE_SEARCH, *options], check=True, capture_output=True, text=True, timeout=300)
-    output = ran.stdout
-    by_snapshots, by_replay, by_copies = (int(steps.replace(",", "")) for steps in re.findall(r"([\d,]+) steps of", output))
+    command = [sys.executable, TREE_SEARCH, *options]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+    numbers = re.findall(r"([\d,]+) steps of", output)
+    with_snapshots, with_replay, with_copies = (int(number.replace(",", "")) for number in numbers)
     assert re.search(r"snapshots +20 moves, score 20:", output)
     assert output.count("the same moves") == 2
-    assert by_snapshots <= 20 * 4 * 9 * 2 < by_replay
-    assert by_copies == by_snapshots
+    assert with_snapshots <= 20 * 4 * 9 * 2 < with_replay
+    assert with_copies == with_snapshots
 

@@ -134,3 +134,21 @@ def assert_row_equals(envs: Any, row: int, expected: ExpectedRow, result: tuple[
     if len(result) == 5:
         assert (infos["env_done"][row], infos["env_terminated"][row]) == (expected.done, expected.terminated)
         assert bool(infos.get("_final_obs", np.zeros(row + 1))[row]) == (expected.final is not None)
+    assert_infos_equal(infos, row, expected.infos, envs.possible_agents)
+    if expected.final_infos is not None:
+        assert_infos_equal(infos["final_info"], row, expected.final_infos, envs.possible_agents)
+
+
+def assert_infos_equal(infos: Any, row: int, expected: dict[Any, Any], agents: Sequence[Any]) -> None:
+    """Assert that the infos of one environment, and their masks, equal the dicts by agent, except for action masks."""
+    common = {key: value for key, value in expected.items() if key not in (*agents, "common")} | expected.get("common", {})
+    for key, value in common.items():
+        assert infos["common"][f"_{key}"][row], key
+        assert infos["common"][key][row] == value, key
+    keys = {key for agent in agents for key in expected.get(agent, {})} - {"action_mask", "action_masks"}
+    for key in keys:
+        for column, agent in enumerate(agents):
+            info = expected.get(agent, {})
+            assert infos[f"_{key}"][row, column] == (key in info), f"env {row}, {agent}: {key}"
+            if key in info:
+                assert np.array_equal(infos[key][row, column], info[key]), f"env {row}, {agent}: {key}"

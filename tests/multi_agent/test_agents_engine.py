@@ -82,11 +82,12 @@ class FaultyUntilFlagExists(ScriptedGame):
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-@pytest.mark.parametrize("fault", ["exit", "raise"])
+@pytest.mark.parametrize("fault", ["exit", "raise", pytest.param("hang", marks=pytest.mark.long)])
 def test_restart_truncates_all_live_agents(mode: AutoresetMode, fault: str, tmp_path: Any) -> None:
     healthy = functools.partial(ScriptedGame, {"a": (0, 2), "b": (0, 9)})
     fns = [healthy, functools.partial(FaultyUntilFlagExists, fault, str(tmp_path / "flag"))]
-    with open_games(fns, autoreset_mode=mode, on_failure="restart", num_workers=2) as envs:
+    options = {"step_timeout": 2.0} if fault == "hang" else {}
+    with open_games(fns, autoreset_mode=mode, on_failure="restart", num_workers=2, **options) as envs:
         actions = np.zeros((2, 2), np.int64)
         for _ in range(2):
             envs.step(actions)

@@ -28,7 +28,7 @@ from vecenv.engine.worker_process import LocalWorker
 from vecenv.errors import StepTimeout, failed_earlier_error
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities, complete_stats
-from vecenv.front.driver import PHASES, Phase, Stepped, WorkerDriver, abandoned_after_fork, require_order
+from vecenv.front.driver import PHASES, Stepped, WorkerDriver, abandoned_after_fork, require_order
 from vecenv.front.infos import RowInfos
 from vecenv.link.actions import ActionStage
 from vecenv.link.envs import WorkerPlan
@@ -166,7 +166,7 @@ class Engine(WorkerDriver):
         self.exchange.send_reset(rows, seeds, options, for_recv=for_recv)
         self.rebuilder.seeds = new_seeds
 
-    def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
+    def wait_for_result(self, deadline: float | None) -> Stepped | None:
         """Return the result of the pending step or reset. At the deadline, return ``None``; the request stays pending.
 
         Raises:

@@ -314,11 +314,10 @@ class Driver:
     def send(self, actions: Any, env_id: Any) -> None:
         """Begin a step of some rows (``None``: those of the latest :meth:`recv`), to be fetched with :meth:`recv`."""
 
-    def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
+    def wait_for_result(self, deadline: float | None) -> Stepped | None:
         """Wait for the result of the pending step or reset. For a reset, only observations and infos are valid.
 
         Args:
-            kind: The phase of the pending request, which is not for ``recv``.
             deadline: A ``time.monotonic()`` value; ``None``: no limit except those set by the driver's options.
 
         Returns:
@@ -661,7 +660,7 @@ class LockstepDriver(Driver):
         require_idle(self.pending_request, "send")
         self.begin_step(RequestSummary(Phase.WAITING_STEP, self.batch_size, for_recv=True), actions)
 
-    def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
+    def wait_for_result(self, deadline: float | None) -> Stepped | None:
         request = self.pending_request
         if deadline is not None and not self.wait(deadline):
             return None
@@ -682,7 +681,7 @@ class LockstepDriver(Driver):
         require_no_step(request)
         if request.rows < total:
             raise too_few_in_flight_error(total, request.rows, 0)
-        stepped = self.wait_for_result(request.kind, deadline)
+        stepped = self.wait_for_result(deadline)
         if stepped is not None:
             assert isinstance(stepped[4], dict)
             stepped[4].update(env_id=np.arange(total, dtype=np.intp), _env_id=np.ones(total, np.bool_))

@@ -156,7 +156,7 @@ class HostsDriver(WorkerDriver):
         if ids is None:
             self.state.changing = False
 
-    def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
+    def wait_for_result(self, deadline: float | None) -> Stepped | None:
         """Return the result of the pending step or reset. At the deadline, return ``None``; the call stays pending.
 
         Raises:

@@ -66,7 +66,7 @@ class Exchange:
             return
         workers = pool.workers
         self.state.changing = True
-        pending.seq = seq = pending.seq % 0xFFFFFFFF + 1
+        seq = pending.next_number()
         request = Request("step", len(workers), for_recv)
         expected = pack_head(PLAIN, seq)
         for worker in workers:
@@ -454,7 +454,7 @@ class Exchange:
                 self.ready += rows
         else:
             has_payload = outcome.has_payload()
-            number = pack_head(PLAIN, seq)[1:]
+            number = seq.to_bytes(4, "little")
             self.pending.apply(local, number, outcome if has_payload else None, outcome.columns or has_payload)
             self.pending.settle_received()
         self.state.changing = False

@@ -33,8 +33,8 @@ from vecenv.system.signals import deferred_signals
 
 PLAIN: Final = int(Reply.PLAIN)  # packing an enum is slower
 MATCHES_NO_REPLY: Final = 0
-"""The code of a pending message, in place of ``PLAIN``, if its reply ends the time limit of a rebuild. No reply has this
-code, so the shortcut of ``apply_next`` never applies, and ``apply`` ends the limit."""
+"""The code, in place of ``PLAIN``, of a pending message that ``apply_next`` has to pass to ``apply``, even if the reply is
+plain: because it rebuilds environments, or because the reply ends ``rebuild_deadline``. No reply has this code."""
 _FOR_ALL_ROWS: Final = {int(Op.STEP_SOME): int(Op.STEP), int(Op.RESET_SOME): int(Op.RESET)}
 
 
@@ -78,19 +78,20 @@ class PendingMessages:
 
     # -- queueing ----------------------------------------------------------------------------------------------------
 
-    def next_number(self) -> None:
-        """Advance the sequence number, which is never 0, for the messages that are queued next."""
+    def next_number(self) -> int:
+        """Advance the sequence number, which is never 0, for the messages that are queued next, and return it."""
         self.seq = self.seq % 0xFFFFFFFF + 1
+        return self.seq
 
     def queue(self, worker: Worker, op: int, rows: Sequence[int], request: Request, payload: Any) -> None:
         """Queue a message with the latest number. If it is for all rows of the worker, ``*_SOME`` loses its suffix."""
-        seq = self.seq
-        if len(rows) == len(worker.rows):
+        seq, rebuilds = self.seq, op == Op.REBUILD_SOME
+        if len(rows) == len(worker.rows) and not rebuilds:
             op = _FOR_ALL_ROWS.get(op, op)
         else:
             self.batch.requested[rows] = seq  # marks the rows of this message for the worker
         request.remaining += 1
-        expected = MATCHES_NO_REPLY if worker.rebuild_deadline else PLAIN  # `apply` ends the deadline
+        expected = MATCHES_NO_REPLY if rebuilds or worker.rebuild_deadline else PLAIN
         worker.pending.append((pack_head(expected, seq), rows, request))
         self.pool.queue(worker, op, seq, payload)
 
@@ -129,11 +130,7 @@ class PendingMessages:
         """Queue a message that rebuilds environments and resets them, in place of a step or a reset."""
         payload = self.pool.pickle_for(worker, self.rebuilder.prepare_rebuild(request, rows))
         self.next_number()
-        seq = self.seq
-        self.batch.requested[rows] = seq
-        request.remaining += 1
-        worker.pending.append((pack_head(MATCHES_NO_REPLY, seq), rows, request))
-        self.pool.queue(worker, Op.REBUILD_SOME, seq, payload)
+        self.queue(worker, Op.REBUILD_SOME, rows, request, payload)
         if isinstance(worker, WorkerProcess):
             self.limit_rebuild(worker)
 
@@ -386,7 +383,7 @@ class PendingMessages:
             worker.rebuild_deadline = time.monotonic() + start + (step or 0.0)
 
     def _end_rebuild_limit(self, worker: Worker) -> None:
-        """End the time limit of a rebuild that the worker has replied to, and start that of its next pending rebuild."""
+        """End the time limit after a reply, and start another one if more pending messages have it."""
         worker.rebuild_deadline = 0.0
         if isinstance(worker, WorkerProcess) and any(expected[0] == MATCHES_NO_REPLY for expected, *_ in worker.pending):
             self.limit_rebuild(worker)

@@ -42,8 +42,7 @@ PendingMessage: TypeAlias = tuple[bytes, Sequence[int], Request]
 """A message without a reply so far: the head of a plain reply to it, its rows, and its request.
 
 ``PendingMessages.apply_next`` need not decode a reply that equals the head. If the message rebuilds environments, or was
-queued while the worker had a ``rebuild_deadline``, the head has code 0, which no reply has: its reply ends that deadline, so
-it has to be decoded."""
+queued while the worker had a ``rebuild_deadline``, the head has code 0, which no reply has, so that the reply is decoded."""
 
 _log = logging.getLogger("vecenv")
 _STEP: Final = int(Op.STEP)

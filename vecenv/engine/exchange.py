@@ -205,7 +205,7 @@ class Exchange:
         """
         request = self.request
         assert request is not None
-        if request.remaining and not self.wait_for(request, deadline_after(timeout)):
+        if not self.wait_for(request, deadline_after(timeout)):
             raise self.pool.timeout_error(wait_method(request.command), timeout)
         if request.has_failed and (error := self.settle(request)) is not None:
             try:
@@ -220,8 +220,7 @@ class Exchange:
         """Return the pending call with its replies, without recording or raising its failures."""
         request = self.request
         assert request is not None
-        if request.remaining:
-            self.wait_for(request, None)
+        self.wait_for(request, None)
         self.request = None
         return request
 
@@ -263,32 +262,31 @@ class Exchange:
         self.state.changing = False
         self.flush()
 
-    def wait_for_rows(self, count: int, deadline: float | None, minimum: tuple[int, float] | None) -> bool:
+    def wait_for_rows(self, count: int, deadline: float | None, enough: int | None, enough_from: float) -> bool:
         """Wait until ``count`` rows are ready; return ``False`` if the deadline passes first.
 
-        Raises the oldest exception in ``unraised``. With ``minimum`` (number, time), that number is enough from that time
-        on, or earlier if all rows in flight are ready.
+        From ``enough_from`` on, or if all rows in flight are ready, ``enough`` (``None``: ``count``) of them suffice. Raises
+        the oldest exception in ``unraised``.
         """
         limit = self.policy.step_timeout if deadline is None else None
         deadline = deadline_after(limit) if deadline is None else deadline
-        enough, enough_from = (count, math.inf) if minimum is None else minimum
-        needs_all = minimum is None and count == self.num_envs
+        wants_all, enough = enough is None and count == self.num_envs, count if enough is None else enough
         while True:
             if self.pending.unraised:
                 self._raise_next()
-            ready = len(self.ready)
+            ready, in_flight = len(self.ready), len(self.in_flight)
             if ready >= count:
                 return True
-            num_unready = len(self.in_flight) - ready
-            if ready + num_unready < enough:
-                raise too_few_in_flight_error(enough, num_unready, ready)
-            if minimum is not None and ready >= enough:
+            if in_flight < enough:
+                raise too_few_in_flight_error(enough, in_flight, ready)
+            wait = self._wait_for_all if wants_all and in_flight == count else self._wait_for_any
+            if ready >= enough:
                 until = enough_from if deadline is None else min(enough_from, deadline)
-                if not num_unready or not self._wait_for_any(None if until == math.inf else until):
+                if ready == in_flight or not wait(None if until == math.inf else until):
                     return True
                 if time.monotonic() >= until:
                     return True
-            elif not (self._wait_for_all if needs_all and len(self.in_flight) == count else self._wait_for_any)(deadline):
+            elif not wait(deadline):
                 self._apply_arrived_replies()
                 if self.pending.unraised or len(self.ready) >= count:
                     continue

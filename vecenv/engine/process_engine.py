@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -177,16 +178,16 @@ class Engine(WorkerDriver):
         request = exchange.request
         assert request is not None
         while True:
-            if request.remaining and not exchange.wait_for(request, deadline):
+            if not exchange.wait_for(request, deadline):
                 return None
-            if not request.failures and not request.deaths:
+            if not request.has_failed:
                 break
             if (error := exchange.settle(request)) is not None:
                 try:
                     raise error
                 finally:
                     del error, request  # break a reference cycle: the exception's traceback refers to this frame
-            exchange.flush()
+            exchange.flush()  # writes the messages that rebuild the failed rows; wait for their replies
         batch = self.batch
         infos: RowInfos | dict[Any, Any] = self._read_infos(request) if request.has_infos else {}
         try:
@@ -209,8 +210,7 @@ class Engine(WorkerDriver):
             self.counters.steps += self.num_envs
         else:
             exchange.pending.count_results(request)
-        if self.policy.restart:
-            self.rebuilder.keep_observations(range(self.num_envs))
+        self.rebuilder.keep_observations(range(self.num_envs))
         return result
 
     def _read_infos(self, request: Request) -> RowInfos:
@@ -237,13 +237,16 @@ class Engine(WorkerDriver):
         else:
             exchange.send_step(rows, items, for_recv=True)
 
-    def recv(self, count: int | None, deadline: float | None, minimum: tuple[int, float] | None = None) -> Stepped | None:
+    def recv(
+        self, count: int | None, deadline: float | None, enough: int | None = None, enough_from: float = math.inf
+    ) -> Stepped | None:
         """Return the next ``count`` rows to finish. If fewer finish by the deadline, return ``None``; they stay ready.
 
         Args:
             count: The number of rows; ``None``: the batch size.
             deadline: The ``time.monotonic()`` at which to stop waiting.
-            minimum: (number, ``time.monotonic()``): that number is enough from then on, or if no more rows are in flight.
+            enough: The number of rows that suffices from ``enough_from`` on, or if no others are in flight; ``None``: count.
+            enough_from: A ``time.monotonic()`` value.
 
         Raises:
             NoAsyncCallError: Too few rows are in flight.
@@ -255,7 +258,7 @@ class Engine(WorkerDriver):
             exchange.convert_for_recv(exchange.request)
         if count is None:
             count = self.batch_size
-        if (pending.unraised or len(exchange.ready) < count) and not exchange.wait_for_rows(count, deadline, minimum):
+        if not exchange.wait_for_rows(count, deadline, enough, enough_from):
             return None
         row_list = exchange.ready[:count]
         rows = np.array(row_list, np.intp)
@@ -274,13 +277,12 @@ class Engine(WorkerDriver):
         self.state.changing = True  # until the guard has returned the result
         pending.remove_received(row_list)
         self.last_received = rows
-        if self.policy.restart:
-            self.rebuilder.keep_observations(row_list)
+        self.rebuilder.keep_observations(row_list)
         return result
 
     def recv_enough(self, count: int | None, deadline: float | None, enough: int, enough_from: float) -> Stepped | None:
         """Return the next ``count`` rows, or at least ``enough`` of them from ``enough_from`` on."""
-        return self.recv(count, deadline, (enough, enough_from))
+        return self.recv(count, deadline, enough, enough_from)
 
     def _read_row_infos(self, row_list: list[int], rows: Array) -> RowInfos:
         pending = self.exchange.pending

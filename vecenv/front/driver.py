@@ -419,10 +419,10 @@ def step_timeout_error(method: str, timeout: Any, describe: Callable[[float | No
 
 
 def too_few_in_flight_error(count: int, in_flight: int, ready: int) -> NoAsyncCallError:
-    """Return the exception for a ``recv`` that would wait forever."""
+    """Return the exception for a ``recv`` that would wait forever: of the rows in flight, ``ready`` have finished."""
     return NoAsyncCallError(
-        f"Calling `recv` for {count} environments, but only {in_flight} are in flight and {ready} are ready: "
-        f"{'send() more' if in_flight or ready else 'reset_async() or send()'} first.",
+        f"Calling `recv` for {count} environments, but only {in_flight - ready} are in flight and {ready} are ready: "
+        f"{'send() more' if in_flight else 'reset_async() or send()'} first.",
         "recv",
     )
 

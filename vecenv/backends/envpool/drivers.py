@@ -697,7 +697,7 @@ class FirstReadyDriver(PoolDriver):
         """Raise if a wait would never end, since the pool returns whole batches only."""
         in_flight, size = self.num_envs - len(self.idle) - ready, self.batch_size
         if in_flight + ready < count:
-            raise too_few_in_flight_error(count, in_flight, ready)
+            raise too_few_in_flight_error(count, in_flight + ready, ready)
         if in_flight < -(-(count - ready) // size) * size:
             raise NoAsyncCallError(
                 f"Calling `recv` for {count} environments, but {in_flight} are in flight and {ready} are ready, and EnvPool "

@@ -365,10 +365,10 @@ class Exchange:
                         if not self._wait_for_any(deadline):
                             return False
                         continue
-                    due = earlier_deadline(deadline, worker.rebuild_deadline)
-                    ended = pool.wait_for_one(worker, due)
+                    until = earlier_deadline(deadline, worker.rebuild_deadline)
+                    ended = pool.wait_for_one(worker, until)
                     if ended is None:
-                        if due == deadline:
+                        if until == deadline:
                             return False
                         self._kill_late_rebuild(worker)
                         continue
@@ -384,7 +384,10 @@ class Exchange:
         return True
 
     def _wait_for_any(self, deadline: float | None) -> bool:
-        """Wait for replies and apply those that have arrived; return ``False`` if the deadline passes first."""
+        """Write what is queued, wait for any reply, and apply all that have arrived; ``False`` if the deadline passes first.
+
+        Alternates between the caller's own share and the replies of worker processes.
+        """
         self.flush()
         pool, pending = self.pool, self.pending
         local = pool.local
@@ -393,17 +396,17 @@ class Exchange:
                 self._own_share_deferred = False
                 self._step_own_share(local)
                 return True
-            self._own_share_deferred = True  # workers that always have a reply would starve the caller's own share
+            self._own_share_deferred = True  # only once: workers that always have a reply would starve it
         if not pool.processes:
             return True
         rebuilding = [worker for worker in pool.processes if worker.rebuild_deadline and worker.death is None]
-        next_due = min(rebuilding, key=lambda worker: worker.rebuild_deadline, default=None)
-        due = deadline if next_due is None else earlier_deadline(deadline, next_due.rebuild_deadline)
-        events = pool.wait(due)
+        first_due = min(rebuilding, key=lambda worker: worker.rebuild_deadline, default=None)
+        until = deadline if first_due is None else earlier_deadline(deadline, first_due.rebuild_deadline)
+        events = pool.wait(until)
         if events is None:
-            if due == deadline or next_due is None:
+            if until == deadline or first_due is None:
                 return False
-            self._kill_late_rebuild(next_due)
+            self._kill_late_rebuild(first_due)
             return True
         self.state.changing = True
         for worker, ended in events:
@@ -473,11 +476,12 @@ class Exchange:
         return self.pool.next_check(limit)
 
     def _kill_late_rebuild(self, worker: WorkerProcess) -> None:
-        """Kill a worker that took too long to rebuild environments."""
+        """Kill a worker that took too long to rebuild environments, unless its message was held back for a while."""
         seconds = self.policy.start_timeout + (self.policy.step_timeout or 0.0)
-        if worker.has_started and worker.pending and worker not in self.pool.find_late(seconds):  # its message was held back
-            return self.pending.limit_rebuild(worker)
-        return self._kill([worker], f"it hung for more than {format_seconds(seconds)}", seconds)
+        if worker.has_started and worker.pending and worker not in self.pool.find_late(seconds):
+            self.pending.limit_rebuild(worker)
+        else:
+            self._kill([worker], f"it hung for more than {format_seconds(seconds)}", seconds)
 
     def _kill(self, workers: Sequence[WorkerProcess], reason: str, timeout: float | None = None) -> None:
         for worker in workers:

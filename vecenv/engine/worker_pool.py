@@ -332,7 +332,6 @@ class WorkerPool:
                     + advice_for_fork(options.context)
                 )  # fmt: skip
             if worker.channel.fd not in dict(events):
-                message = worker.channel.receive() if worker.channel.poll(0) else None
                 worker.record_death()
 
     # -- the rows of each worker ---------------------------------------------------------------------------------------

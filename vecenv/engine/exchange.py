@@ -258,7 +258,7 @@ class Exchange:
             require_order(request.phase, "reset_async", self, name="recv")
         self.state.changing = True
         self.request = None
-        self.pending.return_by_row(request)
+        self.pending.convert_for_recv(request)
         self.state.changing = False
         self.flush()
 
@@ -324,7 +324,7 @@ class Exchange:
         for worker in pool.flush():
             self.state.changing = True
             self.pending.handle_death(worker)
-            self.pending.settle_received()
+            self.pending.settle_for_recv()
             self.state.changing = False
 
     def wait_for(self, request: Request, deadline: float | None) -> bool:
@@ -377,7 +377,7 @@ class Exchange:
                 if ended and not received:
                     pending.handle_death(worker)
                 if pending.unsettled:
-                    pending.settle_received()
+                    pending.settle_for_recv()
                 self.state.changing = False
                 if pending.unraised:
                     return True
@@ -412,7 +412,7 @@ class Exchange:
         for worker, ended in events:
             if worker.death is None and not pending.apply_next(worker) and ended:
                 pending.handle_death(worker)
-        pending.settle_received()
+        pending.settle_for_recv()
         self.state.changing = False
         if pool.unsent:  # rebuild messages, which have a time limit
             self.flush()
@@ -426,7 +426,7 @@ class Exchange:
             self.state.changing = True
             while worker.pending and worker.death is None and self.pending.apply_next(worker):
                 pass
-            self.pending.settle_received()
+            self.pending.settle_for_recv()
             self.state.changing = False
 
     def execute_own_messages(self) -> None:
@@ -457,7 +457,7 @@ class Exchange:
             has_payload = outcome.has_payload()
             number = seq.to_bytes(4, "little")
             self.pending.apply(local, number, outcome if has_payload else None, outcome.columns or has_payload)
-            self.pending.settle_received()
+            self.pending.settle_for_recv()
         self.state.changing = False
 
     # -- late replies ------------------------------------------------------------------------------------------------
@@ -493,7 +493,7 @@ class Exchange:
             worker.kill_reason = f"{reason} and was killed{where}" + (f"\nits stack:\n{stack}" if stack else "")
             worker.signal(9)
             self.pending.handle_death(worker)
-            self.pending.settle_received()
+            self.pending.settle_for_recv()
             self.state.changing = False
 
     def kill_pending(self, rows: Collection[int]) -> None:

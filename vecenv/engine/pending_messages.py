@@ -54,7 +54,7 @@ class PendingMessages:
         resetting: Rows in flight that were reset, not stepped.
         not_counted: Rows that are rebuilt instead of stepped, because they failed earlier; this is not counted as a step.
         ready_infos, ready_finals: By row: pickled infos and final observations of ready rows.
-        unsettled: Requests for ``recv`` with failures that :meth:`settle_received` has to handle.
+        unsettled: Requests for ``recv`` with failures that :meth:`settle_for_recv` has to handle.
         unraised: Exceptions that the next calls of ``recv`` raise, each with its rows, which are in flight until then.
         warned: Fields for which a warning was logged.
     """
@@ -143,7 +143,7 @@ class PendingMessages:
         self.in_flight.update(rows)
         self.resetting.update(rows)
 
-    def return_by_row(self, request: Request) -> None:
+    def convert_for_recv(self, request: Request) -> None:
         """Convert a reset, so that ``recv`` returns its rows as they become ready."""
         rows = list(range(self.num_envs)) if request.rows is None else list(request.rows)
         request.for_recv = True
@@ -156,7 +156,7 @@ class PendingMessages:
             for row in message_rows
         }
         self._make_ready(request, [row for row in rows if row not in unanswered])
-        self.settle_received()
+        self.settle_for_recv()
 
     def _make_ready(self, request: Request, rows: Sequence[int]) -> None:
         """Make rows with a reply ready for ``recv``, except for those that failed, which are settled later."""
@@ -175,7 +175,7 @@ class PendingMessages:
         restart = self.policy.restart
         return {failure.env for failure, _ in request.failures if restart or not failure.has_result} | request.lost
 
-    def settle_received(self) -> None:
+    def settle_for_recv(self) -> None:
         """Settle the failures of requests for ``recv``: the next wait writes the messages that rebuild rows, or raises."""
         while self.unsettled:
             request = self.unsettled.pop(0)
@@ -362,7 +362,7 @@ class PendingMessages:
         for worker in self.pool.processes:
             if (worker.kill_reason or worker.has_ended()) and not set(rows).isdisjoint(worker.rows):
                 self.handle_death(worker)
-        self.settle_received()
+        self.settle_for_recv()
 
     def replace_dead(self, rows: Sequence[int]) -> Exception | None:
         """Replace the dead workers of these rows without waiting for the new ones; return the error if one cannot start."""

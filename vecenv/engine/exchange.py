@@ -235,7 +235,7 @@ class Exchange:
         self.state.changing = False
         return error
 
-    def drain(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait for all replies. Required before a reset of some rows, and before one of all rows if messages are held.
 
         Such a reset drops all results. A worker reads the rows of a message from shared memory when it begins to execute it,

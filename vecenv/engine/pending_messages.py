@@ -396,7 +396,7 @@ class PendingMessages:
             self._apply_message(worker, message)
         pending = list(worker.pending)
         with deferred_signals():  # an exception between these lines would leave the death unrecorded
-            death = worker.record_death()
+            death = worker.reap()
             self.failures.record_death(death)
         self.pool.drop_messages(worker)
         worker.pending.clear()

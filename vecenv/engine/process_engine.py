@@ -154,7 +154,7 @@ class Engine(WorkerDriver):
         if for_recv:
             self.require_not_in_flight("reset_async", rows)
         elif ids is not None or (self.pool.held and not self.state.changing):
-            self.exchange.drain()
+            self.exchange.wait_until_idle()
         elif not self.state.changing:
             self.exchange.execute_own_messages()  # as worker processes do: even a dropped step advances every environment
         if self.observers and options is not None:

@@ -313,7 +313,7 @@ class WorkerPool:
                 message = worker.channel.receive()
             except ChannelClosed:
                 message = None
-                worker.record_death()
+                worker.reap()
             if worker.death is not None:
                 unguarded = worker.death.exitcode == NO_GUARD
                 raise worker.death.error(explain_missing_guard(options.context.get_start_method()) if unguarded else "")
@@ -332,7 +332,7 @@ class WorkerPool:
                     + advice_for_fork(options.context)
                 )  # fmt: skip
             if worker.channel.fd not in dict(events):
-                worker.record_death()
+                worker.reap()
 
     # -- the rows of each worker ---------------------------------------------------------------------------------------
 

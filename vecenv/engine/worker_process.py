@@ -216,8 +216,8 @@ class WorkerProcess:
         """
         self.noted_activity = self.command, self.running_row
 
-    def record_death(self) -> Death:
-        """Determine how the process ended, and kill the processes that it left behind.
+    def reap(self) -> Death:
+        """Determine how the process ended, and kill the processes that it left behind; kill it if it does not end at once.
 
         Its exit code can be read only once, so signal handlers are deferred.
         """

@@ -160,7 +160,7 @@ class Submissions:
         if worker in self._starting and (worker.has_started or worker.death is not None):
             start = self._starting.pop(worker)
             if worker.death is not None:
-                start.collect()
+                start.create_containers()
                 start.deaths.append(worker.death)
             finished.insert(0, start)
         return finished

@@ -3,9 +3,9 @@
 A signal handler can raise between any two bytecodes. So state changes only in short blocks between ``state.changing = True``
 and ``state.changing = False``, and no block waits for a reply. An exception during a *wait* loses nothing, and the wait can
 be repeated. An exception in a *block* may lose a request or a result: ``changing`` stays set, every call but ``reset()``
-raises ``ResetNeeded``, and ``reset()`` drops all pending requests. Blocks only queue messages, which are written afterwards,
-because a write can wake a worker that then takes the caller's core for a whole step. The caller's own environments are
-stepped inside a block.
+raises ``ResetNeeded``, and ``reset()`` drops all pending requests. Blocks only queue messages, which are written afterwards:
+a write can wake a worker that then takes the caller's core for a whole step, and Ctrl-C in that time must not require a
+reset. The caller's own environments are stepped inside a block.
 
 This module has most of the blocks. They mainly call methods of :mod:`vecenv.engine.pending_messages`.
 """
@@ -317,8 +317,7 @@ class Exchange:
         pool = self.pool
         if len(pool.written) < len(pool.processes) or pool.held:
             self.state.changing = True
-            if len(pool.written) < len(pool.processes):
-                pool.queue_rest()
+            pool.queue_rest()
             pool.release_held()
             self.state.changing = False
         for worker in pool.flush():
@@ -361,7 +360,7 @@ class Exchange:
             while (worker := workers[index]).pending:  # a dead worker may be replaced meanwhile
                 ended: bool | None = False
                 if not may_have_replied:
-                    if pool.unsent or pool.held or len(pool.written) < len(workers):
+                    if pool.unflushed or pool.held or len(pool.written) < len(workers):
                         if not self._wait_for_any(deadline):
                             return False
                         continue
@@ -414,7 +413,7 @@ class Exchange:
                 pending.handle_death(worker)
         pending.settle_for_recv()
         self.state.changing = False
-        if pool.unsent:  # rebuild messages, which have a time limit
+        if pool.unflushed:  # rebuild messages, which have a time limit
             self.flush()
         return True
 

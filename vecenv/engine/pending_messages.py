@@ -109,7 +109,7 @@ class PendingMessages:
             if isinstance(worker, WorkerProcess) and (worker.rebuild_deadline or not worker.has_started):
                 # it is executing a dropped message or still starting, without a limit if `replace_dead` was interrupted
                 self.limit_rebuild(worker)
-        self.pool.drop_unsent()
+        self.pool.drop_unqueued()
 
     def record_dropped(self, request: Request) -> None:
         """Record the fatal failures of a request that is about to be dropped, as ``apply`` does for later ones."""

@@ -294,11 +294,11 @@ class Submissions:
         if pool.held:
             pool.release_held()
         pool.flush()  # collect() detects workers that have closed their pipes
-        if not pool.unsent and not self._full_pipes:  # nearly always
+        if not pool.unflushed and not self._full_pipes:  # nearly always
             return
-        for worker in self._full_pipes.keys() - pool.unsent:
+        for worker in self._full_pipes.keys() - pool.unflushed:
             self._selector.unregister(self._full_pipes.pop(worker))
-        for worker in pool.unsent - self._full_pipes.keys():
+        for worker in pool.unflushed - self._full_pipes.keys():
             self._full_pipes[worker] = worker.channel.out
             self._selector.register(worker.channel.out, selectors.EVENT_WRITE, (worker, False))
 

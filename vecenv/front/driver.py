@@ -228,7 +228,7 @@ class Driver:
 
     def open(self, name: str) -> None:
         """Admit calls from this process. ``name`` is the class name of the vector environment."""
-        self.name, self.state.owner, self.began = name, os.getpid(), time.monotonic()
+        self.name, self.state.owner_pid, self.began = name, os.getpid(), time.monotonic()
         abandoned_after_fork.add(self)
 
     def release(self) -> None:

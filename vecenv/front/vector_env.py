@@ -650,11 +650,11 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         if state.unusable == "forked":  # the backend's resources belong to the parent
             return
         state.unusable = "closed"  # before anything is released, so that a call in progress raises the right error
-        none_or_this_thread = 0, get_ident()
+        own_or_none = 0, get_ident()
         closable = driver.can_be_closed_during_call
-        while state.caller not in none_or_this_thread and not closable and (deadline is None or time.monotonic() < deadline):
+        while state.active_thread not in own_or_none and not closable and (deadline is None or time.monotonic() < deadline):
             time.sleep(0.001)
-        if state.caller in none_or_this_thread or closable:
+        if state.active_thread in own_or_none or closable:
             driver.close(terminate=terminate)
 
     # -- internal --------------------------------------------------------------------------------------------------
@@ -709,7 +709,7 @@ class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
         failures, state = self._driver.failures, self._driver.state
         restarts = f", restarted={failures.restarts}" if failures.restarts else ""
         failed = f", failed={sorted(failures.failed)}" if failures.failed else ""
-        phase = "RESET_NEEDED" if state.changing and not state.caller else self._phase.name
+        phase = "RESET_NEEDED" if state.changing and not state.active_thread else self._phase.name
         return f"{type(self).__name__}({name}{self._describe_size()}, phase={phase}{restarts}{failed})"
 
     def _set_attributes(self, description: Any) -> None:

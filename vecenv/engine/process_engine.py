@@ -29,7 +29,7 @@ from vecenv.engine.worker_process import LocalWorker
 from vecenv.errors import StepTimeout, failed_earlier_error
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities, complete_stats
-from vecenv.front.driver import PHASES, Stepped, WorkerDriver, abandoned_after_fork, require_order
+from vecenv.front.driver import PHASES, Stepped, WorkerDriver, closed_in_child, require_order
 from vecenv.front.infos import RowInfos
 from vecenv.link.actions import ActionStage
 from vecenv.link.envs import WorkerPlan
@@ -414,7 +414,7 @@ class Engine(WorkerDriver):
         self.pool.release()
         self.exchange.release()
         self.observers.clear()
-        abandoned_after_fork.discard(self)
+        closed_in_child.discard(self)
         for name in ("arena", "batch", "store", "infos", "_no_infos", "rebuilder", "calls", "stage"):
             self.__dict__.pop(name, None)  # memory is unmapped once the program holds no array that refers to it
 

@@ -26,7 +26,7 @@ from vecenv.engine.watchdog import Watchdog
 from vecenv.engine.worker_process import LAST_STEP_OP, LocalWorker, Worker, WorkerProcess, end_workers
 from vecenv.errors import StartupTimeout, StepTimeout, envs_text, format_seconds
 from vecenv.front.arguments import deadline_after, milliseconds_until
-from vecenv.front.driver import LateReplies, abandoned_after_fork, step_timeout_error
+from vecenv.front.driver import LateReplies, closed_in_child, step_timeout_error
 from vecenv.front.guard import closed_during_call
 from vecenv.link.channel import Channel, ChannelClosed
 from vecenv.link.envs import WorkerPlan
@@ -111,10 +111,11 @@ class WorkerPool:
         seconds_waited: The total time of all waits.
         started: Every process that was started and has not been joined.
         closing: True once ``close()`` has begun.
+        is_child_copy: True in a forked child, which has no workers.
     """
 
     # class attributes, because objects with more than 30 attributes of their own are slower
-    abandoned = closing = released = False
+    is_child_copy = closing = released = False
 
     def __init__(
         self, plan: WorkerPlan, arena: Arena, batch: Batch, options: PoolOptions, limited_commands: Sequence[str] = ()
@@ -149,7 +150,7 @@ class WorkerPool:
         self.seconds_waited = 0.0
         self.watchdog = Watchdog(limited_commands)
         self._poll: tuple[select.poll, dict[int, WorkerProcess]] | None = None
-        abandoned_after_fork.add(self)  # before any worker is forked
+        closed_in_child.add(self)  # before any worker is forked
 
     def __repr__(self) -> str:
         return f"WorkerPool({self.workers})"
@@ -561,7 +562,7 @@ class WorkerPool:
 
         After an interruption, call it again. :meth:`release` frees the resources of the pool.
         """
-        if self.abandoned:
+        if self.is_child_copy:
             return
         self.closing = True
         end_workers(self.processes, timeout, terminate, self.failures_in_close, step_timeout)
@@ -572,7 +573,7 @@ class WorkerPool:
 
     def release(self) -> None:
         """Free all descriptors and the shared memory. Idempotent."""
-        if self.abandoned:
+        if self.is_child_copy:
             return
         for worker in self.workers:
             worker.release()
@@ -585,7 +586,7 @@ class WorkerPool:
         end_unclosed(self._lifeline, self.started, os.getpid())
         self._poll = self._running = None
         self._spin_policy.release()
-        abandoned_after_fork.discard(self)
+        closed_in_child.discard(self)
         self.released = True
 
     def end_unclosed(self) -> None:
@@ -595,9 +596,9 @@ class WorkerPool:
             self.local.close()
         self.descriptors.close()
 
-    def abandon(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child, close the copies of resources that belong to the caller alone."""
-        self.abandoned = True
+        self.is_child_copy = True
         for channel in list(self.channels):
             channel.close_own_ends()
         self._finalizer.detach()

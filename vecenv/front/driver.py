@@ -145,17 +145,17 @@ NO_REQUEST: Final = RequestSummary(Phase.DEFAULT, 0, for_recv=True)
 """The absence of a pending request."""
 
 
-abandoned_after_fork: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The objects on which every forked child of this process calls ``abandon()``."""
+closed_in_child: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The objects on which every forked child of this process calls ``close_in_child()``."""
 
 
-def _abandon_all() -> None:
-    for item in list(abandoned_after_fork):
-        item.abandon()
+def _close_all_in_child() -> None:
+    for item in list(closed_in_child):
+        item.close_in_child()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_abandon_all)
+    os.register_at_fork(after_in_child=_close_all_in_child)
 
 
 @dataclass(slots=True)
@@ -229,13 +229,13 @@ class Driver:
     def open(self, name: str) -> None:
         """Admit calls from this process. ``name`` is the class name of the vector environment."""
         self.name, self.state.owner_pid, self.began = name, os.getpid(), time.monotonic()
-        abandoned_after_fork.add(self)
+        closed_in_child.add(self)
 
     def release(self) -> None:
         """Release the resources that a call was still using when the driver was closed. Idempotent."""
         self.close()
 
-    def abandon(self) -> None:
+    def close_in_child(self) -> None:
         """Refuse all calls, in a forked child."""
         self.state.unusable = "forked"
 

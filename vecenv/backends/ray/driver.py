@@ -23,7 +23,7 @@ from vecenv.front.driver import (
     RequestSummary,
     Stepped,
     WorkerDriver,
-    abandoned_after_fork,
+    closed_in_child,
     require_order,
 )
 from vecenv.link.actions import ActionStage
@@ -388,7 +388,7 @@ class HostsDriver(WorkerDriver):
         if self.state.unusable == "closed":
             self.exchange.drop_pending()
             self.observers.clear()
-            abandoned_after_fork.discard(self)
+            closed_in_child.discard(self)
 
 
 def _read(read: Callable[[], T], forget: Callable[[], None]) -> T:

@@ -323,7 +323,7 @@ def test_placements_leave_the_caller_a_core_and_spin_only_if_they_fit(monkeypatc
     assert [placement.cpus for placement in alone] == [frozenset({1}), frozenset({2})]
     full, caller_spin = cores.placements(4)
     assert caller_spin == cores.SPIN_SECONDS
-    assert full[0] == cores.Placement(frozenset({0}), 0.0, with_caller=True)
+    assert full[0] == cores.Placement(frozenset({0}), 0.0, shares_core=True)
     assert len({placement.cpus for placement in full}) == 4
     crowd, caller_spin = cores.placements(5)
     assert caller_spin == 0.0

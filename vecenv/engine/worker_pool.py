@@ -144,7 +144,7 @@ class WorkerPool:
         self._retired: list[WorkerProcess] = []
         self._message_to_all = b""
         self._write_fds: list[int] = []
-        shares_core = any(placement.with_caller for placement in options.placements)
+        shares_core = any(placement.shares_core for placement in options.placements)
         self._spin_policy = SpinPolicy(options.caller_spin, batch.no_spin_until, shares_core=shares_core)
         self._spin = self._spin_policy.spin
         self.seconds_waited = 0.0
@@ -225,7 +225,7 @@ class WorkerPool:
         token: int,
     ) -> WorkerProcess:  # fmt: skip
         """Return the worker of a process that was started elsewhere and has built its environments, for :meth:`replace`."""
-        running, shares_core = self._running[index : index + 1], self.get_placement(index).with_caller
+        running, shares_core = self._running[index : index + 1], self.get_placement(index).shares_core
         worker = WorkerProcess(index, rows, process, channel, stack_file, descriptors, token, running, shares_core)
         worker.has_started = True
         return worker
@@ -278,7 +278,7 @@ class WorkerPool:
                 workers.append(
                     WorkerProcess(
                         index, rows, process, channel, stack_file, descriptors, token, self._running[index : index + 1],
-                        placement.with_caller,
+                        placement.shares_core,
                     )
                 )  # fmt: skip
             channel.close_worker_ends()

@@ -109,7 +109,7 @@ class Engine(WorkerDriver):
     ) -> list[tuple[int, str, str]]:
         local = None
         if caller_share:
-            env_rows = make_rows(env_fns[:caller_share], 0, num_workers, plan, self.batch, interrupts=True)
+            env_rows = make_rows(env_fns[:caller_share], 0, num_workers, plan, self.batch, in_caller=True)
             local = LocalWorker(num_workers, range(caller_share), env_rows)
         shares = split_evenly(caller_share, self.num_envs, num_workers) if num_workers else []
         ready_messages = self.pool.start([(rows, env_fns[rows.start : rows.stop]) for rows in shares], local)

@@ -198,7 +198,7 @@ class Driver:
         began: ``time.monotonic()`` at the start.
         state: The state shared with the guard, which decides whether a call can begin.
         counters: The numbers of steps and resets that were returned.
-        pending_error: The exception that is the result of the current call, such as an ``InfoError``; raising it ends the
+        result_error: The exception that is the result of the current call, such as an ``InfoError``; raising it ends the
             call's change of state. After any other exception the result stays pending, unless the driver has dropped the
             request: drivers with workers do that when they raise an environment's error.
         is_interrupted: True if an exception interrupted the wait for the pending request; a reset of all environments may
@@ -217,7 +217,7 @@ class Driver:
     copies = True
     can_be_closed_during_call = True
     began = 0.0
-    pending_error: BaseException | None = None
+    result_error: BaseException | None = None
     num_envs: int
     batch_size: int
     _frozen_stats: dict[str, float] | None = None
@@ -667,7 +667,7 @@ class LockstepDriver(Driver):
         try:
             stepped = self.read(request.kind)
         except BaseException as error:
-            if error is self.pending_error:
+            if error is self.result_error:
                 self.finish(request, 0, 0)
             raise
         steps = request.rows if request.kind is Phase.WAITING_STEP else 0

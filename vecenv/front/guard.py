@@ -84,8 +84,8 @@ def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
             state.active_thread = 0
             if state.unusable:
                 _replace_error(self, self._driver, error)
-            if error is self._driver.pending_error:  # the exception is the result, so the call has ended
-                self._driver.pending_error, state.changing = None, False
+            if error is self._driver.result_error:  # the exception is the result, so the call has ended
+                self._driver.result_error, state.changing = None, False
             elif name in _WAIT_METHODS and not isinstance(error, _OWN_ERRORS) and type(error) not in (TypeError, ValueError):
                 self._driver.record_interruption()
             raise

@@ -91,8 +91,8 @@ class PendingMessages:
         else:
             self.batch.requested[rows] = seq  # marks the rows of this message for the worker
         request.remaining += 1
-        expected = MATCHES_NO_REPLY if rebuilds or worker.rebuild_deadline else PLAIN
-        worker.pending.append((pack_head(expected, seq), rows, request))
+        code = MATCHES_NO_REPLY if rebuilds or worker.rebuild_deadline else PLAIN
+        worker.pending.append((pack_head(code, seq), rows, request))
         self.pool.queue(worker, op, seq, payload)
 
     def drop_all(self) -> None:
@@ -273,9 +273,9 @@ class PendingMessages:
                 failures = [(failure, worker) for failure in outcome.failures if failure.fatal]
                 self.failures.record(command, failures, mark="none")
             return
-        expected, rows, request = pending[index]
+        head, rows, request = pending[index]
         del pending[index]
-        if expected[0] == MATCHES_NO_REPLY:
+        if head[0] == MATCHES_NO_REPLY:
             self._end_rebuild_limit(worker)
         request.remaining -= 1
         if has_infos:
@@ -385,7 +385,7 @@ class PendingMessages:
     def _end_rebuild_limit(self, worker: Worker) -> None:
         """End the time limit after a reply, and start another one if more pending messages have it."""
         worker.rebuild_deadline = 0.0
-        if isinstance(worker, WorkerProcess) and any(expected[0] == MATCHES_NO_REPLY for expected, *_ in worker.pending):
+        if isinstance(worker, WorkerProcess) and any(head[0] == MATCHES_NO_REPLY for head, *_ in worker.pending):
             self.limit_rebuild(worker)
 
     def handle_death(self, worker: WorkerProcess) -> None:

@@ -58,7 +58,7 @@ class Engine(WorkerDriver):
         caller_share: The number of rows, counted from the first, that the caller steps itself.
 
     Attributes:
-        exchange: The exchange of messages, which holds the pending requests.
+        exchange: The exchange of messages, which holds the pending request.
         mismatches: (env, name, repr) of each space that differs from the first environment's.
     """
 
@@ -92,10 +92,10 @@ class Engine(WorkerDriver):
             options.placements, options.caller_spin = placements(num_workers)
         limited_commands = () if policy.step_timeout is None else ("step", "reset")
         self.pool = WorkerPool(plan, self.arena, batch, options, limited_commands)
-        pending = PendingMessages(
+        messages = PendingMessages(
             self.pool, policy, self.failures, self.rebuilder, batch, self.store, self.infos, self.counters
         )
-        self.exchange = Exchange(self.state, pending)
+        self.exchange = Exchange(self.state, messages)
         self.calls = Calls(self.exchange, self.mode, self.observers)
         try:
             self.mismatches = self._start(env_fns, plan, num_workers, caller_share)
@@ -206,10 +206,10 @@ class Engine(WorkerDriver):
                 observer.on_result(None, (observations, row_infos))
         self.state.changing = True  # until the guard has returned the result
         exchange.request, self.last_received = None, self._all_rows
-        if request.command == "step" and not exchange.pending.not_counted:  # the usual case
+        if request.command == "step" and not exchange.messages.not_counted:  # the usual case
             self.counters.steps += self.num_envs
         else:
-            exchange.pending.count_results(request)
+            exchange.messages.count_results(request)
         self.rebuilder.keep_observations(range(self.num_envs))
         return result
 
@@ -253,7 +253,7 @@ class Engine(WorkerDriver):
             StepTimeout: The rows did not finish within ``step_timeout``.
             Exception: The exception of an environment, or the death of a worker; rows that did not fail stay ready.
         """
-        exchange, pending = self.exchange, self.exchange.pending
+        exchange, messages = self.exchange, self.exchange.messages
         if exchange.request is not None and not exchange.drop_if_droppable():
             exchange.convert_for_recv(exchange.request)
         if count is None:
@@ -268,14 +268,14 @@ class Engine(WorkerDriver):
         except Exception:
             if succeeds_when_repeated(lambda: self.store.take(rows)):
                 raise  # a signal handler raised it
-            pending.remove_received(row_list)
+            messages.remove_received(row_list)
             raise
         infos = self._read_row_infos(row_list, rows)
         result = observations, batch.rewards[rows], batch.terminations[rows], batch.truncations[rows], infos
         for observer in self.observers:
             observer.on_result(rows, result)
         self.state.changing = True  # until the guard has returned the result
-        pending.remove_received(row_list)
+        messages.remove_received(row_list)
         self.last_received = rows
         self.rebuilder.keep_observations(row_list)
         return result
@@ -285,17 +285,17 @@ class Engine(WorkerDriver):
         return self.recv(count, deadline, enough, enough_from)
 
     def _read_row_infos(self, row_list: list[int], rows: Array) -> RowInfos:
-        pending = self.exchange.pending
+        messages = self.exchange.messages
         finals: dict[int, Any] = {} if self.batch.final_observations is None else self._shared_finals(row_list)
         infos: dict[int, Any] = {}
-        if pending.ready_infos or pending.ready_finals:
-            infos = {row: pending.ready_infos[row] for row in row_list if row in pending.ready_infos}
-            finals |= {row: pending.ready_finals[row] for row in row_list if row in pending.ready_finals}
+        if messages.ready_infos or messages.ready_finals:
+            infos = {row: messages.ready_infos[row] for row in row_list if row in messages.ready_infos}
+            finals |= {row: messages.ready_finals[row] for row in row_list if row in messages.ready_finals}
         return WorkerInfos(self.infos, rows, len(rows), infos, finals)
 
     def submissions(self) -> Submissions:
         """Return the interface for event loops, which replaces the methods that wait."""
-        return Submissions(self.state, self.exchange.pending, self.calls)
+        return Submissions(self.state, self.exchange.messages, self.calls)
 
     # -- calls into environments ---------------------------------------------------------------------------------------
 

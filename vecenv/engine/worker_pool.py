@@ -386,7 +386,7 @@ class WorkerPool:
     def queue_for_all(self, op: int, seq: int) -> None:
         """Queue one message without a payload for all workers. :meth:`write_to_all` writes it, without any channel."""
         if self.local is not None:
-            self.local.messages.append((op, seq, None))
+            self.local.unexecuted.append((op, seq, None))
         if self.processes:
             self._message_to_all, self.written = pack_head(op, seq), []
 
@@ -411,7 +411,7 @@ class WorkerPool:
         self.held.clear()
         self._refresh_workers()  # drops a message to all; an interruption of `replace` may have skipped this
         if self.local is not None:
-            self.local.messages.clear()
+            self.local.unexecuted.clear()
 
     def flush(self) -> list[WorkerProcess]:
         """Write queued messages, as far as the pipes accept them; return the workers that have closed their pipes."""

@@ -66,7 +66,7 @@ class LocalWorker:
     It has the attributes of :class:`WorkerProcess` that the engine uses.
 
     Attributes:
-        messages: Messages that have not been executed: (operation, sequence number, payload).
+        unexecuted: Messages that have not been executed: (operation, sequence number, payload).
     """
 
     local, death, overdue, shares_core, exitcode = True, None, False, False, None
@@ -77,7 +77,7 @@ class LocalWorker:
         self.pid, self.label = os.getpid(), f"stepped by the caller, pid {os.getpid()}"
         self.pending: deque[PendingMessage] = deque()
         self.dropped: dict[bytes, str] = {}
-        self.messages: deque[tuple[int, int, Any]] = deque()
+        self.unexecuted: deque[tuple[int, int, Any]] = deque()
 
     def __repr__(self) -> str:
         return f"LocalWorker({span_text(self.rows)}, {'busy' if self.pending else 'idle'})"
@@ -94,11 +94,11 @@ class LocalWorker:
         """Queue a message; environments may write into their actions, so those of a step are copied."""
         if payload is not None and op <= Op.STEP_SOME:
             payload = [_copy_action(action) for action in payload]
-        self.messages.append((op, seq, payload))
+        self.unexecuted.append((op, seq, payload))
 
     def execute_next(self) -> Outcome:
         """Execute the oldest message. It is not executed again if a signal handler raises in the middle of it."""
-        op, seq, payload = self.messages.popleft()
+        op, seq, payload = self.unexecuted.popleft()
         if op == _STEP and payload is None:  # nearly always
             rows = self.env_rows
             return rows.step(None, rows.actions(None))
@@ -109,7 +109,7 @@ class LocalWorker:
 
     def drop_calls(self) -> None:
         """Drop calls that have not been executed."""
-        self.messages = deque(message for message in self.messages if message[0] <= LAST_STEP_OP)
+        self.unexecuted = deque(message for message in self.unexecuted if message[0] <= LAST_STEP_OP)
 
     def close(self) -> list[tuple[Failure, Any]]:
         """Close the environments; return their failures. Idempotent."""

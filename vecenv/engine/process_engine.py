@@ -229,13 +229,13 @@ class Engine(WorkerDriver):
 
     # -- row by row ----------------------------------------------------------------------------------------------------
 
-    def send_rows(self, rows: list[int], items: list[Any] | None) -> None:
-        """Send a step of rows for ``recv``; ``items`` are their actions, or ``None`` if those lie in shared memory."""
+    def send_rows(self, rows: list[int], action_list: list[Any] | None) -> None:
+        """Send a step of rows for ``recv``. ``action_list``: their actions; ``None`` if the actions lie in shared memory."""
         exchange = self.exchange
-        if items is None and len(rows) == self.num_envs and not self.failures.failed and exchange.rows_at_once is None:
+        if action_list is None and len(rows) == self.num_envs and not self.failures.failed and exchange.rows_at_once is None:
             exchange.send_plain_step(for_recv=True)
         else:
-            exchange.send_step(rows, items, for_recv=True)
+            exchange.send_step(rows, action_list, for_recv=True)
 
     def recv(
         self, count: int | None, deadline: float | None, enough: int | None = None, enough_from: float = math.inf

@@ -540,13 +540,13 @@ class WorkerDriver(Driver):
         listed: list[int] = rows.tolist()
         self.require_not_in_flight("send", listed)
         self.require_not_failed(listed)
-        items = self.stage.put_some(actions, rows, len(listed))
+        action_list = self.stage.put_some(actions, rows, len(listed))
         for observer in self.observers:
-            observer.on_step(listed, actions if items is None else items)
-        self.send_rows(listed, items)
+            observer.on_step(listed, actions if action_list is None else action_list)
+        self.send_rows(listed, action_list)
 
-    def send_rows(self, rows: list[int], items: list[Any] | None) -> None:
-        """Send a step of rows for ``recv``; ``items`` are their actions, or ``None`` if the actions are staged in arrays."""
+    def send_rows(self, rows: list[int], action_list: list[Any] | None) -> None:
+        """Send a step of rows for ``recv``. ``action_list``: their actions; ``None`` if the actions are staged in arrays."""
         raise NotImplementedError
 
     def announce_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions, *, drops: bool) -> list[Any]:

@@ -167,7 +167,7 @@ class _AsyncReplacement(  # type: ignore[misc]
         REPORT.record_ended(self)
 
     def __del__(self) -> None:
-        if not self.__dict__.get("closed", True) and not self._pool.abandoned:
+        if not self.__dict__.get("closed", True) and not self._pool.is_child_copy:
             REPORT.record_ended(self)
         super().__del__()
 

@@ -325,7 +325,7 @@ def test_placements_leave_the_caller_a_core_and_spin_only_if_they_fit(monkeypatc
     assert [placement.cpus for placement in two_workers] == [frozenset({1}), frozenset({2})]
     four_workers, caller_spin = cores.placements(4)
     assert caller_spin == cores.SPIN_SECONDS
-    assert four_workers[0] == cores.Placement(frozenset({0}), 0.0, with_caller=True)
+    assert four_workers[0] == cores.Placement(frozenset({0}), 0.0, shares_core=True)
     assert len({placement.cpus for placement in four_workers}) == 4
     five_workers, caller_spin = cores.placements(5)
     assert caller_spin == 0.0

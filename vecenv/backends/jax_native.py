@@ -413,7 +413,7 @@ class JaxDriver(LockstepDriver):
         try:
             return self.step_results(infos=kind is Phase.WAITING_STEP)
         except (jax.errors.JaxRuntimeError, ValueError) as error:  # an error of an environment: no valid state is left
-            self.pending_error, self.newest = error, None
+            self.result_error, self.newest = error, None
             raise
 
     def step_results(self, infos: bool) -> Stepped:

@@ -181,7 +181,7 @@ class _LibraryDriver(LockstepDriver):
             return self._to_gymnasium(future.result())
         except BaseException as error:
             if future.done() and error is future.exception():
-                self.pending_error = error
+                self.result_error = error
             raise
 
     def _to_gymnasium(self, results: Any) -> Stepped:

@@ -3,9 +3,9 @@
 A signal handler can raise between any two bytecodes. So state changes only in short blocks between ``state.changing = True``
 and ``state.changing = False``, and no block waits for a reply. An exception during a *wait* loses nothing, and the wait can
 be repeated. An exception in a *block* may lose a request or a result: ``changing`` stays set, every call but ``reset()``
-raises ``ResetNeeded``, and ``reset()`` drops all pending requests. Blocks only queue messages, which are written afterwards,
-because a write can wake a worker that then takes the caller's core for a whole step. The caller's own environments are
-stepped inside a block.
+raises ``ResetNeeded``, and ``reset()`` drops all pending requests. Blocks only queue messages, which are written afterwards:
+a write can wake a worker that then takes the caller's core for a whole step, and Ctrl-C in that time must not require a
+reset. The caller's own environments are stepped inside a block.
 
 This module has most of the blocks. They mainly call methods of :mod:`vecenv.engine.pending_messages`.
 """
@@ -39,19 +39,19 @@ class Exchange:
 
     Args:
         state: The state of the current call, shared with the guard.
-        pending: The pending messages, with the workers, the results and the handling of failures.
+        messages: The pending messages, with the workers, the results and the handling of failures.
 
     Attributes:
         request: The pending request, if one method returns all its results together; otherwise ``None``.
-        in_flight, ready: Shared with ``pending``: the rows that ``recv`` has not returned yet, and those that it may return.
+        in_flight, ready: Those of ``messages``: the rows that ``recv`` has not returned yet, and those that it may return.
         rows_at_once: The maximum number of rows in one message of ``send``; ``None`` for no limit.
     """
 
-    def __init__(self, state: CallState, pending: PendingMessages) -> None:
-        self.state, self.pending, self.num_envs = state, pending, pending.num_envs
-        self.in_flight, self.ready = pending.in_flight, pending.ready
-        self.pool, self.batch, self.store, self.counters = pending.pool, pending.batch, pending.store, pending.counters
-        self.policy, self.failures, self.rebuilder = pending.policy, pending.failures, pending.rebuilder
+    def __init__(self, state: CallState, messages: PendingMessages) -> None:
+        self.state, self.messages, self.num_envs = state, messages, messages.num_envs
+        self.in_flight, self.ready = messages.in_flight, messages.ready
+        self.pool, self.batch, self.store, self.counters = messages.pool, messages.batch, messages.store, messages.counters
+        self.policy, self.failures, self.rebuilder = messages.policy, messages.failures, messages.rebuilder
         self.request: Request | None = None
         self.rows_at_once: int | None = None
         self._own_share_deferred = False  # the last wait deferred the caller's own share, because a worker had a reply
@@ -60,17 +60,17 @@ class Exchange:
 
     def send_plain_step(self, *, for_recv: bool) -> None:
         """Send a step of all rows, with the actions in shared memory."""
-        pool, pending = self.pool, self.pending
+        pool, messages = self.pool, self.messages
         if pool.max_concurrency is not None:
             self.send_step(range(self.num_envs), None, for_recv=for_recv)
             return
         workers = pool.workers
         self.state.changing = True
-        pending.seq = seq = pending.seq % 0xFFFFFFFF + 1
+        seq = messages.next_number()
         request = Request("step", len(workers), for_recv)
-        expected = pack_head(PLAIN, seq)
+        head = pack_head(PLAIN, seq)
         for worker in workers:
-            worker.pending.append((expected, worker.rows, request))
+            worker.pending.append((head, worker.rows, request))
         if for_recv:
             self.in_flight.update(range(self.num_envs))
         else:
@@ -86,27 +86,27 @@ class Exchange:
         failed = self._find_failed(rows)
         healthy = sorted(set(rows).difference(failed) if failed else rows)
         size = self.rows_at_once if for_recv else None
-        messages = list(self.pool.split_into_rounds(healthy, size))
+        parts = list(self.pool.split_into_rounds(healthy, size))
         payloads = [
             self.pool.pickle_for(worker, action_by_row and [action_by_row[row] for row in worker_rows])  # may raise
-            for _, worker, worker_rows in messages
+            for _, worker, worker_rows in parts
         ]
         self.state.changing = True
-        pending, request = self.pending, Request("step", 0, for_recv)
+        messages, request = self.messages, Request("step", 0, for_recv)
         if failed:
             if not self.policy.restart:  # they failed after the engine's check, during an observer's call
                 self.state.changing = False
                 raise failed_earlier_error({row: self.failures.failed[row] for row in failed})
-            if (error := pending.queue_rebuilds(request, failed)) is not None:
+            if (error := messages.queue_rebuilds(request, failed)) is not None:
                 self.state.changing = False
                 raise error
-            pending.not_counted.update(failed)
+            messages.not_counted.update(failed)
         latest_round = -1
-        for (send_round, worker, worker_rows), payload in zip(messages, payloads, strict=True):
+        for (send_round, worker, worker_rows), payload in zip(parts, payloads, strict=True):
             if send_round != latest_round:
                 latest_round = send_round
-                pending.next_number()
-            pending.queue(worker, _STEP_SOME, worker_rows, request, payload)
+                messages.next_number()
+            messages.queue(worker, _STEP_SOME, worker_rows, request, payload)
         if for_recv:
             self.in_flight.update(rows)
         else:
@@ -120,37 +120,37 @@ class Exchange:
         if not failed:
             return []
         self.state.changing = True
-        self.pending.find_deaths(failed.keys() & set(rows))
+        self.messages.find_deaths(failed.keys() & set(rows))
         self.state.changing = False
         return sorted(failed.keys() & set(rows))
 
     def send_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions, *, for_recv: bool) -> None:
         """Send a reset of some rows and replace their dead workers. Unless ``for_recv``, first drop all pending requests."""
-        pending, payloads = self.pending, self.pickle_reset(rows, seeds, options)  # may raise
+        messages, payloads = self.messages, self.pickle_reset(rows, seeds, options)  # may raise
         # after an interrupted change, `settle` may already have recorded the failures of the request
         dropped = None if for_recv or self.state.changing else self.request
         self.state.changing = True
         if dropped is not None:
-            pending.record_dropped(dropped)
+            messages.record_dropped(dropped)
         if not for_recv:
             self.request = None
-            pending.drop_all()
+            messages.drop_all()
         if not for_recv and len(rows) < self.num_envs:
             others = np.isin(np.arange(self.num_envs), rows, invert=True)
             self.batch.info_schemas[others], self.batch.final[others] = NO_INFO, False
             self.rebuilder.restore_observations(self.failures.failed.keys() - set(rows))
-        pending.find_deaths(rows)
-        if (error := pending.replace_dead(rows)) is not None:
+        messages.find_deaths(rows)
+        if (error := messages.replace_dead(rows)) is not None:
             self.state.changing = False
             raise error
         self.failures.forget(rows)
         request = Request("reset", 0, for_recv)
         request.seeds, request.options, request.rows = seeds, options, rows
-        pending.next_number()
+        messages.next_number()
         for (worker, worker_rows), payload in zip(self.pool.split(rows), payloads, strict=True):
-            pending.queue(worker, Op.RESET_SOME, worker_rows, request, payload)
+            messages.queue(worker, Op.RESET_SOME, worker_rows, request, payload)
         if for_recv:
-            pending.put_reset_in_flight(rows)
+            messages.put_reset_in_flight(rows)
         else:
             self.request = request
         self.state.changing = False
@@ -168,7 +168,7 @@ class Exchange:
         if not self.request.droppable:
             return False
         self.state.changing = True
-        self.pending.drop_request(self.request)
+        self.messages.drop_request(self.request)
         self.request = None
         self.state.changing = False
         return True
@@ -186,9 +186,9 @@ class Exchange:
         self.state.changing = True
         request = Request(command, 0, for_recv=False)
         request.droppable = True
-        self.pending.next_number()
+        self.messages.next_number()
         for (worker, _), payload in zip(parts, payloads, strict=True):
-            self.pending.queue(worker, op, worker.rows, request, payload)
+            self.messages.queue(worker, op, worker.rows, request, payload)
         self.request = request
         self.state.changing = False
         self.flush()
@@ -205,7 +205,7 @@ class Exchange:
         """
         request = self.request
         assert request is not None
-        if request.remaining and not self.wait_for(request, deadline_after(timeout)):
+        if not self.wait_for(request, deadline_after(timeout)):
             raise self.pool.timeout_error(wait_method(request.command), timeout)
         if request.has_failed and (error := self.settle(request)) is not None:
             try:
@@ -220,23 +220,22 @@ class Exchange:
         """Return the pending call with its replies, without recording or raising its failures."""
         request = self.request
         assert request is not None
-        if request.remaining:
-            self.wait_for(request, None)
+        self.wait_for(request, None)
         self.request = None
         return request
 
     def settle(self, request: Request) -> Exception | None:
         """Settle the failures of the pending request: return the exception that ends it, or queue rebuild messages."""
         self.state.changing = True
-        failed = self.pending.find_rows_to_settle(request)
-        error = self.pending.settle(request)
+        failed = self.messages.find_rows_to_settle(request)
+        error = self.messages.settle(request)
         if error is not None:
             self.request = None
-            self.pending.count_results(request, failed)
+            self.messages.count_results(request, failed)
         self.state.changing = False
         return error
 
-    def drain(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait for all replies. Required before a reset of some rows, and before one of all rows if messages are held.
 
         Such a reset drops all results. A worker reads the rows of a message from shared memory when it begins to execute it,
@@ -259,38 +258,37 @@ class Exchange:
             require_order(request.phase, "reset_async", self, name="recv")
         self.state.changing = True
         self.request = None
-        self.pending.return_by_row(request)
+        self.messages.convert_for_recv(request)
         self.state.changing = False
         self.flush()
 
-    def wait_for_rows(self, count: int, deadline: float | None, minimum: tuple[int, float] | None) -> bool:
+    def wait_for_rows(self, count: int, deadline: float | None, enough: int | None, enough_from: float) -> bool:
         """Wait until ``count`` rows are ready; return ``False`` if the deadline passes first.
 
-        Raises the oldest exception in ``unraised``. With ``minimum`` (number, time), that number is enough from that time
-        on, or earlier if all rows in flight are ready.
+        From ``enough_from`` on, or if all rows in flight are ready, ``enough`` (``None``: ``count``) of them suffice. Raises
+        the oldest exception in ``unraised``.
         """
         limit = self.policy.step_timeout if deadline is None else None
         deadline = deadline_after(limit) if deadline is None else deadline
-        enough, enough_from = (count, math.inf) if minimum is None else minimum
-        needs_all = minimum is None and count == self.num_envs
+        wants_all, enough = enough is None and count == self.num_envs, count if enough is None else enough
         while True:
-            if self.pending.unraised:
+            if self.messages.unraised:
                 self._raise_next()
-            ready = len(self.ready)
+            ready, in_flight = len(self.ready), len(self.in_flight)
             if ready >= count:
                 return True
-            num_unready = len(self.in_flight) - ready
-            if ready + num_unready < enough:
-                raise too_few_in_flight_error(enough, num_unready, ready)
-            if minimum is not None and ready >= enough:
+            if in_flight < enough:
+                raise too_few_in_flight_error(enough, in_flight, ready)
+            wait = self._wait_for_all if wants_all and in_flight == count else self._wait_for_any
+            if ready >= enough:
                 until = enough_from if deadline is None else min(enough_from, deadline)
-                if not num_unready or not self._wait_for_any(None if until == math.inf else until):
+                if ready == in_flight or not wait(None if until == math.inf else until):
                     return True
                 if time.monotonic() >= until:
                     return True
-            elif not (self._wait_for_all if needs_all and len(self.in_flight) == count else self._wait_for_any)(deadline):
+            elif not wait(deadline):
                 self._apply_arrived_replies()
-                if self.pending.unraised or len(self.ready) >= count:
+                if self.messages.unraised or len(self.ready) >= count:
                     continue
                 if limit is None:
                     return False
@@ -298,7 +296,7 @@ class Exchange:
 
     def _raise_next(self) -> None:
         self.state.changing = True
-        error = self.pending.take_unraised()
+        error = self.messages.take_unraised()
         self.state.changing = False
         try:
             raise error
@@ -310,7 +308,7 @@ class Exchange:
     def release(self) -> None:
         """Drop the pending request and all references to shared memory, on closing."""
         self.request = None
-        self.pending.release()
+        self.messages.release()
         for name in ("batch", "store", "rebuilder"):
             self.__dict__.pop(name, None)
 
@@ -319,14 +317,13 @@ class Exchange:
         pool = self.pool
         if len(pool.written) < len(pool.processes) or pool.held:
             self.state.changing = True
-            if len(pool.written) < len(pool.processes):
-                pool.queue_rest()
+            pool.queue_rest()
             pool.release_held()
             self.state.changing = False
         for worker in pool.flush():
             self.state.changing = True
-            self.pending.handle_death(worker)
-            self.pending.settle_received()
+            self.messages.handle_death(worker)
+            self.messages.settle_for_recv()
             self.state.changing = False
 
     def wait_for(self, request: Request, deadline: float | None) -> bool:
@@ -356,64 +353,67 @@ class Exchange:
 
         Waits for one worker after another: most reply during the first wait, so the caller wakes up once or twice per step.
         """
-        pool, pending, workers = self.pool, self.pending, self.pool.processes
+        pool, messages, workers = self.pool, self.messages, self.pool.processes
         self.execute_own_messages()
         for position, index in enumerate(pool.wait_order):
             may_have_replied = position > 0
             while (worker := workers[index]).pending:  # a dead worker may be replaced meanwhile
                 ended: bool | None = False
                 if not may_have_replied:
-                    if pool.unsent or pool.held or len(pool.written) < len(workers):
+                    if pool.unflushed or pool.held or len(pool.written) < len(workers):
                         if not self._wait_for_any(deadline):
                             return False
                         continue
-                    due = earlier_deadline(deadline, worker.rebuild_deadline)
-                    ended = pool.wait_for_one(worker, due)
+                    until = earlier_deadline(deadline, worker.rebuild_deadline)
+                    ended = pool.wait_for_one(worker, until)
                     if ended is None:
-                        if due == deadline:
+                        if until == deadline:
                             return False
                         self._kill_late_rebuild(worker)
                         continue
                 self.state.changing = True
-                received = may_have_replied = pending.apply_next(worker)
+                received = may_have_replied = messages.apply_next(worker)
                 if ended and not received:
-                    pending.handle_death(worker)
-                if pending.unsettled:
-                    pending.settle_received()
+                    messages.handle_death(worker)
+                if messages.unsettled:
+                    messages.settle_for_recv()
                 self.state.changing = False
-                if pending.unraised:
+                if messages.unraised:
                     return True
         return True
 
     def _wait_for_any(self, deadline: float | None) -> bool:
-        """Wait for replies and apply those that have arrived; return ``False`` if the deadline passes first."""
+        """Write what is queued, wait for any reply, and apply all that have arrived; ``False`` if the deadline passes first.
+
+        Alternates between the caller's own share and the replies of worker processes.
+        """
         self.flush()
-        pool, pending = self.pool, self.pending
+        pool, messages = self.pool, self.messages
         local = pool.local
-        if local is not None and local.messages:
+        if local is not None and local.unexecuted:
             if self._own_share_deferred or not (pool.processes and pool.has_reply()):
                 self._own_share_deferred = False
                 self._step_own_share(local)
                 return True
-            self._own_share_deferred = True  # workers that always have a reply would starve the caller's own share
+            self._own_share_deferred = True  # only once: workers that always have a reply would starve it
         if not pool.processes:
             return True
         rebuilding = [worker for worker in pool.processes if worker.rebuild_deadline and worker.death is None]
-        next_due = min(rebuilding, key=lambda worker: worker.rebuild_deadline, default=None)
-        due = deadline if next_due is None else earlier_deadline(deadline, next_due.rebuild_deadline)
-        events = pool.wait(due)
+        first_due = min(rebuilding, key=lambda worker: worker.rebuild_deadline, default=None)
+        until = deadline if first_due is None else earlier_deadline(deadline, first_due.rebuild_deadline)
+        events = pool.wait(until)
         if events is None:
-            if due == deadline or next_due is None:
+            if until == deadline or first_due is None:
                 return False
-            self._kill_late_rebuild(next_due)
+            self._kill_late_rebuild(first_due)
             return True
         self.state.changing = True
         for worker, ended in events:
-            if worker.death is None and not pending.apply_next(worker) and ended:
-                pending.handle_death(worker)
-        pending.settle_received()
+            if worker.death is None and not messages.apply_next(worker) and ended:
+                messages.handle_death(worker)
+        messages.settle_for_recv()
         self.state.changing = False
-        if pool.unsent:  # rebuild messages, which have a time limit
+        if pool.unflushed:  # rebuild messages, which have a time limit
             self.flush()
         return True
 
@@ -423,21 +423,21 @@ class Exchange:
         """Apply all replies that have arrived, including those of workers that were not waited for."""
         for worker in self.pool.processes:
             self.state.changing = True
-            while worker.pending and worker.death is None and self.pending.apply_next(worker):
+            while worker.pending and worker.death is None and self.messages.apply_next(worker):
                 pass
-            self.pending.settle_received()
+            self.messages.settle_for_recv()
             self.state.changing = False
 
     def execute_own_messages(self) -> None:
         """Execute all messages to the caller's own share."""
         local = self.pool.local
         if local is not None:
-            while local.messages:
+            while local.unexecuted:
                 self._step_own_share(local)
 
     def _step_own_share(self, local: LocalWorker) -> None:
         """Execute the next message to the caller's own share. An interrupted step leaves it in an undefined state."""
-        op, seq, _ = local.messages[0]
+        op, seq, _ = local.unexecuted[0]
         is_call = op > LAST_STEP_OP  # an interrupted call leaves the environments usable
         self.state.changing = not is_call
         try:
@@ -454,9 +454,9 @@ class Exchange:
                 self.ready += rows
         else:
             has_payload = outcome.has_payload()
-            number = pack_head(PLAIN, seq)[1:]
-            self.pending.apply(local, number, outcome if has_payload else None, outcome.columns or has_payload)
-            self.pending.settle_received()
+            number = seq.to_bytes(4, "little")
+            self.messages.apply(local, number, outcome if has_payload else None, outcome.columns or has_payload)
+            self.messages.settle_for_recv()
         self.state.changing = False
 
     # -- late replies ------------------------------------------------------------------------------------------------
@@ -475,11 +475,12 @@ class Exchange:
         return self.pool.next_check(limit)
 
     def _kill_late_rebuild(self, worker: WorkerProcess) -> None:
-        """Kill a worker that took too long to rebuild environments."""
+        """Kill a worker that took too long to rebuild environments, unless its message was held back for a while."""
         seconds = self.policy.start_timeout + (self.policy.step_timeout or 0.0)
-        if worker.has_started and worker.pending and worker not in self.pool.find_late(seconds):  # its message was held back
-            return self.pending.limit_rebuild(worker)
-        return self._kill([worker], f"it hung for more than {format_seconds(seconds)}", seconds)
+        if worker.has_started and worker.pending and worker not in self.pool.find_late(seconds):
+            self.messages.limit_rebuild(worker)
+        else:
+            self._kill([worker], f"it hung for more than {format_seconds(seconds)}", seconds)
 
     def _kill(self, workers: Sequence[WorkerProcess], reason: str, timeout: float | None = None) -> None:
         for worker in workers:
@@ -490,8 +491,8 @@ class Exchange:
             worker.timeout = timeout
             worker.kill_reason = f"{reason} and was killed{where}" + (f"\nits stack:\n{stack}" if stack else "")
             worker.signal(9)
-            self.pending.handle_death(worker)
-            self.pending.settle_received()
+            self.messages.handle_death(worker)
+            self.messages.settle_for_recv()
             self.state.changing = False
 
     def kill_pending(self, rows: Collection[int]) -> None:

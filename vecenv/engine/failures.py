@@ -289,7 +289,7 @@ class LastGoodObservations:
 
 
 class Rebuilder:
-    """The rebuilding of failed rows with ``on_failure="restart"``: their budget, their seeds and their results.
+    """The data for rebuilding failed rows: budget, seeds and last good observations; writes the results of rebuilt rows.
 
     Args:
         policy: The options for handling failures.

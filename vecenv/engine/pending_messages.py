@@ -1,7 +1,7 @@
 """The pending messages of an engine: queues messages, applies replies, and handles failures.
 
-Nothing here writes messages or waits for replies. Every method changes state, so it is called inside
-a block of state changes (see :mod:`vecenv.engine.exchange`), which has to end before the queued messages are written.
+Nothing here writes messages or waits for replies. Its methods are called inside blocks of state changes (see
+:mod:`vecenv.engine.exchange`), which end before the queued messages are written.
 
 docs/architecture.md describes replies and restarts: *The life of a step*, *The life of a failure*.
 """
@@ -33,8 +33,8 @@ from vecenv.system.signals import deferred_signals
 
 PLAIN: Final = int(Reply.PLAIN)  # packing an enum is slower
 MATCHES_NO_REPLY: Final = 0
-"""The code of a pending message, in place of ``PLAIN``, if its reply ends the time limit of a rebuild. No reply has this
-code, so the shortcut of ``apply_next`` never applies, and ``apply`` ends the limit."""
+"""The code, in place of ``PLAIN``, of a pending message that ``apply_next`` has to pass to ``apply``, even if the reply is
+plain: because it rebuilds environments, or because the reply ends ``rebuild_deadline``. No reply has this code."""
 _FOR_ALL_ROWS: Final = {int(Op.STEP_SOME): int(Op.STEP), int(Op.RESET_SOME): int(Op.RESET)}
 
 
@@ -54,7 +54,7 @@ class PendingMessages:
         resetting: Rows in flight that were reset, not stepped.
         not_counted: Rows that are rebuilt instead of stepped, because they failed earlier; this is not counted as a step.
         ready_infos, ready_finals: By row: pickled infos and final observations of ready rows.
-        unsettled: Requests for ``recv`` with failures that :meth:`settle_received` has to handle.
+        unsettled: Requests for ``recv`` with failures that :meth:`settle_for_recv` has to handle.
         unraised: Exceptions that the next calls of ``recv`` raise, each with its rows, which are in flight until then.
         warned: Fields for which a warning was logged.
     """
@@ -78,20 +78,21 @@ class PendingMessages:
 
     # -- queueing ----------------------------------------------------------------------------------------------------
 
-    def next_number(self) -> None:
-        """Advance the sequence number, which is never 0, for the messages that are queued next."""
+    def next_number(self) -> int:
+        """Advance the sequence number, which is never 0, for the messages that are queued next, and return it."""
         self.seq = self.seq % 0xFFFFFFFF + 1
+        return self.seq
 
     def queue(self, worker: Worker, op: int, rows: Sequence[int], request: Request, payload: Any) -> None:
         """Queue a message with the latest number. If it is for all rows of the worker, ``*_SOME`` loses its suffix."""
-        seq = self.seq
-        if len(rows) == len(worker.rows):
+        seq, rebuilds = self.seq, op == Op.REBUILD_SOME
+        if len(rows) == len(worker.rows) and not rebuilds:
             op = _FOR_ALL_ROWS.get(op, op)
         else:
             self.batch.requested[rows] = seq  # marks the rows of this message for the worker
         request.remaining += 1
-        expected = MATCHES_NO_REPLY if worker.rebuild_deadline else PLAIN  # `apply` ends the deadline
-        worker.pending.append((pack_head(expected, seq), rows, request))
+        code = MATCHES_NO_REPLY if rebuilds or worker.rebuild_deadline else PLAIN
+        worker.pending.append((pack_head(code, seq), rows, request))
         self.pool.queue(worker, op, seq, payload)
 
     def drop_all(self) -> None:
@@ -108,7 +109,7 @@ class PendingMessages:
             if isinstance(worker, WorkerProcess) and (worker.rebuild_deadline or not worker.has_started):
                 # it is executing a dropped message or still starting, without a limit if `replace_dead` was interrupted
                 self.limit_rebuild(worker)
-        self.pool.drop_unsent()
+        self.pool.drop_unqueued()
 
     def record_dropped(self, request: Request) -> None:
         """Record the fatal failures of a request that is about to be dropped, as ``apply`` does for later ones."""
@@ -129,11 +130,7 @@ class PendingMessages:
         """Queue a message that rebuilds environments and resets them, in place of a step or a reset."""
         payload = self.pool.pickle_for(worker, self.rebuilder.prepare_rebuild(request, rows))
         self.next_number()
-        seq = self.seq
-        self.batch.requested[rows] = seq
-        request.remaining += 1
-        worker.pending.append((pack_head(MATCHES_NO_REPLY, seq), rows, request))
-        self.pool.queue(worker, Op.REBUILD_SOME, seq, payload)
+        self.queue(worker, Op.REBUILD_SOME, rows, request, payload)
         if isinstance(worker, WorkerProcess):
             self.limit_rebuild(worker)
 
@@ -146,7 +143,7 @@ class PendingMessages:
         self.in_flight.update(rows)
         self.resetting.update(rows)
 
-    def return_by_row(self, request: Request) -> None:
+    def convert_for_recv(self, request: Request) -> None:
         """Convert a reset, so that ``recv`` returns its rows as they become ready."""
         rows = list(range(self.num_envs)) if request.rows is None else list(request.rows)
         request.for_recv = True
@@ -159,7 +156,7 @@ class PendingMessages:
             for row in message_rows
         }
         self._make_ready(request, [row for row in rows if row not in unanswered])
-        self.settle_received()
+        self.settle_for_recv()
 
     def _make_ready(self, request: Request, rows: Sequence[int]) -> None:
         """Make rows with a reply ready for ``recv``, except for those that failed, which are settled later."""
@@ -178,7 +175,7 @@ class PendingMessages:
         restart = self.policy.restart
         return {failure.env for failure, _ in request.failures if restart or not failure.has_result} | request.lost
 
-    def settle_received(self) -> None:
+    def settle_for_recv(self) -> None:
         """Settle the failures of requests for ``recv``: the next wait writes the messages that rebuild rows, or raises."""
         while self.unsettled:
             request = self.unsettled.pop(0)
@@ -276,15 +273,15 @@ class PendingMessages:
                 failures = [(failure, worker) for failure in outcome.failures if failure.fatal]
                 self.failures.record(command, failures, mark="none")
             return
-        expected, rows, request = pending[index]
+        head, rows, request = pending[index]
         del pending[index]
-        if expected[0] == MATCHES_NO_REPLY:
+        if head[0] == MATCHES_NO_REPLY:
             self._end_rebuild_limit(worker)
         request.remaining -= 1
         if has_infos:
             request.has_infos = True
         if outcome is not None:
-            request.collect()
+            request.create_containers()
             for row, observation in outcome.observations.items():
                 self.store.accept(row, observation)
             request.infos.update(outcome.infos)
@@ -351,7 +348,7 @@ class PendingMessages:
 
     def queue_rebuilds(self, request: Request, rows: Sequence[int]) -> Exception | None:
         """Queue messages that rebuild and reset the environments of failed rows; return the error if that is impossible."""
-        request.collect()
+        request.create_containers()
         error: Exception | None = self.rebuilder.count_restarts(rows, self.pool.workers)
         if error is None:
             error = self.replace_dead(rows)
@@ -365,7 +362,7 @@ class PendingMessages:
         for worker in self.pool.processes:
             if (worker.kill_reason or worker.has_ended()) and not set(rows).isdisjoint(worker.rows):
                 self.handle_death(worker)
-        self.settle_received()
+        self.settle_for_recv()
 
     def replace_dead(self, rows: Sequence[int]) -> Exception | None:
         """Replace the dead workers of these rows without waiting for the new ones; return the error if one cannot start."""
@@ -386,9 +383,9 @@ class PendingMessages:
             worker.rebuild_deadline = time.monotonic() + start + (step or 0.0)
 
     def _end_rebuild_limit(self, worker: Worker) -> None:
-        """End the time limit of a rebuild that the worker has replied to, and start that of its next pending rebuild."""
+        """End the time limit after a reply, and start another one if more pending messages have it."""
         worker.rebuild_deadline = 0.0
-        if isinstance(worker, WorkerProcess) and any(expected[0] == MATCHES_NO_REPLY for expected, *_ in worker.pending):
+        if isinstance(worker, WorkerProcess) and any(head[0] == MATCHES_NO_REPLY for head, *_ in worker.pending):
             self.limit_rebuild(worker)
 
     def handle_death(self, worker: WorkerProcess) -> None:
@@ -399,12 +396,12 @@ class PendingMessages:
             self._apply_message(worker, message)
         pending = list(worker.pending)
         with deferred_signals():  # an exception between these lines would leave the death unrecorded
-            death = worker.record_death()
+            death = worker.reap()
             self.failures.record_death(death)
         self.pool.drop_messages(worker)
         worker.pending.clear()
         for _, rows, request in pending:
-            request.collect()
+            request.create_containers()
             request.remaining -= 1
             request.lost.update(rows)
             rebuilt = request.rebuilding.keys() & set(rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -28,7 +29,7 @@ from vecenv.engine.worker_process import LocalWorker
 from vecenv.errors import StepTimeout, failed_earlier_error
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities, complete_stats
-from vecenv.front.driver import PHASES, Phase, Stepped, WorkerDriver, abandoned_after_fork, require_order
+from vecenv.front.driver import PHASES, Stepped, WorkerDriver, closed_in_child, require_order
 from vecenv.front.infos import RowInfos
 from vecenv.link.actions import ActionStage
 from vecenv.link.envs import WorkerPlan
@@ -57,7 +58,7 @@ class Engine(WorkerDriver):
         caller_share: The number of rows, counted from the first, that the caller steps itself.
 
     Attributes:
-        exchange: The exchange of messages, which holds the pending requests.
+        exchange: The exchange of messages, which holds the pending request.
         mismatches: (env, name, repr) of each space that differs from the first environment's.
     """
 
@@ -91,10 +92,10 @@ class Engine(WorkerDriver):
             options.placements, options.caller_spin = placements(num_workers)
         limited_commands = () if policy.step_timeout is None else ("step", "reset")
         self.pool = WorkerPool(plan, self.arena, batch, options, limited_commands)
-        pending = PendingMessages(
+        messages = PendingMessages(
             self.pool, policy, self.failures, self.rebuilder, batch, self.store, self.infos, self.counters
         )
-        self.exchange = Exchange(self.state, pending)
+        self.exchange = Exchange(self.state, messages)
         self.calls = Calls(self.exchange, self.mode, self.observers)
         try:
             self.mismatches = self._start(env_fns, plan, num_workers, caller_share)
@@ -108,7 +109,7 @@ class Engine(WorkerDriver):
     ) -> list[tuple[int, str, str]]:
         local = None
         if caller_share:
-            env_rows = make_rows(env_fns[:caller_share], 0, num_workers, plan, self.batch, interrupts=True)
+            env_rows = make_rows(env_fns[:caller_share], 0, num_workers, plan, self.batch, in_caller=True)
             local = LocalWorker(num_workers, range(caller_share), env_rows)
         shares = split_evenly(caller_share, self.num_envs, num_workers) if num_workers else []
         ready_messages = self.pool.start([(rows, env_fns[rows.start : rows.stop]) for rows in shares], local)
@@ -153,7 +154,7 @@ class Engine(WorkerDriver):
         if for_recv:
             self.require_not_in_flight("reset_async", rows)
         elif ids is not None or (self.pool.held and not self.state.changing):
-            self.exchange.drain()
+            self.exchange.wait_until_idle()
         elif not self.state.changing:
             self.exchange.execute_own_messages()  # as worker processes do: even a dropped step advances every environment
         if self.observers and options is not None:
@@ -166,7 +167,7 @@ class Engine(WorkerDriver):
         self.exchange.send_reset(rows, seeds, options, for_recv=for_recv)
         self.rebuilder.seeds = new_seeds
 
-    def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
+    def wait_for_result(self, deadline: float | None) -> Stepped | None:
         """Return the result of the pending step or reset. At the deadline, return ``None``; the request stays pending.
 
         Raises:
@@ -177,16 +178,16 @@ class Engine(WorkerDriver):
         request = exchange.request
         assert request is not None
         while True:
-            if request.remaining and not exchange.wait_for(request, deadline):
+            if not exchange.wait_for(request, deadline):
                 return None
-            if not request.failures and not request.deaths:
+            if not request.has_failed:
                 break
             if (error := exchange.settle(request)) is not None:
                 try:
                     raise error
                 finally:
                     del error, request  # break a reference cycle: the exception's traceback refers to this frame
-            exchange.flush()
+            exchange.flush()  # writes the messages that rebuild the failed rows; wait for their replies
         batch = self.batch
         infos: RowInfos | dict[Any, Any] = self._read_infos(request) if request.has_infos else {}
         try:
@@ -205,12 +206,11 @@ class Engine(WorkerDriver):
                 observer.on_result(None, (observations, row_infos))
         self.state.changing = True  # until the guard has returned the result
         exchange.request, self.last_received = None, self._all_rows
-        if request.command == "step" and not exchange.pending.not_counted:  # the usual case
+        if request.command == "step" and not exchange.messages.not_counted:  # the usual case
             self.counters.steps += self.num_envs
         else:
-            exchange.pending.count_results(request)
-        if self.policy.restart:
-            self.rebuilder.keep_observations(range(self.num_envs))
+            exchange.messages.count_results(request)
+        self.rebuilder.keep_observations(range(self.num_envs))
         return result
 
     def _read_infos(self, request: Request) -> RowInfos:
@@ -229,33 +229,36 @@ class Engine(WorkerDriver):
 
     # -- row by row ----------------------------------------------------------------------------------------------------
 
-    def send_rows(self, rows: list[int], items: list[Any] | None) -> None:
-        """Send a step of rows for ``recv``; ``items`` are their actions, or ``None`` if those lie in shared memory."""
+    def send_rows(self, rows: list[int], action_list: list[Any] | None) -> None:
+        """Send a step of rows for ``recv``. ``action_list``: their actions; ``None`` if the actions lie in shared memory."""
         exchange = self.exchange
-        if items is None and len(rows) == self.num_envs and not self.failures.failed and exchange.rows_at_once is None:
+        if action_list is None and len(rows) == self.num_envs and not self.failures.failed and exchange.rows_at_once is None:
             exchange.send_plain_step(for_recv=True)
         else:
-            exchange.send_step(rows, items, for_recv=True)
+            exchange.send_step(rows, action_list, for_recv=True)
 
-    def recv(self, count: int | None, deadline: float | None, minimum: tuple[int, float] | None = None) -> Stepped | None:
+    def recv(
+        self, count: int | None, deadline: float | None, enough: int | None = None, enough_from: float = math.inf
+    ) -> Stepped | None:
         """Return the next ``count`` rows to finish. If fewer finish by the deadline, return ``None``; they stay ready.
 
         Args:
             count: The number of rows; ``None``: the batch size.
             deadline: The ``time.monotonic()`` at which to stop waiting.
-            minimum: (number, ``time.monotonic()``): that number is enough from then on, or if no more rows are in flight.
+            enough: The number of rows that suffices from ``enough_from`` on, or if no others are in flight; ``None``: count.
+            enough_from: A ``time.monotonic()`` value.
 
         Raises:
             NoAsyncCallError: Too few rows are in flight.
             StepTimeout: The rows did not finish within ``step_timeout``.
             Exception: The exception of an environment, or the death of a worker; rows that did not fail stay ready.
         """
-        exchange, pending = self.exchange, self.exchange.pending
+        exchange, messages = self.exchange, self.exchange.messages
         if exchange.request is not None and not exchange.drop_if_droppable():
             exchange.convert_for_recv(exchange.request)
         if count is None:
             count = self.batch_size
-        if (pending.unraised or len(exchange.ready) < count) and not exchange.wait_for_rows(count, deadline, minimum):
+        if not exchange.wait_for_rows(count, deadline, enough, enough_from):
             return None
         row_list = exchange.ready[:count]
         rows = np.array(row_list, np.intp)
@@ -265,35 +268,34 @@ class Engine(WorkerDriver):
         except Exception:
             if succeeds_when_repeated(lambda: self.store.take(rows)):
                 raise  # a signal handler raised it
-            pending.remove_received(row_list)
+            messages.remove_received(row_list)
             raise
         infos = self._read_row_infos(row_list, rows)
         result = observations, batch.rewards[rows], batch.terminations[rows], batch.truncations[rows], infos
         for observer in self.observers:
             observer.on_result(rows, result)
         self.state.changing = True  # until the guard has returned the result
-        pending.remove_received(row_list)
+        messages.remove_received(row_list)
         self.last_received = rows
-        if self.policy.restart:
-            self.rebuilder.keep_observations(row_list)
+        self.rebuilder.keep_observations(row_list)
         return result
 
     def recv_enough(self, count: int | None, deadline: float | None, enough: int, enough_from: float) -> Stepped | None:
         """Return the next ``count`` rows, or at least ``enough`` of them from ``enough_from`` on."""
-        return self.recv(count, deadline, (enough, enough_from))
+        return self.recv(count, deadline, enough, enough_from)
 
     def _read_row_infos(self, row_list: list[int], rows: Array) -> RowInfos:
-        pending = self.exchange.pending
+        messages = self.exchange.messages
         finals: dict[int, Any] = {} if self.batch.final_observations is None else self._shared_finals(row_list)
         infos: dict[int, Any] = {}
-        if pending.ready_infos or pending.ready_finals:
-            infos = {row: pending.ready_infos[row] for row in row_list if row in pending.ready_infos}
-            finals |= {row: pending.ready_finals[row] for row in row_list if row in pending.ready_finals}
+        if messages.ready_infos or messages.ready_finals:
+            infos = {row: messages.ready_infos[row] for row in row_list if row in messages.ready_infos}
+            finals |= {row: messages.ready_finals[row] for row in row_list if row in messages.ready_finals}
         return WorkerInfos(self.infos, rows, len(rows), infos, finals)
 
     def submissions(self) -> Submissions:
         """Return the interface for event loops, which replaces the methods that wait."""
-        return Submissions(self.state, self.exchange.pending, self.calls)
+        return Submissions(self.state, self.exchange.messages, self.calls)
 
     # -- calls into environments ---------------------------------------------------------------------------------------
 
@@ -412,7 +414,7 @@ class Engine(WorkerDriver):
         self.pool.release()
         self.exchange.release()
         self.observers.clear()
-        abandoned_after_fork.discard(self)
+        closed_in_child.discard(self)
         for name in ("arena", "batch", "store", "infos", "_no_infos", "rebuilder", "calls", "stage"):
             self.__dict__.pop(name, None)  # memory is unmapped once the program holds no array that refers to it
 

@@ -48,7 +48,7 @@ class Submissions:
 
     Args:
         state: The state of the current call.
-        pending: The pending messages of an engine without rows in the calling process.
+        messages: The pending messages of an engine without rows in the calling process.
         calls: The engine's calls, for snapshots.
 
     Attributes:
@@ -59,11 +59,11 @@ class Submissions:
             a process may not make its descriptor readable; ``None`` elsewhere.
     """
 
-    def __init__(self, state: CallState, pending: PendingMessages, calls: Calls) -> None:
-        self._state, self._pending, self._calls = state, pending, calls
-        self.failed, self.verified = pending.failures.failed, calls.verified
+    def __init__(self, state: CallState, messages: PendingMessages, calls: Calls) -> None:
+        self._state, self._messages, self._calls = state, messages, calls
+        self.failed, self.verified = messages.failures.failed, calls.verified
         self.deaths: deque[Death] = deque()
-        workers = pending.pool.processes
+        workers = messages.pool.processes
         self._index_of = {row: worker.index for worker in workers for row in worker.rows}
         self._selector = selectors.DefaultSelector()
         self._descriptors = DescriptorOwner(self)
@@ -96,13 +96,13 @@ class Submissions:
             SnapshotMismatch: The observation of the snapshot does not fit.
             Exception: The payload cannot be pickled.
         """
-        pending, worker = self._pending, self._find_worker(row)
+        messages, worker = self._messages, self._find_worker(row)
         if worker.death is not None or (command != "reset" and row in self.failed):
             raise failed_earlier_error({row: self.failed[row]})
         if command == "check":
-            require_observation(pending.store, row, payload.row)
+            require_observation(messages.store, row, payload.row)
         op, name, pack = _COMMANDS[command]
-        packed = pending.pool.pickle_for(worker, pack(row - worker.rows[0], payload))
+        packed = messages.pool.pickle_for(worker, pack(row - worker.rows[0], payload))
         request = Request(name, 0, for_recv=False)
         request.rows = [row]
         if command == "save":
@@ -112,11 +112,11 @@ class Submissions:
         elif command == "load":
             request.convert_result = partial(self._accept_loaded, row, payload)
         elif command == "reset":
-            pending.failures.forget([row])
+            messages.failures.forget([row])
         self._state.changing = True
-        pending.next_number()
-        pending.queue(worker, op | OVERLAPS if len(worker.rows) > 1 else op, [row], request, packed)
-        pending.in_flight.add(row)
+        messages.next_number()
+        messages.queue(worker, op | OVERLAPS if len(worker.rows) > 1 else op, [row], request, packed)
+        messages.in_flight.add(row)
         self._state.changing = False
         self._flush()
         return request
@@ -147,11 +147,11 @@ class Submissions:
 
     def _receive(self, worker: WorkerProcess, ended: bool) -> list[Request]:
         """Apply the replies of a worker or its death, and return the requests that are now finished."""
-        pending, submitted = self._pending, list(worker.pending)
+        messages, submitted = self._messages, list(worker.pending)
         if ended:
-            pending.handle_death(worker)
+            messages.handle_death(worker)
         else:
-            while pending.apply_next(worker) and worker.pending:
+            while messages.apply_next(worker) and worker.pending:
                 pass
         finished = [request for _, _, request in submitted if not request.remaining]
         if worker.death is not None and worker in self._watched:
@@ -160,23 +160,23 @@ class Submissions:
         if worker in self._starting and (worker.has_started or worker.death is not None):
             start = self._starting.pop(worker)
             if worker.death is not None:
-                start.collect()
+                start.create_containers()
                 start.deaths.append(worker.death)
             finished.insert(0, start)
         return finished
 
     def _take_result(self, request: Request) -> tuple[Any, Exception | None]:
         """Return the result of a finished request, or its error."""
-        pending, command = self._pending, request.command
+        messages, command = self._messages, request.command
         assert request.rows is not None
         row = request.rows[0]
         if command != "start":
-            pending.in_flight.discard(row)
+            messages.in_flight.discard(row)
         if request.deaths:
             return None, request.deaths[0].error()
         if request.failures:
             ((_, worker), *_) = request.failures
-            ((_, error), *_) = pending.failures.record(command, request.failures)
+            ((_, error), *_) = messages.failures.record(command, request.failures)
             if command not in ("step", "reset"):
                 return None, error
             failure = EnvFailed(f"env {row}, {worker.label}, during {command}: {summary(error)}")
@@ -188,25 +188,25 @@ class Submissions:
             return None, error
 
     def _read(self, request: Request, row: int) -> Any:
-        pending, batch = self._pending, self._pending.batch
+        messages, batch = self._messages, self._messages.batch
         if request.command not in ("step", "reset"):
             result = request.results.get(row)
             return result if request.convert_result is None else request.convert_result(result)
         if row in request.infos:
             info = request.infos[row]
         else:
-            info = pending.infos.row_info(row) if request.has_infos else {}
-        observation = pending.store.row(row)
+            info = messages.infos.row_info(row) if request.has_infos else {}
+        observation = messages.store.row(row)
         if request.command == "reset":
-            pending.counters.resets += 1
+            messages.counters.resets += 1
             return observation, info
-        pending.counters.steps += count_steps(info)
+        messages.counters.steps += count_steps(info)
         flags = bool(batch.terminations[row]), bool(batch.truncations[row])
         return observation, float(batch.rewards[row]), *flags, info
 
     def _accept_loaded(self, row: int, snapshot: Snapshot, _: Any) -> Any:
         self._calls.accept_loaded(row, snapshot)
-        return self._pending.store.row(row)
+        return self._messages.store.row(row)
 
     # -- workers ---------------------------------------------------------------------------------------------------------
 
@@ -231,21 +231,21 @@ class Submissions:
             RestartsExhausted: The budget is exhausted.
             OSError: The system lacks resources at the moment. Further attempts are not counted again.
         """
-        pending, worker = self._pending, self._find_worker(row)
+        messages, worker = self._messages, self._find_worker(row)
         if (death := worker.death) is None:
             raise ValueError(f"{worker.label}, is alive")
-        if budget is not None and (error := pending.rebuilder.count_restarts(worker.rows, [worker], budget)) is not None:
+        if budget is not None and (error := messages.rebuilder.count_restarts(worker.rows, [worker], budget)) is not None:
             raise error
         try:
-            new = pending.pool.replace(worker)
+            new = messages.pool.replace(worker)
         except OSError as error:
             if budget is not None:
                 cause = f"{death.first_line}; a new process cannot be started: {error}"
-                pending.failures.restart_log.log(cause)
+                messages.failures.restart_log.log(cause)
             raise
         if budget is None:
-            pending.failures.restarts += 1
-        pending.failures.forget(worker.rows)
+            messages.failures.restarts += 1
+        messages.failures.forget(worker.rows)
         request = self._starting[new] = Request("start", 0, for_recv=False)
         request.rows = list(new.rows)
         self._watch(new)
@@ -270,7 +270,7 @@ class Submissions:
         self._selector.close()
 
     def _find_worker(self, row: int) -> WorkerProcess:
-        return self._pending.pool.processes[self._index_of[row]]
+        return self._messages.pool.processes[self._index_of[row]]
 
     def _watch(self, worker: WorkerProcess) -> None:
         # A duplicate, because the original is closed before `_unwatch` can unregister it, and a copy of it in a forked child
@@ -290,15 +290,15 @@ class Submissions:
 
     def _flush(self) -> None:
         """Write queued messages as far as pipes accept them, and watch full pipes."""
-        pool = self._pending.pool
+        pool = self._messages.pool
         if pool.held:
             pool.release_held()
         pool.flush()  # collect() detects workers that have closed their pipes
-        if not pool.unsent and not self._full_pipes:  # nearly always
+        if not pool.unflushed and not self._full_pipes:  # nearly always
             return
-        for worker in self._full_pipes.keys() - pool.unsent:
+        for worker in self._full_pipes.keys() - pool.unflushed:
             self._selector.unregister(self._full_pipes.pop(worker))
-        for worker in pool.unsent - self._full_pipes.keys():
+        for worker in pool.unflushed - self._full_pipes.keys():
             self._full_pipes[worker] = worker.channel.out
             self._selector.register(worker.channel.out, selectors.EVENT_WRITE, (worker, False))
 

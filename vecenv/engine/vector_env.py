@@ -539,11 +539,11 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         seconds = parse_timeout(kwargs.get("timeout"))
         was_closing, state.unusable = state.unusable == "closing", "closing"
         self._pool.closing = True
-        if state.caller and state.caller != thread:  # another thread waits for replies; end its wait
+        if state.active_thread and state.active_thread != thread:  # another thread waits for replies; end its wait
             for worker in self._pool.processes:
                 worker.signal(9)
             state.wait_for_other_thread()
-        nested = state.caller == thread and is_inside_call(self)
+        nested = state.active_thread == thread and is_inside_call(self)
         if not self._pool.released:
             hurried = was_closing or nested
             timeout = SHORT_CLOSE_TIMEOUT if hurried and seconds is None else seconds

@@ -37,7 +37,7 @@ class Watchdog:
         self.limited_commands = tuple(limited_commands)
         self.next_check = 0.0
         self.interval_ms = CHECK_INTERVAL_SECONDS[0] * 1000
-        self._busy: dict[tuple[int, bytes], tuple[float, int]] = {}  # (worker, message) -> time first found, times logged
+        self._busy: dict[tuple[int, bytes], tuple[float, int]] = {}  # (worker, head) -> time first found, times logged
 
     def check(self, workers: Sequence[WorkerProcess]) -> None:
         """Log the workers that have been busy with one request for too long."""
@@ -47,10 +47,10 @@ class Watchdog:
         for worker in workers:
             if worker.death is not None or not worker.pending or worker.channel.poll(0):
                 continue
-            message, rows, request = worker.pending[0]
-            began, logged = before.get((worker.index, message), (now, 0))
+            head, rows, request = worker.pending[0]
+            began, logged = before.get((worker.index, head), (now, 0))
             late = logged < len(REPORT_AFTER_SECONDS) and now - began >= REPORT_AFTER_SECONDS[logged]
-            self._busy[worker.index, message] = began, logged + late
+            self._busy[worker.index, head] = began, logged + late
             if late and request.command not in self.limited_commands:
                 self._report(worker, sorted(rows), request.command, now - began)
 

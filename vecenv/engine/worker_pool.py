@@ -1,8 +1,6 @@
 """Starts, replaces and ends worker processes, writes to them and waits for them.
 
-Messages are queued inside a block of state changes and written after it (see :mod:`vecenv.engine.exchange`). A write can
-wake a worker that then takes the caller's core for a whole step; inside the block, an exception from a signal handler during
-that time would make a reset necessary.
+Messages are queued inside a block of state changes and written after it; :mod:`vecenv.engine.exchange` has the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from vecenv.engine.watchdog import Watchdog
 from vecenv.engine.worker_process import LAST_STEP_OP, LocalWorker, Worker, WorkerProcess, end_workers
 from vecenv.errors import StartupTimeout, StepTimeout, envs_text, format_seconds
 from vecenv.front.arguments import deadline_after, milliseconds_until
-from vecenv.front.driver import LateReplies, abandoned_after_fork, step_timeout_error
+from vecenv.front.driver import LateReplies, closed_in_child, step_timeout_error
 from vecenv.front.guard import closed_during_call
 from vecenv.link.channel import Channel, ChannelClosed
 from vecenv.link.envs import WorkerPlan
@@ -105,18 +103,19 @@ class WorkerPool:
         local: The caller's own share, if there is one.
         workers: ``local`` and ``processes`` together, in the order of their rows.
         wait_order: Indices of ``processes``, in the order in which to wait for their replies.
-        unsent: Workers with unsent bytes in their channels.
-        written: One entry per process to which the latest message for all workers was written, in order. Only the length
-            counts. It is a list, because ``list.extend`` keeps the entries that it added before an exception.
+        unflushed: Workers with bytes in their channels that :meth:`flush` has yet to write.
+        written: Its length is the number of processes, from the first, to which :meth:`write_to_all` has written the latest
+            message to all. A list, because ``list.extend`` keeps the entries that it added before an exception.
         held: Messages that wait until fewer than ``max_concurrency`` workers are busy: (worker, bytes, True if the message
             makes the worker busy).
         seconds_waited: The total time of all waits.
         started: Every process that was started and has not been joined.
         closing: True once ``close()`` has begun.
+        is_child_copy: True in a forked child, which has no workers.
     """
 
     # class attributes, because objects with more than 30 attributes of their own are slower
-    abandoned = closing = released = False
+    is_child_copy = closing = released = False
 
     def __init__(
         self, plan: WorkerPlan, arena: Arena, batch: Batch, options: PoolOptions, limited_commands: Sequence[str] = ()
@@ -137,21 +136,21 @@ class WorkerPool:
         self.local: LocalWorker | None = None
         self.workers: list[Worker] = []
         self.wait_order: list[int] = []
-        self.unsent: set[WorkerProcess] = set()
+        self.unflushed: set[WorkerProcess] = set()
         self.written: list[int] = []
         self.max_concurrency = options.max_concurrency
         self.held: deque[tuple[WorkerProcess, bytes, bool]] = deque()
         self.failures_in_close: list[tuple[Failure, Any]] = []
         self._retired: list[WorkerProcess] = []
-        self._message = b""  # the latest message for every worker
+        self._message_to_all = b""
         self._write_fds: list[int] = []
-        shares_core = any(placement.with_caller for placement in options.placements)
+        shares_core = any(placement.shares_core for placement in options.placements)
         self._spin_policy = SpinPolicy(options.caller_spin, batch.no_spin_until, shares_core=shares_core)
         self._spin = self._spin_policy.spin
         self.seconds_waited = 0.0
         self.watchdog = Watchdog(limited_commands)
         self._poll: tuple[select.poll, dict[int, WorkerProcess]] | None = None
-        abandoned_after_fork.add(self)  # before any worker is forked
+        closed_in_child.add(self)  # before any worker is forked
 
     def __repr__(self) -> str:
         return f"WorkerPool({self.workers})"
@@ -201,8 +200,7 @@ class WorkerPool:
             OSError: No process could be started; the worker keeps its place.
         """
         with deferred_signals():
-            if len(self.written) < len(self.processes):
-                self.queue_rest()  # `_refresh_workers` drops what is not queued; the new process gets none of it
+            self.queue_rest()  # `_refresh_workers` drops what is not queued; the new process gets none of it
             if worker.death is not None:
                 worker.release()
                 self._forget_process(worker.process)
@@ -227,7 +225,7 @@ class WorkerPool:
         token: int,
     ) -> WorkerProcess:  # fmt: skip
         """Return the worker of a process that was started elsewhere and has built its environments, for :meth:`replace`."""
-        running, shares_core = self._running[index : index + 1], self.get_placement(index).with_caller
+        running, shares_core = self._running[index : index + 1], self.get_placement(index).shares_core
         worker = WorkerProcess(index, rows, process, channel, stack_file, descriptors, token, running, shares_core)
         worker.has_started = True
         return worker
@@ -280,7 +278,7 @@ class WorkerPool:
                 workers.append(
                     WorkerProcess(
                         index, rows, process, channel, stack_file, descriptors, token, self._running[index : index + 1],
-                        placement.with_caller,
+                        placement.shares_core,
                     )
                 )  # fmt: skip
             channel.close_worker_ends()
@@ -313,7 +311,7 @@ class WorkerPool:
                 message = worker.channel.receive()
             except ChannelClosed:
                 message = None
-                worker.record_death()
+                worker.reap()
             if worker.death is not None:
                 unguarded = worker.death.exitcode == NO_GUARD
                 raise worker.death.error(explain_missing_guard(options.context.get_start_method()) if unguarded else "")
@@ -332,8 +330,7 @@ class WorkerPool:
                     + advice_for_fork(options.context)
                 )  # fmt: skip
             if worker.channel.fd not in dict(events):
-                message = worker.channel.receive() if worker.channel.poll(0) else None
-                worker.record_death()
+                worker.reap()
 
     # -- the rows of each worker ---------------------------------------------------------------------------------------
 
@@ -374,7 +371,7 @@ class WorkerPool:
             self.held.append((worker, data, makes_busy))
         else:
             worker.channel.queue(data)
-            self.unsent.add(worker)
+            self.unflushed.add(worker)
 
     def release_held(self) -> None:
         """Queue held messages while fewer than ``max_concurrency`` workers are busy."""
@@ -384,45 +381,45 @@ class WorkerPool:
             busy += makes_busy
             worker.sent_at = time.monotonic()
             worker.channel.queue(data)
-            self.unsent.add(worker)
+            self.unflushed.add(worker)
 
     def queue_for_all(self, op: int, seq: int) -> None:
-        """Store a message without a payload for every worker, for :meth:`write_to_all` and then :meth:`queue_rest`."""
+        """Queue one message without a payload for all workers. :meth:`write_to_all` writes it, without any channel."""
         if self.local is not None:
-            self.local.messages.append((op, seq, None))
+            self.local.unexecuted.append((op, seq, None))
         if self.processes:
-            self._message, self.written = pack_head(op, seq), []
+            self._message_to_all, self.written = pack_head(op, seq), []
 
     def write_to_all(self) -> None:
-        """Write the message for every worker in one call into C. A pipe accepts such a short message whole or not at all."""
-        if not self.unsent:  # unsent bytes must go first: `queue_rest` queues this message behind them
+        """Write the message to all in one call into C. A pipe accepts such a short message whole or not at all."""
+        if not self.unflushed:  # otherwise other bytes go first: `queue_rest` queues this message behind them
             try:
-                self.written.extend(map(write, self._write_fds, repeat(self._message)))
+                self.written.extend(map(write, self._write_fds, repeat(self._message_to_all)))
             except OSError:  # a pipe is full, or a worker has ended: `queue_rest` continues there
                 return
 
     def queue_rest(self) -> None:
-        """Queue the message for every worker in the channels of those to which it was not written."""
+        """Queue the message to all in the channels of the workers to which it was not written, if there are any."""
         for worker in self.processes[len(self.written) :]:
             if worker.death is None:
-                worker.channel.queue(self._message)
-                self.unsent.add(worker)
+                worker.channel.queue(self._message_to_all)
+                self.unflushed.add(worker)
         self.written = [0] * len(self.processes)
 
-    def drop_unsent(self) -> None:
+    def drop_unqueued(self) -> None:
         """Drop messages that are in no channel yet. Bytes queued in a channel stay, and precede its next message."""
         self.held.clear()
-        self._refresh_workers()  # drops the rest of a message to all; an interruption of `replace` may have skipped it
+        self._refresh_workers()  # drops a message to all; an interruption of `replace` may have skipped this
         if self.local is not None:
-            self.local.messages.clear()
+            self.local.unexecuted.clear()
 
     def flush(self) -> list[WorkerProcess]:
         """Write queued messages, as far as the pipes accept them; return the workers that have closed their pipes."""
         closed = []
-        for worker in list(self.unsent):
+        for worker in list(self.unflushed):
             try:
                 if worker.channel.flush():
-                    self.unsent.discard(worker)
+                    self.unflushed.discard(worker)
             except ChannelClosed:
                 closed.append(worker)
         return closed
@@ -455,7 +452,7 @@ class WorkerPool:
 
         The list is empty if the wait was cut short for the watchdog.
         """
-        poll, worker_by_fd = self._make_poll() if self.unsent or self._poll is None else self._poll
+        poll, worker_by_fd = self._make_poll() if self.unflushed or self._poll is None else self._poll
         began = time.perf_counter()
         if self.wait_order:
             first = self.processes[self.wait_order[0]]
@@ -494,16 +491,16 @@ class WorkerPool:
                 for fd in (worker.channel.fd, worker.watch.descriptor):
                     worker_by_fd[fd] = worker
                     poll.register(fd, select.POLLIN)
-        for worker in self.unsent:
+        for worker in self.unflushed:
             if worker.death is None:
                 worker_by_fd[worker.channel.out] = worker
                 poll.register(worker.channel.out, select.POLLOUT)
-        self._poll = None if self.unsent else (poll, worker_by_fd)
+        self._poll = None if self.unflushed else (poll, worker_by_fd)
         return poll, worker_by_fd
 
     def drop_messages(self, worker: WorkerProcess) -> None:
         """Drop the messages that are queued for a dead worker."""
-        self.unsent.discard(worker)
+        self.unflushed.discard(worker)
         self.held = deque(message for message in self.held if message[0] is not worker)
         self._poll = None
 
@@ -565,7 +562,7 @@ class WorkerPool:
 
         After an interruption, call it again. :meth:`release` frees the resources of the pool.
         """
-        if self.abandoned:
+        if self.is_child_copy:
             return
         self.closing = True
         end_workers(self.processes, timeout, terminate, self.failures_in_close, step_timeout)
@@ -576,7 +573,7 @@ class WorkerPool:
 
     def release(self) -> None:
         """Free all descriptors and the shared memory. Idempotent."""
-        if self.abandoned:
+        if self.is_child_copy:
             return
         for worker in self.workers:
             worker.release()
@@ -589,7 +586,7 @@ class WorkerPool:
         end_unclosed(self._lifeline, self.started, os.getpid())
         self._poll = self._running = None
         self._spin_policy.release()
-        abandoned_after_fork.discard(self)
+        closed_in_child.discard(self)
         self.released = True
 
     def end_unclosed(self) -> None:
@@ -599,9 +596,9 @@ class WorkerPool:
             self.local.close()
         self.descriptors.close()
 
-    def abandon(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child, close the copies of resources that belong to the caller alone."""
-        self.abandoned = True
+        self.is_child_copy = True
         for channel in list(self.channels):
             channel.close_own_ends()
         self._finalizer.detach()

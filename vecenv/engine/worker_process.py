@@ -42,8 +42,7 @@ PendingMessage: TypeAlias = tuple[bytes, Sequence[int], Request]
 """A message without a reply so far: the head of a plain reply to it, its rows, and its request.
 
 ``PendingMessages.apply_next`` need not decode a reply that equals the head. If the message rebuilds environments, or was
-queued while the worker had a ``rebuild_deadline``, the head has code 0, which no reply has: its reply ends that deadline, so
-it has to be decoded."""
+queued while the worker had a ``rebuild_deadline``, the head has code 0, which no reply has, so that the reply is decoded."""
 
 _log = logging.getLogger("vecenv")
 _STEP: Final = int(Op.STEP)
@@ -67,7 +66,7 @@ class LocalWorker:
     It has the attributes of :class:`WorkerProcess` that the engine uses.
 
     Attributes:
-        messages: Messages that have not been executed: (operation, sequence number, payload).
+        unexecuted: Messages that have not been executed: (operation, sequence number, payload).
     """
 
     local, death, overdue, shares_core, exitcode = True, None, False, False, None
@@ -78,7 +77,7 @@ class LocalWorker:
         self.pid, self.label = os.getpid(), f"stepped by the caller, pid {os.getpid()}"
         self.pending: deque[PendingMessage] = deque()
         self.dropped: dict[bytes, str] = {}
-        self.messages: deque[tuple[int, int, Any]] = deque()
+        self.unexecuted: deque[tuple[int, int, Any]] = deque()
 
     def __repr__(self) -> str:
         return f"LocalWorker({span_text(self.rows)}, {'busy' if self.pending else 'idle'})"
@@ -95,11 +94,11 @@ class LocalWorker:
         """Queue a message; environments may write into their actions, so those of a step are copied."""
         if payload is not None and op <= Op.STEP_SOME:
             payload = [_copy_action(action) for action in payload]
-        self.messages.append((op, seq, payload))
+        self.unexecuted.append((op, seq, payload))
 
     def execute_next(self) -> Outcome:
         """Execute the oldest message. It is not executed again if a signal handler raises in the middle of it."""
-        op, seq, payload = self.messages.popleft()
+        op, seq, payload = self.unexecuted.popleft()
         if op == _STEP and payload is None:  # nearly always
             rows = self.env_rows
             return rows.step(None, rows.actions(None))
@@ -110,7 +109,7 @@ class LocalWorker:
 
     def drop_calls(self) -> None:
         """Drop calls that have not been executed."""
-        self.messages = deque(message for message in self.messages if message[0] <= LAST_STEP_OP)
+        self.unexecuted = deque(message for message in self.unexecuted if message[0] <= LAST_STEP_OP)
 
     def close(self) -> list[tuple[Failure, Any]]:
         """Close the environments; return their failures. Idempotent."""
@@ -217,8 +216,8 @@ class WorkerProcess:
         """
         self.noted_activity = self.command, self.running_row
 
-    def record_death(self) -> Death:
-        """Determine how the process ended, and kill the processes that it left behind.
+    def reap(self) -> Death:
+        """Determine how the process ended, and kill the processes that it left behind; kill it if it does not end at once.
 
         Its exit code can be read only once, so signal handlers are deferred.
         """

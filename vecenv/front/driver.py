@@ -145,17 +145,17 @@ NO_REQUEST: Final = RequestSummary(Phase.DEFAULT, 0, for_recv=True)
 """The absence of a pending request."""
 
 
-abandoned_after_fork: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The objects on which every forked child of this process calls ``abandon()``."""
+closed_in_child: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The objects on which every forked child of this process calls ``close_in_child()``."""
 
 
-def _abandon_all() -> None:
-    for item in list(abandoned_after_fork):
-        item.abandon()
+def _close_all_in_child() -> None:
+    for item in list(closed_in_child):
+        item.close_in_child()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_abandon_all)
+    os.register_at_fork(after_in_child=_close_all_in_child)
 
 
 @dataclass(slots=True)
@@ -198,7 +198,7 @@ class Driver:
         began: ``time.monotonic()`` at the start.
         state: The state shared with the guard, which decides whether a call can begin.
         counters: The numbers of steps and resets that were returned.
-        pending_error: The exception that is the result of the current call, such as an ``InfoError``; raising it ends the
+        result_error: The exception that is the result of the current call, such as an ``InfoError``; raising it ends the
             call's change of state. After any other exception the result stays pending, unless the driver has dropped the
             request: drivers with workers do that when they raise an environment's error.
         is_interrupted: True if an exception interrupted the wait for the pending request; a reset of all environments may
@@ -217,7 +217,7 @@ class Driver:
     copies = True
     can_be_closed_during_call = True
     began = 0.0
-    pending_error: BaseException | None = None
+    result_error: BaseException | None = None
     num_envs: int
     batch_size: int
     _frozen_stats: dict[str, float] | None = None
@@ -228,14 +228,14 @@ class Driver:
 
     def open(self, name: str) -> None:
         """Admit calls from this process. ``name`` is the class name of the vector environment."""
-        self.name, self.state.owner, self.began = name, os.getpid(), time.monotonic()
-        abandoned_after_fork.add(self)
+        self.name, self.state.owner_pid, self.began = name, os.getpid(), time.monotonic()
+        closed_in_child.add(self)
 
     def release(self) -> None:
         """Release the resources that a call was still using when the driver was closed. Idempotent."""
         self.close()
 
-    def abandon(self) -> None:
+    def close_in_child(self) -> None:
         """Refuse all calls, in a forked child."""
         self.state.unusable = "forked"
 
@@ -314,11 +314,10 @@ class Driver:
     def send(self, actions: Any, env_id: Any) -> None:
         """Begin a step of some rows (``None``: those of the latest :meth:`recv`), to be fetched with :meth:`recv`."""
 
-    def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
+    def wait_for_result(self, deadline: float | None) -> Stepped | None:
         """Wait for the result of the pending step or reset. For a reset, only observations and infos are valid.
 
         Args:
-            kind: The phase of the pending request, which is not for ``recv``.
             deadline: A ``time.monotonic()`` value; ``None``: no limit except those set by the driver's options.
 
         Returns:
@@ -420,10 +419,10 @@ def step_timeout_error(method: str, timeout: Any, describe: Callable[[float | No
 
 
 def too_few_in_flight_error(count: int, in_flight: int, ready: int) -> NoAsyncCallError:
-    """Return the exception for a ``recv`` that would wait forever."""
+    """Return the exception for a ``recv`` that would wait forever: of the rows in flight, ``ready`` have finished."""
     return NoAsyncCallError(
-        f"Calling `recv` for {count} environments, but only {in_flight} are in flight and {ready} are ready: "
-        f"{'send() more' if in_flight or ready else 'reset_async() or send()'} first.",
+        f"Calling `recv` for {count} environments, but only {in_flight - ready} are in flight and {ready} are ready: "
+        f"{'send() more' if in_flight else 'reset_async() or send()'} first.",
         "recv",
     )
 
@@ -541,13 +540,13 @@ class WorkerDriver(Driver):
         listed: list[int] = rows.tolist()
         self.require_not_in_flight("send", listed)
         self.require_not_failed(listed)
-        items = self.stage.put_some(actions, rows, len(listed))
+        action_list = self.stage.put_some(actions, rows, len(listed))
         for observer in self.observers:
-            observer.on_step(listed, actions if items is None else items)
-        self.send_rows(listed, items)
+            observer.on_step(listed, actions if action_list is None else action_list)
+        self.send_rows(listed, action_list)
 
-    def send_rows(self, rows: list[int], items: list[Any] | None) -> None:
-        """Send a step of rows for ``recv``; ``items`` are their actions, or ``None`` if the actions are staged in arrays."""
+    def send_rows(self, rows: list[int], action_list: list[Any] | None) -> None:
+        """Send a step of rows for ``recv``. ``action_list``: their actions; ``None`` if the actions are staged in arrays."""
         raise NotImplementedError
 
     def announce_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions, *, drops: bool) -> list[Any]:
@@ -661,14 +660,14 @@ class LockstepDriver(Driver):
         require_idle(self.pending_request, "send")
         self.begin_step(RequestSummary(Phase.WAITING_STEP, self.batch_size, for_recv=True), actions)
 
-    def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
+    def wait_for_result(self, deadline: float | None) -> Stepped | None:
         request = self.pending_request
         if deadline is not None and not self.wait(deadline):
             return None
         try:
             stepped = self.read(request.kind)
         except BaseException as error:
-            if error is self.pending_error:
+            if error is self.result_error:
                 self.finish(request, 0, 0)
             raise
         steps = request.rows if request.kind is Phase.WAITING_STEP else 0
@@ -682,7 +681,7 @@ class LockstepDriver(Driver):
         require_no_step(request)
         if request.rows < total:
             raise too_few_in_flight_error(total, request.rows, 0)
-        stepped = self.wait_for_result(request.kind, deadline)
+        stepped = self.wait_for_result(deadline)
         if stepped is not None:
             assert isinstance(stepped[4], dict)
             stepped[4].update(env_id=np.arange(total, dtype=np.intp), _env_id=np.ones(total, np.bool_))

@@ -37,20 +37,20 @@ class CallState:
 
     Attributes:
         changing: True while the driver changes its state, and after an interrupted change.
-        caller: The id of the thread that is inside a call; 0 for none.
+        active_thread: The id of the thread that is inside a call; 0 for none.
         unusable: The reason for refusing calls: ``"closing"``, ``"closed"`` or ``"forked"``; empty if calls are possible.
-        owner: The id of the process that may make calls.
+        owner_pid: The id of the process that may make calls.
     """
 
-    __slots__ = ("caller", "changing", "owner", "unusable")
+    __slots__ = ("active_thread", "changing", "owner_pid", "unusable")
 
     def __init__(self) -> None:
-        self.changing, self.caller, self.unusable, self.owner = False, 0, "", 0
+        self.changing, self.active_thread, self.unusable, self.owner_pid = False, 0, "", 0
 
     def wait_for_other_thread(self) -> None:
-        """Wait, up to a time limit, until the call in another thread has ended. Kill its workers first."""
+        """Wait, up to a time limit, until the call in another thread has ended; its caller has killed the workers."""
         deadline = time.monotonic() + _OTHER_THREAD_SECONDS
-        while self.caller and time.monotonic() < deadline:
+        while self.active_thread and time.monotonic() < deadline:
             time.sleep(0.001)
 
 
@@ -70,22 +70,22 @@ def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
     @functools.wraps(method)
     def guarded(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         state, thread = self._driver.state, get_ident()
-        if state.caller or state.changing or state.unusable or self._methods_in_halves:
+        if state.active_thread or state.changing or state.unusable or self._methods_in_halves:
             if name in self._methods_in_halves:
                 return self._call_halves(name, args, kwargs)  # type: ignore[no-any-return]
             _check_usable(self, self._driver, name)
         try:
-            state.caller = thread
+            state.active_thread = thread
             result = method(self, *args, **kwargs)
             if state.unusable:
                 raise_unusable(self, self._driver)
-            state.caller = 0
+            state.active_thread = 0
         except BaseException as error:
-            state.caller = 0
+            state.active_thread = 0
             if state.unusable:
-                _explain_unusable(self, self._driver, error)
-            if error is self._driver.pending_error:  # the exception is the result, so the call has ended
-                self._driver.pending_error, state.changing = None, False
+                _replace_error(self, self._driver, error)
+            if error is self._driver.result_error:  # the exception is the result, so the call has ended
+                self._driver.result_error, state.changing = None, False
             elif name in _WAIT_METHODS and not isinstance(error, _OWN_ERRORS) and type(error) not in (TypeError, ValueError):
                 self._driver.record_interruption()
             raise
@@ -94,7 +94,7 @@ def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
     return guarded
 
 
-def _explain_unusable(envs: Any, driver: Any, error: BaseException) -> None:
+def _replace_error(envs: Any, driver: Any, error: BaseException) -> None:
     """Raise ``ClosedEnvironmentError`` instead of an error that ``close()`` caused during the call.
 
     Only ``_OWN_ERRORS`` and exact classes of ``_BUILTIN_ERRORS`` are replaced: others may come from a signal handler.
@@ -117,7 +117,7 @@ def raise_unusable(envs: Any, driver: Any) -> NoReturn:
     name = type(envs).__name__
     if driver.state.unusable == "forked":
         raise ForkedError(
-            f"this {name} belongs to another process (pid {driver.state.owner}); a forked child cannot use "
+            f"this {name} belongs to another process (pid {driver.state.owner_pid}); a forked child cannot use "
             f"{driver.owned_resource}: build a new one in the child"
         )
     driver.release()
@@ -129,8 +129,8 @@ def _check_usable(envs: Any, driver: Any, method: str) -> None:
     name, state = type(envs).__name__, driver.state
     if state.unusable:
         raise_unusable(envs, driver)
-    if state.caller:
-        if state.caller != get_ident():
+    if state.active_thread:
+        if state.active_thread != get_ident():
             raise BusyError(f"another thread is in a call on this {name}; `{method}` was refused")
         if is_inside_call(envs, 3):  # 3: above this function and the refused call
             raise BusyError(f"a call on this {name} is under way in this thread; `{method}` was refused")
@@ -141,7 +141,7 @@ def _check_usable(envs: Any, driver: Any, method: str) -> None:
 def is_inside_call(envs: object, depth: int = 1) -> bool:
     """True if a call on ``envs`` is on this thread's stack, at least ``depth`` frames up.
 
-    ``CallState.caller`` does not suffice: an exception at the first instruction after a failed call leaves it set.
+    ``CallState.active_thread`` does not suffice: an exception at the first instruction after a failed call leaves it set.
     """
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:  # a frame without "thread" was interrupted before its call began

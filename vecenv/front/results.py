@@ -24,7 +24,7 @@ def finish_merged(driver: Any, stepped: Any, infos: RowInfos) -> tuple[Any, ...]
         merged = infos.merged()
     except InfoError as error:
         error.result = (observations, rewards, terminations, truncations, infos.rows())
-        driver.pending_error = error
+        driver.result_error = error
         raise
     if rewards is not None and ("chunk_steps" in merged or "final_info" in merged):
         _count_chunks(driver, executed_steps(merged, len(rewards)), len(rewards))

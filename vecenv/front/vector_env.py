@@ -100,7 +100,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             Observations of all environments, and infos.
         """
         self._begin_reset(seed, options, None)
-        observations, *_, infos = self._merge_infos(self._driver.wait_for_result(Phase.WAITING_RESET, None), _unmerged)
+        observations, *_, infos = self._merge_infos(self._driver.wait_for_result(None), _unmerged)
         return observations, infos
 
     @exclusive
@@ -158,7 +158,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             vecenv.errors.StepTimeout: Not finished within ``timeout`` seconds; the result is still pending: call again.
             Exception: An environment's exception.
         """
-        observations, *_, infos = self._wait_for_result("reset_wait", Phase.WAITING_RESET, timeout, _unmerged)
+        observations, *_, infos = self._wait_for_result("reset_wait", timeout, _unmerged)
         return observations, infos
 
     # -- step ------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         """
         driver = self._driver
         driver.submit_step(actions)
-        stepped = driver.wait_for_result(Phase.WAITING_STEP, None)
+        stepped = driver.wait_for_result(None)
         if stepped[4] or _unmerged:  # an empty dict needs no merging; a `RowInfos` is always truthy
             stepped = self._merge_infos(stepped, _unmerged)
         return stepped  # type: ignore[no-any-return]
@@ -208,7 +208,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             WorkerDied: A worker process ended; the next ``reset()`` starts a new one.
             Exception: An environment's exception, after all others have been stepped.
         """
-        return self._wait_for_result("step_wait", Phase.WAITING_STEP, timeout, _unmerged)  # type: ignore[no-any-return]
+        return self._wait_for_result("step_wait", timeout, _unmerged)  # type: ignore[no-any-return]
 
     # -- send and recv ---------------------------------------------------------------------------------------------
 
@@ -650,19 +650,19 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         if state.unusable == "forked":  # the backend's resources belong to the parent
             return
         state.unusable = "closed"  # before anything is released, so that a call in progress raises the right error
-        none_or_this_thread = 0, get_ident()
+        own_or_none = 0, get_ident()
         closable = driver.can_be_closed_during_call
-        while state.caller not in none_or_this_thread and not closable and (deadline is None or time.monotonic() < deadline):
+        while state.active_thread not in own_or_none and not closable and (deadline is None or time.monotonic() < deadline):
             time.sleep(0.001)
-        if state.caller in none_or_this_thread or closable:
+        if state.active_thread in own_or_none or closable:
             driver.close(terminate=terminate)
 
     # -- internal --------------------------------------------------------------------------------------------------
 
-    def _wait_for_result(self, method: str, kind: Phase, timeout: float | None, unmerged: bool) -> Any:
+    def _wait_for_result(self, method: str, timeout: float | None, unmerged: bool) -> Any:
         """Wait for the result of the pending call."""
         self._require_phase(method)
-        if (stepped := self._driver.wait_for_result(kind, deadline_after(timeout))) is None:
+        if (stepped := self._driver.wait_for_result(deadline_after(timeout))) is None:
             raise self._driver.timeout_error(method, timeout)
         return self._merge_infos(stepped, unmerged)
 
@@ -709,7 +709,7 @@ class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
         failures, state = self._driver.failures, self._driver.state
         restarts = f", restarted={failures.restarts}" if failures.restarts else ""
         failed = f", failed={sorted(failures.failed)}" if failures.failed else ""
-        phase = "RESET_NEEDED" if state.changing and not state.caller else self._phase.name
+        phase = "RESET_NEEDED" if state.changing and not state.active_thread else self._phase.name
         return f"{type(self).__name__}({name}{self._describe_size()}, phase={phase}{restarts}{failed})"
 
     def _set_attributes(self, description: Any) -> None:

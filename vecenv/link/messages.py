@@ -65,7 +65,7 @@ class Op(IntEnum):
 class Reply(IntEnum):
     """The kind of a reply."""
 
-    READY = 17  # start-up is over; the payload holds the failures, by environment
+    READY = 17  # start-up is over; the payload is a `vecenv.worker.main.Ready`
     PLAIN = 18  # done, without infos and failures
     COLUMNS = 19  # done, with infos or final observations in shared memory
     FULL = 20  # done, with a payload: an Outcome
@@ -130,7 +130,10 @@ def missing_bytes(data: bytes | bytearray, received: int | None = None) -> int:
 
 @dataclass(slots=True)
 class Failure:
-    """An exception of one environment. In a message, ``error`` is a :class:`PackedError`."""
+    """An exception of one environment. In a message, ``error`` is a :class:`PackedError`.
+
+    With ``fatal``, the environment has to be rebuilt: it was closed, or it has not executed the request.
+    """
 
     env: int
     error: Any

@@ -88,13 +88,13 @@ def read_kernel_file(path: str) -> str:
 class Placement:
     """The cores of a worker (``None``: any), its longest spin in seconds, and two flags.
 
-    With ``with_caller``, the worker shares the caller's core and runs only while the caller sleeps, so the caller must not
+    With ``shares_core``, the worker shares the caller's core and runs only while the caller sleeps, so the caller must not
     spin while it waits for it. With ``bound``, it stays on its cores from start to end; otherwise only while it spins.
     """
 
     cpus: frozenset[int] | None = None
     spin: float = 0.0
-    with_caller: bool = False
+    shares_core: bool = False
     bound: bool = False
 
 
@@ -115,7 +115,7 @@ def placements(workers: int) -> tuple[list[Placement], float]:
     spinning = [Placement(frozenset({cpu}), SPIN_SECONDS) for cpu in cpus[1:]]
     if workers < cores:
         return spinning[:workers], SPIN_SECONDS
-    return [Placement(frozenset({cpus[0]}), with_caller=True), *spinning], SPIN_SECONDS
+    return [Placement(frozenset({cpus[0]}), shares_core=True), *spinning], SPIN_SECONDS
 
 
 def bound_placements(affinity: Any, workers: int) -> list[Placement]:

@@ -99,13 +99,13 @@ class Ready:
 
 
 def make_rows(
-    env_fns: Sequence[Callable[[], Any]], first: int, worker: int, plan: WorkerPlan, batch: Batch, interrupts: bool = False
+    env_fns: Sequence[Callable[[], Any]], first: int, worker: int, plan: WorkerPlan, batch: Batch, in_caller: bool = False
 ) -> SnapshotRows:
     """Create the rows of one worker, of the class that the plan requires; see :class:`~vecenv.worker.rows.EnvRows`."""
     kind = SnapshotRows
-    if plan.env_threads > 1 and not interrupts:
+    if plan.env_threads > 1 and not in_caller:
         kind = ThreadedRows
-    return kind(env_fns, first, worker, plan, batch, interrupts=interrupts)
+    return kind(env_fns, first, worker, plan, batch, in_caller=in_caller)
 
 
 def execute(rows: SnapshotRows, op: int, seq: int, payload: Any) -> Outcome:
@@ -139,13 +139,13 @@ def serve(process: WorkerState) -> bool:
         rows, channel, placement = process.rows, process.channel, process.start.placement
         assert rows is not None
         batch = process.start.plan.layout.view(process.start.arena.buffer)
-        clean = _serve(process, rows, channel, SpinPolicy(placement.spin, batch.no_spin_until, placement.cpus))
+        clean = _serve_channel(process, rows, channel, SpinPolicy(placement.spin, batch.no_spin_until, placement.cpus))
         if clean is not None:
             return clean
 
 
-def _serve(process: WorkerState, rows: SnapshotRows, channel: WorkerEnd, policy: SpinPolicy) -> bool | None:
-    """Execute requests for :func:`serve`. Return ``None`` if a function has replaced the channel of ``process``."""
+def _serve_channel(process: WorkerState, rows: SnapshotRows, channel: WorkerEnd, policy: SpinPolicy) -> bool | None:
+    """Serve as :func:`serve` does, but return ``None`` if this process is now a copy of the worker, with another channel."""
     pid = os.getpid()
     wait, send, step, actions = channel.wait, channel.send, rows.step, rows.actions
     plain_step = int(Op.STEP), None

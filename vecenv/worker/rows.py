@@ -48,13 +48,13 @@ class EnvRows:
         worker: Index into the per-worker counters.
         plan: The settings that all workers share.
         batch: Views of the whole shared block.
-        interrupts: True in the caller's own process, where steps and resets raise ``KeyboardInterrupt``, and calls raise
+        in_caller: True in the caller's own process, where steps and resets raise ``KeyboardInterrupt``, and calls raise
             all exceptions of signal handlers. In a worker, these exceptions count as failures of an environment.
     """
 
     def __init__(
         self, env_fns: Sequence[Callable[[], Any]], first: int, worker: int, plan: WorkerPlan, batch: Batch,
-        *, interrupts: bool = False,
+        *, in_caller: bool = False,
     ) -> None:  # fmt: skip
         self.first, self.count, self.plan = first, len(env_fns), plan
         self.env_fns = list(env_fns)
@@ -65,7 +65,7 @@ class EnvRows:
         self._warned_of_finished = False
         self.guard: SettingsGuard | None = None
         self._clients_checked = self.count == 1
-        self._interrupts = interrupts
+        self._in_caller = in_caller
         self._steps: list[Callable[[Any], Any]] = [partial(self._step_failed, k) for k in range(self.count)]
         self._used = [False] * self.count
         self._next_episodes: dict[int, tuple[Any, Any]] = {}  # row -> seed and options for the next automatic reset
@@ -86,9 +86,9 @@ class EnvRows:
         leaf = self._tree.leaf if self._tree is not None else None
         # Fast targets for observations that are one array, the common case. For other rows, the assignment `None[:] = ...`
         # raises TypeError, and step() takes the slow path.
-        self._direct_rows: list[Any] = [None] * self.count
+        self._targets: list[Any] = [None] * self.count
         if leaf is not None and self._leaves:
-            self._direct_rows = make_exact_rows(leaf, self._leaves[0])
+            self._targets = make_exact_rows(leaf, self._leaves[0])
         compiled = make_compiled_rows(leaf, batch, mine)
         self._write_results: list[Callable[[Any], int] | None] = [row.write for row in compiled] or [None] * self.count
         self.actions = _make_action_reader(plan.layout.actions, [leaf[mine] for leaf in batch.actions or ()], self.count)
@@ -281,7 +281,7 @@ class EnvRows:
 
     def _reraise_interrupt(self, error: BaseException) -> None:
         """Raise ``KeyboardInterrupt`` again if this is the caller's own process."""
-        if self._interrupts and isinstance(error, KeyboardInterrupt):
+        if self._in_caller and isinstance(error, KeyboardInterrupt):
             raise error
 
     def _convert_number(self, k: int, name: str, value: Any, kind: type[np.float64] | type[np.bool_]) -> Any:
@@ -339,7 +339,7 @@ class EnvRows:
         else:
             steps, began = step_clock.step_functions(steps), clock()
         where: Sequence[int] = range(self.count)
-        rows, writers = self._direct_rows, self._write_results
+        targets, writers = self._targets, self._write_results
         if ks is not None:
             where, steps, writers = ks, [steps[k] for k in ks], [writers[k] for k in ks]
             self._begin(ks)
@@ -371,7 +371,7 @@ class EnvRows:
                 if terminated or truncated:
                     observation, info = on_episode_end(k, observation, info, out)
                 try:
-                    rows[k][:] = observation
+                    targets[k][:] = observation
                 except (TypeError, ValueError):  # another dtype or shape, or not an array
                     self._store_observation(k, observation, out)
                 if info or info.__class__ is not dict:
@@ -380,7 +380,7 @@ class EnvRows:
                 self._record_failure(k, error, out)
                 rewards[k], terminations[k], truncations[k] = 0.0, False, False
         if began is not None:
-            self._step_clock.count(clock() - began, len(steps))
+            step_clock.count(clock() - began, len(steps))
         return self._finish()
 
     # Functions for the end of an episode, one per autoreset mode. They return the observation and info of the step.
@@ -509,7 +509,7 @@ class EnvRows:
                 self.note_running(k)
                 out.results[self.first + k] = function(k)
             except BaseException as error:
-                if self._interrupts and raised_by_handler(error):
+                if self._in_caller and raised_by_handler(error):
                     raise _find_root_cause(error)  # noqa: B904 - it is one of the causes
                 if fatal:
                     self._discard_env(k)

@@ -422,7 +422,7 @@ class WholeBatchDriver(PoolDriver):
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
-    def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
+    def wait_for_result(self, deadline: float | None) -> Stepped | None:
         reader, ids = self._rows, self._ids
         if ids is self.all_ids:
             return self._finish(deadline, ids, reader.infos)
@@ -651,14 +651,14 @@ class FirstReadyDriver(PoolDriver):
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
-    def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
+    def wait_for_result(self, deadline: float | None) -> Stepped | None:
         self._drop_returned()
         replies = self.replies
         while (received := len(replies)) < self.num_envs // self.batch_size:
             if not self.receiver.receive(replies, received + 1, deadline):
                 return None
         stepped, held = self._rows.results_in_order(replies[:], self.all_ids, self.ended)
-        counts = (0, self.num_envs) if kind is Phase.WAITING_RESET else (self.num_envs, 0)
+        counts = (0, self.num_envs) if self._kind is Phase.WAITING_RESET else (self.num_envs, 0)
         self.finish((self._all, [held], self._num_dropped + received, 0), *counts)
         return stepped
 
@@ -697,7 +697,7 @@ class FirstReadyDriver(PoolDriver):
         """Raise if a wait would never end, since the pool returns whole batches only."""
         in_flight, size = self.num_envs - len(self.idle) - ready, self.batch_size
         if in_flight + ready < count:
-            raise too_few_in_flight_error(count, in_flight, ready)
+            raise too_few_in_flight_error(count, in_flight + ready, ready)
         if in_flight < -(-(count - ready) // size) * size:
             raise NoAsyncCallError(
                 f"Calling `recv` for {count} environments, but {in_flight} are in flight and {ready} are ready, and EnvPool "

@@ -23,7 +23,7 @@ from vecenv.front.driver import (
     RequestSummary,
     Stepped,
     WorkerDriver,
-    abandoned_after_fork,
+    closed_in_child,
     require_order,
 )
 from vecenv.link.actions import ActionStage
@@ -87,18 +87,18 @@ class HostsDriver(WorkerDriver):
         """Submit a step of all rows. Errors are raised before anything is sent."""
         self.require_idle("step_async")
         self.require_not_failed(range(self.num_envs))
-        items = self.stage.put(actions)
+        action_list = self.stage.put(actions)
         for observer in self.observers:
-            observer.on_step(None, actions if items is None else items)
-        self._send_step(range(self.num_envs), items, for_recv=False)
+            observer.on_step(None, actions if action_list is None else action_list)
+        self._send_step(range(self.num_envs), action_list, for_recv=False)
 
-    def send_rows(self, rows: list[int], items: list[Any] | None) -> None:
-        self._send_step(rows, items, for_recv=True)
+    def send_rows(self, rows: list[int], action_list: list[Any] | None) -> None:
+        self._send_step(rows, action_list, for_recv=True)
 
-    def _send_step(self, rows: Sequence[int], items: list[Any] | None, *, for_recv: bool) -> None:
-        """Send a step of rows; ``items`` are their actions, or ``None`` if they are staged in arrays."""
+    def _send_step(self, rows: Sequence[int], action_list: list[Any] | None, *, for_recv: bool) -> None:
+        """Send a step of rows. ``action_list``: their actions; ``None`` if the actions are staged in arrays."""
         exchange = self.exchange
-        items_by_row = None if items is None else dict(zip(rows, items, strict=True))
+        action_by_row = None if action_list is None else dict(zip(rows, action_list, strict=True))
         to_rebuild, held = exchange.failures.rows_to_rebuild.intersection(rows), exchange.held.keys() & set(rows)
         if (error := exchange.replace_hosts(to_rebuild, count=True)) is not None:
             raise error
@@ -106,7 +106,7 @@ class HostsDriver(WorkerDriver):
         rows_to_step = request.rows
         if to_rebuild or held:
             rows_to_step = [row for row in rows_to_step if row not in to_rebuild and row not in held]
-        parts = [(part, *self._pack_actions(part.rows, items_by_row)) for part in exchange.split(request, rows_to_step)]
+        parts = [(part, *self._pack_actions(part.rows, action_by_row)) for part in exchange.split(request, rows_to_step)]
         with exchange.changing():
             for part, *actions in parts:
                 exchange.submit(part, "step", *actions)
@@ -115,11 +115,11 @@ class HostsDriver(WorkerDriver):
             exchange.return_held(sorted(held))
             exchange.request = None if for_recv else request
 
-    def _pack_actions(self, rows: Sequence[int], items_by_row: dict[int, Any] | None) -> tuple[Any, ...]:
+    def _pack_actions(self, rows: Sequence[int], action_by_row: dict[int, Any] | None) -> tuple[Any, ...]:
         """Return the packed actions of some rows, followed by ``True`` if they are a pickled batch for ``iterate``."""
-        if items_by_row is None:
+        if action_by_row is None:
             return (self._actions[index_of(rows)].tobytes(),)
-        return cloudpickle.dumps(_regroup(self._action_space, [items_by_row[row] for row in rows])), True
+        return cloudpickle.dumps(_regroup(self._action_space, [action_by_row[row] for row in rows])), True
 
     def submit_reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, for_recv: bool) -> None:
         """Replace dead hosts, and submit a reset. Unless ``for_recv`` is set, drop everything that is pending.
@@ -156,7 +156,7 @@ class HostsDriver(WorkerDriver):
         if ids is None:
             self.state.changing = False
 
-    def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
+    def wait_for_result(self, deadline: float | None) -> Stepped | None:
         """Return the result of the pending step or reset. At the deadline, return ``None``; the call stays pending.
 
         Raises:
@@ -388,7 +388,7 @@ class HostsDriver(WorkerDriver):
         if self.state.unusable == "closed":
             self.exchange.drop_pending()
             self.observers.clear()
-            abandoned_after_fork.discard(self)
+            closed_in_child.discard(self)
 
 
 def _read(read: Callable[[], T], forget: Callable[[], None]) -> T:

@@ -257,7 +257,7 @@ class HostExchange:
             if self.unraised:
                 raise combine(self.unraised.popleft()[0])
             if len(self.ready) < count and len(in_flight := self.in_flight) < count:
-                raise too_few_in_flight_error(count, len(in_flight) - len(self.ready), len(self.ready))
+                raise too_few_in_flight_error(count, len(in_flight), len(self.ready))
             return len(self.ready) >= count
 
         return self._wait(is_enough, deadline, "recv")

@@ -274,16 +274,16 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
             return
         self._warn_about_pending_call()
         if seconds is None:
-            seconds = SHORT_CLOSE_TIMEOUT if driver.overdue or state.unusable or state.caller else CLOSE_TIMEOUT
-        if not state.caller and not state.unusable:
+            seconds = SHORT_CLOSE_TIMEOUT if driver.overdue or state.unusable or state.active_thread else CLOSE_TIMEOUT
+        if not state.active_thread and not state.unusable:
             driver.freeze_stats()
         state.unusable = "closed"
-        if state.caller not in (0, thread):  # another thread waits for a reply that will not arrive
+        if state.active_thread not in (0, thread):  # another thread waits for a reply that will not arrive
             driver.pool.kill()
             state.wait_for_other_thread()
         driver.shut_down(0.0 if terminate else seconds, terminate=terminate)
         self._finalizer.detach()
-        if not state.caller:
+        if not state.active_thread:
             driver.release()
 
     def __del__(self) -> None:

@@ -92,9 +92,9 @@ def test_reported_memory_covers_all_processes(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="counting copies needs a C compiler")
 def test_step_copies_observations_once_and_with_copy_true_twice() -> None:
-    counted = micro.counted_copies()
-    assert counted["copy=False"] == pytest.approx(1.0, abs=0.01)
-    assert counted["copy=True"] == pytest.approx(2.0, abs=0.01)
+    counts = micro.count_copies()
+    assert counts["copy=False"] == pytest.approx(1.0, abs=0.01)
+    assert counts["copy=True"] == pytest.approx(2.0, abs=0.01)
 
 
 # --- tables -----------------------------------------------------------------------------------------

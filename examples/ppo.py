@@ -21,8 +21,8 @@ processes the same after 39.5 s. docs/examples.md has further results.
 # the rows of all environments.
 #
 # --resume. After each update, the program saves the whole run in the folder: the learner, the collector's data by
-# environment, and the environments themselves (envs.state_dict()), in a new file that replaces the old one in one step. A run
-# that is killed at any moment and started again prints the same numbers as an uninterrupted one.
+# environment, and the environments themselves (envs.state_dict()), in a new file that replaces the old one in one step. A
+# run that is killed at any moment and started again prints the same numbers as an uninterrupted one.
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class Checkpoint:
 def advantages(rollout: Rollout, last_value: np.ndarray, discount: float, gae_lambda: float) -> np.ndarray:
     """Return generalised advantage estimates, ``(batches, rows)``, computed backwards for each environment.
 
-    ``last_value`` is the value of each environment's latest observation, ``(num_envs,)``. At the end of a terminated episode,
+    ``last_value`` is the value of each environment's latest observation, ``(num_envs,)``. After a terminated episode,
     the next value is 0. At the end of a truncated one, it is that of the last state, the observation in the reset's row.
     """
     next_value, next_advantage = last_value.copy(), np.zeros_like(last_value)

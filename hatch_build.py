@@ -1,7 +1,7 @@
 """The build hook: compiles ``vecenv/worker/_row_writer.c`` if there is a C compiler, and continues without it otherwise.
 
-A wheel with compiled code is one for all versions of CPython on its platform, as the code uses the stable ABI; without it, a
-wheel is for every platform. An editable installation has the compiled file in the source tree.
+A wheel with compiled code serves all versions of CPython on its platform, because the code uses the stable ABI. A wheel
+without it serves every platform. An editable installation has the compiled file in the source tree.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ COMPILED = SOURCE.with_suffix(".abi3.so")
 
 
 class CompileRowWriter(BuildHookInterface):  # type: ignore[type-arg]
-    """Adds the compiled row writer to a wheel, or to the source tree of an editable installation."""
+    """A build hook that adds the compiled row writer to a wheel, or to the source tree of an editable installation."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile it, before anything is packed."""
+        """Compile the row writer before the files are packed."""
         root = Path(self.root)
         self._folder = tempfile.TemporaryDirectory()
         built = Path(self._folder.name, COMPILED.name)
@@ -36,7 +36,7 @@ class CompileRowWriter(BuildHookInterface):  # type: ignore[type-arg]
             if problem:
                 (root / COMPILED).unlink(missing_ok=True)
             else:
-                place(built, root / COMPILED)
+                replace_file(built, root / COMPILED)
         elif not problem:
             build_data["force_include"][str(built)] = COMPILED.as_posix()
             build_data["pure_python"] = False
@@ -44,15 +44,15 @@ class CompileRowWriter(BuildHookInterface):  # type: ignore[type-arg]
             build_data["tag"] = f"cp311-abi3-{platform}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Remove the folder in which it was compiled."""
+        """Remove the temporary folder of the compilation."""
         self._folder.cleanup()
 
 
-def place(built: Path, target: Path) -> None:
-    """Replace a file in one step, as another process may be loading it."""
-    beside = target.with_name(f"{target.name}.{os.getpid()}")
-    beside.write_bytes(built.read_bytes())
-    beside.replace(target)
+def replace_file(built: Path, target: Path) -> None:
+    """Replace a file in one step, because another process may be loading it."""
+    temporary = target.with_name(f"{target.name}.{os.getpid()}")
+    temporary.write_bytes(built.read_bytes())
+    temporary.replace(target)
 
 
 def compiler() -> list[str]:
@@ -61,7 +61,7 @@ def compiler() -> list[str]:
 
 
 def compile_extension(source: Path, target: Path, *flags: str) -> str:
-    """Compile a module of one C file. Return what prevents it, or an empty string."""
+    """Compile a module of one C file. Return an empty string, or the reason why it is not possible."""
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED") or os.name != "posix":
         return "it is for CPython with its global lock, on Linux and macOS"
     link = ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]

@@ -1,11 +1,11 @@
-"""``nox``: the tests on every supported Python, and the checks that need one Python only."""
+"""Sessions of ``nox``: the tests with every supported Python, and the checks that need only one."""
 
 import nox
 
 nox.options.sessions = ["tests", "lint", "docs"]
 nox.options.reuse_existing_virtualenvs = True
 
-TORCH = "torch==2.13.0"  # one version, so that an index with its CPU build can be named
+TORCH = "torch==2.13.0"  # a fixed version, so that an index with its CPU build can be chosen
 GAMES = ("mpe2>=1", "pymunk>=6.2", "array-api-compat>=1.7", "hatchling>=1.27", "editables>=0.5")  # of extra `test`
 RLLIB = ("tests/clients/test_client_rllib.py",)
 GYMNAX = ("tests/jax/test_jax_vector_env.py", "tests/jax/test_jax_adapt.py", "-k", "gymnax", "-m", "slow or not slow")
@@ -16,14 +16,14 @@ TOOLS = (
 
 @nox.session(python=["3.11", "3.12", "3.13", "3.14"])
 def tests(session: nox.Session) -> None:
-    """The whole default run; arguments after ``--`` go to pytest."""
+    """Run the default tests; arguments after ``--`` are passed to pytest."""
     session.install("-e", ".[test]")
     session.run("pytest", *session.posargs)
 
 
 @nox.session(python="3.12")
 def newest(session: nox.Session) -> None:
-    """The whole default run with the newest of everything, such as EnvPool. In part in .ci/run."""
+    """Run the default tests with the newest version of every dependency, such as EnvPool. .ci/run runs a part of this."""
     session.install("--upgrade", "--upgrade-strategy", "eager", "-e", ".[test]")
     session.run("pytest", *session.posargs)
 
@@ -31,16 +31,16 @@ def newest(session: nox.Session) -> None:
 @nox.session(python="3.11")
 @nox.parametrize("version", ["1.1.1", "1.2.2", "1.3.0"])
 def gymnasium(session: nox.Session, version: str) -> None:
-    """The whole default run on older versions of Gymnasium; ``tests`` has the newest."""
+    """Run the default tests with older versions of Gymnasium; the session ``tests`` uses the newest."""
     session.install("-e", ".[test]", f"gymnasium=={version}")
     session.run("pytest", *session.posargs)
 
 
 @nox.session(python="3.11")
 def lowest(session: nox.Session) -> None:
-    """The whole default run with the lowest version of each dependency of the core that pyproject.toml declares.
+    """Run the default tests with the lowest version of each core dependency that pyproject.toml allows.
 
-    Beside these stand the extras that take such an old NumPy; tests of JAX, which takes none, are left out.
+    The session installs the extras that support such an old NumPy. JAX does not, so its tests are skipped.
     """
     needs = nox.project.load_toml("pyproject.toml")["project"]["dependencies"]
     floors = [need.partition(",")[0].replace(">=", "==") for need in needs]
@@ -50,21 +50,21 @@ def lowest(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def rllib(session: nox.Session) -> None:
-    """RLlib's own program, with the Gymnasium that Ray pins, installed as a user would."""
+    """Run the tests of RLlib with the version of Gymnasium that Ray pins, installed as a user would."""
     session.install("-e", ".[rllib]", TORCH, *TOOLS)
     session.run("pytest", "-n", "0", *(session.posargs or RLLIB))
 
 
 @nox.session(python="3.11")
 def gymnax(session: nox.Session) -> None:
-    """What is tried with gymnax's own environments, with the newest Gymnasium that it takes."""
+    """Run the tests with gymnax's environments, with the newest Gymnasium that gymnax supports."""
     session.install("-e", ".[gymnax]", *TOOLS)
     session.run("pytest", "-n", "0", *(session.posargs or GYMNAX))
 
 
 @nox.session(python="3.11")
 def lint(session: nox.Session) -> None:
-    """Style, prose and types, as ``.ci/run`` checks them."""
+    """Check style, prose and types as ``.ci/run`` does."""
     session.install("-e", ".[test,lint]")
     session.run("ruff", "check", ".")
     session.run("python", ".ci/prose.py")
@@ -74,6 +74,6 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def docs(session: nox.Session) -> None:
-    """The documentation site, into site/; any warning is an error."""
+    """Build the documentation site in site/; any warning is an error."""
     session.install("-e", ".[docs]")
     session.run("mkdocs", "build", "--strict")

@@ -1,4 +1,4 @@
-"""Lists public methods of exported classes that the built site has no anchor for: ``python .ci/anchors.py SITE``."""
+"""Lists the public methods of exported classes that have no anchor in the built site: ``python .ci/anchors.py SITE``."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ MODULES = ("vecenv", "vecenv.aio", "vecenv.backends", "vecenv.multi_agent", "vec
 
 
 def public_methods(kind: type) -> set[str]:
-    """Return the names of the methods and properties that vecenv gives a class, without aliases."""
+    """Return the names of the methods and properties that vecenv defines for a class, without aliases."""
     found = set()
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] != "vecenv":
             continue
         for name, member in vars(base).items():
             function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-            named = inspect.isfunction(function) and function.__qualname__ == f"{base.__name__}.{name}"
-            if named and not name.startswith("_"):  # aliases, and methods that forward to another object, have other names
+            # aliases, and methods that forward to another object, have other names
+            is_own = inspect.isfunction(function) and function.__qualname__ == f"{base.__name__}.{name}"
+            if is_own and not name.startswith("_"):
                 found.add(name)
     return found
 

@@ -1,9 +1,9 @@
 """Checks the English of the documentation and the code.
 
 ``python .ci/prose.py`` applies proselint's rules and this project's to README, docs, CHANGELOG, CONTRIBUTING and SECURITY,
-and this project's rules to the docstrings of the package and all texts of the commands. In the folders of :data:`PLAIN`,
-docstrings begin with a verb or a noun, and comments too use the glossary's words. With arguments it checks these files.
-Code and links are blanked out first, so that only sentences count. A finding is ``file:line: rule: advice``.
+and this project's rules to the docstrings of the package and all strings of its command line. In the folders of
+:data:`PLAIN`, it checks that docstrings begin with a verb or a noun, and that docstrings and comments use the glossary.
+With arguments, it checks these files only. Code and links are removed first. A finding is ``file:line: rule: advice``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LEFT_OUT = {
     "annotations": "the documentation explains what a TODO-like word in a program means",
     "spelling": "British and American words stand side by side in names of other libraries",
 }
-"""Rules of proselint that are not for technical documentation, and why."""
+"""Rules of proselint that do not suit technical documentation, with reasons."""
 
 _RATES = (
     r"(?:process(?:es)?|cores?|descriptors?|rows?|seeds?|lines?|one|players?|environments?|steps?|times|bytes|threads?|workers?"
@@ -37,34 +37,33 @@ _PER = (
     r"|lane|year)"
 )
 STYLE = {
-    # rule -> (what is wrong, what to do)
+    # rule -> (pattern, advice)
     "rate": (rf"\b{_RATES} an? {_PER}\b", "write 'per': one process per environment"),
     "each": (r"\ba (?:core|process|worker|thread) each\b", "write 'one core per worker'"),
     "persons": (r"\b(?:whoever|somebody|nobody|everybody|anybody)(?:'s)?\b", "name the thing: a process is no person"),
     "quantity": (r"\bso many\b", "write 'that many', or the number"),
     "else": (r"\ball else\b", "write 'everything else', or name it"),
     "along": (r"\btakes? (?:the program |it |them |everything )?along\b", "say what ends: 'ends the program'"),
-    "start": (r"(?:\A|\n)(?:CODE)\n\n+(?-i:[a-z])", "a sentence does not begin in a code block"),
+    "start": (r"(?:\A|\n)(?:CODE)\n\n+(?-i:[a-z])", "a sentence must not begin in a code block"),
 }
-"""This project's own rules: patterns, as proselint takes them."""
-
+"""The rules of this project, in the form that proselint expects."""
 
 PLAIN = ("vecenv", "tests", "bench", "examples")
 """The folders whose docstrings and comments follow the rules below."""
 NOUN_CLAUSE = re.compile(r"(What|Which|Whose|How|Whether|Where|As|Once|Likewise)\b")
 INTERFACE_REMARK = re.compile(r"\b(?:idempotent|(?:may|can|has to|is to) be (?:called|repeated) (?:again|until))\b", re.I)
-MOST_REMARKS = 2
-"""A module in which more functions need such a remark has the wrong interface."""
-NO_SYNONYMS = re.compile(
+MAX_REMARKS = 2
+"""If more functions of a module need such a remark, their interface should be simpler."""
+SYNONYMS = re.compile(
     r"\b(whose|said|says|told|tells?|asked|asks?|saw|heard|hears?|whoever|nobody|somebody|everybody|handed over|given out"
     r"|let go of|see to|sees to|seen to|sees off)\b",
     re.IGNORECASE,
 )
-"""Words for which the glossary in docs/architecture.md has a term: a worker replies, a request is submitted."""
+"""Words that the glossary in docs/architecture.md replaces: a worker replies, a request is submitted."""
 
 
 def register() -> None:
-    """Give proselint the rules of this project."""
+    """Add the rules of this project to proselint."""
     CheckRegistry().register_many(
         tuple(
             Check(types.Existence((pattern,), types.Padding.RAW), path=f"vecenv.{name}", message=advice)
@@ -74,7 +73,7 @@ def register() -> None:
 
 
 def prose(text: str) -> str:
-    """The text with everything that is no sentence blanked out, each line where it was."""
+    """Replace code and links in a text; line numbers stay the same."""
 
     def blank(found: re.Match[str]) -> str:
         lines = found[0].count("\n")
@@ -87,8 +86,8 @@ def prose(text: str) -> str:
     return re.sub(r"\]\([^)\n]*\)|https?://\S+", "]", text)
 
 
-def shown(path: Path, *, every_text: bool) -> str:
-    """The docstrings of a module, each on its own lines; with ``every_text`` all other texts too."""
+def visible_text(path: Path, *, every_text: bool) -> str:
+    """Return the docstrings of a module on their original lines, with ``every_text`` all other strings too."""
     tree = ast.parse(path.read_text())
     lines = [""] * (path.read_text().count("\n") + 2)
 
@@ -114,7 +113,7 @@ def shown(path: Path, *, every_text: bool) -> str:
 
 
 def python_files(path: Path) -> list[Path]:
-    """Return a Python file, or those below a folder."""
+    """Return the Python files below a folder, or the file itself."""
     return sorted(path.rglob("*.py")) if path.is_dir() else [path]
 
 
@@ -131,18 +130,18 @@ def plain_findings(path: Path) -> list[str]:
             findings.append(f"{path}:{line}: docstring: begin with a verb (a function) or a noun (a class)")
         if INTERFACE_REMARK.search(text):
             remarks.append(line)
-    if len(remarks) > MOST_REMARKS:
+    if len(remarks) > MAX_REMARKS:
         findings.append(f"{path}:{remarks[0]}: interface: {len(remarks)} functions remark that they may be called again")
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and token.string.lstrip("rf").startswith('"""')):
-            for found in NO_SYNONYMS.finditer(prose(token.string)):
+            for found in SYNONYMS.finditer(prose(token.string)):
                 line = token.start[0] + token.string[: found.start()].count("\n")
-                findings.append(f"{path}:{line}: glossary: {found[0]!r} is not a word for what programs do")
+                findings.append(f"{path}:{line}: glossary: replace {found[0]!r} with a term of the glossary")
     return findings
 
 
 def main(arguments: list[str]) -> int:
-    """Print the findings; 1 if there are any."""
+    """Print the findings; return 1 if there are any."""
     register()
     pages = [Path(name) for name in arguments] or [
         *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
@@ -153,7 +152,7 @@ def main(arguments: list[str]) -> int:
     found = 0
     for page in pages:
         code = page.suffix == ".py"
-        text = shown(page, every_text="tools" in page.parts) if code else prose(page.read_text())
+        text = visible_text(page, every_text="tools" in page.parts) if code else prose(page.read_text())
         checks = dict.fromkeys(DEFAULT["checks"], False) | {"vecenv": True} if code else all_rules
         for result in LintFile(str(page), text).lint({**DEFAULT, "checks": checks}):
             check = result.check_result

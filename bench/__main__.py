@@ -1,4 +1,4 @@
-"""``python -m bench``: every measurement of the suite, from a source checkout."""
+"""``python -m bench``: all measurements of the suite, from a source checkout."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ MICRO: dict[str, Callable[[Pace], Report]] = {
 }
 
 
-def _numbers(text: str) -> list[int]:
+def _parse_numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def _one_of(known: Iterable[str]) -> Callable[[str], str]:
-    """Return a parser of one of these names."""
+def _name_parser(known: Iterable[str]) -> Callable[[str], str]:
+    """Return a function that checks that an argument is one of these names."""
     names = list(known)
 
     def parse(name: str) -> str:
@@ -47,13 +47,13 @@ def _one_of(known: Iterable[str]) -> Callable[[str], str]:
     return parse
 
 
-def _some_of(known: Iterable[str] | None = None) -> Callable[[str], list[str]]:
-    """Return a parser of several of these names, separated by commas."""
-    check = str if known is None else _one_of(known)
+def _names_parser(known: Iterable[str] | None = None) -> Callable[[str], list[str]]:
+    """Return a function that parses several of these names, separated by commas."""
+    check = str if known is None else _name_parser(known)
     return lambda text: [check(part.strip()) for part in text.split(",") if part.strip()]
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     pace = argparse.ArgumentParser(add_help=False)
     pace.add_argument("--seconds", type=float, default=0.5, help="length of one sample (default: 0.5)")
@@ -65,50 +65,50 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="PART")
 
     def add(name: str, run: Callable[..., None], text: str, *parents: argparse.ArgumentParser) -> Callable[..., Any]:
-        its = commands.add_parser(name, help=text, parents=list(parents))
-        its.set_defaults(run=run, paced=pace in parents)
-        return its.add_argument
+        command = commands.add_parser(name, help=text, parents=list(parents))
+        command.set_defaults(run=run, paced=pace in parents)
+        return command.add_argument
 
-    def compared(
+    def add_comparison(
         name: str, run: Callable[..., None], text: str, num_envs: int | list[int], workloads: Iterable[str] = ()
     ) -> None:
         option = add(name, run, text, pace, out)
         if workloads:
-            several = {"default": list(workloads), "help": "separated by commas (default: all)"}
-            option("--workloads", type=_some_of(workloads), **several)
-        counts = int if isinstance(num_envs, int) else _numbers
+            names_help = "separated by commas (default: all)"
+            option("--workloads", type=_names_parser(workloads), default=list(workloads), help=names_help)
+        counts = int if isinstance(num_envs, int) else _parse_numbers
         option("--num-envs", type=counts, default=num_envs, help=f"default: {num_envs}")
-        option("--engines", type=_some_of(), help="only these rows, separated by commas (default: all)")
+        option("--engines", type=_names_parser(), help="only these rows, separated by commas (default: all)")
 
     add("list", _list, "workloads, micro-benchmarks and goals")
-    compared("compare", _compare, "all engines side by side on some workloads", [64], WORKLOADS)
+    add_comparison("compare", _compare, "all engines side by side on some workloads", [64], WORKLOADS)
     option = add("sweep", _sweep, "throughput and memory over the number of environments", pace, out)
     option("--workload", default="CartPole-v1", choices=WORKLOADS)
-    option("--num-envs", type=_numbers, default=[1, 8, 64, 256, 1024])
-    option("--engines", type=_some_of(), help="only these rows (default: all)")
+    option("--num-envs", type=_parse_numbers, default=[1, 8, 64, 256, 1024])
+    option("--engines", type=_names_parser(), help="only these rows (default: all)")
     option = add("micro", _micro, "one cost at a time", pace, out)
-    option("parts", nargs="*", type=_one_of(MICRO), metavar="PART", help=f"{', '.join(MICRO)} (default: all)")
-    compared("waits", _waits, "long resets, uneven steps, services, simulators", 16, WAITS)
-    compared("episodes", _episodes, "a list of episodes: evaluate, and batch after batch", 8)
-    compared("train", _train, "training runs: frames per second, where time goes", 16, TRAININGS)
+    option("parts", nargs="*", type=_name_parser(MICRO), metavar="PART", help=f"{', '.join(MICRO)} (default: all)")
+    add_comparison("waits", _waits, "long resets, uneven steps, services, simulators", 16, WAITS)
+    add_comparison("episodes", _episodes, "a list of episodes: evaluate, and batch after batch", 8)
+    add_comparison("train", _train, "training runs: frames per second, where time goes", 16, TRAININGS)
     option = add("goals", _goals, "measure rows of the first table in bench/RESULTS.md", pace, out)
     parts = goals.PARTS
-    option("parts", nargs="*", type=_one_of(parts), metavar="PART", help=f"{', '.join(parts)} (default: all)")
-    option("--quick", action="store_true", help="tiny settings, to see that it runs; never written down")
+    option("parts", nargs="*", type=_name_parser(parts), metavar="PART", help=f"{', '.join(parts)} (default: all)")
+    option("--quick", action="store_true", help="tiny settings, to test the program; tables ignore the results")
     option = add("programs", _programs, "published programs: Gymnasium's engine and vecenv's", out)
-    option("names", nargs="*", type=_one_of(PROGRAMS), metavar="PROGRAM", help=f"{', '.join(PROGRAMS)} (default: all)")
+    option("names", nargs="*", type=_name_parser(PROGRAMS), metavar="PROGRAM", help=f"{', '.join(PROGRAMS)} (default: all)")
     option("--sources", type=Path, required=True, help="a folder with a checkout of each program's repository")
     option("--python", default=sys.executable, help="a Python with the programs' requirements (default: this one)")
     option("--rounds", type=int, default=3, help="pairs of runs of each program (default: 3)")
     option = add("size", _size, "size of the package, path of a step")
     option("--json", action="store_true", help="print JSON instead of a table")
-    text = "measure what README.md and the first tables of docs/benchmarks.md show, and write it"
+    text = "measure the figures of README.md and of the first tables of docs/benchmarks.md, and write them"
     add("figures", _figures, text, pace, out)
-    add("table", _table, "write what was measured into README.md, bench/RESULTS.md and docs/benchmarks.md", out)
+    add("table", _table, "write the results into README.md, bench/RESULTS.md and docs/benchmarks.md", out)
     return parser
 
 
-def _show(arguments: argparse.Namespace, reports: list[Report], stem: str) -> None:
+def _output_reports(arguments: argparse.Namespace, reports: list[Report], stem: str) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     everything = json.dumps([report.to_dict() for report in reports], indent=1)
     (arguments.out / f"{stem}.json").write_text(everything + "\n")
@@ -140,7 +140,7 @@ def _compare(arguments: argparse.Namespace, pace: Pace) -> None:
                 reports += suites.side_by_side(workload, num_envs, arguments.workers, pace, arguments.engines)
             except Unavailable as error:
                 print(f"{workload} is left out: {error}", file=sys.stderr)
-    _show(arguments, reports, "compare")
+    _output_reports(arguments, reports, "compare")
 
 
 def _sweep(arguments: argparse.Namespace, pace: Pace) -> None:
@@ -148,22 +148,23 @@ def _sweep(arguments: argparse.Namespace, pace: Pace) -> None:
     memory: dict[int, dict[str, suites.Memory]] = {}
     reports, sizes = [], []
     for num_envs in arguments.num_envs:
-        found = memory[num_envs] = {}
-        parts = suites.side_by_side(arguments.workload, num_envs, arguments.workers, pace, arguments.engines, found)
+        memory_by_name = memory[num_envs] = {}
+        options = arguments.workers, pace, arguments.engines, memory_by_name
+        parts = suites.side_by_side(arguments.workload, num_envs, *options)
         reports += parts
         sizes.append(suites.merge(parts))
     stem = f"sweep-{arguments.workload.replace('/', '_')}"
-    _show(arguments, reports, stem)
+    _output_reports(arguments, reports, stem)
     draw_scale(sizes, arguments.out / f"{stem}-scale.png")
     if not arguments.json:
         print_scale(sizes)
-    for num_envs, name, used in _kept(arguments, stem, memory):
+    for num_envs, name, used in _save_memory(arguments, stem, memory):
         each = (used.trainer + used.workers) / num_envs / 2**20
         print(f"memory, {num_envs:5} envs, {name:12} {each:8.2f} MiB an env, {used.processes} processes")
 
 
-def _kept(arguments: argparse.Namespace, stem: str, memory: dict[Any, dict[str, suites.Memory]]) -> Iterator[Any]:
-    """Write the memory of rows to a file; yield the case, the row, and its memory for printing."""
+def _save_memory(arguments: argparse.Namespace, stem: str, memory: dict[Any, dict[str, suites.Memory]]) -> Iterator[Any]:
+    """Write the memory of all rows to a file. Yield case, name and memory of each row, unless JSON is printed."""
     kept = {case: {name: asdict(used) for name, used in by_name.items()} for case, by_name in memory.items()}
     (arguments.out / f"{stem}-memory.json").write_text(json.dumps(kept, indent=1) + "\n")
     if not arguments.json:
@@ -173,11 +174,11 @@ def _kept(arguments: argparse.Namespace, stem: str, memory: dict[Any, dict[str, 
 def _micro(arguments: argparse.Namespace, pace: Pace) -> None:
     for part in arguments.parts or MICRO:
         report = MICRO[part](pace)
-        _show(arguments, [report], f"micro-{part}")
+        _output_reports(arguments, [report], f"micro-{part}")
         if part == "copies":
             for name, times in micro.copying_times(report).items():
                 print(f"{name}: takes as long as {times.median:.2f} x memcpy" if times else f"{name}: not measured")
-            for name, count in micro.counted_copies().items():
+            for name, count in micro.count_copies().items():
                 print(f"{name}: every byte is copied {count:.2f} times")
         if part.startswith("batch-"):
             for name, spent in micro.batch_overhead(report).items():
@@ -190,14 +191,14 @@ def _waits(arguments: argparse.Namespace, pace: Pace) -> None:
     memory: dict[str, dict[str, suites.Memory]] = {workload: {} for workload in arguments.workloads}
     common = arguments.num_envs, arguments.workers, pace, arguments.engines
     reports = [waits.waits(workload, *common, memory[workload]) for workload in arguments.workloads]
-    _show(arguments, reports, "waits")
-    for workload, name, used in _kept(arguments, "waits", memory):
+    _output_reports(arguments, reports, "waits")
+    for workload, name, used in _save_memory(arguments, "waits", memory):
         whole = (used.trainer + used.workers) / 2**20
         print(f"memory, {workload:12} {name:20} {whole:8.1f} MiB in {1 + used.processes} processes")
 
 
 def _episodes(arguments: argparse.Namespace, pace: Pace) -> None:
-    _show(arguments, [waits.episodes(arguments.num_envs, pace, arguments.engines)], "episodes")
+    _output_reports(arguments, [waits.episodes(arguments.num_envs, pace, arguments.engines)], "episodes")
 
 
 def _train(arguments: argparse.Namespace, pace: Pace) -> None:
@@ -209,7 +210,7 @@ def _train(arguments: argparse.Namespace, pace: Pace) -> None:
         reports.append(report)
         for row, parts in {} if arguments.json else shares.items():
             print(f"{name}, {row}: " + ", ".join(f"{part} {share:.0%}" for part, share in parts.items()))
-    _show(arguments, reports, "train")
+    _output_reports(arguments, reports, "train")
 
 
 def _goals(arguments: argparse.Namespace, pace: Pace) -> None:
@@ -240,7 +241,7 @@ def _table(arguments: argparse.Namespace, pace: Pace) -> None:
 
 
 def main() -> int:
-    arguments = _parser().parse_args()
+    arguments = _build_parser().parse_args()
     with progress_bar() as progress:
         pace = {}
         if arguments.paced:

@@ -1,16 +1,16 @@
-"""``vecenv.aio.Pool`` beside OpenEnv's server, and beside ``send`` and ``recv``: ``python bench/aio.py``.
+"""Compares ``vecenv.aio.Pool`` with OpenEnv's server, and with ``send`` and ``recv``: ``python bench/aio.py``.
 
-64 environments that wait 50 ms, or compute 5 ms of a core, in 2 workers and in 64. Each row is a program of its own, and the
-rounds of all are interleaved. The table shows steps per second, and how late the event loop is: the 99th percentile of how
-long after its time a timer of 2 ms is called.
+64 environments wait for 50 ms in a step, or compute for 5 ms, in 2 and in 64 workers. Each row is a separate program, and
+the rounds of all rows are interleaved. The table shows steps per second and the delay of the event loop: the 99th percentile
+of the lateness of a timer of 2 ms.
 
-    python bench/aio.py                                   # without OpenEnv, which is named as missing
+    python bench/aio.py                                   # without OpenEnv, which is reported as missing
     python -m venv /tmp/openenv && /tmp/openenv/bin/pip install openenv==0.10.0
     python bench/aio.py --openenv-python /tmp/openenv/bin/python
 
-OpenEnv has a Python of its own because it pins what it needs. Its server is one process with a thread for each session, so
-the number of workers means nothing to it. The row ``bare`` is a loop that does nothing, beside as many processes that do the
-same work and never talk: as late as that any loop is on this machine.
+OpenEnv needs a separate environment of Python because it pins its dependencies. Its server is one process with a thread per
+session, so it ignores the number of workers. The row ``bare`` is an idle event loop, beside as many processes that do the
+same work without communication: the least delay that any loop can have on this machine.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-WAIT, COMPUTE = 0.05, 0.005
-BEFORE = 1.0  # seconds before counting begins
+WAIT_SECONDS, COMPUTE_SECONDS = 0.05, 0.005
+WARM_UP_SECONDS = 1.0
 
 
 def work(kind: str) -> None:
-    """Make one step of an environment."""
+    """Do the work of one step of an environment."""
     if kind == "wait":
-        time.sleep(WAIT)
+        time.sleep(WAIT_SECONDS)
         return
-    until = time.thread_time() + COMPUTE
+    until = time.thread_time() + COMPUTE_SECONDS
     while time.thread_time() < until:
         pass
 
@@ -48,15 +48,15 @@ def work(kind: str) -> None:
 
 
 class Counter:
-    """Counts steps, once the program has run for a while."""
+    """A counter of steps in a period that begins after a warm-up."""
 
     def __init__(self, seconds: float) -> None:
         self.steps = 0
-        self.begins = time.perf_counter() + BEFORE
+        self.begins = time.perf_counter() + WARM_UP_SECONDS
         self.ends = self.begins + seconds
 
     def add(self, steps: int = 1) -> bool:
-        """Count steps. Return False once the measurement is over."""
+        """Count steps; return False after the end of the period."""
         now = time.perf_counter()
         if self.begins <= now < self.ends:
             self.steps += steps
@@ -67,34 +67,35 @@ class Counter:
         return self.steps / (self.ends - self.begins)
 
 
-async def measured(seconds: float, num_envs: int, play: Callable[[Counter], Awaitable[None]]) -> dict[str, float]:
-    """Play with all environments at the same time, and measure how late the loop is meanwhile."""
+async def measure_loop(seconds: float, num_envs: int, play: Callable[[Counter], Awaitable[None]]) -> dict[str, float]:
+    """Run ``play`` for all environments at the same time, and measure the delay of the loop meanwhile."""
     loop = asyncio.get_running_loop()
-    counter, late = Counter(seconds), list[float]()
+    counter, delays = Counter(seconds), list[float]()
 
     async def measure_delays() -> None:
         while True:
             due = loop.time() + 0.002
             await asyncio.sleep(0.002)
             if time.perf_counter() >= counter.begins:
-                late.append(max(loop.time() - due, 0.0))
+                delays.append(max(loop.time() - due, 0.0))
 
     measuring = asyncio.create_task(measure_delays())
     await asyncio.gather(*(play(counter) for _ in range(num_envs)))
     measuring.cancel()
-    late.sort()
-    return {"rate": counter.rate, "late_ms": 1000 * late[int(0.99 * len(late))], "median_ms": 1000 * late[len(late) // 2]}
+    delays.sort()
+    late, median = delays[int(0.99 * len(delays))], delays[len(delays) // 2]
+    return {"rate": counter.rate, "late_ms": 1000 * late, "median_ms": 1000 * median}
 
 
-def env_class(kind: str) -> Any:
+def env_class_for(kind: str) -> Any:
     from bench.workloads import EmptyEnv
 
-    class Works(EmptyEnv):
+    class WorkingEnv(EmptyEnv):
         def step(self, action: Any) -> Any:
             work(kind)
             return super().step(action)
 
-    return Works
+    return WorkingEnv
 
 
 def run_pool(kind: str, workers: int, args: argparse.Namespace) -> dict[str, float]:
@@ -103,14 +104,14 @@ def run_pool(kind: str, workers: int, args: argparse.Namespace) -> dict[str, flo
     threads = args.num_envs // workers if kind == "wait" else 1
 
     async def main() -> dict[str, float]:
-        async with Pool(env_class(kind), args.num_envs, workers, env_threads=threads) as pool:
+        async with Pool(env_class_for(kind), args.num_envs, workers, env_threads=threads) as pool:
 
             async def play(counter: Counter) -> None:
                 async with pool.episode() as env:
                     while counter.add():
                         await env.step(0)
 
-            return await measured(args.seconds, args.num_envs, play)
+            return await measure_loop(args.seconds, args.num_envs, play)
 
     if args.uvloop:
         import uvloop
@@ -128,8 +129,8 @@ def run_send_recv(kind: str, workers: int, args: argparse.Namespace, *, first_re
 
     threads = args.num_envs // workers if kind == "wait" else 1
     envs = vecenv.AsyncVectorEnv(
-        [env_class(kind)] * args.num_envs, num_workers=workers, env_threads=threads, autoreset_mode=AutoresetMode.DISABLED,
-        use_caller=False,
+        [env_class_for(kind)] * args.num_envs, num_workers=workers, env_threads=threads, use_caller=False,
+        autoreset_mode=AutoresetMode.DISABLED,
     )  # fmt: skip
     try:
         envs.reset()
@@ -150,33 +151,33 @@ def run_send_recv(kind: str, workers: int, args: argparse.Namespace, *, first_re
 def run_bare(kind: str, workers: int, args: argparse.Namespace) -> dict[str, float]:
     import multiprocessing
 
-    def forever() -> None:
+    def work_forever() -> None:
         while True:
             work(kind)
 
     context = multiprocessing.get_context("fork")
-    others = [context.Process(target=forever, daemon=True) for _ in range(workers)]
-    for other in others:
-        other.start()
+    processes = [context.Process(target=work_forever, daemon=True) for _ in range(workers)]
+    for process in processes:
+        process.start()
 
     async def play(counter: Counter) -> None:
         while counter.add():
             await asyncio.sleep(0.1)
 
     try:
-        return asyncio.run(measured(args.seconds, 1, play))
+        return asyncio.run(measure_loop(args.seconds, 1, play))
     finally:
-        for other in others:
-            other.kill()
+        for process in processes:
+            process.kill()
 
 
 def run_openenv(kind: str, args: argparse.Namespace) -> dict[str, float]:
-    """Run in OpenEnv's own Python: its client, and its server in another process."""
+    """Run OpenEnv's client, with its server in another process. This runs in OpenEnv's environment of Python."""
     from openenv.core.generic_client import GenericEnvClient
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with socket.socket() as probe:  # finds a free port
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     command = [sys.executable, __file__, "--serve", kind, "--port", str(port), "--num-envs", str(args.num_envs)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
@@ -193,7 +194,7 @@ def run_openenv(kind: str, args: argparse.Namespace) -> dict[str, float]:
                 while counter.add():
                     await env.step({"action": 0})
 
-        return asyncio.run(measured(args.seconds, args.num_envs, play))
+        return asyncio.run(measure_loop(args.seconds, args.num_envs, play))
     finally:
         server.kill()
         server.wait()
@@ -205,29 +206,29 @@ def serve_openenv(kind: str, args: argparse.Namespace) -> None:
     from openenv.core.env_server.interfaces import Environment
     from openenv.core.env_server.types import Action, Observation, State
 
-    global Move, Seen  # pydantic looks them up by name
+    global EnvAction, EnvObservation  # pydantic finds them by their global names
 
-    class Move(Action):
+    class EnvAction(Action):
         action: int
 
-    class Seen(Observation):
+    class EnvObservation(Observation):
         values: list[float]
 
-    class Works(Environment[Any, Any, Any]):
+    class WorkingEnvironment(Environment[Any, Any, Any]):
         SUPPORTS_CONCURRENT_SESSIONS = True
 
         def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Any:
-            return Seen(values=[0.0] * 4, reward=0.0, done=False)
+            return EnvObservation(values=[0.0] * 4, reward=0.0, done=False)
 
         def step(self, action: Any, timeout_s: float | None = None, **_: Any) -> Any:
             work(kind)
-            return Seen(values=[0.0] * 4, reward=0.0, done=False)
+            return EnvObservation(values=[0.0] * 4, reward=0.0, done=False)
 
         @property
         def state(self) -> Any:
             return State()
 
-    app = create_fastapi_app(Works, Move, Seen, max_concurrent_envs=args.num_envs)
+    app = create_fastapi_app(WorkingEnvironment, EnvAction, EnvObservation, max_concurrent_envs=args.num_envs)
     uvicorn.run(app, host="127.0.0.1", port=args.port, log_level="error")
 
 
@@ -235,7 +236,7 @@ def serve_openenv(kind: str, args: argparse.Namespace) -> None:
 
 
 def candidates(args: argparse.Namespace) -> dict[str, Callable[[str, int], dict[str, float]]]:
-    """Return name -> (kind, workers) -> a function that measures."""
+    """Return functions by name that take the kind of work and the number of workers, and return the figures."""
     return {
         "pool": lambda kind, workers: run_pool(kind, workers, args),
         "recv": lambda kind, workers: run_send_recv(kind, workers, args, first_ready=False),
@@ -245,8 +246,8 @@ def candidates(args: argparse.Namespace) -> dict[str, Callable[[str, int], dict[
     }
 
 
-def child(name: str, kind: str, workers: int, args: argparse.Namespace) -> dict[str, float]:
-    """Return the figures of one program; none if it cannot run here."""
+def measure(name: str, kind: str, workers: int, args: argparse.Namespace) -> dict[str, float]:
+    """Run one candidate in a new process. Return its figures, or an empty dict if it cannot run here."""
     python = args.openenv_python if name == "openenv" else sys.executable
     command = [python, __file__, "--run", name, "--kind", kind, "--of-workers", str(workers)]
     command += ["--seconds", str(args.seconds), "--num-envs", str(args.num_envs), *(["--uvloop"] if args.uvloop else [])]
@@ -260,7 +261,7 @@ def child(name: str, kind: str, workers: int, args: argparse.Namespace) -> dict[
     return figures
 
 
-def spread(values: list[float], form: str) -> str:
+def format_spread(values: list[float], form: str) -> str:
     return f"{statistics.median(values):{form}} ({min(values):{form}} - {max(values):{form}})"
 
 
@@ -271,16 +272,17 @@ def compare(args: argparse.Namespace) -> None:
     print(f"{'':28}{'steps/s':>26}{'late, ms (99 %)':>22}{'pool / this':>24}")
     for kind, workers in itertools.product(args.kinds, args.workers):
         names = [name for name in candidates(args) if name in args.only]
-        found = take_turns({name: functools.partial(child, name, kind, workers, args) for name in names}, args.repeats)
+        found = take_turns({name: functools.partial(measure, name, kind, workers, args) for name in names}, args.repeats)
         for name, rounds in found.items():
             if not all(rounds):
                 continue
             late = [each["late_ms"] for each in rounds if "late_ms" in each]
-            ratios = [mine["rate"] / each["rate"] for mine, each in zip(found["pool"], rounds, strict=True)]
-            steps = "" if name == "bare" else spread([each["rate"] for each in rounds], ",.0f")
-            beside = "" if name in ("pool", "bare") else spread(ratios, ".2f")
-            what = f"{f'{kind}, {workers} workers':20}{name:8}"
-            print(f"{what}{steps:>26}{spread(late, '.1f') if late else '':>22}{beside:>24}", flush=True)
+            ratios = [pool["rate"] / each["rate"] for pool, each in zip(found["pool"], rounds, strict=True)]
+            steps = "" if name == "bare" else format_spread([each["rate"] for each in rounds], ",.0f")
+            ratio = "" if name in ("pool", "bare") else format_spread(ratios, ".2f")
+            row = f"{f'{kind}, {workers} workers':20}{name:8}"
+            shown_late = format_spread(late, ".1f") if late else ""
+            print(f"{row}{steps:>26}{shown_late:>22}{ratio:>24}", flush=True)
 
 
 def main() -> None:
@@ -291,7 +293,7 @@ def main() -> None:
     parser.add_argument("--num-envs", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--uvloop", action="store_true", help="the pool's loop is uvloop's")
+    parser.add_argument("--uvloop", action="store_true", help="run the pool in an event loop of uvloop")
     parser.add_argument("--only", nargs="+", default=["pool", "recv", "first", "bare", "openenv"])
     for hidden in ("--run", "--kind", "--serve"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)

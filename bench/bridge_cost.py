@@ -1,8 +1,8 @@
-"""The cost of the JAX bridge: ``python bench/bridge_cost.py``.
+"""Measures the cost of the JAX bridge: ``python bench/bridge_cost.py``.
 
-The environments do nothing (every step returns the same arrays), so this measures the round trip from a compiled program to
-numpy. The table has microseconds per step, medians of interleaved repeats, for a scan and for single compiled steps called
-from Python, and for observations of several sizes:
+Every step of the environments returns the same arrays, so the figures are those of the round trip from a compiled program
+to numpy. The table has microseconds per step, medians of interleaved repeats, for a scan and for single compiled steps
+called from Python, and for observations of several sizes:
 
 * ``io_callback``   JAX's ordered ``io_callback``, used directly: the same arguments and results, a numpy function, no token,
   no checks;
@@ -40,7 +40,7 @@ SHAPES = {
 }
 
 
-class Idle(VectorEnv[Any, Any, Any]):
+class IdleVectorEnv(VectorEnv[Any, Any, Any]):
     """A vector environment that does nothing in a step."""
 
     def __init__(self, num_envs: int, shape: tuple[int, ...], dtype: Any) -> None:
@@ -62,13 +62,13 @@ class Idle(VectorEnv[Any, Any, Any]):
 
 def main() -> None:
     """Measure all shapes and print the table."""
-    options = _arguments()
+    options = _parse_arguments()
     rows = []
     for name, spec in SHAPES.items():
         for kind, length in (("scan", options.length), ("single", 1)):
             row = measure(spec, length, options)
             rows.append({"observations": name, "kind": kind, **row})
-            _show(rows[-1], first=len(rows) == 1)
+            _print_row(rows[-1], first=len(rows) == 1)
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"device": str(jax.devices()[0]), "jax": jax.__version__, "rows": rows}, file, indent=1)
@@ -76,11 +76,11 @@ def main() -> None:
 
 def measure(spec: tuple[int, tuple[int, ...], Any], length: int, options: argparse.Namespace) -> dict[str, float]:
     """Return the microseconds per step of each kind of call."""
-    envs = Idle(*spec)
+    envs = IdleVectorEnv(*spec)
     runs = {
-        "io_callback": _repeated(_bare(envs, _with_io_callback), length),
-        "call": _repeated(_bare(envs, _with_host_call), length),
-        "bridge": _bridged(Idle(*spec), length),
+        "io_callback": _compile_steps(_host_call_step(envs, _with_io_callback), length),
+        "call": _compile_steps(_host_call_step(envs, _with_host_call), length),
+        "bridge": _compile_bridge_steps(IdleVectorEnv(*spec), length),
         "copy": lambda: [envs.result[0].copy() for _ in range(length)],
     }
     for run in runs.values():
@@ -101,8 +101,8 @@ def measure(spec: tuple[int, tuple[int, ...], Any], length: int, options: argpar
 Step = Callable[[Any, Any], Any]
 
 
-def _bare(envs: Idle, call: Any) -> tuple[Step, Any]:
-    """Return a step that is only a host call and returns ``(obs, reward, terminated, truncated)``, and its first carry."""
+def _host_call_step(envs: IdleVectorEnv, call: Any) -> tuple[Step, Any]:
+    """Return a step that only calls the host and returns ``(obs, reward, terminated, truncated)``, and its first carry."""
     obs, rewards, terminated, truncated, _ = envs.result
     rewards = rewards.astype(np.float32)
     results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (obs, rewards, terminated, truncated)]
@@ -122,7 +122,7 @@ def _with_host_call(function: Any, results: Any, action: Any) -> Any:
     return host_call(function, results, [action])
 
 
-def _repeated(step_and_start: tuple[Step, Any], length: int) -> Callable[[], None]:
+def _compile_steps(step_and_start: tuple[Step, Any], length: int) -> Callable[[], None]:
     step, start = step_and_start
     count = start[1].shape[0]
 
@@ -136,7 +136,7 @@ def _repeated(step_and_start: tuple[Step, Any], length: int) -> Callable[[], Non
     return lambda: jax.block_until_ready(program(start, actions))
 
 
-def _bridged(envs: Idle, length: int) -> Callable[[], None]:
+def _compile_bridge_steps(envs: IdleVectorEnv, length: int) -> Callable[[], None]:
     env = bridge(envs)
     state = env.reset(jax.random.key(0))
 
@@ -155,7 +155,7 @@ def _bridged(envs: Idle, length: int) -> Callable[[], None]:
     return run
 
 
-def _show(row: dict[str, Any], first: bool) -> None:
+def _print_row(row: dict[str, Any], first: bool) -> None:
     if first:
         print(f"device {jax.devices()[0]}, jax {jax.__version__}; microseconds per step")
         print("  ".join(f"{name:>{_width(name)}}" for name in row))
@@ -167,7 +167,7 @@ def _width(name: str) -> int:
     return max(len(name), 24 if name == "observations" else 8)
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--length", type=int, default=200, help="steps per scan")
     parser.add_argument("--steps", type=int, default=400, help="steps per repeat")

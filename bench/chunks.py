@@ -1,8 +1,8 @@
-"""``python -m bench.chunks``: the throughput of environment steps with chunks of actions, as a share of the bare loop's.
+"""Measures environment steps per second with chunks of actions, relative to the bare loop: ``python -m bench.chunks``.
 
-For each environment a bare loop (``env.step`` in one process per core, sharing nothing) and the engine without chunks and
-with chunks of 4 and 16 actions take turns, each in a process of its own. All executed steps and resets count, including
-resets within a step; unused actions of a chunk do not. A share compares rates of the same round; the table shows the median,
+For each environment, a bare loop (``env.step`` in one independent process per core) and the engine without chunks and with
+chunks of 4 and 16 actions take turns, each in a separate process. All executed steps and resets count, including resets
+within a step; unused actions of a chunk do not. A share compares rates of the same round; the table shows the median,
 minimum and maximum.
 
     python -m bench.chunks CartPole-v1 HalfCheetah-v5 Ant-v5 --num-envs 8
@@ -29,7 +29,7 @@ from vecenv.wrappers import ActionChunks
 
 
 class ChunkRunner(VectorRunner):
-    """Steps a vector environment with random chunks; its units of work are steps and resets of environments."""
+    """A runner that steps a vector environment with random chunks, and counts steps and resets of environments."""
 
     def _step(self) -> float:
         _, _, terminations, truncations, infos = self.envs.step(self._next())
@@ -39,7 +39,7 @@ class ChunkRunner(VectorRunner):
         return steps + int(resets)
 
 
-def _chunked(env_fn: Callable[[], Any], horizon: int) -> Any:
+def _make_chunked_env(env_fn: Callable[[], Any], horizon: int) -> Any:
     return ActionChunks(env_fn(), horizon)
 
 
@@ -50,7 +50,7 @@ def make_candidates(env_id: str, num_envs: int, workers: int, horizons: Sequence
     build = functools.partial(vecenv_candidate, num_envs=num_envs, **options)
     candidates = [bound_candidate("bare-loop", env_fn, num_envs, workers)]
     for horizon in horizons:
-        chunked_fn = env_fn if horizon == 1 else functools.partial(_chunked, env_fn, horizon)
+        chunked_fn = env_fn if horizon == 1 else functools.partial(_make_chunked_env, env_fn, horizon)
         candidates.append(build(str(horizon), f"chunks of {horizon}", env_fn=chunked_fn))
     return candidates
 

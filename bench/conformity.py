@@ -1,7 +1,7 @@
-"""Other engines against ``vecenv conform``: ``python bench/conformity.py`` prints ``docs/generated/engines.md``.
+"""Checks other engines with ``vecenv conform``: ``python bench/conformity.py`` prints ``docs/generated/engines.md``.
 
-Each engine is built as its own documentation shows. Those that bring their own environments are checked where that
-needs no knowledge of them. An engine that is not installed is left out, and named.
+Each engine is built as its own documentation shows. Engines with their own environments run only the checks that work
+for any environment. The program names the engines that are not installed, and omits them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from bench.engines import torchrl_env
-from bench.tables import ROOT, between
+from bench.tables import ROOT, replace_between
 from vecenv.tools import CliError
 from vecenv.tools.conform import BROKEN, KEPT, conform
 
@@ -47,21 +47,21 @@ def cartpole(num_envs: int) -> Any:
 
 
 def atari(num_envs: int, autoreset_mode: AutoresetMode) -> Any:
-    """Build ALE's C++ threads."""
+    """Build ALE's engine of C++ threads."""
     from ale_py.vector_env import AtariVectorEnv
 
-    only_mode = autoreset_mode is AutoresetMode.NEXT_STEP  # of its first versions
-    return AtariVectorEnv("pong", num_envs, **({} if only_mode else {"autoreset_mode": autoreset_mode}))
+    # its first versions have only next-step autoreset, and no argument for it
+    is_default = autoreset_mode is AutoresetMode.NEXT_STEP
+    return AtariVectorEnv("pong", num_envs, **({} if is_default else {"autoreset_mode": autoreset_mode}))
 
 
 def envpool_cartpole(num_envs: int) -> Any:
-    """Build EnvPool's C++ threads, with the interface of its Gymnasium type."""
-    return _Batched(num_envs)
+    """Build EnvPool's engine of C++ threads, of its type for Gymnasium."""
+    return _EnvPoolAdapter(num_envs)
 
 
-class _Batched:
-    """An adapter: EnvPool's pool names the single spaces like the batched ones, has no metadata, and is seeded when built.
-    """
+class _EnvPoolAdapter:
+    """An adapter of EnvPool, which has no metadata, no batched spaces, and one seed that is set when it is built."""
 
     def __init__(self, num_envs: int) -> None:
         from gymnasium.vector.utils import batch_space
@@ -94,13 +94,12 @@ class _Batched:
 
 
 def playground_cartpole(num_envs: int) -> Any:
-    """Build Playground's environments in the wrappers that its trainers use, with episodes of four steps."""
-    return _Playground(num_envs)
+    """Build Playground's environments in the wrappers of its trainers, with episodes of four steps."""
+    return _PlaygroundAdapter(num_envs)
 
 
-class _Playground:
-    """An adapter from JAX states to results of steps; the wrappers reset an environment in the step that ends its episode.
-    """
+class _PlaygroundAdapter:
+    """An adapter from Playground's states to results of steps. Environments reset in the step that ends an episode."""
 
     metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.SAME_STEP}
 
@@ -128,24 +127,24 @@ class _Playground:
         if np.shape(actions) != self.action_space.shape:
             raise ValueError("a wrong number of actions")
         self._state = state = self._step(self._state, actions)
-        cut = np.array(state.info["truncation"], bool)
+        truncated = np.array(state.info["truncation"], bool)
         names = {name: np.array(value) for name, value in state.info.items() if name.endswith("final_obs")}
         infos = {"final_obs": next(iter(names.values())), "_final_obs": np.array(state.done, bool)} if names else {}
-        return np.array(state.obs), np.array(state.reward), np.array(state.done, bool) & ~cut, cut, infos
+        return np.array(state.obs), np.array(state.reward), np.array(state.done, bool) & ~truncated, truncated, infos
 
     def close(self) -> None:
-        """Do nothing: there is nothing to close."""
+        """Do nothing, because there is nothing to close."""
 
 
 def torchrl_serial(env_fns: Sequence[Callable[[], Any]]) -> Any:
-    """Build TorchRL's environments in this process."""
+    """Build TorchRL's engine in this process."""
     from torchrl.envs import SerialEnv
 
     return SerialEnv(len(env_fns), [partial(torchrl_env, fn) for fn in env_fns])
 
 
 def torchrl_parallel(env_fns: Sequence[Callable[[], Any]]) -> Any:
-    """Build TorchRL's worker processes."""
+    """Build TorchRL's engine of worker processes."""
     from torchrl.envs import ParallelEnv
 
     return ParallelEnv(len(env_fns), [partial(torchrl_env, fn) for fn in env_fns])
@@ -153,17 +152,17 @@ def torchrl_parallel(env_fns: Sequence[Callable[[], Any]]) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="engines whose names have this in them")
+    parser.add_argument("--only", help="engines with this text in their names")
     parser.add_argument("--no-faults", action="store_true", help="without exceptions, kills and timeouts")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/generated/engines.md")
-    given = parser.parse_args()
+    parser.add_argument("--write", action="store_true", help="write the table into docs/generated/engines.md")
+    options = parser.parse_args()
     columns: dict[str, dict[str, str]] = {}
     for name, (engine, package) in ENGINES.items():
-        if given.only and given.only.lower() not in name.lower():
+        if options.only and options.only.lower() not in name.lower():
             continue
         try:
             title = "vecenv" if package == "vecenv" else f"{name} {importlib.metadata.version(package)}"
-            rows = conform(engine, faults=not given.no_faults)
+            rows = conform(engine, faults=not options.no_faults)
         except (CliError, importlib.metadata.PackageNotFoundError) as error:
             print(f"left out: {name}: {error}")
             continue
@@ -174,13 +173,13 @@ def main() -> None:
                 print(f"{name}: {row.name}: {mode}: {row.why[mode]}")
     lines = table(columns)
     print("\n".join(["", *lines]))
-    if given.write:
+    if options.write:
         page = ROOT / "docs" / "generated" / "engines.md"
-        page.write_text(between(page.read_text(), "engines", lines))
+        page.write_text(replace_between(page.read_text(), "engines", lines))
 
 
 def table(columns: dict[str, dict[str, str]]) -> list[str]:
-    """Return the table: a row per promise, a column per engine."""
+    """Return the lines of a table with a row per promise and a column per engine."""
     names = list(dict.fromkeys(name for column in columns.values() for name in column))
     lines = [f"| promise | {' | '.join(columns)} |", f"|---|{':---:|' * len(columns)}"]
     for name in names:

@@ -1,9 +1,8 @@
-"""Other libraries' engines behind the same three methods, each optional.
+"""Runners for the engines of other libraries, all of which are optional.
 
-A missing library leaves its row out, with a note. Libraries that reset within the step, or leave resetting
-to the caller, do more than ``num_envs`` units of work in a step when episodes end; each reset counts.
-All of them start their processes by fork here: it does not affect stepping, and saves minutes
-of importing torch.
+The row of a missing library is omitted, with a note. Libraries that reset within the step, or leave the reset to the
+caller, do more than ``num_envs`` units of work in a step when episodes end; each reset counts. All of them start their
+processes by fork here, which does not affect stepping, and saves minutes of importing torch.
 """
 
 from __future__ import annotations
@@ -31,10 +30,11 @@ from vecenv.tools.runners import (
 )
 
 Pace = dict[str, Any]
-"""Seconds, repeats and progress of a comparison."""
+"""The options ``seconds``, ``repeats`` and ``progress`` of a comparison."""
 
 
 def need(module: str, package: str) -> Any:
+    """Import a module, or raise ``Unavailable`` with the name of its package."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -124,7 +124,8 @@ class PufferLib(Stepping):
     """``vector.Multiprocessing``: one process per core, all spinning on shared flags; resets in the next step."""
 
     def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
-        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # its import creates a link
+        # importing it creates a link in the current folder
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
             module = need("pufferlib.vector", "pufferlib")
         if num_envs % workers:
             raise Unavailable(f"needs a multiple of {workers} environments")
@@ -140,7 +141,7 @@ class PufferLib(Stepping):
 
     def run(self, seconds: float) -> float:
         rate = super().run(seconds)
-        time.sleep(0.8)  # its idle workers spin for another half second
+        time.sleep(0.8)  # its idle workers continue to spin for half a second
         return rate
 
 
@@ -157,20 +158,20 @@ OTHERS: dict[str, tuple[str, Callable[[EnvFn, int, int], Runner]]] = {
     "sb3": ("Stable-Baselines3 SubprocVecEnv", StableBaselines3),
     "tianshou": ("Tianshou ShmemVectorEnv", Tianshou),
     "torchrl": ("TorchRL ParallelEnv", TorchRL),
-    # PufferLib's trainer spins like its workers: one worker fewer may be better
+    # PufferLib's trainer spins like its workers, so one worker fewer may be faster
     "pufferlib": ("PufferLib, a worker a core", PufferLib),
     "pufferlib-fewer": ("PufferLib, one worker fewer", PufferLibFewer),
 }
 
 
 def candidates(env_fn: EnvFn, num_envs: int, workers: int) -> list[Candidate]:
-    """Return the rows of ``vecenv bench``, then those of other libraries."""
+    """Return the candidates of ``vecenv bench`` and those of other libraries."""
     workers = min(workers, num_envs)
     others = [
         Candidate(name, label, partial(build, env_fn, num_envs, workers), kind="other")
         for name, (label, build) in OTHERS.items()
     ]
-    auto, *rows, limit = default_candidates(env_fn, num_envs, workers)
-    # compared with engines that return the memory into which their workers write, as PufferLib's does
+    auto, *rows, bare_loop = default_candidates(env_fn, num_envs, workers)
+    # for comparison with engines that return the memory into which their workers write, such as PufferLib's
     view = vecenv_candidate("auto-view", "vecenv, auto, copy=False", env_fn, num_envs, num_workers="auto", copy=False)
-    return [auto, view, *rows, *others, limit]
+    return [auto, view, *rows, *others, bare_loop]

@@ -1,10 +1,10 @@
-"""Steps per second of vecenv's EnvPool backend, side by side with raw EnvPool or with vecenv's own processes.
+"""Compares the steps per second of vecenv's EnvPool backend with those of raw EnvPool or of vecenv's processes.
 
-Both step the same task with the same number of environments, in short turns that alternate, so that whatever else the
-machine does hits both; a repeat is one turn each, and the ratio of a repeat is what counts. Modes: ``sync`` is ``step()`` of
-all environments, ``first-ready`` is ``recv()`` and ``send()`` of half of them at a time. Raw EnvPool gets numpy actions in
-its own dtype and has its own checks, which look at its first call only. Of the processes, CartPole is the same game; Pong is
-the same emulator, where Gymnasium's wrappers stand in for the preprocessing that EnvPool does in C++.
+Both step the same task with the same number of environments in short alternate turns, so that other load on the machine
+affects both. A repeat is one turn of each, and the result is the ratio within a repeat. Modes: ``sync`` is ``step()`` of all
+environments, ``first-ready`` is ``recv()`` and ``send()`` of half of them at a time. Raw EnvPool receives numpy actions in
+its own dtype, and checks only the actions of its first call. The processes step the same game of CartPole; for Pong, they
+use the same emulator, and Gymnasium's wrappers do the preprocessing that EnvPool does in C++.
 
     python bench/envpool_rate.py                      # CartPole-v1, Ant-v4, Pong-v5 with 64 environments
     python bench/envpool_rate.py --task CartPole-v1 --seconds 1 --repeats 9 --json
@@ -36,23 +36,23 @@ TASKS = ("CartPole-v1", "Ant-v4", "Pong-v5")
 MODES = ("sync", "first-ready")
 
 
-def stepping(envs: Any, actions: Any, batch: int) -> Callable[[], int]:
+def make_step(envs: Any, actions: Any, batch: int) -> Callable[[], int]:
     """Return a function that steps one batch and returns its number of environments."""
     if batch == len(actions):
         envs.reset()
         return lambda: len(envs.step(actions)[1])
-    held = actions[:batch]
+    batch_actions = actions[:batch]
 
     def step() -> int:
-        envs.send(held, envs.recv()[4]["env_id"])
+        envs.send(batch_actions, envs.recv()[4]["env_id"])
         return batch
 
     (envs.async_reset if hasattr(envs, "async_reset") else envs.reset_async)()
     return step
 
 
-def processes(task: str, count: int, batch: int) -> Any:
-    """Build the same task in worker processes."""
+def make_process_envs(task: str, count: int, batch: int) -> Any:
+    """Build a vector environment for the same task in worker processes."""
     import ale_py
 
     gym.register_envs(ale_py)
@@ -64,7 +64,7 @@ def processes(task: str, count: int, batch: int) -> Any:
 
 
 def compare(task: str, mode: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure both in turn; return rates in environment steps per second."""
+    """Measure both in alternate turns; return a row with the rates in environment steps per second."""
     count, threads = options.num_envs, options.threads
     batch = count if mode == "sync" else count // 2
     envs = EnvPoolVectorEnv(task, count, batch_size=batch, num_threads=threads, seed=0)
@@ -75,8 +75,8 @@ def compare(task: str, mode: str, options: argparse.Namespace) -> dict[str, Any]
         other = envpool.make_gymnasium(task, num_envs=count, batch_size=batch, num_threads=threads or 0, seed=seeds)
         actions = np.ascontiguousarray(actions.astype(other.spec._action_spec[-1][0]))
     else:
-        other = processes(task, count, batch)
-    steps = {"other": stepping(other, actions, batch), "vecenv": stepping(envs, actions, batch)}
+        other = make_process_envs(task, count, batch)
+    steps = {"other": make_step(other, actions, batch), "vecenv": make_step(envs, actions, batch)}
     for step in steps.values():
         run_for(step, options.seconds / 2)
     rates = take_turns({name: partial(run_for, step, options.seconds) for name, step in steps.items()}, options.repeats)

@@ -1,13 +1,14 @@
-"""The time of a first-ready batch by cause: ``python bench/first_ready_cost.py Ant-v5 --num-envs 8``.
+"""Measures how the time of a first-ready batch is spent: ``python bench/first_ready_cost.py Ant-v5 --num-envs 8``.
 
-For each way to step the same environments, it prints the microseconds of all used cores per environment step, split into
-processor time of the caller, that of the workers, and the rest, in which a worker's core was idle. All are built first and
-take turns in one process; a row shows the medians of its rounds, and its rate relative to that of ``step``, by round.
+For each way to step the same environments, it prints the microseconds of all used cores per environment step, divided into
+processor time of the caller, processor time of the workers, and the rest, in which a worker's core was idle. All are built
+first and take turns in one process. A row shows the medians of its rounds, and its rate relative to ``step``, by round.
 
     python bench/first_ready_cost.py ALE/Pong-v5 --num-envs 8 --rounds 9
-    python bench/first_ready_cost.py --sleep 0.001 --num-envs 64 --workers 16   # a core per process, simulated
+    python bench/first_ready_cost.py --sleep 0.001 --num-envs 64 --workers 16   # simulates one core per process
 
-With ``--sleep`` the environments only sleep, for about that many seconds per step: workers and caller need no core then.
+With ``--sleep`` the environments only sleep, for about that many seconds per step, so that workers and caller need hardly
+any processor time.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from bench.workloads import WaitingEnv
 from vecenv.tools.runners import make_env
 
 
-class Way:
-    """One way to step the environments."""
+class MeasuredEnvs:
+    """A vector environment, and the measurements of stepping it in one way."""
 
     def __init__(self, name: str, env_fn: Callable[[], Any], options: argparse.Namespace, **kwargs: Any) -> None:
         self.name = name
@@ -80,20 +81,20 @@ def main() -> None:
         env_fn = functools.partial(WaitingEnv, (0.8 * options.sleep, 1.2 * options.sleep), shape=(27,))
     count = options.num_envs
     sizes = {f"batches of {size}": size for size in (max(count // 2, 1), max(count // 4, 1))}
-    ways = [Way("step", env_fn, options)]
-    ways += [Way(name, env_fn, options, batch_size=size) for name, size in sizes.items()]
-    ways.append(Way('"auto"', env_fn, options, batch_size="auto"))
-    for way in ways:
-        way.run(options.seconds / 2, record=False)
-    take_turns({way.name: functools.partial(way.run, options.seconds) for way in ways}, options.rounds)
+    measured = [MeasuredEnvs("step", env_fn, options)]
+    measured += [MeasuredEnvs(name, env_fn, options, batch_size=size) for name, size in sizes.items()]
+    measured.append(MeasuredEnvs('"auto"', env_fn, options, batch_size="auto"))
+    for each in measured:
+        each.run(options.seconds / 2, record=False)
+    take_turns({each.name: functools.partial(each.run, options.seconds) for each in measured}, options.rounds)
     print(f"{'us per environment step':<28} {'all cores':>10} {'caller':>8} {'workers':>8} {'rest':>8}   x the rate of step")
-    for way in ways:
-        total, caller, workers = (statistics.median(column) for column in zip(*way.samples, strict=True))
-        rest = statistics.median(cores - caller - workers for cores, caller, workers in way.samples)
-        ratios = sorted(own[0] / turn[0] for own, turn in zip(ways[0].samples, way.samples, strict=True))
+    for each in measured:
+        total, caller, workers = (statistics.median(column) for column in zip(*each.samples, strict=True))
+        rest = statistics.median(cores - caller - workers for cores, caller, workers in each.samples)
+        ratios = sorted(base[0] / sample[0] for base, sample in zip(measured[0].samples, each.samples, strict=True))
         spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} - {ratios[-1]:.2f})"
-        print(f"{way.name:<28} {total:>10.1f} {caller:>8.1f} {workers:>8.1f} {rest:>8.1f}   {spread}")
-        way.envs.close()
+        print(f"{each.name:<28} {total:>10.1f} {caller:>8.1f} {workers:>8.1f} {rest:>8.1f}   {spread}")
+        each.envs.close()
 
 
 if __name__ == "__main__":

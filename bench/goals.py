@@ -1,7 +1,7 @@
-"""The table of goals: each row is measured by one part, and written only from measurements.
+"""Measurements of the goals, the first table in ``bench/RESULTS.md``.
 
-``python -m bench goals PART`` runs a part and keeps its figures in ``bench-results/goals-PART.json``, from where
-:mod:`bench.tables` reads them.
+``python -m bench goals PART`` measures the rows of one part and writes their figures to ``bench-results/goals-PART.json``,
+from which :mod:`bench.tables` writes the table.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from vecenv.tools.benchmark import Report, Summary
 
 VECENV = ("auto", "auto-view", "use-caller", "workers", "per-env")
 
-# the rules of a contest; see _contest()
-CLEAR = 1.2
-ROUNDS, FEWER = 45, 15
-SAMPLE = 0.1  # seconds, or longer if a batch takes long:
-BATCHES = 10
-LONG = 6.0  # seconds of samples per row, after which fewer rounds must be enough
-ENOUGH = 0.95
+# limits of _compare_best()
+CLEAR_RATIO = 1.2  # with a higher ratio, the first comparison is sufficient
+MAX_ROUNDS, MIN_ROUNDS = 45, 15
+SAMPLE_SECONDS = 0.1  # at least, and at least the time of this number of batches:
+BATCHES_PER_SAMPLE = 10
+SECONDS_PER_ROW = 6.0  # the limit of all samples, unless MIN_ROUNDS take longer
+GOOD_RATIO = 0.95
 
-Look = Callable[[Pace, "Iterable[str] | None"], Report]
+Comparison = Callable[[Pace, "Iterable[str] | None"], Report]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Two cells of the table."""
+    """The two cells of a row that are measured."""
 
     measured: str
     spread: str
@@ -40,7 +40,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Settings:
-    """Durations and sizes of a measurement; each part derives the others from them."""
+    """The settings of a measurement, from which each part derives its sizes."""
 
     workers: int
     pace: Pace
@@ -57,6 +57,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Row:
+    """A row of the table: its key, the part that measures it, and its description."""
+
     key: str
     part: str
     what: str
@@ -81,43 +83,43 @@ ROWS = (
 )
 
 
-def _cell(summaries: list[Summary | None], form: str) -> Figure:
-    """Format the medians, with minimum and maximum of each."""
+def _format_figure(summaries: list[Summary | None], form: str) -> Figure:
+    """Format the medians, and the minimum and maximum of each."""
     shown = [format(s.median, form) if s else "-" for s in summaries]
     spread = [f"{s.minimum:{form}} - {s.maximum:{form}}" if s else "-" for s in summaries]
     return Figure(" / ".join(shown), " / ".join(spread))
 
 
-def _ranked(report: Report, names: tuple[str, ...], *, without: bool = False) -> list[str]:
-    """Return these rows, or all ``without`` them, the fastest first by median; only rows with samples."""
-    medians = {row.name: s.median for row in report.rows if (row.name in names) is not without and (s := row.summary)}
+def _ranked(report: Report, names: tuple[str, ...], *, invert: bool = False) -> list[str]:
+    """Return the names of these rows, or of all others, with the highest median first; rows without samples are omitted."""
+    medians = {row.name: s.median for row in report.rows if (row.name in names) is not invert and (s := row.summary)}
     return sorted(medians, key=lambda name: medians[name], reverse=True)
 
 
-def _best(report: Report, names: tuple[str, ...]) -> str:
-    """Return the fastest of these rows, by median."""
+def _fastest(report: Report, names: tuple[str, ...]) -> str:
+    """Return the row with the highest median of these, or the first one if none has samples."""
     return next(iter(_ranked(report, names)), names[0])
 
 
 def cartpole(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
-    names = _not_others()
+    names = _own_and_gymnasium_rows()
     reports = [
         report
         for n in settings.sizes
         for report in suites.side_by_side("CartPole-v1", n, settings.workers, settings.pace, names)
     ]
-    shares = [report.ratio(_best(report, VECENV), "bare-loop") for report in reports]
-    isolated = [report.ratio(_best(report, ("workers", "per-env")), "bare-loop") for report in reports[1:]]
+    shares = [report.ratio(_fastest(report, VECENV), "bare-loop") for report in reports]
+    isolated = [report.ratio(_fastest(report, ("workers", "per-env")), "bare-loop") for report in reports[1:]]
     last = reports[-1]
-    against = [last.ratio(name, "gym-async") for name in (_best(last, VECENV), "workers", "per-env")]
+    against = [last.ratio(name, "gym-async") for name in (_fastest(last, VECENV), "workers", "per-env")]
     return {
-        "limit-best": _cell(shares, ".2f"),
-        "limit-workers": _cell(isolated, ".2f"),
-        "async": _cell(against, ".1f"),
+        "limit-best": _format_figure(shares, ".2f"),
+        "limit-workers": _format_figure(isolated, ".2f"),
+        "async": _format_figure(against, ".1f"),
     }, reports
 
 
-def _not_others() -> list[str]:
+def _own_and_gymnasium_rows() -> list[str]:
     rows = candidates(WORKLOADS["empty"].prepare(), 1, 1)
     return [row.name for row in rows if row.name not in (*OTHERS, "auto-view")]
 
@@ -126,13 +128,13 @@ def others(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
     names = [*VECENV, *OTHERS]
     chosen = ("CartPole-v1", "empty") if settings.quick else installed_workloads()
     cases = [(workload, 8) for workload in chosen]
-    if not settings.quick:  # sixty-four processes of each library start again for every sample, which takes a while
+    if not settings.quick:  # few workloads, because the 64 processes of each library start again for every sample
         cases += [(workload, 64) for workload in ("CartPole-v1", "Ant-v5", "ALE/Pong-v5")]
-    reports = [_contest(partial(_together, w, n, settings.workers), names, VECENV, settings) for w, n in cases]
-    return {"others": _worst(reports, VECENV, "x")}, reports
+    reports = [_compare_best(partial(_compare_once, w, n, settings.workers), names, VECENV, settings) for w, n in cases]
+    return {"others": _worst_case(reports, VECENV, "x")}, reports
 
 
-def _together(workload: str, num_envs: int, workers: int, pace: Pace, names: Iterable[str] | None) -> Report:
+def _compare_once(workload: str, num_envs: int, workers: int, pace: Pace, names: Iterable[str] | None) -> Report:
     (report,) = suites.side_by_side(workload, num_envs, workers, pace, names)
     return report
 
@@ -140,52 +142,53 @@ def _together(workload: str, num_envs: int, workers: int, pace: Pace, names: Ite
 def auto(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
     chosen = ("CartPole-v1", "empty") if settings.quick else installed_workloads()
     sizes = (8,) if settings.quick else (1, 8, 64)
-    looks = [partial(suites.auto, workload, n, settings.workers) for workload in chosen for n in sizes]
-    reports = [_contest(look, None, ("auto",), settings) for look in looks]
-    return {"auto": _worst(reports, ("auto",), "")}, reports
+    comparisons = [partial(suites.auto, workload, n, settings.workers) for workload in chosen for n in sizes]
+    reports = [_compare_best(compare_rows, None, ("auto",), settings) for compare_rows in comparisons]
+    return {"auto": _worst_case(reports, ("auto",), "")}, reports
 
 
-def _contest(look: Look, names: Iterable[str] | None, ours: tuple[str, ...], settings: Settings) -> Report:
-    """Compare our best row with their best; the samples that choose the rows do not count for the ratio.
+def _compare_best(
+    compare_rows: Comparison, names: Iterable[str] | None, ours: tuple[str, ...], settings: Settings
+) -> Report:
+    """Compare our best row with the best of the others, by other samples than those that selected these rows.
 
-    A first look at all rows finds our best and their two best. These then meet in many short rounds, which alone
-    count.
-    If the first look puts us far ahead, it is enough.
+    A first comparison of all rows selects our best row and the two best others. These are compared again in many short
+    rounds, and only these rounds count, unless our row was much faster in the first comparison.
     """
-    report = look(settings.pace, names)
-    mine, others = _ranked(report, ours), _ranked(report, ours, without=True)
+    report = compare_rows(settings.pace, names)
+    mine, others = _ranked(report, ours), _ranked(report, ours, invert=True)
     if not mine or not others:
         return report
-    clear = report.ratio(mine[0], others[0])
+    ratio = report.ratio(mine[0], others[0])
     slowest = min(s.median for row in report.rows if row.name in (mine[0], *others[:2]) and (s := row.summary))
-    seconds = max(SAMPLE, BATCHES * report.num_envs / slowest)
-    if clear is None or clear.median < CLEAR or report.seconds < seconds:  # the look was too short to decide anything
-        rounds = 2 if settings.quick else max(FEWER, min(ROUNDS, int(LONG / seconds)))
-        report = look({**settings.pace, "seconds": seconds, "repeats": rounds}, [mine[0], *others[:2]])
-    found = _decided(report, ours)
+    seconds = max(SAMPLE_SECONDS, BATCHES_PER_SAMPLE * report.num_envs / slowest)
+    if ratio is None or ratio.median < CLEAR_RATIO or report.seconds < seconds:
+        rounds = 2 if settings.quick else max(MIN_ROUNDS, min(MAX_ROUNDS, int(SECONDS_PER_ROW / seconds)))
+        report = compare_rows({**settings.pace, "seconds": seconds, "repeats": rounds}, [mine[0], *others[:2]])
+    found = _best_ratio(report, ours)
     if found:
         print(f"{found[1]}: {found[0].median:.2f} [{found[0].minimum:.2f} - {found[0].maximum:.2f}]", flush=True)
     return report
 
 
-def _decided(report: Report, ours: tuple[str, ...]) -> tuple[Summary, str] | None:
-    """Return the ratio of our best row to their best, and a description of the comparison."""
-    mine, others = _ranked(report, ours), _ranked(report, ours, without=True)
+def _best_ratio(report: Report, ours: tuple[str, ...]) -> tuple[Summary, str] | None:
+    """Return the ratio of our best row to the best of the others, and a description of the comparison."""
+    mine, others = _ranked(report, ours), _ranked(report, ours, invert=True)
     first, second = report.row(mine[0]) if mine else None, report.row(others[0]) if others else None
     found = report.ratio(first.name, second.name) if first and second else None
     return (found, f"{report.env}, {report.num_envs} envs, against {second.label}") if found and second else None
 
 
-def _worst(reports: list[Report], ours: tuple[str, ...], unit: str) -> Figure:
-    """Return the least ratio of our best row to their best over all cases, with its case."""
-    cases = [found for report in reports if (found := _decided(report, ours))]
+def _worst_case(reports: list[Report], ours: tuple[str, ...], unit: str) -> Figure:
+    """Return the lowest ratio of our best row to the best of the others over all cases, with its case."""
+    cases = [found for report in reports if (found := _best_ratio(report, ours))]
     if not cases:
         return Figure("no case could be measured", "-")
     summary, case = min(cases, key=lambda entry: entry[0].median)
-    good = sum(found.median >= ENOUGH for found, _ in cases)
+    good = sum(found.median >= GOOD_RATIO for found, _ in cases)
     return Figure(
         f"{summary.median:.2f}{unit} in the worst of {len(cases)} cases ({case})",
-        f"{summary.minimum:.2f} - {summary.maximum:.2f}; {good} cases at {ENOUGH} or more",
+        f"{summary.minimum:.2f} - {summary.maximum:.2f}; {good} cases at {GOOD_RATIO} or more",
     )
 
 
@@ -199,26 +202,26 @@ def infos(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
 
 
 def copies(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
-    """Count copies; also measure their time, because a copy out of another core's cache is slower than ``memcpy``."""
+    """Count copies and measure their time, because copying from another core's cache is slower than ``memcpy``."""
     report = micro.copies(settings.pace, num_envs=settings.large)
-    counted = " / ".join(f"{count:.2f}" for count in micro.counted_copies(settings.large).values())
-    times = _cell(list(micro.copying_times(report).values()), ".1f")
+    counted = " / ".join(f"{count:.2f}" for count in micro.count_copies(settings.large).values())
+    times = _format_figure(list(micro.copying_times(report).values()), ".1f")
     return {"copies": Figure(counted, f"counted; in time {times.measured} memcpys ({times.spread})")}, [report]
 
 
 def first_ready(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
     report = suites.first_ready(settings.pace, settings.large)
-    row = report.row(_best(report, tuple(row.name for row in report.rows if row.name != "all")))
+    row = report.row(_fastest(report, tuple(row.name for row in report.rows if row.name != "all")))
     if row is None or row.summary is None:
         return {}, [report]
-    cell = _cell([row.summary], ".2f")
+    cell = _format_figure([row.summary], ".2f")
     return {"first-ready": Figure(f"{cell.measured} ({row.label})", cell.spread)}, [report]
 
 
 def round_trip(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
     report = micro.round_trip(settings.pace)
     found = report.ratio("pipe", "workers")
-    return ({"round-trip": _cell([found], ".2f")} if found else {}), [report]
+    return ({"round-trip": _format_figure([found], ".2f")} if found else {}), [report]
 
 
 def startup(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
@@ -226,7 +229,7 @@ def startup(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
     found = Summary.from_samples(b / a for a, b in zip(seconds["workers"], seconds["gym-async"], strict=True))
     summaries = {name: Summary.from_samples(taken) for name, taken in seconds.items()}
     shown = ", ".join(f"{name} {each.show('.3g')} s" for name, each in summaries.items() if each)
-    figure = _cell([found], ".1f")
+    figure = _format_figure([found], ".1f")
     return {"startup": Figure(f"{figure.measured}x", f"{figure.spread}; {shown}")}, []
 
 

@@ -1,12 +1,13 @@
-"""The cost of the JAX-native engine over the bare compiled physics: ``python bench/jax_cost.py``.
+"""Compares the JAX-native engine with the bare compiled physics: ``python bench/jax_cost.py``.
 
-For each number of environments, side by side in one process and interleaved, medians of the repeats (ratios: of each round):
+All rows run interleaved in one process for each number of environments. The table shows medians of the repeats; ratios
+compare times of the same repeat.
 
-* ``raw``      the limit: ``jit(vmap(step))``, no resets, no time limit, nothing read back but one flag;
+* ``raw``      the limit: ``jit(vmap(step))`` without resets and time limit, of which only one flag is read;
 * ``numpy``    ``JaxVectorEnv(to="numpy").step``: time limits, fresh autoresets, statistics, infos, fresh numpy arrays;
-* ``jax``      the same with ``to="jax"``, waited for after every step;
-* ``step``     ``FunctionalVectorEnv.step``, waited for after every step;
-* ``scan``     the upper bound of rollouts: a compiled scan of ``vmap(step)`` that keeps what a rollout keeps;
+* ``jax``      the same with ``to="jax"``, with a wait after every step;
+* ``step``     ``FunctionalVectorEnv.step``, with a wait after every step;
+* ``scan``     the upper bound of rollouts: a compiled scan of ``vmap(step)`` that returns the same fields as a rollout;
 * ``rollout``  ``vecenv.jax.rollout`` of as many steps.
 
 On a GPU: ``python bench/jax_cost.py --envs 4096 65536``.
@@ -32,20 +33,20 @@ from vecenv.jax import FunctionalVectorEnv, adapt, rollout, stateless
 
 
 def main() -> None:
-    """Parse, measure, print a table, and the goals of the two ratios."""
-    options = _arguments()
+    """Measure all numbers of environments and print the table."""
+    options = _parse_arguments()
     env = adapt(options.env, **dict(pair.split("=", 1) for pair in options.kwargs))
     rows = []
     for count in options.envs:
         rows.append(measure(env, count, options))
-        _show(rows[-1], first=len(rows) == 1)
+        _print_row(rows[-1], first=len(rows) == 1)
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"device": str(jax.devices()[0]), "env": options.env, "rows": rows}, file, indent=1)
 
 
 def measure(env: Any, count: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Return microseconds per vector step by kind: a row of the table."""
+    """Return a row of the table: the microseconds per vector step of each kind."""
     functional = FunctionalVectorEnv(env, count, options.mode, max_episode_steps=options.limit)
     runs = {**_single_steps(env, functional, options.steps), **_scans(env, functional, options.length)}
     clock = time.process_time if options.cpu else time.perf_counter
@@ -72,7 +73,7 @@ def _single_steps(env: Any, functional: FunctionalVectorEnv, steps: int) -> dict
     envs = {to: JaxVectorEnv(functional, to=to) for to in ("numpy", "jax")}
     for each in envs.values():
         each.reset(seed=0)
-    held = {"state": functional.reset(jax.random.key(0))}
+    latest = {"state": functional.reset(jax.random.key(0))}
 
     def raw() -> None:
         now = state
@@ -90,8 +91,8 @@ def _single_steps(env: Any, functional: FunctionalVectorEnv, steps: int) -> dict
 
     def pure() -> None:
         for action in actions:
-            held["state"] = functional.step(held["state"], action)
-            held["state"].terminated.block_until_ready()
+            latest["state"] = functional.step(latest["state"], action)
+            latest["state"].terminated.block_until_ready()
 
     return {name: (run, steps) for name, run in (("raw", raw), ("numpy", numpy), ("jax", on_device), ("step", pure))}
 
@@ -113,26 +114,26 @@ def _scans(env: Any, functional: FunctionalVectorEnv, length: int) -> dict[str, 
 
     scan = jax.jit(lambda carried: jax.lax.scan(bare, carried, jnp.arange(length)))
     policy = stateless(lambda params, obs, key: (choose(key), {}))
-    whole = jax.jit(lambda state: rollout(functional, policy, (), state, (), key, length)[:2])
-    begun = functional.reset(jax.random.key(0))
+    compiled_rollout = jax.jit(lambda state: rollout(functional, policy, (), state, (), key, length)[:2])
+    initial_state = functional.reset(jax.random.key(0))
 
     def run_scan() -> None:
         jax.block_until_ready(scan((state, obs)))
 
     def run_rollout() -> None:
-        jax.block_until_ready(whole(begun))
+        jax.block_until_ready(compiled_rollout(initial_state))
 
     return {"scan": (run_scan, length), "rollout": (run_rollout, length)}
 
 
-def _show(row: dict[str, Any], first: bool) -> None:
+def _print_row(row: dict[str, Any], first: bool) -> None:
     if first:
         print(f"device {jax.devices()[0]}; microseconds per vector step")
         print("  ".join(f"{name:>14}" for name in row))
     print("  ".join(f"{value:14.2f}" if isinstance(value, float) else f"{value:14d}" for value in row.values()), flush=True)
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--env", default="inverted_pendulum", help="a name of Brax or Playground")
     parser.add_argument("--kwargs", nargs="*", default=["backend=spring"], help="environment arguments, name=value")
@@ -142,7 +143,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200, help="single steps per repeat")
     parser.add_argument("--length", type=int, default=100, help="steps per scan")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--cpu", action="store_true", help="count CPU time, not wall time: for a busy machine")
+    parser.add_argument("--cpu", action="store_true", help="measure CPU time instead of wall time, for a busy machine")
     parser.add_argument("--json", help="also write the rows to this file")
     return parser.parse_args()
 

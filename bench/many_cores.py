@@ -1,15 +1,16 @@
-"""A simulation of the caller as the bottleneck of many cores: ``python bench/many_cores.py``.
+"""Simulates the caller as the bottleneck of many cores: ``python bench/many_cores.py``.
 
-The many cores are not needed: what one batch costs the calling process is measured here, with workers that sleep, and the
-rest is a simulation. The caller is one server with a queue; a worker is busy for as long as its environments step. The
-table shows the share of the cores' own rate for several lengths of a step: by ``step``, by first-ready halves, by
-halves with two messages in flight per worker (``batch_size="auto"``), and by ``step`` of two engines in two programs.
+The program needs only a few cores: it measures the cost of a batch for the calling process, with workers that sleep, and
+simulates the rest. The simulated caller is one server with a queue; a worker is busy while its environments step. The table
+shows the share of the rate that the cores alone would reach, for several durations of a step: by ``step``, by first-ready
+halves, by halves with two messages in flight per worker (``batch_size="auto"``), and by ``step`` of two engines in two
+programs.
 
     python bench/many_cores.py                       # measures, then simulates
-    python bench/many_cores.py --costs 40 8 0.4      # simulates with these costs: us a batch, a worker, a row
+    python bench/many_cores.py --costs 40 8 0.4      # simulates with these costs, in us per batch, worker and row
     python bench/many_cores.py --bytes 28224         # observations of that many bytes, which the caller copies
 
-Measured is processor time, which other programs on the machine change less than they change the clock's.
+It measures processor time, which depends less on other programs than wall time does.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from bench.workloads import WaitingEnv
 
 CORES = (8, 16, 32, 64, 128)
 STEPS = (100e-6, 300e-6, 1e-3, 5e-3)
-TURNS = 60  # batches that are simulated
+BATCHES = 60  # in a simulation
 SPREAD = 0.3  # sigma of the log-normal step times
 
 
@@ -41,17 +42,17 @@ class Costs(NamedTuple):
     row: float
 
 
-def measured(size: int) -> Costs:
-    """Measure the caller's cost of ``step`` per batch, worker and row, from two straight lines."""
+def measure_costs(size: int) -> Costs:
+    """Measure the caller's cost of ``step`` per batch, worker and row, by two linear fits."""
     few, many, rows = 8, 64, 256
-    with_few, with_many = (spent(workers, workers, 0.004, size) for workers in (few, many))
+    with_few, with_many = (caller_seconds(workers, workers, 0.004, size) for workers in (few, many))
     worker = (with_many - with_few) / (many - few)
-    row = max((spent(few, rows, 0.0, size) - spent(few, few, 0.0, size)) / (rows - few), 0.0)
+    row = max((caller_seconds(few, rows, 0.0, size) - caller_seconds(few, few, 0.0, size)) / (rows - few), 0.0)
     return Costs(max(with_few - few * (worker + row), 0.0), max(worker - row, 0.0), row)
 
 
-def spent(workers: int, rows: int, seconds: float, size: int) -> float:
-    """Return the median processor seconds of the caller per batch."""
+def caller_seconds(workers: int, rows: int, seconds: float, size: int) -> float:
+    """Return the median of the caller's processor seconds per batch."""
     env_fn = functools.partial(WaitingEnv, seconds, shape=(size,), dtype="uint8")
     envs = vecenv.AsyncVectorEnv([env_fn] * rows, num_workers=workers)
     try:
@@ -63,46 +64,46 @@ def spent(workers: int, rows: int, seconds: float, size: int) -> float:
         envs.close()
 
 
-def by_step(workers: int, each: int, seconds: float, costs: Costs, chance: np.random.Generator) -> float:
-    """Return environment steps per second in lock-step. Half of a worker's cost is the request, half the reply."""
+def simulate_step(workers: int, each: int, seconds: float, costs: Costs, rng: np.random.Generator) -> float:
+    """Simulate ``step``; return environment steps per second. Request and reply each take half of a worker's cost."""
     sent = costs.batch / 2 + costs.worker / 2 * np.arange(1, workers + 1)
     now = 0.0
-    for _ in range(TURNS):
-        done = np.sort(now + sent + draw_step_times(workers, each, seconds, chance))
+    for _ in range(BATCHES):
+        done = np.sort(now + sent + draw_step_times(workers, each, seconds, rng))
         free = now + sent[-1]
         for moment in done:
             free = max(free, moment) + costs.worker / 2
         now = free + costs.batch / 2 + costs.row * workers * each
-    return TURNS * workers * each / now
+    return BATCHES * workers * each / now
 
 
-def by_halves(
-    workers: int, each: int, seconds: float, costs: Costs, chance: np.random.Generator, messages: int = 1
+def simulate_halves(
+    workers: int, each: int, seconds: float, costs: Costs, rng: np.random.Generator, messages: int = 1
 ) -> float:
-    """Return environment steps per second by first-ready halves, with that many messages in flight per worker."""
+    """Simulate first-ready halves with ``messages`` in flight per worker; return environment steps per second."""
     rows, half = each // messages, max(workers * messages // 2, 1)
     free = np.zeros(workers)  # when each worker has finished its messages
-    underway: list[tuple[float, int]] = []
+    in_flight: list[tuple[float, int]] = []
 
     def send(batch: list[int], now: float) -> None:
-        lengths = draw_step_times(len(batch), rows, seconds, chance)
+        lengths = draw_step_times(len(batch), rows, seconds, rng)
         for place, (worker, length) in enumerate(zip(batch, lengths, strict=True)):
             free[worker] = max(free[worker], now + costs.worker / 2 * (place + 1)) + length
-            heapq.heappush(underway, (float(free[worker]), worker))
+            heapq.heappush(in_flight, (float(free[worker]), worker))
 
     send(list(range(workers)) * messages, 0.0)
     now = 0.0
-    for _ in range(2 * TURNS):
-        batch = [heapq.heappop(underway) for _ in range(half)]
+    for _ in range(2 * BATCHES):
+        batch = [heapq.heappop(in_flight) for _ in range(half)]
         now = max(now, batch[-1][0]) + costs.batch / 2 + half * (costs.worker / 2 + costs.row * rows)
         send([worker for _, worker in batch], now)
         now += costs.batch / 2 + half * costs.worker / 2
-    return 2 * TURNS * half * rows / now
+    return 2 * BATCHES * half * rows / now
 
 
-def draw_step_times(workers: int, each: int, seconds: float, chance: np.random.Generator) -> Any:
-    """Draw the seconds that each worker takes to step its rows."""
-    return chance.lognormal(np.log(seconds) - SPREAD**2 / 2, SPREAD, (workers, each)).sum(1)
+def draw_step_times(workers: int, each: int, seconds: float, rng: np.random.Generator) -> Any:
+    """Draw each worker's duration of a step of all its rows, in seconds."""
+    return rng.lognormal(np.log(seconds) - SPREAD**2 / 2, SPREAD, (workers, each)).sum(1)
 
 
 def main() -> None:
@@ -111,7 +112,7 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=128, help="size of an observation")
     parser.add_argument("--each", type=int, default=4, help="environments per worker")
     options = parser.parse_args()
-    costs = Costs(*(cost * 1e-6 for cost in options.costs)) if options.costs else measured(options.bytes)
+    costs = Costs(*(cost * 1e-6 for cost in options.costs)) if options.costs else measure_costs(options.bytes)
     print(f"A batch costs the caller {costs.batch * 1e6:.0f} us, {costs.worker * 1e6:.1f} us per worker and")
     print(f"{costs.row * 1e6:.2f} us per row of {options.bytes} bytes. {options.each} environments per worker.\n")
     print("| cores | " + " | ".join(f"{step * 1e3:g} ms" for step in STEPS) + " |")
@@ -119,9 +120,11 @@ def main() -> None:
     for cores in CORES:
         cells = []
         for step in STEPS:
-            ways = [(by_step, 1), (by_halves, 1), (functools.partial(by_halves, messages=2), 1), (by_step, 2)]
+            two_messages = functools.partial(simulate_halves, messages=2)
+            cases = [(simulate_step, 1), (simulate_halves, 1), (two_messages, 1), (simulate_step, 2)]
             rates = [
-                engines * by(cores // engines, options.each, step, costs, np.random.default_rng(0)) for by, engines in ways
+                engines * simulate(cores // engines, options.each, step, costs, np.random.default_rng(0))
+                for simulate, engines in cases
             ]
             cells.append(", ".join(f"{rate * step / cores:.2f}" for rate in rates))
         print(f"| {cores} | " + " | ".join(cells) + " |")

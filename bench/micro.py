@@ -1,7 +1,7 @@
-"""One cost at a time: a round trip, a batch, infos, copies, starting up.
+"""Micro-benchmarks of single costs: a round trip, a batch, infos, copies, the start.
 
-Each measurement compares the engine with the simplest code that does the same job in the same run: a pipe
-between two processes, ``memcpy``, the same environment without its infos.
+Each one compares the engine with the simplest code for the same work in the same run: a pipe between two processes,
+``memcpy``, or the same environment without infos.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 import vecenv
 from bench import take_turns
 from bench.engines import Pace, Stepping
-from bench.workloads import DropInfos, EmptyEnv, wrapped
+from bench.workloads import DropInfos, EmptyEnv, make_wrapped
 from vecenv.tools.benchmark import Report, Summary, compare
 from vecenv.tools.runners import (
     Candidate,
@@ -43,36 +43,36 @@ IMAGE = (84, 84, 4)
 
 
 class PingPong(Stepping):
-    """Five bytes to another process and five bytes back, over a socket pair, blocking or spinning."""
+    """A runner that sends five bytes to another process and back, over a blocking or spinning socket pair."""
 
     def __init__(self, spin: bool) -> None:
         self._spin, self._receive = spin, _spin_receive if spin else _receive
 
     def _step(self) -> int:
-        self._ours.send(MESSAGE)
-        self._receive(self._ours)
+        self._socket.send(MESSAGE)
+        self._receive(self._socket)
         return 1
 
     def run(self, seconds: float) -> float:
-        """Run a sample with a new partner process: between samples, a spinning one would occupy a core."""
-        self._ours, theirs = socket.socketpair()
-        for end in (self._ours, theirs):
+        """Run a sample with a new partner process, because a spinning one would occupy a core between samples."""
+        self._socket, partner = socket.socketpair()
+        for end in (self._socket, partner):
             end.setblocking(not self._spin)
         pid = os.fork()
         if pid == 0:
-            self._ours.close()
-            while message := self._receive(theirs):
-                theirs.send(message)
+            self._socket.close()
+            while message := self._receive(partner):
+                partner.send(message)
             os._exit(0)
-        theirs.close()
+        partner.close()
         try:
             return super().run(seconds)
         finally:
-            self._ours.close()
+            self._socket.close()
             os.waitpid(pid, 0)
 
     def close(self) -> None:
-        """Do nothing: no process exists between samples."""
+        """Do nothing, because no process exists between samples."""
 
 
 def _receive(end: socket.socket) -> bytes:
@@ -88,7 +88,7 @@ def _spin_receive(end: socket.socket) -> bytes:
 
 
 class Copier(Stepping):
-    """A runner that copies as many bytes as a batch of observations, as an engine does; it counts rows."""
+    """A runner that copies the bytes of a batch of observations like an engine, and counts rows."""
 
     def __init__(self, shape: Sequence[int], method: str) -> None:
         self._row = np.ones(shape[1:], np.uint8)
@@ -98,7 +98,7 @@ class Copier(Stepping):
         self._copy = methods[method]
 
     def _copy_rows(self) -> None:
-        """Copy into the same memory row by row, as a worker must."""
+        """Copy into the same memory row by row, as a worker does."""
         copy, row = np.copyto, self._row
         for target in self._rows:
             copy(target, row)
@@ -123,21 +123,21 @@ def round_trip(pace: Pace) -> Report:
 
 
 def batch(pace: Pace, num_envs: int = 8) -> Report:
-    """Measure whole batches of CartPole-v1 per second, and the bare loop in one process and in two."""
+    """Compare engines on CartPole-v1 with the bare loop in one process and in two."""
     env_fn = partial(make_env, "CartPole-v1")
-    limits = {name: bound_candidate("bare-loop", env_fn, num_envs, n) for name, n in (("bare", 1), ("bare-2", 2))}
+    bare_loops = {name: bound_candidate("bare-loop", env_fn, num_envs, n) for name, n in (("bare", 1), ("bare-2", 2))}
     rows = [
         gymnasium_candidate("gym-sync", "SyncVectorEnv", env_fn, num_envs),
         vecenv_candidate("in-process", "vecenv, in-process", env_fn, num_envs, num_workers=0),
         vecenv_candidate("use-caller", "vecenv, caller and 1 worker", env_fn, num_envs, num_workers=1, use_caller=True),
         vecenv_candidate("workers", "vecenv, 2 workers", env_fn, num_envs, num_workers=2),
-        *(replace(limit, name=name) for name, limit in limits.items()),
+        *(replace(bare_loop, name=name) for name, bare_loop in bare_loops.items()),
     ]
     return compare("CartPole-v1", env_fn, num_envs, rows, **pace)
 
 
 def batch_overhead(report: Report) -> dict[str, Summary | None]:
-    """Return the microseconds that a batch of :func:`batch` takes beyond the bare loop in as many processes."""
+    """Return the microseconds per batch of :func:`batch` in excess of the bare loop in as many processes."""
     rates = {row.name: row.rates for row in report.rows}
     found = {}
     for name, bare in (("gym-sync", "bare"), ("in-process", "bare"), ("use-caller", "bare-2"), ("workers", "bare-2")):
@@ -150,20 +150,20 @@ def infos(pace: Pace, num_envs: int = 32, workers: int = 2) -> Report:
     """Compare Ant-v5 with its infos and the same computation without them, for three engines."""
     rows = []
     for suffix, wrapper in (("", gymnasium.Wrapper), ("-without", DropInfos)):
-        env_fn = partial(wrapped, wrapper, "Ant-v5")
+        env_fn = partial(make_wrapped, wrapper, "Ant-v5")
         text = "without infos" if suffix else "with infos"
         label = f"vecenv, {workers} workers, {text}"
         rows.append(vecenv_candidate(f"workers{suffix}", label, env_fn, num_envs, num_workers=workers))
         for name, kind in (("gym-sync", "SyncVectorEnv"), ("gym-async", "AsyncVectorEnv")):
             stock = gymnasium_candidate(f"{name}{suffix}", kind, env_fn, num_envs)
             rows.append(replace(stock, label=f"{stock.label}, {text}"))
-    return compare("Ant-v5, infos", partial(wrapped, gymnasium.Wrapper, "Ant-v5"), num_envs, rows, check=False, **pace)
+    return compare("Ant-v5, infos", partial(make_wrapped, gymnasium.Wrapper, "Ant-v5"), num_envs, rows, check=False, **pace)
 
 
 def copies(pace: Pace, num_envs: int = 64) -> Report:
-    """Measure steps with (84, 84, 4) uint8 observations against steps with small ones, and against ``memcpy``.
+    """Compare steps with (84, 84, 4) uint8 observations with steps with small ones, and with ``memcpy``.
 
-    It uses one worker, so that the copies are not divided among cores.
+    All copies run on one core, because there is one worker.
     """
     images = partial(EmptyEnv, IMAGE, "uint8")
     rows = [
@@ -178,9 +178,9 @@ def copies(pace: Pace, num_envs: int = 64) -> Report:
 
 
 def start_once(engine: str, num_envs: int, workers: int) -> None:
-    """Print the seconds from the constructor to the end of the first reset. Call it in a new process."""
+    """Print the seconds from construction to the end of the first reset. Must run in a new process."""
     env_fns: list[EnvFn] = [partial(make_env, "CartPole-v1")] * num_envs
-    gymnasium.make("CartPole-v1").close()  # the import is the environment's cost, not the engine's
+    gymnasium.make("CartPole-v1").close()  # the time of this import belongs to the environment, not to the engine
     start = time.perf_counter()
     if engine == "gym-async":
         envs: Any = gymnasium.vector.AsyncVectorEnv(env_fns, context="forkserver")
@@ -192,7 +192,7 @@ def start_once(engine: str, num_envs: int, workers: int) -> None:
 
 
 def startup(repeats: int, num_envs: int = 64, workers: int = 2) -> dict[str, list[float]]:
-    """Measure the seconds of a start, each in a new interpreter with a cold fork server, alternating the engines."""
+    """Measure the seconds of a start of each engine in turn, in new interpreters without a running fork server."""
 
     def start(engine: str) -> float:
         code = f"from bench.micro import start_once; start_once({engine!r}, {num_envs}, {workers})"
@@ -204,35 +204,34 @@ def startup(repeats: int, num_envs: int = 64, workers: int = 2) -> dict[str, lis
     return take_turns({engine: partial(start, engine) for engine in ("workers", "per-env", "gym-async")}, repeats)
 
 
-class CountingEnv(EmptyEnv):
-    """An environment with large observations that reports its process's copied bytes; it needs ``count_copies.c`` preloaded.
-    """
+class CopyCountingEnv(EmptyEnv):
+    """An environment with large observations. If ``count_copies.c`` is preloaded, it counts the bytes that are copied."""
 
     def __init__(self) -> None:
         super().__init__(IMAGE, "uint8")
 
     def copied(self) -> int:
-        return _copied_here()
+        return _bytes_copied_here()
 
 
-def _copied_here() -> int:
+def _bytes_copied_here() -> int:
     count = ctypes.CDLL(None).copied_bytes
     count.restype = ctypes.c_ulonglong
     return int(count())
 
 
-def _count_once(copy: bool, num_envs: int, steps: int = 50) -> float:
-    """Return the bytes that worker and caller copy in a step, as a multiple of the observations' bytes."""
-    envs = vecenv.AsyncVectorEnv([CountingEnv] * num_envs, num_workers=1, copy=copy)
+def _copies_per_step(copy: bool, num_envs: int, steps: int = 50) -> float:
+    """Return how many times worker and caller together copy the bytes of the observations in a step."""
+    envs = vecenv.AsyncVectorEnv([CopyCountingEnv] * num_envs, num_workers=1, copy=copy)
     try:
         envs.reset(seed=0)
         actions = envs.action_space.sample()
 
         def copied() -> int:
-            return int(envs.call("copied")[0]) + _copied_here()
+            return int(envs.call("copied")[0]) + _bytes_copied_here()
 
         before = copied()
-        overhead = copied() - before  # copies made by reading the counter
+        overhead = copied() - before  # bytes that reading the counter copies
         before = copied()
         for _ in range(steps):
             envs.step(actions)
@@ -241,11 +240,11 @@ def _count_once(copy: bool, num_envs: int, steps: int = 50) -> float:
         envs.close()
 
 
-def counted_copies(num_envs: int = 64) -> dict[str, float]:
-    """Count how often a step copies the bytes of its observations, by counting inside ``memcpy`` and ``memmove``.
+def count_copies(num_envs: int = 64) -> dict[str, float]:
+    """Count inside ``memcpy`` and ``memmove`` how often a step copies the bytes of its observations.
 
     Raises:
-        RuntimeError: There is no C compiler, or the counter does not work with this C library.
+        RuntimeError: There is no C compiler, or counting does not work with this C library.
     """
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
@@ -254,7 +253,7 @@ def counted_copies(num_envs: int = 64) -> dict[str, float]:
         library, source = Path(folder, "count_copies.so"), Path(__file__).with_name("count_copies.c")
         flags = ["-O2", "-shared", "-fPIC", "-fno-builtin", "-fno-tree-loop-distribute-patterns"]
         subprocess.run([compiler, *flags, "-o", str(library), str(source)], check=True, timeout=60)
-        code = f"from bench.micro import _count_once; print(_count_once(False, {num_envs}), _count_once(True, {num_envs}))"
+        code = f"from bench.micro import _copies_per_step as c; print(c(False, {num_envs}), c(True, {num_envs}))"
         environment = {**os.environ, "LD_PRELOAD": str(library)}
         done = subprocess.run(
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
@@ -266,7 +265,7 @@ def counted_copies(num_envs: int = 64) -> dict[str, float]:
 
 
 def copying_times(report: Report) -> dict[str, Summary | None]:
-    """Return the time of the observations' copies as a multiple of one ``memcpy``, from the rounds of :func:`copies`.
+    """Return the time of copying the observations as a multiple of one ``memcpy``, from the rounds of :func:`copies`.
 
     For ``copy=False``: the extra time of a step with large observations over one with small ones, divided by that of
     ``memcpy``. ``copy=True`` adds its extra time over ``copy=False``, divided by the time of one copy into new memory.

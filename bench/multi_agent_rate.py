@@ -1,11 +1,10 @@
-"""Agent steps per second of ``MultiAgentVecEnv`` against SuperSuit's ``concat_vec_envs_v1`` on the same game, side by side.
+"""Compares the agent steps per second of ``MultiAgentVecEnv`` and SuperSuit's ``concat_vec_envs_v1`` on the same game.
 
-Turns of both alternate, so that whatever else the machine does hits both; a repeat is one turn each, and the ratio of a
-repeat is what counts. Both run in the fastest of their modes, by a short trial: SuperSuit in this process or in 2 processes,
-vecenv in this process, with all cores in workers, or with all but one and the caller's share. ``pursuit`` is a game that
-costs next to nothing, so its row shows the cost of the vectors; in the rows of real games (``spread``: MPE with 3 agents)
-the game itself costs most, and no vector of it can be faster than the cores are: the upper bound is the bare loop over
-one environment, times the cores.
+Both take short alternate turns, so that other load on the machine affects both. A repeat is one turn of each, and the result
+is the ratio within a repeat. A short trial selects the fastest mode of each: SuperSuit in this process or in 2 processes,
+vecenv in this process, with a worker per core, or with one worker fewer and the caller's share. Steps of ``pursuit`` take
+hardly any time, so its row shows the cost of the vectors. Steps of ``spread`` (MPE with 3 agents) take most of the time in
+its row. The upper bound is the rate of the bare loop over one environment, times the number of cores.
 
     python bench/multi_agent_rate.py
     python bench/multi_agent_rate.py --game spread --num-envs 16 --seconds 1 --repeats 7 --json
@@ -34,7 +33,7 @@ from vecenv.tools.runners import run_for
 
 
 class Pursuit(ParallelEnv[str, Any, Any]):
-    """A game of four agents on a line that run after a number; 200 steps."""
+    """A game in which four agents on a line follow a moving goal for 200 steps."""
 
     metadata = {"name": "pursuit_on_a_line", "is_parallelizable": True}  # noqa: RUF012
     render_mode = None
@@ -75,18 +74,18 @@ class Pursuit(ParallelEnv[str, Any, Any]):
         return self.seen, rewards, unfinished, dict.fromkeys(agents, over), {agent: {} for agent in agents}
 
 
-def spread() -> Any:
-    """Build MPE's simple_spread: three agents."""
+def make_spread() -> Any:
+    """Build MPE's simple_spread, with three agents."""
     from mpe2 import simple_spread_v3
 
     return simple_spread_v3.parallel_env(max_cycles=100)
 
 
-GAMES: dict[str, Callable[[], Any]] = {"pursuit": Pursuit, "spread": spread}
+GAMES: dict[str, Callable[[], Any]] = {"pursuit": Pursuit, "spread": make_spread}
 
 
-def plain(game: Callable[[], Any]) -> Callable[[Any], None]:
-    """Return the bare loop over one environment."""
+def make_bare_step(game: Callable[[], Any]) -> Callable[[Any], None]:
+    """Return a function that steps one environment directly, and resets it when it has ended."""
     env = game()
     env.reset(seed=0)
     actions = {agent: env.action_space(agent).sample() for agent in env.possible_agents}
@@ -99,8 +98,8 @@ def plain(game: Callable[[], Any]) -> Callable[[Any], None]:
     return step
 
 
-def supersuit(game: Callable[[], Any], num_envs: int, processes: int) -> Any:
-    """Build SuperSuit's vector; 0 processes means this one."""
+def make_supersuit(game: Callable[[], Any], num_envs: int, processes: int) -> Any:
+    """Build SuperSuit's vector, in this process if ``processes`` is 0."""
     import supersuit
 
     single = supersuit.pettingzoo_env_to_vec_env_v1(game())
@@ -109,11 +108,11 @@ def supersuit(game: Callable[[], Any], num_envs: int, processes: int) -> Any:
     return vector
 
 
-def open_both(game: Callable[[], Any], num_envs: int, seconds: float, num_workers: Any) -> tuple[Any, Any, str, str]:
-    """Return the better of SuperSuit's modes, and of vecenv's if none is given."""
-    vectors = {f"{processes} processes": supersuit(game, num_envs, processes) for processes in (0, 2)}
+def build_both(game: Callable[[], Any], num_envs: int, seconds: float, num_workers: Any) -> tuple[Any, Any, str, str]:
+    """Build both vectors in their fastest mode; ``num_workers`` fixes that of vecenv. Return them and their modes."""
+    vectors = {f"{processes} processes": make_supersuit(game, num_envs, processes) for processes in (0, 2)}
     actions = np.zeros(next(iter(vectors.values())).num_envs, np.int64)
-    rates = {mode: run_for(counted(vector.step, actions), seconds) for mode, vector in vectors.items()}
+    rates = {mode: run_for(make_counting_step(vector.step, actions), seconds) for mode, vector in vectors.items()}
     best = max(rates, key=rates.__getitem__)
     for mode, vector in vectors.items():
         if mode != best:
@@ -125,32 +124,32 @@ def open_both(game: Callable[[], Any], num_envs: int, seconds: float, num_worker
     for options in modes:
         with MultiAgentVecEnv([game] * num_envs, **options) as envs:
             envs.reset(seed=0)
-            own = np.zeros((num_envs, envs.num_agents), np.int64)
-            found.append((run_for(counted(envs.step, own), seconds), options))
+            vecenv_actions = np.zeros((num_envs, envs.num_agents), np.int64)
+            found.append((run_for(make_counting_step(envs.step, vecenv_actions), seconds), options))
     options = max(found, key=lambda entry: entry[0])[1]
     mode = ", ".join(f"{key}={value}" for key, value in options.items())
     return vectors[best], MultiAgentVecEnv([game] * num_envs, **options), best, mode
 
 
-def counted(step: Callable[[Any], Any], actions: np.ndarray) -> Callable[[], int]:
-    """Return a function that steps with these actions and returns their number."""
+def make_counting_step(step: Callable[[Any], Any], actions: np.ndarray) -> Callable[[], int]:
+    """Return a function that calls ``step`` with these actions and returns the number of actions."""
 
-    def counting() -> int:
+    def counting_step() -> int:
         step(actions)
         return actions.size
 
-    return counting
+    return counting_step
 
 
 def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure both in turn; return rates in agent steps per second."""
+    """Measure both in alternate turns; return a row with the rates in agent steps per second."""
     game = GAMES[name]
-    theirs, envs, their_mode, mode = open_both(game, options.num_envs, options.seconds, options.num_workers)
+    theirs, envs, their_mode, mode = build_both(game, options.num_envs, options.seconds, options.num_workers)
     envs.reset(seed=0)
     actions = np.zeros((options.num_envs, envs.num_agents), np.int64)
     steps = {
-        "supersuit": counted(theirs.step, actions.reshape(-1)), "vecenv": counted(envs.step, actions),
-        "bare loop": counted(plain(game), actions[0]),
+        "supersuit": make_counting_step(theirs.step, actions.reshape(-1)), "vecenv": make_counting_step(envs.step, actions),
+        "bare loop": make_counting_step(make_bare_step(game), actions[0]),
     }  # fmt: skip
     rates = take_turns(
         {name: functools.partial(run_for, step, options.seconds) for name, step in steps.items()}, options.repeats

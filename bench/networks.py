@@ -1,4 +1,4 @@
-"""The network of :mod:`bench.train`: convolutions for images, two dense layers for anything else. Needs flax."""
+"""The network of :mod:`bench.train`: convolutions for images, two dense layers for other observations. Needs flax."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Policy(nn.Module):
     @nn.compact
     def __call__(self, observations: jax.Array) -> tuple[Categorical | UnitNormal, jax.Array]:
         x = observations.astype(jnp.float32)
-        if self.images:  # the frames come before height and width
+        if self.images:  # frames are the first axis, before height and width
             x = jnp.moveaxis(x, 1, -1) / 255
             for features, size, stride in ((16, 8, 4), (32, 4, 2)):
                 x = nn.relu(nn.Conv(features, (size, size), (stride, stride), padding="VALID")(x))

@@ -1,16 +1,16 @@
-"""Unedited published programs: Gymnasium's engine against vecenv's, in alternate runs.
+"""Runs unmodified published programs with Gymnasium's and vecenv's engines in turn, and compares results and times.
 
     git clone https://github.com/vwxyzjn/cleanrl SOURCES/cleanrl      # and the others that `python -m bench list` names
     python -m bench programs --sources SOURCES cleanrl-ppo skrl-ppo
     python -m bench programs --sources SOURCES --python /another/environment/bin/python --rounds 5
 
-None of them is part of this repository. ``python program.py`` and ``python -m vecenv run program.py`` run with the same
-arguments and seeds, each in an empty folder. In both runs ``bench/watched.py`` starts the program, and sums up all actions,
-observations, rewards and flags in one checksum. Scalars that a program writes for TensorBoard, except times, are compared
-exactly too. A program needs its own requirements installed where ``--python`` is.
+This repository does not contain the programs. ``python program.py`` and ``python -m vecenv run program.py`` run with the
+same arguments and seeds, each in an empty folder. In both runs ``bench/watched.py`` starts the program, and computes a
+checksum of all actions, observations, rewards and flags. Scalars that a program writes for TensorBoard, except times, must
+be equal too. The environment of ``--python`` must have the requirements of the programs.
 
-Wall time covers a program's whole life, imports included. Processor time is that of the program and its workers; on a busy
-machine it varies less.
+Wall time covers a whole program, imports included. Processor time is that of the program and its workers, and varies less on
+a busy machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 from vecenv.tools.benchmark import Summary
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMES = re.compile(r"sps|time|fps|second|speed|perf", re.IGNORECASE)  # scalars that differ in each run
+TIMES = re.compile(r"sps|time|fps|second|speed|perf", re.IGNORECASE)  # names of scalars that differ between runs
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Program:
     """A published program and its command line.
 
     Attributes:
-        repository: Its repository, and the name of its folder among the sources.
-        command: The file, from the root of the repository, or a module (``-m name``), and its arguments.
-        makes: The vector environment that it makes, for the table.
+        repository: Its repository; the last part is also the name of its folder among the sources.
+        command: A file in the repository or a module (``-m name``), and its arguments.
+        makes: The vector environment that the program builds, for the table.
         watch: Arguments of ``bench/watched.py``.
-        sync: True if it makes a SyncVectorEnv, which ``--sync`` replaces.
-        in_repository: True if it must run in the root of its repository.
-        configuration: A settings file, a text in it, and the replacement. ``{settings}`` in ``command`` is the changed
-            copy.
+        sync: True if the program builds a SyncVectorEnv, which ``--sync`` replaces.
+        in_repository: True if the program must run in the root of its repository.
+        configuration: A settings file, a text in it, and the replacement. ``{settings}`` in ``command`` is the path of
+            the changed copy.
     """
 
     repository: str
@@ -85,7 +85,7 @@ PROGRAMS: dict[str, Program] = {
         "AgileRL/AgileRL", "demos/single_agent/demo_off_policy.py", "AsyncVectorEnv, LunarLander-v3, 16",
         "--stop 200 --seed 2",
     ),
-    "rl-games-ppo": Program(  # all its settings are for a GPU
+    "rl-games-ppo": Program(  # its settings files require a GPU
         "Denys88/rl_games", "runner.py --train --file {settings} --num_actors 8 --seed 3",
         "AsyncVectorEnv, HalfCheetah-v5, 8", "--stop 260",
         configuration=("rl_games/configs/mujoco/halfcheetah.yaml", *_DEVICE),
@@ -114,7 +114,7 @@ class Run:
 
 
 def read_scalars(folder: Path) -> dict[str, list[list[Any]]]:
-    """Read the TensorBoard scalars below a folder: steps and values by name, except for times."""
+    """Read the TensorBoard scalars in a folder, except for times. Return steps and values by name."""
     found: dict[str, list[list[Any]]] = {}
     for file in sorted(folder.rglob("events.out.tfevents.*")):
         data, at = file.read_bytes(), 0
@@ -124,8 +124,8 @@ def read_scalars(folder: Path) -> dict[str, list[list[Any]]]:
             for _, value in parse_fields(event.get(5, b"")):  # 5: summary; its fields are values: 1 name, 2 number, 8 tensor
                 parts = dict(parse_fields(value))
                 if 1 in parts and not TIMES.search(name := parts[1].decode()):
-                    kept = struct.unpack("<f", parts[2])[0] if 2 in parts else parts.get(8, b"").hex()
-                    found.setdefault(name, []).append([event.get(2, 0), repr(kept)])
+                    scalar = struct.unpack("<f", parts[2])[0] if 2 in parts else parts.get(8, b"").hex()
+                    found.setdefault(name, []).append([event.get(2, 0), repr(scalar)])
             at += 16 + length
     return found
 
@@ -156,7 +156,7 @@ def parse_fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def run_once(program: Program, sources: Path, python: str, ours: bool) -> Run:
-    """Run a program once."""
+    """Run a program once, with vecenv's engine if ``ours`` is true."""
     home = sources / program.repository.rpartition("/")[2]
     command = program.command.split()
     if command[0] == "-m":
@@ -194,18 +194,18 @@ def run_once(program: Program, sources: Path, python: str, ours: bool) -> Run:
 
 @dataclass
 class Result:
-    """All runs of one program, in pairs."""
+    """The runs of one program with Gymnasium's engine (``plain``) and with vecenv's (``ours``), in pairs."""
 
     name: str
     plain: list[Run] = field(default_factory=list)
     ours: list[Run] = field(default_factory=list)
 
     def ratio(self, measure: Callable[[Run], float]) -> str:
-        """Return Gymnasium's value over ours, pair by pair: above 1, ours is faster."""
+        """Format the ratios of Gymnasium's to our values in each pair: above 1, ours are smaller."""
         found = Summary.from_ratios(map(measure, self.plain), map(measure, self.ours))
         return found.show() if found else "-"
 
-    def equal(self) -> str:
+    def describe_equality(self) -> str:
         """Describe whether all runs of both kinds gave the same results."""
         runs = self.plain + self.ours
         if any(run.status for run in runs):
@@ -221,7 +221,7 @@ class Result:
 
 
 def milliseconds(runs: list[Run], key: str, per: str | None = None) -> float:
-    """Return the median of a figure in milliseconds, divided by the figure ``per`` if that is given."""
+    """Return the median of a figure in milliseconds, divided by the figure ``per`` if it is not None."""
     return 1e3 * statistics.median(run.figures[key] / (run.figures[per] if per else 1) for run in runs)
 
 
@@ -235,7 +235,7 @@ def table_row(result: Result) -> str:
         f"{program.repository} `{file}`",
         program.makes,
         f"{figures['calls']:,} x {figures['environments']}",
-        result.equal(),
+        result.describe_equality(),
         result.ratio(lambda run: run.wall),
         result.ratio(lambda run: run.processor),
         f"{construction[0]:,.0f} / {construction[1]:,.0f}",
@@ -244,14 +244,14 @@ def table_row(result: Result) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-HEAD = (
+TABLE_HEADER = (
     "| program | makes | steps | equal | wall time | processor time | construction, ms | step, ms |\n"
     "|---|---|---:|---|---|---|---:|---:|"
 )
 
 
 def compare(names: list[str], sources: Path, python: str, rounds: int, out: Path) -> None:
-    """Run all rounds, with all programs in each, and print the table. A program that fails does not run again."""
+    """Run all programs in each round, and print the table. A program that has failed does not run again."""
     out.mkdir(parents=True, exist_ok=True)
     results = {name: Result(name) for name in names}
     for index in range(rounds):
@@ -261,8 +261,8 @@ def compare(names: list[str], sources: Path, python: str, rounds: int, out: Path
             for ours in (False, True) if index % 2 == 0 else (True, False):
                 (result.ours if ours else result.plain).append(run_once(PROGRAMS[name], sources, python, ours))
             (out / f"program-{name}.json").write_text(json.dumps(asdict(result), indent=1) + "\n")
-            print(f"round {index + 1}, {name}: {result.equal()}", file=sys.stderr, flush=True)
-    print(HEAD)
+            print(f"round {index + 1}, {name}: {result.describe_equality()}", file=sys.stderr, flush=True)
+    print(TABLE_HEADER)
     for name, result in results.items():
         failed = [run.last_line for run in result.plain + result.ours if run.status]
         print(f"| {name} | failed: {failed[0]} |" if failed else table_row(result), flush=True)

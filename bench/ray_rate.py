@@ -1,15 +1,15 @@
-"""The cost of a Ray cluster: a step over hosts against the local engine and a bare ``ray.get``, and what is left of a batch.
+"""Measures the cost of a Ray cluster, compared with the local engine and a bare ``ray.get``.
 
-    python bench/ray_rate.py cost          # microseconds per step: local engine, 1 and 2 hosts, bare ray.gets of the payload
+    python bench/ray_rate.py cost          # microseconds per step: local engine, 1 and 2 hosts, bare ray.get calls
     python bench/ray_rate.py efficiency    # share of the time in which hosts step, over the time of a batch; --plot draws it
     python bench/ray_rate.py driver        # the caller's own work per step for 8, 32 and 128 simulated hosts
 
-All on this machine: what a network adds is not in here. Candidates alternate in short turns; figures are medians over
-rounds, with minimum and maximum.
+Everything runs on this machine, so the figures exclude the network. Candidates alternate in short turns; figures are medians
+over rounds, with minimum and maximum.
 
-A bare ``ray.get`` is a call of an actor that does nothing but answer, with an array of actions, for a step's four arrays
-(observations, rewards, terminations, truncations), kept ready: what one writes by hand. Beside it, the same for the very
-objects that vecenv sends both ways, where small arrays are joined to one ``bytes``.
+A bare ``ray.get`` calls an actor with an array of actions; the actor returns four prepared arrays (observations, rewards,
+terminations, truncations), as a simple program would. ``bare_packed`` is the same with the objects that vecenv sends and
+returns, in which small arrays are joined into one ``bytes``.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ BATCH_MS = (1, 2, 5, 10, 20, 50, 100)
 MEMORY = 400 * 1024 * 1024
 
 
-def still(kind: str, seconds: float = 0.0) -> Callable[[], Any]:
+def env_fn_for(kind: str, seconds: float = 0.0) -> Callable[[], Any]:
     """Return a function that builds environments with constant observations and steps of ``seconds``."""
     shape, dtype = SHAPES[kind]
     return functools.partial(WaitingEnv, seconds, shape=shape, dtype=dtype)
 
 
-class Parrot:
-    """A bare actor that replies with a prepared payload of a host's step."""
+class BareActor:
+    """A bare actor that returns a prepared payload from each step."""
 
     def __init__(self, payload: Any) -> None:
         self._payload = payload
@@ -56,7 +56,7 @@ class Parrot:
         return self._payload
 
 
-def arrays_of(kind: str) -> list[Any]:
+def make_step_arrays(kind: str) -> list[Any]:
     """Return the arrays of one host's step: rewards, terminations, truncations, observations."""
     shape, dtype = SHAPES[kind]
     flags = np.zeros(ENVS_PER_HOST, np.bool_)
@@ -65,57 +65,57 @@ def arrays_of(kind: str) -> list[Any]:
 
 
 class LocalHost(Host):
-    """A host in this process, which has other children: those of Ray go on when the host closes."""
+    """A host in this process that does not end the process's other children, such as Ray's, when it closes."""
 
     def close(self, timeout: float) -> list[str]:
         self.envs.close(timeout=timeout)
         return []
 
 
-def reply_of(host: Host) -> Any:
-    """Return the reply of a host to a step, as it is sent."""
+def host_reply(host: Host) -> Any:
+    """Return the reply of a host to a step, in the form in which it is sent."""
     host.reset(pickle.dumps(([None] * ENVS_PER_HOST, None)))
     return host.step(np.zeros(ENVS_PER_HOST, np.int64).tobytes())
 
 
-def reply_to(kind: str) -> Any:
-    """Return the reply of a host with such environments."""
-    fns = PackedEnvFns.pack(range(ENVS_PER_HOST), [still(kind)] * ENVS_PER_HOST, "travels")
+def make_reply(kind: str) -> Any:
+    """Return the reply of a host with environments of this kind to a step."""
+    fns = PackedEnvFns.pack(range(ENVS_PER_HOST), [env_fn_for(kind)] * ENVS_PER_HOST, "travels")
     host = LocalHost(HostPlan(0, range(ENVS_PER_HOST), fns, 1, 0, {}, []))
     host.start()
-    reply = reply_of(host)
+    reply = host_reply(host)
     host.close(0.0)
     return reply
 
 
-def microseconds(turn: Callable[[], Any], seconds: float) -> float:
-    """Return microseconds per call, over ``seconds``."""
+def microseconds(call: Callable[[], Any], seconds: float) -> float:
+    """Return the microseconds per call, measured for ``seconds``."""
 
     def once() -> int:
-        turn()
+        call()
         return 1
 
     return 1e6 / run_for(once, seconds)
 
 
-def alternate(turns: dict[str, Callable[[], Any]], seconds: float, rounds: int) -> dict[str, list[float]]:
-    for turn in turns.values():
-        microseconds(turn, seconds / 2)
-    return take_turns({name: functools.partial(microseconds, turn, seconds) for name, turn in turns.items()}, rounds)
+def alternate(calls: dict[str, Callable[[], Any]], seconds: float, rounds: int) -> dict[str, list[float]]:
+    for call in calls.values():
+        microseconds(call, seconds / 2)
+    return take_turns({name: functools.partial(microseconds, call, seconds) for name, call in calls.items()}, rounds)
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
+def summarize(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "least": min(values), "greatest": max(values)}
 
 
-def stepper(envs: Any) -> Callable[[], Any]:
+def make_step(envs: Any) -> Callable[[], Any]:
     envs.reset(seed=0)
     actions = np.zeros(envs.num_envs, np.int64)
     return lambda: envs.step(actions)
 
 
-def over(kind: str, hosts: int, **options: Any) -> Any:
-    fns = [still(kind)] * (ENVS_PER_HOST * hosts)
+def make_ray_envs(kind: str, hosts: int, **options: Any) -> Any:
+    fns = [env_fn_for(kind)] * (ENVS_PER_HOST * hosts)
     return RayVectorEnv(fns, num_hosts=hosts, workers_per_host=1, placement="PACK", **options)
 
 
@@ -123,28 +123,28 @@ def cost(seconds: float, rounds: int) -> list[dict[str, Any]]:
     rows = []
     for kind in SHAPES:
         for hosts in (1, 2):
-            local: Any = vecenv.AsyncVectorEnv([still(kind)] * (ENVS_PER_HOST * hosts), num_workers=hosts)
-            envs = over(kind, hosts)
-            actions, arrays = np.zeros(ENVS_PER_HOST, np.int64), arrays_of(kind)
-            bare, stop = parrots(hosts, actions, tuple(arrays))
-            bare_packed, stop_packed = parrots(hosts, actions.tobytes(), reply_to(kind))
-            turns = {"local": stepper(local), "ray": stepper(envs), "bare": bare, "bare_packed": bare_packed}
-            found = alternate(turns, seconds, rounds)
+            local: Any = vecenv.AsyncVectorEnv([env_fn_for(kind)] * (ENVS_PER_HOST * hosts), num_workers=hosts)
+            envs = make_ray_envs(kind, hosts)
+            actions, arrays = np.zeros(ENVS_PER_HOST, np.int64), make_step_arrays(kind)
+            bare_call, stop = make_bare_calls(hosts, actions, tuple(arrays))
+            bare_packed, stop_packed = make_bare_calls(hosts, actions.tobytes(), make_reply(kind))
+            calls = {"local": make_step(local), "ray": make_step(envs), "bare": bare_call, "bare_packed": bare_packed}
+            found = alternate(calls, seconds, rounds)
             row: dict[str, Any] = {"observations": kind, "hosts": hosts, "envs": ENVS_PER_HOST * hosts}
             for name in ("bare", "bare_packed"):
-                row[f"over_{name}"] = spread([mine / other for mine, other in zip(found["ray"], found[name], strict=True)])
-            rows.append(row | {f"{name}_us": spread(values) for name, values in found.items()})
+                row[f"over_{name}"] = summarize([ray / bare for ray, bare in zip(found["ray"], found[name], strict=True)])
+            rows.append(row | {f"{name}_us": summarize(values) for name, values in found.items()})
             print(json.dumps(rows[-1]), flush=True)
             for end in (local.close, envs.close, stop, stop_packed):
                 end()
     return rows
 
 
-def parrots(hosts: int, actions: Any, payload: Any) -> tuple[Callable[[], Any], Callable[[], None]]:
+def make_bare_calls(hosts: int, actions: Any, payload: Any) -> tuple[Callable[[], Any], Callable[[], None]]:
     """Return a call of that many bare actors, and a function that ends them."""
     import ray
 
-    actors = [ray.remote(Parrot).options(num_cpus=0).remote(payload) for _ in range(hosts)]
+    actors = [ray.remote(BareActor).options(num_cpus=0).remote(payload) for _ in range(hosts)]
 
     def stop() -> None:
         for actor in actors:
@@ -154,16 +154,16 @@ def parrots(hosts: int, actions: Any, payload: Any) -> tuple[Callable[[], Any], 
 
 
 def efficiency(seconds: float, rounds: int) -> list[dict[str, Any]]:
-    """Measure one sleeping environment per host, so that hosts do not compete for cores."""
+    """Measure with one sleeping environment per host, so that hosts do not compete for cores."""
     rows = []
     for milliseconds in BATCH_MS:
-        fns = [still("small", milliseconds / 1000)] * 2
+        fns = [env_fn_for("small", milliseconds / 1000)] * 2
         envs: Any = RayVectorEnv(fns, num_hosts=2, workers_per_host=1, placement="PACK")
         local: Any = vecenv.AsyncVectorEnv(fns[:1])  # the actual time of a sleep, with the engine of one host
-        found = alternate({"ray": stepper(envs), "local": stepper(local)}, max(seconds, milliseconds / 100), rounds)
+        found = alternate({"ray": make_step(envs), "local": make_step(local)}, max(seconds, milliseconds / 100), rounds)
         shares = [milliseconds * 1000 / step for step in found["ray"]]
-        row = {"batch_ms": milliseconds, "efficiency": spread(shares)}
-        rows.append(row | {"step_us": spread(found["ray"]), "local_step_us": spread(found["local"])})
+        row = {"batch_ms": milliseconds, "efficiency": summarize(shares)}
+        rows.append(row | {"step_us": summarize(found["ray"]), "local_step_us": summarize(found["local"])})
         print(json.dumps(rows[-1]), flush=True)
         envs.close()
         local.close()
@@ -171,9 +171,9 @@ def efficiency(seconds: float, rounds: int) -> list[dict[str, Any]]:
 
 
 class InstantHosts:
-    """Hosts with replies prepared in advance, so that only the caller's own work is measured.
+    """Hosts with prepared replies, so that a step takes only the time of the caller's own work.
 
-    With ``in_store`` the replies lie in Ray's object store, and are fetched from there by one ``ray.get`` a step.
+    With ``in_store`` the replies are in Ray's object store, and one ``ray.get`` per step fetches them.
     """
 
     own = True
@@ -204,7 +204,7 @@ class InstantHosts:
         host = self._hosts[index]
         self._results.append(getattr(host, method)(*args))
         if method == "start":
-            reply = reply_of(host)
+            reply = host_reply(host)
             self._kept.append(self._ray.put(reply) if self._in_store else reply)
         return -len(self._results)
 
@@ -221,11 +221,11 @@ class InstantHosts:
 
 
 class InstantVectorEnv(RayVectorEnv[Any, Any]):
-    """The driver over :class:`InstantHosts`."""
+    """A vector environment with :class:`InstantHosts`."""
 
     def __init__(self, kind: str, hosts: int, in_store: bool) -> None:
         self._instant = InstantHosts(in_store)
-        super().__init__([still(kind)] * (ENVS_PER_HOST * hosts), num_hosts=hosts, workers_per_host=0)
+        super().__init__([env_fn_for(kind)] * (ENVS_PER_HOST * hosts), num_hosts=hosts, workers_per_host=0)
 
     def _connect(self) -> Any:
         return self._instant
@@ -236,12 +236,12 @@ def driver(seconds: float, rounds: int) -> list[dict[str, Any]]:
     for kind in SHAPES:
         for hosts in (8, 32, 128):
             pair = {name: InstantVectorEnv(kind, hosts, name == "ray.get") for name in ("own", "ray.get")}
-            found = alternate({name: stepper(envs) for name, envs in pair.items()}, seconds, rounds)
-            size = arrays_of(kind)[-1].nbytes * hosts
+            found = alternate({name: make_step(envs) for name, envs in pair.items()}, seconds, rounds)
+            size = make_step_arrays(kind)[-1].nbytes * hosts
             source = np.ones(size, np.uint8)
-            copying = spread([microseconds(source.copy, seconds / 4) for _ in range(rounds)])
+            copying = summarize([microseconds(source.copy, seconds / 4) for _ in range(rounds)])
             row = {"observations": kind, "hosts": hosts, "envs": hosts * ENVS_PER_HOST, "bytes": size, "memcpy_us": copying}
-            rows.append(row | {"own_us": spread(found["own"]), "with_ray_get_us": spread(found["ray.get"])})
+            rows.append(row | {"own_us": summarize(found["own"]), "with_ray_get_us": summarize(found["ray.get"])})
             print(json.dumps(rows[-1]), flush=True)
             for envs in pair.values():
                 envs.close(terminate=True)
@@ -249,7 +249,7 @@ def driver(seconds: float, rounds: int) -> list[dict[str, Any]]:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Efficiency over the time of a batch, on a logarithmic axis, with the line at which two hosts equal one machine."""
+    """Draw the efficiency over the time of a batch, with a line at which two hosts are as fast as one machine."""
     from vecenv.tools.benchmark import COLOURS, new_figure, save
 
     figure = new_figure(7.0, 4.2)

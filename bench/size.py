@@ -1,8 +1,8 @@
-"""``python -m bench size``: the size of this package, and of the code on the path of a step.
+"""Measures the size of this package, and of the code on the path of a step: ``python -m bench size``.
 
-A code line has code on it: docstrings, comments and blank lines do not count. Private words are those of :data:`PRIVATE`
-that name a class, function, method or attribute in ``vecenv/``; local names do not count. The path of a step consists of the
-files in ``vecenv/`` with functions that run in the caller or in a worker during one ``step`` of two workers, as measured.
+Code lines exclude docstrings, comments and blank lines. Private words are those of :data:`PRIVATE` that are names of
+classes, functions, methods or attributes in ``vecenv/``; local names do not count. The path of a step consists of the files
+in ``vecenv/`` with functions that run in the caller or in a worker during one ``step`` of two workers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).parents[1]
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 60  # with comments; docstrings count in files only
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 60  # comments count; docstrings count only in files
 LIMITS = {
     "code lines in vecenv/": 20_000,
     "files in vecenv/": 120,
@@ -43,7 +43,7 @@ LIMITS = {
     "Python calls of a step, caller's side": 22,
     "files on the path of a step": 9,
 }
-"""The upper limits; 0 for the other figures, and none for ``bench/``."""
+"""Upper limits of figures. The limit of the others is 0, except for ``bench/``, which has none."""
 
 PRIVATE = frozenset({
     "Flight", "Part", "Owed", "owed", "Round", "land", "landed", "lose", "found", "verdict", "calm", "after", "AS_IT_IS",
@@ -52,8 +52,8 @@ PRIVATE = frozenset({
     "Patrol", "bell", "rope", "Holdings", "Patience", "resting_until", "Together", "Once", "say_it_was_closed", "Trial",
     "scout", "Scouted", "Described", "Probe", "works", "over", "cut", "_wary",
 })  # fmt: skip
-"""Names that have a common technical equivalent."""
-_PUBLIC = {  # such names in the public API, by file
+"""Unusual names, for each of which there is a common technical term."""
+_PUBLIC = {  # names of PRIVATE in the public API, by file
     "aio/pool.py": {"over"}, "backends/envpool/vector_env.py": {"over"}, "planning/independence.py": {"verdict"},
 }  # fmt: skip
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -123,7 +123,7 @@ def measure(root: Path = ROOT) -> dict[str, int]:
 
 
 class ProfiledEnv(EmptyEnv):
-    """An environment that records which files run in its worker from its first step to its second."""
+    """An environment that records the files of the code that its worker runs between the first two steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,8 @@ class ProfiledEnv(EmptyEnv):
         sys.setprofile(None)
         if not self.files:
             frame: FrameType | None = sys._getframe()
-            while frame is not None and frame.f_code.co_name != "main":  # its callers run on, and are not called again
+            # the callers are running already, so no call event reports them
+            while frame is not None and frame.f_code.co_name != "main":
                 self.files.add(frame.f_code.co_filename)
                 frame = frame.f_back
             sys.setprofile(lambda frame, event, _: self.files.add(frame.f_code.co_filename) if event == "call" else None)
@@ -141,9 +142,7 @@ class ProfiledEnv(EmptyEnv):
 
 
 def measure_step(root: Path = ROOT) -> dict[str, int]:
-    """Return the number of Python calls of a ``step`` on the caller's side, and of files on its path there and in a
-    worker.
-    """
+    """Return the number of Python calls of a ``step`` in the caller, and of files on its path in caller and worker."""
     import vecenv
 
     files: set[str] = set()
@@ -165,7 +164,7 @@ def measure_step(root: Path = ROOT) -> dict[str, int]:
 
 
 def show(*, as_json: bool = False) -> None:
-    """Print the table."""
+    """Print all figures, as a table or as JSON."""
     figures = {**measure(), **measure_step()}
     if as_json:
         print(json.dumps(figures, indent=1))

@@ -1,4 +1,4 @@
-"""The engines of :mod:`bench.train` behind one interface: a step as ``send`` and ``recv``."""
+"""Adapters that give the engines of :mod:`bench.train` a common interface with ``send`` and ``recv``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["AsyncEnvPool", "FirstReadyHalves", "StableBaselines3", "Stepper"]
 
 
 class Stepper:
-    """A vector environment with Gymnasium's interface, which steps all environments together.
+    """An adapter of vector environments with Gymnasium's interface, which steps all environments together.
 
     Attributes:
         batch: The maximum number of rows that :meth:`recv` returns.
-        next_step_autoreset: True if the step after an episode only resets the environment; its row is not learned from.
+        next_step_autoreset: True if the step after an episode only resets the environment, so that its row is no transition.
     """
 
     next_step_autoreset = True
@@ -55,7 +55,7 @@ class Stepper:
 
 
 class FirstReadyHalves(Stepper):
-    """vecenv's first-ready batches: the policy acts for one half while the other steps."""
+    """An adapter of vecenv's first-ready batches: the policy acts for one half while the other half steps."""
 
     def send(self, actions: np.ndarray, ids: np.ndarray) -> None:
         self.envs.send(self._clip(actions), ids)
@@ -66,7 +66,7 @@ class FirstReadyHalves(Stepper):
 
 
 class StableBaselines3(Stepper):
-    """``SubprocVecEnv``, which resets within the step."""
+    """An adapter of ``SubprocVecEnv``, which resets within the step."""
 
     next_step_autoreset = False
 
@@ -86,7 +86,7 @@ class StableBaselines3(Stepper):
 
 
 class AsyncEnvPool(Stepper):
-    """TorchRL's ``AsyncEnvPool``: processes, shared memory, first-ready batches; resets within the step."""
+    """An adapter of TorchRL's ``AsyncEnvPool``: processes, shared memory, first-ready batches; resets within the step."""
 
     next_step_autoreset = False
 

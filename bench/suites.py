@@ -1,4 +1,4 @@
-"""Comparisons beyond the main job: all workloads, many sizes, memory."""
+"""Comparisons beyond ``vecenv bench``: all workloads, many sizes, memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from vecenv.tools.benchmark import CandidateProcess, Report, ResultRow, compare
 from vecenv.tools.runners import Candidate, EnvFn, FirstReadyVectorRunner, VectorRunner, default_candidates, vecenv_candidate
 
 PROCESS_PER_ENV = {"per-env", "gym-async", "sb3", "tianshou", "torchrl"}
-MAX_PROCESSES = 600  # at once; above this, engines with a process per environment are measured one by one
+MAX_PROCESSES = 600  # running at once; above it, engines with a process per environment are measured one by one
 PROCESS_BYTES = {"torchrl": 60 << 20, "sb3": 20 << 20, "tianshou": 20 << 20}  # private memory of a forked process
 OTHER_PROCESS_BYTES = 12 << 20
 
 
 @dataclass
 class Memory:
-    """Proportional set size in bytes: shared pages are divided among the processes that share them."""
+    """The proportional set sizes of a candidate in bytes, in which processes divide the pages that they share."""
 
     trainer: int
     workers: int
@@ -40,11 +40,11 @@ def measure_memory(host: CandidateProcess) -> Memory:
     return Memory(process.memory_full_info().pss, workers, len(children))
 
 
-def compare_some(
+def compare_named(
     names: Iterable[str] | None, memory: dict[str, Memory] | None, env: str, env_fn: EnvFn, num_envs: int,
     rows: list[Candidate], **kwargs: Any,
 ) -> Report:  # fmt: skip
-    """Call :func:`compare` with the candidates of these names. With ``memory``, record their memory in it."""
+    """Call :func:`compare` with the candidates of these names, and record their memory in ``memory``, if given."""
 
     def record_memory(hosts: list[CandidateProcess]) -> None:
         assert memory is not None
@@ -56,7 +56,7 @@ def compare_some(
 
 
 def _groups(candidates: list[Candidate], num_envs: int) -> list[list[Candidate]]:
-    """Return all candidates as one group if they fit; otherwise one per engine with a process per env, with baselines."""
+    """Return one group if all candidates fit, otherwise groups with the baselines and one engine of many processes each."""
     heavy = [c for c in candidates if c.name in PROCESS_PER_ENV]
     if len(heavy) * num_envs <= MAX_PROCESSES:
         return [candidates]
@@ -73,9 +73,9 @@ def side_by_side(
     names: Iterable[str] | None = None,
     memory: dict[str, Memory] | None = None,
 ) -> list[Report]:
-    """Measure every engine on one workload; return several reports, each with the baselines, if not all fit at once.
+    """Measure every engine on one workload. Return several reports, each with the baselines, if not all engines fit at once.
 
-    With ``memory``, record their memory in it.
+    Record the memory of the engines in ``memory``, if given.
     """
     env_fn = WORKLOADS[workload].prepare()
     candidates = engines.candidates(env_fn, num_envs, workers)
@@ -86,7 +86,7 @@ def side_by_side(
         heavy = [c for c in group if c.name in PROCESS_PER_ENV]
         needed = sum(PROCESS_BYTES.get(c.name, OTHER_PROCESS_BYTES) for c in heavy) * num_envs
         too_large = [] if needed < psutil.virtual_memory().available else heavy
-        part = compare_some(None, memory, workload, env_fn, num_envs, [c for c in group if c not in too_large], **pace)
+        part = compare_named(None, memory, workload, env_fn, num_envs, [c for c in group if c not in too_large], **pace)
         reason = f"{num_envs} processes would need about {needed / 2**30:.0f} GiB"
         part.rows += [ResultRow(c.name, c.label, c.kind, [math.nan] * part.repeats, missing=reason) for c in too_large]
         reports.append(part)
@@ -94,7 +94,7 @@ def side_by_side(
 
 
 def merge(reports: list[Report]) -> Report:
-    """Return one report with the rates of all. Its ratios are meaningless between rows of different runs."""
+    """Merge the rows of all reports into one. Ratios between rows of different reports are meaningless."""
     rows: dict[str, ResultRow] = {}
     for report in reports:
         for row in report.rows:
@@ -103,7 +103,7 @@ def merge(reports: list[Report]) -> Report:
 
 
 def auto(workload: str, num_envs: int, workers: int, pace: Pace, names: Iterable[str] | None = None) -> Report:
-    """Compare ``num_workers="auto"`` with fixed numbers and ``SyncVectorEnv``; with ``names``, only these."""
+    """Compare ``num_workers="auto"`` with fixed numbers and ``SyncVectorEnv``, or only the rows in ``names``."""
     env_fn = WORKLOADS[workload].prepare()
     excluded = ("first-ready", "gym-async", "bare-pipes", "bare-loop")
     rows = [c for c in default_candidates(env_fn, num_envs, workers) if c.name not in excluded]
@@ -113,21 +113,21 @@ def auto(workload: str, num_envs: int, workers: int, pace: Pace, names: Iterable
         for count, text in fixed.items()
         if count <= num_envs
     ]
-    return compare_some(names, None, workload, env_fn, num_envs, rows, **pace)
+    return compare_named(names, None, workload, env_fn, num_envs, rows, **pace)
 
 
-class Sleepers(VectorRunner):
-    """A runner that counts in units of the ideal: the time slept, divided by the number of environments.
+class SleepRunner(VectorRunner):
+    """A runner with the time slept as its unit of work, divided by the number of environments.
 
-    An engine that never let a finished environment wait would reach a rate of 1.
+    An ideal engine, in which no finished environment waits, has a rate of 1.
     """
 
     def _step(self) -> float:
         return float(self.envs.step(self._next())[0].sum()) / self.num_envs
 
 
-class FirstReadySleepers(FirstReadyVectorRunner):
-    """A runner like :class:`Sleepers`, for the environments that wake up first."""
+class FirstReadySleepRunner(FirstReadyVectorRunner):
+    """A runner like :class:`SleepRunner`, with first-ready batches."""
 
     def _step(self) -> float:
         observations, _, _, _, infos = self.envs.recv()
@@ -136,19 +136,18 @@ class FirstReadySleepers(FirstReadyVectorRunner):
 
 
 def first_ready(pace: Pace, num_envs: int = 64) -> Report:
-    """Measure sleeping environments, one process each, as a share of the rate that only the mean sleep bounds."""
-
+    """Measure sleeping environments in one process each, relative to the ideal rate, which depends only on the mean."""
     ours = partial(vecenv_candidate, env_fn=SleepingEnv, num_envs=num_envs)
     rows = [
-        ours(f"first-{b}", f"vecenv, first {b} ready", runner=partial(FirstReadySleepers, batch_size=b), batch_size=b)
+        ours(f"first-{b}", f"vecenv, first {b} ready", runner=partial(FirstReadySleepRunner, batch_size=b), batch_size=b)
         for b in sorted({1, num_envs // 8, num_envs // 4, num_envs // 2} - {0})
     ]
-    rows.append(ours("all", "vecenv, waiting for all", runner=Sleepers))
+    rows.append(ours("all", "vecenv, waiting for all", runner=SleepRunner))
     return compare("sleeping, share of the ideal", SleepingEnv, num_envs, rows, check=False, unit="of the ideal", **pace)
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the soft limit of descriptors, usually 1,024: a thousand processes need a few thousand."""
+    """Raise the soft limit of descriptors, usually 1,024, because a thousand processes need a few thousand."""
     if os.name == "posix":
         import resource
 

@@ -1,9 +1,9 @@
-"""``python -m bench.tasks``: many tasks in one pool of workers, against one vector environment per task.
+"""Compares many tasks in one pool of workers with one vector environment per task: ``python -m bench.tasks``.
 
-40 tasks with 10 episodes each; a task takes 0.3 s to build, an episode has 60 to 300 steps of 1 ms. The work is the time
-that the steps took inside the environments, plus one build per task. The table shows the wall time over (work / workers),
-which is 1 if no worker ever waits or builds a task twice. Runs of ``vecenv.evaluate`` with ``vecenv.EnvChoice`` and with one
-vector environment per task alternate.
+There are 40 tasks with 10 episodes each; a task takes 0.3 s to build, and an episode has 60 to 300 steps of 1 ms. The work
+is the time that the steps take inside the environments, plus one build per task. The table shows the wall time divided by
+(work / workers), which is 1 if no worker ever waits or builds a task twice. Runs of ``vecenv.evaluate`` with
+``vecenv.EnvChoice`` and with one vector environment per task alternate.
 
     python -m bench.tasks --num-envs 16 --workers 2 --rounds 3
 """
@@ -11,10 +11,10 @@ vector environment per task alternate.
 from __future__ import annotations
 
 import argparse
-import functools
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -28,7 +28,7 @@ from bench import take_turns
 
 
 class Task(gymnasium.Env[Any, Any]):
-    """A task that takes ``build`` seconds to build and ``step`` seconds per step; the seed sets the length of an episode."""
+    """A task that takes ``build`` seconds to build and ``step`` seconds per step. The seed sets the length of an episode."""
 
     observation_space = spaces.Box(-1, 1, (4,), np.float32)
     action_space = spaces.Discrete(2)
@@ -70,11 +70,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    build = functools.partial(Task, options.build, options.step, *options.lengths)
+    build = partial(Task, options.build, options.step, *options.lengths)
     tasks = {f"task-{number}": build for number in range(options.tasks)}
     seeds = range(options.episodes)
 
-    def pooled() -> Any:
+    def run_in_pool() -> Any:
         vector_kwargs = {"num_workers": options.workers, "batch_size": "auto"}  # workers step while the policy acts
         envs = vecenv.make_vec(vecenv.EnvChoice(tasks), options.num_envs, vector_kwargs=vector_kwargs)
         try:
@@ -82,7 +82,7 @@ def main() -> None:
         finally:
             envs.close()
 
-    def one_by_one() -> Any:
+    def run_one_by_one() -> Any:
         results = []
         for factory in tasks.values():
             envs = vecenv.make_vec(factory, options.num_envs, vector_kwargs={"num_workers": options.workers})
@@ -92,8 +92,8 @@ def main() -> None:
                 envs.close()
         return results
 
-    def timed(run: Callable[[], Any]) -> tuple[float, float]:
-        """Return the wall time in seconds, and its ratio to (work / workers)."""
+    def measure(run: Callable[[], Any]) -> tuple[float, float]:
+        """Return the wall time of a run in seconds, and its ratio to (work / workers)."""
         began = time.perf_counter()
         results = run()
         seconds = time.perf_counter() - began
@@ -102,7 +102,7 @@ def main() -> None:
         return seconds, seconds * options.workers / work
 
     results = take_turns(
-        {"EnvChoice": functools.partial(timed, pooled), "one per task": functools.partial(timed, one_by_one)}, options.rounds
+        {"EnvChoice": partial(measure, run_in_pool), "one per task": partial(measure, run_one_by_one)}, options.rounds
     )
     table = Table("", "wall time / (work / workers)", "seconds")
     for name, rounds in results.items():

@@ -1,9 +1,9 @@
-"""TorchRL's collector over vecenv, and over TorchRL's own classes: ``python bench/torchrl_rate.py``.
+"""Measures TorchRL's collector over vecenv and over TorchRL's own classes: ``python bench/torchrl_rate.py``.
 
 All collectors are built first and take turns in one process. A ratio compares times of the same round; a row shows the
 median, minimum and maximum of its ratios.
 
-Frames per second of a collector with a small policy, over
+The table shows the frames per second of a collector with a small policy over
 
 * ``as_torchrl`` of vecenv's processes, of one process, and of EnvPool;
 * ``MultiThreadedEnvWrapper``, TorchRL's class over EnvPool; ``ParallelEnv``, its processes;
@@ -13,7 +13,7 @@ Frames per second of a collector with a small policy, over
     python bench/torchrl_rate.py --envs 16 --cpu --only "as_torchrl, one process" "GymWrapper, vecenv"
 
 ``MultiThreadedEnvWrapper`` needs the packages gym and treevalue (``pip install gym treevalue``). Rows that cannot be built
-are left out.
+are omitted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Runs = Mapping[str, Callable[[], Any]]
 
 
 def main() -> None:
-    options = _arguments()
+    options = _parse_arguments()
     torch.set_num_threads(1)
     rows = []
     for count in options.envs:
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def compare(runs: Runs, first: str, units: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure all ``runs`` in turn; each row has its time per unit, and the ratio of that to the time of ``first``."""
+    """Measure all ``runs`` in turn. Return rows with the time per unit, and its ratio to the time of ``first``."""
     clock = time.process_time if options.cpu else time.perf_counter
 
     for run in runs.values():
@@ -71,7 +71,7 @@ def compare(runs: Runs, first: str, units: int, options: argparse.Namespace) -> 
     return rows
 
 
-def _policy(env: Any) -> Any:
+def _make_policy(env: Any) -> Any:
     torch.manual_seed(0)
     onehot = isinstance(env.action_spec, OneHot)
     width, count = env.observation_spec["observation"].shape[-1], env.action_spec.space.n
@@ -83,7 +83,7 @@ def _policy(env: Any) -> Any:
     )
 
 
-def _pool(task: str, count: int) -> Any:
+def _make_pool(task: str, count: int) -> Any:
     import envpool
     from torchrl.envs.libs.gym import convert_box_spec, convert_discrete_spec
 
@@ -94,20 +94,20 @@ def _pool(task: str, count: int) -> Any:
     return envpool.make(task, env_type="gym", num_envs=count, seed=0)
 
 
-def _engine(task: str, count: int, mode: str) -> Any:
+def _make_engine(task: str, count: int, mode: str) -> Any:
     return vecenv.make_vec(task, count, "serial", vector_kwargs={"autoreset_mode": mode})
 
 
 def env_fns(task: str, count: int) -> dict[str, Callable[[], Any]]:
-    """Return a factory for each environment in the comparison."""
+    """Return a function that builds each environment of the comparison, by name."""
     make = functools.partial(gym.make, task)
     return {
         "as_torchrl, processes": lambda: as_torchrl(task, count),
         "as_torchrl, one process": lambda: as_torchrl(task, count, "serial"),
-        "as_torchrl, EnvPool": lambda: as_torchrl(_pool(task, count), categorical_action_encoding=True),
-        "MultiThreadedEnvWrapper": lambda: MultiThreadedEnvWrapper(_pool(task, count)),
+        "as_torchrl, EnvPool": lambda: as_torchrl(_make_pool(task, count), categorical_action_encoding=True),
+        "MultiThreadedEnvWrapper": lambda: MultiThreadedEnvWrapper(_make_pool(task, count)),
         "ParallelEnv": lambda: ParallelEnv(count, functools.partial(GymEnv, task), mp_start_method="spawn"),
-        "GymWrapper, vecenv": lambda: GymWrapper(_engine(task, count, "Disabled")),
+        "GymWrapper, vecenv": lambda: GymWrapper(_make_engine(task, count, "Disabled")),
         "GymWrapper, Gymnasium": lambda: GymWrapper(gym.vector.SyncVectorEnv([make] * count, autoreset_mode="Disabled")),
     }
 
@@ -124,25 +124,25 @@ def measure_collectors(count: int, options: argparse.Namespace) -> list[dict[str
             print(f"{name} is left out: {error}")
             continue
         collector = Collector(
-            env, _policy(env), frames_per_batch=frames, total_frames=-1, auto_register_policy_transforms=False
+            env, _make_policy(env), frames_per_batch=frames, total_frames=-1, auto_register_policy_transforms=False
         )
         collectors.append(collector)
         runs[name] = functools.partial(next, iter(collector))
     rows = compare(runs, next(iter(runs)), frames, options)
     for row in rows:
-        _show(f"{options.task}, {count} environments, {row['name']}", f"{1 / row['seconds']:9,.0f} frames/s", row)
+        _print_row(f"{options.task}, {count} environments, {row['name']}", f"{1 / row['seconds']:9,.0f} frames/s", row)
     for collector in collectors:
         collector.shutdown()
     return [{"envs": count, "task": options.task, **row} for row in rows]
 
 
-def _show(label: str, rate: str, row: dict[str, Any]) -> None:
+def _print_row(label: str, rate: str, row: dict[str, Any]) -> None:
     (name, spread), *_ = [(key, value) for key, value in row.items() if isinstance(value, dict)]
     text = f"{Summary(**spread).show()} {name}"
     print(f"{label:58} {rate}   {text}", flush=True)
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--envs", nargs="*", type=int, default=[8])
     parser.add_argument("--task", default="CartPole-v1", help="an id with discrete actions")

@@ -1,8 +1,8 @@
-"""Training runs: frames per second, including the policy and learning, for each engine that steps the environments.
+"""Training runs with different engines: frames per second, with the time of policy and learning included.
 
-``python -m bench train``: proximal policy optimisation with one network and the same updates for every row; only the engine
-differs, and whether the policy waits for all environments. The shares of the time in environments, policy and learning are
-printed and drawn beside the rates. A frame is an environment step that is learned from; resets do not count.
+``python -m bench train`` runs proximal policy optimisation with the same network and updates for every row. The rows differ
+in the engine, and in whether the policy waits for all environments. The program also prints and draws the shares of the time
+in environments, policy and learning. A frame is a step that the training uses; resets do not count.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Learner:
     """A network, and its update by proximal policy optimisation as one compiled function.
 
     Args:
-        observations: Space of one environment; images pass a convolution, anything else is flattened.
-        actions: Space of one environment: Discrete, or a flat Box.
+        observations: The space of one environment; images pass through convolutions, other observations are flattened.
+        actions: The space of one environment, Discrete or a flat Box.
     """
 
     def __init__(self, observations: gymnasium.spaces.Box, actions: gymnasium.Space[Any]) -> None:
@@ -88,8 +88,8 @@ class Learner:
             return (losses * rows["weight"]).sum() / jax.numpy.maximum(rows["weight"].sum(), 1)
 
         def advantages(rollout: dict[str, Any], last: Any) -> Any:
-            def accumulate(later: tuple[Any, Any], row: dict[str, Any]) -> tuple[tuple[Any, Any], Any]:
-                value, advantage = later
+            def accumulate(following: tuple[Any, Any], row: dict[str, Any]) -> tuple[tuple[Any, Any], Any]:
+                value, advantage = following
                 delta = row["reward"] + 0.99 * value * ~row["terminated"] - row["value"]
                 advantage = delta + 0.99 * 0.95 * advantage * ~row["done"]
                 return (row["value"], advantage), advantage
@@ -117,7 +117,7 @@ class Learner:
         self._act_count = 0
 
     def act(self, observations: np.ndarray, batch: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Return actions, and the values that learning needs. Rows are padded to ``batch``, to compile only once."""
+        """Return actions, and the values that learning needs. Pads the rows to ``batch``, so that it compiles only once."""
         self._act_count += 1
         rows = len(observations)
         if rows < batch:
@@ -127,7 +127,7 @@ class Learner:
         return actions, extras
 
     def learn(self, rollout: dict[str, Any], last: Any) -> None:
-        """Learn from ``(ROLLOUT_STEPS, num_envs, ...)`` rows and the observations ``(num_envs, ...)`` that followed."""
+        """Learn from rows ``(ROLLOUT_STEPS, num_envs, ...)`` and the observations ``(num_envs, ...)`` that follow them."""
         self.key, key = self.jax.random.split(self.key)
         self.params, self.state = self._update(self.params, self.state, rollout, last, key)
         self.jax.block_until_ready(self.params)
@@ -138,7 +138,7 @@ class Learner:
 
 @dataclass
 class Rollout:
-    """A rollout that is being filled, each environment at its own pace."""
+    """A rollout of which each environment fills its own column."""
 
     num_envs: int
     fields: dict[str, np.ndarray] = field(default_factory=dict)
@@ -151,7 +151,7 @@ class Rollout:
 
 
 class Training:
-    """A loop that collects a rollout and learns from it.
+    """A runner that collects rollouts and learns from them.
 
     Args:
         make_stepper: Builds a :class:`bench.steppers.Stepper`.
@@ -161,7 +161,7 @@ class Training:
         self.stepper = make_stepper()
         self.learner = Learner(self.stepper.observation_space, self.stepper.action_space)
         self.spent = dict.fromkeys(PARTS, 0.0)
-        self.latest: np.ndarray | None = None  # observation of each environment
+        self.latest: np.ndarray | None = None  # the latest observation of each environment
         self.warm = False
 
     def describe(self) -> str:
@@ -214,7 +214,7 @@ class Training:
 
 
 class BridgeTraining:
-    """A training run with rollouts inside ``jit``, through the bridge."""
+    """A runner like :class:`Training` with rollouts inside ``jit``, through the bridge."""
 
     def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
         import vecenv.jax as vj
@@ -251,7 +251,7 @@ class BridgeTraining:
         rows, self._state = jax.block_until_ready(self._rollout(learner.params, self._state, key))
         between = clock()
         learner.learn(rows, self._state.obs)
-        self.spent["environments"] += between - began  # policy included: both run inside one program
+        self.spent["environments"] += between - began  # includes the policy, because both run in one compiled program
         self.spent["learning"] += clock() - between
         return float(rows["weight"].sum())
 
@@ -313,7 +313,7 @@ Shares = dict[str, dict[str, float]]
 def train(
     name: str, num_envs: int, workers: int, pace: Pace, names: Iterable[str] | None = None
 ) -> tuple[Report, Shares]:
-    """Measure the frames per second and the shares of the time of each row, on one of :data:`TRAININGS`."""
+    """Measure the frames per second and the shares of the time of each row in one of :data:`TRAININGS`."""
     rows = [row for row in _candidates(name, num_envs, workers) if names is None or row.name in set(names)]
     shares: Shares = {}
 
@@ -330,7 +330,7 @@ def train(
 
 
 def draw_shares(report: Report, shares: Shares, path: Path) -> None:
-    """Draw the time of each row by part, in seconds per 1,000 frames."""
+    """Draw the seconds per 1,000 frames of each row, divided into parts."""
     rows = [(row, row.summary) for row in report.rows[::-1] if row.name in shares and row.summary]
     figure = new_figure(8.0, 1.4 + 0.42 * max(1, len(rows)))
     axes = figure.subplots()

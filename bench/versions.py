@@ -1,22 +1,23 @@
-"""The effect of a change on the engine's own time: two versions of it in one process, by turns.
+"""Measures the effect of a change on the engine's time, with two versions in the same process.
 
     python bench/versions.py HEAD~1                  # this checkout against another revision
     python bench/versions.py /path/to/a/checkout --env CartPole-v1 --num-envs 1 8 64 --num-workers 0 2 --call step recv
 
-Differences of one or two percent are lost between processes: where each one's memory happens to lie is worth as much. So
-both versions are imported into the same process, each with environments of its own, take turns of a few milliseconds in
-random order, and a ratio is formed within each pair of turns. Its median is taken over some hundred pairs (over those in
-which either version was first, and the mean of the two), and again over several processes, half of which import the other
-version first; the minimum and maximum are printed too.
+Separate processes cannot show differences of one or two percent, because the addresses of their memory have an effect of
+the same size. So the program imports both versions into one process, each with its own environments. They take turns of a
+few milliseconds in random order, and each pair of turns gives a ratio. The result of a process is the mean of two medians:
+over the pairs in which the one version was first, and over those in which the other was. The program prints the median,
+minimum and maximum over several processes, half of which import the other version first.
 
-``--call recv`` is rounds of ``recv()`` and ``send()`` with half the environments in a batch, ``--call recv_all`` with all
-of them, and ``--num-workers each`` is one process per environment. Worker processes
-(``--num-workers``) are forked while ``sys.modules`` holds the modules of their own version and no others, as it does in
-every turn; each lists the files of its code before the first turn. Those of the version that is not playing sleep,
-as its turn ended with nothing in flight, and the next one begins with a pause that is longer than they spin.
+``--call recv`` measures rounds of ``recv()`` and ``send()`` with half the environments in a batch, ``--call recv_all`` with
+all of them. ``--num-workers each`` is one process per environment. Worker processes are forked while ``sys.modules``
+contains only the modules of their own version, as in every turn, and list the files of their code before the first turn.
+The workers of the other version sleep during a turn: their turn has ended with nothing in flight, and each turn begins with
+a pause that is longer than idle workers spin.
 
-Without worker processes a version against a copy of itself gives 1.00 within 0.005, also while others use all cores. With
-them the machine has to be quiet: while others used it at times, six processes gave 0.984 to 1.006, and one 0.97 to 1.05.
+Without worker processes, a version compared with a copy of itself gives 1.00 within 0.005, even while other programs use all
+cores. With worker processes the machine must be idle: with some load, six processes gave 0.984 to 1.006, and one process
+0.97 to 1.05.
 """
 
 from __future__ import annotations
@@ -43,38 +44,38 @@ import gymnasium
 import numpy as np
 from gymnasium.vector.utils import batch_space
 
-TURN = 0.003  # seconds; short compared with changes of the machine's speed, and long compared with a reading of the clock
-PAUSE = 0.0005  # seconds before a turn; three times as long as an idle worker spins
+TURN = 0.003  # seconds; shorter than changes of the machine's speed, and much longer than reading the clock
+PAUSE = 0.0005  # seconds before a turn; three times as long as idle workers spin
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
-    """Parse, measure, print a line for each case."""
+    """Measure each case in several processes, and print a line for it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("other", help="a folder with another vecenv/ in it, or a revision of this repository")
+    parser.add_argument("other", help="a folder that contains another vecenv/, or a revision of this repository")
     parser.add_argument("--env", default="CartPole-v1")
     parser.add_argument("--num-envs", type=int, nargs="+", default=[1, 2, 8])
     parser.add_argument("--num-workers", type=_number_or_each, nargs="+", default=[0])
     parser.add_argument("--call", choices=["step", "recv", "recv_all"], nargs="+", default=["step"])
     parser.add_argument("--pairs", type=int, default=600, help="pairs of turns in each process")
     parser.add_argument("--processes", type=int, default=6)
-    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)  # set in the processes that measure
+    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)  # for the processes that measure
     options = parser.parse_args()
     if options.seed is not None:
         print(json.dumps(measure(ROOT, Path(options.other).resolve(), options)))
         return
-    from vecenv.tools import progress_bar  # not above: a process that measures has the two versions, and no third
+    from vecenv.tools import progress_bar  # not at the top: processes that measure import only the two versions
 
     with tempfile.TemporaryDirectory() as folder, progress_bar() as progress:
         other = options.other if (Path(options.other) / "vecenv").is_dir() else _checkout(options.other, folder)
         for workers, call, count in itertools.product(options.num_workers, options.call, options.num_envs):
             case = f"{options.env} x {count}, {workers} workers, {call}"
-            which = ["--num-envs", str(count), "--num-workers", str(workers), "--call", call]
-            rest = ["--env", options.env, *which, "--pairs", str(options.pairs)]
+            case_options = ["--num-envs", str(count), "--num-workers", str(workers), "--call", call]
+            arguments = ["--env", options.env, *case_options, "--pairs", str(options.pairs)]
             samples = []
             for seed in range(options.processes):
                 progress(case, seed, options.processes)
-                command = [sys.executable, __file__, other, *rest, "--seed", str(seed)]
+                command = [sys.executable, __file__, other, *arguments, "--seed", str(seed)]
                 samples.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))
             ratios = [ratio for ratio, _ in samples]
             batch = statistics.median(batch for _, batch in samples)
@@ -92,7 +93,7 @@ def _number_or_each(text: str) -> int | str:
 def _checkout(revision: str, folder: str) -> str:
     archive = subprocess.run(["git", "-C", str(ROOT), "archive", revision, "vecenv"], check=False, stdout=subprocess.PIPE)
     if archive.returncode:
-        raise SystemExit(f"{revision!r} is neither a folder with vecenv/ in it nor a revision")
+        raise SystemExit(f"{revision!r} is neither a folder that contains vecenv/ nor a revision")
     subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
     source, target = ROOT / "vecenv/worker", Path(folder, "vecenv/worker")
     if (target / "_row_writer.c").exists():
@@ -104,41 +105,40 @@ def _checkout(revision: str, folder: str) -> str:
 
 
 def measure(here: Path, other: Path, options: argparse.Namespace) -> tuple[float, float]:
-    """Return the ratio of this checkout to the other, and the median microseconds of a batch of the other version."""
-    chance = random.Random(options.seed)
-    players = {folder: Player(folder, options) for folder in ([other, here] if options.seed % 2 else [here, other])}
-    tries = [player.turn(10) for _ in range(10) for player in players.values()]
+    """Return the ratio of this checkout's time to the other's, and the median microseconds per batch of the other."""
+    rng = random.Random(options.seed)
+    versions = {folder: Version(folder, options) for folder in ([other, here] if options.seed % 2 else [here, other])}
+    tries = [version.measure(10) for _ in range(10) for version in versions.values()]
     batches = max(10, round(TURN / min(tries)))
-    ratios: dict[bool, list[float]] = {True: [], False: []}  # by whether this checkout's turn was the first of the pair
+    ratios: dict[bool, list[float]] = {True: [], False: []}  # by whether this checkout was first in the pair
     times = []
     firsts = [True, False] * max(1, options.pairs // 2)
-    chance.shuffle(firsts)
+    rng.shuffle(firsts)
     for first in firsts:
-        took = {folder: players[folder].turn(batches) for folder in ([here, other] if first else [other, here])}
-        ratios[first].append(took[here] / took[other])
-        times.append(took[other] * 1e6)
-    for player in players.values():
-        player.close()
+        seconds = {folder: versions[folder].measure(batches) for folder in ([here, other] if first else [other, here])}
+        ratios[first].append(seconds[here] / seconds[other])
+        times.append(seconds[other] * 1e6)
+    for version in versions.values():
+        version.close()
     ratio = statistics.geometric_mean([statistics.median(found) for found in ratios.values()])
     return ratio, statistics.median(times)
 
 
-class Player:
-    """One version with its own environments.
+class Version:
+    """One version of the engine with its own environments.
 
-    Its modules are in ``sys.modules`` while it is used, and only then: for late imports, for pickling and
-    unpickling, and for the workers that are forked.
+    ``sys.modules`` contains its modules only during its calls, which import, pickle, unpickle and fork.
     """
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self._folder = folder
         self._modules: dict[str, ModuleType] = {}
         call, workers, num_envs = options.call[0], options.num_workers[0], options.num_envs[0]
-        self._workers, self._receives = None if workers == "each" else workers, call != "step"
+        self._workers, self._uses_recv = None if workers == "each" else workers, call != "step"
         size = max(1, num_envs // 2) if call == "recv" else num_envs
-        self._batches = np.arange(num_envs // size * size).reshape(-1, size)  # the rows that are sent when a turn begins
+        self._batches = np.arange(num_envs // size * size).reshape(-1, size)  # the rows to send at the beginning of a turn
         env_fns = [functools.partial(gymnasium.make, options.env)] * num_envs
-        with self._in_place():
+        with self._modules_loaded():
             sys.path.insert(0, str(folder))
             try:
                 engine = importlib.import_module("vecenv").AsyncVectorEnv
@@ -149,40 +149,40 @@ class Player:
             space = batch_space(self._envs.single_action_space, size)
             space.seed(options.seed)
             self._actions = space.sample()
-            wrong = {file for files in self._envs.exec_func(_files) for file in files if not self._owns(file)}
+            wrong = {file for files in self._envs.exec_func(_loaded_files) for file in files if not self._contains(file)}
         if wrong:
-            raise SystemExit(f"code of {folder / 'vecenv'} was wanted, and there is {', '.join(sorted(wrong))}")
+            raise SystemExit(f"expected only code of {folder / 'vecenv'}, got {', '.join(sorted(wrong))}")
 
-    def _owns(self, file: str) -> bool:
+    def _contains(self, file: str) -> bool:
         return Path(file).resolve().is_relative_to(self._folder / "vecenv")
 
     @contextlib.contextmanager
-    def _in_place(self) -> Iterator[None]:
+    def _modules_loaded(self) -> Iterator[None]:
         sys.modules.update(self._modules)
         try:
             yield
         finally:
-            self._modules = _loaded()
+            self._modules = _loaded_modules()
             for name in self._modules:
                 del sys.modules[name]
 
-    def turn(self, batches: int) -> float:
-        """Return the seconds per batch, over that many of them after a few that are not timed."""
-        play = self._receive if self._receives else self._step
-        with self._in_place():
+    def measure(self, batches: int) -> float:
+        """Return the seconds per batch, measured over ``batches`` of them after a warm-up."""
+        run_batches = self._receive if self._uses_recv else self._step
+        with self._modules_loaded():
             if self._workers != 0:
                 time.sleep(PAUSE)
-            if self._receives:
+            if self._uses_recv:
                 for rows in self._batches:
                     self._envs.send(self._actions, rows)
-            play(max(2, batches // 10))
+            run_batches(max(2, batches // 10))
             began = time.perf_counter()
-            play(batches)
-            took = time.perf_counter() - began
-            if self._receives:
+            run_batches(batches)
+            seconds = time.perf_counter() - began
+            if self._uses_recv:
                 for _ in self._batches:
                     self._envs.recv()
-        return took / batches
+        return seconds / batches
 
     def _step(self, batches: int) -> None:
         step, actions = self._envs.step, self._actions
@@ -195,17 +195,17 @@ class Player:
             send(actions, recv()[4]["env_id"])
 
     def close(self) -> None:
-        """End its workers."""
-        with self._in_place():
+        """Close the environments."""
+        with self._modules_loaded():
             self._envs.close()
 
 
-def _loaded() -> dict[str, ModuleType]:
+def _loaded_modules() -> dict[str, ModuleType]:
     return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "vecenv"}
 
 
-def _files(env: Any) -> set[str]:
-    """Return the files of the calling engine: those of all its modules, and of the functions on the stack."""
+def _loaded_files(env: Any) -> set[str]:
+    """Return the files of all loaded modules of vecenv, and of its functions on the stack."""
     files = {str(module.__file__) for name, module in sys.modules.items() if name.partition(".")[0] == "vecenv"}
     frame = sys._getframe(1)
     while frame is not None:

@@ -1,10 +1,10 @@
-"""Environments that keep others waiting: long resets, steps of very different length, services, simulators with images.
+"""Environments that delay others: long resets, steps of very different duration, services, simulators with images.
 
-``python -m bench waits`` puts the ways to deal with that side by side: batches of all, of the first that are ready, by
-deadline, spare workers, threads within workers, and TorchRL's ``AsyncEnvPool``, which has most of these. With long resets
-the row ``free``, the same engine without them, is the reference of the others. The memory of each is measured, too.
-``python -m bench episodes`` runs a list of episodes of very different lengths: by :func:`vecenv.evaluate`, and batch after
-batch, as other libraries do.
+``python -m bench waits`` compares the rates and the memory of engines with such environments: batches of all environments,
+of the first ready ones, or by deadline; spare workers; threads within workers; and TorchRL's ``AsyncEnvPool``, which has
+most of these. For long resets, the row ``free`` is the same engine with resets that take no time, for reference.
+``python -m bench episodes`` runs a list of episodes of very different lengths: by :func:`vecenv.evaluate`, and in successive
+batches, as other libraries do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gymnasium.vector import SyncVectorEnv
 
 import vecenv
 from bench.engines import OTHERS, Pace, Stepping, need, sb3_envs, torchrl_env
-from bench.suites import Memory, compare_some
+from bench.suites import Memory, compare_named
 from bench.workloads import SleepingEnv, WaitingEnv, Workload
 from vecenv.tools.benchmark import Report
 from vecenv.tools.runners import (
@@ -37,19 +37,20 @@ from vecenv.tools.runners import (
 __all__ = ["WAITS", "episodes", "torchrl_pool", "waits"]
 
 
-def _waiting(name: str, text: str, **kwargs: Any) -> Workload:
+def _waiting_workload(name: str, text: str, **kwargs: Any) -> Workload:
     return Workload(name, lambda: partial(WaitingEnv, **kwargs), text)
 
 
-LONG_RESETS: dict[str, Any] = {"step": 0.001, "length": (150, 251)}  # different ones, or all would reset at the same time
+# episodes of different length, because otherwise all environments would reset at the same time
+LONG_RESETS: dict[str, Any] = {"step": 0.001, "length": (150, 251)}
 WAITS = {
     workload.name: workload
     for workload in (
-        _waiting("long-resets", "steps of 1 ms, a reset of 200 ms every 200 steps or so", **LONG_RESETS, reset=0.2),
-        _waiting("free-resets", "the same without waiting in resets", **LONG_RESETS),
+        _waiting_workload("long-resets", "steps of 1 ms, a reset of 200 ms every 200 steps or so", **LONG_RESETS, reset=0.2),
+        _waiting_workload("free-resets", "the same without waiting in resets", **LONG_RESETS),
         Workload("log-normal", lambda: SleepingEnv, "log-normal steps, mean 10 ms, sigma 1"),
-        _waiting("waiting", "steps that wait 50 ms, as for a service", step=0.05, length=100),
-        _waiting(
+        _waiting_workload("waiting", "steps that wait 50 ms, as for a service", step=0.05, length=100),
+        _waiting_workload(
             "simulator", "steps of 5 to 20 ms, observations (128, 128, 3) uint8", step=(0.005, 0.02), length=200,
             shape=(128, 128, 3), dtype="uint8",
         ),
@@ -58,7 +59,7 @@ WAITS = {
 
 
 class DeadlineRunner(VectorRunner):
-    """A runner that receives the ready environments after ``within`` seconds, at least one."""
+    """A runner that receives the environments that are ready after ``within`` seconds, at least one."""
 
     _warm_up_steps = 1
 
@@ -80,7 +81,7 @@ class DeadlineRunner(VectorRunner):
 
 
 def torchrl_pool(env_fn: EnvFn, num_envs: int, envs_per_worker: int) -> Any:
-    """TorchRL's ``AsyncEnvPool`` in processes, through shared memory."""
+    """Build TorchRL's ``AsyncEnvPool`` with processes and shared memory."""
     module, torch = need("torchrl.envs", "torchrl"), need("torch", "torch")
     if not hasattr(module, "AsyncEnvPool"):
         raise Unavailable("this torchrl has no AsyncEnvPool")
@@ -89,13 +90,13 @@ def torchrl_pool(env_fn: EnvFn, num_envs: int, envs_per_worker: int) -> Any:
     return module.AsyncEnvPool([make] * num_envs, backend="multiprocessing", exchange="shm", envs_per_worker=envs_per_worker)
 
 
-class AsyncEnvPool(Stepping):
-    """TorchRL's pool.
+class AsyncEnvPoolRunner(Stepping):
+    """A runner of TorchRL's pool.
 
     Args:
         env_fn, num_envs: The environments.
         envs_per_worker: The number of threads in a worker.
-        within: Seconds after which a batch of at least one is received; ``None``: the first half of them.
+        within: Seconds after which the ready environments are received, at least one; ``None``: the first half.
     """
 
     def __init__(self, env_fn: EnvFn, num_envs: int, envs_per_worker: int, within: float | None = None) -> None:
@@ -115,7 +116,7 @@ class AsyncEnvPool(Stepping):
             try:
                 stepped, roots = self.pool.async_step_and_maybe_reset_recv(**self._enough)
                 break
-            except TimeoutError:  # not a single one is ready
+            except TimeoutError:  # no environment is ready
                 pass
         self._send(roots)
         done = stepped.get(("next", "done"))
@@ -125,8 +126,8 @@ class AsyncEnvPool(Stepping):
         self.pool.close()
 
 
-def _spares(workload: str, env_fn: EnvFn, num_envs: int) -> list[Candidate]:
-    """Spare workers, one per row and half as many, and the engine with resets that cost nothing."""
+def _spare_candidates(workload: str, env_fn: EnvFn, num_envs: int) -> list[Candidate]:
+    """Return candidates with several numbers of spare workers, and with resets that take no time."""
     if workload != "long-resets":
         return []
     rows = [
@@ -150,28 +151,28 @@ def _spares(workload: str, env_fn: EnvFn, num_envs: int) -> list[Candidate]:
 
 def _candidates(workload: str, env_fn: EnvFn, num_envs: int, workers: int) -> list[Candidate]:
     workers = min(workers, num_envs)
-    each = -(-num_envs // workers)
-    kept = ("per-env", "gym-sync", "gym-async")
+    count = -(-num_envs // workers)  # environments per worker
+    own_rows = ("per-env", "gym-sync", "gym-async")
     ours = partial(vecenv_candidate, env_fn=env_fn, num_envs=num_envs)
-    rows = [row for row in default_candidates(env_fn, num_envs, workers) if row.name in kept]
+    rows = [row for row in default_candidates(env_fn, num_envs, workers) if row.name in own_rows]
     rows[:1] = [
         rows[0],
         ours("first-ready-per-env", f"vecenv, first {max(num_envs // 2, 1)} ready", batch_size=max(num_envs // 2, 1)),
         ours("deadline", "vecenv, those ready within 2 ms", runner=partial(DeadlineRunner, within=0.002)),
     ]
-    rows += _spares(workload, env_fn, num_envs)
-    if each > 1:
-        rows.insert(3, ours("threads", f"vecenv, {workers} workers, threads", num_workers=workers, env_threads=each))
+    rows += _spare_candidates(workload, env_fn, num_envs)
+    if count > 1:
+        rows.insert(3, ours("threads", f"vecenv, {workers} workers, threads", num_workers=workers, env_threads=count))
     for name in ("sb3", "tianshou", "torchrl"):
         label, build = OTHERS[name]
         rows.append(Candidate(name, label, partial(build, env_fn, num_envs, workers), kind="other"))
-    for name, label, each_worker in (
+    for name, label, threads in (
         ("torchrl-async", "TorchRL AsyncEnvPool, a process each", 1),
-        ("torchrl-threads", f"TorchRL AsyncEnvPool, {each} in a worker", each),
+        ("torchrl-threads", f"TorchRL AsyncEnvPool, {count} in a worker", count),
     ):
-        if each_worker > 1 or name == "torchrl-async":
-            rows.append(Candidate(name, label, partial(AsyncEnvPool, env_fn, num_envs, each_worker), kind="other"))
-    by_deadline = partial(AsyncEnvPool, env_fn, num_envs, 1, 0.002)
+        if threads > 1 or name == "torchrl-async":
+            rows.append(Candidate(name, label, partial(AsyncEnvPoolRunner, env_fn, num_envs, threads), kind="other"))
+    by_deadline = partial(AsyncEnvPoolRunner, env_fn, num_envs, 1, 0.002)
     rows.append(Candidate("torchrl-deadline", "TorchRL AsyncEnvPool, ready within 2 ms", by_deadline, kind="other"))
     return rows
 
@@ -184,21 +185,22 @@ def waits(
     names: Iterable[str] | None = None,
     memory: dict[str, Memory] | None = None,
 ) -> Report:
-    """Measure all of them on one workload of :data:`WAITS`, or those of ``names``; record what they occupy in ``memory``."""
+    """Measure all candidates, or those in ``names``, on one workload of :data:`WAITS`. Record their memory in ``memory``."""
     env_fn = WAITS[workload].prepare()
     rows = _candidates(workload, env_fn, num_envs, workers)
-    return compare_some(names, memory, workload, env_fn, num_envs, rows, check=False, **pace)
+    return compare_named(names, memory, workload, env_fn, num_envs, rows, check=False, **pace)
 
 
 # -- lists of episodes --------------------------------------------------------------------------------------------------
 
 
-class Evaluating(Stepping):
-    """A runner of lists of episodes, four per environment, that counts the steps belonging to one.
+class EpisodesRunner(Stepping):
+    """A runner of lists of episodes, four per environment. It counts the steps that belong to these episodes.
 
     Args:
         make_envs: Builds a vector environment.
-        run_list: Runs that many episodes on it, from a seed on; returns the number of steps that belong to them.
+        run_list: Takes the vector environment, a number of episodes and the first seed; runs the episodes and returns the
+            number of their steps.
     """
 
     def __init__(self, make_envs: Callable[[], Any], run_list: Callable[[Any, int, int], int]) -> None:
@@ -212,57 +214,57 @@ class Evaluating(Stepping):
         return self._run_list(self.envs, count, self._seed)
 
 
-def _still(observations: Any) -> Any:
+def _zero_policy(observations: Any) -> Any:
     return np.zeros(len(observations), np.int64)
 
 
-def _evaluated(envs: Any, count: int, seed: int) -> int:
-    return sum(result.length for result in vecenv.evaluate(envs, _still, count, seed=seed))
+def _run_by_evaluate(envs: Any, count: int, seed: int) -> int:
+    return sum(result.length for result in vecenv.evaluate(envs, _zero_policy, count, seed=seed))
 
 
-def _in_batches(envs: Any, count: int, seed: int) -> int:
-    """Run one batch of episodes after another: each takes as long as its longest."""
-    useful = 0
+def _run_in_batches(envs: Any, count: int, seed: int) -> int:
+    """Run the episodes in successive batches, each of which takes as long as its longest episode."""
+    counted_steps = 0
     for first in range(seed, seed + count, envs.num_envs):
         envs.reset(seed=first)
         running = np.ones(envs.num_envs, bool)
         while running.any():
             _, _, terminations, truncations, _ = envs.step(np.zeros(envs.num_envs, np.int64))
-            useful += int(running.sum())
+            counted_steps += int(running.sum())
             running &= ~(terminations | truncations)
-    return useful
+    return counted_steps
 
 
-class _Still:
+class _ZeroPolicy:
     def predict(self, observations: Any, **_: Any) -> Any:
-        return _still(observations), None
+        return _zero_policy(observations), None
 
 
-def _by_evaluate_policy(envs: Any, count: int, seed: int) -> int:
+def _run_by_sb3(envs: Any, count: int, seed: int) -> int:
     from stable_baselines3.common.evaluation import evaluate_policy
 
     envs.seed(seed)
-    _, lengths = evaluate_policy(_Still(), envs, count, return_episode_rewards=True, warn=False)
+    _, lengths = evaluate_policy(_ZeroPolicy(), envs, count, return_episode_rewards=True, warn=False)
     return int(sum(lengths))
 
 
 def episodes(num_envs: int, pace: Pace, names: Iterable[str] | None = None) -> Report:
-    """Measure the steps per second that belong to an episode of the list; lengths from 20 to 200, steps of 1 ms."""
+    """Compare the rates at which lists of episodes run, of 20 to 200 steps of 1 ms. Only steps of these episodes count."""
     env_fn: EnvFn = partial(WaitingEnv, step=0.001, length=(20, 201))
-    each = partial(vecenv.AsyncVectorEnv, [env_fn] * num_envs)
+    make_vecenv = partial(vecenv.AsyncVectorEnv, [env_fn] * num_envs)
 
     def row(name: str, label: str, make: Callable[[], Any], run_list: Any, kind: Any = "vecenv") -> Candidate:
-        build: Callable[[], Runner] = partial(Evaluating, make, run_list)
+        build: Callable[[], Runner] = partial(EpisodesRunner, make, run_list)
         return Candidate(name, label, build, kind=kind, processes=num_envs)
 
     rows = [
-        row("evaluate", "vecenv.evaluate", each, _evaluated),
-        row("batches", "vecenv, batch after batch", each, _in_batches),
-        row("gym-sync", "SyncVectorEnv, batch after batch", partial(SyncVectorEnv, [env_fn] * num_envs), _in_batches,
+        row("evaluate", "vecenv.evaluate", make_vecenv, _run_by_evaluate),
+        row("batches", "vecenv, batch after batch", make_vecenv, _run_in_batches),
+        row("gym-sync", "SyncVectorEnv, batch after batch", partial(SyncVectorEnv, [env_fn] * num_envs), _run_in_batches,
         "gymnasium"), row(
             "gym-async", "AsyncVectorEnv, batch after batch",
-            partial(gymnasium.vector.AsyncVectorEnv, [env_fn] * num_envs), _in_batches, "gymnasium",
+            partial(gymnasium.vector.AsyncVectorEnv, [env_fn] * num_envs), _run_in_batches, "gymnasium",
         ),
-        row("sb3", "Stable-Baselines3 evaluate_policy", partial(sb3_envs, env_fn, num_envs), _by_evaluate_policy, "other"),
+        row("sb3", "Stable-Baselines3 evaluate_policy", partial(sb3_envs, env_fn, num_envs), _run_by_sb3, "other"),
     ]  # fmt: skip
-    return compare_some(names, None, "episodes of 20 to 200 steps", env_fn, num_envs, rows, check=False, **pace)
+    return compare_named(names, None, "episodes of 20 to 200 steps", env_fn, num_envs, rows, check=False, **pace)

@@ -1,17 +1,16 @@
-"""Statistics of an unedited program: what its vector environments returned, and how long it waited for them.
+"""Runs an unmodified program, and records the results of its vector environments and the time in their methods.
 
     python bench/watched.py --report plain.json train.py --seed 1
     python -m vecenv run bench/watched.py --report ours.json train.py --seed 1
 
-Around ``AsyncVectorEnv`` and ``SyncVectorEnv`` of ``gymnasium.vector``, whichever classes have these names, calls are timed,
-and what goes in (actions) and comes out (observations, rewards, flags) is summed up in one checksum. Two runs with equal
-checksums were one run, number for number: after the first update of the networks, actions are what the losses made of them.
-The program itself is not edited.
+It times the calls of ``gymnasium.vector.AsyncVectorEnv`` and ``SyncVectorEnv``, or of the classes that replace them, and
+computes one checksum of all actions, observations, rewards and flags. Two runs with equal checksums had equal networks too,
+because the actions depend on every update.
 
-``--stop N`` ends it by ``SystemExit`` at its N-th step, for programs that take hours. ``--seed N`` is for programs without a
-seed of their own, or seeded with the time of day: it seeds ``random``, NumPy and PyTorch, ignores the program's own seeds,
-and seeds every vector environment at its first reset. ``--import NAME`` comes first, for programs from the days when
-Gymnasium imported plugins by itself (``ale_py``).
+``--stop N`` ends the program by ``SystemExit`` at its N-th step, for programs that take hours. ``--seed N`` is for programs
+that have no seed or use the time of day: it seeds ``random``, NumPy and PyTorch, ignores the program's own seeds, and seeds
+every vector environment at its first reset. ``--import NAME`` imports a plugin first (such as ``ale_py``), for programs that
+were written for versions of Gymnasium that imported plugins.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ import gymnasium
 import numpy as np
 
 
-class Watch:
-    """Statistics of all vector environments of the program together."""
+class Statistics:
+    """The statistics of all vector environments of the program together."""
 
     def __init__(self, stop: int | None, seed: int | None) -> None:
         self.stop, self.seed = stop, seed
@@ -43,15 +42,15 @@ class Watch:
         self.environments = self.calls = self.steps = self.checksum = 0
         self.making = self.resetting = self.stepping = self.closing = 0.0
         self.rewards = 0.0
-        self.depth = 0  # a method that calls its base class's is one call
+        self.depth = 0  # of nested calls; a method that calls the same method of its base class counts once
 
-    def take(self, *values: Any) -> None:
-        """Add arrays, and values that consist of arrays, to the checksum."""
+    def add_to_checksum(self, *values: Any) -> None:
+        """Add arrays and nested values of arrays to the checksum."""
         for value in values:
             if isinstance(value, dict):
-                self.take(*(value[key] for key in sorted(value)))
+                self.add_to_checksum(*(value[key] for key in sorted(value)))
             elif isinstance(value, tuple | list) and not all(isinstance(item, int | float | np.generic) for item in value):
-                self.take(*value)
+                self.add_to_checksum(*value)
             else:
                 array = np.ascontiguousarray(value)
                 self.checksum = zlib.crc32(repr((array.dtype.str, array.shape)).encode(), self.checksum)
@@ -63,54 +62,55 @@ class Watch:
         return {name: value for name, value in vars(self).items() if name not in ("stop", "seed", "depth")}
 
 
-def around(watch: Watch, cls: Any) -> None:
-    """Watch a class of vector environments."""
+def record_calls(statistics: Statistics, cls: Any) -> None:
+    """Replace methods of a class of vector environments with versions that record their calls."""
 
-    def outermost(name: str, field: str, seen: Callable[..., None]) -> None:
-        theirs = getattr(cls, name)
+    def wrap(name: str, field: str, on_result: Callable[..., None]) -> None:
+        original = getattr(cls, name)
 
-        @functools.wraps(theirs)
+        @functools.wraps(original)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if watch.depth:
-                return theirs(self, *args, **kwargs)
-            if name == "reset" and watch.seed is not None and not vars(self).get("_was_reset_before"):
+            if statistics.depth:
+                return original(self, *args, **kwargs)
+            if name == "reset" and statistics.seed is not None and not vars(self).get("_was_reset_before"):
                 self._was_reset_before = True
-                args, kwargs = (), {"seed": watch.seed} | kwargs
-            watch.depth += 1
+                args, kwargs = (), {"seed": statistics.seed} | kwargs
+            statistics.depth += 1
             begin = time.perf_counter()
             try:
-                result = theirs(self, *args, **kwargs)
+                result = original(self, *args, **kwargs)
             finally:
-                watch.depth -= 1
-                setattr(watch, field, getattr(watch, field) + time.perf_counter() - begin)
-            seen(self, result, *args)
+                statistics.depth -= 1
+                setattr(statistics, field, getattr(statistics, field) + time.perf_counter() - begin)
+            on_result(self, result, *args)
             return result
 
         setattr(cls, name, method)
 
-    def made(envs: Any, _: None, *args: Any) -> None:
-        watch.engines.append(f"{type(envs).__mro__[1].__module__.partition('.')[0]}: {type(envs).__name__}")
-        watch.environments += envs.num_envs
+    def on_init(envs: Any, _: None, *args: Any) -> None:
+        statistics.engines.append(f"{type(envs).__mro__[1].__module__.partition('.')[0]}: {type(envs).__name__}")
+        statistics.environments += envs.num_envs
 
-    def was_reset(envs: Any, result: Any, *args: Any) -> None:
-        watch.take(result[0])
+    def on_reset(envs: Any, result: Any, *args: Any) -> None:
+        statistics.add_to_checksum(result[0])
 
-    def stepped(envs: Any, result: Any, actions: Any, *args: Any) -> None:
-        watch.take(np.asarray(actions) if not isinstance(actions, dict | tuple | list) else actions, *result[:4])
-        watch.rewards += float(np.sum(result[1]))
-        watch.calls += 1
-        watch.steps += envs.num_envs
-        if watch.calls == watch.stop:
+    def on_step(envs: Any, result: Any, actions: Any, *args: Any) -> None:
+        is_nested = isinstance(actions, dict | tuple | list)
+        statistics.add_to_checksum(actions if is_nested else np.asarray(actions), *result[:4])
+        statistics.rewards += float(np.sum(result[1]))
+        statistics.calls += 1
+        statistics.steps += envs.num_envs
+        if statistics.calls == statistics.stop:
             sys.exit(0)
 
-    outermost("__init__", "making", made)
-    outermost("reset", "resetting", was_reset)
-    outermost("step", "stepping", stepped)
-    outermost("close", "closing", lambda *args: None)
+    wrap("__init__", "making", on_init)
+    wrap("reset", "resetting", on_reset)
+    wrap("step", "stepping", on_step)
+    wrap("close", "closing", lambda *args: None)
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the global generators, and keep later calls from seeding them again."""
+    """Seed the global generators, and disable later calls that would seed them."""
     import torch
 
     random.seed(seed)
@@ -122,22 +122,22 @@ def seed_everything(seed: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--report", type=Path, required=True, help="where the figures go")
+    parser.add_argument("--report", type=Path, required=True, help="write the figures to this file")
     parser.add_argument("--stop", type=int, metavar="N")
     parser.add_argument("--seed", type=int, metavar="N")
     parser.add_argument("--import", dest="imports", action="append", default=[], metavar="NAME")
     parser.add_argument("--module", action="store_true", help="PROGRAM is a module")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ...")
     arguments = parser.parse_args()
-    watch = Watch(arguments.stop, arguments.seed)
+    statistics = Statistics(arguments.stop, arguments.seed)
     for name in arguments.imports:
         gymnasium.register_envs(importlib.import_module(name))
     if arguments.seed is not None:
         seed_everything(arguments.seed)
     for cls in (gymnasium.vector.AsyncVectorEnv, gymnasium.vector.SyncVectorEnv):
-        around(watch, cls)
+        record_calls(statistics, cls)
     report = arguments.report.resolve()
-    atexit.register(lambda: report.write_text(json.dumps(watch.figures()) + "\n"))
+    atexit.register(lambda: report.write_text(json.dumps(statistics.figures()) + "\n"))
     sys.argv = arguments.program
     if arguments.module:
         sys.path[0] = ""

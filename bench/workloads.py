@@ -1,7 +1,7 @@
-"""The environments everything is measured on: real ones, and synthetic ones that isolate one cost each.
+"""The environments of the benchmarks: real ones, and synthetic ones that isolate one cost each.
 
-An empty step shows the engine's own cost, large observations show the copies, nested ones the bookkeeping,
-busy ones the balance between cores, sleeping ones what waiting for the slowest costs.
+An empty step shows the engine's own cost, large observations the copies, nested observations the bookkeeping, busy steps the
+balance between cores, and sleeping steps the cost of waiting for the slowest environment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vecenv.tools.runners import EnvFn, Unavailable, make_env
 
 
 class EmptyEnv(gymnasium.Env[np.ndarray, np.int64]):
-    """An environment with an empty step; always the same observation, and episodes never end."""
+    """An environment with an empty step, a constant observation and endless episodes."""
 
     def __init__(self, shape: tuple[int, ...] = (4,), dtype: str = "float32") -> None:
         high = 255 if dtype == "uint8" else 1
@@ -38,7 +38,7 @@ class EmptyEnv(gymnasium.Env[np.ndarray, np.int64]):
 
 
 class BusyEnv(EmptyEnv):
-    """An environment with a step of ``loops`` iterations: the same work however many processes share a core."""
+    """An environment with a step of ``loops`` iterations, the same work for any number of processes per core."""
 
     def __init__(self, loops: int) -> None:
         super().__init__()
@@ -54,10 +54,10 @@ class WaitingEnv(EmptyEnv):
     """An environment with steps and resets that wait.
 
     Args:
-        step: Seconds; (from, to): drawn for each.
-        reset: Seconds.
-        length: Steps per episode; (from, to): drawn for each; ``None``: without end.
-        shape, dtype: Of observations.
+        step: Seconds per step, or the range from which they are drawn.
+        reset: Seconds per reset.
+        length: Steps per episode, or the range from which they are drawn; ``None``: endless.
+        shape, dtype: Those of observations.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class WaitingEnv(EmptyEnv):
         self._step, self._reset, self._length = step, reset, length
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
-        found = super().reset(seed=seed)
+        result = super().reset(seed=seed)
         if self._reset:
             time.sleep(self._reset)
         length = self._length
         self._left = int(self.np_random.integers(*length)) if isinstance(length, tuple) else length
-        return found
+        return result
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         if self._step:
@@ -84,7 +84,7 @@ class WaitingEnv(EmptyEnv):
 
 
 class SleepingEnv(EmptyEnv):
-    """An environment with a step of log-normal duration; the observation is the actual number of seconds."""
+    """An environment with steps of log-normal duration. The observation is the actual duration in seconds."""
 
     def __init__(self, mean: float = 0.01, sigma: float = 1.0) -> None:
         super().__init__((1,))
@@ -125,7 +125,7 @@ class DropInfos(gymnasium.Wrapper[Any, Any, Any, Any]):
         return observation, reward, terminated, truncated, {}
 
 
-def wrapped(wrapper: Callable[[Any], Any], env_id: str) -> Any:
+def make_wrapped(wrapper: Callable[[Any], Any], env_id: str) -> Any:
     return wrapper(make_env(env_id))
 
 
@@ -147,11 +147,11 @@ def make_minigrid(env_id: str) -> gymnasium.Env[Any, Any]:
     return ImgObsWrapper(gymnasium.make(env_id))
 
 
-def _optional(module: str, env_fn: EnvFn) -> EnvFn:
-    """Return ``env_fn`` if ``module``, which it needs, is installed.
+def _require(module: str, env_fn: EnvFn) -> EnvFn:
+    """Return ``env_fn`` if the module that it needs is installed.
 
     Raises:
-        Unavailable: It is not.
+        Unavailable: ``module`` is not installed.
     """
     if importlib.util.find_spec(module) is None:
         raise Unavailable(f"{module} is not installed")
@@ -160,58 +160,58 @@ def _optional(module: str, env_fn: EnvFn) -> EnvFn:
 
 @cache
 def busy_loops(microseconds: float) -> int:
-    """Return the iterations of an empty loop in that time on an undisturbed core: the fastest of many tries."""
-    turns = 20_000
+    """Return the iterations of an empty loop in that time on an idle core, from the fastest of many tries."""
+    iterations = 20_000
 
     def once() -> float:
         start = time.perf_counter()
-        for _ in range(turns):
+        for _ in range(iterations):
             pass
         return time.perf_counter() - start
 
-    return max(1, round(turns * microseconds * 1e-6 / min(once() for _ in range(50))))
+    return max(1, round(iterations * microseconds * 1e-6 / min(once() for _ in range(50))))
 
 
-def _busy(microseconds: float) -> EnvFn:
+def _busy_env_fn(microseconds: float) -> EnvFn:
     return partial(BusyEnv, busy_loops(microseconds))
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A named environment; ``prepare`` returns the function that makes one."""
+    """A named environment; ``prepare`` returns the function that builds it."""
 
     name: str
     prepare: Callable[[], EnvFn]
     text: str
 
 
-def _real(env_id: str, text: str) -> Workload:
+def _registered(env_id: str, text: str) -> Workload:
     return Workload(env_id, lambda: partial(make_env, env_id), text)
 
 
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        _real("CartPole-v1", "classic control, short episodes, a few microseconds per step"),
-        _real("Pendulum-v1", "classic control, continuous actions"),
-        _real("HalfCheetah-v5", "MuJoCo, 40 microseconds per step, three numeric info keys"),
-        Workload("LunarLander-v3", partial(_optional, "Box2D", partial(make_env, "LunarLander-v3")), "Box2D physics"),
-        Workload(MINIGRID, partial(_optional, "minigrid", partial(make_minigrid, MINIGRID)), "a grid world, (7, 7, 3)"),
-        _real("Ant-v5", "MuJoCo, ten numeric info keys per step"),
-        _real("ALE/Pong-v5", "Atari, observations (210, 160, 3) uint8"),
+        _registered("CartPole-v1", "classic control, short episodes, a few microseconds per step"),
+        _registered("Pendulum-v1", "classic control, continuous actions"),
+        _registered("HalfCheetah-v5", "MuJoCo, 40 microseconds per step, three numeric info keys"),
+        Workload("LunarLander-v3", partial(_require, "Box2D", partial(make_env, "LunarLander-v3")), "Box2D physics"),
+        Workload(MINIGRID, partial(_require, "minigrid", partial(make_minigrid, MINIGRID)), "a grid world, (7, 7, 3)"),
+        _registered("Ant-v5", "MuJoCo, ten numeric info keys per step"),
+        _registered("ALE/Pong-v5", "Atari, observations (210, 160, 3) uint8"),
         Workload("empty", lambda: EmptyEnv, "an empty step, observations (4,) float32"),
         Workload("images", lambda: partial(EmptyEnv, (84, 84, 4), "uint8"), "an empty step, (84, 84, 4) uint8"),
         Workload("nested", lambda: NestedEnv, "an empty step, nested Dict observations with six leaves"),
-        Workload("busy-10us", lambda: _busy(10), "10 microseconds of computing"),
-        Workload("busy-100us", lambda: _busy(100), "100 microseconds of computing"),
-        Workload("busy-1000us", lambda: _busy(1000), "1 millisecond of computing"),
+        Workload("busy-10us", lambda: _busy_env_fn(10), "10 microseconds of computing"),
+        Workload("busy-100us", lambda: _busy_env_fn(100), "100 microseconds of computing"),
+        Workload("busy-1000us", lambda: _busy_env_fn(1000), "1 millisecond of computing"),
         Workload("sleeping", lambda: SleepingEnv, "sleeps, log-normal times, mean 10 ms, sigma 1"),
     )
 }
 
 
 def installed_workloads() -> tuple[str, ...]:
-    """Return the names of the workloads with all their packages installed."""
+    """Return the names of the workloads that can be built with the installed packages."""
 
     def is_installed(workload: Workload) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""A policy that takes 50 ms and plans 1, 4 or 16 actions at once: the same returns with fewer calls.
+"""Compares a policy that plans 1, 4 or 16 actions per call of 50 ms: the returns are the same with fewer calls.
 
     pip install -e '.[examples]'
     python examples/action_chunks.py
@@ -28,7 +28,7 @@ DT, GRAVITY, MAX_SPEED, MAX_TORQUE = 0.05, 10.0, 8.0, 2.0  # from Pendulum-v1, w
 
 
 def torque(angle: Any, speed: Any) -> Any:
-    """Return the torque that adds energy until the pendulum is upright (an angle of 0), then holds it there."""
+    """Return the torque that adds energy until the pendulum is upright (an angle of 0), and then keeps it upright."""
     energy = speed**2 / 6 + GRAVITY / 2 * (np.cos(angle) - 1)
     swing = np.where(speed == 0, 1.0, np.sign(speed)) * np.clip(-energy * 4, -MAX_TORQUE, MAX_TORQUE)
     hold = -12 * angle - 3 * speed
@@ -61,7 +61,7 @@ class Planner:
 
 
 def draw(results: dict[int, Any], path: Path) -> None:
-    """Draw the returns of all episodes, a column per horizon."""
+    """Draw the returns of all episodes, with a column per horizon."""
     figure = Figure(figsize=(6.0, 3.4), layout="constrained")
     axes = figure.subplots()
     for x, episodes in enumerate(results.values()):
@@ -75,7 +75,7 @@ def draw(results: dict[int, Any], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Evaluate the policy with each horizon, print the table, draw the plot."""
+    """Evaluate the policy with each horizon, print the table, and draw the plot."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="python examples/action_chunks.py"
     )

@@ -1,12 +1,12 @@
-"""An agent that plays text games: many episodes at the same time, each a coroutine, with a slow policy.
+"""An agent that plays many text games at the same time, each in a coroutine, with a slow policy.
 
-pip install -e '.[examples]'
-python examples/agent_pool.py
-python examples/agent_pool.py --episodes 2000 --size 64 --workers 4
+    pip install -e '.[examples]'
+    python examples/agent_pool.py
+    python examples/agent_pool.py --episodes 2000 --size 64 --workers 4
 
-The game is to guess a number. The policy stands in for a language model behind a service: it reads and returns text, and its
-calls take different amounts of time. Meanwhile the other games continue. Failed games are restarted without affecting the
-others: with ``--crash 0.01``, one guess in a hundred kills its worker.
+In the game, the agent guesses a number. The policy stands in for a language model behind a service: it reads and returns
+text, and its calls take different amounts of time, while the other games continue. A failed game is restarted without an
+effect on the others: with ``--crash 0.01``, one guess in a hundred kills its worker.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Guess(gym.Env[str, str]):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         time.sleep(self._seconds)
-        if random.SystemRandom().random() < self._crash:  # unseeded, or a restarted game would crash again
+        if random.SystemRandom().random() < self._crash:  # unseeded, because otherwise a restarted game would crash again
             os.kill(os.getpid(), signal.SIGKILL)
         guess = int(action)
         if guess == self._number:
@@ -64,8 +64,8 @@ class Guess(gym.Env[str, str]):
         self._high = min(self._high, guess - 1)
         return self._text(f"{guess} is too high."), -1.0, False, False, {}
 
-    def _text(self, verdict: str) -> str:
-        return f"{verdict} It lies between {self._low} and {self._high}."
+    def _text(self, answer: str) -> str:
+        return f"{answer} It lies between {self._low} and {self._high}."
 
 
 async def policy(observation: str) -> str:
@@ -91,7 +91,7 @@ async def play(pool: Pool, seed: int) -> float:
 
 
 async def play_all(args: argparse.Namespace) -> list[float]:
-    """Play all games, as many at the same time as there are environments."""
+    """Play all games, with one game per environment at the same time."""
     pool = Pool(
         lambda: Guess(args.game_seconds, args.crash), args.size, args.workers, env_threads=8, step_timeout=10.0,
         on_failure=vecenv.Restart(args.episodes),
@@ -111,7 +111,7 @@ async def play_all(args: argparse.Namespace) -> list[float]:
 
 
 def main() -> None:
-    """Play, and print the results."""
+    """Play all games and print the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="python examples/agent_pool.py"
     )

@@ -1,16 +1,16 @@
-"""PPO in one file, in the manner of CleanRL: Gymnasium's vector interface and torch, nothing else.
+"""PPO in one file, in the style of CleanRL, with only torch and Gymnasium's vector interface.
 
     pip install torch                # without a GPU, the CPU build: see pytorch.org
     pip install -e .
     python examples/cleanrl_ppo.py
 
-On 2 cores without a GPU its last lines were, with torch 2.13 (other versions print other numbers):
+On 2 cores without a GPU and with torch 2.13, its last lines were (other versions print other numbers):
 
      149504 steps, mean return of the last 100 episodes 500.000000
     31 s
 
-The only line that knows of vecenv is its import. With ``from gymnasium.vector import AsyncVectorEnv`` in its place the
-program does the same thing, to the last digit.
+Only the import is specific to vecenv. With ``from gymnasium.vector import AsyncVectorEnv`` instead, the program prints
+exactly the same results.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main(args):
     start = time.perf_counter()
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # the networks are tiny, so leave the cores to the environments
-    # torch starts threads, which a fork would not survive: "forkserver"
+    # "forkserver", because a forked process would lack the threads that torch has started
     envs = AsyncVectorEnv([make_env] * args.num_envs, context="forkserver", autoreset_mode="SameStep")
     envs = RecordEpisodeStatistics(envs)
     actor = network(envs.single_observation_space.shape[0], envs.single_action_space.n, 0.01)
@@ -74,34 +74,34 @@ def main(args):
                 action = policy.sample()
                 observations[t], actions[t] = observation, action
                 log_probs[t], values[t] = policy.log_prob(action), critic(observation).squeeze(-1)
-            following, reward, terminated, truncated, infos = envs.step(action.numpy())
+            next_observation, reward, terminated, truncated, infos = envs.step(action.numpy())
             rewards[t], ended[t] = torch.as_tensor(reward), torch.as_tensor(terminated | truncated)
-            for i in np.flatnonzero(truncated & ~terminated):  # the next state would have had a value
+            for i in np.flatnonzero(truncated & ~terminated):  # add the value of the state that would have followed
                 with torch.no_grad():
                     rewards[t, i] += args.discount * critic(torch.as_tensor(infos["final_obs"][i])).item()
             if "episode" in infos:
                 returns += infos["episode"]["r"][infos["_episode"]].tolist()
-            observation = torch.as_tensor(following)
+            observation = torch.as_tensor(next_observation)
 
         with torch.no_grad():
             next_value, advantage = critic(observation).squeeze(-1), torch.zeros(args.num_envs)
             advantages = torch.zeros(shape)
             for t in reversed(range(args.rollout)):
-                alive = 1 - ended[t]
-                delta = rewards[t] + args.discount * next_value * alive - values[t]
-                advantage = delta + args.discount * args.gae_lambda * alive * advantage
+                continues = 1 - ended[t]
+                delta = rewards[t] + args.discount * next_value * continues - values[t]
+                advantage = delta + args.discount * args.gae_lambda * continues * advantage
                 advantages[t], next_value = advantage, values[t]
             targets = (advantages + values).flatten()
         flat = [x.flatten(0, 1) for x in (observations, actions, log_probs, advantages)]
 
         for _ in range(args.epochs):
             for rows in torch.randperm(len(targets)).split(args.minibatch):
-                seen, taken, old_log_prob, gain = (x[rows] for x in flat)
+                old_observation, old_action, old_log_prob, gain = (x[rows] for x in flat)
                 gain = (gain - gain.mean()) / (gain.std() + 1e-8)
-                policy = Categorical(logits=actor(seen))
-                ratio = (policy.log_prob(taken) - old_log_prob).exp()
+                policy = Categorical(logits=actor(old_observation))
+                ratio = (policy.log_prob(old_action) - old_log_prob).exp()
                 policy_loss = -torch.min(gain * ratio, gain * ratio.clamp(1 - args.clip, 1 + args.clip)).mean()
-                value_loss = (critic(seen).squeeze(-1) - targets[rows]).square().mean() / 2
+                value_loss = (critic(old_observation).squeeze(-1) - targets[rows]).square().mean() / 2
                 loss = policy_loss + value_loss / 2 - args.entropy * policy.entropy().mean()
                 optimizer.zero_grad()
                 loss.backward()
@@ -118,7 +118,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--steps", type=int, default=150_000, help="total environment steps")
     parser.add_argument("--num-envs", type=int, default=8, help="number of environments")
-    parser.add_argument("--rollout", type=int, default=128, help="steps of each environment from one update to the next")
+    parser.add_argument("--rollout", type=int, default=128, help="steps of each environment per update")
     parser.add_argument("--minibatch", type=int, default=256, help="transitions per update")
     parser.add_argument("--epochs", type=int, default=8, help="passes over a rollout")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="initial learning rate of Adam, which falls to 0")

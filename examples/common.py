@@ -1,4 +1,4 @@
-"""Code shared by ppo.py and ppo_jax.py: options from a dataclass, an actor-critic, and the learning curve."""
+"""Shared code of ppo.py and ppo_jax.py: options from a dataclass, an actor-critic, and the learning curve."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Config = TypeVar("Config")
 
 
 def option(default: Any, help: str) -> Any:
-    """Return a dataclass field that :func:`parse` turns into a command-line option; if its default is a bool, a switch."""
+    """Return a dataclass field that :func:`parse` converts to a command-line option; a bool becomes a switch."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 
 def parse(
     kind: type[Config], doc: str | None, presets: Mapping[str, Mapping[str, Any]], key: str, argv: list[str] | None = None
 ) -> Config:
-    """Parse the command line. Options left out come from the preset for the value of ``key``, or from the defaults."""
+    """Parse the command line. Omitted options have the values of the preset for ``key``, or their defaults."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=formatter, allow_abbrev=False, argument_default=argparse.SUPPRESS
@@ -134,7 +134,7 @@ class Agent:
         return self.net.apply(params, observation)
 
     def action(self, choice: jax.Array) -> jax.Array:
-        """Turn a sample of the distribution into an action for the environments."""
+        """Convert a sample of the distribution to an action of the environments."""
         return choice + self.space.start if self.discrete else jnp.clip(choice, self.space.low, self.space.high)
 
 
@@ -148,7 +148,7 @@ class Point(NamedTuple):
 
 
 class Curve:
-    """The mean return over the steps, shown as a progress bar while it is recorded (``with``), then as a plot."""
+    """A learning curve, with a progress bar while it is recorded (``with``) and a plot at the end."""
 
     def __init__(self, total: int) -> None:
         columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
@@ -171,7 +171,7 @@ class Curve:
         self._bar.update(self._task, completed=steps, description=text)
 
     def draw(self, path: Path, title: str, episodes: str, level: float, level_name: str) -> None:
-        """Write the curve as a PNG. ``episodes`` names those averaged; a dashed line marks ``level``."""
+        """Write the curve to a PNG. ``episodes`` describes the averaged episodes; a dashed line marks ``level``."""
         figure = Figure(figsize=(6.0, 3.4), layout="constrained")
         axes = figure.subplots()
         axes.plot([p.steps for p in self.points], [p.mean_return for p in self.points], color="#1b7f5c", linewidth=2)

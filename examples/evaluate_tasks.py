@@ -1,11 +1,11 @@
-"""One policy on many MiniGrid tasks: one pool of workers, each episode once, and a folder from which a killed run continues.
+"""Evaluates one policy on many MiniGrid tasks in one pool of workers. A killed run can continue from a folder of results.
 
     pip install -e '.[examples]'
     python examples/evaluate_tasks.py
-    python examples/evaluate_tasks.py --episodes 100 --folder runs/explorer   # again: runs only what is missing
+    python examples/evaluate_tasks.py --episodes 100 --folder runs/explorer   # a second call runs only missing episodes
 
-The policy walks to the goal when it sees it, and explores at random until then. The program prints a table and draws the
-returns of all episodes, a column per task.
+The policy walks to the goal if it is visible, and otherwise explores at random. The program prints a table and draws the
+returns of all episodes, with a column per task.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ EMPTY, GOAL = 1, 8  # numbers of objects in an observation
 
 
 def make_task(name: str) -> gymnasium.Env[Any, Any]:
-    """Build a task with observations of ``(7, 7, 3)`` numbers, the cells in front of the agent."""
-    import minigrid.wrappers  # here, in the worker: it registers the environments
+    """Build a task. Observations are ``(7, 7, 3)`` numbers that describe the cells in front of the agent."""
+    import minigrid.wrappers  # in the worker, because the import registers the environments
 
     return minigrid.wrappers.ImgObsWrapper(gymnasium.make(f"MiniGrid-{name}-v0"))
 
 
 def explore(observations: Any, rngs: list[np.random.Generator]) -> Any:
-    """Walk to a visible goal, else ahead or around; the agent is at (3, 6) and looks to smaller rows."""
+    """Walk to a visible goal, otherwise ahead or around. The agent is at (3, 6) and faces smaller rows."""
     actions = []
     for cells, rng in zip(observations[..., 0], rngs, strict=True):
         goals = np.argwhere(cells == GOAL)
@@ -55,13 +55,13 @@ def explore(observations: Any, rngs: list[np.random.Generator]) -> Any:
 
 
 def draw(results: Any, path: Path) -> None:
-    """Draw the returns of all episodes, a column per task."""
+    """Draw the returns of all episodes, with a column per task."""
     groups = results.group("env")
     figure = Figure(figsize=(7.0, 3.8), layout="constrained")
     axes = figure.subplots()
-    for place, found in enumerate(groups.values()):
-        axes.plot(np.linspace(place - 0.3, place + 0.3, len(found)), found.returns, "o", color="#1b7f5c", markersize=3)
-        axes.plot([place - 0.35, place + 0.35], [found.mean] * 2, color="#c8553d", linewidth=2)
+    for x, episodes in enumerate(groups.values()):
+        axes.plot(np.linspace(x - 0.3, x + 0.3, len(episodes)), episodes.returns, "o", color="#1b7f5c", markersize=3)
+        axes.plot([x - 0.35, x + 0.35], [episodes.mean] * 2, color="#c8553d", linewidth=2)
     axes.set_xticks(range(len(groups)), list(groups), rotation=30, ha="right", fontsize=8)
     axes.set(ylabel="episode return", title="One policy on MiniGrid tasks, and the means")
     axes.grid(alpha=0.2)
@@ -70,15 +70,15 @@ def draw(results: Any, path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Evaluate, print the table, draw the plot."""
+    """Evaluate the policy, print the table, and draw the plot."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="python examples/evaluate_tasks.py"
     )
-    parser.add_argument("--tasks", nargs="+", default=TASKS, help=f"of MiniGrid (default: {' '.join(TASKS)})")
-    parser.add_argument("--episodes", type=int, default=25, help="per task (default: 25)")
+    parser.add_argument("--tasks", nargs="+", default=TASKS, help=f"tasks of MiniGrid (default: {' '.join(TASKS)})")
+    parser.add_argument("--episodes", type=int, default=25, help="episodes per task (default: 25)")
     parser.add_argument("--num-envs", type=int, default=16, help="number of environments (default: 16)")
     parser.add_argument("--workers", type=int, default=2, help="number of worker processes (default: 2)")
-    parser.add_argument("--folder", type=Path, help="keep results here, and run only what is missing")
+    parser.add_argument("--folder", type=Path, help="save results in this folder, and run only missing episodes")
     parser.add_argument("--plot", type=Path, default=Path("evaluate_tasks.png"), help="plot file (default: %(default)s)")
     args = parser.parse_args(argv)
     tasks = {name: partial(make_task, name) for name in args.tasks}

@@ -1,14 +1,14 @@
-"""Multi-agent PPO on MPE's simple_spread, through vecenv's view for OpenRL programs.
+"""Multi-agent PPO on MPE's simple_spread, with vecenv's interface for OpenRL programs.
 
     pip install torch                # without a GPU, the CPU build: see pytorch.org
     pip install -e ".[clients,multi-agent]" mpe2
     python examples/openrl_spread.py
 
-Three agents have to cover three landmarks without bumping into each other. After each update it prints the mean return per
-episode and agent, over the last five updates; at the end, the duration.
+Three agents should cover three landmarks without collisions. After each update, the program prints the mean return per
+episode and agent over the last five updates; at the end, it prints the duration.
 
-Batches have OpenRL's shape, ``[environments, agents, ...]``. All agents share one policy; the critic sees the observations
-of all of them, which OpenRL calls the shared observation.
+Batches have OpenRL's shape, ``[environments, agents, ...]``. All agents share one policy; the input of the critic includes
+the observations of all agents, which OpenRL calls the shared observation.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def network(inputs, outputs, gain):
 
 
 class Agents(nn.Module):
-    """One actor for all agents, and a critic that sees an agent's observation and those of all agents."""
+    """One actor for all agents, and a critic of an agent's observation together with those of all agents."""
 
     def __init__(self, agents, inputs, actions):
         super().__init__()
@@ -69,9 +69,9 @@ def collect(envs, agents, observations):
         with torch.no_grad():
             policy, values = agents(observations)
             actions = policy.sample()
-        following, rewards, dones, _ = envs.step(actions.unsqueeze(-1).numpy())
+        next_observations, rewards, dones, _ = envs.step(actions.unsqueeze(-1).numpy())
         rows.append((observations, actions, policy.log_prob(actions), values, torch.as_tensor(rewards[..., 0]).float()))
-        observations = torch.as_tensor(following)
+        observations = torch.as_tensor(next_observations)
     assert dones.all()  # episodes begin together and have the same length
     return [torch.stack(field) for field in zip(*rows, strict=True)], observations
 
@@ -80,8 +80,8 @@ def advantages(rewards, values, discount, gae_lambda):
     """Return the generalised advantage estimates of whole episodes."""
     result, advantage = torch.zeros_like(rewards), torch.zeros_like(rewards[0])
     for t in reversed(range(len(rewards))):
-        following = values[t + 1] if t + 1 < len(values) else torch.zeros_like(advantage)
-        advantage = rewards[t] + discount * following - values[t] + discount * gae_lambda * advantage
+        next_value = values[t + 1] if t + 1 < len(values) else torch.zeros_like(advantage)
+        advantage = rewards[t] + discount * next_value - values[t] + discount * gae_lambda * advantage
         result[t] = advantage
     return result
 

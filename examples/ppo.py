@@ -1,28 +1,28 @@
-"""Proximal policy optimisation over vecenv.make_vec: one program for every backend.
+"""Proximal policy optimisation with vecenv.make_vec: one program for every backend.
 
     pip install -e ".[examples,envpool,ray]"
     python examples/ppo.py                                          # CartPole-v1 in worker processes
     python examples/ppo.py Pendulum-v1 --backend envpool            # in EnvPool's threads
     python examples/ppo.py --backend ray --num-hosts 2              # over the hosts of a Ray cluster, or two on this machine
-    python examples/ppo.py --resume run-one                         # killed, and called again, it goes on where it was
+    python examples/ppo.py --resume run-one                         # continues if it was killed and is called again
     python examples/ppo.py --first-ready                            # the policy acts for one half while the other steps
 
 It trains until the mean return of the last 100 episodes reaches the target, shows a progress bar, and writes the learning
 curve as a PNG. CartPole-v1 over two hosts on one machine with 2 busy cores: 476.7 after 108,544 steps and 40.1 s; in worker
-processes the same after 39.5 s. The rest is in docs/examples.md.
+processes the same after 39.5 s. docs/examples.md has further results.
 """
 
-# The end of an episode. vecenv's default is Gymnasium's next-step autoreset: the row that ends an episode holds its true
-# last observation, and the next row of that environment is its reset, whatever the action was. So a truncated episode
-# bootstraps from the value of its true last state, and the row of the reset is no transition: it has weight 0.
+# The end of an episode. vecenv's default is Gymnasium's next-step autoreset: the row that ends an episode contains its true
+# last observation, and the next row of that environment is its reset, for any action. So a truncated episode bootstraps from
+# the value of its true last state, and the row of a reset is no transition: it has weight 0.
 #
-# --first-ready. recv returns whichever half of the environments is done first, and send gives just those new actions while
-# the others still step. Rows then come in any order, so everything is kept by environment; in the ordinary way all
-# environments come at once.
+# --first-ready. recv returns the half of the environments that finishes first, and send sends new actions to these while the
+# others still step. Rows arrive in any order, so all data is stored by environment. Without this option, each step returns
+# the rows of all environments.
 #
-# --resume. After each update all of the run is written into the folder: the learner, what the collector keeps by
-# environment, and the environments themselves (envs.state_dict()), in a new file that takes the old one's place in one step.
-# A run that is killed at any moment and started again prints the same numbers as an uninterrupted one.
+# --resume. After each update, the program saves the whole run in the folder: the learner, the collector's data by
+# environment, and the environments themselves (envs.state_dict()), in a new file that replaces the old one in one step. A
+# run that is killed at any moment and started again prints the same numbers as an uninterrupted one.
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ Rollout = dict[str, np.ndarray]
 @dataclass(frozen=True)
 class Config:
     env_id: str = option("CartPole-v1", "id of the environment")
-    backend: str = option("process", "what steps it: process, serial, envpool, ray, brax, playground")
+    backend: str = option("process", "backend: process, serial, envpool, ray, brax, playground")
     num_envs: int = option(32, "number of environments")
     num_hosts: int = option(2, "hosts, for the backend ray")
     first_ready: bool = option(False, "send and recv, half of the environments at a time")
     steps: int = option(1_000_000, "maximum number of steps; training stops earlier at the target")
     target: float = option(float("inf"), "mean return of 100 episodes at which to stop; CartPole-v1: 475, Pendulum-v1: -250")
-    rollout: int = option(64, "steps of each environment from one update to the next")
+    rollout: int = option(64, "steps of each environment per update")
     epochs: int = option(8, "passes over a rollout")
     minibatches: int = option(4, "updates per pass")
     learning_rate: float = option(1e-3, "learning rate of Adam")
@@ -84,10 +84,10 @@ PRESETS = {
 
 
 def make_envs(config: Config) -> gym.vector.VectorEnv:
-    """Build the environments: the only function that depends on the backend."""
+    """Build the environments. Only this function depends on the backend."""
     options: dict[str, Any] = {"batch_size": config.num_envs // 2} if config.first_ready else {}
     if config.backend == "ray":
-        options |= {"num_hosts": config.num_hosts, "placement": "SPREAD"}  # on one node only where there is but one
+        options |= {"num_hosts": config.num_hosts, "placement": "SPREAD"}  # over several nodes, if there are several
     try:
         return vecenv.make_vec(config.env_id, config.num_envs, config.backend, vector_kwargs=options)
     except (gym.error.Error, vecenv.errors.VecEnvError, ImportError, TypeError, ValueError) as error:
@@ -116,15 +116,15 @@ class Collector:
         if envs.metadata["autoreset_mode"] is not gym.vector.AutoresetMode.NEXT_STEP:
             raise SystemExit(f"ppo is written for next-step autoreset, not {envs.metadata['autoreset_mode']}")
         self.envs, self.act, self.first_ready = envs, make_act(agent), first_ready
-        self.observation = np.zeros((envs.num_envs, agent.inputs), np.float32)  # the latest of each environment
+        self.observation = np.zeros((envs.num_envs, agent.inputs), np.float32)  # the latest observation of each environment
         self.acted: Rollout = {}  # the policy's output for the previous observation
-        self.resets = np.ones(envs.num_envs, bool)  # the next row of this environment is the reset of an episode
+        self.resets = np.ones(envs.num_envs, bool)  # True if the next row of an environment is a reset
         self.running_return = np.zeros(envs.num_envs)
         self.returns: deque[float] = deque(maxlen=100)
         if first_ready:
             envs.reset_async(seed=seed)
             observation, *_, infos = envs.recv()
-            self.ids = infos["env_id"]  # the environments at hand: those that wait for an action
+            self.ids = infos["env_id"]  # the environments that wait for an action
         else:
             observation, _ = envs.reset(seed=seed)
             self.ids = np.arange(envs.num_envs)
@@ -140,7 +140,7 @@ class Collector:
         return rows
 
     def collect(self, params: Any, key: jax.Array, batches: int) -> Rollout:
-        """Return ``batches`` times as many rows as are ready; every field is ``(batches, rows, ...)``."""
+        """Collect this many batches of rows. Every field of the result is ``(batches, rows, ...)``."""
         found = []
         for turn in range(batches):
             action, acted = jax.device_get(self.act(params, self.observation[self.ids], key, turn))
@@ -158,11 +158,11 @@ class Collector:
         return {name: np.stack([row[name] for row in found]) for name in found[0]}
 
 
-KEPT = "observation", "acted", "resets", "running_return", "returns"
+SAVED_ATTRIBUTES = "observation", "acted", "resets", "running_return", "returns"
 
 
 class Checkpoint:
-    """The latest state of a run in a folder, if one is named."""
+    """The latest state of a run in a folder; without a folder, it saves nothing."""
 
     def __init__(self, folder: str, envs: gym.vector.VectorEnv, first_ready: bool) -> None:
         self.path = Path(folder, "ppo.pickle") if folder else None
@@ -175,25 +175,25 @@ class Checkpoint:
     def load(self) -> dict[str, Any] | None:
         if self.path is None or not self.path.exists():
             return None
-        return pickle.loads(self.path.read_bytes())  # trusted: a writer of it could change this program, too
+        return pickle.loads(self.path.read_bytes())  # trusted, because a user who can write it can also change this program
 
     def save(self, envs: Any, collector: Collector, **others: Any) -> None:
         if self.path is None:
             return
-        kept = {name: getattr(collector, name) for name in KEPT}
+        collector_state = {name: getattr(collector, name) for name in SAVED_ATTRIBUTES}
         new = self.path.with_suffix(".new")
         with new.open("wb") as file:
-            pickle.dump({"envs": envs.state_dict(), "collector": kept, **others}, file)
+            pickle.dump({"envs": envs.state_dict(), "collector": collector_state, **others}, file)
             file.flush()
             os.fsync(file.fileno())
         new.replace(self.path)
 
 
 def advantages(rollout: Rollout, last_value: np.ndarray, discount: float, gae_lambda: float) -> np.ndarray:
-    """Return generalised advantage estimates, ``(batches, rows)``, from the latest row of each environment back.
+    """Return generalised advantage estimates, ``(batches, rows)``, computed backwards for each environment.
 
-    ``last_value`` is the value of each environment's latest observation, ``(num_envs,)``. A terminated episode has no later
-    value; a truncated one has that of its last state, which is the observation of the row that follows: the reset's.
+    ``last_value`` is the value of each environment's latest observation, ``(num_envs,)``. After a terminated episode,
+    the next value is 0. At the end of a truncated one, it is that of the last state, the observation in the reset's row.
     """
     next_value, next_advantage = last_value.copy(), np.zeros_like(last_value)
     found = np.zeros_like(rollout["reward"])
@@ -209,7 +209,7 @@ def advantages(rollout: Rollout, last_value: np.ndarray, discount: float, gae_la
 
 
 def make_update(agent: Agent, optimizer: optax.GradientTransformation, config: Config) -> Callable[..., Any]:
-    """Return the update, all epochs and minibatches, as one compiled function."""
+    """Return a compiled function for the whole update, with all epochs and minibatches."""
 
     def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         mean = partial(jnp.average, weights=batch["weight"])
@@ -236,7 +236,7 @@ def make_update(agent: Agent, optimizer: optax.GradientTransformation, config: C
 
 
 def train(envs: gym.vector.VectorEnv, config: Config, curve: Curve) -> bool:
-    """Train until the target is reached (true) or the steps are used up."""
+    """Train for the given number of steps, or until the target is reached; return True if it was reached."""
     agent = Agent(envs, config.hidden)
     init_key, key = jax.random.split(jax.random.key(config.seed))
     params = agent.init(init_key)
@@ -257,7 +257,7 @@ def train(envs: gym.vector.VectorEnv, config: Config, curve: Curve) -> bool:
     def reached() -> bool:
         return len(returns) == returns.maxlen and np.mean(returns) >= config.target
 
-    if reached():  # it was finished
+    if reached():  # the saved run was complete
         return True
     for steps in range(done + config.rollout * envs.num_envs, config.steps + 1, config.rollout * envs.num_envs):
         key, act_key, update_key = jax.random.split(key, 3)

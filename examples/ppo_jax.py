@@ -4,8 +4,8 @@
     python examples/ppo_jax.py                   # CartPole-v1 in processes
     python examples/ppo_jax.py --backend brax    # inverted_pendulum on the device
 
-The environments are processes behind vecenv.jax.bridge, or physics on the device. At the end the policy without its noise is
-evaluated, and the learning curve is written as a PNG. What it reached and how fast is in docs/examples.md.
+The environments are processes behind vecenv.jax.bridge, or physics on the device. At the end the program evaluates the
+policy without its noise, and writes the learning curve to a PNG. docs/examples.md has results and times.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ except ModuleNotFoundError as missing:
 
 @dataclass(frozen=True)
 class Config:
-    env_id: str = option("", "id of the environment, a name of the backend's own")
-    backend: str = option("process", "what steps it: process or brax")
+    env_id: str = option("", "id of the environment in the backend")
+    backend: str = option("process", "backend: process or brax")
     num_envs: int = option(0, "number of environments")
-    workers: int = option(2, "processes, for the backend process")
+    workers: int = option(2, "worker processes, for the backend process")
     steps: int = option(0, "total environment steps")
-    rollout: int = option(0, "steps of each environment from one update to the next")
+    rollout: int = option(0, "steps of each environment per update")
     epochs: int = option(8, "passes over a rollout")
     minibatches: int = option(4, "updates per pass")
     learning_rate: float = option(1e-3, "initial learning rate of Adam, which falls to 0")
@@ -63,7 +63,7 @@ PRESETS = {
 
 
 def make_env(config: Config, num_envs: int) -> Any:
-    """Build the pure functions ``reset`` and ``step``: the only function that depends on the backend."""
+    """Build an environment with pure functions ``reset`` and ``step``. Only this function depends on the backend."""
     options = {"num_workers": min(config.workers, num_envs)}
     try:
         if config.backend == "brax":
@@ -87,7 +87,7 @@ def make_policy(agent: Agent, greedy: bool = False) -> Any:
 # --- the algorithm ------------------------------------------------------------------------------------------------------
 
 
-class Train(NamedTuple):
+class TrainState(NamedTuple):
     """The state that one iteration passes to the next."""
 
     params: Any
@@ -96,7 +96,7 @@ class Train(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Transitions to learn from; leaves ``[rows, ...]``. Those that only reset an environment are not ``valid``."""
+    """A batch of transitions; leaves ``[rows, ...]``. Rows that only reset an environment are not ``valid``."""
 
     obs: jax.Array
     choice: jax.Array
@@ -109,20 +109,20 @@ class Batch(NamedTuple):
 def advantages(trajectory: vj.Trajectory, value: jax.Array, next_value: jax.Array, discount: float, lam: float) -> jax.Array:
     """Return generalised advantage estimates ``[T, n]``.
 
-    ``next_value`` is that of the true successors, so the value of a truncated episode is that of its true last observation.
+    ``next_value`` is the value of the true next states, so a truncated episode has the value of its true last observation.
     """
     done = trajectory.terminated | trajectory.truncated
     delta = trajectory.reward + discount * next_value * ~trajectory.terminated - value
 
-    def back(later: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        advantage = row[0] + discount * lam * later * ~row[1]
+    def step_back(next_advantage: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        advantage = row[0] + discount * lam * next_advantage * ~row[1]
         return advantage, advantage
 
-    return jax.lax.scan(back, jnp.zeros_like(delta[0]), (delta, done), reverse=True)[1]
+    return jax.lax.scan(step_back, jnp.zeros_like(delta[0]), (delta, done), reverse=True)[1]
 
 
 def make_iteration(config: Config, env: Any, agent: Agent, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-    """Return ``iteration(train, key) -> (train, number of episodes that ended, sum of their returns)``, compiled whole."""
+    """Return a compiled function ``iteration(train, key) -> (train, number of ended episodes, sum of their returns)``."""
 
     def loss(params: Any, batch: Batch) -> jax.Array:
         def mean(x: jax.Array) -> jax.Array:
@@ -135,11 +135,11 @@ def make_iteration(config: Config, env: Any, agent: Agent, optimizer: optax.Grad
         gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - config.clip, 1 + config.clip) * advantage)
         return mean(0.5 * (value - batch.target) ** 2 - gain - config.entropy * distribution.entropy())
 
-    def collect(train: Train, key: jax.Array) -> tuple[vj.Trajectory, Any]:
+    def collect(train: TrainState, key: jax.Array) -> tuple[vj.Trajectory, Any]:
         policy = make_policy(agent)
         return vj.rollout(env, policy, train.params, train.env, (), key, config.rollout, extras=("last_return",))[:2]
 
-    def to_learn(params: Any, trajectory: vj.Trajectory) -> Batch:
+    def make_batch(params: Any, trajectory: vj.Trajectory) -> Batch:
         value, next_value = agent(params, trajectory.obs)[1], agent(params, trajectory.next_obs)[1]
         advantage = advantages(trajectory, value, next_value, config.discount, config.gae_lambda)
         extras = trajectory.policy_extras
@@ -151,10 +151,10 @@ def make_iteration(config: Config, env: Any, agent: Agent, optimizer: optax.Grad
         changes, state = optimizer.update(jax.grad(loss)(params, batch), state)
         return (optax.apply_updates(params, changes), state), None
 
-    def iteration(train: Train, key: jax.Array) -> tuple[Train, jax.Array, jax.Array]:
+    def iteration(train: TrainState, key: jax.Array) -> tuple[TrainState, jax.Array, jax.Array]:
         act_key, shuffle_key = jax.random.split(key)
         trajectory, env_state = collect(train, act_key)
-        batch = to_learn(train.params, trajectory)
+        batch = make_batch(train.params, trajectory)
 
         def epoch(carry: tuple[Any, Any], key: jax.Array) -> tuple[tuple[Any, Any], None]:
             order = jax.random.permutation(key, len(batch.valid)).reshape(config.minibatches, -1)
@@ -164,7 +164,7 @@ def make_iteration(config: Config, env: Any, agent: Agent, optimizer: optax.Grad
         (params, state), _ = jax.lax.scan(epoch, (train.params, train.optimizer), keys)
         ended = trajectory.valid & (trajectory.terminated | trajectory.truncated)
         returns = trajectory.env_extras["last_return"]
-        return Train(params, state, env_state), ended.sum(), jnp.sum(returns * ended)
+        return TrainState(params, state, env_state), ended.sum(), jnp.sum(returns * ended)
 
     return jax.jit(iteration)
 
@@ -173,7 +173,7 @@ def make_iteration(config: Config, env: Any, agent: Agent, optimizer: optax.Grad
 
 
 def learn(config: Config, env: Any, agent: Agent, curve: Curve) -> Any:
-    """Return the parameters after ``config.steps``."""
+    """Train for ``config.steps`` and return the parameters."""
     size = config.num_envs * config.rollout
     iterations = config.steps // size
     schedule = optax.linear_schedule(config.learning_rate, 0.0, iterations * config.epochs * config.minibatches)
@@ -181,7 +181,7 @@ def learn(config: Config, env: Any, agent: Agent, curve: Curve) -> Any:
     iteration = make_iteration(config, env, agent, optimizer)
     init_key, reset_key, key = jax.random.split(jax.random.key(config.seed), 3)
     params = agent.init(init_key)
-    train = Train(params, optimizer.init(params), env.reset(jax.random.fold_in(reset_key, 0)))
+    train = TrainState(params, optimizer.init(params), env.reset(jax.random.fold_in(reset_key, 0)))
     for i in range(iterations):
         train, episodes, total = iteration(train, jax.random.fold_in(key, i))
         if episodes > 0:

@@ -9,7 +9,7 @@ On 2 cores without a GPU its last lines are:
       20525 steps, mean return 343
     21 s
 
-No adapter is needed: with ``gym_env_vectorize_mode="vector_entry_point"``, RLlib calls ``build`` in every process with a
+RLlib needs no adapter: with ``gym_env_vectorize_mode="vector_entry_point"``, it calls ``build`` in every process with a
 runner.
 """
 

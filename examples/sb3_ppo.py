@@ -7,7 +7,7 @@ On 2 cores without a GPU it prints:
 
     return 500 +- 0 over 20 episodes, after 100000 steps and 27 s
 
-Only the line that builds the environments is vecenv's; everything else is SB3's own.
+Only the lines that build the environments use vecenv; everything else is SB3's own.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from vecenv.adapters import as_sb3
 def main(steps: int, num_envs: int) -> None:
     start = time.perf_counter()
     torch.set_num_threads(1)  # the networks are tiny, so leave the cores to the environments
-    envs = vecenv.make_vec("CartPole-v1", num_envs, autoreset_mode="SameStep")  # as SB3 does it
+    envs = vecenv.make_vec("CartPole-v1", num_envs, autoreset_mode="SameStep")  # as in SB3
     model = PPO(
         "MlpPolicy",
         VecMonitor(as_sb3(envs)),

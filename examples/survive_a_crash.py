@@ -1,10 +1,10 @@
-"""An environment crashes its process by a segmentation fault, and the program goes on.
+"""An environment crashes its process by a segmentation fault, and the program continues.
 
     python examples/survive_a_crash.py
 
 Sixteen environments run in eight worker processes. Environment 7 has the kind of bug that C extensions have: at its 40th
-step it reads from address 0. The kernel kills its worker; the log names the environment and the line of Python; both
-environments of that worker are rebuilt, their episodes count as truncated, and the next step is an ordinary one.
+step it reads from address 0. The kernel kills its worker, and the log names the environment and the line of Python. Both
+environments of that worker are rebuilt, their episodes count as truncated, and the next step is a normal one.
 """
 
 from __future__ import annotations

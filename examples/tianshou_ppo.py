@@ -1,4 +1,4 @@
-"""Tianshou's PPO on CartPole-v1, with vecenv under its collector.
+"""Tianshou's PPO on CartPole-v1, with environments of vecenv.
 
     pip install -e ".[clients]"
     python examples/tianshou_ppo.py
@@ -71,7 +71,7 @@ def main(steps: int, num_envs: int) -> None:
             verbose=False,
         )
     )
-    # a separate buffer, because unfinished episodes of the training would continue in the other one
+    # a new buffer, because unfinished episodes of the training would continue in the other one
     evaluation = Collector(algorithm, tianshou_envs, VectorReplayBuffer(20_000, num_envs))
     with torch.no_grad():
         episodes = evaluation.collect(n_episode=20, reset_before_collect=True)

@@ -1,4 +1,4 @@
-"""TorchRL's collector over vecenv: batches of CartPole-v1, with the policy's actions, as TensorDicts.
+"""TorchRL's collector with vecenv: batches of CartPole-v1 and the policy's actions as TensorDicts.
 
     pip install -e ".[clients]"
     python examples/torchrl_collect.py

@@ -1,11 +1,12 @@
-"""Learning through the physics: TorchRL, a Brax environment, and neither a critic nor an estimate of the gradient.
+"""Learning by the exact gradient through the physics of a Brax environment, with TorchRL and without a critic.
 
     pip install -e ".[clients]"
     python examples/torchrl_gradient.py
 
-The task is to keep a pole upright on a cart. The loss is how far the pole leans and the cart strays; `TensorDictEnv` carries
-its gradient back through Brax's physics to all earlier actions, so `backward` of a short rollout yields the policy gradient.
-Each rollout continues where the last one ended; the gradient is cut there. In a minute on 2 cores without a GPU it prints:
+The policy should keep a pole upright on a cart. The loss depends on the angle of the pole and the position of the cart;
+`TensorDictEnv` propagates its gradient through Brax's physics to all earlier actions, so `backward` of a short rollout
+yields the policy gradient. Each rollout continues where the last one ended, without its gradient. In a minute on 2 cores
+without a GPU it prints:
 
     before: 18 of 200 steps upright
     update 25: loss 0.0040, 604 steps/s

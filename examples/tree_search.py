@@ -1,15 +1,15 @@
-"""Monte-Carlo tree search in an Atari game, branching from snapshots, beside the same search by replaying actions.
+"""Monte-Carlo tree search in an Atari game from snapshots, compared with the same search by replaying actions.
 
     pip install -e . ale-py
     python examples/tree_search.py                       # ALE/Breakout-v5
     python examples/tree_search.py CartPole-v1 --moves 40 --by snapshots,frozen,replay
     python examples/tree_search.py LunarLander-v3 --by frozen,replay   # pip install box2d
 
-A node of the tree is a state of the game. To expand one, the environments of one vector environment are put there, each
-makes another move, and plays on at random for a while; what it gets is the value of its move. With snapshots "put there" is
-one ``envs.load(snapshot)``; with frozen copies, which work for games that keep their state in C, ``envs.thaw(frozen)``.
-Without, it is a reset and all moves since the beginning, again: the same states, and the same
-search move for move, as the game is deterministic here.
+A node of the tree is a state of the game. To expand a node, the program restores its state in all environments of one vector
+environment; each of them makes a different move and then plays at random for a while, and its return is the value of its
+move. Snapshots restore a state by ``envs.load(snapshot)``; frozen copies, which work for games with state in C, by
+``envs.thaw(frozen)``. Without these, the program resets the environments and repeats all moves since the beginning. The game
+is deterministic here, so the states and the search are the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 import vecenv
 
 DISCOUNT = 0.99
-EXPLORING = 1.0
+EXPLORATION_WEIGHT = 1.0
 
 
 @dataclass
@@ -35,14 +35,14 @@ class Node:
     """A state, and the results of the search below it.
 
     Attributes:
-        place: Restores the state in environments.
-        reward: The reward of the move that led there.
-        over: The game ended with that move.
-        visits, total: The number of games played from there, and the sum of their returns.
+        saved: A value that restores the state in environments.
+        reward: The reward of the move that led to the state.
+        over: True if the game ended with that move.
+        visits, total: The number of games played from the state, and the sum of their returns.
         children: One node per move.
     """
 
-    place: Any
+    saved: Any
     reward: float = 0.0
     over: bool = False
     visits: int = 0
@@ -50,13 +50,13 @@ class Node:
     children: list[Node] = field(default_factory=list)
 
     def worth(self, parents_visits: int) -> float:
-        """Return its mean return, with a bonus for rarely tried moves (UCT)."""
+        """Return the mean return of the node, with a bonus for rarely tried moves (UCT)."""
         mean = self.reward + DISCOUNT * self.total / self.visits
-        return mean + EXPLORING * math.sqrt(math.log(parents_visits) / self.visits)
+        return mean + EXPLORATION_WEIGHT * math.sqrt(math.log(parents_visits) / self.visits)
 
 
 class Games:
-    """One game per possible move, in one vector environment; subclasses restore a state."""
+    """A vector environment with one game per possible move; subclasses save and restore states."""
 
     def __init__(self, envs: Any, seed: int) -> None:
         self.envs, self.seed = envs, seed
@@ -69,56 +69,56 @@ class Games:
 
 
 class Snapshots(Games):
-    """Games with snapshots as places."""
+    """Games that save states as snapshots."""
 
     def begin(self) -> Any:
         self.envs.reset(seed=[self.seed] * self.envs.num_envs)
         return self.envs.save([0])[0]
 
-    def put(self, place: Any) -> None:
-        self.envs.load(place)
+    def restore(self, saved: Any) -> None:
+        self.envs.load(saved)
 
-    def reached(self, place: Any) -> Any:
+    def save_after_moves(self, parent: Any) -> Any:
         return self.envs.save()
 
 
 class Frozen(Games):
-    """Games with frozen copies of processes as places. Each copy ends with its node."""
+    """Games that save states as frozen copies of processes. Each copy ends with its node."""
 
     def begin(self) -> Any:
         self.envs.reset(seed=[self.seed] * self.envs.num_envs)
         return self.envs.freeze([0])[0]
 
-    def put(self, place: Any) -> None:
-        self.envs.thaw(place, range(self.envs.num_envs))
+    def restore(self, saved: Any) -> None:
+        self.envs.thaw(saved, range(self.envs.num_envs))
 
-    def reached(self, place: Any) -> Any:
+    def save_after_moves(self, parent: Any) -> Any:
         return self.envs.freeze()
 
 
 class Replay(Games):
-    """Games with lists of moves as places."""
+    """Games that save states as lists of moves."""
 
     def begin(self) -> Any:
         return ()
 
-    def put(self, place: Any) -> None:
+    def restore(self, saved: Any) -> None:
         self.envs.reset(seed=[self.seed] * self.envs.num_envs)
-        for action in place:
+        for action in saved:
             self.step(np.full(self.envs.num_envs, action))
 
-    def reached(self, place: Any) -> Any:
-        return [(*place, action) for action in range(self.envs.num_envs)]
+    def save_after_moves(self, parent: Any) -> Any:
+        return [(*parent, action) for action in range(self.envs.num_envs)]
 
 
 def expand(games: Any, node: Node, horizon: int, chance: np.random.Generator) -> float:
-    """Try every move from a node, and continue at random; return the mean of the returns."""
+    """Make every move from a node, and continue at random. Return the mean of the returns."""
     moves = games.envs.num_envs
-    games.put(node.place)
+    games.restore(node.saved)
     rewards, over = games.step(np.arange(moves))
     node.children = [
-        Node(place, float(reward), bool(ended), visits=1)
-        for place, reward, ended in zip(games.reached(node.place), rewards, over, strict=True)
+        Node(saved, float(reward), bool(ended), visits=1)
+        for saved, reward, ended in zip(games.save_after_moves(node.saved), rewards, over, strict=True)
     ]
     returns, weight = np.zeros(moves), 1.0
     for _ in range(horizon):
@@ -139,21 +139,21 @@ def search(games: Any, root: Node, expansions: int, horizon: int, chance: np.ran
             path.append(max(parent.children, key=lambda child: child.worth(parent.visits)))
         leaf = path[-1]
         value = 0.0 if leaf.over else expand(games, leaf, horizon, chance)
-        for node, before in zip(reversed(path), [*reversed(path[:-1]), None], strict=True):
+        for node, parent in zip(reversed(path), [*reversed(path[:-1]), None], strict=True):
             node.visits, node.total = node.visits + 1, node.total + value
-            if before is not None:
+            if parent is not None:
                 value = node.reward + DISCOUNT * value
     return max(range(len(root.children)), key=lambda move: root.children[move].visits)
 
 
 def play(games: Any, moves: int, expansions: int, horizon: int, seed: int) -> tuple[list[int], float, float]:
-    """Play a game of that many moves; return them, the sum of their rewards, and the seconds."""
+    """Play a game of this many moves. Return the moves, the sum of their rewards, and the seconds."""
     chance = np.random.default_rng(seed)
     root, made, score = Node(games.begin()), [], 0.0
-    began = time.perf_counter()  # after the first snapshot, which is verified before it is returned
+    began = time.perf_counter()  # after the first snapshot, which takes longer because it is verified
     while len(made) < moves and not root.over:
         made.append(search(games, root, expansions, horizon, chance))
-        root = root.children[made[-1]]  # with all results below it
+        root = root.children[made[-1]]  # its subtree remains
         score += root.reward
     return made, score, time.perf_counter() - began
 
@@ -166,10 +166,10 @@ def make(env_id: str, num_workers: int | None) -> Any:
 
         gym.register_envs(ale_py)
         options = {"repeat_action_probability": 0.0, "obs_type": "ram"}
-    with closing(gym.make(env_id, **options)) as one:
-        if not isinstance(one.action_space, gym.spaces.Discrete):
-            raise SystemExit(f"tree_search: the moves of {env_id} cannot be counted: {one.action_space}")
-        moves = int(one.action_space.n)
+    with closing(gym.make(env_id, **options)) as env:
+        if not isinstance(env.action_space, gym.spaces.Discrete):
+            raise SystemExit(f"tree_search: the action space of {env_id} is not Discrete: {env.action_space}")
+        moves = int(env.action_space.n)
     return vecenv.make_vec(env_id, moves, num_workers=num_workers, **options)
 
 
@@ -185,7 +185,7 @@ def main(argv: list[str] | None = None) -> None:
     given = parser.parse_args(argv)
     kinds = {"snapshots": Snapshots, "frozen": Frozen, "replay": Replay}
     if wrong := set(given.by.split(",")) - set(kinds):
-        parser.error(f"--by has {', '.join(sorted(wrong))}, wanted some of {', '.join(kinds)}")
+        parser.error(f"--by has {', '.join(sorted(wrong))}, expected some of {', '.join(kinds)}")
     found = {}
     for name in given.by.split(","):
         with closing(make(given.env_id, None if name == "frozen" else given.num_workers)) as envs:

@@ -1,11 +1,11 @@
-"""Configuration of the tests, and the fixture that fails a test that leaves something behind.
+"""Configuration of the tests, and the fixture ``nothing_left_behind``, which fails tests that leak resources.
 
 ``nothing_left_behind`` compares four things before and after each test: processes, open descriptors, threads
 and entries of ``/dev/shm``. An orphan would be adopted by init and could not be recognized. So
 this process declares itself the adopter of all its descendants (``PR_SET_CHILD_SUBREAPER``), and orphaned
 grandchildren stay descendants of this process, whatever session they run in.
 
-Exceptions are listed in one place, :func:`_tolerated`, each with its reason.
+:func:`_tolerated` lists all exceptions, each with its reason.
 """
 
 from __future__ import annotations
@@ -31,23 +31,22 @@ from typing import Any
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
-from sampling import sample_marked, thin_out
+from sampling import limit_long_cases, sample_marked
 
 SETTLE_SECONDS = 2.0
 KINDS = ("processes", "descriptors", "threads", "shared_memory")
-_FAILED = pytest.StashKey[bool]()
+_TEST_FAILED = pytest.StashKey[bool]()
 _LINUX = sys.platform == "linux"
 _PR_SET_CHILD_SUBREAPER = 36
 _NATIVE_POOLS = ("torch", "tensorflow", "ray._raylet")
 
 
 # Threads that never end, such as those of JAX's backend, make every later fork of their process unsafe, and JAX warns each
-# time.
-# So the tests of these folders run last, in this order: afterwards no process, including xdist's workers, forks. The
+# time. So the tests of these folders run last, in this order: afterwards no process, including xdist's workers, forks. The
 # contract's tests run with those of their backend.
 THREADS_STAY = ("backends", "distributed", "jax")
-LEFT_OUT = {"long", "slow", "soak"}
-CASES_IN_CI = 2  # of those of a test that are ``long``
+DESELECTED_MARKS = {"long", "slow", "soak"}
+CASES_IN_CI = 2  # the number of ``long`` cases per test that .ci/run includes
 ALL_CASES_IN_CI = ("test_readme.py",)
 
 
@@ -56,56 +55,56 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("any load")
     if _LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a script starts by `pytest &`, and in its children
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script that runs `pytest &` ignores it, which children inherit
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist puts the groups into effect in a hook of the same name
+@pytest.hookimpl(tryfirst=True)  # before xdist's hook of the same name, which reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect :data:`LEFT_OUT` unless ``-m`` is given, and run tests that start permanent threads last."""
-    sample_marked(items, LEFT_OUT)
-    thin_out([item for item in items if item.path.name not in ALL_CASES_IN_CI], CASES_IN_CI)
+    """Deselect :data:`DESELECTED_MARKS` unless ``-m`` is given, and run tests that start permanent threads last."""
+    sample_marked(items, DESELECTED_MARKS)
+    limit_long_cases([item for item in items if item.path.name not in ALL_CASES_IN_CI], CASES_IN_CI)
     if not _LINUX:
-        _leave_out({"linux"}, config, items)
+        _deselect({"linux"}, config, items)
     if not config.getoption("markexpr"):
-        _leave_out(LEFT_OUT, config, items)
-    items.sort(key=_starts_threads_that_stay)
+        _deselect(DESELECTED_MARKS, config, items)
+    items.sort(key=_position_of_folder)
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
-            # what one test of a file has compiled or started, the next one uses
-            if _starts_threads_that_stay(item) and not item.get_closest_marker("xdist_group"):
-                item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {_folder_of(item)}"))
+            # tests of one file share a process, because they reuse what an earlier one has compiled or started
+            if _position_of_folder(item) and not item.get_closest_marker("xdist_group"):
+                item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {_folder_of_test(item)}"))
 
 
-def _leave_out(marks: set[str], config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = [item for item in items if marks & {mark.name for mark in item.iter_markers()}]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        left_out_ids = set(map(id, left_out))
-        items[:] = [item for item in items if id(item) not in left_out_ids]
+def _deselect(marks: set[str], config: pytest.Config, items: list[pytest.Item]) -> None:
+    deselected = [item for item in items if marks & {mark.name for mark in item.iter_markers()}]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        deselected_ids = set(map(id, deselected))
+        items[:] = [item for item in items if id(item) not in deselected_ids]
 
 
-def _starts_threads_that_stay(item: pytest.Item) -> int:
-    """Return 0 for most tests, and the position of their folder for the others."""
-    folder = _folder_of(item)
+def _position_of_folder(item: pytest.Item) -> int:
+    """Return the position of a test's folder in :data:`THREADS_STAY`, from 1, or 0 for other folders."""
+    folder = _folder_of_test(item)
     return THREADS_STAY.index(folder) + 1 if folder in THREADS_STAY else 0
 
 
-def _folder_of(item: pytest.Item) -> str:
-    """Return the folder of a test; for a test of the contract, that of its backend."""
+def _folder_of_test(item: pytest.Item) -> str:
+    """Return the folder of a test, or that of its backend for a test of the contract."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     return getattr(params.get("backend"), "folder", "") or item.path.relative_to(Path(__file__).parent).parts[0]
 
 
 def pytest_collection_finish() -> None:
-    """Exempt everything that exists from garbage collection, so that the collections of the fixture below are quick."""
-    if _jax_is_up():
-        raise pytest.UsageError("a test module starts JAX's backend when it is imported: every later fork would be unsafe")
+    """Exempt all existing objects from garbage collection, to make the collections of the fixture below fast."""
+    if _is_jax_backend_running():
+        raise pytest.UsageError("importing a test module started JAX's backend, which makes every later fork unsafe")
     gc.collect()
     gc.freeze()
 
 
-def _jax_is_up() -> bool:
+def _is_jax_backend_running() -> bool:
     bridge = sys.modules.get("jax._src.xla_bridge")
     return bridge is not None and bridge.backends_are_initialized()
 
@@ -115,25 +114,24 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """Record whether the test itself failed, for the fixture below."""
     report = yield
     if report.when == "call":
-        item.stash[_FAILED] = report.failed
+        item.stash[_TEST_FAILED] = report.failed
     return report
 
 
-# --- what a process has -------------------------------------------------------------------------
+# --- resources of a process ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Belongings:
-    """The processes, descriptors, threads and shared memory of this process, by unique key, with a description for people.
-    """
+class Resources:
+    """The child processes, descriptors, threads and shared memory of this process: readable descriptions by unique key."""
 
     processes: dict[tuple[int, float], str] = field(default_factory=dict)
     descriptors: dict[tuple[int, str], str] = field(default_factory=dict)
     threads: dict[int, str] = field(default_factory=dict)
     shared_memory: dict[str, str] = field(default_factory=dict)
 
-    def beyond(self, before: Belongings, kinds: Sequence[str] = KINDS) -> dict[str, list[str]]:
-        """Return what is new compared to ``before``, without what is tolerated."""
+    def beyond(self, before: Resources, kinds: Sequence[str] = KINDS) -> dict[str, list[str]]:
+        """Return the descriptions of resources that are neither in ``before`` nor tolerated, by kind."""
         tolerated = _tolerated()
         return {
             kind: new
@@ -142,21 +140,21 @@ class Belongings:
                 new := [
                     text
                     for key, text in getattr(self, kind).items()
-                    if key not in getattr(before, kind) and not _excused(kind, key, tolerated)
+                    if key not in getattr(before, kind) and not _is_tolerated(kind, key, tolerated)
                 ]
             )
         }
 
 
-def _take_stock() -> Belongings:
-    return Belongings(_processes(), _descriptors(), _threads(), _shared_memory())
+def _take_stock() -> Resources:
+    return Resources(_processes(), _descriptors(), _threads(), _shared_memory())
 
 
 def _processes() -> dict[tuple[int, float], str]:
-    """Return all descendants. Zombies count only if this process should have waited for them."""
+    """Return all descendants. A zombie counts only if this process should have joined it."""
     found = {}
     waited_for = {process.pid for process in multiprocessing.process._children}
-    for process in _family():
+    for process in _descendants():
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.status() == psutil.STATUS_ZOMBIE and process.pid not in waited_for:
                 _reap_if_adopted(process)
@@ -169,17 +167,17 @@ def _processes() -> dict[tuple[int, float], str]:
     return found
 
 
-def _family(pid: int | None = None) -> Iterator[psutil.Process]:
-    """Return all descendants."""
+def _descendants(pid: int | None = None) -> Iterator[psutil.Process]:
+    """Yield all descendants of a process, by default of this one."""
     for child in _children(os.getpid() if pid is None else pid):
         with contextlib.suppress(psutil.NoSuchProcess):
             yield psutil.Process(child)
-        yield from _family(child)
+        yield from _descendants(child)
 
 
 def _children(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task")
-    with contextlib.suppress(OSError):  # far quicker than asking every process for its parent
+    with contextlib.suppress(OSError):  # psutil reads the parent of every process on the machine, which is far slower
         return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
     with contextlib.suppress(psutil.NoSuchProcess):
         return [child.pid for child in psutil.Process(pid).children()]
@@ -187,8 +185,9 @@ def _children(pid: int) -> list[int]:
 
 
 def _reap_if_adopted(process: psutil.Process) -> None:
-    """Reap an orphan that this process has adopted. ``forkserver`` and ``resource_tracker`` are waited
-    for by multiprocessing itself, and other zombies by their own parents.
+    """Reap an orphan that this process has adopted.
+
+    multiprocessing itself reaps ``forkserver`` and ``resource_tracker``, and other zombies are reaped by their parents.
     """
     if process.ppid() != os.getpid() or process.pid in (_forkserver_pid(), _tracker_pid()):
         return
@@ -226,7 +225,7 @@ def _shared_memory() -> dict[str, str]:
     return {name: f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
 
 
-# --- what is tolerated --------------------------------------------------------------------------
+# --- tolerated resources ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -239,7 +238,7 @@ class Tolerated:
 
 
 def _tolerated() -> Tolerated:
-    """Return what may be left behind.
+    """Return the resources that a test may leave behind.
 
     1. multiprocessing starts one fork server and one resource tracker per process and keeps them, with one
     descriptor each (two for the fork server in later versions), until the interpreter exits. They are known
@@ -250,8 +249,8 @@ def _tolerated() -> Tolerated:
     3. A running Ray starts processes, threads and sockets at any time; while
     ``ray.is_initialized()``, all descendants of Ray's own processes are Ray's.
     4. multiprocessing's heap, from which Gymnasium's own AsyncVectorEnv takes its shared memory, keeps its
-    (unlinked) files for later use. They are known from the heap itself.
-    5. An entry of /dev/shm that is not known to be from here is another program's (:func:`_is_foreign`).
+    (unlinked) files for later use. The heap lists them.
+    5. Other programs create entries of /dev/shm at any time (:func:`_is_foreign`).
     """
     server = multiprocessing.forkserver._forkserver
     ray = sys.modules.get("ray")
@@ -263,7 +262,7 @@ def _tolerated() -> Tolerated:
             getattr(multiprocessing.resource_tracker._resource_tracker, "_fd", None),
         },
         files=_heap_files(),
-        native_threads=_jax_is_up() or any(name in sys.modules for name in _NATIVE_POOLS),
+        native_threads=_is_jax_backend_running() or any(name in sys.modules for name in _NATIVE_POOLS),
         ray=ray is not None and ray.is_initialized(),
     )
 
@@ -285,9 +284,9 @@ def _tracker_pid() -> int | None:
     return getattr(multiprocessing.resource_tracker._resource_tracker, "_pid", None)
 
 
-def _excused(kind: str, key: object, tolerated: Tolerated) -> bool:
+def _is_tolerated(kind: str, key: object, tolerated: Tolerated) -> bool:
     if kind == "processes":
-        return key[0] in tolerated.pids or (tolerated.ray and _is_rays(key[0]))
+        return key[0] in tolerated.pids or (tolerated.ray and _belongs_to_ray(key[0]))
     if kind == "descriptors":
         return key[0] in tolerated.descriptors or key[1] in tolerated.files or tolerated.ray
     if kind == "threads":
@@ -296,7 +295,7 @@ def _excused(kind: str, key: object, tolerated: Tolerated) -> bool:
     return _is_foreign(key)
 
 
-def _is_rays(pid: int) -> bool:
+def _belongs_to_ray(pid: int) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         return any(
@@ -309,24 +308,23 @@ def _is_rays(pid: int) -> bool:
 
 
 def _is_foreign(name: str) -> bool:
-    """True if this entry of /dev/shm is not known to have been made by this family of processes.
+    """True if this entry of /dev/shm was not created by this process or a descendant, as far as can be determined.
 
-    A process that has it mapped or open made it. Without one, its name decides: this package's begin with ``vecenv``, and a
-    pid
-    in it is that of its maker. Other programs leave files in /dev/shm at any moment.
+    A process that has the entry mapped or open counts as its creator. Without one, the name decides: this package's names
+    begin with ``vecenv``, and a pid in a name is that of the creator.
     """
     path = f"/dev/shm/{name}"
     if not os.path.exists(path):
         return True
-    family = {os.getpid(), *(process.pid for process in _family())}
-    holders = {pid for pid in psutil.pids() if _holds(pid, path)}
+    own_pids = {os.getpid(), *(process.pid for process in _descendants())}
+    holders = {pid for pid in psutil.pids() if _has_open(pid, path)}
     if holders:
-        return not holders & family
-    strangers = {int(number) for number in re.findall(r"\d+", name)} - family
-    return not name.startswith("vecenv") or any(map(psutil.pid_exists, strangers))
+        return not holders & own_pids
+    other_pids = {int(number) for number in re.findall(r"\d+", name)} - own_pids
+    return not name.startswith("vecenv") or any(map(psutil.pid_exists, other_pids))
 
 
-def _holds(pid: int, path: str) -> bool:
+def _has_open(pid: int, path: str) -> bool:
     with contextlib.suppress(OSError):
         if path in Path(f"/proc/{pid}/maps").read_text(errors="replace"):
             return True
@@ -338,8 +336,8 @@ def _holds(pid: int, path: str) -> bool:
 
 
 @pytest.fixture
-def take_stock() -> Callable[[], Belongings]:
-    """Return the function that lists what this process has, for tests that compare more often."""
+def take_stock() -> Callable[[], Resources]:
+    """Return the function that lists the resources of this process, for tests that compare them more than once."""
     return _take_stock
 
 
@@ -354,38 +352,37 @@ def closes() -> Iterator[Callable[[Any], Any]]:
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a process, a descriptor, a thread or an entry of /dev/shm behind.
 
-    It is the first fixture of a test and the last to end. References of the other fixtures are dropped before
-    anything is compared, because an array that is kept alive keeps its mapping, and a mapping its descriptor.
-    For the same reason only processes count against a test that failed: its traceback keeps all its
-    objects. Anything new gets :data:`SETTLE_SECONDS` to disappear, and a garbage collection, because an
-    unreachable object may be cleaned up by its finalizer.
+    It is the first fixture of a test and the last to end. References to the other fixtures are dropped before the
+    comparison, because an array keeps its mapping open, and the mapping its descriptor. For the same reason only processes
+    count against a test that failed: its traceback keeps all its objects alive. New resources get :data:`SETTLE_SECONDS` to
+    disappear, and a garbage collection, because the finalizer of an unreachable object may release them.
     """
     before = _take_stock()
     yield
     request.node.funcargs.clear()
-    kinds = ("processes",) if request.node.stash.get(_FAILED, False) else KINDS
+    kinds = ("processes",) if request.node.stash.get(_TEST_FAILED, False) else KINDS
     deadline = time.monotonic() + SETTLE_SECONDS
     pause = 0.005
     while left := _take_stock().beyond(before, kinds):
         if time.monotonic() >= deadline:
             break
-        if "descriptors" in left or pause > 0.02:  # it is slow, and most of what is left only needs a moment
+        if "descriptors" in left or pause > 0.02:  # collecting is slow, and most leftovers disappear without it
             gc.collect()
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
     if not left and kinds is KINDS:
-        gc.freeze()  # objects that survive a test stay for good; without this, every collection traverses them again
+        gc.freeze()  # objects that survive a test are permanent, and every collection would traverse them again
     if left:
         _clean_up(before)
         lines = [f"{kind.replace('_', ' ')}: {text}" for kind, texts in left.items() for text in texts]
         pytest.fail(f"left behind, {SETTLE_SECONDS:g} s after the test:\n  " + "\n  ".join(lines), pytrace=False)
 
 
-def _clean_up(before: Belongings) -> None:
+def _clean_up(before: Resources) -> None:
     """Kill the processes that this test left, by pid, so that the next test starts clean."""
     tolerated = _tolerated()
     for pid, created in set(_processes()) - set(before.processes):
-        if not _excused("processes", (pid, created), tolerated):
+        if not _is_tolerated("processes", (pid, created), tolerated):
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
                 if process.create_time() == created:

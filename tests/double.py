@@ -1,6 +1,6 @@
-"""A vector environment without processes, threads or libraries: arithmetic in memory, behind the front of the real ones.
+"""A vector environment that only calculates in this process, as a test double for those with workers.
 
-It is a column of the contract, and is used in tests of the front. Its results can be delayed.
+The tests of the contract run with it as one of their backends, and tests of the front use it. Its results can be delayed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import LockstepDriver, Phase, RequestSummary, Stepped
 from vecenv.front.vector_env import VectorEnvBase
 
-_LENGTH: Final = 5  # steps per episode
+_STEPS_PER_EPISODE: Final = 5
 _Result: TypeAlias = tuple[npt.NDArray[np.float32], Any, Any, Any]
 
 
@@ -30,14 +30,14 @@ class DoubleVectorEnv(VectorEnvBase[Any, Any, Any]):
     """A vector environment of counters. Observations: (seed modulo 1,000, steps, sum of actions), float32 ``(3,)``.
 
     An action is an int from 0 to 4, and is the reward. An episode is truncated after five steps and terminated when the sum
-    of its actions has reached ten; the next step begins the next one.
+    of its actions has reached ten; the step after that begins the next episode.
 
     Args:
         num_envs: The number of environments.
         delay: Seconds until a result is ready.
 
     Attributes:
-        ready: A ``threading.Event``; while it is cleared, results are late.
+        ready: A ``threading.Event``; while it is cleared, no result becomes ready.
     """
 
     _driver: _Memory
@@ -68,7 +68,8 @@ class _Memory(LockstepDriver):
         super().__init__(num_envs)
         self._delay = delay
         self._due = 0.0  # when the result is ready
-        self._latest: tuple[RequestSummary, _Result, npt.NDArray[np.bool_]] | None = None  # the call, its result, ended rows
+        # the call, its result, and the rows with ended episodes
+        self._latest: tuple[RequestSummary, _Result, npt.NDArray[np.bool_]] | None = None
         self.ready = threading.Event()
         self.ready.set()
 
@@ -96,35 +97,36 @@ class _Memory(LockstepDriver):
     def begin_step(self, call: RequestSummary, actions: Any) -> None:
         if self._latest is None:
             raise ResetNeeded("Call reset first.")
-        given, (_, (before, *_), again) = np.asarray(actions), self._latest
-        if given.shape != (len(before),):
-            raise ValueError(f"actions must be {len(before)} of Discrete(5), got shape {given.shape}; nothing was sent")
-        if given.dtype.kind not in "iu":
-            raise TypeError(f"actions must be integers, got {given.dtype}; nothing was sent")
-        if ((given < 0) | (given > 4)).any():
-            raise ValueError(f"actions must lie within 0..4, got {given.tolist()}; nothing was sent")
-        rewards = np.where(again, 0.0, given)
-        now = before + np.stack([again, ~again, rewards], axis=1).astype(np.float32)
-        now[again] = np.stack([now[again, 0] % 1000, np.zeros(again.sum()), np.zeros(again.sum())], axis=1)
-        terminated, truncated = now[:, 2] >= 10, now[:, 1] >= _LENGTH
+        values, (_, (before, *_), must_reset) = np.asarray(actions), self._latest
+        if values.shape != (len(before),):
+            raise ValueError(f"actions must be {len(before)} of Discrete(5), got shape {values.shape}; nothing was sent")
+        if values.dtype.kind not in "iu":
+            raise TypeError(f"actions must be integers, got {values.dtype}; nothing was sent")
+        if ((values < 0) | (values > 4)).any():
+            raise ValueError(f"actions must lie within 0..4, got {values.tolist()}; nothing was sent")
+        rewards = np.where(must_reset, 0.0, values)
+        now = before + np.stack([must_reset, ~must_reset, rewards], axis=1).astype(np.float32)
+        zeros = np.zeros(must_reset.sum())
+        now[must_reset] = np.stack([now[must_reset, 0] % 1000, zeros, zeros], axis=1)
+        terminated, truncated = now[:, 2] >= 10, now[:, 1] >= _STEPS_PER_EPISODE
         self._due = time.monotonic() + self._delay
         self._latest = call, (now, rewards, terminated, truncated), terminated | truncated
 
     def wait(self, deadline: float) -> bool:
-        return self._waits(max(deadline - time.monotonic(), 0.0))
+        return self._wait_until_ready(max(deadline - time.monotonic(), 0.0))
 
     def read(self, kind: Phase) -> Stepped:
-        self._waits(None)
+        self._wait_until_ready(None)
         assert self._latest is not None
         observations, rewards, terminations, truncations = (part.copy() for part in self._latest[1])
         steps = {"steps": observations[:, 1].copy(), "_steps": np.ones(len(rewards), np.bool_)}
         return observations, rewards, terminations, truncations, steps if kind is Phase.WAITING_STEP else {}
 
-    def _waits(self, seconds: float | None) -> bool:
+    def _wait_until_ready(self, seconds: float | None) -> bool:
         started = time.monotonic()
         try:
-            late = max(self._due - started, 0.0)
-            time.sleep(late if seconds is None else min(late, seconds))
+            remaining = max(self._due - started, 0.0)
+            time.sleep(remaining if seconds is None else min(remaining, seconds))
             return self.ready.wait(seconds) and time.monotonic() >= self._due
         finally:
             self._seconds_waited += time.monotonic() - started

@@ -1,8 +1,7 @@
 """Small environments with predictable outputs, and helpers that all tests of the engine share.
 
-Each environment records or repeats one thing: its calls (:class:`CounterEnv`), its actions
-(:class:`EchoEnv`), or values from a list (:class:`ScriptedEnv`). They are importable, so that every
-start method can pickle them by name.
+:class:`CounterEnv` returns its number of calls, :class:`EchoEnv` its actions, and :class:`ScriptedEnv` values from lists.
+All of them are defined at module level, so that every start method can pickle them by name.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from vecenv.testing import assert_same_trajectory
 EnvFn = Callable[[], gymnasium.Env]
 Options = dict[str, Any]
 
-# Options of an AsyncVectorEnv with three environments. Tests that depend on processes run with all of them;
-# tests that depend on values with the first two, because a process takes long to start.
+# Options of an AsyncVectorEnv with three environments. Tests of returned values use VALUE_ENGINES only, because processes
+# start slowly.
 ENGINES: dict[str, Options] = {
     "in-process": {"num_workers": 0},
     "two-workers": {"num_workers": 2},
@@ -43,7 +42,7 @@ VALUE_ENGINES = {name: options for name, options in ENGINES.items() if name != "
 
 @contextmanager
 def open_engine(env_fns: Sequence[EnvFn], **kwargs: Any) -> Iterator[vecenv.AsyncVectorEnv]:
-    """Yield an AsyncVectorEnv that is closed at the end, by force if the test failed, so that a failure never hangs."""
+    """Yield an AsyncVectorEnv that is closed at the end, with ``terminate=True`` if the test fails, to prevent hangs."""
     envs: Any = vecenv.AsyncVectorEnv(env_fns, **kwargs)
     _logs_like_gymnasium.append(kwargs.get("num_workers") is None and not kwargs.get("use_caller"))
     try:
@@ -74,7 +73,7 @@ def ready_engine(env_fns: Sequence[EnvFn], **kwargs: Any) -> Iterator[vecenv.Asy
 
 @contextmanager
 def killable_engine(env_fns: Sequence[EnvFn], **kwargs: Any) -> Iterator[vecenv.AsyncVectorEnv]:
-    """Yield an AsyncVectorEnv as :func:`open_engine` does, closed by force because environments may hang."""
+    """Yield an AsyncVectorEnv as :func:`open_engine` does, closed with ``terminate=True`` because environments may hang."""
     with open_engine(env_fns, **kwargs) as envs:
         yield envs
         envs.close(terminate=True)
@@ -103,29 +102,29 @@ def assert_as_sync(
 ) -> None:
     """Assert that spaces and trajectory equal those of a ``SyncVectorEnv`` of the same environments, bit for bit.
 
-    ``cuts``: Gymnasium truncates numbers in these environments' infos, and ours does not; so Gymnasium merges them here.
+    With ``cuts``, Gymnasium merges the infos of both, because it truncates some numbers that vecenv does not.
     """
-    oracle: Any = SyncVectorEnv(env_fns, autoreset_mode=autoreset_mode)
+    reference: Any = SyncVectorEnv(env_fns, autoreset_mode=autoreset_mode)
     try:
         with open_engine(env_fns, autoreset_mode=autoreset_mode, **options) as envs:
             for name in ("single_observation_space", "observation_space", "single_action_space", "action_space", "metadata"):
-                assert getattr(envs, name) == getattr(oracle, name)
-            assert_same_trajectory(MergedByGymnasium(envs) if cuts else envs, oracle, steps, seed=1)
+                assert getattr(envs, name) == getattr(reference, name)
+            assert_same_trajectory(MergedByGymnasium(envs) if cuts else envs, reference, steps, seed=1)
     finally:
-        oracle.close()
+        reference.close()
 
 
-_logs_like_gymnasium: list[bool] = []  # of each open engine
+_logs_like_gymnasium: list[bool] = []  # one flag per open engine
 
 
 @contextmanager
 def raises_logged(
     error: type[BaseException] | tuple[type[BaseException], ...], match: str | None = None, failures: int = 1
 ) -> Iterator[tuple[pytest.ExceptionInfo[BaseException], list[str]]]:
-    """Expect an exception, and the warnings of this many failed environments: two for each and one at the end if the open
-    engine stands for Gymnasium's (one process per environment), otherwise none.
+    """Check that the block raises an exception, and logs warnings as Gymnasium does if the engine has one process per
+    environment: two for each of ``failures`` environments, and one at the end. Other engines log none.
 
-    Yields the exception, and the texts of the warnings after the block.
+    Yields the exception, and a list that holds the texts of the warnings after the block.
     """
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -152,12 +151,10 @@ def describe(value: Any) -> str:
 
 
 class CounterEnv(gymnasium.Env):
-    """A counter with observations ``[env_id, steps, episodes, seed]`` (int64); seed -1 if none was given.
+    """A counter with observations ``[env_id, steps, episodes, seed]`` (int64); the seed is -1 after a reset without one.
 
-    Episode ``k`` lasts ``lengths[k % len(lengths)]`` steps and is truncated if ``truncates`` is true,
-    else terminated. The reward is ``env_id + steps
-    1000``. Reset infos hold the arguments of reset,
-    step infos the step counter.
+    Episode ``k`` lasts ``lengths[k % len(lengths)]`` steps and is truncated if ``truncates`` is true, else terminated. The
+    reward is ``env_id + steps / 1000``. Reset infos contain the arguments of the reset, step infos the step counter.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 30}  # noqa: RUF012
@@ -188,8 +185,8 @@ class CounterEnv(gymnasium.Env):
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
         super().reset(seed=kwargs.get("seed"))
-        given = kwargs.get("seed")
-        self.seed = -1 if given is None else int(given)
+        seed = kwargs.get("seed")
+        self.seed = -1 if seed is None else int(seed)
         self.steps = 0
         self.episodes += 1
         return self._observe(), {"reset_kwargs": describe(kwargs)} if self.infos else {}
@@ -255,7 +252,7 @@ class EchoEnv(gymnasium.Env):
 
 
 class SpaceEnv(gymnasium.Env):
-    """An environment with observations that are samples of a space, drawn from the seed (or from ``env_id``)."""
+    """An environment with observations that are samples of a space. The seed, at first ``env_id``, determines them."""
 
     def __init__(
         self,
@@ -287,7 +284,7 @@ class SpaceEnv(gymnasium.Env):
 
 
 class ScriptedEnv(SpaceEnv):
-    """A :class:`SpaceEnv` that also takes its rewards, flags and infos from lists, each repeated without end.
+    """A :class:`SpaceEnv` with rewards, flags and infos from lists, each of which starts again after its end.
 
     Args:
         truncates: Episode ``k`` is truncated if ``truncates[k]``, else terminated.
@@ -339,9 +336,10 @@ MIXED_INFOS: tuple[dict[str, Any], ...] = (
 
 
 def scripted(n: int, turn: bool = True) -> list[EnvFn]:
-    """Return ``n`` functions that build a :class:`ScriptedEnv`: nested observations, and episodes of different lengths.
+    """Return ``n`` functions that build a :class:`ScriptedEnv` with nested observations and episodes of different lengths.
 
-    Infos come and go and change their types; with ``turn`` each environment begins elsewhere in :data:`MIXED_INFOS`.
+    Their infos differ in keys and types from step to step; with ``turn`` each environment begins at another position of
+    :data:`MIXED_INFOS`.
     """
     box = spaces.Box(-1, 1, (2,), np.float32)
     return [
@@ -387,7 +385,7 @@ class ReturningEnv(gymnasium.Env):
 
 
 def info_env(step_infos: Sequence[Any], reset_infos: Sequence[Any] = ({},)) -> EnvFn:
-    """Return a function that builds an environment with these infos; everything else is constant."""
+    """Return a function that builds an environment with these infos and otherwise constant results."""
     zeros = np.zeros(4, dtype=np.float32)
     return functools.partial(
         ReturningEnv,
@@ -420,7 +418,7 @@ class RaisingEnv(CounterEnv):
 
 
 class SleepingEnv(CounterEnv):
-    """An environment with the seconds of a step as action; ``options["seconds"]`` those of a reset."""
+    """An environment in which the action is the duration of the step; ``options["seconds"]`` is the duration of a reset."""
 
     def __init__(self, env_id: int = 0) -> None:
         super().__init__(env_id, lengths=(1000,))
@@ -436,7 +434,7 @@ class SleepingEnv(CounterEnv):
 
 
 class OverlapEnv(SleepingEnv):
-    """An environment that counts how many are inside ``reset`` or ``step`` at once, by a file for each."""
+    """An environment that counts, by files, how many environments are inside ``reset`` or ``step`` at the same time."""
 
     def __init__(self, folder: Path, env_id: int = 0) -> None:
         super().__init__(env_id)
@@ -444,12 +442,12 @@ class OverlapEnv(SleepingEnv):
 
     @contextmanager
     def _inside(self) -> Iterator[int]:
-        mark = self.folder / str(self.env_id)
-        mark.touch()
+        marker = self.folder / str(self.env_id)
+        marker.touch()
         try:
             yield len(list(self.folder.iterdir()))
         finally:
-            mark.unlink()
+            marker.unlink()
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
         with self._inside() as inside:
@@ -486,7 +484,7 @@ class ReusingEnv(CounterEnv):
 
 
 class NestedDictEnv(SpaceEnv):
-    """A robot-like environment: nested Dict observations and nested Dict actions."""
+    """An environment with nested Dict observations and actions, as a robot has them."""
 
     def __init__(self, env_id: int = 0) -> None:
         observation_space = spaces.Dict(
@@ -528,7 +526,7 @@ class CustomSpace(spaces.Space):
     __hash__ = None  # type: ignore[assignment]
 
 
-# spaces of a fixed size, which shared memory can hold
+# spaces with values of a fixed size, which shared memory can hold
 FIXED_SPACES: dict[str, spaces.Space] = {
     "box-float16": spaces.Box(-1, 1, (3,), np.float16),
     "box-float32": spaces.Box(-1, 1, (2, 3), np.float32),
@@ -560,7 +558,7 @@ FIXED_SPACES: dict[str, spaces.Space] = {
         }
     ),
 }
-# spaces with values that vary in size, or that choose a kind for each sample
+# spaces with values that vary in size or in kind
 VARYING_SPACES: dict[str, spaces.Space] = {
     "text": spaces.Text(8, min_length=1),
     "text-charset": spaces.Text(5, charset="äöü€"),

@@ -20,17 +20,17 @@ from vecenv.errors import StepTimeout, WorkerDied
 COUNT, FAULTY = 4, 1
 FINE, RAISES, DIES, LATE = range(4)
 SECONDS = 3.0
-"""Seconds by which an environment is late: more than ``step_timeout``, and over before two more calls have timed out."""
+"""The duration of a late step: longer than ``step_timeout``, and shorter than the timeouts of three calls."""
 FAULTS = [pytest.param(fault, id=name) for fault, name in ((RAISES, "raises"), (DIES, "dies"), (LATE, "late"))]
 
 R = TypeVar("R")
 
 
 class Faulty(gym.Env[Any, Any]):
-    """An environment with observations (steps, seed of the latest reset); some actions are faults.
+    """An environment with observations (steps, seed of the latest reset); some actions make it fail.
 
     Args:
-        resets_that_fail: A file; while it exists, resets raise.
+        resets_that_fail: The path of a file; while the file exists, resets raise.
     """
 
     observation_space = gym.spaces.Box(-1, 1e6, (2,))
@@ -58,19 +58,19 @@ class Faulty(gym.Env[Any, Any]):
 
 
 def engine(on_failure: str = "raise", fns: Any = None, **options: Any) -> Any:
-    """Build four of them, one process each; never forked from a process with torch's threads."""
+    """Build an engine with four faulty environments, one process each. A process with torch's threads is not forked."""
     context = "forkserver" if "torch" in sys.modules else None
     options = {"context": context, "step_timeout": SECONDS / 2, **options}
     return vecenv.AsyncVectorEnv(fns or [Faulty] * COUNT, num_workers=COUNT, on_failure=on_failure, **options)
 
 
 def one_fails(fault: int) -> Any:
-    """Return actions, one of which is a fault."""
+    """Return actions of which one causes this fault."""
     return np.where(np.arange(COUNT) == FAULTY, fault, FINE)
 
 
 def reset_until_ready(reset: Callable[[], R]) -> R:
-    """Reset, and repeat the reset while it times out because of a late environment."""
+    """Call ``reset``, again if it times out because of a late environment."""
     for _ in range(3):
         try:
             return reset()
@@ -80,7 +80,7 @@ def reset_until_ready(reset: Callable[[], R]) -> R:
 
 
 def check_new_episode(client: Any) -> None:
-    """Check that every environment begins an episode and takes a step, without rows from before."""
+    """Check that every environment begins an episode and takes a step, and that no earlier rows are returned."""
     assert reset_until_ready(client.reset)[:, 0].tolist() == [0.0] * COUNT
     assert client.step(np.zeros(COUNT, np.int64))[:, 0].tolist() == [1.0] * COUNT
 
@@ -89,9 +89,9 @@ def assert_continues(make: Callable[[Any], Any], on_failure: str, fault: int, **
     """Check that the next reset of a client works after a failure.
 
     Args:
-        make: Builds the client over an engine: ``reset`` and ``step`` return observations in the order of environments.
+        make: Builds a client of an engine. Its ``reset`` and ``step`` return observations in the order of environments.
         on_failure: The engine's option.
-        fault: The fault.
+        fault: One of the faulty actions.
         **options: Options of the engine.
     """
     client = make(engine(on_failure, **options))
@@ -108,14 +108,14 @@ def assert_continues(make: Callable[[Any], Any], on_failure: str, fault: int, **
 def assert_continues_after_a_signal(make: Callable[[Any], Any]) -> None:
     """Check that the next reset of a client drops a call that a signal handler interrupted."""
 
-    class Pressed(Exception):
+    class Interrupted(Exception):
         pass
 
     client = make(engine())
     client.reset()
-    with handled(signal.SIGALRM, Pressed):
+    with handled(signal.SIGALRM, Interrupted):
         signal.setitimer(signal.ITIMER_REAL, 0.3)
-        with pytest.raises(Pressed):
+        with pytest.raises(Interrupted):
             client.step(one_fails(LATE))
     check_new_episode(client)
     client.close()

@@ -1,4 +1,4 @@
-"""Checks that run in a forked child."""
+"""A helper that runs a check in a forked child."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 def in_a_fork(check: Callable[[], None]) -> int:
-    """Return the exit code of a forked child that runs ``check``; negative for a signal. The child has one minute."""
+    """Run ``check`` in a forked child, for at most one minute. Return its exit code; a signal gives a negative one."""
     pid = os.fork()
     if pid == 0:
         code = 3

@@ -1,4 +1,4 @@
-"""Environments with infos that depend on the seed and mix everything that does not fit into one array."""
+"""Environments with random infos of mixed types, which do not fit into arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEYS: tuple[Any, ...] = ("a", "_a", "lap", "score", "_score", (1, 2), 3, "3", "w
 ACTIONS = 3
 
 
-def any_value(rng: np.random.Generator, depth: int = 0) -> Any:
+def draw_value(rng: np.random.Generator, depth: int = 0) -> Any:
     """Return a value of any kind; nested dicts are at most two levels deep."""
     size = int(rng.integers(4))
     values: list[Callable[[], Any]] = [
@@ -22,21 +22,21 @@ def any_value(rng: np.random.Generator, depth: int = 0) -> Any:
         lambda: np.float32(size), lambda: np.int8(size), lambda: np.bool_(size % 2), lambda: float("inf"),
         lambda: "x" * size, lambda: b"x" * size, lambda: np.array(["x" * (size + 1)]), lambda: [size, None], lambda: (size,),
         lambda: np.arange(size), lambda: np.ones((size, 2), np.float32), lambda: rng.random(2),
-        lambda: np.zeros(2, np.uint8), dict, lambda: any_info(rng, depth + 1, KEYS) if depth < 2 else {"end": size},
+        lambda: np.zeros(2, np.uint8), dict, lambda: draw_info(rng, depth + 1, KEYS) if depth < 2 else {"end": size},
     ]  # fmt: skip
     return values[int(rng.integers(len(values)))]()
 
 
-def any_info(rng: np.random.Generator, depth: int, keys: tuple[Any, ...]) -> dict[Any, Any]:
+def draw_info(rng: np.random.Generator, depth: int, keys: tuple[Any, ...]) -> dict[Any, Any]:
     """Return an info with some of these keys."""
-    return {key: any_value(rng, depth) for key in keys if rng.random() < 0.4}
+    return {key: draw_value(rng, depth) for key in keys if rng.random() < 0.4}
 
 
 class MixedInfos(gymnasium.Env[Any, Any]):
-    """An environment with episodes of 1 to 5 steps. Rewards depend on the seed and the actions.
+    """An environment with episodes of 1 to 5 steps. Infos and rewards depend on the seed, and rewards on the actions.
 
     Args:
-        mixture: Decides which keys infos have.
+        mixture: The seed of the keys that infos may have.
         none: Steps may return ``None`` in place of an info.
     """
 
@@ -47,19 +47,21 @@ class MixedInfos(gymnasium.Env[Any, Any]):
         rng = np.random.default_rng(mixture)
         self._keys = tuple(key for key in KEYS if rng.random() < 0.6)
         self._none = none
-        self._left = 0
+        self._remaining_steps = 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, Any]:
         super().reset(seed=seed)
-        self._left = int(self.np_random.integers(1, 6))
-        return self.np_random.random(2), any_info(self.np_random, 0, self._keys)
+        self._remaining_steps = int(self.np_random.integers(1, 6))
+        return self.np_random.random(2), draw_info(self.np_random, 0, self._keys)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, Any]:
-        self._left -= 1
-        info = None if self._none and self.np_random.random() < 0.3 else any_info(self.np_random, 0, self._keys)
-        cut = bool(self.np_random.random() < 0.5)
-        over = self._left <= 0
-        return self.np_random.random(2), float(action) + self.np_random.random(), over and not cut, over and cut, info
+        self._remaining_steps -= 1
+        info = None if self._none and self.np_random.random() < 0.3 else draw_info(self.np_random, 0, self._keys)
+        truncates = bool(self.np_random.random() < 0.5)
+        over = self._remaining_steps <= 0
+        observation = self.np_random.random(2)
+        reward = float(action) + self.np_random.random()
+        return observation, reward, over and not truncates, over and truncates, info
 
 
 def choose(observation: Any, info: Any = None) -> int:
@@ -67,12 +69,12 @@ def choose(observation: Any, info: Any = None) -> int:
     return sum(describe((observation.tolist(), info)).encode()) % ACTIONS
 
 
-def play_episode(env: gymnasium.Env[Any, Any], seed: int, looks_at_infos: bool) -> tuple[Any, ...]:
-    """Return the return, length, ending and last info of an episode in a plain loop."""
+def play_episode(env: gymnasium.Env[Any, Any], seed: int, use_infos: bool) -> tuple[Any, ...]:
+    """Run an episode in a plain loop. Return its return, length, flags and last info."""
     observation, info = env.reset(seed=seed)
     episode_return, length = 0.0, 0
     while True:
-        action = choose(observation, info) if looks_at_infos else choose(observation)
+        action = choose(observation, info) if use_infos else choose(observation)
         observation, reward, terminated, truncated, info = env.step(action)
         episode_return, length = episode_return + float(reward), length + 1
         if terminated or truncated:
@@ -80,6 +82,6 @@ def play_episode(env: gymnasium.Env[Any, Any], seed: int, looks_at_infos: bool) 
 
 
 def numbers(results: Any) -> list[tuple[Any, ...]]:
-    """Return the same numbers from results of ``evaluate``, none of which failed."""
+    """Return the values of :func:`play_episode` for each result of ``evaluate``; none may have failed."""
     assert all(each.error is None and each.attempts == 1 for each in results)
     return [(each.episode_return, each.length, each.terminated, each.truncated, describe(each.info)) for each in results]

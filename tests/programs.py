@@ -1,4 +1,4 @@
-"""Programs that are not part of the package, such as those in ``examples/``: imported, or run in a process of their own."""
+"""Helpers that import or run programs outside of the package, such as those in ``examples/``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WITHOUT = Path(__file__).with_name("without.py")
 
 @contextmanager
 def imported(program: Path) -> Iterator[Any]:
-    """Yield a program as a module, while it can also import from its folder."""
+    """Import a program as a module. Inside the block, the program can also import from its folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(program.parent))
         yield importlib.import_module(program.stem)
@@ -36,14 +36,14 @@ def python(
 
 
 def printed(*arguments: str | Path, **kwargs: Any) -> str:
-    """Run Python like :func:`python`, and return the output. It has to succeed."""
+    """Run Python like :func:`python`, check that it succeeds, and return its output."""
     done = python(*arguments, **kwargs)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout
 
 
 def check_missing_library(program: str, library: str, extra: str) -> None:
-    """Check that an example without a library that it needs names the command that installs it."""
+    """Check that an example that lacks a library names the command that installs it."""
     needed = "torch (CPU build: pytorch.org)" if library == "torch" else f"-e '.[{extra}]'"
     done = python(_WITHOUT, library, EXAMPLES / f"{program}.py")
     expected = f"{program}: No module named {library!r}: pip install {needed}"
@@ -52,7 +52,7 @@ def check_missing_library(program: str, library: str, extra: str) -> None:
 
 
 def check_help(program: str, *texts: str) -> None:
-    """Check that the help of an example shows how to run it, and these texts."""
+    """Check that the help of an example shows its command, and these texts."""
     shown = printed(EXAMPLES / f"{program}.py", "--help")
     for text in (f"python examples/{program}.py", *texts):
         assert text in shown

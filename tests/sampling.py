@@ -1,8 +1,8 @@
-"""Samples of a product of parameters for the default run and for ``.ci/run``; the rest is marked ``long`` or ``slow``.
+"""Samples of the parameters of tests, for the default run and for ``.ci/run``; other cases are marked ``long`` or ``slow``.
 
-@pytest.mark.parametrize(("mode", "num_workers"), each_once(MODES, WORKERS))  # the rest is slow
+    @pytest.mark.parametrize(("mode", "num_workers"), each_once(MODES, WORKERS))  # other cases are slow
 
-@pytest.mark.sampled(3)  # of the cases that would run, three; the rest is long
+    @pytest.mark.sampled(3)  # three of the cases that would run by default; the others are long
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import pytest
 
 
 def each_pair(*axes: Iterable[Any]) -> list[Any]:
-    """Return the product of the axes; a small subset in which every pair of values of two axes meets is not marked slow."""
+    """Return the product of the axes. All but a small subset, with every pair of values of two axes, is marked slow."""
     return _product(axes, 2)
 
 
 def each_once(*axes: Iterable[Any]) -> list[Any]:
-    """Return the product of the axes; a small subset in which every value of every axis occurs is not marked slow."""
+    """Return the product of the axes. All but a small subset, with every value of every axis, is marked slow."""
     return _product(axes, 1)
 
 
 def _product(axes: tuple[Iterable[Any], ...], strength: int) -> list[Any]:
     named = [list(axis.items()) if isinstance(axis, Mapping) else [(_name(value), value) for value in axis] for axis in axes]
     cells = list(itertools.product(*(range(len(axis)) for axis in named)))
-    chosen = _covering(cells, strength)
+    chosen = _covering_cells(cells, strength)
     product = []
     for cell in cells:
         names, values = zip(*(axis[index] for axis, index in zip(named, cell, strict=True)), strict=True)
@@ -41,33 +41,33 @@ def _name(value: Any) -> str:
     return value.__name__ if callable(value) and hasattr(value, "__name__") else str(value)
 
 
-def _covering(cells: list[tuple[int, ...]], strength: int) -> set[tuple[int, ...]]:
-    """Return few cells that cover everything; each next one is the cell that adds the most."""
+def _covering_cells(cells: list[tuple[int, ...]], strength: int) -> set[tuple[int, ...]]:
+    """Return a few cells that cover all combinations of ``strength`` values. Each step takes the cell that adds the most."""
 
-    def content(cell: tuple[int, ...]) -> set[Any]:
+    def combinations(cell: tuple[int, ...]) -> set[Any]:
         return set(itertools.combinations(enumerate(cell), strength))
 
-    missing = set().union(*map(content, cells))
+    missing = set().union(*map(combinations, cells))
     chosen = set()
     while missing:
-        best = max(cells, key=lambda cell: len(content(cell) & missing))
+        best = max(cells, key=lambda cell: len(combinations(cell) & missing))
         chosen.add(best)
-        missing -= content(best)
+        missing -= combinations(best)
     return chosen
 
 
 def sample_parameter(
     items: Iterable[pytest.Item], name: str, left_out: Sequence[Any] = (), *, all_values: bool = True, mark: str = "slow"
 ) -> None:
-    """Mark as ``slow`` (or ``mark``) what a sample omits from the product of one parameter and a test's other parameters.
+    """Mark as ``slow``, or ``mark``, the combinations of one parameter and a test's other parameters that a sample omits.
 
     Args:
-        items: Tests; those that do not have the parameter are left alone.
-        name: The parameter, or the fixture with parameters.
-        left_out: Values that no test of the sample has.
+        items: Tests. Those without the parameter stay unmarked.
+        name: The name of the parameter or of the fixture with parameters.
+        left_out: Values that the sample excludes.
         all_values: Each test runs with every value at least once. If false, each case of a test runs with one value,
-        and the next test begins with the next value.
-        mark: The name of the marker for what is left out.
+            and the next test begins with the next value.
+        mark: The name of the marker for omitted combinations.
     """
     tests: dict[tuple[Path, Any, str], dict[tuple[Any, ...], dict[int, pytest.Item]]] = {}
     for item in items:
@@ -83,7 +83,7 @@ def sample_parameter(
         begin, length = (0, max(len(rows), len(values))) if all_values else (number, len(rows))
         chosen = set()
         for i in range(begin, begin + length if values else begin):
-            value = values[(i + i // len(values)) % len(values)]  # the shift keeps it out of step with other parameters
+            value = values[(i + i // len(values)) % len(values)]  # the shift avoids a correlation with other parameters
             chosen.add(id(rows[(i - begin) % len(rows)].get(value)))
         for row in rows:
             for item in row.values():
@@ -92,14 +92,14 @@ def sample_parameter(
 
 
 def sample_marked(items: Iterable[pytest.Item], left_out: Collection[str]) -> None:
-    """Mark as ``long`` what the marker ``sampled`` omits from the cases of a test.
+    """Mark as ``long`` the cases of a test that its marker ``sampled`` omits.
 
-    ``sampled(3)`` keeps three cases, each next one that with the most values that no earlier one has.
+    ``sampled(3)`` keeps three cases, and chooses each so that it adds the most values that no earlier one has.
     ``sampled("id", ...)`` keeps these cases, or all if none of them is collected.
 
     Args:
-        items: Tests; those without the marker are left alone.
-        left_out: Markers of cases that do not run by default, and are no part of a sample.
+        items: Tests. Those without the marker stay unmarked.
+        left_out: Markers of cases that do not run by default. These are never part of a sample.
     """
     tests: dict[tuple[Path, Any, str], list[pytest.Function]] = {}
     for item in items:
@@ -111,7 +111,7 @@ def sample_marked(items: Iterable[pytest.Item], left_out: Collection[str]) -> No
         assert marker is not None
         names = marker.args
         if isinstance(names[0], int):
-            kept = _spread(cases, names[0])
+            kept = _choose_different(cases, names[0])
         else:
             kept = [case for case in cases if case.callspec.id in names] or cases
         for case in cases:
@@ -119,22 +119,22 @@ def sample_marked(items: Iterable[pytest.Item], left_out: Collection[str]) -> No
                 case.add_marker(pytest.mark.long)
 
 
-def thin_out(items: Iterable[pytest.Item], count: int) -> None:
-    """Mark as ``slow`` what is ``long`` beyond ``count`` cases of a test, of which each next one has the most new values."""
+def limit_long_cases(items: Iterable[pytest.Item], count: int) -> None:
+    """Mark as ``slow`` all ``long`` cases of a test except for ``count`` cases with different values."""
     tests: dict[tuple[Path, Any, str], list[pytest.Function]] = {}
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         if "long" in marks and "slow" not in marks and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             tests.setdefault((item.path, item.cls, item.originalname), []).append(item)
     for cases in tests.values():
-        kept = set(map(id, _spread(cases, count)))
+        kept = set(map(id, _choose_different(cases, count)))
         for case in cases:
             if id(case) not in kept:
                 case.add_marker(pytest.mark.slow)
 
 
-def _spread(cases: Sequence[pytest.Function], count: int) -> list[pytest.Function]:
-    """Return ``count`` of the cases; each next one is the case with the most values that are new."""
+def _choose_different(cases: Sequence[pytest.Function], count: int) -> list[pytest.Function]:
+    """Return ``count`` cases. Each step takes the case with the most values that no earlier one has."""
     kept: list[pytest.Function] = []
     covered: set[tuple[str, int]] = set()
     rest = [(case, {(name, id(value)) for name, value in case.callspec.params.items()}) for case in cases]

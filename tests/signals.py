@@ -1,4 +1,4 @@
-"""Temporary signal handlers, and signals at chosen moments."""
+"""Helpers that install a signal handler temporarily or raise a signal at a chosen moment."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Alarm(Exception):
 
 @contextmanager
 def handled(number: int, how: type[BaseException] | Callable[..., Any] | signal.Handlers) -> Iterator[None]:
-    """Handle a signal this way inside the block; an exception class is raised. Afterwards no timer runs."""
+    """Handle a signal with ``how`` inside the block, or raise it if it is an exception class. Stop the timer at the end."""
 
-    def ring(*_: object) -> None:
+    def raise_exception(*_: object) -> None:
         raise how
 
-    before = signal.signal(number, ring if isinstance(how, type) else how)
+    before = signal.signal(number, raise_exception if isinstance(how, type) else how)
     try:
         yield
     finally:
@@ -29,16 +29,16 @@ def handled(number: int, how: type[BaseException] | Callable[..., Any] | signal.
 
 
 def pythons_own_ctrl_c() -> AbstractContextManager[None]:
-    """Install Python's own handler, also if this was started in the background and SIGINT is ignored."""
+    """Install Python's own handler for SIGINT, because programs that run in the background ignore the signal."""
     return handled(signal.SIGINT, signal.default_int_handler)
 
 
 def interrupt_at(event: int, function: Callable[[], Any], *files: str) -> tuple[bool, Any]:
-    """Call ``function``, and raise SIGUSR2 at the ``event``-th call or return in ``files``. Its handler raises
+    """Call ``function``, and raise SIGUSR2 at the ``event``-th call or return in ``files``, where its handler raises
     :class:`Alarm`.
 
     Returns:
-        True if there are that many, and the result, if there is one.
+        True if there were that many events, and the result of ``function``, or ``None`` if it was interrupted.
     """
     count, fired, result = 0, False, None
 

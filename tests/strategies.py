@@ -1,4 +1,4 @@
-"""Hypothesis strategies: spaces, episodes, infos, seeds and masks, and whole vectors made of them."""
+"""Hypothesis strategies for spaces, episodes, infos, seeds, masks, and lists of environments with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ shapes = st.lists(st.integers(0, 3), min_size=0, max_size=3).map(tuple)
 
 @st.composite
 def boxes(draw: st.DrawFn) -> spaces.Box:
-    """Draw boxes of every dtype, from no dimension to three, some empty, some unbounded."""
+    """Draw a box of any dtype with up to three dimensions; it may be empty or unbounded."""
     dtype = draw(st.sampled_from((*FLOATS, *INTEGERS, np.bool_)))
     shape = draw(shapes)
     if dtype is np.bool_:
@@ -75,7 +75,7 @@ def _nested(leaves: st.SearchStrategy[spaces.Space]) -> st.SearchStrategy[spaces
 
 
 fixed_spaces = _nested(flat_spaces)
-"""Spaces that shared memory can hold: all of fixed size, nested in Dict and Tuple."""
+"""Spaces of fixed size, which shared memory can hold, nested in Dict and Tuple."""
 
 any_spaces = _nested(st.one_of(flat_spaces, texts, one_ofs, sequences, graphs))
 """All of Gymnasium's spaces, nested in Dict and Tuple."""
@@ -97,7 +97,7 @@ _kinds: dict[str, st.SearchStrategy[Any]] = {
     "np.int64": st.integers(-1000, 1000).map(np.int64),
     "np.uint8": st.integers(0, 255).map(np.uint8),
     "np.bool_": st.booleans().map(np.bool_),
-    "str": st.text("ab_0\0\né漢🙂", max_size=5),  # an alphabet: to list all of Unicode takes seconds
+    "str": st.text("ab_0\0\né漢🙂", max_size=5),  # a short alphabet, because Hypothesis takes seconds to enumerate Unicode
     "none": st.none(),
     "list": st.lists(st.integers(0, 9), max_size=2),
     "tuple": st.tuples(st.integers(0, 9)),
@@ -113,7 +113,7 @@ info_values = st.one_of(*_kinds.values(), small_arrays)
 
 @dataclass(frozen=True)
 class InfoSchema:
-    """The keys of an environment's infos; each key keeps its kind, and not every info has every key."""
+    """The keys of an environment's infos, each with a fixed kind of value. An info may lack some of the keys."""
 
     leaves: dict[Any, str]
     nested: dict[str, InfoSchema]
@@ -139,7 +139,7 @@ wild_infos = st.recursive(
     lambda inner: st.dictionaries(st.sampled_from(["a", "b"]), st.one_of(info_values, inner), max_size=2),
     max_leaves=4,
 )
-"""Infos with keys that change their kind from environment to environment and from step to step."""
+"""Infos in which the kind of a key's value varies between environments and between steps."""
 
 
 # --- environments and calls -----------------------------------------------------------------------
@@ -159,7 +159,7 @@ def masks(num_envs: int) -> st.SearchStrategy[np.ndarray]:
 
 @dataclass(frozen=True)
 class Vector:
-    """The env_fns of one vector environment, with a repr short enough to read in a failure."""
+    """The arguments of one vector environment, with a repr that is short enough to read in a failure."""
 
     env_fns: list[EnvFn]
     observation_space: spaces.Space
@@ -176,7 +176,7 @@ def vectors(
     max_envs: int = 4,
     wild: bool = False,
 ) -> Vector:
-    """Draw some :class:`ScriptedEnv` over one pair of spaces, each with its own episodes, rewards and infos."""
+    """Draw several :class:`ScriptedEnv` with common spaces, each with its own episodes, rewards and infos."""
     observation_space, action_space = draw(observation_spaces), draw(action_spaces)
     schema = draw(info_schemas())
     rewards = st.one_of(st.floats(width=32), st.integers(-9, 9))
@@ -210,7 +210,7 @@ class Move:
 
 
 def moves(num_envs: int, max_size: int = 10) -> st.SearchStrategy[list[Move]]:
-    """Return a strategy of calls: mostly steps, and some resets of all or some environments."""
+    """Return a strategy of lists of calls: mostly steps, and some resets of all or some environments."""
     step = st.builds(Move, st.just("step"), as_list=st.booleans())
     seed = seed_arguments(num_envs)
     reset = st.builds(Move, st.just("reset"), seed=seed)

@@ -1,5 +1,6 @@
-"""The packages of ``docs/architecture.md``: imports only lead downwards and form no cycles, including lazy and typing
-imports.
+"""Imports between the packages of ``docs/architecture.md`` lead downwards and form no cycles.
+
+Lazy imports and imports for type checkers count.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ MODULES = {
 }
 
 
-def imported(module: str) -> Iterator[str]:
-    """Return the modules of the package that a module imports, at any place."""
+def imported_modules(module: str) -> Iterator[str]:
+    """Yield the modules of the package that a module imports, inside functions too."""
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.partition(".")[0] == "vecenv")
@@ -42,23 +43,23 @@ def imported(module: str) -> Iterator[str]:
                     yield inner if inner in MODULES else str(node.module)
 
 
-IMPORTS = {module: {other for other in imported(module) if other != module} for module in MODULES}
+IMPORTS = {module: {other for other in imported_modules(module) if other != module} for module in MODULES}
 
 
 def layer_of(module: str) -> int:
     """Return the layer of a module, by its longest listed prefix."""
     path = module.removeprefix("vecenv.")
-    fits = [
-        (len(room), floor)
-        for floor, rooms in enumerate(LAYERS)
-        for room in rooms
-        if path == room or path.startswith(f"{room}.")
+    matches = [
+        (len(package), number)
+        for number, packages in enumerate(LAYERS)
+        for package in packages
+        if path == package or path.startswith(f"{package}.")
     ]
-    assert fits, f"{module} is in no layer: tests/test_architecture.py and docs/architecture.md list them"
-    return max(fits)[1]
+    assert matches, f"{module} is in no layer: add it in tests/test_architecture.py and docs/architecture.md"
+    return max(matches)[1]
 
 
-def test_imports_only_lead_downwards() -> None:
+def test_imports_lead_downwards() -> None:
     upward = [
         f"{module} imports {other}"
         for module, others in IMPORTS.items()
@@ -68,7 +69,7 @@ def test_imports_only_lead_downwards() -> None:
     assert not upward, "\n".join(upward)
 
 
-def test_no_backend_imports_another() -> None:
+def test_backends_do_not_import_each_other() -> None:
     def backend(module: str) -> str:
         return module.split(".")[2] if module.startswith("vecenv.backends.") else ""
 
@@ -81,33 +82,33 @@ def test_no_backend_imports_another() -> None:
     assert not sideways, "\n".join(sideways)
 
 
-LENT = {
-    # module -> why it imports more of `engine` or `worker` than the vector environment
-    "vecenv.backends.ray.failures": "hosts' failures go to observers as those of workers do",
-    "vecenv.freezing": "a frozen copy is a worker, and is thawed by the engine",
-    "vecenv.recording.replay": "a replay is a worker in this process",
-    "vecenv.tools.benchmark": "it reports whether the writer of rows is compiled",
-    "vecenv.tools.top": "it reads what engines publish",
+INTERNAL_IMPORTERS = {
+    # module -> the reason why it imports from `engine` or `worker` more than the vector environment
+    "vecenv.backends.ray.failures": "it reports failures of hosts to observers like those of workers",
+    "vecenv.freezing": "a frozen copy is a worker, which the engine thaws",
+    "vecenv.recording.replay": "it runs a worker in this process",
+    "vecenv.tools.benchmark": "it reports whether the row writer is compiled",
+    "vecenv.tools.top": "it reads the statistics that engines publish",
 }
 
 
-def test_features_stand_on_the_vector_environment() -> None:
-    """Outside ``engine`` and ``worker``, only ``engine.vector_env`` is imported from them."""
+def test_other_packages_import_only_the_vector_environment_from_the_engine() -> None:
+    """Modules outside of ``engine`` and ``worker`` import only ``engine.vector_env`` from them, except for those listed."""
     inner = ("vecenv.engine.", "vecenv.worker.")
-    lenders = {
+    importers = {
         module
         for module, others in IMPORTS.items()
         for other in others
         if not module.startswith(inner) and other.startswith(inner) and other != "vecenv.engine.vector_env"
     }
-    assert lenders == set(LENT)
+    assert importers == set(INTERNAL_IMPORTERS)
 
 
-THEIRS = {"_action_spec", "_envs", "_popen", "_reset", "_send"}
-"""Attributes of other libraries' objects, with names that vecenv has for something else."""
+FOREIGN_ATTRIBUTES = {"_action_spec", "_envs", "_popen", "_reset", "_send"}
+"""Attributes of other libraries' objects that have the same names as attributes of vecenv."""
 
 
-def test_private_attributes_are_read_in_their_own_package_only() -> None:
+def test_private_attributes_are_read_only_in_their_own_package() -> None:
     def package(module: str) -> str:
         return ".".join(module.split(".")[: 3 if module.startswith("vecenv.backends.") else 2])
 
@@ -124,7 +125,7 @@ def test_private_attributes_are_read_in_their_own_package_only() -> None:
         for module, tree in trees.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
-        if node.attr.startswith("_") and not node.attr.startswith("__") and node.attr not in THEIRS
+        if node.attr.startswith("_") and not node.attr.startswith("__") and node.attr not in FOREIGN_ATTRIBUTES
         if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
         if node.attr in owners and package(module) not in owners[node.attr]
     ]
@@ -145,13 +146,13 @@ def test_there_are_no_import_cycles() -> None:
         visit(module, [])
 
 
-def test_the_page_names_every_package() -> None:
+def test_architecture_page_names_every_package() -> None:
     named = set(re.findall(r"`([\w/]+?)/?(?:\.py)?`", PAGE.read_text().partition("## The life of a step")[0]))
-    rooms = {room.replace(".", "/") for rooms in LAYERS for room in rooms} - {"vecenv", "__main__", "_version", "jax"}
-    assert rooms <= named, rooms - named
+    packages = {name.replace(".", "/") for layer in LAYERS for name in layer} - {"vecenv", "__main__", "_version", "jax"}
+    assert packages <= named, packages - named
 
 
-def test_files_and_functions_are_short() -> None:
+def test_files_and_functions_are_within_their_length_limits() -> None:
     long = []
     for module, file in MODULES.items():
         source = file.read_text()
@@ -166,5 +167,5 @@ def test_files_and_functions_are_short() -> None:
 
 
 LONG_FUNCTIONS = {
-    "vecenv.worker.rows.step",  # the step loop, where a call is as expensive as a look-up elsewhere
+    "vecenv.worker.rows.step",  # the step loop, in which function calls are a measurable cost
 }

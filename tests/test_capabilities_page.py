@@ -1,6 +1,4 @@
-"""``docs/generated/capabilities.md`` shows the capabilities of the backends; ``python docs/capabilities_table.py`` writes
-it.
-"""
+"""``docs/generated/capabilities.md`` equals the output of ``docs/capabilities_table.py``, and has all capabilities."""
 
 from __future__ import annotations
 

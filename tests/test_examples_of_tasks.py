@@ -13,7 +13,7 @@ def _run(name: str, folder: Path, *options: str) -> str:
 
 
 @pytest.mark.long
-def test_chunks_of_actions_give_the_same_returns_with_fewer_calls(tmp_path: Path) -> None:
+def test_action_chunks_give_equal_returns_with_fewer_policy_calls(tmp_path: Path) -> None:
     options = ("--horizons", "1", "8", "--episodes", "2", "--num-envs", "2", "--policy-seconds", "0")
     shown = _run("action_chunks.py", tmp_path, *options)
     rows = [line.replace("│", " ").split() for line in shown.splitlines() if line.startswith("│")]
@@ -24,13 +24,13 @@ def test_chunks_of_actions_give_the_same_returns_with_fewer_calls(tmp_path: Path
 
 
 @pytest.mark.long
-def test_minigrid_tasks_are_evaluated_and_the_second_run_runs_nothing(tmp_path: Path) -> None:
+def test_evaluate_tasks_prints_its_table_and_the_second_run_reuses_the_results(tmp_path: Path) -> None:
     pytest.importorskip("minigrid")
     options = ("--episodes", "2", "--num-envs", "4", "--folder", "results", "--tasks", "Empty-5x5", "Empty-Random-6x6")
     shown = [_run("evaluate_tasks.py", tmp_path, *options) for _ in range(2)]
     assert shown[0] == shown[1]
-    for words in ("Empty-5x5", "Empty-Random-6x6", "all", "95% interval"):
-        assert words in shown[0]
+    for text in ("Empty-5x5", "Empty-Random-6x6", "all", "95% interval"):
+        assert text in shown[0]
     lines = (tmp_path / "results" / "episodes.jsonl").read_text().splitlines()
     assert len(lines) == 1 + 4
     assert (tmp_path / "evaluate_tasks.png").stat().st_size > 1000

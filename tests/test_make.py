@@ -54,12 +54,12 @@ def trajectory(envs: Any, steps: int = 30) -> list[Any]:
 
 @pytest.mark.sampled("id-process", "spec-serial", "fn-serial")
 @pytest.mark.parametrize("backend", ["process", "serial"])
-@pytest.mark.parametrize("what", ["CartPole-v1", gymnasium.spec("CartPole-v1"), cartpole], ids=["id", "spec", "fn"])
-def test_the_engine_gives_gymnasiums_trajectories(make: Callable[..., Any], backend: str, what: Any, closes: Any) -> None:
-    envs = make(what, 3, backend, vector_kwargs={"num_workers": 1} if backend == "process" else None)
-    stock = closes(gymnasium.make_vec("CartPole-v1", num_envs=3, vectorization_mode="sync"))
+@pytest.mark.parametrize("environment", ["CartPole-v1", gymnasium.spec("CartPole-v1"), cartpole], ids=["id", "spec", "fn"])
+def test_trajectories_equal_gymnasiums(make: Callable[..., Any], backend: str, environment: Any, closes: Any) -> None:
+    envs = make(environment, 3, backend, vector_kwargs={"num_workers": 1} if backend == "process" else None)
+    reference = closes(gymnasium.make_vec("CartPole-v1", num_envs=3, vectorization_mode="sync"))
     assert isinstance(envs, AsyncVectorEnv)
-    assert_identical(trajectory(envs), trajectory(stock))
+    assert_identical(trajectory(envs), trajectory(reference))
 
 
 def test_serial_starts_no_process(make: Callable[..., Any]) -> None:
@@ -68,22 +68,22 @@ def test_serial_starts_no_process(make: Callable[..., Any]) -> None:
         make("CartPole-v1", 2, "serial", vector_kwargs={"num_workers": 2})
 
 
-def test_default_number_of_processes_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(vecenv.make, "AsyncVectorEnv", lambda env_fns, **options: seen.append(options) or _NotBuilt())
+def test_default_number_of_workers_is_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[dict[str, Any]] = []
+    monkeypatch.setattr(vecenv.make, "AsyncVectorEnv", lambda env_fns, **options: built.append(options) or _NotBuilt())
     vecenv.make.engine_options.cache_clear()
     monkeypatch.setattr(vecenv.make, "engine_options", lambda: ("num_workers", "context"))
     make_vec("CartPole-v1", 2)
     make_vec("CartPole-v1", 2, vector_kwargs={"num_workers": None})
-    assert [options["num_workers"] for options in seen] == ["auto", None]
+    assert [options["num_workers"] for options in built] == ["auto", None]
 
 
 @pytest.mark.parametrize(("modules", "context"), [((), None), (("jax",), "forkserver"), (("torch",), "forkserver")])
-def test_forkserver_is_used_where_threads_do_not_survive_a_fork(
+def test_forkserver_is_the_default_if_jax_or_torch_is_imported(
     monkeypatch: pytest.MonkeyPatch, modules: tuple[str, ...], context: str | None
 ) -> None:
-    seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(vecenv.make, "AsyncVectorEnv", lambda env_fns, **options: seen.append(options) or _NotBuilt())
+    built: list[dict[str, Any]] = []
+    monkeypatch.setattr(vecenv.make, "AsyncVectorEnv", lambda env_fns, **options: built.append(options) or _NotBuilt())
     monkeypatch.setattr(vecenv.make, "engine_options", lambda: ("num_workers", "context"))
     for name in ("jax", "torch"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -91,8 +91,8 @@ def test_forkserver_is_used_where_threads_do_not_survive_a_fork(
         monkeypatch.setitem(sys.modules, name, object())  # type: ignore[arg-type]
     make_vec("CartPole-v1", 2)
     make_vec("CartPole-v1", 2, vector_kwargs={"context": "spawn"})
-    assert seen[0].get("context") == context
-    assert seen[1]["context"] == "spawn"
+    assert built[0].get("context") == context
+    assert built[1]["context"] == "spawn"
 
 
 class _NotBuilt:
@@ -114,22 +114,22 @@ def test_envpool_backend_builds_an_envpool_engine(make: Callable[..., Any]) -> N
     assert envs.spec.max_episode_steps == 7
 
 
-# --- what Gymnasium's make_vec does --------------------------------------------------------------
+# --- features of Gymnasium's make_vec ------------------------------------------------------------
 
 
-def test_the_spec_is_gymnasiums(make: Callable[..., Any], closes: Any) -> None:
+def test_spec_equals_gymnasiums(make: Callable[..., Any], closes: Any) -> None:
     options: dict[str, Any] = {"autoreset_mode": AutoresetMode.SAME_STEP}
     arguments: dict[str, Any] = {"vector_kwargs": options, "max_episode_steps": 9, "render_mode": "rgb_array"}
-    mine = make("CartPole-v1", 3, "serial", **arguments)
-    stock = closes(gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync", **arguments))
-    assert mine.spec == stock.spec
-    assert mine.render_mode == "rgb_array"
-    assert "CartPole-v1" in repr(mine)
-    again = make(mine.spec, backend="serial")
-    assert again.num_envs == 3
-    assert again.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
-    assert_identical(trajectory(again), trajectory(mine))
-    assert trajectory(mine)[9][3].all(), "max_episode_steps=9"
+    envs = make("CartPole-v1", 3, "serial", **arguments)
+    reference = closes(gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync", **arguments))
+    assert envs.spec == reference.spec
+    assert envs.render_mode == "rgb_array"
+    assert "CartPole-v1" in repr(envs)
+    from_spec = make(envs.spec, backend="serial")
+    assert from_spec.num_envs == 3
+    assert from_spec.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+    assert_identical(trajectory(from_spec), trajectory(envs))
+    assert trajectory(envs)[9][3].all(), "max_episode_steps=9"
 
 
 def test_wrappers_wrap_every_environment(make: Callable[..., Any]) -> None:
@@ -138,13 +138,13 @@ def test_wrappers_wrap_every_environment(make: Callable[..., Any]) -> None:
     assert envs.step(np.zeros(2, int))[1].tolist() == [7.0, 7.0]
 
 
-def test_a_function_gets_the_environments_options(make: Callable[..., Any]) -> None:
+def test_env_fn_receives_the_environment_options(make: Callable[..., Any]) -> None:
     envs = make(cartpole, 2, "serial", max_episode_steps=1)
     envs.reset(seed=0)
     assert envs.step(np.zeros(2, int))[3].all()
 
 
-def test_a_module_can_be_named_before_the_id(make: Callable[..., Any], tmp_path: Any, monkeypatch: Any) -> None:
+def test_id_may_begin_with_a_module_to_import(make: Callable[..., Any], tmp_path: Any, monkeypatch: Any) -> None:
     (tmp_path / "vecenv_made_up_module.py").write_text(
         "import gymnasium\n"
         "gymnasium.register('MadeUp-v0', entry_point='gymnasium.envs.classic_control:CartPoleEnv', max_episode_steps=3)\n"
@@ -160,7 +160,7 @@ def test_a_module_can_be_named_before_the_id(make: Callable[..., Any], tmp_path:
         make_vec("no_such_module:CartPole-v1")
 
 
-def test_kwargs_of_the_registration_reach_the_environment(make: Callable[..., Any]) -> None:
+def test_environment_receives_the_kwargs_of_its_registration(make: Callable[..., Any]) -> None:
     gymnasium.register("FromKwargs-v0", entry_point=cartpole, kwargs={"max_episode_steps": 2})  # type: ignore[arg-type]
     try:
         assert trajectory(make("FromKwargs-v0", 2, "serial"))[2][3].all()
@@ -173,13 +173,13 @@ def test_kwargs_of_the_registration_reach_the_environment(make: Callable[..., An
 
 
 @pytest.fixture
-def forget() -> Iterator[None]:
+def unregister_names() -> Iterator[None]:
     yield
     for name in [name for name in registry if name.startswith("vecenv/")]:
         registry.pop(name)
 
 
-@pytest.mark.usefixtures("forget")
+@pytest.mark.usefixtures("unregister_names")
 def test_registered_name_builds_this_engine_through_gymnasium(closes: Any) -> None:
     assert register("CartPole-v1", backend="serial") == "vecenv/CartPole-v1"
     assert register("CartPole-v1", backend="serial", vector_kwargs={"copy": False}, max_episode_steps=6)
@@ -198,8 +198,8 @@ def test_registered_name_builds_this_engine_through_gymnasium(closes: Any) -> No
 
 
 @needs_envpool
-@pytest.mark.usefixtures("forget")
-def test_a_backend_can_be_registered_or_chosen_later() -> None:
+@pytest.mark.usefixtures("unregister_names")
+def test_backend_comes_from_registration_or_from_make_vec() -> None:
     from vecenv.backends import EnvPoolVectorEnv
 
     register("CartPole-v1", backend="envpool", vector_kwargs={"num_threads": 1})
@@ -213,14 +213,14 @@ def test_a_backend_can_be_registered_or_chosen_later() -> None:
     envs.close()
 
 
-@pytest.mark.usefixtures("forget")
-def test_an_explicit_backend_replaces_the_registered_one(closes: Any) -> None:
+@pytest.mark.usefixtures("unregister_names")
+def test_explicit_backend_replaces_the_registered_one(closes: Any) -> None:
     name = register("CartPole-v1", backend="serial")
     assert closes(make_vec(name, 2)).num_workers == 0
     assert closes(make_vec(name, 2, "process", num_workers=1)).num_workers == 1
 
 
-@pytest.mark.usefixtures("forget")
+@pytest.mark.usefixtures("unregister_names")
 def test_register_of_an_unknown_id_raises() -> None:
     with pytest.raises(UnregisteredEnv):
         register("CartPole-v7")
@@ -228,17 +228,17 @@ def test_register_of_an_unknown_id_raises() -> None:
         register("CartPole-v1", backend="proces")
 
 
-# --- wrong names ---------------------------------------------------------------------------------
+# --- wrong names and arguments -------------------------------------------------------------------
 
 
-def test_an_id_of_a_library_names_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_id_with_a_library_namespace_names_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in registry if name.startswith("ALE/")]:
         monkeypatch.delitem(registry, name)
     with pytest.raises(UnregisteredEnv, match=r"ale_py"):
         make_vec("ALE/Pong-v5")
 
 
-def test_an_unknown_backend_names_the_close_one_and_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_backend_suggests_a_similar_name_and_install_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vecenv.make.Backend, "missing", lambda self: list(self.needs))
     text = (
         "there is no backend 'env_pool', did you mean 'envpool'? Backends: 'process', 'serial', 'envpool', 'brax', "
@@ -254,7 +254,7 @@ def test_an_unknown_backend_names_the_close_one_and_what_to_install(monkeypatch:
     ("backend", "module", "extra"),
     [("envpool", "envpool", "envpool"), ("brax", "jax", "brax"), ("playground", "mujoco_playground", "playground")],
 )
-def test_missing_library_names_the_install_command(backend: str, module: str, extra: str) -> None:
+def test_missing_library_error_names_the_install_command(backend: str, module: str, extra: str) -> None:
     program = f"""
 import functools
 import importlib.util
@@ -305,52 +305,52 @@ NO_ENTRY = EnvSpec("OnlyVector-v0", vector_entry_point="x:y")
         of_envpool({"backend": "envpool", "wrappers": [FlattenObservation]}, ValueError, r"gymnasium\.wrappers\.vector"),
     ],
 )
-def test_wrong_arguments_are_named(arguments: dict[str, Any], kind: type[Exception], text: str) -> None:
+def test_error_names_the_wrong_argument(arguments: dict[str, Any], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         make_vec(**{"id_or_env_fn": "CartPole-v1", **arguments})
 
 
-def test_registration_checks_the_environments_options() -> None:
+def test_register_checks_id_and_environment_options() -> None:
     with pytest.raises(TypeError, match="'CartPole-v1' has no option 'gravitee'"):
         register("CartPole-v1", gravitee=3)
     with pytest.raises(TypeError, match="register needs an id, got 3"):
         register(3)  # type: ignore[arg-type]
 
 
-def test_the_ray_backend_gets_functions_and_options(monkeypatch: pytest.MonkeyPatch, closes: Any) -> None:
-    seen: dict[str, Any] = {}
+def test_ray_backend_receives_env_fns_and_options(monkeypatch: pytest.MonkeyPatch, closes: Any) -> None:
+    received: dict[str, Any] = {}
 
-    def fake(env_fns: Any, **options: Any) -> AsyncVectorEnv[Any, Any]:
-        seen.update(count=len(env_fns), options=options)
+    def fake_ray_engine(env_fns: Any, **options: Any) -> AsyncVectorEnv[Any, Any]:
+        received.update(count=len(env_fns), options=options)
         return AsyncVectorEnv(env_fns, num_workers=0)
 
     monkeypatch.setattr(vecenv.make.Backend, "missing", lambda self: [])
-    monkeypatch.setattr("vecenv.backends.RayVectorEnv", fake, raising=False)
+    monkeypatch.setattr("vecenv.backends.RayVectorEnv", fake_ray_engine, raising=False)
     envs = closes(make_vec("CartPole-v1", 3, "ray", vector_kwargs={"num_hosts": 2}, max_episode_steps=7))
-    assert seen == {"count": 3, "options": {"num_hosts": 2}}
+    assert received == {"count": 3, "options": {"num_hosts": 2}}
     assert envs.spec is not None
     assert envs.spec.id == "CartPole-v1"
 
 
-def forwards(**kwargs: Any) -> gymnasium.Env[Any, Any]:
+def make_cartpole_ignoring_threads(**kwargs: Any) -> gymnasium.Env[Any, Any]:
     kwargs.pop("num_worker_threads", None)
     return CartPoleEnv(**kwargs)
 
 
 @functools.wraps(CartPoleEnv)
-def takes_more_than_it_wraps(*args: Any, num_worker: int = 0, **kwargs: Any) -> gymnasium.Env[Any, Any]:
+def make_cartpole_with_extra_option(*args: Any, num_worker: int = 0, **kwargs: Any) -> gymnasium.Env[Any, Any]:
     return CartPoleEnv(*args, **kwargs)
 
 
 @pytest.mark.long
-def test_an_option_like_one_of_the_engine_is_left_to_functions_that_take_any(closes: Any) -> None:
+def test_misspelled_engine_option_is_passed_to_env_fns_that_accept_any_kwargs(closes: Any) -> None:
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'num_worker'"):
-        make_vec(forwards, 2, num_worker=2)
-    closes(make_vec(forwards, 2, "serial", num_worker_threads=2))
-    closes(make_vec(takes_more_than_it_wraps, 2, "serial", num_worker=2))
+        make_vec(make_cartpole_ignoring_threads, 2, num_worker=2)
+    closes(make_vec(make_cartpole_ignoring_threads, 2, "serial", num_worker_threads=2))
+    closes(make_vec(make_cartpole_with_extra_option, 2, "serial", num_worker=2))
 
 
-class HasCopyOption(CartPoleEnv):
+class EnvWithCopyOption(CartPoleEnv):
     """An environment with one option that the vector environment has too, and one that it lacks."""
 
     def __init__(self, copy: bool = True, gravity: float = 9.8) -> None:
@@ -358,18 +358,18 @@ class HasCopyOption(CartPoleEnv):
         self.copies, self.gravity = copy, gravity
 
 
-def test_options_of_the_engine_and_of_environments_are_distinguished(closes: Any) -> None:
-    envs = closes(make_vec(HasCopyOption, 4, num_workers=2, autoreset_mode="SameStep", gravity=1.0))
+def test_options_are_assigned_to_the_engine_or_the_environments(closes: Any) -> None:
+    envs = closes(make_vec(EnvWithCopyOption, 4, num_workers=2, autoreset_mode="SameStep", gravity=1.0))
     assert (envs.num_workers, envs.autoreset_mode.value) == (2, "SameStep")
     assert envs.get_attr("gravity") == (1.0,) * 4
     with pytest.raises(TypeError, match=r"both .* have an option 'copy': .*vector_kwargs=\{'copy': ...\} or env_kwargs="):
-        make_vec(HasCopyOption, 2, copy=False)
-    envs = closes(make_vec(HasCopyOption, 2, num_workers=0, vector_kwargs={"copy": False}, env_kwargs={"copy": False}))
+        make_vec(EnvWithCopyOption, 2, copy=False)
+    envs = closes(make_vec(EnvWithCopyOption, 2, num_workers=0, vector_kwargs={"copy": False}, env_kwargs={"copy": False}))
     assert envs.copy is False
     assert envs.get_attr("copies") == (False, False)
 
 
-def test_registered_names_have_options_of_both(closes: Any) -> None:
+def test_registered_name_accepts_options_of_engine_and_environment(closes: Any) -> None:
     name = register("CartPole-v1", num_workers=0, max_episode_steps=6)
     envs = closes(make_vec(name, 2, autoreset_mode="SameStep"))
     assert (envs.num_workers, envs.autoreset_mode.value) == (0, "SameStep")

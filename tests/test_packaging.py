@@ -32,8 +32,8 @@ needs_compiler = pytest.mark.skipif(
 pytestmark = pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="not a source tree")
 
 
-def build(kind: str, source: Path, folder: Path, **environ: str) -> Path:
-    """Build with the backend alone: ``python -m build`` calls the same, in an environment that it installs first."""
+def build_distribution(kind: str, source: Path, folder: Path, **environ: str) -> Path:
+    """Build with hatchling itself, which ``python -m build`` would call in a new environment."""
     pytest.importorskip("hatchling", reason="needs hatchling")
     command = [sys.executable, "-m", "hatchling", "build", "--target", kind, "--directory", str(folder)]
     done = subprocess.run(
@@ -47,12 +47,12 @@ def build(kind: str, source: Path, folder: Path, **environ: str) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build("wheel", ROOT, tmp_path_factory.mktemp("wheel"))
+    return build_distribution("wheel", ROOT, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build("sdist", ROOT, tmp_path_factory.mktemp("sdist"))
+    return build_distribution("sdist", ROOT, tmp_path_factory.mktemp("sdist"))
 
 
 @pytest.fixture(scope="module")
@@ -62,45 +62,45 @@ def metadata(wheel: Path) -> Message:
         return email.message_from_bytes(archive.read(name))
 
 
-def sources() -> set[str]:
+def package_files() -> set[str]:
     """Return the package's files in this tree."""
     files = (ROOT / "vecenv").rglob("*")
     return {str(path.relative_to(ROOT)) for path in files if path.is_file() and "__pycache__" not in path.parts} - {COMPILED}
 
 
-def in_wheel(wheel: Path) -> set[str]:
+def wheel_files(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as archive:
         return set(archive.namelist())
 
 
 @pytest.mark.long
 @needs_compiler
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
-    """One wheel for all versions of Python."""
+def test_wheel_contains_exactly_the_package(wheel: Path) -> None:
+    """One wheel serves all versions of Python."""
     assert re.search(r"-cp311-abi3-(linux|macosx)_\w+\.whl$", wheel.name)
-    files = {name for name in in_wheel(wheel) if ".dist-info/" not in name}
-    assert files == sources() | {COMPILED}
+    files = {name for name in wheel_files(wheel) if ".dist-info/" not in name}
+    assert files == package_files() | {COMPILED}
     assert "vecenv/py.typed" in files
-    assert any(name.endswith("licenses/LICENSE") for name in in_wheel(wheel))
+    assert any(name.endswith("licenses/LICENSE") for name in wheel_files(wheel))
 
 
 @pytest.mark.long
-def test_a_wheel_is_for_every_platform_without_a_compiler(sdist: Path, tmp_path: Path) -> None:
-    """Also where another build has left its compiled file among the sources."""
-    tree = extracted(sdist, tmp_path)
+def test_wheel_built_without_a_compiler_is_for_every_platform(sdist: Path, tmp_path: Path) -> None:
+    """A compiled file that an earlier build has left among the sources is not included."""
+    tree = extract(sdist, tmp_path)
     (tree / COMPILED).write_bytes(b"")
-    wheel = build("wheel", tree, tmp_path / "wheel", CC=NO_COMPILER)
+    wheel = build_distribution("wheel", tree, tmp_path / "wheel", CC=NO_COMPILER)
     assert wheel.name.endswith("-py3-none-any.whl")
-    assert {name for name in in_wheel(wheel) if ".dist-info/" not in name} == sources()
+    assert {name for name in wheel_files(wheel) if ".dist-info/" not in name} == package_files()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("compiler", [pytest.param(None, marks=needs_compiler), NO_COMPILER, ""])
-def test_an_editable_installation_has_the_compiled_file_if_there_is_a_compiler(
+def test_editable_installation_has_the_compiled_file_if_there_is_a_compiler(
     compiler: str | None, sdist: Path, tmp_path: Path
 ) -> None:
-    """By the hook that pip calls; "" stands for an empty PATH. A file of an earlier installation does not survive."""
-    tree = extracted(sdist, tmp_path)
+    """The test calls pip's build hook; "" stands for an empty PATH. The file of an earlier installation is removed."""
+    tree = extract(sdist, tmp_path)
     (tree / COMPILED).write_bytes(b"")
     environ = {**os.environ, "CC": compiler or "cc"}
     if compiler == "":
@@ -109,13 +109,13 @@ def test_an_editable_installation_has_the_compiled_file_if_there_is_a_compiler(
     subprocess.run([sys.executable, "-c", program], cwd=tree, env=environ, timeout=250, check=True)
     assert (tree / COMPILED).exists() == (compiler is None)
     (wheel,) = tmp_path.glob("*.whl")
-    assert COMPILED not in in_wheel(wheel)
+    assert COMPILED not in wheel_files(wheel)
     program = "from vecenv.worker import row_writer; print(row_writer.__file__, row_writer.is_compiled())"
     done = subprocess.run([sys.executable, "-c", program], cwd=tree, env=environ, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(tree / "vecenv" / "worker" / "row_writer.py"), str(compiler is None)]
 
 
-def extracted(sdist: Path, folder: Path) -> Path:
+def extract(sdist: Path, folder: Path) -> Path:
     """Extract the tree of a source distribution."""
     with tarfile.open(sdist) as archive:
         archive.extractall(folder / "sdist", filter="data")
@@ -124,22 +124,22 @@ def extracted(sdist: Path, folder: Path) -> Path:
 
 
 @pytest.mark.long
-def test_a_wheel_of_the_source_distribution_is_the_same(wheel: Path, sdist: Path, tmp_path: Path) -> None:
-    tree = extracted(sdist, tmp_path)
+def test_wheel_built_from_the_source_distribution_has_the_same_files(wheel: Path, sdist: Path, tmp_path: Path) -> None:
+    tree = extract(sdist, tmp_path)
     names = {path.name for path in tree.iterdir()}
     files = {"README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "pyproject.toml"}
     assert names >= {"vecenv", "tests", "docs", "bench"} | files
-    assert not {path.suffix for path in tree.rglob("*")} & {".pyc", ".json", ".mp4", ".TXT"}, "something stray got in"
-    assert in_wheel(build("wheel", tree, tmp_path / "wheel")) == in_wheel(wheel)
+    assert not {path.suffix for path in tree.rglob("*")} & {".pyc", ".json", ".mp4", ".TXT"}, "unexpected files"
+    assert wheel_files(build_distribution("wheel", tree, tmp_path / "wheel")) == wheel_files(wheel)
 
 
-def test_only_three_packages_are_needed(metadata: Message) -> None:
+def test_package_requires_only_three_others(metadata: Message) -> None:
     needed = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert {re.split(r"[<>=!~ ;\[]", line)[0] for line in needed} == REQUIRED
 
 
 def test_metadata_is_correct(metadata: Message) -> None:
-    """No address has an unknown owner, and the version is the same everywhere."""
+    """The version is the same everywhere, and there are no URLs, because the owner of the repository is not known."""
     assert metadata["Name"] == "vecenv"
     assert metadata["License-Expression"] == "MIT"
     assert metadata["Version"] == vecenv.__version__
@@ -151,14 +151,14 @@ def test_metadata_is_correct(metadata: Message) -> None:
     assert metadata.get_all("Project-URL") is None
 
 
-def test_extras_are_made_of_extras_that_exist() -> None:
+def test_extras_refer_to_existing_extras() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for wanted in re.findall(r"vecenv\[([\w,-]+)\]", str(extras)):
-        assert set(wanted.split(",")) <= set(extras)
+    for names in re.findall(r"vecenv\[([\w,-]+)\]", str(extras)):
+        assert set(names.split(",")) <= set(extras)
 
 
 def test_changelog_format() -> None:
-    """Keep a Changelog 1.1.0: unreleased changes first, then versions with their dates, the latest first."""
+    """The format is Keep a Changelog 1.1.0: unreleased changes first, then versions with their dates."""
     text = (ROOT / "CHANGELOG.md").read_text()
     titles = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert titles[0] == "[Unreleased]"
@@ -167,37 +167,37 @@ def test_changelog_format() -> None:
     assert parts <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
-# --- installed with the three packages and nothing else ---------------------------------------------------------------
+# --- an installation with only the three required packages ------------------------------------------------------------
 
 
-def closure(names: set[str]) -> Iterator[importlib.metadata.Distribution]:
-    """Return the distributions of these names and of all their requirements, as installed here."""
-    waiting, seen = sorted(names), set()
-    while waiting:
-        name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
+def with_requirements(names: set[str]) -> Iterator[importlib.metadata.Distribution]:
+    """Yield the installed distributions of these names and of all their requirements."""
+    remaining, seen = sorted(names), set()
+    while remaining:
+        name = re.sub(r"[-_.]+", "-", remaining.pop()).lower()
         if name in seen:
             continue
         seen.add(name)
         distribution = importlib.metadata.distribution(name)
         yield distribution
-        waiting += [re.split(r"[<>=!~ ;\[(]", line)[0] for line in distribution.requires or [] if ";" not in line]
+        remaining += [re.split(r"[<>=!~ ;\[(]", line)[0] for line in distribution.requires or [] if ";" not in line]
 
 
 @pytest.fixture(scope="module")
-def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the wheel's files and links to its requirements, as a fresh ``pip install`` would make it."""
-    folder = tmp_path_factory.mktemp("bare")
+def minimal(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the files of the wheel and links to its requirements, like a new installation by pip."""
+    folder = tmp_path_factory.mktemp("minimal")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
-    for distribution in closure(REQUIRED):
+    for distribution in with_requirements(REQUIRED):
         for top in {file.parts[0] for file in distribution.files or [] if file.parts[0] not in ("..", "__pycache__")}:
             (folder / top).symlink_to(distribution.locate_file(top))
     return folder
 
 
-def run(bare: Path, program: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a program isolated (-I) and without this environment's packages (-S)."""
-    return python("-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(bare)!r})\n{program}", cwd=cwd)
+def run_minimal(minimal: Path, program: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program in isolated mode (-I) and without the packages of this environment (-S)."""
+    return python("-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(minimal)!r})\n{program}", cwd=cwd)
 
 
 ENGINE = """
@@ -223,8 +223,8 @@ print(sorted(optional & set(sys.modules)))
 
 
 @pytest.mark.long
-def test_the_engine_works_with_three_packages(bare: Path, tmp_path: Path) -> None:
-    done = run(bare, ENGINE, tmp_path)
+def test_engine_works_with_only_the_required_packages(minimal: Path, tmp_path: Path) -> None:
+    done = run_minimal(minimal, ENGINE, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[0.0, 1.0, 0.0, 1.0]"] * 4 + ["[]"]
 
@@ -237,10 +237,10 @@ def test_the_engine_works_with_three_packages(bare: Path, tmp_path: Path) -> Non
         (["bench"], (2,), "pip install 'vecenv[bench]'"),
     ],
 )
-def test_command_line_names_missing_packages(
-    arguments: list[str], codes: tuple[int, ...], text: str, bare: Path, tmp_path: Path
+def test_command_line_names_the_extra_of_missing_packages(
+    arguments: list[str], codes: tuple[int, ...], text: str, minimal: Path, tmp_path: Path
 ) -> None:
-    done = run(bare, f"from vecenv.tools.cli import main\nsys.exit(main({arguments!r}))", tmp_path)
+    done = run_minimal(minimal, f"from vecenv.tools.cli import main\nsys.exit(main({arguments!r}))", tmp_path)
     assert done.returncode in codes, done.stderr
     assert text in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
@@ -260,7 +260,7 @@ def test_command_line_names_missing_packages(
         ("vecenv.jax.adapt('ant')", "brax|jax"),
     ],
 )
-def test_missing_library_is_named_with_its_extra(expression: str, extra: str, bare: Path, tmp_path: Path) -> None:
-    done = run(bare, f"import vecenv\n{expression}", tmp_path)
+def test_missing_library_error_names_its_extra(expression: str, extra: str, minimal: Path, tmp_path: Path) -> None:
+    done = run_minimal(minimal, f"import vecenv\n{expression}", tmp_path)
     last = done.stderr.strip().splitlines()[-1] if done.stderr else ""
     assert re.search(rf"^ImportError: .*pip install '?vecenv\[({extra})\]", last), done.stderr

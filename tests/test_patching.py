@@ -1,4 +1,4 @@
-"""``vecenv.install`` and ``vecenv run``: vecenv in the place of Gymnasium's engines."""
+"""``vecenv.install`` and ``vecenv run`` replace Gymnasium's engines with vecenv's."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from programs import python
 import vecenv
 from vecenv import patching
 
-ASYNC, SYNC = EarlyAsync, EarlySync  # these are replaced as well; the originals are in vecenv.front.arguments
+ASYNC, SYNC = EarlyAsync, EarlySync  # install() replaces EarlyAsync and EarlySync in this module too
 GENERIC = len(getattr(EarlyAsync, "__parameters__", ())) == 2  # since Gymnasium 1.4
 CARTPOLE = functools.partial(gymnasium.make, "CartPole-v1")
 
 
 @pytest.fixture(autouse=True)
-def put_back() -> Iterator[None]:
+def uninstall_afterwards() -> Iterator[None]:
     yield
     vecenv.uninstall()
 
@@ -40,7 +40,7 @@ def put_back() -> Iterator[None]:
 # --- install ------------------------------------------------------------------------------------
 
 
-def test_constructors_build_ours() -> None:
+def test_install_makes_gymnasiums_constructors_build_vecenvs_engine() -> None:
     vecenv.install(num_workers=2, copy=False)
     module = sys.modules[__name__]
     assert gymnasium.vector.AsyncVectorEnv is gymnasium.vector.async_vector_env.AsyncVectorEnv is module.EarlyAsync
@@ -67,7 +67,7 @@ def test_positional_arguments_override_options_of_install(closes: Any) -> None:
     assert (envs.shared_memory, envs.copy, envs.context, envs.num_workers) == (True, True, "spawn", 1)
 
 
-def test_uninstall_restores_and_install_can_be_repeated() -> None:
+def test_second_install_replaces_the_options_and_uninstall_restores_the_classes() -> None:
     vecenv.install(num_workers=1, copy=False)
     vecenv.install(on_failure="restart")
     assert patching.DEFAULTS == {"on_failure": "restart"}
@@ -79,7 +79,7 @@ def test_uninstall_restores_and_install_can_be_repeated() -> None:
     assert not patching.DEFAULTS
 
 
-def test_our_own_modules_keep_gymnasiums_classes() -> None:
+def test_install_does_not_change_vecenvs_own_references() -> None:
     vecenv.install(sync=True)
     from vecenv.front import arguments
 
@@ -88,7 +88,7 @@ def test_our_own_modules_keep_gymnasiums_classes() -> None:
     assert arguments.GymnasiumAsync in vecenv.AsyncVectorEnv.__mro__
 
 
-def test_an_option_that_does_not_exist_is_refused_and_nothing_is_replaced() -> None:
+def test_install_with_unknown_option_raises_and_replaces_nothing() -> None:
     before = gymnasium.vector.AsyncVectorEnv
     with pytest.raises(TypeError, match=r"install\(\) has no option 'nun_workers'. Did you mean 'num_workers'\?"):
         vecenv.install(nun_workers=2)
@@ -97,45 +97,45 @@ def test_an_option_that_does_not_exist_is_refused_and_nothing_is_replaced() -> N
     assert gymnasium.vector.AsyncVectorEnv is before
 
 
-def test_subclasses_and_isinstance() -> None:
-    plain = ASYNC(counters(2))
+def test_isinstance_and_issubclass_accept_both_engines() -> None:
+    original = ASYNC(counters(2))
     vecenv.install(num_workers=0)
     theirs: Any = gymnasium.vector.AsyncVectorEnv
 
     class Subclass(theirs):  # type: ignore[misc]
         pass
 
-    ours, mine = vecenv.AsyncVectorEnv(counters(2), num_workers=0), Subclass(counters(2))
+    ours, derived = vecenv.AsyncVectorEnv(counters(2), num_workers=0), Subclass(counters(2))
     try:
-        for envs in (plain, ours, mine):
+        for envs in (original, ours, derived):
             assert isinstance(envs, theirs)
         assert not isinstance(ours, Subclass)
-        assert not isinstance(plain, Subclass)
+        assert not isinstance(original, Subclass)
         assert issubclass(ASYNC, theirs)
         assert not issubclass(SYNC, theirs)
-        assert mine.num_workers == 0
+        assert derived.num_workers == 0
     finally:
-        for envs in (plain, ours, mine):
+        for envs in (original, ours, derived):
             envs.close()
 
 
 @pytest.mark.parametrize("name", ["AsyncVectorEnv", "SyncVectorEnv"])
-def test_bases_name_gymnasiums_api(name: str) -> None:
+def test_installed_classes_have_gymnasiums_vector_env_as_a_base(name: str) -> None:
     """skrl's ``wrap_env`` requires a base class with a name that begins with ``gymnasium.``."""
     assert gymnasium.vector.VectorEnv in getattr(gymnasium.vector, name).__bases__
     vecenv.install(sync=True)
     assert gymnasium.vector.VectorEnv in getattr(gymnasium.vector, name).__bases__
 
 
-def test_other_uses_of_the_class() -> None:
-    stock = inspect.signature(ASYNC), inspect.signature(SYNC)
+def test_installed_classes_keep_signature_pickling_and_generic_aliases() -> None:
+    signatures = inspect.signature(ASYNC), inspect.signature(SYNC)
     names = [(kind.__module__, kind.__qualname__) for kind in (ASYNC, SYNC)]
     vecenv.install(sync=True, num_workers=0)
     kinds: list[Any] = [gymnasium.vector.AsyncVectorEnv, gymnasium.vector.SyncVectorEnv]
     assert [(kind.__module__, kind.__qualname__) for kind in kinds] == names
-    for kind, theirs in zip(kinds, stock, strict=True):
+    for kind, signature in zip(kinds, signatures, strict=True):
         assert pickle.loads(pickle.dumps(kind)) is cloudpickle.loads(cloudpickle.dumps(kind)) is kind
-        assert list(inspect.signature(kind).parameters)[: len(theirs.parameters)] == list(theirs.parameters)
+        assert list(inspect.signature(kind).parameters)[: len(signature.parameters)] == list(signature.parameters)
         if GENERIC:
             alias = kind[np.ndarray, np.ndarray]
             assert typing.get_origin(alias) is kind
@@ -159,12 +159,12 @@ def test_other_uses_of_the_class() -> None:
     envs.close()
 
 
-def test_class_with_private_overrides_derives_from_gymnasiums(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_subclass_that_uses_private_attributes_derives_from_gymnasiums_class(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patching, "REPORT", patching.PatchReport())
     vecenv.install(sync=True, num_workers=1)
     theirs: Any = gymnasium.vector.AsyncVectorEnv
 
-    class Pipes(theirs):  # type: ignore[misc]
+    class UsesPipes(theirs):  # type: ignore[misc]
         """A subclass like RL-X's AsyncVectorEnvWithSkipping."""
 
         def step_async(self, actions: Any) -> None:
@@ -172,41 +172,41 @@ def test_class_with_private_overrides_derives_from_gymnasiums(monkeypatch: pytes
                 pipe.send(("step", action))
             self._state = gymnasium.vector.async_vector_env.AsyncState.WAITING_STEP
 
-    class Infos(theirs):  # type: ignore[misc]
+    class OverridesInfos(theirs):  # type: ignore[misc]
         """A subclass like those in evaluation scripts, for infos with varying shapes."""
 
         def _add_info(self, infos: dict[str, Any], info: dict[str, Any], row: int) -> dict[str, Any]:
             return super()._add_info(infos, info, row) | {"added": True}  # type: ignore[no-any-return]
 
-    class Inner(gymnasium.vector.SyncVectorEnv):  # type: ignore[type-arg]
+    class UsesEnvs(gymnasium.vector.SyncVectorEnv):  # type: ignore[type-arg]
         """A subclass like MO-Gymnasium's MOSyncVectorEnv."""
 
         @property
         def first(self) -> Any:
             return (lambda: self.envs[0])()
 
-    class Caller(theirs):  # type: ignore[misc]
+    class UsesPublicCall(theirs):  # type: ignore[misc]
         def counts(self) -> Any:
             return self.call("get_wrapper_attr", "index")
 
-    built: list[Any] = [kind(counters(2)) for kind in (Pipes, Infos, Inner, Caller)]
+    built: list[Any] = [kind(counters(2)) for kind in (UsesPipes, OverridesInfos, UsesEnvs, UsesPublicCall)]
     try:
         assert [isinstance(envs, vecenv.AsyncVectorEnv) for envs in built] == [False, False, False, True]
-        assert all(isinstance(envs, theirs) for envs in built if not isinstance(envs, Inner))
+        assert all(isinstance(envs, theirs) for envs in built if not isinstance(envs, UsesEnvs))
         assert isinstance(built[2], gymnasium.vector.SyncVectorEnv)
         for envs in built:
             envs.reset(seed=1)
             assert envs.step(np.array([0, 0]))[1].tolist() == [0.001, 1.001]
         assert built[1].reset()[1]["added"]
         assert built[2].first is built[2].envs[0]
-        text = "; these still derive from Gymnasium's class, as they use its internals: Pipes, Infos, Inner"
+        text = "; these still derive from Gymnasium's class, as they use its internals: UsesPipes, OverridesInfos, UsesEnvs"
         assert text in str(patching.REPORT)
     finally:
         for envs in built:
             envs.close()
 
 
-def test_all_kinds_of_methods_are_searched_for_private_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_attributes_are_found_in_every_kind_of_method(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patching, "REPORT", patching.PatchReport())
     vecenv.install()
     theirs: Any = gymnasium.vector.AsyncVectorEnv
@@ -218,23 +218,23 @@ def test_all_kinds_of_methods_are_searched_for_private_attributes(monkeypatch: p
         functools.cached_property(uses_pipes), property(None, None, uses_pipes), property(None, uses_pipes),
         functools.partialmethod(uses_pipes, 1), classmethod(uses_pipes),
     ]  # fmt: skip
-    kept = [vecenv.AsyncVectorEnv not in type("Kept", (theirs,), {"method": method}).mro() for method in methods]
-    assert kept == [True] * len(methods)
+    subclasses = [type("Subclass", (theirs,), {"method": method}) for method in methods]
+    assert [vecenv.AsyncVectorEnv not in subclass.mro() for subclass in subclasses] == [True] * len(methods)
 
 
-def worker(*args: Any) -> None:
+def worker_function(*args: Any) -> None:
     gymnasium.vector.async_vector_env._async_worker(*args)
 
 
 def test_custom_worker_function_uses_gymnasiums_engine(closes: Any) -> None:
     vecenv.install(num_workers=2, on_failure="restart")
-    envs: Any = closes(gymnasium.vector.AsyncVectorEnv(counters(2), worker=worker))
+    envs: Any = closes(gymnasium.vector.AsyncVectorEnv(counters(2), worker=worker_function))
     assert len(envs.processes) == 2
     assert envs.reset(seed=1)[0].shape == (2, 4)
     assert envs.step([0, 0])[1].tolist() == [0.001, 1.001]
 
 
-def test_sync_vector_env_is_replaced_too() -> None:
+def test_install_with_sync_replaces_sync_vector_env() -> None:
     reference = SYNC([CARTPOLE] * 3, autoreset_mode="SameStep")
     vecenv.install(sync=True, num_workers=2)
     same_step = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
@@ -254,9 +254,9 @@ def test_sync_vector_env_is_replaced_too() -> None:
         envs.close()
         reference.close()
     vecenv.install(sync=True, num_workers=0)
-    here: Any = gymnasium.vector.SyncVectorEnv(CARTPOLE for _ in range(2))  # type: ignore[arg-type]
-    assert [env.spec.id for env in here.envs] == ["CartPole-v1"] * 2
-    here.close()
+    in_process: Any = gymnasium.vector.SyncVectorEnv(CARTPOLE for _ in range(2))  # type: ignore[arg-type]
+    assert [env.spec.id for env in in_process.envs] == ["CartPole-v1"] * 2
+    in_process.close()
     names = list(inspect.signature(SYNC.__init__).parameters)
     assert list(inspect.signature(gymnasium.vector.SyncVectorEnv.__init__).parameters) == names
 
@@ -320,7 +320,7 @@ REPORT = re.compile(
     ],
     ids=lambda arguments: " ".join(arguments) or "auto",
 )
-def test_program_runs_unchanged(options: list[str], arguments: list[str], program: Path) -> None:
+def test_run_gives_the_same_output_and_exit_code_as_python(options: list[str], arguments: list[str], program: Path) -> None:
     plain = python(program.name, *arguments, cwd=program.parent)
     done = python("-m", "vecenv", "run", *options, program.name, *arguments, cwd=program.parent)
     assert done.returncode == plain.returncode == {"raise": 1, "exit": 7}.get(arguments[0], 0), done.stderr
@@ -330,7 +330,7 @@ def test_program_runs_unchanged(options: list[str], arguments: list[str], progra
     if arguments == ["raise"]:
         assert match["own"].startswith(f'Traceback (most recent call last):\n  File "{program}", line 23, in <module>\n')
         assert match["own"].endswith("\nRuntimeError: mine\n")
-        assert match["own"].count('File "') == 1  # none of vecenv's
+        assert match["own"].count('File "') == 1  # no frames of vecenv
     else:
         assert match["own"] == ""
     assert ("generators='own'" in match["given"]) == ("own" in options)
@@ -339,7 +339,7 @@ def test_program_runs_unchanged(options: list[str], arguments: list[str], progra
 
 
 @pytest.mark.long
-def test_a_module_runs_as_by_python(tmp_path: Path) -> None:
+def test_run_of_a_module_gives_the_same_output_as_python(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "__main__.py").write_text("import sys; print(sys.argv, __name__, __spec__.name); sys.exit(3)")
     plain = python("-m", "deep", "a", "--b", cwd=tmp_path)
@@ -350,7 +350,7 @@ def test_a_module_runs_as_by_python(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("arguments", "wanted"),
+    ("arguments", "message"),
     [
         (["nowhere.py"], "vecenv: no such program: nowhere.py"),
         (["."], "vecenv: no such program: . has no __main__.py"),
@@ -361,16 +361,16 @@ def test_a_module_runs_as_by_python(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_usage_errors_are_one_line(arguments: list[str], wanted: str, tmp_path: Path) -> None:
+def test_usage_error_is_reported_without_traceback(arguments: list[str], message: str, tmp_path: Path) -> None:
     done = python("-m", "vecenv", "run", *arguments, cwd=tmp_path)
     assert done.returncode == 2
-    assert wanted in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert "is vecenv's" not in done.stderr
 
 
 @pytest.mark.long
-def test_program_without_vector_environments_is_reported(tmp_path: Path) -> None:
+def test_run_reports_that_no_vector_environment_was_built(tmp_path: Path) -> None:
     (tmp_path / "none.py").write_text("import gymnasium\nprint(gymnasium.vector.SyncVectorEnv.__module__)")
     done = python("-m", "vecenv", "run", "none.py", cwd=tmp_path)
     assert done.returncode == 0
@@ -383,7 +383,7 @@ def test_program_without_vector_environments_is_reported(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_class_that_stays_gymnasiums_is_reported(tmp_path: Path) -> None:
+def test_run_reports_a_subclass_that_still_derives_from_gymnasiums_class(tmp_path: Path) -> None:
     (tmp_path / "derives.py").write_text(textwrap.dedent("""
         import gymnasium
 
@@ -402,14 +402,14 @@ def test_class_that_stays_gymnasiums_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_syntax_error_is_pythons_own(tmp_path: Path) -> None:
+def test_run_of_a_program_with_a_syntax_error_prints_the_same_error_as_python(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("x = (\n")
     plain = python("bad.py", cwd=tmp_path)
     done = python("-m", "vecenv", "run", "--quiet", "bad.py", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (1, plain.stderr)
 
 
-def test_failures_are_counted(tmp_path: Path) -> None:
+def test_run_reports_the_number_of_failures_and_restarts(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(textwrap.dedent("""
         import gymnasium
 
@@ -437,8 +437,8 @@ def test_failures_are_counted(tmp_path: Path) -> None:
     assert re.search(r": 8 steps in .*; 2 failures, 2 restarts$", last), done.stderr
 
 
-def test_environments_that_are_dropped_without_a_close_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """AgileRL's demos leave theirs in a module that is cleared; other programs in a function that returns."""
+def test_report_includes_vector_environments_that_were_not_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some programs, such as AgileRL's demos, never close their environments; the garbage collector may free them."""
     monkeypatch.setattr(patching, "REPORT", patching.PatchReport())
     vecenv.install(num_workers=1)
     built: list[Any] = []

@@ -1,4 +1,4 @@
-"""The rules of ``.ci/prose.py`` report what they should, and ignore code."""
+"""The rules of ``.ci/prose.py`` find what they describe, and ignore code."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def script() -> Iterator[Any]:
         ("Do this:\n\n```sh\nnobody a core each\n```\n\nThat lists `so many` files.\n", None),
     ],
 )
-def test_rule_finds_its_case(text: str, rule: str | None, script: Any) -> None:
+def test_text_violates_only_the_given_rule(text: str, rule: str | None, script: Any) -> None:
     prose = script.prose(text)
-    hit = [name for name, (pattern, _) in script.STYLE.items() if re.search(pattern, prose, re.IGNORECASE)]
-    assert hit == ([] if rule is None else [rule])
+    violated = [name for name, (pattern, _) in script.STYLE.items() if re.search(pattern, prose, re.IGNORECASE)]
+    assert violated == ([] if rule is None else [rule])
 
 
-def test_a_page_with_a_finding_is_refused_and_its_line_named(
+def test_finding_in_a_page_is_printed_with_its_line_and_exit_code_1(
     tmp_path: Path, script: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "page.md").write_text("# Title\n\nAll is well.\n\nNobody knows.\n")

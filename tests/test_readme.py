@@ -21,14 +21,14 @@ from vecenv.tools import cli
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
-SHELL, SHOWN = ("sh", "bash", "console"), ("text", "bibtex", "")  # tested in part, and not tested
-COMPILES = re.compile(r"JaxVectorEnv|\badapt\(|vecenv\.torch\b|backend=\"(brax|playground)\"")  # takes 20 s and more
-RUNNING, COMPILING = 250.0, 800.0  # seconds, on a busy machine; the second where nothing has been compiled yet
+SHELL, SHOWN = ("sh", "bash", "console"), ("text", "bibtex", "")  # tested in part; not tested
+COMPILES = re.compile(r"JaxVectorEnv|\badapt\(|vecenv\.torch\b|backend=\"(brax|playground)\"")  # for 20 s or longer
+RUNNING, COMPILING = 250.0, 800.0  # seconds on a busy machine; the second with an empty cache of compiled programs
 MISSING = re.compile(
     r"^(?:ModuleNotFoundError: No module named '([\w.]+)'|ImportError: .*(?:vecenv\[|pip install (?=torch))([\w-]+).*)\s*\Z",
     re.MULTILINE,
 )
-# the module that shows that an extra is installed, where the two have different names
+# extra -> the module that is importable if it is installed, where the names differ
 MODULES = {
     "jax": "jaxlib", "playground": "mujoco_playground", "multi-agent": "pettingzoo", "sb3": "stable_baselines3",
     "clients": "torchrl",
@@ -52,7 +52,7 @@ def blocks(languages: tuple[str, ...], pages: list[Path]) -> list[Any]:
                 if page.name != "README.md":
                     marks.append(pytest.mark.long)
                 if re.search(r"\bray\b|Ray", match.group(2)):
-                    # one cluster at a time: they would find each other
+                    # one after another, because a cluster would find the other one
                     marks += [pytest.mark.ray, pytest.mark.xdist_group("ray")]
                 found.append(pytest.param(match.group(2), id=name, marks=marks))
     return found
@@ -64,7 +64,7 @@ def is_installed(module: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def imported(block: str) -> list[str]:
+def imported_modules(block: str) -> list[str]:
     """Return the modules that a block imports, inside functions too."""
     nodes = list(ast.walk(ast.parse(block)))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
@@ -73,8 +73,8 @@ def imported(block: str) -> list[str]:
 
 @pytest.mark.parametrize("block", blocks(("python",), PAGES))
 def test_block_runs(block: str, tmp_path: Path) -> None:
-    """Each block runs in its own process, to keep JAX and torch out of this one; without its library it is skipped."""
-    for module in imported(block):
+    """Each block runs in its own process, because JAX and torch start threads. It is skipped if its library is missing."""
+    for module in imported_modules(block):
         if not is_installed(module):
             pytest.skip(f"needs {module}")
     script = tmp_path / "block.py"
@@ -97,25 +97,25 @@ def extras() -> set[str]:
 
 
 @pytest.mark.parametrize("block", blocks(SHELL, [*PAGES, ROOT / "bench" / "README.md"]))
-def test_shell_block_names_what_exists(block: str) -> None:
-    """Options of the command line, extras and files all exist."""
+def test_shell_block_refers_to_existing_options_extras_and_files(block: str) -> None:
     for line in block.splitlines():
         arguments = shlex.split(line, comments=True)
         while arguments:
             end = arguments.index("&&") if "&&" in arguments else len(arguments)
             command, arguments = arguments[:end], arguments[end + 1 :]
-            try_command(command)
+            check_command(command)
 
 
-def try_command(arguments: list[str]) -> None:
+def check_command(arguments: list[str]) -> None:
+    """Check that options of vecenv, extras and files of a command exist."""
     while "=" in arguments[0]:  # NAME=value before the command
         arguments = arguments[1:]
     if arguments[0] == "$":
         arguments = arguments[1:]
     match arguments:
         case ["pip", "install", *_]:
-            for wanted in re.findall(r"(?:vecenv|\.)\[([\w,-]+)\]", " ".join(arguments)):
-                assert set(wanted.split(",")) <= extras(), f"no extra {wanted!r} in pyproject.toml"
+            for names in re.findall(r"(?:vecenv|\.)\[([\w,-]+)\]", " ".join(arguments)):
+                assert set(names.split(",")) <= extras(), f"no extra {names!r} in pyproject.toml"
         case ["vecenv", *rest] | ["python", "-m", "vecenv", *rest]:
             try:
                 cli._build_parser().parse_args(rest)
@@ -128,20 +128,20 @@ def try_command(arguments: list[str]) -> None:
                 if "/" in path or path.endswith(".py"):
                     assert (ROOT / path).exists(), f"no {path}"
         case _:
-            pytest.fail(f"a command this test knows nothing of: {shlex.join(arguments)}")
+            pytest.fail(f"this test cannot check the command: {shlex.join(arguments)}")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_page_has_only_tested_blocks_and_working_links(page: Path) -> None:
+def test_page_has_known_block_languages_and_working_links(page: Path) -> None:
     text = page.read_text()
     assert {language for language, _ in BLOCK.findall(text)} <= {"python", *SHELL, *SHOWN}
-    assert text.count("```") == 2 * len(BLOCK.findall(text)), "a block that is indented, or not closed"
+    assert text.count("```") == 2 * len(BLOCK.findall(text)), "a block is indented or not closed"
     for target in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", text)):
         if not re.match(r"https?://|#", target):
             assert (page.parent / target.partition("#")[0]).exists(), f"nothing at {target}"
 
 
-def test_readme_shows_the_log_of_a_crash_as_it_is() -> None:
+def test_log_of_a_crash_in_the_readme_equals_the_output_of_the_example() -> None:
     command = [sys.executable, str(ROOT / "examples" / "survive_a_crash.py")]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120, check=True)
     (shown,) = [text for language, text in BLOCK.findall((ROOT / "README.md").read_text()) if language == "text"]
@@ -152,7 +152,7 @@ def test_readme_shows_the_log_of_a_crash_as_it_is() -> None:
     assert lines(done.stdout) == lines(shown)
 
 
-def test_readme_has_the_two_commands() -> None:
+def test_readme_contains_the_commands_for_benchmark_and_tests() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert 'pip install -e ".[bench]" && vecenv bench CartPole-v1 --num-envs 64' in lines
     assert 'pip install -e ".[test]" && pytest' in lines
@@ -161,27 +161,27 @@ def test_readme_has_the_two_commands() -> None:
 # --- the site -------------------------------------------------------------------------------------------------------
 
 
-def test_every_page_is_in_the_navigation() -> None:
-    """Each page is in mkdocs.yml once, and mkdocs.yml names no other."""
+def test_navigation_lists_every_page_once() -> None:
+    """mkdocs.yml names each page once, and no others."""
     named = re.findall(r"^\s+- (?:[^:\n]+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(named) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES[1:])
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "reference").glob("*.md")), ids=lambda page: page.name)
-def test_reference_names_what_exists(page: Path) -> None:
+def test_names_in_the_reference_exist(page: Path) -> None:
     """Names are looked up in the source, so that no optional library is needed."""
     for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE):
-        assert defined(name), f"no {name}"
+        assert is_defined(name), f"no {name}"
 
 
-def defined(name: str) -> bool:
-    """True if a dotted name is a module, or is bound at the top of one, imports for type checkers included."""
+def is_defined(name: str) -> bool:
+    """True if a dotted name is a module, or if a module defines or imports it, for type checkers too."""
     parts = name.split(".")
     path = ROOT.joinpath(*parts)
     if path.with_suffix(".py").exists() or (path / "__init__.py").exists():
         return True
-    holder = ROOT.joinpath(*parts[:-1])
-    source = holder / "__init__.py" if holder.is_dir() else holder.with_suffix(".py")
+    parent = ROOT.joinpath(*parts[:-1])
+    source = parent / "__init__.py" if parent.is_dir() else parent.with_suffix(".py")
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == parts[-1]:
             return True
@@ -191,7 +191,7 @@ def defined(name: str) -> bool:
 
 
 @pytest.mark.slow
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+def test_site_builds_without_warnings(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="needs pip install 'vecenv[docs]'")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)

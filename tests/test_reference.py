@@ -1,4 +1,4 @@
-"""The docstrings of exported classes and functions list their parameters, and no others."""
+"""The docstrings of exported functions and classes list exactly their parameters."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import pytest
 MODULES = ("vecenv", "vecenv.adapters", "vecenv.aio", "vecenv.backends", "vecenv.multi_agent", "vecenv.wrappers")
 
 
-CALLED = {"vecenv.AsyncVectorEnv", "vecenv.FlightRecorder", "vecenv.Restart", "vecenv.WorkerOptions", "vecenv.aio.Pool"}
-"""Classes that users instantiate. Other classes without a section ``Args`` are built by vecenv, or have no parameters."""
+BUILT_BY_USERS = {
+    "vecenv.AsyncVectorEnv", "vecenv.FlightRecorder", "vecenv.Restart", "vecenv.WorkerOptions", "vecenv.aio.Pool",
+}
+"""Classes that users instantiate. vecenv builds other classes without a section ``Args``, or they have no parameters."""
 
 
-def exported() -> dict[str, Any]:
+def exported_objects() -> dict[str, Any]:
     found = {}
     for module in map(importlib.import_module, MODULES):
         for name in module.__all__:
@@ -29,20 +31,20 @@ def exported() -> dict[str, Any]:
     return found
 
 
-def listed(text: str) -> set[str]:
+def documented_parameters(text: str) -> set[str]:
     """Return the names in the section ``Args`` of a docstring."""
     section = re.search(r"\n *Args:\n(.*?)(?:\n\n *[A-Z]\w+:\n|\n\n\S|\Z)", inspect.cleandoc(text), re.DOTALL)
     entries = re.findall(r"^ {4}(\*{0,2}\w[*\w, ]*):", section[1], re.MULTILINE) if section else []
     return {name.strip(" *") for entry in entries for name in entry.split(",")}
 
 
-def is_called(name: str, kind: Any) -> bool:
-    return name in CALLED or not isinstance(kind, type) or bool(listed(kind.__doc__ or ""))
+def needs_args_section(name: str, kind: Any) -> bool:
+    return name in BUILT_BY_USERS or not isinstance(kind, type) or bool(documented_parameters(kind.__doc__ or ""))
 
 
-@pytest.mark.parametrize("name", [name for name, kind in exported().items() if is_called(name, kind)])
-def test_every_parameter_is_documented(name: str) -> None:
-    kind = exported()[name]
-    documented = listed(kind.__doc__ or "")
-    parameters = {each for each in inspect.signature(kind).parameters if not each.startswith("_")}
+@pytest.mark.parametrize("name", [name for name, kind in exported_objects().items() if needs_args_section(name, kind)])
+def test_docstring_lists_all_parameters_and_no_others(name: str) -> None:
+    kind = exported_objects()[name]
+    documented = documented_parameters(kind.__doc__ or "")
+    parameters = {name for name in inspect.signature(kind).parameters if not name.startswith("_")}
     assert documented == parameters or (not documented and len(parameters) == 1)

@@ -1,4 +1,4 @@
-"""``sampling.py``: which cases of a product run by default or in ``.ci/run``, and that no case is missing."""
+"""``sampling.py``: samples have the promised values, and no case of a product is missing."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from sampling import each_once, each_pair
 AXES = ["abc", [True, False], range(4)]
 
 
-def runs(cells: list[Any]) -> list[tuple[Any, ...]]:
+def values_of_default_cases(cells: list[Any]) -> list[tuple[Any, ...]]:
     return [cell.values for cell in cells if not cell.marks]
 
 
-def test_the_product_is_complete() -> None:
+def test_each_once_and_each_pair_return_the_complete_product() -> None:
     for cells in (each_once(*AXES), each_pair(*AXES)):
         assert [cell.values for cell in cells] == list(itertools.product(*AXES))
         assert all([mark.name for mark in cell.marks] in ([], ["slow"]) for cell in cells)
 
 
-def test_the_keys_of_a_mapping_are_its_names() -> None:
+def test_keys_of_a_mapping_become_ids() -> None:
     cells = each_once({"one": {"a": 1}, "two": {}}, [True])
     assert [(cell.id, cell.values) for cell in cells] == [("one-True", ({"a": 1}, True)), ("two-True", ({}, True))]
 
 
-def test_each_value_occurs() -> None:
-    cells = runs(each_once(*AXES))
+def test_each_once_runs_every_value() -> None:
+    cells = values_of_default_cases(each_once(*AXES))
     assert len(cells) == 4
     assert [set(column) for column in zip(*cells, strict=True)] == [set(axis) for axis in AXES]
 
 
-def test_each_pair_of_values_meets() -> None:
-    cells = runs(each_pair(*AXES))
+def test_each_pair_runs_every_pair_of_values() -> None:
+    cells = values_of_default_cases(each_pair(*AXES))
     assert 12 <= len(cells) < 18
     for one, other in itertools.combinations(range(3), 2):
         assert {(cell[one], cell[other]) for cell in cells} == set(itertools.product(AXES[one], AXES[other]))
@@ -42,25 +42,27 @@ def test_each_pair_of_values_meets() -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("letter", ["a", pytest.param("b", marks=pytest.mark.slow), "c"])
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_number_of_cases_with_different_values_is_kept(letter: str, number: int, request: pytest.FixtureRequest) -> None:
-    """(Not if a single case is selected by its id: that one is kept.)"""
+def test_sampled_with_a_number_keeps_cases_with_different_values(
+    letter: str, number: int, request: pytest.FixtureRequest
+) -> None:
+    """A case that is selected by its id is always kept, so that running one of the other cases alone fails."""
     left_out = {mark.name for mark in request.node.iter_markers()} & {"long", "slow"}
     assert not left_out if (letter, number) in (("a", 1), ("c", 2)) else left_out
 
 
 @pytest.mark.sampled("2", "3")
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_named_cases_are_kept(number: int, request: pytest.FixtureRequest) -> None:
+def test_sampled_with_ids_keeps_the_named_cases(number: int, request: pytest.FixtureRequest) -> None:
     assert (request.node.get_closest_marker("long") is None) == (number > 1)
 
 
 @pytest.mark.sampled("4")
 @pytest.mark.parametrize("number", [1, 2])
-def test_all_cases_are_kept_if_no_named_one_is_collected(number: int, request: pytest.FixtureRequest) -> None:
+def test_sampled_with_ids_keeps_all_cases_if_no_named_one_is_collected(number: int, request: pytest.FixtureRequest) -> None:
     assert request.node.get_closest_marker("long") is None
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(5))
-def test_three_cases_of_a_long_test_are_not_slow(number: int, request: pytest.FixtureRequest) -> None:
+def test_first_cases_of_a_long_test_are_not_slow(number: int, request: pytest.FixtureRequest) -> None:
     assert (request.node.get_closest_marker("slow") is None) == (number < 3)

@@ -22,7 +22,7 @@ def cartpoles(num_envs: int) -> list[Any]:
     return [lambda: gymnasium.make("CartPole-v1")] * num_envs
 
 
-def without_time(infos: dict[str, Any]) -> Any:
+def returns_and_lengths(infos: dict[str, Any]) -> Any:
     found = infos.get("episode", {})
     return {key: found[key].tolist() for key in ("r", "l") if found}, infos.get("_episode", np.zeros(0)).tolist()
 
@@ -30,10 +30,10 @@ def without_time(infos: dict[str, Any]) -> Any:
 @pytest.mark.sampled(3)
 @MODES
 @pytest.mark.parametrize("engine", [{"num_workers": 0}, {"num_workers": 2}], ids=["here", "two"])
-def test_step_counts_as_gymnasiums_wrapper_does(mode: AutoresetMode, engine: dict[str, Any]) -> None:
-    # (over SyncVectorEnv, which removes the mask from the dict, it forgets all episodes when one is reset)
+def test_step_gives_the_same_statistics_as_gymnasiums_wrapper(mode: AutoresetMode, engine: dict[str, Any]) -> None:
+    # not compared on SyncVectorEnv: it removes the mask from the options, and then Gymnasium's wrapper resets all rows
     if mode is AutoresetMode.SAME_STEP and tuple(map(int, gymnasium.__version__.split(".")[:2])) < (1, 4):
-        pytest.skip("Gymnasium's counts a step too few there")
+        pytest.skip("Gymnasium's wrapper counts one step too few")
     with (
         open_engine(cartpoles(3), autoreset_mode=mode, num_workers=0) as others,
         open_engine(cartpoles(3), autoreset_mode=mode, **engine) as envs,
@@ -47,7 +47,7 @@ def test_step_counts_as_gymnasiums_wrapper_does(mode: AutoresetMode, engine: dic
         for step in range(120):
             actions = np.array([step % 2, step % 3 == 0, 1], np.int64)
             results = [each.step(actions) for each in both]
-            assert without_time(results[0][4]) == without_time(results[1][4])
+            assert returns_and_lengths(results[0][4]) == returns_and_lengths(results[1][4])
             if mode is AutoresetMode.DISABLED and (over := results[0][2] | results[0][3]).any():
                 for each in both:
                     each.reset(options={"reset_mask": over.copy()})
@@ -57,8 +57,8 @@ def test_step_counts_as_gymnasiums_wrapper_does(mode: AutoresetMode, engine: dic
         assert len(ours.time_queue) == ours.episode_count
 
 
-def by_hand(rewards: list[float], over: list[bool], mode: AutoresetMode) -> list[tuple[float, int]]:
-    """Return (return, length) of each episode of one environment's rows, the first of which is that of a reset."""
+def expected_episodes(rewards: list[float], over: list[bool], mode: AutoresetMode) -> list[tuple[float, int]]:
+    """Return (return, length) of each episode in the rows of one environment, which begin with a reset."""
     episodes, total, length, first = [], 0.0, 0, True
     for reward, ended in zip(rewards, over, strict=True):
         if first:
@@ -82,27 +82,27 @@ def engines(mode: AutoresetMode) -> list[Any]:
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_rows_received_one_by_one_are_counted(mode: AutoresetMode) -> None:
+def test_statistics_of_first_ready_batches_equal_the_received_rows(mode: AutoresetMode) -> None:
     for envs in engines(mode):
         recorded: Any = RecordEpisodeStatistics(envs)
         recorded.reset_async()
-        seen: dict[int, list[tuple[float, bool]]] = {row: [] for row in range(6)}
+        received: dict[int, list[tuple[float, bool]]] = {row: [] for row in range(6)}
         reported: dict[int, list[tuple[float, int]]] = {row: [] for row in range(6)}
         for _ in range(200):
             _, rewards, terminations, truncations, infos = recorded.recv(timeout=60)
             rows = infos["env_id"]
             for place, row in enumerate(rows.tolist()):
-                seen[row].append((float(rewards[place]), bool(terminations[place] or truncations[place])))
+                received[row].append((float(rewards[place]), bool(terminations[place] or truncations[place])))
                 if infos.get("_episode", np.zeros(len(rows)))[place]:
                     reported[row].append((float(infos["episode"]["r"][place]), int(infos["episode"]["l"][place])))
             recorded.send(np.ones(len(rows), np.int64), env_id=rows)
-        expected = {row: by_hand(*map(list, zip(*steps, strict=True)), mode) for row, steps in seen.items()}
+        expected = {row: expected_episodes(*map(list, zip(*steps, strict=True)), mode) for row, steps in received.items()}
         assert reported == expected
         assert recorded.episode_count == sum(map(len, expected.values())) > 20
         recorded.close()
 
 
-def test_reset_of_single_environments_restarts_their_episode() -> None:
+def test_reset_of_single_environments_restarts_their_statistics() -> None:
     """Environments are reset in the middle of an episode, and, without autoreset, at its end."""
     with open_engine(counters(3, lengths=(4,)), autoreset_mode=AutoresetMode.DISABLED, num_workers=0) as envs:
         recorded: Any = RecordEpisodeStatistics(envs)
@@ -124,31 +124,31 @@ def test_reset_of_single_environments_restarts_their_episode() -> None:
 @pytest.mark.sampled(3)
 @MODES
 @pytest.mark.parametrize("engine", [{"num_workers": 0}, {"num_workers": 2}], ids=["here", "two"])
-def test_saved_statistics_continue(mode: AutoresetMode, engine: dict[str, Any]) -> None:
+def test_loaded_statistics_continue_from_the_saved_ones(mode: AutoresetMode, engine: dict[str, Any]) -> None:
     def play(recorded: Any, steps: range) -> list[Any]:
         reported = []
         for step in steps:
             *_, terminations, truncations, infos = recorded.step(np.array([step % 2, step % 3 == 0, 1], np.int64))
-            reported.append(without_time(infos))
+            reported.append(returns_and_lengths(infos))
             if mode is AutoresetMode.DISABLED and (over := terminations | truncations).any():
                 recorded.reset(options={"reset_mask": over})
         return reported
 
-    opening = {"autoreset_mode": mode, **engine}
+    engine_options = {"autoreset_mode": mode, **engine}
     others_options: Any = {"autoreset_mode": mode, "num_workers": 0}
-    with open_engine(cartpoles(3), **opening) as envs, open_engine(cartpoles(3), **others_options) as others:
+    with open_engine(cartpoles(3), **engine_options) as envs, open_engine(cartpoles(3), **others_options) as others:
         recorded: Any = RecordEpisodeStatistics(envs)
         recorded.reset(seed=5)
         play(recorded, range(25))
         state, snapshots = pickle.loads(pickle.dumps((recorded.state_dict(verify=False), recorded.save(verify=False))))
-        wanted = play(recorded, range(25, 90))
+        expected = play(recorded, range(25, 90))
         resumed: Any = RecordEpisodeStatistics(others)
         resumed.load_state_dict(state)
-        assert play(resumed, range(25, 90)) == wanted
+        assert play(resumed, range(25, 90)) == expected
         assert list(resumed.return_queue) == list(recorded.return_queue)
         assert resumed.episode_count == recorded.episode_count > 5
         resumed.load(snapshots)
-        assert play(resumed, range(25, 90)) == wanted
+        assert play(resumed, range(25, 90)) == expected
         resumed.load(snapshots[2], env_id=[0])
         assert resumed.episode_lengths.tolist()[0] == snapshots[2].row.beside["episode"][1]
         with pytest.warns(UserWarning, match="counts from here: the state was saved without it"):
@@ -156,7 +156,7 @@ def test_saved_statistics_continue(mode: AutoresetMode, engine: dict[str, Any]) 
         assert recorded.episode_lengths.tolist() == [0, 0, 0]
 
 
-def test_reset_after_a_load_is_no_step() -> None:
+def test_automatic_reset_after_load_does_not_count_as_a_step() -> None:
     """The state was saved without the wrapper, between an episode and its automatic reset."""
     with open_engine(counters(2, lengths=(2,)), num_workers=0) as envs:
         envs.reset(seed=1)
@@ -169,7 +169,7 @@ def test_reset_after_a_load_is_no_step() -> None:
         assert infos["episode"]["l"].tolist() == [2, 2]
 
 
-def test_the_two_halves_count_too() -> None:
+def test_step_async_and_step_wait_record_statistics() -> None:
     with open_engine(counters(2, lengths=(2,)), num_workers=2) as envs:
         recorded: Any = RecordEpisodeStatistics(envs, stats_key="mine", buffer_length=1)
         started = time.perf_counter()
@@ -184,7 +184,7 @@ def test_the_two_halves_count_too() -> None:
         assert (infos["mine"]["t"] <= time.perf_counter() - started).all()
 
 
-def test_everything_else_is_the_vector_environments_own() -> None:
+def test_other_attributes_come_from_the_wrapped_vector_environment() -> None:
     with open_engine(counters(2), num_workers=2, batch_size=1) as envs:
         recorded: Any = RecordEpisodeStatistics(envs)
         assert recorded.capabilities is not None
@@ -196,12 +196,12 @@ def test_everything_else_is_the_vector_environments_own() -> None:
             _ = recorded.nothing
 
 
-def test_a_key_that_is_taken_is_refused() -> None:
-    class Says(gymnasium.Wrapper):
+def test_existing_info_key_raises() -> None:
+    class AddsEpisodeInfo(gymnasium.Wrapper):
         def step(self, action: Any) -> Any:
             return (*super().step(action)[:4], {"episode": 1})
 
-    with open_engine([lambda: Says(gymnasium.make("CartPole-v1", max_episode_steps=1))], num_workers=0) as envs:
+    with open_engine([lambda: AddsEpisodeInfo(gymnasium.make("CartPole-v1", max_episode_steps=1))], num_workers=0) as envs:
         recorded = RecordEpisodeStatistics(envs)
         recorded.reset(seed=1)
         with pytest.raises(ValueError, match="infos already have a key 'episode': set another stats_key"):

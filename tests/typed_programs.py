@@ -1,6 +1,6 @@
-"""Programs for a type checker: checked by mypy (``.ci/run``), never run.
+"""Programs that ``.ci/run`` checks with mypy and that are never run.
 
-``assert_type`` states the inferred type of an expression; a call that must be refused carries its expected error.
+``assert_type`` checks the inferred type of an expression. A comment marks the error of a call that mypy must reject.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def make() -> gymnasium.Env[Any, Any]:
     return gymnasium.make("CartPole-v1")
 
 
-def factories_have_precise_types(backend: str) -> None:
+def make_vec_returns_the_type_of_the_backend(backend: str) -> None:
     assert_type(vecenv.make_vec("CartPole-v1", 8), vecenv.AsyncVectorEnv[Any, Any])
     assert_type(vecenv.make_vec(make, num_envs=8, backend="serial"), vecenv.AsyncVectorEnv[Any, Any])
     assert_type(vecenv.make_vec("CartPole-v1", 8, "envpool"), EnvPoolVectorEnv)
@@ -32,7 +32,7 @@ def factories_have_precise_types(backend: str) -> None:
     assert_type(vecenv.make_vec("CartPole-v1", 8, backend), VectorEnv[Any, Any, Any])
 
 
-def first_ready_batches_have_types(actions: Any) -> None:
+def first_ready_batches_are_typed(actions: Any) -> None:
     envs = vecenv.make_vec("CartPole-v1", 8, vector_kwargs={"batch_size": 4})
     envs.reset_async(seed=1)
     _, rewards, _, _, infos = envs.recv(timeout=10.0, count=4)
@@ -40,7 +40,7 @@ def first_ready_batches_have_types(actions: Any) -> None:
     print(rewards.mean(), envs.stats()["steps"], envs.capabilities.restarts, envs.plan)
 
 
-def results_of_evaluate_have_types(policy: Any) -> None:
+def evaluate_returns_typed_results(policy: Any) -> None:
     results = vecenv.evaluate(vecenv.make_vec("CartPole-v1", 8), policy, episodes=3, seed=0, frames=[0])
     assert_type(results[0].episode_return, float)
     assert_type(results[0].error, Exception | None)
@@ -48,7 +48,7 @@ def results_of_evaluate_have_types(policy: Any) -> None:
     vecenv.write_video(results[0].frames, "episode.gif")
 
 
-def literals_are_checked() -> None:
+def invalid_literals_and_options_are_rejected() -> None:
     vecenv.AsyncVectorEnv([make] * 2, num_workers="auto", on_failure="restart", context="spawn", use_caller=False)
     vecenv.AsyncVectorEnv([make] * 2, num_workers="all")  # type: ignore[arg-type]
     vecenv.AsyncVectorEnv([make] * 2, on_failure="retry")  # type: ignore[arg-type]
@@ -59,7 +59,7 @@ def literals_are_checked() -> None:
     vecenv.MultiAgentVecEnv([make] * 2, num_wrokers=2)  # type: ignore[call-arg]
 
 
-def resets_take_options_for_all_or_for_each() -> None:
+def reset_accepts_options_for_all_or_for_each() -> None:
     variables = WorkerOptions(env={"CUDA_VISIBLE_DEVICES": lambda worker: worker % 4})
     envs = vecenv.AsyncVectorEnv([make] * 2, worker_options=variables)
     envs.reset(seed=1, options={"low": 0.0})

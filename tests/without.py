@@ -7,8 +7,8 @@ import sys
 from typing import Any
 
 
-class Hidden:
-    """Finds that the library is not there."""
+class HiddenLibrary:
+    """A finder of modules that raises for one library as if it were not installed."""
 
     def __init__(self, library: str) -> None:
         self.library = library
@@ -21,6 +21,6 @@ class Hidden:
 if __name__ == "__main__":
     library, program = sys.argv[1:3]
     del sys.argv[:2]
-    sys.meta_path.insert(0, Hidden(library))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, HiddenLibrary(library))  # type: ignore[arg-type]
     sys.path[0] = program.rpartition("/")[0]
     runpy.run_path(program, run_name="__main__")

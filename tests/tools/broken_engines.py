@@ -1,4 +1,4 @@
-"""Engines that break one promise each, for ``tests/tools/test_conform.py``."""
+"""Engines that each break one promise of ``vecenv conform``."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 
-class Stale(SyncVectorEnv):
+class ReusesArrays(SyncVectorEnv):
     """An engine that returns the same arrays at every step."""
 
     def __init__(self, env_fns: Any, autoreset_mode: Any) -> None:
         super().__init__(env_fns, copy=False, autoreset_mode=autoreset_mode)
 
 
-class WrongFinal(SyncVectorEnv):
+class WrongFinalObservation(SyncVectorEnv):
     """An engine that returns the next episode's first observation as the final one of the ended episode."""
 
     def step(self, actions: Any) -> Any:
-        observations, rewards, ends, cuts, infos = super().step(actions)
+        observations, rewards, terminations, truncations, infos = super().step(actions)
         for row in np.flatnonzero(infos.get("_final_obs", np.zeros(self.num_envs, bool))):
             infos["final_obs"][row] = observations[row]
-        return observations, rewards, ends, cuts, infos
+        return observations, rewards, terminations, truncations, infos
 
 
-class Draws(SyncVectorEnv):
-    """An environment that draws from a generator shared by its process. It breaks no promise."""
+class UsesGlobalGenerator(SyncVectorEnv):
+    """An engine that draws from the process-wide generator of numpy.random, which breaks no promise."""
 
     def reset(self, **arguments: Any) -> Any:
         np.random.rand()
         return super().reset(**arguments)
 
 
-class OneFlag(SyncVectorEnv):
+class ReportsOnlyTerminations(SyncVectorEnv):
     """An engine that reports every end as a termination."""
 
     def step(self, actions: Any) -> Any:
-        observations, rewards, ends, cuts, infos = super().step(actions)
-        return observations, rewards, ends | cuts, np.zeros_like(cuts), infos
+        observations, rewards, terminations, truncations, infos = super().step(actions)
+        return observations, rewards, terminations | truncations, np.zeros_like(truncations), infos
 
 
 class SwapsActions(SyncVectorEnv):
@@ -52,7 +52,7 @@ class SwapsActions(SyncVectorEnv):
         return super().step(np.asarray(actions)[::-1])
 
 
-class OneSeed(SyncVectorEnv):
+class SameSeedForAll(SyncVectorEnv):
     """An engine that gives all environments the same seed."""
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
@@ -63,18 +63,18 @@ class ResetsTwice(SyncVectorEnv):
     """An engine that resets each environment once more than it should."""
 
     def step(self, actions: Any) -> Any:
-        answer = super().step(actions)
-        for env in np.array(self.envs)[answer[2] | answer[3]]:
+        results = super().step(actions)
+        for env in np.array(self.envs)[results[2] | results[3]]:
             env.reset()
-        return answer
+        return results
 
 
-class NoMasks(SyncVectorEnv):
-    """An engine without masks."""
+class InfosWithoutMasks(SyncVectorEnv):
+    """An engine that returns infos without their masks."""
 
     def step(self, actions: Any) -> Any:
-        *answer, infos = super().step(actions)
-        return (*answer, {key: value for key, value in infos.items() if not key.startswith("_")})
+        *results, infos = super().step(actions)
+        return (*results, {key: value for key, value in infos.items() if not key.startswith("_")})
 
 
 class IgnoresMasks(SyncVectorEnv):
@@ -93,7 +93,7 @@ class CountsResetsAsSteps(SyncVectorEnv):
         return (observations, np.where(rewards == 0, 1.0, rewards), *rest)
 
 
-class Dies(SyncVectorEnv):
+class ExitsInStep(SyncVectorEnv):
     """An engine that ends the program in its second step."""
 
     steps = 0
@@ -115,7 +115,7 @@ class Hangs(SyncVectorEnv):
         time.sleep(1000)
 
 
-class NoStep:
+class WithoutStep:
     """An engine without ``step``."""
 
     def __init__(self, env_fns: Any) -> None:
@@ -126,24 +126,24 @@ class NoStep:
         return self.envs.reset(**kwargs)
 
 
-def own_environments(num_envs: int) -> Any:
-    """Build an engine with its own environments."""
+def make_own_environments(num_envs: int) -> Any:
+    """Build an engine that cannot use other environments than its own."""
     return gymnasium.make_vec("CartPole-v1", num_envs, vectorization_mode="vector_entry_point")
 
 
-def resets_early(num_envs: int) -> Any:
-    """Build an engine that announces next-step resets and makes them in the same step (Gymnasium#914)."""
+def make_resets_in_same_step(num_envs: int) -> Any:
+    """Build an engine with next-step autoreset in its metadata that resets in the same step (Gymnasium#914)."""
     envs = SyncVectorEnv([_cartpole] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
     envs.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
     return envs
 
 
-def loses_the_last(num_envs: int) -> Any:
-    """Build an engine that resets in the same step, and loses the final observation (mujoco_playground#305)."""
-    return _NoFinal([_cartpole] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+def make_without_final_observations(num_envs: int) -> Any:
+    """Build an engine that resets in the same step and does not return final observations (mujoco_playground#305)."""
+    return _WithoutFinalObservations([_cartpole] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
-class _NoFinal(SyncVectorEnv):
+class _WithoutFinalObservations(SyncVectorEnv):
     def step(self, actions: Any) -> Any:
         return (*super().step(actions)[:4], {})
 
@@ -157,12 +157,12 @@ def needs_an_argument(env_fns: Any, something: int) -> None:
 
 
 @functools.cache
-def slow_once() -> None:
+def sleep_once() -> None:
     """Simulate a long compilation, once in each process."""
     time.sleep(2.0)
 
 
-def slow_to_import(env_fns: Any, autoreset_mode: Any = "NextStep") -> Any:
+def make_after_slow_import(env_fns: Any, autoreset_mode: Any = "NextStep") -> Any:
     """Build a SyncVectorEnv after a slow import."""
-    slow_once()
+    sleep_once()
     return SyncVectorEnv(env_fns, autoreset_mode=autoreset_mode)

@@ -1,4 +1,4 @@
-"""An engine with environments that execute chunks of actions, of which one counts: it has to keep every promise, too."""
+"""An engine with environments that execute chunks of actions, for ``vecenv conform``. It keeps all promises."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from vecenv.wrappers import ActionChunks
 _HORIZON = 3
 
 
-def chunked(env_fns: Sequence[Callable[[], Any]], autoreset_mode: Any) -> vecenv.AsyncVectorEnv:
-    return vecenv.AsyncVectorEnv([functools.partial(_first_of_chunk, fn) for fn in env_fns], autoreset_mode=autoreset_mode)
+def make_chunked(env_fns: Sequence[Callable[[], Any]], autoreset_mode: Any) -> vecenv.AsyncVectorEnv:
+    return vecenv.AsyncVectorEnv([functools.partial(_make_env, fn) for fn in env_fns], autoreset_mode=autoreset_mode)
 
 
-def _first_of_chunk(env_fn: Callable[[], Any]) -> gymnasium.Env[Any, Any]:
+def _make_env(env_fn: Callable[[], Any]) -> gymnasium.Env[Any, Any]:
     env = env_fn()
-    return TransformAction(ActionChunks(env, _HORIZON, variable=True), _as_chunk, env.action_space)
+    return TransformAction(ActionChunks(env, _HORIZON, variable=True), _make_chunk, env.action_space)
 
 
-def _as_chunk(action: Any) -> dict[str, Any]:
-    """Return a chunk that begins with this action; if another were executed, the observation would show it."""
+def _make_chunk(action: Any) -> dict[str, Any]:
+    """Return a chunk of which only this action is valid and should be executed."""
     return {"actions": np.array([action, *[999] * (_HORIZON - 1)]), "steps": 1}

@@ -1,4 +1,4 @@
-"""``python -m bench`` and the programs of ``bench/``: each runs, tables hold the measured values, and sizes are counted."""
+"""``python -m bench`` and the programs of ``bench/`` run, and write what they have measured."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from vecenv.tools import runners
 BENCH = Path(programs.__file__).parent
 TINY = "--seconds 0.05 --repeats 1"
 PROGRAMS = {
-    # program -> small settings, and its output
+    # program -> small settings, and a text in its output
     "aio.py": ("--kinds wait --workers 1 --num-envs 2 --seconds 0.1 --repeats 1 --only pool first bare", "wait, 1 workers"),
     "bridge_cost.py": ("--length 4 --steps 4 --repeats 1", "scan"),
     "chunks.py": ("CartPole-v1 --num-envs 2 --workers 1 --horizons 2 --rounds 1 --seconds 0.05", "CartPole"),
     "conformity.py": ("--only nothing", "promise"),
     "envpool_rate.py": ("--task CartPole-v1 --num-envs 2 --seconds 0.05 --repeats 1 --against process", "CartPole-v1"),
     "first_ready_cost.py": ("CartPole-v1 --num-envs 2 --workers 1 --rounds 1 --seconds 0.05", "us per environment step"),
-    "jax_cost.py": ("--help", "--limit"),  # three minutes of compiling
+    "jax_cost.py": ("--help", "--limit"),  # it compiles for three minutes
     "many_cores.py": ("--costs 1 1 1 --each 2", "per worker"),
-    "multi_agent_rate.py": ("--help", "--game"),  # it needs SuperSuit, which is in no extra
-    "ray_rate.py": ("--help", "--rounds"),  # a cluster is started in tests/distributed
+    "multi_agent_rate.py": ("--help", "--game"),  # it needs SuperSuit, which no extra installs
+    "ray_rate.py": ("--help", "--rounds"),  # it needs a Ray cluster, as the tests in tests/distributed
     "state.py": ("--tries 1 --only CartPole", "CartPole"),
     "tasks.py": (
         "--tasks 2 --episodes 1 --build 0 --step 0.001 --lengths 2 3 --num-envs 2 --workers 1 --rounds 1", "EnvChoice",
     ),
     "torchrl_rate.py": ("--help", "usage"),
     "versions.py": (". --num-envs 1 --num-workers 0 --pairs 2 --processes 2", "CartPole"),
-    "watched.py": ("", ""),  # run inside another program by test_equal_and_unequal_programs
+    "watched.py": ("", ""),  # test_compare_reports_equal_different_and_failed_programs runs it
     "__main__.py": ("list", "program  cleanrl-ppo            https://github.com/vwxyzjn/cleanrl"),
 }
 PARTS = {
-    # part of `python -m bench` -> small settings, and its output
+    # part of `python -m bench` -> small settings, and a text in its output
     "compare": ("--workloads empty --num-envs 2 --engines workers,gym-async,bare-loop", "of bare loop"),
     "micro": ("round-trip", "bare ping-pong, spinning"),
     "waits": ("--workloads free-resets --num-envs 4 --engines per-env,deadline,threads", "vecenv, those ready within 2 ms"),
@@ -54,7 +54,7 @@ PARTS = {
 }
 
 
-def test_every_program_is_listed() -> None:
+def test_programs_of_the_folder_are_all_tested() -> None:
     found = {path.name for path in BENCH.glob("*.py") if re.search(r"^if __name__ == ", path.read_text(), re.MULTILINE)}
     assert found == set(PROGRAMS)
 
@@ -65,25 +65,25 @@ def printed(*command: str) -> str:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name, (settings, _) in PROGRAMS.items() if settings])
-def test_a_program_runs(name: str) -> None:
+def test_program_prints_the_expected_text(name: str) -> None:
     if name.startswith("torchrl") and importlib.util.find_spec("torchrl") is None:
         pytest.skip("TorchRL is not installed (pip install -e '.[clients]')")
-    settings, wanted = PROGRAMS[name]
-    assert wanted in printed(*(["-m", "bench"] if name == "__main__.py" else [f"bench/{name}"]), *settings.split())
+    settings, text = PROGRAMS[name]
+    assert text in printed(*(["-m", "bench"] if name == "__main__.py" else [f"bench/{name}"]), *settings.split())
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", PARTS)
-def test_part_runs_without_deaths(name: str, tmp_path: Path) -> None:
-    settings, wanted = PARTS[name]
+def test_part_prints_its_table_and_no_candidate_dies(name: str, tmp_path: Path) -> None:
+    settings, text = PARTS[name]
     shown = printed("-m", "bench", name, *settings.split(), *TINY.split(), "--out", str(tmp_path))
-    assert wanted in shown
+    assert text in shown
     assert " died" not in shown
     assert list(tmp_path.glob("*.json"))
 
 
 @pytest.mark.long
-def test_memory_is_that_of_the_hosts_and_of_all_their_workers(tmp_path: Path) -> None:
+def test_reported_memory_covers_all_processes(tmp_path: Path) -> None:
     settings = f"waits --workloads long-resets --num-envs 2 --engines per-env,free {TINY} --out {tmp_path}"
     memory = re.findall(r"memory, long-resets +(\S+) .* in (\d) processes", printed("-m", "bench", *settings.split()))
     assert memory == [("per-env", "3"), ("free", "3")]
@@ -91,38 +91,38 @@ def test_memory_is_that_of_the_hosts_and_of_all_their_workers(tmp_path: Path) ->
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="counting copies needs a C compiler")
-def test_observations_are_copied_once_into_shared_memory_and_once_out_of_it() -> None:
-    counted = micro.counted_copies()
-    assert counted["copy=False"] == pytest.approx(1.0, abs=0.01)
-    assert counted["copy=True"] == pytest.approx(2.0, abs=0.01)
+def test_step_copies_observations_once_and_with_copy_true_twice() -> None:
+    counts = micro.count_copies()
+    assert counts["copy=False"] == pytest.approx(1.0, abs=0.01)
+    assert counts["copy=True"] == pytest.approx(2.0, abs=0.01)
 
 
 # --- tables -----------------------------------------------------------------------------------------
 
 
-def report(env: str, **rates: list[float | None]) -> dict[str, Any]:
+def make_report(env: str, **rates: list[float | None]) -> dict[str, Any]:
     rows = [{"name": name, "rates": each, "steps_per_second": {"median": each[0]}} for name, each in rates.items()]
     return {"env": env, "num_envs": 8, "unit": "steps/s", "machine": {"usable_cores": 2}, "rows": rows}
 
 
 @pytest.fixture(scope="module")
 def fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Let matplotlib open its font files before the test."""
-    tables.draw_gains([report("CartPole-v1", auto=[1.0])], tmp_path_factory.mktemp("drawn") / "gains.svg")
+    """Make matplotlib open its font files, which stay open, before the test."""
+    tables.draw_gains([make_report("CartPole-v1", auto=[1.0])], tmp_path_factory.mktemp("drawn") / "gains.svg")
 
 
 @pytest.mark.usefixtures("fonts")
-def test_each_table_is_written_into_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_tables_updates_each_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = {name: tmp_path / name for name in ("README.md", "bench/RESULTS.md", "docs/benchmarks.md")}
     for name, page in pages.items():
         page.parent.mkdir(exist_ok=True)
         shutil.copyfile(tables.ROOT / name, page)
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     compared = [
-        report(env, **{"gym-async": [1.0, 2.0, 4.0], "gym-sync": [2.0, 2.0, 2.0], "auto": [6.0, 4.0, None]})
+        make_report(env, **{"gym-async": [1.0, 2.0, 4.0], "gym-sync": [2.0, 2.0, 2.0], "auto": [6.0, 4.0, None]})
         for env in tables.GAINS
     ]
-    waited = [report("long-resets", **{"gym-async": [10.0], "deadline": [125.0]})]
+    waited = [make_report("long-resets", **{"gym-async": [10.0], "deadline": [125.0]})]
     for name, reports in (("compare", compared), ("waits", waited), ("episodes", waited)):
         (tmp_path / f"{name}.json").write_text(json.dumps(reports))
     tables.write_tables(tmp_path)
@@ -138,7 +138,7 @@ def test_each_table_is_written_into_its_page(tmp_path: Path, monkeypatch: pytest
 
 # --- published programs -----------------------------------------------------------------------------
 
-TRAINS = """
+TRAINING_PROGRAM = """
 import argparse, random
 import gymnasium
 import numpy as np
@@ -163,24 +163,24 @@ if __name__ == "__main__":
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "trains.py").write_text(TRAINS)
+    (tmp_path / "own" / "trains.py").write_text(TRAINING_PROGRAM)
     (tmp_path / "own" / "steps.yaml").write_text("1000000")
 
     def program(command: str, **options: Any) -> programs.Program:
         return programs.Program("somebody/own", f"trains.py {command}", "AsyncVectorEnv, CartPole-v1, 3", **options)
 
-    known = {
+    programs_by_name = {
         "same": program("--file {settings}", configuration=("steps.yaml", "1000000", "40")),
         "other": program("--steps 40 --luck"),
         "stopped": program("--steps 1000000", watch="--stop 5"),
         "fails": program("--no-such-option"),
     }
-    monkeypatch.setattr(programs, "PROGRAMS", known)
+    monkeypatch.setattr(programs, "PROGRAMS", programs_by_name)
     return tmp_path
 
 
 @pytest.mark.long
-def test_equal_and_unequal_programs(sources: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_compare_reports_equal_different_and_failed_programs(sources: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = sources / "results"
     programs.compare(["same", "other", "stopped", "fails"], sources, sys.executable, 1, out)
     rows = dict(zip(("same", "other", "stopped", "fails"), capfd.readouterr().out.splitlines()[2:], strict=True))
@@ -188,19 +188,19 @@ def test_equal_and_unequal_programs(sources: Path, capfd: pytest.CaptureFixture[
     assert "| 40 x 3 | NO | " in rows["other"]
     assert "| 5 x 3 | yes | " in rows["stopped"]
     assert rows["fails"].startswith("| fails | failed: ")
-    kept = json.loads((out / "program-same.json").read_text())
-    engines = [kept[kind][0]["figures"]["engines"] for kind in ("plain", "ours")]
+    result = json.loads((out / "program-same.json").read_text())
+    engines = [result[kind][0]["figures"]["engines"] for kind in ("plain", "ours")]
     assert engines == [["gymnasium: AsyncVectorEnv"], ["vecenv: AsyncVectorEnv"]]
-    assert kept["plain"][0]["figures"]["rewards"] == kept["ours"][0]["figures"]["rewards"] > 0
+    assert result["plain"][0]["figures"]["rewards"] == result["ours"][0]["figures"]["rewards"] > 0
 
 
-def test_missing_program_is_named(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_program_error_names_the_clone_command(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = programs.Program("somebody/else", "main.py", "nothing")
     with pytest.raises(SystemExit, match=r"no .*else/main\.py: git clone https://github\.com/somebody/else "):
         programs.run_once(missing, sources, sys.executable, ours=False)
 
 
-def test_tensorboard_scalars_are_read_without_times(tmp_path: Path) -> None:
+def test_read_scalars_omits_scalars_of_time(tmp_path: Path) -> None:
     def part(number: int, value: bytes) -> bytes:
         return bytes([number << 3 | 2, len(value)]) + value
 
@@ -208,8 +208,8 @@ def test_tensorboard_scalars_are_read_without_times(tmp_path: Path) -> None:
     for step, name, value in ((1, b"losses/value", 0.5), (1, b"charts/SPS", 99.0), (300, b"losses/value", 0.25)):
         scalar = part(1, name) + b"\x15" + struct.pack("<f", value)
         step_field = b"\x10" + (bytes([step]) if step < 128 else bytes([step & 127 | 128, step >> 7]))
-        written = b"\x09" + struct.pack("<d", 1e9) + step_field + part(5, part(1, scalar))
-        data += struct.pack("<QI", len(written), 0) + written + struct.pack("<I", 0)
+        event = b"\x09" + struct.pack("<d", 1e9) + step_field + part(5, part(1, scalar))
+        data += struct.pack("<QI", len(event), 0) + event + struct.pack("<I", 0)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "events.out.tfevents.1").write_bytes(data)
     assert programs.read_scalars(tmp_path) == {"losses/value": [[1, "0.5"], [300, "0.25"]]}
@@ -226,12 +226,12 @@ of code"""
 
 
 class Odd:
-    """What it is."""
+    """A docstring."""
 
     value = 1  # code, and a comment
 
     def method(self):
-        """What it does."""
+        """Another docstring."""
 
         return [
 
@@ -240,11 +240,11 @@ class Odd:
 '''
 
 
-def test_docstrings_comments_and_blanks_are_not_code() -> None:
+def test_code_lines_exclude_docstrings_comments_and_blank_lines() -> None:
     assert size.count_code_lines(SOURCE) == len(["TEXT", "of code", "class", "value", "def", "return", "self.value", "]"])
 
 
-def test_everything_is_counted(tmp_path: Path) -> None:
+def test_measure_counts_all_sizes(tmp_path: Path) -> None:
     for folder in ("vecenv", "tests", "docs", "bench"):
         (tmp_path / folder).mkdir()
     (tmp_path / "vecenv" / "one.py").write_text("class A: ...\nclass Flight: ...\n# nobody asks\n" + "x = 1\n" * 800)
@@ -255,24 +255,24 @@ def test_everything_is_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_table_has_a_line_for_each(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {**size.measure(), **size.measure_step()}
+def test_show_prints_all_figures(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {**size.measure(), **size.measure_step()}
     for part in ("measure", "measure_step"):
-        monkeypatch.setattr(size, part, lambda: found)
+        monkeypatch.setattr(size, part, lambda: figures)
     size.show()
     names = [line[:38].rstrip() for line in capsys.readouterr().out.splitlines()]
     size.show(as_json=True)
-    assert json.loads(capsys.readouterr().out) == found
-    assert names == list(found)
+    assert json.loads(capsys.readouterr().out) == figures
+    assert names == list(figures)
     assert len(names) == 12
-    assert 10 < found["Python calls of a step, caller's side"] < 100
-    assert 5 < found["files on the path of a step"] < 40
+    assert 10 < figures["Python calls of a step, caller's side"] < 100
+    assert 5 < figures["files on the path of a step"] < 40
 
 
 # --- training runs ----------------------------------------------------------------------------------
 
 CARTPOLE = partial(runners.make_env, "CartPole-v1")
-WAYS: dict[str, Any] = {
+TRAININGS: dict[str, Any] = {
     "all": partial(train.Training, partial(train._vecenv, CARTPOLE, 4, None, num_workers=2)),
     "halves": partial(train.Training, partial(train._vecenv, CARTPOLE, 4, 2, num_workers=2)),
     "gymnasium": partial(train.Training, partial(train._gymnasium, "SyncVectorEnv", CARTPOLE, 4)),
@@ -280,38 +280,38 @@ WAYS: dict[str, Any] = {
 }
 
 
-def record_batch(seen: list[dict[str, np.ndarray]], learn: Any, rows: Any, last: Any) -> None:
-    seen.append({name: np.asarray(field) for name, field in rows.items()})
+def record_and_learn(recorded: list[dict[str, np.ndarray]], learn: Any, rows: Any, last: Any) -> None:
+    recorded.append({name: np.asarray(field) for name, field in rows.items()})
     learn(rows, last)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[] if way == "bridge" else pytest.mark.slow) for way in WAYS]
+    "name", [pytest.param(name, marks=[] if name == "bridge" else pytest.mark.slow) for name in TRAININGS]
 )
-def test_rows_are_transitions(way: str) -> None:
-    """CartPole moves by 0.02 times its velocity; the row after one that has weight and does not end continues it."""
+def test_training_learns_from_transitions(name: str) -> None:
+    """A row with weight and the next row are consecutive: CartPole moves by 0.02 times its velocity, unless it is done."""
     pytest.importorskip("flax")
     pytest.importorskip("optax")
-    training = WAYS[way]()
-    seen: list[dict[str, np.ndarray]] = []
+    training = TRAININGS[name]()
+    recorded: list[dict[str, np.ndarray]] = []
     learn = training.learner.learn
     try:
         before = training.learner.params
-        training.learner.learn = partial(record_batch, seen, learn)
+        training.learner.learn = partial(record_and_learn, recorded, learn)
         counted = [training._step() for _ in range(2)]
         shares = training.run(0.01) and training.shares()
     finally:
         training.close()
-    assert counted == [rows["weight"].sum() for rows in seen[:2]]
+    assert counted == [rows["weight"].sum() for rows in recorded[:2]]
     assert sum(shares.values()) == pytest.approx(1)
     changed = training.learner.jax.tree.map(lambda a, b: bool((a != b).any()), before, training.learner.params)
     assert any(training.learner.jax.tree.leaves(changed))
-    for rows in seen:
-        observations, on = rows["observation"], rows["weight"] & ~rows["done"]
+    for rows in recorded:
+        observations, continues = rows["observation"], rows["weight"] & ~rows["done"]
         assert observations.shape == (train.ROLLOUT_STEPS, 4, 4)
-        assert 0.5 < on.mean() < 1
+        assert 0.5 < continues.mean() < 1
         moved = observations[:-1, :, 0] + 0.02 * observations[:-1, :, 1]
-        np.testing.assert_allclose(observations[1:, :, 0][on[:-1]], moved[on[:-1]], atol=1e-6)
+        np.testing.assert_allclose(observations[1:, :, 0][continues[:-1]], moved[continues[:-1]], atol=1e-6)
         assert (rows["reward"][rows["weight"]] == 1).all()
         assert (rows["log_prob"] <= 0).all()

@@ -1,4 +1,4 @@
-"""Ends of ``vecenv bench``: killed, interrupted, or refused before anything starts."""
+"""``vecenv bench`` leaves no process when it is killed or interrupted, and rejects sizes beyond the machine's limits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Slow(gymnasium.Env):
     def __init__(self):
         helper = subprocess.Popen(["sleep", "120"])
         Path(f"{os.getpid()}-{helper.pid}.pids").touch()
-        if len(list(Path().glob("*.pids"))) > 3:  # SyncVectorEnv has its three, and engines are being built
+        if len(list(Path().glob("*.pids"))) > 3:  # SyncVectorEnv has its three environments, so the engines are being built
             time.sleep(float(os.environ["SLOW"]))
 
     def reset(self, *, seed=None, options=None):
@@ -49,7 +49,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a command of vecenv in its own process group."""
+    """Yield a function that starts a command of vecenv in its own process group."""
     running: list[subprocess.Popen[str]] = []
     (tmp_path / "slowly.py").write_text(SLOW_ENV)
 
@@ -69,14 +69,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
         return running[-1]
 
     yield launch
-    for one in running:
-        if one.poll() is None:
-            one.kill()
-        one.communicate()
+    for process in running:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
 
 
 def building_processes(folder: Path, count: int, within: float = 120.0) -> list[int]:
-    """Return the processes that build environments, and their helpers, once there are that many."""
+    """Wait for ``count`` environments that are being built; return the pids of their processes and helpers."""
     deadline = time.monotonic() + within
     while len(found := list(folder.glob("*.pids"))) < count:
         assert time.monotonic() < deadline, f"only {found}"
@@ -84,7 +84,7 @@ def building_processes(folder: Path, count: int, within: float = 120.0) -> list[
     return [int(pid) for file in found for pid in file.stem.split("-")]
 
 
-def process_tree(process: subprocess.Popen[str]) -> list[int]:
+def descendant_pids(process: subprocess.Popen[str]) -> list[int]:
     return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
 
 
@@ -92,18 +92,18 @@ BENCH = ["bench", "slowly:Slow", "--num-envs", "3", "--engines", "workers,per-en
 
 
 @pytest.mark.long
-def test_bench_killed_during_start_leaves_nothing(start: Start, tmp_path: Path) -> None:
+def test_killed_bench_leaves_no_processes_of_engines_that_are_starting(start: Start, tmp_path: Path) -> None:
     bench = start(*BENCH)
-    pids = {*building_processes(tmp_path, 11), *process_tree(bench)}
+    pids = {*building_processes(tmp_path, 11), *descendant_pids(bench)}
     bench.kill()
     bench.wait()
     assert not still_running([*pids, *(int(p) for f in tmp_path.glob("*.pids") for p in f.stem.split("-"))], WAIT_SECONDS)
 
 
 @pytest.mark.long
-def test_ctrl_c_ends_a_bench_that_builds_engines_at_once(start: Start, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_bench_that_is_building_engines(start: Start, tmp_path: Path) -> None:
     bench = start(*BENCH)
-    pids = {*building_processes(tmp_path, 11), *process_tree(bench)}
+    pids = {*building_processes(tmp_path, 11), *descendant_pids(bench)}
     os.killpg(bench.pid, signal.SIGINT)  # as a terminal does
     started_at = time.monotonic()
     _, errors = bench.communicate(timeout=100)
@@ -118,21 +118,21 @@ def test_ctrl_c_ends_a_bench_that_builds_engines_at_once(start: Start, tmp_path:
 def test_ctrl_c_ends_a_bench_at_any_moment(start: Start, moment: float) -> None:
     bench = start("bench", "CartPole-v1", "--num-envs", "2", "--engines", "workers,bare-loop", "--seconds", "5")
     deadline = time.monotonic() + 60
-    while not process_tree(bench):  # its imports take long on a busy machine
+    while not descendant_pids(bench):  # imports are slow on a busy machine
         assert time.monotonic() < deadline
         time.sleep(0.02)
     time.sleep(moment)
-    pids = process_tree(bench)
+    pids = descendant_pids(bench)
     os.killpg(bench.pid, signal.SIGINT)
     _, errors = bench.communicate(timeout=100)
     assert bench.returncode == 130, errors
-    # a fast machine is in the first round
+    # on a fast machine, the first round has begun
     assert errors.strip().removeprefix("2 environments, round 1 of 7\n") == "vecenv: interrupted"
     assert not still_running(pids, WAIT_SECONDS)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--scale"]])
-def test_too_many_processes_are_refused_at_once(
+def test_too_many_processes_are_rejected_before_any_start(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(benchmark, "compare", lambda *_, **__: pytest.fail("something was started"))
@@ -145,7 +145,7 @@ def test_too_many_processes_are_refused_at_once(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_limits_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shortage_reports_missing_processes_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "_process_limit", lambda: (1000, "a test"))
     monkeypatch.setattr(limits, "available_memory", lambda: 800 * limits.MIB)
     monkeypatch.setattr(limits, "memory_limits", lambda: iter(()))

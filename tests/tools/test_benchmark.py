@@ -1,4 +1,4 @@
-"""``vecenv bench``: its counts, comparisons and output; a dead candidate spoils only its own row."""
+"""``vecenv bench``: its counts, comparisons, candidates that fail, and output."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ SHORT: dict[str, Any] = {"seconds": 0.05, "repeats": 2}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def fonts_are_open(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Let matplotlib open its fonts, which it keeps open, before the first test that draws."""
-    benchmark.draw_bars(reported(ResultRow("a", "a", "vecenv", [1.0])), tmp_path_factory.mktemp("fonts") / "bars.png")
+def open_fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Make matplotlib open its font files, which stay open, before the first test that draws."""
+    benchmark.draw_bars(make_report(ResultRow("a", "a", "vecenv", [1.0])), tmp_path_factory.mktemp("fonts") / "bars.png")
 
 
-def reported(*rows: ResultRow) -> Report:
+def make_report(*rows: ResultRow) -> Report:
     about: dict[str, Any] = {"cpu": "a processor", "usable_cores": 2, "python": "3", "gymnasium": "1"}
     about["row_writer"] = "compiled"
     return Report("CartPole-v1", 64, 1.0, 3, "fine", about, list(rows))
@@ -57,21 +57,21 @@ def reported(*rows: ResultRow) -> Report:
 # --- figures ------------------------------------------------------------------------------------
 
 
-def test_summary_leaves_out_samples_that_were_never_taken() -> None:
+def test_summary_omits_missing_samples() -> None:
     summary = Summary.from_samples([4.0, math.nan, 1.0, 2.0])
     assert summary is not None
     assert (summary.median, summary.minimum, summary.maximum, summary.count) == (2.0, 1.0, 4.0, 3)
     assert Summary.from_samples([math.nan]) is None
 
 
-def test_ratio_is_formed_round_by_round() -> None:
+def test_ratio_compares_rates_of_the_same_round() -> None:
     rows = ResultRow("a", "a", "vecenv", [10.0, 40.0, 30.0]), ResultRow("b", "b", "other", [5.0, 10.0, 10.0])
-    found = reported(*rows).ratio("a", "b")
+    found = make_report(*rows).ratio("a", "b")
     assert found is not None
     assert (found.minimum, found.median, found.maximum) == (2.0, 3.0, 4.0)
 
 
-def test_run_for_counts_what_it_ran() -> None:
+def test_run_for_returns_the_rate_of_completed_work() -> None:
     calls = []
 
     def step() -> int:
@@ -103,13 +103,13 @@ class CountingEnv(gymnasium.Env[np.ndarray, np.int64]):
         return np.full(1, self.steps, np.float32), float(self.resets), self.steps == 3, False, {}
 
 
-def test_bare_loop_resets_where_an_episode_has_ended_and_counts_it() -> None:
+def test_bare_loop_resets_ended_episodes_and_counts_resets() -> None:
     loop = BareLoop(CountingEnv, range(2), 2)
     assert loop.step(32) == 64
-    assert loop.envs[0].resets == 1 + 32 // 4  # type: ignore[attr-defined]  # three steps and a reset, over and over
+    assert loop.envs[0].resets == 1 + 32 // 4  # type: ignore[attr-defined]  # an episode is three steps and a reset
 
 
-def test_bare_loop_uses_each_environment_once() -> None:
+def test_shares_contain_each_environment_once() -> None:
     assert runners._shares(5, 3) == [range(1), range(1, 3), range(3, 5)]
     assert runners._shares(1, 8) == [range(1)]
 
@@ -124,12 +124,12 @@ def test_bare_loop_uses_each_environment_once() -> None:
         (BareLockstep, [range(1), range(1, 3)]),
     ],
 )
-def test_upper_bounds_step_each_environment_once_and_release_cores(kind: Any, shares: Any) -> None:
+def test_bound_runners_step_each_environment_once_and_restore_the_affinity(kind: Any, shares: Any) -> None:
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     runner = kind(CARTPOLE, 3, shares)
     try:
         assert runner._step() == 3
-        time.sleep(0.05)  # longer than lock-step polls: then it sleeps, and wakes up for the next step
+        time.sleep(0.05)  # BareLockstep stops polling and sleeps, and has to wake up for the next step
         assert runner.run(0.05) > 0
     finally:
         runner.close()
@@ -152,22 +152,22 @@ def trajectory() -> list[Step]:
     return VectorRunner(partial(SyncVectorEnv, [CARTPOLE] * 2)).trajectory(30)
 
 
-def test_equal_engines_give_equal_trajectories_and_any_difference_is_named() -> None:
+def test_first_difference_names_step_and_environment() -> None:
     reference = trajectory()
     assert first_difference(reference, trajectory()) is None
-    assert any(step["termination"].any() for step in reference), "no episode ended: nothing was checked about autoreset"
+    assert any(step["termination"].any() for step in reference), "no episode ended, so autoreset was not tested"
     changes: dict[str, tuple[int, Any]] = {
         "at step 3, env 1: reward 0.5 instead of 1.0": (3, {"reward": np.array([1.0, 0.5])}),
         "at the reset, env 1: a different observation": (0, {"observation": [reference[0]["observation"][0], b""]}),
         "at step 7: different infos": (7, {"infos": b"others"}),
     }
-    for words, (step, change) in changes.items():
+    for text, (step, change) in changes.items():
         other = [*reference[:step], {**reference[step], **change}, *reference[step + 1 :]]
-        assert first_difference(reference, other) == words
+        assert first_difference(reference, other) == text
 
 
-class ShiftsRewards(SyncVectorEnv):
-    """An engine that gives every fifth step's rewards to the wrong environments."""
+class WrongRewards(SyncVectorEnv):
+    """An engine that adds 1 to the rewards of its fifth step."""
 
     calls = 0
 
@@ -178,15 +178,15 @@ class ShiftsRewards(SyncVectorEnv):
 
 
 @pytest.mark.long
-def test_engine_with_other_trajectories_is_refused_before_anything_is_timed() -> None:
-    build = partial(VectorRunner, partial(ShiftsRewards, [CARTPOLE] * 2))
-    late = Candidate("late", "a wrong engine", build, "vecenv", checked=True)
-    with pytest.raises(CliError, match=r"a wrong engine differs .* at step 5, env 0: reward 2.0") as refused:
-        benchmark.compare("CartPole-v1", CARTPOLE, 2, [late], **SHORT)
-    assert refused.value.code == WRONG
+def test_engine_with_wrong_trajectory_raises_before_timing() -> None:
+    build = partial(VectorRunner, partial(WrongRewards, [CARTPOLE] * 2))
+    wrong = Candidate("wrong", "a wrong engine", build, "vecenv", checked=True)
+    with pytest.raises(CliError, match=r"a wrong engine differs .* at step 5, env 0: reward 2.0") as error:
+        benchmark.compare("CartPole-v1", CARTPOLE, 2, [wrong], **SHORT)
+    assert error.value.code == WRONG
 
 
-class IgnoresSeed(CountingEnv):
+class UnseededEnv(CountingEnv):
     """An environment that ignores its seed."""
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
@@ -195,14 +195,14 @@ class IgnoresSeed(CountingEnv):
 
 @pytest.mark.long
 def test_environment_that_ignores_its_seed_is_reported() -> None:
-    candidate = replace(runners.gymnasium_candidate("same", "SyncVectorEnv", IgnoresSeed, 1), checked=True)
-    found = benchmark.compare("unseeded", IgnoresSeed, 1, [candidate], **SHORT)
+    candidate = replace(runners.gymnasium_candidate("same", "SyncVectorEnv", UnseededEnv, 1), checked=True)
+    found = benchmark.compare("unseeded", UnseededEnv, 1, [candidate], **SHORT)
     assert found.check.startswith("not comparable")
     assert found.rows[0].summary
 
 
-def test_failing_environment_is_found_before_engines_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_failing_environment_raises_before_engines_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages: list[str] = []
 
     def reference(*_: Any) -> Any:
         raise CliError("it always fails")
@@ -211,14 +211,16 @@ def test_failing_environment_is_found_before_engines_start(monkeypatch: pytest.M
     monkeypatch.setattr(benchmark, "started", lambda *_: pytest.fail("engines were started"))
     rows = runners.default_candidates(CARTPOLE, 2, 1)
     with pytest.raises(CliError, match="it always fails"):
-        benchmark.compare("x", CARTPOLE, 2, rows, progress=lambda *text: asked.append(text[0]))
-    assert asked == ["checking the environment in SyncVectorEnv"]
+        benchmark.compare("x", CARTPOLE, 2, rows, progress=lambda *text: stages.append(text[0]))
+    assert stages == ["checking the environment in SyncVectorEnv"]
 
 
 # --- candidates that fail -----------------------------------------------------------------------
 
 
-class Steady:
+class WorkingRunner:
+    """A runner with a constant rate."""
+
     def run(self, seconds: float) -> float:
         return 10.0
 
@@ -226,55 +228,64 @@ class Steady:
         pass
 
 
-class Exits(Steady):
-    turns = 0
+class ExitingRunner(WorkingRunner):
+    """A runner that exits in its third run."""
+
+    runs = 0
 
     def run(self, seconds: float) -> float:
-        self.turns += 1
-        if self.turns == 3:  # the warm-up and one round succeed
+        self.runs += 1
+        if self.runs == 3:  # the warm-up and one round succeed
             os._exit(7)
         return super().run(seconds)
 
 
-class Raises(Steady):
+class RaisingRunner(WorkingRunner):
+    """A runner that raises when it is built."""
+
     def __init__(self) -> None:
         raise ValueError("no such thing\nand more")
 
 
-class Absent(Steady):
+class UnavailableRunner(WorkingRunner):
+    """A runner of a library that is not installed."""
+
     def __init__(self) -> None:
         raise runners.Unavailable("nothing is installed")
 
 
 @pytest.mark.long
-def test_dead_candidate_spoils_only_its_own_row() -> None:
-    candidates = [Candidate(kind.__name__, kind.__name__, kind) for kind in (Steady, Exits, Raises, Absent)]
+def test_failing_candidate_does_not_affect_other_rows() -> None:
+    kinds = WorkingRunner, ExitingRunner, RaisingRunner, UnavailableRunner
+    candidates = [Candidate(kind.__name__, kind.__name__, kind) for kind in kinds]
     found = benchmark.compare("none", CARTPOLE, 1, candidates, seconds=0.0, repeats=3)
     rows = {row.name: row for row in found.rows}
-    assert rows["Steady"].rates == [10.0] * 3
-    assert rows["Exits"].failed == "process exited with exit code 7"
-    assert rows["Raises"].failed == "ValueError: no such thing"
-    assert "Traceback" in rows["Raises"].log
-    assert rows["Absent"].missing == "nothing is installed"
+    assert rows["WorkingRunner"].rates == [10.0] * 3
+    assert rows["ExitingRunner"].failed == "process exited with exit code 7"
+    assert rows["RaisingRunner"].failed == "ValueError: no such thing"
+    assert "Traceback" in rows["RaisingRunner"].log
+    assert rows["UnavailableRunner"].missing == "nothing is installed"
     assert found.to_dict()["rows"][1]["rates"] == [10.0, None, None]
 
 
-class Hangs(Steady):
+class HangingRunner(WorkingRunner):
+    """A runner that hangs in a run."""
+
     def run(self, seconds: float) -> float:
         time.sleep(60)
         return 0.0
 
 
 @pytest.mark.long
-def test_hanging_candidate_is_ended() -> None:
-    with benchmark.started([Candidate("hangs", "hangs", Hangs)]) as (host,):
+def test_call_to_a_hanging_candidate_times_out() -> None:
+    with benchmark.started([Candidate("hangs", "hangs", HangingRunner)]) as (host,):
         assert host.call("run", 0.0, timeout=0.2) is None
         assert host.failed == "no reply within 0 s"
         assert math.isnan(host.rate(0.1))
 
 
-class LeavesProcesses(Steady):
-    """A candidate that starts processes which a host would leave behind."""
+class RunnerWithProcesses(WorkingRunner):
+    """A runner that starts processes and does not end them."""
 
     def __init__(self) -> None:
         self.pids = [subprocess.Popen(["sleep", "60"], start_new_session=own).pid for own in (False, True)]
@@ -290,8 +301,8 @@ class LeavesProcesses(Steady):
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="sessions and signals of POSIX")
 @pytest.mark.parametrize("killed", [False, True])
-def test_host_that_ends_ends_its_helpers(killed: bool) -> None:
-    with benchmark.started([Candidate("family", "family", LeavesProcesses)]) as (host,):
+def test_end_of_a_candidate_ends_the_processes_that_it_started(killed: bool) -> None:
+    with benchmark.started([Candidate("family", "family", RunnerWithProcesses)]) as (host,):
         pids = [int(pid) for pid in host.description.split()]
         assert still_running(pids, 0.0) == pids
         if killed:
@@ -304,7 +315,7 @@ def test_host_that_ends_ends_its_helpers(killed: bool) -> None:
 
 
 @pytest.mark.long
-def test_large_candidate_exists_only_while_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidate_with_many_processes_runs_only_while_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runners, "usable_cores", lambda: 2)
     with benchmark.started([replace(runners.bound_candidate("bare-pipes", CARTPOLE, 2, 2), processes=17)]) as (host,):
         assert not host.running
@@ -315,9 +326,7 @@ def test_large_candidate_exists_only_while_measured(monkeypatch: pytest.MonkeyPa
         assert host.usable
 
 
-def test_large_candidates_start_one_after_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_candidates_with_many_processes_start_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runners, "usable_cores", lambda: 2)
     names = [[c.name for c in group] for group in benchmark._start_order(runners.default_candidates(CARTPOLE, 64, 2))]
     assert names[0] == ["auto"]
@@ -351,11 +360,11 @@ another library left out: it is not installed
 
 
 @pytest.mark.parametrize("width", [80, 140])
-def test_the_table_is_the_same_at_every_width(
+def test_table_is_the_same_at_every_width(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    benchmark.print_report(reported(*ROWS))
+    benchmark.print_report(make_report(*ROWS))
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == TABLE.splitlines()
 
 
@@ -363,17 +372,15 @@ def test_the_table_is_the_same_at_every_width(
     ("rate", "shown"),
     [(12.34, "12.3"), (999, "999"), (1234, "1.23k"), (58_946, "58.9k"), (308_817, "309k"), (1_250_000, "1.25M")],
 )
-def test_short_rates(rate: float, shown: str) -> None:
+def test_format_rate_shortens_large_rates(rate: float, shown: str) -> None:
     assert benchmark.format_rate(rate) == shown
 
 
-def test_plot_names_dead_rows_and_its_labels_do_not_touch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plot_marks_dead_rows_and_its_labels_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures: list[Any] = []
     make = benchmark.new_figure
     monkeypatch.setattr(benchmark, "new_figure", lambda *size: figures.append(make(*size)) or figures[-1])
-    benchmark.draw_bars(reported(*ROWS), tmp_path / "bars.png")
+    benchmark.draw_bars(make_report(*ROWS), tmp_path / "bars.png")
     (axes,) = figures[0].axes
     assert [label.get_text() for label in axes.get_yticklabels()] == [row.label for row in ROWS[2::-1]]
     assert [note.get_text().strip() for note in axes.texts] == ["2.35M", "died", "1.23M"]
@@ -381,20 +388,20 @@ def test_plot_names_dead_rows_and_its_labels_do_not_touch(
     assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
 
 
-def test_empty_results_can_be_drawn(tmp_path: Path) -> None:
+def test_plots_without_results_can_be_drawn(tmp_path: Path) -> None:
     dead = ResultRow("auto", "vecenv, auto", "vecenv", [math.nan], failed="it raised")
-    benchmark.draw_bars(reported(dead), tmp_path / "bars.png")
-    benchmark.draw_scale([reported(dead)], tmp_path / "scale.png")
+    benchmark.draw_bars(make_report(dead), tmp_path / "bars.png")
+    benchmark.draw_scale([make_report(dead)], tmp_path / "scale.png")
 
 
 def test_shares_of_training_time_are_drawn(tmp_path: Path) -> None:
-    found = reported(ResultRow("a", "a", "vecenv", [100.0, 200.0]))
+    found = make_report(ResultRow("a", "a", "vecenv", [100.0, 200.0]))
     train.draw_shares(found, {"a": {"environments": 0.5, "policy": 0.2, "learning": 0.3}}, tmp_path / "shares.png")
     assert (tmp_path / "shares.png").stat().st_size > 1000
 
 
 @pytest.mark.long
-def test_every_vecenv_row_equals_sync_and_is_measured(tmp_path: Path) -> None:
+def test_all_vecenv_engines_equal_sync_vector_env_and_have_rates(tmp_path: Path) -> None:
     candidates = [c for c in runners.default_candidates(CARTPOLE, 3, 2) if c.kind in ("vecenv", "bound")]
     assert [c.name for c in candidates[-2:]] == ["bare-lockstep", "bare-loop"]
     found = benchmark.compare("CartPole-v1", CARTPOLE, 3, candidates, **SHORT)

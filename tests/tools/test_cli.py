@@ -1,4 +1,4 @@
-"""The command line: output, files and errors of the commands."""
+"""The output, files and errors of vecenv's commands."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from vecenv import tools
 from vecenv.errors import how_to_install
 from vecenv.tools import cli, runners
 
-# --- The command line: its output, files and errors ---------------------------------------------
-
 BENCH = how_to_install("bench")
 TINY = ["--num-envs", "2", "--seconds", "0.05", "--repeats", "2"]
 
@@ -28,7 +26,7 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return python("-m", "vecenv", *arguments, cwd=cwd)
 
 
-def test_progress_without_a_terminal_is_a_line_per_round_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_without_a_terminal_prints_one_line_per_round_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     stages = ["checking the environment", "starting vecenv (1 of 2)", "starting the bare loop (2 of 2)"]
     with tools.progress_bar() as progress:
         for stage in stages:
@@ -43,11 +41,11 @@ def test_progress_without_a_terminal_is_a_line_per_round_on_stderr(capsys: pytes
 def test_bench_prints_json_and_writes_json_and_plot(tmp_path: Path) -> None:
     done = run("bench", "CartPole-v1", *TINY, "--json", "--engines", "workers,gym-async,bare-loop", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    printed = json.loads(done.stdout)
-    assert json.loads((tmp_path / "bench-results" / "CartPole-v1-2.json").read_text()) == printed
+    report = json.loads(done.stdout)
+    assert json.loads((tmp_path / "bench-results" / "CartPole-v1-2.json").read_text()) == report
     assert (tmp_path / "bench-results" / "CartPole-v1-2.png").read_bytes().startswith(b"\x89PNG")
-    assert "1 engine equals SyncVectorEnv over 256 steps" in printed["check"]
-    by_name = {row["name"]: row for row in printed["rows"]}
+    assert "1 engine equals SyncVectorEnv over 256 steps" in report["check"]
+    by_name = {row["name"]: row for row in report["rows"]}
     assert list(by_name) == ["workers", "gym-async", "bare-loop"]
     assert by_name["workers"]["ratios"]["gym-async"]["count"] == 2
     assert by_name["bare-loop"]["ratios"]["bare-loop"]["median"] == 1.0
@@ -79,7 +77,7 @@ gymnasium.register("Tiny-v0", Tiny)
 
 
 @pytest.mark.long
-def test_bench_takes_environments_from_modules_in_the_current_folder(tmp_path: Path) -> None:
+def test_bench_accepts_environments_from_modules_in_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / "tiny_envs.py").write_text(TINY_ENV)
     for name, engines in (("Tiny-v0", "workers"), ("Tiny", "bare-loop")):
         done = run("bench", f"tiny_envs:{name}", *TINY, "--engines", engines, cwd=tmp_path)
@@ -90,7 +88,7 @@ def test_bench_takes_environments_from_modules_in_the_current_folder(tmp_path: P
 
 
 @pytest.mark.long
-def test_bench_of_a_broken_environment_names_its_error(tmp_path: Path) -> None:
+def test_bench_of_a_failing_environment_names_its_error(tmp_path: Path) -> None:
     (tmp_path / "tiny_envs.py").write_text(TINY_ENV)
     done = run("bench", "tiny_envs:Broken", *TINY, "--engines", "workers", cwd=tmp_path)
     assert done.returncode == tools.USAGE
@@ -100,7 +98,7 @@ def test_bench_of_a_broken_environment_names_its_error(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_ctrl_c_while_libraries_are_imported_ends_at_once_and_quietly(tmp_path: Path) -> None:
+def test_ctrl_c_during_imports_ends_the_command_without_a_traceback(tmp_path: Path) -> None:
     interrupted = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     for library in ("numpy", "gymnasium"):
         (tmp_path / f"{library}.py").write_text(interrupted)
@@ -121,10 +119,10 @@ def test_scale_draws_sizes_and_worker_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_wrong_trajectories_end_with_code_1(
+def test_bench_with_wrong_trajectories_exits_with_code_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    longer = partial(runners.make_env, "CartPole-v0")  # ends after 200 steps, and rewards and observations are the same
+    longer = partial(runners.make_env, "CartPole-v0")  # differs from CartPole-v1 only in its limit of 200 steps
     build = partial(runners.VectorRunner, partial(SyncVectorEnv, [longer] * 2))
     wrong = runners.Candidate("wrong", "a wrong engine", build, "vecenv", checked=True)
     monkeypatch.setattr(runners, "default_candidates", lambda *_, **__: [wrong])
@@ -147,7 +145,7 @@ def test_wrong_trajectories_end_with_code_1(
         (["plan", "CartPol-v1"], "CartPol-v1"),
     ],
 )
-def test_wrong_names_list_the_valid_ones(
+def test_wrong_name_of_environment_or_engine_is_one_error_line(
     arguments: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -172,7 +170,7 @@ def test_wrong_names_list_the_valid_ones(
         ([], "required: COMMAND"),
     ],
 )
-def test_wrong_usage_ends_with_code_2(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_exits_with_code_2(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert ended.value.code == tools.USAGE
@@ -189,7 +187,7 @@ def test_wrong_usage_ends_with_code_2(arguments: list[str], text: str, capsys: p
         ("rich", ["top", "--once"], "pip install rich"),
     ],
 )
-def test_missing_library_is_named_with_its_install_command(
+def test_missing_library_error_names_its_install_command(
     library: str, arguments: list[str], install: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == library]:
@@ -200,9 +198,7 @@ def test_missing_library_is_named_with_its_install_command(
     assert re.fullmatch(rf"vecenv: .*needs {library}: {re.escape(install)}\n", error)
 
 
-def test_machine_readable_output_needs_no_library(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_json_output_needs_no_optional_library(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("rich", "matplotlib", "PIL", "psutil", "moviepy"):
         monkeypatch.setitem(sys.modules, name, None)
     for arguments in (["plan", "CartPole-v1"], ["top", "--interval", "0.01"]):
@@ -222,22 +218,20 @@ def test_help_exits_with_0(command: list[str], capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("option", ["--num-workers", "--workers"])
-def test_bench_has_the_options_of_run_for_workers(option: str) -> None:
+def test_bench_accepts_both_options_for_the_number_of_workers(option: str) -> None:
     assert cli._build_parser().parse_args(["bench", option, "3"]).workers == 3
 
 
-def test_unwritable_results_are_refused_before_measuring(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unwritable_results_folder_is_rejected_before_measuring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert cli.main(["bench", *TINY, "--out", str(tmp_path / "file")]) == tools.USAGE
     assert "cannot write the results" in capsys.readouterr().err
 
 
-def test_an_id_without_a_version_is_the_newest_and_keeps_its_module(
+def test_id_without_a_version_means_the_newest_and_keeps_its_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The processes that build it have not imported the module."""
+    """Worker processes need the module's name, because they have not imported it."""
     (tmp_path / "registers_newest.py").write_text(
         "import gymnasium\n"
         'for v in (1, 3):\n    gymnasium.register(f"Newest-v{v}", "gymnasium.envs.classic_control:CartPoleEnv")\n'

@@ -1,4 +1,4 @@
-"""``vecenv conform``: engines that keep all promises, and engines that break one each."""
+"""``vecenv conform`` accepts correct engines, and reports the promise that an engine breaks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+def add_folder_to_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(HERE)
 
 
-def states(engine: str, **options: Any) -> dict[str, str]:
+def states_by_check(engine: str, **options: Any) -> dict[str, str]:
     return {row.name: row.state for row in conform(engine, **options)}
 
 
@@ -34,11 +34,11 @@ def states(engine: str, **options: Any) -> dict[str, str]:
     [
         pytest.param("gymnasium.vector:SyncVectorEnv", marks=pytest.mark.long),
         pytest.param("vecenv:AsyncVectorEnv", marks=pytest.mark.long),
-        pytest.param("chunked_engine:chunked", marks=pytest.mark.long),
+        pytest.param("chunked_engine:make_chunked", marks=pytest.mark.long),
     ],
 )
-def test_correct_engines_pass(engine: str) -> None:
-    found = states(engine, faults=True)
+def test_correct_engine_breaks_no_promise(engine: str) -> None:
+    found = states_by_check(engine, faults=True)
     assert len(found) == len(CHECKS)
     assert "broken" not in found.values(), found
     if not engine.startswith("gymnasium"):
@@ -46,19 +46,19 @@ def test_correct_engines_pass(engine: str) -> None:
 
 
 BROKEN = {
-    "Stale": "arrays of an earlier step do not change",
-    "WrongFinal": "same-step: final observation and info",
-    "OneFlag": "termination is not truncation",
+    "ReusesArrays": "arrays of an earlier step do not change",
+    "WrongFinalObservation": "same-step: final observation and info",
+    "ReportsOnlyTerminations": "termination is not truncation",
     "SwapsActions": "actions and rewards belong to this step",
-    "OneSeed": "an int seeds environment i with seed + i",
+    "SameSeedForAll": "an int seeds environment i with seed + i",
     "ResetsTwice": "each episode is reset once",
-    "NoMasks": "every info has a mask",
+    "InfosWithoutMasks": "every info has a mask",
     "IgnoresMasks": "a masked reset leaves the others alone",
     "CountsResetsAsSteps": "next-step: the step after an end resets",
-    "NoStep": "step: five values, one per environment",
-    "Dies": "actions and rewards belong to this step",
-    "resets_early": "next-step: a reset has reward 0",
-    "loses_the_last": "same-step: an end has a final observation",
+    "WithoutStep": "step: five values, one per environment",
+    "ExitsInStep": "actions and rewards belong to this step",
+    "make_resets_in_same_step": "next-step: a reset has reward 0",
+    "make_without_final_observations": "same-step: an end has a final observation",
 }
 
 
@@ -66,25 +66,25 @@ BROKEN = {
 @pytest.mark.parametrize(
     "engine", [pytest.param(name, marks=[pytest.mark.slow] if number % 3 else []) for number, name in enumerate(BROKEN)]
 )
-def test_broken_promise_fails_its_row(engine: str, tmp_path: Path) -> None:
+def test_broken_promise_is_reported_with_a_program_that_fails(engine: str, tmp_path: Path) -> None:
     rows = {row.name: row for row in conform(f"broken_engines:{engine}")}
     row = rows[BROKEN[engine]]
     assert row.state == "broken"
     assert any(row.why.values())
-    if engine == "Dies":
+    if engine == "ExitsInStep":
         assert "process exited with exit code 3" in row.why.values()
     shown = row.program.split("\n\n", 1)[1].strip().splitlines()
     assert len(shown) <= 16
-    program = tmp_path / "shows.py"
+    program = tmp_path / "program.py"
     program.write_text(f"import sys\nsys.path.insert(0, {str(HERE)!r})\n{row.program}")
-    ran = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=False)
-    assert ran.returncode != 0
-    assert "unexpected keyword argument" not in ran.stderr
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "unexpected keyword argument" not in done.stderr
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 def test_program_of_a_kept_promise_succeeds(check: Check) -> None:
-    """So a program that shows a broken promise fails because of it, and not because of a missing name."""
+    """This shows that the programs contain no errors of their own, such as missing names."""
     engine = "vecenv:AsyncVectorEnv" if check.fault else "gymnasium.vector:SyncVectorEnv"
     text = make_program(check, engine, f"{engine.partition(':')[2]}(make_env_fns(3), autoreset_mode={check.modes[0]})")
     names: dict[str, Any] = {}
@@ -97,14 +97,14 @@ def test_program_of_a_kept_promise_succeeds(check: Check) -> None:
 
 
 @pytest.mark.long
-def test_the_first_check_of_a_process_has_time_for_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_check_of_a_process_has_extra_time_for_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vecenv.tools.conform, "_CHECK_SECONDS", 1.0)
-    found = conform("broken_engines:slow_to_import", [AutoresetMode.DISABLED])
+    found = conform("broken_engines:make_after_slow_import", [AutoresetMode.DISABLED])
     assert "no reply" not in str([row.why for row in found])
 
 
 @pytest.mark.slow
-def test_an_engine_that_hangs_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_engine_is_reported_with_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vecenv.tools.conform, "_CHECK_SECONDS", 1.0)
     monkeypatch.setattr(vecenv.tools.conform, "_START_SECONDS", 5.0)
     rows = conform("broken_engines:Hangs", [AutoresetMode.NEXT_STEP])
@@ -112,20 +112,20 @@ def test_an_engine_that_hangs_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("no reply within 1 s" in why for row in rows for why in row.why.values())
 
 
-def test_a_masked_reset_is_checked_for_structured_observations() -> None:
+def test_masked_reset_check_accepts_structured_observations() -> None:
     check = next(check for check in CHECKS if check.name == "a masked reset leaves the others alone")
     check.run(SyncVectorEnv([NestedDictEnv] * 3))
 
 
-def test_engine_with_its_own_environments_gets_applicable_checks() -> None:
-    rows = conform("broken_engines:own_environments")
+def test_engine_with_its_own_environments_runs_only_applicable_checks() -> None:
+    rows = conform("broken_engines:make_own_environments")
     found = {row.name: row.state for row in rows}
     assert found["spaces are batched"] == "kept"
     assert found["seeds reach each environment"] == "refused"
     assert "it builds its own environments" in next(row for row in rows if row.name.startswith("seeds")).why.values()
 
 
-def test_the_command_prints_rows_programs_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_rows_programs_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["conform", "broken_engines:SwapsActions", "--modes", "NextStep"]) == 1
     output = capsys.readouterr().out
     assert "actions and rewards belong to this step" in output
@@ -140,9 +140,9 @@ def test_the_command_prints_rows_programs_and_json(capsys: pytest.CaptureFixture
     assert not any(row["draws"] for row in found["rows"])
 
 
-def test_the_command_warns_of_an_engine_that_draws_from_shared_generators(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["conform", "broken_engines:Draws", "--modes", "Disabled"]) == 0
-    assert "Warning: broken_engines:Draws draws from the generator of numpy.random" in capsys.readouterr().out
+def test_command_warns_of_an_engine_that_uses_a_global_generator(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conform", "broken_engines:UsesGlobalGenerator", "--modes", "Disabled"]) == 0
+    assert "Warning: broken_engines:UsesGlobalGenerator draws from the generator of numpy.random" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -155,6 +155,6 @@ def test_the_command_warns_of_an_engine_that_draws_from_shared_generators(capsys
         (["gymnasium.vector:SyncVectorEnv", "--modes", "sometimes"], "--modes: 'sometimes' is not a valid AutoresetMode"),
     ],
 )
-def test_wrong_usage_is_one_line(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_exits_with_2_and_an_error(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["conform", *arguments]) == 2
     assert text in capsys.readouterr().err

@@ -15,7 +15,7 @@ from vecenv.tools.video import render_grid, require_writer, tile, write_video
 
 
 class PlainColourFrames(gymnasium.Env[Any, Any]):
-    """An environment with frames of one colour: its seed, and the number of its steps."""
+    """An environment with frames of one colour, which depends on its seed and its number of steps."""
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 30}
     observation_space = gymnasium.spaces.Box(0, 255, (1,), np.float32)
@@ -53,7 +53,7 @@ def make() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_environment_i_stands_in_place_i(make: Any, workers: int) -> None:
+def test_render_grid_places_environments_in_order(make: Any, workers: int) -> None:
     envs = make(*[(4, 6, 3)] * 5, workers=workers)
     envs.reset(seed=1)
     grid = vecenv.render_grid(envs, columns=3, gap=2)
@@ -61,13 +61,13 @@ def test_environment_i_stands_in_place_i(make: Any, workers: int) -> None:
     assert grid.dtype == np.uint8
     for env in range(5):
         row, column = divmod(env, 3)
-        place = grid[row * 6 : row * 6 + 4, column * 8 : column * 8 + 6]
-        assert (place == 10 * (env + 1)).all(), env
+        cell = grid[row * 6 : row * 6 + 4, column * 8 : column * 8 + 6]
+        assert (cell == 10 * (env + 1)).all(), env
     assert not grid[4:6].any(), "the gap is black"
     assert not grid[6:, 16:].any(), "the empty place is black"
 
 
-def test_smaller_grey_and_transparent_frames_fit_in(make: Any) -> None:
+def test_render_grid_accepts_small_grey_and_transparent_frames(make: Any) -> None:
     envs = make((4, 6, 3), (2, 2), (4, 6, 4), (4, 6, 1))
     envs.reset(seed=[1, 2, 3, 4])
     grid = render_grid(envs, columns=4, gap=0)
@@ -80,21 +80,21 @@ def test_smaller_grey_and_transparent_frames_fit_in(make: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "shape", "wanted"), [(1, (5, 5), (5, 5)), (4, (5, 5), (10, 10)), (6, (40, 60), (120, 120))]
+    ("count", "shape", "expected"), [(1, (5, 5), (5, 5)), (4, (5, 5), (10, 10)), (6, (40, 60), (120, 120))]
 )
-def test_the_image_is_about_square(count: int, shape: tuple[int, int], wanted: tuple[int, int]) -> None:
-    assert tile([np.zeros((*shape, 3), np.uint8)] * count, gap=0).shape[:2] == wanted
+def test_tile_makes_an_approximately_square_image(count: int, shape: tuple[int, int], expected: tuple[int, int]) -> None:
+    assert tile([np.zeros((*shape, 3), np.uint8)] * count, gap=0).shape[:2] == expected
 
 
-def test_environments_without_frames_are_refused(make: Any) -> None:
-    blind = make((4, 6, 3), render_mode=None)
-    blind.reset()
+def test_render_grid_and_tile_reject_unusable_frames(make: Any) -> None:
+    without_frames = make((4, 6, 3), render_mode=None)
+    without_frames.reset()
     with pytest.raises(ValueError, match="render_mode='rgb_array', got None"):
-        render_grid(blind)
-    odd = make((4, 6, 3), (4, 6, 3), dtype="float32")
-    odd.reset()
+        render_grid(without_frames)
+    float_frames = make((4, 6, 3), (4, 6, 3), dtype="float32")
+    float_frames.reset()
     with pytest.raises(ValueError, match=r"env 0: a frame must be uint8 .* got float32 of shape \(4, 6, 3\)"):
-        render_grid(odd)
+        render_grid(float_frames)
     with pytest.raises(ValueError, match="columns must be at least 1, got 0"):
         tile([np.zeros((2, 2, 3), np.uint8)], columns=0)
     with pytest.raises(ValueError, match="no images"):
@@ -102,9 +102,9 @@ def test_environments_without_frames_are_refused(make: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.gif", "b.mp4"])
-def test_a_video_has_every_frame(name: str, tmp_path: Path) -> None:
+def test_video_contains_every_frame(name: str, tmp_path: Path) -> None:
     pytest.importorskip("moviepy" if name.endswith("mp4") else "PIL", reason="writes videos")
-    images = [np.full((33, 41, 3), 60 * turn, np.uint8) for turn in range(4)]  # odd sizes, which H.264 does not support
+    images = [np.full((33, 41, 3), 60 * index, np.uint8) for index in range(4)]  # odd sizes, which H.264 does not support
     path = tmp_path / "new" / name
     assert write_video(iter(images), path, fps=10) == 4
     if name.endswith("gif"):
@@ -112,30 +112,30 @@ def test_a_video_has_every_frame(name: str, tmp_path: Path) -> None:
 
         with Image.open(path) as video:
             assert (video.n_frames, video.size, video.info["duration"]) == (4, (41, 33), 100)
-            for turn in range(4):
-                video.seek(turn)
-                assert abs(video.convert("RGB").getpixel((5, 5))[0] - 60 * turn) < 8
+            for index in range(4):
+                video.seek(index)
+                assert abs(video.convert("RGB").getpixel((5, 5))[0] - 60 * index) < 8
     else:
         assert path.read_bytes()[4:8] == b"ftyp"
 
 
-def test_a_gif_has_colors_that_only_a_few_frames_have(tmp_path: Path) -> None:
+def test_gif_keeps_colours_of_a_few_frames(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     images = [np.zeros((32, 32, 3), np.uint8) for _ in range(101)]
-    for turn in (53, 54):
-        images[turn][10:20, 10:20] = 255, 0, 0
-    images += [np.full((32, 32, 3), 2 * turn + 1, np.uint8) for turn in range(100)]
+    for index in (53, 54):
+        images[index][10:20, 10:20] = 255, 0, 0
+    images += [np.full((32, 32, 3), 2 * index + 1, np.uint8) for index in range(100)]
     path = tmp_path / "flash.gif"
     assert write_video(images, path, fps=10) == 201
     shown: list[Any] = []
     with image.open(path) as video:
-        for turn in range(video.n_frames):
-            video.seek(turn)
+        for index in range(video.n_frames):
+            video.seek(index)
             shown += [np.asarray(video.convert("RGB"))] * (video.info["duration"] // 100)
     np.testing.assert_array_equal(shown, images)
 
 
-def test_unwritable_video_is_refused_before_drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_video_arguments_and_missing_writers_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"must end in .gif or .mp4, got 'a.avi'"):
         require_writer(tmp_path / "a.avi")
     with pytest.raises(ValueError, match="no images to write"):

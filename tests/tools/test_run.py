@@ -1,4 +1,4 @@
-"""``vecenv run PROGRAM`` compared with ``python PROGRAM``: the view of the program, and its end."""
+"""``vecenv run PROGRAM`` behaves like ``python PROGRAM``: its state inside the program, and its exit."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from programs import python as programs_python
+from programs import python
 
 from vecenv.tools import cli
 
-LOOKS = '''
+PROGRAM = '''
     """A docstring."""
     import atexit, dataclasses, faulthandler, os, pickle, signal, sys, threading, warnings
     import multiprocessing
@@ -49,7 +49,7 @@ LOOKS = '''
         sys.stdout.flush()
         if "interrupt" in sys.argv: raise KeyboardInterrupt
         if "raise" in sys.argv: raise ValueError(3)
-        if "exit" in sys.argv: sys.exit("said")
+        if "exit" in sys.argv: sys.exit("the end")
         if "term" in sys.argv: os.kill(os.getpid(), signal.SIGTERM)
         if "_exit" in sys.argv: os._exit(9)
         if "hook" in sys.argv:
@@ -60,7 +60,7 @@ LOOKS = '''
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
-    source = textwrap.dedent(LOOKS)
+    source = textwrap.dedent(PROGRAM)
     for name in ("looks.py", "package/__main__.py", "folder/__main__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(source)
@@ -72,8 +72,8 @@ def programs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return programs_python(*arguments, cwd=folder, PYTHONDONTWRITEBYTECODE="1")
+def run_in_folder(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return python(*arguments, cwd=folder, PYTHONDONTWRITEBYTECODE="1")
 
 
 @pytest.mark.parametrize(
@@ -92,28 +92,28 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         pytest.param("", "bad.py", marks=pytest.mark.long),
     ],
 )
-def test_program_runs_and_ends_as_under_python(flags: str, arguments: str, programs: Path) -> None:
-    plain = python(programs, *flags.split(), *arguments.split())
-    ours = python(programs, *flags.split(), "-m", "vecenv", "run", "--quiet", *arguments.split())
+def test_program_has_the_same_output_and_exit_code_as_under_python(flags: str, arguments: str, programs: Path) -> None:
+    plain = run_in_folder(programs, *flags.split(), *arguments.split())
+    ours = run_in_folder(programs, *flags.split(), "-m", "vecenv", "run", "--quiet", *arguments.split())
     assert ours.stdout == plain.stdout
     assert (ours.returncode, ours.stderr) == (plain.returncode, plain.stderr)
 
 
 @pytest.mark.long
-def test_a_package_without_a_main_module_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_package_without_a_main_module_exits_with_2_and_one_line(tmp_path: Path) -> None:
     (tmp_path / "silent").mkdir()
     (tmp_path / "silent" / "__init__.py").touch()
-    done = python(tmp_path, "-m", "vecenv", "run", "-m", "silent")
+    done = run_in_folder(tmp_path, "-m", "vecenv", "run", "-m", "silent")
     assert (done.returncode, done.stderr) == (2, "vecenv: no module 'silent.__main__'\n")
 
 
-def test_a_package_that_derives_from_gymnasiums_class_is_found_after_the_class_is_replaced(tmp_path: Path) -> None:
+def test_gymnasiums_class_is_replaced_before_the_package_of_a_module_is_imported(tmp_path: Path) -> None:
     (tmp_path / "derived").mkdir()
     source = "import gymnasium, sys\nclass Mine(gymnasium.vector.AsyncVectorEnv): pass\nARGUMENTS = list(sys.argv)\n"
     (tmp_path / "derived" / "__init__.py").write_text(source)
     source = "import derived, vecenv\nprint(issubclass(derived.Mine, vecenv.AsyncVectorEnv), derived.ARGUMENTS)\n"
     (tmp_path / "derived" / "__main__.py").write_text(source)
-    done = python(tmp_path, "-m", "vecenv", "run", "--quiet", "-m", "derived", "--seed", "1")
+    done = run_in_folder(tmp_path, "-m", "vecenv", "run", "--quiet", "-m", "derived", "--seed", "1")
     assert (done.stdout, done.stderr) == ("True ['-m', '--seed', '1']\n", "")
 
 
@@ -125,7 +125,7 @@ def test_a_package_that_derives_from_gymnasiums_class_is_found_after_the_class_i
         ("--record-failures", "looks.py", "the folder of `record_failures` is a file: 'looks.py'"),
     ],
 )
-def test_a_wrong_value_of_an_option_is_refused_before_the_program_runs(
+def test_invalid_option_value_exits_with_2_before_the_program_runs(
     option: str, value: str, text: str, programs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(programs)

@@ -1,4 +1,4 @@
-"""Published stats of running programs: contents, readers in other processes, and clean-up."""
+"""``publish_stats`` and ``vecenv top``: published values, readers in other processes, removal of files, and the screen."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ if __name__ == "__main__":
 """
 
 
-def rows() -> list[top.ProgramRow]:
+def read_rows() -> list[top.ProgramRow]:
     return top.Watcher(os.getpid()).read()
 
 
-def make(count: int = 4, **options: Any) -> Any:
+def make_envs(count: int = 4, **options: Any) -> Any:
     return vecenv.make_vec("CartPole-v1", count, vector_kwargs={"num_workers": 2, **options})
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Redirect the files of this test's programs and their children."""
+    """Set the folder in which this test's programs and their children publish files."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return tmp_path / "vecenv"
 
 
 def step_for(envs: Any, seconds: float) -> int:
-    """Step until at least two files have been written; return the number of steps."""
+    """Step for ``seconds``; return the number of steps."""
     count, end = 0, time.monotonic() + seconds
     while time.monotonic() < end:
         envs.step(envs.action_space.sample())
@@ -68,15 +68,15 @@ def step_for(envs: Any, seconds: float) -> int:
 
 
 @pytest.mark.long
-def test_counts_equal_those_of_the_program(folder: Path) -> None:
-    envs = make(batch_size=4)
-    assert rows() == [], "nothing asked for it"
+def test_published_stats_match_the_program_and_close_removes_the_file(folder: Path) -> None:
+    envs = make_envs(batch_size=4)
+    assert read_rows() == [], "publish_stats() was not called"
     envs.publish_stats()
     envs.reset(seed=0)
     watcher = top.Watcher(os.getpid())
     watcher.read()
     started_at = time.monotonic()
-    count = step_for(envs, 1.2)
+    count = step_for(envs, 1.2)  # at least two files are written
     seconds = time.monotonic() - started_at
     (row,) = watcher.read()
     assert (row.name, row.pid, row.num_envs, row.restarts, row.errors) == ("CartPole-v1", os.getpid(), 4, 0, 0)
@@ -85,42 +85,42 @@ def test_counts_equal_those_of_the_program(folder: Path) -> None:
     assert [worker.pid for worker in row.workers] == [process.pid for process in envs.processes]
     assert {worker.state for worker in row.workers} <= {"stepping", "waiting"}
     steps = [worker.steps_per_second for worker in row.workers]
-    assert steps[0] == pytest.approx(steps[1], rel=0.05)  # each may be a millisecond late
+    assert steps[0] == pytest.approx(steps[1], rel=0.05)  # each file may be a millisecond old
     assert 0.1 < row.steps_per_second / (4 * count / seconds) < 10
     for worker in row.workers:
         assert 0.0 < worker.waiting <= 1.0
         assert worker.slowest_env is None or worker.envs[0] <= worker.slowest_env <= worker.envs[1]
     assert 0.0 <= row.waiting <= 1.0
     time.sleep(1.6)
-    (still,) = watcher.read()
-    assert [worker.state for worker in still.workers if worker.state != "busy"] == ["idle"] * 2
-    assert still.steps_per_second == 0.0
-    assert still.seconds_since_result > 1.5
+    (idle_row,) = watcher.read()
+    assert [worker.state for worker in idle_row.workers if worker.state != "busy"] == ["idle"] * 2
+    assert idle_row.steps_per_second == 0.0
+    assert idle_row.seconds_since_result > 1.5
     envs.close()
-    assert rows() == []
+    assert read_rows() == []
     assert list(folder.iterdir()) == []
     with pytest.raises(vecenv.make.gymnasium.error.ClosedEnvironmentError):
         envs.publish_stats()
 
 
-def test_first_ready_steps_and_the_callers_share_count_too(closes: Any) -> None:
-    envs = closes(make(use_caller=True, num_workers=1, batch_size=2))
-    envs.publish_stats("again")
-    envs.publish_stats("both")
+def test_stats_include_first_ready_steps_and_the_callers_share(closes: Any) -> None:
+    envs = closes(make_envs(use_caller=True, num_workers=1, batch_size=2))
+    envs.publish_stats("first name")
+    envs.publish_stats("second name")
     envs.reset_async(seed=0)
     end = time.monotonic() + 0.7
     while time.monotonic() < end:
         *_, infos = envs.recv()
         envs.send(envs.action_space.sample()[:2], infos["env_id"])
-    (row,) = rows()
-    assert row.name == "both"
+    (row,) = read_rows()
+    assert row.name == "second name"
     assert sorted(worker.kind for worker in row.workers) == ["caller", "process"]
     assert all(worker.state in ("stepping", "waiting", "idle", "busy") for worker in row.workers)
     assert row.steps_per_second > 0
 
 
-def test_file_is_private_and_a_forked_child_keeps_it(folder: Path, closes: Any) -> None:
-    envs = closes(make())
+def test_file_is_private_and_a_forked_child_does_not_remove_it(folder: Path, closes: Any) -> None:
+    envs = closes(make_envs())
     envs.publish_stats()
     (file,) = folder.iterdir()
     assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
@@ -128,54 +128,54 @@ def test_file_is_private_and_a_forked_child_keeps_it(folder: Path, closes: Any) 
         envs._stats_file.close()
         os._exit(0)
     os.waitpid(child, 0)
-    assert len(rows()) == 1
+    assert len(read_rows()) == 1
 
 
-def test_folder_open_to_others_is_not_used(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publish_stats_rejects_folder_open_to_others(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir(mode=0o755)
     monkeypatch.setattr(published, "tempfile", SimpleNamespace(gettempdir=lambda: str(tmp_path / "temporary")))
-    with contextlib.closing(make()) as envs:
+    with contextlib.closing(make_envs()) as envs:
         with pytest.raises(OSError, match=r"publish_stats\(\) found no folder.*open to other users; set XDG_RUNTIME_DIR"):
             envs.publish_stats()
         (tmp_path / "temporary").mkdir()
         envs.publish_stats("elsewhere")
-        assert [row.name for row in rows()] == ["elsewhere"]
+        assert [row.name for row in read_rows()] == ["elsewhere"]
         (tmp_path / "temporary").rename(tmp_path / "removed")
         for _ in range(2):
             with pytest.raises(OSError, match="found no folder"):
                 envs.publish_stats()
 
 
-def test_a_folder_open_to_others_ends_no_program(
+def test_folder_open_to_others_only_warns_if_an_environment_variable_publishes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     folder.mkdir(mode=0o755)
     monkeypatch.setattr(published, "tempfile", SimpleNamespace(gettempdir=lambda: str(tmp_path / "temporary")))
     monkeypatch.setenv("VECENV_TOP", "1")
-    with contextlib.closing(make()) as envs:
+    with contextlib.closing(make_envs()) as envs:
         for seed in range(2):
             envs.reset(seed=seed)
     (warning,) = recwarn
     assert "VECENV_TOP=1 has no effect on this AsyncVectorEnv: publish_stats() found no folder" in str(warning.message)
 
 
-def test_files_of_processes_that_have_ended_are_removed(folder: Path) -> None:
+def test_watcher_removes_files_of_ended_processes(folder: Path) -> None:
     folder.mkdir(mode=0o700)
     own = published.process_state(os.getpid())
     assert own is not None
     here = os.stat("/proc/self/ns/pid").st_ino
     ended = (f"{os.getpid()}-1-0-{here}.json", f"4194304-7-0-{here}.json", f"4194304-7-1-{here}.new")
-    left = [folder / name for name in ended]
+    removed = [folder / name for name in ended]
     in_another_container = f"4194304-7-0-{here + 1}.json"
     kept = [folder / name for name in (f"{os.getpid()}-{own[1]}-7-{here}.new", in_another_container, "notes.txt")]
-    for path in left + kept:
+    for path in removed + kept:
         path.write_text("{}")
-    assert rows() == []
+    assert read_rows() == []
     assert sorted(folder.iterdir()) == sorted(kept)
 
 
-def test_a_full_disk_ends_no_program(folder: Path) -> None:
-    with contextlib.closing(make()) as envs:
+def test_program_continues_if_the_file_cannot_be_written(folder: Path) -> None:
+    with contextlib.closing(make_envs()) as envs:
         envs.publish_stats()
         envs.reset(seed=0)
         (file,) = folder.iterdir()
@@ -185,7 +185,7 @@ def test_a_full_disk_ends_no_program(folder: Path) -> None:
 
 
 def test_stopped_dead_and_replaced_workers_are_distinguished(closes: Any) -> None:
-    envs = closes(make())
+    envs = closes(make_envs())
     envs.publish_stats()
     envs.reset()
     first, second = (process.pid for process in envs.processes)
@@ -194,13 +194,13 @@ def test_stopped_dead_and_replaced_workers_are_distinguished(closes: Any) -> Non
     deadline = time.monotonic() + 5
     states: list[str] = []
     while time.monotonic() < deadline and states != ["stopped", "dead"]:
-        states = [worker.state for worker in rows()[0].workers]
+        states = [worker.state for worker in read_rows()[0].workers]
     assert states == ["stopped", "dead"]
     os.kill(first, signal.SIGCONT)
     with pytest.raises(WorkerDied):
         envs.step(envs.action_space.sample())
     envs.reset()
-    (row,) = rows()
+    (row,) = read_rows()
     assert [worker.restarts for worker in row.workers] == [0, 1]
     assert [worker.pid for worker in row.workers] == [process.pid for process in envs.processes]
     assert row.workers[1].pid != second
@@ -209,7 +209,7 @@ def test_stopped_dead_and_replaced_workers_are_distinguished(closes: Any) -> Non
 
 @pytest.mark.long
 @pytest.mark.parametrize(("context", "published_by"), [("fork", "call"), ("forkserver", "environment")])
-def test_other_process_sees_publishers_and_a_kill_leaves_nothing(context: str, published_by: str, tmp_path: Path) -> None:
+def test_top_shows_other_program_and_removes_its_file_after_a_kill(context: str, published_by: str, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     environment = {**os.environ, "VECENV_TOP": "1" if published_by == "environment" else "0"}
@@ -233,18 +233,18 @@ def test_other_process_sees_publishers_and_a_kill_leaves_nothing(context: str, p
             program.kill()
     deadline = time.monotonic() + 10
     watcher = top.Watcher(program.pid)
-    while (left := watcher.read()) and time.monotonic() < deadline:
+    while (remaining := watcher.read()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert left == []
+    assert remaining == []
 
 
-# a session leader that opens a terminal gets it as its own, and so Ctrl-C from it
+# a session leader that opens a terminal gets it as its controlling terminal, from which it then receives Ctrl-C
 IN_TERMINAL = "import os, sys; os.open(os.ttyname(0), os.O_RDWR); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-SHOW, HIDE, ENTER, LEAVE = (f"\x1b[?{code}" for code in ("25h", "25l", "1049h", "1049l"))  # cursor, screen
+SHOW, HIDE, ENTER, LEAVE = (f"\x1b[?{code}" for code in ("25h", "25l", "1049h", "1049l"))  # cursor, screen buffer
 
 
 class Terminal:
-    """A terminal of 100 by 30 with a command in it; ``text`` is everything drawn so far."""
+    """A terminal of 100 by 30 that runs a command; ``text`` is its complete output."""
 
     def __init__(self, command: list[str]) -> None:
         import pty
@@ -259,12 +259,12 @@ class Terminal:
             stdin=inside, stdout=inside, stderr=inside, start_new_session=True, env={**os.environ, "TERM": "xterm"},
         )  # fmt: skip
 
-    def read_until(self, seen: Callable[[str], bool], seconds: float = 30.0) -> None:
+    def read_until(self, is_complete: Callable[[str], bool], seconds: float = 30.0) -> None:
         deadline = time.monotonic() + seconds
-        while not seen(self.text) and time.monotonic() < deadline:
+        while not is_complete(self.text) and time.monotonic() < deadline:
             if select.select([self._screen], [], [], 0.05)[0]:
                 self.text += os.read(self._screen, 1 << 16).decode()
-        assert seen(self.text), self.text
+        assert is_complete(self.text), self.text
 
     def send_ctrl_c(self) -> None:
         os.write(self._screen, b"\x03")
@@ -283,16 +283,16 @@ class Terminal:
 
 @pytest.fixture
 def live(folder: Path) -> Iterator[Terminal]:
-    """Run ``vecenv top`` of this program, renewed every 0.2 seconds."""
+    """Run ``vecenv top`` for this program with an interval of 0.2 seconds."""
     terminal = Terminal(["-m", "vecenv", "top", "--pid", str(os.getpid()), "--interval", "0.2"])
     yield terminal
     terminal.close()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
-def test_live_table_is_renewed_and_restores_the_terminal(live: Terminal, how: str) -> None:
-    with contextlib.closing(make()) as envs:
+@pytest.mark.parametrize("ending", ["Ctrl-C", "SIGTERM"])
+def test_live_table_is_updated_and_its_end_restores_the_terminal(live: Terminal, ending: str) -> None:
+    with contextlib.closing(make_envs()) as envs:
         envs.publish_stats("shown live")
         envs.reset(seed=0)
         live.read_until(lambda text: text.count("shown live: 4 environments") >= 3)
@@ -300,7 +300,7 @@ def test_live_table_is_renewed_and_restores_the_terminal(live: Terminal, how: st
             assert str(process.pid) in live.text
         envs.close()
         live.read_until(lambda text: "Nothing to show" in text)
-    live.send_ctrl_c() if how == "Ctrl-C" else live.command.terminate()
+    live.send_ctrl_c() if ending == "Ctrl-C" else live.command.terminate()
     live.read_until(lambda text: LEAVE in text)
     assert live.command.wait(timeout=10) == 0
     assert "Traceback" not in live.text
@@ -309,17 +309,17 @@ def test_live_table_is_renewed_and_restores_the_terminal(live: Terminal, how: st
     assert live.is_restored()
 
 
-def test_publishing_is_cheap(closes: Any) -> None:
-    envs = closes(make())
+def test_publishing_takes_less_than_100_microseconds_per_result(closes: Any) -> None:
+    envs = closes(make_envs())
     envs.publish_stats()
     started_at = time.process_time()
     for _ in range(1000):
         envs._stats_file.on_result(None, ())
-    assert time.process_time() - started_at < 0.1  # a microsecond each
+    assert time.process_time() - started_at < 0.1  # usually a microsecond per result
 
 
-def test_stats_of_workers_match_their_environments(closes: Any) -> None:
-    envs = closes(make(num_workers=1, use_caller=True))
+def test_worker_stats_match_the_workers_and_their_environments(closes: Any) -> None:
+    envs = closes(make_envs(num_workers=1, use_caller=True))
     envs.reset(seed=0)
     for _ in range(20):
         envs.step(envs.action_space.sample())
@@ -328,7 +328,7 @@ def test_stats_of_workers_match_their_environments(closes: Any) -> None:
     assert (process.pid, caller.pid) == (envs.processes[0].pid, os.getpid())
     assert sorted([*process.envs, *caller.envs]) == [0, 1, 2, 3]
     for each in (process, caller):
-        assert 0 < each.steps <= 40 * len(each.envs)  # an estimate: not every step is timed
+        assert 0 < each.steps <= 40 * len(each.envs)  # an estimate, because not every step is timed
         assert 0 < each.seconds < 20
     before = envs.stats()
     assert before["seconds"] > 0
@@ -337,7 +337,7 @@ def test_stats_of_workers_match_their_environments(closes: Any) -> None:
         envs.worker_stats()
 
 
-def test_empty_table_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_without_programs_explains_how_to_publish(capsys: pytest.CaptureFixture[str]) -> None:
     from vecenv.tools import cli
 
     assert cli.main(["top", "--once", "--interval", "0.01", "--pid", str(os.getpid())]) == tools.WRONG
@@ -367,7 +367,7 @@ def lines(rows: list[top.ProgramRow], view: top.View, width: int = 80, height: i
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_forty_workers_fit_with_their_summary_and_can_be_scrolled(width: int) -> None:
+def test_table_of_forty_workers_fits_the_screen_and_scrolls(width: int) -> None:
     view = top.View()
     shown = lines([program(40)], view, width)
     assert len(shown) == 24
@@ -376,18 +376,18 @@ def test_forty_workers_fit_with_their_summary_and_can_be_scrolled(width: int) ->
     assert shown[3].split()[:4] == ["0", "10000", "stepping", "0-3"]
     assert "workers 1-20 of 40 by worker" in shown[-1]
     view.press(b"\x1b[6~\x1b[B")
-    assert lines([program(40)], view, width)[3].split()[0] == "20"  # no further than to the last
+    assert lines([program(40)], view, width)[3].split()[0] == "20"  # it stops at the last worker
     view.press(b"\x1b[A")
     assert lines([program(40)], view, width)[3].split()[0] == "19"
     assert max(map(len, shown)) <= width
 
 
-def test_program_without_results_shows_no_share_of_waiting() -> None:
-    late = replace(program(2), steps_per_second=0.0, waiting=0.0, seconds_since_result=16.04)
-    assert "0 steps/s, no result for 16.0 s; 12 resets, 7 restarts, 9 errors" in lines([late], top.View())[1]
+def test_program_without_results_shows_the_time_since_the_last_one() -> None:
+    row = replace(program(2), steps_per_second=0.0, waiting=0.0, seconds_since_result=16.04)
+    assert "0 steps/s, no result for 16.0 s; 12 resets, 7 restarts, 9 errors" in lines([row], top.View())[1]
 
 
-def test_workers_are_sorted_by_the_next_column() -> None:
+def test_s_key_sorts_by_the_next_column() -> None:
     view = top.View()
     for order, first in (("steps/s", "39"), ("waiting", "0"), ("slowest env", "6"), ("restarts", "2")):
         view.press(b"s")
@@ -398,7 +398,7 @@ def test_workers_are_sorted_by_the_next_column() -> None:
     assert view.ended
 
 
-def test_several_programs_have_their_summaries_first() -> None:
+def test_summaries_of_several_programs_come_first() -> None:
     shown = lines([program(3), program(3, "another")], top.View())
     assert [line.partition(":")[0] for line in shown[:4:2]] == ["a long training", "another"]
     assert shown[4].split()[0] == "program"
@@ -416,14 +416,14 @@ def test_mostly_waiting_worker_is_shown_as_waiting(monkeypatch: pytest.MonkeyPat
 
 
 def test_worker_that_may_hang_is_not_shown_as_idle(closes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing but the state of the program distinguishes a hang from a learner that computes."""
-    envs = closes(make())
+    """Only the state of the program distinguishes a hang from a learner that is computing."""
+    envs = closes(make_envs())
     envs.publish_stats()
     envs.reset(seed=0)
     time.sleep(1.6)
     real = top.process_state
     monkeypatch.setattr(top, "process_state", lambda pid: ("S", real(pid)[1]))  # type: ignore[index]
-    (row,) = rows()
+    (row,) = read_rows()
     assert [worker.state for worker in row.workers] == ["unknown"] * 2
     shown = lines([row], top.View())[-2]
     assert "unknown" in shown
@@ -451,58 +451,56 @@ def write(folder: Path, content: bytes | dict[str, Any], number: int = 50) -> Pa
     return file
 
 
-def test_valid_foreign_file_is_shown(folder: Path) -> None:
+def test_file_with_additional_fields_is_shown(folder: Path) -> None:
     write(folder, {**STATS, "pid": os.getpid(), "newer": "words", "workers": [{**WORKER, "newer": 1}]})
-    (row,) = rows()
+    (row,) = read_rows()
     assert (row.name, row.num_envs, row.resets, row.workers[0].slowest_env) == ("made up", 2, 3, 1)
 
 
-BAD: dict[str, Any] = {
+INVALID: dict[str, Any] = {
     "a newer format": {**STATS, "format": 3},
     "no format": {**STATS, "format": None},
     "a number for a name": {**STATS, "name": 3},
-    "many environments": {**STATS, "num_envs": 10**30},
-    "a time that is none": {**STATS, "began": "now"},
-    "a time without end": {**STATS, "at": float("inf")},
-    "a time that is no number": {**STATS, "at": float("nan")},
-    "true for a number": {**STATS, "resets": True},
-    "workers are no list": {**STATS, "workers": {"index": 0}},
-    "a worker is no dict": {**STATS, "workers": [7]},
-    "a worker has nothing": {**STATS, "workers": [{}]},
-    "steps that are negative": {**STATS, "workers": [{**WORKER, "steps": -7.0}]},
-    "nothing": b"",
-    "no JSON": b"no JSON",
-    "deep JSON": b"[" * 100_000,
-    "no text": b"\xff\xfe",
+    "too many environments": {**STATS, "num_envs": 10**30},
+    "a time that is a string": {**STATS, "began": "now"},
+    "an infinite time": {**STATS, "at": float("inf")},
+    "a time that is NaN": {**STATS, "at": float("nan")},
+    "a bool for a number": {**STATS, "resets": True},
+    "workers that are not a list": {**STATS, "workers": {"index": 0}},
+    "a worker that is not a dict": {**STATS, "workers": [7]},
+    "a worker without fields": {**STATS, "workers": [{}]},
+    "negative steps": {**STATS, "workers": [{**WORKER, "steps": -7.0}]},
+    "an empty file": b"",
+    "invalid JSON": b"no JSON",
+    "deeply nested JSON": b"[" * 100_000,
+    "invalid UTF-8": b"\xff\xfe",
     "a number": b"7",
     "a long number": b"9" * 6000,
     "zeros": bytes(20 << 20),
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_unreadable_file_is_skipped_with_a_warning(
-    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_file_is_skipped_with_a_warning(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from vecenv.tools import cli
 
     watcher = top.Watcher(os.getpid())
-    files = write(folder, {**STATS, "name": "beside"}), write(folder, BAD[name], 51)
-    assert [row.name for row in watcher.read()] == ["beside"]
-    (word,) = watcher.left_out
-    assert word.startswith(f"a file of pid {os.getpid()}: ")
+    files = write(folder, {**STATS, "name": "valid"}), write(folder, INVALID[name], 51)
+    assert [row.name for row in watcher.read()] == ["valid"]
+    (warning,) = watcher.left_out
+    assert warning.startswith(f"a file of pid {os.getpid()}: ")
     for shown in ("--json", "--once"):
         assert cli.main(["top", shown, "--interval", "0.01", "--pid", str(os.getpid())]) == 0
         out, err = capsys.readouterr()
-        assert "beside" in out
-        assert f"vecenv: left out: {word}" in err
+        assert "valid" in out
+        assert f"vecenv: left out: {warning}" in err
     for file in files:
         file.unlink()
     assert watcher.read() == []
     assert watcher.left_out == []
 
 
-def test_pipe_among_the_files_does_not_block(folder: Path) -> None:
+def test_pipe_in_the_folder_is_skipped_without_blocking(folder: Path) -> None:
     file = write(folder, b"")
     file.unlink()
     os.mkfifo(file)
@@ -524,22 +522,22 @@ def test_pipe_among_the_files_does_not_block(folder: Path) -> None:
         ("CartPole-v1 \u00e9\u4e16", "CartPole-v1 \u00e9\u4e16: 2"),
     ],
 )
-def test_name_with_control_characters_is_harmless(name: str, shown: str, folder: Path) -> None:
+def test_markup_and_control_characters_in_a_name_are_escaped(name: str, shown: str, folder: Path) -> None:
     console = pytest.importorskip("rich.console").Console(width=400, force_terminal=True, color_system=None)
     write(folder, {**STATS, "name": name})
-    found = rows()
+    found = read_rows()
     assert found[0].name == name
     with console.capture() as captured:
         console.print(top.draw(found, ["a file of pid 1: [/] it is odd"]))
     text = captured.get()
     assert shown in text
     assert "Left out: a file of pid 1: [/] it is odd." in text
-    assert not {one for one in text.replace("\x1b[3m", "").replace("\x1b[0m", "").replace("\x1b[2m", "") if one < " "} - {
+    assert not {char for char in text.replace("\x1b[3m", "").replace("\x1b[0m", "").replace("\x1b[2m", "") if char < " "} - {
         "\n"
     }
 
 
-def test_name_is_converted_to_text() -> None:
-    with contextlib.closing(make()) as envs:
+def test_published_name_is_converted_to_text() -> None:
+    with contextlib.closing(make_envs()) as envs:
         envs.publish_stats(Path("a/path"))
-        assert [row.name for row in rows()] == ["a/path"]
+        assert [row.name for row in read_rows()] == ["a/path"]

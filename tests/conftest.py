@@ -44,7 +44,7 @@ _NATIVE_POOLS = ("torch", "tensorflow", "ray._raylet")
 # Threads that never end, such as those of JAX's backend, make every later fork of their process unsafe, and JAX warns each
 # time. So the tests of these folders run last, in this order: afterwards no process, including xdist's workers, forks. The
 # contract's tests run with those of their backend.
-THREADS_STAY = ("backends", "distributed", "jax")
+PERMANENT_THREAD_FOLDERS = ("backends", "distributed", "jax")
 DESELECTED_MARKS = {"long", "slow", "soak"}
 CASES_IN_CI = 2  # the number of ``long`` cases per test that .ci/run includes
 ALL_CASES_IN_CI = ("test_readme.py",)
@@ -85,9 +85,9 @@ def _deselect(marks: set[str], config: pytest.Config, items: list[pytest.Item]) 
 
 
 def _position_of_folder(item: pytest.Item) -> int:
-    """Return the position of a test's folder in :data:`THREADS_STAY`, from 1, or 0 for other folders."""
+    """Return the position of a test's folder in :data:`PERMANENT_THREAD_FOLDERS`, from 1, or 0 for other folders."""
     folder = _folder_of_test(item)
-    return THREADS_STAY.index(folder) + 1 if folder in THREADS_STAY else 0
+    return PERMANENT_THREAD_FOLDERS.index(folder) + 1 if folder in PERMANENT_THREAD_FOLDERS else 0
 
 
 def _folder_of_test(item: pytest.Item) -> str:

@@ -97,19 +97,23 @@ class MergedByGymnasium(VectorWrapper):  # type: ignore[type-arg]
         return merged
 
 
-def assert_as_sync(
-    env_fns: Sequence[EnvFn], steps: int = 6, autoreset_mode: Any = "NextStep", cuts: bool = False, **options: Any
+def assert_matches_sync(
+    env_fns: Sequence[EnvFn],
+    steps: int = 6,
+    autoreset_mode: Any = "NextStep",
+    merge_by_gymnasium: bool = False,
+    **options: Any,
 ) -> None:
     """Assert that spaces and trajectory equal those of a ``SyncVectorEnv`` of the same environments, bit for bit.
 
-    With ``cuts``, Gymnasium merges the infos of both, because it truncates some numbers that vecenv does not.
+    With ``merge_by_gymnasium``, Gymnasium merges the infos of both, because it truncates some numbers that vecenv does not.
     """
     reference: Any = SyncVectorEnv(env_fns, autoreset_mode=autoreset_mode)
     try:
         with open_engine(env_fns, autoreset_mode=autoreset_mode, **options) as envs:
             for name in ("single_observation_space", "observation_space", "single_action_space", "action_space", "metadata"):
                 assert getattr(envs, name) == getattr(reference, name)
-            assert_same_trajectory(MergedByGymnasium(envs) if cuts else envs, reference, steps, seed=1)
+            assert_same_trajectory(MergedByGymnasium(envs) if merge_by_gymnasium else envs, reference, steps, seed=1)
     finally:
         reference.close()
 
@@ -335,11 +339,11 @@ MIXED_INFOS: tuple[dict[str, Any], ...] = (
 )
 
 
-def scripted(n: int, turn: bool = True) -> list[EnvFn]:
+def scripted(n: int, rotate_infos: bool = True) -> list[EnvFn]:
     """Return ``n`` functions that build a :class:`ScriptedEnv` with nested observations and episodes of different lengths.
 
-    Their infos differ in keys and types from step to step; with ``turn`` each environment begins at another position of
-    :data:`MIXED_INFOS`.
+    Their infos differ in keys and types from step to step. With ``rotate_infos``, each environment begins at another
+    position of :data:`MIXED_INFOS`.
     """
     box = spaces.Box(-1, 1, (2,), np.float32)
     return [
@@ -354,7 +358,7 @@ def scripted(n: int, turn: bool = True) -> list[EnvFn]:
             step_infos=MIXED_INFOS[begin:] + MIXED_INFOS[:begin],
         )
         for index in range(n)
-        for begin in [index % len(MIXED_INFOS) if turn else 0]
+        for begin in [index % len(MIXED_INFOS) if rotate_infos else 0]
     ]
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import gymnasium as gym
 import numpy as np
 import pytest
-from signals import handled
+from signals import signal_handler
 
 import vecenv
 from vecenv.errors import StepTimeout, WorkerDied
@@ -26,7 +26,7 @@ FAULTS = [pytest.param(fault, id=name) for fault, name in ((RAISES, "raises"), (
 R = TypeVar("R")
 
 
-class Faulty(gym.Env[Any, Any]):
+class FaultyEnv(gym.Env[Any, Any]):
     """An environment with observations (steps, seed of the latest reset); some actions make it fail.
 
     Args:
@@ -61,10 +61,10 @@ def engine(on_failure: str = "raise", fns: Any = None, **options: Any) -> Any:
     """Build an engine with four faulty environments, one process each. A process with torch's threads is not forked."""
     context = "forkserver" if "torch" in sys.modules else None
     options = {"context": context, "step_timeout": SECONDS / 2, **options}
-    return vecenv.AsyncVectorEnv(fns or [Faulty] * COUNT, num_workers=COUNT, on_failure=on_failure, **options)
+    return vecenv.AsyncVectorEnv(fns or [FaultyEnv] * COUNT, num_workers=COUNT, on_failure=on_failure, **options)
 
 
-def one_fails(fault: int) -> Any:
+def actions_with_fault(fault: int) -> Any:
     """Return actions of which one causes this fault."""
     return np.where(np.arange(COUNT) == FAULTY, fault, FINE)
 
@@ -98,9 +98,9 @@ def assert_continues(make: Callable[[Any], Any], on_failure: str, fault: int, **
     client.reset()
     if on_failure == "raise":
         with pytest.raises({RAISES: ValueError, DIES: WorkerDied, LATE: StepTimeout}[fault]):
-            client.step(one_fails(fault))
+            client.step(actions_with_fault(fault))
     else:
-        client.step(one_fails(fault))
+        client.step(actions_with_fault(fault))
     check_new_episode(client)
     client.close()
 
@@ -113,9 +113,9 @@ def assert_continues_after_a_signal(make: Callable[[Any], Any]) -> None:
 
     client = make(engine())
     client.reset()
-    with handled(signal.SIGALRM, Interrupted):
+    with signal_handler(signal.SIGALRM, Interrupted):
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         with pytest.raises(Interrupted):
-            client.step(one_fails(LATE))
+            client.step(actions_with_fault(LATE))
     check_new_episode(client)
     client.close()

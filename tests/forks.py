@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 
 
-def in_a_fork(check: Callable[[], None]) -> int:
+def run_in_fork(check: Callable[[], None]) -> int:
     """Run ``check`` in a forked child, for at most one minute. Return its exit code; a signal gives a negative one."""
     pid = os.fork()
     if pid == 0:

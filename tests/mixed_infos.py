@@ -32,7 +32,7 @@ def draw_info(rng: np.random.Generator, depth: int, keys: tuple[Any, ...]) -> di
     return {key: draw_value(rng, depth) for key in keys if rng.random() < 0.4}
 
 
-class MixedInfos(gymnasium.Env[Any, Any]):
+class MixedInfosEnv(gymnasium.Env[Any, Any]):
     """An environment with episodes of 1 to 5 steps. Infos and rewards depend on the seed, and rewards on the actions.
 
     Args:
@@ -64,7 +64,7 @@ class MixedInfos(gymnasium.Env[Any, Any]):
         return observation, reward, over and not truncates, over and truncates, info
 
 
-def choose(observation: Any, info: Any = None) -> int:
+def choose_action(observation: Any, info: Any = None) -> int:
     """Return an action that depends on every bit of the observation and of the info."""
     return sum(describe((observation.tolist(), info)).encode()) % ACTIONS
 
@@ -74,14 +74,14 @@ def play_episode(env: gymnasium.Env[Any, Any], seed: int, use_infos: bool) -> tu
     observation, info = env.reset(seed=seed)
     episode_return, length = 0.0, 0
     while True:
-        action = choose(observation, info) if use_infos else choose(observation)
+        action = choose_action(observation, info) if use_infos else choose_action(observation)
         observation, reward, terminated, truncated, info = env.step(action)
         episode_return, length = episode_return + float(reward), length + 1
         if terminated or truncated:
             return episode_return, length, terminated, truncated, describe(info)
 
 
-def numbers(results: Any) -> list[tuple[Any, ...]]:
+def summarize_results(results: Any) -> list[tuple[Any, ...]]:
     """Return the values of :func:`play_episode` for each result of ``evaluate``; none may have failed."""
     assert all(each.error is None and each.attempts == 1 for each in results)
     return [(each.episode_return, each.length, each.terminated, each.truncated, describe(each.info)) for each in results]

@@ -18,14 +18,14 @@ _WITHOUT = Path(__file__).with_name("without.py")
 
 
 @contextmanager
-def imported(program: Path) -> Iterator[Any]:
+def import_program(program: Path) -> Iterator[Any]:
     """Import a program as a module. Inside the block, the program can also import from its folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(program.parent))
         yield importlib.import_module(program.stem)
 
 
-def python(
+def run_python(
     *arguments: str | Path, cwd: Path | None = None, timeout: float = 250, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments, and with these environment variables in addition to those of this process."""
@@ -35,9 +35,9 @@ def python(
     )  # fmt: skip
 
 
-def printed(*arguments: str | Path, **kwargs: Any) -> str:
+def python_output(*arguments: str | Path, **kwargs: Any) -> str:
     """Run Python like :func:`python`, check that it succeeds, and return its output."""
-    done = python(*arguments, **kwargs)
+    done = run_python(*arguments, **kwargs)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout
 
@@ -45,7 +45,7 @@ def printed(*arguments: str | Path, **kwargs: Any) -> str:
 def check_missing_library(program: str, library: str, extra: str) -> None:
     """Check that an example that lacks a library names the command that installs it."""
     needed = "torch (CPU build: pytorch.org)" if library == "torch" else f"-e '.[{extra}]'"
-    done = python(_WITHOUT, library, EXAMPLES / f"{program}.py")
+    done = run_python(_WITHOUT, library, EXAMPLES / f"{program}.py")
     expected = f"{program}: No module named {library!r}: pip install {needed}"
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, expected)
     assert "Traceback" not in done.stderr
@@ -53,6 +53,6 @@ def check_missing_library(program: str, library: str, extra: str) -> None:
 
 def check_help(program: str, *texts: str) -> None:
     """Check that the help of an example shows its command, and these texts."""
-    shown = printed(EXAMPLES / f"{program}.py", "--help")
+    shown = python_output(EXAMPLES / f"{program}.py", "--help")
     for text in (f"python examples/{program}.py", *texts):
         assert text in shown

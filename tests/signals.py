@@ -14,7 +14,7 @@ class Alarm(Exception):
 
 
 @contextmanager
-def handled(number: int, how: type[BaseException] | Callable[..., Any] | signal.Handlers) -> Iterator[None]:
+def signal_handler(number: int, how: type[BaseException] | Callable[..., Any] | signal.Handlers) -> Iterator[None]:
     """Handle a signal with ``how`` inside the block, or raise it if it is an exception class. Stop the timer at the end."""
 
     def raise_exception(*_: object) -> None:
@@ -28,9 +28,9 @@ def handled(number: int, how: type[BaseException] | Callable[..., Any] | signal.
         signal.signal(number, before)
 
 
-def pythons_own_ctrl_c() -> AbstractContextManager[None]:
+def default_sigint_handler() -> AbstractContextManager[None]:
     """Install Python's own handler for SIGINT, because programs that run in the background ignore the signal."""
-    return handled(signal.SIGINT, signal.default_int_handler)
+    return signal_handler(signal.SIGINT, signal.default_int_handler)
 
 
 def interrupt_at(event: int, function: Callable[[], Any], *files: str) -> tuple[bool, Any]:

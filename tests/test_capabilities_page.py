@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import imported
+from programs import import_program
 
 from vecenv.front.capabilities import Capabilities
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="an installed packag
 @pytest.fixture(scope="module")
 def script() -> Iterator[Any]:
     pytest.importorskip("jaxlib", reason="the column of JAX needs it")
-    with imported(SCRIPT) as module:
+    with import_program(SCRIPT) as module:
         yield module
 
 

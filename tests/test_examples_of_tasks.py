@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from programs import EXAMPLES, printed
+from programs import EXAMPLES, python_output
 
 
 def _run(name: str, folder: Path, *options: str) -> str:
-    return printed(EXAMPLES / name, *options, cwd=folder)
+    return python_output(EXAMPLES / name, *options, cwd=folder)
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from gymnasium.envs.registration import EnvSpec, registry
 from gymnasium.error import UnregisteredEnv
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import FlattenObservation
-from programs import printed
+from programs import python_output
 
 import vecenv.make
 from vecenv import AsyncVectorEnv
@@ -266,7 +266,7 @@ try:
 except ImportError as error:
     print(error)
 """
-    shown = printed("-c", program)
+    shown = python_output("-c", program)
     assert module in shown
     assert f"pip install 'vecenv[{extra}]'" in shown
 

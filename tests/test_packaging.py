@@ -17,7 +17,7 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
-from programs import python
+from programs import run_python
 
 import vecenv
 
@@ -197,7 +197,7 @@ def minimal(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_minimal(minimal: Path, program: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run a program in isolated mode (-I) and without the packages of this environment (-S)."""
-    return python("-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(minimal)!r})\n{program}", cwd=cwd)
+    return run_python("-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(minimal)!r})\n{program}", cwd=cwd)
 
 
 ENGINE = """

@@ -21,7 +21,7 @@ import pytest
 from envs import counters
 from gymnasium.vector import AsyncVectorEnv as EarlyAsync
 from gymnasium.vector import SyncVectorEnv as EarlySync
-from programs import python
+from programs import run_python
 
 import vecenv
 from vecenv import patching
@@ -321,8 +321,8 @@ REPORT = re.compile(
     ids=lambda arguments: " ".join(arguments) or "auto",
 )
 def test_run_gives_the_same_output_and_exit_code_as_python(options: list[str], arguments: list[str], program: Path) -> None:
-    plain = python(program.name, *arguments, cwd=program.parent)
-    done = python("-m", "vecenv", "run", *options, program.name, *arguments, cwd=program.parent)
+    plain = run_python(program.name, *arguments, cwd=program.parent)
+    done = run_python("-m", "vecenv", "run", *options, program.name, *arguments, cwd=program.parent)
     assert done.returncode == plain.returncode == {"raise": 1, "exit": 7}.get(arguments[0], 0), done.stderr
     assert done.stdout == plain.stdout
     match = REPORT.fullmatch(done.stderr)
@@ -342,8 +342,8 @@ def test_run_gives_the_same_output_and_exit_code_as_python(options: list[str], a
 def test_run_of_a_module_gives_the_same_output_as_python(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "__main__.py").write_text("import sys; print(sys.argv, __name__, __spec__.name); sys.exit(3)")
-    plain = python("-m", "deep", "a", "--b", cwd=tmp_path)
-    done = python("-m", "vecenv", "run", "--quiet", "--num-workers", "2", "-m", "deep", "a", "--b", cwd=tmp_path)
+    plain = run_python("-m", "deep", "a", "--b", cwd=tmp_path)
+    done = run_python("-m", "vecenv", "run", "--quiet", "--num-workers", "2", "-m", "deep", "a", "--b", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (plain.returncode, plain.stdout, "")
     assert done.returncode == 3
 
@@ -362,7 +362,7 @@ def test_run_of_a_module_gives_the_same_output_as_python(tmp_path: Path) -> None
     ids=str,
 )
 def test_usage_error_is_reported_without_traceback(arguments: list[str], message: str, tmp_path: Path) -> None:
-    done = python("-m", "vecenv", "run", *arguments, cwd=tmp_path)
+    done = run_python("-m", "vecenv", "run", *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -372,13 +372,13 @@ def test_usage_error_is_reported_without_traceback(arguments: list[str], message
 @pytest.mark.long
 def test_run_reports_that_no_vector_environment_was_built(tmp_path: Path) -> None:
     (tmp_path / "none.py").write_text("import gymnasium\nprint(gymnasium.vector.SyncVectorEnv.__module__)")
-    done = python("-m", "vecenv", "run", "none.py", cwd=tmp_path)
+    done = run_python("-m", "vecenv", "run", "none.py", cwd=tmp_path)
     assert done.returncode == 0
     assert done.stdout == "gymnasium.vector.sync_vector_env\n"
     assert done.stderr.endswith(
         "vecenv run: no vector environment was built by vecenv in this process; --sync replaces SyncVectorEnv too\n"
     )
-    done = python("-m", "vecenv", "run", "--sync", "none.py", cwd=tmp_path)
+    done = run_python("-m", "vecenv", "run", "--sync", "none.py", cwd=tmp_path)
     assert done.stderr.endswith("vecenv run: no vector environment was built by vecenv in this process\n")
 
 
@@ -393,7 +393,7 @@ def test_run_reports_a_subclass_that_still_derives_from_gymnasiums_class(tmp_pat
 
         print([base.__module__ for base in Derived.__bases__])
     """))
-    done = python("-m", "vecenv", "run", "derives.py", cwd=tmp_path)
+    done = run_python("-m", "vecenv", "run", "derives.py", cwd=tmp_path)
     assert done.stdout == "['gymnasium.vector.async_vector_env']\n"
     assert done.stderr.splitlines()[-1] == (
         "vecenv run: no vector environment was built by vecenv in this process; --sync replaces SyncVectorEnv too; "
@@ -404,8 +404,8 @@ def test_run_reports_a_subclass_that_still_derives_from_gymnasiums_class(tmp_pat
 @pytest.mark.long
 def test_run_of_a_program_with_a_syntax_error_prints_the_same_error_as_python(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("x = (\n")
-    plain = python("bad.py", cwd=tmp_path)
-    done = python("-m", "vecenv", "run", "--quiet", "bad.py", cwd=tmp_path)
+    plain = run_python("bad.py", cwd=tmp_path)
+    done = run_python("-m", "vecenv", "run", "--quiet", "bad.py", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (1, plain.stderr)
 
 
@@ -431,7 +431,7 @@ def test_run_reports_the_number_of_failures_and_restarts(tmp_path: Path) -> None
                 envs.step([0, 0])
     """))
     options = ["--num-workers", "1", "--on-failure", "restart"]
-    done = python("-W", "ignore", "-m", "vecenv", "run", *options, "fails.py", cwd=tmp_path)
+    done = run_python("-W", "ignore", "-m", "vecenv", "run", *options, "fails.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     last = done.stderr.splitlines()[-1]
     assert re.search(r": 8 steps in .*; 2 failures, 2 restarts$", last), done.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import imported
+from programs import import_program
 
 SCRIPT = Path(__file__).parents[1] / ".ci" / "prose.py"
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="an installed packag
 @pytest.fixture(scope="module")
 def script() -> Iterator[Any]:
     pytest.importorskip("proselint", reason="the extra lint brings it")
-    with imported(SCRIPT) as module:
+    with import_program(SCRIPT) as module:
         yield module
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from failing import COUNT, DIES, LATE, RAISES, SECONDS, Faulty, assert_continues, engine, one_fails
+from failing import COUNT, DIES, LATE, RAISES, SECONDS, FaultyEnv, actions_with_fault, assert_continues, engine
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from sampling import each_once
 from without_spares import Walk
@@ -150,7 +150,7 @@ def test_other_rows_continue_until_the_failed_one_is_reset(fault: int, closes: A
     pool = closes(make_faulty_pool(4))
     pool.reset()
     with pytest.raises((ValueError, WorkerDied)):
-        pool.step(one_fails(fault), np.arange(4))
+        pool.step(actions_with_fault(fault), np.arange(4))
     observations, *_, infos = pool.recv()
     assert sorted(infos["env_id"].tolist()) == [0, 2, 3]
     assert (observations[:, 0] == 1).all()
@@ -179,7 +179,7 @@ def test_reset_of_a_row_returns_no_steps_of_other_rows(closes: Any) -> None:
 def test_failed_reset_is_repeated_with_its_seed(tmp_path: Path, closes: Any) -> None:
     mark = tmp_path / "stuck"
     mark.touch()
-    pool = closes(make_faulty_pool(4, fns=[Faulty, lambda: Faulty(str(mark)), Faulty, Faulty]))
+    pool = closes(make_faulty_pool(4, fns=[FaultyEnv, lambda: FaultyEnv(str(mark)), FaultyEnv, FaultyEnv]))
     with pytest.raises(ValueError, match="stuck"):
         pool.reset()
     mark.unlink()

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from forks import in_a_fork
+from forks import run_in_fork
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded, UnregisteredEnv
 from gymnasium.spaces import Box, Dict, Discrete
 from gymnasium.vector import AutoresetMode
@@ -228,7 +228,7 @@ def test_call_in_a_child_forked_during_another_threads_call_raises(make: Make) -
         new.reset()
         new.close()
 
-    assert in_a_fork(check) == 0
+    assert run_in_fork(check) == 0
     thread.join()
 
 

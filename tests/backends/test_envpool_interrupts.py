@@ -22,7 +22,7 @@ pytest.importorskip("envpool")
 
 from interruption import KINDS, Interruption, moments
 from sampling import each_once, each_pair
-from signals import pythons_own_ctrl_c
+from signals import default_sigint_handler
 
 from vecenv.backends import EnvPoolVectorEnv
 from vecenv.backends.envpool import drivers
@@ -34,7 +34,7 @@ from .pool_doubles import slow_down
 
 @pytest.fixture(autouse=True)
 def ctrl_c() -> Iterator[None]:
-    with pythons_own_ctrl_c():
+    with default_sigint_handler():
         yield
 
 

@@ -7,7 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from failing import COUNT, FAULTS, FAULTY, RAISES, assert_continues, assert_continues_after_a_signal, engine, one_fails
+from failing import (
+    COUNT,
+    FAULTS,
+    FAULTY,
+    RAISES,
+    actions_with_fault,
+    assert_continues,
+    assert_continues_after_a_signal,
+    engine,
+)
 
 
 class Sb3Client:
@@ -99,7 +108,7 @@ def test_tianshou_resets_only_the_failed_environment() -> None:
     venv = AsyncTianshouClient(engine()).envs
     venv.reset()
     with pytest.raises(ValueError, match="stuck"):
-        all(venv.step(sent, np.arange(COUNT)) for sent in (one_fails(RAISES), None))
+        all(venv.step(sent, np.arange(COUNT)) for sent in (actions_with_fault(RAISES), None))
     assert FAULTY in venv.ready_id
     observations, _ = venv.reset([FAULTY])
     assert observations[:, 0].tolist() == [0.0]

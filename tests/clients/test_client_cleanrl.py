@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from programs import EXAMPLES, printed
+from programs import EXAMPLES, python_output
 
 pytest.importorskip("torch", reason="needs torch: pip install 'vecenv[clients]'")
 
@@ -15,7 +15,7 @@ OURS, THEIRS = "from vecenv import AsyncVectorEnv\n", "from gymnasium.vector imp
 
 
 def run(program: Path, *arguments: str, timeout: float = 100) -> list[str]:
-    return printed("-W", "error::ResourceWarning", program, *arguments, timeout=timeout).splitlines()
+    return python_output("-W", "error::ResourceWarning", program, *arguments, timeout=timeout).splitlines()
 
 
 def test_program_prints_equal_results_with_gymnasiums_import(tmp_path: Path) -> None:

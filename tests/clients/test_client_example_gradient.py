@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from programs import EXAMPLES, printed
+from programs import EXAMPLES, python_output
 
 pytest.importorskip("torchrl", reason="needs TorchRL: pip install 'vecenv[clients]'")
 pytest.importorskip("brax", reason="needs Brax: pip install 'vecenv[brax]'")
@@ -14,7 +14,7 @@ pytest.importorskip("brax", reason="needs Brax: pip install 'vecenv[brax]'")
 @pytest.mark.long
 @pytest.mark.timeout(580)
 def test_policy_learns_to_keep_the_pole_upright() -> None:
-    shown = printed(EXAMPLES / "torchrl_gradient.py", timeout=560)
+    shown = python_output(EXAMPLES / "torchrl_gradient.py", timeout=560)
     lengths = {when: int(steps) for when, steps in re.findall(r"(before|after): (\d+) of 200 steps", shown)}
     assert lengths["before"] < 40
     assert lengths["after"] > 2 * lengths["before"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from programs import EXAMPLES, imported, printed
+from programs import EXAMPLES, import_program, python_output
 
 pytest.importorskip("torch", reason="needs torch: pip install 'vecenv[clients]'")
 pytest.importorskip("mpe2", reason="needs MPE: pip install mpe2")
@@ -20,13 +20,13 @@ LINE = re.compile(r"\s+(\d+) steps, mean return of the last 5 updates (-\d+\.\d{
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[Any]:
-    with imported(EXAMPLE) as module:
+    with import_program(EXAMPLE) as module:
         yield module
 
 
 def run_example(*arguments: str, timeout: float) -> list[tuple[int, float]]:
     """Return the steps and the mean return of each line that the example prints."""
-    shown = printed("-W", "error::ResourceWarning", EXAMPLE, *arguments, timeout=timeout)
+    shown = python_output("-W", "error::ResourceWarning", EXAMPLE, *arguments, timeout=timeout)
     return [(int(steps), float(value)) for steps, value in LINE.findall(shown)]
 
 

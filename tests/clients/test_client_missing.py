@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from programs import check_help, check_missing_library, python
+from programs import check_help, check_missing_library, run_python
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ assert {adapter!r} in dir(vecenv.adapters)
 assert "torch" not in sys.modules
 vecenv.adapters.{adapter}
 """
-    done = python("-c", program)
+    done = run_python("-c", program)
     last_line = done.stderr.strip().splitlines()[-1]
     command = "pip install torch (CPU build: pytorch.org)"  # the extras bring CUDA
     if library != "torch":

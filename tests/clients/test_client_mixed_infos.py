@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from envs import describe
-from mixed_infos import ACTIONS, MixedInfos, choose, numbers, play_episode
+from mixed_infos import ACTIONS, MixedInfosEnv, choose_action, play_episode, summarize_results
 
 import vecenv
 
@@ -19,7 +19,7 @@ MIXTURES = pytest.mark.parametrize("mixtures", [range(3), pytest.param(range(3, 
 
 
 def make_env_fns(mixture: int) -> list[Any]:
-    return [functools.partial(MixedInfos, mixture + index) for index in range(ENVS)]
+    return [functools.partial(MixedInfosEnv, mixture + index) for index in range(ENVS)]
 
 
 def make_envs(mixture: int, num_workers: int, mode: str) -> Any:
@@ -96,10 +96,10 @@ def test_as_tianshou_equals_dummy_vector_env(mixtures: Any) -> None:
 class Model:
     """The part of a Stable-Baselines3 model that ``evaluate_sb3`` uses."""
 
-    observation_space, action_space = MixedInfos.observation_space, MixedInfos.action_space
+    observation_space, action_space = MixedInfosEnv.observation_space, MixedInfosEnv.action_space
 
     def predict(self, observations: Any, **_: Any) -> Any:
-        return np.array([choose(observation) for observation in observations]), None
+        return np.array([choose_action(observation) for observation in observations]), None
 
 
 @pytest.mark.parametrize("mixtures", [range(2), pytest.param(range(2, 202), marks=LONG)], ids=str)
@@ -109,7 +109,7 @@ def test_evaluate_sb3_equals_single_episodes(mixtures: Any) -> None:
 
     model: Any = Model()
     for mixture in mixtures:
-        env_fn = functools.partial(MixedInfos, mixture, none=True)
+        env_fn = functools.partial(MixedInfosEnv, mixture, none=True)
         expected = [play_episode(env_fn(), 5 + index, False) for index in range(9)]
         for num_workers in (0, 1, 2, 4, 8) if len(mixtures) > 2 else (0, 2):
             options: Any = {"num_workers": num_workers, "context": "forkserver"}
@@ -118,4 +118,4 @@ def test_evaluate_sb3_equals_single_episodes(mixtures: Any) -> None:
                 results = evaluate_sb3(model, envs, 9, seed=5)
             finally:
                 envs.close()
-            assert numbers(results) == expected, f"mixture {mixture}, {num_workers} workers"
+            assert summarize_results(results) == expected, f"mixture {mixture}, {num_workers} workers"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from programs import python
+from programs import run_python
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'vecenv[clients]'")
 for library in ("flax", "optax", "rich", "matplotlib"):
@@ -36,7 +36,7 @@ def address() -> Iterator[str]:
 
 def run(cwd: Path, backend: str, *arguments: str, **variables: str) -> tuple[float, bool, int, Path]:
     """Return the mean return, whether the target was reached, steps, and the path of the learning curve."""
-    done = python(EXAMPLE, "CartPole-v1", "--backend", backend, *arguments, cwd=cwd, timeout=280, **variables)
+    done = run_python(EXAMPLE, "CartPole-v1", "--backend", backend, *arguments, cwd=cwd, timeout=280, **variables)
     match = LAST_LINE.fullmatch(done.stdout.splitlines()[-1] if done.stdout else "")
     assert match, done.stdout + done.stderr[-3000:]
     assert done.returncode == (0 if match[2] else 1)
@@ -58,7 +58,7 @@ def test_training_with_first_ready_hosts_runs(address: str, tmp_path: Path) -> N
 
 
 def test_full_cluster_prints_a_one_line_error(address: str, tmp_path: Path) -> None:
-    done = python(EXAMPLE, "--backend", "ray", "--num-hosts", "64", cwd=tmp_path, RAY_ADDRESS=address)
+    done = run_python(EXAMPLE, "--backend", "ray", "--num-hosts", "64", cwd=tmp_path, RAY_ADDRESS=address)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("ppo: "), done.stderr[-3000:]
     assert "Traceback" not in done.stderr

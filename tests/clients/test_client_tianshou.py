@@ -13,7 +13,7 @@ import pytest
 from client_envs import assert_equal as assert_equal_with_types
 from client_envs import make_cartpole, make_full_env_fns
 from envs import FixedBatchSize
-from programs import python
+from programs import run_python
 
 pytest.importorskip("tianshou", reason="needs Tianshou: pip install 'vecenv[clients]'")
 
@@ -146,7 +146,7 @@ def test_invalid_input_raises() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ppo_learns_cartpole() -> None:
-    done = python(EXAMPLE, timeout=280)
+    done = run_python(EXAMPLE, timeout=280)
     match = re.search(r"^return (\d+) \+- ", done.stdout, re.MULTILINE)
     assert match, done.stderr[-3000:]
     assert int(match[1]) >= 475

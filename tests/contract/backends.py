@@ -35,7 +35,7 @@ class Backend:
         options_applied: True if observations show that the environments received ``options={"low": 0.02, "high": 0.03}``.
         slow_actions: The actions of ``make_slow``, if they differ.
         needs: Modules that the backend needs.
-        folder: The folder of tests to run with, because threads are left (``THREADS_STAY`` in ``tests/conftest.py``).
+        folder: The folder of tests to run with, because threads stay; see ``PERMANENT_THREAD_FOLDERS`` in tests/conftest.py.
         context: A context that is open while this backend is tested.
         expensive: True if it takes long to build, so that tests which leave it idle share one.
         steps: Steps of its environment per action.

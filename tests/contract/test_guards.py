@@ -16,10 +16,10 @@ from typing import Any
 
 import gymnasium
 import pytest
-from forks import in_a_fork
+from forks import run_in_fork
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 from interruption import Interruption
-from signals import handled
+from signals import signal_handler
 
 import vecenv
 from vecenv.errors import BusyError, ForkedError
@@ -98,7 +98,7 @@ def test_forked_child_is_refused_and_the_parent_continues(backend: Backend, envs
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python warns about a fork beside threads
-        assert in_a_fork(check) == 0
+        assert run_in_fork(check) == 0
     envs.step(actions)
 
 
@@ -367,7 +367,7 @@ def test_call_within_a_call_is_refused(backend: Backend, build: Callable[..., An
             except Exception as error:
                 errors.append(error)
 
-    with handled(signal.SIGALRM, handler):
+    with signal_handler(signal.SIGALRM, handler):
         for seconds in (0.02, 0.01, 0.005, 0.02, 0.01, 0.005, 0.002):  # a signal before or after the step: try again
             envs = build(backend.make_slow)
             actions = (backend.slow_actions or backend.actions)(envs.num_envs)
@@ -398,7 +398,7 @@ def test_reset_after_an_interrupted_wait_drops_the_pending_call(backend: Backend
     timeout = 60 if envs.capabilities.runs_jax else None  # on JAX, only a wait with a timeout lasts as long as the step
     first = to_numpy(envs.reset(seed=3)[0])
     interrupted = 0
-    with handled(signal.SIGALRM, KeyboardInterrupt):
+    with signal_handler(signal.SIGALRM, KeyboardInterrupt):
         for begin, wait in (
             (lambda: envs.step_async(actions), lambda: envs.step_wait(timeout)),
             (lambda: envs.send(actions, range(envs.num_envs)), lambda: envs.recv(timeout)),

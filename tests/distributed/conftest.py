@@ -1,4 +1,4 @@
-"""Ray clusters for tests, which run late because Ray's threads stay (``THREADS_STAY`` in ``tests/conftest.py``)."""
+"""Ray clusters for tests, which run late because of their threads (``PERMANENT_THREAD_FOLDERS`` in tests/conftest.py)."""
 
 from __future__ import annotations
 

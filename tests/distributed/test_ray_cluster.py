@@ -20,7 +20,7 @@ import pytest
 from envs import CounterEnv, MergedByGymnasium, SpaceEnv, counters, scripted
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from programs import printed
+from programs import python_output
 from walks import LONGEST, SEED, choose, expected_from, expected_results, numbers, snapshots_midway, walks
 
 import vecenv
@@ -145,7 +145,7 @@ def test_program_uses_a_running_cluster_and_leaves_it_running(cluster: Any, tmp_
     program.write_text(textwrap.dedent(STEP_PROGRAM))
     address, tests = cluster.get_runtime_context().gcs_address, Path(__file__).parent.parent
     path = os.pathsep.join([str(tests), str(tests.parent)])
-    shown = printed(program, timeout=200, RAY_ADDRESS=address, PYTHONPATH=path)
+    shown = python_output(program, timeout=200, RAY_ADDRESS=address, PYTHONPATH=path)
     assert shown.splitlines()[-3:] == [f"{address} False", "[0.001, 1.001]", "False"]
     wait_for_cores(cluster, 8)
     assert cluster.get(cluster.remote(lambda: 7).remote()) == 7  # the cluster still works

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import printed
+from programs import python_output
 
 pytest.importorskip("ray", reason="Ray is not installed (pip install 'vecenv[ray]')")
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
@@ -86,7 +86,7 @@ def run(program: str, folder: Path) -> dict[str, Any]:
     file = folder / "program.py"
     file.write_text(textwrap.dedent(program))
     tests = Path(__file__).parent.parent
-    shown = printed(file, timeout=200, PYTHONPATH=os.pathsep.join([str(tests), str(tests.parent)]))
+    shown = python_output(file, timeout=200, PYTHONPATH=os.pathsep.join([str(tests), str(tests.parent)]))
     report: dict[str, Any] = json.loads(shown.strip().splitlines()[-1])
     return report
 

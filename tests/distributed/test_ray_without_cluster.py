@@ -73,8 +73,8 @@ def test_trajectories_and_infos_equal_sync_vector_env(num_hosts: int, mode: Auto
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_info_keys_have_the_order_of_the_local_engine(mode: AutoresetMode, closes: Any) -> None:
-    envs = closes(InProcessRayVectorEnv(scripted(5, turn=False), autoreset_mode=mode))
-    local: Any = closes(vecenv.AsyncVectorEnv(scripted(5, turn=False), autoreset_mode=mode, num_workers=0))
+    envs = closes(InProcessRayVectorEnv(scripted(5, rotate_infos=False), autoreset_mode=mode))
+    local: Any = closes(vecenv.AsyncVectorEnv(scripted(5, rotate_infos=False), autoreset_mode=mode, num_workers=0))
     assert list(envs.reset(seed=1)[1]) == list(local.reset(seed=1)[1])
     for _ in range(20):
         actions = local.action_space.sample()

@@ -14,7 +14,7 @@ from envs import (
     Options,
     ReturningEnv,
     ReusingEnv,
-    assert_as_sync,
+    assert_matches_sync,
     counters,
     describe,
     open_engine,
@@ -49,7 +49,7 @@ def test_episodes_end_and_begin_as_in_sync_vector_env(
     """The environments are in different episodes, so that each ends at its own step."""
     lengths = EPISODES[kind]["lengths"]
     fns = [counters(3, **{**EPISODES[kind], "lengths": lengths[row % len(lengths) :] + lengths})[row] for row in range(3)]
-    assert_as_sync(fns, 12, autoreset_mode=mode, shared_memory=shared_memory, **engine)
+    assert_matches_sync(fns, 12, autoreset_mode=mode, shared_memory=shared_memory, **engine)
 
 
 def test_reset_info_may_override_final_info(engine: Options) -> None:

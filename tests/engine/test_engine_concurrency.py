@@ -20,7 +20,7 @@ from envs import (
     OverlapEnv,
     RaisingEnv,
     SleepingEnv,
-    assert_as_sync,
+    assert_matches_sync,
     counters,
     open_engine,
     raises_logged,
@@ -28,7 +28,7 @@ from envs import (
 )
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from programs import printed
+from programs import python_output
 from sampling import each_once
 
 import vecenv
@@ -79,7 +79,7 @@ def test_max_concurrency_does_not_limit_calls() -> None:
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_max_concurrency_does_not_change_results(every_engine: Options, mode: AutoresetMode) -> None:
-    assert_as_sync(counters(4, lengths=(2, 3)), autoreset_mode=mode, max_concurrency=1, **every_engine)
+    assert_matches_sync(counters(4, lengths=(2, 3)), autoreset_mode=mode, max_concurrency=1, **every_engine)
 
 
 def test_failed_env_does_not_block_others_at_max_concurrency() -> None:
@@ -115,7 +115,7 @@ def test_max_concurrency_envs_run_at_once(tmp_path: Path) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("limit", [4, 100])
 def test_max_concurrency_above_num_envs_has_no_effect(limit: int) -> None:
-    assert_as_sync(counters(2), max_concurrency=limit)
+    assert_matches_sync(counters(2), max_concurrency=limit)
 
 
 def test_large_pickled_reply_does_not_block_others() -> None:
@@ -441,7 +441,7 @@ def test_functions_defined_in_main_after_the_start_reach_workers(context: str, t
     """A later cell of a notebook may define a function for ``exec_func``. A forked worker must not die of it."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM_WITH_LATER_DEFINITIONS)
-    first, second, third, last = printed(program, context).splitlines()
+    first, second, third, last = python_output(program, context).splitlines()
     assert first == "((True, 1), (True, 1)) ((True, 5), (True, 5))"
     assert second == "('new definition', 'new definition')"
     assert third == "[True, True]"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from envs import CounterEnv, Options, ReturningEnv, assert_as_sync, info_env, open_engine, ready_engine
+from envs import CounterEnv, Options, ReturningEnv, assert_matches_sync, info_env, open_engine, ready_engine
 from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -290,7 +290,7 @@ class SharedInfoEnv(CounterEnv):
 def test_infos_overwritten_in_place_equal_sync_vector_env(kwargs: Options, mode: str) -> None:
     """Infos keep the values of their step, although the next environment writes into the same dicts and arrays."""
     info = {"array": np.zeros(4), "objects": np.zeros(4, object), "inner": {"array": np.zeros(4)}, "ordered": OrderedDict()}
-    assert_as_sync([partial(SharedInfoEnv, row, info) for row in range(3)], 6, autoreset_mode=mode, **kwargs)
+    assert_matches_sync([partial(SharedInfoEnv, row, info) for row in range(3)], 6, autoreset_mode=mode, **kwargs)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -19,7 +19,7 @@ from envs import (
     Options,
     ReturningEnv,
     SpaceEnv,
-    assert_as_sync,
+    assert_matches_sync,
     counters,
     open_engine,
     raises_logged,
@@ -70,7 +70,7 @@ def make_returning_env_fns(space: spaces.Space, observation: Any, good: Any = No
 def test_observations_of_every_space_equal_those_of_sync_vector_env(
     engine: Options, shared_memory: bool, mode: str, name: str
 ) -> None:
-    assert_as_sync(make_space_env_fns(ALL_SPACES[name]), autoreset_mode=mode, shared_memory=shared_memory, **engine)
+    assert_matches_sync(make_space_env_fns(ALL_SPACES[name]), autoreset_mode=mode, shared_memory=shared_memory, **engine)
 
 
 @pytest.mark.sampled(5)
@@ -125,7 +125,7 @@ def test_no_copy_returns_the_same_arrays_without_shared_memory(engine: Options) 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_no_copy_observations_equal_sync_vector_env(shared_memory: bool, name: str) -> None:
-    assert_as_sync(make_space_env_fns(FIXED_SPACES[name]), copy=False, shared_memory=shared_memory, num_workers=2)
+    assert_matches_sync(make_space_env_fns(FIXED_SPACES[name]), copy=False, shared_memory=shared_memory, num_workers=2)
 
 
 @pytest.mark.sampled(6)
@@ -154,7 +154,7 @@ CUSTOM = {"alone": CustomSpace(), "in a dict": spaces.Dict(PARTS), "in a tuple":
 @pytest.mark.parametrize("copied", [True, False], ids=["copy", "no-copy"])
 @pytest.mark.parametrize("name", CUSTOM)
 def test_custom_space_without_shared_memory_equals_sync_vector_env(engine: Options, name: str, copied: bool) -> None:
-    assert_as_sync(make_space_env_fns(CUSTOM[name], 2), shared_memory=False, copy=copied, **engine)
+    assert_matches_sync(make_space_env_fns(CUSTOM[name], 2), shared_memory=False, copy=copied, **engine)
 
 
 def build_by_name(fns: list[Any], **engine: Any) -> Any:
@@ -181,7 +181,7 @@ def test_custom_space_is_pickled_if_shared_memory_is_not_given(num_workers: int)
     fns = make_space_env_fns(CustomSpace(), 2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert_as_sync(fns, num_workers=num_workers)
+        assert_matches_sync(fns, num_workers=num_workers)
     assert [str(warning.message) for warning in caught if "pickled" in str(warning.message)][1:] == []
     assert any("cannot lie in shared memory" in str(warning.message) for warning in caught) == bool(num_workers)
     with open_engine(fns, num_workers=0) as envs:
@@ -203,7 +203,7 @@ class BoxSubclass(spaces.Box):
 
 
 def test_subclass_of_box_is_treated_as_a_box(engine: Options, shared_memory: bool) -> None:
-    assert_as_sync(make_space_env_fns(BoxSubclass(-1, 1, (3,), np.float32), 2), shared_memory=shared_memory, **engine)
+    assert_matches_sync(make_space_env_fns(BoxSubclass(-1, 1, (3,), np.float32), 2), shared_memory=shared_memory, **engine)
 
 
 class PointSpace(spaces.Space):
@@ -303,7 +303,7 @@ CASTS: dict[str, tuple[spaces.Space, Any]] = {
 @pytest.mark.parametrize(("engine", "shared_memory", "name"), each_pair(VALUE_ENGINES, MEMORIES, list(CASTS)))
 def test_observations_are_cast_to_the_space_like_sync_vector_env(engine: Options, shared_memory: bool, name: str) -> None:
     space, observation = CASTS[name]
-    assert_as_sync(make_returning_env_fns(space, observation, observation), 1, shared_memory=shared_memory, **engine)
+    assert_matches_sync(make_returning_env_fns(space, observation, observation), 1, shared_memory=shared_memory, **engine)
 
 
 def test_extra_observation_keys_are_ignored(engine: Options, shared_memory: bool) -> None:
@@ -416,7 +416,7 @@ def test_spaces_in_foreign_byte_order_equal_sync_vector_env(
     engine: Options, shared_memory: bool, mode: str, name: str, copied: bool
 ) -> None:
     fns = make_space_env_fns(FOREIGN_BYTE_ORDER[name])
-    assert_as_sync(fns, autoreset_mode=mode, copy=copied, shared_memory=shared_memory, **engine)
+    assert_matches_sync(fns, autoreset_mode=mode, copy=copied, shared_memory=shared_memory, **engine)
 
 
 @pytest.mark.parametrize("value", [np.arange(3, dtype=">f4"), np.arange(3, dtype="f4"), [0, 1, 2], np.arange(3)], ids=repr)

@@ -17,11 +17,11 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import CounterEnv, Options, SpaceEnv, assert_as_sync, counters, open_engine, raises_logged, ready_engine
+from envs import CounterEnv, Options, SpaceEnv, assert_matches_sync, counters, open_engine, raises_logged, ready_engine
 from gymnasium import spaces
 from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import SyncVectorEnv
-from programs import python
+from programs import run_python
 
 import vecenv
 from vecenv import Restart, WorkerOptions
@@ -288,7 +288,7 @@ def assert_same_trajectory_of_legal_actions(envs: Any, reference: Any) -> None:
 @every_start_method
 def test_cartpole_trajectories_equal_sync_vector_env_with_every_start_method(context: str) -> None:
     fns = [lambda: gymnasium.make("CartPole-v1", max_episode_steps=9)] * 3
-    assert_as_sync(fns, 30, autoreset_mode="SameStep", context=context, copy=False, num_workers=2)
+    assert_matches_sync(fns, 30, autoreset_mode="SameStep", context=context, copy=False, num_workers=2)
 
 
 class StepsUnderSemaphore(CounterEnv):
@@ -372,7 +372,7 @@ if __name__ == "__main__":
 def test_fork_server_preloads_modules_for_workers(tmp_path: Any) -> None:
     file = tmp_path / "program.py"
     file.write_text(PRELOAD_PROGRAM)
-    done = python(file)
+    done = run_python(file)
     assert done.stdout.splitlines() == ["([True, True], [False, False])", "([True, True], [False, False])"], done.stderr
     assert "WorkerOptions(preload) has no effect: the fork server" in done.stderr
 
@@ -399,7 +399,7 @@ def test_fork_server_imports_torch_if_the_main_file_uses_it(line: str, tmp_path:
     (tmp_path / "training.py").write_text(TRAINING_PROGRAM.format(line))
     # by an environment variable, so that the fork server also finds the module
     path = os.pathsep.join([str(tmp_path), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    python(tmp_path / "training.py", PYTHONPATH=path)
+    run_python(tmp_path / "training.py", PYTHONPATH=path)
     pids = (tmp_path / "pids").read_text().split()
     # the program and the fork server import torch; if the main file deletes it, every worker imports it anew
     assert (len(pids) == 2) == (line != "del torch"), f"torch was imported {len(pids)} times"
@@ -538,7 +538,7 @@ if __name__ == "__main__":
     print(simulator.AT_IMPORT, *envs.get_attr("at_import"))
     envs.close()
 """)
-    done = python(program, PYTHONPATH=str(Path(vecenv.__file__).parents[1]))
+    done = run_python(program, PYTHONPATH=str(Path(vecenv.__file__).parents[1]))
     assert done.stdout.split() == ["None", "0", "1"], done.stderr
 
 

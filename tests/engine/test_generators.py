@@ -21,9 +21,9 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
-from programs import printed
+from programs import python_output
 from sampling import each_once
-from signals import Alarm, handled, interrupt_at
+from signals import Alarm, interrupt_at, signal_handler
 
 import vecenv
 from vecenv.errors import SnapshotMismatch
@@ -235,7 +235,7 @@ def test_signal_at_any_point_does_not_change_draws(
             random.seed(7)
             np.random.seed(7)
             np.random.normal()  # NumPy generates two numbers and keeps the second
-            with handled(signal.SIGUSR2, Alarm):
+            with signal_handler(signal.SIGUSR2, Alarm):
                 fired, _ = interrupt_at(event, run_episode, own_generators.__file__, system_generators.__file__)
             expected = np.random.RandomState(7).normal(size=3).tolist()[1:], random.Random(7).random()
             assert ([np.random.normal(), np.random.normal()], random.random()) == expected, f"event {event}"
@@ -507,5 +507,5 @@ def test_vecenv_run_forwards_generators(tmp_path: Path) -> None:
         "    print(envs.generators)\n"
         "    envs.close()\n"
     )
-    output = printed("-m", "vecenv", "run", "--generators", "own", "--num-workers", "0", program)
+    output = python_output("-m", "vecenv", "run", "--generators", "own", "--num-workers", "0", program)
     assert output.split() == ["own"]

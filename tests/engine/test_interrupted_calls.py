@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from gymnasium.error import ResetNeeded
 from gymnasium.vector import SyncVectorEnv
-from signals import handled
+from signals import signal_handler
 
 import vecenv
 from vecenv.engine.pending_messages import PendingMessages
@@ -84,7 +84,7 @@ ACTIONS = np.array([1, 2, 3, 4])
 
 @pytest.fixture(autouse=True)
 def alarm() -> Iterator[None]:
-    with handled(signal.SIGALRM, TimeoutError):
+    with signal_handler(signal.SIGALRM, TimeoutError):
         yield
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import gymnasium
 import numpy as np
 import pytest
-from envs import NestedDictEnv, assert_as_sync, counters, open_engine, scripted
+from envs import NestedDictEnv, assert_matches_sync, counters, open_engine, scripted
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import vector as wrappers
@@ -230,7 +230,7 @@ SLOW_TO_BUILD = {"Ant-v5", "ALE/Pong-v5"}
 def test_trajectories_equal_those_of_sync_vector_env(name: str, mode: AutoresetMode) -> None:
     steps = 15 if name in SLOW_TO_BUILD else 60
     cuts = name == "FrozenLake-v1"  # its reset returns {"prob": 1}, and its step {"prob": 0.333}
-    assert_as_sync([REAL_ENV_FNS[name]] * 3, steps, autoreset_mode=mode, cuts=cuts, num_workers=2)
+    assert_matches_sync([REAL_ENV_FNS[name]] * 3, steps, autoreset_mode=mode, merge_by_gymnasium=cuts, num_workers=2)
 
 
 @pytest.mark.sampled(5)
@@ -246,7 +246,7 @@ def test_trajectories_equal_those_of_sync_vector_env(name: str, mode: AutoresetM
 )
 @pytest.mark.parametrize("name", ["CartPole-v1", "Blackjack-v1", "Ant-v5", "NestedDict"])
 def test_trajectories_in_every_configuration_equal_sync_vector_env(name: str, options: dict[str, Any]) -> None:
-    assert_as_sync([REAL_ENV_FNS[name]] * 2, 15, autoreset_mode="SameStep", **options)
+    assert_matches_sync([REAL_ENV_FNS[name]] * 2, 15, autoreset_mode="SameStep", **options)
 
 
 # -- wrappers ------------------------------------------------------------------------------------------------
@@ -406,7 +406,7 @@ def test_frame_stack_in_workers_equals_sync_vector_env() -> None:
         env = gymnasium.wrappers.GrayscaleObservation(make_env("ALE/Pong-v5", frameskip=4))
         return gymnasium.wrappers.FrameStackObservation(gymnasium.wrappers.ResizeObservation(env, (84, 84)), 4)
 
-    assert_as_sync([build] * 2, 5)
+    assert_matches_sync([build] * 2, 5)
 
 
 # --- ``VectorEnvContract`` with several configurations of the engine, and with faulty vector environments

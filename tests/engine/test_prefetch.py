@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 from sampling import each_once
-from signals import Alarm, handled, interrupt_at
+from signals import Alarm, interrupt_at, signal_handler
 from without_spares import Walk, derived_seed, make_reference
 
 import vecenv
@@ -727,7 +727,7 @@ def test_interrupted_step_is_pending_or_needs_a_reset(mode: str, every: int, clo
     while fired and event < 3000:
         reference = make_reference([Walk] * 3, autoreset_mode=mode)
         assert_identical(envs.reset(seed=event), reference.reset(seed=event), f"event {event}")
-        with handled(signal.SIGUSR2, Alarm):
+        with signal_handler(signal.SIGUSR2, Alarm):
             for _ in range(3):
                 expected = reference.step(np.ones(3, np.int64))
                 fired, found = interrupt_at(event, lambda: envs.step(np.ones(3, np.int64)), prefetch.__file__)

@@ -21,7 +21,7 @@ import gymnasium
 import numpy as np
 import psutil
 import pytest
-from envs import Options, SleepingEnv, assert_as_sync, ready_engine
+from envs import Options, SleepingEnv, assert_matches_sync, ready_engine
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
@@ -86,12 +86,12 @@ ENGINES = [{"num_workers": 2}, {"num_workers": 0}, {"use_caller": True}, {"use_c
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ids=str)
 @pytest.mark.parametrize("style", ["regular", "by env", "mixed"])
 def test_infos_equal_sync_vector_env(engine: Options, mode: AutoresetMode, style: str) -> None:
-    assert_as_sync(make_numeric_env_fns(4, style), 14, autoreset_mode=mode, **engine)
+    assert_matches_sync(make_numeric_env_fns(4, style), 14, autoreset_mode=mode, **engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES[:2], ids=str)
 def test_changing_infos_equal_sync_vector_env(engine: Options) -> None:
-    assert_as_sync(make_numeric_env_fns(3, "over time"), 14, cuts=True, **engine)
+    assert_matches_sync(make_numeric_env_fns(3, "over time"), 14, merge_by_gymnasium=True, **engine)
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ids=str)

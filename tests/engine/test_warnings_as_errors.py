@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from envs import CounterEnv, RaisingEnv, ready_engine
 from gymnasium.spaces import Box
-from programs import python
+from programs import run_python
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,7 @@ def test_program_without_close_ends_without_a_traceback(
     num_workers: int, filters: str, reports: int, tmp_path: Path
 ) -> None:
     closed = tmp_path / "closed"
-    process = python("-W", filters, "-c", UNCLOSED_PROGRAM, str(num_workers), closed, cwd=tmp_path)
+    process = run_python("-W", filters, "-c", UNCLOSED_PROGRAM, str(num_workers), closed, cwd=tmp_path)
     assert process.returncode == 0
     assert "Exception ignored" not in process.stderr
     assert process.stderr.count("ResourceWarning: unclosed AsyncVectorEnv") == reports

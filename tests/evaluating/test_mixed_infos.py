@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from envs import open_engine
-from mixed_infos import MixedInfos, choose, numbers, play_episode
+from mixed_infos import MixedInfosEnv, choose_action, play_episode, summarize_results
 
 import vecenv
 from vecenv.aio import Pool
@@ -22,16 +22,16 @@ WORKERS = (0, 1, 2, 4, 8)
 
 
 def act_by_infos(observations: Any, infos: Any) -> Any:
-    return np.array([choose(observation, info) for observation, info in zip(observations, infos, strict=True)])
+    return np.array([choose_action(observation, info) for observation, info in zip(observations, infos, strict=True)])
 
 
-async def choose_action(observation: Any) -> int:
-    return choose(observation)
+async def choose_without_info(observation: Any) -> int:
+    return choose_action(observation)
 
 
 async def evaluate_with_pool(env_fn: Any, size: int, num_workers: int) -> Any:
     async with Pool(env_fn, size, num_workers=num_workers) as pool:
-        return await pool.evaluate(choose_action, EPISODES, seed=SEED)
+        return await pool.evaluate(choose_without_info, EPISODES, seed=SEED)
 
 
 @pytest.mark.sampled(1)
@@ -45,12 +45,12 @@ def test_evaluate_equals_plain_loops(mixtures: Any, workers: Any) -> None:
         warnings.simplefilter("error")  # evaluate does not warn about infos that it does not merge
         for mixture in mixtures:
             mode = ("NextStep", "SameStep", "Disabled")[mixture % 3]
-            env_fn = functools.partial(MixedInfos, mixture, none=True)
+            env_fn = functools.partial(MixedInfosEnv, mixture, none=True)
             expected = [play_episode(env_fn(), SEED + index, True) for index in range(EPISODES)]
             for num_workers in workers:
                 with open_engine([env_fn] * max(3, num_workers), num_workers=num_workers, autoreset_mode=mode) as envs:
                     results = vecenv.evaluate(envs, act_by_infos, EPISODES, seed=SEED)
-                assert numbers(results) == expected, f"mixture {mixture}, {num_workers} workers, {mode}"
+                assert summarize_results(results) == expected, f"mixture {mixture}, {num_workers} workers, {mode}"
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_evaluate_equals_plain_loops(mixtures: Any, workers: Any) -> None:
 )
 def test_pool_evaluate_equals_plain_loops(mixtures: Any, workers: Any) -> None:
     for mixture in mixtures:
-        env_fn = functools.partial(MixedInfos, mixture, none=True)
+        env_fn = functools.partial(MixedInfosEnv, mixture, none=True)
         expected = [play_episode(env_fn(), SEED + index, False) for index in range(EPISODES)]
         for num_workers in workers:
             results = asyncio.run(evaluate_with_pool(env_fn, max(3, num_workers), num_workers))
-            assert numbers(results) == expected, f"mixture {mixture}, {num_workers} workers"
+            assert summarize_results(results) == expected, f"mixture {mixture}, {num_workers} workers"

@@ -41,7 +41,7 @@ from interrupted_calls import (
 )
 from interruption import KINDS, Interruption, Stopped, moments, run_in_generator
 from observe import FAULT_MARKS
-from signals import pythons_own_ctrl_c
+from signals import default_sigint_handler
 from streams import FIRST_READY, RowStream
 
 import vecenv
@@ -60,7 +60,7 @@ EVERY = 19
 
 @pytest.fixture(autouse=True)
 def ctrl_c() -> Iterator[None]:
-    with pythons_own_ctrl_c():
+    with default_sigint_handler():
         yield
     gc.unfreeze()
 

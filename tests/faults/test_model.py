@@ -47,7 +47,7 @@ from interrupted_calls import (
 from interruption import Interruption, Stopped
 from observe import FAULT_MARKS, WAIT_SECONDS, still_running
 from sampling import each_once
-from signals import pythons_own_ctrl_c
+from signals import default_sigint_handler
 
 from vecenv.errors import EnvFailed, StepTimeout, WorkerDied
 
@@ -863,7 +863,7 @@ class InterruptionMachine(FaultMachine):
 @contextlib.contextmanager
 def interrupting_signals() -> Iterator[None]:
     """Allow a real signal to raise in the calls that :class:`SignalInterruption` surrounds."""
-    with pythons_own_ctrl_c(), contextlib.ExitStack() as stack:
+    with default_sigint_handler(), contextlib.ExitStack() as stack:
         stack.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, handle_signal))
         stack.callback(setattr, sys, "unraisablehook", sys.unraisablehook)
         sys.unraisablehook = handle_unraisable  # for an exception in a finalizer, or during garbage collection

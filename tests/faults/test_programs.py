@@ -96,7 +96,7 @@ OWN_CLASSES = Path(__file__).parent / "own_classes.py"
 
 
 def run_own_classes(method: str, engine: str) -> dict[str, str]:
-    return dict(line.split(": ", 1) for line in programs.printed(OWN_CLASSES, method, engine).splitlines())
+    return dict(line.split(": ", 1) for line in programs.python_output(OWN_CLASSES, method, engine).splitlines())
 
 
 @pytest.mark.long

@@ -23,8 +23,8 @@ from envs import killable_engine, ready_engine
 from gymnasium import spaces
 from gymnasium.error import ClosedEnvironmentError
 from observe import LINUX
-from programs import python
-from signals import Alarm, handled
+from programs import run_python
+from signals import Alarm, signal_handler
 
 import vecenv
 from vecenv.errors import ForkedError, StepTimeout, WorkerDied
@@ -72,7 +72,7 @@ def make_env_fns(
 @contextmanager
 def alarm(seconds: float) -> Iterator[None]:
     """Raise :class:`Alarm` after this many seconds."""
-    with handled(signal.SIGALRM, Alarm):
+    with signal_handler(signal.SIGALRM, Alarm):
         signal.setitimer(signal.ITIMER_REAL, seconds)
         yield
 
@@ -336,7 +336,7 @@ finally:
     print(sum(os.path.exists(f"/proc/{{pid}}") for pid in pids), len(os.listdir("/proc/self/fd")), envs.closed)
 """
     folder = Path(__file__).parent
-    done = python("-c", program, PYTHONPATH=os.pathsep.join([str(folder), *sys.path]))
+    done = run_python("-c", program, PYTHONPATH=os.pathsep.join([str(folder), *sys.path]))
     lines = done.stdout.splitlines()
     assert lines[0] == ("closed" if ending == "return" else "exit"), done.stderr
     left, _, closed = lines[1].split()
@@ -460,7 +460,7 @@ def test_leftover_thread_is_named_and_does_not_delay_close() -> None:
 
 
 def test_close_is_quick_if_the_program_ignores_sigchld() -> None:
-    with handled(signal.SIGCHLD, signal.SIG_IGN):
+    with signal_handler(signal.SIGCHLD, signal.SIG_IGN):
         envs = vecenv.AsyncVectorEnv(make_env_fns(6), context="fork")
         envs.reset(seed=0)
         started_at = time.monotonic()

@@ -12,7 +12,7 @@ import pytest
 from double import DoubleVectorEnv
 from gymnasium.error import ResetNeeded
 from interruption import Interruption, Stopped, moments
-from signals import pythons_own_ctrl_c
+from signals import default_sigint_handler
 
 import vecenv
 from vecenv.testing import assert_identical
@@ -32,7 +32,7 @@ CALLS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 
 @pytest.fixture(autouse=True)
 def ctrl_c() -> Iterator[None]:
-    with pythons_own_ctrl_c():
+    with default_sigint_handler():
         yield
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax_envs import FlatCounter
-from programs import EXAMPLES, imported
+from programs import EXAMPLES, import_program
 
 for library in ("flax", "optax", "rich", "matplotlib"):
     pytest.importorskip(library, reason="needs the packages of the examples: pip install 'vecenv[examples]'")
@@ -21,7 +21,7 @@ EXAMPLE = EXAMPLES / "ppo_jax.py"
 
 @pytest.fixture(scope="module")
 def ppo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with imported(EXAMPLE) as module:
+    with import_program(EXAMPLE) as module:
         picture = tmp_path_factory.mktemp("warm") / "curve.png"
         module.Curve(1).draw(picture, "", "", 0.0, "")  # opens the font files, which matplotlib keeps open
         yield module

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from programs import EXAMPLES, check_help, check_missing_library, imported, python
+from programs import EXAMPLES, check_help, check_missing_library, import_program, run_python
 from sampling import each_once
 
 import vecenv
@@ -24,7 +24,7 @@ HAS_ENVPOOL = importlib.util.find_spec("envpool") is not None
 def ppo() -> Iterator[ModuleType]:
     for library in ("flax", "optax", "rich", "matplotlib"):
         pytest.importorskip(library, reason="needs pip install 'vecenv[examples]'")
-    with imported(PROGRAM) as module:
+    with import_program(PROGRAM) as module:
         yield module
 
 
@@ -109,7 +109,7 @@ def test_transitions_equal_those_of_the_environments(ppo: ModuleType, first_read
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return python(PROGRAM, *arguments, cwd=cwd, timeout=280)
+    return run_python(PROGRAM, *arguments, cwd=cwd, timeout=280)
 
 
 @pytest.mark.long

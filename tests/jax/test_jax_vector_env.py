@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from contract.jax_env import Walk
-from forks import in_a_fork
+from forks import run_in_fork
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
 from jax_envs import Counter, GymEnv, Gymnax, Jumanji, Switch, make_sync
-from signals import Alarm, handled
+from signals import Alarm, signal_handler
 
 import vecenv
 from vecenv.backends import JaxVectorEnv
@@ -389,7 +389,7 @@ def test_own_calls_in_a_forked_child_and_after_close_raise(make: Any) -> None:
             with pytest.raises(error):
                 call(envs)
 
-    assert in_a_fork(lambda: assert_calls_raise(ForkedError)) == 0
+    assert run_in_fork(lambda: assert_calls_raise(ForkedError)) == 0
     envs.step(PUSH)
     envs.close()
     assert_calls_raise(ClosedEnvironmentError)
@@ -618,7 +618,7 @@ def test_interrupted_load_raises_and_can_be_repeated(closes: Any) -> None:
     kept = (kept[0], Snapshot.of(row.kind, pickle.dumps((RaisesSignal(seed), leaves))))
     actions = jnp.full((2, 1), 0.5)
     expected = np.asarray(envs.step(actions)[0])
-    with handled(signal.SIGUSR2, Alarm), pytest.raises(Alarm):
+    with signal_handler(signal.SIGUSR2, Alarm), pytest.raises(Alarm):
         envs.load(kept)
     envs.load(kept)
     assert np.array_equal(envs.step(actions)[0], expected)

@@ -25,7 +25,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from programs import python
+from programs import run_python
 
 import vecenv
 from planning.cases.registry import CASES, CHANGES, CLEAN, SAME_OBJECT, SHARES, UNKNOWN, Base
@@ -87,7 +87,7 @@ def test_vecenv_run_gives_the_results_of_gymnasium(name: str) -> None:
     variables = {"SDL_VIDEODRIVER": "dummy", "PYTHONPATH": str(Path(__file__).parents[1])}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return python(*arguments, file, name, timeout=200, **variables)
+        return run_python(*arguments, file, name, timeout=200, **variables)
 
     done = run("-m", "vecenv", "run", *options)
     if done.stdout.startswith("skipped"):
@@ -477,5 +477,5 @@ def test_daemonic_process_cannot_have_workers() -> None:
 def test_vecenv_run_reports_a_vector_environment_that_could_not_be_built(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import gymnasium as gym\ngym.vector.SyncVectorEnv([lambda: 1 / 0])\n")
-    last = python("-m", "vecenv", "run", "--sync", program).stderr.splitlines()[-1]
+    last = run_python("-m", "vecenv", "run", "--sync", program).stderr.splitlines()[-1]
     assert last == "vecenv run: no vector environment could be built: ZeroDivisionError: division by zero"

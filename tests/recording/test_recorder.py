@@ -21,7 +21,7 @@ from history_envs import BoxActionEnv, ChecksumEnv, GlobalRandomEnv, HistoryEnv,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import each_once
-from signals import Alarm, handled
+from signals import Alarm, signal_handler
 
 import vecenv
 from vecenv.errors import (
@@ -298,7 +298,7 @@ def test_interrupted_steps_are_recorded_once(seconds: float, tmp_path: Path) -> 
 
     rng = np.random.default_rng(3)
     recorded = start_recorded(HistoryEnv, tmp_path, snapshot_every=20, num_workers=2)
-    with handled(signal.SIGALRM, raise_if_armed), recorded as envs:
+    with signal_handler(signal.SIGALRM, raise_if_armed), recorded as envs:
         envs.reset(seed=1)
         interrupted, deadline = 0, time.monotonic() + seconds
         while time.monotonic() < deadline:

@@ -22,7 +22,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from history_envs import HistoryEnv
-from programs import printed, python
+from programs import python_output, run_python
 from sampling import each_once
 
 import vecenv
@@ -383,7 +383,7 @@ def test_replay_repeats_failure_of_multi_agent_env(tmp_path: Path) -> None:
 
 def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
     """Run ``vecenv replay`` with these arguments."""
-    return python("-m", "vecenv", "replay", *arguments)
+    return run_python("-m", "vecenv", "replay", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -684,7 +684,7 @@ def test_replay_needs_the_module_of_the_environment(tmp_path: Path) -> None:
         "    envs = vecenv.AsyncVectorEnv([gone_world.HistoryEnv], num_workers=0, record_failures='records')\n"
         "    envs.reset(seed=1); envs.step([1]); print(envs.record(0)); envs.close()\n"
     )
-    path = printed("-c", program, cwd=tmp_path).strip()
+    path = python_output("-c", program, cwd=tmp_path).strip()
     assert run(path, "--yes").returncode == 0, "the record contains the folder of the module"
     module.unlink()
     done = run(path, "--yes")
@@ -701,7 +701,7 @@ def test_replay_uses_recorded_definitions_of_the_main_script(tmp_path: Path) -> 
         "    envs = vecenv.AsyncVectorEnv([make], num_workers=0, record_failures='records')\n"
         "    envs.reset(seed=1); envs.step([1]); print(envs.record(0)); envs.close()\n"
     )
-    done = run(tmp_path / printed("-c", program, cwd=tmp_path).strip(), "--yes")
+    done = run(tmp_path / python_output("-c", program, cwd=tmp_path).strip(), "--yes")
     assert done.stdout.splitlines()[-2].startswith("What the main script or notebook defined is replayed as it was recorded")
 
 
@@ -713,7 +713,7 @@ def test_replay_from_another_folder_finds_module_of_registered_class(tmp_path: P
         "envs = vecenv.make_vec('Odd-v0', 1, num_workers=0, record_failures='records')\n"
         "envs.reset(seed=1); envs.step([1]); print(envs.record(0)); envs.close()\n"
     )
-    done = run(printed("-c", program, cwd=tmp_path).strip(), "--yes")
+    done = run(python_output("-c", program, cwd=tmp_path).strip(), "--yes")
     assert done.returncode == 0, done.stdout
 
 

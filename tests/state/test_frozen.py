@@ -29,7 +29,7 @@ import psutil
 import pytest
 from envs import counters
 from gymnasium.vector import AutoresetMode
-from signals import Alarm, handled
+from signals import Alarm, signal_handler
 
 import vecenv
 from vecenv import freezing
@@ -518,7 +518,7 @@ def test_interrupted_thaw_changes_nothing_or_needs_a_reset(name: str, phase: str
         os.kill(os.getpid(), signal.SIGALRM)
         function(*args)
 
-    with handled(signal.SIGALRM, Alarm), open_envs(3) as envs:
+    with signal_handler(signal.SIGALRM, Alarm), open_envs(3) as envs:
         [frozen] = envs.freeze([0])
         before = [worker.pid for worker in envs.processes]
         monkeypatch.setattr(freezing, name, interrupted)
@@ -542,7 +542,7 @@ def test_interrupted_thaw_changes_nothing_or_needs_a_reset(name: str, phase: str
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from a finalizer of a copy
 def test_envs_stay_usable_after_interrupted_freeze_and_thaw(times: int) -> None:
     rng = np.random.default_rng(3)
-    with handled(signal.SIGALRM, Alarm), open_envs(3) as envs:
+    with signal_handler(signal.SIGALRM, Alarm), open_envs(3) as envs:
         [frozen] = envs.freeze([0])
         expected = run_steps(envs, 5, (0,))
         for _ in range(times):

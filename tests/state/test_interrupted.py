@@ -12,7 +12,7 @@ from typing import Any
 import kept_envs
 import numpy as np
 import pytest
-from signals import Alarm, handled
+from signals import Alarm, signal_handler
 
 import vecenv
 from vecenv.state.codecs import Codec, name_of, register_rule
@@ -35,7 +35,7 @@ class Interruption:
 
 @pytest.fixture(autouse=True)
 def interrupt_handler() -> Iterator[None]:
-    with handled(signal.SIGUSR2, Alarm):
+    with signal_handler(signal.SIGUSR2, Alarm):
         yield
         Interruption.remaining = 0
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from forks import in_a_fork
-from signals import Alarm, handled
+from forks import run_in_fork
+from signals import Alarm, signal_handler
 
 from vecenv.system.signals import deferred_signals, raised_by_handler, watched_handlers
 
@@ -42,7 +42,7 @@ def test_handler_runs_at_the_end_of_the_outermost_block(nested: bool) -> None:
                 done.append("inner")
             done.append("outer")
 
-    with handled(signal.SIGUSR2, Alarm):
+    with signal_handler(signal.SIGUSR2, Alarm):
         before = installed_handlers()
         with pytest.raises(Alarm):
             change()
@@ -63,14 +63,14 @@ def test_all_handlers_run_and_the_first_exception_is_raised() -> None:
             raise_sigusr2()
             raise_sigusr2()
 
-    with handled(signal.SIGUSR1, note), handled(signal.SIGUSR2, note), pytest.raises(Alarm) as raised:
+    with signal_handler(signal.SIGUSR1, note), signal_handler(signal.SIGUSR2, note), pytest.raises(Alarm) as raised:
         change()
     assert ran == [signal.SIGUSR1, signal.SIGUSR2]
     assert raised.value.args == (signal.SIGUSR1,)
 
 
 def test_exception_of_the_block_is_raised_and_handlers_are_restored() -> None:
-    with handled(signal.SIGUSR2, Alarm):
+    with signal_handler(signal.SIGUSR2, Alarm):
         before = installed_handlers()
         with pytest.raises(ZeroDivisionError), deferred_signals():
             raise ZeroDivisionError
@@ -82,8 +82,8 @@ def test_child_forked_in_the_block_runs_handlers_at_once() -> None:
         with pytest.raises(Alarm):
             raise_sigusr2()
 
-    with handled(signal.SIGUSR2, Alarm), deferred_signals(), deferred_signals():
-        assert in_a_fork(check) == 0
+    with signal_handler(signal.SIGUSR2, Alarm), deferred_signals(), deferred_signals():
+        assert run_in_fork(check) == 0
 
 
 def test_other_threads_change_no_handlers() -> None:
@@ -136,7 +136,7 @@ def test_signal_at_any_bytecode_leaves_the_block_atomic() -> None:
                 state.append(1)
                 state.append(2)
 
-        with handled(signal.SIGUSR2, Alarm):
+        with signal_handler(signal.SIGUSR2, Alarm):
             before, raised = installed_handlers(), False
             try:
                 fired = raise_signal_at_bytecode(event, change)
@@ -155,7 +155,7 @@ def test_exceptions_of_handlers_are_recognized_also_as_a_cause() -> None:
         except Alarm as error:
             raise RuntimeError from error
 
-    with handled(signal.SIGUSR2, Alarm):
+    with signal_handler(signal.SIGUSR2, Alarm):
         before = installed_handlers()
         with watched_handlers():
             for call in (raise_sigusr2, wrap):
@@ -175,7 +175,7 @@ def test_watched_handlers_are_deferred_only_by_an_inner_block() -> None:
             raise_sigusr2()
             done.append(True)
 
-    with handled(signal.SIGUSR2, Alarm), watched_handlers():
+    with signal_handler(signal.SIGUSR2, Alarm), watched_handlers():
         for call in (change, raise_sigusr2):
             with pytest.raises(Alarm):
                 call()

@@ -16,7 +16,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import SyncVectorEnv
-from programs import python
+from programs import run_python
 
 import vecenv
 from vecenv.errors import WorkerDied
@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 def run(system: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run ``other_system_program.py``; with arguments, it runs the command line of the package."""
     path = os.pathsep.join(filter(None, [str(Path(vecenv.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
-    return python(HERE / "other_system_program.py", *arguments, IMITATED_SYSTEM=system, PYTHONPATH=path)
+    return run_python(HERE / "other_system_program.py", *arguments, IMITATED_SYSTEM=system, PYTHONPATH=path)
 
 
 def load_report(system: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from programs import python
+from programs import run_python
 
 WITHOUT_PROGRAM = Path(__file__).parents[1] / "without.py"
 ASSERTIONS = """
@@ -29,5 +29,5 @@ assert_identical(1, 2)
 def test_import_without_pytest_works_or_names_the_install_command(program: str, last_line: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(program)
-    done = python(WITHOUT_PROGRAM, "pytest", script)
+    done = run_python(WITHOUT_PROGRAM, "pytest", script)
     assert done.stderr.splitlines()[-1] == last_line

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from programs import printed as printed_by_python
+from programs import python_output
 
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
@@ -59,8 +59,8 @@ def test_programs_of_the_folder_are_all_tested() -> None:
     assert found == set(PROGRAMS)
 
 
-def printed(*command: str) -> str:
-    return printed_by_python(*command, cwd=BENCH.parent)
+def bench_output(*command: str) -> str:
+    return python_output(*command, cwd=BENCH.parent)
 
 
 @pytest.mark.long
@@ -69,14 +69,14 @@ def test_program_prints_the_expected_text(name: str) -> None:
     if name.startswith("torchrl") and importlib.util.find_spec("torchrl") is None:
         pytest.skip("TorchRL is not installed (pip install -e '.[clients]')")
     settings, text = PROGRAMS[name]
-    assert text in printed(*(["-m", "bench"] if name == "__main__.py" else [f"bench/{name}"]), *settings.split())
+    assert text in bench_output(*(["-m", "bench"] if name == "__main__.py" else [f"bench/{name}"]), *settings.split())
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", PARTS)
 def test_part_prints_its_table_and_no_candidate_dies(name: str, tmp_path: Path) -> None:
     settings, text = PARTS[name]
-    shown = printed("-m", "bench", name, *settings.split(), *TINY.split(), "--out", str(tmp_path))
+    shown = bench_output("-m", "bench", name, *settings.split(), *TINY.split(), "--out", str(tmp_path))
     assert text in shown
     assert " died" not in shown
     assert list(tmp_path.glob("*.json"))
@@ -85,7 +85,7 @@ def test_part_prints_its_table_and_no_candidate_dies(name: str, tmp_path: Path) 
 @pytest.mark.long
 def test_reported_memory_covers_all_processes(tmp_path: Path) -> None:
     settings = f"waits --workloads long-resets --num-envs 2 --engines per-env,free {TINY} --out {tmp_path}"
-    memory = re.findall(r"memory, long-resets +(\S+) .* in (\d) processes", printed("-m", "bench", *settings.split()))
+    memory = re.findall(r"memory, long-resets +(\S+) .* in (\d) processes", bench_output("-m", "bench", *settings.split()))
     assert memory == [("per-env", "3"), ("free", "3")]
 
 

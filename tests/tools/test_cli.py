@@ -12,7 +12,7 @@ from pathlib import Path
 import gymnasium
 import pytest
 from gymnasium.vector import SyncVectorEnv
-from programs import python
+from programs import run_python
 
 from vecenv import tools
 from vecenv.errors import how_to_install
@@ -23,7 +23,7 @@ TINY = ["--num-envs", "2", "--seconds", "0.05", "--repeats", "2"]
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return python("-m", "vecenv", *arguments, cwd=cwd)
+    return run_python("-m", "vecenv", *arguments, cwd=cwd)
 
 
 def test_progress_without_a_terminal_prints_one_line_per_round_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:

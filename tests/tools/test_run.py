@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from programs import python
+from programs import run_python
 
 from vecenv.tools import cli
 
@@ -73,7 +73,7 @@ def programs(tmp_path: Path) -> Path:
 
 
 def run_in_folder(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return python(*arguments, cwd=folder, PYTHONDONTWRITEBYTECODE="1")
+    return run_python(*arguments, cwd=folder, PYTHONDONTWRITEBYTECODE="1")
 
 
 @pytest.mark.parametrize(

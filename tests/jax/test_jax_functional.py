@@ -336,6 +336,8 @@ def test_memory_does_not_grow_over_a_thousand_episodes(counters: Any) -> None:
     ("options", "text"),
     [
         ({"num_envs": 0}, "num_envs"),
+        ({"num_envs": (-2, -3)}, "num_envs"),
+        ({"devices": []}, "among 0 devices"),
         ({"reset": "stale"}, "'fresh', 'cached', 'pool'"),
         ({"pool_size": 0}, "pool_size"),
         ({"micro_batch": 0}, "micro_batch"),

@@ -688,7 +688,7 @@ def test_unpicklable_values_are_named_before_the_start() -> None:
 
 
 @pytest.mark.parametrize("address", [None, "auto"])
-def test_address_in_the_environment_is_checked_like_an_argument(monkeypatch: pytest.MonkeyPatch, address: str | None) -> None:
+def test_ray_address_is_checked_like_an_argument(monkeypatch: pytest.MonkeyPatch, address: str | None) -> None:
     ray = MagicMock()
     ray.util.get_node_ip_address.return_value = "127.0.0.1"
     monkeypatch.setenv("RAY_ADDRESS", "ray://example:10001")

@@ -142,6 +142,9 @@ def test_unwritable_video_is_refused_before_drawing(tmp_path: Path, monkeypatch:
         write_video([], tmp_path / "a.gif")
     with pytest.raises(ValueError, match="`fps` must be a positive number of frames per second, got 0"):
         write_video([np.zeros((8, 8, 3), np.uint8)], tmp_path / "a.gif", fps=0)
+    with pytest.raises(ValueError, match=r"a GIF cannot show an image, .* for more than 655 seconds: write an MP4"):
+        write_video([np.zeros((8, 8, 3), np.uint8)] * 700, tmp_path / "a.gif", fps=1)
+    assert not (tmp_path / "a.gif").exists()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"writing .gif needs Pillow, not installed here: pip install pillow"):
         require_writer(tmp_path / "a.gif")

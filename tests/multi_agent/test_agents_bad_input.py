@@ -262,6 +262,12 @@ def test_invalid_options_are_refused(options: dict[str, Any], error: Any, match:
         MultiAgentVecEnv([Scripted], **{"num_workers": 0, **options})
 
 
+def test_id_with_a_number_of_environments_is_refused() -> None:
+    create: Any = MultiAgentVecEnv
+    with pytest.raises(TypeError, match=r"MultiAgentVecEnv takes a sequence of functions .*; got the id 'CartPole-v1'"):
+        create("CartPole-v1", 2)
+
+
 def test_no_environments_and_a_pad_that_does_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
         MultiAgentVecEnv([])

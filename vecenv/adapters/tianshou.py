@@ -163,7 +163,8 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         """Return the single actions of ``action`` as a batch of the action space, in the given order."""
         space = self.vector_env.single_action_space
         if isinstance(space, spaces.Dict | spaces.Tuple):
-            return concatenate(space, [action[i] for i in order], create_empty_array(space, len(order)))
+            out: Any = create_empty_array(space, len(order))
+            return concatenate(space, [action[i] for i in order], out)
         return np.asarray(action)[order]
 
     # -- asynchronous mode ------------------------------------------------------------------------------------------

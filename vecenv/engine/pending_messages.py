@@ -284,7 +284,7 @@ class PendingMessages:
         if has_infos:
             request.has_infos = True
         if outcome is not None:
-            request.collect()
+            request.create_containers()
             for row, observation in outcome.observations.items():
                 self.store.accept(row, observation)
             request.infos.update(outcome.infos)
@@ -351,7 +351,7 @@ class PendingMessages:
 
     def queue_rebuilds(self, request: Request, rows: Sequence[int]) -> Exception | None:
         """Queue messages that rebuild and reset the environments of failed rows; return the error if that is impossible."""
-        request.collect()
+        request.create_containers()
         error: Exception | None = self.rebuilder.count_restarts(rows, self.pool.workers)
         if error is None:
             error = self.replace_dead(rows)
@@ -404,7 +404,7 @@ class PendingMessages:
         self.pool.drop_messages(worker)
         worker.pending.clear()
         for _, rows, request in pending:
-            request.collect()
+            request.create_containers()
             request.remaining -= 1
             request.lost.update(rows)
             rebuilt = request.rebuilding.keys() & set(rows)

@@ -54,7 +54,8 @@ class Death:
 class Request:
     """A request that is pending until its result has been returned.
 
-    A plain step sets only three attributes. The others have defaults in the class; :meth:`collect` replaces the containers.
+    A plain step sets only three attributes. The others have defaults in the class; :meth:`create_containers`
+    replaces the containers.
 
     Attributes:
         command: ``"step"``, ``"reset"`` or the name of a call.
@@ -84,7 +85,7 @@ class Request:
     infos: dict[int, Any] = _NOTHING  # type: ignore[assignment]
     finals: dict[int, Any] = _NOTHING  # type: ignore[assignment]
     results: dict[int, Any] = _NOTHING  # type: ignore[assignment]
-    failures: list[tuple[Failure, Any]] = []  # noqa: RUF012 - replaced by `collect` before anything is added
+    failures: list[tuple[Failure, Any]] = []  # noqa: RUF012 - replaced by `create_containers` before anything is added
     deaths: list[Death] = []  # noqa: RUF012
     lost: set[int] = set()  # noqa: RUF012
     rebuilding: dict[int, Any] = _NOTHING  # type: ignore[assignment]
@@ -93,7 +94,7 @@ class Request:
     def __init__(self, command: str, remaining: int, for_recv: bool) -> None:
         self.command, self.remaining, self.for_recv = command, remaining, for_recv
 
-    def collect(self) -> None:
+    def create_containers(self) -> None:
         """Give this request containers of its own, in place of the shared empty ones of the class."""
         if self.infos is _NOTHING:
             self.infos, self.finals, self.results, self.rebuilding = {}, {}, {}, {}

@@ -324,7 +324,7 @@ class HostExchange:
             arrays = fields(records, NUMBERS if leaves else self._records, len(rows)) + leaves
             reply = HostReply(rows, arrays, None, [], False, {}, None)
         previous = {row: self.store.row(row) for row in reply.rows} if rebuilds else {}
-        where = index_of(reply.rows)
+        where = to_array_index(reply.rows)
         for column, values in zip(self._arrays, reply.arrays, strict=False):
             column[where] = values
         if errors := self._apply_events(request, host, reply):
@@ -423,7 +423,7 @@ class HostExchange:
             self.lost.clear()
 
 
-def index_of(rows: Sequence[int]) -> slice | list[int]:
+def to_array_index(rows: Sequence[int]) -> slice | list[int]:
     """Return ascending rows as an array index: a slice, which is faster, if they are contiguous."""
     return slice(rows[0], rows[-1] + 1) if rows and rows[-1] - rows[0] == len(rows) - 1 else list(rows)
 

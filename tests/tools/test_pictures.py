@@ -119,6 +119,17 @@ def test_a_video_has_every_frame(name: str, tmp_path: Path) -> None:
         assert path.read_bytes()[4:8] == b"ftyp"
 
 
+@pytest.mark.parametrize("name", ["a.gif", "b.mp4"])
+def test_images_that_are_not_frames_of_one_size_are_refused(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("moviepy" if name.endswith("mp4") else "PIL", reason="writes videos")
+    image = np.zeros((8, 6, 3), np.uint8)
+    others = (image / 255, image[:4], image[..., 0], image[..., :1], (image, image), None)
+    for images, index in ((image, 0), *(([image, other], 1) for other in others)):
+        with pytest.raises(ValueError, match=rf"images must be uint8 of shape .*, all of one size; images\[{index}\] is "):
+            write_video(images, tmp_path / name)
+    assert not (tmp_path / name).exists()
+
+
 def test_a_gif_has_colors_that_only_a_few_frames_have(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     images = [np.zeros((32, 32, 3), np.uint8) for _ in range(101)]

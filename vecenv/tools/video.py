@@ -116,8 +116,8 @@ def write_video(images: Iterable[Frame], path: str | Path, *, fps: float = 30.0)
         fps: Frames per second.
 
     Raises:
-        ValueError: The file has another suffix, there are no images, or ``fps`` is not positive; or a GIF would show
-            one image for more than 655 seconds, which the format cannot express.
+        ValueError: The file has another suffix, the images are none or others, ``fps`` is not positive, or a GIF would
+            show one image for more than 655 seconds, which the format cannot express.
         ImportError: The library for this format is missing; the error names the command that installs it.
         OSError: The file cannot be written.
     """
@@ -132,6 +132,11 @@ def write_video(images: Iterable[Frame], path: str | Path, *, fps: float = 30.0)
     frames = list(images)
     if not frames:
         raise ValueError("there are no images to write")
+    for index, frame in enumerate(frames):
+        shape, dtype = np.shape(frame), getattr(frame, "dtype", type(frame).__name__)
+        if dtype != np.uint8 or len(shape) != 3 or shape != (*np.shape(frames[0])[:2], 3):
+            expected = "uint8 of shape (height, width, 3), all of one size"
+            raise ValueError(f"images must be {expected}; images[{index}] is {dtype} of shape {shape}")
     path.parent.mkdir(parents=True, exist_ok=True)
     write = _write_gif if path.suffix.lower() == ".gif" else _write_mp4
     write(frames, path, fps)

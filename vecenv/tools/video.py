@@ -116,8 +116,8 @@ def write_video(images: Iterable[Frame], path: str | Path, *, fps: float = 30.0)
         fps: Frames per second.
 
     Raises:
-        ValueError: The file has another suffix, the images are none or others, ``fps`` is not positive, or a GIF would
-            show one image for more than 655 seconds, which the format cannot express.
+        ValueError: The file has another suffix, there are no images, one is no such frame, ``fps`` is not positive, or a
+            GIF would show one image for more than 655 seconds, which the format cannot express.
         ImportError: The library for this format is missing; the error names the command that installs it.
         OSError: The file cannot be written.
     """

@@ -37,6 +37,8 @@ def suggest_names(name: object, names: Sequence[str]) -> str:
     """Return the end of a message about an unknown name: similar names, or else the first ones."""
     if close := difflib.get_close_matches(str(name), names, n=3):
         return f"; did you mean {' or '.join(map(repr, close))}?"
+    if len(names) == 1:
+        return f"; the only one is {names[0]!r}"
     return f"; there are {len(names)}: {', '.join(map(repr, names[:5]))}{', ...' if len(names) > 5 else ''}"
 
 

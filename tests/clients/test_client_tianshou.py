@@ -71,6 +71,41 @@ def test_subsets_are_stepped_with_every_batch_size(batch_size: int | None) -> No
     theirs.close()
 
 
+class NestedActionEnv(gym.Env[Any, Any]):
+    """An environment that returns its actions in its infos."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,))
+
+    def __init__(self, action_space: gym.Space[Any]) -> None:
+        self.action_space = action_space
+
+    def reset(self, **kwargs: Any) -> Any:
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        assert action in self.action_space
+        return np.zeros(2, np.float32), 1.0, False, False, {"action": repr(action)}
+
+
+LEAVES: list[gym.Space[Any]] = [gym.spaces.Discrete(3), gym.spaces.Box(-1, 1, (2,))]
+
+
+@pytest.mark.parametrize("space", [gym.spaces.Dict(x=LEAVES[0], y=LEAVES[1]), gym.spaces.Tuple(LEAVES)])
+def test_nested_actions_equal_dummy_vector_env(space: gym.Space[Any]) -> None:
+    env_fns = [functools.partial(NestedActionEnv, space)] * 4
+    ours, theirs = make_venv(env_fns), DummyVectorEnv(env_fns)
+    waiting = as_tianshou(vecenv.AsyncVectorEnv(env_fns, num_workers=2), wait_num=3)
+    for venv in (ours, theirs, waiting):
+        venv.reset()
+    for ids in (None, [2, 0], [3, 1, 0, 2]):
+        actions = [space.sample() for _ in ids or range(4)]
+        assert_equal(ours.step(actions, ids), theirs.step(actions, ids))
+    infos = [*waiting.step(actions)[4], *waiting.step(None)[4]]
+    assert [info["action"] for info in sorted(infos, key=lambda info: info["env_id"])] == [*map(repr, actions)]
+    for venv in (ours, theirs, waiting):
+        venv.close()
+
+
 def make_policy(space: gym.Space[Any]) -> DiscreteActorPolicy:
     torch.manual_seed(0)
     actor = DiscreteActor(preprocess_net=Net(state_shape=(4,), hidden_sizes=[16]), action_shape=2, softmax_output=False)

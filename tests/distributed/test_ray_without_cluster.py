@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import MagicMock
 
 import gymnasium
 import numpy as np
@@ -26,6 +27,7 @@ from sampling import each_once
 
 import vecenv
 from vecenv.backends import RayVectorEnv
+from vecenv.backends.ray.cluster import _connect
 from vecenv.errors import ClusterError, EnvError, EnvFailed, HostDied, ObservationError, StepTimeout, WorkerDied
 from vecenv.testing import VectorEnvContract, assert_identical, assert_same_trajectory
 from vecenv.tools.replay import replay
@@ -430,6 +432,29 @@ def test_dead_host_is_named_and_restarted_by_reset(when: str) -> None:
     assert cluster.closed
 
 
+class HostsDyingInReset(InProcessCluster):
+    """Hosts of which number 1 dies in a reset, ``deaths`` times."""
+
+    deaths = 0
+
+    def submit(self, index: int, method: str, *args: Any) -> int:
+        number = super().submit(index, method, *args)
+        if (index, method) == (1, "reset") and self.deaths:
+            self.deaths -= 1
+            self.crash(1)
+        return number
+
+
+def test_reset_is_repeated_once_with_its_seeds_and_then_with_fresh_ones(closes: Any) -> None:
+    cluster = HostsDyingInReset()
+    envs = closes(InProcessRayVectorEnv(counters(4), cluster, on_failure="restart"))
+    for deaths, seed, first_seeds in ((1, 5, [5, 6, 7, 8]), (2, 5, [5, 6]), (1, None, [-1, -1])):
+        cluster.deaths = deaths
+        seeds = envs.reset(seed=seed)[0][:, 3].tolist()
+        assert seeds[: len(first_seeds)] == first_seeds
+        assert not {-1, 7, 8}.intersection(seeds[len(first_seeds) :])
+
+
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_rows_of_a_dead_host_are_truncated_and_rebuilt(mode: AutoresetMode, closes: Any) -> None:
     cluster = InProcessCluster()
@@ -661,6 +686,19 @@ def test_unpicklable_env_fn_is_named_before_hosts_start() -> None:
     assert any(text.startswith("env_fns[2]") for text in info.value.__notes__)
     assert not cluster.hosts
     del note
+
+
+@pytest.mark.parametrize("address", [None, "auto"])
+def test_ray_address_is_checked_like_an_argument(monkeypatch: pytest.MonkeyPatch, address: str | None) -> None:
+    ray = MagicMock()
+    ray.util.get_node_ip_address.return_value = "127.0.0.1"
+    monkeypatch.setenv("RAY_ADDRESS", "ray://example:10001")
+    with pytest.raises(ValueError, match="address='ray://example:10001': Ray Client has no zero-copy reads"):
+        _connect(ray, address)
+    assert not ray.init.called
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert _connect(ray, address), "vecenv starts the cluster"
+    assert ray.init.call_args.kwargs["_node_ip_address"] == "127.0.0.1"
 
 
 def test_error_without_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

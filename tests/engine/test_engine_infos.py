@@ -383,6 +383,17 @@ def test_unreadable_info_raises_with_its_env_and_the_next_step_succeeds(num_work
         assert envs.step([0, 0])[4] == {}
 
 
+@pytest.mark.parametrize("first", [{}, {"text": "not a column"}])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_info_that_contains_itself_is_a_failure_of_its_environment(num_workers: int, first: dict[str, Any]) -> None:
+    info = {**first}
+    info["info"] = info
+    with ready_engine([info_env([{}]), info_env([info])], num_workers=num_workers) as envs:
+        with pytest.raises(RecursionError, match="info: it contains itself") as caught:
+            envs.step([0, 0])
+        assert "env 1," in caught.value.__notes__[0]
+
+
 def test_info_keys_are_ordered_by_first_appearance() -> None:
     infos: list[dict[str, Any]] = [{"b": 1, "z": 2}, {"a": 3, "b": 1}, {}, {"y": 1, "b": 2, "a": 5}, {"c": {"e": 1, "d": 1}}]
     for _ in range(len(infos)):

@@ -211,6 +211,22 @@ def test_table_has_a_row_for_each_task_and_a_total() -> None:
         results.table(by="task")
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_a_table_shows_names_in_brackets_and_infinite_returns() -> None:
+    from rich.console import Console
+
+    from vecenv.evaluating.episodes import EpisodeResults
+
+    returns = {"push[left]": float("inf"), "[/b]": float("nan")}
+    results = EpisodeResults([make_result(0, name, value) for name, last in returns.items() for value in (1.0, last)])
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(results.table())
+    rows = [line.replace("│", " ").split() for line in shown.get().splitlines()]
+    assert ["push[left]", "2", "inf", "nan", "to", "nan", "10", "0"] in rows
+    assert ["[/b]", "2", "nan", "nan", "to", "nan", "10", "0"] in rows
+
+
 # --- folders: finished episodes do not run again --------------------------------------------------------------------------
 
 

@@ -85,6 +85,12 @@ def test_adapt_with_an_unknown_rescale_raises() -> None:
         adapt(Counter(), rescale="min-max")
 
 
+@pytest.mark.parametrize("env", [Gymnax(), Counter()])
+def test_rescale_to_actuators_needs_a_physics_model(env: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{type(env).__name__} has no physics model .*: pass rescale=\(low, high\)"):
+        adapt(env, rescale="actuator")
+
+
 @pytest.mark.long
 def test_adapt_removes_training_wrappers(brax: Any) -> None:
     wrapped = brax.create("inverted_pendulum", episode_length=90, action_repeat=3, backend="spring")

@@ -335,6 +335,8 @@ def test_thousand_episodes_leak_no_arrays_and_compile_nothing(counters: Any) -> 
     ("options", "text"),
     [
         ({"num_envs": 0}, "num_envs"),
+        ({"num_envs": (-2, -3)}, "num_envs"),
+        ({"devices": []}, "among 0 devices"),
         ({"reset": "stale"}, "'fresh', 'cached', 'pool'"),
         ({"pool_size": 0}, "pool_size"),
         ({"micro_batch": 0}, "micro_batch"),

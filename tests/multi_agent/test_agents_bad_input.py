@@ -264,6 +264,12 @@ def test_constructor_with_invalid_options_raises(options: dict[str, Any], error:
         MultiAgentVecEnv([ScriptedGame], **{"num_workers": 0, **options})
 
 
+def test_id_with_a_number_of_environments_is_refused() -> None:
+    create: Any = MultiAgentVecEnv
+    with pytest.raises(TypeError, match=r"MultiAgentVecEnv takes a sequence of functions .*; got the id 'CartPole-v1'"):
+        create("CartPole-v1", 2)
+
+
 def test_constructor_without_environments_or_with_a_wrong_pad_value_raises() -> None:
     with pytest.raises(ValueError, match="at least one"):
         MultiAgentVecEnv([])

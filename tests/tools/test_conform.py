@@ -149,6 +149,8 @@ def test_command_warns_of_an_engine_that_uses_a_global_generator(capsys: pytest.
     ("arguments", "text"),
     [
         (["gymnasium.vector"], "is not of the form MODULE:NAME"),
+        ([":X"], "'' is not the full name of a module"),
+        ([".engines:X"], "'.engines' is not the full name of a module"),
         (["no_such_module_here:X"], "cannot import 'no_such_module_here'"),
         (["gymnasium.vector:SyncVectorEn"], "'gymnasium.vector' has no callable 'SyncVectorEn'"),
         (["broken_engines:needs_an_argument"], "could not be built: TypeError"),

@@ -119,6 +119,17 @@ def test_video_contains_every_frame(name: str, tmp_path: Path) -> None:
         assert path.read_bytes()[4:8] == b"ftyp"
 
 
+@pytest.mark.parametrize("name", ["a.gif", "b.mp4"])
+def test_images_that_are_not_frames_of_one_size_are_refused(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("moviepy" if name.endswith("mp4") else "PIL", reason="writes videos")
+    image = np.zeros((8, 6, 3), np.uint8)
+    others = (image / 255, image[:4], image[..., 0], image[..., :1], (image, image), None)
+    for images, index in ((image, 0), *(([image, other], 1) for other in others)):
+        with pytest.raises(ValueError, match=rf"images must be uint8 of shape .*, all of one size; images\[{index}\] is "):
+            write_video(images, tmp_path / name)
+    assert not (tmp_path / name).exists()
+
+
 def test_gif_keeps_colours_of_a_few_frames(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     images = [np.zeros((32, 32, 3), np.uint8) for _ in range(101)]
@@ -142,6 +153,9 @@ def test_invalid_video_arguments_and_missing_writers_raise(tmp_path: Path, monke
         write_video([], tmp_path / "a.gif")
     with pytest.raises(ValueError, match="`fps` must be a positive number of frames per second, got 0"):
         write_video([np.zeros((8, 8, 3), np.uint8)], tmp_path / "a.gif", fps=0)
+    with pytest.raises(ValueError, match=r"a GIF cannot show an image, .* for more than 655 seconds: write an MP4"):
+        write_video([np.zeros((8, 8, 3), np.uint8)] * 700, tmp_path / "a.gif", fps=1)
+    assert not (tmp_path / "a.gif").exists()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"writing .gif needs Pillow, not installed here: pip install pillow"):
         require_writer(tmp_path / "a.gif")

@@ -117,6 +117,23 @@ def test_gymnasiums_class_is_replaced_before_the_package_of_a_module_is_imported
     assert (done.stdout, done.stderr) == ("True ['-m', '--seed', '1']\n", "")
 
 
+@pytest.mark.parametrize("arguments", ["spawn bare.py", "forkserver -m bare"])
+def test_program_that_workers_would_run_again_is_refused(arguments: str, programs: Path) -> None:
+    (programs / "bare.py").write_text("print('runs')\n")
+    done = run_in_folder(programs, "-m", "vecenv", "run", "--quiet", "--context", *arguments.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the main guard is missing in " in done.stderr
+    assert f": under '{arguments.split()[0]}' each worker imports the program again" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", ["fork bare.py", "spawn looks.py", "spawn folder", "forkserver -m package"])
+def test_other_programs_run_with_every_start_method(arguments: str, programs: Path) -> None:
+    for name in ("bare.py", "folder/__main__.py", "package/__main__.py"):
+        (programs / name).write_text("print('runs')\n")
+    done = run_in_folder(programs, "-m", "vecenv", "run", "--quiet", "--context", *arguments.split())
+    assert (done.returncode, bool(done.stdout), done.stderr.count("guard")) == (0, True, 0)
+
+
 @pytest.mark.parametrize(
     ("option", "value", "text"),
     [

@@ -166,6 +166,14 @@ def test_unknown_name_suggests_similar_names() -> None:
         assert envs.reset(options={"env": "task-1"})[0][:, 0].tolist() == [1, 1]
 
 
+def test_unknown_name_beside_a_single_one_names_it() -> None:
+    with (
+        open_engine([vecenv.EnvChoice({"task": CounterEnv})], num_workers=1) as envs,
+        pytest.raises(ValueError, match=r"there is no environment 'x'; the only one is 'task'"),
+    ):
+        envs.reset(options={"env": "x"})
+
+
 class WideEnv(CounterEnv):
     """An environment with observations of five numbers, which records that it was closed."""
 

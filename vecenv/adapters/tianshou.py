@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import batch_space, iterate
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 from tianshou.env import BaseVectorEnv
 
 from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, require_settings, reset_all
@@ -148,16 +149,23 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
             return self._step_async(action, ids)
         if action is None or len(action) != len(ids):
             raise ValueError(f"step needs one action for each of {len(ids)} environments, got {action!r}")
-        actions = np.asarray(action)
         if len(ids) < self.env_num:
             if self._inner is not self.vector_env:
                 kind, envs = type(self.vector_env).__name__, envs_text(ids.tolist())
                 raise ValueError(f"Tianshou steps only {envs}, which {kind} cannot do: pass {self._inner}")
-            self._inner.send(actions, ids)
+            self._inner.send(self._batch_actions(action, range(len(ids))), ids)
             received = {row[5]: row for row in self._receive(len(ids))}
             return self._join_rows([received[i] for i in ids.tolist()], self._wrap_id(id))
-        rows = self._split_rows(*self._by_row.step(actions[np.argsort(ids)]), range(self.env_num))
+        rows = self._split_rows(*self._by_row.step(self._batch_actions(action, np.argsort(ids))), range(self.env_num))
         return self._join_rows([rows[i] for i in ids], self._wrap_id(id))
+
+    def _batch_actions(self, action: Any, order: Sequence[int] | npt.NDArray[np.intp]) -> Any:
+        """Return the single actions of ``action`` as a batch of the action space, in the given order."""
+        space = self.vector_env.single_action_space
+        if isinstance(space, spaces.Dict | spaces.Tuple):
+            out: Any = create_empty_array(space, len(order))
+            return concatenate(space, [action[i] for i in order], out)
+        return np.asarray(action)[order]
 
     # -- asynchronous mode ------------------------------------------------------------------------------------------
 
@@ -168,7 +176,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
             self._assert_id(ids)
             if len(action) != len(ids):
                 raise ValueError(f"step needs one action for each of {len(ids)} environments, got {action!r}")
-            self.vector_env.send(np.asarray(action), ids)
+            self.vector_env.send(self._batch_actions(action, range(len(ids))), ids)
         missing = min(self.wait_num, len(self.waiting_id)) - len(self._early_rows)
         if missing > 0:
             self._early_rows += self._receive(missing)

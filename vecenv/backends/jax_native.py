@@ -224,7 +224,7 @@ def parse_functional(env: Any, num_envs: int, library: str | None, options: dict
 
 
 class Latest(NamedTuple):
-    """The newest state (``None``: there is none), the latest seed of each environment, and the latest call.
+    """The newest state (``None``: there is none), the latest seed of each environment, and the latest request.
 
     A seed is ``None`` if the environment's random sequence came from an assigned state. ``missing`` has the rows that were
     neither reset nor loaded, when other rows were loaded before the first reset.
@@ -232,7 +232,7 @@ class Latest(NamedTuple):
 
     state: EnvState | None
     seeds: list[int | None]
-    call: RequestSummary | None
+    request: RequestSummary | None
     missing: frozenset[int] = frozenset()
 
 
@@ -245,7 +245,7 @@ class JaxDriver(LockstepDriver):
             the caller's own code are not counted.
 
     Attributes:
-        latest: The state, with its seeds and call.
+        latest: The state, with its seeds and request.
     """
 
     missing_reasons: ClassVar[Mapping[str, str]] = {
@@ -273,7 +273,7 @@ class JaxDriver(LockstepDriver):
 
     @property
     def latest_request(self) -> RequestSummary | None:
-        return self.latest.call
+        return self.latest.request
 
     def require_state(self, rows: Collection[int] = ()) -> EnvState:
         """Return the state.
@@ -289,7 +289,7 @@ class JaxDriver(LockstepDriver):
 
     # -- starting computations --------------------------------------------------------------------------------------------
 
-    def begin_reset(self, call: RequestSummary, seeds: Seeds, mask: Mask | None, options: ResetOptions = None) -> None:
+    def begin_reset(self, request: RequestSummary, seeds: Seeds, mask: Mask | None, options: ResetOptions = None) -> None:
         """Begin an episode in each environment of ``mask`` (``None``: all).
 
         An environment without a seed gets an unpredictable one in the first reset; later, it begins the next episode of its
@@ -305,7 +305,7 @@ class JaxDriver(LockstepDriver):
                 raise gym.error.ResetNeeded("The first reset must be of all environments, without reset_mask.")
             drawn = entropy_seeds(functional.num_envs)
             first_seeds = [new if seed is None else seed for seed, new in zip(seeds, drawn, strict=True)]
-            self.latest = Latest(functional.begin(seed_keys(first_seeds)), list(first_seeds), call)
+            self.latest = Latest(functional.begin(seed_keys(first_seeds)), list(first_seeds), request)
             return
         seeded = np.fromiter((seed is not None for seed in seeds), np.bool_, len(seeds))
         if mask is not None:
@@ -325,13 +325,13 @@ class JaxDriver(LockstepDriver):
             if (mask & ~seeded).any():
                 state = functional.reset_mask(state, jnp.asarray(mask & ~seeded))
         was_reset = range(functional.num_envs) if mask is None else np.flatnonzero(mask).tolist()
-        self.latest = Latest(state, latest_seeds, call, self.latest.missing.difference(was_reset))
+        self.latest = Latest(state, latest_seeds, request, self.latest.missing.difference(was_reset))
 
-    def begin_step(self, call: RequestSummary, actions: Any) -> None:
+    def begin_step(self, request: RequestSummary, actions: Any) -> None:
         """Begin one step of all environments."""
         with self._donate_state() as state:
             after = self.functional.step_donating(state, self._copy_actions(actions))
-            self.latest = Latest(after, self.latest.seeds, call)
+            self.latest = Latest(after, self.latest.seeds, request)
 
     def _copy_actions(self, actions: Any) -> Any:
         """Return a copy of NumPy arrays and CPU tensors, which JAX may read even after the call has returned."""

@@ -100,8 +100,8 @@ class _LibraryDriver(LockstepDriver):
         self.all_or_none_reason = f"{self.title} returns all of them at once"
         self.features = _LIBRARIES.get(self.title, ())
         self.library: Any = library
-        self._call: RequestSummary | None = None
-        self._library_call: Callable[[], Any]  # runs the latest call in the library
+        self._request: RequestSummary | None = None
+        self._library_call: Callable[[], Any]  # runs the latest request in the library
         self._future: Future[Any]
         must_copy = copy and "fresh" not in self.features
         self._copy_observations: Any = _to_numpy if must_copy else lambda observations: observations
@@ -110,7 +110,7 @@ class _LibraryDriver(LockstepDriver):
 
     @property
     def latest_request(self) -> RequestSummary | None:
-        return self._call
+        return self._request
 
     @property
     def capabilities(self) -> Capabilities:
@@ -120,7 +120,7 @@ class _LibraryDriver(LockstepDriver):
             reset_mask=rows, masked_seeds=rows, reset_options=not rows, row_options=False, in_this_process=True,
         )  # fmt: skip
 
-    def begin_reset(self, call: RequestSummary, seeds: list[Any], mask: Any, options: ResetOptions) -> None:
+    def begin_reset(self, request: RequestSummary, seeds: list[Any], mask: Any, options: ResetOptions) -> None:
         all_rows = mask is None or mask.all()
         if self.latest_request is None and not all_rows:
             raise ResetNeeded("The first reset must be of all environments, without reset_mask.")
@@ -130,18 +130,18 @@ class _LibraryDriver(LockstepDriver):
         elif seeds != parse_seeds(seed := seeds[0], len(seeds)):
             raise NotImplementedError(f"backend 'native': {self.title} resets all environments with one seed; got {seeds}")
         mask = np.ones(len(seeds), np.bool_) if mask is None else mask
-        self._submit(call, mask, lambda: self.library.reset(seed=seed, options=options or None))
+        self._submit(request, mask, lambda: self.library.reset(seed=seed, options=options or None))
 
-    def begin_step(self, call: RequestSummary, actions: Any) -> None:
+    def begin_step(self, request: RequestSummary, actions: Any) -> None:
         if self.latest_request is None:
             raise ResetNeeded("Call reset first.")
         checked = self._check_actions(actions)
-        self._submit(call, np.ones(self.num_envs, np.bool_), lambda: self.library.step(checked))
+        self._submit(request, np.ones(self.num_envs, np.bool_), lambda: self.library.step(checked))
 
-    def _submit(self, call: RequestSummary, mask: Any, library_call: Callable[[], Any]) -> None:
-        """Store the call. Begin it if the library steps in its own threads; otherwise :meth:`read` makes it."""
+    def _submit(self, request: RequestSummary, mask: Any, library_call: Callable[[], Any]) -> None:
+        """Store the request. Begin it if the library steps in its own threads; otherwise :meth:`read` makes it."""
         self.state.changing = True
-        self._call, self._mask, self._library_call = call, mask, library_call
+        self._request, self._mask, self._library_call = request, mask, library_call
         self._future = Future() if self._waiter is None else self._waiter.submit(library_call)
         self.state.changing = False
 

@@ -463,7 +463,7 @@ class Exchange:
 
     def _kill_hanging(self, method: str, limit: float | None, call: Request | None = None) -> float:
         """Kill workers that exceeded ``step_timeout``, or raise if restarts are off; return the time of the next check."""
-        late = self.pool.find_late(limit)
+        late = self.pool.find_late_workers(limit)
         if call is not None:  # only the workers that have to finish a step before this call
             late = [worker for worker in late if any(message[2] is call for message in islice(worker.pending, 1, None))]
         if late and not self.policy.restart:
@@ -477,7 +477,7 @@ class Exchange:
     def _kill_late_rebuild(self, worker: WorkerProcess) -> None:
         """Kill a worker that took too long to rebuild environments, unless its message was held back for a while."""
         seconds = self.policy.start_timeout + (self.policy.step_timeout or 0.0)
-        if worker.has_started and worker.pending and worker not in self.pool.find_late(seconds):
+        if worker.has_started and worker.pending and worker not in self.pool.find_late_workers(seconds):
             self.messages.limit_rebuild(worker)
         else:
             self._kill([worker], f"it hung for more than {format_seconds(seconds)}", seconds)
@@ -497,5 +497,5 @@ class Exchange:
 
     def kill_pending(self, rows: Collection[int]) -> None:
         """Kill the workers of these rows that have not replied to a message."""
-        late = [worker for worker in self.pool.find_late() if not set(rows).isdisjoint(worker.rows)]
+        late = [worker for worker in self.pool.find_late_workers() if not set(rows).isdisjoint(worker.rows)]
         self._kill(late, "it was abandoned")

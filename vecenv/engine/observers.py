@@ -86,6 +86,8 @@ class Observer(Protocol):
     def on_failure(self, rows: Sequence[int], error: Exception, *, worker_died: bool) -> str | None:
         """Observe that environments failed; their next reset rebuilds them. A returned text is added to the error as a note.
 
+        If a worker's environment raises in a request that was dropped, only ``envs.errors`` reports it.
+
         Args:
             rows: Indices of the environments: one that raised, or all of a worker that died, beginning with the running one.
                 Empty if a step raised and every environment can continue, as when an info could not be pickled.

@@ -64,7 +64,7 @@ class Submissions:
         self.failed, self.verified = messages.failures.failed, calls.verified
         self.deaths: deque[Death] = deque()
         workers = messages.pool.processes
-        self._index_of = {row: worker.index for worker in workers for row in worker.rows}
+        self._worker_index = {row: worker.index for worker in workers for row in worker.rows}
         self._selector = selectors.DefaultSelector()
         self._descriptors = DescriptorOwner(self)
         self._watched: dict[WorkerProcess, tuple[int, Descriptor]] = {}
@@ -270,7 +270,7 @@ class Submissions:
         self._selector.close()
 
     def _find_worker(self, row: int) -> WorkerProcess:
-        return self._messages.pool.processes[self._index_of[row]]
+        return self._messages.pool.processes[self._worker_index[row]]
 
     def _watch(self, worker: WorkerProcess) -> None:
         # A duplicate, because the original is closed before `_unwatch` can unregister it, and a copy of it in a forked child

@@ -443,7 +443,7 @@ class WorkerPool:
         if spun:
             return False
         if not events:
-            self.watchdog.check(self.find_late())
+            self.watchdog.check(self.find_late_workers())
             return None if deadline is not None and time.monotonic() >= deadline else False
         return worker.channel.fd not in dict(events)
 
@@ -467,7 +467,7 @@ class WorkerPool:
         if self.closing:
             raise closed_during_call()
         if now > self.watchdog.next_check:
-            self.watchdog.check(self.find_late())
+            self.watchdog.check(self.find_late_workers())
         if not events:
             alive = [worker for worker in self.processes if worker.death is None]
             if must_poll and (ended := [(worker, True) for worker in alive if worker.has_ended()]):
@@ -504,7 +504,7 @@ class WorkerPool:
         self.held = deque(message for message in self.held if message[0] is not worker)
         self._poll = None
 
-    def find_late(self, seconds: float | None = 0.0) -> list[WorkerProcess]:
+    def find_late_workers(self, seconds: float | None = 0.0) -> list[WorkerProcess]:
         """Return the workers that have not replied to a message. Messages that are still held do not count.
 
         With ``max_concurrency``, only those with a ``sent_at`` at least ``seconds`` ago. Otherwise ``sent_at`` is minus
@@ -514,13 +514,15 @@ class WorkerPool:
         return [worker for worker in self.processes if len(worker.pending) > held[worker] and worker.sent_at <= latest]
 
     def next_check(self, limit: float | None) -> float:
-        """Return the time at which :meth:`find_late` may find another worker."""
+        """Return the time at which :meth:`find_late_workers` may find another worker."""
         now, seconds = time.monotonic(), limit or 0.0
         return min((worker.sent_at for worker in self.processes if worker.sent_at + seconds > now), default=now) + seconds
 
     def timeout_error(self, method: str, timeout: Any, late: Sequence[WorkerProcess] = ()) -> StepTimeout:
         """Return the exception for a call without a reply in time. ``late``: the workers to name (default: all late)."""
-        return step_timeout_error(method, timeout, lambda seconds: self.describe_late(seconds, late or self.find_late()))
+        return step_timeout_error(
+            method, timeout, lambda seconds: self.describe_late(seconds, late or self.find_late_workers())
+        )
 
     def describe_late(self, seconds: float | None, late: Sequence[WorkerProcess]) -> LateReplies:
         """Describe the workers that have not replied within ``seconds``. The text names only the first few of them."""

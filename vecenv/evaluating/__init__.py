@@ -105,6 +105,8 @@ def evaluate(
         raise TypeError(f"on_episode must be callable, got {on_episode!r}")
     with_frames = _parse_frames(frames, len(todo.episodes))
     journal = _open_journal(folder, name, todo, with_frames)
+    if (limit := parse_timeout(timeout)) == 0.0:
+        raise ValueError(f"timeout must be None or a number of seconds above 0, got {timeout!r}")
     act = PolicyCaller(policy, envs, arrays=arrays, device=device, batch=batch, initial_state=initial_state)
 
     def report(result: EpisodeResult) -> None:
@@ -115,7 +117,7 @@ def evaluate(
         if on_episode is not None:
             on_episode(result)
 
-    runner = _make_runner(envs, todo, act, report, parse_timeout(timeout), with_frames)
+    runner = _make_runner(envs, todo, act, report, limit, with_frames)
     bar = _progress_bar(len(todo.episodes)) if progress else contextlib.nullcontext()
     with bar as show, journal or contextlib.nullcontext(), watched_handlers(), _fixed_statistics(envs):
         if journal is not None:
@@ -174,7 +176,7 @@ def _make_runner(
             reason = "the calling process steps some of them: pass use_caller=False, or num_workers="
             raise_unsupported(envs, "end environments that hang", reason)
         if in_flight := sorted(envs.in_flight.tolist()):
-            text = f"Calling `evaluate` with {envs_text(in_flight)} in flight: call `recv` first."
+            text = f"Calling `evaluate` with {envs_text(in_flight)} in flight: call `recv` or `reset` first."
             raise AlreadyPendingCallError(text, "send")
         if limit is None and not capabilities.in_this_process:
             limit = envs.step_timeout
@@ -259,6 +261,8 @@ def _fixed_statistics(envs: Any) -> Iterator[None]:
 
 
 def _parse_frames(frames: Iterable[int], count: int) -> frozenset[int]:
+    if not isinstance(frames, Iterable):
+        raise TypeError(f"frames must be indices of episodes, such as range(3); got {frames!r}")
     indices = frozenset(frames)
     if invalid := [index for index in indices if not isinstance(index, (int, np.integer)) or not 0 <= index < count]:
         raise ValueError(f"frames must be indices of episodes, from 0 to {count - 1}; got {invalid}")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import NormalDist, mean, stdev
+from statistics import NormalDist
 from typing import Any
+
+import numpy as np
 
 from vecenv.errors import how_to_install
 
@@ -18,6 +20,7 @@ def make_table(by: str, groups: Mapping[Any, Sequence[Any]]) -> Any:
     """
     try:
         from rich.table import Table
+        from rich.text import Text
     except ImportError as error:
         raise ImportError(f"a table needs rich: {how_to_install('bench')}") from error
     table = Table(by, "episodes", "mean", "95% interval", "length", "failures")
@@ -25,7 +28,8 @@ def make_table(by: str, groups: Mapping[Any, Sequence[Any]]) -> Any:
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
     for group, results in groups.items():
-        table.add_row(str(group), *_cells(results), end_section=len(groups) > 1 and group == list(groups)[-1])
+        # as Text, because in a string "[...]" would be markup
+        table.add_row(Text(str(group)), *_cells(results), end_section=len(groups) > 1 and group == list(groups)[-1])
     if len(groups) > 1:
         table.add_row("all", *_cells([result for results in groups.values() for result in results]))
     return table
@@ -36,11 +40,11 @@ def _cells(results: Sequence[Any]) -> list[str]:
     statistics = ("-", "-", "-")
     if completed:
         returns = [result.episode_return for result in completed]
-        average, interval = mean(returns), "-"
+        average, interval = np.mean(returns), "-"
         if len(returns) > 1:
-            half_width = _t_quantile(len(returns) - 1) * stdev(returns) / math.sqrt(len(returns))
+            half_width = _t_quantile(len(returns) - 1) * np.std(returns, ddof=1) / math.sqrt(len(returns))
             interval = f"{average - half_width:.4g} to {average + half_width:.4g}"
-        statistics = f"{average:.4g}", interval, f"{mean(result.length for result in completed):.4g}"
+        statistics = f"{average:.4g}", interval, f"{np.mean([result.length for result in completed]):.4g}"
     return [str(len(results)), *statistics, str(len(results) - len(completed))]
 
 

@@ -611,12 +611,12 @@ class LockstepDriver(Driver):
 
     @abstractmethod
     def begin_reset(
-        self, call: RequestSummary, seeds: list[Any], mask: npt.NDArray[np.bool_] | None, options: ResetOptions
+        self, request: RequestSummary, seeds: list[Any], mask: npt.NDArray[np.bool_] | None, options: ResetOptions
     ) -> None:
         """Begin to reset the rows of ``mask`` (``None``: all). Invalid arguments raise before any request is submitted."""
 
     @abstractmethod
-    def begin_step(self, call: RequestSummary, actions: Any) -> None:
+    def begin_step(self, request: RequestSummary, actions: Any) -> None:
         """Begin a step. Invalid actions raise before any request is submitted."""
 
     @abstractmethod

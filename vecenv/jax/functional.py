@@ -131,7 +131,7 @@ class FunctionalVectorEnv:
 
     def _check_options(self, reset: str, stagger: bool, pool_size: int, micro_batch: int | None) -> None:
         for wrong, text in (
-            (self.num_envs < 1, f"num_envs must be positive, got {self.batch_shape}."),
+            (min(self.batch_shape, default=1) < 1, f"num_envs must be positive, got {self.batch_shape}."),
             (reset not in _RESETS, f"reset must be one of {_RESETS}, got {reset!r}."),
             (pool_size < 1, f"pool_size must be at least 1, got {pool_size}."),
             (micro_batch is not None and micro_batch < 1, f"micro_batch must be at least 1, got {micro_batch}."),
@@ -267,7 +267,7 @@ class FunctionalVectorEnv:
         """Return a decorator that spreads a function of rows over devices, without communication between them."""
         if devices is None:
             return lambda flat: flat
-        if self.num_envs % len(devices):
+        if not len(devices) or self.num_envs % len(devices):
             raise ValueError(f"{self.num_envs} environments cannot be divided equally among {len(devices)} devices.")
         mesh = jax.sharding.Mesh(np.asarray(devices), ("envs",))
         spec: Any = jax.sharding.PartitionSpec

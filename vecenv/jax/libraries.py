@@ -411,7 +411,11 @@ class FuncAdapter(Adapter):
 
 def actuator_range(env: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Return ``(low, high)``, each ``float32[action_size]``: the control range of the actuators of a physics model."""
-    model = env.model
+    try:
+        model = env.model
+    except (AttributeError, ValueError):
+        name = getattr(env, "name", type(env).__name__)
+        raise ValueError(f"{name} has no physics model with actuators: pass rescale=(low, high).") from None
     limits = model.actuator.ctrl_range if hasattr(model, "actuator") else model.actuator_ctrlrange
     limits = np.asarray(limits, np.float32)
     return limits[:, 0], limits[:, 1]

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +68,8 @@ class AgentRows(AsyncVectorEnv[Any, Any]):
         return cls(env_fns, observation_mode=(space, space), **{**options, "worker_options": worker_options})
 
 
+_EXAMPLE: Final = "simple_spread_v3.parallel_env()"
+
 AgentRows.__name__ = "MultiAgentVecEnv"  # the name in the engine's messages
 
 
@@ -118,6 +120,11 @@ class MultiAgentVecEnv:
         Exception: Raised by an ``env_fn``, or by :class:`~vecenv.AsyncVectorEnv`.
     """
 
+    def __new__(cls, *args: Any, **options: Any) -> MultiAgentVecEnv:
+        if len(args) > 1:  # such as an id and a number, for which Python's message would not show what to write
+            check_env_fns(args[0], "MultiAgentVecEnv", _EXAMPLE)
+        return super().__new__(cls)
+
     def __init__(
         self, env_fns: Sequence[Callable[[], Any]], *, layout: str | Mapping[Any, Sequence[Any]] = "auto",
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP, reward_dtype: npt.DTypeLike = np.float64,
@@ -129,7 +136,7 @@ class MultiAgentVecEnv:
             raise_unsupported(self, "have spare workers", reason)
         own_options = inspect.signature(MultiAgentVecEnv.__init__).parameters.keys() - {"self", "env_fns", "engine"}
         check_option_names(engine, [*sorted(own_options), *EngineOptions.__annotations__], "MultiAgentVecEnv")
-        check_env_fns(env_fns, "MultiAgentVecEnv", "simple_spread_v3.parallel_env()")
+        check_env_fns(env_fns, "MultiAgentVecEnv", _EXAMPLE)
         self._set_rewards_and_seeds(reward_dtype, seed_stride)
         template = as_parallel(env_fns[0]())
         try:
@@ -153,6 +160,8 @@ class MultiAgentVecEnv:
             self._rows.close(terminate=True)
             raise
         self._set_up(roster, action_mask is not None)
+
+    __signature__ = inspect.Signature(list(inspect.signature(__init__).parameters.values())[1:])
 
     @classmethod
     def from_envpool(

@@ -56,6 +56,8 @@ def require(feature: str, *libraries: str, install: str | None = None) -> None:
 
 def import_module_or_exit(name: str) -> ModuleType:
     """Import a module, which may be in the current folder."""
+    if not name or name.startswith("."):
+        raise CliError(f"{name!r} is not the full name of a module")
     if "" not in sys.path:
         sys.path.insert(0, "")  # console scripts start without the current folder on the path
     try:

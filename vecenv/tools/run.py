@@ -17,10 +17,11 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any, Final
 
 from vecenv.front.arguments import check_start_method
-from vecenv.patching import REPORT, install
+from vecenv.patching import DEFAULTS, REPORT, install
 from vecenv.planning.independence import MAX_STEPS
 from vecenv.planning.options import check_option
 from vecenv.recording.recorder import FlightRecorder
+from vecenv.system.spawning import explain_missing_guard
 from vecenv.tools import CliError, one_line
 
 _DEFAULTS: Final = ("num_workers", "on_failure", "step_timeout", "record_failures", "context", "generators")
@@ -164,7 +165,12 @@ def _execute(code: Callable[[], CodeType], **names: Any) -> None:
         vars(main)["__annotations__"] = {}
     sys.modules["__main__"] = main
     try:
-        exec(code(), vars(main))
+        compiled, method = code(), DEFAULTS.get("context")
+        is_imported = getattr(names["__spec__"], "name", "").rpartition(".")[2] != "__main__"  # by workers
+        if is_imported and method in ("spawn", "forkserver") and "__main__" not in compiled.co_consts:
+            print(f"vecenv run: {explain_missing_guard(method)}", file=sys.stderr)  # they would run the program again
+            sys.exit(2)
+        exec(compiled, vars(main))
     except SystemExit:
         raise
     except BaseException:

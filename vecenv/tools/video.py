@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -115,7 +116,8 @@ def write_video(images: Iterable[Frame], path: str | Path, *, fps: float = 30.0)
         fps: Frames per second.
 
     Raises:
-        ValueError: The file has another suffix, there are no images, or ``fps`` is not positive.
+        ValueError: The file has another suffix, there are no images, one is no such frame, ``fps`` is not positive, or a
+            GIF would show one image for more than 655 seconds, which the format cannot express.
         ImportError: The library for this format is missing; the error names the command that installs it.
         OSError: The file cannot be written.
     """
@@ -130,6 +132,11 @@ def write_video(images: Iterable[Frame], path: str | Path, *, fps: float = 30.0)
     frames = list(images)
     if not frames:
         raise ValueError("there are no images to write")
+    for index, frame in enumerate(frames):
+        shape, dtype = np.shape(frame), getattr(frame, "dtype", type(frame).__name__)
+        if dtype != np.uint8 or len(shape) != 3 or shape != (*np.shape(frames[0])[:2], 3):
+            expected = "uint8 of shape (height, width, 3), all of one size"
+            raise ValueError(f"images must be {expected}; images[{index}] is {dtype} of shape {shape}")
     path.parent.mkdir(parents=True, exist_ok=True)
     write = _write_gif if path.suffix.lower() == ".gif" else _write_mp4
     write(frames, path, fps)
@@ -146,7 +153,11 @@ def _write_gif(images: list[Frame], path: Path, fps: float) -> None:
 
     # a palette per frame: a common one lacks colors that only a few frames have
     first, *rest = [with_palette(image) for image in images]
-    first.save(path, save_all=True, append_images=rest, duration=max(round(1000 / fps), 20), loop=0, optimize=False)
+    try:
+        first.save(path, save_all=True, append_images=rest, duration=max(round(1000 / fps), 20), loop=0, optimize=False)
+    except struct.error:
+        text = "a GIF cannot show an image, or equal consecutive ones, for more than 655 seconds: write an MP4"
+        raise ValueError(text) from None
 
 
 def _write_mp4(images: list[Frame], path: Path, fps: float) -> None:

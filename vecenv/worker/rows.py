@@ -528,11 +528,14 @@ class EnvRows:
     def _store_info(self, k: int, info: Any, out: Outcome) -> None:
         """Store an info that is not empty."""
         self._has_old_results = True
-        if info.__class__ is dict and self._infos.write(k, info):
-            out.columns = True
-        else:
-            self._schemas[k] = BY_PICKLE
-            out.infos[self.first + k] = copy_info(info)
+        try:
+            if info.__class__ is dict and self._infos.write(k, info):
+                out.columns = True
+            else:
+                self._schemas[k] = BY_PICKLE
+                out.infos[self.first + k] = copy_info(info)
+        except RecursionError:
+            raise RecursionError("info: it contains itself, or is nested too deeply") from None
 
     def _clear_results(self, ks: Sequence[int] | None) -> None:
         where: Any = slice(None) if ks is None else ks

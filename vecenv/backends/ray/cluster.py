@@ -220,6 +220,8 @@ def _identify_connection(ray: Any) -> tuple[str, str]:
 
 def _connect(ray: Any, address: str | None) -> bool:
     """Connect to a cluster, and return True if vecenv started it."""
+    if address in (None, "auto"):
+        address = os.environ.get("RAY_ADDRESS") or address
     if address is not None and address.startswith("ray://"):
         raise ValueError(f"address={address!r}: Ray Client has no zero-copy reads; run the program on a node of the cluster")
     if address != "local":
@@ -227,7 +229,7 @@ def _connect(ray: Any, address: str | None) -> bool:
             ray.init(address=address or "auto", log_to_driver=True)
             return False
         except ConnectionError:
-            if address is not None or "RAY_ADDRESS" in os.environ:
+            if address is not None:
                 raise
     with _loopback_only(ray):
         options: Any = {"resources": {_OWN_RESOURCE: _OWN_AMOUNT}, "include_dashboard": False, "_node_ip_address": _LOOPBACK}

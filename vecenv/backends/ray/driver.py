@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 
-from vecenv.backends.ray.exchange import HostExchange, HostRequest, RequestPart, index_of, reset_arguments
+from vecenv.backends.ray.exchange import HostExchange, HostRequest, RequestPart, reset_arguments, to_array_index
 from vecenv.backends.ray.host import record_type
 from vecenv.backends.ray.hosts import HostPool
 from vecenv.errors import NotRestorable, VecEnvError, envs_text, failed_earlier_error
@@ -118,7 +118,7 @@ class HostsDriver(WorkerDriver):
     def _pack_actions(self, rows: Sequence[int], action_by_row: dict[int, Any] | None) -> tuple[Any, ...]:
         """Return the packed actions of some rows, followed by ``True`` if they are a pickled batch for ``iterate``."""
         if action_by_row is None:
-            return (self._actions[index_of(rows)].tobytes(),)
+            return (self._actions[to_array_index(rows)].tobytes(),)
         return cloudpickle.dumps(_regroup(self._action_space, [action_by_row[row] for row in rows])), True
 
     def submit_reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, for_recv: bool) -> None:

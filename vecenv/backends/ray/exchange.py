@@ -161,11 +161,15 @@ class HostExchange:
         args = [part.local, *options] if options or len(part.rows) < len(part.host.rows) else []
         self.parts[self.pool.cluster.submit(part.host.index, method, data, *args)] = part
 
-    def rebuild(self, request: HostRequest, rows: Sequence[int]) -> None:
-        """Have hosts reset new environments for these rows, with the seeds and options of the request if it is a reset."""
+    def rebuild(self, request: HostRequest, rows: Sequence[int], *, again: bool = False) -> None:
+        """Have hosts reset new environments for these rows, with the options of the request if it is a reset.
+
+        The seeds of a reset are used for the first rebuild only; all other seeds are fresh.
+        """
         new_seeds: list[Any] = [int(child.generate_state(1)[0]) for child in self.seeds.spawn(len(rows))]
-        if request.seeds is not None:
-            new_seeds = [request.seeds[row] for row in rows]
+        if request.seeds is not None and not again:
+            given = [request.seeds[row] for row in rows]
+            new_seeds = [fresh if seed is None else seed for seed, fresh in zip(given, new_seeds, strict=True)]
         for observer in self.failures.observers if rows else ():
             observer.on_reset(rows, new_seeds, select_options(request.options, rows))
         self.forget(rows)
@@ -320,7 +324,7 @@ class HostExchange:
             arrays = fields(records, NUMBERS if leaves else self._records, len(rows)) + leaves
             reply = HostReply(rows, arrays, None, [], False, {}, None)
         previous = {row: self.store.row(row) for row in reply.rows} if rebuilds else {}
-        where = index_of(reply.rows)
+        where = to_array_index(reply.rows)
         for column, values in zip(self._arrays, reply.arrays, strict=False):
             column[where] = values
         if errors := self._apply_events(request, host, reply):
@@ -415,11 +419,11 @@ class HostExchange:
                 self.unraised.append(([(None, error)], rows))
             else:
                 for part in self.lost:
-                    self.rebuild(part.request, part.rows)
+                    self.rebuild(part.request, part.rows, again=part.rebuilds)
             self.lost.clear()
 
 
-def index_of(rows: Sequence[int]) -> slice | list[int]:
+def to_array_index(rows: Sequence[int]) -> slice | list[int]:
     """Return ascending rows as an array index: a slice, which is faster, if they are contiguous."""
     return slice(rows[0], rows[-1] + 1) if rows and rows[-1] - rows[0] == len(rows) - 1 else list(rows)
 

@@ -67,6 +67,16 @@ def test_environment_without_agents_is_refused(kind: Any) -> None:
         MultiAgentVecEnv([kind], num_workers=0)
 
 
+class TurnBasedGame(Scripted):
+    def agent_iter(self) -> Any:
+        raise NotImplementedError
+
+
+def test_turn_based_environment_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"is turn based \(AEC\): write vecenv\.multi_agent\.from_aec"):
+        MultiAgentVecEnv([TurnBasedGame], num_workers=0)
+
+
 def step_often(envs: MultiAgentVecEnv, actions: Any, times: int) -> None:
     for _ in range(times):
         envs.step(actions)

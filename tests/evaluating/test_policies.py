@@ -195,7 +195,7 @@ def test_rows_that_are_in_flight_are_not_touched() -> None:
 
 
 def test_non_vector_environment_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"needs a Gymnasium vector environment, such as vecenv\.make_vec builds"):
+    with pytest.raises(TypeError, match=r"needs a Gymnasium vector environment, such as one from vecenv\.make_vec"):
         vecenv.evaluate(Walk(), choose, 3)  # type: ignore[arg-type]
 
 

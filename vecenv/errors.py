@@ -292,10 +292,11 @@ class ErrorRecord:
         except Exception:  # raised by `__str__` of the environment's own exception class
             first_line = "it could not be printed"
         text = f": {first_line.removeprefix(f'env {self.env}: ')}" if first_line else ""
-        _, at, location = getattr(self.error, "where", {}).get(self.env, "").partition(", at ")
+        if location := getattr(self.error, "where", {}).get(self.env, "").partition(", at ")[2]:
+            text = f"{text.removesuffix('.')}, at {location}"
         where = f"worker {self.worker}, pid {self.pid}" if self.worker >= 0 else "in the calling process"
         source = where if self.env is None else f"env {self.env} ({where})"
         is_named = self.env is None and first_line.startswith(f"worker {self.worker} (pid {self.pid},")
         prefix = "" if is_named else f"{source}, {self.command}: "
         recorded = f" (recorded: {self.recorded})" if self.recorded else ""
-        return f"{self.when:%Y-%m-%d %H:%M:%S} {prefix}{type(self.error).__name__}{text}{at}{location}{recorded}"
+        return f"{self.when:%Y-%m-%d %H:%M:%S} {prefix}{type(self.error).__name__}{text}{recorded}"

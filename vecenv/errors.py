@@ -294,6 +294,8 @@ class ErrorRecord:
         except Exception:  # raised by `__str__` of the environment's own exception class
             first_line = "it could not be printed"
         text = f": {first_line.removeprefix(f'env {self.env}: ')}" if first_line else ""
+        if isinstance(self.error, StepTimeout) and self.env is not None:
+            text = text.removesuffix(".") + "".join(self.error.where.get(self.env, "").partition(", at ")[1:])
         where = f"worker {self.worker}, pid {self.pid}" if self.worker >= 0 else "in the calling process"
         source = where if self.env is None else f"env {self.env} ({where})"
         is_named = self.env is None and first_line.startswith(f"worker {self.worker} (pid {self.pid},")

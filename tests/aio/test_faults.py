@@ -163,6 +163,19 @@ async def test_cancelled_step_that_hangs_has_its_worker_killed() -> None:
         assert pool.stats()["restarts"] == 3
 
 
+async def test_cancelled_step_that_hangs_is_named_in_the_failures_of_others() -> None:
+    async with Pool(TextEnv, 2, num_workers=1, step_timeout=0.3, cancel_timeout=5) as pool:
+        async with pool.episode() as one:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await one.step("hang")
+        with pytest.raises(WorkerDied, match=f"env {one.env_id} hung for more than 0.3 s.* at text_envs.py") as death:
+            async with pool.episode():
+                raise AssertionError
+        assert not isinstance(death.value, StepTimeout)
+        await check_all_slots(pool)
+
+
 async def test_cancelled_step_that_returns_in_time_keeps_its_worker() -> None:
     async with Pool(TextEnv, 1, cancel_timeout=5) as pool:
         (process,) = pool._envs.processes

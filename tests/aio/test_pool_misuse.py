@@ -137,11 +137,18 @@ async def test_unpicklable_arguments_raise_before_anything_is_sent() -> None:
         ({"on_failure": "ignore"}, "`on_failure` must be"),
         ({"step_timeout": "long"}, "step_timeout"),
         ({"env_threads": 2, "num_workers": 1, "generators": "own"}, "generators"),
+        ({"record_failures": "failures"}, "AsyncVectorEnv, MultiAgentVecEnv and RayVectorEnv record failures"),
     ],
 )
 def test_invalid_options_raise(kwargs: dict[str, Any], text: str) -> None:
     with pytest.raises((TypeError, ValueError), match=text):
         Pool(TextEnv, **{"size": 2, **kwargs})
+
+
+async def test_policy_that_is_not_async_raises() -> None:
+    async with Pool(Words, 1) as pool:
+        with pytest.raises(TypeError, match="policy must be an `async def` function of one observation; it returned 'x'"):
+            await pool.evaluate(lambda observation: "x", 1)  # type: ignore[arg-type,return-value]
 
 
 async def test_invalid_seeds_options_and_retries_raise() -> None:

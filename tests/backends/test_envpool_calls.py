@@ -552,6 +552,8 @@ def test_unknown_option_raises_with_the_accepted_names() -> None:
         EnvPoolVectorEnv("Pong-v5", frameskip=4)
     with pytest.raises(TypeError, match=r"'env_seed' cannot be set here: pass seed="):
         EnvPoolVectorEnv("Pong-v5", env_seed=[1])
+    with pytest.raises(TypeError, match=r"'env_type' cannot be set here: remove it"):
+        EnvPoolVectorEnv("CartPole-v1", env_type="gymnasium")
 
 
 @pytest.mark.parametrize(

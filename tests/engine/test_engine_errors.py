@@ -399,6 +399,26 @@ def test_equal_exits_of_different_workers_share_one_note() -> None:
     assert notes_about_others([(0, first), (1, second)]) == ["also failed: env 1: ValueError: the user's own text: env 1: x"]
 
 
+def test_traceback_of_a_wrong_observation_shows_no_other_exception(every_engine: Options) -> None:
+    with ready_engine([WrongEnv] * 2, **every_engine) as envs:
+        with pytest.raises(ObservationError) as caught:
+            envs.step(np.array([1, 1]))
+        assert "During handling" not in "".join(traceback.format_exception(caught.value))
+
+
+class ExitingEnv(CounterEnv):
+    def step(self, action: Any) -> Any:
+        raise SystemExit(3)
+
+
+def test_exit_in_a_worker_is_described_once(process_engine: Options) -> None:
+    with ready_engine([ExitingEnv] * 2, **process_engine) as envs:
+        with pytest.raises(EnvError) as caught:
+            envs.step(np.array([0, 0]))
+        text = "".join(traceback.format_exception_only(caught.value))
+        assert text.count("during step") == 1
+
+
 class UncheckedEnv(CounterEnv):
     """An environment with steps that use an attribute of the reset, without a check that it exists."""
 
@@ -626,8 +646,9 @@ def test_pending_call_error_of_reset_and_step_names_the_async_method() -> None:
         envs.call_async("env_id")
         with pytest.raises(AlreadyPendingCallError, match="Calling `reset_async`"):
             envs.reset()
-        with pytest.raises(AlreadyPendingCallError, match="Calling `step_async`"):
+        with pytest.raises(AlreadyPendingCallError, match="Calling `step_async`") as caught:
             envs.step([0, 0])
+        assert caught.value.__notes__ == ["call `call_wait()` first."]
         assert envs.call_wait() == (0, 1)
 
 

@@ -159,6 +159,7 @@ def test_step_timeout_is_recorded_and_the_timeout_of_a_call_is_not(launch: Launc
     assert "in sleep" in record.traceback
     where = f"env 1 (worker {worker}, pid {record.pid}), step"
     assert f"{where}: StepTimeout: The call to `step_wait` has timed out" in str(record)
+    assert re.search(r"second\(s\), at \w+\.py:\d+ in sleep$", str(record))
     assert envs.stats()["errors"] == 1
     check_close(envs)
     assert list(envs.errors) == [record]

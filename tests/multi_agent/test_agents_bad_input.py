@@ -68,6 +68,16 @@ def test_constructor_with_an_environment_without_agents_raises(kind: Any) -> Non
         MultiAgentVecEnv([kind], num_workers=0)
 
 
+class TurnBasedGame(ScriptedGame):
+    def agent_iter(self) -> Any:
+        raise NotImplementedError
+
+
+def test_turn_based_environment_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"is turn based \(AEC\): write vecenv\.multi_agent\.from_aec"):
+        MultiAgentVecEnv([TurnBasedGame], num_workers=0)
+
+
 def repeat_step(envs: MultiAgentVecEnv, actions: Any, times: int) -> None:
     for _ in range(times):
         envs.step(actions)

@@ -36,7 +36,7 @@ def require_settings(
     """
     if not isinstance(envs, VectorEnv):
         advice = "; use envs.flatten_agents()" if hasattr(envs, "flatten_agents") else ""
-        text = f"{client} needs a Gymnasium vector environment, such as vecenv.make_vec builds, got {envs!r}"
+        text = f"{client} needs a Gymnasium vector environment, such as one from vecenv.make_vec, got {envs!r}"
         raise TypeError(text + advice)
     mode = envs.metadata.get("autoreset_mode")
     if mode not in modes:

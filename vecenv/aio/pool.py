@@ -301,7 +301,9 @@ class Pool:
                 if episode.snapshot is not None:
                     await env.load(episode.snapshot)
                 while not env.over:
-                    _, reward, *_, info = await env.step(await policy(env.observation))
+                    if not inspect.isawaitable(action := policy(env.observation)):
+                        raise TypeError(f"policy must be an `async def` function of one observation; it returned {action!r}")
+                    _, reward, *_, info = await env.step(await action)
                     attempt.episode_return += reward
                     attempt.length += count_steps(info)
                 return todo.record_end(attempt, env.terminated, env.truncated, env.info)

@@ -392,6 +392,9 @@ class Slots:
             pid, stack = self._envs.processes[group.index].pid, await self._find_stack(slot)
             if slot.request is not request or slot.reply.done():
                 return
+            if self._one_by_one:  # a cancelled request, which has no timer, may be running
+                request = next(iter(group.pending))
+                slot = self._slots[request.rows[0]]
             location = f" at {found}" if (found := innermost_location(stack)) else ""
             slot.lost_reason = f"hung for more than {format_seconds(self.step_timeout)} and was killed{location}"
             text = f"env {slot.row}, worker {group.index}, pid {pid}, during {request.command}: it {slot.lost_reason}"

@@ -130,8 +130,8 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         on_failure: ``"raise"``; ``"restart"``, which rebuilds environments that died, raised or hung; or a
             :class:`vecenv.Restart` with a restart budget.
         step_timeout: Seconds until a ``reset`` or ``step`` without a timeout of its own counts as hanging.
-        record_failures: A folder, or a :class:`vecenv.FlightRecorder`. Each failure is recorded in a file, which
-            ``vecenv replay`` repeats; see ``docs/recording.md``.
+        record_failures: A folder, or a :class:`vecenv.FlightRecorder`. Each failure is recorded in a file for
+            ``vecenv replay``; see ``docs/recording.md``.
         generators: The random number generators of environments: those of ``random``, ``numpy.random`` and torch (on the
             CPU). ``"shared"``: all environments of a process share them, as in Gymnasium. If an environment is tried before
             the workers start (``"auto"``, ``use_caller=True``) and draws from them, there is a warning. ``"own"``: each

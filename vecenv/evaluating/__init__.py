@@ -153,7 +153,7 @@ def _require_vector_env(envs: Any, policy: Any) -> None:
     if hasattr(envs, "possible_agents"):
         raise_unsupported(envs, "evaluate episodes of several agents", "a result has one return: pass envs.flatten_agents()")
     if not isinstance(envs, VectorEnv):
-        problem = f" needs a Gymnasium vector environment, such as vecenv.make_vec builds, got {envs!r}"
+        problem = f" needs a Gymnasium vector environment, such as one from vecenv.make_vec, got {envs!r}"
         if isinstance(policy, VectorEnv):
             problem = f": got envs={envs!r} and policy={policy!r}: are the first two swapped?"
         raise TypeError(f"evaluate(envs, policy, episodes){problem}")

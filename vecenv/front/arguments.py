@@ -164,6 +164,7 @@ _ADVICE: Final = {
     "start_timeout": "Write worker_options=vecenv.WorkerOptions(start_timeout=...).",
     "dummy_env": "Write worker_options=vecenv.WorkerOptions(dummy_env=...).",
     "zero_copy": "Remove it: recv copies the observations.",
+    "record_failures": "AsyncVectorEnv, MultiAgentVecEnv and RayVectorEnv record failures.",
     "seed": "Pass it to reset(seed=...).",
     "num_envs": "Pass that many functions: [env_fn] * num_envs.",
     "n_envs": "Did you mean 'num_envs'?",

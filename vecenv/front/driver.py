@@ -90,16 +90,21 @@ def require_order(phase: Phase, method: str, owner: object, name: str = "") -> N
     verb, _, kind = method.partition("_")
     if kind == "wait":
         raise NoAsyncCallError(f"Calling `{method}` without any prior call to `{verb}_async`.", verb)
-    raise AlreadyPendingCallError(pending_call_text(name or method, phase), phase.value)
+    raise pending_call_error(name or method, phase)
 
 
-def pending_call_text(name: str, phase: Phase) -> str:
-    """Return the error text for a method called during a pending call.
+def pending_call_error(name: str, phase: Phase) -> AlreadyPendingCallError:
+    """Return the exception for a method called during a pending call.
 
     Gymnasium's methods have Gymnasium's texts; the text of ``reset_async`` ends without a full stop.
     """
-    end = "" if name == "reset_async" else "." if name in REQUIRED_PHASES else f": call `{phase.value}_wait()` first."
-    return f"Calling `{name}` while waiting for a pending call to `{phase.value}` to complete{end}"
+    advice = f"call `{phase.value}_wait()` first."
+    end = "" if name == "reset_async" else "." if name in REQUIRED_PHASES else f": {advice}"
+    text = f"Calling `{name}` while waiting for a pending call to `{phase.value}` to complete{end}"
+    error = AlreadyPendingCallError(text, phase.value)
+    if name in REQUIRED_PHASES:
+        error.add_note(advice)
+    return error
 
 
 def drop_pending_and_retry(envs: Any, begin: Callable[[], R]) -> R:
@@ -432,7 +437,7 @@ def require_idle(pending_request: RequestSummary, method: str) -> None:
     if pending_request.rows and pending_request.for_recv:
         raise still_in_flight_error(method, range(pending_request.rows))
     if pending_request.rows:
-        raise AlreadyPendingCallError(pending_call_text(method, pending_request.kind), pending_request.kind.value)
+        raise pending_call_error(method, pending_request.kind)
 
 
 def still_in_flight_error(method: str, rows: Sequence[int]) -> AlreadyPendingCallError:
@@ -512,8 +517,7 @@ class WorkerDriver(Driver):
         """
         exchange = self.exchange
         if exchange.request is not None and not exchange.drop_if_droppable():
-            phase = exchange.request.phase
-            raise AlreadyPendingCallError(pending_call_text(method, phase), phase.value)
+            raise pending_call_error(method, exchange.request.phase)
         if rows is not None and len(rows) < self.num_envs:
             self.require_not_in_flight(method, list(rows))
         elif in_flight := len(exchange.in_flight):

@@ -443,7 +443,7 @@ def unpack_error(packed: PackedError, note: str) -> Exception:
         loaded = call_with_fallback(partial(pickle.loads, packed.blob), lambda _: None, BaseException)
     error = loaded if isinstance(loaded, Exception) else EnvError(f"{note}: {packed.summary}", original=packed.summary)
     error.__cause__ = RemoteTraceback(packed.text)
-    notes = [note]
+    notes = [note] if error is loaded else []  # the replacement begins with it
     if "daemonic processes are not allowed" in packed.summary:
         notes.append("environments that start processes of their own need AsyncVectorEnv(..., daemon=False)")
     for text in notes:

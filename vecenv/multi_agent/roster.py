@@ -125,7 +125,7 @@ def read_agents(env: Any) -> tuple[Any, ...]:
     """Return ``possible_agents`` of a parallel environment.
 
     Raises:
-        TypeError: ``env`` has none.
+        TypeError: ``env`` has none, or is turn based.
         ValueError: The list is empty, or names an agent twice.
     """
     agents = getattr(env, "possible_agents", None)
@@ -134,6 +134,8 @@ def read_agents(env: Any) -> tuple[Any, ...]:
             f"{env!r} has no `possible_agents`: MultiAgentVecEnv needs PettingZoo parallel environments (or environments "
             "with `agent_num`, or Gymnasium's); turn-based ones go through vecenv.multi_agent.from_aec"
         )
+    if hasattr(type(env), "agent_iter"):  # the class, because adapters forward attributes
+        raise TypeError(f"{env!r} is turn based (AEC): write vecenv.multi_agent.from_aec(env), or use its parallel_env()")
     agents = tuple(agents)
     if not agents or len(set(agents)) != len(agents):
         raise ValueError(f"{env!r}: `possible_agents` must name at least one agent and none twice, got {list(agents)}")

@@ -372,7 +372,10 @@ class EnvRows:
                     observation, info = on_episode_end(k, observation, info, out)
                 try:
                     targets[k][:] = observation
+                    stored = True
                 except (TypeError, ValueError):  # another dtype or shape, or not an array
+                    stored = False
+                if not stored:  # outside `except`, so that its errors have no misleading context
                     self._store_observation(k, observation, out)
                 if info or info.__class__ is not dict:
                     self._store_info(k, info, out)

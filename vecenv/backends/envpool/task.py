@@ -73,6 +73,7 @@ _SWITCH_FAMILIES: Final = (
 
 # Keys of EnvPool's configuration that are arguments of EnvPoolVectorEnv, or that users must not set.
 _RESERVED = {
+    "env_type": "remove it; the interface is always Gymnasium's",
     "env_seed": "pass seed= with one seed per environment",
     "gym_reset_return_info": "infos are always returned",
     "render_env_id": "render() draws every environment",

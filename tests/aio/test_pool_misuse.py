@@ -146,7 +146,7 @@ def test_invalid_options_raise(kwargs: dict[str, Any], text: str) -> None:
 
 
 async def test_policy_that_is_not_async_raises() -> None:
-    async with Pool(Words, 1) as pool:
+    async with Pool(TextEnv, 1) as pool:
         with pytest.raises(TypeError, match="policy must be an `async def` function of one observation; it returned 'x'"):
             await pool.evaluate(lambda observation: "x", 1)  # type: ignore[arg-type,return-value]
 

@@ -400,7 +400,7 @@ def test_equal_exits_of_different_workers_share_one_note() -> None:
 
 
 def test_traceback_of_a_wrong_observation_shows_no_other_exception(every_engine: Options) -> None:
-    with ready_engine([WrongEnv] * 2, **every_engine) as envs:
+    with ready_engine([FailingStepEnv] * 2, **every_engine) as envs:
         with pytest.raises(ObservationError) as caught:
             envs.step(np.array([1, 1]))
         assert "During handling" not in "".join(traceback.format_exception(caught.value))

@@ -200,7 +200,7 @@ def test_evaluate_with_rows_in_flight_raises_and_keeps_the_rows() -> None:
 
 
 def test_evaluate_of_a_single_environment_raises() -> None:
-    with pytest.raises(TypeError, match=r"needs a Gymnasium vector environment, such as one from vecenv\.make_vec builds"):
+    with pytest.raises(TypeError, match=r"needs a Gymnasium vector environment, such as one from vecenv\.make_vec"):
         vecenv.evaluate(Walk(), choose, 3)  # type: ignore[arg-type]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -379,6 +380,38 @@ def test_waiting_worker_has_two_messages(tmp_path: Path) -> None:
     finally:
         file.touch()
         envs.close()
+
+
+def test_own_rows_are_stepped_at_once_while_workers_are_idle() -> None:
+    with ready_engine(make_env_fns([50] * 4), num_workers=2, use_caller=True, batch_size=1) as envs:
+        assert envs.worker_rows[0] == range(1)
+        for _ in range(5):
+            envs.send([1], [0])
+            assert envs.recv(timeout=3)[-1]["env_id"].tolist() == [0]
+
+
+class ExitsLaterEnv(StepCountEnv):
+    """An environment that returns from a step with action 3, and ends its process soon afterwards."""
+
+    def step(self, action: Any) -> Any:
+        if action == 3:
+            threading.Timer(0.2, os._exit, [3]).start()
+        return super().step(action)
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_result_written_before_a_worker_died_is_received(on_failure: Any) -> None:
+    """The death is detected by a reset of another row of the worker, before the result is read."""
+    env_fns = [lambda i=i: ExitsLaterEnv(i, 50) for i in range(3)]  # type: ignore[misc]
+    with ready_engine(env_fns, num_workers=1, batch_size=1, on_failure=on_failure) as envs:
+        (process,) = envs.processes
+        envs.send([3], [0])
+        process.join(20)
+        envs.reset_async(seed=5, env_id=[2])
+        observations, _, _, truncations, infos = envs.recv(timeout=20)
+        assert (infos["env_id"].tolist(), observations.tolist(), truncations.tolist()) == ([0], [[0, 0, 1]], [False])
+        assert "restarted" not in infos
+        assert envs.recv(timeout=20)[-1]["env_id"].tolist() == [2]
 
 
 def test_batch_size_auto_is_lock_step_without_workers() -> None:

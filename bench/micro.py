@@ -1,6 +1,6 @@
 """Micro-benchmarks of single costs: a round trip, a batch, infos, copies, the start.
 
-Each one compares the engine with the simplest code for the same work in the same run: a pipe between two processes,
+Each one compares the engine with the simplest code for the same work in the same run: a socket pair between two processes,
 ``memcpy``, or the same environment without infos.
 """
 
@@ -43,7 +43,7 @@ IMAGE = (84, 84, 4)
 
 
 class PingPong(Stepping):
-    """A runner that sends five bytes to another process and back, over a blocking or spinning socket pair."""
+    """A runner that exchanges five bytes with another process through a socket pair, blocking or polling for the reply."""
 
     def __init__(self, spin: bool) -> None:
         self._spin, self._receive = spin, _spin_receive if spin else _receive
@@ -60,10 +60,12 @@ class PingPong(Stepping):
             end.setblocking(not self._spin)
         pid = os.fork()
         if pid == 0:
-            self._socket.close()
-            while message := self._receive(partner):
-                partner.send(message)
-            os._exit(0)
+            try:
+                self._socket.close()
+                while message := self._receive(partner):
+                    partner.send(message)
+            finally:  # also after an error, which must not continue in the caller's code
+                os._exit(0)
         partner.close()
         try:
             return super().run(seconds)
@@ -88,7 +90,7 @@ def _spin_receive(end: socket.socket) -> bytes:
 
 
 class Copier(Stepping):
-    """A runner that copies the bytes of a batch of observations like an engine, and counts rows."""
+    """A runner that copies the bytes of a batch of observations as an engine does, and counts rows."""
 
     def __init__(self, shape: Sequence[int], method: str) -> None:
         self._row = np.ones(shape[1:], np.uint8)
@@ -112,7 +114,7 @@ class Copier(Stepping):
 
 
 def round_trip(pace: Pace) -> Report:
-    """Compare an empty step of one environment in one worker with five bytes in both directions."""
+    """Compare an empty step of one environment in one worker with five bytes sent there and back."""
     rows = [
         vecenv_candidate("workers", "vecenv, 1 worker, empty step", EmptyEnv, 1, num_workers=1),
         gymnasium_candidate("gym-async", "AsyncVectorEnv", EmptyEnv, 1),
@@ -137,7 +139,7 @@ def batch(pace: Pace, num_envs: int = 8) -> Report:
 
 
 def batch_overhead(report: Report) -> dict[str, Summary | None]:
-    """Return the microseconds per batch of :func:`batch` in excess of the bare loop in as many processes."""
+    """Return how many microseconds per batch each engine of :func:`batch` adds to the bare loop in as many processes."""
     rates = {row.name: row.rates for row in report.rows}
     found = {}
     for name, bare in (("gym-sync", "bare"), ("in-process", "bare"), ("use-caller", "bare-2"), ("workers", "bare-2")):
@@ -161,7 +163,7 @@ def infos(pace: Pace, num_envs: int = 32, workers: int = 2) -> Report:
 
 
 def copies(pace: Pace, num_envs: int = 64) -> Report:
-    """Compare steps with (84, 84, 4) uint8 observations with steps with small ones, and with ``memcpy``.
+    """Compare steps that return (84, 84, 4) uint8 observations to steps that return small ones, and to ``memcpy``.
 
     All copies run on one core, because there is one worker.
     """
@@ -180,7 +182,7 @@ def copies(pace: Pace, num_envs: int = 64) -> Report:
 def start_once(engine: str, num_envs: int, workers: int) -> None:
     """Print the seconds from construction to the end of the first reset. Must run in a new process."""
     env_fns: list[EnvFn] = [partial(make_env, "CartPole-v1")] * num_envs
-    gymnasium.make("CartPole-v1").close()  # the time of this import belongs to the environment, not to the engine
+    gymnasium.make("CartPole-v1").close()  # imports the environment, which is not part of the engine's start
     start = time.perf_counter()
     if engine == "gym-async":
         envs: Any = gymnasium.vector.AsyncVectorEnv(env_fns, context="forkserver")
@@ -192,7 +194,7 @@ def start_once(engine: str, num_envs: int, workers: int) -> None:
 
 
 def startup(repeats: int, num_envs: int = 64, workers: int = 2) -> dict[str, list[float]]:
-    """Measure the seconds of a start of each engine in turn, in new interpreters without a running fork server."""
+    """Start each engine in turn, in new interpreters without a running fork server, and return the seconds of its starts."""
 
     def start(engine: str) -> float:
         code = f"from bench.micro import start_once; start_once({engine!r}, {num_envs}, {workers})"
@@ -205,7 +207,7 @@ def startup(repeats: int, num_envs: int = 64, workers: int = 2) -> dict[str, lis
 
 
 class CopyCountingEnv(EmptyEnv):
-    """An environment with large observations. If ``count_copies.c`` is preloaded, it counts the bytes that are copied."""
+    """An environment with large observations. :meth:`copied` needs ``count_copies.c``, compiled and preloaded."""
 
     def __init__(self) -> None:
         super().__init__(IMAGE, "uint8")
@@ -244,7 +246,7 @@ def count_copies(num_envs: int = 64) -> dict[str, float]:
     """Count inside ``memcpy`` and ``memmove`` how often a step copies the bytes of its observations.
 
     Raises:
-        RuntimeError: There is no C compiler, or counting does not work with this C library.
+        RuntimeError: There is no working C compiler, or counting does not work with this C library.
     """
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
@@ -252,11 +254,14 @@ def count_copies(num_envs: int = 64) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         library, source = Path(folder, "count_copies.so"), Path(__file__).with_name("count_copies.c")
         flags = ["-O2", "-shared", "-fPIC", "-fno-builtin", "-fno-tree-loop-distribute-patterns"]
-        subprocess.run([compiler, *flags, "-o", str(library), str(source)], check=True, timeout=60)
+        command = [compiler, *flags, "-o", str(library), str(source)]
+        built = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        if built.returncode:
+            raise RuntimeError(f"{source.name} does not compile: {built.stderr.strip().splitlines()[-1:]}")
         code = f"from bench.micro import _copies_per_step as c; print(c(False, {num_envs}), c(True, {num_envs}))"
-        environment = {**os.environ, "LD_PRELOAD": str(library)}
+        variables = {**os.environ, "LD_PRELOAD": str(library)}
         done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=120, check=False
         )
     if done.returncode:
         raise RuntimeError(f"copied bytes could not be counted: {done.stderr.strip().splitlines()[-1:]}")
@@ -274,7 +279,7 @@ def copying_times(report: Report) -> dict[str, Summary | None]:
         {row.name: 1.0 / rate for row, rate in zip(report.rows, rates, strict=True)}
         for rates in zip(*(row.rates for row in report.rows), strict=True)
     ]
-    inner = [(t["view"] - t["small"]) / (t["memcpy"] - t["memcpy-small"]) for t in rounds]
-    outer = [(t["copy"] - t["view"]) / t["fresh"] for t in rounds]
-    both = [a + b for a, b in zip(inner, outer, strict=True)]
-    return {"copy=False": Summary.from_samples(inner), "copy=True": Summary.from_samples(both)}
+    into_shared_memory = [(t["view"] - t["small"]) / (t["memcpy"] - t["memcpy-small"]) for t in rounds]
+    into_new_memory = [(t["copy"] - t["view"]) / t["fresh"] for t in rounds]
+    both = [shared + new for shared, new in zip(into_shared_memory, into_new_memory, strict=True)]
+    return {"copy=False": Summary.from_samples(into_shared_memory), "copy=True": Summary.from_samples(both)}

@@ -1,4 +1,4 @@
-"""The network of :mod:`bench.train`: convolutions for images, two dense layers for other observations. Needs flax."""
+"""The network of :mod:`bench.train`: convolutions and a dense layer for images, two dense layers for others. Needs flax."""
 
 from __future__ import annotations
 
@@ -54,17 +54,19 @@ class Policy(nn.Module):
     def for_spaces(cls, observations: gymnasium.Space[Any], actions: gymnasium.Space[Any]) -> Policy:
         discrete = isinstance(actions, gymnasium.spaces.Discrete)
         shape = observations.shape or ()
-        return cls(int(actions.n) if discrete else actions.shape[0], discrete, len(shape) == 3 and min(shape[1:]) >= 36)
+        images = len(shape) == 3 and min(shape[1:]) >= 36  # smaller ones would leave less than 3 x 3 after the convolutions
+        return cls(int(actions.n) if discrete else actions.shape[0], discrete, images)
 
     @nn.compact
     def __call__(self, observations: jax.Array) -> tuple[Categorical | UnitNormal, jax.Array]:
         x = observations.astype(jnp.float32)
-        if self.images:  # frames are the first axis, before height and width
+        if self.images:  # the axes after the batch are frames, height and width
             x = jnp.moveaxis(x, 1, -1) / 255
             for features, size, stride in ((16, 8, 4), (32, 4, 2)):
                 x = nn.relu(nn.Conv(features, (size, size), (stride, stride), padding="VALID")(x))
         x = x.reshape(len(x), -1)
-        for width in (256,) if self.images else (64, 64):
-            x = nn.relu(nn.Dense(width)(x)) if self.images else nn.tanh(nn.Dense(width)(x))
+        widths, activation = ((256,), nn.relu) if self.images else ((64, 64), nn.tanh)
+        for width in widths:
+            x = activation(nn.Dense(width)(x))
         out, value = nn.Dense(self.outputs)(x), nn.Dense(1)(x)[..., 0]
         return (Categorical(out) if self.discrete else UnitNormal(out)), value

@@ -72,7 +72,7 @@ class Learner:
         net, self.key = Policy.for_spaces(observations, actions), jax.random.key(SEED)
         self.params = net.init(jax.random.key(0), np.zeros((1, *observations.shape), observations.dtype))
         optimizer = optax.adam(2.5e-4)
-        self.state = optimizer.init(self.params)
+        self.optimizer_state = optimizer.init(self.params)
 
         def act(params: Any, observation: Any, key: Any) -> tuple[Any, dict[str, Any]]:
             distribution, value = net.apply(params, observation)
@@ -87,7 +87,7 @@ class Learner:
             losses = 0.5 * (value - rows["target"]) ** 2 - gain - 0.01 * distribution.entropy()
             return (losses * rows["weight"]).sum() / jax.numpy.maximum(rows["weight"].sum(), 1)
 
-        def advantages(rollout: dict[str, Any], last: Any) -> Any:
+        def advantages(rollout: dict[str, Any], last_value: Any) -> Any:
             def accumulate(following: tuple[Any, Any], row: dict[str, Any]) -> tuple[tuple[Any, Any], Any]:
                 value, advantage = following
                 delta = row["reward"] + 0.99 * value * ~row["terminated"] - row["value"]
@@ -95,11 +95,11 @@ class Learner:
                 return (row["value"], advantage), advantage
 
             inputs = {name: rollout[name] for name in ("reward", "terminated", "done", "value")}
-            return jax.lax.scan(accumulate, (last, jax.numpy.zeros_like(last)), inputs, reverse=True)[1]
+            return jax.lax.scan(accumulate, (last_value, jax.numpy.zeros_like(last_value)), inputs, reverse=True)[1]
 
         @jax.jit
-        def update(params: Any, state: Any, rollout: dict[str, Any], last: Any, key: Any) -> tuple[Any, Any]:
-            advantage = advantages(rollout, net.apply(params, last)[1])
+        def update(params: Any, state: Any, rollout: dict[str, Any], last_obs: Any, key: Any) -> tuple[Any, Any]:
+            advantage = advantages(rollout, net.apply(params, last_obs)[1])
             rollout = {**rollout, "advantage": advantage, "target": advantage + rollout["value"]}
             flat = {name: rows.reshape(-1, *rows.shape[2:]) for name, rows in rollout.items()}
             permutations = jax.vmap(lambda k: jax.random.permutation(k, advantage.size))(jax.random.split(key, EPOCHS))
@@ -117,7 +117,7 @@ class Learner:
         self._act_count = 0
 
     def act(self, observations: np.ndarray, batch: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Return actions, and the values that learning needs. Pads the rows to ``batch``, so that it compiles only once."""
+        """Return actions, and the arrays that learning needs. Pads to ``batch`` rows, so that JAX compiles only once."""
         self._act_count += 1
         rows = len(observations)
         if rows < batch:
@@ -126,10 +126,10 @@ class Learner:
         actions, extras = self.jax.tree.map(lambda part: part[:rows], padded)
         return actions, extras
 
-    def learn(self, rollout: dict[str, Any], last: Any) -> None:
+    def learn(self, rollout: dict[str, Any], last_obs: Any) -> None:
         """Learn from rows ``(ROLLOUT_STEPS, num_envs, ...)`` and the observations ``(num_envs, ...)`` that follow them."""
         self.key, key = self.jax.random.split(self.key)
-        self.params, self.state = self._update(self.params, self.state, rollout, last, key)
+        self.params, self.optimizer_state = self._update(self.params, self.optimizer_state, rollout, last_obs, key)
         self.jax.block_until_ready(self.params)
 
 
@@ -138,7 +138,7 @@ class Learner:
 
 @dataclass
 class Rollout:
-    """A rollout of which each environment fills its own column."""
+    """A rollout in which each environment fills its own column."""
 
     num_envs: int
     fields: dict[str, np.ndarray] = field(default_factory=dict)
@@ -172,8 +172,8 @@ class Training:
         rollout, steps, in_flight = Rollout(stepper.num_envs), np.zeros(stepper.num_envs, np.intp), 0
         if self.latest is None:
             self.latest, self.reset_due = stepper.reset(), np.zeros(stepper.num_envs, bool)
-        all_ids = np.arange(stepper.num_envs)
-        ready = [(ids, self.latest[ids]) for ids in np.split(all_ids, stepper.num_envs // stepper.batch)]
+        batches = np.split(np.arange(stepper.num_envs), range(stepper.batch, stepper.num_envs, stepper.batch))
+        ready = [(ids, self.latest[ids]) for ids in batches]
         self.latest = np.empty_like(self.latest)
         while ready or in_flight:
             before = clock()
@@ -181,7 +181,7 @@ class Training:
                 began = clock()
                 actions, extras = self.learner.act(observations, stepper.batch)
                 spent["policy"] += clock() - began
-                before += clock() - began
+                before += clock() - began  # the policy's time is counted separately
                 rollout.put(steps[ids], ids, observation=observations, action=actions, **extras, weight=~self.reset_due[ids])
                 stepper.send(actions, ids)
                 in_flight += len(ids)
@@ -249,10 +249,10 @@ class BridgeTraining:
         began = clock()
         learner.key, key = jax.random.split(learner.key)
         rows, self._state = jax.block_until_ready(self._rollout(learner.params, self._state, key))
-        between = clock()
+        collected = clock()
         learner.learn(rows, self._state.obs)
-        self.spent["environments"] += between - began  # includes the policy, because both run in one compiled program
-        self.spent["learning"] += clock() - between
+        self.spent["environments"] += collected - began  # includes the policy, because both run in one compiled program
+        self.spent["learning"] += clock() - collected
         return float(rows["weight"].sum())
 
     run, shares = Training.run, Training.shares
@@ -289,13 +289,15 @@ def _candidates(name: str, num_envs: int, workers: int) -> list[Candidate]:
     env_fn = TRAININGS[name].prepare()
     workers = min(workers, num_envs)
 
-    def row(name: str, label: str, make: Callable[[], Any], kind: Any = "vecenv") -> Candidate:
-        return Candidate(name, label, partial(Training, make), kind=kind)
+    def row(engine: str, label: str, make: Callable[[], Any], kind: Any = "vecenv") -> Candidate:
+        return Candidate(engine, label, partial(Training, make), kind=kind)
+
+    half = max(num_envs // 2, 1)
 
     rows = [
         row("auto", "vecenv, auto", partial(_vecenv, env_fn, num_envs, None, num_workers="auto")),
         row("workers", f"vecenv, {workers} workers", partial(_vecenv, env_fn, num_envs, None, num_workers=workers)),
-        row("halves", "vecenv, first-ready halves", partial(_vecenv, env_fn, num_envs, num_envs // 2, num_workers=workers)),
+        row("halves", "vecenv, first-ready halves", partial(_vecenv, env_fn, num_envs, half, num_workers=workers)),
         Candidate("bridge", "vecenv, JAX bridge", partial(BridgeTraining, env_fn, num_envs, workers), kind="vecenv"),
         row("gym-sync", "Gymnasium SyncVectorEnv", partial(_gymnasium, "SyncVectorEnv", env_fn, num_envs), "gymnasium"),
         row("gym-async", "Gymnasium AsyncVectorEnv", partial(_gymnasium, "AsyncVectorEnv", env_fn, num_envs), "gymnasium"),
@@ -310,10 +312,8 @@ def _candidates(name: str, num_envs: int, workers: int) -> list[Candidate]:
 Shares = dict[str, dict[str, float]]
 
 
-def train(
-    name: str, num_envs: int, workers: int, pace: Pace, names: Iterable[str] | None = None
-) -> tuple[Report, Shares]:
-    """Measure the frames per second and the shares of the time of each row in one of :data:`TRAININGS`."""
+def train(name: str, num_envs: int, workers: int, pace: Pace, names: Iterable[str] | None = None) -> tuple[Report, Shares]:
+    """Measure the frames per second of each row in one of :data:`TRAININGS`, and the shares of its time."""
     rows = [row for row in _candidates(name, num_envs, workers) if names is None or row.name in set(names)]
     shares: Shares = {}
 

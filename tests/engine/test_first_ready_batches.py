@@ -13,7 +13,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +32,17 @@ from vecenv.link.channel import Channel
 
 
 class StepCountEnv(gymnasium.Env[Any, Any]):
-    """An environment with observations (env, episode, step), reward action + step, and infos of changing keys."""
+    """An environment with observations (row, episode, step), the reward action + step, and infos with changing keys."""
 
     observation_space = spaces.Box(-1, 1e6, (3,), np.float64)
     action_space = spaces.Discrete(1000)
 
-    def __init__(self, env: int, length: int, pause: float = 0.0) -> None:
-        self.env, self.length, self.pause = env, length, pause
+    def __init__(self, row: int, length: int, pause: float = 0.0) -> None:
+        self.row, self.length, self.pause = row, length, pause
         self.episode, self.t = -1, 0
 
     def _observation(self) -> np.ndarray[Any, Any]:
-        return np.array([self.env, self.episode, self.t], np.float64)
+        return np.array([self.row, self.episode, self.t], np.float64)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
@@ -56,7 +55,7 @@ class StepCountEnv(gymnasium.Env[Any, Any]):
         self.t += 1
         info: dict[str, Any] = {"t": self.t}
         if self.t % 3 == 0:
-            info = {"t": self.t, "name": f"env{self.env}", "x": np.arange(2.0) + self.t}
+            info = {"t": self.t, "name": f"env{self.row}", "x": np.arange(2.0) + self.t}
         if self.t % 4 == 0:
             info = {"by pickle": frozenset([self.t])}
         if self.t % 5 == 0:
@@ -69,9 +68,7 @@ class TotalStepsEnv(gymnasium.Env[Any, Any]):
 
     observation_space = spaces.Box(0, 1, (1,), np.float32)
     action_space = spaces.Discrete(2)
-
-    def __init__(self, env: int) -> None:
-        self.steps = 0
+    steps = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
@@ -90,21 +87,21 @@ class PlainLoop:
     """A plain loop over one environment with autoreset, which returns the expected rows."""
 
     def __init__(self, env: StepCountEnv, mode: AutoresetMode) -> None:
-        self.env, self.mode, self.pending = env, mode, False
+        self.env, self.mode, self.reset_due = env, mode, False
 
     def reset(self, seed: int | None) -> tuple[Any, ...]:
         observation, info = self.env.reset(seed=seed)
         return observation, 0.0, False, False, info
 
     def step(self, action: int) -> tuple[Any, ...]:
-        if self.pending:
-            self.pending = False
+        if self.reset_due:
+            self.reset_due = False
             observation, info = self.env.reset()
             return observation, 0.0, False, False, info
         observation, reward, terminated, truncated, info = self.env.step(action)
         if terminated or truncated:
             if self.mode is AutoresetMode.NEXT_STEP:
-                self.pending = True
+                self.reset_due = True
             elif self.mode is AutoresetMode.SAME_STEP:
                 fresh, reset_info = self.env.reset()
                 info = {"final_info": info, "final_obs": observation, **reset_info}
@@ -211,7 +208,7 @@ def test_rows_are_received_in_finishing_order() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_pickled_infos_are_returned_once(num_workers: int) -> None:
-    """Infos that fit no column and final observations are pickled."""
+    """Infos that fit no column are pickled, and so are final observations."""
     fns = make_env_fns([9, 5])
     loops = [PlainLoop(fn(), AutoresetMode.SAME_STEP) for fn in fns]
     with open_engine(fns, autoreset_mode="SameStep", num_workers=num_workers, batch_size=1, shared_memory=False) as envs:
@@ -232,24 +229,24 @@ def test_send_assigns_actions_to_rows_in_any_order(workers: int) -> None:
         envs.reset_async(seed=5)
         check_and_remove_expected(envs.recv(timeout=20), {i: loop.reset(5 + i) for i, loop in enumerate(loops)})
         order, actions = [5, 2, 4, 0, 3, 1], np.arange(6) * 10
-        for given in (actions, actions.tolist()):
-            envs.send(given, order)
+        for sent in (actions, actions.tolist()):
+            envs.send(sent, order)
             expected = {env: loops[env].step(int(action)) for env, action in zip(order, actions, strict=True)}
             check_and_remove_expected(envs.recv(timeout=20), expected)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("engine", "count"),
+    ("engine", "batch_size"),
     [({"num_workers": 3}, 3), ({"num_workers": 2, "use_caller": True}, 1), ({"num_workers": 1, "use_caller": True}, 2)],
     ids=["workers", "two-and-the-caller", "one-and-the-caller"],
 )
-def test_no_env_is_starved(engine: Options, count: int) -> None:
+def test_no_env_is_starved(engine: Options, batch_size: int) -> None:
     """Each pause is long enough for every worker to finish its messages, also on a busy machine.
 
     So an environment that is not returned for many batches was ready and not chosen.
     """
-    envs = vecenv.AsyncVectorEnv(make_env_fns([9] * 8), batch_size=count, **engine)
+    envs = vecenv.AsyncVectorEnv(make_env_fns([9] * 8), batch_size=batch_size, **engine)
     seen: Counter[int] = Counter()
     gaps: dict[int, int] = defaultdict(int)
     last: dict[int, int] = dict.fromkeys(range(8), 0)
@@ -262,7 +259,7 @@ def test_no_env_is_starved(engine: Options, count: int) -> None:
                 seen[env] += 1
                 gaps[env] = max(gaps[env], turn - last[env])
                 last[env] = turn
-            envs.send(np.zeros(count, np.int64))
+            envs.send(np.zeros(batch_size, np.int64))
     finally:
         envs.close()
     assert set(seen) == set(range(8))
@@ -313,9 +310,9 @@ class LargeDataEnv(gymnasium.Env[Any, Any]):
 @pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 8], ids=["with-spinning", "without-spinning"])
 def test_replies_read_while_sending_are_kept(workers: int) -> None:
-    """Both sides write more than a pipe holds, and read while they write.
+    """Requests and replies exceed the buffer of a pipe, and a worker does not read while it writes.
 
-    Workers that never spin do not read meanwhile, so the caller receives the whole reply before it has sent everything.
+    So the caller has to read the whole reply to the first request before it has sent all of the second.
     """
     with open_engine([LargeDataEnv] * (2 * workers), num_workers=workers, batch_size=1) as envs:
         envs.reset_async()
@@ -323,7 +320,8 @@ def test_replies_read_while_sending_are_kept(workers: int) -> None:
             envs.recv(timeout=20)
         for env in (0, 1):
             envs.send([np.full(200_000, float(env))], [env])  # a list is pickled
-            time.sleep(0.2 - 0.2 * env)
+            if env == 0:
+                time.sleep(0.2)  # so that the worker is writing its reply
         results = [envs.recv(timeout=0.7), envs.recv(timeout=20)]
     received = [(infos["env_id"].tolist(), rewards.tolist()) for _, rewards, *_, infos in results]
     assert received == [([0], [0.0]), ([1], [1.0])]
@@ -344,10 +342,10 @@ def test_fast_environments_do_not_wait_for_slow_ones() -> None:
 
 
 class BlocksUntilFile(StepCountEnv):
-    """An environment with steps of 4 ms, which wait until a file exists if the action is 1."""
+    """An environment with steps of 4 ms. With action 1, a step first waits until a file exists."""
 
-    def __init__(self, env: int, file: str) -> None:
-        super().__init__(env, 10**6, pause=0.004)
+    def __init__(self, row: int, file: str) -> None:
+        super().__init__(row, 10**6, pause=0.004)
         self.file = file
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -356,8 +354,8 @@ class BlocksUntilFile(StepCountEnv):
         return super().step(action)
 
 
-def test_waiting_worker_has_two_messages(tmp_path: Path) -> None:
-    """The result of its first message arrives while the second one blocks it."""
+def test_half_of_a_workers_rows_is_received_while_the_other_half_steps(tmp_path: Path) -> None:
+    """A worker has a message per half: the result of the first arrives while the second blocks."""
     file = tmp_path / "go on"
     env_fns = [lambda i=i: BlocksUntilFile(i, str(file)) for i in range(4)]
     envs = vecenv.AsyncVectorEnv(env_fns, num_workers=1, batch_size="auto")
@@ -450,7 +448,7 @@ def test_some_rows_reset_while_others_are_in_flight(engine: Options) -> None:
 
 @pytest.mark.parametrize("engine", [{"num_workers": 0}, {"num_workers": 1, "use_caller": True}, {"num_workers": 2}], ids=str)
 def test_step_dropped_by_a_reset_is_executed(engine: Options) -> None:
-    with closing(vecenv.AsyncVectorEnv([partial(TotalStepsEnv, env) for env in range(4)], batch_size=2, **engine)) as envs:
+    with closing(vecenv.AsyncVectorEnv([TotalStepsEnv] * 4, batch_size=2, **engine)) as envs:
         envs.reset_async(seed=0)
         envs.send([1], envs.recv()[4]["env_id"][:1])
         envs.recv()
@@ -475,7 +473,7 @@ class RaisesInSecondStep(StepCountEnv):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if self.t == 1:
-            raise ArithmeticError(f"the second step of env {self.env}")
+            raise ArithmeticError(f"the second step of env {self.row}")
         return super().step(action)
 
 

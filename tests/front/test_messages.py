@@ -6,9 +6,8 @@ import contextlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -20,10 +19,13 @@ from vecenv import WorkerOptions
 from vecenv.errors import envs_text, format_seconds, how_to_install
 
 
-def test_envs_text_and_format_seconds_have_one_format() -> None:
+def test_envs_text_joins_consecutive_rows() -> None:
     rows = ([3], range(4, 8), [9, 4, 5], [], (0, 2))
     assert [envs_text(part) for part in rows] == ["env 3", "envs 4-7", "envs 4-5, 9", "envs none", "envs 0, 2"]
     assert envs_text([4, 5, 9], 5) == "env 5, of envs 4-5, 9"
+
+
+def test_format_seconds_omits_zero_decimals_and_uses_the_singular() -> None:
     assert [format_seconds(seconds) for seconds in (1.0, 60.0, 0.5)] == ["1 second", "60 seconds", "0.5 seconds"]
 
 
@@ -184,14 +186,10 @@ def test_non_environments_are_refused(env_fn: Any, text: str, options: dict[str,
 
 def test_duck_typed_environment_is_accepted() -> None:
     class DuckTypedEnv:
-        observation_space, action_space, metadata, render_mode, spec = (
-            BasicEnv.observation_space,
-            BasicEnv.action_space,
-            {},
-            None,
-            None,
-        )
+        observation_space, action_space = BasicEnv.observation_space, BasicEnv.action_space
         reset, step = BasicEnv.reset, BasicEnv.step
+        metadata: ClassVar[dict[str, Any]] = {}
+        render_mode = spec = None
 
         def close(self) -> None: ...
 
@@ -222,12 +220,15 @@ def test_how_to_install_suggests_a_checkout_first() -> None:
 @pytest.mark.parametrize(("env_id", "installed"), [("ALE/Nosuch-v5", True), ("NosuchNoFrameskip-v4", False)])
 def test_unknown_atari_id_suggests_importing_ale_py(env_id: str, installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     original = importlib.util.find_spec
-    find_spec: Callable[..., Any] = lambda name, *rest: (  # noqa: E731
-        (SimpleNamespace() if installed else None) if name == "ale_py" else original(name, *rest)
-    )
+
+    def find_spec(name: str, *rest: Any) -> Any:
+        if name == "ale_py":
+            return SimpleNamespace() if installed else None
+        return original(name, *rest)
+
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    text = f"`import ale_py`, or 'ale_py:{env_id}'" if installed else r"registered by `import ale_py`: pip install"
-    with pytest.raises(gym.error.UnregisteredEnv, match=text if not installed else re.escape(text)):
+    text = f"`import ale_py`, or 'ale_py:{env_id}'" if installed else "registered by `import ale_py`: pip install"
+    with pytest.raises(gym.error.UnregisteredEnv, match=re.escape(text)):
         vecenv.make_vec(env_id, 2)
 
 
@@ -247,7 +248,7 @@ def test_arguments_of_other_libraries_and_swapped_arguments_are_explained() -> N
             vecenv.write_video(envs, "video.gif")  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 15), reason="no EnvPool")
+@pytest.mark.skipif(sys.version_info >= (3, 15), reason="EnvPool does not support this Python")
 def test_envpool_suggests_only_similar_names() -> None:
     pytest.importorskip("envpool")
     with pytest.raises(gym.error.UnregisteredEnv, match=r"no task 'Foo-v1': see EnvPoolVectorEnv.task_ids"):

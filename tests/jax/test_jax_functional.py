@@ -49,12 +49,12 @@ def test_next_obs_is_the_successor_also_at_ends(counters: Any, mode: AutoresetMo
     states = run(counters(autoreset_mode=mode), 25)
     ended = 0
     for before, after in itertools.pairwise(states):
-        moved = after.next_obs["place"][:, 0] - before.obs["place"][:, 0]
+        moved = after.next_obs["position"][:, 0] - before.obs["position"][:, 0]
         assert ((moved > 0.59) & (moved < 0.62) | ~after.valid).all()
         done = after.done & after.valid
         ended += done.sum()
-        # The reward of a last step is the place that it reached, not the place at which the next episode starts.
-        np.testing.assert_array_equal(after.reward[after.valid], after.next_obs["place"][after.valid, 0])
+        # The reward of a last step is the position that it reached, not the position at which the next episode starts.
+        np.testing.assert_array_equal(after.reward[after.valid], after.next_obs["position"][after.valid, 0])
         assert (after.next_obs["step"][done] == after.last_length[done]).all()
     assert ended >= 5
 
@@ -104,7 +104,7 @@ def test_finished_rows_are_unchanged_by_steps_in_disabled_mode(counters: Any) ->
     last = states[-1]
     for name in ("terminated", "truncated", "steps", "episode_return", "last_return", "last_length"):
         np.testing.assert_array_equal(getattr(last, name), getattr(over, name))
-    np.testing.assert_array_equal(last.obs["place"], over.obs["place"])
+    np.testing.assert_array_equal(last.obs["position"], over.obs["position"])
     jax.tree.map(np.testing.assert_array_equal, last.inner, over.inner)
     assert not last.valid.any()
     assert not last.reward.any()
@@ -121,17 +121,17 @@ def test_max_episode_steps_of_minus_one_is_no_limit() -> None:
 
 
 def get_starts(env: FunctionalVectorEnv, steps: int, key: Any = None) -> list[list[float]]:
-    """Return, for each row, the first place of each of its episodes."""
+    """Return, for each row, the first position of each of its episodes."""
 
     def step(state: Any, _: Any) -> Any:
         state = env.step(state, PUSH[:1].repeat(env.num_envs, 0))
-        return state, (state.first, state.obs["place"][..., 0])
+        return state, (state.first, state.obs["position"][..., 0])
 
     state = env.reset(new_key(0) if key is None else key)
-    _, (first, place) = jax.jit(lambda s: jax.lax.scan(step, s, None, length=steps))(state)
-    first, place = np.asarray(first), np.asarray(place)
-    initial = np.asarray(state.obs["place"])[:, 0]
-    return [[float(initial[row]), *place[first[:, row], row].tolist()] for row in range(env.num_envs)]
+    _, (first, position) = jax.jit(lambda s: jax.lax.scan(step, s, None, length=steps))(state)
+    first, position = np.asarray(first), np.asarray(position)
+    initial = np.asarray(state.obs["position"])[:, 0]
+    return [[float(initial[row]), *position[first[:, row], row].tolist()] for row in range(env.num_envs)]
 
 
 @pytest.mark.long
@@ -165,8 +165,8 @@ def test_starts_of_a_row_do_not_depend_on_the_number_of_rows(reset: str) -> None
 
 def test_reset_accepts_raw_and_typed_keys(counters: Any) -> None:
     env = counters()
-    typed = env.reset(jax.random.key(3)).obs["place"]
-    np.testing.assert_array_equal(env.reset(jax.random.PRNGKey(3)).obs["place"], typed)
+    typed = env.reset(jax.random.key(3)).obs["position"]
+    np.testing.assert_array_equal(env.reset(jax.random.PRNGKey(3)).obs["position"], typed)
     rows = jax.vmap(jax.random.key)(jnp.arange(5))
     np.testing.assert_array_equal(env.reset(rows).inner.key, jax.random.key_data(rows))
     for wrong in (rows[:4], jax.random.key(3, impl="rbg")):
@@ -196,9 +196,9 @@ def test_reset_mask_continues_the_stream_or_starts_that_of_a_key(counters: Any) 
     assert after.inner.episode.tolist() == [1, 0, 1, 0, 0]
     assert after.first.tolist() == [True, False, True, False, False]
     assert after.steps.tolist() == [0, 1, 0, 1, 1]
-    np.testing.assert_array_equal(after.obs["place"][~mask], state.obs["place"][~mask])
+    np.testing.assert_array_equal(after.obs["position"][~mask], state.obs["position"][~mask])
     restarted = env.reset_mask(state, mask, new_key(0))
-    np.testing.assert_array_equal(restarted.obs["place"][mask], env.reset(new_key(0)).obs["place"][mask])
+    np.testing.assert_array_equal(restarted.obs["position"][mask], env.reset(new_key(0)).obs["position"][mask])
     np.testing.assert_array_equal(restarted.reward[~mask], state.reward[~mask])
     for wrong in (np.ones(4, bool), np.ones(5)):
         with pytest.raises(ValueError, match="bool"):
@@ -214,11 +214,11 @@ def test_frame_skip_sums_rewards_and_stops_at_the_end() -> None:
     skipping = FunctionalVectorEnv(Counter(), 1, "Disabled", max_episode_steps=-1, frame_skip=4)
     push = np.ones((1, 1), np.float32)
     state = skipping.step(skipping.reset(new_key(0)), push)
-    places = [float(s.reward[0]) for s in run(single, 4, action=push)[1:]]
+    positions = [float(s.reward[0]) for s in run(single, 4, action=push)[1:]]
     assert state.terminated.tolist() == [True]
     frames = int(state.obs["step"][0])
     assert frames == 3  # from below 1, three pushes go beyond 3, so the fourth is not executed
-    assert abs(float(state.reward[0]) - sum(places[:frames])) < 0.1
+    assert abs(float(state.reward[0]) - sum(positions[:frames])) < 0.1
     assert state.steps.tolist() == [1]
 
 
@@ -260,8 +260,8 @@ def test_batch_of_any_shape_equals_a_flat_batch(shape: tuple[int, ...]) -> None:
         state = env.step(state, np.full((*shape, 1), 0.6, np.float32))
         reference = flat.step(reference, np.full((flat.num_envs, 1), 0.6, np.float32))
     assert state.reward.shape == shape
-    assert state.obs["place"].shape == (*shape, 2)
-    np.testing.assert_allclose(state.obs["place"].reshape(-1, 2), reference.obs["place"], rtol=1e-6)
+    assert state.obs["position"].shape == (*shape, 2)
+    np.testing.assert_allclose(state.obs["position"].reshape(-1, 2), reference.obs["position"], rtol=1e-6)
 
 
 @pytest.mark.long
@@ -272,7 +272,7 @@ def test_vmap_over_calls_equals_separate_calls(counters: Any) -> None:
     for _ in range(9):
         state = jax.vmap(env.step, (0, None))(state, PUSH)
     alone = run(env, 9, keys[1])[-1]
-    np.testing.assert_allclose(state.obs["place"][1], alone.obs["place"], rtol=1e-6)
+    np.testing.assert_allclose(state.obs["position"][1], alone.obs["position"], rtol=1e-6)
 
 
 _SHARDED_PROGRAM = """
@@ -369,7 +369,7 @@ class WrongResult(Counter):
         if self.fault == "structure":
             state = {**state, "more": 1}
         elif self.fault == "shape":
-            obs = {**obs, "place": jnp.zeros(3)}
+            obs = {**obs, "position": jnp.zeros(3)}
         elif self.fault == "reward":
             reward = jnp.zeros(2)
         return state, obs, reward, terminated, truncated, info
@@ -377,8 +377,11 @@ class WrongResult(Counter):
 
 @pytest.mark.parametrize(
     ("fault", "text"),
-    [("structure", "different structure"), ("shape", r"\['place'\] of shape \(3,\)"), ("reward", r"reward of shape \(2,\)")],
-)
+    [
+        ("structure", "different structure"), ("shape", r"\['position'\] of shape \(3,\)"),
+        ("reward", r"reward of shape \(2,\)"),
+    ],
+)  # fmt: skip
 def test_step_with_a_wrong_result_of_the_environment_raises(fault: str, text: str) -> None:
     env = FunctionalVectorEnv(WrongResult(fault), 5)
     with pytest.raises(ValueError, match=text):
@@ -487,7 +490,7 @@ def test_jax_space_equals_the_original_outside_of_programs(space: Any) -> None:
 
 def test_sample_without_a_key_in_a_program_raises() -> None:
     env = FunctionalVectorEnv(Counter(), 3)
-    for space in (env.single_action_space, env.action_space, env.single_observation_space["place"]):
+    for space in (env.single_action_space, env.action_space, env.single_observation_space["position"]):
         with pytest.raises(ValueError, match="would become a constant"):
             jax.jit(lambda key, space=space: space.sample())(jax.random.key(0))
     draw: Any = jax.jit(env.action_space.sample)

@@ -40,7 +40,7 @@ def test_gradients_through_rollouts_with_resets_equal_finite_differences(counter
     def loss(push: Any) -> Any:
         state = env.reset(new_key(0))
         trajectory, _, _ = rollout(env, constant_policy, push, state, (), new_key(1), 20, checkpoint=checkpoint)
-        return jnp.mean(trajectory.next_obs["place"] ** 2)
+        return jnp.mean(trajectory.next_obs["position"] ** 2)
 
     assert_gradient(loss, jnp.float32(0.55), 1e-3, 1e-2)
 
@@ -49,15 +49,15 @@ def test_gradients_through_rollouts_with_resets_equal_finite_differences(counter
 def test_gradients_do_not_pass_through_a_reset(counters: Any) -> None:
     env = counters(autoreset_mode="SameStep")
 
-    def place(push: Any, steps: int) -> Any:
+    def position(push: Any, steps: int) -> Any:
         state = env.reset(new_key(0))
         for t in range(steps):
             state = env.step(state, jnp.full((5, 1), push if t < 1 else 1.9))
-        return state.obs["place"][0, 0], state.first[0]
+        return state.obs["position"][0, 0], state.first[0]
 
-    slope, ends = jax.grad(place, has_aux=True)(1.9, 1)
+    slope, ends = jax.grad(position, has_aux=True)(1.9, 1)
     assert (float(slope), bool(ends)) == (1.0, False)
-    slope, ends = jax.grad(place, has_aux=True)(1.9, 2)
+    slope, ends = jax.grad(position, has_aux=True)(1.9, 2)
     assert (float(slope), bool(ends)) == (0.0, True)
 
 
@@ -167,7 +167,7 @@ def test_truncated_bptt_returns_the_mean_gradient_of_its_pieces(counters: Any) -
     state, push = env.reset(new_key(0)), jnp.float32(0.4)
 
     def loss(trajectory: Any) -> Any:
-        return jnp.mean(trajectory.next_obs["place"])
+        return jnp.mean(trajectory.next_obs["position"])
 
     gradients = jax.jit(truncated_bptt(env, constant_policy, 4, loss), static_argnums=4)
     value, grads, last, _ = gradients(push, state, (), new_key(1), 5)

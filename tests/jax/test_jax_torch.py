@@ -50,8 +50,8 @@ def sample_actions(env: Any, steps: int) -> Any:
 def test_gradients_over_steps_and_resets_equal_those_of_jax(counters: Any, mode: str) -> None:
     env = counters(autoreset_mode=mode)
     actions = sample_actions(env, 12)
-    expected = get_jax_gradient(env, actions, lambda s: jnp.mean(s.obs["place"] ** 2) + s.episode_return.sum())
-    found = get_torch_gradient(env, actions, lambda s: (s.obs["place"] ** 2).mean() + s.episode_return.sum())
+    expected = get_jax_gradient(env, actions, lambda s: jnp.mean(s.obs["position"] ** 2) + s.episode_return.sum())
+    found = get_torch_gradient(env, actions, lambda s: (s.obs["position"] ** 2).mean() + s.episode_return.sum())
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-7)
     assert np.abs(found[1]).max() > 0.1
@@ -72,7 +72,7 @@ def test_gradients_of_ant_equal_those_of_jax_for_every_action() -> None:
 
 def test_infos_are_differentiable_and_flags_are_not(counters: Any) -> None:
     env = counters()
-    _, grad, state = get_torch_gradient(env, sample_actions(env, 2), lambda s: s.info["place"].sum())
+    _, grad, state = get_torch_gradient(env, sample_actions(env, 2), lambda s: s.info["position"].sum())
     np.testing.assert_allclose(grad, 1.0)
     assert state.terminated.dtype == torch.bool
     assert state.steps.tolist() == [2] * 5
@@ -103,7 +103,7 @@ def test_wrap_and_unwrap_preserve_states(counters: Any) -> None:
     unwrapped = env.unwrap(env.wrap(state))
     jax.tree.map(np.testing.assert_array_equal, state, unwrapped)
     a, b = env.step(env.wrap(state), torch.zeros(5, 1)), functional.step(state, np.zeros((5, 1), np.float32))
-    np.testing.assert_allclose(a.obs["place"], b.obs["place"])
+    np.testing.assert_allclose(a.obs["position"], b.obs["position"])
 
 
 def test_differentiable_with_wrong_arguments_raises(counters: Any) -> None:
@@ -121,7 +121,7 @@ def test_torch_results_equal_numpy_results_and_are_writeable(counters: Any, mode
     host, device = JaxVectorEnv(counters(autoreset_mode=mode)), JaxVectorEnv(counters(autoreset_mode=mode), to="torch")
     host.reset(seed=0)
     observations, _ = device.reset(seed=0)
-    observations["place"].fill_(7.0)
+    observations["position"].fill_(7.0)
     for number in range(10):
         actions = torch.full((5, 1), 0.6)
         expected = host.step(actions.numpy())
@@ -129,11 +129,11 @@ def test_torch_results_equal_numpy_results_and_are_writeable(counters: Any, mode
         actions.fill_(-5.0)
         for one, other in zip(expected[:4], found[:4], strict=True):
             jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y.numpy()), one, other)
-        for tensor in (found[0]["place"], found[1]):
+        for tensor in (found[0]["position"], found[1]):
             tensor.fill_(7.0)
     assert found[2].dtype == torch.bool
     chunk = device.step_chunk(torch.zeros(3, 5, 1))
-    assert chunk[0]["place"].shape == (3, 5, 2)
+    assert chunk[0]["position"].shape == (3, 5, 2)
 
 
 @pytest.mark.long

@@ -124,9 +124,9 @@ def make(counters: Any) -> Callable[..., JaxVectorEnv]:
     return build
 
 
-def collect_places(envs: Any, steps: int, row: int) -> list[Any]:
-    """Return the places of a row in steps with the same actions for all rows."""
-    return [copy.deepcopy(envs.step(np.full((envs.num_envs, 1), 0.4, np.float32))[0]["place"][row]) for _ in range(steps)]
+def collect_positions(envs: Any, steps: int, row: int) -> list[Any]:
+    """Return the positions of a row in steps with the same actions for all rows."""
+    return [copy.deepcopy(envs.step(np.full((envs.num_envs, 1), 0.4, np.float32))[0]["position"][row]) for _ in range(steps)]
 
 
 def test_reset_without_a_seed_starts_the_next_episode(make: Any) -> None:
@@ -134,7 +134,7 @@ def test_reset_without_a_seed_starts_the_next_episode(make: Any) -> None:
     second = one.reset()[0]
     assert_identical(other.reset()[0], second)
     assert one.np_random_seed == (1, 2, 3, 4, 5)
-    assert not np.array_equal(make(seed=None).reset()[0]["place"], another.reset()[0]["place"])
+    assert not np.array_equal(make(seed=None).reset()[0]["position"], another.reset()[0]["position"])
 
 
 def test_reset_accepts_seeds_of_rows_and_large_seeds(make: Any) -> None:
@@ -142,7 +142,7 @@ def test_reset_accepts_seeds_of_rows_and_large_seeds(make: Any) -> None:
     envs.reset(seed=10, options={"reset_mask": np.array([True, False, True, False, False])})
     assert envs.np_random_seed == (10, 1, 12, 3, 4)
     low, high = envs.reset(seed=3)[0], envs.reset(seed=3 + 2**32)[0]
-    assert (low["place"] != high["place"]).all()
+    assert (low["position"] != high["position"]).all()
     for wrong in (-1, 2**64):
         with pytest.raises(gym.error.Error, match="Seed must be"):
             envs.reset(seed=wrong)
@@ -184,14 +184,14 @@ def test_rows_without_a_loaded_state_need_a_reset(make: Any) -> None:
 
 def test_state_can_be_set_repeatedly_and_in_another_vector_env(make: Any) -> None:
     envs, other = make(), make(seed=None)
-    collect_places(envs, 5, 0)
+    collect_positions(envs, 5, 0)
     kept, saved = envs.state, jax.tree.map(np.asarray, envs.state)
-    expected = collect_places(envs, 20, 1)
+    expected = collect_positions(envs, 20, 1)
     for _ in range(2):
         envs.state = kept
-        assert_identical(collect_places(envs, 20, 1), expected)
+        assert_identical(collect_positions(envs, 20, 1), expected)
     other.state = saved
-    assert_identical(collect_places(other, 20, 1), expected)
+    assert_identical(collect_positions(other, 20, 1), expected)
 
 
 def test_use_of_a_donated_state_raises(make: Any) -> None:
@@ -217,7 +217,7 @@ def test_step_chunk_equals_single_steps(make: Any, to: str) -> None:
             jax.tree.map(lambda x, y, t=t: np.testing.assert_array_equal(x[t], y), found, expected)
     assert not chunk[4]["valid"].all()
     step = many.step(actions[0])
-    np.testing.assert_array_equal(np.asarray(step[0]["place"]), one.step(actions[0])[0]["place"])
+    np.testing.assert_array_equal(np.asarray(step[0]["position"]), one.step(actions[0])[0]["position"])
 
 
 @pytest.mark.long
@@ -227,7 +227,7 @@ def test_warmup_returns_compile_times_and_changes_no_state() -> None:
     seconds = envs.warmup(chunk=3)
     assert set(seconds) == {"reset", "step", "step_chunk(3)"}
     assert all(value > 0 for value in seconds.values())
-    assert_identical(jax.tree.map(np.asarray, envs.state.obs["place"]), observations["place"])
+    assert_identical(jax.tree.map(np.asarray, envs.state.obs["position"]), observations["position"])
     assert envs.np_random_seed == (4, 5)
     assert (envs.stats()["steps"], envs.stats()["resets"]) == (0, 2)
 
@@ -251,16 +251,16 @@ def test_render_returns_frames_of_the_given_rows(make: Any) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_jax_arrays_equal_numpy_arrays(make: Any, mode: AutoresetMode) -> None:
     host, device = make(mode=mode), make(mode=mode, to="jax")
-    first = device.reset(seed=0)[0]["place"]
+    first = device.reset(seed=0)[0]["position"]
     kept = np.array(first)
     for _ in range(12):
         expected, found = host.step(PUSH), device.step(jnp.asarray(PUSH))
         for one, other in zip(expected[:4], found[:4], strict=True):
             jax.tree.map(np.testing.assert_array_equal, one, jax.tree.map(np.asarray, other))
         infos = found[4]
-        assert isinstance(infos["place"], jax.Array)
-        if "_place" in expected[4]:
-            np.testing.assert_array_equal(expected[4]["_place"], infos["_place"])
+        assert isinstance(infos["position"], jax.Array)
+        if "_position" in expected[4]:
+            np.testing.assert_array_equal(expected[4]["_position"], infos["_position"])
         if "final_obs" in expected[4]:
             for row in np.flatnonzero(expected[4]["_final_obs"]):
                 final = jax.tree.map(lambda x, row=row: np.asarray(x)[row], infos["final_obs"])
@@ -423,15 +423,15 @@ def test_waiting_for_the_device_counts_as_step_time() -> None:
 
 
 class RaisingCounter(Counter):
-    """An environment that raises in the step after its place has exceeded 1.5."""
+    """An environment that raises in the step after its position has exceeded 1.5."""
 
     def step(self, state: Any, action: Any, key: Any) -> Any:
-        def check_place(x: Any) -> Any:
+        def check_position(x: Any) -> Any:
             if x > 1.5:
                 raise ZeroDivisionError("beyond")
             return x
 
-        x = jax.pure_callback(check_place, jax.ShapeDtypeStruct((), jnp.float32), state["x"], vmap_method="sequential")
+        x = jax.pure_callback(check_position, jax.ShapeDtypeStruct((), jnp.float32), state["x"], vmap_method="sequential")
         return super().step({**state, "x": x}, action, key)
 
 
@@ -528,23 +528,23 @@ class Constants:
 
 
 class WalkState:
-    def __init__(self, place: Any, constants: Constants) -> None:
-        self.place, self.constants = place, constants
+    def __init__(self, position: Any, constants: Constants) -> None:
+        self.position, self.constants = position, constants
 
 
 jax.tree_util.register_pytree_node(
-    WalkState, lambda node: ((node.place,), node.constants), lambda constants, leaves: WalkState(leaves[0], constants)
+    WalkState, lambda node: ((node.position,), node.constants), lambda constants, leaves: WalkState(leaves[0], constants)
 )
 
 
 class ConstantsWalk(Walk):
     def init(self, key: Any) -> Any:
-        place, observation = super().init(key)
-        return WalkState(place, Constants((1, 2))), observation
+        position, observation = super().init(key)
+        return WalkState(position, Constants((1, 2))), observation
 
     def step(self, state: Any, action: Any, key: Any) -> Any:
-        place, *rest = super().step(state.place, action, key)
-        return (WalkState(place, Constants((1, 2))), *rest)
+        position, *rest = super().step(state.position, action, key)
+        return (WalkState(position, Constants((1, 2))), *rest)
 
 
 def test_snapshot_with_constants_can_be_loaded_into_another_vector_env() -> None:

@@ -96,7 +96,7 @@ class UnusedDrawEnv(IsolatedEnv):
         (ModuleGeneratorEnv, "RNG"),
     ],
 )
-def test_shared_state_is_named(kind: Any, state: str) -> None:
+def test_error_names_the_shared_state(kind: Any, state: str) -> None:
     text = rf"{kind.__name__} is not isolated: its results depend on .*{re.escape(state)}"
     with pytest.raises(AssertionError, match=text):
         assert_isolated(kind)
@@ -120,7 +120,7 @@ def test_generators_are_restored_if_an_environment_cannot_be_built() -> None:
     assert random.getstate() == before
 
 
-def test_cleanup_if_the_second_environment_cannot_be_built() -> None:
+def test_first_environment_is_closed_if_the_second_cannot_be_built() -> None:
     built: list[Any] = []
 
     class SingleInstanceEnv(IsolatedEnv):

@@ -51,6 +51,7 @@ PARTS = {
     "waits": ("--workloads free-resets --num-envs 4 --engines per-env,deadline,threads", "vecenv, those ready within 2 ms"),
     "episodes": ("--num-envs 2 --engines evaluate,batches,gym-sync", "vecenv.evaluate"),
     "goals": ("round-trip --quick", "round-trip: "),
+    "train": ("--workloads minigrid --num-envs 5 --engines workers,halves", "vecenv, first-ready halves"),
 }
 
 
@@ -95,6 +96,23 @@ def test_step_copies_observations_once_and_with_copy_true_twice() -> None:
     counts = micro.count_copies()
     assert counts["copy=False"] == pytest.approx(1.0, abs=0.01)
     assert counts["copy=True"] == pytest.approx(2.0, abs=0.01)
+
+
+def test_partner_of_an_interrupted_ping_pong_ends_without_an_error() -> None:
+    program = """
+from bench.micro import MESSAGE, PingPong
+class Interrupted(PingPong):
+    def _step(self):
+        self._socket.send(MESSAGE)
+        raise KeyboardInterrupt
+try:
+    Interrupted(False).run(1.0)
+except KeyboardInterrupt:
+    print("interrupted")
+except OSError:
+    print("the partner left its function")
+"""
+    assert bench_output("-c", program) == "interrupted\n"
 
 
 # --- tables -----------------------------------------------------------------------------------------

@@ -107,6 +107,12 @@ def test_package_without_a_main_module_exits_with_2_and_one_line(tmp_path: Path)
     assert (done.returncode, done.stderr) == (2, "vecenv: no module 'silent.__main__'\n")
 
 
+@pytest.mark.parametrize("module", ["sys", "math"])
+def test_compiled_module_exits_with_2_and_one_line(module: str) -> None:
+    done = run_python("-m", "vecenv", "run", "-m", module)
+    assert (done.returncode, done.stderr) == (2, f"vecenv: module {module!r} is compiled, not a Python program\n")
+
+
 def test_gymnasiums_class_is_replaced_before_the_package_of_a_module_is_imported(tmp_path: Path) -> None:
     (tmp_path / "derived").mkdir()
     source = "import gymnasium, sys\nclass Mine(gymnasium.vector.AsyncVectorEnv): pass\nARGUMENTS = list(sys.argv)\n"
@@ -126,8 +132,11 @@ def test_program_that_workers_would_run_again_is_refused(arguments: str, program
     assert f": under '{arguments.split()[0]}' each worker imports the program again" in done.stderr
 
 
-@pytest.mark.parametrize("arguments", ["fork bare.py", "spawn looks.py", "spawn folder", "forkserver -m package"])
+@pytest.mark.parametrize(
+    "arguments", ["fork bare.py", "spawn looks.py", "spawn guarded.py", "spawn folder", "forkserver -m package"]
+)
 def test_other_programs_run_with_every_start_method(arguments: str, programs: Path) -> None:
+    (programs / "guarded.py").write_text("if __name__ in {'__main__', '__mp_main__'}: print('runs')\n")
     for name in ("bare.py", "folder/__main__.py", "package/__main__.py"):
         (programs / name).write_text("print('runs')\n")
     done = run_in_folder(programs, "-m", "vecenv", "run", "--quiet", "--context", *arguments.split())

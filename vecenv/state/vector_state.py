@@ -26,7 +26,7 @@ class VectorState(NamedTuple):
         snapshots: One per row.
         counts: Steps, resets and restarts.
         seeds: The source of the seeds of restarts.
-        generators: Pairs of a space and the parsed state of its generators, or ``None`` if it had none.
+        generators: Pairs of a space and the parsed state of its generators, or of a space and ``None`` if it had none.
     """
 
     snapshots: list[Snapshot]
@@ -35,7 +35,7 @@ class VectorState(NamedTuple):
     generators: list[tuple[Any, Any]]
 
     def load(self, counters: Counters, failures: Any) -> None:
-        """Load the counts, and the states of the spaces' generators."""
+        """Load the counts and the generators; the caller loads the snapshots and the seeds."""
         steps, resets, failures.restarts = self.counts
         counters.load(steps, resets)
         for space, state in self.generators:
@@ -63,7 +63,7 @@ def require_entries(state: Any, own: Mapping[str, Any], *names: str) -> None:
         if not isinstance(state, Mapping) or key not in state:
             raise SnapshotMismatch(f"this is not a state_dict() of a vector environment: it has no {key!r}")
     for key, value in own.items():
-        if state[key] != value:
+        if not np.array_equal(state[key], value):  # a damaged entry may be an array
             raise SnapshotMismatch(f"the saved {key} is {state[key]!r}, that of this vector environment is {value!r}")
 
 
@@ -82,7 +82,8 @@ def read_state(state: Any, num_envs: int, mode: AutoresetMode, spaces: Sequence[
     except Exception as error:
         if succeeds_when_repeated(parse_rest):
             raise  # a signal handler raised it
-        raise SnapshotMismatch(f"its counters, seeds or spaces do not fit: {type(error).__name__}: {error}") from error
+        text = f"the counters, seeds or spaces of this state_dict() do not fit: {type(error).__name__}: {error}"
+        raise SnapshotMismatch(text) from error
 
 
 def _parse_counts_seeds_and_spaces(

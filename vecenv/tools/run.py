@@ -12,7 +12,7 @@ import os
 import sys
 import zipfile
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, Final
 
@@ -30,14 +30,14 @@ _DEFAULTS: Final = ("num_workers", "on_failure", "step_timeout", "record_failure
 def main(arguments: argparse.Namespace) -> Callable[[], None]:
     """run an unmodified program with vecenv in place of Gymnasium's AsyncVectorEnv
 
-    Runs a Python program with vecenv's AsyncVectorEnv in place of Gymnasium's, even if gymnasium.make_vec(...,
+    Runs a Python program with vecenv's AsyncVectorEnv in place of Gymnasium's, also where gymnasium.make_vec(...,
     vectorization_mode="async") builds it. The options set arguments that the program does not pass itself. The exit code and
     tracebacks are the program's own.
 
     Exit codes: those of the program; 2 wrong usage, or there is no such program.
     Try: vecenv run --on-failure restart train.py --seed 1
     """
-    # Returns a function that raises the program's own exceptions, with tracebacks that begin in the program.
+    # Returns a function that runs the program, and raises its exceptions with tracebacks that begin in the program.
     program_arguments = arguments.program if arguments.module is None else arguments.module
     if not program_arguments:
         raise CliError("no program given: vecenv run [options] PROGRAM ..., or vecenv run [options] -m MODULE ...")
@@ -50,7 +50,7 @@ def main(arguments: argparse.Namespace) -> Callable[[], None]:
     defaults = {name: value for name in _DEFAULTS if (value := getattr(arguments, name)) is not None}
     install(sync=arguments.sync, **defaults)
     sys.argv = list(program_arguments) if arguments.module is None else ["-m", *program_arguments[1:]]
-    # after these two, because finding a module imports its package
+    # last, because finding a module imports its package, which may use Gymnasium's class or sys.argv
     start = _prepare_file(program_arguments[0]) if arguments.module is None else _prepare_module(program_arguments[0])
     if not arguments.quiet:
         replaced = "AsyncVectorEnv and SyncVectorEnv are" if arguments.sync else "AsyncVectorEnv is"
@@ -131,6 +131,8 @@ def _prepare_module(name: str) -> Callable[[], None]:
         raise CliError(f"no module {name!r}: {one_line(error)}") from None
     if found is None:
         raise CliError(f"no module {name!r}")
+    if found.origin == "built-in" or isinstance(found.loader, ExtensionFileLoader):
+        raise CliError(f"module {name!r} is compiled, not a Python program")
     spec = found
 
     def run() -> None:
@@ -165,10 +167,11 @@ def _execute(code: Callable[[], CodeType], **names: Any) -> None:
         vars(main)["__annotations__"] = {}
     sys.modules["__main__"] = main
     try:
-        compiled, method = code(), DEFAULTS.get("context")
-        is_imported = getattr(names["__spec__"], "name", "").rpartition(".")[2] != "__main__"  # by workers
-        if is_imported and method in ("spawn", "forkserver") and "__main__" not in compiled.co_consts:
-            print(f"vecenv run: {explain_missing_guard(method)}", file=sys.stderr)  # they would run the program again
+        compiled, start_method = code(), DEFAULTS.get("context")
+        # workers do not import a __main__.py
+        workers_import_it = getattr(names["__spec__"], "name", "").rpartition(".")[2] != "__main__"
+        if workers_import_it and start_method in ("spawn", "forkserver") and not _has_main_guard(compiled):
+            print(f"vecenv run: {explain_missing_guard(start_method)}", file=sys.stderr)
             sys.exit(2)
         exec(compiled, vars(main))
     except SystemExit:
@@ -178,10 +181,15 @@ def _execute(code: Callable[[], CodeType], **names: Any) -> None:
         raise
 
 
+def _has_main_guard(program: CodeType) -> bool:
+    """True if a program compares with ``"__main__"``, alone or among other names, outside of its functions."""
+    return any("__main__" in (value if isinstance(value, tuple | frozenset) else (value,)) for value in program.co_consts)
+
+
 def _hide_own_frames(
     hook: Callable[..., Any], kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """Call the program's hook with a traceback that begins at the program's first line."""
+    """Call the program's hook with a traceback that begins in the program."""
     sys.excepthook, program_traceback = hook, traceback
     while program_traceback is not None and program_traceback.tb_frame.f_code is not _execute.__code__:
         program_traceback = program_traceback.tb_next

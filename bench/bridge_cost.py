@@ -1,8 +1,8 @@
 """Measures the cost of the JAX bridge: ``python bench/bridge_cost.py``.
 
-Every step of the environments returns the same arrays, so the figures are those of the round trip from a compiled program
-to numpy. The table has microseconds per step, medians of interleaved repeats, for a scan and for single compiled steps
-called from Python, and for observations of several sizes:
+Every step of the environments returns the same arrays, so the figures are the cost of the round trip from a compiled
+program to numpy and back. The table has microseconds per step, medians of interleaved repeats, for a scan and for single
+compiled steps called from Python, and for observations of several sizes:
 
 * ``io_callback``   JAX's ordered ``io_callback``, used directly: the same arguments and results, a numpy function, no token,
   no checks;
@@ -85,10 +85,10 @@ def measure(spec: tuple[int, tuple[int, ...], Any], length: int, options: argpar
     }
     for run in runs.values():
         run()  # compiles
-    singles = max(1, options.steps // length)
+    calls = max(1, options.steps // length)
 
     def microseconds(run: Callable[[], Any]) -> float:
-        return 1e6 * seconds_per(singles * length, lambda: [run() for _ in range(singles)])
+        return 1e6 * seconds_per(calls * length, lambda: [run() for _ in range(calls)])
 
     times = take_turns({name: functools.partial(microseconds, run) for name, run in runs.items()}, options.repeats)
     row = {name: statistics.median(values) for name, values in times.items()}
@@ -171,7 +171,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--length", type=int, default=200, help="steps per scan")
     parser.add_argument("--steps", type=int, default=400, help="steps per repeat")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=9, help="interleaved repeats; the table has their medians")
     parser.add_argument("--json", help="also write the rows to this file")
     return parser.parse_args()
 

@@ -66,7 +66,7 @@ class Row:
 
 _ASYNC = "against Gymnasium's AsyncVectorEnv, CartPole-v1, 64 envs: best mode / W workers / one process per env"
 _OTHERS = "against the best other process engine in the same run (SB3, Tianshou, TorchRL, PufferLib)"
-_INFOS = "Ant-v5, 32 envs (10 numeric info keys per step), engine cost over the same env without infos"
+_INFOS = "Ant-v5, 32 envs (9 numeric info keys per step), engine cost over the same env without infos"
 _COPIES = "observations (84, 84, 4) uint8, 64 envs: bytes copied per step, `copy=False` / `copy=True`"
 _SLEEPS = "first-ready batches, sleeping envs with log-normal step times (sigma 1): of the ideal, mean-bound rate"
 ROWS = (

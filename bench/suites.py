@@ -13,7 +13,7 @@ import psutil
 
 from bench import engines
 from bench.engines import Pace
-from bench.workloads import WORKLOADS, SleepingEnv
+from bench.workloads import WORKLOADS, LogNormalWaitingEnv
 from vecenv.tools.benchmark import CandidateProcess, Report, ResultRow, compare
 from vecenv.tools.runners import Candidate, EnvFn, FirstReadyVectorRunner, VectorRunner, default_candidates, vecenv_candidate
 
@@ -137,13 +137,14 @@ class FirstReadySleepRunner(FirstReadyVectorRunner):
 
 def first_ready(pace: Pace, num_envs: int = 64) -> Report:
     """Measure sleeping environments in one process each, relative to the ideal rate, which depends only on the mean."""
-    ours = partial(vecenv_candidate, env_fn=SleepingEnv, num_envs=num_envs)
+    ours = partial(vecenv_candidate, env_fn=LogNormalWaitingEnv, num_envs=num_envs)
     rows = [
         ours(f"first-{b}", f"vecenv, first {b} ready", runner=partial(FirstReadySleepRunner, batch_size=b), batch_size=b)
         for b in sorted({1, num_envs // 8, num_envs // 4, num_envs // 2} - {0})
     ]
     rows.append(ours("all", "vecenv, waiting for all", runner=SleepRunner))
-    return compare("sleeping, share of the ideal", SleepingEnv, num_envs, rows, check=False, unit="of the ideal", **pace)
+    title = "sleeping, share of the ideal"
+    return compare(title, LogNormalWaitingEnv, num_envs, rows, check=False, unit="of the ideal", **pace)
 
 
 def raise_descriptor_limit() -> None:

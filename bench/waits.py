@@ -21,7 +21,7 @@ from gymnasium.vector import SyncVectorEnv
 import vecenv
 from bench.engines import OTHERS, Pace, Stepping, need, sb3_envs, torchrl_env
 from bench.suites import Memory, compare_named
-from bench.workloads import SleepingEnv, WaitingEnv, Workload
+from bench.workloads import LogNormalWaitingEnv, WaitingEnv, Workload
 from vecenv.tools.benchmark import Report
 from vecenv.tools.runners import (
     Candidate,
@@ -48,7 +48,7 @@ WAITS = {
     for workload in (
         _waiting_workload("long-resets", "steps of 1 ms, a reset of 200 ms every 200 steps or so", **LONG_RESETS, reset=0.2),
         _waiting_workload("free-resets", "the same without waiting in resets", **LONG_RESETS),
-        Workload("log-normal", lambda: SleepingEnv, "log-normal steps, mean 10 ms, sigma 1"),
+        Workload("log-normal", lambda: LogNormalWaitingEnv, "log-normal steps, mean 10 ms, sigma 1"),
         _waiting_workload("waiting", "steps that wait 50 ms, as for a service", step=0.05, length=100),
         _waiting_workload(
             "simulator", "steps of 5 to 20 ms, observations (128, 128, 3) uint8", step=(0.005, 0.02), length=200,

@@ -72,19 +72,20 @@ class WaitingEnv(EmptyEnv):
         if self._reset:
             time.sleep(self._reset)
         length = self._length
-        self._left = int(self.np_random.integers(*length)) if isinstance(length, tuple) else length
+        self._steps_left = int(self.np_random.integers(*length)) if isinstance(length, tuple) else length
         return result
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         if self._step:
             time.sleep(self.np_random.uniform(*self._step) if isinstance(self._step, tuple) else self._step)
-        if self._left is not None:
-            self._left -= 1
-        return self._observation, 1.0, self._left is not None and self._left <= 0, False, {}
+        if self._steps_left is None:
+            return self._observation, 1.0, False, False, {}
+        self._steps_left -= 1
+        return self._observation, 1.0, self._steps_left <= 0, False, {}
 
 
-class SleepingEnv(EmptyEnv):
-    """An environment with steps of log-normal duration. The observation is the actual duration in seconds."""
+class LogNormalWaitingEnv(EmptyEnv):
+    """An environment with steps that wait for log-normal times. The observation is the actual duration in seconds."""
 
     def __init__(self, mean: float = 0.01, sigma: float = 1.0) -> None:
         super().__init__((1,))
@@ -114,7 +115,7 @@ class NestedEnv(EmptyEnv):
 
 
 class DropInfos(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """A wrapper that computes the infos of an environment and then drops them."""
+    """A wrapper that drops the infos of an environment, which still computes them."""
 
     def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
         observation, _ = self.env.reset(**options)
@@ -160,7 +161,7 @@ def _require(module: str, env_fn: EnvFn) -> EnvFn:
 
 @cache
 def busy_loops(microseconds: float) -> int:
-    """Return the iterations of an empty loop in that time on an idle core, from the fastest of many tries."""
+    """Return the number of iterations of an empty loop that take this time on an idle core, by the fastest of 50 runs."""
     iterations = 20_000
 
     def once() -> float:
@@ -185,8 +186,9 @@ class Workload:
     text: str
 
 
-def _registered(env_id: str, text: str) -> Workload:
-    return Workload(env_id, lambda: partial(make_env, env_id), text)
+def _registered(env_id: str, text: str, needs: str = "gymnasium") -> Workload:
+    """Return the workload of a registered environment that needs a module."""
+    return Workload(env_id, partial(_require, needs, partial(make_env, env_id)), text)
 
 
 WORKLOADS = {
@@ -194,18 +196,18 @@ WORKLOADS = {
     for workload in (
         _registered("CartPole-v1", "classic control, short episodes, a few microseconds per step"),
         _registered("Pendulum-v1", "classic control, continuous actions"),
-        _registered("HalfCheetah-v5", "MuJoCo, 40 microseconds per step, three numeric info keys"),
-        Workload("LunarLander-v3", partial(_require, "Box2D", partial(make_env, "LunarLander-v3")), "Box2D physics"),
+        _registered("HalfCheetah-v5", "MuJoCo, 40 microseconds per step, four numeric info keys", "mujoco"),
+        _registered("LunarLander-v3", "Box2D physics", "Box2D"),
         Workload(MINIGRID, partial(_require, "minigrid", partial(make_minigrid, MINIGRID)), "a grid world, (7, 7, 3)"),
-        _registered("Ant-v5", "MuJoCo, ten numeric info keys per step"),
-        _registered("ALE/Pong-v5", "Atari, observations (210, 160, 3) uint8"),
+        _registered("Ant-v5", "MuJoCo, nine numeric info keys per step", "mujoco"),
+        _registered("ALE/Pong-v5", "Atari, observations (210, 160, 3) uint8", "ale_py"),
         Workload("empty", lambda: EmptyEnv, "an empty step, observations (4,) float32"),
         Workload("images", lambda: partial(EmptyEnv, (84, 84, 4), "uint8"), "an empty step, (84, 84, 4) uint8"),
         Workload("nested", lambda: NestedEnv, "an empty step, nested Dict observations with six leaves"),
         Workload("busy-10us", lambda: _busy_env_fn(10), "10 microseconds of computing"),
         Workload("busy-100us", lambda: _busy_env_fn(100), "100 microseconds of computing"),
         Workload("busy-1000us", lambda: _busy_env_fn(1000), "1 millisecond of computing"),
-        Workload("sleeping", lambda: SleepingEnv, "sleeps, log-normal times, mean 10 ms, sigma 1"),
+        Workload("sleeping", lambda: LogNormalWaitingEnv, "sleeps, log-normal times, mean 10 ms, sigma 1"),
     )
 }
 

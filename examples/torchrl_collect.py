@@ -1,4 +1,4 @@
-"""TorchRL's collector with vecenv: batches of CartPole-v1 and the policy's actions as TensorDicts.
+"""Collects batches of CartPole-v1 steps as TensorDicts, with TorchRL's collector and environments of vecenv.
 
     pip install -e ".[clients]"
     python examples/torchrl_collect.py
@@ -7,7 +7,7 @@ On 2 cores without a GPU it prints:
 
     20480 steps of 16 environments, 936 episodes, 4622 steps/s
 
-Importing TorchRL makes "spawn" the start method of ``multiprocessing``; vecenv uses "forkserver".
+Workers start by "forkserver", although importing TorchRL makes "spawn" the default of ``multiprocessing``.
 """
 
 import argparse

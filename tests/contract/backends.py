@@ -34,12 +34,13 @@ class Backend:
         misshapen_actions: Returns the given number of actions, each of a wrong shape.
         options_applied: True if observations show that the environments received ``options={"low": 0.02, "high": 0.03}``.
         slow_actions: The actions of ``make_slow``, if they differ.
-        needs: Modules that the backend needs.
-        folder: The folder of tests to run with, because threads stay; see ``PERMANENT_THREAD_FOLDERS`` in tests/conftest.py.
+        needs: Modules without which the backend's tests are skipped.
+        folder: The folder of tests to run together with, because the backend's threads never end; see
+            ``PERMANENT_THREAD_FOLDERS`` in tests/conftest.py.
         context: A context that is open while this backend is tested.
-        expensive: True if it takes long to build, so that tests which leave it idle share one.
+        expensive: True if it takes long to build. Tests that leave it idle then share one.
         steps: Steps of its environment per action.
-        known_gaps: The reason why a test of a call must fail with this backend, by call.
+        known_gaps: Call -> the reason why its test is expected to fail with this backend.
     """
 
     name: str
@@ -115,7 +116,7 @@ def _zero_cheetah_actions(n: int) -> Any:
     return np.zeros((n, 6))
 
 
-def _make_players(num_envs: int = ROWS, batch_size: int = 2) -> Any:
+def _make_envpool_players(num_envs: int = ROWS, batch_size: int = 2) -> Any:
     return vecenv.MultiAgentVecEnv.from_envpool("SparrowMahjong-v1", num_envs, batch_size=batch_size, num_threads=1)
 
 
@@ -141,7 +142,7 @@ def _jax_backend(to: str) -> Backend:
     return Backend(
         f"jax-to-{to}",
         functools.partial(_make_jax, to),
-        functools.partial(_make_jax, to, 200),
+        functools.partial(_make_jax, to, work=200),
         actions=lambda n: np.full((n, 1), 0.5, np.float32),
         misshapen_actions=lambda n: np.zeros((n, 2), np.float32),
         needs=("jaxlib",),
@@ -159,8 +160,8 @@ def _make_ale(**options: Any) -> Any:
     return vecenv.make_vec("ALE/SpaceInvaders-v5", ROWS, "native", img_height=24, img_width=24, stack_num=2, **options)
 
 
-class SlowCartPoles(gymnasium.envs.classic_control.cartpole.CartPoleVectorEnv):
-    """A CartPole with steps of at least :data:`PAUSE` seconds."""
+class SlowCartPoleVectorEnv(gymnasium.envs.classic_control.cartpole.CartPoleVectorEnv):
+    """Gymnasium's own vector environment of CartPoles, with steps of at least :data:`PAUSE` seconds."""
 
     def step(self, action: Any) -> Any:
         time.sleep(PAUSE)
@@ -170,7 +171,7 @@ class SlowCartPoles(gymnasium.envs.classic_control.cartpole.CartPoleVectorEnv):
 def _make_slow_native() -> Any:
     from vecenv.backends import NativeVectorEnv
 
-    return NativeVectorEnv(SlowCartPoles(ROWS))
+    return NativeVectorEnv(SlowCartPoleVectorEnv(ROWS))
 
 
 # -- several agents ------------------------------------------------------------------------------------------------
@@ -224,8 +225,8 @@ BACKENDS = (
     ),
     Backend(
         "envpool-players",
-        _make_players,
-        functools.partial(_make_players, 6_000, 3_000),
+        _make_envpool_players,
+        functools.partial(_make_envpool_players, num_envs=6_000, batch_size=3_000),
         lambda n: np.zeros((n, 3), np.int64),
         lambda n: np.zeros((n, 2), np.int64),
         needs=("envpool",),
@@ -270,4 +271,4 @@ CONFIGURATIONS = (
         steps=2,
     ),
 )
-"""Backends without a column in the table: one from above with other environments."""
+"""Further backends to test, without a column in the table: those above with other environments."""

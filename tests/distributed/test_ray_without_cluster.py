@@ -7,6 +7,7 @@ import functools
 import os
 import pickle
 import random
+import re
 import sys
 import threading
 import time
@@ -177,6 +178,20 @@ def test_stats_count_only_steps_with_results(closes: Any) -> None:
         with pytest.raises(ObservationError):
             envs.step([0] * 4)
         assert (envs.stats()["steps"], envs.stats()["resets"]) == (3, 4)
+
+
+def test_timeout_names_the_first_late_hosts_in_order(closes: Any) -> None:
+    cluster = InProcessCluster()
+    envs = closes(InProcessRayVectorEnv(counters(6), cluster, num_hosts=6))
+    envs.reset(seed=0)
+    cluster.paused = set(range(6))
+    envs.step_async([0] * 6)
+    with pytest.raises(StepTimeout) as caught:
+        envs.step_wait(timeout=0.01)
+    assert list(caught.value.where) == [0, 1, 2, 3]
+    assert re.findall(r"env \d, host \d", str(caught.value)) == [f"env {i}, host {i}" for i in range(4)]
+    cluster.paused = set()
+    envs.step_wait()
 
 
 # -- first-ready batches ---------------------------------------------------------------------------------------

@@ -81,6 +81,15 @@ def test_policy_receives_arguments_by_parameter_name() -> None:
         assert [info["t"] for info in infos[1:]] == list(range(1, result.length))
 
 
+def test_optional_positional_only_parameters_keep_their_defaults() -> None:
+    def policy(observations: Any, rows: Any = "default", /) -> Any:
+        assert rows == "default"
+        return np.zeros(len(observations), int)
+
+    with open_engine(walks(2), num_workers=0) as envs:
+        assert len(vecenv.evaluate(envs, policy, 2, seed=SEED)) == 2
+
+
 def act_by_history(observations: Any, state: Any) -> Any:
     """Return actions that depend on all earlier observations of the episode."""
     sums = state["sums"][0] + observations[:, 2]

@@ -20,8 +20,9 @@ FILES_WITH_ALL_METHODS = ("test_lifetimes.py",)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Choose the start methods of the default run, and mark all other combinations as ``slow``.
 
-    Tests of starts run with every method, unless ``sampled`` names one. The cases of all other tests use ``fork`` and
-    ``forkserver`` in turn, because ``spawn``, which starts an interpreter per worker, takes minutes and covers nothing more.
+    Tests in :data:`FILES_WITH_ALL_METHODS` run with every method, unless ``sampled`` names one. The cases of all other tests
+    use ``fork`` and ``forkserver`` in turn, because ``spawn``, which starts an interpreter per worker, takes minutes and
+    covers nothing more.
     """
     here = [item for item in items if item.path.parent == HERE]
     sample_parameter([item for item in here if item.path.name in FILES_WITH_ALL_METHODS], "method")
@@ -53,7 +54,7 @@ def launch(method: str) -> Iterator[Callable[..., vecenv.AsyncVectorEnv]]:
 
 
 @pytest.fixture
-def trainer(method: str, tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
+def start_trainer(method: str, tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
     """Return a function that starts ``trainer.py`` with a scenario; end the trainers after the test."""
     started: list[Trainer] = []
 
@@ -62,5 +63,5 @@ def trainer(method: str, tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
         return started[-1]
 
     yield start
-    for program in started:
-        program.end()
+    for trainer in started:
+        trainer.end()

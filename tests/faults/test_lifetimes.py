@@ -252,13 +252,13 @@ def wait_until_running(trainer: Trainer, scenario: str, folder: Path) -> list[in
 
 @pytest.mark.long
 @pytest.mark.parametrize("scenario", ["waiting", "stepping", "gil", "helper", "nested"])
-def test_killed_trainer_leaves_no_orphans(trainer: Start, scenario: str, tmp_path: Path) -> None:
+def test_killed_trainer_leaves_no_orphans(start_trainer: Start, scenario: str, tmp_path: Path) -> None:
     """After SIGKILL to the trainer, all its processes end, in each of several situations.
 
     That includes programs of environments and the workers of an engine inside an environment, which the fixture
     ``nothing_left_behind`` detects.
     """
-    program = trainer(scenario)
+    program = start_trainer(scenario)
     pids = wait_until_running(program, scenario, tmp_path)
     program.process.kill()
     program.process.wait(60)
@@ -268,10 +268,12 @@ def test_killed_trainer_leaves_no_orphans(trainer: Start, scenario: str, tmp_pat
 
 @pytest.mark.long
 @pytest.mark.parametrize("scenario", ["waiting", "stepping"])
-def test_group_kill_leaves_nothing(trainer: Start, scenario: str, tmp_path: Path, take_stock: Callable[[], Any]) -> None:
+def test_group_kill_leaves_nothing(
+    start_trainer: Start, scenario: str, tmp_path: Path, take_stock: Callable[[], Any]
+) -> None:
     """SIGKILL to the process group, as by ``docker kill``, also kills the fork server and the resource tracker."""
     before = take_stock()
-    program = trainer(scenario)
+    program = start_trainer(scenario)
     pids = wait_until_running(program, scenario, tmp_path)
     os.killpg(program.process.pid, signal.SIGKILL)
     program.process.wait(60)
@@ -280,9 +282,9 @@ def test_group_kill_leaves_nothing(trainer: Start, scenario: str, tmp_path: Path
 
 
 @pytest.mark.sampled("spawn")
-def test_sigterm_ends_trainer_and_workers(trainer: Start, tmp_path: Path) -> None:
+def test_sigterm_ends_trainer_and_workers(start_trainer: Start, tmp_path: Path) -> None:
     """SIGTERM has its default action."""
-    program = trainer("stepping")
+    program = start_trainer("stepping")
     pids = wait_until_running(program, "stepping", tmp_path)
     program.process.terminate()
     assert program.process.wait(60) == -signal.SIGTERM
@@ -307,10 +309,10 @@ def read_terminal(keyboard: int) -> str:
 
 
 @pytest.mark.sampled("forkserver")
-def test_ctrl_c_raises_once_and_close_works(trainer: Start, terminal: tuple[int, int], tmp_path: Path) -> None:
+def test_ctrl_c_raises_once_and_close_works(start_trainer: Start, terminal: tuple[int, int], tmp_path: Path) -> None:
     """Ctrl-C at a terminal, which goes to the whole process group, prints nothing."""
     keyboard, screen = terminal
-    program = trainer("interrupted", terminal=screen)
+    program = start_trainer("interrupted", terminal=screen)
     pids = wait_until_running(program, "interrupted", tmp_path)
     os.write(keyboard, b"\x03")
     end = program.read_message()
@@ -324,10 +326,10 @@ def test_ctrl_c_raises_once_and_close_works(trainer: Start, terminal: tuple[int,
 
 
 @pytest.mark.sampled("fork")
-def test_step_continues_after_ctrl_c(trainer: Start, terminal: tuple[int, int], tmp_path: Path) -> None:
+def test_step_continues_after_ctrl_c(start_trainer: Start, terminal: tuple[int, int], tmp_path: Path) -> None:
     """After Ctrl-C in ``step_wait``, a second wait returns the pending result."""
     keyboard, screen = terminal
-    program = trainer("interrupted_and_continued", terminal=screen)
+    program = start_trainer("interrupted_and_continued", terminal=screen)
     program.read_message()
     wait_for_file(tmp_path / "begun")
     time.sleep(0.2)
@@ -340,9 +342,9 @@ def test_step_continues_after_ctrl_c(trainer: Start, terminal: tuple[int, int], 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("scenario", "code"), [("pending", 0), ("raised", 9)])
-def test_program_with_a_pending_step_exits(trainer: Start, scenario: str, code: int) -> None:
+def test_program_with_a_pending_step_exits(start_trainer: Start, scenario: str, code: int) -> None:
     """The program ends without ``close()`` while a step hangs."""
-    program = trainer(scenario)
+    program = start_trainer(scenario)
     end = program.read_message()
     assert program.process.wait(60) == code, program.read_stderr()
     assert time.monotonic() - end["ended"] < WAIT_SECONDS
@@ -369,14 +371,14 @@ def can_mount() -> bool:
 
 
 @pytest.mark.long
-def test_small_dev_shm_is_not_used(trainer: Start) -> None:
+def test_small_dev_shm_is_not_used(start_trainer: Start) -> None:
     """The shared memory is neither in /dev/shm, which is small in containers, nor on disk.
 
     If no small /dev/shm can be mounted, the test checks that the large one is not used.
     """
     prefix = find_isolation_prefix("mount -t tmpfs -o size=1m tmpfs /dev/shm")
     assert prefix or not can_mount(), "this process may mount, but no small /dev/shm was mounted"
-    end = trainer("small_shm", prefix=prefix).read_message()
+    end = start_trainer("small_shm", prefix=prefix).read_message()
     if prefix:
         assert end["shm"] == 2**20
     if "refused" in end:  # without memfd; the message has both sizes

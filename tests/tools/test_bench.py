@@ -18,7 +18,7 @@ from programs import python_output
 
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
-from bench import micro, programs, size, tables, train
+from bench import micro, programs, size, tables, train, workloads
 from vecenv.tools import runners
 
 BENCH = Path(programs.__file__).parent
@@ -92,6 +92,15 @@ def test_reported_memory_covers_all_processes(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="counting copies needs a C compiler")
+@pytest.mark.parametrize("module", ["mujoco", "ale_py", "Box2D"])
+def test_workloads_without_their_library_are_not_listed_as_installed(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needing = {"mujoco": ["HalfCheetah-v5", "Ant-v5"], "ale_py": ["ALE/Pong-v5"], "Box2D": ["LunarLander-v3"]}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else "found")
+    monkeypatch.setitem(workloads.WORKLOADS, workloads.MINIGRID, workloads.WORKLOADS["empty"])
+    missing = [name for name in workloads.WORKLOADS if name not in workloads.installed_workloads()]
+    assert missing == needing[module]
+
+
 def test_step_copies_observations_once_and_with_copy_true_twice() -> None:
     counts = micro.count_copies()
     assert counts["copy=False"] == pytest.approx(1.0, abs=0.01)

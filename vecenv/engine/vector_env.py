@@ -80,7 +80,6 @@ from vecenv.system.spawning import (
 __all__ = ["AsyncVectorEnv", "Observer"]
 
 
-
 class _Signature:
     """The signature of ``__init__``, for editors and ``help``, which would otherwise show that of ``__new__``."""
 
@@ -203,13 +202,13 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             on_failure, step_timeout, workers.start_timeout, logs_like_gymnasium=num_workers is None and not use_caller
         )
         self.start_timeout = policy.start_timeout
-        cause = options_for_processes(on_failure, step_timeout, workers.env, use_caller)
-        if use_caller is None and cause:
+        process_options = options_for_processes(on_failure, step_timeout, workers.env, use_caller)
+        if use_caller is None and process_options:
             use_caller = False
         dummy_env, example = workers.dummy_env, None
         if dummy_env is not None and not isinstance(dummy_env, bool):
             dummy_env, example = None, dummy_env
-        require_processes_for(type(self).__name__, num_workers, use_caller, dummy_env, cause)
+        require_processes_for(type(self).__name__, num_workers, use_caller, dummy_env, process_options)
         mp, has_core_per_env = make_context(context, workers.preload), self.num_envs <= usable_cores()
         self._probe = EnvProbe(
             env_fns, mp, workers.start_timeout,
@@ -222,7 +221,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         try:
             self._read_spaces()
             self.num_workers, share, self.plan = workers_and_share(
-                self.num_envs, num_workers, use_caller, self._probe.measure, batch_size, cause
+                self.num_envs, num_workers, use_caller, self._probe.measure, batch_size, process_options
             )
             options = self._pool_options(mp, policy, workers)
             engine = self._start_engine(options, policy, share, workers.threads, env_threads)
@@ -344,7 +343,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
     # -- spaces -----------------------------------------------------------------------------------------------------
 
     def _read_spaces(self) -> None:
-        """Set the metadata and spaces, which the probe has read from an environment or the given example."""
+        """Read metadata and spaces from an environment, or from the given example, and store them as attributes."""
         mode = self.observation_mode
         found = self._probe.describe(all_envs=isinstance(mode, str) and mode == "different")
         self._set_attributes(found)

@@ -62,7 +62,7 @@ class PolicyCaller:
                 raise TypeError("a policy with a parameter `state` needs initial_state=, the first state of one episode")
             raise TypeError("initial_state= needs a policy with a parameter `state`")
         self._policy: Callable[..., Any] = policy
-        self._spaces = envs.single_observation_space, envs.single_action_space
+        self._observation_space, self._action_space = envs.single_observation_space, envs.single_action_space
         self._num_envs = envs.num_envs
         if module and device is None:
             device = next((parameter.device for parameter in policy.parameters()), None)
@@ -87,11 +87,12 @@ class PolicyCaller:
         if self._batch != "single":
             actions = self._call_policy(observations, attempts, infos)
         else:
+            space = self._observation_space
             single_actions = [
-                self._call_policy(take_rows(self._spaces[0], observations, [index]), [attempt], infos[index : index + 1])
+                self._call_policy(take_rows(space, observations, [index]), [attempt], infos[index : index + 1])
                 for index, attempt in enumerate(attempts)
             ]
-            actions = join_rows(self._spaces[1], single_actions)
+            actions = join_rows(self._action_space, single_actions)
         for attempt in attempts:
             attempt.begins = False
         return actions
@@ -104,7 +105,7 @@ class PolicyCaller:
     def _call_policy(self, observations: Any, attempts: Sequence[Attempt], infos: Sequence[Any]) -> Any:
         count, parameters = len(attempts), self._parameters
         if padding := self._num_envs - count if self._batch == "padded" else 0:
-            observations = take_rows(self._spaces[0], observations, [*range(count), *[0] * padding])
+            observations = take_rows(self._observation_space, observations, [*range(count), *[0] * padding])
             padding_attempts = [Attempt(Episode(), -1, self._num_envs, np.random.default_rng(0)) for _ in range(padding)]
             attempts, infos = [*attempts, *padding_attempts], [*infos, *({} for _ in range(padding))]
         arguments: dict[str, Any] = {
@@ -131,7 +132,7 @@ class PolicyCaller:
 
     def _check_actions(self, actions: Any, expected: int, count: int) -> Any:
         """Return the first ``count`` actions; raise if their number is not ``expected``."""
-        space = self._spaces[1]
+        space = self._action_space
         try:
             found = count_rows(space, actions)
         except (TypeError, KeyError, IndexError) as error:
@@ -153,9 +154,10 @@ def _is_module(policy: Any) -> bool:
 
 
 def _optional_parameters(policy: Any) -> frozenset[str]:
-    """Return the parameters of a policy that are in ``_OPTIONAL_ARGUMENTS``.
+    """Return the names of a policy's parameters that are in ``_OPTIONAL_ARGUMENTS`` and can be passed by name.
 
-    Raises ``TypeError`` if it has no parameter for the observations, or requires an unknown one.
+    Raises:
+        TypeError: The policy has no parameter for the observations, or requires another that cannot be passed.
     """
     try:
         parameters = list(inspect.signature(policy).parameters.values())
@@ -168,11 +170,12 @@ def _optional_parameters(policy: Any) -> frozenset[str]:
     named = [each for each in parameters if each not in positional[:1] and each.kind not in variadic]
     for each in named:
         if each.default is each.empty and (each.name not in _OPTIONAL_ARGUMENTS or each.kind is each.POSITIONAL_ONLY):
-            optional = ", ".join(_OPTIONAL_ARGUMENTS)
             raise TypeError(
-                f"evaluate cannot pass the policy's parameter {each.name!r}: besides the observations, it passes {optional}"
+                f"evaluate cannot pass the policy's parameter {each.name!r}: besides the observations, it passes, by name, "
+                + ", ".join(_OPTIONAL_ARGUMENTS)
             )
-    return frozenset(each.name for each in named if each.name in _OPTIONAL_ARGUMENTS)
+    by_name = [each.name for each in named if each.kind is not each.POSITIONAL_ONLY]
+    return frozenset(name for name in by_name if name in _OPTIONAL_ARGUMENTS)
 
 
 def _make_conversion(arrays: str | None, device: Any) -> tuple[Callable[[Any], Any], Callable[[], Any]]:

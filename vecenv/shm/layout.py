@@ -182,8 +182,9 @@ class Layout:
         observations: Tree of one observation, ``None`` if observations are pickled.
         actions: Tree of one action, ``None`` if actions are pickled.
         final: True if the block has room for final observations.
+        fields: Name -> field, in the order of their offsets.
         size: Bytes of the whole block.
-        recorded: The number of leading bytes that hold actions, rewards and flags.
+        recorded: Bytes of actions, rewards and flags. Unused, but flight records of format 6 contain it.
     """
 
     num_envs: int

@@ -1,11 +1,11 @@
-"""The budget of restarts, which limits the restarts of a program before it gives up."""
+"""A budget of restarts. Once it is used up, failed environments are no longer restarted."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from vecenv.errors import envs_text, format_seconds
 
@@ -13,6 +13,13 @@ FREE_RESTARTS: Final = 5
 """Restarts that an environment, or a worker process, may have in a period, however few steps it makes."""
 STEPS_PER_RESTART: Final = 1000
 """The number of steps of its environments that earns one more restart."""
+
+
+class _SpentRestart(NamedTuple):
+    time: float
+    rows: tuple[int, ...]
+    mean_steps: float
+    cause: str
 
 
 class RestartBudget:
@@ -25,24 +32,24 @@ class RestartBudget:
     Args:
         limit: Restarts of all environments together within ``period``; infinite: no limit; ``None``: as above.
         period: Seconds.
-        steps: Returns the mean number of steps per environment.
+        mean_steps: Returns the mean number of steps per environment.
     """
 
-    def __init__(self, limit: float | None, period: float, steps: Callable[[], float]) -> None:
+    def __init__(self, limit: float | None, period: float, mean_steps: Callable[[], float]) -> None:
         self.limit = limit
         self.period = period
-        self._steps = steps
-        self._spent: deque[tuple[float, tuple[int, ...], float, str]] = deque()  # time, rows, result of `steps`, cause
+        self._mean_steps = mean_steps
+        self._spent: deque[_SpentRestart] = deque()
 
     def spend(self, cause: str, rows: Sequence[int] = ()) -> bool:
         """Spend one restart of these rows; return ``False`` if the budget is used up."""
         now, own_rows = time.monotonic(), tuple(rows)
-        while self._spent and now - self._spent[0][0] > self.period:
+        while self._spent and now - self._spent[0].time > self.period:
             self._spent.popleft()
         count, allowed = self._count_and_limit(own_rows)
         if count >= allowed:
             return False
-        self._spent.append((now, own_rows, self._steps(), cause))
+        self._spent.append(_SpentRestart(now, own_rows, self._mean_steps(), cause))
         return True
 
     def refund(self, count: int) -> None:
@@ -54,20 +61,21 @@ class RestartBudget:
         """Return the number of restarts of these rows in the period, and the number allowed."""
         if self.limit is not None:
             return len(self._spent), self.limit
-        steps_at_restarts = [steps_then for _, rows, steps_then, _ in self._spent if rows == own_rows]
-        steps_since = (self._steps() - steps_at_restarts[0]) * len(own_rows) if steps_at_restarts else 0.0
+        steps_at_restarts = [spent.mean_steps for spent in self._spent if spent.rows == own_rows]
+        steps_since = (self._mean_steps() - steps_at_restarts[0]) * len(own_rows) if steps_at_restarts else 0.0
         return len(steps_at_restarts), FREE_RESTARTS + steps_since // STEPS_PER_RESTART
 
     def explain_exhaustion(self, cause: str, rows: Sequence[int]) -> str:
         """Explain why these rows cannot be restarted after ``cause``, and what can be done about it."""
-        counted = [earlier for _, own, _, earlier in self._spent if self.limit is not None or own == tuple(rows)]
-        causes = "\n".join(f"- {each}" for each in [*counted, cause][-5:])
+        own_rows = tuple(rows)
+        earlier = [spent.cause for spent in self._spent if self.limit is not None or spent.rows == own_rows]
+        causes = "\n".join(f"- {each}" for each in [*earlier, cause][-5:])
         if self.limit is not None:
             return (
                 f"more than {self.limit} restarts within {format_seconds(self.period)}, which is the budget that "
                 f"on_failure=Restart(limit=, period=) sets; the last causes:\n{causes}"
             )
-        _, allowed = self._count_and_limit(tuple(rows))
+        _, allowed = self._count_and_limit(own_rows)
         return (
             f"{envs_text(rows)} needed more than {allowed:.0f} restarts within {format_seconds(self.period)}. By default an "
             f"environment, or a worker process, has {FREE_RESTARTS}, and one more for every {STEPS_PER_RESTART:,} steps; "

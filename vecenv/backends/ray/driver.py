@@ -161,7 +161,7 @@ class HostsDriver(WorkerDriver):
 
         Raises:
             StepTimeout: There was no result within ``step_timeout``; the call stays pending.
-            Exception: The exception of an environment, or the end of a worker or a host.
+            Exception: An environment raised, or a worker or host died.
         """
         exchange, request = self.exchange, self.exchange.request
         assert request is not None
@@ -184,14 +184,14 @@ class HostsDriver(WorkerDriver):
         Raises:
             NoAsyncCallError: Too few rows are in flight.
             StepTimeout: They did not finish within ``step_timeout``.
-            Exception: The exception of an environment, or the end of a worker or a host; good rows stay ready.
+            Exception: An environment raised, or a worker or host died; rows with results stay ready.
         """
         self.exchange.convert_for_recv()
         count = self.batch_size if count is None else count
         return self._take_results(count) if self.exchange.wait_for_rows(count, deadline) else None
 
     def recv_enough(self, count: int | None, deadline: float | None, enough: int, enough_from: float) -> Stepped | None:
-        """Return the next ``count`` rows, or at least ``enough`` of them from ``enough_from`` on."""
+        """Return the next ``count`` rows; from the time ``enough_from`` on, ``enough`` of them suffice."""
         exchange = self.exchange
         exchange.convert_for_recv()
         count = max(min(self.batch_size if count is None else count, len(exchange.in_flight)), enough)
@@ -237,23 +237,23 @@ class HostsDriver(WorkerDriver):
     def begin_set_next(self, rows: Sequence[int], given: Sequence[Any]) -> None:
         """Begin to set the seeds and options for the next episodes of some rows; ``given`` has an entry for all rows."""
 
-        def arguments(part: RequestPart) -> Any:
+        def arguments_for(part: RequestPart) -> Any:
             seeds, options = zip(*(given[row] for row in part.rows), strict=True)
             return (list(options),), {"seed": list(seeds), "env_id": part.local}
 
-        self._begin_call("set_next_options", rows, arguments, ([given[row] for row in rows],))
+        self._begin_call("set_next_options", rows, arguments_for, ([given[row] for row in rows],))
 
     def _begin_call(
-        self, command: str, rows: Sequence[int], arguments: Callable[[RequestPart], Any], announced: Any = None,
+        self, command: str, rows: Sequence[int], arguments_for: Callable[[RequestPart], Any], announced: Any = None,
         method: str | None = None,
     ) -> None:  # fmt: skip
-        """Submit a call to the hosts of ``rows``; ``arguments`` returns the arguments and keyword arguments for a part.
+        """Submit a call to the hosts of ``rows``; ``arguments_for`` returns the arguments and keyword arguments of a part.
 
-        Observers get ``announced``, unless it is ``None``. Hosts call ``method``, by default the one named ``command``.
+        Observers are notified of ``announced``, unless it is ``None``. Hosts call ``method``; default: ``command``.
         """
         exchange, request = self.exchange, HostRequest(command, sorted(rows), droppable=True)
         name = method or command
-        parts = [(part, cloudpickle.dumps((name, *arguments(part)))) for part in exchange.split(request, request.rows)]
+        parts = [(part, cloudpickle.dumps((name, *arguments_for(part)))) for part in exchange.split(request, request.rows)]
         if dead_rows := [row for part, _ in parts if part.host.death for row in part.rows]:
             raise failed_earlier_error({row: exchange.failures.failed.get(row, "its host died") for row in dead_rows})
         if announced is not None:
@@ -280,7 +280,7 @@ class HostsDriver(WorkerDriver):
         try:
             return self.save(list(range(self.num_envs)), verify=False)
         except VecEnvError as error:
-            if isinstance(error, NotRestorable):  # nothing has failed, so drop its records
+            if isinstance(error, NotRestorable):  # the environments have not failed, so drop its records
                 self.exchange.failures.errors.clear()
                 self.exchange.failures.errors.extend(earlier_errors)
             raise NotRestorable(str(error)) from error
@@ -293,12 +293,12 @@ class HostsDriver(WorkerDriver):
         for row, row_state in row_states.items():
             require_observation(self.store, row, row_state)
 
-        def arguments(part: RequestPart) -> Any:
+        def arguments_for(part: RequestPart) -> Any:
             return ([snapshots_by_row[row] for row in part.rows], part.local), {}
 
-        self._begin_call("load", rows, arguments, method="require_fit")
+        self._begin_call("load", rows, arguments_for, method="require_fit")
         self.exchange.finish_call()
-        self._begin_call("load", rows, arguments, (parsed,))
+        self._begin_call("load", rows, arguments_for, (parsed,))
         interrupted = dict.fromkeys(rows, "the load of its state was interrupted")
         self.exchange.failures.failed.update(interrupted)  # until a host has replied
         try:
@@ -326,7 +326,7 @@ class HostsDriver(WorkerDriver):
         vector_state.load(self.counters, self.failures)
         return observations
 
-    # -- the state --------------------------------------------------------------------------------------------------------
+    # -- pending requests -------------------------------------------------------------------------------------------------
 
     def kill_pending(self, rows: Collection[int]) -> None:
         """Kill the hosts with pending requests about any of these rows."""
@@ -338,8 +338,8 @@ class HostsDriver(WorkerDriver):
     def _describe_late(self, seconds: float | None) -> LateReplies:
         self.overdue = True
         parts, text, where = self.exchange.parts.values(), "", {}
-        late = {part.host.index: part for part in reversed(parts)}
-        for part in list(late.values())[:_LATE_HOSTS_NAMED]:
+        late = {part.host.index: part for part in reversed(parts)}  # of a host with several parts, the earliest
+        for _, part in sorted(late.items())[:_LATE_HOSTS_NAMED]:
             request_text = f"{envs_text(part.rows)}, {part.host.label}, during {part.request.command}"
             text += f"\n{request_text}: no reply yet."
             where.update(dict.fromkeys(part.rows, request_text))
@@ -351,9 +351,9 @@ class HostsDriver(WorkerDriver):
 
     @property
     def pending_request(self) -> RequestSummary:
-        call = self.exchange.request
-        if call is not None and call.command in PHASES:
-            return RequestSummary(call.phase, len(call.rows), for_recv=False)
+        request = self.exchange.request
+        if request is not None and request.command in PHASES:
+            return RequestSummary(request.phase, len(request.rows), for_recv=False)
         return RequestSummary(Phase.DEFAULT, len(self.exchange.in_flight), for_recv=True)
 
     @property
@@ -363,24 +363,24 @@ class HostsDriver(WorkerDriver):
     # -- statistics and the end -------------------------------------------------------------------------------------------
 
     def _compute_stats(self) -> dict[str, float]:
-        own, failures = super()._compute_stats(), self.exchange.failures
+        stats, failures = super()._compute_stats(), self.exchange.failures
         host_stats = list(self.pool.call_all("stats").values())  # of hosts that reply in time
-        own["steps_per_second"] = (self.counters.steps - self.counters.steps_loaded) / own["seconds"]
-        own["errors"] = float(len(failures.errors))
-        own["restarts"] = failures.restarts + sum(stats["restarts"] for stats in host_stats)
-        own["bytes_pickled"] = float(sum(stats["bytes_pickled"] for stats in host_stats))
+        stats["steps_per_second"] = (self.counters.steps - self.counters.steps_loaded) / stats["seconds"]
+        stats["errors"] = float(len(failures.errors))
+        stats["restarts"] = failures.restarts + sum(each["restarts"] for each in host_stats)
+        stats["bytes_pickled"] = float(sum(each["bytes_pickled"] for each in host_stats))
         if host_stats:
-            own["step_time_mean"] = float(np.mean([stats["step_time_mean"] for stats in host_stats]))
+            stats["step_time_mean"] = float(np.mean([each["step_time_mean"] for each in host_stats]))
             for key in ("step_time_slowest_env", "straggler_share"):
-                own[key] = max(stats[key] for stats in host_stats)
-        return own
+                stats[key] = max(each[key] for each in host_stats)
+        return stats
 
     def shut_down(self, timeout: float, *, terminate: bool) -> None:
         """End the hosts, and warn about environments that raised in ``close``. Safe to repeat."""
         for index, texts in self.pool.close(timeout, terminate=terminate).items():
             rows = self.pool.hosts[index].rows
             for text in texts:
-                warn(f"host {index}, where env 0 is env {rows.start}: {text}")
+                warn(f"host {index} (its env 0 is env {rows.start} here): {text}")
         self.exchange.failures.restart_log.close()
 
     def release(self) -> None:
@@ -402,7 +402,7 @@ def _read(read: Callable[[], T], forget: Callable[[], None]) -> T:
 
 
 def _regroup(space: Space[Any], items: list[Any]) -> Any:
-    """Return a batch of actions from which ``gymnasium.vector.utils.iterate`` yields the single ones unchanged."""
+    """Return a batch of actions from which ``gymnasium.vector.utils.iterate`` yields each action unchanged."""
     if isinstance(space, spaces.Dict):
         return {key: _regroup(inner, [item[key] for item in items]) for key, inner in space.spaces.items()}
     if isinstance(space, spaces.Tuple):

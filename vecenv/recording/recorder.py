@@ -22,7 +22,6 @@ import logging
 import os
 import pickle
 import re
-import signal
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -40,6 +39,7 @@ from vecenv.link.envs import Expected, WorkerPlan
 from vecenv.link.messages import dumps_with_code, original_summary
 from vecenv.link.own_generators import with_own_generators
 from vecenv.recording.file import (
+    KILLED,
     LASTING,
     SUFFIX,
     Failed,
@@ -429,7 +429,7 @@ class Recorder:
         failed = Failed(how, text, getattr(error, "exitcode", None), seconds)
         try:
             # An abandoned worker that timed out is killed: the files about the timeout already describe that failure.
-            if isinstance(error, StepTimeout) or failed.exitcode == -signal.SIGKILL:
+            if isinstance(error, StepTimeout) or failed.exitcode == KILLED:
                 known = [self._timeouts[row] for row in rows if row in self._timeouts]
                 if [request for request, _ in known] == [self._request_id(row) for row in rows]:
                     return self._make_note([path for _, path in known])

@@ -522,7 +522,7 @@ def test_stats_and_close_do_not_wait_for_a_dead_host() -> None:
 
 
 class ClusterInterruptedInClose(InProcessCluster):
-    """A cluster with hosts whose closing is interrupted once."""
+    """A cluster that is interrupted once while its hosts close."""
 
     interrupted = False
 

@@ -371,7 +371,7 @@ class _Reader(pickle.Unpickler):
 
 
 def _require_kept_in_place(obj: Any, path: str) -> None:
-    """Raise unless an object is of a class that stays in place, or ``None``: a renderer may not exist before its first use."""
+    """Raise unless an object is of a class that stays in place, or ``None``: a renderer may not exist yet."""
     if obj is not None and _treatment(type(obj)) not in (_STAYING, _SPACE):
         expected = "an object that snapshots do not contain (a space, a spec, a renderer or the like)"
         raise SnapshotMismatch(f"its {path} is {expected}, and here it is of class {type(obj).__name__}")

@@ -332,7 +332,7 @@ def test_agent_pool_example_finishes_every_game(crash: float) -> None:
 def test_agent_pool_example_ends_when_every_guess_kills_its_worker() -> None:
     pytest.importorskip("rich", reason="needs pip install 'vecenv[examples]'")
     options = ["--episodes=3", "--size=2", "--workers=1", "--crash=1"]
-    done = subprocess.run([sys.executable, PROGRAM, *options], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, EXAMPLE, *options], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "RestartsExhausted: more than 3 restarts" in done.stderr
 

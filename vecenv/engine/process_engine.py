@@ -401,7 +401,7 @@ class Engine(WorkerDriver):
         self.pool.close(timeout, terminate=terminate, step_timeout=step_timeout)
         failures = self.pool.failures_in_close
         while failures:
-            failure, _ = failures.pop(0)
+            failure = failures.pop(0)
             warn(f"env {failure.env} raised in close(): {failure.text}")
         self.failures.restart_log.close()
 

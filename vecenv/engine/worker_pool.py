@@ -140,7 +140,7 @@ class WorkerPool:
         self.written: list[int] = []
         self.max_concurrency = options.max_concurrency
         self.held: deque[tuple[WorkerProcess, bytes, bool]] = deque()
-        self.failures_in_close: list[tuple[Failure, Any]] = []
+        self.failures_in_close: list[Failure] = []
         self._retired: list[WorkerProcess] = []
         self._message_to_all = b""
         self._write_fds: list[int] = []

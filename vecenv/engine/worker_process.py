@@ -111,10 +111,10 @@ class LocalWorker:
         """Drop calls that have not been executed."""
         self.unexecuted = deque(message for message in self.unexecuted if message[0] <= LAST_STEP_OP)
 
-    def close(self) -> list[tuple[Failure, Any]]:
+    def close(self) -> list[Failure]:
         """Close the environments; return their failures. Idempotent."""
         rows = self.__dict__.get("env_rows")
-        return [] if rows is None else [(failure, self) for failure in rows.close().failures]
+        return [] if rows is None else rows.close().failures
 
     def release(self) -> None:
         """Drop the closed environments and the shared memory."""
@@ -323,7 +323,7 @@ class WorkerProcess:
         except ChannelClosed:
             return True
 
-    def drain(self, failures: list[tuple[Failure, Any]] | None) -> bool:
+    def drain(self, failures: list[Failure] | None) -> bool:
         """Read the messages that an ending worker still writes: a full pipe would keep it from ending.
 
         Args:
@@ -339,7 +339,7 @@ class WorkerProcess:
                     self._drained, self._drained_at = self._drained + 1, time.monotonic()
                 elif kind == Reply.FULL and payload is not None and failures is not None:
                     outcome = decode_outcome(payload)
-                    failures += [(failure, self) for failure in outcome.failures]
+                    failures += outcome.failures
                     for _, text in outcome.warnings:
                         warn(f"worker {self.index} (pid {self.pid}): {text}")
         except ChannelClosed:
@@ -373,7 +373,7 @@ def _copy_action(action: Any) -> Any:
 
 
 def end_workers(
-    workers: Sequence[WorkerProcess], timeout: float, terminate: bool, failures: list[tuple[Failure, Any]] | None = None,
+    workers: Sequence[WorkerProcess], timeout: float, terminate: bool, failures: list[Failure] | None = None,
     step_timeout: float | None = None,
 ) -> None:  # fmt: skip
     """End workers, and all processes that their environments started, within about ``timeout`` seconds.
@@ -382,7 +382,7 @@ def end_workers(
         workers: The workers.
         timeout: Seconds for pending messages and for their environments' own ``close``.
         terminate: Send SIGTERM at once, without a request to close.
-        failures: A list to which failures of environments in ``close`` are added, each with its worker.
+        failures: A list to which failures of environments in ``close`` are added.
         step_timeout: Seconds, within ``timeout``, for each pending step or reset.
     """
     began = time.monotonic()
@@ -408,7 +408,7 @@ def end_workers(
 
 
 def _wait_for_exit(
-    workers: Sequence[WorkerProcess], deadline: float, failures: list[tuple[Failure, Any]] | None,
+    workers: Sequence[WorkerProcess], deadline: float, failures: list[Failure] | None,
     step_timeout: float | None = None, report_at: float = math.inf,
 ) -> None:  # fmt: skip
     """Wait until all workers end or ``deadline`` passes; log one line if any is still running at ``report_at``."""

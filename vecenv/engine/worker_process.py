@@ -69,7 +69,7 @@ class LocalWorker:
         unexecuted: Messages that have not been executed: (operation, sequence number, payload).
     """
 
-    local, death, overdue, shares_core, exitcode = True, None, False, False, None
+    local, death = True, None
     rebuild_deadline = 0.0
 
     def __init__(self, index: int, rows: range, env_rows: SnapshotRows) -> None:
@@ -81,14 +81,6 @@ class LocalWorker:
 
     def __repr__(self) -> str:
         return f"LocalWorker({span_text(self.rows)}, {'busy' if self.pending else 'idle'})"
-
-    def has_ended(self) -> bool:
-        """Return ``False``: this process is running."""
-        return False
-
-    def is_stopped(self) -> bool:
-        """Return ``False``: this process is running."""
-        return False
 
     def queue(self, op: int, seq: int, payload: Any) -> None:
         """Queue a message; environments may write into their actions, so those of a step are copied."""

@@ -163,19 +163,14 @@ class WorkerProcess:
         self.rebuild_deadline = self._drained_at = 0.0
         self._drained = 0  # replies that `drain` has read, the latest at `_drained_at`
         self.watch = ProcessWatch(process, descriptors)
-        self._poll = select.poll()
-        self._poll.register(channel.fd, select.POLLIN)
-        self._poll.register(self.watch.descriptor, select.POLLIN)
-        self.poll: Any = self._poll.poll
-        if self.watch.must_poll_for_exit:
-            self.poll = self._poll_with_exit
+        poll = select.poll()
+        poll.register(channel.fd, select.POLLIN)
+        poll.register(self.watch.descriptor, select.POLLIN)
+        self.poll: Any = partial(self.watch.poll, poll) if self.watch.must_poll_for_exit else poll.poll
 
     def __repr__(self) -> str:
         state = "dead" if self.death else "starting" if not self.has_started else "busy" if self.pending else "idle"
         return f"WorkerProcess({self.index}, {span_text(self.rows)}, pid={self.pid}, {state})"
-
-    def _poll_with_exit(self, timeout_ms: float | None) -> Any:
-        return self.watch.poll(self._poll, timeout_ms)
 
     def finish_start(self, payload: bytes | None) -> None:
         """Record that a new process has built its environments, and which of them it reported as failed."""

@@ -14,7 +14,7 @@ import time
 import weakref
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from os import write
@@ -187,14 +187,12 @@ class WorkerPool:
         self._refresh_workers()
         return ready_messages
 
-    def replace(
-        self, worker: WorkerProcess, launch: Callable[[int, range], WorkerProcess] | None = None
-    ) -> WorkerProcess:
+    def replace(self, worker: WorkerProcess, new: WorkerProcess | None = None) -> WorkerProcess:
         """Replace a worker with a new process, which builds its environments while the caller continues.
 
         Args:
             worker: A dead worker, or an idle one, which then closes its environments.
-            launch: Starts the new process, given (index, rows); by default, one that builds the environments again.
+            new: A ready worker from :meth:`wrap_process`; ``None``: start one that builds the environments again.
 
         Raises:
             OSError: No process could be started; the worker keeps its place.
@@ -205,8 +203,7 @@ class WorkerPool:
                 worker.release()
                 self._forget_process(worker.process)
                 end_marked([worker.token])
-            if launch is not None:
-                new = launch(worker.index, worker.rows)
+            if new is not None:
                 self.started.append(new.process)
             else:
                 started: list[WorkerProcess] = []
@@ -224,11 +221,9 @@ class WorkerPool:
         self, index: int, rows: range, process: Any, channel: Channel, stack_file: StackFile, descriptors: DescriptorOwner,
         token: int,
     ) -> WorkerProcess:  # fmt: skip
-        """Return the worker of a process that was started elsewhere and has built its environments, for :meth:`replace`."""
+        """Return the worker of a process. One that was started elsewhere is passed to :meth:`replace`."""
         running, shares_core = self._running[index : index + 1], self.get_placement(index).shares_core
-        worker = WorkerProcess(index, rows, process, channel, stack_file, descriptors, token, running, shares_core)
-        worker.has_started = True
-        return worker
+        return WorkerProcess(index, rows, process, channel, stack_file, descriptors, token, running, shares_core)
 
     def _refresh_workers(self) -> None:
         self.workers = [*([] if self.local is None else [self.local]), *self.processes]
@@ -275,12 +270,7 @@ class WorkerPool:
                     options.context, main, (start,), name=self.process_name(index), daemon=options.daemon,
                     lifeline=self._lifeline, token=token, variables=variables, processes=self.started,
                 )  # fmt: skip
-                workers.append(
-                    WorkerProcess(
-                        index, rows, process, channel, stack_file, descriptors, token, self._running[index : index + 1],
-                        placement.shares_core,
-                    )
-                )  # fmt: skip
+                workers.append(self.wrap_process(index, rows, process, channel, stack_file, descriptors, token))
             channel.close_worker_ends()
         except BaseException as error:
             if not any(worker.descriptors is descriptors for worker in workers):

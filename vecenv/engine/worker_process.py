@@ -146,7 +146,7 @@ class WorkerProcess:
 
     def __init__(
         self, index: int, rows: range, process: Any, channel: Channel, stack_file: StackFile, descriptors: DescriptorOwner,
-        token: int, running: Any, shares_core: bool = False,
+        token: int, running: Any, shares_core: bool,
     ) -> None:  # fmt: skip
         self._running = running  # one int32 in shared memory: the position of the environment called last
         self.index, self.rows, self.process, self.channel, self.token = index, rows, process, channel, token

@@ -90,8 +90,7 @@ class Engine(WorkerDriver):
         )
         if not options.placements:
             options.placements, options.caller_spin = placements(num_workers)
-        limited_commands = () if policy.step_timeout is None else ("step", "reset")
-        self.pool = WorkerPool(plan, self.arena, batch, options, limited_commands)
+        self.pool = WorkerPool(plan, self.arena, batch, options, policy)
         messages = PendingMessages(
             self.pool, policy, self.failures, self.rebuilder, batch, self.store, self.infos, self.counters
         )

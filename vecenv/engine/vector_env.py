@@ -224,7 +224,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             self.num_workers, share, self.plan = workers_and_share(
                 self.num_envs, num_workers, use_caller, self._probe.measure, batch_size, cause
             )
-            options = self._pool_options(mp, policy, workers)
+            options = self._pool_options(mp, workers)
             engine = self._start_engine(options, policy, share, workers.threads, env_threads)
             if batch_size == "auto":
                 batch_size = self._apply_plan(engine, env_threads)
@@ -287,9 +287,9 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             self._draws_shared = True
             warn(describe_draws(f"env 0 ({self._env_id})", self._probe.draws))
 
-    def _pool_options(self, context: Any, policy: Policy, workers: WorkerOptions) -> PoolOptions:
+    def _pool_options(self, context: Any, workers: WorkerOptions) -> PoolOptions:
         """Return the options of the worker pool."""
-        options = PoolOptions(context, self.daemon, type(self).__name__, policy.start_timeout, self.max_concurrency)
+        options = PoolOptions(context, self.daemon, type(self).__name__, self.max_concurrency)
         processes = self.num_workers
         if workers.env:
             options.variables = [resolve_variables(workers.env, index) for index in range(processes)]

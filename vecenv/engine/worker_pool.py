@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from gymnasium.vector.utils import clear_mpi_env_vars
 
+from vecenv.engine.failures import Policy
 from vecenv.engine.watchdog import Watchdog
 from vecenv.engine.worker_process import LAST_STEP_OP, LocalWorker, Worker, WorkerProcess, end_workers
 from vecenv.errors import StartupTimeout, StepTimeout, envs_text, format_seconds
@@ -71,7 +72,6 @@ class PoolOptions:
         context: A ``multiprocessing`` context.
         daemon: ``Process.daemon`` of every worker.
         name: Process names are ``Worker<name>-index``.
-        start_timeout: Seconds within which a worker must build its environments; infinite: no limit.
         max_concurrency: The largest number of workers that are busy at a time; ``None``: all of them.
         caller_spin: Seconds for which the caller may poll before it sleeps.
         placements: The cores of each worker.
@@ -81,7 +81,6 @@ class PoolOptions:
     context: Any
     daemon: bool
     name: str
-    start_timeout: float
     max_concurrency: int | None = None
     caller_spin: float = 0.0
     placements: list[Placement] = field(default_factory=list)
@@ -96,7 +95,7 @@ class WorkerPool:
         arena: The shared memory.
         batch: Views of the shared memory.
         options: The options of the worker processes.
-        limited_commands: Commands that ``step_timeout`` limits.
+        policy: The policy for failures, with the time limits.
 
     Attributes:
         processes: The worker processes, in the order of their rows.
@@ -117,10 +116,8 @@ class WorkerPool:
     # class attributes, because objects with more than 30 attributes of their own are slower
     is_child_copy = closing = released = False
 
-    def __init__(
-        self, plan: WorkerPlan, arena: Arena, batch: Batch, options: PoolOptions, limited_commands: Sequence[str] = ()
-    ) -> None:
-        self._plan, self._options = plan, options
+    def __init__(self, plan: WorkerPlan, arena: Arena, batch: Batch, options: PoolOptions, policy: Policy) -> None:
+        self._plan, self._options, self._start_timeout = plan, options, policy.start_timeout
         self._arena: Arena | None = arena
         self._running: Any = batch.running
         self._running[:] = -1
@@ -148,7 +145,7 @@ class WorkerPool:
         self._spin_policy = SpinPolicy(options.caller_spin, batch.no_spin_until, shares_core=shares_core)
         self._spin = self._spin_policy.spin
         self.seconds_waited = 0.0
-        self.watchdog = Watchdog(limited_commands)
+        self.watchdog = Watchdog(reports_steps=policy.step_timeout is None)
         self._poll: tuple[select.poll, dict[int, WorkerProcess]] | None = None
         closed_in_child.add(self)  # before any worker is forked
 
@@ -170,7 +167,7 @@ class WorkerPool:
         require_descriptors(len(shares))
         self._main = find_main_definitions()
         started: list[WorkerProcess] = []
-        deadline = deadline_after(self._options.start_timeout)
+        deadline = deadline_after(self._start_timeout)
         try:
             with clear_mpi_env_vars():
                 for index, (rows, env_fns) in enumerate(shares):
@@ -295,7 +292,7 @@ class WorkerPool:
 
     def _wait_for_start(self, worker: WorkerProcess, deadline: float | None) -> Ready:
         """Return a worker's first message; raise ``WorkerDied`` if it ended first, ``StartupTimeout`` if it was late."""
-        options = self._options
+        context = self._options.context
         while True:
             try:
                 message = worker.channel.receive()
@@ -304,7 +301,7 @@ class WorkerPool:
                 worker.reap()
             if worker.death is not None:
                 unguarded = worker.death.exitcode == NO_GUARD
-                raise worker.death.error(explain_missing_guard(options.context.get_start_method()) if unguarded else "")
+                raise worker.death.error(explain_missing_guard(context.get_start_method()) if unguarded else "")
             if message is not None:
                 ready: Ready = pickle.loads(decode(message)[2] or b"")
                 worker.has_started = True
@@ -316,8 +313,8 @@ class WorkerPool:
                 stack = worker.read_stack()
                 raise StartupTimeout(
                     f"worker {worker.index} (pid {worker.pid}, {envs}) was not ready within "
-                    f"{format_seconds(options.start_timeout)} of its start" + (f"; it is at:\n{stack}" if stack else "")
-                    + advice_for_fork(options.context)
+                    f"{format_seconds(self._start_timeout)} of its start" + (f"; it is at:\n{stack}" if stack else "")
+                    + advice_for_fork(context)
                 )  # fmt: skip
             if worker.channel.fd not in dict(events):
                 worker.reap()

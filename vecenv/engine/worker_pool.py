@@ -230,8 +230,7 @@ class WorkerPool:
 
     def get_placement(self, index: int) -> Placement:
         """Return the placement of a worker."""
-        placements = self._options.placements
-        return placements[index] if index < len(placements) else Placement()
+        return self._options.placements[index]
 
     def process_name(self, index: int) -> str:
         """Return the name of a worker's process."""
@@ -441,10 +440,9 @@ class WorkerPool:
         """
         poll, worker_by_fd = self._make_poll() if self.unflushed or self._poll is None else self._poll
         began = time.perf_counter()
-        if self.wait_order:
-            first = self.processes[self.wait_order[0]]
-            if not (first.shares_core and first.pending):
-                self._spin(poll.poll)
+        first = self.processes[self.wait_order[0]]
+        if not (first.shares_core and first.pending):
+            self._spin(poll.poll)
         # if a signal handler has just closed the vector environment, no event would end a longer sleep
         milliseconds = 0.0 if self.closing else self._milliseconds(deadline)
         must_poll = any(worker.watch.must_poll_for_exit for worker in self.processes)

@@ -89,7 +89,7 @@ class Exchange:
         parts = list(self.pool.split_into_rounds(healthy, size))
         payloads = [
             self.pool.pickle_for(worker, action_by_row and [action_by_row[row] for row in worker_rows])  # may raise
-            for _, worker, worker_rows in parts
+            for worker, worker_rows in parts
         ]
         self.state.changing = True
         messages, request = self.messages, Request("step", 0, for_recv)
@@ -101,11 +101,7 @@ class Exchange:
                 self.state.changing = False
                 raise error
             messages.not_counted.update(failed)
-        latest_round = -1
-        for (send_round, worker, worker_rows), payload in zip(parts, payloads, strict=True):
-            if send_round != latest_round:
-                latest_round = send_round
-                messages.next_number()
+        for (worker, worker_rows), payload in zip(parts, payloads, strict=True):
             messages.queue(worker, _STEP_SOME, worker_rows, request, payload)
         if for_recv:
             self.in_flight.update(rows)
@@ -146,7 +142,6 @@ class Exchange:
         self.failures.forget(rows)
         request = Request("reset", 0, for_recv)
         request.seeds, request.options, request.rows = seeds, options, rows
-        messages.next_number()
         for (worker, worker_rows), payload in zip(self.pool.split(rows), payloads, strict=True):
             messages.queue(worker, Op.RESET_SOME, worker_rows, request, payload)
         if for_recv:
@@ -186,7 +181,6 @@ class Exchange:
         self.state.changing = True
         request = Request(command, 0, for_recv=False)
         request.droppable = True
-        self.messages.next_number()
         for (worker, _), payload in zip(parts, payloads, strict=True):
             self.messages.queue(worker, op, worker.rows, request, payload)
         self.request = request

@@ -48,7 +48,6 @@ class PendingMessages:
         counters: The numbers of steps and resets that were returned.
 
     Attributes:
-        seq: The number of the latest message; never 0 after the first.
         in_flight: Rows that were sent and that ``recv`` has not returned yet. This set and ``ready`` are never replaced.
         ready: Rows in flight that ``recv`` may return, in the order in which they finished.
         resetting: Rows in flight that were reset, not stepped.
@@ -65,7 +64,7 @@ class PendingMessages:
     ) -> None:  # fmt: skip
         self.pool, self.policy, self.failures, self.rebuilder, self.counters = pool, policy, failures, rebuilder, counters
         self.batch, self.store, self.infos, self.num_envs = batch, store, infos, len(batch.rewards)
-        self.seq = 0
+        self._seq = 0  # the number of the latest message
         self.in_flight: set[int] = set()
         self.ready: list[int] = []
         self.resetting: set[int] = set()
@@ -79,13 +78,13 @@ class PendingMessages:
     # -- queueing ----------------------------------------------------------------------------------------------------
 
     def next_number(self) -> int:
-        """Advance the sequence number, which is never 0, for the messages that are queued next, and return it."""
-        self.seq = self.seq % 0xFFFFFFFF + 1
-        return self.seq
+        """Return the number of the next message, which is never 0."""
+        self._seq = self._seq % 0xFFFFFFFF + 1
+        return self._seq
 
     def queue(self, worker: Worker, op: int, rows: Sequence[int], request: Request, payload: Any) -> None:
-        """Queue a message with the latest number. If it is for all rows of the worker, ``*_SOME`` loses its suffix."""
-        seq, rebuilds = self.seq, op == Op.REBUILD_SOME
+        """Queue a message with a new number. If it is for all rows of the worker, ``*_SOME`` loses its suffix."""
+        seq, rebuilds = self.next_number(), op == Op.REBUILD_SOME
         if len(rows) == len(worker.rows) and not rebuilds:
             op = _FOR_ALL_ROWS.get(op, op)
         else:
@@ -129,7 +128,6 @@ class PendingMessages:
     def _queue_rebuild(self, worker: Worker, rows: Sequence[int], request: Request) -> None:
         """Queue a message that rebuilds environments and resets them, in place of a step or a reset."""
         payload = self.pool.pickle_for(worker, self.rebuilder.prepare_rebuild(request, rows))
-        self.next_number()
         self.queue(worker, Op.REBUILD_SOME, rows, request, payload)
         if isinstance(worker, WorkerProcess):
             self.limit_rebuild(worker)

@@ -326,14 +326,14 @@ class WorkerPool:
         parts = zip(self.workers, [0, *ends], ends, strict=False)
         return [(worker, rows[first:end]) for worker, first, end in parts if first < end]
 
-    def split_into_rounds(self, rows: Sequence[int], size: int | None) -> Iterator[tuple[int, Worker, Sequence[int]]]:
-        """Yield (round, worker, rows): a round has a message of up to ``size`` rows (``None``: all) per worker."""
+    def split_into_rounds(self, rows: Sequence[int], size: int | None) -> Iterator[tuple[Worker, Sequence[int]]]:
+        """Yield (worker, rows) in rounds, each with a message of up to ``size`` rows (``None``: all) per worker."""
         parts = self.split(rows)
         longest = max((len(worker_rows) for _, worker_rows in parts), default=0)
-        for number, first in enumerate(range(0, longest, size or longest or 1)):
+        for first in range(0, longest, size or longest or 1):
             for worker, worker_rows in parts:
                 if message_rows := worker_rows[first : first + (size or longest)]:
-                    yield number, worker, message_rows
+                    yield worker, message_rows
 
     # -- writing -------------------------------------------------------------------------------------------------------
 

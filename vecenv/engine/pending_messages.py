@@ -105,7 +105,7 @@ class PendingMessages:
             if worker.pending:
                 worker.dropped.update((head[1:], request.command) for head, _, request in worker.pending)
                 worker.pending.clear()
-            if isinstance(worker, WorkerProcess) and (worker.rebuild_deadline or not worker.has_started):
+            if worker.rebuild_deadline or not worker.has_started:
                 # it is executing a dropped message or still starting, without a limit if `replace_dead` was interrupted
                 self.limit_rebuild(worker)
         self.pool.drop_unqueued()
@@ -129,8 +129,7 @@ class PendingMessages:
         """Queue a message that rebuilds environments and resets them, in place of a step or a reset."""
         payload = self.pool.pickle_for(worker, self.rebuilder.prepare_rebuild(request, rows))
         self.queue(worker, Op.REBUILD_SOME, rows, request, payload)
-        if isinstance(worker, WorkerProcess):
-            self.limit_rebuild(worker)
+        self.limit_rebuild(worker)
 
     # -- rows that recv returns --------------------------------------------------------------------------------------
 
@@ -374,16 +373,16 @@ class PendingMessages:
                     return error
         return None
 
-    def limit_rebuild(self, worker: WorkerProcess) -> None:
-        """Limit the time that a worker has to start and, with ``step_timeout``, to rebuild and reset environments."""
+    def limit_rebuild(self, worker: Worker) -> None:
+        """Limit the time that a process has to start and, with ``step_timeout``, to rebuild and reset environments."""
         start, step = self.policy.start_timeout, self.policy.step_timeout
-        if step is not None or not worker.has_started:
+        if isinstance(worker, WorkerProcess) and (step is not None or not worker.has_started):
             worker.rebuild_deadline = time.monotonic() + start + (step or 0.0)
 
     def _end_rebuild_limit(self, worker: Worker) -> None:
         """End the time limit after a reply, and start another one if more pending messages have it."""
         worker.rebuild_deadline = 0.0
-        if isinstance(worker, WorkerProcess) and any(head[0] == MATCHES_NO_REPLY for head, *_ in worker.pending):
+        if any(head[0] == MATCHES_NO_REPLY for head, *_ in worker.pending):
             self.limit_rebuild(worker)
 
     def handle_death(self, worker: WorkerProcess) -> None:

@@ -69,7 +69,7 @@ class LocalWorker:
         unexecuted: Messages that have not been executed: (operation, sequence number, payload).
     """
 
-    local, death = True, None
+    local, death, has_started = True, None, True
     rebuild_deadline = 0.0
 
     def __init__(self, index: int, rows: range, env_rows: SnapshotRows) -> None:

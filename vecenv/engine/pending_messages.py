@@ -125,12 +125,6 @@ class PendingMessages:
         if (local := self.pool.local) is not None:
             local.drop_calls()
 
-    def _queue_rebuild(self, worker: Worker, rows: Sequence[int], request: Request) -> None:
-        """Queue a message that rebuilds environments and resets them, in place of a step or a reset."""
-        payload = self.pool.pickle_for(worker, self.rebuilder.prepare_rebuild(request, rows))
-        self.queue(worker, Op.REBUILD_SOME, rows, request, payload)
-        self.limit_rebuild(worker)
-
     # -- rows that recv returns --------------------------------------------------------------------------------------
 
     def put_reset_in_flight(self, rows: Sequence[int]) -> None:
@@ -273,7 +267,9 @@ class PendingMessages:
         head, rows, request = pending[index]
         del pending[index]
         if head[0] == MATCHES_NO_REPLY:
-            self._end_rebuild_limit(worker)
+            worker.rebuild_deadline = 0.0
+            if any(other[0] == MATCHES_NO_REPLY for other, *_ in pending):
+                self.limit_rebuild(worker)
         request.remaining -= 1
         if has_infos:
             request.has_infos = True
@@ -351,7 +347,9 @@ class PendingMessages:
             error = self.replace_dead(rows)
         if error is None:
             for worker, worker_rows in self.pool.split(rows):
-                self._queue_rebuild(worker, worker_rows, request)
+                payload = self.pool.pickle_for(worker, self.rebuilder.prepare_rebuild(request, worker_rows))
+                self.queue(worker, Op.REBUILD_SOME, worker_rows, request, payload)
+                self.limit_rebuild(worker)
         return error
 
     def find_deaths(self, rows: Collection[int]) -> None:
@@ -378,12 +376,6 @@ class PendingMessages:
         start, step = self.policy.start_timeout, self.policy.step_timeout
         if isinstance(worker, WorkerProcess) and (step is not None or not worker.has_started):
             worker.rebuild_deadline = time.monotonic() + start + (step or 0.0)
-
-    def _end_rebuild_limit(self, worker: Worker) -> None:
-        """End the time limit after a reply, and start another one if more pending messages have it."""
-        worker.rebuild_deadline = 0.0
-        if any(head[0] == MATCHES_NO_REPLY for head, *_ in worker.pending):
-            self.limit_rebuild(worker)
 
     def handle_death(self, worker: WorkerProcess) -> None:
         """Record the death of a worker, once. Its pending messages are lost."""

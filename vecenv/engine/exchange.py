@@ -235,11 +235,10 @@ class Exchange:
         Such a reset drops all results. A worker reads the rows of a message from shared memory when it begins to execute it,
         so a reset before that would overwrite them. ``StepTimeout`` names ``recv``, not the reset that called this.
         """
-        limit = self.policy.step_timeout
-        deadline = deadline_after(limit)
+        deadline = deadline_after(self.policy.step_timeout)
         while any(worker.pending for worker in self.pool.workers):
             if not self._wait_for_any(deadline):
-                deadline = self._kill_hanging("recv", limit)
+                deadline = self._kill_hanging("recv")
 
     def convert_for_recv(self, request: Request) -> None:
         """Convert the pending reset, so that ``recv`` returns its rows as they become ready.
@@ -286,7 +285,7 @@ class Exchange:
                     continue
                 if limit is None:
                     return False
-                deadline = self._kill_hanging("recv", limit)
+                deadline = self._kill_hanging("recv")
 
     def _raise_next(self) -> None:
         self.state.changing = True
@@ -339,7 +338,7 @@ class Exchange:
             if limit is None:
                 return not request.remaining
             method = request.command if request.droppable else wait_method(request.command)
-            deadline = self._kill_hanging(method, limit, request if rows_in_flight else None)
+            deadline = self._kill_hanging(method, request if rows_in_flight else None)
         return True
 
     def _wait_for_all(self, deadline: float | None) -> bool:
@@ -455,8 +454,9 @@ class Exchange:
 
     # -- late replies ------------------------------------------------------------------------------------------------
 
-    def _kill_hanging(self, method: str, limit: float | None, call: Request | None = None) -> float:
+    def _kill_hanging(self, method: str, call: Request | None = None) -> float:
         """Kill workers that exceeded ``step_timeout``, or raise if restarts are off; return the time of the next check."""
+        limit = self.policy.step_timeout
         late = self.pool.find_late_workers(limit)
         if call is not None:  # only the workers that have to finish a step before this call
             late = [worker for worker in late if any(message[2] is call for message in islice(worker.pending, 1, None))]

@@ -35,7 +35,7 @@ class Calls:
     """
 
     def __init__(self, exchange: Exchange, mode: AutoresetMode, observers: Sequence[Observer]) -> None:
-        self._exchange, self._mode, self._observers = exchange, mode, observers
+        self._exchange, self._messages, self._mode, self._observers = exchange, exchange.messages, mode, observers
         self.verified: set[int] = set()  # rows that were found to continue exactly from a snapshot
 
     def begin_call(self, name: str, args: Any, kwargs: Any) -> None:
@@ -99,7 +99,7 @@ class Calls:
 
     def with_observation(self, row: int, snapshot: Snapshot) -> Snapshot:
         """Add the row's latest observation, if it has one, to a worker's snapshot."""
-        return snapshot.having(observation=self._exchange.store.row(row)) if snapshot.row.used else snapshot
+        return snapshot.having(observation=self._messages.store.row(row)) if snapshot.row.used else snapshot
 
     def snapshots(self) -> list[Snapshot]:
         """Return the states of all rows, even in the middle of another call. Failures are not recorded.
@@ -124,7 +124,7 @@ class Calls:
         snapshot_by_row = dict(zip(rows, snapshots, strict=True))
         row_states = {row: snapshot.row for row, snapshot in snapshot_by_row.items()}
         for row, row_state in row_states.items():
-            require_observation(exchange.store, row, row_state)
+            require_observation(self._messages.store, row, row_state)
 
         def build_payload(worker: Worker) -> Any:
             first = worker.rows[0]
@@ -142,7 +142,7 @@ class Calls:
             raise
         self._accept_all(snapshot_by_row)
         all_used = all(row_state.used for row_state in row_states.values())
-        return exchange.store.take(np.array(rows, np.intp)) if all_used else None
+        return self._messages.store.take(np.array(rows, np.intp)) if all_used else None
 
     def _accept_all(self, snapshot_by_row: Mapping[int, Snapshot]) -> None:
         """Accept the rows that were loaded. By now, ``failed`` has another text for rows that failed meanwhile."""
@@ -150,12 +150,12 @@ class Calls:
         loaded = [row for row in snapshot_by_row if failed.get(row) == _INTERRUPTED_LOAD]
         for row in loaded:
             self.accept_loaded(row, snapshot_by_row[row])
-        self._exchange.rebuilder.keep_observations(loaded)
+        self._messages.rebuilder.keep_observations(loaded)
 
     def accept_loaded(self, row: int, snapshot: Snapshot) -> None:
         """Store the observation of a loaded row, and forget that it failed."""
         if snapshot.row.used:
-            self._exchange.store.set_row(row, snapshot.row.observation)
+            self._messages.store.set_row(row, snapshot.row.observation)
         self._exchange.failures.forget([row])
 
     def _call(self, command: str, op: Op, build_payload: Callable[[Worker], Any]) -> dict[int, Any]:
@@ -168,16 +168,16 @@ class Calls:
         """Return the states of all rows, counters, seeds and the generators of ``spaces`` in one dict."""
         exchange = self._exchange
         snapshots = self._save(list(range(exchange.num_envs)), verify)
-        counts = exchange.counters.steps, exchange.counters.resets, exchange.failures.restarts
-        return pack_state(snapshots, self._mode, counts, exchange.rebuilder.seeds, spaces)
+        counts = self._messages.counters.steps, self._messages.counters.resets, exchange.failures.restarts
+        return pack_state(snapshots, self._mode, counts, self._messages.rebuilder.seeds, spaces)
 
     def load_state_dict(self, state: Mapping[str, Any], spaces: list[Any]) -> Any:
         """Restore a state from :meth:`state_dict`, and return the observations."""
         exchange = self._exchange
         saved = read_state(state, exchange.num_envs, self._mode, spaces)
         observations = self._load(saved.snapshots, list(range(exchange.num_envs)))
-        exchange.rebuilder.seeds = saved.seeds
-        saved.load(exchange.counters, exchange.failures)
+        self._messages.rebuilder.seeds = saved.seeds
+        saved.load(self._messages.counters, exchange.failures)
         return observations
 
 

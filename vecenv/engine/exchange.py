@@ -50,8 +50,7 @@ class Exchange:
     def __init__(self, state: CallState, messages: PendingMessages) -> None:
         self.state, self.messages, self.num_envs = state, messages, messages.num_envs
         self.in_flight, self.ready = messages.in_flight, messages.ready
-        self.pool, self.batch, self.store, self.counters = messages.pool, messages.batch, messages.store, messages.counters
-        self.policy, self.failures, self.rebuilder = messages.policy, messages.failures, messages.rebuilder
+        self.pool, self.policy, self.failures = messages.pool, messages.policy, messages.failures
         self.request: Request | None = None
         self.rows_at_once: int | None = None
         self._own_share_deferred = False  # the last wait deferred the caller's own share, because a worker had a reply
@@ -133,8 +132,8 @@ class Exchange:
             messages.drop_all()
         if not for_recv and len(rows) < self.num_envs:
             others = np.isin(np.arange(self.num_envs), rows, invert=True)
-            self.batch.info_schemas[others], self.batch.final[others] = NO_INFO, False
-            self.rebuilder.restore_observations(self.failures.failed.keys() - set(rows))
+            messages.batch.info_schemas[others], messages.batch.final[others] = NO_INFO, False
+            messages.rebuilder.restore_observations(self.failures.failed.keys() - set(rows))
         messages.find_deaths(rows)
         if (error := messages.replace_dead(rows)) is not None:
             self.state.changing = False
@@ -297,13 +296,6 @@ class Exchange:
             del error
 
     # -- writing and waiting -----------------------------------------------------------------------------------------
-
-    def release(self) -> None:
-        """Drop the pending request and all references to shared memory, on closing."""
-        self.request = None
-        self.messages.release()
-        for name in ("batch", "store", "rebuilder"):
-            self.__dict__.pop(name, None)
 
     def flush(self) -> None:
         """Write queued messages, as far as the pipes and ``max_concurrency`` allow. An interrupted flush can be repeated."""

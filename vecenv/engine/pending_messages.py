@@ -403,8 +403,3 @@ class PendingMessages:
                 request.failures += [(failure, worker) for failure in worker.start_failures if failure.env in rows]
         for request in {id(request): request for _, _, request in pending if request.for_recv}.values():
             self._make_ready(request, [])
-
-    def release(self) -> None:
-        """Drop all references to shared memory, on closing."""
-        for name in ("batch", "store", "infos", "rebuilder"):
-            self.__dict__.pop(name, None)

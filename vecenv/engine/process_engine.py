@@ -411,11 +411,12 @@ class Engine(WorkerDriver):
         with contextlib.suppress(AttributeError):  # another thread is releasing it, too
             self.freeze_stats()
         self.pool.release()
-        self.exchange.release()
+        self.exchange.request = None
         self.observers.clear()
         closed_in_child.discard(self)
-        for name in ("arena", "batch", "store", "infos", "_no_infos", "rebuilder", "calls", "stage"):
-            self.__dict__.pop(name, None)  # memory is unmapped once the program holds no array that refers to it
+        for owner in (self, self.exchange.messages):  # memory is unmapped once the program holds no array that refers to it
+            for name in ("arena", "batch", "store", "infos", "_no_infos", "rebuilder", "stage"):
+                owner.__dict__.pop(name, None)
 
 
 def split_evenly(first: int, stop: int, parts: int) -> list[range]:

@@ -87,15 +87,12 @@ class Calls:
 
     def save(self, rows: Sequence[int], verify: bool) -> Snapshots:
         """Return the states of some rows. With ``verify``, also verify those that have not been verified yet."""
-        return Snapshots(self._save(rows, verify))
-
-    def _save(self, rows: Sequence[int], verify: bool) -> list[Snapshot]:
         self._exchange.failures.require_intact(rows)
         saved = self._call("save", Op.SAVE, _select_positions(rows))
         if verify and (new := sorted(set(rows) - self.verified)):
             self._call("save", Op.PROVE, _select_positions(new))
             self.verified |= set(new)
-        return [self.with_observation(row, saved[row]) for row in rows]
+        return Snapshots(self.with_observation(row, saved[row]) for row in rows)
 
     def with_observation(self, row: int, snapshot: Snapshot) -> Snapshot:
         """Add the row's latest observation, if it has one, to a worker's snapshot."""
@@ -117,11 +114,9 @@ class Calls:
 
     def load(self, snapshots: Any, rows: list[int]) -> Any:
         """Load states, and return the observations; ``None`` if a row has none. All are checked before any row changes."""
-        return self._load(parse_snapshots(snapshots, rows), rows)
-
-    def _load(self, snapshots: Sequence[Snapshot], rows: list[int]) -> Any:
         exchange, failed = self._exchange, self._exchange.failures.failed
-        snapshot_by_row = dict(zip(rows, snapshots, strict=True))
+        parsed = parse_snapshots(snapshots, rows)
+        snapshot_by_row = dict(zip(rows, parsed, strict=True))
         row_states = {row: snapshot.row for row, snapshot in snapshot_by_row.items()}
         for row, row_state in row_states.items():
             require_observation(self._messages.store, row, row_state)
@@ -131,7 +126,7 @@ class Calls:
             return [(row - first, snapshot_by_row[row]) for row in worker.rows if row in snapshot_by_row] or None
 
         self._call("load", Op.CHECK, build_payload)
-        self.announce(rows, "load", (list(snapshots),))
+        self.announce(rows, "load", (parsed,))
         for row in rows:  # an interrupted load may have changed any of these environments
             failed[row] = _INTERRUPTED_LOAD
         try:
@@ -167,7 +162,7 @@ class Calls:
     def state_dict(self, spaces: list[Any], verify: bool) -> dict[str, Any]:
         """Return the states of all rows, counters, seeds and the generators of ``spaces`` in one dict."""
         exchange = self._exchange
-        snapshots = self._save(list(range(exchange.num_envs)), verify)
+        snapshots = self.save(list(range(exchange.num_envs)), verify)
         counts = self._messages.counters.steps, self._messages.counters.resets, exchange.failures.restarts
         return pack_state(snapshots, self._mode, counts, self._messages.rebuilder.seeds, spaces)
 
@@ -175,7 +170,7 @@ class Calls:
         """Restore a state from :meth:`state_dict`, and return the observations."""
         exchange = self._exchange
         saved = read_state(state, exchange.num_envs, self._mode, spaces)
-        observations = self._load(saved.snapshots, list(range(exchange.num_envs)))
+        observations = self.load(saved.snapshots, list(range(exchange.num_envs)))
         self._messages.rebuilder.seeds = saved.seeds
         saved.load(self._messages.counters, exchange.failures)
         return observations

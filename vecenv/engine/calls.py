@@ -45,13 +45,10 @@ class Calls:
 
     def begin_exec(self, func: Callable[..., Any], rows: Collection[int], args: Any, kwargs: Any) -> None:
         """Begin to call a function with each of some environments."""
-        select = _select_positions(rows)
-
-        def build_payload(worker: Worker) -> Any:
-            ks = select(worker)
-            return (ks, func, args, kwargs) if ks else None
-
-        self._begin("exec_func", Op.EXEC, build_payload, list(rows), (func, args, kwargs))
+        select, arguments = _select_positions(rows), (func, args, kwargs)
+        self._begin(
+            "exec_func", Op.EXEC, lambda worker: (ks, *arguments) if (ks := select(worker)) else None, list(rows), arguments
+        )
 
     def begin_set_attr(self, name: str, values: Sequence[Any]) -> None:
         """Begin to set an attribute of every environment. Earlier verifications become invalid."""

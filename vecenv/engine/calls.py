@@ -104,7 +104,10 @@ class Calls:
         exchange = self._exchange
         rows = range(exchange.num_envs)
         exchange.begin_call("save", Op.SAVE, _select_positions(rows))
-        request = exchange.finish_quietly()
+        request = exchange.request
+        assert request is not None
+        exchange.wait_for(request, None)
+        exchange.request = None
         if request.deaths or request.failures:
             raise NotRestorable(request.deaths[0].text if request.deaths else request.failures[0][0].text)
         return [self.with_observation(row, request.results[row]) for row in rows]

@@ -209,14 +209,6 @@ class Exchange:
         self.request = None
         return request.results
 
-    def finish_quietly(self) -> Request:
-        """Return the pending call with its replies, without recording or raising its failures."""
-        request = self.request
-        assert request is not None
-        self.wait_for(request, None)
-        self.request = None
-        return request
-
     def settle(self, request: Request) -> Exception | None:
         """Settle the failures of the pending request: return the exception that ends it, or queue rebuild messages."""
         self.state.changing = True
@@ -265,7 +257,13 @@ class Exchange:
         wants_all, enough = enough is None and count == self.num_envs, count if enough is None else enough
         while True:
             if self.messages.unraised:
-                self._raise_next()
+                self.state.changing = True
+                error = self.messages.take_unraised()
+                self.state.changing = False
+                try:
+                    raise error
+                finally:
+                    del error
             ready, in_flight = len(self.ready), len(self.in_flight)
             if ready >= count:
                 return True
@@ -285,15 +283,6 @@ class Exchange:
                 if limit is None:
                     return False
                 deadline = self._kill_hanging("recv")
-
-    def _raise_next(self) -> None:
-        self.state.changing = True
-        error = self.messages.take_unraised()
-        self.state.changing = False
-        try:
-            raise error
-        finally:
-            del error
 
     # -- writing and waiting -----------------------------------------------------------------------------------------
 

@@ -37,7 +37,6 @@ from vecenv.link.infos import InfoReader, WorkerInfos
 from vecenv.link.observations import Store
 from vecenv.shm import Arena, Batch, Layout
 from vecenv.shm.layout import Array
-from vecenv.state.snapshots import Snapshot
 from vecenv.system.cores import placements
 from vecenv.system.reporting import warn
 from vecenv.system.signals import succeeds_when_repeated
@@ -319,10 +318,6 @@ class Engine(WorkerDriver):
         """Return the states of some rows."""
         self.require_rows_idle("save", rows)
         return self.calls.save(rows, verify)
-
-    def snapshots(self) -> list[Snapshot]:
-        """Return the states of all rows; see :meth:`Calls.snapshots`."""
-        return self.calls.snapshots()
 
     def load(self, snapshots: Any, rows: list[int]) -> Any:
         """Load states into some rows, and return the observations."""

@@ -443,7 +443,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
     def _record_failures(self, engine: Engine, env_fns: Sequence[Callable[[], Any]], plan: WorkerPlan) -> None:
         """Let a flight recorder observe an engine, if ``record_failures=`` was passed."""
         if self._recording is not None:
-            save, stats = weakref.WeakMethod(engine.snapshots), weakref.WeakMethod(engine.stats)
+            save, stats = weakref.WeakMethod(engine.calls.snapshots), weakref.WeakMethod(engine.stats)
             recorder = Recorder(self._recording, env_fns, self._env_id, plan, save, stats)
             engine.observers.append(recorder)
             self._recorder = weakref.proxy(recorder)

@@ -278,9 +278,7 @@ class Engine(WorkerDriver):
         self.rebuilder.keep_observations(row_list)
         return result
 
-    def recv_enough(self, count: int | None, deadline: float | None, enough: int, enough_from: float) -> Stepped | None:
-        """Return the next ``count`` rows, or at least ``enough`` of them from ``enough_from`` on."""
-        return self.recv(count, deadline, enough, enough_from)
+    recv_enough = recv
 
     def _read_row_infos(self, row_list: list[int], rows: Array) -> RowInfos:
         messages = self.exchange.messages

@@ -494,7 +494,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             ClosedEnvironmentError: The vector environment is closed.
         """
         if self.closed:
-            raise_unusable(self, self._driver)
+            raise_unusable(self)
         return worker_stats(self._pool.workers, self._driver.batch)
 
     def _begin_reset(self, seed: Any, options: ResetOptions, env_id: Any) -> None:

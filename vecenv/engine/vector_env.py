@@ -228,7 +228,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             engine = self._start_engine(options, policy, share, workers.threads, env_threads)
             if batch_size == "auto":
                 batch_size = self._apply_plan(engine, env_threads)
-            self._attach_engine(engine, batch_size)
+            self._attach_engine(engine, batch_size, copy)
         except RuntimeError as error:
             if not is_main_file_error(error):
                 raise
@@ -248,10 +248,8 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         check_start_method(context)
         self.env_fns = env_fns
         self.shared_memory = shared_memory
-        self._copies = copy
         self.context = context
         self.daemon = daemon
-        self.worker: Callable[..., None] | None = None
         self.observation_mode = observation_mode
         self.autoreset_mode = parse_autoreset_mode(autoreset_mode)
         if max_concurrency is not None:
@@ -262,14 +260,14 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         self.max_concurrency = max_concurrency
         self.num_envs = len(env_fns)
 
-    def _attach_engine(self, engine: Engine, batch_size: int | None) -> None:
+    def _attach_engine(self, engine: Engine, batch_size: int | None, copy: bool) -> None:
         """Attach a started engine, or end it if the spaces of its environments do not match."""
         self._driver = engine
         if batch_size is not None:
             engine.batch_size = batch_size
-        engine.copies = self._copies
+        engine.copies = copy
         try:
-            self._pool: WorkerPool = engine.pool
+            self._pool = engine.pool
             engine.stage = ActionStage(
                 self.single_action_space, self.action_space, self.num_envs, engine.layout.actions, engine.batch.actions
             )

@@ -98,7 +98,7 @@ class Engine(WorkerDriver):
         try:
             self.mismatches = self._start(env_fns, plan, num_workers, caller_share)
         except BaseException:
-            self.pool.close(0.0, terminate=True)
+            self.pool.close(None)
             self.pool.release()
             raise
 
@@ -388,9 +388,9 @@ class Engine(WorkerDriver):
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def shut_down(self, timeout: float, *, terminate: bool, step_timeout: float | None = None) -> None:
-        """End the workers, and log errors from the environments' ``close()``. Safe to repeat."""
-        self.pool.close(timeout, terminate=terminate, step_timeout=step_timeout)
+    def shut_down(self, timeout: float | None, step_timeout: float | None) -> None:
+        """End the workers; see :meth:`WorkerPool.close`. Log errors from the environments' ``close()``. Safe to repeat."""
+        self.pool.close(timeout, step_timeout)
         failures = self.pool.failures_in_close
         while failures:
             failure = failures.pop(0)

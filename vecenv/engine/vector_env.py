@@ -275,7 +275,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             self._open(engine)
             UNCLOSED.add(self)
         except BaseException:
-            engine.pool.close(0.0, terminate=True)
+            engine.pool.close(None)
             engine.pool.release()
             raise
 
@@ -560,7 +560,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             late = any(worker.overdue or (worker.death is None and worker.is_stopped()) for worker in pool.processes)
             timeout = SHORT_CLOSE_TIMEOUT if late else CLOSE_TIMEOUT
         self._warn_about_pending_call()
-        self._driver.shut_down(0.0 if terminate else timeout, terminate=terminate, step_timeout=limit)
+        self._driver.shut_down(None if terminate else timeout, limit)
 
     def __del__(self) -> None:
         if self.__dict__.get("closed", True):  # not `self.closed`, which is the class attribute if __init__ did not run

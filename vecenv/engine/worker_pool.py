@@ -175,7 +175,7 @@ class WorkerPool:
                     self._start(index, rows, len(shares), started)
             ready_messages = [self._wait_for_start(worker, deadline) for worker in started]
         except BaseException:
-            self.end(started, 0.0, terminate=True)
+            self.end(started, None)
             raise
         self.processes, self.local = started, local
         # A worker on the caller's core runs only while the caller sleeps, so it comes first. The others follow in reverse:
@@ -533,28 +533,28 @@ class WorkerPool:
         num_ended = sum(retired.watch.has_ended() for retired in self._retired)
         if num_ended >= 16 or len(self._retired) >= 64:
             retired, self._retired = self._retired, []
-            self.end(retired, 0.0, terminate=False)
+            self.end(retired, 0.0)
 
-    def end(self, workers: Sequence[WorkerProcess], timeout: float, *, terminate: bool) -> None:
+    def end(self, workers: Sequence[WorkerProcess], timeout: float | None) -> None:
         """End workers that are not part of the pool, and the programs that their environments started."""
-        end_workers(workers, timeout, terminate)
+        end_workers(workers, timeout)
         for worker in workers:
             worker.release()
             self._forget_process(worker.process)
 
-    def close(self, timeout: float, *, terminate: bool, step_timeout: float | None = None) -> None:
+    def close(self, timeout: float | None, step_timeout: float | None = None) -> None:
         """End all workers within about ``timeout`` seconds: by a request, then SIGTERM, then SIGKILL for the whole group.
 
-        Each pending step or reset may take ``step_timeout`` seconds of that time.
+        With ``None``, there is no request. Each pending step or reset may take ``step_timeout`` seconds of that time.
 
         After an interruption, call it again. :meth:`release` frees the resources of the pool.
         """
         if self.is_child_copy:
             return
         self.closing = True
-        end_workers(self.processes, timeout, terminate, self.failures_in_close, step_timeout)
+        end_workers(self.processes, timeout, self.failures_in_close, step_timeout)
         retired, self._retired = self._retired, []
-        self.end(retired, timeout, terminate=terminate)
+        self.end(retired, timeout)
         if self.local is not None:
             self.failures_in_close += self.local.close()
 

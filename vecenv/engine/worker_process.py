@@ -360,21 +360,21 @@ def _copy_action(action: Any) -> Any:
 
 
 def end_workers(
-    workers: Sequence[WorkerProcess], timeout: float, terminate: bool, failures: list[Failure] | None = None,
+    workers: Sequence[WorkerProcess], timeout: float | None, failures: list[Failure] | None = None,
     step_timeout: float | None = None,
 ) -> None:  # fmt: skip
     """End workers, and all processes that their environments started, within about ``timeout`` seconds.
 
     Args:
         workers: The workers.
-        timeout: Seconds for pending messages and for their environments' own ``close``.
-        terminate: Send SIGTERM at once, without a request to close.
+        timeout: Seconds for pending messages and for their environments' own ``close``; ``None``: send SIGTERM at once,
+            without a request to close.
         failures: A list to which failures of environments in ``close`` are added.
         step_timeout: Seconds, within ``timeout``, for each pending step or reset.
     """
     began = time.monotonic()
     alive = [worker for worker in workers if not worker.has_ended()]
-    if not terminate:
+    if timeout is not None:
         for worker in alive:
             worker.request_close()
         running = [worker for worker in alive if not worker.is_stopped()]

@@ -598,12 +598,13 @@ class LockstepDriver(Driver):
         returned: The latest request for which a result has been returned.
     """
 
+    seconds_waited = 0.0
+
     def __init__(self, num_envs: int) -> None:
         super().__init__()
         self.returned: RequestSummary | None = None
         self.num_envs = self.batch_size = num_envs
         self.all_or_none_reason = "they step together"
-        self._seconds_waited = 0.0
 
     @property
     @abstractmethod
@@ -626,10 +627,6 @@ class LockstepDriver(Driver):
     @abstractmethod
     def read(self, kind: Phase) -> Stepped:
         """Return the result of a step, or of a reset (rewards 0, flags ``False``). Can be repeated."""
-
-    @property
-    def seconds_waited(self) -> float:
-        return self._seconds_waited
 
     @property
     def pending_request(self) -> RequestSummary:

@@ -292,7 +292,11 @@ class Driver:
         Raises:
             AlreadyPendingCallError: A call is pending.
         """
-        require_idle(self.pending_request, method)
+        request = self.pending_request
+        if request.rows and request.for_recv:
+            raise still_in_flight_error(method, range(request.rows))
+        if request.rows:
+            raise AlreadyPendingCallError(pending_call_text(method, request.kind), request.kind.value)
 
     # -- calls ----------------------------------------------------------------------------------------------------------
 
@@ -425,14 +429,6 @@ def too_few_in_flight_error(count: int, in_flight: int, ready: int) -> NoAsyncCa
         f"{'send() more' if in_flight else 'reset_async() or send()'} first.",
         "recv",
     )
-
-
-def require_idle(pending_request: RequestSummary, method: str) -> None:
-    """Raise for a method of all environments while a call on any of them is pending."""
-    if pending_request.rows and pending_request.for_recv:
-        raise still_in_flight_error(method, range(pending_request.rows))
-    if pending_request.rows:
-        raise AlreadyPendingCallError(pending_call_text(method, pending_request.kind), pending_request.kind.value)
 
 
 def still_in_flight_error(method: str, rows: Sequence[int]) -> AlreadyPendingCallError:
@@ -638,7 +634,7 @@ class LockstepDriver(Driver):
     ) -> None:
         if for_recv:
             self._require_all(ids, "reset_async")
-            require_idle(self.pending_request, "reset_async")
+            self.require_idle("reset_async")
             ids = None
         rows = self.batch_size if ids is None else len(ids)
         if rows < self.batch_size and not self.capabilities.reset_mask:
@@ -648,13 +644,13 @@ class LockstepDriver(Driver):
         self.state.changing = self._interrupted = False  # this reset replaces an interrupted call
 
     def submit_step(self, actions: Any) -> None:
-        require_idle(self.pending_request, "step_async")
+        self.require_idle("step_async")
         self.begin_step(RequestSummary(Phase.WAITING_STEP, self.batch_size, for_recv=False), actions)
 
     def send(self, actions: Any, env_id: Any) -> None:
         if env_id is not None:
             self._require_all(parse_env_ids(env_id, self.batch_size), "send")
-        require_idle(self.pending_request, "send")
+        self.require_idle("send")
         self.begin_step(RequestSummary(Phase.WAITING_STEP, self.batch_size, for_recv=True), actions)
 
     def wait_for_result(self, deadline: float | None) -> Stepped | None:

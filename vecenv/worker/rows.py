@@ -462,9 +462,9 @@ class EnvRows:
             self.guard.on_reset()
         return self._finish()
 
-    def rebuild(self, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, reset_due: bool) -> Outcome:
+    def rebuild(self, ks: list[int], seeds: Sequence[Any], options: Any, *, reset_due: bool) -> Outcome:
         """Replace the environments of rows ``ks`` by new ones, unless they are unused, and reset them."""
-        for k in range(self.count) if ks is None else ks:
+        for k in ks:
             if self._used[k]:
                 self._discard_env(k)
         return self.reset(ks, seeds, options, reset_due=reset_due)

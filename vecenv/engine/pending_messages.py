@@ -8,6 +8,7 @@ docs/architecture.md describes replies and restarts: *The life of a step*, *The 
 
 from __future__ import annotations
 
+import pickle
 import signal
 import time
 from collections import deque
@@ -233,7 +234,7 @@ class PendingMessages:
     def _apply_message(self, worker: WorkerProcess, message: bytes) -> None:
         code, _, payload = decode(message)
         if code == Reply.READY:
-            worker.finish_start(payload)
+            worker.has_started, worker.start_failures = True, pickle.loads(payload or b"").failures
             if self.policy.step_timeout is None:
                 worker.rebuild_deadline = 0.0
         else:

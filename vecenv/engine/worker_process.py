@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 import os
-import pickle
 import select
 import signal
 import time
@@ -171,11 +170,6 @@ class WorkerProcess:
     def __repr__(self) -> str:
         state = "dead" if self.death else "starting" if not self.has_started else "busy" if self.pending else "idle"
         return f"WorkerProcess({self.index}, {span_text(self.rows)}, pid={self.pid}, {state})"
-
-    def finish_start(self, payload: bytes | None) -> None:
-        """Record that a new process has built its environments, and which of them it reported as failed."""
-        self.has_started = True
-        self.start_failures = pickle.loads(payload or b"").failures
 
     def has_ended(self) -> bool:
         """True if the process is known to be dead, or has just ended."""

@@ -8,6 +8,7 @@ docs/architecture.md describes replies and restarts: *The life of a step*, *The 
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import signal
 import time
@@ -382,8 +383,9 @@ class PendingMessages:
         """Record the death of a worker, once. Its pending messages are lost."""
         if worker.death is not None:
             return
-        for message in worker.channel.receive_rest():  # replies that it wrote before it ended
-            self._apply_message(worker, message)
+        with contextlib.suppress(ChannelClosed):  # after the replies that it wrote before it ended
+            while (message := worker.channel.receive()) is not None:
+                self._apply_message(worker, message)
         pending = list(worker.pending)
         with deferred_signals():  # an exception between these lines would leave the death unrecorded
             death = worker.reap()

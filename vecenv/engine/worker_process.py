@@ -340,8 +340,6 @@ class WorkerProcess:
         self.channel.close()
         self.descriptors.close()
         self._running = (-1,)  # the shared memory may be unmapped
-        if self.exitcode is None:
-            self.exitcode = self.watch.exit_code()
         close_process(self.process)
 
 

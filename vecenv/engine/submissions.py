@@ -29,9 +29,7 @@ from vecenv.system.descriptors import Descriptor, DescriptorOwner
 from vecenv.system.restart_budget import RestartBudget
 from vecenv.system.supervision import EXIT_POLL_INTERVAL_MS
 
-_Pack = Callable[[int, Any], Any]
-
-_COMMANDS: Final[dict[str, tuple[Op, str, _Pack]]] = {
+_COMMANDS: Final[dict[str, tuple[Op, str, Callable[[int, Any], Any]]]] = {
     "step": (Op.STEP_SOME, "step", lambda k, action: [action]),
     "reset": (Op.RESET_SOME, "reset", lambda k, args: None if args is None else ([args[0]], [args[1]])),
     "call": (Op.EXEC, "call", lambda k, call: ([k], call_env, call, {})),

@@ -422,8 +422,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
     def local_envs(self) -> list[Env[Any, Any]]:
         """The environments of the caller's share, which live in this process."""
         local = self._pool.local
-        rows = None if local is None else local.__dict__.get("env_rows")
-        return [] if rows is None else [env for env in rows.envs if env is not None]
+        return [] if local is None else [env for env in local.env_rows.envs if env is not None]
 
     @property
     def worker_rows(self) -> list[range]:

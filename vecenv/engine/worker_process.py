@@ -104,14 +104,11 @@ class LocalWorker:
 
     def close(self) -> list[Failure]:
         """Close the environments; return their failures. Idempotent."""
-        rows = self.__dict__.get("env_rows")
-        return [] if rows is None else rows.close().failures
+        return self.env_rows.close().failures
 
     def release(self) -> None:
         """Drop the closed environments and the shared memory."""
-        rows = self.__dict__.pop("env_rows", None)
-        if rows is not None:
-            rows.release()
+        self.env_rows.release()
 
 
 class WorkerProcess:

@@ -314,8 +314,9 @@ class EnvRows:
         return out
 
     def release(self) -> None:
-        """Drop all references, including those to shared memory. The object is unusable afterwards."""
+        """Drop the closed environments, and all references to shared memory. Idempotent."""
         self.__dict__.clear()
+        self.envs, self.count = [], 0
 
     # -- stepping ---------------------------------------------------------------------------------------------------
 

@@ -328,7 +328,8 @@ class Exchange:
         Waits for one worker after another: most reply during the first wait, so the caller wakes up once or twice per step.
         """
         pool, messages, workers = self.pool, self.messages, self.pool.processes
-        self.execute_own_messages()
+        if pool.local is not None:
+            self.execute_own_messages()
         for position, index in enumerate(pool.wait_order):
             may_have_replied = position > 0
             while (worker := workers[index]).pending:  # a dead worker may be replaced meanwhile
@@ -404,10 +405,8 @@ class Exchange:
 
     def execute_own_messages(self) -> None:
         """Execute all messages to the caller's own share."""
-        local = self.pool.local
-        if local is not None:
-            while local.unexecuted:
-                self._step_own_share(local)
+        while (local := self.pool.local) is not None and local.unexecuted:
+            self._step_own_share(local)
 
     def _step_own_share(self, local: LocalWorker) -> None:
         """Execute the next message to the caller's own share. An interrupted step leaves it in an undefined state."""

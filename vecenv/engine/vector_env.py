@@ -279,12 +279,6 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             engine.pool.release()
             raise
 
-    def _warn_about_draws(self) -> None:
-        """Warn if the tried environment drew from generators that it shares with others."""
-        if self.generators == "shared" and self._probe.draws:
-            self._draws_shared = True
-            warn(describe_draws(f"env 0 ({self._env_id})", self._probe.draws))
-
     def _pool_options(self, context: Any, workers: WorkerOptions) -> PoolOptions:
         """Return the options of the worker pool."""
         options = PoolOptions(context, self.daemon, type(self).__name__, self.max_concurrency)
@@ -306,7 +300,9 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         self, options: PoolOptions, policy: Policy, share: int, threads: int | None, env_threads: int
     ) -> Engine:
         """Lay out the shared memory, choose the store for observations, and start the workers."""
-        self._warn_about_draws()
+        if self.generators == "shared" and self._probe.draws:
+            self._draws_shared = True
+            warn(describe_draws(f"env 0 ({self._env_id})", self._probe.draws))
         observations = fixed_tree(self.single_observation_space) if self.shared_memory else None
         actions = fixed_tree(self.single_action_space, "action")
         registered = self._registered_store(options.context) if self.shared_memory and observations is None else None

@@ -438,15 +438,6 @@ def still_in_flight_error(method: str, rows: Sequence[int]) -> AlreadyPendingCal
     )
 
 
-def some_in_flight_error(method: str, in_flight: int, ready: int) -> AlreadyPendingCallError:
-    """Return the exception for a method of all rows: ``in_flight`` are in flight, of which ``ready`` have finished."""
-    return AlreadyPendingCallError(
-        f"Calling `{method}` while {in_flight - ready} environments are in flight by `send` and {ready} are ready for "
-        "`recv`.",
-        "send",
-    )
-
-
 def require_no_step(pending_request: RequestSummary) -> None:
     """Raise for ``recv`` while a step is pending that only ``step_wait`` can fetch."""
     if pending_request.kind is Phase.WAITING_STEP and not pending_request.for_recv:
@@ -513,7 +504,12 @@ class WorkerDriver(Driver):
         if rows is not None and len(rows) < self.num_envs:
             self.require_not_in_flight(method, list(rows))
         elif in_flight := len(exchange.in_flight):
-            raise some_in_flight_error(method, in_flight, len(exchange.ready))
+            ready = len(exchange.ready)
+            raise AlreadyPendingCallError(
+                f"Calling `{method}` while {in_flight - ready} environments are in flight by `send` and {ready} are ready "
+                "for `recv`.",
+                "send",
+            )
 
     def require_not_in_flight(self, method: str, rows: Sequence[int]) -> None:
         """Raise for rows that ``recv`` has to return first."""

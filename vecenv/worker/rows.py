@@ -409,7 +409,11 @@ class EnvRows:
         if "final_obs" in reset_info or "final_info" in reset_info:  # the reset's own keys win, as in Gymnasium
             final_obs = deepcopy(observation) if final is WRITTEN else final
             return reset_observation, {"final_info": info, "final_obs": final_obs, **reset_info}
-        self._store_final(k, final, out)
+        if final is WRITTEN:
+            self._final[k] = True
+            self._has_old_results = out.columns = True
+        else:
+            out.finals[self.first + k] = final
         return reset_observation, {"final_info": info, **reset_info}
 
     def _keep_final(self, k: int, observation: Any) -> Any:
@@ -417,14 +421,6 @@ class EnvRows:
         if self._write_final_row is None or self._tree is None or self._tree.match(observation) is None:
             return deepcopy(observation)
         return self._write_final_row(k, observation)
-
-    def _store_final(self, k: int, final: Any, out: Outcome) -> None:
-        """Report a result of :meth:`_keep_final`, by a flag in shared memory or in the outcome."""
-        if final is WRITTEN:
-            self._final[k] = True
-            self._has_old_results = out.columns = True
-        else:
-            out.finals[self.first + k] = final
 
     # -- resetting --------------------------------------------------------------------------------------------------
 

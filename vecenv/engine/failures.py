@@ -106,7 +106,7 @@ class FailureLog:
             if is_marked or (command == "step" and mark != "none"):
                 self._notify((row,) if is_marked else (), (error, recorded), worker_died=False)
             raised.append((row, error))
-            index = -1 if worker.local else worker.index
+            index = worker.index if isinstance(worker, WorkerProcess) else -1
             self.errors.append(ErrorRecord(row, index, worker.pid, command, recorded, packed.text, time.monotonic()))
         return raised
 

@@ -68,7 +68,7 @@ class LocalWorker:
         unexecuted: Messages that have not been executed: (operation, sequence number, payload).
     """
 
-    local, death, has_started = True, None, True
+    death, has_started = None, True
     rebuild_deadline = 0.0
 
     def __init__(self, index: int, rows: range, env_rows: SnapshotRows) -> None:
@@ -134,7 +134,6 @@ class WorkerProcess:
         noted_activity: Its command and running environment when :meth:`note_activity` was last called.
     """
 
-    local = False
     sent_at = -math.inf
     timeout: float | None = None
     kill_reason = ""

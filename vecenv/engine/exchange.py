@@ -156,10 +156,8 @@ class Exchange:
         return [self.pool.pickle_for(worker, reset_payload(worker_rows, seeds, options)) for worker, worker_rows in parts]
 
     def drop_if_droppable(self) -> bool:
-        """Drop a pending call that an interrupted method left behind; return ``True`` if no request is pending now."""
-        if self.request is None:
-            return True
-        if not self.request.droppable:
+        """Drop the pending request and return ``True`` if it is a call that an interrupted method left behind."""
+        if self.request is None or not self.request.droppable:
             return False
         self.state.changing = True
         self.messages.drop_request(self.request)

@@ -126,7 +126,7 @@ class Exchange:
         dropped = None if for_recv or self.state.changing else self.request
         self.state.changing = True
         if dropped is not None:
-            messages.record_dropped(dropped)
+            messages.record_dropped(dropped.command, dropped.failures)
         if not for_recv:
             self.request = None
             messages.drop_all()

@@ -13,7 +13,7 @@ import pickle
 import signal
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from gymnasium.error import ResetNeeded
@@ -112,13 +112,13 @@ class PendingMessages:
                 self.limit_rebuild(worker)
         self.pool.drop_unqueued()
 
-    def record_dropped(self, request: Request) -> None:
-        """Record the fatal failures of a request that is about to be dropped, as ``apply`` does for later ones."""
-        self.failures.record(request.command, [pair for pair in request.failures if pair[0].fatal], mark="none")
+    def record_dropped(self, command: str, failures: Iterable[tuple[Failure, Worker]]) -> None:
+        """Record the fatal failures of a request that is about to be dropped, or was dropped before the reply."""
+        self.failures.record(command, [pair for pair in failures if pair[0].fatal], mark="none")
 
     def drop_request(self, request: Request) -> None:
         """Drop the messages of one request, which is a call."""
-        self.record_dropped(request)
+        self.record_dropped(request.command, request.failures)
         for worker in self.pool.workers:
             others = [pending for pending in worker.pending if pending[2] is not request]
             worker.dropped.update((head[1:], request.command) for head, _, other in worker.pending if other is request)
@@ -263,8 +263,7 @@ class PendingMessages:
                 worker.rebuild_deadline = 0.0
             command = worker.dropped.pop(number, "step")
             if outcome is not None:
-                failures = [(failure, worker) for failure in outcome.failures if failure.fatal]
-                self.failures.record(command, failures, mark="none")
+                self.record_dropped(command, [(failure, worker) for failure in outcome.failures])
             return
         head, rows, request = pending[index]
         del pending[index]

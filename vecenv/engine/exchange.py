@@ -462,7 +462,7 @@ class Exchange:
             self.state.changing = True  # a reset after an interruption replaces workers with a `kill_reason`
             worker.timeout = timeout
             worker.kill_reason = f"{reason} and was killed{where}" + (f"\nits stack:\n{stack}" if stack else "")
-            worker.signal(9)
+            worker.watch.signal(9)
             self.messages.handle_death(worker)
             self.messages.settle_for_recv()
             self.state.changing = False

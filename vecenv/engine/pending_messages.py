@@ -337,7 +337,7 @@ class PendingMessages:
             if isinstance(error, MemoryError) and isinstance(worker, WorkerProcess) and worker.death is None:
                 worker.noted_activity = command, row
                 worker.kill_reason = f"{self.failures.failed[row]}, so it was killed"
-                worker.signal(signal.SIGKILL)
+                worker.watch.signal(signal.SIGKILL)
                 self.handle_death(worker)
 
     def queue_rebuilds(self, request: Request, rows: Sequence[int]) -> Exception | None:

@@ -212,7 +212,7 @@ class Submissions:
         worker = self._find_worker(row)
         worker.note_activity()
         worker.kill_reason = worker.kill_reason or reason
-        worker.signal(signal.SIGKILL)
+        worker.watch.signal(signal.SIGKILL)
 
     def start(self, row: int, *, budget: RestartBudget | None = None) -> Request:
         """Start a new process in place of the dead worker of a row, without waiting. Its rows need a reset.

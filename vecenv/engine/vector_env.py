@@ -534,7 +534,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         self._pool.closing = True
         if state.active_thread and state.active_thread != thread:  # another thread waits for replies; end its wait
             for worker in self._pool.processes:
-                worker.signal(9)
+                worker.watch.signal(9)
             state.wait_for_other_thread()
         nested = state.active_thread == thread and is_inside_call(self)
         if not self._pool.released:

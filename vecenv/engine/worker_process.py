@@ -206,7 +206,7 @@ class WorkerProcess:
 
     def _describe_death(self, reason: str) -> Death:
         if not self.watch.has_ended(_EXIT_GRACE_SECONDS):
-            self.signal(signal.SIGKILL)
+            self.watch.signal(signal.SIGKILL)
             reason = reason or "it closed its pipe, so it was killed"
         end_group([self.pid])  # before `exit_code` reaps it
         self.exitcode = self.watch.exit_code()
@@ -250,7 +250,7 @@ class WorkerProcess:
         """Send a signal, and return the stack that the worker writes in response, or ``""`` if it does not begin in time."""
         self.stack_file.allow_dump()
         stack, began, cpu_before = "", time.monotonic(), self._cpu_seconds()
-        self.signal(number)
+        self.watch.signal(number)
         while (waited := time.monotonic() - began) < _STACK_END_SECONDS and not has_all_env_frames(stack):
             yield 0.002
             stack = self.stack_file.read()
@@ -278,10 +278,6 @@ class WorkerProcess:
         return ""
 
     # -- the end -------------------------------------------------------------------------------------------------------
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the process."""
-        self.watch.signal(number)
 
     def request_close(self) -> None:
         """Send the request to close its environments, which it executes after its pending messages.
@@ -369,11 +365,11 @@ def end_workers(
         _wait_for_exit(running, began + timeout, failures, step_timeout, began + REPORT_CLOSE_SECONDS)
     late = [worker for worker in alive if not worker.watch.has_ended()]
     for worker in late:
-        worker.signal(signal.SIGTERM)
+        worker.watch.signal(signal.SIGTERM)
     _wait_for_exit([worker for worker in late if not worker.is_stopped()], time.monotonic() + _TERM_GRACE_SECONDS, failures)
     for worker in alive:
         if not worker.watch.has_ended():
-            worker.signal(signal.SIGKILL)
+            worker.watch.signal(signal.SIGKILL)
     _wait_for_exit(alive, time.monotonic() + _KILL_SECONDS, failures)
     end_group(worker.pid for worker in alive)
     for worker in workers:

@@ -14,7 +14,6 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from vecenv.engine.exchange import Exchange
-from vecenv.engine.observers import Observer
 from vecenv.engine.worker_process import Worker
 from vecenv.errors import NotRestorable
 from vecenv.link.messages import Op
@@ -31,11 +30,10 @@ class Calls:
     Args:
         exchange: Sends the requests, and receives the replies.
         mode: The autoreset mode.
-        observers: The observers of calls that may change environments.
     """
 
-    def __init__(self, exchange: Exchange, mode: AutoresetMode, observers: Sequence[Observer]) -> None:
-        self._exchange, self._messages, self._mode, self._observers = exchange, exchange.messages, mode, observers
+    def __init__(self, exchange: Exchange, mode: AutoresetMode) -> None:
+        self._exchange, self._messages, self._mode = exchange, exchange.messages, mode
         self.verified: set[int] = set()  # rows that were found to continue exactly from a snapshot
 
     def begin_call(self, name: str, args: Any, kwargs: Any) -> None:
@@ -77,7 +75,7 @@ class Calls:
 
     def announce(self, rows: Sequence[int], name: str, arguments: tuple[Any, ...]) -> None:
         """Notify the observers of a call that may change environments."""
-        for observer in self._observers:
+        for observer in self._exchange.failures.observers:
             observer.on_call(rows, name, arguments)
 
     # -- snapshots -----------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ class Engine(WorkerDriver):
     ) -> None:  # fmt: skip
         super().__init__()
         self.num_envs = self.batch_size = len(env_fns)
-        self.layout, self.policy, self.mode, self.restarts_rows = layout, policy, plan.autoreset_mode, policy.restart
+        self.layout, self.policy, self.restarts_rows, mode = layout, policy, policy.restart, plan.autoreset_mode
         self._all_rows = self.last_received = np.arange(self.num_envs)
         self.observers: list[Observer] = []
         self.arena = Arena(layout.size)
@@ -84,8 +84,7 @@ class Engine(WorkerDriver):
         self._no_infos = WorkerInfos(self.infos, None, self.num_envs, {}, {})
         self.failures = FailureLog(self.observers, logs_like_gymnasium=policy.logs_like_gymnasium)
         self.rebuilder = Rebuilder(
-            policy, self.failures, batch, self.store, self.infos, layout.observations, self.mode, self.counters,
-            self.observers,
+            policy, self.failures, batch, self.store, self.infos, layout.observations, mode, self.counters
         )
         if not options.placements:
             options.placements, options.caller_spin = placements(num_workers)
@@ -94,7 +93,7 @@ class Engine(WorkerDriver):
             self.pool, policy, self.failures, self.rebuilder, batch, self.store, self.infos, self.counters
         )
         self.exchange = Exchange(self.state, messages)
-        self.calls = Calls(self.exchange, self.mode, self.observers)
+        self.calls = Calls(self.exchange, mode)
         try:
             self.mismatches = self._start(env_fns, plan, num_workers, caller_share)
         except BaseException:

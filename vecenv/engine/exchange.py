@@ -198,7 +198,7 @@ class Exchange:
         assert request is not None
         if not self.wait_for(request, deadline_after(timeout)):
             raise self.pool.timeout_error(wait_method(request.command), timeout)
-        if request.has_failed and (error := self.settle(request)) is not None:
+        if (request.failures or request.deaths) and (error := self.settle(request)) is not None:
             try:
                 raise error
             finally:

@@ -153,7 +153,7 @@ class PendingMessages:
 
     def _make_ready(self, request: Request, rows: Sequence[int]) -> None:
         """Make rows with a reply ready for ``recv``, except for those that failed, which are settled later."""
-        if request.has_failed:
+        if request.failures or request.deaths:
             if not any(other is request for other in self.unsettled):
                 self.unsettled.append(request)
             failed = self.find_rows_to_settle(request)

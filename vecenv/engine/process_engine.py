@@ -177,7 +177,7 @@ class Engine(WorkerDriver):
         while True:
             if not exchange.wait_for(request, deadline):
                 return None
-            if not request.has_failed:
+            if not (request.failures or request.deaths):
                 break
             if (error := exchange.settle(request)) is not None:
                 try:

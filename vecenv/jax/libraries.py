@@ -242,7 +242,8 @@ def choose_adapter(env: Any) -> JaxEnv:
         f"{type(env).__module__}.{type(env).__name__} is not a kind of JAX environment that vecenv supports: Brax and "
         "MuJoCo Playground (reset(key), step(state, action), observation_size, action_size), gymnax (reset_env, step_env), "
         "jumanji (observation_spec, action_spec), gymnasium.functional.FuncEnv (initial, transition), and any object with "
-        "init(key), step(state, action, key), single_observation_space and single_action_space."
+        "all members of vecenv.jax.JaxEnv: init(key), step(state, action, key), single_observation_space, "
+        "single_action_space, max_episode_steps and differentiable."
     )
 
 

@@ -595,6 +595,12 @@ def test_invalid_options_are_refused(options: dict[str, object], error: type[Exc
         EnvPoolVectorEnv("CartPole-v1", **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("task_id", ["CliffWalking-v1", "Game2048-v1", "Play2048-v1", "parking-v0"])
+def test_time_limit_that_envpool_ignores_is_refused(task_id: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"{task_id}' ignores max_episode_steps"):
+        EnvPoolVectorEnv(task_id, max_episode_steps=3)
+
+
 @pytest.mark.long
 def test_error_without_envpool_names_the_extra() -> None:
     program = """

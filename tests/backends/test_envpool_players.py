@@ -27,7 +27,7 @@ def make_player_rows(players: int, keys: dict[str, list[int]] = KEYS) -> PlayerR
     specs = {key: SimpleNamespace(shape=shape) for key, shape in keys.items()}
     task: Any = SimpleNamespace(
         state_keys=[*keys], state_specs=specs, max_num_players=players, action_dtypes=[np.int32], id="a task",
-        observation_space=spaces.Discrete(2),
+        observation_space=spaces.Discrete(2), action_space=spaces.Discrete(2), action_keys=["action"],
     )  # fmt: skip
     return PlayerRows(task, 8)
 

@@ -313,6 +313,20 @@ def test_every_info_is_an_array_with_its_mask(make_counting: Any) -> None:
     assert_identical(infos, {**expected, **{f"_{key}": all_rows for key in expected}})
 
 
+def test_infos_of_any_key_and_shape_are_arrays_with_masks(make_counting: Any) -> None:
+    envs = make_counting()
+    envs.reset()
+    ragged, mask, step = [[1], [1, 2], [1, 2, 3]], np.array([True, False, True]), envs.library.step
+    library_infos = {"ragged": ragged, 1: np.arange(3), "deep": {"x": 5}, "_deep": mask}
+    envs.library.step = lambda actions: (*step(actions)[:4], library_infos)
+    infos = envs.step([0, 0, 0])[4]
+    assert infos["ragged"].dtype == object
+    assert infos["ragged"].tolist() == ragged
+    assert infos[1].tolist() == [0, 1, 2]
+    assert infos["_1"].all()
+    assert infos["deep"]["_x"].tolist() == mask.tolist()
+
+
 def test_final_observations_have_gymnasiums_format(make_counting: Any) -> None:
     envs = make_counting()
     envs.reset()

@@ -318,6 +318,19 @@ def test_bridge_over_envpool_has_valid_rows_and_resets() -> None:
                 assert state.valid.tolist() == [True, False, True]
 
 
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_statistics_of_a_vector_wrapper_are_reported_where_an_episode_ended(mode: AutoresetMode) -> None:
+    envs = gym.wrappers.vector.RecordEpisodeStatistics(SyncVectorEnv(make_fns(ROWS), autoreset_mode=mode))
+    with vj.bridge(envs, info_spec={"episode": {"r": np.float32, "l": np.int32}}) as env:
+        states = run_actions(env, sample_actions(env.action_space))
+    episode = states.info["episode"]
+    assert states.done.sum() >= ROWS
+    np.testing.assert_array_equal(episode["_r"], states.done)
+    np.testing.assert_array_equal(episode["_l"], states.done)
+    np.testing.assert_array_equal(episode["l"], np.where(states.done, states.last_length, 0))
+    np.testing.assert_allclose(episode["r"], np.where(states.done, states.last_return, 0), rtol=1e-5)
+
+
 def test_reset_accepts_a_key_that_is_a_constant_of_the_program(closes: Any) -> None:
     fns = make_fns(ROWS)
     sync = closes(SyncVectorEnv(fns))

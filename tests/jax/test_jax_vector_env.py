@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import importlib
 import pickle
@@ -194,6 +195,18 @@ def test_state_can_be_set_repeatedly_and_in_another_vector_env(make: Any) -> Non
     assert_identical(collect_positions(other, 20, 1), expected)
 
 
+def test_state_of_other_environments_is_refused(make: Any) -> None:
+    other = JaxVectorEnv(Walk(), 5)
+    other.reset(seed=0)
+    envs = make()
+    expected = np.asarray(envs.state.obs["position"])
+    for target in (envs, JaxVectorEnv(envs.functional)):
+        with pytest.raises(ValueError, match="belongs to other environments"):
+            target.state = other.state
+    assert_identical(np.asarray(envs.state.obs["position"]), expected)
+    other.close()
+
+
 def test_use_of_a_donated_state_raises(make: Any) -> None:
     envs = make()
     state = envs.state
@@ -315,6 +328,24 @@ def test_float64_and_lists_are_valid_for_box_actions_only(make: Any) -> None:
     with pytest.raises(TypeError, match="float64"):
         envs.step(np.zeros(2))
     assert envs.step([0, 1])[0].tolist() == [0, 1]
+
+
+class DictActionWalk(Walk):
+    single_action_space = gym.spaces.Dict(b=gym.spaces.Discrete(2), a=Walk.single_action_space)
+
+    def step(self, state: Any, action: Any, key: Any) -> Any:
+        return super().step(state, action["a"], key)
+
+
+def test_ordered_dict_is_a_dict_of_actions() -> None:
+    functional = FunctionalVectorEnv(DictActionWalk(), 2)
+    one, other = JaxVectorEnv(functional), JaxVectorEnv(functional)
+    one.reset(seed=0)
+    other.reset(seed=0)
+    actions = {"a": np.full((2, 1), 0.5, np.float32), "b": np.zeros(2, np.int64)}
+    assert_identical(one.step(collections.OrderedDict(actions)), other.step(actions))
+    one.close()
+    other.close()
 
 
 @pytest.mark.parametrize("generator", ["threefry2x32", "rbg", "unsafe_rbg"])
@@ -555,6 +586,32 @@ def test_snapshot_with_constants_can_be_loaded_into_another_vector_env() -> None
     one.step(actions)
     other.load(one.save())
     assert np.array_equal(one.step(actions)[0], other.step(actions)[0])
+    one.close()
+    other.close()
+
+
+class KeyWalk(Walk):
+    """A walk with a typed random key in its state."""
+
+    def init(self, key: Any) -> Any:
+        position, observation = super().init(key)
+        return (position, jax.random.wrap_key_data(key)), observation
+
+    def step(self, state: Any, action: Any, key: Any) -> Any:
+        position, *rest = super().step(state[0], action + jax.random.uniform(state[1]), key)
+        return ((position, jax.random.split(state[1])[0]), *rest)
+
+
+def test_snapshot_has_typed_random_keys() -> None:
+    functional = FunctionalVectorEnv(KeyWalk(), 2)
+    one, other = JaxVectorEnv(functional), JaxVectorEnv(functional)
+    one.reset(seed=3)
+    other.reset(seed=4)
+    actions = jnp.full((2, 1), 0.5)
+    one.step(actions)
+    other.load(one.save())
+    for _ in range(3):
+        assert np.array_equal(one.step(actions)[0], other.step(actions)[0])
     one.close()
     other.close()
 

@@ -317,6 +317,45 @@ def test_step_with_wrong_actions_raises_and_sends_nothing(actions: Any, error: A
         assert obs[:, 0, 0].tolist() == [101, 101]
 
 
+class ByteGame(ScriptedGame):
+    def action_space(self, agent: Any) -> spaces.Space[Any]:
+        return spaces.Box(0, 255, (1,), np.uint8)
+
+
+def test_actions_that_do_not_fit_the_dtype_are_unchanged() -> None:
+    with open_games([ByteGame], num_workers=0) as envs:
+        for number, dtype in ((300, np.int64), (-1, np.int64), (200, np.uint8)):
+            envs.step(np.full((1, 3, 1), number))
+            (actions,) = envs.exec_func(lambda env: env.actions[-1])
+            assert all(action.tolist() == [number] for action in actions.values())
+            assert {action.dtype for action in actions.values()} == {np.dtype(dtype)}
+
+
+class InfoGame(ScriptedGame):
+    def __init__(self, infos: list[Any]) -> None:
+        super().__init__({"a": (0, 9), "b": (0, 9)})
+        self.next_infos = infos
+
+    def step(self, actions: dict[Any, Any]) -> Any:
+        *results, infos = super().step(actions)
+        return (*results, {**infos, "b": self.next_infos[self.time - 1]})
+
+
+@pytest.mark.parametrize(
+    ("infos", "match"),
+    [
+        ([{}, [1, 2]], r"env 0, agent 'b': info must be a dict, got \[1, 2\]"),
+        ([{"action_mask": [1, 0]}, {"action_mask": [1]}], "env 0, agent 'b': action_mask has length 1.* first .* length 2"),
+    ],
+)
+def test_invalid_info_names_the_agent(infos: list[Any], match: str) -> None:
+    with open_games([functools.partial(InfoGame, infos)], num_workers=0) as envs:
+        actions = np.zeros((1, 2), np.int64)
+        envs.step(actions)
+        with pytest.raises(ValueError, match=match):
+            envs.step(actions)
+
+
 def test_step_names_all_live_agents_without_actions() -> None:
     with open_games([ScriptedGame] * 2, layout="agents", num_workers=0) as envs:
         with pytest.raises(ValueError, match="agent 'b' in envs 0-1; agent 'c' in envs 0-1"):

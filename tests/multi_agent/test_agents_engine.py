@@ -102,6 +102,9 @@ def test_restart_truncates_all_live_agents(mode: AutoresetMode, fault: str, tmp_
         assert infos["agent_mask"][1].all() == (mode is AutoresetMode.SAME_STEP)
         if mode is AutoresetMode.SAME_STEP:
             assert obs[1].tolist() == [[100, 100]] * 2
+        _, reset_infos = envs.reset(options={"reset_mask": np.array([True, False])})
+        assert reset_infos["agent_mask"].tolist() == [[True, True], infos["agent_mask"][1].tolist()]
+        assert envs.agent_mask.tolist() == reset_infos["agent_mask"].tolist()
         if mode is AutoresetMode.DISABLED:
             envs.reset(options={"reset_mask": infos["env_done"]})
         obs, _, _, _, infos = envs.step(actions)

@@ -66,6 +66,23 @@ def test_step_sends_the_action_of_the_player_to_move() -> None:
         assert not infos["env_done"].any()
 
 
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_action_out_of_range_raises_and_sends_nothing(batch_size: int | None) -> None:
+    with MultiAgentVecEnv.from_envpool("TicTacToe-v1", 4, batch_size=batch_size, num_threads=1) as envs:
+        *_, infos = envs.reset(seed=0)
+        for wrong in (9, -1, 2**32):
+            with pytest.raises(ValueError, match="actions must be from 0 to 8"):
+                envs.step(np.full((4, 2), wrong))
+        *_, infos = envs.step(np.where(infos["agent_mask"], 4, -1))  # -1 for the player that does not move
+        assert not infos["env_done"].any()
+        envs.send(choose_allowed(infos))
+        *_, infos = envs.recv()
+        with pytest.raises(ValueError, match="actions must be from 0 to 8"):
+            envs.send(np.full((batch_size or 4, 2), 9))
+        envs.send(choose_allowed(infos))
+        assert not envs.recv()[-1]["env_done"].any()
+
+
 def test_highway_players_act_simultaneously_and_seeds_repeat_games() -> None:
     games = []
     for _ in range(2):
@@ -99,6 +116,7 @@ def test_players_can_be_rows_and_render_raises() -> None:
     [
         ({"reward_dtype": int}, "`reward_dtype` must be a float type, got int64"),
         ({"seed_stride": 1.5}, "`seed_stride` must be an int, got 1.5"),
+        ({"max_episode_steps": 0}, "max_episode_steps must be from 1"),
     ],
 )
 def test_from_envpool_with_wrong_options_raises(option: Any, text: str) -> None:

@@ -539,6 +539,22 @@ def test_record_episode_statistics_has_an_episode_per_agent(mode: AutoresetMode)
     assert {agent for agent, total, _ in episodes if total == 0} == {0, 1}
 
 
+class CommonGame(ScriptedGame):
+    """A game with a common info that has the name of vecenv's dict of common infos."""
+
+    def step(self, actions: dict[Any, Any]) -> Any:
+        *results, infos = super().step(actions)
+        return (*results, {**infos, "common": 7})
+
+
+def test_flat_rows_have_a_common_info_named_common(closes: Any) -> None:
+    rows = closes(MultiAgentVecEnv([CommonGame], num_workers=0).flatten_agents())
+    rows.reset(seed=0)
+    common = rows.step(np.zeros(3, np.int64))[-1]["common"]
+    assert common["common"].tolist() == [7] * 3
+    assert common["_common"].tolist() == [True] * 3
+
+
 def test_padding_done_ends_padding_with_the_episode() -> None:
     for padding_done in (True, False):
         rows = make_flat([ScriptedGame], padding_done=padding_done, num_workers=0)

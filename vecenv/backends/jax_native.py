@@ -386,6 +386,11 @@ class JaxDriver(LockstepDriver):
         self.functional.check_state(state)
         if _is_donated(state):
             raise StaleStateError(DONATED_MESSAGE)
+        own = self.newest
+        if own is None:
+            own = jax.eval_shape(self.functional.begin, seed_keys([0] * self.num_envs))
+        if _leaf_types(state) != _leaf_types(own):
+            raise ValueError("The state belongs to other environments: its arrays have other names, shapes or dtypes.")
         copied = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), state)
         self.latest = Latest(copied, [None] * self.num_envs, self.latest_request)
 
@@ -456,7 +461,7 @@ class JaxDriver(LockstepDriver):
     def save(self, rows: Sequence[int], verify: bool) -> tuple[Snapshot, ...]:
         """Return snapshots of rows. There is nothing to verify: a functional environment has no other state."""
         state, seeds = self.require_state(rows), self.latest.seeds
-        kind, leaves = self._kind(state), [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+        kind, leaves = self._kind(state), [np.asarray(_raw(leaf)) for leaf in jax.tree.leaves(state)]
         return Snapshots(Snapshot.of(kind, pickle.dumps((seeds[row], [leaf[row] for leaf in leaves]))) for row in rows)
 
     def load(self, snapshots: Any, rows: Sequence[int]) -> Any:
@@ -488,9 +493,10 @@ class JaxDriver(LockstepDriver):
             seeds[row] = seed
 
         def load_rows(leaf: Any) -> Any:
-            whole = np.array(leaf)
+            whole = np.array(_raw(leaf))
             whole[list(rows)] = np.stack(next(remaining))
-            return jax.device_put(whole, leaf.sharding)
+            loaded = jax.random.wrap_key_data(jnp.asarray(whole), impl=jax.random.key_impl(leaf)) if _is_key(leaf) else whole
+            return jax.device_put(loaded, leaf.sharding)
 
         self.latest = Latest(jax.tree.map(load_rows, state), seeds, self.latest_request, missing.difference(rows))
         observations = self.step_results(infos=False)[0]
@@ -537,6 +543,21 @@ class JaxDriver(LockstepDriver):
 def _is_donated(tree: Any) -> bool:
     """True if a computation has consumed any of the arrays."""
     return any(leaf.is_deleted() for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
+
+
+def _is_key(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _raw(leaf: Any) -> Any:
+    """Return an array that NumPy can hold: random keys become their data."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _leaf_types(state: EnvState) -> dict[str, tuple[Any, Any]]:
+    """Return the shape and dtype of each array by its name. Structures are not compared: they may hold objects."""
+    named, _ = jax.tree_util.tree_flatten_with_path(state)
+    return {jax.tree_util.keystr(path): (leaf.shape, leaf.dtype) for path, leaf in named}
 
 
 def compile_now(driver: JaxDriver, chunk: int | None) -> dict[str, float]:

@@ -24,6 +24,7 @@ from vecenv.front.arguments import ResetOptions, parse_seeds, shape_error
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import LockstepDriver, Phase, RequestSummary, Stepped
 from vecenv.front.guard import exclusive
+from vecenv.front.infos import object_column, own_keys
 from vecenv.front.vector_env import VectorEnvBase
 
 _LIBRARIES: Final[dict[str, Collection[str]]] = {
@@ -202,11 +203,10 @@ class _LibraryDriver(LockstepDriver):
     def _expand_infos(self, infos: Mapping[str, Any], mask: Any) -> dict[str, Any]:
         """Return infos as fresh arrays with a row per environment, each with its mask. A value for all rows is repeated."""
         columns: dict[str, Any] = {}
-        for key, value in infos.items():
-            if not key.startswith("_") or key[1:] not in infos:
-                rows = value if np.shape(value)[:1] == (len(mask),) else [value] * len(mask)
-                columns[key] = self._expand_infos(value, mask) if isinstance(value, Mapping) else np.array(rows)
-                columns[f"_{key}"] = np.array(infos.get(f"_{key}", mask))
+        for key in own_keys(infos):
+            value, own_mask = infos[key], np.array(infos.get(f"_{key}", mask))
+            expanded = self._expand_infos(value, own_mask) if isinstance(value, Mapping) else _to_column(value, len(mask))
+            columns[key], columns[f"_{key}"] = expanded, own_mask
         return columns
 
     def close(self, *, terminate: bool = False) -> None:
@@ -215,6 +215,15 @@ class _LibraryDriver(LockstepDriver):
         if self.library is not None:
             self.library.close()
         self.library = None
+
+
+def _to_column(value: Any, count: int) -> Any:
+    """Return a fresh array with a row per environment; an object array if the rows differ in shape."""
+    try:
+        return np.array(value if np.shape(value)[:1] == (count,) else [value] * count)
+    except ValueError:
+        rows = value if len(value) == count else [value] * count
+        return object_column(range(count), rows, count)
 
 
 def _to_numpy(value: Any) -> Any:

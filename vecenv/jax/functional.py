@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -315,11 +315,18 @@ def check_action(action: PyTree, spec: PyTree, batch_shape: tuple[int, ...], spa
     if isinstance(spec, jax.ShapeDtypeStruct):
         return check((), spec, action)
     try:
-        return jax.tree_util.tree_map_with_path(check, spec, action)
+        return jax.tree_util.tree_map_with_path(check, spec, _to_dicts(action))
     except (ValueError, TypeError) as error:
         if str(error).startswith("action"):
             raise
         raise ValueError(f"The action must be structured like {space}: {error}") from error
+
+
+def _to_dicts(action: Any) -> Any:
+    """Convert other mappings, such as an ``OrderedDict``, to dicts: to JAX, these are different structures."""
+    if isinstance(action, Mapping):
+        return {key: _to_dicts(part) for key, part in action.items()}
+    return tuple(map(_to_dicts, action)) if type(action) is tuple else action
 
 
 # randomize(model, keys) -> (models, in_axes), as in Brax's and Playground's training code: ``keys`` is uint32[n, k], and

@@ -447,27 +447,27 @@ class InfoColumns:
     def read(self, infos: Mapping[str, Any], rows: int) -> list[Array]:
         """Return columns and masks of ``rows`` environments, alternately ``(rows, ...)`` and ``(rows,)``.
 
-        In same-step mode, infos of the end of an episode (``final_info``) replace those of the beginning of the next.
+        In same-step mode, infos of the end of an episode (``final_info``) take precedence over those of the beginning of the
+        next, and over those that a vector wrapper added.
 
         Raises:
             ObservationError: A value differs from the specified shape or kind of dtype.
         """
         arrays: list[Array] = []
         final = infos.get("final_info") or {}
-        ended = infos.get("_final_info")
         for column in self.columns:
             values, mask = np.zeros((rows, *column.shape), column.dtype), np.zeros(rows, np.bool_)
             _fill(column, infos, values, mask)
-            if ended is not None:
-                values[ended], mask[ended] = 0, False
-                _fill(column, final, values, mask)
+            _fill(column, final, values, mask)
             arrays += [values, mask]
         return arrays
 
 
 def _fill(column: InfoColumn, infos: Mapping[str, Any], values: Array, mask: Array) -> None:
     """Write the values of a column that are in ``infos``, and set their mask."""
+    present = np.ones(len(mask), np.bool_)
     for key in column.path[:-1]:
+        present &= infos.get(f"_{key}", True)  # Gymnasium's vector wrappers add masks at this level only
         infos = infos.get(key, {})
         if not isinstance(infos, Mapping):
             raise ObservationError(f"{column.name}: got {type(infos).__name__} at {key!r}, expected a dict.")
@@ -475,7 +475,7 @@ def _fill(column: InfoColumn, infos: Mapping[str, Any], values: Array, mask: Arr
     if key not in infos:
         return
     reported = np.asarray(infos[key])
-    present = np.asarray(infos.get("_" + key, np.ones(len(mask), np.bool_)))
+    present &= infos.get(f"_{key}", True)
     if reported.dtype != object and reported.shape == values.shape and _fits(reported, column):
         values[present] = reported[present]
         mask |= present

@@ -639,7 +639,9 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
                 out["common"] = common
         return out
 
-    def _convert_mask(self, index: int, info: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    def _convert_mask(self, index: int, info: Any) -> Mapping[Any, Any]:
+        if not isinstance(info, Mapping):
+            raise ValueError(f"env {self.index}, agent {self._names[index]!r}: info must be a dict, got {info!r}")
         for key in MASK_KEYS if self.roster.info_masks else ():
             if key in info:
                 mask = np.asarray(info[key])

@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from vecenv.backends.envpool.drivers import FirstReadyDriver, Seeding
-from vecenv.backends.envpool.rows import Latest, PoolRows, States
+from vecenv.backends.envpool.rows import ActionChecker, Latest, PoolRows, States
 from vecenv.backends.envpool.task import Task, check_options, spread_seeds
 from vecenv.backends.envpool.vector_env import PoolVectorEnv
 from vecenv.front.capabilities import raise_unsupported
@@ -52,8 +52,8 @@ class PlayerPool(PoolVectorEnv):
         self, task_id: str, num_envs: int, *, batch_size: int | None = None, num_threads: int | None = None, **config: Any
     ) -> None:
         self.closed = True  # until there is a pool to close
-        num_envs, batch_size = check_options(num_envs, batch_size, num_threads, None, None, self.autoreset_mode)
         limit = config.pop("max_episode_steps", None)
+        num_envs, batch_size = check_options(num_envs, batch_size, num_threads, limit, None, self.autoreset_mode)
         task = Task.from_id(
             task_id, config, num_envs=num_envs, batch_size=batch_size, num_threads=num_threads or 0, max_episode_steps=limit
         )
@@ -124,6 +124,7 @@ class PlayerRows(PoolRows):
         self._player_id_index = self._keys.index("info:players.id") if "info:players.id" in self._keys else None
         self._shape = num_envs, task.max_num_players
         self._action_dtype = np.dtype(task.action_dtypes[-1])
+        self._checker = ActionChecker(task.action_space, task.action_keys[-1:], task.action_dtypes[-1:])
         self._is_turn_based = "info:current_player" in self._keys
         self.begin()
 
@@ -141,14 +142,16 @@ class PlayerRows(PoolRows):
     # -- to the pool --------------------------------------------------------------------------------------------------
 
     def check(self, actions: Any, ids: Array) -> list[Array]:
-        """Return the actions as one array, in a list. ``MultiAgentVecEnv`` has checked them."""
+        """Return the actions as one array, in a list. ``MultiAgentVecEnv`` has checked their shape and dtype."""
         return [np.asarray(actions)]
 
     def payload(self, ids: Array, actions: list[Array]) -> list[Array]:
-        """Return the arguments of the pool's ``_send``, in the order of environments."""
+        """Return the arguments of the pool's ``_send``, in the order of environments; raise for actions out of range."""
         order, (values,) = np.argsort(ids), actions
         ids, values = ids[order], values[order]
         acting = self._acting[ids]
+        if acting.any():
+            self._checker(values[acting], np.repeat(ids, acting.sum(axis=1)))
         values = np.where(acting.reshape(acting.shape + (1,) * (values.ndim - 2)), values, 0).astype(self._action_dtype)
         if self._is_turn_based:
             values[:, 0] = values[np.arange(len(ids)), acting.argmax(axis=1)]

@@ -290,8 +290,8 @@ _ACCEPTED_KINDS: Final = {"i": "biu", "u": "biu", "b": "biu", "f": "biuf"}
 class AgentActionConverter:
     """A converter that checks batches of actions against a roster and puts them into the engine's format.
 
-    Environments get the caller's actions unchanged, except that integers are cast to the integer type of their space, so
-    that they fit into shared memory, and ``[n, A, 1]`` for ``Discrete`` becomes ``[n, A]``.
+    Environments get the caller's actions unchanged, except that integers are cast to the integer type of their space if
+    all of them fit, and ``[n, A, 1]`` for ``Discrete`` becomes ``[n, A]``.
     """
 
     def __init__(self, roster: Roster) -> None:
@@ -378,6 +378,9 @@ def _make_check(*axes: int) -> Callable[[Any, Leaf, str], Array]:
             raise ValueError(f"{name}: got shape {array.shape}, expected {expected}; nothing was sent")
         if array.dtype.kind not in _ACCEPTED_KINDS[leaf.dtype.kind]:
             raise TypeError(f"{name}: got {array.dtype}, expected {leaf.dtype}; nothing was sent")
-        return array.astype(leaf.dtype) if leaf.dtype.kind in "iu" and array.dtype != leaf.dtype else array
+        if leaf.dtype.kind in "iu" and array.dtype != leaf.dtype:
+            cast = array.astype(leaf.dtype)
+            return cast if np.array_equal(cast, array) else array
+        return array
 
     return check

@@ -410,6 +410,8 @@ class MultiAgentVecEnv:
         final_infos = {} if final_observations is None else self._final_infos(final_observations, rewards, flags)
         if "restarted" in infos:
             self._truncate_restarted(infos["_restarted"] & truncated, rewards, flags, self._alive[rows])
+        if untouched is not None:  # the engine's rows of restarted environments are those before the failure
+            flags["agent_mask"][untouched] &= self._alive[untouched]
         out = agents_to_axis(infos, self.num_agents, len(rows)) if infos else {}
         mask, obs = flags["agent_mask"], batch["obs"]
         out["agent_mask"], out["transition_mask"] = mask, flags["transition_mask"]

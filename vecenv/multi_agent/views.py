@@ -198,7 +198,12 @@ class ActionMasks:
                 mask[:] = (observed[:, place] if part.has_axis else observed) != 0
             elif info_masks is not None:
                 for row in np.flatnonzero(has_info_mask[:, index]):
-                    mask[row] = info_masks[row, index]
+                    if len(own := info_masks[row, index]) != latest.shape[1]:
+                        raise ValueError(
+                            f"env {rows[row]}, agent {self._agents[index]!r}: action_mask has length {len(own)}, but the "
+                            f"agent's first one has length {latest.shape[1]}"
+                        )
+                    mask[row] = own
             mask[~acting[:, index]] = True
             if untouched is not None:
                 mask[untouched] = latest[rows[untouched]]
@@ -384,7 +389,7 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
         out: dict[str, Any] = {}
         for key in own_keys(infos):
             value, mask = infos[key], infos.get(f"_{key}")
-            if key == "common":
+            if key == "common" and mask is None:  # otherwise it is a key of the environment's own infos
                 out[key] = self._flatten_infos(value, rows)
                 out[f"_{key}"] = np.logical_or.reduce([out[key][f"_{name}"] for name in own_keys(out[key])])
             elif mask is not None:

@@ -66,6 +66,10 @@ _RANGES: Final = {
 _PROBABILITIES: Final = ("repeat_action_probability",)  # from 0 to 1
 # The options that name the game. For an unknown name, EnvPool ends the process.
 _GAME_OPTIONS: Final = ("task", "env_name", "scenario", "task_name", "hand_task", "adroit_task")
+# Families that ignore ``max_episode_steps``, except in Sokoban, and tasks of toy_text that do so (EnvPool 1.2.5). With a
+# limit, they would only report later terminations as truncations.
+_UNLIMITED_FAMILIES: Final = ("highway", "jumanji", "pgx")
+_UNLIMITED_TASKS: Final = ("Catch-", "CliffWalking")
 # The families in which all boolean options (switches) were tested.
 _SWITCH_FAMILIES: Final = (
     "atari", "box2d", "classic_control", "toy_text", "mujoco.dmc", "mujoco.gym", "mujoco.metaworld", "vizdoom",
@@ -189,8 +193,12 @@ class Task:
             TypeError: A configuration key is unknown, or a value has the wrong type.
             ValueError: EnvPool refuses a value, or a value would end the process.
             ImportError: EnvPool, or a system library that this family needs, is missing.
+            NotImplementedError: The task ignores ``max_episode_steps``.
         """
-        family = family_of(task_id)
+        family, name = family_of(task_id), task_id.rpartition("/")[2]
+        is_unlimited = family in _UNLIMITED_FAMILIES and not name.startswith("Sokoban")
+        if pool.get("max_episode_steps") is not None and (is_unlimited or name.startswith(_UNLIMITED_TASKS)):
+            raise NotImplementedError(f"EnvPool's {task_id!r} ignores max_episode_steps: leave it out")
         defaults = _check_keys(task_id, env_config)
         _require_harmless(task_id, family, defaults, env_config)
         config = {**env_config, **{key: value for key, value in pool.items() if value is not None}}

@@ -62,6 +62,7 @@ class EnvPoolVectorEnv(PoolVectorEnv):
         UnregisteredEnv: There is no such task; the message names similar ones.
         TypeError: An option is unknown; the message lists the valid ones.
         ValueError: An option has an invalid value, or the task has several players per environment.
+        NotImplementedError: EnvPool's task ignores ``max_episode_steps``.
 
     Attributes:
         observation_space: The batch of ``single_observation_space``. Bounds are infinite where EnvPool has the extremes of

@@ -304,6 +304,7 @@ def _children(obj: Any) -> Iterator[tuple[tuple[bool, Any], Any]]:
     attributes = getattr(obj, "__dict__", None)
     if isinstance(attributes, dict) and not isinstance(obj, type | FunctionType | ModuleType):
         yield from (((True, name), value) for name, value in attributes.items())
+    yield from (((True, name), getattr(obj, name)) for name in slot_names(type(obj)) if hasattr(obj, name))
     if type(obj) in (functools.partial, functools.partialmethod):  # not by `__module__`, which some types from SWIG lack
         yield from (((True, name), getattr(obj, name)) for name in ("func", "args", "keywords"))
 

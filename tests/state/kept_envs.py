@@ -193,7 +193,7 @@ class GeneratorsEnv(CountingEnv):
 
     def __init__(self) -> None:
         super().__init__()
-        self.new = np.random.default_rng()
+        self.new = np.random.default_rng(np.random.SeedSequence().generate_state(4))  # the entropy is an array
         self.old = np.random.RandomState()
         self.python = random.Random()
         self.parts = [{"draws": self.new}, (self.new, [random.Random()])]

@@ -12,6 +12,7 @@ function that it returns applies the state, any number of times.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
 import io
@@ -196,7 +197,7 @@ class _Writer(pickle.Pickler):
         return stands_for_, (_IN_PLACE, self._find_path(obj), describe(obj) if compared else None)
 
     def _find_path(self, obj: Any) -> ObjectPath:
-        path = self._paths.get(id(obj))
+        path = _path_in_globals(self._layers, obj) or self._paths.get(id(obj))
         if path is None and not self._walked:
             self._walked = True
             for key, found in _walk(self._layers, self._numbers):
@@ -278,6 +279,26 @@ def _find(layers: list[Any], path: ObjectPath) -> Any:
     for by_attribute, key in path[1:]:
         obj = getattr(obj, key) if by_attribute else obj[key]
     return obj
+
+
+def _path_in_globals(layers: list[Any], obj: Any) -> ObjectPath | None:
+    """Return the path through the globals of a method to a class or function that workers received by value.
+
+    Under ``spawn`` and ``forkserver`` these are the ones of the main program, which cannot be imported by their names.
+    """
+    if not isinstance(obj, type | FunctionType):
+        return None
+    first, *others = obj.__qualname__.split(".")
+    for number, layer in enumerate(layers):
+        for name in dir(type(layer)):
+            method = getattr(type(layer), name, None)
+            if isinstance(method, FunctionType) and method.__module__ == obj.__module__ and first in method.__globals__:
+                steps = (True, "__class__"), (True, name), (True, "__globals__"), (False, first)
+                path = (number, *steps, *((True, other) for other in others))
+                with contextlib.suppress(AttributeError):
+                    if _find(layers, path) is obj:
+                        return path
+    return None
 
 
 def _walk(layers: list[Any], numbers: dict[int, int]) -> Iterator[tuple[int, ObjectPath]]:

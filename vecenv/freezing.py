@@ -580,6 +580,8 @@ def thaw(engine: Any, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[An
 
     Signal handlers are deferred. If one raises, nothing has changed, except at the very end: then a reset is needed.
     """
+    if not isinstance(frozen, Frozen):
+        raise TypeError(f"`frozen` must be one of the copies that freeze() returned, got {type(frozen).__name__}")
     watch = frozen._require_usable(engine)
     seeds = np.random.SeedSequence().generate_state(len(rows)).tolist() if reseed else [None] * len(rows)
     copies: list[_Copy] = []  # not in the pool yet

@@ -430,6 +430,14 @@ class TestInProcess(_Contract):
     options: ClassVar[dict[str, Any]] = {"num_workers": 0}
 
 
+class TestShortEpisodesWithoutAutoreset(VectorEnvContract):
+    autoreset_modes = (AutoresetMode.DISABLED,)
+
+    def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.DISABLED, **kwargs: Any) -> VectorEnv:
+        fns = [functools.partial(gymnasium.make, "Blackjack-v1")] * num_envs
+        return vecenv.AsyncVectorEnv(fns, autoreset_mode=autoreset_mode, num_workers=0, **kwargs)
+
+
 @pytest.mark.long
 class TestWithoutSharedMemory(_Contract):
     options: ClassVar[dict[str, Any]] = {"num_workers": 2, "shared_memory": False}

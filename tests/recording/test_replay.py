@@ -591,6 +591,27 @@ def test_frames_are_rendered_if_recorded_without_a_render_mode(tmp_path: Path) -
         assert [message.frame[0, 0, 0] for message in reported if hasattr(message, "frame")] == [0, 60]
 
 
+class SameFrameEnv(RenderingEnv):
+    """An environment that renders into the same array each time."""
+
+    frame = np.zeros((8, 8, 3), np.uint8)
+
+    def render(self) -> Any:
+        self.frame[:] = super().render()
+        return self.frame
+
+
+def test_frames_of_a_reused_array_are_copied(tmp_path: Path) -> None:
+    with contextlib.closing(vecenv.AsyncVectorEnv([SameFrameEnv], record_failures=tmp_path, num_workers=0)) as envs:
+        envs.reset(seed=1)
+        envs.step([1])
+        envs.step([1])
+        path = envs.record(0)
+    reported: list[Any] = []
+    _replay_here(path, begin="latest", until=None, render=True, report=reported.append)
+    assert [message.frame[0, 0, 0] for message in reported if hasattr(message, "frame")] == [0, 60, 120]
+
+
 @pytest.mark.long
 def test_frames_are_written_if_the_environment_can_be_rendered(file: Path, tmp_path: Path) -> None:
     pytest.importorskip("PIL")
@@ -671,6 +692,49 @@ def test_replay_needs_confirmation_before_unpickling(file: Path) -> None:
     assert done.stderr == f"vecenv: not replayed, because {reason}\n"
     output = run_in_terminal([sys.executable, "-m", "vecenv", "replay", str(file)], ("[y/N]", "n"))
     assert output.splitlines()[-1] == "vecenv: not replayed"
+
+
+class PrintingEnv(ShortEnv):
+    """An environment that prints."""
+
+    def step(self, action: Any) -> Any:
+        print("step", action)
+        return super().step(action)
+
+
+def test_stdout_holds_only_json_if_replay_asks_and_the_environment_prints(tmp_path: Path) -> None:
+    with contextlib.closing(vecenv.AsyncVectorEnv([PrintingEnv], record_failures=tmp_path, num_workers=0)) as envs:
+        envs.reset(seed=1)
+        envs.step([3])
+        path = envs.record(0)
+    terminal, stdin = pty.openpty()
+    try:
+        os.write(terminal, b"y\n")
+        command = [sys.executable, "-m", "vecenv", "replay", path, "--json"]
+        done = subprocess.run(command, stdin=stdin, capture_output=True, text=True, timeout=60, check=False)
+    finally:
+        os.close(terminal)
+        os.close(stdin)
+    assert json.loads(done.stdout)["text"] == "nothing had failed, and its one step matched the record"
+    assert "[y/N] step 3" in done.stderr
+
+
+class LongTextEnv(ShortEnv):
+    """An environment that raises an exception with a text of 2 MiB."""
+
+    def step(self, action: Any) -> Any:
+        raise ValueError("\N{RAISED HAND}" * 2**21)
+
+
+def test_replay_repeats_an_exception_with_a_long_text(tmp_path: Path) -> None:
+    with contextlib.closing(vecenv.AsyncVectorEnv([LongTextEnv], record_failures=tmp_path, num_workers=0)) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(ValueError, match="\N{RAISED HAND}"):
+            envs.step([0])
+    (path,) = tmp_path.glob("*.vecenv")
+    assert len(read_header(path)[0].failed) == 10_000
+    result = _replay_here(path, begin="latest", until=None, render=False, report=lambda message: None)
+    assert result.status == "happened again"
 
 
 @pytest.mark.long

@@ -40,6 +40,35 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         return 0.0
 
 
+class _Noise:
+    __slots__ = ("generator",)
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(1)
+
+
+class SlotsEnv(CountingEnv):
+    """An environment with a generator in an object with ``__slots__``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = _Noise()
+
+    def extra(self, action: int) -> float:
+        return self.noise.generator.random()
+
+
+class AddressEnv(CountingEnv):
+    """An environment with addresses in its state: in another one, a reset raises after a load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = {id(self): "own"}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return super().reset(seed=seed)[0], {"name": self.names[id(self)]}
+
+
 class StateInClass(CountingEnv):
     """Environments that share an attribute of their class."""
 
@@ -164,7 +193,7 @@ class GeneratorsEnv(CountingEnv):
 
     def __init__(self) -> None:
         super().__init__()
-        self.new = np.random.default_rng()
+        self.new = np.random.default_rng(np.random.SeedSequence().generate_state(4))  # the entropy is an array
         self.old = np.random.RandomState()
         self.python = random.Random()
         self.parts = [{"draws": self.new}, (self.new, [random.Random()])]

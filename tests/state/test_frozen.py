@@ -43,6 +43,13 @@ SHARED_MEMORY = np.frombuffer(mmap.mmap(-1, 4096), np.uint8)
 """Shared memory, which workers inherit."""
 
 
+class _Slots:
+    __slots__ = ("content",)
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
 class GeneratorFunctionEnv(gym.Env):
     """An environment with its state in a generator function, which cannot be pickled; an episode has 23 steps."""
 
@@ -105,6 +112,9 @@ class GeneratorFunctionEnv(gym.Env):
 
     def _inherited(self) -> None:
         self.kept = SHARED_MEMORY
+
+    def _inherited_in_slots(self) -> None:
+        self.kept = _Slots(SHARED_MEMORY)
 
     def _timer(self) -> None:
         signal.signal(signal.SIGVTALRM, signal.SIG_IGN)
@@ -272,6 +282,7 @@ def test_repeated_freeze_and_thaw_does_not_deepen_the_stack() -> None:
      ("log", "for writing: .*frozen.log$"), ("reading", None),
      ("eventfd", r"for writing: anon_inode:\[eventfd\]$"), ("memory", "share memory that they write to: /dev/zero$"),
      ("inherited", r"share memory that they write to: GeneratorFunctionEnv.kept \(ndarray\)$"),
+     ("inherited_in_slots", r"share memory that they write to: GeneratorFunctionEnv.kept.content \(ndarray\)$"),
      ("timer", "it has a running timer"),
      ("helper", r"it has started processes, which a copy would share: pid \d+$")],
 )  # fmt: skip
@@ -387,6 +398,8 @@ def test_thaw_of_unusable_copies_raises() -> None:
             envs.thaw(used, into=[2])
         with pytest.raises(TypeError, match="cannot be pickled"):
             pickle.dumps(used)
+        with pytest.raises(TypeError, match=r"`frozen` must be one of the copies that freeze\(\) returned, got list"):
+            envs.thaw([used], into=[0])
         envs.step_async(np.zeros(2, np.int64))
         for call in (lambda: envs.thaw(used, [0]), lambda: envs.freeze([0])):
             with pytest.raises(gym.error.AlreadyPendingCallError):

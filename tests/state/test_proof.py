@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import pickle
 import random
 import subprocess
@@ -28,6 +29,7 @@ from gymnasium.wrappers import (
     TimeLimit,
     TransformObservation,
 )
+from programs import python_output
 from test_save_and_load import advance
 
 import vecenv
@@ -40,7 +42,7 @@ from vecenv.testing import assert_identical, assert_isolated, assert_restorable
 
 EXACT = [
     kept_envs.CountingEnv, kept_envs.RandomConstructorEnv, kept_envs.GeneratorsEnv, kept_envs.EzPickledEnv,
-    kept_envs.SnapshotMethodsEnv, kept_envs.ArraysEnv,
+    kept_envs.SnapshotMethodsEnv, kept_envs.ArraysEnv, kept_envs.SlotsEnv,
 ]  # fmt: skip
 ERRORS = {
     kept_envs.StateInClass: r"StateInClass cannot be saved: .* continues differently: .*observations.*StateInClass\.last",
@@ -51,6 +53,7 @@ ERRORS = {
     ),
     kept_envs.StateInClosure: r"continues differently: .*StateInClosure\.tick",
     kept_envs.StateInGeneratorFrame: r"StateInGeneratorFrame\.numbers \(generator\) cannot be saved",
+    kept_envs.AddressEnv: r"AddressEnv cannot be saved: the reset of a scratch environment raised KeyError: \d+",
     kept_envs.StateBehindSocket: (
         r"cannot be saved: StateBehindSocket\.connection \(socket\): the other end of a socket cannot be restored"
     ),
@@ -350,6 +353,69 @@ def test_loaded_snapshots_continue_exactly_in_other_processes(name: str, mode: s
     subprocess.run([sys.executable, "-c", program], check=True, timeout=900)
     with open(path + ".out", "rb") as file:
         assert_identical(pickle.load(file), results)
+
+
+MAIN_PROGRAM = """
+import dataclasses, enum, typing
+import kept_envs, vecenv
+
+@dataclasses.dataclass
+class Position:
+    at: int = 0
+
+class Side(enum.Enum):
+    LEFT = 0
+    RIGHT = 1
+
+class Pair(typing.NamedTuple):
+    side: Side
+    position: Position
+
+class Counter:
+    def __init__(self, count=0):
+        self.numbers = iter_from(count)
+
+def iter_from(count):
+    for count in range(count, 10**9):
+        yield count
+
+def save(counter):
+    count = next(counter.numbers)
+    counter.numbers = iter_from(count)
+    return count
+
+vecenv.state.register(Counter, save, lambda counter, count: counter.__init__(count))
+
+class MainEnv(kept_envs.CountingEnv):
+    def __init__(self):
+        super().__init__()
+        self.counter = Counter()
+
+    def reset(self, **options):
+        self.pair, self.kind = Pair(Side.LEFT, Position()), Position
+        return super().reset(**options)
+
+    def extra(self, action):
+        self.pair.position.at += action
+        self.pair = Pair(Side(action % 2), self.pair.position)
+        return self.pair.position.at + (self.pair.side is Side.LEFT) + next(self.counter.numbers)
+
+if __name__ == "__main__":
+    envs, others = (vecenv.AsyncVectorEnv([MainEnv] * 2, context="forkserver") for _ in range(2))
+    envs.reset(seed=1)
+    envs.step([1, 2])
+    others.load(envs.save())
+    print((envs.step([2, 0])[0] == others.step([2, 0])[0]).all())
+    envs.close()
+    others.close()
+"""
+
+
+def test_classes_of_the_main_program_are_saved_in_workers_that_import_it(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(MAIN_PROGRAM)
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    assert python_output(program, PYTHONPATH=path) == "True\n"
 
 
 BOX2D = [name for name in BOXES if has_packages("Box2D")]

@@ -55,6 +55,14 @@ class GlobalSeedEnv(IsolatedEnv):
         return float(np.random.rand())
 
 
+class ConstructorDrawEnv(IsolatedEnv):
+    def __init__(self) -> None:
+        self.mass = np.random.rand()
+
+    def next_value(self) -> float:
+        return self.mass
+
+
 class ClassStateEnv(IsolatedEnv):
     total_steps = 0
 
@@ -90,6 +98,7 @@ class UnusedDrawEnv(IsolatedEnv):
         (NumpyGlobalEnv, "numpy.random's global generator"),
         (PythonGlobalEnv, "the generator of Python's module random"),
         (GlobalSeedEnv, "numpy.random's global generator"),
+        (ConstructorDrawEnv, "numpy.random's global generator"),
         (ClassStateEnv, "total_steps"),
         (ClassStatePerEpisodeEnv, "total_steps"),
         (ModuleStateEnv, "COUNTS"),
@@ -107,6 +116,17 @@ def test_isolated_environments_pass(kind: Any) -> None:
     before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
     assert_isolated(kind)
     assert before == (random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index, union-attr]
+
+
+class OldStepEnv(IsolatedEnv):
+    def step(self, action: Any) -> Any:
+        return super().step(action)[:4]
+
+
+@pytest.mark.parametrize("check", [assert_isolated, assert_restorable])
+def test_environments_with_a_step_of_old_gym_are_refused(check: Any) -> None:
+    with pytest.raises(ValueError, match=r"step\(\) must return 5 values, got 4"):
+        check(OldStepEnv)
 
 
 def test_generators_are_restored_if_an_environment_cannot_be_built() -> None:

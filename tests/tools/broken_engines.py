@@ -156,6 +156,16 @@ def needs_an_argument(env_fns: Any, something: int) -> None:
     """Raise, because a required argument is missing."""
 
 
+def raises_in_constructor(env_fns: Any) -> None:
+    """Raise an error that is neither about the arguments nor about the mode."""
+    raise RuntimeError("no licence")
+
+
+def make_short_episodes(num_envs: int, autoreset_mode: Any = "NextStep") -> Any:
+    """Build an engine with episodes of one or two steps."""
+    return SyncVectorEnv([lambda: gymnasium.make("Blackjack-v1")] * num_envs, autoreset_mode=autoreset_mode)
+
+
 @functools.cache
 def sleep_once() -> None:
     """Simulate a long compilation, once in each process."""

@@ -117,6 +117,12 @@ def test_masked_reset_check_accepts_structured_observations() -> None:
     check.run(SyncVectorEnv([NestedDictEnv] * 3))
 
 
+def test_engine_with_short_episodes_breaks_no_promise() -> None:
+    found = states_by_check("broken_engines:make_short_episodes", modes=[AutoresetMode.DISABLED])
+    assert found["arrays of an earlier step do not change"] == "kept"
+    assert "broken" not in found.values(), found
+
+
 def test_engine_with_its_own_environments_runs_only_applicable_checks() -> None:
     rows = conform("broken_engines:make_own_environments")
     found = {row.name: row.state for row in rows}
@@ -154,6 +160,7 @@ def test_command_warns_of_an_engine_that_uses_a_global_generator(capsys: pytest.
         (["no_such_module_here:X"], "cannot import 'no_such_module_here'"),
         (["gymnasium.vector:SyncVectorEn"], "'gymnasium.vector' has no callable 'SyncVectorEn'"),
         (["broken_engines:needs_an_argument"], "could not be built: TypeError"),
+        (["broken_engines:raises_in_constructor"], "could not be built: RuntimeError: no licence"),
         (["gymnasium.vector:SyncVectorEnv", "--modes", "sometimes"], "--modes: 'sometimes' is not a valid AutoresetMode"),
     ],
 )

@@ -101,6 +101,18 @@ def test_render_grid_and_tile_reject_unusable_frames(make: Any) -> None:
         tile([])
 
 
+def test_render_grid_rejects_one_frame_of_all_environments(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    envs = make((4, 6, 3), (4, 6, 3))
+    envs.reset()
+    monkeypatch.setattr(type(envs), "render", lambda self: np.zeros((4, 6, 3), np.uint8))
+    text = r"must render one frame for each of 2 environments, got an array of shape \(4, 6, 3\)"
+    with pytest.raises(ValueError, match=text):
+        render_grid(envs)
+    monkeypatch.setattr(type(envs), "render", lambda self: [np.zeros((4, 6, 3), np.uint8)])
+    with pytest.raises(ValueError, match="got 1 frames"):
+        render_grid(envs)
+
+
 @pytest.mark.parametrize("name", ["a.gif", "b.mp4"])
 def test_video_contains_every_frame(name: str, tmp_path: Path) -> None:
     pytest.importorskip("moviepy" if name.endswith("mp4") else "PIL", reason="writes videos")
@@ -124,7 +136,7 @@ def test_images_that_are_not_frames_of_one_size_are_refused(name: str, tmp_path:
     pytest.importorskip("moviepy" if name.endswith("mp4") else "PIL", reason="writes videos")
     image = np.zeros((8, 6, 3), np.uint8)
     others = (image / 255, image[:4], image[..., 0], image[..., :1], (image, image), None)
-    for images, index in ((image, 0), *(([image, other], 1) for other in others)):
+    for images, index in ((image, 0), ([image[:0]], 0), *(([image, other], 1) for other in others)):
         with pytest.raises(ValueError, match=rf"images must be uint8 of shape .*, all of one size; images\[{index}\] is "):
             write_video(images, tmp_path / name)
     assert not (tmp_path / name).exists()

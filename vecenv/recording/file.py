@@ -42,6 +42,7 @@ KILLED: Final = -9
 _MAGIC: Final = b"vecenv flight record\n"
 _FORMAT: Final = 6
 _MAX_HEADER_BYTES: Final = 2**20
+_MAX_FAILED_CHARACTERS: Final = 10_000  # in the header; the record has the whole text
 _RUN_ID: Final = secrets.token_hex(8)
 """Identifies this run of the program in the names of failures. A process id would not: ids repeat, as in containers."""
 _RUNNING_ENV: Final = re.compile(r"env (\d+), of envs (?:(\d+)-(\d+)|\[([\d, ]+)\])")
@@ -186,7 +187,7 @@ def pack(record: Record, env_id: str, episode: int, step: int, failure: str) -> 
     """Return the content of the file for a record. ``failure`` is the name of the failure."""
     record.spec = gymnasium.registry.get(env_id)
     body: bytes = cloudpickle.dumps(record)
-    failed = "no failure (written on request)" if record.failed is None else record.failed.text
+    failed = "no failure (written on request)" if record.failed is None else record.failed.text[:_MAX_FAILED_CHARACTERS]
     written = datetime.now().astimezone().isoformat(timespec="seconds")
     checksum = hashlib.sha256(body).hexdigest()
     header = Header(env_id, record.row, episode, step, failed, failure, written, _versions(env_id), len(body), checksum)

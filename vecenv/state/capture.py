@@ -12,6 +12,7 @@ function that it returns applies the state; if it is interrupted, it can be repe
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
 import io
@@ -205,7 +206,7 @@ class _Writer(pickle.Pickler):
         return stands_for_, (_IN_PLACE, self._find_path(obj), describe(obj) if compared else None)
 
     def _find_path(self, obj: Any) -> ObjectPath:
-        path = self._paths.get(id(obj))
+        path = _path_in_globals(self._layers, obj) or self._paths.get(id(obj))
         if path is None and not self._walked:
             self._walked = True
             for key, found in _walk(self._layers, self._numbers):
@@ -289,6 +290,26 @@ def _find(layers: list[Any], path: ObjectPath) -> Any:
     return obj
 
 
+def _path_in_globals(layers: list[Any], obj: Any) -> ObjectPath | None:
+    """Return the path through the globals of a method to a class or function that workers received by value.
+
+    Under ``spawn`` and ``forkserver`` these are the ones of the main program, which cannot be imported by their names.
+    """
+    if not isinstance(obj, type | FunctionType):
+        return None
+    first, *others = obj.__qualname__.split(".")
+    for number, layer in enumerate(layers):
+        for name in dir(type(layer)):
+            method = getattr(type(layer), name, None)
+            if isinstance(method, FunctionType) and method.__module__ == obj.__module__ and first in method.__globals__:
+                steps = (True, "__class__"), (True, name), (True, "__globals__"), (False, first)
+                path = (number, *steps, *((True, other) for other in others))
+                with contextlib.suppress(AttributeError):
+                    if _find(layers, path) is obj:
+                        return path
+    return None
+
+
 def _walk(layers: list[Any], numbers: dict[int, int]) -> Iterator[tuple[int, ObjectPath]]:
     """Yield (id, path) of each object reachable through attributes and items of layers, the shortest paths first."""
     todo: deque[tuple[Any, ObjectPath]] = deque((layer, (number,)) for number, layer in enumerate(layers))
@@ -313,6 +334,7 @@ def _children(obj: Any) -> Iterator[tuple[tuple[bool, Any], Any]]:
     attributes = getattr(obj, "__dict__", None)
     if isinstance(attributes, dict) and not isinstance(obj, type | FunctionType | ModuleType):
         yield from (((True, name), value) for name, value in attributes.items())
+    yield from (((True, name), getattr(obj, name)) for name in slot_names(type(obj)) if hasattr(obj, name))
     if type(obj) in (functools.partial, functools.partialmethod):  # not by `__module__`, which some types from SWIG lack
         yield from (((True, name), getattr(obj, name)) for name in ("func", "args", "keywords"))
 

@@ -80,7 +80,8 @@ def by_class(function: Callable[[type], _T]) -> Callable[[type], _T]:
 
 def name_of(kind: type) -> str:
     """Return the name under which a class is registered: module and qualified name."""
-    return f"{kind.__module__}.{kind.__qualname__}"
+    module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__  # the main program, imported by a worker
+    return f"{module}.{kind.__qualname__}"
 
 
 def register(cls: type | str, save: Callable[[Any], Any], load: Callable[[Any, Any], None]) -> None:
@@ -140,7 +141,7 @@ def _open_generator(generator: np.random.Generator, state: Any) -> Any:
 def _load_generator(generator: np.random.Generator, state: Any) -> None:
     bits: Any = generator.bit_generator
     bit_state, seeds = state
-    if seeds is not None and bits.seed_seq.state != seeds:
+    if seeds is not None and repr(bits.seed_seq.state) != repr(seeds):  # not by `!=`, because the entropy may be an array
         bits.__init__(np.random.SeedSequence(**seeds))  # it then spawns the same child seeds
     bits.state = bit_state
 

@@ -220,7 +220,12 @@ class Proof:
                 self._reset(env)
 
     def _reset(self, env: Any, seed: int | None = None) -> Any:
-        return env.reset() if seed is None else env.reset(seed=seed)
+        try:
+            return env.reset() if seed is None else env.reset(seed=seed)
+        except Exception as error:
+            if raised_by_handler(error):
+                raise
+            raise NotRestorable(f"the reset of a scratch environment raised {type(error).__name__}: {error}") from error
 
     def _record_results(self, env: Any, actions: list[Any], interleaved: Any = None) -> dict[str, Any]:
         """Return the results of these actions, up to a few steps after an episode ends, or is ended by a reset.
@@ -254,6 +259,8 @@ def step_env(env: Any, action: Any) -> tuple[dict[str, Any], bool]:
         if raised_by_handler(error):  # in the calling process, such as a time limit
             raise
         return {"exception": f"{type(error).__name__}: {error}"}, True
+    if len(others) != 4:
+        raise ValueError(f"step() must return 5 values, got {len(others) + 1}")
     if isinstance(info, Mapping) and isinstance(episode := info.get("episode"), Mapping):
         info = {**info, "episode": {key: value for key, value in episode.items() if key != "t"}}
     fields = dict(zip(STEP_FIELDS, copy.deepcopy([*others, info]), strict=True))

@@ -190,7 +190,7 @@ def step_returns(any_envs: Any) -> None:
         known="tianshou#1281")  # fmt: skip
 def fresh_arrays(any_envs: Any) -> None:
     any_envs.reset(seed=1)
-    results = [any_envs.step(any_envs.action_space.sample())[:4] for _ in range(2)]
+    results = [step_with_resets(any_envs, any_envs.action_space.sample())[:4] for _ in range(2)]
     copies = copy.deepcopy(results)
     any_envs.step(any_envs.action_space.sample())
     for now, before in zip(results, copies, strict=True):

@@ -100,6 +100,13 @@ class Subject:
         """Take one step with the given actions, or with random ones."""
         return envs.step(self.sample_actions(envs) if actions is None else actions)
 
+    def step_and_reset(self, envs: AnyVectorEnv, actions: Any = None) -> Step:
+        """Take one step; without autoreset, then reset the environments in which an episode has ended."""
+        result = self.step(envs, actions)
+        if envs.metadata["autoreset_mode"] is AutoresetMode.DISABLED and (ended := result[2] | result[3]).any():
+            envs.reset(options={"reset_mask": ended} if self.supports_reset_mask else None)
+        return result
+
     def step_until_done(self, envs: AnyVectorEnv) -> Step:
         """Step until an episode ends in some environment; return the results of that step."""
         for _ in range(self.max_steps):
@@ -181,10 +188,7 @@ class VectorEnvContract(Subject):
     def test_step_returns_five_values_of_the_right_shapes_and_dtypes(self, mode: AutoresetMode, num_envs: int) -> None:
         with self.begun(num_envs, mode) as envs:
             for _ in range(5):
-                result = self.step(envs)
-                self._check_step(envs, result)
-                if mode is AutoresetMode.DISABLED and (result[2] | result[3]).any():
-                    envs.reset()
+                self._check_step(envs, self.step_and_reset(envs))
 
     def test_a_reset_and_a_step_work_in_the_middle_of_an_episode(self) -> None:
         with self.opened() as envs:
@@ -195,7 +199,7 @@ class VectorEnvContract(Subject):
 
     def test_rewards_and_flags_are_fresh_arrays_at_every_step(self) -> None:
         with self.begun() as envs:
-            _, *first, _ = self.step(envs)
+            _, *first, _ = self.step_and_reset(envs)
             copies = copy.deepcopy(first)
             _, *second, _ = self.step(envs)
             for name, one, two, before in zip(STEP_FIELDS[1:4], first, second, copies, strict=True):
@@ -209,7 +213,7 @@ class VectorEnvContract(Subject):
             observations = [envs.reset(seed=1)[0]]
             copies = [copy.deepcopy(observations[0])]
             for _ in range(4):
-                observations.append(self.step(envs)[0])
+                observations.append(self.step_and_reset(envs)[0])
                 copies.append(copy.deepcopy(observations[-1]))
             for t, (one, before) in enumerate(zip(observations, copies, strict=True)):
                 assert_identical(one, before, f"observations of step {t}")
@@ -222,7 +226,8 @@ class VectorEnvContract(Subject):
             untouched.reset(seed=1)
             for _ in range(3):
                 actions = self.sample_actions(envs)
-                mine, theirs = self.step(envs, actions), self.step(untouched, copy.deepcopy(actions))
+                mine = self.step_and_reset(envs, actions)
+                theirs = self.step_and_reset(untouched, copy.deepcopy(actions))
                 assert_identical(mine, theirs, "step")
                 for leaf in _leaves(mine[0]):
                     if isinstance(leaf, np.ndarray) and leaf.dtype != object:
@@ -269,7 +274,7 @@ class VectorEnvContract(Subject):
         with self.opened() as envs, self.opened() as fresh:
             envs.reset(seed=3)
             for _ in range(5):
-                self.step(envs)
+                self.step_and_reset(envs)
             envs.action_space.seed(123)
             self._assert_same_trajectory(envs, fresh, 11, 11)
 

@@ -29,6 +29,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import gymnasium as gym
 import numpy as np
 from gymnasium.utils import RecordConstructorArgs
+from gymnasium.utils.env_checker import data_equivalence
 
 __all__ = [
     "FAULTS", "FOREVER", "HUGE_INFO_BYTES", "LEAK_BYTES", "EvilElsewhereError", "EvilError", "Fault", "FaultyConstructor",
@@ -442,8 +443,8 @@ class FaultyEnv(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
         reset: The resets with the fault, counted the same way; automatic resets count as well.
         seed: Limits the fault to episodes that began with this seed, or one of these. Without ``step`` and ``action``, the
             fault occurs in the reset itself.
-        action: Limits the fault to steps with this action (compared with ``numpy.array_equal``). Without ``step``, it occurs
-            in every such step.
+        action: Limits the fault to steps with this action (compared with ``numpy.array_equal``, dicts and tuples by their
+            entries). Without ``step``, it occurs in every such step.
         close: Trigger the fault in ``close()`` instead, with ``None`` as its argument.
         once: Path of a file that does not exist yet. All processes and restarts together trigger the fault only once: in the
             process that creates the file.
@@ -491,7 +492,8 @@ class FaultyEnv(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
         result = self.env.step(action)
         self._steps += 1
         triggers_in_steps = self._at_step is not None or self._at_action is not None
-        action_matches = self._at_action is None or np.array_equal(action, self._at_action)
+        compare = data_equivalence if isinstance(self._at_action, dict | tuple) else np.array_equal
+        action_matches = self._at_action is None or compare(action, self._at_action)
         if triggers_in_steps and action_matches and _matches(self._steps, self._at_step) and self._seed_matches():
             result = self._trigger(result)
         return result

@@ -49,7 +49,8 @@ def assert_isolated(env_fn: Callable[[], Any], *, steps: int = 64, seed: int = 0
         return
     for name, description in GENERATORS.items():
         if (found := comparison.find_difference(reference_results, comparison.run((name,)))) is not None:
-            when = "after other code has drawn from that generator (draw from self.np_random, or use generators='own')"
+            advice = "draw from self.np_random, or use generators='own'; draws in a constructor have no seed"
+            when = f"after other code has drawn from that generator ({advice})"
             raise AssertionError(comparison.describe(found, [description], when))
     found = comparison.find_difference(reference_results, comparison.run(("others",)))
     when = "with other environments of its kind" if found else "with other environments, and the shared generators reseeded"
@@ -66,7 +67,7 @@ class _Comparison:
         self._drawn: set[str] = set()
 
     def run(self, disturbances: tuple[str, ...] = (), *, seeded: bool = False) -> dict[str, Any]:
-        """Run an environment with ``disturbances`` between its steps, and return its results by name.
+        """Run an environment with ``disturbances`` before its constructor and each call. Return its results by name.
 
         ``seeded`` seeds the shared generators first.
         """
@@ -77,6 +78,7 @@ class _Comparison:
         with ExitStack() as scratch:
             scratch.callback(restore_states, saved_states)  # runs last
             try:
+                _reseed(disturbances, 3000)
                 env = self._build(scratch)
                 self._name = describe_kind(env).env_id
                 self._shared = SharedState(env)
@@ -96,10 +98,9 @@ class _Comparison:
     def _take_steps(self, env: Any, others: list[Any], actions: list[Any], disturbances: tuple[str, ...]) -> dict[str, Any]:
         """Step ``env``, with ``disturbances`` between its steps, and return all its results by name."""
         results: dict[str, Any] = {}
-        to_reseed = tuple(name for name in GENERATORS if name in disturbances)
         ended = True
         for number, action in enumerate(actions):
-            _reseed(to_reseed, number)
+            _reseed(disturbances, number)
             for index, other in enumerate(others):
                 try:
                     if number % 7 == 0:
@@ -108,12 +109,12 @@ class _Comparison:
                 except Exception as error:
                     if raised_by_handler(error):
                         raise
-            _reseed(to_reseed, number + 1000)
+            _reseed(disturbances, number + 1000)
             if ended:
                 result = env.reset(seed=self._seed) if number == 0 else env.reset()
                 results[f"reset before step {number}"] = copy.deepcopy(result)
                 ended = False
-                _reseed(to_reseed, number + 2000)
+                _reseed(disturbances, number + 2000)
             fields, ended = step_env(env, action)
             self._shared.find_changes()
             results.update((f"step {number}, {field}", value) for field, value in fields.items())
@@ -147,7 +148,7 @@ class _Comparison:
 
 
 def _reseed(names: tuple[str, ...], seed: int) -> None:
-    """Seed the shared generators with these names."""
+    """Seed the shared generators that ``names`` contains."""
     torch = torch_generator()
     seed_functions = random.seed, np.random.seed, None if torch is None else torch.manual_seed
     for name, seed_generator in zip(GENERATORS, seed_functions, strict=True):

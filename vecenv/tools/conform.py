@@ -125,12 +125,12 @@ class CheckRunner:
                 return REFUSED, "it builds its own environments", []
             while len(self._built) < check.engines:
                 self._built.append(_build(engine, mode))
-        except (NotImplementedError, TypeError, ValueError) as error:
+            if (only_mode := self._built[0].metadata.get("autoreset_mode", mode)) != mode:
+                return REFUSED, f"{_ONLY_MODE_PREFIX}{only_mode}", []
+        except Exception as error:
             return REFUSED, _describe_error(error), []
         except BaseException as error:
             return BROKEN, _describe_error(error), []
-        if (only_mode := self._built[0].metadata.get("autoreset_mode", mode)) != mode:
-            return REFUSED, f"{_ONLY_MODE_PREFIX}{only_mode}", []
         states, state, why = read_states(), KEPT, ""
         try:
             check.run(*self._built)

@@ -172,8 +172,9 @@ def _require_trust(path: Path) -> None:
         reason = "the file contains a pickle, which can run arbitrary code; pass --yes if it is yours"
         raise CliError(f"not replayed, because {reason}")
     question = f"{path} contains a pickle, which can run arbitrary code: continue only if it is yours. Replay it? [y/N] "
+    print(question, end="", file=sys.stderr, flush=True)  # input() would print it to stdout, among the results
     try:
-        answer = input(question)
+        answer = input()
     except EOFError:
         answer = ""
     if answer.strip().lower() not in ("y", "yes"):
@@ -315,6 +316,7 @@ def _unfinished_result(failed: Failed | None, exitcode: int | None, call: _NextC
 def _child(caller: Connection[Any, Any], path: Path, stack_file: StackFile, options: dict[str, Any]) -> None:
     """Run a replay in the separate process: send the recorded failure, each request, each frame and the result."""
     stack_file.install_handlers(env_threads=False)
+    os.dup2(2, 1)  # stdout holds only results, also if the environment prints
     try:
         result = _replay_here(path, report=caller.send, **options)
     except Exception as error:  # of the replay itself: exceptions of the environment are results
@@ -466,6 +468,6 @@ def _render(env: Any, row: int) -> _Image:
     except Exception as error:
         raise UnreadableRecord(f"cannot be rendered, because render() raised {one_line(error)}") from error
     try:
-        return _Image(as_rgb(rendered, row), float(getattr(env, "metadata", {}).get("render_fps") or 30))
+        return _Image(as_rgb(rendered, row).copy(), float(getattr(env, "metadata", {}).get("render_fps") or 30))
     except ValueError as error:
         raise UnreadableRecord(f"cannot be rendered: {error}") from error

@@ -36,14 +36,18 @@ def render_grid(envs: VectorEnv[Any, Any, Any], *, columns: int | None = None, g
         largest are centred, and the last of a list of frames (``"rgb_array_list"``) is used.
 
     Raises:
-        ValueError: ``envs`` have another ``render_mode``, or a frame is not an image; the error names the environment.
+        ValueError: ``envs`` have another ``render_mode``, return another number of frames, or a frame is not an image; the
+            error names the environment.
     """
     mode = getattr(envs, "render_mode", None)
     if mode not in ("rgb_array", "rgb_array_list"):
         raise ValueError(f"render_grid needs environments made with render_mode='rgb_array', got {mode!r}")
-    rendered = envs.render()
+    rendered: Any = envs.render()
     if rendered is None:
         raise ValueError(f"{envs} returned no frames")
+    if len(rendered) != envs.num_envs:
+        shape = f"an array of shape {rendered.shape}" if isinstance(rendered, np.ndarray) else f"{len(rendered)} frames"
+        raise ValueError(f"{envs} must render one frame for each of {envs.num_envs} environments, got {shape}")
     return tile([as_rgb(frame, env) for env, frame in enumerate(rendered)], columns=columns, gap=gap)
 
 
@@ -134,7 +138,7 @@ def write_video(images: Iterable[Frame], path: str | Path, *, fps: float = 30.0)
         raise ValueError("there are no images to write")
     for index, frame in enumerate(frames):
         shape, dtype = np.shape(frame), getattr(frame, "dtype", type(frame).__name__)
-        if dtype != np.uint8 or len(shape) != 3 or shape != (*np.shape(frames[0])[:2], 3):
+        if dtype != np.uint8 or len(shape) != 3 or 0 in shape or shape != (*np.shape(frames[0])[:2], 3):
             expected = "uint8 of shape (height, width, 3), all of one size"
             raise ValueError(f"images must be {expected}; images[{index}] is {dtype} of shape {shape}")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -113,6 +113,20 @@ def test_calls_with_indices_reach_single_environments(num_workers: int) -> None:
     venv.close()
 
 
+def test_set_attr_reaches_spares() -> None:
+    venv = as_sb3(vecenv.make_vec(make_full_env_fns(1, wrapped=True)[0], 3, spare_workers=2, autoreset_mode="SameStep"))
+    venv.reset()
+    venv.set_attr("level", 5)
+    ended = sum(venv.step(np.zeros(3, int))[2].sum() for _ in range(30))
+    assert ended > 5
+    assert venv.get_attr("level") == [5, 5, 5]
+    with pytest.raises(NotImplementedError, match="any environment may run the episodes of any row"):
+        venv.set_attr("level", 5, indices=[0])
+    with pytest.raises(IndexError, match=r"indices must be from -3 to 2"):
+        venv.set_attr("level", 5, indices=[0, 1, 3])
+    venv.close()
+
+
 def test_repr_shows_the_vector_environment_below() -> None:
     venv = make_venv(make_full_env_fns(2), num_workers=0)
     assert repr(venv) == f"SB3VecEnv({venv.vector_env!r})"

@@ -251,9 +251,13 @@ def evaluate_sb3(
 
 
 def _fits(env_space: Space[Any], model_space: Space[Any]) -> bool:
-    """True if the shapes are equal, apart from the position of image channels: SB3 and ``predict`` put them first."""
+    """True if the spaces are equal, apart from bounds and the position of image channels: SB3 puts channels first."""
+    if isinstance(env_space, spaces.Dict) and isinstance(model_space, spaces.Dict):
+        return env_space.keys() == model_space.keys() and all(_fits(env_space[key], model_space[key]) for key in env_space)
+    if not isinstance(env_space, spaces.Box):
+        return env_space == model_space
     shape = env_space.shape
-    if shape is None or not is_image_space(env_space) or not is_image_space(model_space):
+    if not is_image_space(env_space) or not is_image_space(model_space):
         return shape == model_space.shape
     return model_space.shape in (shape, (*shape[2:], *shape[:2]))
 

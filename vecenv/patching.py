@@ -174,7 +174,7 @@ class _AsyncReplacement(  # type: ignore[misc]
 
 
 class _SyncReplacement(_AsyncReplacement[ObsType, ActType], VectorEnv[ObsType, ActType, np.ndarray]):  # type: ignore[misc]
-    """A replacement with the arguments of ``gymnasium.vector.SyncVectorEnv`` and its environments in this process."""
+    """A replacement with the arguments of ``gymnasium.vector.SyncVectorEnv``; :data:`DEFAULTS` may set others."""
 
     replaced_class = GymnasiumSync
     _refuses_finished = True

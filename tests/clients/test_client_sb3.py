@@ -259,6 +259,14 @@ def test_as_sb3_over_envpool_returns_terminal_observations(mode: str) -> None:
     venv.close()
 
 
+def test_attributes_of_gymnasiums_vector_environments_are_refused() -> None:
+    venv = as_sb3(gym.vector.SyncVectorEnv(make_full_env_fns(2)))
+    assert not venv.has_attr("level")
+    with pytest.raises(AttributeError, match="SyncVectorEnv does not give access to single environments, so 'level'"):
+        venv.get_attr("level")
+    venv.close()
+
+
 def test_as_sb3_keeps_results_of_gymnasiums_vector_wrappers() -> None:
     envs = gym.wrappers.vector.RecordEpisodeStatistics(vecenv.make_vec("CartPole-v1", 4, "serial"))
     venv = as_sb3(gym.wrappers.vector.TransformReward(envs, lambda rewards: 2 * rewards))
@@ -332,4 +340,8 @@ def test_set_options_can_differ_per_environment() -> None:
     venv.set_options([{"start": 4, "goal": goal} for goal in goals])
     venv.reset()
     assert [info["start"] for info in venv.reset_infos] == [4, 4]
+    for wrong in ([{"start": 1}], [{"start": 1}] * 3):
+        venv.set_options(wrong)
+        with pytest.raises(ValueError, match=r"options has . dicts, expected 2"):
+            venv.reset()
     venv.close()

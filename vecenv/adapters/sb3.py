@@ -83,7 +83,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
     def reset(self) -> Any:
         """Reset all environments with the seeds and options that were set last, and drop a pending step."""
         options: Any = self._options
-        if _are_equal(options):
+        if len(options) == self.num_envs and _are_equal(options):
             options = options[0] or None
         observations, self.reset_infos = reset_all(self._by_row, self._seeds, options)
         self._reset_seeds()

@@ -161,6 +161,11 @@ class SingleEnvs:
                 f"rows are agents and have no attribute {name!r}: use call(), get_attr() or set_attr() of the "
                 "MultiAgentVecEnv, which reach its environments"
             )
+        if capabilities_of(self._inner) is None:
+            raise AttributeError(
+                f"{type(self._inner).__name__} does not give access to single environments, so {name!r} cannot be used: "
+                "build it with vecenv.make_vec or vecenv.AsyncVectorEnv"
+            )
         if not self._are_python:
             raise AttributeError(
                 f"the environments of {type(self._inner).__name__} are not Python objects: they have no attribute {name!r}"

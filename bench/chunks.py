@@ -2,8 +2,8 @@
 
 For each environment, a bare loop (``env.step`` in one independent process per core) and the engine without chunks and with
 chunks of 4 and 16 actions take turns, each in a separate process. All executed steps and resets count, including resets
-within a step; unused actions of a chunk do not. A share compares rates of the same round; the table shows the median,
-minimum and maximum.
+within a step; unused actions of a chunk do not. A share is the rate of the engine divided by that of the bare loop in the
+same round; the table shows the median, minimum and maximum.
 
     python -m bench.chunks CartPole-v1 HalfCheetah-v5 Ant-v5 --num-envs 8
 """
@@ -39,6 +39,10 @@ class ChunkRunner(VectorRunner):
         return steps + int(resets)
 
 
+def _name_column(horizon: int) -> str:
+    return "no chunks" if horizon == 1 else f"chunks of {horizon}"
+
+
 def _make_chunked_env(env_fn: Callable[[], Any], horizon: int) -> Any:
     return ActionChunks(env_fn(), horizon)
 
@@ -51,7 +55,7 @@ def make_candidates(env_id: str, num_envs: int, workers: int, horizons: Sequence
     candidates = [bound_candidate("bare-loop", env_fn, num_envs, workers)]
     for horizon in horizons:
         chunked_fn = env_fn if horizon == 1 else functools.partial(_make_chunked_env, env_fn, horizon)
-        candidates.append(build(str(horizon), f"chunks of {horizon}", env_fn=chunked_fn))
+        candidates.append(build(str(horizon), _name_column(horizon), env_fn=chunked_fn))
     return candidates
 
 
@@ -60,12 +64,12 @@ def main() -> None:
     parser.add_argument("envs", nargs="*", default=["CartPole-v1", "HalfCheetah-v5", "Ant-v5"])
     parser.add_argument("--num-envs", type=int, default=8)
     parser.add_argument("--workers", type=int, default=usable_cores())
-    parser.add_argument("--horizons", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--horizons", type=int, nargs="+", default=[1, 4, 16], help="actions per chunk; 1: no chunks")
     parser.add_argument("--mode", default="SameStep", help="autoreset mode (default: SameStep)")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=0.5, help="seconds per turn")
     options = parser.parse_args()
-    table = Table(*(["share of the bare loop"] + [f"chunks of {horizon}" for horizon in options.horizons]))
+    table = Table("share of the bare loop", *map(_name_column, options.horizons))
     for env_id in options.envs:
         candidates = make_candidates(env_id, options.num_envs, options.workers, options.horizons, options.mode)
         rates: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}

@@ -5,8 +5,8 @@
     python examples/agent_pool.py --episodes 2000 --size 64 --workers 4
 
 In the game, the agent guesses a number. The policy stands in for a language model behind a service: it reads and returns
-text, and its calls take different amounts of time, while the other games continue. A failed game is restarted without an
-effect on the others: with ``--crash 0.01``, one guess in a hundred kills its worker.
+text, and some of its calls take longer than others. Meanwhile, the other games continue. A failed game is restarted without
+affecting the others: with ``--crash 0.01``, one guess in a hundred kills its worker.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from rich.progress import Progress
 
 import vecenv
 from vecenv.aio import Pool
-from vecenv.errors import EnvFailed, StepTimeout, WorkerDied
+from vecenv.errors import EnvFailed, RestartsExhausted, StepTimeout, WorkerDied
 
 HIGHEST = 1000
 
 
 class Guess(gym.Env[str, str]):
-    """A game of guessing a number from 1 to 1000: a wrong guess costs 1, the right one earns 20.
+    """A game of guessing a number from 1 to ``HIGHEST``: a wrong guess costs 1, the right one earns 20.
 
     Args:
         seconds: Duration of a step.
@@ -76,7 +76,7 @@ async def policy(observation: str) -> str:
 
 
 async def play(pool: Pool, seed: int) -> float:
-    """Play one game, restarting it after each failure; return the sum of its rewards."""
+    """Play one game, from its start again after each failure; return the sum of its rewards."""
     while True:
         try:
             async with pool.episode(seed=seed) as env:
@@ -86,12 +86,14 @@ async def play(pool: Pool, seed: int) -> float:
                     _, reward, *_ = await env.step(action)
                     total += reward
                 return total
+        except RestartsExhausted:  # a `WorkerDied` after which no worker is left
+            raise
         except (WorkerDied, StepTimeout, EnvFailed):
             continue
 
 
 async def play_all(args: argparse.Namespace) -> list[float]:
-    """Play all games, with one game per environment at the same time."""
+    """Play all games, ``args.size`` of them at the same time; return the sum of rewards of each."""
     pool = Pool(
         lambda: Guess(args.game_seconds, args.crash), args.size, args.workers, env_threads=8, step_timeout=10.0,
         on_failure=vecenv.Restart(args.episodes),

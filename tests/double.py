@@ -129,7 +129,7 @@ class _Memory(LockstepDriver):
             time.sleep(remaining if seconds is None else min(remaining, seconds))
             return self.ready.wait(seconds) and time.monotonic() >= self._due
         finally:
-            self._seconds_waited += time.monotonic() - started
+            self.seconds_waited += time.monotonic() - started
 
     def close(self, *, terminate: bool = False) -> None:
         self.ready.set()

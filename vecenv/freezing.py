@@ -628,5 +628,6 @@ def _replace_worker(engine: Any, frozen: Frozen, row: int, copy: _Copy) -> None:
     worker = pool.wrap_process(
         row, range(row, row + 1), copy.process, copy.channel, copy.stack_file, copy.descriptors, copy.token
     )
-    pool.replace(pool.processes[row], launch=lambda index, rows: worker)
+    worker.has_started = True
+    pool.replace(pool.processes[row], worker)
     engine.store.set_row(row, frozen.observation)

@@ -328,6 +328,15 @@ def test_agent_pool_example_finishes_every_game(crash: float) -> None:
     assert (restarts > 0) == (crash > 0)
 
 
+@pytest.mark.long
+def test_agent_pool_example_ends_when_every_guess_kills_its_worker() -> None:
+    pytest.importorskip("rich", reason="needs pip install 'vecenv[examples]'")
+    options = ["--episodes=3", "--size=2", "--workers=1", "--crash=1"]
+    done = subprocess.run([sys.executable, EXAMPLE, *options], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "RestartsExhausted: more than 3 restarts" in done.stderr
+
+
 # --- CancelledError at every await of every call, alone and together with a reply or a worker's death
 # The program is cancelled at its n-th await, for every n. Afterwards no request is pending, and every slot returns correct
 # results.

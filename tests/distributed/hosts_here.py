@@ -65,6 +65,8 @@ class InProcessCluster:
             host.envs.close()
 
     def submit(self, index: int, method: str, *args: Any) -> int:
+        if self.closed:
+            raise KeyError(index)  # like a cluster that has forgotten its hosts
         number = len(self.calls)
         self.calls[number] = (self.host(index), method, pickle.dumps(args))
         return number

@@ -536,6 +536,28 @@ def test_stats_and_close_do_not_wait_for_a_dead_host() -> None:
     assert cluster.closed
 
 
+class ClusterInterruptedInClose(InProcessCluster):
+    """A cluster that is interrupted once while its hosts close."""
+
+    interrupted = False
+
+    def collect(self, references: list[int], deadline: float | None, *, every: bool = False) -> list[tuple[int, Any]]:
+        if self.calls[references[0]][1] == "close" and not self.interrupted:
+            self.interrupted = True
+            raise KeyboardInterrupt
+        return super().collect(references, deadline, every=every)
+
+
+def test_close_can_be_repeated_after_an_interrupted_one() -> None:
+    cluster = ClusterInterruptedInClose()
+    envs = InProcessRayVectorEnv(counters(2), cluster)
+    with pytest.raises(KeyboardInterrupt):
+        envs.close()
+    assert cluster.closed, "the interrupted close has ended the hosts"
+    envs.close()
+    assert envs.closed
+
+
 def test_missing_room_for_a_new_host_raises_at_once(closes: Any) -> None:
     cluster = InProcessCluster()
     envs = closes(InProcessRayVectorEnv(counters(4), cluster, on_failure="restart"))

@@ -654,7 +654,7 @@ def test_timeouts_name_rows(closes: Any) -> None:
                 call()
             assert caught.value.envs == (1,)
             assert list(caught.value.where) == [1]
-            assert caught.value.__notes__[-1] == "these are places; the envs without a reply are [1]"
+            assert caught.value.__notes__[-1] == "the numbers above are places; the envs without a reply are [1]"
     finally:
         os.kill(pid, signal.SIGCONT)
     envs.reset(seed=7)

@@ -96,6 +96,29 @@ def test_restarts_that_exceed_the_budget_together_are_neither_counted_nor_logged
     assert restarts == len(caplog.records) == 4
 
 
+class RaisingForActionEnv(RaisingEnv):
+    """An environment that raises for action 1."""
+
+    def __init__(self) -> None:
+        super().__init__(10**9)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if action == 1:
+            raise ConnectionError("simulator lost its connection")
+        return super().step(action)
+
+
+def test_restarts_that_exceed_the_budget_together_leave_it_unchanged() -> None:
+    with ready_engine([RaisingForActionEnv] * 2, num_workers=1, on_failure=Restart(1)) as envs:
+        with pytest.raises(RestartsExhausted):
+            envs.step([1, 1])
+        envs.reset(seed=1)
+        assert envs.step([0, 1])[3].tolist() == [False, True]
+        envs.step([0, 0])
+        with pytest.raises(RestartsExhausted):
+            envs.step([0, 1])
+
+
 def test_infinite_limit_is_no_limit() -> None:
     restarts, error = step_until_exhausted([1], 20, limit=math.inf)
     assert (restarts, error) == (10, None)

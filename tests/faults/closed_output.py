@@ -43,7 +43,7 @@ def main(method: str, log: str) -> None:
     codes = []
     for kwargs in ({}, {"num_workers": "auto"}):
         envs = vecenv.AsyncVectorEnv([PrintingEnv, PrintingEnv], context=method, **kwargs)
-        workers = [worker for worker in envs._pool.workers if not worker.local]
+        workers = list(envs._pool.processes)
         envs.reset(seed=1)
         for _ in range(3):
             write_to_all_outputs()

@@ -1,14 +1,13 @@
 """A program that drops engines without closing them, while a thread uses files and pipes.
 
-``python collected.py COUNT``. After a failure, an engine is in a reference cycle (error, traceback, frame, engine):
-its objects are finalized in any order, whenever the collector runs. The thread opens, writes, reads and closes all the time,
-so it soon reuses a freed descriptor number, and detects a finalizer that still reads, closes or polls that number. The last
-line of output is JSON.
+``python collected.py COUNT``, where ``COUNT`` is the number of engines. After a failure, an engine is in a reference cycle
+(error, traceback, frame, engine): its objects are finalized in any order, whenever the collector runs. The thread opens,
+writes, reads and closes all the time, so it soon reuses a freed descriptor number, and detects a finalizer that still
+reads, closes or polls that number. The last line of output is JSON.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import json
@@ -37,14 +36,14 @@ class RaisingEnv(gym.Env):
     action_space = gym.spaces.Discrete(2)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        return np.zeros(4, np.float32), {"text": "x"}
+        return np.zeros(4, np.float32), {"text": "x"}  # workers send infos with text through their pipe
 
     def step(self, action: Any) -> Any:
         raise ValueError("every step raises")
 
 
 class FileThread(threading.Thread):
-    """A thread that writes, reads and closes files and pipes, and lists in ``conflicts`` where it was interfered with."""
+    """A thread that writes, reads and closes files and pipes, and lists in ``conflicts`` each time other code used them."""
 
     def __init__(self) -> None:
         super().__init__(name="files", daemon=True)
@@ -76,12 +75,13 @@ class FileThread(threading.Thread):
         os.write(owned[-1], text)
         time.sleep(0.0005)  # lets the main thread run
         for reader in owned[0:6:2]:
-            with contextlib.suppress(BlockingIOError):
-                if (got := os.read(reader, 100)) == text:
-                    continue
-                self.conflicts.append(f"round {self.rounds}: read {got!r}")
-                continue
-            self.conflicts.append(f"round {self.rounds}: another reader emptied the pipe")
+            try:
+                got = os.read(reader, 100)
+            except BlockingIOError:
+                self.conflicts.append(f"round {self.rounds}: another reader emptied the pipe")
+            else:
+                if got != text:
+                    self.conflicts.append(f"round {self.rounds}: read {got!r}")
         if (got := os.pread(owned[-1], 100, 0)) != text:
             self.conflicts.append(f"round {self.rounds}: the file has {got!r}")
         for number in owned:

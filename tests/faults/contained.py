@@ -1,7 +1,11 @@
-"""A program for containers: ``contained.py METHOD``. It prints the processes that its environments have left."""
+"""A program that runs in a container: ``contained.py METHOD``. It prints the processes that its environments left behind.
+
+``METHOD`` is the start method of the workers.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -23,7 +27,7 @@ def start_shell(command: str, **kwargs: Any) -> None:
 
 
 class HelperEnv(gymnasium.Env[Any, Any]):
-    """An environment that starts a helper in its process group, an orphaned one, and one in its own session."""
+    """An environment that starts three helpers per reset: one in its process group, an orphan, and one in a new session."""
 
     observation_space = gymnasium.spaces.Box(0, 1, (1,))
     action_space = gymnasium.spaces.Discrete(2)
@@ -41,24 +45,23 @@ class HelperEnv(gymnasium.Env[Any, Any]):
 
 
 def list_other_processes() -> list[str]:
-    """Return name and state of each process but this one."""
+    """Return the name and state of every other process."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
-            with open(f"/proc/{name}/stat") as file:
-                fields = file.read().split()
-            found.append(" ".join(fields[1:3]))
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{name}/stat") as file:
+                found.append(" ".join(file.read().split()[1:3]))  # it may end before it is read
     return found
 
 
 def main(method: str) -> None:
-    for kill, more in ((False, {}), (True, {"num_workers": "auto", "use_caller": False})):
-        options = {"worker_options": WorkerOptions(dummy_env=False), **more}
+    for kill_worker, pool_options in ((False, {}), (True, {"num_workers": "auto", "use_caller": False})):
+        options = {"worker_options": WorkerOptions(dummy_env=False), **pool_options}
         envs = vecenv.AsyncVectorEnv([HelperEnv, HelperEnv], context=method, **options)
         envs.reset(seed=1)
         envs.step([0, 0])
         time.sleep(0.3)
-        if kill:
+        if kill_worker:
             os.kill(envs._pool.workers[0].pid, signal.SIGKILL)
             try:
                 envs.step([0, 0])

@@ -39,8 +39,8 @@ from sampling import each_once
 
 from vecenv import Restart
 from vecenv.engine import worker_process
-from vecenv.engine.worker_process import WorkerProcess
 from vecenv.errors import EnvError, RemoteTraceback, RestartsExhausted, StepTimeout, WorkerDied
+from vecenv.system.supervision import ProcessWatch
 from vecenv.testing.faulty import KeywordOnlyError, TwoArgumentsError, UnprintableError, WitnessEnv
 
 pytestmark = FAULT_MARKS
@@ -146,7 +146,7 @@ def check_crash(case: Case, moment: str, launch: Launch, tmp_path: Path) -> None
     assert_error_names(error, env=ENV, worker=WORKER, pid=pids[WORKER], command=command)
     if case.exitcode is None:
         assert isinstance(error.__cause__, RemoteTraceback)
-        assert any(f"env {ENV}" in note for note in error.__notes__)
+        assert any(f"env {ENV}" in part for part in (str(error), *getattr(error, "__notes__", ())))
         assert worker_pids(envs) == pids
         assert all(map(is_running, pids))
     else:
@@ -738,7 +738,7 @@ def test_worker_continues_after_requests_for_its_stack(launch: Launch, kind: str
 def test_poll_sends_no_signal(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     """A timeout of less than 10 ms raises ``StepTimeout`` without requesting a stack."""
     sent: list[int] = []
-    monkeypatch.setattr(WorkerProcess, "signal", lambda worker, number: sent.append(number))
+    monkeypatch.setattr(ProcessWatch, "signal", lambda watch, number: sent.append(number))
     env_fns, options = COMPUTING["env_threads"]
     envs = launch(env_fns, **options)
     envs.reset(seed=1)

@@ -728,6 +728,17 @@ def test_each_of_two_rebuild_messages_of_a_worker_has_a_time_limit(launch: Launc
     assert [str(record.error) for record in envs.errors if "it hung for more than 6 seconds" in str(record.error)]
 
 
+def test_abandon_of_a_dead_worker_loses_no_message_to_others(launch: Launch) -> None:
+    """The message to all workers is written as far as the first, which is dead, when ``abandon`` replaces that one."""
+    envs = launch([healthy_env_fn(index) for index in range(3)], num_workers=3, on_failure="restart")
+    envs.reset(seed=7)
+    kill_worker(envs, 0)
+    envs.send(ACTIONS[:3])
+    envs.abandon([0])
+    *_, truncations, infos = envs.recv(count=3, timeout=30)
+    assert dict(zip(infos["env_id"].tolist(), truncations.tolist(), strict=True)) == {0: True, 1: False, 2: False}
+
+
 @pytest.mark.parametrize("call", ["reset one, then all", "reset one, one by one", "raise, then all"])
 def test_death_noticed_by_a_reset_or_a_failure_is_handled_once(launch: Launch, call: str) -> None:
     """A worker dies with a row in flight, and another request notices it. Once, two processes replaced the worker."""

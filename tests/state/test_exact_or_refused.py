@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import cmath
 import copy
+import datetime
+import decimal
+import enum
 import functools
 import importlib.util
 import itertools
 import math
 import random
+import re
+from collections import deque
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -447,3 +453,58 @@ def test_describe_local_class_is_unchanged_by_copying_an_object() -> None:
     before = describe(kind)
     copy.copy(kind())
     assert describe(kind) == before
+
+
+@pytest.mark.parametrize("name", ["__firstlineno__", "__static_attributes__", "__annotate_func__", "__annotations_cache__"])
+def test_describe_local_class_is_independent_of_what_newer_pythons_add(name: str) -> None:
+    kind: Any = type(make_local_class_env(2))
+    before = describe(kind)
+    setattr(kind, name, ("x",))
+    assert describe(kind) == before
+
+
+class Operation(enum.Enum):
+    NEGATE = (lambda x: -x,)
+
+
+def test_describe_enum_member_has_no_address() -> None:
+    assert " at 0x" not in describe(Operation.NEGATE)
+
+
+def _object_array(middle: Any) -> Any:
+    array = np.zeros(2000, object)
+    array[1000] = middle
+    return array
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (_object_array(1), _object_array(2)),
+        (np.array([DocumentedSlots(1.0)]), np.array([DocumentedSlots(2.0)])),
+        (re.compile("a" * 300 + "b"), re.compile("a" * 300 + "c")),
+        (range(10), range(20)),
+        (slice(1), slice(2)),
+        (bytearray(b"a"), bytearray(b"b")),
+        (deque([1]), deque([2])),
+        (deque([1], 3), deque([1], 4)),
+        (datetime.date(2020, 1, 1), datetime.date(2020, 1, 2)),
+        (decimal.Decimal(1), decimal.Decimal(2)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_descriptions_of_different_values_differ(one: Any, other: Any) -> None:
+    assert describe(one) == describe(copy.deepcopy(one))
+    assert describe(one) != describe(other)
+
+
+def test_describe_file_that_cannot_be_read_names_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "level.json"
+    path.write_text("{}")
+    assert str(path) not in describe(path)
+
+    def refuse(*args: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", refuse)
+    assert describe(path) == f"file {str(path)!r}"

@@ -1,4 +1,4 @@
-"""Exceptions of signal handlers are never reported as errors of an environment, a snapshot or a codec."""
+"""Exceptions that signal handlers raise are never reported as errors of an environment, a snapshot or a codec."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ACTIONS = np.array([1, 2])
 
 
 class Interruption:
-    """A signal that is raised once, at the last of ``remaining`` opportunities."""
+    """A signal that is sent once, by the ``remaining``-th call of :meth:`allow` from now on."""
 
     remaining = 0
 
@@ -85,7 +85,9 @@ class Tape:
 
 def _make_tape(state: Any) -> Tape:
     Interruption.allow()
-    return Tape() if state == "a tape" else state.refused
+    if state != "a tape":
+        raise ValueError("the state of another class")
+    return Tape()
 
 
 register_rule(name_of(Tape), Codec(lambda tape: "a tape", lambda tape, state: None, make=_make_tape))
@@ -101,22 +103,23 @@ class LateTapeEnv(kept_envs.CountingEnv):
         return super().step(action)
 
 
-def reset_engine(env_fn: Callable[[], Any] = kept_envs.GeneratorsEnv) -> Any:
+def stepped_engine(env_fn: Callable[[], Any] = kept_envs.GeneratorsEnv) -> Any:
+    """Return a context manager with an engine of two environments after a reset and a step."""
     envs = vecenv.AsyncVectorEnv([env_fn] * 2, num_workers=0)
     envs.reset(seed=2)
     envs.step(ACTIONS)
     return closing(envs)
 
 
-def count_opportunities(call: Callable[[], Any]) -> int:
-    """Return the number of opportunities to interrupt a call."""
+def count_moments(call: Callable[[], Any]) -> int:
+    """Return the number of moments at which a call can be interrupted."""
     Interruption.remaining = 10**9
     call()
     return 10**9 - Interruption.remaining
 
 
 def interrupt(envs: Any, call: Callable[[], Any], moment: int) -> Any:
-    """Return the result of a call after an interruption, which may raise only the handler's exception."""
+    """Interrupt a call, which may then raise only the handler's exception; complete it and return its result."""
     Interruption.remaining = moment
     with pytest.raises(Alarm):
         call()
@@ -125,7 +128,7 @@ def interrupt(envs: Any, call: Callable[[], Any], moment: int) -> Any:
 
 @pytest.mark.parametrize("place", ["rest", "observation", "state_dict", "codec"])
 def test_interrupted_load_succeeds_in_the_next_call(place: str) -> None:
-    with reset_engine(LateTapeEnv) as envs:
+    with stepped_engine(LateTapeEnv) as envs:
         if place == "rest":
             envs.set_next_options([{"object": InterruptibleObject()}] * 2)
         kept = envs.save(verify=False)
@@ -137,7 +140,7 @@ def test_interrupted_load_succeeds_in_the_next_call(place: str) -> None:
         expected = envs.step(ACTIONS)
         if place == "codec":
             envs.set_attr("tape", None)
-        moments = count_opportunities(load)
+        moments = count_moments(load)
         assert moments > 1
         for moment in range(1, moments + 1):
             if place == "codec":
@@ -147,31 +150,34 @@ def test_interrupted_load_succeeds_in_the_next_call(place: str) -> None:
 
 
 def test_interrupted_save_succeeds_in_the_next_call() -> None:
-    with reset_engine() as envs:
+    with stepped_engine() as envs:
         envs.set_next_options([{"object": InterruptibleObject()}] * 2)
         save = functools.partial(envs.save, verify=False)
-        moments = count_opportunities(save)
+        moments = count_moments(save)
         assert moments > 1
         for moment in range(1, moments + 1):
             assert len(interrupt(envs, save, moment)) == 2
-        kept = vecenv.state.snapshots.StateDict(object=InterruptibleObject())
-        Interruption.remaining = 1
-        with pytest.raises(Alarm):
-            pickle.dumps(kept)
+
+
+def test_interrupted_pickling_of_a_state_dict_raises_the_handlers_exception() -> None:
+    state = vecenv.state.snapshots.StateDict(object=InterruptibleObject())
+    Interruption.remaining = 1
+    with pytest.raises(Alarm):
+        pickle.dumps(state)
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.05, 0.1, 0.2, 0.5, 0.9, 1.0])
 def test_interrupted_verification_raises_the_handlers_exception(share: float) -> None:
     """In the calling process, an interruption never makes the verification fail."""
-    moments = count_opportunities(lambda: assert_restorable(InterruptibleEnv))
-    with reset_engine(InterruptibleEnv) as envs:
+    moments = count_moments(lambda: assert_restorable(InterruptibleEnv))
+    with stepped_engine(InterruptibleEnv) as envs:
         assert len(interrupt(envs, envs.save, 1 + round(share * (moments - 1)))) == 2
 
 
 def test_interrupted_assert_functions_raise_the_handlers_exception() -> None:
     for check in (assert_restorable, assert_isolated):
-        moments = count_opportunities(lambda check=check: check(InterruptibleEnv))
+        moments = count_moments(lambda check=check: check(InterruptibleEnv))
         for moment in {1, 2, 5, *range(7, moments, moments // 12), moments}:
             Interruption.remaining = moment
             with pytest.raises(Alarm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -20,9 +21,12 @@ from programs import run_python
 
 import vecenv
 from vecenv.errors import WorkerDied
+from vecenv.recording.file import read, read_header
+from vecenv.recording.replay import DIFFERENT, Replay
 from vecenv.system import cores
 from vecenv.system.helper_process import HelperProcess
 from vecenv.system.spawning import explain_missing_processes
+from vecenv.testing import FaultyEnv
 
 HERE = Path(__file__).parent
 
@@ -191,3 +195,29 @@ def test_no_process_spins_if_waiting_times_are_unknown(monkeypatch: pytest.Monke
     assert cores.placements(1)[1] > 0
     monkeypatch.delattr(os, "sched_getaffinity")
     assert cores.placements(1) == ([cores.Placement()], 0.0)
+
+
+def raise_value_error(result: Any) -> None:
+    raise ValueError("an error of the environment")
+
+
+def test_failures_are_recorded_and_replayed_without_sigkill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "records"
+    once = tmp_path / "raised"
+    env_fn: Any = functools.partial(FaultyEnv, gymnasium.make("CartPole-v1"), raise_value_error, step=2, once=once)
+    envs = vecenv.AsyncVectorEnv([env_fn], num_workers=0, record_failures=folder)
+    envs.reset(seed=1)
+    envs.step([0])
+    monkeypatch.delattr(signal, "SIGKILL")
+    with pytest.raises(ValueError, match="an error of the environment") as caught:
+        envs.step([0])
+    envs.close()
+    (path,) = folder.iterdir()
+    assert f"recorded: {path}" in caught.value.__notes__
+    header, body = read_header(path)
+    replay = Replay(header, read(header, body))
+    for _ in replay.run():
+        pass
+    replay.close()
+    assert replay.result is not None
+    assert replay.result.status == DIFFERENT

@@ -59,10 +59,10 @@ def test_render_grid_places_environments_in_order(make: Any, workers: int) -> No
     grid = vecenv.render_grid(envs, columns=3, gap=2)
     assert grid.shape == (2 * 4 + 2, 3 * 6 + 2 * 2, 3)
     assert grid.dtype == np.uint8
-    for env in range(5):
-        row, column = divmod(env, 3)
+    for index in range(5):
+        row, column = divmod(index, 3)
         cell = grid[row * 6 : row * 6 + 4, column * 8 : column * 8 + 6]
-        assert (cell == 10 * (env + 1)).all(), env
+        assert (cell == 10 * (index + 1)).all(), index
     assert not grid[4:6].any(), "the gap is black"
     assert not grid[6:, 16:].any(), "the empty place is black"
 
@@ -130,8 +130,8 @@ def test_images_that_are_not_frames_of_one_size_are_refused(name: str, tmp_path:
     assert not (tmp_path / name).exists()
 
 
-def test_gif_keeps_colours_of_a_few_frames(tmp_path: Path) -> None:
-    image = pytest.importorskip("PIL.Image")
+def test_gif_keeps_a_colour_that_only_two_frames_have(tmp_path: Path) -> None:
+    pillow = pytest.importorskip("PIL.Image")
     images = [np.zeros((32, 32, 3), np.uint8) for _ in range(101)]
     for index in (53, 54):
         images[index][10:20, 10:20] = 255, 0, 0
@@ -139,7 +139,7 @@ def test_gif_keeps_colours_of_a_few_frames(tmp_path: Path) -> None:
     path = tmp_path / "flash.gif"
     assert write_video(images, path, fps=10) == 201
     shown: list[Any] = []
-    with image.open(path) as video:
+    with pillow.open(path) as video:
         for index in range(video.n_frames):
             video.seek(index)
             shown += [np.asarray(video.convert("RGB"))] * (video.info["duration"] // 100)

@@ -406,7 +406,7 @@ class JaxDriver(LockstepDriver):
                 time.sleep(_POLL_SECONDS)
             return True
         finally:
-            self._seconds_waited += time.monotonic() - began
+            self.seconds_waited += time.monotonic() - began
 
     def read(self, kind: Phase) -> Stepped:
         """Return the results of a call from the newest state."""
@@ -425,7 +425,7 @@ class JaxDriver(LockstepDriver):
             return stepped if self._to == "jax" else to_torch(stepped)  # type: ignore[no-any-return]
         began = time.perf_counter()
         terminated = np.array(state.terminated)  # the first access waits for the whole program
-        self._seconds_waited += time.perf_counter() - began
+        self.seconds_waited += time.perf_counter() - began
         truncated = np.array(state.truncated)
         infos_by_key = self._infos(state, terminated | truncated) if infos else {}
         observations = to_numpy(self.functional.observation_space, state.obs)

@@ -168,7 +168,7 @@ class _LibraryDriver(LockstepDriver):
             raise NotImplementedError(f"backend 'native': {self.title} steps in the caller's thread, without a timeout")
         began = time.monotonic()
         done = wait([self._future], max(deadline - began, 0.0)).done
-        self._seconds_waited += time.monotonic() - began
+        self.seconds_waited += time.monotonic() - began
         return bool(done)
 
     def read(self, kind: Phase) -> Stepped:

@@ -14,7 +14,6 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from vecenv.engine.exchange import Exchange
-from vecenv.engine.observers import Observer
 from vecenv.engine.worker_process import Worker
 from vecenv.errors import NotRestorable
 from vecenv.link.messages import Op
@@ -31,11 +30,10 @@ class Calls:
     Args:
         exchange: Sends the requests, and receives the replies.
         mode: The autoreset mode.
-        observers: The observers of calls that may change environments.
     """
 
-    def __init__(self, exchange: Exchange, mode: AutoresetMode, observers: Sequence[Observer]) -> None:
-        self._exchange, self._mode, self._observers = exchange, mode, observers
+    def __init__(self, exchange: Exchange, mode: AutoresetMode) -> None:
+        self._exchange, self._messages, self._mode = exchange, exchange.messages, mode
         self.verified: set[int] = set()  # rows that were found to continue exactly from a snapshot
 
     def begin_call(self, name: str, args: Any, kwargs: Any) -> None:
@@ -45,13 +43,10 @@ class Calls:
 
     def begin_exec(self, func: Callable[..., Any], rows: Collection[int], args: Any, kwargs: Any) -> None:
         """Begin to call a function with each of some environments."""
-        select = _select_positions(rows)
-
-        def build_payload(worker: Worker) -> Any:
-            ks = select(worker)
-            return (ks, func, args, kwargs) if ks else None
-
-        self._begin("exec_func", Op.EXEC, build_payload, list(rows), (func, args, kwargs))
+        select, arguments = _select_positions(rows), (func, args, kwargs)
+        self._begin(
+            "exec_func", Op.EXEC, lambda worker: (ks, *arguments) if (ks := select(worker)) else None, list(rows), arguments
+        )
 
     def begin_set_attr(self, name: str, values: Sequence[Any]) -> None:
         """Begin to set an attribute of every environment. Earlier verifications become invalid."""
@@ -80,26 +75,23 @@ class Calls:
 
     def announce(self, rows: Sequence[int], name: str, arguments: tuple[Any, ...]) -> None:
         """Notify the observers of a call that may change environments."""
-        for observer in self._observers:
+        for observer in self._exchange.failures.observers:
             observer.on_call(rows, name, arguments)
 
     # -- snapshots -----------------------------------------------------------------------------------------------------
 
     def save(self, rows: Sequence[int], verify: bool) -> Snapshots:
         """Return the states of some rows. With ``verify``, also verify those that have not been verified yet."""
-        return Snapshots(self._save(rows, verify))
-
-    def _save(self, rows: Sequence[int], verify: bool) -> list[Snapshot]:
         self._exchange.failures.require_intact(rows)
         saved = self._call("save", Op.SAVE, _select_positions(rows))
         if verify and (new := sorted(set(rows) - self.verified)):
             self._call("save", Op.PROVE, _select_positions(new))
             self.verified |= set(new)
-        return [self.with_observation(row, saved[row]) for row in rows]
+        return Snapshots(self.with_observation(row, saved[row]) for row in rows)
 
     def with_observation(self, row: int, snapshot: Snapshot) -> Snapshot:
         """Add the row's latest observation, if it has one, to a worker's snapshot."""
-        return snapshot.having(observation=self._exchange.store.row(row)) if snapshot.row.used else snapshot
+        return snapshot.having(observation=self._messages.store.row(row)) if snapshot.row.used else snapshot
 
     def snapshots(self) -> list[Snapshot]:
         """Return the states of all rows, even in the middle of another call. Failures are not recorded.
@@ -110,28 +102,29 @@ class Calls:
         exchange = self._exchange
         rows = range(exchange.num_envs)
         exchange.begin_call("save", Op.SAVE, _select_positions(rows))
-        request = exchange.finish_quietly()
+        request = exchange.request
+        assert request is not None
+        exchange.wait_for(request, None)
+        exchange.request = None
         if request.deaths or request.failures:
             raise NotRestorable(request.deaths[0].text if request.deaths else request.failures[0][0].text)
         return [self.with_observation(row, request.results[row]) for row in rows]
 
     def load(self, snapshots: Any, rows: list[int]) -> Any:
         """Load states, and return the observations; ``None`` if a row has none. All are checked before any row changes."""
-        return self._load(parse_snapshots(snapshots, rows), rows)
-
-    def _load(self, snapshots: Sequence[Snapshot], rows: list[int]) -> Any:
         exchange, failed = self._exchange, self._exchange.failures.failed
-        snapshot_by_row = dict(zip(rows, snapshots, strict=True))
+        parsed = parse_snapshots(snapshots, rows)
+        snapshot_by_row = dict(zip(rows, parsed, strict=True))
         row_states = {row: snapshot.row for row, snapshot in snapshot_by_row.items()}
         for row, row_state in row_states.items():
-            require_observation(exchange.store, row, row_state)
+            require_observation(self._messages.store, row, row_state)
 
         def build_payload(worker: Worker) -> Any:
             first = worker.rows[0]
             return [(row - first, snapshot_by_row[row]) for row in worker.rows if row in snapshot_by_row] or None
 
         self._call("load", Op.CHECK, build_payload)
-        self.announce(rows, "load", (list(snapshots),))
+        self.announce(rows, "load", (parsed,))
         for row in rows:  # an interrupted load may have changed any of these environments
             failed[row] = _INTERRUPTED_LOAD
         try:
@@ -142,7 +135,7 @@ class Calls:
             raise
         self._accept_all(snapshot_by_row)
         all_used = all(row_state.used for row_state in row_states.values())
-        return exchange.store.take(np.array(rows, np.intp)) if all_used else None
+        return self._messages.store.take(np.array(rows, np.intp)) if all_used else None
 
     def _accept_all(self, snapshot_by_row: Mapping[int, Snapshot]) -> None:
         """Accept the rows that were loaded. By now, ``failed`` has another text for rows that failed meanwhile."""
@@ -150,12 +143,12 @@ class Calls:
         loaded = [row for row in snapshot_by_row if failed.get(row) == _INTERRUPTED_LOAD]
         for row in loaded:
             self.accept_loaded(row, snapshot_by_row[row])
-        self._exchange.rebuilder.keep_observations(loaded)
+        self._messages.rebuilder.keep_observations(loaded)
 
     def accept_loaded(self, row: int, snapshot: Snapshot) -> None:
         """Store the observation of a loaded row, and forget that it failed."""
         if snapshot.row.used:
-            self._exchange.store.set_row(row, snapshot.row.observation)
+            self._messages.store.set_row(row, snapshot.row.observation)
         self._exchange.failures.forget([row])
 
     def _call(self, command: str, op: Op, build_payload: Callable[[Worker], Any]) -> dict[int, Any]:
@@ -167,17 +160,17 @@ class Calls:
     def state_dict(self, spaces: list[Any], verify: bool) -> dict[str, Any]:
         """Return the states of all rows, counters, seeds and the generators of ``spaces`` in one dict."""
         exchange = self._exchange
-        snapshots = self._save(list(range(exchange.num_envs)), verify)
-        counts = exchange.counters.steps, exchange.counters.resets, exchange.failures.restarts
-        return pack_state(snapshots, self._mode, counts, exchange.rebuilder.seeds, spaces)
+        snapshots = self.save(list(range(exchange.num_envs)), verify)
+        counts = self._messages.counters.steps, self._messages.counters.resets, exchange.failures.restarts
+        return pack_state(snapshots, self._mode, counts, self._messages.rebuilder.seeds, spaces)
 
     def load_state_dict(self, state: Mapping[str, Any], spaces: list[Any]) -> Any:
         """Restore a state from :meth:`state_dict`, and return the observations."""
         exchange = self._exchange
         saved = read_state(state, exchange.num_envs, self._mode, spaces)
-        observations = self._load(saved.snapshots, list(range(exchange.num_envs)))
-        exchange.rebuilder.seeds = saved.seeds
-        saved.load(exchange.counters, exchange.failures)
+        observations = self.load(saved.snapshots, list(range(exchange.num_envs)))
+        self._messages.rebuilder.seeds = saved.seeds
+        saved.load(self._messages.counters, exchange.failures)
         return observations
 
 

@@ -50,8 +50,7 @@ class Exchange:
     def __init__(self, state: CallState, messages: PendingMessages) -> None:
         self.state, self.messages, self.num_envs = state, messages, messages.num_envs
         self.in_flight, self.ready = messages.in_flight, messages.ready
-        self.pool, self.batch, self.store, self.counters = messages.pool, messages.batch, messages.store, messages.counters
-        self.policy, self.failures, self.rebuilder = messages.policy, messages.failures, messages.rebuilder
+        self.pool, self.policy, self.failures = messages.pool, messages.policy, messages.failures
         self.request: Request | None = None
         self.rows_at_once: int | None = None
         self._own_share_deferred = False  # the last wait deferred the caller's own share, because a worker had a reply
@@ -89,7 +88,7 @@ class Exchange:
         parts = list(self.pool.split_into_rounds(healthy, size))
         payloads = [
             self.pool.pickle_for(worker, action_by_row and [action_by_row[row] for row in worker_rows])  # may raise
-            for _, worker, worker_rows in parts
+            for worker, worker_rows in parts
         ]
         self.state.changing = True
         messages, request = self.messages, Request("step", 0, for_recv)
@@ -101,11 +100,7 @@ class Exchange:
                 self.state.changing = False
                 raise error
             messages.not_counted.update(failed)
-        latest_round = -1
-        for (send_round, worker, worker_rows), payload in zip(parts, payloads, strict=True):
-            if send_round != latest_round:
-                latest_round = send_round
-                messages.next_number()
+        for (worker, worker_rows), payload in zip(parts, payloads, strict=True):
             messages.queue(worker, _STEP_SOME, worker_rows, request, payload)
         if for_recv:
             self.in_flight.update(rows)
@@ -131,14 +126,14 @@ class Exchange:
         dropped = None if for_recv or self.state.changing else self.request
         self.state.changing = True
         if dropped is not None:
-            messages.record_dropped(dropped)
+            messages.record_dropped(dropped.command, dropped.failures)
         if not for_recv:
             self.request = None
             messages.drop_all()
         if not for_recv and len(rows) < self.num_envs:
             others = np.isin(np.arange(self.num_envs), rows, invert=True)
-            self.batch.info_schemas[others], self.batch.final[others] = NO_INFO, False
-            self.rebuilder.restore_observations(self.failures.failed.keys() - set(rows))
+            messages.batch.info_schemas[others], messages.batch.final[others] = NO_INFO, False
+            messages.rebuilder.restore_observations(self.failures.failed.keys() - set(rows))
         messages.find_deaths(rows)
         if (error := messages.replace_dead(rows)) is not None:
             self.state.changing = False
@@ -146,7 +141,6 @@ class Exchange:
         self.failures.forget(rows)
         request = Request("reset", 0, for_recv)
         request.seeds, request.options, request.rows = seeds, options, rows
-        messages.next_number()
         for (worker, worker_rows), payload in zip(self.pool.split(rows), payloads, strict=True):
             messages.queue(worker, Op.RESET_SOME, worker_rows, request, payload)
         if for_recv:
@@ -162,10 +156,8 @@ class Exchange:
         return [self.pool.pickle_for(worker, reset_payload(worker_rows, seeds, options)) for worker, worker_rows in parts]
 
     def drop_if_droppable(self) -> bool:
-        """Drop a pending call that an interrupted method left behind; return ``True`` if no request is pending now."""
-        if self.request is None:
-            return True
-        if not self.request.droppable:
+        """Drop the pending request and return ``True`` if it is a call that an interrupted method left behind."""
+        if self.request is None or not self.request.droppable:
             return False
         self.state.changing = True
         self.messages.drop_request(self.request)
@@ -186,7 +178,6 @@ class Exchange:
         self.state.changing = True
         request = Request(command, 0, for_recv=False)
         request.droppable = True
-        self.messages.next_number()
         for (worker, _), payload in zip(parts, payloads, strict=True):
             self.messages.queue(worker, op, worker.rows, request, payload)
         self.request = request
@@ -207,7 +198,7 @@ class Exchange:
         assert request is not None
         if not self.wait_for(request, deadline_after(timeout)):
             raise self.pool.timeout_error(wait_method(request.command), timeout)
-        if request.has_failed and (error := self.settle(request)) is not None:
+        if (request.failures or request.deaths) and (error := self.settle(request)) is not None:
             try:
                 raise error
             finally:
@@ -215,14 +206,6 @@ class Exchange:
         self.state.changing = not request.droppable  # until the guard has returned the results
         self.request = None
         return request.results
-
-    def finish_quietly(self) -> Request:
-        """Return the pending call with its replies, without recording or raising its failures."""
-        request = self.request
-        assert request is not None
-        self.wait_for(request, None)
-        self.request = None
-        return request
 
     def settle(self, request: Request) -> Exception | None:
         """Settle the failures of the pending request: return the exception that ends it, or queue rebuild messages."""
@@ -241,11 +224,10 @@ class Exchange:
         Such a reset drops all results. A worker reads the rows of a message from shared memory when it begins to execute it,
         so a reset before that would overwrite them. ``StepTimeout`` names ``recv``, not the reset that called this.
         """
-        limit = self.policy.step_timeout
-        deadline = deadline_after(limit)
+        deadline = deadline_after(self.policy.step_timeout)
         while any(worker.pending for worker in self.pool.workers):
             if not self._wait_for_any(deadline):
-                deadline = self._kill_hanging("recv", limit)
+                deadline = self._kill_hanging("recv")
 
     def convert_for_recv(self, request: Request) -> None:
         """Convert the pending reset, so that ``recv`` returns its rows as they become ready.
@@ -273,7 +255,13 @@ class Exchange:
         wants_all, enough = enough is None and count == self.num_envs, count if enough is None else enough
         while True:
             if self.messages.unraised:
-                self._raise_next()
+                self.state.changing = True
+                error = self.messages.take_unraised()
+                self.state.changing = False
+                try:
+                    raise error
+                finally:
+                    del error
             ready, in_flight = len(self.ready), len(self.in_flight)
             if ready >= count:
                 return True
@@ -292,25 +280,9 @@ class Exchange:
                     continue
                 if limit is None:
                     return False
-                deadline = self._kill_hanging("recv", limit)
-
-    def _raise_next(self) -> None:
-        self.state.changing = True
-        error = self.messages.take_unraised()
-        self.state.changing = False
-        try:
-            raise error
-        finally:
-            del error
+                deadline = self._kill_hanging("recv")
 
     # -- writing and waiting -----------------------------------------------------------------------------------------
-
-    def release(self) -> None:
-        """Drop the pending request and all references to shared memory, on closing."""
-        self.request = None
-        self.messages.release()
-        for name in ("batch", "store", "rebuilder"):
-            self.__dict__.pop(name, None)
 
     def flush(self) -> None:
         """Write queued messages, as far as the pipes and ``max_concurrency`` allow. An interrupted flush can be repeated."""
@@ -345,7 +317,7 @@ class Exchange:
             if limit is None:
                 return not request.remaining
             method = request.command if request.droppable else wait_method(request.command)
-            deadline = self._kill_hanging(method, limit, request if rows_in_flight else None)
+            deadline = self._kill_hanging(method, request if rows_in_flight else None)
         return True
 
     def _wait_for_all(self, deadline: float | None) -> bool:
@@ -354,7 +326,8 @@ class Exchange:
         Waits for one worker after another: most reply during the first wait, so the caller wakes up once or twice per step.
         """
         pool, messages, workers = self.pool, self.messages, self.pool.processes
-        self.execute_own_messages()
+        if pool.local is not None:
+            self.execute_own_messages()
         for position, index in enumerate(pool.wait_order):
             may_have_replied = position > 0
             while (worker := workers[index]).pending:  # a dead worker may be replaced meanwhile
@@ -430,10 +403,8 @@ class Exchange:
 
     def execute_own_messages(self) -> None:
         """Execute all messages to the caller's own share."""
-        local = self.pool.local
-        if local is not None:
-            while local.unexecuted:
-                self._step_own_share(local)
+        while (local := self.pool.local) is not None and local.unexecuted:
+            self._step_own_share(local)
 
     def _step_own_share(self, local: LocalWorker) -> None:
         """Execute the next message to the caller's own share. An interrupted step leaves it in an undefined state."""
@@ -461,8 +432,9 @@ class Exchange:
 
     # -- late replies ------------------------------------------------------------------------------------------------
 
-    def _kill_hanging(self, method: str, limit: float | None, call: Request | None = None) -> float:
+    def _kill_hanging(self, method: str, call: Request | None = None) -> float:
         """Kill workers that exceeded ``step_timeout``, or raise if restarts are off; return the time of the next check."""
+        limit = self.policy.step_timeout
         late = self.pool.find_late_workers(limit)
         if call is not None:  # only the workers that have to finish a step before this call
             late = [worker for worker in late if any(message[2] is call for message in islice(worker.pending, 1, None))]
@@ -490,7 +462,7 @@ class Exchange:
             self.state.changing = True  # a reset after an interruption replaces workers with a `kill_reason`
             worker.timeout = timeout
             worker.kill_reason = f"{reason} and was killed{where}" + (f"\nits stack:\n{stack}" if stack else "")
-            worker.signal(9)
+            worker.watch.signal(9)
             self.messages.handle_death(worker)
             self.messages.settle_for_recv()
             self.state.changing = False

@@ -54,6 +54,7 @@ class FailureLog:
         restart_log: The log lines about restarts.
         latest_death: The latest death of a worker.
         notes: Row -> the observers' notes about its latest failure.
+        observers: The observers of the engine.
     """
 
     def __init__(self, observers: Sequence[Observer], *, logs_like_gymnasium: bool) -> None:
@@ -65,7 +66,7 @@ class FailureLog:
         self.restart_log = RestartLog()
         self.latest_death: Death | None = None
         self.notes: dict[int, list[str]] = {}
-        self._observers = observers
+        self.observers = observers
         self._logs_like_gymnasium = logs_like_gymnasium
 
     def record_death(self, death: Death) -> None:
@@ -106,16 +107,16 @@ class FailureLog:
             if is_marked or (command == "step" and mark != "none"):
                 self._notify((row,) if is_marked else (), (error, recorded), worker_died=False)
             raised.append((row, error))
-            index = -1 if worker.local else worker.index
+            index = worker.index if isinstance(worker, WorkerProcess) else -1
             self.errors.append(ErrorRecord(row, index, worker.pid, command, recorded, packed.text, time.monotonic()))
         return raised
 
     def _notify(self, rows: Sequence[int], errors: Sequence[Exception], *, worker_died: bool) -> None:
         """Notify the observers, and add their notes to the errors."""
-        if not self._observers:
+        if not self.observers:
             return
         with deferred_signals():
-            notes = notify_failure(self._observers, rows, errors[0], worker_died=worker_died)
+            notes = notify_failure(self.observers, rows, errors[0], worker_died=worker_died)
         self.notes.update(dict.fromkeys(rows, notes))
         for error, note in itertools.product(errors, notes):
             note_once(error, note)
@@ -129,9 +130,9 @@ class FailureLog:
         pairs = [(worker.noted_activity[1], row) for worker in workers for row in worker.rows]
         ordered = [row for running, row in sorted(pairs, key=lambda pair: pair[0] != pair[1])]
         notes: Sequence[str] = ()
-        if self._observers:
+        if self.observers:
             with deferred_signals():
-                notes = notify_failure(self._observers, ordered, error, worker_died=False)
+                notes = notify_failure(self.observers, ordered, error, worker_died=False)
             for note in notes:
                 note_once(error, note)
         for worker in workers:
@@ -298,7 +299,6 @@ class Rebuilder:
         tree: The structure of an observation; ``None`` if it has no fixed size.
         mode: The autoreset mode.
         counters: The numbers of steps and resets.
-        observers: The observers to notify of resets.
 
     Attributes:
         seeds: The source of seeds for environments that are rebuilt.
@@ -307,9 +307,9 @@ class Rebuilder:
 
     def __init__(
         self, policy: Policy, failures: FailureLog, batch: Batch, store: Store, infos: InfoReader, tree: Tree | None,
-        mode: AutoresetMode, counters: Counters, observers: Sequence[Observer],
+        mode: AutoresetMode, counters: Counters,
     ) -> None:  # fmt: skip
-        self._observers, self._restarts_rows = observers, policy.restart
+        self._restarts_rows = policy.restart
         num_envs = len(batch.rewards)
         self.budget = RestartBudget(policy.restart_limit, policy.restart_period, lambda: counters.steps / num_envs)
         self.last_good = LastGoodObservations(store, tree)
@@ -376,7 +376,7 @@ class Rebuilder:
             given = [request.seeds[row] if row in reseeded else None for row in rows]
             seeds = [fresh if seed is None else seed for seed, fresh in zip(given, seeds, strict=True)]
             request.repeated.update(rows)
-        for observer in self._observers:
+        for observer in self._failures.observers:
             observer.on_reset(rows, seeds, select_options(request.options, rows))
         return seeds, select_options(request.options, rows), stepping and self._mode is AutoresetMode.NEXT_STEP
 

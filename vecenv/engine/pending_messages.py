@@ -8,10 +8,12 @@ docs/architecture.md describes replies and restarts: *The life of a step*, *The 
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import signal
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from gymnasium.error import ResetNeeded
@@ -48,7 +50,6 @@ class PendingMessages:
         counters: The numbers of steps and resets that were returned.
 
     Attributes:
-        seq: The number of the latest message; never 0 after the first.
         in_flight: Rows that were sent and that ``recv`` has not returned yet. This set and ``ready`` are never replaced.
         ready: Rows in flight that ``recv`` may return, in the order in which they finished.
         resetting: Rows in flight that were reset, not stepped.
@@ -65,7 +66,7 @@ class PendingMessages:
     ) -> None:  # fmt: skip
         self.pool, self.policy, self.failures, self.rebuilder, self.counters = pool, policy, failures, rebuilder, counters
         self.batch, self.store, self.infos, self.num_envs = batch, store, infos, len(batch.rewards)
-        self.seq = 0
+        self._seq = 0  # the number of the latest message
         self.in_flight: set[int] = set()
         self.ready: list[int] = []
         self.resetting: set[int] = set()
@@ -79,13 +80,13 @@ class PendingMessages:
     # -- queueing ----------------------------------------------------------------------------------------------------
 
     def next_number(self) -> int:
-        """Advance the sequence number, which is never 0, for the messages that are queued next, and return it."""
-        self.seq = self.seq % 0xFFFFFFFF + 1
-        return self.seq
+        """Return the number of the next message, which is never 0."""
+        self._seq = self._seq % 0xFFFFFFFF + 1
+        return self._seq
 
     def queue(self, worker: Worker, op: int, rows: Sequence[int], request: Request, payload: Any) -> None:
-        """Queue a message with the latest number. If it is for all rows of the worker, ``*_SOME`` loses its suffix."""
-        seq, rebuilds = self.seq, op == Op.REBUILD_SOME
+        """Queue a message with a new number. If it is for all rows of the worker, ``*_SOME`` loses its suffix."""
+        seq, rebuilds = self.next_number(), op == Op.REBUILD_SOME
         if len(rows) == len(worker.rows) and not rebuilds:
             op = _FOR_ALL_ROWS.get(op, op)
         else:
@@ -106,18 +107,18 @@ class PendingMessages:
             if worker.pending:
                 worker.dropped.update((head[1:], request.command) for head, _, request in worker.pending)
                 worker.pending.clear()
-            if isinstance(worker, WorkerProcess) and (worker.rebuild_deadline or not worker.has_started):
+            if worker.rebuild_deadline or not worker.has_started:
                 # it is executing a dropped message or still starting, without a limit if `replace_dead` was interrupted
                 self.limit_rebuild(worker)
         self.pool.drop_unqueued()
 
-    def record_dropped(self, request: Request) -> None:
-        """Record the fatal failures of a request that is about to be dropped, as ``apply`` does for later ones."""
-        self.failures.record(request.command, [pair for pair in request.failures if pair[0].fatal], mark="none")
+    def record_dropped(self, command: str, failures: Iterable[tuple[Failure, Worker]]) -> None:
+        """Record the fatal failures of a request that is about to be dropped, or was dropped before the reply."""
+        self.failures.record(command, [pair for pair in failures if pair[0].fatal], mark="none")
 
     def drop_request(self, request: Request) -> None:
         """Drop the messages of one request, which is a call."""
-        self.record_dropped(request)
+        self.record_dropped(request.command, request.failures)
         for worker in self.pool.workers:
             others = [pending for pending in worker.pending if pending[2] is not request]
             worker.dropped.update((head[1:], request.command) for head, _, other in worker.pending if other is request)
@@ -125,14 +126,6 @@ class PendingMessages:
             worker.pending.extend(others)
         if (local := self.pool.local) is not None:
             local.drop_calls()
-
-    def _queue_rebuild(self, worker: Worker, rows: Sequence[int], request: Request) -> None:
-        """Queue a message that rebuilds environments and resets them, in place of a step or a reset."""
-        payload = self.pool.pickle_for(worker, self.rebuilder.prepare_rebuild(request, rows))
-        self.next_number()
-        self.queue(worker, Op.REBUILD_SOME, rows, request, payload)
-        if isinstance(worker, WorkerProcess):
-            self.limit_rebuild(worker)
 
     # -- rows that recv returns --------------------------------------------------------------------------------------
 
@@ -160,7 +153,7 @@ class PendingMessages:
 
     def _make_ready(self, request: Request, rows: Sequence[int]) -> None:
         """Make rows with a reply ready for ``recv``, except for those that failed, which are settled later."""
-        if request.has_failed:
+        if request.failures or request.deaths:
             if not any(other is request for other in self.unsettled):
                 self.unsettled.append(request)
             failed = self.find_rows_to_settle(request)
@@ -242,7 +235,7 @@ class PendingMessages:
     def _apply_message(self, worker: WorkerProcess, message: bytes) -> None:
         code, _, payload = decode(message)
         if code == Reply.READY:
-            worker.finish_start(payload)
+            worker.has_started, worker.start_failures = True, pickle.loads(payload or b"").failures
             if self.policy.step_timeout is None:
                 worker.rebuild_deadline = 0.0
         else:
@@ -270,13 +263,14 @@ class PendingMessages:
                 worker.rebuild_deadline = 0.0
             command = worker.dropped.pop(number, "step")
             if outcome is not None:
-                failures = [(failure, worker) for failure in outcome.failures if failure.fatal]
-                self.failures.record(command, failures, mark="none")
+                self.record_dropped(command, [(failure, worker) for failure in outcome.failures])
             return
         head, rows, request = pending[index]
         del pending[index]
         if head[0] == MATCHES_NO_REPLY:
-            self._end_rebuild_limit(worker)
+            worker.rebuild_deadline = 0.0
+            if any(other[0] == MATCHES_NO_REPLY for other, *_ in pending):
+                self.limit_rebuild(worker)
         request.remaining -= 1
         if has_infos:
             request.has_infos = True
@@ -343,7 +337,7 @@ class PendingMessages:
             if isinstance(error, MemoryError) and isinstance(worker, WorkerProcess) and worker.death is None:
                 worker.noted_activity = command, row
                 worker.kill_reason = f"{self.failures.failed[row]}, so it was killed"
-                worker.signal(signal.SIGKILL)
+                worker.watch.signal(signal.SIGKILL)
                 self.handle_death(worker)
 
     def queue_rebuilds(self, request: Request, rows: Sequence[int]) -> Exception | None:
@@ -354,7 +348,9 @@ class PendingMessages:
             error = self.replace_dead(rows)
         if error is None:
             for worker, worker_rows in self.pool.split(rows):
-                self._queue_rebuild(worker, worker_rows, request)
+                payload = self.pool.pickle_for(worker, self.rebuilder.prepare_rebuild(request, worker_rows))
+                self.queue(worker, Op.REBUILD_SOME, worker_rows, request, payload)
+                self.limit_rebuild(worker)
         return error
 
     def find_deaths(self, rows: Collection[int]) -> None:
@@ -376,24 +372,19 @@ class PendingMessages:
                     return error
         return None
 
-    def limit_rebuild(self, worker: WorkerProcess) -> None:
-        """Limit the time that a worker has to start and, with ``step_timeout``, to rebuild and reset environments."""
+    def limit_rebuild(self, worker: Worker) -> None:
+        """Limit the time that a process has to start and, with ``step_timeout``, to rebuild and reset environments."""
         start, step = self.policy.start_timeout, self.policy.step_timeout
-        if step is not None or not worker.has_started:
+        if isinstance(worker, WorkerProcess) and (step is not None or not worker.has_started):
             worker.rebuild_deadline = time.monotonic() + start + (step or 0.0)
-
-    def _end_rebuild_limit(self, worker: Worker) -> None:
-        """End the time limit after a reply, and start another one if more pending messages have it."""
-        worker.rebuild_deadline = 0.0
-        if isinstance(worker, WorkerProcess) and any(head[0] == MATCHES_NO_REPLY for head, *_ in worker.pending):
-            self.limit_rebuild(worker)
 
     def handle_death(self, worker: WorkerProcess) -> None:
         """Record the death of a worker, once. Its pending messages are lost."""
         if worker.death is not None:
             return
-        for message in worker.channel.receive_rest():  # replies that it wrote before it ended
-            self._apply_message(worker, message)
+        with contextlib.suppress(ChannelClosed):  # after the replies that it wrote before it ended
+            while (message := worker.channel.receive()) is not None:
+                self._apply_message(worker, message)
         pending = list(worker.pending)
         with deferred_signals():  # an exception between these lines would leave the death unrecorded
             death = worker.reap()
@@ -414,8 +405,3 @@ class PendingMessages:
                 request.failures += [(failure, worker) for failure in worker.start_failures if failure.env in rows]
         for request in {id(request): request for _, _, request in pending if request.for_recv}.values():
             self._make_ready(request, [])
-
-    def release(self) -> None:
-        """Drop all references to shared memory, on closing."""
-        for name in ("batch", "store", "infos", "rebuilder"):
-            self.__dict__.pop(name, None)

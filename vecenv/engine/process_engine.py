@@ -37,7 +37,6 @@ from vecenv.link.infos import InfoReader, WorkerInfos
 from vecenv.link.observations import Store
 from vecenv.shm import Arena, Batch, Layout
 from vecenv.shm.layout import Array
-from vecenv.state.snapshots import Snapshot
 from vecenv.system.cores import placements
 from vecenv.system.reporting import warn
 from vecenv.system.signals import succeeds_when_repeated
@@ -75,7 +74,7 @@ class Engine(WorkerDriver):
     ) -> None:  # fmt: skip
         super().__init__()
         self.num_envs = self.batch_size = len(env_fns)
-        self.layout, self.policy, self.mode, self.restarts_rows = layout, policy, plan.autoreset_mode, policy.restart
+        self.layout, self.policy, self.restarts_rows, mode = layout, policy, policy.restart, plan.autoreset_mode
         self._all_rows = self.last_received = np.arange(self.num_envs)
         self.observers: list[Observer] = []
         self.arena = Arena(layout.size)
@@ -85,22 +84,20 @@ class Engine(WorkerDriver):
         self._no_infos = WorkerInfos(self.infos, None, self.num_envs, {}, {})
         self.failures = FailureLog(self.observers, logs_like_gymnasium=policy.logs_like_gymnasium)
         self.rebuilder = Rebuilder(
-            policy, self.failures, batch, self.store, self.infos, layout.observations, self.mode, self.counters,
-            self.observers,
+            policy, self.failures, batch, self.store, self.infos, layout.observations, mode, self.counters
         )
         if not options.placements:
             options.placements, options.caller_spin = placements(num_workers)
-        limited_commands = () if policy.step_timeout is None else ("step", "reset")
-        self.pool = WorkerPool(plan, self.arena, batch, options, limited_commands)
+        self.pool = WorkerPool(plan, self.arena, batch, options, policy)
         messages = PendingMessages(
             self.pool, policy, self.failures, self.rebuilder, batch, self.store, self.infos, self.counters
         )
         self.exchange = Exchange(self.state, messages)
-        self.calls = Calls(self.exchange, self.mode, self.observers)
+        self.calls = Calls(self.exchange, mode)
         try:
             self.mismatches = self._start(env_fns, plan, num_workers, caller_share)
         except BaseException:
-            self.pool.close(0.0, terminate=True)
+            self.pool.close(None)
             self.pool.release()
             raise
 
@@ -180,7 +177,7 @@ class Engine(WorkerDriver):
         while True:
             if not exchange.wait_for(request, deadline):
                 return None
-            if not request.has_failed:
+            if not (request.failures or request.deaths):
                 break
             if (error := exchange.settle(request)) is not None:
                 try:
@@ -280,9 +277,7 @@ class Engine(WorkerDriver):
         self.rebuilder.keep_observations(row_list)
         return result
 
-    def recv_enough(self, count: int | None, deadline: float | None, enough: int, enough_from: float) -> Stepped | None:
-        """Return the next ``count`` rows, or at least ``enough`` of them from ``enough_from`` on."""
-        return self.recv(count, deadline, enough, enough_from)
+    recv_enough = recv
 
     def _read_row_infos(self, row_list: list[int], rows: Array) -> RowInfos:
         messages = self.exchange.messages
@@ -320,10 +315,6 @@ class Engine(WorkerDriver):
         """Return the states of some rows."""
         self.require_rows_idle("save", rows)
         return self.calls.save(rows, verify)
-
-    def snapshots(self) -> list[Snapshot]:
-        """Return the states of all rows; see :meth:`Calls.snapshots`."""
-        return self.calls.snapshots()
 
     def load(self, snapshots: Any, rows: list[int]) -> Any:
         """Load states into some rows, and return the observations."""
@@ -396,12 +387,12 @@ class Engine(WorkerDriver):
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def shut_down(self, timeout: float, *, terminate: bool, step_timeout: float | None = None) -> None:
-        """End the workers, and log errors from the environments' ``close()``. Safe to repeat."""
-        self.pool.close(timeout, terminate=terminate, step_timeout=step_timeout)
+    def shut_down(self, timeout: float | None, step_timeout: float | None) -> None:
+        """End the workers; see :meth:`WorkerPool.close`. Log errors from the environments' ``close()``. Safe to repeat."""
+        self.pool.close(timeout, step_timeout)
         failures = self.pool.failures_in_close
         while failures:
-            failure, _ = failures.pop(0)
+            failure = failures.pop(0)
             warn(f"env {failure.env} raised in close(): {failure.text}")
         self.failures.restart_log.close()
 
@@ -412,11 +403,12 @@ class Engine(WorkerDriver):
         with contextlib.suppress(AttributeError):  # another thread is releasing it, too
             self.freeze_stats()
         self.pool.release()
-        self.exchange.release()
+        self.exchange.request = None
         self.observers.clear()
         closed_in_child.discard(self)
-        for name in ("arena", "batch", "store", "infos", "_no_infos", "rebuilder", "calls", "stage"):
-            self.__dict__.pop(name, None)  # memory is unmapped once the program holds no array that refers to it
+        for owner in (self, self.exchange.messages):  # memory is unmapped once the program holds no array that refers to it
+            for name in ("arena", "batch", "store", "infos", "_no_infos", "rebuilder", "stage"):
+                owner.__dict__.pop(name, None)
 
 
 def split_evenly(first: int, stop: int, parts: int) -> list[range]:

@@ -105,11 +105,6 @@ class Request:
         """The phase of the vector environment while this request is pending."""
         return PHASES.get(self.command, Phase.WAITING_CALL)
 
-    @property
-    def has_failed(self) -> bool:
-        """True if an environment raised or a worker died."""
-        return bool(self.failures or self.deaths)
-
     def __repr__(self) -> str:
         return f"Request({self.command}, {self.remaining} replies missing)"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from vecenv.engine.worker_process import LocalWorker, Worker
 from vecenv.shm import Batch
 
 
@@ -51,17 +51,17 @@ class WorkerStats:
     slowest_seconds: float
 
 
-def worker_stats(workers: Iterable[Any], batch: Batch) -> list[WorkerStats]:
+def worker_stats(workers: Iterable[Worker], batch: Batch) -> list[WorkerStats]:
     """Return the current statistics of these workers, ordered by index, from their counters in shared memory."""
     return sorted((_measure_worker(worker, batch) for worker in workers), key=lambda worker: worker.index)
 
 
-def _measure_worker(worker: Any, batch: Batch) -> WorkerStats:
+def _measure_worker(worker: Worker, batch: Batch) -> WorkerStats:
     first, last = int(worker.rows[0]), int(worker.rows[-1])
     times = batch.step_time[first : last + 1]
     slowest = int(times.argmax())
     return WorkerStats(
-        worker.index, worker.pid, worker.local, range(first, last + 1),
+        worker.index, worker.pid, isinstance(worker, LocalWorker), range(first, last + 1),
         steps=float(batch.worker_steps[worker.index]), seconds=float(batch.worker_time[worker.index]),
         slowest_env=first + slowest if times[slowest] else None, slowest_seconds=float(times[slowest]),
     )  # fmt: skip

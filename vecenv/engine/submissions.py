@@ -29,9 +29,7 @@ from vecenv.system.descriptors import Descriptor, DescriptorOwner
 from vecenv.system.restart_budget import RestartBudget
 from vecenv.system.supervision import EXIT_POLL_INTERVAL_MS
 
-_Pack = Callable[[int, Any], Any]
-
-_COMMANDS: Final[dict[str, tuple[Op, str, _Pack]]] = {
+_COMMANDS: Final[dict[str, tuple[Op, str, Callable[[int, Any], Any]]]] = {
     "step": (Op.STEP_SOME, "step", lambda k, action: [action]),
     "reset": (Op.RESET_SOME, "reset", lambda k, args: None if args is None else ([args[0]], [args[1]])),
     "call": (Op.EXEC, "call", lambda k, call: ([k], call_env, call, {})),
@@ -114,7 +112,6 @@ class Submissions:
         elif command == "reset":
             messages.failures.forget([row])
         self._state.changing = True
-        messages.next_number()
         messages.queue(worker, op | OVERLAPS if len(worker.rows) > 1 else op, [row], request, packed)
         messages.in_flight.add(row)
         self._state.changing = False
@@ -215,7 +212,7 @@ class Submissions:
         worker = self._find_worker(row)
         worker.note_activity()
         worker.kill_reason = worker.kill_reason or reason
-        worker.signal(signal.SIGKILL)
+        worker.watch.signal(signal.SIGKILL)
 
     def start(self, row: int, *, budget: RestartBudget | None = None) -> Request:
         """Start a new process in place of the dead worker of a row, without waiting. Its rows need a reset.

@@ -223,11 +223,11 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             self.num_workers, share, self.plan = workers_and_share(
                 self.num_envs, num_workers, use_caller, self._probe.measure, batch_size, process_options
             )
-            options = self._pool_options(mp, policy, workers)
+            options = self._pool_options(mp, workers)
             engine = self._start_engine(options, policy, share, workers.threads, env_threads)
             if batch_size == "auto":
                 batch_size = self._apply_plan(engine, env_threads)
-            self._attach_engine(engine, batch_size)
+            self._attach_engine(engine, batch_size, copy)
         except RuntimeError as error:
             if not is_main_file_error(error):
                 raise
@@ -247,10 +247,8 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         check_start_method(context)
         self.env_fns = env_fns
         self.shared_memory = shared_memory
-        self._copies = copy
         self.context = context
         self.daemon = daemon
-        self.worker: Callable[..., None] | None = None
         self.observation_mode = observation_mode
         self.autoreset_mode = parse_autoreset_mode(autoreset_mode)
         if max_concurrency is not None:
@@ -261,14 +259,14 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         self.max_concurrency = max_concurrency
         self.num_envs = len(env_fns)
 
-    def _attach_engine(self, engine: Engine, batch_size: int | None) -> None:
+    def _attach_engine(self, engine: Engine, batch_size: int | None, copy: bool) -> None:
         """Attach a started engine, or end it if the spaces of its environments do not match."""
         self._driver = engine
         if batch_size is not None:
             engine.batch_size = batch_size
-        engine.copies = self._copies
+        engine.copies = copy
         try:
-            self._pool: WorkerPool = engine.pool
+            self._pool = engine.pool
             engine.stage = ActionStage(
                 self.single_action_space, self.action_space, self.num_envs, engine.layout.actions, engine.batch.actions
             )
@@ -276,19 +274,13 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             self._open(engine)
             UNCLOSED.add(self)
         except BaseException:
-            engine.pool.close(0.0, terminate=True)
+            engine.pool.close(None)
             engine.pool.release()
             raise
 
-    def _warn_about_draws(self) -> None:
-        """Warn if the tried environment drew from generators that it shares with others."""
-        if self.generators == "shared" and self._probe.draws:
-            self._draws_shared = True
-            warn(describe_draws(f"env 0 ({self._env_id})", self._probe.draws))
-
-    def _pool_options(self, context: Any, policy: Policy, workers: WorkerOptions) -> PoolOptions:
+    def _pool_options(self, context: Any, workers: WorkerOptions) -> PoolOptions:
         """Return the options of the worker pool."""
-        options = PoolOptions(context, self.daemon, type(self).__name__, policy.start_timeout, self.max_concurrency)
+        options = PoolOptions(context, self.daemon, type(self).__name__, self.max_concurrency)
         processes = self.num_workers
         if workers.env:
             options.variables = [resolve_variables(workers.env, index) for index in range(processes)]
@@ -307,7 +299,9 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         self, options: PoolOptions, policy: Policy, share: int, threads: int | None, env_threads: int
     ) -> Engine:
         """Lay out the shared memory, choose the store for observations, and start the workers."""
-        self._warn_about_draws()
+        if self.generators == "shared" and self._probe.draws:
+            self._draws_shared = True
+            warn(describe_draws(f"env 0 ({self._env_id})", self._probe.draws))
         observations = fixed_tree(self.single_observation_space) if self.shared_memory else None
         actions = fixed_tree(self.single_action_space, "action")
         registered = self._registered_store(options.context) if self.shared_memory and observations is None else None
@@ -423,8 +417,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
     def local_envs(self) -> list[Env[Any, Any]]:
         """The environments of the caller's share, which live in this process."""
         local = self._pool.local
-        rows = None if local is None else local.__dict__.get("env_rows")
-        return [] if rows is None else [env for env in rows.envs if env is not None]
+        return [] if local is None else [env for env in local.env_rows.envs if env is not None]
 
     @property
     def worker_rows(self) -> list[range]:
@@ -442,7 +435,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
     def _record_failures(self, engine: Engine, env_fns: Sequence[Callable[[], Any]], plan: WorkerPlan) -> None:
         """Let a flight recorder observe an engine, if ``record_failures=`` was passed."""
         if self._recording is not None:
-            save, stats = weakref.WeakMethod(engine.snapshots), weakref.WeakMethod(engine.stats)
+            save, stats = weakref.WeakMethod(engine.calls.snapshots), weakref.WeakMethod(engine.stats)
             recorder = Recorder(self._recording, env_fns, self._env_id, plan, save, stats)
             engine.observers.append(recorder)
             self._recorder = weakref.proxy(recorder)
@@ -493,7 +486,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             ClosedEnvironmentError: The vector environment is closed.
         """
         if self.closed:
-            raise_unusable(self, self._driver)
+            raise_unusable(self)
         return worker_stats(self._pool.workers, self._driver.batch)
 
     def _begin_reset(self, seed: Any, options: ResetOptions, env_id: Any) -> None:
@@ -540,7 +533,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         self._pool.closing = True
         if state.active_thread and state.active_thread != thread:  # another thread waits for replies; end its wait
             for worker in self._pool.processes:
-                worker.signal(9)
+                worker.watch.signal(9)
             state.wait_for_other_thread()
         nested = state.active_thread == thread and is_inside_call(self)
         if not self._pool.released:
@@ -558,10 +551,10 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         """End the workers; see :meth:`close`."""
         pool, limit = self._pool, self.step_timeout if timeout is None else None
         if timeout is None:
-            late = any(worker.overdue or (worker.death is None and worker.is_stopped()) for worker in pool.workers)
+            late = any(worker.overdue or (worker.death is None and worker.is_stopped()) for worker in pool.processes)
             timeout = SHORT_CLOSE_TIMEOUT if late else CLOSE_TIMEOUT
         self._warn_about_pending_call()
-        self._driver.shut_down(0.0 if terminate else timeout, terminate=terminate, step_timeout=limit)
+        self._driver.shut_down(None if terminate else timeout, limit)
 
     def __del__(self) -> None:
         if self.__dict__.get("closed", True):  # not `self.closed`, which is the class attribute if __init__ did not run

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from vecenv.engine.worker_process import WorkerProcess
@@ -27,14 +27,16 @@ _ACTIVITIES: Final = {"step": "stepping", "reset": "resetting"}
 class Watchdog:
     """A periodic check of the requests that workers are executing.
 
+    Args:
+        reports_steps: Log steps and resets, too; False if ``step_timeout`` limits them.
+
     Attributes:
-        limited_commands: Commands that ``step_timeout`` limits, which are therefore not logged.
         next_check: The ``time.perf_counter()`` of the next check.
         interval_ms: Milliseconds between checks.
     """
 
-    def __init__(self, limited_commands: Iterable[str] = ()) -> None:
-        self.limited_commands = tuple(limited_commands)
+    def __init__(self, *, reports_steps: bool) -> None:
+        self._reports_steps = reports_steps
         self.next_check = 0.0
         self.interval_ms = CHECK_INTERVAL_SECONDS[0] * 1000
         self._busy: dict[tuple[int, bytes], tuple[float, int]] = {}  # (worker, head) -> time first found, times logged
@@ -51,7 +53,7 @@ class Watchdog:
             began, logged = before.get((worker.index, head), (now, 0))
             late = logged < len(REPORT_AFTER_SECONDS) and now - began >= REPORT_AFTER_SECONDS[logged]
             self._busy[worker.index, head] = began, logged + late
-            if late and request.command not in self.limited_commands:
+            if late and (self._reports_steps or request.command not in _ACTIVITIES):
                 self._report(worker, sorted(rows), request.command, now - began)
 
     def _report(self, worker: WorkerProcess, rows: list[int], command: str, seconds: float) -> None:

@@ -14,7 +14,7 @@ import time
 import weakref
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from os import write
@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from gymnasium.vector.utils import clear_mpi_env_vars
 
+from vecenv.engine.failures import Policy
 from vecenv.engine.watchdog import Watchdog
 from vecenv.engine.worker_process import LAST_STEP_OP, LocalWorker, Worker, WorkerProcess, end_workers
 from vecenv.errors import StartupTimeout, StepTimeout, envs_text, format_seconds
@@ -71,7 +72,6 @@ class PoolOptions:
         context: A ``multiprocessing`` context.
         daemon: ``Process.daemon`` of every worker.
         name: Process names are ``Worker<name>-index``.
-        start_timeout: Seconds within which a worker must build its environments; infinite: no limit.
         max_concurrency: The largest number of workers that are busy at a time; ``None``: all of them.
         caller_spin: Seconds for which the caller may poll before it sleeps.
         placements: The cores of each worker.
@@ -81,7 +81,6 @@ class PoolOptions:
     context: Any
     daemon: bool
     name: str
-    start_timeout: float
     max_concurrency: int | None = None
     caller_spin: float = 0.0
     placements: list[Placement] = field(default_factory=list)
@@ -96,7 +95,7 @@ class WorkerPool:
         arena: The shared memory.
         batch: Views of the shared memory.
         options: The options of the worker processes.
-        limited_commands: Commands that ``step_timeout`` limits.
+        policy: The policy for failures, with the time limits.
 
     Attributes:
         processes: The worker processes, in the order of their rows.
@@ -117,10 +116,8 @@ class WorkerPool:
     # class attributes, because objects with more than 30 attributes of their own are slower
     is_child_copy = closing = released = False
 
-    def __init__(
-        self, plan: WorkerPlan, arena: Arena, batch: Batch, options: PoolOptions, limited_commands: Sequence[str] = ()
-    ) -> None:
-        self._plan, self._options = plan, options
+    def __init__(self, plan: WorkerPlan, arena: Arena, batch: Batch, options: PoolOptions, policy: Policy) -> None:
+        self._plan, self._options, self._start_timeout = plan, options, policy.start_timeout
         self._arena: Arena | None = arena
         self._running: Any = batch.running
         self._running[:] = -1
@@ -140,7 +137,7 @@ class WorkerPool:
         self.written: list[int] = []
         self.max_concurrency = options.max_concurrency
         self.held: deque[tuple[WorkerProcess, bytes, bool]] = deque()
-        self.failures_in_close: list[tuple[Failure, Any]] = []
+        self.failures_in_close: list[Failure] = []
         self._retired: list[WorkerProcess] = []
         self._message_to_all = b""
         self._write_fds: list[int] = []
@@ -148,7 +145,7 @@ class WorkerPool:
         self._spin_policy = SpinPolicy(options.caller_spin, batch.no_spin_until, shares_core=shares_core)
         self._spin = self._spin_policy.spin
         self.seconds_waited = 0.0
-        self.watchdog = Watchdog(limited_commands)
+        self.watchdog = Watchdog(reports_steps=policy.step_timeout is None)
         self._poll: tuple[select.poll, dict[int, WorkerProcess]] | None = None
         closed_in_child.add(self)  # before any worker is forked
 
@@ -170,7 +167,7 @@ class WorkerPool:
         require_descriptors(len(shares))
         self._main = find_main_definitions()
         started: list[WorkerProcess] = []
-        deadline = deadline_after(self._options.start_timeout)
+        deadline = deadline_after(self._start_timeout)
         try:
             with clear_mpi_env_vars():
                 for index, (rows, env_fns) in enumerate(shares):
@@ -178,7 +175,7 @@ class WorkerPool:
                     self._start(index, rows, len(shares), started)
             ready_messages = [self._wait_for_start(worker, deadline) for worker in started]
         except BaseException:
-            self.end(started, 0.0, terminate=True)
+            self.end(started, None)
             raise
         self.processes, self.local = started, local
         # A worker on the caller's core runs only while the caller sleeps, so it comes first. The others follow in reverse:
@@ -187,14 +184,12 @@ class WorkerPool:
         self._refresh_workers()
         return ready_messages
 
-    def replace(
-        self, worker: WorkerProcess, launch: Callable[[int, range], WorkerProcess] | None = None
-    ) -> WorkerProcess:
+    def replace(self, worker: WorkerProcess, new: WorkerProcess | None = None) -> WorkerProcess:
         """Replace a worker with a new process, which builds its environments while the caller continues.
 
         Args:
             worker: A dead worker, or an idle one, which then closes its environments.
-            launch: Starts the new process, given (index, rows); by default, one that builds the environments again.
+            new: A ready worker from :meth:`wrap_process`; ``None``: start one that builds the environments again.
 
         Raises:
             OSError: No process could be started; the worker keeps its place.
@@ -205,8 +200,7 @@ class WorkerPool:
                 worker.release()
                 self._forget_process(worker.process)
                 end_marked([worker.token])
-            if launch is not None:
-                new = launch(worker.index, worker.rows)
+            if new is not None:
                 self.started.append(new.process)
             else:
                 started: list[WorkerProcess] = []
@@ -224,11 +218,9 @@ class WorkerPool:
         self, index: int, rows: range, process: Any, channel: Channel, stack_file: StackFile, descriptors: DescriptorOwner,
         token: int,
     ) -> WorkerProcess:  # fmt: skip
-        """Return the worker of a process that was started elsewhere and has built its environments, for :meth:`replace`."""
+        """Return the worker of a process. One that was started elsewhere is passed to :meth:`replace`."""
         running, shares_core = self._running[index : index + 1], self.get_placement(index).shares_core
-        worker = WorkerProcess(index, rows, process, channel, stack_file, descriptors, token, running, shares_core)
-        worker.has_started = True
-        return worker
+        return WorkerProcess(index, rows, process, channel, stack_file, descriptors, token, running, shares_core)
 
     def _refresh_workers(self) -> None:
         self.workers = [*([] if self.local is None else [self.local]), *self.processes]
@@ -238,8 +230,7 @@ class WorkerPool:
 
     def get_placement(self, index: int) -> Placement:
         """Return the placement of a worker."""
-        placements = self._options.placements
-        return placements[index] if index < len(placements) else Placement()
+        return self._options.placements[index]
 
     def process_name(self, index: int) -> str:
         """Return the name of a worker's process."""
@@ -275,12 +266,7 @@ class WorkerPool:
                     options.context, main, (start,), name=self.process_name(index), daemon=options.daemon,
                     lifeline=self._lifeline, token=token, variables=variables, processes=self.started,
                 )  # fmt: skip
-                workers.append(
-                    WorkerProcess(
-                        index, rows, process, channel, stack_file, descriptors, token, self._running[index : index + 1],
-                        placement.shares_core,
-                    )
-                )  # fmt: skip
+                workers.append(self.wrap_process(index, rows, process, channel, stack_file, descriptors, token))
             channel.close_worker_ends()
         except BaseException as error:
             if not any(worker.descriptors is descriptors for worker in workers):
@@ -305,7 +291,7 @@ class WorkerPool:
 
     def _wait_for_start(self, worker: WorkerProcess, deadline: float | None) -> Ready:
         """Return a worker's first message; raise ``WorkerDied`` if it ended first, ``StartupTimeout`` if it was late."""
-        options = self._options
+        context = self._options.context
         while True:
             try:
                 message = worker.channel.receive()
@@ -314,7 +300,7 @@ class WorkerPool:
                 worker.reap()
             if worker.death is not None:
                 unguarded = worker.death.exitcode == NO_GUARD
-                raise worker.death.error(explain_missing_guard(options.context.get_start_method()) if unguarded else "")
+                raise worker.death.error(explain_missing_guard(context.get_start_method()) if unguarded else "")
             if message is not None:
                 ready: Ready = pickle.loads(decode(message)[2] or b"")
                 worker.has_started = True
@@ -326,8 +312,8 @@ class WorkerPool:
                 stack = worker.read_stack()
                 raise StartupTimeout(
                     f"worker {worker.index} (pid {worker.pid}, {envs}) was not ready within "
-                    f"{format_seconds(options.start_timeout)} of its start" + (f"; it is at:\n{stack}" if stack else "")
-                    + advice_for_fork(options.context)
+                    f"{format_seconds(self._start_timeout)} of its start" + (f"; it is at:\n{stack}" if stack else "")
+                    + advice_for_fork(context)
                 )  # fmt: skip
             if worker.channel.fd not in dict(events):
                 worker.reap()
@@ -340,14 +326,14 @@ class WorkerPool:
         parts = zip(self.workers, [0, *ends], ends, strict=False)
         return [(worker, rows[first:end]) for worker, first, end in parts if first < end]
 
-    def split_into_rounds(self, rows: Sequence[int], size: int | None) -> Iterator[tuple[int, Worker, Sequence[int]]]:
-        """Yield (round, worker, rows): a round has a message of up to ``size`` rows (``None``: all) per worker."""
+    def split_into_rounds(self, rows: Sequence[int], size: int | None) -> Iterator[tuple[Worker, Sequence[int]]]:
+        """Yield (worker, rows) in rounds, each with a message of up to ``size`` rows (``None``: all) per worker."""
         parts = self.split(rows)
         longest = max((len(worker_rows) for _, worker_rows in parts), default=0)
-        for number, first in enumerate(range(0, longest, size or longest or 1)):
+        for first in range(0, longest, size or longest or 1):
             for worker, worker_rows in parts:
                 if message_rows := worker_rows[first : first + (size or longest)]:
-                    yield number, worker, message_rows
+                    yield worker, message_rows
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -454,10 +440,9 @@ class WorkerPool:
         """
         poll, worker_by_fd = self._make_poll() if self.unflushed or self._poll is None else self._poll
         began = time.perf_counter()
-        if self.wait_order:
-            first = self.processes[self.wait_order[0]]
-            if not (first.shares_core and first.pending):
-                self._spin(poll.poll)
+        first = self.processes[self.wait_order[0]]
+        if not (first.shares_core and first.pending):
+            self._spin(poll.poll)
         # if a signal handler has just closed the vector environment, no event would end a longer sleep
         milliseconds = 0.0 if self.closing else self._milliseconds(deadline)
         must_poll = any(worker.watch.must_poll_for_exit for worker in self.processes)
@@ -548,28 +533,28 @@ class WorkerPool:
         num_ended = sum(retired.watch.has_ended() for retired in self._retired)
         if num_ended >= 16 or len(self._retired) >= 64:
             retired, self._retired = self._retired, []
-            self.end(retired, 0.0, terminate=False)
+            self.end(retired, 0.0)
 
-    def end(self, workers: Sequence[WorkerProcess], timeout: float, *, terminate: bool) -> None:
+    def end(self, workers: Sequence[WorkerProcess], timeout: float | None) -> None:
         """End workers that are not part of the pool, and the programs that their environments started."""
-        end_workers(workers, timeout, terminate)
+        end_workers(workers, timeout)
         for worker in workers:
             worker.release()
             self._forget_process(worker.process)
 
-    def close(self, timeout: float, *, terminate: bool, step_timeout: float | None = None) -> None:
+    def close(self, timeout: float | None, step_timeout: float | None = None) -> None:
         """End all workers within about ``timeout`` seconds: by a request, then SIGTERM, then SIGKILL for the whole group.
 
-        Each pending step or reset may take ``step_timeout`` seconds of that time.
+        With ``None``, there is no request. Each pending step or reset may take ``step_timeout`` seconds of that time.
 
         After an interruption, call it again. :meth:`release` frees the resources of the pool.
         """
         if self.is_child_copy:
             return
         self.closing = True
-        end_workers(self.processes, timeout, terminate, self.failures_in_close, step_timeout)
+        end_workers(self.processes, timeout, self.failures_in_close, step_timeout)
         retired, self._retired = self._retired, []
-        self.end(retired, timeout, terminate=terminate)
+        self.end(retired, timeout)
         if self.local is not None:
             self.failures_in_close += self.local.close()
 

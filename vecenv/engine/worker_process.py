@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 import os
-import pickle
 import select
 import signal
 import time
@@ -69,7 +68,7 @@ class LocalWorker:
         unexecuted: Messages that have not been executed: (operation, sequence number, payload).
     """
 
-    local, death, overdue, shares_core, exitcode = True, None, False, False, None
+    death, has_started = None, True
     rebuild_deadline = 0.0
 
     def __init__(self, index: int, rows: range, env_rows: SnapshotRows) -> None:
@@ -81,14 +80,6 @@ class LocalWorker:
 
     def __repr__(self) -> str:
         return f"LocalWorker({span_text(self.rows)}, {'busy' if self.pending else 'idle'})"
-
-    def has_ended(self) -> bool:
-        """Return ``False``: this process is running."""
-        return False
-
-    def is_stopped(self) -> bool:
-        """Return ``False``: this process is running."""
-        return False
 
     def queue(self, op: int, seq: int, payload: Any) -> None:
         """Queue a message; environments may write into their actions, so those of a step are copied."""
@@ -111,16 +102,13 @@ class LocalWorker:
         """Drop calls that have not been executed."""
         self.unexecuted = deque(message for message in self.unexecuted if message[0] <= LAST_STEP_OP)
 
-    def close(self) -> list[tuple[Failure, Any]]:
+    def close(self) -> list[Failure]:
         """Close the environments; return their failures. Idempotent."""
-        rows = self.__dict__.get("env_rows")
-        return [] if rows is None else [(failure, self) for failure in rows.close().failures]
+        return self.env_rows.close().failures
 
     def release(self) -> None:
         """Drop the closed environments and the shared memory."""
-        rows = self.__dict__.pop("env_rows", None)
-        if rows is not None:
-            rows.release()
+        self.env_rows.release()
 
 
 class WorkerProcess:
@@ -146,7 +134,6 @@ class WorkerProcess:
         noted_activity: Its command and running environment when :meth:`note_activity` was last called.
     """
 
-    local = False
     sent_at = -math.inf
     timeout: float | None = None
     kill_reason = ""
@@ -154,7 +141,7 @@ class WorkerProcess:
 
     def __init__(
         self, index: int, rows: range, process: Any, channel: Channel, stack_file: StackFile, descriptors: DescriptorOwner,
-        token: int, running: Any, shares_core: bool = False,
+        token: int, running: Any, shares_core: bool,
     ) -> None:  # fmt: skip
         self._running = running  # one int32 in shared memory: the position of the environment called last
         self.index, self.rows, self.process, self.channel, self.token = index, rows, process, channel, token
@@ -171,24 +158,14 @@ class WorkerProcess:
         self.rebuild_deadline = self._drained_at = 0.0
         self._drained = 0  # replies that `drain` has read, the latest at `_drained_at`
         self.watch = ProcessWatch(process, descriptors)
-        self._poll = select.poll()
-        self._poll.register(channel.fd, select.POLLIN)
-        self._poll.register(self.watch.descriptor, select.POLLIN)
-        self.poll: Any = self._poll.poll
-        if self.watch.must_poll_for_exit:
-            self.poll = self._poll_with_exit
+        poll = select.poll()
+        poll.register(channel.fd, select.POLLIN)
+        poll.register(self.watch.descriptor, select.POLLIN)
+        self.poll: Any = partial(self.watch.poll, poll) if self.watch.must_poll_for_exit else poll.poll
 
     def __repr__(self) -> str:
         state = "dead" if self.death else "starting" if not self.has_started else "busy" if self.pending else "idle"
         return f"WorkerProcess({self.index}, {span_text(self.rows)}, pid={self.pid}, {state})"
-
-    def _poll_with_exit(self, timeout_ms: float | None) -> Any:
-        return self.watch.poll(self._poll, timeout_ms)
-
-    def finish_start(self, payload: bytes | None) -> None:
-        """Record that a new process has built its environments, and which of them it reported as failed."""
-        self.has_started = True
-        self.start_failures = pickle.loads(payload or b"").failures
 
     def has_ended(self) -> bool:
         """True if the process is known to be dead, or has just ended."""
@@ -229,7 +206,7 @@ class WorkerProcess:
 
     def _describe_death(self, reason: str) -> Death:
         if not self.watch.has_ended(_EXIT_GRACE_SECONDS):
-            self.signal(signal.SIGKILL)
+            self.watch.signal(signal.SIGKILL)
             reason = reason or "it closed its pipe, so it was killed"
         end_group([self.pid])  # before `exit_code` reaps it
         self.exitcode = self.watch.exit_code()
@@ -273,7 +250,7 @@ class WorkerProcess:
         """Send a signal, and return the stack that the worker writes in response, or ``""`` if it does not begin in time."""
         self.stack_file.allow_dump()
         stack, began, cpu_before = "", time.monotonic(), self._cpu_seconds()
-        self.signal(number)
+        self.watch.signal(number)
         while (waited := time.monotonic() - began) < _STACK_END_SECONDS and not has_all_env_frames(stack):
             yield 0.002
             stack = self.stack_file.read()
@@ -302,10 +279,6 @@ class WorkerProcess:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def signal(self, number: int) -> None:
-        """Send a signal to the process."""
-        self.watch.signal(number)
-
     def request_close(self) -> None:
         """Send the request to close its environments, which it executes after its pending messages.
 
@@ -323,7 +296,7 @@ class WorkerProcess:
         except ChannelClosed:
             return True
 
-    def drain(self, failures: list[tuple[Failure, Any]] | None) -> bool:
+    def drain(self, failures: list[Failure] | None) -> bool:
         """Read the messages that an ending worker still writes: a full pipe would keep it from ending.
 
         Args:
@@ -339,7 +312,7 @@ class WorkerProcess:
                     self._drained, self._drained_at = self._drained + 1, time.monotonic()
                 elif kind == Reply.FULL and payload is not None and failures is not None:
                     outcome = decode_outcome(payload)
-                    failures += [(failure, self) for failure in outcome.failures]
+                    failures += outcome.failures
                     for _, text in outcome.warnings:
                         warn(f"worker {self.index} (pid {self.pid}): {text}")
         except ChannelClosed:
@@ -359,8 +332,6 @@ class WorkerProcess:
         self.channel.close()
         self.descriptors.close()
         self._running = (-1,)  # the shared memory may be unmapped
-        if self.exitcode is None:
-            self.exitcode = self.watch.exit_code()
         close_process(self.process)
 
 
@@ -373,32 +344,32 @@ def _copy_action(action: Any) -> Any:
 
 
 def end_workers(
-    workers: Sequence[WorkerProcess], timeout: float, terminate: bool, failures: list[tuple[Failure, Any]] | None = None,
+    workers: Sequence[WorkerProcess], timeout: float | None, failures: list[Failure] | None = None,
     step_timeout: float | None = None,
 ) -> None:  # fmt: skip
     """End workers, and all processes that their environments started, within about ``timeout`` seconds.
 
     Args:
         workers: The workers.
-        timeout: Seconds for pending messages and for their environments' own ``close``.
-        terminate: Send SIGTERM at once, without a request to close.
-        failures: A list to which failures of environments in ``close`` are added, each with its worker.
+        timeout: Seconds for pending messages and for their environments' own ``close``; ``None``: send SIGTERM at once,
+            without a request to close.
+        failures: A list to which failures of environments in ``close`` are added.
         step_timeout: Seconds, within ``timeout``, for each pending step or reset.
     """
     began = time.monotonic()
     alive = [worker for worker in workers if not worker.has_ended()]
-    if not terminate:
+    if timeout is not None:
         for worker in alive:
             worker.request_close()
         running = [worker for worker in alive if not worker.is_stopped()]
         _wait_for_exit(running, began + timeout, failures, step_timeout, began + REPORT_CLOSE_SECONDS)
     late = [worker for worker in alive if not worker.watch.has_ended()]
     for worker in late:
-        worker.signal(signal.SIGTERM)
+        worker.watch.signal(signal.SIGTERM)
     _wait_for_exit([worker for worker in late if not worker.is_stopped()], time.monotonic() + _TERM_GRACE_SECONDS, failures)
     for worker in alive:
         if not worker.watch.has_ended():
-            worker.signal(signal.SIGKILL)
+            worker.watch.signal(signal.SIGKILL)
     _wait_for_exit(alive, time.monotonic() + _KILL_SECONDS, failures)
     end_group(worker.pid for worker in alive)
     for worker in workers:
@@ -408,7 +379,7 @@ def end_workers(
 
 
 def _wait_for_exit(
-    workers: Sequence[WorkerProcess], deadline: float, failures: list[tuple[Failure, Any]] | None,
+    workers: Sequence[WorkerProcess], deadline: float, failures: list[Failure] | None,
     step_timeout: float | None = None, report_at: float = math.inf,
 ) -> None:  # fmt: skip
     """Wait until all workers end or ``deadline`` passes; log one line if any is still running at ``report_at``."""

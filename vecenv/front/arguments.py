@@ -18,20 +18,9 @@ from typing import Any, Final, TypeAlias
 import gymnasium
 import numpy as np
 import numpy.typing as npt
-from gymnasium.vector import AsyncVectorEnv as GymnasiumAsync
-from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector import SyncVectorEnv as GymnasiumSync
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from vecenv.front.capabilities import raise_unsupported
-
-__all__ = [
-    "HAS_MAX_CONCURRENCY", "MASK_MUST_SELECT", "MAX_TIMEOUT_SECONDS", "RESET_MASK_NAME", "CompatTypeError",
-    "CompatValueError", "GymnasiumAsync", "GymnasiumSync", "MaskOnlyOptions", "NoCloseOnCollect", "ResetOptions",
-    "check_env_fns", "check_flags", "check_option_names", "check_start_method", "deadline_after", "milliseconds_until",
-    "parse_at_least", "parse_autoreset_mode", "parse_count", "parse_env_ids", "parse_rows", "parse_seeds", "parse_timeout",
-    "parse_within", "random_seed", "reject_options", "select_options", "shape_error", "split_reset_mask",
-]  # fmt: skip
-
 
 # -- differences between the versions of Gymnasium ---------------------------------------------------------------------
 #
@@ -42,9 +31,9 @@ __all__ = [
 #   Programs may catch either, so with older versions our exceptions inherit from both.
 # * Before 1.3, a vector environment is closed when it is garbage-collected, even if its constructor failed.
 # * Since 1.4, a custom worker function receives an eighth argument, for `max_concurrency`.
-#
-# The imports above are Gymnasium's own classes even after vecenv.patching has replaced them.
 
+GymnasiumAsync: TypeAlias = AsyncVectorEnv  # Gymnasium's own classes, even after vecenv.patching has replaced them
+GymnasiumSync: TypeAlias = SyncVectorEnv
 HAS_MAX_CONCURRENCY: Final = "max_concurrency" in inspect.signature(GymnasiumAsync.__init__).parameters
 """True from Gymnasium 1.4 on, which added this option and changed the exceptions."""
 

@@ -36,7 +36,7 @@ class InfosByRow:
         self.envs = envs
         base = getattr(envs, "unwrapped", envs)
         self._base = base if isinstance(base, VectorEnvBase) else None
-        self._returns_row_infos = self._base is envs and bool(getattr(type(envs), "_supports_row_infos", False))
+        self._returns_row_infos = isinstance(envs, VectorEnvBase) and envs._supports_row_infos
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

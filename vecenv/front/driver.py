@@ -297,7 +297,11 @@ class Driver:
         Raises:
             AlreadyPendingCallError: A call is pending.
         """
-        require_idle(self.pending_request, method)
+        request = self.pending_request
+        if request.rows and request.for_recv:
+            raise still_in_flight_error(method, range(request.rows))
+        if request.rows:
+            raise pending_call_error(method, request.kind)
 
     # -- calls ----------------------------------------------------------------------------------------------------------
 
@@ -432,27 +436,10 @@ def too_few_in_flight_error(count: int, in_flight: int, ready: int) -> NoAsyncCa
     )
 
 
-def require_idle(pending_request: RequestSummary, method: str) -> None:
-    """Raise for a method of all environments while a call on any of them is pending."""
-    if pending_request.rows and pending_request.for_recv:
-        raise still_in_flight_error(method, range(pending_request.rows))
-    if pending_request.rows:
-        raise pending_call_error(method, pending_request.kind)
-
-
 def still_in_flight_error(method: str, rows: Sequence[int]) -> AlreadyPendingCallError:
     """Return the exception for a method called for rows of which ``rows`` are still in flight."""
     return AlreadyPendingCallError(
         f"Calling `{method}` for {envs_text(rows)}, still in flight: call `recv` first.", "send"
-    )
-
-
-def some_in_flight_error(method: str, in_flight: int, ready: int) -> AlreadyPendingCallError:
-    """Return the exception for a method of all rows: ``in_flight`` are in flight, of which ``ready`` have finished."""
-    return AlreadyPendingCallError(
-        f"Calling `{method}` while {in_flight - ready} environments are in flight by `send` and {ready} are ready for "
-        "`recv`.",
-        "send",
     )
 
 
@@ -521,7 +508,12 @@ class WorkerDriver(Driver):
         if rows is not None and len(rows) < self.num_envs:
             self.require_not_in_flight(method, list(rows))
         elif in_flight := len(exchange.in_flight):
-            raise some_in_flight_error(method, in_flight, len(exchange.ready))
+            ready = len(exchange.ready)
+            raise AlreadyPendingCallError(
+                f"Calling `{method}` while {in_flight - ready} environments are in flight by `send` and {ready} are ready "
+                "for `recv`.",
+                "send",
+            )
 
     def require_not_in_flight(self, method: str, rows: Sequence[int]) -> None:
         """Raise for rows that ``recv`` has to return first."""
@@ -602,12 +594,13 @@ class LockstepDriver(Driver):
         returned: The latest request for which a result has been returned.
     """
 
+    seconds_waited = 0.0
+
     def __init__(self, num_envs: int) -> None:
         super().__init__()
         self.returned: RequestSummary | None = None
         self.num_envs = self.batch_size = num_envs
         self.all_or_none_reason = "they step together"
-        self._seconds_waited = 0.0
 
     @property
     @abstractmethod
@@ -632,10 +625,6 @@ class LockstepDriver(Driver):
         """Return the result of a step, or of a reset (rewards 0, flags ``False``). Can be repeated."""
 
     @property
-    def seconds_waited(self) -> float:
-        return self._seconds_waited
-
-    @property
     def pending_request(self) -> RequestSummary:
         request = self.latest_request
         return NO_REQUEST if request is None or request is self.returned or self.state.changing else request
@@ -645,7 +634,7 @@ class LockstepDriver(Driver):
     ) -> None:
         if for_recv:
             self._require_all(ids, "reset_async")
-            require_idle(self.pending_request, "reset_async")
+            self.require_idle("reset_async")
             ids = None
         rows = self.batch_size if ids is None else len(ids)
         if rows < self.batch_size and not self.capabilities.reset_mask:
@@ -655,13 +644,13 @@ class LockstepDriver(Driver):
         self.state.changing = self._interrupted = False  # this reset replaces an interrupted call
 
     def submit_step(self, actions: Any) -> None:
-        require_idle(self.pending_request, "step_async")
+        self.require_idle("step_async")
         self.begin_step(RequestSummary(Phase.WAITING_STEP, self.batch_size, for_recv=False), actions)
 
     def send(self, actions: Any, env_id: Any) -> None:
         if env_id is not None:
             self._require_all(parse_env_ids(env_id, self.batch_size), "send")
-        require_idle(self.pending_request, "send")
+        self.require_idle("send")
         self.begin_step(RequestSummary(Phase.WAITING_STEP, self.batch_size, for_recv=True), actions)
 
     def wait_for_result(self, deadline: float | None) -> Stepped | None:

@@ -73,17 +73,17 @@ def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
         if state.active_thread or state.changing or state.unusable or self._methods_in_halves:
             if name in self._methods_in_halves:
                 return self._call_halves(name, args, kwargs)  # type: ignore[no-any-return]
-            _check_usable(self, self._driver, name)
+            _check_usable(self, name)
         try:
             state.active_thread = thread
             result = method(self, *args, **kwargs)
             if state.unusable:
-                raise_unusable(self, self._driver)
+                raise_unusable(self)
             state.active_thread = 0
         except BaseException as error:
             state.active_thread = 0
             if state.unusable:
-                _replace_error(self, self._driver, error)
+                _replace_error(self, error)
             if error is self._driver.result_error:  # the exception is the result, so the call has ended
                 self._driver.result_error, state.changing = None, False
             elif name in _WAIT_METHODS and not isinstance(error, _OWN_ERRORS) and type(error) not in (TypeError, ValueError):
@@ -94,15 +94,15 @@ def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
     return guarded
 
 
-def _replace_error(envs: Any, driver: Any, error: BaseException) -> None:
+def _replace_error(envs: Any, error: BaseException) -> None:
     """Raise ``ClosedEnvironmentError`` instead of an error that ``close()`` caused during the call.
 
     Only ``_OWN_ERRORS`` and exact classes of ``_BUILTIN_ERRORS`` are replaced: others may come from a signal handler.
     """
-    driver.release()
-    if driver.state.unusable != "forked" and (isinstance(error, _OWN_ERRORS) or type(error) in _BUILTIN_ERRORS):
+    envs._driver.release()
+    if envs._driver.state.unusable != "forked" and (isinstance(error, _OWN_ERRORS) or type(error) in _BUILTIN_ERRORS):
         try:
-            raise_unusable(envs, driver)
+            raise_unusable(envs)
         except ClosedEnvironmentError as closed:
             raise closed from error
 
@@ -112,9 +112,9 @@ def closed_during_call() -> ClosedEnvironmentError:
     return ClosedEnvironmentError("Trying to operate on a vector environment, after a call to `close()`.")
 
 
-def raise_unusable(envs: Any, driver: Any) -> NoReturn:
+def raise_unusable(envs: Any) -> NoReturn:
     """Raise the error for a vector environment that is closed or belongs to another process."""
-    name = type(envs).__name__
+    name, driver = type(envs).__name__, envs._driver
     if driver.state.unusable == "forked":
         raise ForkedError(
             f"this {name} belongs to another process (pid {driver.state.owner_pid}); a forked child cannot use "
@@ -124,11 +124,11 @@ def raise_unusable(envs: Any, driver: Any) -> NoReturn:
     raise ClosedEnvironmentError(f"Trying to operate on `{name}`, after a call to `close()`.")
 
 
-def _check_usable(envs: Any, driver: Any, method: str) -> None:
+def _check_usable(envs: Any, method: str) -> None:
     """Raise if ``method`` cannot be called now."""
-    name, state = type(envs).__name__, driver.state
+    name, state = type(envs).__name__, envs._driver.state
     if state.unusable:
-        raise_unusable(envs, driver)
+        raise_unusable(envs)
     if state.active_thread:
         if state.active_thread != get_ident():
             raise BusyError(f"another thread is in a call on this {name}; `{method}` was refused")

@@ -82,7 +82,7 @@ class ColumnInfos(RowInfos):
         return info_rows(self._own_columns(), self._count)
 
     def row(self, position: int) -> Any:
-        return info_row(self._own_columns(), position)
+        return _value_at(self._own_columns(), position)
 
     def merged(self) -> dict[Any, Any]:
         return self._columns
@@ -324,12 +324,6 @@ def info_rows(infos: Mapping[Any, Any], count: int) -> list[dict[Any, Any]]:
         for row in range(count) if mask is None else np.flatnonzero(mask).tolist():
             rows[row][key] = _value_at(infos[key], row)
     return rows
-
-
-def info_row(infos: Mapping[Any, Any], row: int) -> dict[Any, Any]:
-    """Return the info of one row; see :func:`info_rows`."""
-    info: dict[Any, Any] = _value_at(infos, row)
-    return info
 
 
 def executed_steps(infos: Mapping[Any, Any], count: int) -> npt.NDArray[np.int64] | int:

@@ -26,7 +26,7 @@ def finish_merged(driver: Any, stepped: Any, infos: RowInfos) -> tuple[Any, ...]
         error.result = (observations, rewards, terminations, truncations, infos.rows())
         driver.result_error = error
         raise
-    if rewards is not None and ("chunk_steps" in merged or "final_info" in merged):
+    if "chunk_steps" in merged or "final_info" in merged:
         _count_chunks(driver, executed_steps(merged, len(rewards)), len(rewards))
     return observations, rewards, terminations, truncations, merged
 
@@ -34,8 +34,7 @@ def finish_merged(driver: Any, stepped: Any, infos: RowInfos) -> tuple[Any, ...]
 def finish_unmerged(driver: Any, stepped: Any, infos: RowInfos) -> tuple[Any, ...]:
     """Return a driver's result with its :class:`~vecenv.front.infos.RowInfos`."""
     observations, rewards, terminations, truncations, _ = stepped
-    if rewards is not None:
-        _count_chunks(driver, infos.executed_steps(), len(rewards))
+    _count_chunks(driver, infos.executed_steps(), len(rewards))
     return observations, rewards, terminations, truncations, infos
 
 

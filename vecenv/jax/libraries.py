@@ -48,7 +48,7 @@ def adapt(
         env: The environment; or a name in Brax or Playground; or a pair ``(env, params)`` of gymnax or a
             ``FuncEnv``; or a ``JaxEnv``, which is returned unchanged. Brax's and Playground's training wrappers around an
             environment are recognised: an ``AutoResetWrapper`` is removed (vecenv resets rows itself), the limit of
-            an ``EpisodeWrapper`` is adopted, and wrappers that batch are refused.
+            an ``EpisodeWrapper`` and its action repeat are adopted, and wrappers that batch are refused.
         rescale: ``(low, high)`` declares ``Box(low, high)`` and maps actions linearly onto the native bounds;
             ``"actuator"`` uses the control range of the physics model's actuators for ``low`` and ``high``.
         max_episode_steps: Time limit in steps, which replaces the environment's own; -1 for none.
@@ -57,7 +57,8 @@ def adapt(
     Raises:
         gymnasium.error.NameNotFound: No installed library has the name; close matches are listed.
         TypeError: The object is not of a supported kind, or keyword arguments were given without a name.
-        ValueError: The environment cannot be unwrapped, or its actions have no bounds and cannot be rescaled.
+        ValueError: The environment cannot be unwrapped, its actions have no bounds and cannot be rescaled, or ``rescale`` is
+            invalid. Given a name, also the errors of :func:`make_env`.
     """
     if isinstance(env, str):
         env = make_env(env, **env_kwargs)
@@ -88,13 +89,17 @@ def differentiability(env: Any) -> str:
 
 
 def require_gradient(env: Any, mode: str = "reverse") -> None:
-    """Raise unless ``env`` can be differentiated in ``mode`` (``"reverse"`` or ``"forward"``).
+    """Raise unless a step of ``env`` can be differentiated in ``mode`` (``"reverse"`` or ``"forward"``).
+
+    Args:
+        env: As for :func:`differentiability`.
+        mode: ``"reverse"`` for ``jax.grad``, ``"forward"`` for ``jax.jvp``.
 
     Raises:
         ValueError: It cannot; the message names the remedy if there is one.
     """
-    single = getattr(env, "single_env", env)
-    kind = getattr(single, "differentiable", "reverse")
+    single = adapt(getattr(env, "single_env", env))
+    kind = single.differentiable
     if kind == "reverse" or (kind == "forward" and mode == "forward"):
         return
     advice = getattr(single, "gradient_advice", lambda: "")()
@@ -131,8 +136,8 @@ def make_env(name: str, library: str | None = None, **kwargs: Any) -> Any:
         name: The name, such as ``"ant"`` (Brax) or ``"CartpoleBalance"`` (Playground).
         library: ``"brax"`` or ``"playground"``; ``None``: the one that has the name.
         **kwargs: For Brax, arguments of the environment's class (``backend="spring"``); for Playground, ``config`` and
-            ``config_overrides``. Playground runs on MJX's JAX implementation unless ``config_overrides`` selects another:
-            its own default, warp, compiles for half a minute on a CPU and has no gradient.
+            ``config_overrides``. Playground runs on MJX's JAX implementation unless one of these selects another: its own
+            default, warp, compiles for half a minute on a CPU and has no gradient.
 
     Raises:
         gymnasium.error.NameNotFound: No library has the name; close matches are listed.
@@ -165,11 +170,12 @@ def _env_names(library: str) -> tuple[str, ...]:
 
 def _describe_unknown_name(name: str, library: str | None) -> str:
     known = available_envs(library)
-    lower = {each.lower(): each for names in known.values() for each in names}
-    close = [lower[match] for match in difflib.get_close_matches(name.lower(), lower, 3, 0.5)]
-    where = " or ".join(known) if known else f"any installed library; {how_to_install('brax')}"
+    if not known:
+        return f"No environment {name!r}, because neither brax nor playground is installed: {how_to_install('brax')}."
+    by_lower_case = {each.lower(): each for names in known.values() for each in names}
+    close = [by_lower_case[match] for match in difflib.get_close_matches(name.lower(), by_lower_case, 3, 0.5)]
     hint = f" Did you mean {', '.join(close)}?" if close else ""
-    return f"No environment {name!r} in {where}.{hint} vecenv.jax.available_envs() lists them all."
+    return f"No environment {name!r} in {' or '.join(known)}.{hint} vecenv.jax.available_envs() lists them all."
 
 
 def _build_brax(name: str, **kwargs: Any) -> Any:
@@ -239,10 +245,11 @@ def choose_adapter(env: Any) -> JaxEnv:
     if all(hasattr(env, name) for name in ("reset", "step", "observation_size", "action_size")):
         return _unwrap(env)
     raise TypeError(
-        f"{type(env).__module__}.{type(env).__name__} is not a kind of JAX environment that vecenv supports: Brax and "
-        "MuJoCo Playground (reset(key), step(state, action), observation_size, action_size), gymnax (reset_env, step_env), "
-        "jumanji (observation_spec, action_spec), gymnasium.functional.FuncEnv (initial, transition), and any object with "
-        "init(key), step(state, action, key), single_observation_space and single_action_space."
+        f"{type(env).__module__}.{type(env).__name__} is not a kind of JAX environment that vecenv supports. These are Brax "
+        "and MuJoCo Playground (reset(key), step(state, action), observation_size, action_size), gymnax (reset_env, "
+        "step_env), jumanji (observation_spec, action_spec), gymnasium.functional.FuncEnv (initial, transition), and any "
+        "object with all members of vecenv.jax.JaxEnv (init(key), step(state, action, key), single_observation_space, "
+        "single_action_space, max_episode_steps, differentiable)."
     )
 
 
@@ -258,8 +265,8 @@ def _unwrap(env: Any) -> JaxEnv:
     while "env" in vars(inner):
         if type(inner).__name__ in _BATCHING_WRAPPERS | _AUTORESET_WRAPPERS | _EPISODE_WRAPPERS:
             raise ValueError(
-                f"{type(inner).__name__} batches or resets environments, which vecenv does itself. Pass the environment "
-                "without it: brax.envs.get_environment(name), or mujoco_playground.registry.load(name)."
+                f"{type(inner).__name__} batches, resets or truncates environments, which vecenv does itself. Pass the "
+                "environment without it: brax.envs.get_environment(name), or mujoco_playground.registry.load(name)."
             )
         inner = inner.env
     adapter: JaxEnv = BraxAdapter(layer)
@@ -292,7 +299,7 @@ class BraxAdapter(Adapter):
         return state, to_plain_tree(state.obs)
 
     def step(self, state: PyTree, action: PyTree, key: Array) -> Stepped:
-        if self.is_playground:  # in 64-bit mode its scan over the action needs float64, but the space is float32
+        if self.is_playground:  # in 64-bit mode its `lax.scan` needs float64 actions, but those of the space are float32
             action = jnp.asarray(action, jnp.result_type(float))
         state = self.env.step(jax.tree.map(lambda leaf: leaf, state), action)  # a copy: wrappers modify info
         info = {**_select_numeric(state.info), **_select_numeric(state.metrics)}

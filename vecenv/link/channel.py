@@ -9,10 +9,8 @@ the caller reads while it sends, so a worker's blocking write always ends.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
-from collections.abc import Iterator
 from os import read, write
 from typing import Final, TypeAlias
 
@@ -101,12 +99,6 @@ class Channel:
             if len(head) >= FULL_HEAD:
                 break
         return missing_bytes(head, size)
-
-    def receive_rest(self) -> Iterator[bytes]:
-        """Yield the messages that a worker wrote before it ended."""
-        with contextlib.suppress(ChannelClosed):
-            while (message := self.receive()) is not None:
-                yield message
 
     def queue(self, data: bytes) -> None:
         """Queue a message after unsent bytes; :meth:`flush` writes it."""

@@ -162,8 +162,7 @@ class PickledStore:
     def row(self, row: int) -> Any:
         return deepcopy(self._latest[row])
 
-    def set_row(self, row: int, observation: Any) -> None:
-        self.accept(row, observation)
+    set_row = accept
 
     def validate(self, observation: Any) -> None:
         _check_batchable(self._space, observation)

@@ -37,6 +37,8 @@ from vecenv.state.snapshots import Snapshot, package_version
 SUFFIX: Final = ".vecenv"
 LASTING: Final = frozenset({"set_attr", "call", "exec_func", "load"})
 """Calls with an effect that may outlast an episode."""
+KILLED: Final = -9
+"""The exit code of a process that SIGKILL has ended. On Windows, the module ``signal`` has no such constant."""
 _MAGIC: Final = b"vecenv flight record\n"
 _FORMAT: Final = 6
 _MAX_HEADER_BYTES: Final = 2**20

@@ -1,13 +1,14 @@
 """The flight recorder: an observer that keeps the latest requests and results, and writes a file about each failure.
 
-A *tick* is a step of all or some environments. Its actions are copied into a ring of arrays when the step is submitted, and
-its rewards and flags when the result is returned. A *message* is any other request, such as a reset or a call that may
-change environments; it is pickled when it is submitted. Positions in the recording are tick numbers.
+A *tick* is a step of all or some environments. Its actions are copied into a ring of arrays when the engine announces the
+step (:meth:`Recorder.on_step`), and its rewards and flags when the result is returned. A *message* is any other request,
+such as a reset or a call that may change environments; it is pickled when it is announced. Positions in the recording are
+tick numbers.
 
 A step of all environments is *open* from its announcement to its result. An announced step may be refused, or a signal
-handler may raise before it is submitted; the next announcement then replaces it. An open step was submitted, and keeps its
-tick, if a failure in it is recorded, or if it is pending when a reset is announced. The same holds for steps of rows in
-flight.
+handler may raise before it is submitted; the next announcement then replaces it. An open step keeps its tick if it is known
+to have been submitted: a failure in it is recorded, it is pending when a reset is announced, or :meth:`Recorder.on_dropped`
+lists it as submitted. Steps of rows in flight that were not submitted are withdrawn in the same way.
 
 The *history* of a row begins after the tick in which its previous environment failed. Calls do not reach a failed row.
 
@@ -22,7 +23,6 @@ import logging
 import os
 import pickle
 import re
-import signal
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -40,6 +40,7 @@ from vecenv.link.envs import Expected, WorkerPlan
 from vecenv.link.messages import dumps_with_code, original_summary
 from vecenv.link.own_generators import with_own_generators
 from vecenv.recording.file import (
+    KILLED,
     LASTING,
     SUFFIX,
     Failed,
@@ -65,12 +66,12 @@ _PICKLED_ACTION_BYTES: Final = 100
 """An estimate per row, for actions without a fixed size."""
 _MAX_MESSAGES: Final = 10_000
 _NUMBERS: Final = "rewards", "terminations", "truncations"
-_ARRAY: Final = np.ndarray
+_ARRAY: Final = np.ndarray  # looked up in every step, where an attribute of `np` would cost more
 _SNAPSHOT_TIME_SHARE: Final = 0.002
 _LONG_REPLAY_SECONDS: Final = 5.0
-"""Snapshots are taken only if the replay of one environment would take longer, because the first snapshot has a lasting
-cost: up to Python 3.12, attribute lookups on an object are slower once its ``__dict__`` has been read (64 CartPoles step 5 %
-slower)."""
+"""Unless steps will soon be dropped, snapshots are taken only if the replay of one environment would take longer. The first
+snapshot has a lasting cost: up to Python 3.12, attribute lookups on an object are slower once its ``__dict__`` has been read
+(64 CartPoles step 5 % slower)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ class Recorder:
     """An observer that records one vector environment (:class:`vecenv.engine.observers.Observer`).
 
     Args:
-        options: The options.
+        options: The value of ``record_failures=``, parsed.
         env_fns: The functions that build the environments.
         env_id: The name of the environments.
         plan: The settings of their workers.
@@ -182,8 +183,8 @@ class Recorder:
         self._pickled: dict[int, tuple[Sequence[int], bytes]] = {}  # by tick, actions that are not in the ring
         self._messages: list[_RecordedMessage] = []
         self._next_message = 0  # number of the next message
-        self._first_complete = 0  # number of the first message after the latest dropped one
-        self._lasting_lost = 0  # the same, for messages with a lasting effect
+        self._complete_from = 0  # the number from which on no message was dropped
+        self._lasting_complete_from = 0  # the same, for messages with a lasting effect
         # the arrays have one entry per row
         self._in_flight = np.full(n, -1)  # the tick of its step without a result, from `send`; -1: none
         self._has_sent_steps = False  # True if any were sent since the latest step of all environments
@@ -215,11 +216,11 @@ class Recorder:
         self._actions = [ring[name] for name in actions.names or ()]
         self._rewards, self._terminations, self._truncations = (ring[name] for name in _NUMBERS)
         self._stepped: Array | None = None  # bool (capacity, rows), the rows that each tick steps; None: all
-        # The log: complete ticks that follow those in the ring, their number, the last index that may be filled, and the
-        # actions of the next tick.
-        self._log: list[bytes] = [b""] * _BLOCK_TICKS
-        self._num_logged, self._last_log_index, self._is_logging = 0, -1, False
-        self._staged: bytes | None = None
+        self._log: list[bytes] = [b""] * _BLOCK_TICKS  # complete ticks that follow those in the ring
+        self._num_logged = 0
+        self._last_log_index = -1  # the last index in the log that may be filled
+        self._is_logging = False  # True if the next step goes into the log
+        self._staged: bytes | None = None  # the actions of the next tick in the log
 
     # -- requests -------------------------------------------------------------------------------------------------------
 
@@ -382,9 +383,9 @@ class Recorder:
         """Drop the older half of the messages, but keep those with a lasting effect unless they are most of it."""
         old, new = self._messages[: _MAX_MESSAGES // 2], self._messages[_MAX_MESSAGES // 2 :]
         lasting = [message for message in old if message.name in LASTING]
-        self._first_complete = new[0].number
+        self._complete_from = new[0].number
         if len(lasting) > len(old) // 2:
-            self._lasting_lost, lasting = self._first_complete, []
+            self._lasting_complete_from, lasting = self._complete_from, []
         self._messages = lasting + new
 
     # -- results and failures -------------------------------------------------------------------------------------------
@@ -429,7 +430,7 @@ class Recorder:
         failed = Failed(how, text, getattr(error, "exitcode", None), seconds)
         try:
             # An abandoned worker that timed out is killed: the files about the timeout already describe that failure.
-            if isinstance(error, StepTimeout) or failed.exitcode == -signal.SIGKILL:
+            if isinstance(error, StepTimeout) or failed.exitcode == KILLED:
                 known = [self._timeouts[row] for row in rows if row in self._timeouts]
                 if [request for request, _ in known] == [self._request_id(row) for row in rows]:
                     return self._make_note([path for _, path in known])
@@ -534,7 +535,7 @@ class Recorder:
             path: Path of the file; ``None``: a new name in the folder.
         """
         self._move_log()
-        return self._write(self._copy_rows([row]), row, path, None, "")
+        return self._write_file(self._copy_rows([row]), row, path, None, "")
 
     def _write_files(self, rows: Sequence[int], failed: Failed, timeout: StepTimeout | None) -> str:
         """Write the files about rows that failed together, and return a note that names them.
@@ -546,7 +547,7 @@ class Recorder:
         for row in rows:
             try:
                 row_failure = failed if timeout is None else replace(failed, text=_describe_hang(timeout, row))
-                written.append(self._write(copied, row, None, row_failure, failure_name))
+                written.append(self._write_file(copied, row, None, row_failure, failure_name))
                 if timeout is not None:
                     self._timeouts[row] = self._request_id(row), written[-1]
             except Exception as error:
@@ -589,9 +590,10 @@ class Recorder:
         ]
         return _CopiedRows(wanted_rows, np.arange(first, last), columns, stepped, messages)
 
-    def _write(
+    def _write_file(
         self, copied: _CopiedRows, row: int, path: str | os.PathLike[str] | None, failed: Failed | None, failure_name: str
     ) -> Path:
+        """Write the file about a row, and return its path. ``path=None``: a new name in the folder."""
         index, first = copied.rows.index(row), self._first
         ends = copied.columns["terminations"][index] | copied.columns["truncations"][index]
         stepped = copied.stepped[index][:, None]
@@ -626,7 +628,7 @@ class Recorder:
         saved, snapshot = self._saved, None
         if (
             saved is not None
-            and saved.message >= max(self._first_message[row], self._first_complete)
+            and saved.message >= max(self._first_message[row], self._complete_from)
             and saved.tick >= max(self._history_start[row] + 1, self._first)
         ):
             place = int(np.searchsorted(ticks, saved.tick))
@@ -637,12 +639,12 @@ class Recorder:
             steps_before=step - len(ticks), snapshot=snapshot, why_no_snapshot=self._no_snapshot_reason,
             restarted=self._plan.autoreset_mode is AutoresetMode.NEXT_STEP
             and [self._restart_message[row]] == [number for number, _ in own_messages[:1]],
-            lacks_calls=bool(self._first_message[row] < self._lasting_lost),
+            lacks_calls=bool(self._first_message[row] < self._lasting_complete_from),
         )  # fmt: skip
 
     def _place(self, ticks: Array, message: _RecordedMessage) -> int:
         """Return the index of the step after a message; -1 if steps or messages after it were dropped."""
-        is_complete = message.tick >= self._first and message.number >= self._first_complete
+        is_complete = message.tick >= self._first and message.number >= self._complete_from
         return int(np.searchsorted(ticks, message.tick)) if is_complete else -1
 
 

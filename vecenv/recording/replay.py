@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
@@ -20,7 +19,7 @@ from vecenv.link.messages import (
     pack_error,
     unpack_error,
 )  # fmt: skip
-from vecenv.recording.file import LASTING, Failed, Header, Message, Record, UnreadableRecord
+from vecenv.recording.file import KILLED, LASTING, Failed, Header, Message, Record, UnreadableRecord
 from vecenv.shm.layout import Layout
 from vecenv.state.snapshots import Snapshot
 from vecenv.system.supervision import location_in_traceback
@@ -307,7 +306,7 @@ class Replay:
             status, text = AGAIN, f"nothing had failed, and {steps} matched the record"
         else:
             matched, last = self._matched_steps_text, self._latest_request
-            external = "; a kill from outside is not repeated" if record.failed.exitcode == -signal.SIGKILL else ""
+            external = "; a kill from outside is not repeated" if record.failed.exitcode == KILLED else ""
             text = f"did not happen again: {matched}{last} returned, where the record fails{self._missing_note}{external}"
         self.result = ReplayResult(status, text)
 

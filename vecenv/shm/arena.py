@@ -33,8 +33,6 @@ from vecenv.system.spawning import explain_missing_processes
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Arena", "Place", "SharedBlock", "available_memory", "find_place", "memory_limits", "share"]
-
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a huge number
 _CHUNK_BYTES = 1 << 20
 _Data = TypeVar("_Data", Array, dict[Any, Any])

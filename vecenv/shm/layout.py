@@ -242,8 +242,3 @@ class Layout:
             final_observations=leaves("final_observations") if self.final else None,
             **{name: view for name, view in views.items() if "/" not in name},
         )
-
-
-def as_memoryview(array: Array) -> Any:
-    """Return a memoryview, which reads and writes single numbers in a fraction of the time that an array takes."""
-    return memoryview(array)  # type: ignore[arg-type]

@@ -2,12 +2,12 @@
 
 All layers of an environment go into one pickle, so that shared objects stay shared. An object that has a codec, or stays in
 place, is stored as its path from a layer through attributes and items. The reader finds the counterpart at this path in the
-environment that is being restored. The class of an attribute's value determines its treatment (:func:`_treatment`). Every
-special object is pickled as a call of one function, :func:`stands_for_`, because pickling the names of many functions and
-classes would double the time.
+environment that is being restored. The class of an attribute's value determines its treatment (:func:`_treatment`).
+References to layers and to such objects, and numeric arrays, are all pickled as calls of one function,
+:func:`stands_for_`, because pickling the names of many functions and classes would double the time.
 
 :func:`prepare_restore` reads everything, and raises if the state does not fit, without changing the environment. The
-function that it returns applies the state, any number of times.
+function that it returns applies the state; if it is interrupted, it can be repeated.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ _PLAIN: Final = frozenset({*_ATOMS, dict, list, tuple, set, frozenset, type})
 ObjectPath = tuple[Any, ...]
 """The path to an object: the number of a layer, then (by attribute?, name or key) for each step."""
 
+# The treatments of attribute values: atoms and layers are pickled without their paths. Objects that stay, and spaces without
+# generators, are left out of the pickle. Refused objects raise. All others are pickled, and their paths are kept.
 _ATOM, _OTHER, _LAYER, _STAYING, _SPACE, _REFUSED = range(6)
 
 
@@ -82,6 +84,10 @@ def has_hidden_memory(kind: type) -> bool:
 def capture_state(env: Any, layers: list[Any] | None = None) -> bytes:
     """Return the state of an environment.
 
+    Args:
+        env: The environment.
+        layers: Its layers, from :func:`find_layers`; ``None``: find them.
+
     Raises:
         NotRestorable: A part of the state cannot be saved. The message names it.
     """
@@ -90,7 +96,10 @@ def capture_state(env: Any, layers: list[Any] | None = None) -> bytes:
 
 
 def stands_for_(code: int, *values: Any) -> Any:
-    """Represent a special object in a pickle. ``code`` is one of the constants below, with its ``values`` in a comment."""
+    """Represent a layer, a reference or an array in a pickle; only :class:`_Reader` interprets it.
+
+    Its name is part of the format of snapshots. ``code`` is one of the constants below; their comments list the ``values``.
+    """
     raise AssertionError("only read by prepare_restore()")
 
 
@@ -264,7 +273,7 @@ def _wrapped_key(data: Any, implementation: str) -> Any:
 
 
 def reachable_objects(layers: list[Any]) -> dict[int, tuple[Any, str]]:
-    """Return the objects reachable from layers, except parts of spaces, as id -> (object, formatted path)."""
+    """Return the objects reachable from layers, except attributes of spaces, as id -> (object, formatted path)."""
     numbers = {id(layer): number for number, layer in enumerate(layers)}
     return {
         key: (_find(layers, path), _format_path(layers, path))
@@ -281,7 +290,7 @@ def _find(layers: list[Any], path: ObjectPath) -> Any:
 
 
 def _walk(layers: list[Any], numbers: dict[int, int]) -> Iterator[tuple[int, ObjectPath]]:
-    """Yield (id, path) of everything reachable through attributes and items of layers, shortest path first."""
+    """Yield (id, path) of each object reachable through attributes and items of layers, the shortest paths first."""
     todo: deque[tuple[Any, ObjectPath]] = deque((layer, (number,)) for number, layer in enumerate(layers))
     seen: set[int] = set()
     while todo:
@@ -296,7 +305,7 @@ def _walk(layers: list[Any], numbers: dict[int, int]) -> Iterator[tuple[int, Obj
 
 
 def _children(obj: Any) -> Iterator[tuple[tuple[bool, Any], Any]]:
-    """Yield a step of a path, (by attribute?, name or key), and the value there, for each attribute and item."""
+    """Yield (step, value) for each attribute and item of an object. A step of a path is (by attribute?, name or key)."""
     if isinstance(obj, dict):
         yield from (((False, key), value) for key, value in obj.items() if type(key) in _ATOMS or type(key) is tuple)
     elif isinstance(obj, list | tuple | deque):
@@ -341,7 +350,10 @@ class _Reader(pickle.Unpickler):
         return obj
 
     def _get_target(self, path: ObjectPath, state: Any) -> Any:
-        """Return the object at ``path`` for its codec to load; a new one if it is missing, a layer or already a target."""
+        """Return the object at ``path``, into which its codec will load the state.
+
+        If there is no such object, or if it is a layer or the target of another path, return a new one with the state.
+        """
         try:
             obj = self._find_counterpart(path)
         except SnapshotMismatch:
@@ -359,9 +371,9 @@ class _Reader(pickle.Unpickler):
 
 
 def _require_kept_in_place(obj: Any, path: str) -> None:
-    """Raise unless an object is of a class that stays in place, or is ``None``, as before an environment's first frame."""
+    """Raise unless an object is of a class that stays in place, or ``None``: a renderer may not exist yet."""
     if obj is not None and _treatment(type(obj)) not in (_STAYING, _SPACE):
-        expected = "a space, a spec, a renderer or the like, which snapshots do not contain"
+        expected = "an object that snapshots do not contain (a space, a spec, a renderer or the like)"
         raise SnapshotMismatch(f"its {path} is {expected}, and here it is of class {type(obj).__name__}")
 
 
@@ -374,7 +386,15 @@ def _format_path(layers: list[Any], path: ObjectPath) -> str:
 
 
 def prepare_restore(env: Any, blob: bytes, layers: list[Any] | None = None) -> Callable[[], None]:
-    """Read a state without changing the environment. Return a function that restores it, any number of times.
+    """Read a state without changing the environment. Return a function that restores it.
+
+    If the function is interrupted, it can be repeated. It must not be repeated after a reset or a step of the environment,
+    which changes the restored objects.
+
+    Args:
+        env: The environment.
+        blob: A state from :func:`capture_state`.
+        layers: The layers of ``env``, from :func:`find_layers`; ``None``: find them.
 
     Raises:
         SnapshotMismatch: The state does not fit.

@@ -1,8 +1,8 @@
 """Descriptions of values as text: constructor arguments, spaces, and the functions that a snapshot does not contain.
 
 Equal descriptions mean equal values, as far as values can be inspected: functions by their code and captured values, arrays
-by their bytes, objects by their attributes. Environments, and objects written in C, are described by their class alone. A
-description does not depend on the process, so descriptions from two machines can be compared.
+by their bytes, objects by their attributes. Environments, and most objects written in C, are described by their class alone.
+A description does not depend on the process, so descriptions from two machines can be compared.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import re
 import sys
 import types
 import zlib
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import gymnasium
@@ -26,7 +27,16 @@ from vecenv.state.codecs import model_bytes, name_of
 _MAX_LENGTH: Final = 160
 _MAX_DEPTH: Final = 12
 _SMALL_ARRAY: Final = 8
-_NOT_DESCRIBED: Final = ("__dict__", "__weakref__", "__module__", "__doc__", "__slotnames__")  # pickling adds the last one
+_FILE_PIECE_BYTES: Final = 2**20
+_EXACT_REPRS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, range})
+_MODULES_WITH_EXACT_REPRS: Final = frozenset({"datetime", "decimal"})
+_NOT_DESCRIBED: Final = frozenset({
+    "__dict__", "__weakref__", "__module__", "__doc__",
+    "__slotnames__",  # added by pickling
+    "__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__",  # some are added by reading annotations
+    "__firstlineno__", "__static_attributes__",  # depend on the position in the file, and on the order of a set
+})  # fmt: skip
+"""Attributes of classes that do not affect instances, or that differ between versions of Python."""
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 _CODE: Final = re.compile(r"python(\d+\.\d+) ([0-9a-f]{8})")
 
@@ -61,9 +71,13 @@ def _describe(value: Any, parents: tuple[int, ...]) -> str:
     kind = type(value)
     if isinstance(value, str | os.PathLike) and os.path.isabs(value) and os.path.isfile(value):
         return _describe_file(os.fspath(value))
-    if value is None or kind in (bool, int, float, complex, str, bytes) or isinstance(value, enum.Enum | re.Pattern):
+    if kind in _EXACT_REPRS or getattr(kind, "__module__", None) in _MODULES_WITH_EXACT_REPRS:
         return repr(value)
-    if isinstance(value, np.generic | np.ndarray | np.dtype):
+    if isinstance(value, enum.Enum | slice):
+        return _ADDRESS.sub("", repr(value))
+    if isinstance(value, re.Pattern):  # its repr is cut off after 200 characters
+        return f"re.compile({value.pattern!r}, {value.flags})"
+    if isinstance(value, np.dtype) or (isinstance(value, np.generic | np.ndarray) and not value.dtype.hasobject):
         return _describe_numpy(value)
     if isinstance(value, os.PathLike):
         return repr(os.fspath(value))
@@ -77,27 +91,31 @@ def _describe(value: Any, parents: tuple[int, ...]) -> str:
         return kind.__name__
     parents = (*parents, id(value))
 
-    def inner(item: Any) -> str:
+    def describe_part(item: Any) -> str:
         return _describe(item, parents)
 
     if isinstance(value, type):
-        return _describe_class(value, inner)
+        return _describe_class(value, describe_part)
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{inner(key)}: {inner(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{describe_part(key)}: {describe_part(item)}' for key, item in value.items())}}}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(inner, value))}]"
+        return f"[{', '.join(map(describe_part, value))}]"
+    if isinstance(value, np.generic | np.ndarray):  # of objects: its repr leaves out the middle
+        return f"{value.dtype}{value.shape} {describe_part(value.tolist())}"
+    if isinstance(value, deque):
+        return f"{kind.__name__}({describe_part(list(value))}, {value.maxlen})"
     if isinstance(value, set | frozenset):
-        return f"{{{', '.join(sorted(map(inner, value)))}}}"
+        return f"{{{', '.join(sorted(map(describe_part, value)))}}}"
     if isinstance(value, functools.partial):
-        return f"partial({inner(value.func)}, {inner(value.args)}, {inner(value.keywords)})"
+        return f"partial({describe_part(value.func)}, {describe_part(value.args)}, {describe_part(value.keywords)})"
     if isinstance(value, types.MethodType):
-        return f"{inner(value.__func__)} of {type(value.__self__).__name__}"
+        return f"{describe_part(value.__func__)} of {type(value.__self__).__name__}"
     if isinstance(value, types.FunctionType):
-        return _describe_function(value, inner)
+        return _describe_function(value, describe_part)
     if isinstance(value, property):
-        return f"property({inner((value.fget, value.fset))})"
+        return f"property({describe_part((value.fget, value.fset))})"
     if isinstance(wrapped := getattr(value, "__wrapped__", None), types.FunctionType):
-        return f"{kind.__name__}({inner(wrapped)})"
+        return f"{kind.__name__}({describe_part(wrapped)})"
     if isinstance(value, gymnasium.Env):
         return kind.__name__
     if hasattr(kind, "__jax_array__") or (kind.__module__ or "").startswith("jaxlib"):
@@ -105,7 +123,7 @@ def _describe(value: Any, parents: tuple[int, ...]) -> str:
     if callable(value) and isinstance(name := getattr(value, "__name__", None), str):  # written in C, like `np.tanh`
         return f"{kind.__name__} {name}"
     attributes = _collect_attributes(value)
-    return f"{kind.__name__}({inner(attributes)})" if attributes else kind.__name__
+    return f"{kind.__name__}({describe_part(attributes)})" if attributes else kind.__name__
 
 
 def describe_space(space: Any) -> str:
@@ -129,13 +147,19 @@ def slot_names(kind: type) -> list[str]:
 
 def _describe_file(path: str) -> str:
     """Describe a file by its content, because it may be in another folder on another machine."""
-    with open(path, "rb") as file:
-        return f"file {os.path.basename(path)} {_crc(file.read())}"
+    checksum = 0
+    try:
+        with open(path, "rb") as file:
+            while piece := file.read(_FILE_PIECE_BYTES):
+                checksum = zlib.crc32(piece, checksum)
+    except OSError:  # such as a file of another user
+        return f"file {path!r}"
+    return f"file {os.path.basename(path)} {checksum:08x}"
 
 
 def _describe_numpy(value: Any) -> str:
-    if isinstance(value, np.dtype) or value.dtype.hasobject:
-        return _ADDRESS.sub("", repr(value))
+    if isinstance(value, np.dtype):
+        return repr(value)
     if value.size <= _SMALL_ARRAY:
         return f"{value.dtype}{value.tolist()!r}" if value.shape else f"{value.dtype} {value.tolist()!r}"
     return f"{value.dtype}{value.shape} {_crc(np.ascontiguousarray(value).tobytes())}"
@@ -150,14 +174,14 @@ def _describe_jax(value: Any) -> str:
     return type(value).__name__
 
 
-def _describe_function(function: types.FunctionType, inner: Any) -> str:
+def _describe_function(function: types.FunctionType, describe_part: Callable[[Any], str]) -> str:
     captured = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            captured.append(f"{name}={inner(cell.cell_contents)}")
+            captured.append(f"{name}={describe_part(cell.cell_contents)}")
         except ValueError:  # the cell is empty: the variable has no value yet
             captured.append(f"{name} is not set")
-    captured += [inner(value) for value in (function.__defaults__, function.__kwdefaults__) if value]
+    captured += [describe_part(value) for value in (function.__defaults__, function.__kwdefaults__) if value]
     return f"{function.__qualname__}({', '.join(captured)}) {_describe_code(function.__code__)}"
 
 
@@ -179,9 +203,9 @@ def is_importable(thing: Any) -> bool:
     return found is thing
 
 
-def _describe_class(kind: type, inner: Any) -> str:
+def _describe_class(kind: type, describe_part: Callable[[Any], str]) -> str:
     name = f"{kind.__module__}.{kind.__qualname__}"
     if is_importable(kind):
         return name
     own = {key: item for key, item in vars(kind).items() if key not in _NOT_DESCRIBED}
-    return f"{name}({inner(own)})"
+    return f"{name}({describe_part(own)})"

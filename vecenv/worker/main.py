@@ -102,9 +102,7 @@ def make_rows(
     env_fns: Sequence[Callable[[], Any]], first: int, worker: int, plan: WorkerPlan, batch: Batch, in_caller: bool = False
 ) -> SnapshotRows:
     """Create the rows of one worker, of the class that the plan requires; see :class:`~vecenv.worker.rows.EnvRows`."""
-    kind = SnapshotRows
-    if plan.env_threads > 1 and not in_caller:
-        kind = ThreadedRows
+    kind = ThreadedRows if plan.env_threads > 1 and not in_caller else SnapshotRows
     return kind(env_fns, first, worker, plan, batch, in_caller=in_caller)
 
 
@@ -253,8 +251,7 @@ def main(start: Start) -> None:
             process.cpus = os.sched_getaffinity(0)
         process.inherited = list_open_resources()
         rows = make_rows(env_fns, start.first, start.index, start.plan, batch)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=partial(rows.forked.append, True))
+        os.register_at_fork(after_in_child=partial(rows.forked.append, True))
         rows.guard_settings()
         failures, mismatches = rows.build()
         seed_torch()

@@ -14,7 +14,7 @@ from vecenv.errors import NotRestorable, SnapshotMismatch
 from vecenv.link.messages import Outcome
 from vecenv.state.capture import capture_state, find_layers, prepare_restore
 from vecenv.state.proof import Proof, open_proof
-from vecenv.state.snapshots import Kind, Row, Snapshot, describe_kind
+from vecenv.state.snapshots import Kind, Snapshot, describe_kind
 from vecenv.worker.rows import EnvRows
 
 
@@ -117,9 +117,14 @@ class SnapshotRows(EnvRows):
         """Load the snapshots that :meth:`check` has prepared."""
 
         def load_row(k: int) -> None:
-            restore, snapshot = self._prepared[k]
+            env, (restore, snapshot) = self._env(k), self._prepared[k]
             saved = snapshot.row
-            self._restore(k, restore, saved)
+            restore()
+            self._next_episodes.pop(k, None)
+            if saved.upcoming is not None:
+                self._next_episodes[k] = saved.upcoming
+            if self._buffers[k] is not None:
+                env.unwrapped.observation_buffer(self._buffers[k])  # type: ignore[attr-defined]
             self._steps[k] = self._step_after_reset(k, saved.pending)
             self._used[k] = saved.used
 
@@ -139,15 +144,6 @@ class SnapshotRows(EnvRows):
             return prepare_restore(env, snapshot.body, layers)
         except SnapshotMismatch as error:
             raise SnapshotMismatch(f"the snapshot does not fit: {error}") from error
-
-    def _restore(self, k: int, restore: Callable[[], None], saved: Row) -> None:
-        env = self._env(k)
-        restore()
-        self._next_episodes.pop(k, None)
-        if saved.upcoming is not None:
-            self._next_episodes[k] = saved.upcoming
-        if self._buffers[k] is not None:
-            env.unwrapped.observation_buffer(self._buffers[k])  # type: ignore[attr-defined]
 
 
 def _are_equivalent(first: Callable[[], Any], second: Callable[[], Any]) -> bool:

@@ -1,7 +1,7 @@
 """Errors about the environments of an ``EpisodePrefetcher``, in terms of the rows that its caller uses.
 
-In errors from the engine and its environments, a number is a *place*. Their texts are kept, and a note names the row;
-numbers for programs, such as ``error.envs``, are replaced by rows.
+The engine has one environment per *place*, and a row may move to another place for its next episode. Errors from the engine
+number the environments by place. Their texts are kept, and a note names the row; in ``error.envs``, rows replace places.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vecenv.errors import EnvFailed, ErrorRecord, WorkerDied
 
 
 class _PlaceNote(str):
-    """A note about failed places. Its ``row`` is that of the first one, or ``None`` if it ran no episode."""
+    """A note about failed places. Its ``row`` is the one at the first place; ``None`` if no episode ran there."""
 
     __slots__ = ("row",)
     row: int | None
@@ -48,11 +48,14 @@ class PlaceNotes(Observer):
 
 
 def name_rows(error: Exception, places: Sequence[int]) -> None:
-    """Replace the places in ``error.envs`` by rows (spares have none). Note the places of all rows in other errors."""
+    """Replace the places in ``error.envs`` by rows; add a note to an ``EnvFailed``, which has no ``envs``.
+
+    ``places`` has the place of each row. Places without a row are left out.
+    """
     if isinstance(error, WorkerDied):
         error.envs = tuple(row for row, place in enumerate(places) if place in error.envs)
     elif isinstance(error, EnvFailed):
-        error.add_note(f"these are places; the envs are at the places {list(places)}")
+        error.add_note(f"the numbers above are places; envs 0 to {len(places) - 1} are at the places {list(places)}")
 
 
 @contextmanager
@@ -66,7 +69,7 @@ def naming_rows(places: Sequence[int]) -> Iterator[None]:
 
 
 def records_of_rows(records: Iterable[ErrorRecord]) -> deque[ErrorRecord]:
-    """Return copies of records with the row from the note as ``env``; ``None`` if there is none."""
+    """Return copies of records with the row from the note of :class:`PlaceNotes` as ``env``; ``None`` if it names no row."""
     return deque(replace(record, env=_noted_row(record.error)) for record in records)
 
 

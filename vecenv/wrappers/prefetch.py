@@ -535,7 +535,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         rows = [(row, place) for row, place in enumerate(self.places) if place in error.envs]
         error.envs = tuple(row for row, _ in rows)
         error.where = {row: error.where[place] for row, place in rows if place in error.where}
-        error.add_note(f"these are places; the envs without a reply are {list(error.envs)}")
+        error.add_note(f"the numbers above are places; the envs without a reply are {list(error.envs)}")
 
     def row_of_place(self, place: int) -> int | None:
         """Return the row of the episode at a place, which may have begun ahead of time; ``None`` if there is no episode."""

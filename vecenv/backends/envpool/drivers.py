@@ -45,7 +45,6 @@ from vecenv.front.driver import (
     Phase,
     RequestSummary,
     Stepped,
-    require_idle,
     require_no_step,
     still_in_flight_error,
     too_few_in_flight_error,
@@ -396,7 +395,7 @@ class WholeBatchDriver(PoolDriver):
             self.require_pool(method)
         if self.replies and self.returned[0] is not self.replies:
             if not self._for_recv:
-                require_idle(self.pending_request, method)
+                self.require_idle(method)
             raise AlreadyPendingCallError(
                 f"Calling `{method}` while {len(self._ids)} environments are in flight would overwrite their rows: `recv` "
                 "first, or pass a batch_size smaller than num_envs for first-ready batches.",
@@ -595,8 +594,8 @@ class FirstReadyDriver(PoolDriver):
     def _require_idle(self, ids: Array, name: str) -> None:
         self._release_held()
         if not self.idle.issuperset(ids.tolist()):
-            if (pending_request := self.pending_request).kind is Phase.WAITING_STEP:
-                require_idle(pending_request, name)
+            if self.pending_request.kind is Phase.WAITING_STEP:
+                self.require_idle(name)
             raise still_in_flight_error(name, [i for i in ids.tolist() if i not in self.idle])
 
     # -- sending ------------------------------------------------------------------------------------------------------

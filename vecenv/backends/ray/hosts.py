@@ -54,10 +54,11 @@ class HostPool:
     def __init__(self, cluster: Cluster, plans: Sequence[HostPlan], start_timeout: float) -> None:
         self.cluster = cluster
         self._start_timeout = start_timeout + _START_GRACE_SECONDS
+        self._is_closed = False  # True also after an interrupted close, which has killed the hosts
         self.hosts = self._start(plans)
 
     def _start(self, plans: Sequence[HostPlan]) -> list[RemoteHost]:
-        """Start hosts concurrently; if one fails, end all of them."""
+        """Start hosts concurrently; if one fails, kill all of them."""
         try:
             with deferred_signals():
                 for plan in plans:
@@ -119,10 +120,15 @@ class HostPool:
     def close(self, timeout: float, *, terminate: bool) -> dict[int, list[str]]:
         """End all hosts within about ``timeout`` seconds: first by a request, then by killing them. Idempotent.
 
+        Args:
+            timeout: Seconds for the environments' own ``close()``.
+            terminate: Kill the hosts at once, without a request.
+
         Returns:
-            The warnings of each host about environments that raised in ``close()``.
+            The warnings of each host about environments that raised in ``close()``, by host index.
         """
         try:
-            return {} if terminate else self.call_all("close", timeout, timeout=timeout)
+            return {} if terminate or self._is_closed else self.call_all("close", timeout, timeout=timeout)
         finally:
+            self._is_closed = True
             self.cluster.close()

@@ -375,3 +375,30 @@ def test_registered_name_accepts_options_of_engine_and_environment(closes: Any) 
     assert (envs.num_workers, envs.autoreset_mode.value) == (0, "SameStep")
     envs.reset(seed=0)
     assert [bool((envs.step(np.array([k % 2] * 2))[3]).all()) for k in range(6)][-1]
+
+
+class EnvWithArguments(CartPoleEnv):
+    """An environment with arguments that have the names of those of `make_vec`."""
+
+    def __init__(self, backend: str = "", options: str = "", wrappers: str = "") -> None:
+        super().__init__()
+        self.arguments = backend, options, wrappers
+
+
+@pytest.mark.usefixtures("unregister_names")
+def test_registered_name_passes_all_options_to_the_environment(closes: Any) -> None:
+    gymnasium.register("Arguments-v0", EnvWithArguments)
+    try:
+        name = register("Arguments-v0", backend="serial", env_kwargs={"backend": "spring", "options": "a", "wrappers": "b"})
+        assert closes(gymnasium.make_vec(name, num_envs=1)).get_attr("arguments") == (("spring", "a", "b"),)
+        envs = closes(make_vec(name, env_kwargs={"backend": "positional"}))
+        assert envs.get_attr("arguments") == (("positional", "a", "b"),)
+    finally:
+        registry.pop("Arguments-v0")
+
+
+def test_options_override_those_in_a_spec(closes: Any) -> None:
+    spec = closes(make_vec("CartPole-v1", 2, num_workers=0, copy=False)).spec
+    envs = closes(make_vec(spec, copy=True, autoreset_mode="SameStep"))
+    assert (envs.num_envs, envs.num_workers, envs.copy) == (2, 0, True)
+    assert envs.autoreset_mode is AutoresetMode.SAME_STEP

@@ -67,6 +67,14 @@ def test_positional_arguments_override_options_of_install(closes: Any) -> None:
     assert (envs.shared_memory, envs.copy, envs.context, envs.num_workers) == (True, True, "spawn", 1)
 
 
+def test_options_of_install_apply_to_sync_vector_envs(closes: Any) -> None:
+    vecenv.install(sync=True, copy=False, autoreset_mode="SameStep")
+    envs: Any = closes(gymnasium.vector.SyncVectorEnv(counters(2)))
+    assert (envs.copy, envs.autoreset_mode.value) == (False, "SameStep")
+    envs = closes(gymnasium.vector.SyncVectorEnv(counters(2), True, autoreset_mode="Disabled"))
+    assert (envs.copy, envs.autoreset_mode.value) == (True, "Disabled")
+
+
 def test_second_install_replaces_the_options_and_uninstall_restores_the_classes() -> None:
     vecenv.install(num_workers=1, copy=False)
     vecenv.install(on_failure="restart")

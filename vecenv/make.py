@@ -220,7 +220,8 @@ def make_vec(
         )
     check_option("num_envs", num_envs)
     if spec is not None and spec.vector_entry_point == _REGISTERED:
-        settings = kwargs if spec is id_or_env_fn else {**spec.kwargs, **kwargs}
+        recorded = {**spec.kwargs["env_kwargs"], **kwargs}
+        settings = kwargs if spec is id_or_env_fn else {**spec.kwargs, "env_kwargs": recorded}
         settings["options"] = {**settings["options"], **vector_options}
         if is_chosen:
             settings["backend"] = backend
@@ -237,11 +238,11 @@ def make_vec(
 def _merge_recorded(
     spec: EnvSpec, num_envs: int, vector_kwargs: dict[str, Any], wrappers: Wrappers | None, kwargs: dict[str, Any]
 ) -> tuple[int, dict[str, Any], Wrappers | None, dict[str, Any]]:
-    """Merge the arguments recorded in a vector environment's spec. As in Gymnasium, only ``kwargs`` override them."""
+    """Merge the arguments recorded in a vector environment's spec. Options override them; as in Gymnasium, no others do."""
     recorded = copy.deepcopy(spec.kwargs)
     recorded.pop("vectorization_mode", None)
     num_envs = recorded.pop("num_envs", num_envs)
-    vector_kwargs = dict(recorded.pop("vector_kwargs", vector_kwargs))
+    vector_kwargs = {**recorded.pop("vector_kwargs", {}), **vector_kwargs}
     return num_envs, vector_kwargs, recorded.pop("wrappers", wrappers), {**recorded, **kwargs}
 
 
@@ -274,7 +275,7 @@ def register(
     if isinstance(found, EnvSpec):
         check_env_options(found, env_options, vector=backend == "native" or (backend == "process" and is_vector_only(found)))
     name = f"vecenv/{id.rpartition(':')[2].replace('/', '-')}"
-    kwargs = {**env_options, "id": id, "backend": backend, "options": vector_options}
+    kwargs = {"id": id, "backend": backend, "options": vector_options, "env_kwargs": env_options}
     registry.pop(name, None)
     gymnasium.register(name, vector_entry_point=_REGISTERED, kwargs=kwargs)
     return name
@@ -283,10 +284,13 @@ def register(
 _REGISTERED = f"{__name__}:_make_registered"
 
 
-def _make_registered(num_envs: int, *, id: str, backend: str, options: dict[str, Any], **env_kwargs: Any) -> AnyVectorEnv:
+def _make_registered(
+    num_envs: int, *, id: str, backend: str, options: dict[str, Any], env_kwargs: dict[str, Any],
+    wrappers: Wrappers | None = None, **changed: Any,
+) -> AnyVectorEnv:  # fmt: skip
     """Build a vector environment that :func:`register` registered. Gymnasium calls this."""
-    wrappers = env_kwargs.pop("wrappers", None)
-    return make_vec(id, num_envs, backend, vector_kwargs=options, env_kwargs=env_kwargs, wrappers=wrappers)
+    env_options = {**env_kwargs, **changed}
+    return make_vec(id, num_envs, backend, vector_kwargs=options, env_kwargs=env_options, wrappers=wrappers)
 
 
 @dataclass(frozen=True)

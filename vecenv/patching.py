@@ -6,13 +6,13 @@ import inspect
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final
 
 import numpy as np
 from gymnasium.core import ActType, ObsType
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import VectorEnv
 
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.front.arguments import GymnasiumAsync, GymnasiumSync, check_option_names
@@ -21,6 +21,7 @@ from vecenv.link.messages import summary
 __all__ = ["DEFAULTS", "REPORT", "PatchReport", "install", "uninstall"]
 
 _SIGNATURE: Final = inspect.signature(AsyncVectorEnv.__init__)
+_SYNC_SIGNATURE: Final = inspect.signature(GymnasiumSync.__init__)
 _OPTIONS: Final = [name for name in _SIGNATURE.parameters if name not in ("self", "env_fns", "worker")]
 
 DEFAULTS: dict[str, Any] = {}
@@ -173,22 +174,18 @@ class _AsyncReplacement(  # type: ignore[misc]
 
 
 class _SyncReplacement(_AsyncReplacement[ObsType, ActType], VectorEnv[ObsType, ActType, np.ndarray]):  # type: ignore[misc]
-    """A replacement with the arguments of ``gymnasium.vector.SyncVectorEnv`` and its environments in this process."""
+    """A replacement with the arguments of ``gymnasium.vector.SyncVectorEnv``; :data:`DEFAULTS` may set others."""
 
     replaced_class = GymnasiumSync
     _refuses_finished = True
 
-    def __init__(
-        self,
-        env_fns: Sequence[Any] | Iterator[Any],
-        copy: bool = True,
-        observation_mode: Any = "same",
-        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
-    ) -> None:
-        if isinstance(env_fns, Iterator):  # `gymnasium.make_vec` passes an iterator before Gymnasium 1.4
-            env_fns = list(env_fns)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        passed = _SYNC_SIGNATURE.bind(self, *args, **kwargs).arguments
+        del passed["self"]
+        if isinstance(passed["env_fns"], Iterator):  # `gymnasium.make_vec` passes an iterator before Gymnasium 1.4
+            passed["env_fns"] = list(passed["env_fns"])
         self._requires_shared_memory = False  # `__new__` mistook the second argument, `copy`, for `shared_memory`
-        super().__init__(env_fns, copy=copy, observation_mode=observation_mode, autoreset_mode=autoreset_mode)
+        super().__init__(**passed)
 
     @property
     def envs(self) -> list[Any]:
@@ -207,6 +204,7 @@ class _SyncReplacement(_AsyncReplacement[ObsType, ActType], VectorEnv[ObsType, A
 
 
 _AsyncReplacement.__init__.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
+_SyncReplacement.__init__.__signature__ = _SYNC_SIGNATURE  # type: ignore[attr-defined]
 for _class, _original in ((_AsyncReplacement, GymnasiumAsync), (_SyncReplacement, GymnasiumSync)):
     _class.__name__ = _class.__qualname__ = _original.__name__
     _class.__module__ = _original.__module__  # pickled under this name, which refers to it while it is installed

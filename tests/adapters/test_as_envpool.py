@@ -87,6 +87,16 @@ def test_unsupported_calls_are_refused() -> None:
     wrapped.close()
 
 
+def test_masks_and_floats_are_refused_as_indices(closes: Any) -> None:
+    pool = closes(as_envpool(vecenv.AsyncVectorEnv([Walk] * 2, num_workers=0)))
+    pool.reset()
+    for ids, got in ((np.array([False, True]), "a mask"), ([0.5], r"\[0.5\]")):
+        with pytest.raises(ValueError, match=f"env_id must be a sequence of int, got {got}"):
+            pool.send(np.zeros(len(ids), int), ids)
+        with pytest.raises(ValueError, match=f"env_id must be a sequence of int, got {got}"):
+            pool.reset(ids)
+
+
 def test_wrapper_that_accepts_rows_is_not_bypassed() -> None:
     pool = as_envpool(vecenv.wrappers.RecordEpisodeStatistics(make(2)))
     pool.reset()

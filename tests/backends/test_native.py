@@ -342,6 +342,7 @@ def test_final_observations_have_gymnasiums_format(make_counting: Any) -> None:
 
 def test_observations_are_copies_unless_copy_is_false(make_counting: Any) -> None:
     envs, shared = make_counting(), make_counting(copy=False)
+    assert (envs.copy, shared.copy) == (True, False)
     first, same = envs.reset()[0], shared.reset()[0]
     copied = copy.deepcopy(first)
     assert_identical(envs.step([0, 0, 0])[0]["count"], first["count"] + 1)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from client_envs import make_cartpole, make_full_env_fns
 from dying_agents import make_agent_rows
+from envs import ReturningEnv, SpaceEnv
 from gymnasium import spaces
 
 pytest.importorskip("torchrl", reason="needs TorchRL: pip install 'vecenv[clients]'")
@@ -301,6 +302,14 @@ class ActionEchoEnv(gym.Env[Any, Any]):
         return {"last": self.last, "reward": np.array([1, 0, 1], np.int8), "size": self.steps}
 
 
+def test_bfloat16_actions_are_accepted() -> None:
+    env_fn = functools.partial(SpaceEnv, spaces.Discrete(3), spaces.Box(-1, 1, (2,)))
+    env = as_torchrl(env_fn, 2, "serial")
+    data = env.step(env.reset().set("action", torch.ones(2, 2, dtype=torch.bfloat16)))
+    assert data["next", "reward"].tolist() == [[1.0], [1.0]]
+    env.close()
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("categorical", [False, True])
 def test_dict_and_tuple_spaces_are_converted(categorical: bool, mode: str) -> None:
@@ -323,6 +332,24 @@ def test_dict_and_tuple_spaces_are_converted(categorical: bool, mode: str) -> No
     some.close()
     with pytest.raises(ValueError, match=r"no numeric infos \['points'\]; they report \['lives', 'reward'\]"):
         as_torchrl(ActionEchoEnv, 2, "serial", infos=["points"])
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64])
+def test_unsigned_observations_are_refused_and_unsigned_infos_become_int64(dtype: Any) -> None:
+    info = {"depth": np.full((2, 2), 9, dtype)}
+    env = as_torchrl(ReturningEnv, 2, "serial", infos=["depth"], **constant_results(info))
+    data = random_rollout(env, 6)["next", "depth"]
+    assert data.dtype == torch.int64
+    assert data.unique().tolist() == [9]
+    env.close()
+    with pytest.raises(NotImplementedError, match=r"TorchRL cannot use Box\(.*: convert it"):
+        as_torchrl(functools.partial(SpaceEnv, spaces.Box(0, 9, (2,), dtype)), 2, "serial")
+
+
+def constant_results(info: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of a ``ReturningEnv`` that ends its episodes after one step."""
+    zeros = np.zeros(4, np.float32)
+    return {"resets": [(zeros, info)], "steps": [(zeros, 1.0, True, False, info)]}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -400,6 +427,8 @@ def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="padding_done=False"):
         as_torchrl(make_agent_rows("NextStep", padding_done=False))
     envs.close()
+    with pytest.raises(ValueError, match="`num_envs` must be a positive int, got 0"):
+        as_torchrl("CartPole-v1", 0)
     with pytest.raises(TypeError, match="pass num_envs for a function"):
         as_torchrl(make_cartpole)
     envs = vecenv.make_vec("CartPole-v1", 2, "serial", vector_kwargs={"copy": False})

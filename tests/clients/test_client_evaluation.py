@@ -9,6 +9,8 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from envs import SpaceEnv
+from gymnasium import spaces
 
 import vecenv
 
@@ -174,6 +176,26 @@ def test_model_with_other_spaces_is_refused() -> None:
     with pytest.raises(ValueError, match=r"the model's observations are .*, the environments' "):
         evaluate_sb3(RecurrentModel(), envs, 3)
     envs.close()
+
+
+@pytest.mark.parametrize(
+    ("env_space", "model_space"),
+    [
+        (spaces.Discrete(2), spaces.Discrete(4)),
+        (spaces.MultiDiscrete([2, 3]), spaces.MultiDiscrete([3, 2])),
+        (spaces.Dict(a=spaces.Discrete(2)), spaces.Dict(b=spaces.Discrete(2))),
+        (spaces.Dict(a=spaces.Box(0, 1, (2,))), spaces.Dict(a=spaces.Box(0, 1, (3,)))),
+    ],
+)
+def test_model_with_other_numbers_keys_or_parts_is_refused(env_space: Any, model_space: Any) -> None:
+    model = RecurrentModel()
+    for name in ("observation", "action"):
+        envs = vecenv.AsyncVectorEnv([functools.partial(SpaceEnv, env_space, env_space)], num_workers=0)
+        model.observation_space = model.action_space = env_space
+        setattr(model, f"{name}_space", model_space)
+        with pytest.raises(ValueError, match=rf"the model's {name}s are .*, the environments' "):
+            evaluate_sb3(model, envs, 3)
+        envs.close()
 
 
 @pytest.mark.parametrize("adapted", [True, False])

@@ -113,6 +113,20 @@ def test_calls_with_indices_reach_single_environments(num_workers: int) -> None:
     venv.close()
 
 
+def test_set_attr_reaches_spares() -> None:
+    venv = as_sb3(vecenv.make_vec(make_full_env_fns(1, wrapped=True)[0], 3, spare_workers=2, autoreset_mode="SameStep"))
+    venv.reset()
+    venv.set_attr("level", 5)
+    ended = sum(venv.step(np.zeros(3, int))[2].sum() for _ in range(30))
+    assert ended > 5
+    assert venv.get_attr("level") == [5, 5, 5]
+    with pytest.raises(NotImplementedError, match="any environment may run the episodes of any row"):
+        venv.set_attr("level", 5, indices=[0])
+    with pytest.raises(IndexError, match=r"indices must be from -3 to 2"):
+        venv.set_attr("level", 5, indices=[0, 1, 3])
+    venv.close()
+
+
 def test_repr_shows_the_vector_environment_below() -> None:
     venv = make_venv(make_full_env_fns(2), num_workers=0)
     assert repr(venv) == f"SB3VecEnv({venv.vector_env!r})"
@@ -245,6 +259,14 @@ def test_as_sb3_over_envpool_returns_terminal_observations(mode: str) -> None:
     venv.close()
 
 
+def test_attributes_of_gymnasiums_vector_environments_are_refused() -> None:
+    venv = as_sb3(gym.vector.SyncVectorEnv(make_full_env_fns(2)))
+    assert not venv.has_attr("level")
+    with pytest.raises(AttributeError, match="SyncVectorEnv does not give access to single environments, so 'level'"):
+        venv.get_attr("level")
+    venv.close()
+
+
 def test_as_sb3_keeps_results_of_gymnasiums_vector_wrappers() -> None:
     envs = gym.wrappers.vector.RecordEpisodeStatistics(vecenv.make_vec("CartPole-v1", 4, "serial"))
     venv = as_sb3(gym.wrappers.vector.TransformReward(envs, lambda rewards: 2 * rewards))
@@ -318,4 +340,8 @@ def test_set_options_can_differ_per_environment() -> None:
     venv.set_options([{"start": 4, "goal": goal} for goal in goals])
     venv.reset()
     assert [info["start"] for info in venv.reset_infos] == [4, 4]
+    for wrong in ([{"start": 1}], [{"start": 1}] * 3):
+        venv.set_options(wrong)
+        with pytest.raises(ValueError, match=r"options has . dicts, expected 2"):
+            venv.reset()
     venv.close()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from client_envs import assert_equal as assert_equal_with_types
 from client_envs import make_cartpole, make_full_env_fns
-from envs import FixedBatchSize
+from envs import FixedBatchSize, SpaceEnv
 from programs import run_python
 
 pytest.importorskip("tianshou", reason="needs Tianshou: pip install 'vecenv[clients]'")
@@ -148,6 +148,14 @@ def test_random_actions_equal_those_of_dummy_vector_env() -> None:
     np.testing.assert_array_equal(ours, collect_data(DummyVectorEnv([make_cartpole] * 4)))
 
 
+def test_text_observations_equal_dummy_vector_env() -> None:
+    env_fn = functools.partial(SpaceEnv, gym.spaces.Text(5))
+    ours, theirs = make_venv([env_fn] * 2, num_workers=0), DummyVectorEnv([env_fn] * 2)
+    assert_equal(ours.reset(seed=3), theirs.reset(seed=3))
+    assert_equal(ours.step([0, 1])[:4], theirs.step([0, 1])[:4])
+    assert_equal(ours.step([1], [1])[:4], theirs.step([1], [1])[:4])
+
+
 def test_calls_with_indices_reach_single_environments() -> None:
     venv = make_venv(make_full_env_fns(3, wrapped=True, render_mode="rgb_array"))
     venv.reset()
@@ -155,9 +163,21 @@ def test_calls_with_indices_reach_single_environments() -> None:
     venv.set_env_attr("level", 3, 0)
     assert venv.get_env_attr("level") == [3, 0, 5]
     assert venv.get_env_attr("level", [2]) == [5]
+    assert venv.get_env_attr("level", (2, 0)) == [5, 3]
+    assert len(venv.reset((1,))[0]) == 1
     assert [space.n for space in venv.action_space] == [4] * 3
     assert [frame.shape for frame in venv.render()] == [(4, 6, 3)] * 3
     venv.close()
+
+
+@pytest.mark.parametrize("frames", [None, np.zeros((2, 4, 6, 3), np.uint8)])
+def test_frames_of_a_library_may_be_one_array(frames: Any) -> None:
+    envs = vecenv.make_vec("CartPole-v1", 2, "native", render_mode="rgb_array")
+    envs.library.render = lambda: frames
+    assert [None if frame is None else frame.shape for frame in as_tianshou(envs).render()] == (
+        [None, None] if frames is None else [(4, 6, 3)] * 2
+    )
+    envs.close()
 
 
 def test_invalid_input_raises() -> None:

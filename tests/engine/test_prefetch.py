@@ -439,6 +439,9 @@ def test_invalid_arguments_are_refused_by_name(closes: Any) -> None:
     ):
         with pytest.raises(NotImplementedError, match=text):
             call()
+    for name in ("reset", "step", "close"):
+        with pytest.raises(ValueError, match=f"Trying to call function `{name}` with `call`"):
+            envs.call(name)
     with pytest.raises(SnapshotMismatch):
         envs.load(envs.save()[:1])
     with pytest.raises(SnapshotMismatch, match="it has no 'snapshots'"):
@@ -492,6 +495,22 @@ def test_refused_reset_can_be_followed_by_another(closes: Any) -> None:
 def test_incompatible_options_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=f"spare_workers.*{text}"):
         make_with_spares(Walk, **options)
+
+
+@pytest.mark.parametrize("batch_size", [4, "auto"])
+def test_invalid_batch_size_is_refused(batch_size: Any) -> None:
+    with pytest.raises(ValueError, match=r"`batch_size` must be None or an int within 1\.\.3 with spare workers, got"):
+        make_with_spares(Walk, batch_size=batch_size)
+
+
+def test_calls_after_close_say_so(closes: Any) -> None:
+    envs = closes(make_with_spares(Walk))
+    envs.reset(seed=1)
+    envs.step_async(np.zeros(3, np.int64))
+    envs.close()
+    for call in (envs.step_wait, envs.reset_wait, envs.recv, envs.reset, lambda: envs.step(np.zeros(3, np.int64))):
+        with pytest.raises(gymnasium.error.ClosedEnvironmentError, match="after a call to `close"):
+            call()
 
 
 def test_make_vec_accepts_spare_workers_or_raises() -> None:

@@ -96,6 +96,15 @@ def test_gradients_are_right_after_a_second_backward_and_overwritten_actions(cou
     assert torch.allclose(gradient, 2 * state.reward.detach()[:, None])
 
 
+def test_bfloat16_actions_have_gradients(counters: Any) -> None:
+    env = vecenv.torch.differentiable(counters())
+    action = torch.full((5, 1), 0.5, dtype=torch.bfloat16, requires_grad=True)
+    env.step(env.reset(0), action).reward.sum().backward()
+    same = torch.full((5, 1), 0.5, requires_grad=True)
+    env.step(env.reset(0), same).reward.sum().backward()
+    assert torch.equal(action.grad.float(), same.grad.bfloat16().float())
+
+
 def test_wrap_and_unwrap_preserve_states(counters: Any) -> None:
     functional = counters()
     env = vecenv.torch.differentiable(JaxVectorEnv(functional))

@@ -195,6 +195,15 @@ def test_environment_with_other_spaces_is_refused_and_closed() -> None:
     assert env.reset(seed=1)[0].tolist() == [0, 0, 1, 1]
 
 
+def test_spec_and_metadata_are_those_of_the_current_environment() -> None:
+    choice = {"a": functools.partial(gymnasium.make, "CartPole-v1"), "b": functools.partial(gymnasium.make, "CartPole-v0")}
+    with open_engine([vecenv.EnvChoice(choice)] * 2, num_workers=1) as envs:
+        envs.reset(options=[{"env": "a"}, {"env": "b"}])
+        assert [spec.id for spec in envs.get_attr("spec")] == ["CartPole-v1", "CartPole-v0"]
+        envs.exec_func(lambda env: setattr(env.current.unwrapped, "metadata", {"render_fps": 3}), 1)
+        assert [metadata["render_fps"] for metadata in envs.get_attr("metadata")] == [50, 3]
+
+
 def test_np_random_seed_is_that_of_the_current_environment() -> None:
     env = vecenv.EnvChoice({"a": CounterEnv, "b": CounterEnv})()
     for seed, name in enumerate("aba"):

@@ -17,6 +17,7 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.adapters.single import AnyVectorEnv, require_settings
 from vecenv.errors import envs_text
+from vecenv.front.arguments import parse_env_ids
 from vecenv.front.driver import drop_pending_and_retry
 
 __all__ = ["EnvPoolLike", "as_envpool"]
@@ -94,7 +95,7 @@ class EnvPoolLike:
 
     def send(self, action: Any, env_id: Ids = None) -> None:
         """Step the environments ``env_id``; by default those of the latest :meth:`recv`, in its order."""
-        self.vector_env.send(action, _indices(env_id))
+        self.vector_env.send(action, self._parse_ids(env_id))
 
     def step(self, action: Any, env_id: Ids = None) -> Step:
         """Call :meth:`send`, then :meth:`recv`."""
@@ -113,7 +114,7 @@ class EnvPoolLike:
             gymnasium.error.AlreadyPendingCallError: ``env_id`` is given while environments are in flight: the results of
                 their steps would be returned as those of the reset. Call :meth:`recv` first.
         """
-        ids = _indices(env_id)
+        ids = self._parse_ids(env_id)
         if ids is not None and (others := self._in_flight()):
             raise AlreadyPendingCallError(
                 f"Calling `reset` for {envs_text(ids.tolist())} while {others} are in flight: `recv` first, or reset all.",
@@ -163,6 +164,5 @@ class EnvPoolLike:
     def __repr__(self) -> str:
         return f"EnvPoolLike({self.vector_env!r})"
 
-
-def _indices(env_id: Ids) -> npt.NDArray[np.intp] | None:
-    return None if env_id is None else np.asarray(env_id).astype(np.intp)
+    def _parse_ids(self, env_id: Ids) -> npt.NDArray[np.intp] | None:
+        return None if env_id is None else parse_env_ids(env_id, self.num_envs)

@@ -83,7 +83,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
     def reset(self) -> Any:
         """Reset all environments with the seeds and options that were set last, and drop a pending step."""
         options: Any = self._options
-        if _are_equal(options):
+        if len(options) == self.num_envs and _are_equal(options):
             options = options[0] or None
         observations, self.reset_infos = reset_all(self._by_row, self._seeds, options)
         self._reset_seeds()
@@ -251,9 +251,13 @@ def evaluate_sb3(
 
 
 def _fits(env_space: Space[Any], model_space: Space[Any]) -> bool:
-    """True if the shapes are equal, apart from the position of image channels: SB3 and ``predict`` put them first."""
+    """True if the spaces are equal, apart from bounds and the position of image channels: SB3 puts channels first."""
+    if isinstance(env_space, spaces.Dict) and isinstance(model_space, spaces.Dict):
+        return env_space.keys() == model_space.keys() and all(_fits(env_space[key], model_space[key]) for key in env_space)
+    if not isinstance(env_space, spaces.Box):
+        return env_space == model_space
     shape = env_space.shape
-    if shape is None or not is_image_space(env_space) or not is_image_space(model_space):
+    if not is_image_space(env_space) or not is_image_space(model_space):
         return shape == model_space.shape
     return model_space.shape in (shape, (*shape[2:], *shape[:2]))
 

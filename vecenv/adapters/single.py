@@ -13,7 +13,7 @@ from gymnasium import Env
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers.vector import NormalizeObservation
 
-from vecenv.front.capabilities import capabilities_of, wrappers_around
+from vecenv.front.capabilities import capabilities_of, raise_unsupported, wrappers_around
 from vecenv.front.driver import drop_pending_and_retry
 from vecenv.multi_agent.adapter import class_name, has_wrapper
 from vecenv.multi_agent.views import FlattenAgents
@@ -131,7 +131,13 @@ class SingleEnvs:
 
     def set(self, name: str, value: Any, rows: Iterable[int]) -> None:
         """Set an attribute where it exists, or on the outermost wrapper if it does not exist."""
-        self._run(name, methodcaller("set_wrapper_attr", name, value), rows)
+        if not hasattr(self._inner, "spares"):
+            self._run(name, methodcaller("set_wrapper_attr", name, value), rows)
+        elif len(set(self._parse_rows(rows))) == self._num_envs:
+            self._inner.set_attr(name, value)  # in spares too
+        else:
+            reason = "with spare workers, any environment may run the episodes of any row"
+            raise_unsupported(self._inner, "set an attribute in some rows", reason)
 
     def call(self, name: str, rows: Iterable[int], *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of each row's environment, on the outermost wrapper that has it.
@@ -155,19 +161,27 @@ class SingleEnvs:
                 f"rows are agents and have no attribute {name!r}: use call(), get_attr() or set_attr() of the "
                 "MultiAgentVecEnv, which reach its environments"
             )
+        if capabilities_of(self._inner) is None:
+            raise AttributeError(
+                f"{type(self._inner).__name__} does not give access to single environments, so {name!r} cannot be used: "
+                "build it with vecenv.make_vec or vecenv.AsyncVectorEnv"
+            )
         if not self._are_python:
             raise AttributeError(
                 f"the environments of {type(self._inner).__name__} are not Python objects: they have no attribute {name!r}"
             )
-        rows, valid = list(rows), range(self._num_envs)
-        try:
-            indices = [valid[row] for row in rows]  # negative indices count from the end, as in a list
-        except IndexError:
-            raise IndexError(f"indices must be from {-len(valid)} to {len(valid) - 1}, got {rows}") from None
+        indices = self._parse_rows(rows)
         if not indices:
             return []
         results = self._inner.exec_func(function, sorted(set(indices)), *args)
         return [results[index] for index in indices]
+
+    def _parse_rows(self, rows: Iterable[int]) -> list[int]:
+        rows, valid = list(rows), range(self._num_envs)
+        try:
+            return [valid[row] for row in rows]  # negative indices count from the end, as in a list
+        except IndexError:
+            raise IndexError(f"indices must be from {-len(valid)} to {len(valid) - 1}, got {rows}") from None
 
 
 def _call(env: AnyEnv, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

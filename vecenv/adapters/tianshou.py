@@ -61,7 +61,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
     def __init__(self, envs: AnyVectorEnv, wait_num: int | None = None) -> None:
         # no super().__init__(): it would build environments and workers
         require_settings(envs, "Tianshou", [AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP])
-        if isinstance(envs.observation_space.sample(), tuple):
+        if isinstance(envs.single_observation_space.sample(), tuple):
             raise TypeError(f"Tianshou does not support Tuple observations, got {envs.single_observation_space}")
         self.vector_env: Any = envs
         self._single_envs = SingleEnvs(envs)
@@ -231,7 +231,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         return list(zip(observations, rewards, terminations, truncations, infos, ids, strict=True))
 
     def _parse_ids(self, env_id: Ids) -> npt.NDArray[np.intp]:
-        ids: npt.NDArray[np.intp] = np.arange(self.env_num)[self._wrap_id(env_id)]
+        ids: npt.NDArray[np.intp] = np.arange(self.env_num)[list(self._wrap_id(env_id))]
         return ids
 
     # -- single environments ----------------------------------------------------------------------------------------
@@ -269,7 +269,8 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
     def render(self, **kwargs: Any) -> list[Any]:
         """Return one frame per environment."""
         self._assert_is_not_closed()
-        return list(self.vector_env.render() or [None] * self.env_num)
+        frames = self.vector_env.render()
+        return [None] * self.env_num if frames is None else list(frames)
 
     def close(self) -> None:
         """Close the vector environment."""
@@ -283,7 +284,7 @@ def _reset_result(rows: Sequence[Row]) -> tuple[npt.NDArray[Any], Objects]:
 
 
 def _stack(rows: Sequence[Any]) -> npt.NDArray[Any]:
-    return np.stack(rows) if isinstance(rows[0], np.ndarray | np.generic) else _object_array(rows)
+    return np.stack(rows) if isinstance(rows[0], np.ndarray | np.generic | str) else _object_array(rows)
 
 
 def _object_array(rows: Sequence[Any]) -> Objects:

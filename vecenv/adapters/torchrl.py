@@ -104,10 +104,18 @@ def make_codec(space: gym.Space[Any], n: int, onehot: bool, names: Callable[[str
     )
 
 
+_UNINDEXABLE_DTYPES: Final = torch.uint16, torch.uint32, torch.uint64
+
+
 def _make_box_codec(space: Any, n: int, onehot: bool) -> TensorCodec:
     dtype = _torch_dtype(space.dtype)
     if dtype is torch.bool:
         return _make_binary_codec(space, n, onehot)
+    if dtype in _UNINDEXABLE_DTYPES:
+        raise NotImplementedError(
+            f"torch lacks most operations for {dtype}, so TorchRL cannot use {space}: convert it to int32 or int64, "
+            "for example with gymnasium.wrappers.TransformObservation"
+        )
     low, high = torch.as_tensor(space.low), torch.as_tensor(space.high)
     if dtype.is_floating_point and bool(low.isinf().all()) and bool(high.isinf().all()):
         spec: Any = Unbounded(shape=space.shape, dtype=dtype)
@@ -176,7 +184,8 @@ def to_tensor(values: Any) -> torch.Tensor:
 
 
 def _to_numpy(tensor: Any) -> Any:
-    return tensor.detach().cpu().numpy()
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()  # NumPy has no bfloat16
 
 
 def _copy_rows(tensors: Tensors, rows: Any) -> Tensors:
@@ -633,7 +642,8 @@ def _numeric_columns(infos: Mapping[str, Any], n: int) -> dict[str, torch.Tensor
             continue
         tensor = to_tensor(column)
         if tensor.shape[:1] == (n,):
-            found[key] = torch.zeros_like(tensor[0], device="cpu")
+            dtype = torch.int64 if tensor.dtype in _UNINDEXABLE_DTYPES else tensor.dtype
+            found[key] = torch.zeros_like(tensor[0], device="cpu", dtype=dtype)
     return found
 
 
@@ -653,7 +663,7 @@ def _make_builder(source: Any, num_envs: int | None, backend: str, options: dict
     if backend in ("brax", "playground"):
         vector_kwargs.setdefault("to", "torch")
 
-    make = functools.partial(make_vec, source, num_envs or 1, backend, **options)
+    make = functools.partial(make_vec, source, 1 if num_envs is None else num_envs, backend, **options)
 
     def build() -> Any:
         try:

@@ -105,6 +105,7 @@ class _LibraryDriver(LockstepDriver):
         self._library_call: Callable[[], Any]  # runs the latest request in the library
         self._future: Future[Any]
         must_copy = copy and "fresh" not in self.features
+        self.copies = copy or "fresh" in self.features
         self._copy_observations: Any = _to_numpy if must_copy else lambda observations: observations
         # A thread waits for the library, so that no results are lost if the caller's wait ends early (a timeout, Ctrl-C).
         self._waiter = ThreadPoolExecutor(1, "vecenv-native") if "threads" in self.features else None

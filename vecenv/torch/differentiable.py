@@ -142,6 +142,8 @@ class DifferentiableEnv:
             ValueError: The action has the wrong shape.
             TypeError: The action has the wrong kind of dtype.
         """
+        if action.dtype is torch.bfloat16:  # NumPy has none
+            action = action.float()
         self.functional.check_action(action.detach().cpu().numpy() if action.device.type == "cpu" else _borrow(action))
         packed, integers = _Step.apply(self, state.packed, state.integers, action)
         return TorchState(self, packed, integers)

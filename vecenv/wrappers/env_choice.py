@@ -141,7 +141,8 @@ class ChosenEnv(gymnasium.Env[Any, Any]):
     # -- the attributes of the current environment --------------------------------------------------------------------
 
     def get_wrapper_attr(self, name: str) -> Any:
-        return getattr(self, name) if hasattr(self, name) else self.current.get_wrapper_attr(name)
+        is_own = name not in ("spec", "metadata") and hasattr(self, name)
+        return getattr(self, name) if is_own else self.current.get_wrapper_attr(name)
 
     def has_wrapper_attr(self, name: str) -> bool:
         return hasattr(self, name) or self.current.has_wrapper_attr(name)

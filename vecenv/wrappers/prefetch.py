@@ -50,7 +50,7 @@ from vecenv.front.capabilities import Capabilities, raise_unsupported
 from vecenv.front.driver import still_in_flight_error
 from vecenv.front.infos import InfoMerger
 from vecenv.link.envs import call_env
-from vecenv.planning.options import parse_spares
+from vecenv.planning.options import check_option, choice_check, int_check, parse_spares
 from vecenv.state.snapshots import Snapshot, Snapshots, StateDict, parse_snapshots
 from vecenv.state.vector_state import require_entries
 from vecenv.system.reporting import warn
@@ -155,6 +155,9 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """
         from vecenv.engine.vector_env import AsyncVectorEnv
 
+        n = len(env_fns)
+        sizes = choice_check(None, or_=int_check(1, n)), f"None or an int within 1..{n} with spare workers"
+        check_option("batch_size", batch_size, sizes)
         require_equal(env_fns)
         defaults = {"num_workers": None, "use_caller": False, "max_concurrency": None, "env_threads": 1}
         mode = parse_autoreset_mode(autoreset_mode)
@@ -164,7 +167,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         try:
             self = cls(envs, spares, mode)
             self._builder = builder
-            self.batch_size = parse_count(self.num_envs if batch_size is None else batch_size, self.num_envs)
+            self.batch_size = self.num_envs if batch_size is None else int(batch_size)
         except BaseException:
             envs.close(terminate=True)
             raise
@@ -245,6 +248,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 raise TypeError(f"env {row}: its seed must be an integer or None, got {seeds[row]!r}")
             if seeds[row] is not None and seeds[row] < 0:
                 raise ValueError(f"seeds must not be negative, got {seeds[row]}")
+        self._require_open()
         all_rows = len(rows) == self.num_envs and ids is None
         if self._call and not (all_rows and (self._interrupted or self._changing)):
             raise AlreadyPendingCallError(f"Calling `reset_async` while waiting for `{self._call}_wait`.", self._call)
@@ -381,8 +385,13 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             raise
         self._changing = False
 
+    def _require_open(self) -> None:
+        if self.closed:
+            raise ClosedEnvironmentError("Trying to operate on `EpisodePrefetcher`, after a call to `close()`.")
+
     def _require_consistent(self) -> None:
-        """Raise if a change of state was interrupted."""
+        """Raise if this object is closed, or a change of its state was interrupted."""
+        self._require_open()
         if self._changing:
             reason = "A call was interrupted while it changed the state of the rows, or a reset of all of them was refused"
             raise ResetNeeded(f"{reason}: reset() all of them")
@@ -632,6 +641,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method of each environment, or return an attribute."""
+        if name in ("reset", "step", "close"):
+            raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
         return self.exec_func(call_env, None, name, args, kwargs)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:

@@ -146,7 +146,7 @@ def check_crash(case: Case, moment: str, launch: Launch, tmp_path: Path) -> None
     assert_error_names(error, env=ENV, worker=WORKER, pid=pids[WORKER], command=command)
     if case.exitcode is None:
         assert isinstance(error.__cause__, RemoteTraceback)
-        assert any(f"env {ENV}" in part for part in (str(error), *getattr(error, "__notes__", ())))
+        assert any(f"env {ENV}" in part for part in getattr(error, "__notes__", None) or [str(error)])
         assert worker_pids(envs) == pids
         assert all(map(is_running, pids))
     else:

@@ -286,9 +286,10 @@ CASES: dict[str, Callable[[str, int], Any]] = {  # functions of the autoreset mo
     **{name: functools.partial(make_jax, *settings) for name, settings in DEVICES.items()},
 }
 QUICK = {"Hopper-v5": "SameStep", "Pong": "SameStep", "simple_spread": "NextStep"}
+FOLDERS = [str(folder) for folder in Path(__file__).parents[:2]]  # of this file, and of what it imports
 CONTINUE_PROGRAM = """
 import pickle, sys
-sys.path.insert(0, {folder!r})
+sys.path[:0] = {folders!r}
 from test_proof import continue_from_file
 continue_from_file({path!r})
 """
@@ -349,7 +350,7 @@ def test_loaded_snapshots_continue_exactly_in_other_processes(name: str, mode: s
     path = str(tmp_path / "kept")
     with open(path, "wb") as file:
         pickle.dump((name, mode, kept, actions), file)
-    program = CONTINUE_PROGRAM.format(folder=__file__.rpartition("/")[0], path=path)
+    program = CONTINUE_PROGRAM.format(folders=FOLDERS, path=path)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=900)
     with open(path + ".out", "rb") as file:
         assert_identical(pickle.load(file), results)
@@ -587,7 +588,7 @@ NEEDS = {
 TAKES_SECONDS = {"ArrayConversion", "AtariPreprocessing", "HumanRendering", "JaxToNumpy", "JaxToTorch", "NumpyToTorch"}
 WRAPPER_PROGRAM = """
 import sys
-sys.path.insert(0, {folder!r})
+sys.path[:0] = {folders!r}
 from test_proof import WRAPPED
 from vecenv.testing import assert_restorable
 assert_restorable(WRAPPED[{name!r}])
@@ -617,7 +618,7 @@ def test_assert_restorable_accepts_gymnasium_wrapper(name: str, tmp_path: Path, 
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     monkeypatch.chdir(tmp_path)
     if {"jax", "torch", "pygame"} & set(NEEDS.get(name, ())):  # these start threads that never end
-        program = WRAPPER_PROGRAM.format(folder=str(Path(__file__).parent), name=name)
+        program = WRAPPER_PROGRAM.format(folders=FOLDERS, name=name)
         subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
     else:
         assert_restorable(WRAPPED[name])

@@ -350,6 +350,7 @@ class EnvRows:
         out, on_episode_end, running = self._out, self._on_episode_end, self._running_cell
         forked = self.forked
         rewards, terminations, truncations = self._cells
+        misfit = False
         for k, step, write_result, action in zip(where, steps, writers, actions, strict=True):
             try:
                 running[0] = k
@@ -374,16 +375,15 @@ class EnvRows:
                     observation, info = on_episode_end(k, observation, info, out)
                 try:
                     targets[k][:] = observation
-                    stored = True
                 except (TypeError, ValueError):  # another dtype or shape, or not an array
-                    stored = False
-                if not stored:  # outside `except`, so that its errors have no misleading context
+                    misfit = True
+                if misfit:  # outside `except`, so that its errors have no misleading context
+                    misfit = False
                     self._store_observation(k, observation, out)
                 if info or info.__class__ is not dict:
                     self._store_info(k, info, out)
             except BaseException as error:
                 self._record_failure(k, error, out)
-                rewards[k], terminations[k], truncations[k] = 0.0, False, False
         if began is not None:
             step_clock.count(clock() - began, len(steps))
         return self._finish()

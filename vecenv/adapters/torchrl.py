@@ -39,6 +39,8 @@ from vecenv.make import make_vec
 
 __all__ = ["TensorCodec", "Tensors", "TorchRLEnv", "as_torchrl", "make_codec"]
 
+_UNINDEXABLE_DTYPES: Final = torch.uint16, torch.uint32, torch.uint64  # torch lacks most operations for these
+
 
 # -- spaces as specs, and batches as tensors ---------------------------------------------------------------------------
 #
@@ -102,9 +104,6 @@ def make_codec(space: gym.Space[Any], n: int, onehot: bool, names: Callable[[str
     raise NotImplementedError(
         f"TorchRL has no tensors for {space}: only Box, Discrete, MultiDiscrete, MultiBinary, and Dict and Tuple of these"
     )
-
-
-_UNINDEXABLE_DTYPES: Final = torch.uint16, torch.uint32, torch.uint64
 
 
 def _make_box_codec(space: Any, n: int, onehot: bool) -> TensorCodec:

@@ -461,7 +461,7 @@ class JaxDriver(LockstepDriver):
     def save(self, rows: Sequence[int], verify: bool) -> tuple[Snapshot, ...]:
         """Return snapshots of rows. There is nothing to verify: a functional environment has no other state."""
         state, seeds = self.require_state(rows), self.latest.seeds
-        kind, leaves = self._kind(state), [np.asarray(_raw(leaf)) for leaf in jax.tree.leaves(state)]
+        kind, leaves = self._kind(state), [np.asarray(_without_key_type(leaf)) for leaf in jax.tree.leaves(state)]
         return Snapshots(Snapshot.of(kind, pickle.dumps((seeds[row], [leaf[row] for leaf in leaves]))) for row in rows)
 
     def load(self, snapshots: Any, rows: Sequence[int]) -> Any:
@@ -493,7 +493,7 @@ class JaxDriver(LockstepDriver):
             seeds[row] = seed
 
         def load_rows(leaf: Any) -> Any:
-            whole = np.array(_raw(leaf))
+            whole = np.array(_without_key_type(leaf))
             whole[list(rows)] = np.stack(next(remaining))
             loaded = jax.random.wrap_key_data(jnp.asarray(whole), impl=jax.random.key_impl(leaf)) if _is_key(leaf) else whole
             return jax.device_put(loaded, leaf.sharding)
@@ -549,7 +549,7 @@ def _is_key(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
-def _raw(leaf: Any) -> Any:
+def _without_key_type(leaf: Any) -> Any:
     """Return an array that NumPy can hold: random keys become their data."""
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 

@@ -252,7 +252,8 @@ class Exchange:
         """
         limit = self.policy.step_timeout if deadline is None else None
         deadline = deadline_after(limit) if deadline is None else deadline
-        wants_all, enough = enough is None and count == self.num_envs, count if enough is None else enough
+        wants_all = enough is None and count == self.num_envs
+        enough = count if enough is None else enough
         while True:
             if self.messages.unraised:
                 self.state.changing = True
@@ -425,7 +426,7 @@ class Exchange:
                 self.ready += rows
         else:
             has_payload = outcome.has_payload()
-            number = seq.to_bytes(4, "little")
+            number = pack_head(PLAIN, seq)[1:]
             self.messages.apply(local, number, outcome if has_payload else None, outcome.columns or has_payload)
             self.messages.settle_for_recv()
         self.state.changing = False

@@ -218,7 +218,7 @@ class WorkerPool:
         self, index: int, rows: range, process: Any, channel: Channel, stack_file: StackFile, descriptors: DescriptorOwner,
         token: int,
     ) -> WorkerProcess:  # fmt: skip
-        """Return the worker of a process. One that was started elsewhere is passed to :meth:`replace`."""
+        """Return a worker for a process. Pass that of a process which was started elsewhere to :meth:`replace`."""
         running, shares_core = self._running[index : index + 1], self.get_placement(index).shares_core
         return WorkerProcess(index, rows, process, channel, stack_file, descriptors, token, running, shares_core)
 

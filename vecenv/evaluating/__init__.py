@@ -104,9 +104,9 @@ def evaluate(
     if on_episode is not None and not callable(on_episode):
         raise TypeError(f"on_episode must be callable, got {on_episode!r}")
     with_frames = _parse_frames(frames, len(todo.episodes))
-    journal = _open_journal(folder, name, todo, with_frames)
     if (limit := parse_timeout(timeout)) == 0.0:
         raise ValueError(f"timeout must be None or a number of seconds above 0, got {timeout!r}")
+    journal = _open_journal(folder, name, todo, with_frames)
     act = PolicyCaller(policy, envs, arrays=arrays, device=device, batch=batch, initial_state=initial_state)
 
     def report(result: EpisodeResult) -> None:

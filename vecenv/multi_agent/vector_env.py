@@ -45,6 +45,8 @@ __all__ = ["AgentRows", "MultiAgentVecEnv", "make_openrl"]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Step: TypeAlias = tuple[Any, Array, Bools, Bools, dict[str, Any]]
 
+_EXAMPLE: Final = "simple_spread_v3.parallel_env()"  # for error messages
+
 
 class AgentRows(AsyncVectorEnv[Any, Any]):
     """An engine that runs adapted environments, with the spaces of the roster."""
@@ -67,8 +69,6 @@ class AgentRows(AsyncVectorEnv[Any, Any]):
         worker_options = replace(options.get("worker_options") or WorkerOptions(), dummy_env=example)
         return cls(env_fns, observation_mode=(space, space), **{**options, "worker_options": worker_options})
 
-
-_EXAMPLE: Final = "simple_spread_v3.parallel_env()"
 
 AgentRows.__name__ = "MultiAgentVecEnv"  # the name in the engine's messages
 

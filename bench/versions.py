@@ -2,6 +2,7 @@
 
     python bench/versions.py HEAD~1                  # this checkout against another revision
     python bench/versions.py /path/to/a/checkout --env CartPole-v1 --num-envs 1 8 64 --num-workers 0 2 --call step recv
+    python bench/versions.py HEAD --here generators=own   # the cost of an option
 
 Separate processes cannot show differences of one or two percent, because the addresses of their memory have an effect of
 the same size. So the program imports both versions into one process, each with its own environments. They take turns of a
@@ -59,6 +60,7 @@ def main() -> None:
     parser.add_argument("--call", choices=["step", "recv", "recv_all"], nargs="+", default=["step"])
     parser.add_argument("--pairs", type=int, default=600, help="pairs of turns in each process")
     parser.add_argument("--processes", type=int, default=6)
+    parser.add_argument("--here", nargs="*", default=[], metavar="NAME=VALUE", help="options of this checkout's engine only")
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)  # for the processes that measure
     options = parser.parse_args()
     if options.seed is not None:
@@ -71,7 +73,7 @@ def main() -> None:
         for workers, call, count in itertools.product(options.num_workers, options.call, options.num_envs):
             case = f"{options.env} x {count}, {workers} workers, {call}"
             case_options = ["--num-envs", str(count), "--num-workers", str(workers), "--call", call]
-            arguments = ["--env", options.env, *case_options, "--pairs", str(options.pairs)]
+            arguments = ["--env", options.env, *case_options, "--pairs", str(options.pairs), "--here", *options.here]
             samples = []
             for seed in range(options.processes):
                 progress(case, seed, options.processes)
@@ -107,7 +109,10 @@ def _checkout(revision: str, folder: str) -> str:
 def measure(here: Path, other: Path, options: argparse.Namespace) -> tuple[float, float]:
     """Return the ratio of this checkout's time to the other's, and the median microseconds per batch of the other."""
     rng = random.Random(options.seed)
-    versions = {folder: Version(folder, options) for folder in ([other, here] if options.seed % 2 else [here, other])}
+    extra = {here: dict(text.split("=", 1) for text in options.here), other: {}}
+    versions = {
+        folder: Version(folder, options, extra[folder]) for folder in ([other, here] if options.seed % 2 else [here, other])
+    }
     tries = [version.measure(10) for _ in range(10) for version in versions.values()]
     batches = max(10, round(TURN / min(tries)))
     ratios: dict[bool, list[float]] = {True: [], False: []}  # by whether this checkout was first in the pair
@@ -130,7 +135,7 @@ class Version:
     ``sys.modules`` contains its modules only during its calls, which import, pickle, unpickle and fork.
     """
 
-    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+    def __init__(self, folder: Path, options: argparse.Namespace, extra: dict[str, str]) -> None:
         self._folder = folder
         self._modules: dict[str, ModuleType] = {}
         call, workers, num_envs = options.call[0], options.num_workers[0], options.num_envs[0]
@@ -144,7 +149,7 @@ class Version:
                 engine = importlib.import_module("vecenv").AsyncVectorEnv
             finally:
                 sys.path.remove(str(folder))
-            self._envs = engine(env_fns, num_workers=self._workers, batch_size=size, context="fork")
+            self._envs = engine(env_fns, num_workers=self._workers, batch_size=size, context="fork", **extra)
             self._envs.reset(seed=0)
             space = batch_space(self._envs.single_action_space, size)
             space.seed(options.seed)

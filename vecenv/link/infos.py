@@ -150,7 +150,7 @@ class InfoWriter:
     """
 
     def __init__(self, schemas: Array, records: Array, learners: Sequence[Callable[[int, Places], None]] = ()) -> None:
-        self._numbers = schemas
+        self._numbers = schemas.data  # a memoryview, which writes single numbers in a fraction of an array's time
         self._learners = learners
         self._learned: list[Schema | None] = [None] * len(schemas)
         self._records = [memoryview(record).cast("B") for record in records]

@@ -539,10 +539,14 @@ class EnvRows:
             raise RecursionError("info: it contains itself, or is nested too deeply") from None
 
     def _clear_results(self, ks: Sequence[int] | None) -> None:
-        where: Any = slice(None) if ks is None else ks
-        self._schemas[where] = NO_INFO
-        self._final[where] = False
-        self._has_old_results = ks is not None and bool(self._schemas.any() or self._final.any())
+        if ks is None:
+            self._schemas.fill(NO_INFO)
+            self._final.fill(False)
+            self._has_old_results = False
+        else:
+            self._schemas[ks] = NO_INFO
+            self._final[ks] = False
+            self._has_old_results = bool(self._schemas.any() or self._final.any())
 
     def _finish(self) -> Outcome:
         """Return the outcome of this message. It is valid until the next message."""

@@ -594,7 +594,8 @@ def thaw(engine: Any, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[An
             for row in rows:
                 _replace_worker(engine, frozen, row, copies.pop(0))
             engine.failures.forget(rows)
-            engine.rebuilder.keep_observations(rows)
+            if engine.policy.restart:
+                engine.rebuilder.keep_observations(rows)
             engine.calls.verified -= set(rows)
         engine.state.changing = False
     except BaseException:

@@ -57,7 +57,12 @@ def assert_identical(actual: Any, expected: Any, where: str = "value") -> None:
     elif isinstance(expected, np.generic):
         assert actual.dtype == expected.dtype, f"{where}: dtype {actual.dtype}, expected {expected.dtype}"
         assert value_bytes(actual) == value_bytes(expected), f"{where}: {actual!r}, expected {expected!r}"
-    elif hasattr(expected, "__array__"):  # JAX arrays, torch tensors
+    elif hasattr(expected, "detach"):  # torch tensors
+        assert actual.dtype == expected.dtype, f"{where}: dtype {actual.dtype}, expected {expected.dtype}"
+        tensors = (tensor.detach().cpu() for tensor in (actual, expected))
+        in_numpy = (np.asarray(each.float() if str(each.dtype) == "torch.bfloat16" else each) for each in tensors)
+        assert_identical(*in_numpy, where)
+    elif hasattr(expected, "__array__"):  # JAX arrays
         assert_identical(np.asarray(actual), np.asarray(expected), where)
     elif isinstance(expected, float):
         both_nan = actual != actual and expected != expected

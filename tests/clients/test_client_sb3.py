@@ -113,6 +113,11 @@ def test_calls_with_indices_reach_single_environments(num_workers: int) -> None:
     venv.close()
 
 
+def test_spares_that_would_never_be_used_cause_a_warning() -> None:
+    with pytest.warns(UserWarning, match="the spare environments are never used: pass autoreset_mode='SameStep'"):
+        as_sb3(vecenv.make_vec(make_full_env_fns(1, wrapped=True)[0], 2, spare_workers=1)).close()
+
+
 def test_set_attr_reaches_spares() -> None:
     venv = as_sb3(vecenv.make_vec(make_full_env_fns(1, wrapped=True)[0], 3, spare_workers=2, autoreset_mode="SameStep"))
     venv.reset()

@@ -20,6 +20,7 @@ from torchrl.envs.utils import check_env_specs
 import vecenv
 import vecenv.torch
 from vecenv.adapters import as_torchrl
+from vecenv.testing import assert_identical
 
 
 class AcceleratingEnv(cart_env.PositionEnv):
@@ -53,6 +54,20 @@ def test_check_env_specs_passes_for_every_batch_shape(batch: Any) -> None:
     assert data.batch_size == (*batch, 9)
     assert data["next", "done"].any()
     assert data["state", "floats"].shape[:-1] == (*batch, 9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_assert_identical_compares_tensors_of_any_dtype_and_gradient(dtype: Any) -> None:
+    value = torch.tensor([1.0, torch.nan, -0.0], dtype=dtype, requires_grad=True)
+    assert_identical(value, value.clone())
+    for other in (value.to(torch.float64), torch.tensor([1.0, torch.nan, 0.0], dtype=dtype)):
+        with pytest.raises(AssertionError):
+            assert_identical(value, other)
+
+
+def test_empty_batch_raises() -> None:
+    with pytest.raises(ValueError, match=r"batch_size must have at least one environment, got \(3, 0\)"):
+        vecenv.torch.TensorDictEnv(AcceleratingEnv(), [3, 0])
 
 
 def test_state_is_in_the_tensordict_so_that_rollouts_can_branch() -> None:

@@ -326,9 +326,10 @@ def test_incomplete_last_line_is_repaired_and_a_damaged_line_raises(tmp_path: Pa
             file.write_bytes(intact[:length])
             assert numbers(vecenv.evaluate(envs, choose, 6, seed=SEED, folder=tmp_path)) == expected
             assert file.read_bytes().count(b"\n") == 7
-        file.write_bytes(lines[0] + b"{half\n" + lines[1])
-        with pytest.raises(ValueError, match=r"episodes\.jsonl, line 2 is damaged"):
-            vecenv.evaluate(envs, choose, 6, seed=SEED, folder=tmp_path)
+        for damaged in (b"{half\n", b"{}\n", b"7\n", b'{"index": 99, "error": null}\n'):
+            file.write_bytes(lines[0] + damaged + lines[1])
+            with pytest.raises(ValueError, match=r"episodes\.jsonl, line 2 is damaged"):
+                vecenv.evaluate(envs, choose, 6, seed=SEED, folder=tmp_path)
 
 
 class MixedInfoWalk(Walk):

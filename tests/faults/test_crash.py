@@ -211,6 +211,7 @@ def test_death_while_idle_is_reported_by_the_next_call(launch: Launch) -> None:
     """A worker is killed between two calls, as by the OOM killer."""
     envs = launch(make_env_fns(4), num_workers=2)
     checker = RowChecker.start(envs, seed=7)
+    checker.check_step(ACTIONS, envs.step(ACTIONS))
     pids = worker_pids(envs)
     os.kill(pids[WORKER], signal.SIGKILL)
     assert not still_running([pids[WORKER]], WAIT_SECONDS)
@@ -222,6 +223,7 @@ def test_death_while_idle_is_reported_by_the_next_call(launch: Launch) -> None:
     assert (error.worker, error.pid, error.exitcode) == (WORKER, pids[WORKER], -signal.SIGKILL)
     assert error.command in ("idle", "step")
     assert tuple(error.envs) == (2, 3)
+    assert f"(pid {error.pid}, envs 2-3) died" in str(error)  # no environment is to blame
     check_recovery(envs, checker, {2, 3})
     check_close(envs)
 

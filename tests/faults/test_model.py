@@ -278,9 +278,8 @@ class Model:
             raise ResetNeeded
 
     def is_tolerated(self, error: Exception) -> bool:
-        """True if an environment in this process was interrupted, and the error names an environment."""
-        named = re.search(r"\benvs? \[?(\d+)", describe_error(error, whole=True))
-        return self.was_interrupted and bool(self.setting.local_envs) and named is not None
+        """True if an environment in this process was interrupted, and the error names it."""
+        return self.was_interrupted and self.setting.names_local_env(describe_error(error, whole=True))
 
     def next_interruption(self) -> Any:
         if not self.armed:
@@ -324,7 +323,7 @@ class Model:
 
     def raise_if_env_was_interrupted(self, interruption: Any) -> None:
         """Raise if the notes of the interruption name an environment in this process: it was interrupted itself."""
-        if self.setting.local_envs and re.search(r"\benvs? \[?(\d+)", getattr(interruption, "note", "")):
+        if self.setting.names_local_env(getattr(interruption, "note", "")):
             raise RuntimeError(interruption.note)
 
     def new_local_failures(self, errors_before: int) -> list[int]:

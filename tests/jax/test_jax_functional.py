@@ -342,12 +342,19 @@ def test_thousand_episodes_leak_no_arrays_and_compile_nothing(counters: Any) -> 
         ({"micro_batch": 0}, "micro_batch"),
         ({"max_episode_steps": 0}, "max_episode_steps"),
         ({"frame_skip": 0}, "frame_skip"),
+        ({"frame_skip": 1.5}, "frame_skip must be an integer of at least 1, got 1.5"),
         ({"autoreset_mode": "Never"}, "AutoresetMode"),
     ],
 )
 def test_constructor_with_options_out_of_range_raises(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         FunctionalVectorEnv(Counter(), **options)
+
+
+@pytest.mark.parametrize("num_envs", [2.0, "2", (2, 1.5)])
+def test_constructor_with_a_number_that_is_no_integer_raises(num_envs: Any) -> None:
+    with pytest.raises(TypeError, match="num_envs must be an integer or a tuple of integers"):
+        FunctionalVectorEnv(Counter(), num_envs)
 
 
 def test_step_of_a_wrong_state_raises(counters: Any) -> None:

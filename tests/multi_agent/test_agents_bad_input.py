@@ -68,6 +68,19 @@ def test_constructor_with_an_environment_without_agents_raises(kind: Any) -> Non
         MultiAgentVecEnv([kind], num_workers=0)
 
 
+class GameWithoutClose(ScriptedGame):
+    @property
+    def close(self) -> Any:
+        raise AttributeError("close")
+
+
+def test_environments_without_close_can_be_saved_and_closed(caplog: pytest.LogCaptureFixture) -> None:
+    with open_games([GameWithoutClose] * 2, num_workers=0) as envs:
+        envs.reset(seed=1)
+        envs.load(envs.save())
+    assert not caplog.records
+
+
 class TurnBasedGame(ScriptedGame):
     def agent_iter(self) -> Any:
         raise NotImplementedError

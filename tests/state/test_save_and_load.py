@@ -117,6 +117,16 @@ def test_loaded_environment_shares_its_arrays_like_the_saved_one() -> None:
         assert not np.shares_memory(first.sums, second.sums)
 
 
+@pytest.mark.parametrize("name", ["in process", "two workers"])
+def test_environments_saved_before_their_first_reset_continue_like_new_ones(name: str) -> None:
+    with open_envs(**ENGINES[name]) as envs, open_envs(num_workers=0) as other:
+        saved, state = envs.save(), envs.state_dict()
+        assert [snapshot.row.used for snapshot in saved] == [False] * ROWS
+        assert envs.load(saved) is None
+        assert other.load_state_dict(state) is None
+        assert_identical(other.reset(seed=3), envs.reset(seed=3))
+
+
 def test_save_and_load_with_rows_in_flight_raise() -> None:
     with open_envs(kept_envs.CountingEnv, num_workers=2, batch_size=2) as envs:
         envs.reset(seed=1)

@@ -29,6 +29,7 @@ from vecenv.evaluating.episodes import EpisodeList, EpisodeResult
 from vecenv.evaluating.policies import map_leaves
 from vecenv.front.arguments import MaskOnlyOptions
 from vecenv.front.by_row import infos_by_row
+from vecenv.system.reporting import warn
 
 __all__ = ["SB3VecEnv", "as_sb3", "evaluate_sb3"]
 
@@ -68,6 +69,11 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         self.vector_env: Any = envs
         self._single_envs = SingleEnvs(envs)
         self._same_step = mode is AutoresetMode.SAME_STEP
+        if not self._same_step and getattr(envs.unwrapped, "spares", 0):
+            warn(
+                f"Stable-Baselines3 resets finished environments itself with {mode.value} autoreset, so the spare environments "
+                "are never used: pass autoreset_mode='SameStep'"
+            )
         self._actions: Any = None
         self._begin_step: Any = getattr(envs, "step_async", None)  # absent from vector wrappers and compiled environments
         self._by_row = infos_by_row(envs)

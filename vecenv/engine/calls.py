@@ -143,7 +143,8 @@ class Calls:
         loaded = [row for row in snapshot_by_row if failed.get(row) == _INTERRUPTED_LOAD]
         for row in loaded:
             self.accept_loaded(row, snapshot_by_row[row])
-        self._messages.rebuilder.keep_observations(loaded)
+        if self._messages.policy.restart:
+            self._messages.rebuilder.keep_observations(loaded)
 
     def accept_loaded(self, row: int, snapshot: Snapshot) -> None:
         """Store the observation of a loaded row, and forget that it failed."""

@@ -24,7 +24,7 @@ from vecenv.engine.pending_messages import PLAIN, PendingMessages
 from vecenv.engine.requests import Request, reset_payload
 from vecenv.engine.worker_process import LAST_STEP_OP, LocalWorker, Worker, WorkerProcess
 from vecenv.errors import failed_earlier_error, format_seconds
-from vecenv.front.arguments import ResetOptions, deadline_after, earlier_deadline
+from vecenv.front.arguments import ResetOptions, deadline_after
 from vecenv.front.driver import RequestSummary, require_no_step, require_order, too_few_in_flight_error, wait_method
 from vecenv.front.guard import CallState
 from vecenv.link.infos import NO_INFO
@@ -338,7 +338,7 @@ class Exchange:
                         if not self._wait_for_any(deadline):
                             return False
                         continue
-                    until = earlier_deadline(deadline, worker.rebuild_deadline)
+                    until = _earlier_deadline(deadline, worker.rebuild_deadline) if worker.rebuild_deadline else deadline
                     ended = pool.wait_for_one(worker, until)
                     if ended is None:
                         if until == deadline:
@@ -374,7 +374,7 @@ class Exchange:
             return True
         rebuilding = [worker for worker in pool.processes if worker.rebuild_deadline and worker.death is None]
         first_due = min(rebuilding, key=lambda worker: worker.rebuild_deadline, default=None)
-        until = deadline if first_due is None else earlier_deadline(deadline, first_due.rebuild_deadline)
+        until = deadline if first_due is None else _earlier_deadline(deadline, first_due.rebuild_deadline)
         events = pool.wait(until)
         if events is None:
             if until == deadline or first_due is None:
@@ -472,3 +472,7 @@ class Exchange:
         """Kill the workers of these rows that have not replied to a message."""
         late = [worker for worker in self.pool.find_late_workers() if not set(rows).isdisjoint(worker.rows)]
         self._kill(late, "it was abandoned")
+
+
+def _earlier_deadline(deadline: float | None, other: float) -> float:
+    return other if deadline is None else min(deadline, other)

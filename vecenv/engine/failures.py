@@ -309,7 +309,6 @@ class Rebuilder:
         self, policy: Policy, failures: FailureLog, batch: Batch, store: Store, infos: InfoReader, tree: Tree | None,
         mode: AutoresetMode, counters: Counters,
     ) -> None:  # fmt: skip
-        self._restarts_rows = policy.restart
         num_envs = len(batch.rewards)
         self.budget = RestartBudget(policy.restart_limit, policy.restart_period, lambda: counters.steps / num_envs)
         self.last_good = LastGoodObservations(store, tree)
@@ -401,9 +400,8 @@ class Rebuilder:
                         self._store.set_row(row, deepcopy(last))
 
     def keep_observations(self, rows: Sequence[int]) -> None:
-        """Keep the observations of these rows as the last good ones, if failed rows are restarted."""
-        if self._restarts_rows:
-            self.last_good.keep(rows, all_rows=len(rows) == len(self._batch.rewards))
+        """Keep the observations of these rows as the last good ones, which only restarts need."""
+        self.last_good.keep(rows, all_rows=len(rows) == len(self._batch.rewards))
 
     def restore_observations(self, rows: Iterable[int]) -> None:
         """Restore the last good observations of rows, or zeros if there are none.

@@ -207,7 +207,8 @@ class Engine(WorkerDriver):
             self.counters.steps += self.num_envs
         else:
             exchange.messages.count_results(request)
-        self.rebuilder.keep_observations(range(self.num_envs))
+        if self.restarts_rows:
+            self.rebuilder.keep_observations(range(self.num_envs))
         return result
 
     def _read_infos(self, request: Request) -> RowInfos:
@@ -274,7 +275,8 @@ class Engine(WorkerDriver):
         self.state.changing = True  # until the guard has returned the result
         messages.remove_received(row_list)
         self.last_received = rows
-        self.rebuilder.keep_observations(row_list)
+        if self.restarts_rows:
+            self.rebuilder.keep_observations(row_list)
         return result
 
     recv_enough = recv

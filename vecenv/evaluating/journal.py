@@ -105,10 +105,13 @@ class Journal:
         if header is not None:
             self._require_same_evaluation(header)
         self.results.clear()
-        for line in lines:
-            self.results.pop(line["index"], None)
-            if line["error"] is None:
-                self.results[line["index"]] = self._parse_result(line)
+        for number, line in enumerate(lines, 2):
+            try:
+                self.results.pop(line["index"], None)
+                if line["error"] is None:
+                    self.results[line["index"]] = self._parse_result(line)
+            except (KeyError, IndexError, TypeError, ValueError) as error:
+                raise _damage_error(self._path, number, error) from error
         return complete
 
     def _require_same_evaluation(self, header: Any) -> None:
@@ -155,8 +158,12 @@ def _parse(path: Path, data: bytes) -> list[Any]:
         try:
             lines.append(json.loads(line))
         except ValueError as error:
-            raise ValueError(f"{path}, line {number} is damaged: {error}") from error
+            raise _damage_error(path, number, error) from error
     return lines
+
+
+def _damage_error(path: Path, number: int, error: Exception) -> ValueError:
+    return ValueError(f"{path}, line {number} is damaged: {type(error).__name__}: {error}")
 
 
 def _hash_episodes(episodes: Sequence[Episode]) -> str:

@@ -94,13 +94,6 @@ def deadline_after(timeout: Any, name: str = "timeout") -> float | None:
     return None if seconds is None else time.monotonic() + seconds
 
 
-def earlier_deadline(deadline: float | None, other: float) -> float | None:
-    """Return the earlier of two deadlines; ``None`` and 0.0 mean no deadline."""
-    if not other:
-        return deadline
-    return other if deadline is None else min(deadline, other)
-
-
 def milliseconds_until(deadline: float | None) -> float | None:
     """Return the time left until ``deadline``, in the unit of ``select.poll``."""
     return None if deadline is None else max(deadline - time.monotonic(), 0.0) * 1000

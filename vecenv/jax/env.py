@@ -372,8 +372,8 @@ class FrameSkip(Wrapper):
 
     def __init__(self, env: JaxEnv, count: int) -> None:
         super().__init__(FixedSpec(env))
-        if count < 1:
-            raise ValueError(f"frame_skip must be at least 1, got {count}.")
+        if not isinstance(count, int | np.integer) or count < 1:
+            raise ValueError(f"frame_skip must be an integer of at least 1, got {count!r}.")
         self.count = count
         self.frames_per_second //= count
         if self.max_episode_steps is not None:

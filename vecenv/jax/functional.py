@@ -103,7 +103,7 @@ class FunctionalVectorEnv:
         randomize: Randomize | None = None, *, discount: float = 1.0, pool_size: int = 8, micro_batch: int | None = None,
         devices: Sequence[Any] | None = None,
     ) -> None:  # fmt: skip
-        self.batch_shape = (int(num_envs),) if isinstance(num_envs, int | np.integer) else tuple(num_envs)
+        self.batch_shape = _parse_shape(num_envs)
         self.num_envs = math.prod(self.batch_shape)
         self.autoreset_mode = parse_autoreset_mode(autoreset_mode)
         self.discount = float(discount)
@@ -273,6 +273,14 @@ class FunctionalVectorEnv:
         spec: Any = jax.sharding.PartitionSpec
         rows = spec("envs")
         return lambda flat: jax.shard_map(flat, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+
+
+def _parse_shape(num_envs: Any) -> tuple[int, ...]:
+    """Return the shape of a batch of environments."""
+    shape = tuple(num_envs) if isinstance(num_envs, tuple | list) else (num_envs,)
+    if not all(isinstance(size, int | np.integer) for size in shape):
+        raise TypeError(f"num_envs must be an integer or a tuple of integers, got {num_envs!r}.")
+    return tuple(map(int, shape))
 
 
 def _parse_limit(steps: int | None) -> int | None:

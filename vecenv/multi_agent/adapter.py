@@ -664,8 +664,9 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         return self.env.render()
 
     def close(self) -> None:
-        """Close the wrapped environment."""
-        self.env.close()
+        """Close the wrapped environment, if it has a ``close``."""
+        if (close := getattr(self.env, "close", None)) is not None:
+            close()
 
     def has_wrapper_attr(self, name: str) -> bool:
         """True if the wrapped environment or its adapter has the attribute."""

@@ -94,6 +94,8 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         if from_pixels:
             raise NotImplementedError("from_pixels=True is not supported: observations are the environment's own")
         batch = torch.Size(batch_size)
+        if not batch.numel():
+            raise ValueError(f"batch_size must have at least one environment, got {tuple(batch)}")
         super().__init__(device=device, batch_size=batch, allow_done_after_reset=allow_done_after_reset)
         self._constructor_arguments: dict[str, Any] = {
             "env": env, "batch_size": tuple(batch), "requires_grad": requires_grad,
@@ -101,7 +103,7 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
             "allow_done_after_reset": allow_done_after_reset,
         }  # fmt: skip
         self._options = options
-        self.functional = _functional(env, max(batch.numel(), 1), options)
+        self.functional = _functional(env, batch.numel(), options)
         derivative = differentiability(self.functional)
         if requires_grad and derivative == "zero":
             warn(f"a step of {getattr(self.functional.single_env, 'name', env)} has a gradient of 0 for every action")

@@ -84,10 +84,8 @@ class EnvRows:
             finals = [leaf[mine] for leaf in batch.final_observations]
             self._write_final_row = make_observation_writer(self._tree, finals, first, self._warn)
         leaf = self._tree.leaf if self._tree is not None else None
-        # Fast targets for observations that are one array, the common case. For other rows, the assignment `None[:] = ...`
-        # raises TypeError, and step() takes the slow path.
-        self._targets: list[Any] = [None] * self.count
-        if leaf is not None and self._leaves:
+        self._targets: list[Any] = [_ObservationTarget(self, k) for k in range(self.count)]
+        if leaf is not None and self._leaves:  # one array, the common case
             self._targets = make_exact_rows(leaf, self._leaves[0])
         compiled = make_compiled_rows(leaf, batch, mine)
         self._write_results: list[Callable[[Any], int] | None] = [row.write for row in compiled] or [None] * self.count
@@ -375,7 +373,7 @@ class EnvRows:
                     observation, info = on_episode_end(k, observation, info, out)
                 try:
                     targets[k][:] = observation
-                except (TypeError, ValueError):  # another dtype or shape, or not an array
+                except (TypeError, ValueError):  # another dtype or shape, not an array, or an error that is raised below
                     misfit = True
                 if misfit:  # outside `except`, so that its errors have no misleading context
                     misfit = False
@@ -515,6 +513,7 @@ class EnvRows:
                 if fatal:
                     self._discard_env(k)
                 out.failures.append(Failure(self.first + k, error, fatal=fatal))
+        self.note_running(-1)
         return out
 
     # -- helpers ----------------------------------------------------------------------------------------------------
@@ -552,6 +551,7 @@ class EnvRows:
         """Return the outcome of this message. It is valid until the next message."""
         if self.guard is not None and self.guard.due:
             self._check_settings(self.guard)
+        self._running_cell[0] = -1  # the death of an idle worker is no environment's fault
         out = self._out
         if self.warnings:
             out.warnings.extend(self.warnings)
@@ -595,6 +595,18 @@ class EnvRows:
             self._reraise_interrupt(error)
             return error
         return None
+
+
+class _ObservationTarget:
+    """The target of assignments ``target[:] = observation`` for a row whose observations are not one array."""
+
+    __slots__ = ("_k", "_rows")
+
+    def __init__(self, rows: EnvRows, k: int) -> None:
+        self._rows, self._k = rows, k
+
+    def __setitem__(self, _: slice, observation: Any) -> None:
+        self._rows._store_observation(self._k, observation, self._rows._out)
 
 
 def copy_info(value: Any, *, lists: bool = False) -> Any:

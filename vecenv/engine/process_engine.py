@@ -76,6 +76,7 @@ class Engine(WorkerDriver):
         self.num_envs = self.batch_size = len(env_fns)
         self.layout, self.policy, self.restarts_rows, mode = layout, policy, policy.restart, plan.autoreset_mode
         self._all_rows = self.last_received = np.arange(self.num_envs)
+        self._all_row_list = self._all_rows.tolist()
         self.observers: list[Observer] = []
         self.arena = Arena(layout.size)
         batch = self.batch = layout.view(self.arena.buffer)
@@ -259,17 +260,19 @@ class Engine(WorkerDriver):
         if not exchange.wait_for_rows(count, deadline, enough, enough_from):
             return None
         row_list = exchange.ready[:count]
-        rows = np.array(row_list, np.intp)
+        in_order = row_list == self._all_row_list  # copying whole arrays is faster
+        rows = self._all_rows if in_order else np.array(row_list, np.intp)
         batch = self.batch
         try:
-            observations = self.store.take(rows)
+            observations = self.store.batch(copy=True) if in_order else self.store.take(rows)
         except Exception:
             if succeeds_when_repeated(lambda: self.store.take(rows)):
                 raise  # a signal handler raised it
             messages.remove_received(row_list)
             raise
         infos = self._read_row_infos(row_list, rows)
-        result = observations, batch.rewards[rows], batch.terminations[rows], batch.truncations[rows], infos
+        columns = batch.rewards, batch.terminations, batch.truncations
+        result = observations, *[each.copy() if in_order else each[rows] for each in columns], infos
         for observer in self.observers:
             observer.on_result(rows, result)
         self.state.changing = True  # until the guard has returned the result

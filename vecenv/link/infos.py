@@ -307,6 +307,10 @@ class InfoReader:
         """Return the column at ``offset`` of all records."""
         return self._records.reshape(-1).view(_record_type(offset, dtype, shape))["v"]
 
+    def has_infos(self, rows: Array | None) -> bool:
+        """True if the records of these rows (``None``: all rows) have infos."""
+        return bool((self._numbers if rows is None else self._numbers[rows]).any())
+
     def has_chunks(self, rows: Array | None) -> bool:
         """True if infos of these rows (``None``: all rows) may have ``chunk_steps``, the number of steps executed."""
         numbers = self._numbers if rows is None else self._numbers[rows]
@@ -350,6 +354,8 @@ class WorkerInfos(RowInfos):
         self._reader, self._count, self._pickled, self._final_obs = reader, count, pickled, final_obs
 
     def rows(self) -> list[Any]:
+        if not (self._pickled or self._final_obs or self._reader.has_infos(self.env_ids)):
+            return [{} for _ in range(self._count)]
         rows = range(self._count) if self.env_ids is None else self.env_ids.tolist()
         return self._reader.unmerged(rows, self._pickled, self._final_obs)
 

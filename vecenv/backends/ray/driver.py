@@ -99,12 +99,12 @@ class HostsDriver(WorkerDriver):
         """Send a step of rows. ``action_list``: their actions; ``None`` if the actions are staged in arrays."""
         exchange = self.exchange
         action_by_row = None if action_list is None else dict(zip(rows, action_list, strict=True))
-        to_rebuild, held = exchange.failures.rows_to_rebuild.intersection(rows), exchange.held.keys() & set(rows)
-        if (error := exchange.replace_hosts(to_rebuild, count=True)) is not None:
-            raise error
         request = HostRequest("step", rows if isinstance(rows, range) else sorted(rows))
-        rows_to_step = request.rows
-        if to_rebuild or held:
+        rows_to_step, to_rebuild, held = request.rows, set[int](), set[int]()
+        if exchange.failures.rows_to_rebuild or exchange.held:
+            to_rebuild, held = exchange.failures.rows_to_rebuild.intersection(rows), exchange.held.keys() & set(rows)
+            if (error := exchange.replace_hosts(to_rebuild, count=True)) is not None:
+                raise error
             rows_to_step = [row for row in rows_to_step if row not in to_rebuild and row not in held]
         parts = [(part, *self._pack_actions(part.rows, action_by_row)) for part in exchange.split(request, rows_to_step)]
         with exchange.changing():

@@ -319,20 +319,22 @@ class HostExchange:
             self.kill_host(host, str(reply))
             return
         del self.parts[reference]
-        if not isinstance(reply, HostReply):
+        if isinstance(reply, HostReply):
+            received, arrays, failed = reply.rows, reply.arrays, reply.failed
+        else:  # results of all rows, and nothing else
             records, leaves = (reply, []) if isinstance(reply, bytes) else reply
+            received, failed = rows, {}
             arrays = fields(records, NUMBERS if leaves else self._records, len(rows)) + leaves
-            reply = HostReply(rows, arrays, None, [], False, {}, None)
-        previous = {row: self.store.row(row) for row in reply.rows} if rebuilds else {}
-        where = to_array_index(reply.rows)
-        for column, values in zip(self._arrays, reply.arrays, strict=False):
+        previous = {row: self.store.row(row) for row in received} if rebuilds else {}
+        where = to_array_index(received)
+        for column, values in zip(self._arrays, arrays, strict=False):
             column[where] = values
-        if errors := self._apply_events(request, host, reply):
-            self.unraised.append((errors, set(rows).difference(reply.rows) if request.command in PHASES else ()))
-        self.failures.set_failed(host, reply.failed)
+        if isinstance(reply, HostReply) and (errors := self._apply_events(request, host, reply)):
+            self.unraised.append((errors, set(rows).difference(received) if request.command in PHASES else ()))
+        self.failures.set_failed(host, failed)
         for row, last in previous.items():
             self._write_rebuilt_row(request.command == "step", row, last)
-        self.ready.update(dict.fromkeys(reply.rows, request.command))
+        self.ready.update(dict.fromkeys(received, request.command))
 
     def _apply_events(self, request: HostRequest, host: RemoteHost, reply: HostReply) -> Errors:
         """Apply the reply's outcome, events and error, and return the errors to raise."""
@@ -425,6 +427,8 @@ class HostExchange:
 
 def to_array_index(rows: Sequence[int]) -> slice | list[int]:
     """Return ascending rows as an array index: a slice, which is faster, if they are contiguous."""
+    if isinstance(rows, range):
+        return slice(rows.start, rows.stop)
     return slice(rows[0], rows[-1] + 1) if rows and rows[-1] - rows[0] == len(rows) - 1 else list(rows)
 
 

@@ -174,7 +174,7 @@ class _EventCollector(Observer):
 
     def callers_rows(self, rows: Sequence[int]) -> list[int]:
         """Return the caller's indices of rows."""
-        return [self._first_row + int(row) for row in rows]
+        return (self._first_row + np.asarray(rows, np.intp)).tolist()  # type: ignore[no-any-return]
 
     def pack(self, error: BaseException) -> PackedError:
         """Pack an error with the caller's indices, without the notes that name rows and workers of this host."""
@@ -218,7 +218,7 @@ class Host:
     """
 
     def __init__(self, plan: HostPlan) -> None:
-        self._plan, self._first_row, self._rows = plan, plan.rows.start, range(len(plan.rows))
+        self._plan, self._first_row, self._rows = plan, plan.rows.start, np.arange(len(plan.rows))
         self._collector = _EventCollector(plan)
         self.envs: Any = None
 

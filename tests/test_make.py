@@ -290,7 +290,7 @@ NO_ENTRY = EnvSpec("OnlyVector-v0", vector_entry_point="x:y")
         ({"seed": 3}, TypeError, r"'seed'. Pass it to reset\(seed=\.\.\.\)"),
         ({"num_worker": 3}, TypeError, "Did you mean 'num_workers', an option of the vector environment"),
         ({"id_or_env_fn": CartPoleEnv, "num_worker": 3}, TypeError, "CartPoleEnv has no option 'num_worker'.*'num_workers'"),
-        ({"env_kwargs": {"num_workers": 3}}, TypeError, "no option 'num_workers'. It is an option of the vector environment"),
+        ({"env_kwargs": {"num_workers": 3}}, TypeError, "'num_workers'. It is an option of the vector environment"),
         ({"workers": 3}, TypeError, "'CartPole-v1' has no option 'workers'.*'num_workers', an option of the vector"),
         ({"num_workers": 2, "vector_kwargs": {"num_workers": 1}}, TypeError, "two values for 'num_workers': 1 and 2"),
         ({"env_kwargs": [3]}, TypeError, "env_kwargs must be a dict of options of the environment"),

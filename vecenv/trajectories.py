@@ -59,9 +59,7 @@ def assert_identical(actual: Any, expected: Any, where: str = "value") -> None:
         assert value_bytes(actual) == value_bytes(expected), f"{where}: {actual!r}, expected {expected!r}"
     elif hasattr(expected, "detach"):  # torch tensors
         assert actual.dtype == expected.dtype, f"{where}: dtype {actual.dtype}, expected {expected.dtype}"
-        tensors = (tensor.detach().cpu() for tensor in (actual, expected))
-        in_numpy = (np.asarray(each.float() if str(each.dtype) == "torch.bfloat16" else each) for each in tensors)
-        assert_identical(*in_numpy, where)
+        assert_identical(_tensor_to_array(actual), _tensor_to_array(expected), where)
     elif hasattr(expected, "__array__"):  # JAX arrays
         assert_identical(np.asarray(actual), np.asarray(expected), where)
     elif isinstance(expected, float):
@@ -69,6 +67,11 @@ def assert_identical(actual: Any, expected: Any, where: str = "value") -> None:
         assert both_nan or actual == expected, f"{where}: {actual!r}, expected {expected!r}"
     else:
         assert actual == expected, f"{where}: {actual!r}, expected {expected!r}"
+
+
+def _tensor_to_array(tensor: Any) -> npt.NDArray[Any]:
+    tensor = tensor.detach().cpu()
+    return np.asarray(tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor)
 
 
 def value_bytes(array: npt.NDArray[Any] | np.generic) -> bytes:

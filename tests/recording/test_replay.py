@@ -861,8 +861,8 @@ def test_pdb_continues_to_the_end_of_the_record(file: Path) -> None:
     step = int(file.stem.rpartition("step")[2])
     command = [sys.executable, "-m", "vecenv", "replay", str(file), "--pdb", "--yes", "--until", str(step - 1)]
     output = run_in_terminal(
-        command, ("(Pdb)", "p 'action', action"), ("('action',", ""), ("(Pdb)", "c"), ("(Pdb)", "p 'count', self.step_count"),
-        ("('count', 9)", "q"),
+        command, ("(Pdb)", "p 'action', action"), ("('action',", ""), ("(Pdb)", "c"),
+        ("(Pdb)", "p 'count', self.step_count"), ("('count', 9)", "q"),
     )  # fmt: skip
     assert output.count(f"Stopped before step {step - 1}: everything matched the record") == 1
     assert output.count(f"Happened again at step {step}: ") == 1

@@ -69,9 +69,9 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         self.vector_env: Any = envs
         self._single_envs = SingleEnvs(envs)
         self._same_step = mode is AutoresetMode.SAME_STEP
-        if not self._same_step and getattr(envs.unwrapped, "spares", 0):
+        if not self._same_step and hasattr(envs.unwrapped, "spares"):
             warn(
-                f"Stable-Baselines3 resets finished environments itself with {mode.value} autoreset, so the spare environments "
+                f"with autoreset_mode={mode.value!r} as_sb3 resets finished environments itself, so the spare environments "
                 "are never used: pass autoreset_mode='SameStep'"
             )
         self._actions: Any = None

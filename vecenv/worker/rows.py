@@ -598,7 +598,7 @@ class EnvRows:
 
 
 class _ObservationTarget:
-    """The target of assignments ``target[:] = observation`` for a row whose observations are not one array."""
+    """The target of assignments ``target[:] = observation`` for a row, if an observation is not one array."""
 
     __slots__ = ("_k", "_rows")
 

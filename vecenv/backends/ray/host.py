@@ -218,7 +218,8 @@ class Host:
     """
 
     def __init__(self, plan: HostPlan) -> None:
-        self._plan, self._first_row, self._rows = plan, plan.rows.start, np.arange(len(plan.rows))
+        self._plan, self._first_row = plan, plan.rows.start
+        self._rows: Any = np.arange(len(plan.rows))
         self._collector = _EventCollector(plan)
         self.envs: Any = None
 

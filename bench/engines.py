@@ -150,7 +150,7 @@ class PufferLibFewer(PufferLib):
 
     def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
         if workers == 1:
-            raise Unavailable("there is only one core")
+            raise Unavailable("needs at least two workers")
         super().__init__(env_fn, num_envs, workers - 1)
 
 

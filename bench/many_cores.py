@@ -46,9 +46,9 @@ def measure_costs(size: int) -> Costs:
     """Measure the caller's cost of ``step`` per batch, worker and row, by two linear fits."""
     few, many, rows = 8, 64, 256
     with_few, with_many = (caller_seconds(workers, workers, 0.004, size) for workers in (few, many))
-    worker = (with_many - with_few) / (many - few)
+    worker_and_row = (with_many - with_few) / (many - few)
     row = max((caller_seconds(few, rows, 0.0, size) - caller_seconds(few, few, 0.0, size)) / (rows - few), 0.0)
-    return Costs(max(with_few - few * (worker + row), 0.0), max(worker - row, 0.0), row)
+    return Costs(max(with_few - few * worker_and_row, 0.0), max(worker_and_row - row, 0.0), row)
 
 
 def caller_seconds(workers: int, rows: int, seconds: float, size: int) -> float:

@@ -91,7 +91,7 @@ class ActionChecker:
         for (path, inner), dtype in zip(_paths(space, keys), dtypes, strict=True):
             if not isinstance(inner, spaces.Discrete | spaces.Box):
                 raise TypeError(f"actions of the space {inner} are not supported")
-            self._leaves.append((path, _LeafChecker(inner, np.dtype(dtype), ".".join(path))))
+            self._leaves.append((path, _LeafChecker(inner, np.dtype(dtype), _name(path))))
         self._single = self._leaves[0][1] if not isinstance(space, spaces.Dict) else None
 
     def __call__(self, actions: Any, ids: Array) -> list[Array]:
@@ -139,11 +139,16 @@ def _get_part(actions: Any, path: tuple[str, ...]) -> Any:
     """Return the part of nested dicts at a path; raise ``TypeError`` if there is none."""
     for depth, part in enumerate(path):
         if not isinstance(actions, Mapping):
-            raise TypeError(f"actions{list(path[:depth]) or ''} must be a dict, got {type(actions).__name__}")
+            raise TypeError(f"{_name(path[:depth])} must be a dict, got {type(actions).__name__}")
         if part not in actions:
-            raise TypeError(f"actions have no {'.'.join(path)!r}; they have {sorted(map(str, actions))}")
+            raise TypeError(f"{_name(path[:depth])} have no {part!r}; they have {sorted(map(str, actions))}")
         actions = actions[part]
     return actions
+
+
+def _name(path: tuple[str, ...]) -> str:
+    """Return the name of a part of the actions in error messages."""
+    return f"actions[{'.'.join(path)!r}]" if path else "actions"
 
 
 class _LeafChecker:
@@ -166,7 +171,7 @@ class _LeafChecker:
         self._common_range = None if dtype.kind == "f" else (int(self._low.max()), int(self._high.min()))
         self._dtype = dtype
         self._kinds, self._expected = ("fiu", "numbers") if dtype.kind == "f" else ("iu", "integers")
-        self._name = f"actions[{name!r}]" if name else "actions"
+        self._name = name
 
     def __call__(self, value: Any, ids: Array) -> Array:
         try:

@@ -88,7 +88,7 @@ def find_env_id(env: Any) -> str:
     return str(spec.id) if spec is not None else type(getattr(env, "unwrapped", env)).__name__
 
 
-def different_action_space(first: Any, env: int, got: str) -> RuntimeError:
+def different_action_space_error(first: Any, env: int, got: str) -> RuntimeError:
     """Return the exception for an environment with an action space different from the first one's."""
     return RuntimeError(
         f"Some environments have an action space different from `{first}`. In order to batch actions, the action spaces "

@@ -32,7 +32,7 @@ PROGRAMS = {
     "envpool_rate.py": ("--task CartPole-v1 --num-envs 2 --seconds 0.05 --repeats 1 --against process", "CartPole-v1"),
     "first_ready_cost.py": ("CartPole-v1 --num-envs 2 --workers 1 --rounds 1 --seconds 0.05", "us per environment step"),
     "jax_cost.py": ("--help", "--limit"),  # it compiles for three minutes
-    "many_cores.py": ("--costs 1 1 1 --each 2", "per worker"),
+    "many_cores.py": ("--costs 1 1 1 --envs-per-worker 2", "per worker"),
     "multi_agent_rate.py": ("--help", "--game"),  # it needs SuperSuit, which no extra installs
     "ray_rate.py": ("--help", "--rounds"),  # it needs a Ray cluster, as the tests in tests/distributed
     "state.py": ("--tries 1 --only CartPole", "CartPole"),

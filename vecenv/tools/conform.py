@@ -39,7 +39,7 @@ class Result:
     Attributes:
         name, about, known: As in :class:`~vecenv.testing.conformity.Check`.
         modes: Autoreset mode -> ``"kept"``, ``"broken"`` or ``"refused"``.
-        why: Autoreset mode -> the error, or the reason for the refusal.
+        why: Autoreset mode -> the error or the reason for the refusal; empty if kept.
         program: A program that shows a broken promise.
         draws: The shared generators that the engine, or environments in its process, drew from.
     """
@@ -123,7 +123,7 @@ class CheckRunner:
         check = CHECKS[number]
         try:
             engine = import_engine(self._engine)
-            if check.needs_inputs and not _takes_functions(engine):
+            if check.needs_reporting_envs and not _takes_functions(engine):
                 return REFUSED, "it builds its own environments", []
             while len(self._built) < check.engines:
                 self._built.append(_build(engine, mode))

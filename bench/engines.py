@@ -46,7 +46,8 @@ class Stepping:
 
     envs: Any
 
-    def _step(self) -> float:
+    def _step(self) -> int:
+        """Step once; return the number of environment steps and resets."""
         raise NotImplementedError
 
     def run(self, seconds: float) -> float:
@@ -146,11 +147,11 @@ class PufferLib(Stepping):
 
 
 class PufferLibFewer(PufferLib):
-    """PufferLib with a core left for the trainer."""
+    """PufferLib with one worker fewer, which leaves a core to the trainer."""
 
     def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
         if workers == 1:
-            raise Unavailable("there is only one core")
+            raise Unavailable("needs at least two workers")
         super().__init__(env_fn, num_envs, workers - 1)
 
 
@@ -159,7 +160,7 @@ OTHERS: dict[str, tuple[str, Callable[[EnvFn, int, int], Runner]]] = {
     "tianshou": ("Tianshou ShmemVectorEnv", Tianshou),
     "torchrl": ("TorchRL ParallelEnv", TorchRL),
     # PufferLib's trainer spins like its workers, so one worker fewer may be faster
-    "pufferlib": ("PufferLib, a worker a core", PufferLib),
+    "pufferlib": ("PufferLib, one worker per core", PufferLib),
     "pufferlib-fewer": ("PufferLib, one worker fewer", PufferLibFewer),
 }
 

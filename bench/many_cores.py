@@ -29,8 +29,8 @@ from bench import seconds_per
 from bench.workloads import WaitingEnv
 
 CORES = (8, 16, 32, 64, 128)
-STEPS = (100e-6, 300e-6, 1e-3, 5e-3)
-BATCHES = 60  # in a simulation
+STEP_SECONDS = (100e-6, 300e-6, 1e-3, 5e-3)
+BATCHES = 60  # batches of all environments in a simulation
 SPREAD = 0.3  # sigma of the log-normal step times
 
 
@@ -43,12 +43,12 @@ class Costs(NamedTuple):
 
 
 def measure_costs(size: int) -> Costs:
-    """Measure the caller's cost of ``step`` per batch, worker and row, by two linear fits."""
+    """Measure the caller's cost of ``step`` per batch, worker and row, with two numbers of workers and of rows."""
     few, many, rows = 8, 64, 256
     with_few, with_many = (caller_seconds(workers, workers, 0.004, size) for workers in (few, many))
-    worker = (with_many - with_few) / (many - few)
+    worker_and_row = (with_many - with_few) / (many - few)
     row = max((caller_seconds(few, rows, 0.0, size) - caller_seconds(few, few, 0.0, size)) / (rows - few), 0.0)
-    return Costs(max(with_few - few * (worker + row), 0.0), max(worker - row, 0.0), row)
+    return Costs(max(with_few - few * worker_and_row, 0.0), max(worker_and_row - row, 0.0), row)
 
 
 def caller_seconds(workers: int, rows: int, seconds: float, size: int) -> float:
@@ -64,24 +64,24 @@ def caller_seconds(workers: int, rows: int, seconds: float, size: int) -> float:
         envs.close()
 
 
-def simulate_step(workers: int, each: int, seconds: float, costs: Costs, rng: np.random.Generator) -> float:
+def simulate_step(workers: int, envs_per_worker: int, seconds: float, costs: Costs, rng: np.random.Generator) -> float:
     """Simulate ``step``; return environment steps per second. Request and reply each take half of a worker's cost."""
     sent = costs.batch / 2 + costs.worker / 2 * np.arange(1, workers + 1)
     now = 0.0
     for _ in range(BATCHES):
-        done = np.sort(now + sent + draw_step_times(workers, each, seconds, rng))
+        done = np.sort(now + sent + draw_step_times(workers, envs_per_worker, seconds, rng))
         free = now + sent[-1]
         for moment in done:
             free = max(free, moment) + costs.worker / 2
-        now = free + costs.batch / 2 + costs.row * workers * each
-    return BATCHES * workers * each / now
+        now = free + costs.batch / 2 + costs.row * workers * envs_per_worker
+    return BATCHES * workers * envs_per_worker / now
 
 
 def simulate_halves(
-    workers: int, each: int, seconds: float, costs: Costs, rng: np.random.Generator, messages: int = 1
+    workers: int, envs_per_worker: int, seconds: float, costs: Costs, rng: np.random.Generator, messages: int = 1
 ) -> float:
     """Simulate first-ready halves with ``messages`` in flight per worker; return environment steps per second."""
-    rows, half = each // messages, max(workers * messages // 2, 1)
+    rows, half = envs_per_worker // messages, max(workers * messages // 2, 1)
     free = np.zeros(workers)  # when each worker has finished its messages
     in_flight: list[tuple[float, int]] = []
 
@@ -101,29 +101,29 @@ def simulate_halves(
     return 2 * BATCHES * half * rows / now
 
 
-def draw_step_times(workers: int, each: int, seconds: float, rng: np.random.Generator) -> Any:
+def draw_step_times(workers: int, envs_per_worker: int, seconds: float, rng: np.random.Generator) -> Any:
     """Draw each worker's duration of a step of all its rows, in seconds."""
-    return rng.lognormal(np.log(seconds) - SPREAD**2 / 2, SPREAD, (workers, each)).sum(1)
+    return rng.lognormal(np.log(seconds) - SPREAD**2 / 2, SPREAD, (workers, envs_per_worker)).sum(1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--costs", type=float, nargs=3, metavar=("BATCH", "WORKER", "ROW"), help="microseconds")
     parser.add_argument("--bytes", type=int, default=128, help="size of an observation")
-    parser.add_argument("--each", type=int, default=4, help="environments per worker")
+    parser.add_argument("--envs-per-worker", type=int, default=4, help="environments per worker")
     options = parser.parse_args()
     costs = Costs(*(cost * 1e-6 for cost in options.costs)) if options.costs else measure_costs(options.bytes)
     print(f"A batch costs the caller {costs.batch * 1e6:.0f} us, {costs.worker * 1e6:.1f} us per worker and")
-    print(f"{costs.row * 1e6:.2f} us per row of {options.bytes} bytes. {options.each} environments per worker.\n")
-    print("| cores | " + " | ".join(f"{step * 1e3:g} ms" for step in STEPS) + " |")
-    print("|---:|" + "---|" * len(STEPS))
+    print(f"{costs.row * 1e6:.2f} us per row of {options.bytes} bytes. {options.envs_per_worker} environments per worker.\n")
+    print("| cores | " + " | ".join(f"{step * 1e3:g} ms" for step in STEP_SECONDS) + " |")
+    print("|---:|" + "---|" * len(STEP_SECONDS))
     for cores in CORES:
         cells = []
-        for step in STEPS:
+        for step in STEP_SECONDS:
             two_messages = functools.partial(simulate_halves, messages=2)
             cases = [(simulate_step, 1), (simulate_halves, 1), (two_messages, 1), (simulate_step, 2)]
             rates = [
-                engines * simulate(cores // engines, options.each, step, costs, np.random.default_rng(0))
+                engines * simulate(cores // engines, options.envs_per_worker, step, costs, np.random.default_rng(0))
                 for simulate, engines in cases
             ]
             cells.append(", ".join(f"{rate * step / cores:.2f}" for rate in rates))

@@ -646,8 +646,10 @@ def test_dict_actions_are_checked_leaf_by_leaf() -> None:
         check({**actions, "go": [1, 0]}, ids)
     with pytest.raises(ValueError, match=r"actions\['arm.push'\]: got shape .*, expected \(2, 2\)"):
         check({**actions, "arm": {"push": np.zeros(2)}}, ids)
-    with pytest.raises(TypeError, match="no 'go'; they have"):
+    with pytest.raises(TypeError, match=r"actions have no 'go'; they have \['arm'\]"):
         check({"arm": actions["arm"]}, ids)
+    with pytest.raises(TypeError, match=r"actions\['arm'\] have no 'push'; they have \['pull'\]"):
+        check({**actions, "arm": {"pull": 0}}, ids)
     with pytest.raises(TypeError, match="must be a dict"):
         check([1, 2], ids)
     assert [array.shape for array in check.dummy_actions(3)] == [(3,), (3, 2)]

@@ -20,8 +20,8 @@ import warnings
 from types import FrameType
 from typing import Any
 
-from endings import CLOSE_SETTINGS, check_interrupted_close, warm_up
 from interrupted_calls import SETTINGS, ComparedEngine, Outcomes, make_call, median_seconds
+from interrupted_close import CLOSE_SETTINGS, check_interrupted_close, warm_up
 from interruption import PACKAGE, Stopped
 from streams import FIRST_READY, RowStream
 

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import pytest
 from counting import DIE, HANG, RAISE, CountingEnv
-from endings import CLOSE_SETTINGS, CLOSE_STATES, check_interrupted_close, check_nothing_left, warm_up
 from gymnasium.error import ResetNeeded
 from gymnasium.vector import SyncVectorEnv
 from interrupted_calls import (
@@ -39,6 +38,7 @@ from interrupted_calls import (
     make_call,
     needs_reset,
 )
+from interrupted_close import CLOSE_SETTINGS, CLOSE_STATES, check_interrupted_close, check_nothing_left, warm_up
 from interruption import KINDS, Interruption, Stopped, moments, run_in_generator
 from observe import FAULT_MARKS
 from signals import default_sigint_handler

@@ -242,7 +242,7 @@ Start = Callable[..., Trainer]
 def wait_until_running(trainer: Trainer, scenario: str, folder: Path) -> list[int]:
     """Wait until the scenario is running; return the pids of all processes except the trainer."""
     processes = trainer.read_message()
-    if scenario in ("stepping", "gil", "interrupted"):
+    if scenario in ("stepping", "holding_gil", "interrupted"):
         wait_for_file(folder / "begun")
         time.sleep(0.05)  # the environment writes the file just before it hangs
     pids = [*processes["workers"], *processes.get("helpers", [])]
@@ -251,7 +251,7 @@ def wait_until_running(trainer: Trainer, scenario: str, folder: Path) -> list[in
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("scenario", ["waiting", "stepping", "gil", "helper", "nested"])
+@pytest.mark.parametrize("scenario", ["waiting", "stepping", "holding_gil", "with_helper", "nested"])
 def test_killed_trainer_leaves_no_orphans(start_trainer: Start, scenario: str, tmp_path: Path) -> None:
     """After SIGKILL to the trainer, all its processes end, in each of several situations.
 
@@ -341,7 +341,7 @@ def test_step_continues_after_ctrl_c(start_trainer: Start, terminal: tuple[int, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("scenario", "code"), [("pending", 0), ("raised", 9)])
+@pytest.mark.parametrize(("scenario", "code"), [("exiting_in_step", 0), ("raising_in_step", 9)])
 def test_program_with_a_pending_step_exits(start_trainer: Start, scenario: str, code: int) -> None:
     """The program ends without ``close()`` while a step hangs."""
     program = start_trainer(scenario)

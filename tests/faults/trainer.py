@@ -1,7 +1,7 @@
 """A minimal training program: ``python trainer.py scenario method folder``.
 
-It starts an engine, prints a line of JSON with the pids of all processes, and enters the situation of the scenario, in which
-a test kills or interrupts it.
+It starts an engine, prints a line of JSON with the pids of all processes, and enters the situation of the scenario. A test
+then kills or interrupts it, or waits for its end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def pids(envs: vecenv.AsyncVectorEnv) -> list[int]:
 
 
 def start(method: str, folder: Path, fault: str | None = None, **options: Any) -> vecenv.AsyncVectorEnv:
-    """Start three environments; the last one has the fault in its first step, after it has written a file."""
+    """Start three environments. In its first step, the last one writes the file ``begun`` and has the fault."""
     replacements = {2: faulty_env_fn(2, write_pid_then(folder / "begun", fault), step=1)} if fault else None
     envs = vecenv.AsyncVectorEnv(make_env_fns(3, replacements), context=method, **options)
     envs.reset(seed=1)
@@ -57,12 +57,12 @@ def stepping(method: str, folder: Path, fault: str = "sleep") -> None:
     envs.step(ACTIONS)
 
 
-def gil(method: str, folder: Path) -> None:
+def holding_gil(method: str, folder: Path) -> None:
     """Wait in a step that holds the GIL in C code."""
     stepping(method, folder, "hold_gil")
 
 
-def helper(method: str, folder: Path) -> None:
+def with_helper(method: str, folder: Path) -> None:
     """Wait between two calls, after an environment has started a program."""
     envs = start(method, folder, "start_subprocess")
     *_, infos = envs.step(ACTIONS)
@@ -80,8 +80,8 @@ def nested(method: str, folder: Path) -> None:
 
 
 def interrupted(method: str, folder: Path) -> None:
-    """Wait in a step, at a terminal, for Ctrl-C."""
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    """Wait in a step for Ctrl-C, then close the engine."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # from then on, Ctrl-C at the terminal reaches this program and its workers
     envs = start(method, folder, "sleep")
     report_json(workers=pids(envs))
     interrupts = 0
@@ -113,7 +113,7 @@ def interrupted_and_continued(method: str, folder: Path) -> None:
     report_json(interrupts=interrupts, ticks=ticks, closed=envs.closed)
 
 
-def pending(method: str, folder: Path) -> None:
+def exiting_in_step(method: str, folder: Path) -> None:
     """End without ``close()`` while a step hangs."""
     envs = start(method, folder, "sleep")
     envs.step_async(ACTIONS)
@@ -122,8 +122,8 @@ def pending(method: str, folder: Path) -> None:
     report_json(workers=pids(envs), ended=time.monotonic())
 
 
-def raised(method: str, folder: Path) -> None:
-    """End by an exception while a step hangs."""
+def raising_in_step(method: str, folder: Path) -> None:
+    """End with ``SystemExit`` while a step hangs."""
     envs = start(method, folder, "sleep")
     envs.step_async(ACTIONS)
     report_json(workers=pids(envs), ended=time.monotonic())
@@ -131,7 +131,7 @@ def raised(method: str, folder: Path) -> None:
 
 
 class LargeObservationEnv(gym.Env):
-    """An environment with observations of four MiB."""
+    """An environment with observations of 4 MiB."""
 
     observation_space = gym.spaces.Box(0, 255, (4 * 2**20,), np.uint8)
     action_space = gym.spaces.Discrete(256)
@@ -164,10 +164,10 @@ def small_shm(method: str, folder: Path) -> None:
 SCENARIOS: dict[str, Callable[[str, Path], None]] = {
     scenario.__name__: scenario
     for scenario in (
-        *(waiting, stepping, gil, helper, nested),
-        *(interrupted, interrupted_and_continued, pending, raised, small_shm),
+        waiting, stepping, holding_gil, with_helper, nested, interrupted, interrupted_and_continued, exiting_in_step,
+        raising_in_step, small_shm,
     )
-}
+}  # fmt: skip
 
 if __name__ == "__main__":
     SCENARIOS[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))

@@ -50,6 +50,11 @@ class OldStepEnv(BasicEnv):
         return np.zeros(2, np.float32), 0.0, False, {}
 
 
+class OneValueEnv(BasicEnv):
+    def step(self, action: Any) -> Any:
+        return (np.zeros(2, np.float32),)
+
+
 class NoResultEnv(BasicEnv):
     def step(self, action: Any) -> Any:
         return None
@@ -145,6 +150,7 @@ def test_sequence_without_iter_is_accepted_as_by_gymnasium(workers: int) -> None
     [
         (OldResetEnv, "reset", "env 0: reset returned one ndarray, expected (observation, info)"),
         (OldStepEnv, "step", "env 0: step returned 4 values, expected (observation, reward, terminated, truncated, info)"),
+        (OneValueEnv, "step", "env 0: step returned 1 value, expected (observation, reward, terminated, truncated, info)"),
         (
             NoResultEnv, "step",
             "env 0: step returned one NoneType, expected (observation, reward, terminated, truncated, info)",

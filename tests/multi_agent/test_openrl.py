@@ -48,7 +48,7 @@ def assert_env_name(env: Any, env_name: str) -> None:
     assert env.metadata["name"] == env_name
 
 
-def test_make_openrl_passes_the_test_of_openrl() -> None:
+def test_calls_of_openrls_own_async_env_test_succeed() -> None:
     env = make_openrl([IdentityEnv] * 2, shared_memory=True)
     assert env._env_name == "IdentityEnv"
     env.exec_func(assert_env_name, indices=None, env_name="IdentityEnv")
@@ -85,7 +85,7 @@ def test_send_and_fetch_return_the_shapes_of_openrl(closes: Any) -> None:
 
 
 @pytest.mark.parametrize("values", [4, 5])
-def test_step_returns_as_many_values_as_the_environments(values: int, closes: Any) -> None:
+def test_step_returns_four_or_five_values_like_its_environments(values: int, closes: Any) -> None:
     env = closes(make_openrl([functools.partial(StackedGame, values)] * 2, num_workers=0))
     env.reset(seed=0)
     steps = [env.step(np.zeros((2, 2, 1), int)) for _ in range(5)]
@@ -100,14 +100,14 @@ def test_step_returns_as_many_values_as_the_environments(values: int, closes: An
 
 
 class TruncatedNotDone(StackedGame):
-    """A game with ends that are truncations and not ``done``."""
+    """A game in which agents are truncated and never ``done``."""
 
     def step(self, actions: Any) -> Any:
         obs, rewards, done, _, info = super().step(actions)
         return obs, rewards, done & False, done, info
 
 
-def test_step_returns_truncations_of_five_values(closes: Any) -> None:
+def test_truncations_and_dones_stay_separate(closes: Any) -> None:
     env = closes(make_openrl([TruncatedNotDone] * 2, num_workers=0))
     env.reset(seed=0)
     steps = [env.step(np.zeros((2, 2, 1), int)) for _ in range(4)]
@@ -123,7 +123,7 @@ class TimeLimitInInfo(StackedGame):
         return *rest, {**info, "TimeLimit.truncated": True}
 
 
-def test_time_limit_in_the_info_of_four_values_is_a_truncation() -> None:
+def test_time_limit_truncated_in_an_info_is_a_truncation() -> None:
     with open_games([functools.partial(TimeLimitInInfo, 4)], num_workers=0) as envs:
         steps = [envs.step(np.zeros((1, 2, 1), int)) for _ in range(4)]
     assert not any(step[2].any() for step in steps)
@@ -132,15 +132,15 @@ def test_time_limit_in_the_info_of_four_values_is_a_truncation() -> None:
 
 def test_gymnasium_environment_has_one_agent_and_equals_sync_vector_env(closes: Any) -> None:
     env = closes(make_openrl([lambda: gym.make("CartPole-v1", render_mode="rgb_array")] * 2, num_workers=0))
-    rows = closes(gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 2, autoreset_mode="SameStep"))
+    reference = closes(gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 2, autoreset_mode="SameStep"))
     assert (env.agent_num, env.env_name) == (1, "CartPole-v1")
     obs, _ = env.reset(seed=3)
-    expected, _ = rows.reset(seed=[3, 3 + 10086])
+    expected, _ = reference.reset(seed=[3, 3 + 10086])  # OpenRL's distance between the seeds of two environments
     for step in range(30):
         np.testing.assert_array_equal(obs[:, 0], expected)
         actions = np.full((2, 1, 1), step % 5 == 0, int)
         obs, rewards, terminated, truncated, infos = env.step(actions)
-        expected, _, ended, _, _ = rows.step(actions[:, 0, 0])
+        expected, _, ended, _, _ = reference.step(actions[:, 0, 0])
         assert (rewards.shape, truncated.shape) == ((2, 1, 1), (2, 1))
         np.testing.assert_array_equal(terminated[:, 0], ended)
         assert [("final_observation" in info) for info in infos] == ended.tolist()
@@ -209,6 +209,9 @@ def test_make_openrl_with_invalid_arguments_raises() -> None:
         make_openrl([IdentityEnv], spaces.Discrete(3), num_workers=0)
     with pytest.raises(TypeError, match="`worker` must be None"):
         make_openrl([IdentityEnv], worker=print)  # type: ignore[arg-type]
+
+
+def test_async_vector_env_refuses_the_positional_spaces_of_openrl() -> None:
     with pytest.raises(TypeError, match="`shared_memory` must be True or False"):
         vecenv.AsyncVectorEnv([IdentityEnv], spaces.Discrete(2))  # type: ignore[arg-type, list-item]
 
@@ -243,7 +246,9 @@ INFOS: list[dict[str, Any]] = [
     {"score": 1.5, "nested": {"a": [2]}, "action_masks": np.array([[1, 1], [0, 1]])},
     {"score": None, "lap": np.int8(3), "action_masks": np.array([[1, 1], [1, 1]])},
 ]
-ADDED = {"agent_mask", "_agent_mask", "transition_mask", "env_done", "env_terminated", "active_masks", "final_observation"}
+ADDED_KEYS = {  # of the vector environment, not of PairGame
+    "agent_mask", "_agent_mask", "transition_mask", "env_done", "env_terminated", "active_masks", "final_observation",
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("error")
@@ -255,17 +260,20 @@ def test_step_returns_mixed_infos_final_infos_and_tuple_observations(num_workers
         actions = np.zeros((3, 2, 1), int)
         first, last = envs.step(actions)[-1], envs.step(actions)[-1]
         for expected, info, final in zip(INFOS, first, last, strict=True):
-            env_info = {key: value for key, value in info.items() if key not in ADDED}
+            env_info = {key: value for key, value in info.items() if key not in ADDED_KEYS}
             assert env_info["action_masks"].tolist() == (expected["action_masks"] != 0).tolist()
             assert repr({**env_info, "action_masks": expected["action_masks"]}) == repr(expected)
             assert repr(final["final_info"]) == repr(expected)
             assert [part.tolist() for part in final["final_observation"]] == [[[2.0] * 3] * 2, [[2.0]] * 2]
     finally:
         envs.close()
-    with MultiAgentVecEnv([PairGame] * 3, autoreset_mode="SameStep", num_workers=0) as multi:
-        multi.reset()
+
+
+def test_list_of_dicts_contains_the_final_tuple_observation() -> None:
+    with MultiAgentVecEnv([PairGame] * 3, autoreset_mode="SameStep", num_workers=0) as envs:
+        envs.reset()
         for _ in range(2):
-            infos = multi.step(np.zeros((3, 2), int))[4]
+            infos = envs.step(np.zeros((3, 2), int))[4]
         assert [part.shape for part in list_of_dicts(infos)[1]["final_obs"]] == [(2, 3), (2, 1)]
 
 

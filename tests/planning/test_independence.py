@@ -130,7 +130,7 @@ def test_different_environments_are_independent(names: tuple[str, str]) -> None:
 )  # fmt: skip
 def test_functions_that_return_one_object_are_refused(options: dict[str, Any]) -> None:
     shared_env = gym.wrappers.TimeLimit(Base(), 9)
-    with pytest.raises(ValueError, match=r"env_fns\[\d\]\(\) returned the same object, a Base.*in place of `lambda: env`"):
+    with pytest.raises(ValueError, match=r"env_fns\[\d\]\(\) returned the same object \(Base\).*in place of `lambda: env`"):
         vecenv.AsyncVectorEnv([lambda: gym.wrappers.TimeLimit(shared_env, 5)] * 4, **options)
 
 
@@ -203,6 +203,25 @@ def test_waiting_for_a_core_is_not_step_time(monkeypatch: pytest.MonkeyPatch, tm
     run_phases(tried.phase(3, 1))
     assert len(tried.step_seconds) == 3
     assert not tried.is_slow
+
+
+class OldResetEnv(Base):
+    def reset(self, **kwargs: Any) -> Any:
+        return super().reset(**kwargs)[0]
+
+
+class NoResultEnv(Base):
+    def step(self, action: Any) -> Any:
+        super().step(action)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [(OldResetEnv, "reset returned one ndarray"), (NoResultEnv, "step returned one NoneType")]
+)
+def test_plan_names_the_invalid_value_that_an_environment_returned(kind: Any, text: str) -> None:
+    times, found = EnvProbe([kind] * 2).measure()
+    assert times.failure.startswith(f"TypeError: env 0: {text}")
+    assert str(found) == CLEAN
 
 
 def test_environments_with_multiprocessing_objects_are_not_probed(closes: Any) -> None:
@@ -451,7 +470,7 @@ def test_workers_warn_if_environments_draw_from_shared_generators(
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": "auto"}, {"num_workers": 0}], ids=str)
 def test_a_function_that_builds_a_vector_environment_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match=r"env_fns\[0\]\(\) returned a SyncVectorEnv, a vector env.* of 2: .*num_workers=N"):
+    with pytest.raises(TypeError, match=r"env_fns\[0\]\(\) returned SyncVectorEnv, a vector env.* of 2 env.*num_workers=N"):
         vecenv.AsyncVectorEnv([lambda: gym.vector.SyncVectorEnv([Base] * 2)] * 2, **options)
 
 

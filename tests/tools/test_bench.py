@@ -18,7 +18,7 @@ from programs import python_output
 
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
-from bench import micro, programs, size, tables, train, workloads
+from bench import many_cores, micro, programs, size, tables, train, workloads
 from vecenv.tools import runners
 
 BENCH = Path(programs.__file__).parent
@@ -32,7 +32,7 @@ PROGRAMS = {
     "envpool_rate.py": ("--task CartPole-v1 --num-envs 2 --seconds 0.05 --repeats 1 --against process", "CartPole-v1"),
     "first_ready_cost.py": ("CartPole-v1 --num-envs 2 --workers 1 --rounds 1 --seconds 0.05", "us per environment step"),
     "jax_cost.py": ("--help", "--limit"),  # it compiles for three minutes
-    "many_cores.py": ("--costs 1 1 1 --each 2", "per worker"),
+    "many_cores.py": ("--costs 1 1 1 --envs-per-worker 2", "per worker"),
     "multi_agent_rate.py": ("--help", "--game"),  # it needs SuperSuit, which no extra installs
     "ray_rate.py": ("--help", "--rounds"),  # it needs a Ray cluster, as the tests in tests/distributed
     "state.py": ("--tries 1 --only CartPole", "CartPole"),
@@ -105,6 +105,11 @@ def test_step_copies_observations_once_and_with_copy_true_twice() -> None:
     counts = micro.count_copies()
     assert counts["copy=False"] == pytest.approx(1.0, abs=0.01)
     assert counts["copy=True"] == pytest.approx(2.0, abs=0.01)
+
+
+def test_many_cores_measures_costs_of_batch_worker_and_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many_cores, "caller_seconds", lambda workers, rows, seconds, size: 40 + 8 * workers + 2 * rows)
+    assert many_cores.measure_costs(1) == (40, 8, 2)
 
 
 def test_partner_of_an_interrupted_ping_pong_ends_without_an_error() -> None:

@@ -161,6 +161,10 @@ def test_command_warns_of_an_engine_that_uses_a_global_generator(capsys: pytest.
         (["gymnasium.vector:SyncVectorEn"], "'gymnasium.vector' has no callable 'SyncVectorEn'"),
         (["broken_engines:needs_an_argument"], "could not be built: TypeError"),
         (["broken_engines:raises_in_constructor"], "could not be built: RuntimeError: no licence"),
+        (
+            ["broken_engines:make_own_environments", "--modes", "SameStep"],
+            "was not checked: its only mode is AutoresetMode.NEXT_STEP, which --modes excludes",
+        ),
         (["gymnasium.vector:SyncVectorEnv", "--modes", "sometimes"], "--modes: 'sometimes' is not a valid AutoresetMode"),
     ],
 )

@@ -115,7 +115,7 @@ class Slots:
             group.slots += [Slot(group, row) for row in rows]
         self.submissions = envs.submissions()
         self.closed = False
-        self.waiters: deque[tuple[Any, Future[Slot]]] = deque()
+        self.waiters: deque[tuple[Any, Future[Slot]]] = deque()  # episodes that wait for a free slot
         self._slots = [slot for group in self.groups for slot in group.slots]
         # the first slots of all workers, then the second ones, and so on, to spread a few episodes over many workers
         self.free = deque(sorted(self._slots, key=lambda slot: slot.row - slot.group.slots[0].row))
@@ -194,7 +194,7 @@ class Slots:
             raise self._closed_error()
         if self._loop is None:
             if entered:
-                raise LoopError(f"`{method}` on a Pool that belongs to no event loop yet: enter it by `async with pool:`")
+                raise LoopError(f"`{method}` on a Pool that belongs to no event loop yet: enter it with `async with pool:`")
         elif self._loop is not asyncio.get_running_loop():
             raise LoopError(f"this Pool belongs to another event loop; `{method}` was refused: build a new one in this loop")
 
@@ -226,10 +226,10 @@ class Slots:
         errors = [group.exhausted for group in self.groups]
         return copy.copy(errors[-1]) if all(errors) else None
 
-    def _refuse_waiters(self, error: Callable[[], Exception]) -> None:
+    def _refuse_waiters(self, make_error: Callable[[], Exception]) -> None:
         for _, waiter in self.waiters:
             if not waiter.done():
-                waiter.set_exception(error())
+                waiter.set_exception(make_error())
         self.waiters.clear()
 
     def release(self, slot: Slot) -> None:
@@ -286,7 +286,7 @@ class Slots:
     # -- requests -------------------------------------------------------------------------------------------------------
 
     async def request(self, slot: Slot, command: str, payload: Any = None) -> Any:
-        """Submit a request about an environment, and return its result. Cancellation does not wait for the reply.
+        """Submit a request to an environment, and return its result. Cancellation does not wait for the reply.
 
         Raises:
             EnvFailed, WorkerDied: The environment failed earlier, or its worker died meanwhile; nothing was sent.
@@ -325,7 +325,7 @@ class Slots:
             del error  # breaks a cycle: the exception's traceback refers to this frame
 
     def abandon(self, slot: Slot, request: Any) -> None:
-        """Kill the worker if a request that no task awaits does not finish within `cancel_timeout`."""
+        """Kill the worker if a request that no task awaits does not finish within ``cancel_timeout``."""
         assert self._loop is not None
         if slot.request is not request or self.closed or self.cancel_timeout is None or self._loop.is_closed():
             return

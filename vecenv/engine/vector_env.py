@@ -47,7 +47,7 @@ from vecenv.front.arguments import (
 from vecenv.front.guard import exclusive, is_inside_call, raise_unusable
 from vecenv.front.vector_env import CLOSE_TIMEOUT, SHORT_CLOSE_TIMEOUT, WorkerVectorEnv
 from vecenv.link.actions import ActionStage
-from vecenv.link.envs import Expected, WorkerPlan, different_action_space
+from vecenv.link.envs import Expected, WorkerPlan, different_action_space_error
 from vecenv.link.observations import PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
 from vecenv.link.own_generators import run_with_own_generators, with_own_generators
 from vecenv.planning.options import (
@@ -381,7 +381,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
     def _check_spaces(self) -> None:
         for env, kind, got in self._driver.mismatches:
             if kind == "action":
-                raise different_action_space(self.single_action_space, env, got)
+                raise different_action_space_error(self.single_action_space, env, got)
             detail = f" Env {env} has {got}, expected {self.single_observation_space}."
             if self.observation_mode == "same":
                 advice = "If this is intentional, use `observation_mode='different'` instead."

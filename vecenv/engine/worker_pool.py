@@ -1,6 +1,6 @@
 """Starts, replaces and ends worker processes, writes to them and waits for them.
 
-Messages are queued inside a block of state changes and written after it; :mod:`vecenv.engine.exchange` has the reason.
+Messages are queued inside a block of state changes and written after it; :mod:`vecenv.engine.exchange` explains why.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class WorkerPool:
         workers: ``local`` and ``processes`` together, in the order of their rows.
         wait_order: Indices of ``processes``, in the order in which to wait for their replies.
         unflushed: Workers with bytes in their channels that :meth:`flush` has yet to write.
-        written: Its length is the number of processes, from the first, to which :meth:`write_to_all` has written the latest
-            message to all. A list, because ``list.extend`` keeps the entries that it added before an exception.
+        written: One entry for each process, from the first, to which :meth:`write_to_all` has written the latest message to
+            all. Only its length matters. It is a list because ``list.extend`` keeps the entries added before an exception.
         held: Messages that wait until fewer than ``max_concurrency`` workers are busy: (worker, bytes, True if the message
             makes the worker busy).
         seconds_waited: The total time of all waits.
@@ -195,7 +195,7 @@ class WorkerPool:
             OSError: No process could be started; the worker keeps its place.
         """
         with deferred_signals():
-            self.queue_rest()  # `_refresh_workers` drops what is not queued; the new process gets none of it
+            self.queue_rest()  # `_refresh_workers` drops an unqueued message, which the new process must not get
             if worker.death is not None:
                 worker.release()
                 self._forget_process(worker.process)
@@ -218,7 +218,7 @@ class WorkerPool:
         self, index: int, rows: range, process: Any, channel: Channel, stack_file: StackFile, descriptors: DescriptorOwner,
         token: int,
     ) -> WorkerProcess:  # fmt: skip
-        """Return a worker for a process. Pass that of a process which was started elsewhere to :meth:`replace`."""
+        """Return a worker for ``process``. If that was started elsewhere, the worker is for :meth:`replace`."""
         running, shares_core = self._running[index : index + 1], self.get_placement(index).shares_core
         return WorkerProcess(index, rows, process, channel, stack_file, descriptors, token, running, shares_core)
 
@@ -545,9 +545,8 @@ class WorkerPool:
     def close(self, timeout: float | None, step_timeout: float | None = None) -> None:
         """End all workers within about ``timeout`` seconds: by a request, then SIGTERM, then SIGKILL for the whole group.
 
-        With ``None``, there is no request. Each pending step or reset may take ``step_timeout`` seconds of that time.
-
-        After an interruption, call it again. :meth:`release` frees the resources of the pool.
+        Each pending step or reset may take ``step_timeout`` seconds of that time. If ``timeout`` is ``None``, there is no
+        request. After an interruption, call it again. :meth:`release` frees the resources of the pool.
         """
         if self.is_child_copy:
             return

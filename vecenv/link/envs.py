@@ -88,7 +88,7 @@ def find_env_id(env: Any) -> str:
     return str(spec.id) if spec is not None else type(getattr(env, "unwrapped", env)).__name__
 
 
-def different_action_space(first: Any, env: int, got: str) -> RuntimeError:
+def different_action_space_error(first: Any, env: int, got: str) -> RuntimeError:
     """Return the exception for an environment with an action space different from the first one's."""
     return RuntimeError(
         f"Some environments have an action space different from `{first}`. In order to batch actions, the action spaces "
@@ -114,8 +114,8 @@ def build_env(env_fn: Callable[[], Any], index: int) -> Any:
         with contextlib.suppress(Exception):
             env.close()
         raise TypeError(
-            f"env_fns[{index}]() returned a {type(env).__name__}, a vector environment of {env.num_envs}: each function "
-            "must build one environment. Pass the functions of all of them to one vector environment; with num_workers=N, "
+            f"env_fns[{index}]() returned {type(env).__name__}, a vector environment of {env.num_envs} environments: each "
+            "function must build a single one. Pass the functions that build its environments instead; with num_workers=N, "
             "each of N processes steps several"
         )
     if env is None:
@@ -136,8 +136,8 @@ def same_object_error(indices: Sequence[int], env: Any) -> ValueError:
     first, second = sorted(indices)
     name = type(getattr(env, "unwrapped", env)).__name__
     return ValueError(
-        f"env_fns[{first}]() and env_fns[{second}]() returned the same object, a {name}, so they would step one "
-        "environment twice. Each function must build a new environment: write `lambda: gymnasium.make(...)`, or the "
+        f"env_fns[{first}]() and env_fns[{second}]() returned the same object ({name}), so one environment "
+        "would be stepped twice. Each function must build a new environment: write `lambda: gymnasium.make(...)`, or the "
         "constructor, in place of `lambda: env`"
     )
 
@@ -165,6 +165,7 @@ def unpack_reset(returned: Any, index: int) -> tuple[Any, Any]:
 
 
 _UNPACKING_ERRORS: Final = {  # Python's message for a failed unpacking into five names -> description of the value
+    r"not enough values to unpack \(expected 5, got 1\)": "1 value",
     r"not enough values to unpack \(expected 5, got (\d)\)": r"\1 values",
     r"too many values to unpack": "more than 5 values",
     r"cannot unpack non-iterable (\S+) object": r"one \1",

@@ -104,7 +104,9 @@ class PlayerBatch(NamedTuple):
 
 
 class PlayerRows(PoolRows):
-    """Rows of pools with several players per environment; the latest rows determine which players exist and which act.
+    """A converter for pools with several players per environment.
+
+    The latest results determine which players exist, and which of them act.
 
     Args:
         task: The task of the pools.

@@ -27,7 +27,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from gymnasium.spaces import Discrete
 
-from vecenv.link.envs import build_env
+from vecenv.link.envs import build_env, explain_bad_step, unpack_reset
 from vecenv.link.messages import pack_error, summary
 from vecenv.system.cores import seconds_waited
 
@@ -141,7 +141,7 @@ class TriedEnv:
     """
 
     def __init__(self, env_fn: Callable[[], Any], index: int, seed: int, padding: int = 0) -> None:
-        self.seed = seed
+        self._index, self.seed = index, seed
         self.record: Record = []
         self.error: Exception | None = None
         self.failure = ""
@@ -177,31 +177,34 @@ class TriedEnv:
 
         The phase ends after ``seconds`` of stepping, but not before its second step. ``phase_args`` repeat it exactly.
         """
-        self.error, self._space, stepping, resets, ended, started = None, None, 0.0, 1, False, time.perf_counter()
-        latest = self.call("reset", self.env.reset, seed=1000 + self.seed)
+        self.error = self._space = None
+        resets, ended, seconds_stepped = 1, False, 0.0
+        started = time.perf_counter()
+        latest = self.call("reset", self._reset, seed=1000 + self.seed)
         if time.perf_counter() - started > _SLOW_RESET_SECONDS and seconds < math.inf:
             reset_at = -1
         self.phase_args = (0, reset_at, math.inf)
         for number in range(steps):
             yield
             time.sleep(delay)
-            if stepping > seconds and number > 1:
+            if seconds_stepped > seconds and number > 1:
                 break
             self.phase_args = (number + 1, reset_at, math.inf)
             if self.error is None and (ended or number == reset_at) and resets < _MAX_RESETS:
-                latest, resets, ended = self.call("reset", self.env.reset), resets + 1, False
+                latest, resets, ended = self.call("reset", self._reset), resets + 1, False
                 yield
             if self.error is not None or ended:
                 break
             action, waited_before = self._sample(latest), seconds_waited() or 0.0
             started, cpu = time.perf_counter(), time.process_time()
-            results = self.call("step", self.env.step, action)
+            results = self.call("step", self._step, action)
             elapsed, cpu_used = time.perf_counter() - started, time.process_time() - cpu
             self.step_seconds.append(max(elapsed - ((seconds_waited() or 0.0) - waited_before), cpu_used))
             self._cpu_seconds += cpu_used
-            stepping += self.step_seconds[-1]
+            seconds_stepped += self.step_seconds[-1]
             if self.error is None:
-                (latest, ended) = (results[::4], bool(results[2] or results[3])) if len(results) == 5 else (results, True)
+                observation, _, terminated, truncated, info = results
+                latest, ended = (observation, info), bool(terminated or truncated)
         yield
         if self.error is None and getattr(self.env, "render_mode", None) not in (None, "human"):
             self.call("render", self.env.render)
@@ -218,6 +221,18 @@ class TriedEnv:
             return StepTimes(count, sum(self.step_seconds) / count, self._cpu_seconds / count)
         times = None if self.failure else self.call("time", time_steps, self.env)
         return times or StepTimes.failed(self.failure)
+
+    def _reset(self, **kwargs: Any) -> tuple[Any, Any]:
+        return unpack_reset(self.env.reset(**kwargs), self._index)
+
+    def _step(self, action: Any) -> tuple[Any, ...]:
+        try:
+            observation, reward, terminated, truncated, info = self.env.step(action)
+        except Exception as error:
+            if (explained := explain_bad_step(error, self._index)) is not None:
+                raise explained from None
+            raise
+        return observation, reward, terminated, truncated, info
 
     def _sample(self, latest: Any) -> Any:
         """Return a random action that the latest observation and info allow; the sequence is the same in each phase."""
@@ -283,13 +298,13 @@ def run_in_child(function: Callable[..., Iterator[Any]], *args: Any, seconds: fl
     if pid == 0:
         _run_and_exit(function, args, sender, state)
     sender.close()
-    value, closed, deadline = None, False, time.monotonic() + seconds
+    value, code, received, deadline = None, None, False, time.monotonic() + seconds
     try:
         while (code := _poll_exit(pid)) is None and time.monotonic() < deadline:
-            if closed:
+            if received:
                 time.sleep(_POLL_SECONDS)
             elif receiver.poll(_POLL_SECONDS):
-                value, closed = _receive(receiver), True
+                value, received = _receive(receiver), True  # None: the child has closed its end
                 deadline = deadline if value is None else time.monotonic() + CLOSE_SECONDS
         if value is None and receiver.poll(0):  # the child ended right after sending
             value = _receive(receiver)

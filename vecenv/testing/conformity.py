@@ -31,11 +31,12 @@ __all__ = [
 NUM_ENVS: Final = 3  # environments per check
 _MAX_STEPS: Final = 300  # an episode must end within this many
 
+# the pages that document the promises
 _VECTOR: Final = "https://gymnasium.farama.org/api/vector/"
 _MODES: Final = "https://farama.org/Vector-Autoreset-Mode"
 _ENV: Final = "https://gymnasium.farama.org/api/env/"
 EVERY: Final = tuple(AutoresetMode)
-NEXT, SAME, NEVER = (AutoresetMode.NEXT_STEP,), (AutoresetMode.SAME_STEP,), (AutoresetMode.DISABLED,)
+NEXT, SAME, DISABLED = (AutoresetMode.NEXT_STEP,), (AutoresetMode.SAME_STEP,), (AutoresetMode.DISABLED,)
 
 
 class InputReportingEnv(gymnasium.Env[Any, Any]):
@@ -43,7 +44,7 @@ class InputReportingEnv(gymnasium.Env[Any, Any]):
 
     The reward is 100 times the episode plus the step. Episodes end by termination, truncation, or both, in turn. Within an
     episode it returns the same array and the same dict every time, as many environments do. After a reset with the options
-    ``{"given": -1}``, the next step raises.
+    ``{"given": -1}``, steps raise.
 
     Args:
         length: The number of steps in an episode.
@@ -99,7 +100,8 @@ class Check:
 
     Attributes:
         name: A short name.
-        run: A function of one vector environment, or of two equal ones. It raises if the promise is broken.
+        run: A function of one vector environment, or of two equal ones. It raises ``NotImplementedError`` if
+            they do not support the check, and another exception if the promise is broken.
         modes: The autoreset modes to check.
         about: The documented promise, and its source.
         known: The issues about engines that broke it.
@@ -114,7 +116,7 @@ class Check:
     fault: bool
 
     @property
-    def needs_inputs(self) -> bool:
+    def needs_reporting_envs(self) -> bool:
         """True if the check needs :class:`InputReportingEnv` environments, because it compares exact results."""
         return next(iter(inspect.signature(self.run).parameters)) == "envs"
 
@@ -365,13 +367,13 @@ def reset_has_reward_0(any_envs: Any) -> None:
 
 @_check("same-step: an end has a final observation", f"infos have `final_obs`, with a mask of ended rows: {_MODES}", SAME,
         known="IsaacLab#4369, mujoco_playground#305")  # fmt: skip
-def end_has_final(any_envs: Any) -> None:
+def end_has_final_obs(any_envs: Any) -> None:
     ended, infos = step_until_done(any_envs)
     assert "final_obs" in infos, "the last observation of an episode that ended is not in the infos"
     assert np.asarray(infos["_final_obs"]).tolist() == ended.tolist()
 
 
-@_check("disabled: only the caller resets", f"without autoreset an episode goes on until a masked reset: {_MODES}", NEVER)
+@_check("disabled: only the caller resets", f"without autoreset an episode goes on until a masked reset: {_MODES}", DISABLED)
 def disabled(envs: Any) -> None:
     first = envs.reset(seed=1)[0][:, 1].copy()
     for _ in range(3):
@@ -518,10 +520,10 @@ class _Sb3Envs(_OtherLibraryEnvs):
     def step(self, actions: Any) -> Any:
         observations, rewards, dones, infos = self.inner.step(actions)
         truncated = np.array([bool(info.pop("TimeLimit.truncated", False)) for info in infos])
-        final = [info.pop("terminal_observation", None) for info in infos]
+        final_observations = [info.pop("terminal_observation", None) for info in infos]
         infos_by_row = [
-            info if last is None else {**begin, "final_obs": last, "final_info": info}
-            for info, last, begin in zip(infos, final, self.inner.reset_infos, strict=True)
+            info if final_obs is None else {**reset_info, "final_obs": final_obs, "final_info": info}
+            for info, final_obs, reset_info in zip(infos, final_observations, self.inner.reset_infos, strict=True)
         ]
         return observations, np.asarray(rewards), dones & ~truncated, dones & truncated, self._merge_infos(infos_by_row)
 
@@ -537,8 +539,8 @@ class _TianshouEnvs(_OtherLibraryEnvs):
     """An adapter for Tianshou: no autoreset; ``reset(ids)`` resets some environments."""
 
     def __init__(self, envs: Any) -> None:
-        observations, actions = (envs.get_env_attr(name)[0] for name in ("observation_space", "action_space"))
-        super().__init__(envs, envs.env_num, observations, actions, AutoresetMode.DISABLED)
+        observation_space, action_space = (envs.get_env_attr(name)[0] for name in ("observation_space", "action_space"))
+        super().__init__(envs, envs.env_num, observation_space, action_space, AutoresetMode.DISABLED)
         self._latest: Any = None
 
     def _reset(self, seed: int | None, mask: Any, options: dict[str, Any]) -> Any:
@@ -568,8 +570,8 @@ class _TorchRLEnvs(_OtherLibraryEnvs):
     def __init__(self, envs: Any) -> None:
         shape, choices = envs.observation_spec["observation"].shape[1:], envs.action_spec.space.n
         dtype: Any = str(envs.observation_spec["observation"].dtype).removeprefix("torch.")
-        observations, actions = Box(-np.inf, np.inf, tuple(shape), dtype), Discrete(choices)
-        super().__init__(envs, envs.batch_size[0], observations, actions, AutoresetMode.DISABLED)
+        observation_space, action_space = Box(-np.inf, np.inf, tuple(shape), dtype), Discrete(choices)
+        super().__init__(envs, envs.batch_size[0], observation_space, action_space, AutoresetMode.DISABLED)
         self._latest: Any = None
 
     def _reset(self, seed: int | None, mask: Any, options: dict[str, Any]) -> Any:

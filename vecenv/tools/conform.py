@@ -39,7 +39,7 @@ class Result:
     Attributes:
         name, about, known: As in :class:`~vecenv.testing.conformity.Check`.
         modes: Autoreset mode -> ``"kept"``, ``"broken"`` or ``"refused"``.
-        why: Autoreset mode -> the error, or the reason for the refusal.
+        why: Autoreset mode -> the error or the reason for the refusal; empty if kept.
         program: A program that shows a broken promise.
         draws: The shared generators that the engine, or environments in its process, drew from.
     """
@@ -71,7 +71,7 @@ def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), 
         faults: Also check with failing environments.
 
     Raises:
-        CliError: The engine does not exist or could not be built.
+        CliError: The engine does not exist, could not be built, or has none of the modes.
     """
     build = import_engine(engine)
     rows: dict[int, Result] = {}
@@ -98,6 +98,8 @@ def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), 
         host.kill()  # closing the engines may hang
     if rows and all(row.state == REFUSED for row in rows.values()):
         why = next(iter(next(iter(rows.values())).why.values()))
+        if why.startswith(_ONLY_MODE_PREFIX):
+            raise CliError(f"{engine} was not checked: {why}, which --modes excludes")
         raise CliError(f"{engine} could not be built: {why}; it must accept functions that build environments, or num_envs=")
     return list(rows.values())
 
@@ -121,7 +123,7 @@ class CheckRunner:
         check = CHECKS[number]
         try:
             engine = import_engine(self._engine)
-            if check.needs_inputs and not _takes_functions(engine):
+            if check.needs_reporting_envs and not _takes_functions(engine):
                 return REFUSED, "it builds its own environments", []
             while len(self._built) < check.engines:
                 self._built.append(_build(engine, mode))

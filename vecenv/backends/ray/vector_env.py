@@ -34,7 +34,7 @@ from vecenv.front.arguments import (
     parse_timeout,
 )
 from vecenv.front.vector_env import CLOSE_TIMEOUT, SHORT_CLOSE_TIMEOUT, WorkerVectorEnv
-from vecenv.link.envs import different_action_space
+from vecenv.link.envs import different_action_space_error
 from vecenv.link.messages import PackedEnvFns
 from vecenv.planning.options import OnFailure, Restart, WorkerOptions, check_option, check_options, choice_check, int_check
 from vecenv.recording.recorder import FlightRecorder, recorder_for_hosts
@@ -330,4 +330,4 @@ def _require_same_spaces(plans: Sequence[HostPlan], ready_messages: Sequence[Hos
                 f"{first.observation_space}."
             )
         if ready.action_space != first.action_space:
-            raise different_action_space(first.action_space, plan.rows.start, f"{ready.action_space} {where}")
+            raise different_action_space_error(first.action_space, plan.rows.start, f"{ready.action_space} {where}")

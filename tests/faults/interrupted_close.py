@@ -1,4 +1,4 @@
-"""Checks that a closed engine leaves no processes, descriptors or memory, even if its close was interrupted."""
+"""Checks that a closed engine leaves no processes, descriptors or memory behind, even if ``close()`` was interrupted."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_interrupted_close(setting: Setting, state: str, interruptions: list[An
     assert envs.closed
     del envs
     check_nothing_left(before, known)
-    for interruption in interruptions:  # if an environment in this process was interrupted, close() reports it by a warning
+    for interruption in interruptions:  # close() warns if an environment in this process was interrupted
         reported = any(interruption.name in str(warning.message) for warning in caught)
         assert not interruption.swallowed or (setting.local_envs and reported), "the exception was swallowed"
 
@@ -74,7 +74,7 @@ def _close(interruption: Any, envs: Any, timeout: float | None) -> None:
 
 
 def warm_up(setting: Setting) -> None:
-    """Open engines before resources are listed, because the first one of a process opens some permanently."""
+    """Open and close engines before resources are listed: the first engine of a process opens some that stay open."""
     for _ in range(2):
         setting.open().close()
     gc.collect()

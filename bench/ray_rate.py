@@ -278,6 +278,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--plot", type=Path, help="draw the rows of `efficiency` to this file")
     options = parser.parse_args(argv)
+    if options.plot is not None and options.what != "efficiency":
+        parser.error("--plot draws only the rows of `efficiency`")
     import ray
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"

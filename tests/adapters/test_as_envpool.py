@@ -182,7 +182,7 @@ def test_reset_of_a_row_returns_no_steps_of_other_rows(closes: Any) -> None:
     pool = closes(make_faulty_pool(2))
     pool.reset()
     pool.send(np.zeros(3, np.int64), np.arange(3))
-    with pytest.raises(AlreadyPendingCallError, match=r"for env 3 while 3 are in flight"):
+    with pytest.raises(AlreadyPendingCallError, match=r"for env 3 with requests in flight \(3\)"):
         pool.reset(np.array([3]))
     pool.recv()
     pool.recv()

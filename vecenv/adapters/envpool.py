@@ -114,9 +114,10 @@ class EnvPoolLike:
                 their steps would be returned as those of the reset. Call :meth:`recv` first.
         """
         ids = self._parse_ids(env_id)
-        if ids is not None and (others := self._in_flight()):
+        if ids is not None and (in_flight := self._in_flight()):
             raise AlreadyPendingCallError(
-                f"Calling `reset` for {envs_text(ids.tolist())} while {others} are in flight: `recv` first, or reset all.",
+                f"Calling `reset` for {envs_text(ids.tolist())} with requests in flight ({in_flight}): "
+                "`recv` first, or reset all.",
                 "send",
             )
         self._reset(ids)

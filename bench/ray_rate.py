@@ -1,14 +1,14 @@
 """Measures the cost of a Ray cluster, compared with the local engine and a bare ``ray.get``.
 
     python bench/ray_rate.py cost          # microseconds per step: local engine, 1 and 2 hosts, bare ray.get calls
-    python bench/ray_rate.py efficiency    # share of the time in which hosts step, over the time of a batch; --plot draws it
+    python bench/ray_rate.py efficiency    # share of time in which hosts step, for batches of 1 to 100 ms; --plot draws it
     python bench/ray_rate.py driver        # the caller's own work per step for 8, 32 and 128 simulated hosts
 
 Everything runs on this machine, so the figures exclude the network. Candidates alternate in short turns; figures are medians
 over rounds, with minimum and maximum.
 
-A bare ``ray.get`` calls an actor with an array of actions; the actor returns four prepared arrays (observations, rewards,
-terminations, truncations), as a simple program would. ``bare_packed`` is the same with the objects that vecenv sends and
+A bare ``ray.get`` calls an actor with an array of actions; the actor returns four prepared arrays (rewards, terminations,
+truncations, observations), as a simple program would. ``bare_packed`` is the same with the objects that vecenv sends and
 returns, in which small arrays are joined into one ``bytes``.
 """
 
@@ -37,7 +37,7 @@ from vecenv.tools.runners import run_for
 SHAPES: dict[str, tuple[tuple[int, ...], str]] = {"small": ((4,), "float32"), "image": ((84, 84, 4), "uint8")}
 ENVS_PER_HOST = 16
 BATCH_MS = (1, 2, 5, 10, 20, 50, 100)
-MEMORY = 400 * 1024 * 1024
+STORE_BYTES = 400 * 1024 * 1024
 
 
 def env_fn_for(kind: str, seconds: float = 0.0) -> Callable[[], Any]:
@@ -73,13 +73,13 @@ class LocalHost(Host):
 
 
 def host_reply(host: Host) -> Any:
-    """Return the reply of a host to a step, in the form in which it is sent."""
+    """Return what a host replies to a step, as it is sent."""
     host.reset(pickle.dumps(([None] * ENVS_PER_HOST, None)))
     return host.step(np.zeros(ENVS_PER_HOST, np.int64).tobytes())
 
 
 def make_reply(kind: str) -> Any:
-    """Return the reply of a host with environments of this kind to a step."""
+    """Return what a host with environments of this kind replies to a step."""
     fns = PackedEnvFns.pack(range(ENVS_PER_HOST), [env_fn_for(kind)] * ENVS_PER_HOST, "travels")
     host = LocalHost(HostPlan(0, range(ENVS_PER_HOST), fns, 1, 0, {}, []))
     host.start()
@@ -89,7 +89,7 @@ def make_reply(kind: str) -> Any:
 
 
 def microseconds(call: Callable[[], Any], seconds: float) -> float:
-    """Return the microseconds per call, measured for ``seconds``."""
+    """Return the microseconds per call, measured over ``seconds``."""
 
     def once() -> int:
         call()
@@ -126,8 +126,8 @@ def cost(seconds: float, rounds: int) -> list[dict[str, Any]]:
             local: Any = vecenv.AsyncVectorEnv([env_fn_for(kind)] * (ENVS_PER_HOST * hosts), num_workers=hosts)
             envs = make_ray_envs(kind, hosts)
             actions, arrays = np.zeros(ENVS_PER_HOST, np.int64), make_step_arrays(kind)
-            bare_call, stop = make_bare_calls(hosts, actions, tuple(arrays))
-            bare_packed, stop_packed = make_bare_calls(hosts, actions.tobytes(), make_reply(kind))
+            bare_call, stop = start_bare_actors(hosts, actions, tuple(arrays))
+            bare_packed, stop_packed = start_bare_actors(hosts, actions.tobytes(), make_reply(kind))
             calls = {"local": make_step(local), "ray": make_step(envs), "bare": bare_call, "bare_packed": bare_packed}
             found = alternate(calls, seconds, rounds)
             row: dict[str, Any] = {"observations": kind, "hosts": hosts, "envs": ENVS_PER_HOST * hosts}
@@ -140,8 +140,8 @@ def cost(seconds: float, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def make_bare_calls(hosts: int, actions: Any, payload: Any) -> tuple[Callable[[], Any], Callable[[], None]]:
-    """Return a call of that many bare actors, and a function that ends them."""
+def start_bare_actors(hosts: int, actions: Any, payload: Any) -> tuple[Callable[[], Any], Callable[[], None]]:
+    """Return a function that steps that many bare actors, and one that ends them."""
     import ray
 
     actors = [ray.remote(BareActor).options(num_cpus=0).remote(payload) for _ in range(hosts)]
@@ -159,7 +159,7 @@ def efficiency(seconds: float, rounds: int) -> list[dict[str, Any]]:
     for milliseconds in BATCH_MS:
         fns = [env_fn_for("small", milliseconds / 1000)] * 2
         envs: Any = RayVectorEnv(fns, num_hosts=2, workers_per_host=1, placement="PACK")
-        local: Any = vecenv.AsyncVectorEnv(fns[:1])  # the actual time of a sleep, with the engine of one host
+        local: Any = vecenv.AsyncVectorEnv(fns[:1])  # measures how long the sleep really takes, with the engine of one host
         found = alternate({"ray": make_step(envs), "local": make_step(local)}, max(seconds, milliseconds / 100), rounds)
         shares = [milliseconds * 1000 / step for step in found["ray"]]
         row = {"batch_ms": milliseconds, "efficiency": summarize(shares)}
@@ -181,7 +181,7 @@ class InstantHosts:
     def __init__(self, in_store: bool) -> None:
         self._in_store = in_store
         self._hosts: list[Host] = []
-        self._kept: list[Any] = []
+        self._replies: list[Any] = []
         self._results: list[Any] = []
         if in_store:
             import ray
@@ -205,14 +205,14 @@ class InstantHosts:
         self._results.append(getattr(host, method)(*args))
         if method == "start":
             reply = host_reply(host)
-            self._kept.append(self._ray.put(reply) if self._in_store else reply)
+            self._replies.append(self._ray.put(reply) if self._in_store else reply)
         return -len(self._results)
 
     def collect(self, references: list[int], deadline: float | None, *, every: bool = False) -> list[tuple[int, Any]]:
         if references[0] < 0:
             return [(reference, self._results[-reference - 1]) for reference in references]
-        kept = [self._kept[index] for index in references]
-        return list(zip(references, self._ray.get(kept) if self._in_store else kept, strict=True))
+        replies = [self._replies[index] for index in references]
+        return list(zip(references, self._ray.get(replies) if self._in_store else replies, strict=True))
 
     def kill(self, index: int) -> None:
         self._hosts[index].close(0.0)
@@ -249,7 +249,7 @@ def driver(seconds: float, rounds: int) -> list[dict[str, Any]]:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the efficiency over the time of a batch, with a line at which two hosts are as fast as one machine."""
+    """Draw the efficiency against the time of a batch, with a line where two hosts are only as fast as one machine."""
     from vecenv.tools.benchmark import COLOURS, new_figure, save
 
     figure = new_figure(7.0, 4.2)
@@ -278,10 +278,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--plot", type=Path, help="draw the rows of `efficiency` to this file")
     options = parser.parse_args(argv)
+    if options.plot is not None and options.what != "efficiency":
+        parser.error("--plot draws only the rows of `efficiency`")
     import ray
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=MEMORY, log_to_driver=False)
+    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=STORE_BYTES, log_to_driver=False)
     try:
         rows = {"cost": cost, "efficiency": efficiency, "driver": driver}[options.what](options.seconds, options.rounds)
     finally:

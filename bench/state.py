@@ -1,9 +1,9 @@
 """Measures the time of saving and loading, and the size of snapshots.
 
-    python bench/state.py             # 64 CartPoles, and four environments each of MuJoCo and Atari where they are installed
+    python bench/state.py             # 64 CartPoles; 4 HalfCheetahs, Humanoids and Pongs, where MuJoCo and ALE are installed
 
-The table shows the best of several tries, without the verification of the first snapshot. The engine runs in this process,
-and with two workers.
+The table shows the best of several tries; the verification of the first snapshot is not included. The engine runs in this
+process, and with two workers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--only", choices=CASES, help="one of the environments")
     options = parser.parse_args()
     head = "".join(f"{name:>10}" for name in ("step ms", "save ms", "load ms"))
-    print(f"{'environment':14}{'rows':>5}{'workers':>9}{head}{'ms a row':>18}{'bytes a row':>13}")
+    print(f"{'environment':14}{'rows':>5}{'workers':>9}{head}{'save + load ms/row':>20}{'bytes/row':>13}")
     for name, (env_id, rows, needs) in CASES.items():
         if options.only not in (None, name) or not all(importlib.util.find_spec(need) for need in needs):
             continue
@@ -62,8 +62,8 @@ def main() -> None:
             gymnasium.register_envs(ale_py)
         for workers in (0, 2):
             stepping, saving, loading, size = measure(env_id, rows, workers, options.tries)
-            each = f"{saving / rows:.3f} + {loading / rows:.3f}"
-            print(f"{name:14}{rows:5}{workers:9}{stepping:10.2f}{saving:10.2f}{loading:10.2f}{each:>18}{size:13,}")
+            per_row = f"{saving / rows:.3f} + {loading / rows:.3f}"
+            print(f"{name:14}{rows:5}{workers:9}{stepping:10.2f}{saving:10.2f}{loading:10.2f}{per_row:>20}{size:13,}")
 
 
 if __name__ == "__main__":

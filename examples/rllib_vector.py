@@ -9,8 +9,8 @@ On 2 cores without a GPU its last lines are:
       20525 steps, mean return 343
     21 s
 
-RLlib needs no adapter: with ``gym_env_vectorize_mode="vector_entry_point"``, it calls ``build`` in every process with a
-runner.
+RLlib needs no adapter: with ``gym_env_vectorize_mode="vector_entry_point"``, it calls ``build`` in the process of
+every runner.
 """
 
 import argparse

@@ -85,6 +85,12 @@ def test_unsupported_calls_are_refused() -> None:
     with pytest.raises(ValueError, match="steps single rows, which TransformReward cannot do: pass AsyncVectorEnv"):
         as_envpool(wrapped)
     wrapped.close()
+    plain = gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 2)
+    for unsupported in (plain, gym.wrappers.vector.TransformReward(plain, lambda rewards: rewards)):
+        kind = type(unsupported).__name__
+        with pytest.raises(ValueError, match=f"which {kind} cannot do: pass a vector environment from vecenv.make_vec"):
+            as_envpool(unsupported)
+    plain.close()
 
 
 def test_masks_and_floats_are_refused_as_indices(closes: Any) -> None:
@@ -176,7 +182,7 @@ def test_reset_of_a_row_returns_no_steps_of_other_rows(closes: Any) -> None:
     pool = closes(make_faulty_pool(2))
     pool.reset()
     pool.send(np.zeros(3, np.int64), np.arange(3))
-    with pytest.raises(AlreadyPendingCallError, match=r"for env 3 while 3 are in flight"):
+    with pytest.raises(AlreadyPendingCallError, match=r"for env 3 with requests in flight \(3\)"):
         pool.reset(np.array([3]))
     pool.recv()
     pool.recv()

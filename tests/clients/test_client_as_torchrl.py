@@ -76,7 +76,7 @@ def test_every_transition_follows_the_physics(backend: str, mode: str) -> None:
     env.close()
 
 
-def test_tensors_have_a_device_only_if_given() -> None:
+def test_tensors_have_a_device_only_if_one_is_given() -> None:
     for device in (None, torch.device("cpu")):
         env = make_cartpoles(device=device)
         data = random_rollout(env, 30)
@@ -227,13 +227,13 @@ def test_step_mask_leaves_out_running_rows() -> None:
 
 
 @pytest.mark.parametrize("backend", ["serial", "envpool"])
-def test_empty_reset_mask_resets_nothing(backend: str) -> None:
+def test_reset_mask_resets_only_its_rows(backend: str) -> None:
     env = make_cartpoles(None, backend=backend)
     env.set_seed(5)
     first = env.step(TensorDict({"action": env.action_spec.rand()}, [4]))["next"]
-    none = env.reset(first.select("observation", "done", "terminated", "truncated").set("_reset", torch.zeros(4, 1) > 0))
-    assert torch.equal(none["observation"], first["observation"])
     running = first.select("observation", "done", "terminated", "truncated")
+    unchanged = env.reset(running.clone().set("_reset", torch.zeros(4, 1) > 0))
+    assert torch.equal(unchanged["observation"], first["observation"])
     mask = torch.tensor([True, False, False, False]).unsqueeze(-1)
     reset = env.reset(running.set("_reset", mask))
     assert torch.equal(reset["observation"][1:], first["observation"][1:])
@@ -276,7 +276,7 @@ def test_set_seed_and_seeded_resets_give_equal_observations() -> None:
 
 
 class ActionEchoEnv(gym.Env[Any, Any]):
-    """An environment that observes its last action, and reports infos with names that TorchRL uses."""
+    """An environment that observes its last action; an observation and an info have TorchRL's name ``reward``."""
 
     def __init__(self) -> None:
         box = spaces.Box(-2.0, 2.0, (2,), np.float32)
@@ -328,7 +328,7 @@ def test_dict_and_tuple_spaces_are_converted(categorical: bool, mode: str) -> No
     assert data["lives"].tolist() == [[3, 2, 1] * 2] * 2
     env.close()
     some = as_torchrl(ActionEchoEnv, 2, "serial", infos=["lives"])
-    assert "info_reward" not in some.observation_spec.keys()  # noqa: SIM118  (a Composite is no mapping)
+    assert "info_reward" not in some.observation_spec.keys()  # noqa: SIM118  (a Composite is not a mapping)
     some.close()
     with pytest.raises(ValueError, match=r"no numeric infos \['points'\]; they report \['lives', 'reward'\]"):
         as_torchrl(ActionEchoEnv, 2, "serial", infos=["points"])
@@ -366,7 +366,7 @@ def test_frame_skip_stops_at_the_end_of_an_episode(mode: str) -> None:
             total += state["reward"]
         expected_steps.append((total, state["observation"], state["done"]))
     assert expected_steps[-1][2].all()
-    assert {1.0, 2.0} & set(torch.cat([total for total, *_ in expected_steps]).flatten().tolist())  # ends in the middle
+    assert {1.0, 2.0} & set(torch.cat([total for total, *_ in expected_steps]).flatten().tolist())  # some end within a skip
     skipping.set_seed(4)
     state = skipping.reset()
     for action, (total, observation, done) in zip(actions, expected_steps, strict=True):
@@ -382,11 +382,11 @@ def test_frame_skip_stops_at_the_end_of_an_episode(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_step_and_maybe_reset_equals_torchrls_own(mode: str) -> None:
     env = make_cartpoles(mode)
-    short = random_rollout(env, 40)
-    long = random_rollout(TransformedEnv(env), 40)
-    assert short["next", "done"].sum() > 3
-    for key in set(short.keys(include_nested=True, leaves_only=True)):
-        assert torch.equal(short[key], long[key]), key
+    found = random_rollout(env, 40)
+    expected = random_rollout(TransformedEnv(env), 40)  # a TransformedEnv uses TorchRL's method
+    assert found["next", "done"].sum() > 3
+    for key in set(found.keys(include_nested=True, leaves_only=True)):
+        assert torch.equal(found[key], expected[key]), key
     env.close()
 
 
@@ -400,7 +400,7 @@ def test_as_torchrl_accepts_existing_pools_and_torchrls_arguments() -> None:
     assert pool._recv.__self__ is env.vector_env._driver.pool
     assert torch.equal(first, torch.from_numpy(vecenv.make_vec("CartPole-v1", 3, "envpool").reset(seed=9)[0]))
     check_env_specs(env)
-    assert torch.equal(env.reset(seed=9)["observation"], first)  # another pool, of the same configuration
+    assert torch.equal(env.reset(seed=9)["observation"], first)  # a new pool of the same configuration
     env.close()
     env.reset()
     env.close()
@@ -418,9 +418,9 @@ def test_as_torchrl_accepts_existing_pools_and_torchrls_arguments() -> None:
 
 def test_invalid_arguments_are_refused() -> None:
     envs = vecenv.make_vec("CartPole-v1", 2, "serial")
-    with pytest.raises(TypeError, match="is a vector environment or builds one"):
+    with pytest.raises(TypeError, match=r"is a vector environment or builds one: omit num_envs$"):
         as_torchrl(envs, 3)
-    with pytest.raises(TypeError, match=r"no \['num_workers'\]"):
+    with pytest.raises(TypeError, match=r"builds one: omit num_workers$"):
         as_torchrl(envs, num_workers=2)
     with pytest.raises(ValueError, match="frame_skip"):
         as_torchrl(envs, frame_skip=0)

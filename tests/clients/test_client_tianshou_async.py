@@ -59,11 +59,22 @@ def test_rows_equal_single_environments(num_workers: int, mode: str, nested: boo
     venv.close()
 
 
-def test_invalid_wait_num_and_vector_wrappers_are_refused() -> None:
+def test_wait_num_out_of_range_or_with_a_vector_wrapper_is_refused() -> None:
     envs = vecenv.make_vec("CartPole-v1", num_envs=3, backend="serial")
     with pytest.raises(ValueError, match=r"wait_num must be within 1\.\.3, got 4"):
         as_tianshou(envs, wait_num=4)
-    with pytest.raises(ValueError, match="vector wrappers"):
+    with pytest.raises(ValueError, match="which RecordEpisodeStatistics cannot do: pass AsyncVectorEnv"):
         as_tianshou(gym.wrappers.vector.RecordEpisodeStatistics(envs), wait_num=2)
     assert not as_tianshou(envs, wait_num=3).is_async
     envs.close()
+
+
+def test_partial_steps_of_gymnasiums_engine_are_refused(closes: Any) -> None:
+    envs = closes(gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 2, autoreset_mode="Disabled"))
+    with pytest.raises(ValueError, match=r"wait_num .* which SyncVectorEnv cannot do: pass .* from vecenv\.make_vec"):
+        as_tianshou(envs, wait_num=1)
+    venv = as_tianshou(envs)
+    venv.reset()
+    with pytest.raises(ValueError, match="steps only env 1, which SyncVectorEnv cannot do: pass"):
+        venv.step(np.array([0]), [1])
+    assert venv.step(np.array([0, 1]))[1].tolist() == [1.0, 1.0]

@@ -98,13 +98,16 @@ CASES: dict[str, list[dict[Any, Any]]] = {
     "float then int": [{"a": 0.5}, {"a": 5}, {"a": True}],
     "None then int": [{"a": None}, {"a": 5}, {"a": 2.5}],
     "str then array": [{"a": "x"}, {"a": np.ones(2)}, {}],
-    "number column then array of one": [{"a": 1.0}, {"a": np.array(2.0)}, {}],
+    "number then 0-d array": [{"a": 1.0}, {"a": np.array(2.0)}, {}],
     "key that looks like a mask": [{"a": 1, "_a": 7}, {"a": 2}, {}],
-    "big unsigned": [{"a": np.uint64(2**63 + 1)}] * 3,
-    "keys that are equal and of different types": [{1: 5}, {True: 6, "d": {0: 1}}, {1.0: 7, "d": {False: 2}}],
+    "unsigned beyond int64": [{"a": np.uint64(2**63 + 1)}] * 3,
+    "equal keys of different types": [{1: 5}, {True: 6, "d": {0: 1}}, {1.0: 7, "d": {False: 2}}],
     "a number and its text as keys": [{1: 5}, {"1": 6}, {1: 7}],
-    "a key and an equal one of an enum": [{"a": 5}, {TextEnum.A: 6}, {"a": 7}],
-    "every bit": [{"a": 0.1, "b": -0.0, "c": 5e-324, "d": 1.7976931348623157e308, "e": 2**53 + 1, "f": -(2**63)}] * 3,
+    "a text key and an equal key of an enum": [{"a": 5}, {TextEnum.A: 6}, {"a": 7}],
+    "numbers to the last bit": [
+        {"a": 0.1, "b": -0.0, "c": 5e-324, "d": 1.7976931348623157e308, "e": 2**53 + 1, "f": -(2**63)}
+    ]
+    * 3,
     "hundreds of keys and a large array": [
         {f"key {index}": float(index) for index in range(300)} | {"big": np.arange(300_000, dtype=np.float64)}
     ]
@@ -115,7 +118,7 @@ CASES: dict[str, list[dict[Any, Any]]] = {
 
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", CASES)
-def test_infos_are_merged_as_by_gymnasium(engine: Options, name: str) -> None:
+def test_infos_are_merged_as_in_gymnasium(engine: Options, name: str) -> None:
     infos = CASES[name]
     expected = merge_like_gymnasium(infos)
     with open_engine([info_env([info], [info]) for info in infos], **engine) as envs:
@@ -138,7 +141,7 @@ def make_column(values: Any, dtype: Any = object) -> np.ndarray[Any, Any]:
 
 
 two, three = np.zeros(2), np.ones(3)
-UNMERGEABLE_VALUES: dict[str, tuple[list[Any], Any, bool]] = {
+MIXED_VALUES: dict[str, tuple[list[Any], Any, bool]] = {
     # The values of key "a" of each environment, the column, and True if Gymnasium would silently return another column.
     "int then float": ([1, 2.7, -2.7], make_column([1, 2.7, -2.7], float), True),
     "an int that no float can hold, then float": ([2**53 + 1, 0.5], make_column([2**53 + 1, 0.5]), True),
@@ -165,9 +168,9 @@ UNMERGEABLE_VALUES: dict[str, tuple[list[Any], Any, bool]] = {
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize("name", UNMERGEABLE_VALUES)
+@pytest.mark.parametrize("name", MIXED_VALUES)
 def test_values_that_do_not_fit_one_column_are_kept_unchanged(engine: Options, name: str) -> None:
-    values, column, warned = UNMERGEABLE_VALUES[name]
+    values, column, warned = MIXED_VALUES[name]
     with ready_engine([info_env([{"a": value, "d": {"a": value}}, {}]) for value in values], **engine) as envs:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -242,7 +245,7 @@ def test_arrays_too_large_for_a_record_are_not_copied() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_info_is_not_repeated_after_a_message_about_another_row(num_workers: int) -> None:
+def test_info_is_not_returned_again_when_another_row_steps(num_workers: int) -> None:
     with ready_engine([info_env([{"a": 1}, {}]), info_env([{}, {"b": 2}])], num_workers=num_workers) as envs:
         for rows, keys in (([0], {"a", "env_id"}), ([1], {"env_id"}), ([0, 1], {"b", "env_id"})):
             envs.send([0] * len(rows), rows)
@@ -266,7 +269,7 @@ def test_infos_are_new_writeable_arrays_at_every_step(engine: Options) -> None:
 
 
 class SharedInfoEnv(CounterEnv):
-    """An environment that writes its observation into a given info and returns it. Environments may share the info."""
+    """An environment that writes its observation into a given info, which several may share, and returns that info."""
 
     def __init__(self, env_id: int, info: dict[str, Any]) -> None:
         super().__init__(env_id, lengths=(2, 3))
@@ -294,7 +297,7 @@ def test_infos_overwritten_in_place_equal_sync_vector_env(kwargs: Options, mode:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_dicts_of_other_classes_keep_their_class(num_workers: int) -> None:
+def test_dict_subclasses_keep_their_class(num_workers: int) -> None:
     info = {"inner": OrderedDict(text="a", array=np.zeros(2)), "counts": Counter("aab")}
     with open_engine([info_env([info])], num_workers=num_workers) as envs:
         by_row = vecenv.infos_by_row(envs)
@@ -348,9 +351,7 @@ def test_same_step_reset_info_that_is_not_a_dict_keeps_the_final_info(engine: Op
             assert [final.tolist() for final in info["final_obs"]] == [[0.0] * 4] * 2
 
 
-def test_column_with_changing_types_equals_gymnasium_at_every_step(
-    engine: Options,
-) -> None:
+def test_column_with_changing_types_equals_gymnasium_at_every_step(engine: Options) -> None:
     steps: list[dict[str, Any]] = [*({"a": value} for value in (1.5, 2, True, np.float32(0.1), "x", 1.5)), {}]
     with ready_engine([info_env(steps)] * 2, **engine) as envs:
         for info in steps:
@@ -374,18 +375,18 @@ def test_key_keeps_its_type_after_an_equal_key_of_another_type(engine: Options, 
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_unreadable_info_raises_with_its_env_and_the_next_step_succeeds(num_workers: int) -> None:
+def test_error_of_an_unreadable_info_names_its_env_and_the_next_step_succeeds(num_workers: int) -> None:
     with ready_engine([info_env([info, {}]) for info in ({}, UnreadableInfo())], num_workers=num_workers) as envs:
         with pytest.raises((RuntimeError, InfoError)) as caught:
             envs.step([0, 0])
         text = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
-        assert "env 1: its info, a UnreadableInfo, cannot be read" in text
+        assert "env 1: its info of type UnreadableInfo cannot be read" in text
         assert envs.step([0, 0])[4] == {}
 
 
 @pytest.mark.parametrize("first", [{}, {"text": "not a column"}])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_info_that_contains_itself_is_a_failure_of_its_environment(num_workers: int, first: dict[str, Any]) -> None:
+def test_error_of_an_info_that_contains_itself_names_its_env(num_workers: int, first: dict[str, Any]) -> None:
     info = {**first}
     info["info"] = info
     with ready_engine([info_env([{}]), info_env([info])], num_workers=num_workers) as envs:
@@ -504,6 +505,7 @@ def test_infos_by_row_returns_the_infos_of_the_environments(engine: Options, inf
         received[0] = env_ids[:] = 0  # the caller may overwrite both
 
 
+@pytest.mark.filterwarnings("ignore:.*infos")
 def test_infos_by_row_includes_changes_by_wrappers(closes: Any) -> None:
     class DoublingWrapper(VectorWrapper):  # type: ignore[type-arg]
         def step(self, actions: Any) -> Any:
@@ -519,6 +521,9 @@ def test_infos_by_row_includes_changes_by_wrappers(closes: Any) -> None:
     by_row.reset(seed=1)
     received = by_row.step(np.zeros(3, int))[4]
     assert repr(received) == repr([{"x": info["x"], "a": np.int8(2 * row), "new": row} for row, info in enumerate(infos)])
+
+
+def test_infos_by_row_accepts_sync_vector_env(closes: Any) -> None:
     sync_envs = closes(SyncVectorEnv([info_env([{"a": 1, "b": {"c": 0.5}}, {}])] * 2))
     vecenv.infos_by_row(sync_envs).reset(seed=1)
     assert vecenv.infos_by_row(sync_envs).step([0, 0])[4] == [{"a": 1, "b": {"c": 0.5}}] * 2

@@ -1,4 +1,4 @@
-"""Observers are notified of resets, steps, calls, results and failures, and cannot replace a failure."""
+"""Observers are notified of resets, steps, calls, results and failures; their own exceptions do not replace a failure."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def logged_engine(env_fns: Any, **options: Any) -> Iterator[tuple[Any, EventLog]
         yield envs, log
 
 
-def remove_env_ids(infos: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """Return one info per row, without the ids that the engine adds."""
+def info_rows_without_env_ids(infos: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """Return one info per row, without the environment ids that the engine adds."""
     return info_rows({key: value for key, value in infos.items() if key not in ("env_id", "_env_id")}, count)
 
 
@@ -92,7 +92,7 @@ def test_observer_receives_each_call_and_its_result(engine: str) -> None:
         assert submitted == ("step", None, [0, 1, 0])
         assert rows is None
         assert all(one is other for one, other in zip(observed[:4], result[:4], strict=True))
-        assert observed[4].rows() == remove_env_ids(result[4], 3)
+        assert observed[4].rows() == info_rows_without_env_ids(result[4], 3)
 
         envs.step([1, 1, 0])  # a list: one action for each environment
         assert log.pop_events()[0] == ("step", None, [1, 1, 0])
@@ -102,7 +102,7 @@ def test_observer_receives_each_call_and_its_result(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_observer_receives_sent_and_received_rows_by_index(engine: str) -> None:
+def test_observer_receives_the_rows_of_send_reset_async_and_recv(engine: str) -> None:
     with logged_engine(counters(3), **ENGINES[engine]) as (envs, log):
         envs.send(np.array([1, 0]), [2, 0])
         envs.reset_async(seed=[7], options=[{"a": 1}], env_id=[1])
@@ -112,7 +112,7 @@ def test_observer_receives_sent_and_received_rows_by_index(engine: str) -> None:
         assert sorted(rows) == [0, 1, 2]
         assert rows == result[4]["env_id"].tolist()
         assert all(one is other for one, other in zip(observed[:4], result[:4], strict=True))
-        assert observed[4].rows() == remove_env_ids(result[4], 3)
+        assert observed[4].rows() == info_rows_without_env_ids(result[4], 3)
 
 
 def test_observer_receives_calls_that_may_change_environments() -> None:
@@ -172,7 +172,7 @@ def test_observer_may_fill_in_missing_seeds(engine: str) -> None:
 FAULTS = {
     "raises": ("raises", {"num_workers": 1}, [1], False),
     "raises in process": ("raises", {"num_workers": 0}, [1], False),
-    "kills its worker": ("kill", {"num_workers": 1}, [0, 1], True),
+    "kills a shared worker": ("kill", {"num_workers": 1}, [0, 1], True),
     "kills its own worker": ("kill", {}, [1], True),
 }
 
@@ -270,7 +270,7 @@ def test_exception_in_an_observer_is_raised_and_loses_no_result(method: str) -> 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_observer_receives_the_steps_that_a_reset_drops(engine: str) -> None:
-    """A step of which the observer was notified did not reach the environments if an observer raised."""
+    """If an observer raises, the step of which the others were notified is not submitted; the next reset drops it."""
     failing_observer = FailingObserver("on_step")
     with logged_engine(counters(3), **ENGINES[engine]) as (envs, log):
         log.logs_drops = True

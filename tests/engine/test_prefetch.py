@@ -172,8 +172,9 @@ def test_calls_reach_the_current_environment_of_a_row(mode: str, closes: Any) ->
     assert_identical(envs.reset(seed=7), reference.reset(seed=7))
     for _ in range(12):
         assert_identical(envs.step(np.ones(3, np.int64)), reference.step(np.ones(3, np.int64)))
-        assert_identical(envs.get_attr("left"), reference.get_attr("left"))
-        assert_identical(envs.exec_func(lambda env: env.unwrapped.left, [1]), (None, reference.get_attr("left")[1], None))
+        steps_left = reference.get_attr("steps_left")
+        assert_identical(envs.get_attr("steps_left"), steps_left)
+        assert_identical(envs.exec_func(lambda env: env.unwrapped.steps_left, [1]), (None, steps_left[1], None))
 
 
 @pytest.mark.long
@@ -230,7 +231,7 @@ def test_set_attr_applies_to_rebuilt_environments(mode: str, on_failure: str, vi
 
 def select_own_info(infos: dict[str, Any], at: int) -> dict[str, Any]:
     """Return the values of row ``at`` that the environment itself put into its info."""
-    return {key: infos[key][at] for key in ("length", "left", "name") if key in infos and infos[f"_{key}"][at]}
+    return {key: infos[key][at] for key in ("length", "steps_left", "name") if key in infos and infos[f"_{key}"][at]}
 
 
 class RaisesForActionOne(Walk):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,9 +45,9 @@ class Walk(gymnasium.Env[np.ndarray, np.int64]):
     Args:
         reset: The duration of a reset in seconds.
         step: The duration of a step in seconds.
-        lengths: The range of episode lengths, without its end.
+        lengths: The range of episode lengths; its end is excluded.
         uneven: Draw the duration of each reset, at most ``reset``, from a separate generator.
-        dies, raises: The seeds for which a reset kills the process, or raises.
+        dies, raises: The seed with which a reset ends the process, and the one with which it raises.
     """
 
     def __init__(
@@ -62,18 +63,16 @@ class Walk(gymnasium.Env[np.ndarray, np.int64]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
         super().reset(seed=seed)
         if seed == self._dies:
-            import os
-
             os._exit(3)
         if seed == self._raises:
             raise ValueError("no such level")
         time.sleep(self._reset * (np.random.default_rng().random() if self._uneven else 1))
-        self.place = np.array([0.0, self.np_random.normal(), self.level * (options or {}).get("scale", 1.0)])
-        self.left = int(self.np_random.integers(*self._lengths))
-        return self.place, {"length": self.left, "name": f"walk {seed}"}
+        self.position = np.array([0.0, self.np_random.normal(), self.level * (options or {}).get("scale", 1.0)])
+        self.steps_left = int(self.np_random.integers(*self._lengths))
+        return self.position, {"length": self.steps_left, "name": f"walk {seed}"}
 
     def step(self, action: np.int64) -> tuple[np.ndarray, Any, bool, bool, dict[str, Any]]:
         time.sleep(self._step)
-        self.left -= 1
-        self.place += [int(action), self.np_random.normal(), 0.0]  # in place, so observations must be copied
-        return self.place, self.place[1], self.left == 0, False, {"left": self.left}
+        self.steps_left -= 1
+        self.position += [int(action), self.np_random.normal(), 0.0]  # in place, so observations must be copied
+        return self.position, self.position[1], self.steps_left == 0, False, {"steps_left": self.steps_left}

@@ -17,10 +17,11 @@ import gymnasium as gym
 from planning.cases import healthy, settings, sharing
 from planning.cases.registry import CASES, CHANGES, CLEAN
 
+# importing these modules adds their cases to CASES
 __all__ = ["CASES", "healthy", "settings", "sharing"]
 
 MISSED = ("shares_after_20_steps", "shares_after_30_step_episode")
-"""Cases with effects that need many steps, which the check does not find (docs/workers.md, *What is not found*)."""
+"""Cases that the check misses, because they show only after many steps (docs/workers.md, *What is not found*)."""
 SLOW = ("slow_steps", "pygame_window", "highway-v0", "parking-v0", "CarRacing-v3")
 """Cases with steps above 10 ms, some only on a slow machine. They get one process per environment without a check."""
 OWN_SUFFIX = "_with_own_generators"
@@ -79,7 +80,7 @@ def main(name: str) -> None:
 
 
 def verdict(plan: Any) -> str:
-    """Return the verdict of a plan as one of the constants in CASES."""
+    """Return the verdict of a plan in the form of the verdicts in CASES."""
     found = plan.independence
     return CHANGES if found.verdict == CLEAN and found.changes else str(found.verdict)
 

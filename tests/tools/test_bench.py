@@ -18,7 +18,7 @@ from programs import python_output
 
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
-from bench import many_cores, micro, programs, size, tables, train, workloads
+from bench import many_cores, micro, programs, ray_rate, size, tables, train, workloads
 from vecenv.tools import runners
 
 BENCH = Path(programs.__file__).parent
@@ -71,6 +71,12 @@ def test_program_prints_the_expected_text(name: str) -> None:
         pytest.skip("TorchRL is not installed (pip install -e '.[clients]')")
     settings, text = PROGRAMS[name]
     assert text in bench_output(*(["-m", "bench"] if name == "__main__.py" else [f"bench/{name}"]), *settings.split())
+
+
+def test_ray_rate_refuses_to_draw_other_rows_than_efficiency(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        ray_rate.main(["cost", "--plot", "cost.svg"])
+    assert "--plot draws only the rows of `efficiency`" in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from gymnasium import Space
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode
 
-from vecenv.adapters.single import AnyVectorEnv, require_settings
+from vecenv.adapters.single import AnyVectorEnv, require_row_steps, require_settings
 from vecenv.errors import envs_text
 from vecenv.front.arguments import parse_env_ids
 from vecenv.front.driver import drop_pending_and_retry
@@ -38,7 +38,8 @@ def as_envpool(envs: AnyVectorEnv, seed: int | None = None) -> EnvPoolLike:
 
     Raises:
         TypeError: ``envs`` is not a Gymnasium vector environment.
-        ValueError: ``envs`` has another autoreset mode, has ``copy=False``, or returns arrays that are not NumPy's.
+        ValueError: ``envs`` has another autoreset mode, has ``copy=False``, returns arrays that are not NumPy's, or cannot
+            step single rows.
     """
     return EnvPoolLike(envs, seed)
 
@@ -56,9 +57,7 @@ class EnvPoolLike:
 
     def __init__(self, envs: AnyVectorEnv, seed: int | None) -> None:
         require_settings(envs, "EnvPool's interface", [AutoresetMode.NEXT_STEP])
-        if not hasattr(type(envs), "recv"):
-            kind = type(envs).__name__
-            raise ValueError(f"EnvPool's interface steps single rows, which {kind} cannot do: pass {envs.unwrapped}")
+        require_row_steps(envs, "EnvPool's interface steps single rows")
         inner: Any = envs
         self.vector_env: Any = inner
         self.observation_space: Space[Any] = envs.single_observation_space
@@ -115,9 +114,10 @@ class EnvPoolLike:
                 their steps would be returned as those of the reset. Call :meth:`recv` first.
         """
         ids = self._parse_ids(env_id)
-        if ids is not None and (others := self._in_flight()):
+        if ids is not None and (in_flight := self._in_flight()):
             raise AlreadyPendingCallError(
-                f"Calling `reset` for {envs_text(ids.tolist())} while {others} are in flight: `recv` first, or reset all.",
+                f"Calling `reset` for {envs_text(ids.tolist())} with requests in flight ({in_flight}): "
+                "`recv` first, or reset all.",
                 "send",
             )
         self._reset(ids)

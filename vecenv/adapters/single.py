@@ -62,6 +62,20 @@ def require_settings(
     return AutoresetMode(mode)
 
 
+def require_row_steps(envs: AnyVectorEnv, purpose: str) -> None:
+    """Raise ``ValueError`` if a vector environment has no ``recv``, and so cannot step single rows.
+
+    Args:
+        envs: The vector environment.
+        purpose: The beginning of the error text, such as ``"wait_num steps single rows"``.
+    """
+    if hasattr(type(envs), "recv"):
+        return
+    inner = envs.unwrapped
+    advice = str(inner) if hasattr(type(inner), "recv") else "a vector environment from vecenv.make_vec"
+    raise ValueError(f"{purpose}, which {type(envs).__name__} cannot do: pass {advice}")
+
+
 def reset_all(envs: Any, seed: Any = None, options: Any = None) -> tuple[Any, Any]:
     """Reset all environments for a library that cannot receive a pending step itself.
 

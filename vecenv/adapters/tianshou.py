@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 from tianshou.env import BaseVectorEnv
 
-from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, require_settings, reset_all
+from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, require_row_steps, require_settings, reset_all
 from vecenv.errors import envs_text
 from vecenv.front.arguments import MaskOnlyOptions
 from vecenv.front.by_row import infos_by_row
@@ -45,8 +45,8 @@ def as_tianshou(envs: AnyVectorEnv, wait_num: int | None = None) -> TianshouVect
         ImportError: Tianshou is not installed.
         TypeError: ``envs`` is not a Gymnasium vector environment, or has Tuple observations, which Tianshou cannot process.
         ValueError: ``envs`` has same-step autoreset, ``copy=False`` or arrays other than NumPy's; the message gives a
-            remedy. Or ``wait_num`` is not between 1 and the number of environments, or is used with a vector wrapper, which
-            cannot process single rows.
+            remedy. Or ``wait_num`` is not between 1 and the number of environments, or is used with a vector wrapper or
+            one of Gymnasium's vector environments, which cannot step single rows.
     """
     return TianshouVectorEnv(envs, wait_num)
 
@@ -72,10 +72,9 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         if not 1 <= self.wait_num <= envs.num_envs:
             raise ValueError(f"wait_num must be within 1..{envs.num_envs}, got {wait_num!r}")
         self.is_async = self.wait_num < envs.num_envs
-        self._inner: Any = envs if hasattr(type(envs), "recv") else envs.unwrapped
-        self._by_row, self._inner_by_row = infos_by_row(envs), infos_by_row(self._inner)
-        if self.is_async and self._inner is not envs:
-            raise ValueError(f"wait_num steps and resets single rows, which vector wrappers cannot do: pass {self._inner}")
+        self._by_row = infos_by_row(envs)
+        if self.is_async:
+            require_row_steps(envs, "wait_num steps and resets single rows")
         self._early_rows: list[Row] = []  # results of steps that arrived while waiting for other rows
         self._resetting: set[int] = set()  # rows with a submitted reset that has not finished
         self.timeout = None
@@ -150,10 +149,8 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         if action is None or len(action) != len(ids):
             raise ValueError(f"step needs one action for each of {len(ids)} environments, got {action!r}")
         if len(ids) < self.env_num:
-            if self._inner is not self.vector_env:
-                kind, envs = type(self.vector_env).__name__, envs_text(ids.tolist())
-                raise ValueError(f"Tianshou steps only {envs}, which {kind} cannot do: pass {self._inner}")
-            self._inner.send(self._batch_actions(action, range(len(ids))), ids)
+            require_row_steps(self.vector_env, f"Tianshou steps only {envs_text(ids.tolist())}")
+            self.vector_env.send(self._batch_actions(action, range(len(ids))), ids)
             received = {row[5]: row for row in self._receive(len(ids))}
             return self._join_rows([received[i] for i in ids.tolist()], self._wrap_id(id))
         rows = self._split_rows(*self._by_row.step(self._batch_actions(action, np.argsort(ids))), range(self.env_num))
@@ -216,7 +213,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         return first_rows
 
     def _receive(self, count: int) -> list[Row]:
-        observations, rewards, terminations, truncations, infos, ids = self._inner_by_row.recv(count=count)
+        observations, rewards, terminations, truncations, infos, ids = self._by_row.recv(count=count)
         return self._split_rows(observations, rewards, terminations, truncations, infos, ids.tolist())
 
     def _split_rows(

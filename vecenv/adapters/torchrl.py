@@ -254,8 +254,8 @@ def as_torchrl(
     options = {key: value for key, value in keywords.items() if value is not None}
     build: Callable[[], Any]
     if isinstance(envs, VectorEnv) or _is_pool(envs) or (num_envs is None and callable(envs)):
-        if options or num_envs is not None:
-            raise TypeError(f"{envs!r} is a vector environment or builds one: pass no num_envs and no {sorted(options)}")
+        if given := [*(["num_envs"] if num_envs is not None else []), *sorted(options)]:
+            raise TypeError(f"{envs!r} is a vector environment or builds one: omit {', '.join(given)}")
         build = _make_reopener(envs)
     else:
         build = _make_builder(envs, num_envs, backend, options)

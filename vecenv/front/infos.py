@@ -237,14 +237,15 @@ def _read_items(info: Mapping[Any, Any], env: int) -> list[tuple[Any, Any]]:
     """Return the items of a mapping that is not a plain dict; raise ``InfoError`` if its own methods raise."""
 
     def fail(error: BaseException) -> list[tuple[Any, Any]]:
-        raise InfoError(f"env {env}: its info, a {type(info).__name__}, cannot be read ({type(error).__name__})") from error
+        text = f"env {env}: its info of type {type(info).__name__} cannot be read ({type(error).__name__})"
+        raise InfoError(text) from error
 
     return call_with_fallback(lambda: list(info.items()), fail, Exception)
 
 
 def _mask_name(key: Any, env: int) -> str:
     def fail(error: BaseException) -> str:
-        raise InfoError(f"env {env}: a key of its info, a {type(key).__name__}, cannot be formatted") from error
+        raise InfoError(f"env {env}: its info has a key of type {type(key).__name__} that cannot be formatted") from error
 
     return call_with_fallback(lambda: f"_{key}", fail, Exception)
 

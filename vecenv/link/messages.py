@@ -203,7 +203,7 @@ def encode_outcome(outcome: Outcome) -> bytes:
         try:
             return [(key, value) for key, value in info.items()]
         except BaseException as error:  # raised by the environment's code: the worker continues
-            add_failure(row, error, f"info, a {type(info).__name__}, cannot be read")
+            add_failure(row, error, f"info of type {type(info).__name__} cannot be read")
             return []
 
     def try_pickle(row: int, value: Any, kind: str = "") -> bytes | None:

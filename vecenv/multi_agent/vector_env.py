@@ -92,8 +92,8 @@ class MultiAgentVecEnv:
     ``infos`` always contains ``agent_mask``, bool ``[n, A]``: the agent is present and must act next; and
     ``transition_mask``, bool ``[n, A]``: the agent acted, so its reward and flags belong to a transition (False after a
     reset). After a step it also contains ``env_done``, bool ``[n]``, and ``env_terminated``, bool ``[n]``: done, and no
-    agent was truncated. The step in which an agent dies returns its last observation, reward and flags; later, its row is
-    padding: observation ``pad_value``, reward 0, flags and masks False. ``docs/multi_agent.md`` describes the rest.
+    agent was truncated. The step in which an agent dies returns its last observation, reward and flags; from then on, its
+    row is padding: observation ``pad_value``, reward 0, flags and masks False. ``docs/multi_agent.md`` describes the rest.
 
     Args:
         env_fns: Functions that build the environments: PettingZoo's parallel ones, RLlib's ``MultiAgentEnv``, or ones with
@@ -222,7 +222,7 @@ class MultiAgentVecEnv:
         self._alive = np.zeros((self.num_envs, self.num_agents), np.bool_)
         self._ended = np.zeros(self.num_envs, np.bool_)
         self._begun = np.zeros(self.num_envs, np.bool_)
-        self._reset_mask: Bools | None = None  # the mask of the latest reset
+        self._reset_mask: Bools | None = None  # None if the latest reset had no mask
         self._all_rows = np.arange(self.num_envs)
         self._merger = InfoMerger()  # for action masks
 
@@ -340,7 +340,10 @@ class MultiAgentVecEnv:
         return self._unpack(batch, terminated, truncated, infos, self._all_rows)
 
     def send(self, actions: Any, env_id: Any = None) -> None:
-        """Step some environments without waiting; ``actions`` are as in :meth:`step`, with one row per ``env_id``."""
+        """Step the environments ``env_id`` without waiting for results; by default those of the latest :meth:`recv`.
+
+        ``actions`` are as in :meth:`step`, with one row per environment.
+        """
         rows = self._rows.last_received if env_id is None else parse_env_ids(env_id, self.num_envs)
         self._require_running(rows)
         self._rows.send(self._actions.convert(actions, rows, self._alive), rows)
@@ -349,10 +352,10 @@ class MultiAgentVecEnv:
         self, timeout: float | None = None, *, count: int | None = None, at_least: int | None = None,
         within: float | None = None,
     ) -> Step:  # fmt: skip
-        """Return the next ``count`` environments that finish (default ``batch_size``), in the format of :meth:`step`.
+        """Return the results of the next ``count`` environments that finish (default ``batch_size``), as :meth:`step` does.
 
-        With ``at_least``, return at least that many; see :meth:`vecenv.AsyncVectorEnv.recv`. ``infos["env_id"]`` contains
-        their indices.
+        ``infos["env_id"]`` contains their indices. With ``at_least``, return at least that many; see
+        :meth:`vecenv.AsyncVectorEnv.recv`.
         """
         batch, _, terminated, truncated, infos = self._rows.recv(timeout, count=count, at_least=at_least, within=within)
         return self._unpack(batch, terminated, truncated, infos, infos["env_id"])
@@ -530,7 +533,7 @@ class MultiAgentVecEnv:
             is_state = isinstance(agent_state, tuple) and len(agent_state) == 4
             if not is_state or np.shape(agent_state[0]) != self._alive.shape[1:]:
                 raise SnapshotMismatch(
-                    f"snapshots[{index}] has no state of {self._alive.shape[1]} agents: another vector environment saved it"
+                    f"snapshots[{index}] was not saved by a MultiAgentVecEnv with {self._alive.shape[1]} agents"
                 )
         batch = load()
         self._restore_agent_states(rows, [saved.beside for saved in saved_rows])

@@ -32,23 +32,26 @@ MICRO: dict[str, Callable[[Pace], Report]] = {
 
 
 def _parse_numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers, such as 8,64") from None
 
 
 def _name_parser(known: Iterable[str]) -> Callable[[str], str]:
-    """Return a function that checks that an argument is one of these names."""
+    """Return a function that checks that an argument is one of the known names."""
     names = list(known)
 
     def parse(name: str) -> str:
         if name not in names:
-            raise argparse.ArgumentTypeError(f"no {name!r}; there are: {', '.join(names)}")
+            raise argparse.ArgumentTypeError(f"{name!r} is unknown; choose from {', '.join(names)}")
         return name
 
     return parse
 
 
 def _names_parser(known: Iterable[str] | None = None) -> Callable[[str], list[str]]:
-    """Return a function that parses several of these names, separated by commas."""
+    """Return a function that parses names, separated by commas; without ``known``, any names."""
     check = str if known is None else _name_parser(known)
     return lambda text: [check(part.strip()) for part in text.split(",") if part.strip()]
 
@@ -58,10 +61,10 @@ def _build_parser() -> argparse.ArgumentParser:
     pace = argparse.ArgumentParser(add_help=False)
     pace.add_argument("--seconds", type=float, default=0.5, help="length of one sample (default: 0.5)")
     pace.add_argument("--repeats", type=int, default=7, help="interleaved rounds (default: 7)")
-    pace.add_argument("--workers", type=int, default=usable_cores(), help="default: the usable cores")
+    pace.add_argument("--workers", type=int, default=usable_cores(), help="worker processes (default: the usable cores)")
     pace.add_argument("--json", action="store_true", help="print JSON instead of tables")
     out = argparse.ArgumentParser(add_help=False)
-    out.add_argument("--out", type=Path, default=Path("bench-results"), help="default: bench-results")
+    out.add_argument("--out", type=Path, default=Path("bench-results"), help="folder for results (default: bench-results)")
     commands = parser.add_subparsers(dest="command", required=True, metavar="PART")
 
     def add(name: str, run: Callable[..., None], text: str, *parents: argparse.ArgumentParser) -> Callable[..., Any]:
@@ -76,31 +79,33 @@ def _build_parser() -> argparse.ArgumentParser:
         if workloads:
             names_help = "separated by commas (default: all)"
             option("--workloads", type=_names_parser(workloads), default=list(workloads), help=names_help)
-        counts = int if isinstance(num_envs, int) else _parse_numbers
-        option("--num-envs", type=counts, default=num_envs, help=f"default: {num_envs}")
-        option("--engines", type=_names_parser(), help="only these rows, separated by commas (default: all)")
+        parse = int if isinstance(num_envs, int) else _parse_numbers
+        shown = num_envs if isinstance(num_envs, int) else ",".join(map(str, num_envs))
+        option("--num-envs", type=parse, default=num_envs, help=f"number of environments (default: {shown})")
+        option("--engines", type=_names_parser(), help="engines to measure, separated by commas (default: all)")
 
-    add("list", _list, "workloads, micro-benchmarks and goals")
-    add_comparison("compare", _compare, "all engines side by side on some workloads", [64], WORKLOADS)
+    add("list", _list, "the names that the other parts accept")
+    add_comparison("compare", _compare, "engines side by side on each workload", [64], WORKLOADS)
     option = add("sweep", _sweep, "throughput and memory over the number of environments", pace, out)
     option("--workload", default="CartPole-v1", choices=WORKLOADS)
-    option("--num-envs", type=_parse_numbers, default=[1, 8, 64, 256, 1024])
-    option("--engines", type=_names_parser(), help="only these rows (default: all)")
+    text = "numbers of environments, separated by commas (default: 1,8,64,256,1024)"
+    option("--num-envs", type=_parse_numbers, default=[1, 8, 64, 256, 1024], help=text)
+    option("--engines", type=_names_parser(), help="engines to measure, separated by commas (default: all)")
     option = add("micro", _micro, "one cost at a time", pace, out)
     option("parts", nargs="*", type=_name_parser(MICRO), metavar="PART", help=f"{', '.join(MICRO)} (default: all)")
-    add_comparison("waits", _waits, "long resets, uneven steps, services, simulators", 16, WAITS)
-    add_comparison("episodes", _episodes, "a list of episodes: evaluate, and batch after batch", 8)
-    add_comparison("train", _train, "training runs: frames per second, where time goes", 16, TRAININGS)
+    add_comparison("waits", _waits, "environments that wait: long resets, uneven steps, services, simulators", 16, WAITS)
+    add_comparison("episodes", _episodes, "a list of episodes: vecenv.evaluate and loops over batches", 8)
+    add_comparison("train", _train, "training runs: frames per second, and shares of the time", 16, TRAININGS)
     option = add("goals", _goals, "measure rows of the first table in bench/RESULTS.md", pace, out)
     parts = goals.PARTS
     option("parts", nargs="*", type=_name_parser(parts), metavar="PART", help=f"{', '.join(parts)} (default: all)")
     option("--quick", action="store_true", help="tiny settings, to test the program; tables ignore the results")
-    option = add("programs", _programs, "published programs: Gymnasium's engine and vecenv's", out)
+    option = add("programs", _programs, "published training programs, with Gymnasium's engine and with vecenv's", out)
     option("names", nargs="*", type=_name_parser(PROGRAMS), metavar="PROGRAM", help=f"{', '.join(PROGRAMS)} (default: all)")
     option("--sources", type=Path, required=True, help="a folder with a checkout of each program's repository")
     option("--python", default=sys.executable, help="a Python with the programs' requirements (default: this one)")
     option("--rounds", type=int, default=3, help="pairs of runs of each program (default: 3)")
-    option = add("size", _size, "size of the package, path of a step")
+    option = add("size", _size, "size of the package, and of the code that a step runs")
     option("--json", action="store_true", help="print JSON instead of a table")
     text = "measure the figures of README.md and of the first tables of docs/benchmarks.md, and write them"
     add("figures", _figures, text, pace, out)
@@ -108,18 +113,33 @@ def _build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _output_reports(arguments: argparse.Namespace, reports: list[Report], stem: str) -> None:
+def _to_json(reports: list[Report]) -> str:
+    return json.dumps([report.to_dict() for report in reports], indent=1)
+
+
+def _write_reports(arguments: argparse.Namespace, reports: list[Report], stem: str) -> None:
+    """Write reports to files, and print them unless JSON is printed."""
     arguments.out.mkdir(parents=True, exist_ok=True)
-    everything = json.dumps([report.to_dict() for report in reports], indent=1)
-    (arguments.out / f"{stem}.json").write_text(everything + "\n")
+    (arguments.out / f"{stem}.json").write_text(_to_json(reports) + "\n")
     if len(reports) == 1:
         draw_bars(reports[0], arguments.out / f"{stem}.png")
-    if arguments.json:
-        print(everything)
-    else:
+    if not arguments.json:
         for report in reports:
             print_report(report)
         print(f"Written: {arguments.out / stem}.json")
+
+
+def _output_reports(arguments: argparse.Namespace, reports: list[Report], stem: str) -> None:
+    """Write reports to files, and print them as tables or JSON. Name the values of ``--engines`` that no report has."""
+    measured = {row.name for report in reports for row in report.rows}
+    if unknown := [name for name in arguments.engines or () if name not in measured]:
+        text = f"--engines: no engine is named {' or '.join(unknown)}"
+        if not measured:
+            raise SystemExit(f"python -m bench: {text}")
+        print(text, file=sys.stderr)
+    _write_reports(arguments, reports, stem)
+    if arguments.json:
+        print(_to_json(reports))
 
 
 def _list(arguments: argparse.Namespace, pace: Pace) -> None:
@@ -159,12 +179,12 @@ def _sweep(arguments: argparse.Namespace, pace: Pace) -> None:
     if not arguments.json:
         print_scale(sizes)
     for num_envs, name, used in _save_memory(arguments, stem, memory):
-        each = (used.trainer + used.workers) / num_envs / 2**20
-        print(f"memory, {num_envs:5} envs, {name:12} {each:8.2f} MiB an env, {used.processes} processes")
+        mib_per_env = (used.trainer + used.workers) / num_envs / 2**20
+        print(f"memory, {num_envs:5} envs, {name:12} {mib_per_env:8.2f} MiB per env, {used.processes} processes")
 
 
 def _save_memory(arguments: argparse.Namespace, stem: str, memory: dict[Any, dict[str, suites.Memory]]) -> Iterator[Any]:
-    """Write the memory of all rows to a file. Yield case, name and memory of each row, unless JSON is printed."""
+    """Write the memory of all rows to a file. Yield the case, name and memory of each row, or nothing with ``--json``."""
     kept = {case: {name: asdict(used) for name, used in by_name.items()} for case, by_name in memory.items()}
     (arguments.out / f"{stem}-memory.json").write_text(json.dumps(kept, indent=1) + "\n")
     if not arguments.json:
@@ -172,18 +192,24 @@ def _save_memory(arguments: argparse.Namespace, stem: str, memory: dict[Any, dic
 
 
 def _micro(arguments: argparse.Namespace, pace: Pace) -> None:
+    reports = []
     for part in arguments.parts or MICRO:
         report = MICRO[part](pace)
-        _output_reports(arguments, [report], f"micro-{part}")
+        reports.append(report)
+        _write_reports(arguments, [report], f"micro-{part}")
+        if arguments.json:
+            continue
         if part == "copies":
             for name, times in micro.copying_times(report).items():
-                print(f"{name}: takes as long as {times.median:.2f} x memcpy" if times else f"{name}: not measured")
+                print(f"{name}: {times.median:.2f} times the duration of one memcpy" if times else f"{name}: not measured")
             for name, count in micro.count_copies().items():
                 print(f"{name}: every byte is copied {count:.2f} times")
         if part.startswith("batch-"):
             for name, spent in micro.batch_overhead(report).items():
                 text = f"{spent.median:.1f} us ({spent.lower:.1f} - {spent.upper:.1f})" if spent else "not measured"
-                print(f"{report.num_envs} environments, {name}: {text} a batch beyond the bare loop in as many processes")
+                print(f"{report.num_envs} environments, {name}: {text} per batch, beyond the bare loop in as many processes")
+    if arguments.json:
+        print(_to_json(reports))
 
 
 def _waits(arguments: argparse.Namespace, pace: Pace) -> None:
@@ -228,7 +254,7 @@ def _size(arguments: argparse.Namespace, pace: Pace) -> None:
 
 
 def _figures(arguments: argparse.Namespace, pace: Pace) -> None:
-    """Measure the figures of README.md and of the first two tables of docs/benchmarks.md."""
+    """Measure the figures of README.md and of the first two tables of docs/benchmarks.md, and write them there."""
     main_table = [sys.executable, "-m", "vecenv", "bench", "CartPole-v1", "--num-envs", "64", "--out", str(arguments.out)]
     subprocess.run(main_table, check=True)
     arguments.workloads, arguments.num_envs, arguments.engines = list(WORKLOADS), [8], None

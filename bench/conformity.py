@@ -1,7 +1,7 @@
-"""Checks other engines with ``vecenv conform``: ``python bench/conformity.py`` prints ``docs/generated/engines.md``.
+"""Checks engines with ``vecenv conform``: ``python -m bench.conformity`` prints the table of ``docs/generated/engines.md``.
 
 Each engine is built as its own documentation shows. Engines with their own environments run only the checks that work
-for any environment. The program names the engines that are not installed, and omits them.
+for any environment. Engines that are not installed are named and left out.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ def atari(num_envs: int, autoreset_mode: AutoresetMode) -> Any:
     """Build ALE's engine of C++ threads."""
     from ale_py.vector_env import AtariVectorEnv
 
-    # its first versions have only next-step autoreset, and no argument for it
-    is_default = autoreset_mode is AutoresetMode.NEXT_STEP
-    return AtariVectorEnv("pong", num_envs, **({} if is_default else {"autoreset_mode": autoreset_mode}))
+    # the first versions of ALE's engine have only next-step autoreset, and no argument for it
+    options = {} if autoreset_mode is AutoresetMode.NEXT_STEP else {"autoreset_mode": autoreset_mode}
+    return AtariVectorEnv("pong", num_envs, **options)
 
 
 def envpool_cartpole(num_envs: int) -> Any:
-    """Build EnvPool's engine of C++ threads, of its type for Gymnasium."""
+    """Build EnvPool's engine of C++ threads, with its interface for Gymnasium."""
     return _EnvPoolAdapter(num_envs)
 
 
 class _EnvPoolAdapter:
-    """An adapter of EnvPool, which has no metadata, no batched spaces, and one seed that is set when it is built."""
+    """An adapter for EnvPool, which has no metadata, no batched spaces, and one seed that is set when it is built."""
 
     def __init__(self, num_envs: int) -> None:
         from gymnasium.vector.utils import batch_space
@@ -94,12 +94,12 @@ class _EnvPoolAdapter:
 
 
 def playground_cartpole(num_envs: int) -> Any:
-    """Build Playground's environments in the wrappers of its trainers, with episodes of four steps."""
+    """Build Playground's environments in the wrappers that its trainers use, with episodes of four steps."""
     return _PlaygroundAdapter(num_envs)
 
 
 class _PlaygroundAdapter:
-    """An adapter from Playground's states to results of steps. Environments reset in the step that ends an episode."""
+    """An adapter from Playground's states to results of steps. Environments are reset in the step that ends an episode."""
 
     metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.SAME_STEP}
 
@@ -119,17 +119,17 @@ class _PlaygroundAdapter:
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         if options or isinstance(seed, list):
-            raise NotImplementedError("reset() takes keys, and no options")
+            raise NotImplementedError("reset() takes keys, not a list of seeds, and no options")
         self._state = self._reset(self._random.split(self._random.PRNGKey(seed or 0), self.num_envs))
         return np.array(self._state.obs), {}
 
     def step(self, actions: Any) -> Any:
         if np.shape(actions) != self.action_space.shape:
-            raise ValueError("a wrong number of actions")
+            raise ValueError(f"actions have the shape {np.shape(actions)}, expected {self.action_space.shape}")
         self._state = state = self._step(self._state, actions)
         truncated = np.array(state.info["truncation"], bool)
-        names = {name: np.array(value) for name, value in state.info.items() if name.endswith("final_obs")}
-        infos = {"final_obs": next(iter(names.values())), "_final_obs": np.array(state.done, bool)} if names else {}
+        final_obs = [np.array(value) for name, value in state.info.items() if name.endswith("final_obs")]
+        infos = {"final_obs": final_obs[0], "_final_obs": np.array(state.done, bool)} if final_obs else {}
         return np.array(state.obs), np.array(state.reward), np.array(state.done, bool) & ~truncated, truncated, infos
 
     def close(self) -> None:
@@ -152,10 +152,12 @@ def torchrl_parallel(env_fns: Sequence[Callable[[], Any]]) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="engines with this text in their names")
-    parser.add_argument("--no-faults", action="store_true", help="without exceptions, kills and timeouts")
+    parser.add_argument("--only", help="check only engines with this text in their names")
+    parser.add_argument("--no-faults", action="store_true", help="omit the checks with exceptions, kills and timeouts")
     parser.add_argument("--write", action="store_true", help="write the table into docs/generated/engines.md")
     options = parser.parse_args()
+    if options.write and (options.only or options.no_faults):
+        parser.error("--write needs all engines and checks: omit --only and --no-faults")
     columns: dict[str, dict[str, str]] = {}
     for name, (engine, package) in ENGINES.items():
         if options.only and options.only.lower() not in name.lower():
@@ -164,7 +166,7 @@ def main() -> None:
             title = "vecenv" if package == "vecenv" else f"{name} {importlib.metadata.version(package)}"
             rows = conform(engine, faults=not options.no_faults)
         except (CliError, importlib.metadata.PackageNotFoundError) as error:
-            print(f"left out: {name}: {error}")
+            print(f"{name} is left out: {error}")
             continue
         columns[title] = {row.name: row.state for row in rows}
         for row in rows:

@@ -10,7 +10,7 @@ On 2 cores without a GPU and with torch 2.13, its last lines were (other version
     31 s
 
 Only the import is specific to vecenv. With ``from gymnasium.vector import AsyncVectorEnv`` instead, the program prints
-exactly the same results.
+exactly the same returns.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def main(args):
                 log_probs[t], values[t] = policy.log_prob(action), critic(observation).squeeze(-1)
             next_observation, reward, terminated, truncated, infos = envs.step(action.numpy())
             rewards[t], ended[t] = torch.as_tensor(reward), torch.as_tensor(terminated | truncated)
-            for i in np.flatnonzero(truncated & ~terminated):  # add the value of the state that would have followed
+            for i in np.flatnonzero(truncated & ~terminated):  # bootstrap from the value of the last state
                 with torch.no_grad():
                     rewards[t, i] += args.discount * critic(torch.as_tensor(infos["final_obs"][i])).item()
             if "episode" in infos:
@@ -96,11 +96,12 @@ def main(args):
 
         for _ in range(args.epochs):
             for rows in torch.randperm(len(targets)).split(args.minibatch):
-                old_observation, old_action, old_log_prob, gain = (x[rows] for x in flat)
-                gain = (gain - gain.mean()) / (gain.std() + 1e-8)
+                old_observation, old_action, old_log_prob, advantage = (x[rows] for x in flat)
+                advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
                 policy = Categorical(logits=actor(old_observation))
                 ratio = (policy.log_prob(old_action) - old_log_prob).exp()
-                policy_loss = -torch.min(gain * ratio, gain * ratio.clamp(1 - args.clip, 1 + args.clip)).mean()
+                clipped_ratio = ratio.clamp(1 - args.clip, 1 + args.clip)
+                policy_loss = -torch.min(advantage * ratio, advantage * clipped_ratio).mean()
                 value_loss = (critic(old_observation).squeeze(-1) - targets[rows]).square().mean() / 2
                 loss = policy_loss + value_loss / 2 - args.entropy * policy.entropy().mean()
                 optimizer.zero_grad()
@@ -119,7 +120,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=150_000, help="total environment steps")
     parser.add_argument("--num-envs", type=int, default=8, help="number of environments")
     parser.add_argument("--rollout", type=int, default=128, help="steps of each environment per update")
-    parser.add_argument("--minibatch", type=int, default=256, help="transitions per update")
+    parser.add_argument("--minibatch", type=int, default=256, help="transitions per gradient step")
     parser.add_argument("--epochs", type=int, default=8, help="passes over a rollout")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="initial learning rate of Adam, which falls to 0")
     parser.add_argument("--discount", type=float, default=0.99, help="discount factor of rewards")

@@ -4,12 +4,12 @@
     python examples/ppo.py                                          # CartPole-v1 in worker processes
     python examples/ppo.py Pendulum-v1 --backend envpool            # in EnvPool's threads
     python examples/ppo.py --backend ray --num-hosts 2              # over the hosts of a Ray cluster, or two on this machine
-    python examples/ppo.py --resume run-one                         # continues if it was killed and is called again
+    python examples/ppo.py --resume run-one                         # saves the run, and continues it after a kill
     python examples/ppo.py --first-ready                            # the policy acts for one half while the other steps
 
 It trains until the mean return of the last 100 episodes reaches the target, shows a progress bar, and writes the learning
 curve as a PNG. CartPole-v1 over two hosts on one machine with 2 busy cores: 476.7 after 108,544 steps and 40.1 s; in worker
-processes the same after 39.5 s. docs/examples.md has further results.
+processes, the same return after 39.5 s. docs/examples.md has further results.
 """
 
 # The end of an episode. vecenv's default is Gymnasium's next-step autoreset: the row that ends an episode contains its true
@@ -59,19 +59,19 @@ class Config:
     backend: str = option("process", "backend: process, serial, envpool, ray, brax, playground")
     num_envs: int = option(32, "number of environments")
     num_hosts: int = option(2, "hosts, for the backend ray")
-    first_ready: bool = option(False, "send and recv, half of the environments at a time")
+    first_ready: bool = option(False, "use send and recv, with half of the environments at a time")
     steps: int = option(1_000_000, "maximum number of steps; training stops earlier at the target")
     target: float = option(float("inf"), "mean return of 100 episodes at which to stop; CartPole-v1: 475, Pendulum-v1: -250")
     rollout: int = option(64, "steps of each environment per update")
     epochs: int = option(8, "passes over a rollout")
-    minibatches: int = option(4, "updates per pass")
+    minibatches: int = option(4, "gradient steps per pass")
     learning_rate: float = option(1e-3, "learning rate of Adam")
     discount: float = option(0.99, "discount factor of rewards")
     gae_lambda: float = option(0.95, "lambda of generalised advantage estimation")
     clip: float = option(0.2, "clipping range of the probability ratio")
     entropy: float = option(0.0, "weight of the entropy bonus")
     reward_scale: float = option(1.0, "factor applied to rewards for learning")
-    hidden: int = option(64, "units of each of the two hidden layers")
+    hidden: int = option(64, "units in each of the two hidden layers")
     seed: int = option(1, "seed of environments, policy and shuffling")
     out: str = option("ppo-results", "folder for the learning curve")
     resume: str = option("", "folder in which to save the run, and from which to continue it")
@@ -114,10 +114,10 @@ class Collector:
 
     def __init__(self, envs: gym.vector.VectorEnv, agent: Agent, seed: int, first_ready: bool) -> None:
         if envs.metadata["autoreset_mode"] is not gym.vector.AutoresetMode.NEXT_STEP:
-            raise SystemExit(f"ppo is written for next-step autoreset, not {envs.metadata['autoreset_mode']}")
+            raise SystemExit(f"ppo: this program needs next-step autoreset, not {envs.metadata['autoreset_mode']}")
         self.envs, self.act, self.first_ready = envs, make_act(agent), first_ready
         self.observation = np.zeros((envs.num_envs, agent.inputs), np.float32)  # the latest observation of each environment
-        self.acted: Rollout = {}  # the policy's output for the previous observation
+        self.decisions: Rollout = {}  # the policy's latest choice, log_prob and value of each environment
         self.resets = np.ones(envs.num_envs, bool)  # True if the next row of an environment is a reset
         self.running_return = np.zeros(envs.num_envs)
         self.returns: deque[float] = deque(maxlen=100)
@@ -143,12 +143,14 @@ class Collector:
         """Collect this many batches of rows. Every field of the result is ``(batches, rows, ...)``."""
         found = []
         for turn in range(batches):
-            action, acted = jax.device_get(self.act(params, self.observation[self.ids], key, turn))
-            for name, rows in acted.items():
-                self.acted.setdefault(name, np.zeros((self.envs.num_envs, *rows.shape[1:]), rows.dtype))[self.ids] = rows
+            action, decisions = jax.device_get(self.act(params, self.observation[self.ids], key, turn))
+            for name, rows in decisions.items():
+                by_env = self.decisions.setdefault(name, np.zeros((self.envs.num_envs, *rows.shape[1:]), rows.dtype))
+                by_env[self.ids] = rows
             following, reward, terminated, truncated = self.step(action.astype(self.envs.single_action_space.dtype))
             ids, done = self.ids, terminated | truncated
-            row = {"env_id": ids, "observation": self.observation[ids], **{name: x[ids] for name, x in self.acted.items()}}
+            row = {"env_id": ids, "observation": self.observation[ids]}
+            row |= {name: by_env[ids] for name, by_env in self.decisions.items()}
             row |= {"reward": reward.astype(np.float32), "terminated": terminated, "done": done, "weight": ~self.resets[ids]}
             found.append(row)
             self.observation[ids], self.resets[ids] = following, done
@@ -158,7 +160,7 @@ class Collector:
         return {name: np.stack([row[name] for row in found]) for name in found[0]}
 
 
-SAVED_ATTRIBUTES = "observation", "acted", "resets", "running_return", "returns"
+SAVED_ATTRIBUTES = "observation", "decisions", "resets", "running_return", "returns"
 
 
 class Checkpoint:
@@ -168,8 +170,8 @@ class Checkpoint:
         self.path = Path(folder, "ppo.pickle") if folder else None
         if self.path is None:
             return
-        if first_ready or not getattr(envs, "capabilities").snapshots:  # noqa: B009 - Gymnasium's class has none
-            raise SystemExit("ppo: --resume needs a backend that can save environments, and not --first-ready")
+        if first_ready or not getattr(envs, "capabilities").snapshots:  # noqa: B009 - Gymnasium's class does not declare it
+            raise SystemExit("ppo: --resume needs a backend that can save environments, without --first-ready")
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def load(self) -> dict[str, Any] | None:
@@ -193,7 +195,8 @@ def advantages(rollout: Rollout, last_value: np.ndarray, discount: float, gae_la
     """Return generalised advantage estimates, ``(batches, rows)``, computed backwards for each environment.
 
     ``last_value`` is the value of each environment's latest observation, ``(num_envs,)``. After a terminated episode,
-    the next value is 0. At the end of a truncated one, it is that of the last state, the observation in the reset's row.
+    the next value is 0. After a truncated one, it is the value of the last state, which is
+    the observation in the row of the reset.
     """
     next_value, next_advantage = last_value.copy(), np.zeros_like(last_value)
     found = np.zeros_like(rollout["reward"])
@@ -246,11 +249,12 @@ def train(envs: gym.vector.VectorEnv, config: Config, curve: Curve) -> bool:
     collector = Collector(envs, agent, config.seed, config.first_ready)
     batches, done = config.rollout * envs.num_envs // len(collector.ids), 0
     checkpoint = Checkpoint(config.resume, envs, config.first_ready)
-    if (kept := checkpoint.load()) is not None:
-        envs.load_state_dict(kept["envs"])  # type: ignore[attr-defined]
-        vars(collector).update(kept["collector"])
-        params, state, key, done = kept["params"], kept["optimizer"], jax.random.wrap_key_data(kept["key"]), kept["steps"]
-        for point in kept["curve"]:
+    if (saved := checkpoint.load()) is not None:
+        envs.load_state_dict(saved["envs"])  # type: ignore[attr-defined]
+        vars(collector).update(saved["collector"])
+        params, state, done = saved["params"], saved["optimizer"], saved["steps"]
+        key = jax.random.wrap_key_data(saved["key"])
+        for point in saved["curve"]:
             curve.add(*point)
     returns = collector.returns
 

@@ -1,10 +1,10 @@
 """The exception classes of vecenv.
 
 Each class identifies the part that failed. If programs already catch a class of the standard library or of Gymnasium in the
-same situation, it is a base class here: a timeout is both a ``multiprocessing.TimeoutError``, as in Gymnasium, and the
-builtin ``TimeoutError``; a dead worker is a ``RuntimeError``. Protocol errors (a call out of order, a call after ``close``)
-are Gymnasium's own classes, from ``gymnasium.error``. An environment's exception is raised again unchanged, with the
-worker's traceback as its cause and a note that names the environment; :class:`EnvError` replaces one that cannot be sent
+same situation, the class here is derived from it: a timeout is both a ``multiprocessing.TimeoutError``, as in Gymnasium, and
+the builtin ``TimeoutError``; a dead worker is a ``RuntimeError``. Protocol errors (a call out of order, a call after
+``close``) are Gymnasium's own classes, from ``gymnasium.error``. An environment's exception is raised again unchanged, with
+the worker's traceback as its cause and a note that names the environment; :class:`EnvError` replaces one that cannot be sent
 between processes.
 """
 
@@ -61,7 +61,7 @@ def span_text(rows: Iterable[int]) -> str:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """Format a duration, such as ``1 second`` or ``2.5 seconds``; ``None``: 0."""
+    """Format a duration, such as ``1 second`` or ``2.5 seconds``; ``None`` counts as 0."""
     return f"{seconds or 0.0:g} second{'s' * (seconds != 1)}"
 
 
@@ -183,7 +183,7 @@ class ClusterError(VecEnvError, RuntimeError):
 class StepTimeout(VecEnvError, multiprocessing.TimeoutError, TimeoutError):
     """A reply did not arrive within the timeout. It is still pending: call the same ``*_wait`` again, or ``close()``.
 
-    With workers, ``abandon(error.envs)`` ends the late ones, so that the same ``*_wait`` ends and ``reset()`` works.
+    ``abandon(error.envs)`` kills the late worker processes, so that the same ``*_wait`` ends and ``reset()`` works.
 
     Attributes:
         timeout: The timeout in seconds; ``None`` if it is unknown.
@@ -259,7 +259,7 @@ class ErrorRecord:
         env: Index of the environment, or ``None`` for a whole worker.
         worker: Index of its worker; ``-1`` for environments stepped by the caller itself.
         pid: Process id of that worker.
-        command: ``"step"``, ``"reset"``, ``"call"``, ``"start"`` ...
+        command: The failed request: ``"step"``, ``"reset"``, ``"call"``, ``"start"`` and others.
         error: The exception that was (or would have been) raised.
         traceback: The traceback text from the worker, or the stack that it left when it died.
         time: ``time.monotonic()`` when the caller detected it.

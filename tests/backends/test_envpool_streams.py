@@ -23,7 +23,7 @@ import envpool
 from vecenv.backends import EnvPoolVectorEnv
 from vecenv.testing import assert_identical
 
-# family -> a task of it, options that end episodes soon
+# family -> one of its tasks, options that make episodes short
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "classic_control": ("CartPole-v1", {}),
     "toy_text": ("FrozenLake-v1", {}),
@@ -92,7 +92,7 @@ def sample_actions(envs: EnvPoolVectorEnv, steps: int = STEPS) -> Iterator[Any]:
     envs.action_space.seed(1)
     for _ in range(steps):
         action = envs.action_space.sample()
-        # vizdoom's unbounded actions are button presses
+        # the Box of vizdoom's actions is unbounded, although they are button presses
         yield np.clip(action, -1, 1) if isinstance(envs.single_action_space, gymnasium.spaces.Box) else action
 
 
@@ -196,7 +196,7 @@ def test_final_observations_do_not_keep_whole_batches_in_memory(closes: Any) -> 
 
 
 def lives_at_resets(mode: AutoresetMode, steps: int = 400) -> list[int]:
-    """Return the lives left at the beginning of each episode of Breakout."""
+    """Return the lives left at the beginning of each episode of Breakout after the first."""
     envs = EnvPoolVectorEnv(
         "Breakout-v5", 1, episodic_life=True, use_fire_reset=True, autoreset_mode=mode, seed=0, num_threads=1
     )
@@ -226,7 +226,7 @@ def test_lost_life_continues_the_same_game_in_every_mode() -> None:
 
 
 @pytest.mark.long
-def test_masked_reset_of_a_running_game_starts_a_new_game(closes: Any) -> None:
+def test_masked_reset_within_an_episode_starts_a_new_game(closes: Any) -> None:
     envs = closes(EnvPoolVectorEnv("Breakout-v5", 2, episodic_life=True, use_fire_reset=True, seed=0, num_threads=1))
     envs.reset()
     over = np.zeros(2, dtype=np.bool_)
@@ -260,6 +260,10 @@ def test_integer_seed_gives_the_same_observations_as_in_envpool(closes: Any) -> 
     envs = closes(EnvPoolVectorEnv("CartPole-v1", 3, num_threads=1))
     np.testing.assert_array_equal(envs.reset(seed=7)[0], raw.reset()[0])
     assert envs.np_random_seed == (7, 8, 9)
+
+
+def test_large_integer_seeds_become_repeatable_31_bit_seeds(closes: Any) -> None:
+    envs = closes(EnvPoolVectorEnv("CartPole-v1", 3, num_threads=1))
     first = envs.reset(seed=np.int64(2**40))[0]
     assert all(0 <= seed < 2**31 for seed in envs.np_random_seed)
     envs.reset(seed=2**31 - 1)
@@ -268,12 +272,16 @@ def test_integer_seed_gives_the_same_observations_as_in_envpool(closes: Any) -> 
     envs.reset(seed=np.int64(2**40))
     again = envs.reset(seed=list(envs.np_random_seed))[0]
     np.testing.assert_array_equal(first, again)
+
+
+def test_none_in_a_list_of_seeds_does_not_change_the_others(closes: Any) -> None:
+    envs = closes(EnvPoolVectorEnv("CartPole-v1", 3, num_threads=1))
     envs.reset(seed=[1, None, 3])
     assert envs.np_random_seed[0] == 1
     assert envs.np_random_seed[2] == 3
 
 
-def test_environments_without_a_seed_differ() -> None:
+def test_vector_envs_without_a_seed_have_different_seeds() -> None:
     """EnvPool's own default seed is always 42."""
     one, other = EnvPoolVectorEnv("CartPole-v1", 2), EnvPoolVectorEnv("CartPole-v1", 2)
     assert one.np_random_seed != other.np_random_seed
@@ -290,7 +298,7 @@ def test_reset_without_a_seed_continues_the_random_stream(closes: Any) -> None:
     assert envs.stats()["pools"] == 2
 
 
-def test_threads_and_batches_do_not_change_trajectories() -> None:
+def test_threads_and_batch_sizes_do_not_change_trajectories() -> None:
     results = []
     for threads, batch in ((1, 6), (2, 6), (2, 3), (2, 1)):
         envs = EnvPoolVectorEnv("Acrobot-v1", 6, num_threads=threads, batch_size=batch, seed=0)

@@ -699,3 +699,28 @@ def test_reset_accepts_seeds_as_an_array(seeds: Any) -> None:
         assert envs.reset(seed=seeds)[0][:, 3].tolist() == [4, 5, 6]
         envs.reset_async(seed=seeds[:2], env_id=[0, 2])
         assert sorted(envs.recv(count=2)[0][:, 3].tolist()) == [4, 5]
+
+
+class EnvWithoutUnwrapped:
+    """An object with only the methods and attributes of an environment that the engine uses."""
+
+    observation_space, action_space = spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(2)
+    metadata: typing.ClassVar[dict[str, Any]] = {}
+    spec = render_mode = None
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        return np.full(2, action, np.float32), float(action), False, False, {}
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("generators", ["shared", "own"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_environment_needs_no_unwrapped_attribute(num_workers: int, generators: Any) -> None:
+    with open_engine([EnvWithoutUnwrapped] * 2, num_workers=num_workers, generators=generators) as envs:
+        envs.reset(seed=1)
+        assert envs.step([0, 1])[1].tolist() == [0, 1]

@@ -23,9 +23,9 @@ from strategies import Move, Vector, any_spaces, boxes, discretes, fixed_spaces,
 import vecenv
 from vecenv.testing import VectorEnvContract, assert_identical, assert_same_trajectory
 
-# --- AsyncVectorEnv and SyncVectorEnv must return the same results for the same environments, seeds and actions
+# --- AsyncVectorEnv and SyncVectorEnv return the same results for the same environments, seeds and actions
 # ``SyncVectorEnv`` is the reference because it is short and serial. Observations, rewards, flags and infos are compared
-# bit for bit after every call. ``assert_equal_moves`` avoids one intended difference: with ``AutoresetMode.DISABLED``,
+# bit for bit after every call. ``assert_equal_results`` avoids one intended difference: with ``AutoresetMode.DISABLED``,
 # ``SyncVectorEnv`` refuses to step an environment after the end of its episode, so such environments are reset first.
 
 
@@ -41,12 +41,12 @@ def _parse_num_workers(name: str, num_envs: int) -> int | None:
     return {"0": 0, "1": 1, "2": 2, "num_envs": num_envs, "None": None}[name]
 
 
-def _as_list(space: Any, actions: Any) -> Any:
-    """Return the same actions as Python lists, where a list is accepted."""
+def _as_list(actions: Any) -> Any:
+    """Convert an array of actions to a list. Return a tuple or a dict of actions unchanged."""
     return actions.tolist() if isinstance(actions, np.ndarray) else actions
 
 
-def assert_equal_moves(
+def assert_equal_results(
     envs: Any, reference: Any, vector: Vector, first_seed: Any, plan: list[Move], action_seed: int
 ) -> None:
     """Make the same calls to both vector environments, and compare all results."""
@@ -71,7 +71,7 @@ def assert_equal_moves(
             reset(None, ended.copy())
         actions = action_space.sample()
         if move.as_list:
-            actions = _as_list(action_space, actions)
+            actions = _as_list(actions)
         result, expected = envs.step(copy.deepcopy(actions)), reference.step(copy.deepcopy(actions))
         for name, one, other in zip(
             ("observations", "rewards", "terminations", "truncations", "infos"), result, expected, strict=True
@@ -91,7 +91,7 @@ def assert_equal_streams(data: st.DataObject, vector: Vector, mode: AutoresetMod
             assert envs.single_observation_space == reference.single_observation_space
             assert envs.observation_space == reference.observation_space
             assert envs.action_space == reference.action_space
-            assert_equal_moves(envs, reference, vector, first_seed, plan, action_seed)
+            assert_equal_results(envs, reference, vector, first_seed, plan, action_seed)
     finally:
         reference.close()
 
@@ -105,7 +105,7 @@ def assert_equal_streams(data: st.DataObject, vector: Vector, mode: AutoresetMod
 )
 @few_examples
 @given(data=st.data(), vector=vectors())
-def test_all_streams_equal_those_of_sync_vector_env(
+def test_random_environments_give_the_same_results_as_in_sync_vector_env(
     num_workers: str,
     shared_memory: bool,
     copied: bool,
@@ -128,7 +128,7 @@ def test_all_streams_equal_those_of_sync_vector_env(
 @pytest.mark.parametrize("num_workers", ["0", "2", "None"])
 @settings(few_examples, max_examples=10)
 @given(data=st.data(), vector=vectors(any_spaces, any_spaces), mode=st.sampled_from(AutoresetMode))
-def test_all_of_gymnasiums_spaces_are_sent_unchanged(
+def test_values_of_all_gymnasium_spaces_arrive_unchanged(
     num_workers: str, shared_memory: bool, data: st.DataObject, vector: Vector, mode: AutoresetMode
 ) -> None:
     workers = _parse_num_workers(num_workers, len(vector.env_fns))
@@ -152,7 +152,10 @@ def test_many_random_examples_in_process_equal_sync_vector_env(
 def test_infos_of_changing_types_are_returned_unchanged(
     num_workers: str, data: st.DataObject, vector: Vector
 ) -> None:
-    """Infos are compared by row until an episode ends, because Gymnasium's merge refuses or changes such infos."""
+    """Infos are compared by row, because Gymnasium's merge refuses or changes such infos.
+
+    The test ends with the first episode, because single environments are not reset automatically.
+    """
     singles = [env_fn() for env_fn in vector.env_fns]
     workers = _parse_num_workers(num_workers, len(vector.env_fns))
     actions = [get_legal_action(vector)] * len(vector.env_fns)
@@ -167,7 +170,7 @@ def test_infos_of_changing_types_are_returned_unchanged(
 
 
 def get_legal_action(vector: Vector) -> Any:
-    """Return a legal action of a Discrete space."""
+    """Return a legal action. The action space has to be Discrete."""
     return vector.action_space.start
 
 
@@ -229,8 +232,9 @@ SLOW_TO_BUILD = {"Ant-v5", "ALE/Pong-v5"}
 )
 def test_trajectories_equal_those_of_sync_vector_env(name: str, mode: AutoresetMode) -> None:
     steps = 15 if name in SLOW_TO_BUILD else 60
-    cuts = name == "FrozenLake-v1"  # its reset returns {"prob": 1}, and its step {"prob": 0.333}
-    assert_matches_sync([REAL_ENV_FNS[name]] * 3, steps, autoreset_mode=mode, merge_by_gymnasium=cuts, num_workers=2)
+    # its resets return {"prob": 1} and its steps {"prob": 0.333}, which Gymnasium's merge of both truncates to 0
+    truncates = name == "FrozenLake-v1"
+    assert_matches_sync([REAL_ENV_FNS[name]] * 3, steps, autoreset_mode=mode, merge_by_gymnasium=truncates, num_workers=2)
 
 
 @pytest.mark.sampled(5)
@@ -260,7 +264,7 @@ def _double(x: Any) -> Any:
     return x * 2
 
 
-def _rescaled(single: bool) -> spaces.Box:
+def _unbounded_box(*, single: bool) -> spaces.Box:
     return spaces.Box(-np.inf, np.inf, (4,) if single else (3, 4), np.float32)
 
 
@@ -271,13 +275,13 @@ WRAPPERS: dict[str, tuple[str, tuple[AutoresetMode, ...], WrapFn]] = {
     "TransformObservation": (
         "CartPole-v1",
         NOT_SAME_STEP,
-        lambda e: wrappers.TransformObservation(e, _double, _rescaled(False), _rescaled(True)),
+        lambda e: wrappers.TransformObservation(e, _double, _unbounded_box(single=False), _unbounded_box(single=True)),
     ),
     "VectorizeTransformObservation": (
         "CartPole-v1",
         NOT_SAME_STEP,
         lambda e: wrappers.VectorizeTransformObservation(
-            e, gymnasium.wrappers.TransformObservation, func=_double, observation_space=_rescaled(True)
+            e, gymnasium.wrappers.TransformObservation, func=_double, observation_space=_unbounded_box(single=True)
         ),
     ),
     "FilterObservation": ("NestedDict", NOT_SAME_STEP, lambda e: wrappers.FilterObservation(e, ["camera", "mode"])),
@@ -360,12 +364,12 @@ def test_wrapper_results_equal_those_over_sync_vector_env(name: str, mode: Autor
 
 
 def test_every_vector_wrapper_of_gymnasium_is_tested_or_listed_here() -> None:
-    elsewhere = {
+    exempt = {
         "RecordVideo",  # tested below
         "HumanRendering",  # opens a window
         *("ArrayConversion", "JaxToNumpy", "JaxToTorch", "NumpyToTorch"),  # for arrays of other libraries
     }
-    assert set(wrappers.__all__) <= set(WRAPPERS) | elsewhere
+    assert set(wrappers.__all__) <= set(WRAPPERS) | exempt
 
 
 @pytest.mark.long
@@ -540,12 +544,12 @@ def _final_observation_for_all(self: Any, result: list[Any]) -> None:
         result[4]["_final_obs"][:] = True
 
 
-NEXT, SAME, NONE = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED
+NEXT, SAME, DISABLED = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED
 SHAPES_TEST = "test_step_returns_five_values_of_the_right_shapes_and_dtypes"
 FINAL_OBSERVATION_TEST = "test_same_step_autoreset_reports_the_final_observation_and_info"
 FAULTS: list[tuple[Any, str, dict[str, Any]]] = [
     (_float32_rewards, SHAPES_TEST, {"mode": NEXT, "num_envs": 3}),
-    (_integer_flags, SHAPES_TEST, {"mode": NONE, "num_envs": 1}),
+    (_integer_flags, SHAPES_TEST, {"mode": DISABLED, "num_envs": 1}),
     (_two_dimensional_rewards, SHAPES_TEST, {"mode": SAME, "num_envs": 3}),
     (_infos_in_a_list, SHAPES_TEST, {"mode": NEXT, "num_envs": 3}),
     (_same_reward_array, "test_rewards_and_flags_are_fresh_arrays_at_every_step", {}),
@@ -606,7 +610,7 @@ def test_contract_without_a_factory_raises() -> None:
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_same_trajectories_detects_differences(mode: AutoresetMode) -> None:
+def test_assert_same_trajectory_detects_differences(mode: AutoresetMode) -> None:
     fns = counters(2, lengths=(3,))
     reference = SyncVectorEnv(fns, autoreset_mode=mode)
     envs: Any = vecenv.AsyncVectorEnv(fns, autoreset_mode=mode, num_workers=0)

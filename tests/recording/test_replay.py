@@ -567,7 +567,7 @@ def test_frames_of_a_failing_reset_report_no_frames(tmp_path: Path) -> None:
         envs.reset(seed=2)
     done = run(min(tmp_path.glob("*.vecenv")), "--yes", "--frames", tmp_path / "out.gif")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "No frames: it failed before the first step"
+    assert done.stdout.splitlines()[-1] == "No frames: the environment failed before the first step"
 
 
 class RenderModeEnv(RenderingEnv):

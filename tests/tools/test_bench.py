@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from programs import python_output
+from programs import python_output, run_python
 
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
@@ -87,6 +87,25 @@ def test_part_prints_its_table_and_no_candidate_dies(name: str, tmp_path: Path) 
     assert text in shown
     assert " died" not in shown
     assert list(tmp_path.glob("*.json"))
+
+
+@pytest.mark.long
+def test_micro_prints_one_json_document_for_all_parts(tmp_path: Path) -> None:
+    shown = bench_output("-m", "bench", "micro", "infos", "batch-2", "--json", *TINY.split(), "--out", str(tmp_path))
+    assert len(json.loads(shown)) == 2
+
+
+@pytest.mark.long
+def test_unknown_engines_are_named_and_do_not_replace_results(tmp_path: Path) -> None:
+    done = run_python("-m", "bench", "waits", *f"--engines foo {TINY} --out {tmp_path}".split(), cwd=BENCH.parent)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "python -m bench: --engines: no engine is named foo")
+    assert not list(tmp_path.iterdir())
+
+
+def test_conformity_writes_only_complete_tables() -> None:
+    done = run_python("-m", "bench.conformity", "--write", "--only", "nothing", cwd=BENCH.parent)
+    assert done.returncode == 2
+    assert "--write needs all engines and checks" in done.stderr
 
 
 @pytest.mark.long

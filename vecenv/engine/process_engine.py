@@ -138,7 +138,7 @@ class Engine(WorkerDriver):
             exchange.send_step(range(self.num_envs), action_list, for_recv=False)
 
     def submit_reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, for_recv: bool) -> None:
-        """Replace dead workers and submit a reset. A reset of all rows drops all pending requests.
+        """Replace dead workers and submit a reset. Unless ``for_recv``, drop all results that have not been returned yet.
 
         Args:
             seeds: A seed or ``None`` for every environment.
@@ -154,9 +154,9 @@ class Engine(WorkerDriver):
         elif ids is not None or (self.pool.held and not self.state.changing):
             self.exchange.wait_until_idle()
         elif not self.state.changing:
-            self.exchange.execute_own_messages()  # as worker processes do: even a dropped step advances every environment
+            self.exchange.execute_own_messages()  # worker processes do so too: even a dropped step advances its environments
         if self.observers and options is not None:
-            self.exchange.pickle_reset(rows, seeds, options)  # raises before the reset is announced
+            self.exchange.pickle_reset(rows, seeds, options)  # if it cannot be pickled, raise before announcing it
         seeds = self.announce_reset(rows, seeds, options, drops=not for_recv)
         if ids is None and isinstance(seeds[0], (int, np.integer)):
             new_seeds = np.random.SeedSequence(abs(int(seeds[0])))
@@ -185,7 +185,7 @@ class Engine(WorkerDriver):
                     raise error
                 finally:
                     del error, request  # break a reference cycle: the exception's traceback refers to this frame
-            exchange.flush()  # writes the messages that rebuild the failed rows; wait for their replies
+            exchange.flush()  # write the messages that rebuild the failed rows, then wait for the replies
         batch = self.batch
         infos: RowInfos | dict[Any, Any] = self._read_infos(request) if request.has_infos else {}
         try:
@@ -244,8 +244,8 @@ class Engine(WorkerDriver):
         Args:
             count: The number of rows; ``None``: the batch size.
             deadline: The ``time.monotonic()`` at which to stop waiting.
-            enough: The number of rows that suffices from ``enough_from`` on, or if no others are in flight; ``None``: count.
-            enough_from: A ``time.monotonic()`` value.
+            enough: Return this many rows from ``enough_from`` on, or if no others are in flight; ``None``: ``count``.
+            enough_from: The ``time.monotonic()`` from which ``enough`` rows suffice.
 
         Raises:
             NoAsyncCallError: Too few rows are in flight.

@@ -1,4 +1,4 @@
-"""A wrapper that gives an environment its own states of the random generators that a process shares."""
+"""A wrapper that gives an environment its own states of the random generators that all code in a process shares."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from vecenv.system.generators import Generators, is_imported, switch
 
 
 class OwnGenerators(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """A wrapper that runs an environment with its own states of the shared generators. It has the environment's attributes.
+    """A wrapper that runs an environment with its own states of the shared generators.
+
+    ``get_wrapper_attr`` and ``set_wrapper_attr`` skip it, so callers find only the environment's attributes.
 
     Args:
         env: The environment.
@@ -49,7 +51,7 @@ class OwnGenerators(gymnasium.Wrapper[Any, Any, Any, Any]):
                     raise
 
     def reset(self, **arguments: Any) -> Any:
-        """Begin an episode for the generators, and reset the environment."""
+        """Seed the generators for the episode (:meth:`Generators.begin`), and reset the environment."""
         self._generators.begin(arguments.get("seed"))
         return _run(self._generators, self.env.reset, **arguments)
 
@@ -75,8 +77,8 @@ class OwnGenerators(gymnasium.Wrapper[Any, Any, Any, Any]):
         value = _run(self._generators, self.env.get_wrapper_attr, name)
         return functools.partial(_run, self._generators, value) if callable(value) else value
 
-    def set_wrapper_attr(self, name: str, *value: Any, **force: Any) -> Any:
-        return _run(self._generators, self.env.set_wrapper_attr, name, *value, **force)
+    def set_wrapper_attr(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return _run(self._generators, self.env.set_wrapper_attr, name, *args, **kwargs)
 
     def has_wrapper_attr(self, name: str) -> bool:
         return self.env.has_wrapper_attr(name)
@@ -95,7 +97,7 @@ class OwnGenerators(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def with_own_generators(env_fns: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
-    """Return ``env_fns`` with their environments wrapped in :class:`OwnGenerators`; a repeated function gets one wrapper."""
+    """Return functions that build the environments in :class:`OwnGenerators`: the same one for each repeated function."""
     wrapped = {id(env_fn): functools.partial(_build, env_fn) for env_fn in env_fns}
     return [wrapped[id(env_fn)] for env_fn in env_fns]
 

@@ -1,15 +1,16 @@
 """Ends the programs that environments started, including those outside of their worker's process group.
 
-A helper that was started with ``start_new_session=True`` or called ``setsid`` has left the group, and one that forked twice
-has lost its parent. So each worker marks itself (:func:`mark`): it sets the soft limit of ``RLIMIT_LOCKS``, which Linux has
-not enforced since 2.4.25, to a token. Children inherit it across ``fork`` and ``exec``, and ``/proc/PID/limits`` shows it.
+A helper program that was started with ``start_new_session=True`` or called ``setsid`` has left the group, and one that
+forked twice has lost its parent. So each worker marks itself (:func:`mark`): it sets the soft limit of ``RLIMIT_LOCKS``,
+which Linux has not enforced since 2.4.25, to a token. Children inherit it across ``fork`` and ``exec``, and
+``/proc/PID/limits`` shows it.
 
 Workers do not adopt orphans (``PR_SET_CHILD_SUBREAPER``): ended orphans would stay zombies, ``os.wait()`` in an environment
 would return unknown processes, and a daemon that waits until its parent is pid 1 would wait forever.
 
 Programs started by another service (``docker run``, ``systemd-run``) survive. Everything outside of the process groups
 also survives a SIGKILL of the whole program. Without ``/proc`` or the limit (macOS, some sandboxes), only process groups are
-ended. No function here raises, except for signal handlers that were deferred to the end of a search.
+ended. No function here raises, but a signal handler that was deferred to the end of a search may.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ _LINUX: Final = sys.platform.startswith("linux")
 _RLIMIT_LOCKS: Final = 10  # the resource module has no name for it
 _SMALLEST_TOKEN: Final = 1 << 62  # a smaller limit is not a token
 _INNER_BITS: Final = (1 << 22) - 1  # these bits distinguish the workers of an engine inside a worker
-_MAX_SEARCHES: Final = 10  # repeated, because a helper may fork while it is being killed
-_MAX_EMPTY_SEARCHES: Final = 3  # then the search is given up, even if processes are still being created
-_KILL_SECONDS: Final = 0.5  # for processes to end after SIGKILL; only uninterruptible system calls take longer
+_MAX_SEARCHES: Final = 10  # more than one, because a helper may fork while it is being killed
+_MAX_EMPTY_SEARCHES: Final = 3  # after these, stop, even if processes are still being created
+_KILL_SECONDS: Final = 0.5  # time for processes to end after SIGKILL; only uninterruptible system calls take longer
 
 _own_token = 0  # set by mark()
 

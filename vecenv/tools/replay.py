@@ -1,4 +1,7 @@
-"""``vecenv replay``: repeats a recorded failure in a separate process, so that a crash does not end the command."""
+"""``vecenv replay``: repeats a recorded failure in a separate process, so that a crash does not end the command.
+
+With ``--pdb`` it is repeated in this process, under the debugger.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ _MAX_LISTED_FILES: Final = 5
 _STACK_TIMEOUT_SECONDS: Final = 1.0
 _NOTICE_DELAY_SECONDS: Final = 1.0
 _GRACE_SECONDS: Final = 5.0
-"""Seconds added to the recorded limit of a step, because the process has just started."""
+"""Seconds added to the recorded limit of a step, because the process has just started; also the time for it to end."""
 _FILE_NAME: Final = re.compile(rf".+-env\d+-episode\d+-step\d+(-\d+)?{re.escape(SUFFIX)}")
 _EXIT_CODES: Final = {AGAIN: 0, STOPPED: 0, DIFFERENT: WRONG, CANNOT: USAGE}
 
@@ -88,17 +91,17 @@ def main(arguments: argparse.Namespace) -> int:
         result = _debug(path, begin=starting_points[0], until=arguments.until, frames=arguments.frames)
     else:
         result, images = _replay_from(path, starting_points, until=arguments.until, render=arguments.frames is not None)
-    running, instead = _find_running(path, header) if result.status == DIFFERENT else (None, None)
+    running, running_file = _find_running(path, header) if result.status == DIFFERENT else (None, None)
     if arguments.json:
         print(json.dumps({
             "result": result.status, "text": result.text, "env_id": header.env_id, "env": header.env,
             "episode": header.episode, "step": result.step, "location": result.location, "traceback": result.stack,
-            "recorded": header.failed, "recorded_step": header.step, "instead": instead and str(instead),
+            "recorded": header.failed, "recorded_step": header.step, "instead": running_file and str(running_file),
         }))  # fmt: skip
     elif not arguments.pdb or result.status == CANNOT:  # with --pdb it was printed before the debugger
         _print_result(result)
     if running is not None and not arguments.json:
-        advice = f"replay {instead}" if instead else "its file is gone"
+        advice = f"replay {running_file}" if running_file else "its file is gone"
         shared = f"Env {header.env} only shared a worker with env {running}"
         print(f"{shared}, which was running when the worker failed: {advice}")
     if arguments.frames is not None and images is not None and result.status != CANNOT:
@@ -148,7 +151,7 @@ def _print_result(result: ReplayResult) -> None:
 
 
 def _find_running(path: Path, header: Header) -> tuple[int | None, Path | None]:
-    """Return the other environment that was running when the worker failed, and the file about it, if they are known."""
+    """Return the other environment that was running when the worker failed, and its file, if they are known."""
     running = header.other_running_env
     if running is None:
         return None, None
@@ -184,7 +187,7 @@ def _require_trust(path: Path) -> None:
 def _write_frames(images: Sequence[_Image], path: Path) -> str:
     """Write the frames, and return a message for the user."""
     if not images:
-        return "No frames: it failed before the first step"
+        return "No frames: the environment failed before the first step"
     try:
         count = write_video([image.frame for image in images], path, fps=images[-1].fps)
     except Exception as error:  # such as frames of different sizes
@@ -275,7 +278,7 @@ def _replay(path: Path, **options: Any) -> _Attempt:
 
 
 def _wait(helper: HelperProcess, call: _NextCall, limit: float) -> bool:
-    """Wait up to ``limit`` seconds for a message, and print that after the first. Return False if none arrives."""
+    """Wait up to ``limit`` seconds for a message; print a notice after the first second. Return False if none arrives."""
     until = time.monotonic() + limit
     if limit < math.inf:
         if helper.wait(time.monotonic() + _NOTICE_DELAY_SECONDS):
@@ -314,9 +317,9 @@ def _unfinished_result(failed: Failed | None, exitcode: int | None, call: _NextC
 
 
 def _child(caller: Connection[Any, Any], path: Path, stack_file: StackFile, options: dict[str, Any]) -> None:
-    """Run a replay in the separate process: send the recorded failure, each request, each frame and the result."""
+    """Run a replay in the separate process: send the recorded failure, each request, each image and the result."""
     stack_file.install_handlers(env_threads=False)
-    os.dup2(2, 1)  # stdout holds only results, also if the environment prints
+    os.dup2(2, 1)  # stdout holds only results, even if the environment prints
     try:
         result = _replay_here(path, report=caller.send, **options)
     except Exception as error:  # of the replay itself: exceptions of the environment are results
@@ -338,11 +341,11 @@ def _replay_here(
 
     Args:
         path, begin, until: The arguments of :func:`replay`.
-        render: Render a frame before each step, and one after the last.
-        report: A function that receives the recorded failure, each request and each frame.
+        render: Render an image before each step, and one after the last.
+        report: A function that receives the recorded failure, each request and each image.
         debug: A function that starts the debugger and returns the final result. It is called when the replay has stopped or
             ended, with the replay, its remaining requests and the result so far. Without ``until``, the replay stops before
-            a request in which the process died or hung, because that would leave no frame to inspect.
+            a request in which the process died or hung, because that would leave no stack to inspect.
     """
     header, body = read_header(path)
     try:
@@ -356,7 +359,11 @@ def _replay_here(
             if render and step:
                 report(_NextCall("", None, renders=True))
                 report(_render(replay_run.env, header.env))
-            if step >= until if until is not None else debug is not None and ends_process and replay_run.is_last:
+            if until is not None:
+                stops = step >= until
+            else:
+                stops = debug is not None and ends_process and replay_run.is_last
+            if stops:
                 result = replay_run.stopped
                 break
             report(_NextCall(replay_run.where, replay_run.step))
@@ -391,7 +398,7 @@ class _EnvDebugger(pdb.Pdb):
         """Show the prompt immediately. Pdb's own handler waits for the next line, which a hanging call never reaches."""
         self.message("\nInterrupted")
         self.set_trace(frame)
-        sys.settrace(None)  # do not trace what is typed at the prompt
+        sys.settrace(None)  # do not trace commands typed at the prompt
         self.interaction(frame, None)
         if self.quitting:
             raise bdb.BdbQuit

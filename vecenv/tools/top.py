@@ -43,8 +43,8 @@ class WorkerRow:
         index, pid: The worker's index and process id; for environments in the caller, the program's process id.
         kind: ``"process"`` or ``"caller"``.
         state: ``"stepping"``: it finished steps; ``"waiting"``: it finished steps, in less than a twentieth of the time;
-            ``"busy"``: it is computing, but finished no step; ``"idle"``; ``"unknown"``: idle or hanging, because its
-            program sleeps too, without a result for 1.5 seconds; ``"stopped"`` (by SIGSTOP); ``"dead"``.
+            ``"busy"``: it is computing, but finished no step; ``"idle"``; ``"unknown"``: idle or hanging (its
+            program sleeps too, and has had no result for 1.5 seconds); ``"stopped"`` (by SIGSTOP); ``"dead"``.
         envs: The indices of its first and last environments.
         steps_per_second: The steps of all its environments.
         waiting: The share of the time that it was not inside an environment, 0 to 1.
@@ -131,7 +131,7 @@ class Watcher:
 def _program_row(before: PublishedStats | None, now: PublishedStats) -> ProgramRow:
     seconds_since_result = max(time.monotonic() - now.at, 0.0)
     may_hang = False
-    if seconds_since_result > _LATE_SECONDS:  # no progress since that result, so that rates are 0
+    if seconds_since_result > _LATE_SECONDS:  # no progress since that result, so the rates are 0
         before, state = now, process_state(now.pid)
         may_hang = state is not None and state[0] in "SD"
     seconds = max(now.at - (before.at if before else now.began), 1e-9)
@@ -178,7 +178,7 @@ def _state(worker: PublishedWorker, *, stepped: bool, waiting: float, may_hang: 
 # --- the display ------------------------------------------------------------------------------------
 
 _ORDERS: Final[dict[str, Callable[[WorkerRow], Any]]] = {
-    "worker": lambda worker: 0,
+    "worker": lambda worker: 0,  # sorting is stable, so this keeps the order of the workers
     "steps/s": lambda worker: -worker.steps_per_second,
     "waiting": lambda worker: -worker.waiting,
     "slowest env": lambda worker: -(worker.slowest_env_seconds or 0.0),
@@ -186,7 +186,7 @@ _ORDERS: Final[dict[str, Callable[[WorkerRow], Any]]] = {
     "state": lambda worker: worker.state,
 }
 _MOVES: Final = {b"\x1b[A": (-1, 0), b"\x1b[B": (1, 0), b"\x1b[5~": (0, -1), b"\x1b[6~": (0, 1)}
-"""Arrow and page keys -> the number of rows and pages to move."""
+"""Arrow and page keys -> the number of rows and pages to scroll."""
 
 
 @dataclass
@@ -195,11 +195,11 @@ class View:
 
     order: str = "worker"
     first: int = 0
-    num_visible: int = 1  # the number of workers that fit into the latest display
+    num_visible: int = 1  # the number of workers that fitted into the latest display
     ended: bool = False
 
     def press(self, keys: bytes) -> None:
-        """Process keys: ``s`` sorts by the next column, arrow and page keys move, ``q`` ends."""
+        """Process keys: ``s`` sorts by the next column, arrow and page keys scroll, ``q`` quits."""
         for key in re.findall(rb"\x1b\[\d?.|.", keys, re.DOTALL):
             rows, pages = _MOVES.get(key, (0, 0))
             self.first += rows + pages * self.num_visible
@@ -235,7 +235,7 @@ def draw(rows: Sequence[ProgramRow], left_out: Sequence[str], view: View | None 
         order, view.num_visible = view.order, max(1, height - len(header) - 2)
         view.first = max(0, min(view.first, len(workers) - view.num_visible))
         first, last = view.first, min(view.first + view.num_visible, len(workers))
-        keys = f"workers {first + 1}-{last} of {len(workers)} by {order}; keys: s sort, arrows and pages move, q end"
+        keys = f"workers {first + 1}-{last} of {len(workers)} by {order}; keys: s sort, arrows and pages scroll, q quit"
         workers = sorted(workers, key=lambda pair: _ORDERS[order](pair[1]))[first:last]
         footer = [line(keys, "dim")]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)

@@ -183,7 +183,7 @@ class EnvRows:
                 self.guard.restart()
             try:
                 env = self._build(k)
-                first_k = rows.setdefault(id(env.unwrapped), k)
+                first_k = rows.setdefault(id(getattr(env, "unwrapped", env)), k)
                 if first_k != k:
                     raise same_object_error((self.first + first_k, self.first + k), env)
                 mismatch = self.plan.expected.find_mismatch(env)
@@ -208,11 +208,12 @@ class EnvRows:
     def _offer_buffer(self, k: int, env: gymnasium.Env[Any, Any]) -> None:
         """Give a buffer to an environment that can write its observations in place."""
         # looked up in the class, because an environment's __getattr__ may return anything
-        accept_buffer = getattr(type(env.unwrapped), "observation_buffer", None)
+        bare = getattr(env, "unwrapped", env)
+        accept_buffer = getattr(type(bare), "observation_buffer", None)
         if callable(accept_buffer) and self._tree is not None:
             views = [leaf[k : k + 1].reshape(leaf.shape[1:]) for leaf in self._leaves]
             self._buffers[k] = self._tree.build(iter(views))
-            accept_buffer(env.unwrapped, self._buffers[k])
+            accept_buffer(bare, self._buffers[k])
 
     def _env(self, k: int) -> gymnasium.Env[Any, Any]:
         env = self.envs[k]

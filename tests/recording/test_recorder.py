@@ -288,8 +288,8 @@ def test_unsaveable_environments_are_recorded_from_their_reset(tmp_path: Path) -
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the garbage collector swallows some
-@pytest.mark.parametrize("seconds", [1.0, pytest.param(4.0, marks=pytest.mark.long)])
-def test_interrupted_steps_are_recorded_once(seconds: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1000, pytest.param(4000, marks=pytest.mark.long)])
+def test_interrupted_steps_are_recorded_once(count: int, tmp_path: Path) -> None:
     armed = [False]
 
     def raise_if_armed(number: int, frame: Any) -> None:
@@ -300,8 +300,9 @@ def test_interrupted_steps_are_recorded_once(seconds: float, tmp_path: Path) -> 
     recorded = start_recorded(HistoryEnv, tmp_path, snapshot_every=20, num_workers=2)
     with signal_handler(signal.SIGALRM, raise_if_armed), recorded as envs:
         envs.reset(seed=1)
-        interrupted, deadline = 0, time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        interrupted = steps = 0
+        while steps < count or interrupted < count // 40:
+            steps += 1
             envs._recorder._next_snapshot_time = 0.0
             actions = rng.integers(0, 5, 4)
             try:
@@ -317,7 +318,6 @@ def test_interrupted_steps_are_recorded_once(seconds: float, tmp_path: Path) -> 
                     envs.step_wait()
         require_replays_match(envs, tmp_path)
         require_replays_match(envs, tmp_path, "snapshot")
-    assert interrupted > 25 * seconds
 
 
 def test_replay_of_a_thawed_environment_before_a_reset_is_refused(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def test_first_line_about_a_hang_has_the_location(caplog: pytest.LogCaptureFixtu
             envs.step([0, 0])
         (record,) = envs.errors
     line = HangingEnv.step.__code__.co_firstlineno + 3
-    where = f"it hung for more than 0.3 seconds and was killed at test_restart_budget.py:{line} in step"
+    where = f"it hung for more than 0.3 seconds at test_restart_budget.py:{line} in step, and was killed"
     assert str(record).endswith(where)
     assert "env 0, of envs 0-1) died during step: " in str(record)
     assert where in str(caught.value)

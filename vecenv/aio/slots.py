@@ -396,7 +396,7 @@ class Slots:
                 request = next(iter(group.pending))
                 slot = self._slots[request.rows[0]]
             location = f" at {found}" if (found := innermost_location(stack)) else ""
-            slot.lost_reason = f"hung for more than {format_seconds(self.step_timeout)} and was killed{location}"
+            slot.lost_reason = f"hung for more than {format_seconds(self.step_timeout)}{location}, and was killed"
             text = f"env {slot.row}, worker {group.index}, pid {pid}, during {request.command}: it {slot.lost_reason}"
             slot.finish(None, StepTimeout(text + (f"\n{stack}" if stack else ""), envs=[slot.row]))
             self._kill(slot, slot.lost_reason + (f"\nits stack:\n{stack}" if stack else ""))

@@ -462,7 +462,7 @@ class Exchange:
             where = f" at {location}" if (location := innermost_location(stack)) else ""
             self.state.changing = True  # a reset after an interruption replaces workers with a `kill_reason`
             worker.timeout = timeout
-            worker.kill_reason = f"{reason} and was killed{where}" + (f"\nits stack:\n{stack}" if stack else "")
+            worker.kill_reason = f"{reason}{where}, and was killed" + (f"\nits stack:\n{stack}" if stack else "")
             worker.watch.signal(9)
             self.messages.handle_death(worker)
             self.messages.settle_for_recv()

@@ -390,6 +390,13 @@ def test_run_reports_that_no_vector_environment_was_built(tmp_path: Path) -> Non
     assert done.stderr.endswith("vecenv run: no vector environment was built by vecenv in this process\n")
 
 
+def test_report_names_the_adapter_if_stable_baselines3_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "stable_baselines3", raising=False)
+    assert "as_sb3" not in str(patching.PatchReport())
+    monkeypatch.setitem(sys.modules, "stable_baselines3", sys)
+    assert str(patching.PatchReport()).endswith("Stable-Baselines3's classes are not replaced: use vecenv.adapters.as_sb3")
+
+
 @pytest.mark.long
 def test_run_reports_a_subclass_that_still_derives_from_gymnasiums_class(tmp_path: Path) -> None:
     (tmp_path / "derives.py").write_text(textwrap.dedent("""

@@ -77,7 +77,10 @@ class PatchReport:
             return f"no vector environment could be built: {self.refused}{more}"
         if self.began is None:
             sync = "" if GymnasiumSync in _REPLACED else "; --sync replaces SyncVectorEnv too"
-            return f"no vector environment was built by vecenv in this process{sync}{more}"
+            sb3 = ""
+            if "stable_baselines3" in sys.modules:
+                sb3 = "; Stable-Baselines3's classes are not replaced: use vecenv.adapters.as_sb3"
+            return f"no vector environment was built by vecenv in this process{sync}{sb3}{more}"
         seconds = max(time.monotonic() - self.began, 1e-9)
         failed = f"{self.failures:.0f} failure{'s' * (self.failures != 1)}" if self.failures else "nothing failed"
         restarts = f", {self.restarts:.0f} restart{'s' * (self.restarts != 1)}" if self.restarts else ""

@@ -19,6 +19,7 @@ sb3 = pytest.importorskip("stable_baselines3", reason="needs Stable-Baselines3: 
 from stable_baselines3.common.evaluation import evaluate_policy  # noqa: E402
 from stable_baselines3.common.vec_env import (  # noqa: E402
     DummyVecEnv,
+    VecCheckNan,
     VecFrameStack,
     VecMonitor,
     VecNormalize,
@@ -126,9 +127,47 @@ def test_vec_normalize_is_applied_and_other_wrappers_are_refused() -> None:
     results = as_tuples(evaluate_sb3(Model(), normalizer, 4, seed=4))
     assert max(received) <= 1e-3
     assert results == as_tuples(evaluate_sb3(RecurrentModel(), envs, 4, seed=4))
-    with pytest.raises(TypeError, match="evaluate_sb3 does not apply VecFrameStack: wrap the single environments instead"):
+    advice = "wrap the single environments instead"
+    with pytest.raises(TypeError, match=f"evaluate_sb3 does not apply VecCheckNan: {advice}$"):
+        evaluate_sb3(RecurrentModel(), VecCheckNan(normalizer), 4)
+    with pytest.raises(TypeError, match=f"evaluate_sb3 does not apply VecFrameStack: {advice}, as docs/clients.md shows$"):
         evaluate_sb3(RecurrentModel(), VecFrameStack(normalizer, 4), 4)
     envs.close()
+
+
+class GreyEnv(gymnasium.Env[Any, Any]):
+    """Random images with one channel, in episodes of six steps."""
+
+    observation_space = gymnasium.spaces.Box(0, 255, (36, 40, 1), np.uint8)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.np_random.integers(0, 256, (36, 40, 1), np.uint8), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        return self.np_random.integers(0, 256, (36, 40, 1), np.uint8), 0.0, self.steps == 6, False, {}
+
+
+def stack_frames() -> Any:
+    stacked = gymnasium.wrappers.FrameStackObservation(GreyEnv(), 4, padding_type="zero")
+    return gymnasium.wrappers.ReshapeObservation(stacked, (4, 36, 40))
+
+
+def test_frames_stacked_in_each_environment_equal_those_of_vec_frame_stack() -> None:
+    around = VecTransposeImage(VecFrameStack(DummyVecEnv([GreyEnv] * 2), 4))
+    within = as_sb3(vecenv.AsyncVectorEnv([stack_frames] * 2, num_workers=0, autoreset_mode="SameStep"))
+    around.seed(3)
+    within.seed(3)
+    np.testing.assert_array_equal(within.reset(), around.reset())
+    for _ in range(15):
+        results, expected = within.step(np.zeros(2, int)), around.step(np.zeros(2, int))
+        np.testing.assert_array_equal(results[0], expected[0])
+        for info, expected_info in zip(results[3], expected[3], strict=True):
+            np.testing.assert_array_equal(info.get("terminal_observation"), expected_info.get("terminal_observation"))
+    within.close()
 
 
 class ImageEnv(gymnasium.Env[Any, Any]):

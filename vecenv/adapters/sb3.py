@@ -21,7 +21,14 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.preprocessing import check_for_nested_spaces, is_image_space
-from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecMonitor, VecNormalize, VecTransposeImage
+from stable_baselines3.common.vec_env import (
+    VecEnv,
+    VecEnvWrapper,
+    VecFrameStack,
+    VecMonitor,
+    VecNormalize,
+    VecTransposeImage,
+)
 
 from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, added_keys, agents_per_env, require_settings, reset_all
 from vecenv.evaluating import evaluate
@@ -239,7 +246,10 @@ def evaluate_sb3(
         if isinstance(envs, VecNormalize):
             normalize = envs
         elif not isinstance(envs, VecMonitor | VecTransposeImage):
-            raise TypeError(f"evaluate_sb3 does not apply {type(envs).__name__}: wrap the single environments instead")
+            stacks = ", as docs/clients.md shows" if isinstance(envs, VecFrameStack) else ""
+            raise TypeError(
+                f"evaluate_sb3 does not apply {type(envs).__name__}: wrap the single environments instead{stacks}"
+            )
         envs = envs.venv
     inner = envs.vector_env if isinstance(envs, SB3VecEnv) else envs
     if not hasattr(model, "predict") or not (isinstance(inner, VectorEnv) or hasattr(inner, "possible_agents")):

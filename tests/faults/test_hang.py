@@ -380,7 +380,7 @@ def test_abandon_ends_the_rows_of_a_hanging_worker() -> None:
         assert sorted(envs.recv(count=2)[4]["env_id"].tolist()) == [0, 1]
         started_at = time.monotonic()
         envs.abandon([2])
-        with pytest.raises(WorkerDied, match="it was abandoned.*, and was killed") as info:
+        with pytest.raises(WorkerDied, match=r"it was abandoned.*, and was killed") as info:
             envs.recv(count=1)
         assert time.monotonic() - started_at < 60
         assert info.value.envs == (2, 3)

@@ -549,7 +549,7 @@ def test_abandoned_worker_after_a_timeout_is_recorded_once(tmp_path: Path) -> No
         with pytest.raises(StepTimeout) as timeout:
             envs.step([0, 0])
         envs.abandon(timeout.value.envs)
-        with pytest.raises(WorkerDied, match="died during step: it was abandoned at .*, and was killed") as died:
+        with pytest.raises(WorkerDied, match=r"died during step: it was abandoned at .*, and was killed") as died:
             envs.step_wait()
         assert died.value.__notes__[: len(timeout.value.__notes__)] == timeout.value.__notes__
     first, second = sorted(tmp_path.glob("*.vecenv"))

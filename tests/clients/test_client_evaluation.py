@@ -61,6 +61,14 @@ def test_recurrent_policy_has_equal_results_for_every_number_of_environments() -
     assert results_by_size[0] == results_by_size[1] == results_by_size[2]
 
 
+def test_error_of_a_module_of_another_dtype_has_a_note() -> None:
+    envs = make_envs(1)
+    with pytest.raises(RuntimeError, match="same dtype") as caught:
+        vecenv.evaluate(envs, torch.nn.Linear(4, 2).double(), 1, seed=1)
+    assert "observation space's dtype" in "".join(caught.value.__notes__)
+    envs.close()
+
+
 def test_evaluate_sb3_equals_evaluate_policy() -> None:
     model = sb3.PPO("MlpPolicy", CARTPOLE(), n_steps=64, seed=0, device="cpu")
     model.learn(256)

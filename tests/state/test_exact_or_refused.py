@@ -436,6 +436,27 @@ class EzPickledBound(kept_envs.CountingEnv, EzPickle):
         super().__init__()
 
 
+def test_file_that_an_environment_creates_after_the_save_does_not_prevent_a_load(tmp_path: Path) -> None:
+    log, level = tmp_path / "log", tmp_path / "level"
+    level.write_text("1")
+    env_fn = functools.partial(EzPickledBound, str(log))
+    with reset_engine(env_fn) as envs, reset_engine(functools.partial(EzPickledBound, str(level))) as others:
+        saved, saved_level = envs.save(verify=False), others.save(verify=False)
+        log.write_text("a line")
+        with reset_engine(env_fn) as same:
+            same.load(saved)
+            envs.load(same.save(verify=False))
+            log.unlink()
+        with reset_engine(env_fn) as same:
+            same.load(saved)
+        level.write_text("2")
+        with (
+            reset_engine(functools.partial(EzPickledBound, str(level))) as changed,
+            pytest.raises(SnapshotMismatch, match="made with"),
+        ):
+            changed.load(saved_level)
+
+
 def test_slots_of_arguments_are_compared_and_slots_of_environments_raise() -> None:
     with reset_engine(SlotsEnv) as envs, pytest.raises(NotRestorable, match=r"attributes in __slots__.*: height"):
         envs.save(verify=False)

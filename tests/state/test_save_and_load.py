@@ -29,7 +29,7 @@ from gymnasium.wrappers import FrameStackObservation, NormalizeObservation, Reco
 
 import vecenv
 from vecenv.errors import EnvFailed, NotRestorable, SnapshotMismatch, WorkerDied
-from vecenv.testing import assert_identical
+from vecenv.testing import FaultyEnv, assert_identical
 
 # --- ``save``, ``load`` and state dicts of process engines are exact and complete, or raise -------
 
@@ -278,6 +278,19 @@ def test_save_and_load_of_live_rows_work_after_another_worker_died() -> None:
         assert_identical(envs.save([0])[0].observation, kept[0].observation)
         envs.reset(seed=1, options={"reset_mask": np.array([False, False, True, True])})
         assert_identical(envs.load(kept), np.stack([one.observation for one in kept]))
+
+
+def test_death_of_a_worker_during_the_check_of_a_save_names_verify() -> None:
+    def build() -> Any:
+        return FaultyEnv(gymnasium.make("CartPole-v1"), "segfault", step=2)
+
+    with closing(vecenv.AsyncVectorEnv([build], num_workers=1)) as envs:
+        envs.reset(seed=0)
+        with pytest.raises(WorkerDied, match="died during save") as caught:
+            envs.save()
+        assert "verify=False" in "".join(caught.value.__notes__)
+        envs.reset(seed=0)
+        envs.save(verify=False)
 
 
 def test_steps_per_second_excludes_steps_of_a_loaded_state() -> None:

@@ -143,6 +143,9 @@ def test_bench_with_wrong_trajectories_exits_with_code_1(
         (["bench", "--engines", "worker"], "no engine 'worker'. The engines are: auto,"),
         (["bench", "--engines", ","], "no engine ''. The engines are: auto,"),
         (["plan", "CartPol-v1"], "CartPol-v1"),
+        (["plan", "train.py"], "For a function in that file: train:function."),
+        (["bench", "train.py:make"], "No module named 'train' (the module in train.py is 'train')"),
+        (["bench", "gymnasium:make"], "gymnasium:make needs arguments (id): name a function that builds an environment"),
     ],
 )
 def test_wrong_name_of_environment_or_engine_is_one_error_line(

@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.engine.exchange import Exchange
 from vecenv.engine.worker_process import Worker
-from vecenv.errors import NotRestorable
+from vecenv.errors import NotRestorable, WorkerDied
 from vecenv.link.messages import Op
 from vecenv.link.observations import require_observation
 from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
@@ -85,7 +85,11 @@ class Calls:
         self._exchange.failures.require_intact(rows)
         saved = self._call("save", Op.SAVE, _select_positions(rows))
         if verify and (new := sorted(set(rows) - self.verified)):
-            self._call("save", Op.PROVE, _select_positions(new))
+            try:
+                self._call("save", Op.PROVE, _select_positions(new))
+            except WorkerDied as error:
+                error.add_note("the check before the first save steps copies of an environment; save(verify=False) skips it")
+                raise
             self.verified |= set(new)
         return Snapshots(self.with_observation(row, saved[row]) for row in rows)
 

@@ -27,6 +27,10 @@ _ATTEMPT_ARGUMENTS: Final[dict[str, Callable[[Sequence[Attempt]], Any]]] = {
     "episodes": lambda attempts: np.array([attempt.index for attempt in attempts], np.intp),
     "rngs": lambda attempts: [attempt.rng for attempt in attempts],
 }
+_DTYPE_NOTE: Final = (
+    "a torch module receives tensors of the observation space's dtype: for a float32 network on float64 observations pass"
+    " `lambda o: policy(o.float())` with arrays='torch'"
+)
 _OPTIONAL_ARGUMENTS: Final = (*_ATTEMPT_ARGUMENTS, "infos", "state")
 
 
@@ -55,7 +59,7 @@ class PolicyCaller:
             raise ValueError(f"batch must be one of {BATCHES}, got {batch!r}")
         if arrays is not None and arrays not in ARRAYS:
             raise ValueError(f"arrays must be one of {ARRAYS} or None, got {arrays!r}")
-        module = _is_module(policy)
+        self._is_module = module = _is_module(policy)
         self._parameters = _optional_parameters(policy.forward if module else policy)
         if ("state" in self._parameters) != (initial_state is not None):
             if initial_state is None:
@@ -117,7 +121,12 @@ class PolicyCaller:
             states = [self._initial_state if attempt.begins else self._states[attempt.row] for attempt in attempts]
             arguments["state"] = map_leaves(_stack, *states)
         with self._context():
-            actions = self._policy(self._convert(observations), **arguments)
+            try:
+                actions = self._policy(self._convert(observations), **arguments)
+            except RuntimeError as error:
+                if self._is_module and "dtype" in str(error):
+                    error.add_note(_DTYPE_NOTE)
+                raise
         if "state" in parameters:
             actions = self._store_states(actions, attempts[:count])
         return self._check_actions(to_numpy(actions), count + padding, count)

@@ -48,11 +48,17 @@ def describe(value: Any) -> str:
 
 def differ(one: str, other: str) -> bool:
     """True if two descriptions differ. Bytecode is compared only if both are from the same version of Python."""
-    if one == other:
+    if one == other or _is_file_created(one, other) or _is_file_created(other, one):
         return False
     if {version for version, _ in _CODE.findall(one)} == {version for version, _ in _CODE.findall(other)}:
         return True
     return _CODE.sub("", one) != _CODE.sub("", other)
+
+
+def _is_file_created(before: str, after: str) -> bool:
+    """True if ``before`` is a path without a file, and ``after`` a file of that name, such as a log of the environment."""
+    name = os.path.basename(before[1:-1])
+    return before[1:2] == "/" and after.startswith(f"file {name} ")
 
 
 def _shorten(text: str) -> str:

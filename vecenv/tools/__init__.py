@@ -63,7 +63,8 @@ def import_module_or_exit(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise CliError(f"cannot import {name!r}: {error}") from None
+        hint = f" (the module in {name} is {name[:-3].replace('/', '.')!r})" if name.endswith(".py") else ""
+        raise CliError(f"cannot import {name!r}: {error}{hint}") from None
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import inspect
 import itertools
 import logging
 import math
@@ -75,6 +76,7 @@ def resolve(env_id: str) -> EnvFn:
     if module:
         env_fn: Any = getattr(import_module_or_exit(module), name, None)
         if callable(env_fn) and name not in gymnasium.registry:
+            _require_no_arguments(env_id, env_fn)
             return env_fn  # type: ignore[no-any-return]
     elif env_id.startswith("ALE/"):
         require(env_id, "ale_py")
@@ -82,8 +84,22 @@ def resolve(env_id: str) -> EnvFn:
     try:
         newest = find_spec(name).id
     except gymnasium.error.Error as error:
-        raise CliError(f"{env_id!r}: {error}") from None
+        hint = f" For a function in that file: {name[:-3]}:function." if name.endswith(".py") else ""
+        raise CliError(f"{env_id!r}: {error}{hint}") from None
     return partial(make_env, f"{module}:{newest}" if module else newest)
+
+
+def _require_no_arguments(env_id: str, env_fn: EnvFn) -> None:
+    try:
+        parameters = inspect.signature(env_fn).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return
+    optional = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    required = [one.name for one in parameters if one.default is one.empty and one.kind not in optional]
+    if required:
+        raise CliError(
+            f"{env_id} needs arguments ({', '.join(required)}): name a function that builds an environment without any"
+        )
 
 
 def run_for(step: Callable[[], float], seconds: float) -> float:

@@ -318,7 +318,8 @@ class MakeRequest:
         if isinstance(self.id_or_env_fn, EnvSpec):
             return self.id_or_env_fn.id
         if not isinstance(self.id_or_env_fn, str):
-            raise TypeError(f"backend {backend!r} needs the name of an environment, got {self.id_or_env_fn!r}")
+            hint = "; vecenv.backends.JaxVectorEnv takes objects" if backend in ("brax", "playground") else ""
+            raise TypeError(f"backend {backend!r} needs the name of an environment, got {self.id_or_env_fn!r}{hint}")
         return self.id_or_env_fn
 
     def result_spec(self, mode: str, spec: EnvSpec | None) -> EnvSpec | None:

@@ -114,7 +114,7 @@ def test_finished_rows_are_not_stepped_in_disabled_mode(batch_size: int | None) 
     [("Disabled", 0.3, {}), ("NextStep", 0.3, {}), ("NextStep", 200, {"timeout": 0.3}), ("Disabled", 200, {"timeout": 0.3})],
 )
 def test_timeout_is_that_of_the_bridge_or_of_the_engine(mode: str, step_timeout: Any, options: Any) -> None:
-    """It applies to a step, and to the next reset, which waits again for the pending step."""
+    """It applies to a step, and to the next reset, which waits for the pending step until that is abandoned."""
     fns = make_faulty_fns("hang")
     kwargs: dict[str, Any] = {"num_workers": 2, "context": "forkserver", "autoreset_mode": mode}
     envs = vecenv.AsyncVectorEnv(fns, step_timeout=step_timeout, **kwargs)
@@ -123,9 +123,11 @@ def test_timeout_is_that_of_the_bridge_or_of_the_engine(mode: str, step_timeout:
         state = env.step(env.step(env.reset(jax.random.key(SEED)), action), action)
         with pytest.raises(StepTimeout, match=r"0\.3 second"):
             env.step(state, action)
-        with pytest.raises(StepTimeout, match=r"0\.3 second"):
+        with pytest.raises(StepTimeout, match=r"0\.3 second") as caught:
             env.reset(jax.random.key(SEED))
-        envs.close(terminate=True)
+        assert "bridge.envs.abandon(error.envs), then bridge.reset(key)" in caught.value.__notes__[0]
+        envs.abandon(caught.value.envs)
+        assert env.reset(jax.random.key(SEED)).first.all()
 
 
 @pytest.mark.long

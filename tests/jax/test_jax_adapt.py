@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import subprocess
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -281,6 +283,43 @@ def test_arguments_unknown_to_brax_raise(brax: Any) -> None:
 def test_adapt_of_another_object_raises(value: Any) -> None:
     with pytest.raises(TypeError, match=r"that vecenv supports\. These are Brax.* max_episode_steps, differentiable"):
         adapt(value)
+
+
+def test_adapt_of_a_class_or_of_an_incomplete_object_names_the_mistake() -> None:
+    with pytest.raises(TypeError, match=r"got the class Counter: write Counter\(\.\.\.\)"):
+        adapt(Counter)
+    incomplete = SimpleNamespace(init=Counter().init, step=Counter().step, max_episode_steps=3, single_action_space=None)
+    with pytest.raises(TypeError, match="lacks single_observation_space, differentiable:"):
+        adapt(incomplete)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class BraxState:
+    obs: Any
+    reward: Any
+    done: Any
+    info: dict[str, Any]
+    metrics: dict[str, Any]
+
+
+class BraxLike:
+    """An object with the four members that the error message of ``adapt`` names for Brax, and no others."""
+
+    observation_size = action_size = 2
+
+    def reset(self, rng: Any) -> BraxState:
+        return BraxState(jax.random.uniform(rng, (2,)), jnp.zeros(()), jnp.zeros(()), {}, {})
+
+    def step(self, state: BraxState, action: Any) -> BraxState:
+        obs = state.obs + action
+        return BraxState(obs, obs.sum(), jnp.zeros(()), {}, {})
+
+
+def test_object_with_the_methods_of_brax_is_stepped() -> None:
+    env = FunctionalVectorEnv(BraxLike(), 3)
+    state = env.reset(new_key(0))
+    np.testing.assert_allclose(env.step(state, jnp.ones((3, 2))).reward, (state.obs + 1).sum(1))
 
 
 # -- gymnax, jumanji, FuncEnv --------------------------------------------------------------------------------------

@@ -368,6 +368,8 @@ def test_step_of_a_wrong_state_raises(counters: Any) -> None:
 
 
 class WrongResult(Counter):
+    name = "WrongResult"
+
     def __init__(self, fault: str) -> None:
         self.fault = fault
 
@@ -379,6 +381,8 @@ class WrongResult(Counter):
             obs = {**obs, "position": jnp.zeros(3)}
         elif self.fault == "reward":
             reward = jnp.zeros(2)
+        elif self.fault == "count":
+            return state, obs, reward, terminated, truncated
         return state, obs, reward, terminated, truncated, info
 
 
@@ -386,7 +390,7 @@ class WrongResult(Counter):
     ("fault", "text"),
     [
         ("structure", "different structure"), ("shape", r"\['position'\] of shape \(3,\)"),
-        ("reward", r"reward of shape \(2,\)"),
+        ("reward", r"reward of shape \(2,\)"), ("count", r"WrongResult: step returned 5 values; expected \(state, obs,"),
     ],
 )  # fmt: skip
 def test_step_with_a_wrong_result_of_the_environment_raises(fault: str, text: str) -> None:

@@ -270,6 +270,24 @@ def test_list_of_dicts_equals_the_batched_infos() -> None:
                 assert np.array_equal(info["_time"], infos["_time"][row])
 
 
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_infos_by_row_of_agents_are_those_of_list_of_dicts(mode: AutoresetMode) -> None:
+    fns = [functools.partial(RandomGame, count=3, infos=True)] * 3
+    options: dict[str, Any] = {"autoreset_mode": mode, "num_workers": 0}
+    with open_games(fns, **options) as envs, open_games(fns, **options) as others:
+        by_row = vecenv.infos_by_row(envs)
+        for _ in range(2 if mode is AutoresetMode.DISABLED else 12):
+            actions = envs.action_space.sample()
+            expected = list_of_dicts(others.step(actions)[4])
+            for info, other in zip(by_row.step(actions)[4], expected, strict=True):
+                np.testing.assert_equal(info, other)
+
+
+def test_single_agent_wrapper_of_agents_names_flatten_agents() -> None:
+    with open_games(make_fns(1), num_workers=0) as envs, pytest.raises(TypeError, match=r"wrap envs\.flatten_agents\(\)"):
+        vecenv.wrappers.RecordEpisodeStatistics(envs)  # type: ignore[arg-type]
+
+
 def test_list_of_dicts_omits_masks_of_environments() -> None:
     class NestedInfosGame(RandomGame):
         def _infos(self, agents: list[str]) -> dict[str, Any]:

@@ -322,9 +322,15 @@ def info_rows(infos: Mapping[Any, Any], count: int) -> list[dict[Any, Any]]:
     rows: list[dict[Any, Any]] = [{} for _ in range(count)]
     for key in own_keys(infos):
         mask = infos.get(f"_{key}")
-        for row in range(count) if mask is None else np.flatnonzero(mask).tolist():
+        for row in range(count) if mask is None else _rows_with_values(mask):
             rows[row][key] = _value_at(infos[key], row)
+            if mask is not None and np.ndim(mask) == 2:  # of agents
+                rows[row][f"_{key}"] = mask[row].copy()
     return rows
+
+
+def _rows_with_values(mask: Array) -> list[int]:
+    return np.flatnonzero(mask.any(1) if np.ndim(mask) == 2 else mask).tolist()
 
 
 def executed_steps(infos: Mapping[Any, Any], count: int) -> npt.NDArray[np.int64] | int:
@@ -360,8 +366,9 @@ def _chunk_steps(info: Any) -> Any:
 
 def _value_at(column: Any, row: int) -> Any:
     if isinstance(column, dict):
-        masks = {key: column.get(f"_{key}") for key in own_keys(column)}
-        return {key: _value_at(column[key], row) for key, mask in masks.items() if mask is None or mask[row]}
+        masks: dict[Any, Any] = {key: column.get(f"_{key}") for key in own_keys(column)}
+        values = {key: _value_at(column[key], row) for key, mask in masks.items() if mask is None or np.any(mask[row])}
+        return values | {f"_{key}": masks[key][row].copy() for key in values if np.ndim(masks[key]) == 2}
     value = column[row]
     if isinstance(value, np.generic) and column.dtype.char in _PYTHON_NUMBERS:
         return value.item()

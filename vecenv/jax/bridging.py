@@ -496,7 +496,8 @@ bridge = Bridge
 
 def _check_options(envs: Any, float64: str, timeout: float | str | None, lanes: int | None) -> None:
     if not isinstance(envs, VectorEnv):
-        raise TypeError(f"bridge needs a gymnasium.vector.VectorEnv, got {type(envs).__name__}.")
+        hint = ": use envs.flatten_agents()" if hasattr(envs, "flatten_agents") else "."
+        raise TypeError(f"bridge needs a gymnasium.vector.VectorEnv, got {type(envs).__name__}{hint}")
     if getattr(envs.unwrapped, "closed", False):
         raise ClosedEnvironmentError("bridge needs an open vector env, but this one is closed.")
     if float64 not in _FLOAT64_OPTIONS:

@@ -425,7 +425,12 @@ class FixedSpec(Wrapper):
         return self._convert_to_spec(self.env.init(key), "init")  # type: ignore[no-any-return]
 
     def step(self, state: PyTree, action: PyTree, key: Array) -> Stepped:
-        state, obs, reward, terminated, truncated, info = self.env.step(state, action, key)
+        result: Any = self.env.step(state, action, key)
+        if not isinstance(result, tuple) or len(result) != 6:
+            got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
+            values = "(state, obs, reward, terminated, truncated, info)"
+            raise ValueError(f"{self.name}: step returned {got}; expected {values}.")
+        state, obs, reward, terminated, truncated, info = result
         state, obs = self._convert_to_spec((state, obs), "step")
         reward = jnp.asarray(reward, jnp.result_type(float))
         flags = [jnp.asarray(flag, bool) for flag in (terminated, truncated)]

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
-from vecenv.errors import ObservationError, StaleStateError
+from vecenv.errors import ObservationError, StaleStateError, StepTimeout
 from vecenv.front.arguments import GymnasiumAsync
 from vecenv.front.capabilities import capabilities_of
 from vecenv.front.driver import drop_pending_and_retry
@@ -359,6 +359,8 @@ class Requests:
         except (multiprocessing.TimeoutError, KeyboardInterrupt) as error:
             if isinstance(self.envs, GymnasiumAsync) and capabilities_of(self.envs) is None:
                 self._interruption = error  # Gymnasium would return the late reply from the next call
+            elif isinstance(error, StepTimeout) and error.envs:
+                error.add_note("With a bridge: call bridge.envs.abandon(error.envs), then bridge.reset(key).")
             raise
         except BaseException:
             self._pending = None

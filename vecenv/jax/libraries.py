@@ -64,7 +64,7 @@ def adapt(
         env = make_env(env, **env_kwargs)
     elif env_kwargs:
         raise TypeError(f"{sorted(env_kwargs)} can only be given together with a name, not with {env!r}.")
-    result: JaxEnv = env if isinstance(env, JaxEnv) else choose_adapter(env)
+    result: JaxEnv = env if isinstance(env, JaxEnv) and not isinstance(env, type) else choose_adapter(env)
     if max_episode_steps is not None:
         result = Limited(result, max_episode_steps)
     if rescale is not None:
@@ -227,6 +227,7 @@ _BUILDERS: dict[str, Callable[..., Any]] = {"brax": _build_brax, "playground": _
 _BATCHING_WRAPPERS = {"VmapWrapper", "EvalWrapper", "DomainRandomizationVmapWrapper", "BraxDomainRandomizationVmapWrapper"}
 _AUTORESET_WRAPPERS = {"AutoResetWrapper", "BraxAutoResetWrapper"}
 _EPISODE_WRAPPERS = {"EpisodeWrapper"}
+_JAX_ENV_MEMBERS = ("step", "single_observation_space", "single_action_space", "max_episode_steps", "differentiable")
 
 
 def choose_adapter(env: Any) -> JaxEnv:
@@ -236,6 +237,8 @@ def choose_adapter(env: Any) -> JaxEnv:
         TypeError: The object is of an unsupported kind; the message lists the supported ones.
     """
     env, params = env if isinstance(env, tuple) and len(env) == 2 else (env, None)
+    if isinstance(env, type):
+        raise TypeError(f"expected an environment, got the class {env.__name__}: write {env.__name__}(...)")
     if hasattr(env, "step_env") and hasattr(env, "reset_env"):
         return GymnaxAdapter(env, params)
     if callable(getattr(env, "reset", None)) and hasattr(env, "observation_spec") and hasattr(env, "action_spec"):
@@ -244,6 +247,9 @@ def choose_adapter(env: Any) -> JaxEnv:
         return FuncAdapter(env, params)
     if all(hasattr(env, name) for name in ("reset", "step", "observation_size", "action_size")):
         return _unwrap(env)
+    missing = [name for name in _JAX_ENV_MEMBERS if not hasattr(env, name)]
+    if callable(getattr(env, "init", None)) and missing:
+        raise TypeError(f"{type(env).__name__} lacks {', '.join(missing)}: see vecenv.jax.JaxEnv")
     raise TypeError(
         f"{type(env).__module__}.{type(env).__name__} is not a kind of JAX environment that vecenv supports. These are Brax "
         "and MuJoCo Playground (reset(key), step(state, action), observation_size, action_size), gymnax (reset_env, "
@@ -283,7 +289,7 @@ class BraxAdapter(Adapter):
 
     def __init__(self, env: Any) -> None:
         self.env = env
-        self._base = env.unwrapped
+        self._base = getattr(env, "unwrapped", env)
         self.name = type(self._base).__name__
         self.is_playground = hasattr(self._base, "mjx_model")
         _, obs = jax.eval_shape(self.init, default_key(0))

@@ -91,9 +91,9 @@ class MultiAgentVecEnv:
 
     ``infos`` always contains ``agent_mask``, bool ``[n, A]``: the agent is present and must act next; and
     ``transition_mask``, bool ``[n, A]``: the agent acted, so its reward and flags belong to a transition (False after a
-    reset). After a step it also contains ``env_done``, bool ``[n]``, and ``env_terminated``, bool ``[n]``: done, and no
-    agent was truncated. The step in which an agent dies returns its last observation, reward and flags; from then on, its
-    row is padding: observation ``pad_value``, reward 0, flags and masks False. ``docs/multi_agent.md`` describes the rest.
+    reset). After a step it also contains ``env_done``, bool ``[n]``, and ``env_terminated``, bool ``[n]``: done, and the
+    environment truncated no agent. The step in which an agent dies returns its last observation, reward and flags; from
+    then on, its row is padding: observation ``pad_value``, reward 0, flags and masks False. See ``docs/multi_agent.md``.
 
     Args:
         env_fns: Functions that build the environments: PettingZoo's parallel ones, RLlib's ``MultiAgentEnv``, or ones with

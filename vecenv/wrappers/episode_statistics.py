@@ -36,6 +36,8 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     """
 
     def __init__(self, env: VectorEnv[Any, Any, Any], buffer_length: int = 100, stats_key: str = "episode") -> None:
+        if hasattr(env, "flatten_agents"):
+            raise TypeError(f"an episode of {type(env).__name__} has several returns: wrap envs.flatten_agents()")
         super().__init__(env, buffer_length, stats_key)
         self._key = stats_key
         self._same_step = env.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP

@@ -276,6 +276,29 @@ def test_restart_logs_its_file_and_replay_repeats_the_death(
         assert replay(file).status == "happened again"
 
 
+def return_no_info(result: Any) -> Any:
+    return (*result[:-1], None)
+
+
+@pytest.mark.parametrize("when", [{"step": FAILING_STEP}, {"reset": 2}], ids=str)
+def test_replay_repeats_info_that_is_not_a_dict(when: dict[str, int], tmp_path: Path) -> None:
+    fns = [ShortEnv, functools.partial(make_faulty_env, return_no_info, **when)]
+    with contextlib.closing(vecenv.AsyncVectorEnv(fns, on_failure="restart", record_failures=tmp_path)) as envs:
+        envs.reset(seed=1)
+        step_until(envs, lambda infos: "restarted" in infos)
+    (file,) = tmp_path.glob("*.vecenv")
+    result = replay(file)
+    assert result.text.startswith("happened again "), result
+    assert result.text.endswith(": InfoError: env 1: info: got None, expected a dict")
+
+
+def step_until(envs: Any, is_last: Any) -> None:
+    for _ in range(60):
+        if is_last(envs.step(np.zeros(envs.num_envs, int))[4]):
+            return
+    raise AssertionError("no step was the last")
+
+
 @pytest.mark.sampled("{'num_workers': 1, 'use_caller': True}")
 @pytest.mark.parametrize(
     "options",

@@ -247,6 +247,20 @@ def test_replay_of_sibling_names_file_of_running_environment(fault: str, tmp_pat
     assert json.loads(run(files[0], "--yes", "--json").stdout)["instead"] == str(files[1])
 
 
+def test_environment_that_failed_before_its_worker_died_leaves_one_file(tmp_path: Path) -> None:
+    fns = [functools.partial(make_faulty_env, "raises", step=1), functools.partial(make_faulty_env, "kill", step=2)]
+    with contextlib.closing(vecenv.AsyncVectorEnv(fns, num_workers=1, record_failures=tmp_path)) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(ValueError, match="the environment is out of order"):
+            envs.step([0, 0])
+        envs.send(np.zeros(1, int), [1])
+        with pytest.raises(WorkerDied):
+            envs.recv(count=1)
+        raised, died = envs.errors
+    files = sorted(tmp_path.glob("*.vecenv"))
+    assert [raised.recorded, died.recorded] == [str(file) for file in files]
+
+
 def test_replay_of_sibling_does_not_name_file_of_later_failure(tmp_path: Path) -> None:
     files, _ = record_failure(tmp_path, "kill", num_workers=1)
     files[1].unlink()
@@ -280,6 +294,10 @@ def return_no_info(result: Any) -> Any:
     return (*result[:-1], None)
 
 
+def raise_memory_error(result: Any) -> Any:
+    raise MemoryError
+
+
 @pytest.mark.parametrize("when", [{"step": FAILING_STEP}, {"reset": 2}], ids=str)
 def test_replay_repeats_info_that_is_not_a_dict(when: dict[str, int], tmp_path: Path) -> None:
     fns = [ShortEnv, functools.partial(make_faulty_env, return_no_info, **when)]
@@ -290,6 +308,23 @@ def test_replay_repeats_info_that_is_not_a_dict(when: dict[str, int], tmp_path: 
     result = replay(file)
     assert result.text.startswith("happened again "), result
     assert result.text.endswith(": InfoError: env 1: info: got None, expected a dict")
+
+
+def test_worker_out_of_memory_is_recorded_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fns = [ShortEnv, functools.partial(make_faulty_env, raise_memory_error, step=FAILING_STEP), ShortEnv]
+    with contextlib.closing(
+        vecenv.AsyncVectorEnv(fns, num_workers=1, on_failure="restart", record_failures=tmp_path)
+    ) as envs:
+        envs.reset(seed=1)
+        step_until(envs, lambda infos: "restarted" in infos)
+        envs.step([0, 0, 0])
+        raised, died = envs.errors
+    files = sorted(tmp_path.glob("*.vecenv"))
+    assert [file.name[:13] for file in files] == ["ShortEnv-env0", "ShortEnv-env1", "ShortEnv-env2"]
+    assert raised.recorded == died.recorded == str(files[1])
+    assert str(files[1]) in caplog.text
+    assert replay(files[1]).text == f"happened again at step {FAILING_STEP}: MemoryError"
+    assert _find_running(files[2], read_header(files[2])[0]) == (1, files[1])
 
 
 def step_until(envs: Any, is_last: Any) -> None:

@@ -11,6 +11,7 @@ import pickle
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -145,6 +146,25 @@ def test_replay_repeats_hang(
     assert f"in {fault}\n" in result.stack
 
 
+def test_replay_of_abandoned_worker_prints_that_it_waits(tmp_path: Path) -> None:
+    fns = [functools.partial(make_faulty_env, "sleep", step=1)]
+    with contextlib.closing(vecenv.AsyncVectorEnv(fns, record_failures=tmp_path)) as envs:
+        envs.reset(seed=1)
+        envs.step_async([0])
+        time.sleep(0.3)
+        envs.abandon([0])
+        with pytest.raises(WorkerDied, match="abandoned"):
+            envs.step_wait()
+    (file,) = tmp_path.glob("*.vecenv")
+    command = [sys.executable, "-m", "vecenv", "replay", str(file), "--yes"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as replaying:
+        assert replaying.stderr is not None
+        line = replaying.stderr.readline()
+        replaying.send_signal(signal.SIGINT)
+        assert replaying.wait(60) == 130
+    assert line == "waiting for step 1, without a time limit (--pdb: Ctrl-C shows where it is)\n"
+
+
 def test_step_timeout_names_file_of_hanging_environment(tmp_path: Path) -> None:
     files, error = record_failure(tmp_path, "sleep", step_timeout=1.0, num_workers=1)
     assert isinstance(error, StepTimeout)
@@ -245,6 +265,21 @@ def test_replay_of_sibling_names_file_of_running_environment(fault: str, tmp_pat
         f"Env 2 only shared a worker with env 1, which was running when the worker failed: replay {files[1]}"
     )
     assert json.loads(run(files[0], "--yes", "--json").stdout)["instead"] == str(files[1])
+
+
+def test_replay_of_sibling_without_a_reset_names_file_of_running_environment(tmp_path: Path) -> None:
+    fns = [ShortEnv, functools.partial(make_faulty_env, "kill", step=2)]
+    with contextlib.closing(vecenv.AsyncVectorEnv(fns, num_workers=1, record_failures=tmp_path)) as envs:
+        envs.reset_async(seed=[1], env_id=[1])
+        for _ in range(2):
+            envs.recv(count=1)
+            envs.send(np.zeros(1, int), [1])
+        with pytest.raises(WorkerDied):
+            envs.recv(count=1)
+    files = sorted(tmp_path.glob("*.vecenv"))
+    cannot, advice = run(files[0], "--yes").stdout.splitlines()[-2:]
+    assert cannot.startswith("Cannot be replayed, because the record has neither a reset with a seed nor a snapshot")
+    assert advice.endswith(f"replay {files[1]}")
 
 
 def test_environment_that_failed_before_its_worker_died_leaves_one_file(tmp_path: Path) -> None:
@@ -927,6 +962,15 @@ def test_pdb_continues_to_the_end_of_the_record(file: Path) -> None:
     output = run_in_terminal(command, ("(Pdb)", "q"))
     assert output.count("Stopped before step") == 1
     assert "happened again" not in output.lower()
+
+
+@pytest.mark.parametrize("fault", ["too_few_values", pytest.param("wrong_shape", marks=pytest.mark.long)])
+def test_pdb_names_the_option_that_stops_before_a_bad_result(fault: str, tmp_path: Path) -> None:
+    files, _ = record_failure(tmp_path, fault)
+    done = run(files[0], "--yes", "--pdb")
+    assert done.returncode == 0, done.stderr
+    advice = f"No frame of the environment is left: --pdb --until {FAILING_STEP} stops before that step"
+    assert advice in done.stdout.splitlines()
 
 
 @pytest.mark.parametrize("trigger", ["requested", pytest.param("automatic", marks=pytest.mark.long)])

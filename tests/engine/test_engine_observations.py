@@ -430,6 +430,15 @@ def test_one_axis_in_foreign_byte_order_is_written(value: Any) -> None:
         make_observation_writer(tree, [rows], 0, lambda *_: None)(1, np.arange(4))
 
 
+@pytest.mark.parametrize(("dtype", "value", "text"), [("u1", 300, "300"), ("i4", 2.75, "2.75"), ("u1", np.nan, "nan")])
+def test_error_names_the_value_that_the_dtype_cannot_hold(dtype: str, value: Any, text: str) -> None:
+    tree = fixed_tree(spaces.Box(0, 9, (3,), np.dtype(dtype)))
+    assert tree is not None
+    write = make_observation_writer(tree, [np.zeros((2, 3), dtype)], 0, lambda *_: None)
+    with pytest.raises(ObservationError, match=rf"got an array of shape \(3,\) \(.*\) with {text}, which the u?int"):
+        write(1, np.array([1, value, value]))
+
+
 @pytest.mark.parametrize(
     ("observation", "text"),
     [

@@ -11,6 +11,7 @@ import pickle
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -145,6 +146,25 @@ def test_replay_repeats_hang(
     assert f"in {fault}\n" in result.stack
 
 
+def test_replay_of_abandoned_worker_prints_that_it_waits(tmp_path: Path) -> None:
+    fns = [functools.partial(make_faulty_env, "sleep", step=1)]
+    with contextlib.closing(vecenv.AsyncVectorEnv(fns, record_failures=tmp_path)) as envs:
+        envs.reset(seed=1)
+        envs.step_async([0])
+        time.sleep(0.3)
+        envs.abandon([0])
+        with pytest.raises(WorkerDied, match="abandoned"):
+            envs.step_wait()
+    (file,) = tmp_path.glob("*.vecenv")
+    command = [sys.executable, "-m", "vecenv", "replay", str(file), "--yes"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as replaying:
+        assert replaying.stderr is not None
+        line = replaying.stderr.readline()
+        replaying.send_signal(signal.SIGINT)
+        assert replaying.wait(60) == 130
+    assert line == "waiting for step 1, without a time limit (--pdb: Ctrl-C shows where it is)\n"
+
+
 def test_step_timeout_names_file_of_hanging_environment(tmp_path: Path) -> None:
     files, error = record_failure(tmp_path, "sleep", step_timeout=1.0, num_workers=1)
     assert isinstance(error, StepTimeout)
@@ -247,6 +267,35 @@ def test_replay_of_sibling_names_file_of_running_environment(fault: str, tmp_pat
     assert json.loads(run(files[0], "--yes", "--json").stdout)["instead"] == str(files[1])
 
 
+def test_replay_of_sibling_without_a_reset_names_file_of_running_environment(tmp_path: Path) -> None:
+    fns = [ShortEnv, functools.partial(make_faulty_env, "kill", step=2)]
+    with contextlib.closing(vecenv.AsyncVectorEnv(fns, num_workers=1, record_failures=tmp_path)) as envs:
+        envs.reset_async(seed=[1], env_id=[1])
+        for _ in range(2):
+            envs.recv(count=1)
+            envs.send(np.zeros(1, int), [1])
+        with pytest.raises(WorkerDied):
+            envs.recv(count=1)
+    files = sorted(tmp_path.glob("*.vecenv"))
+    cannot, advice = run(files[0], "--yes").stdout.splitlines()[-2:]
+    assert cannot.startswith("Cannot be replayed, because the record has neither a reset with a seed nor a snapshot")
+    assert advice.endswith(f"replay {files[1]}")
+
+
+def test_environment_that_failed_before_its_worker_died_leaves_one_file(tmp_path: Path) -> None:
+    fns = [functools.partial(make_faulty_env, "raises", step=1), functools.partial(make_faulty_env, "kill", step=2)]
+    with contextlib.closing(vecenv.AsyncVectorEnv(fns, num_workers=1, record_failures=tmp_path)) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(ValueError, match="the environment is out of order"):
+            envs.step([0, 0])
+        envs.send(np.zeros(1, int), [1])
+        with pytest.raises(WorkerDied):
+            envs.recv(count=1)
+        raised, died = envs.errors
+    files = sorted(tmp_path.glob("*.vecenv"))
+    assert [raised.recorded, died.recorded] == [str(file) for file in files]
+
+
 def test_replay_of_sibling_does_not_name_file_of_later_failure(tmp_path: Path) -> None:
     files, _ = record_failure(tmp_path, "kill", num_workers=1)
     files[1].unlink()
@@ -274,6 +323,50 @@ def test_restart_logs_its_file_and_replay_repeats_the_death(
     for file in files:
         assert any(f"(recorded: {file})" in record.getMessage() for record in caplog.records)
         assert replay(file).status == "happened again"
+
+
+def return_no_info(result: Any) -> Any:
+    return (*result[:-1], None)
+
+
+def raise_memory_error(result: Any) -> Any:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("when", [{"step": FAILING_STEP}, {"reset": 2}], ids=str)
+def test_replay_repeats_info_that_is_not_a_dict(when: dict[str, int], tmp_path: Path) -> None:
+    fns = [ShortEnv, functools.partial(make_faulty_env, return_no_info, **when)]
+    with contextlib.closing(vecenv.AsyncVectorEnv(fns, on_failure="restart", record_failures=tmp_path)) as envs:
+        envs.reset(seed=1)
+        step_until(envs, lambda infos: "restarted" in infos)
+    (file,) = tmp_path.glob("*.vecenv")
+    result = replay(file)
+    assert result.text.startswith("happened again "), result
+    assert result.text.endswith(": InfoError: env 1: info: got None, expected a dict")
+
+
+def test_worker_out_of_memory_is_recorded_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fns = [ShortEnv, functools.partial(make_faulty_env, raise_memory_error, step=FAILING_STEP), ShortEnv]
+    with contextlib.closing(
+        vecenv.AsyncVectorEnv(fns, num_workers=1, on_failure="restart", record_failures=tmp_path)
+    ) as envs:
+        envs.reset(seed=1)
+        step_until(envs, lambda infos: "restarted" in infos)
+        envs.step([0, 0, 0])
+        raised, died = envs.errors
+    files = sorted(tmp_path.glob("*.vecenv"))
+    assert [file.name[:13] for file in files] == ["ShortEnv-env0", "ShortEnv-env1", "ShortEnv-env2"]
+    assert raised.recorded == died.recorded == str(files[1])
+    assert str(files[1]) in caplog.text
+    assert replay(files[1]).text == f"happened again at step {FAILING_STEP}: MemoryError"
+    assert _find_running(files[2], read_header(files[2])[0]) == (1, files[1])
+
+
+def step_until(envs: Any, is_last: Any) -> None:
+    for _ in range(60):
+        if is_last(envs.step(np.zeros(envs.num_envs, int))[4]):
+            return
+    raise AssertionError("no step was the last")
 
 
 @pytest.mark.sampled("{'num_workers': 1, 'use_caller': True}")
@@ -869,6 +962,15 @@ def test_pdb_continues_to_the_end_of_the_record(file: Path) -> None:
     output = run_in_terminal(command, ("(Pdb)", "q"))
     assert output.count("Stopped before step") == 1
     assert "happened again" not in output.lower()
+
+
+@pytest.mark.parametrize("fault", ["too_few_values", pytest.param("wrong_shape", marks=pytest.mark.long)])
+def test_pdb_names_the_option_that_stops_before_a_bad_result(fault: str, tmp_path: Path) -> None:
+    files, _ = record_failure(tmp_path, fault)
+    done = run(files[0], "--yes", "--pdb")
+    assert done.returncode == 0, done.stderr
+    advice = f"No frame of the environment is left: --pdb --until {FAILING_STEP} stops before that step"
+    assert advice in done.stdout.splitlines()
 
 
 @pytest.mark.parametrize("trigger", ["requested", pytest.param("automatic", marks=pytest.mark.long)])

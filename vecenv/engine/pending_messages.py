@@ -13,7 +13,7 @@ import pickle
 import signal
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final
 
 from gymnasium.error import ResetNeeded
@@ -22,12 +22,10 @@ from vecenv.engine.failures import FailureLog, Policy, Rebuilder, note_once
 from vecenv.engine.requests import Request
 from vecenv.engine.worker_pool import WorkerPool
 from vecenv.engine.worker_process import Worker, WorkerProcess
-from vecenv.errors import InfoError
 from vecenv.front.driver import Counters
-from vecenv.front.infos import short_repr
 from vecenv.link.channel import ChannelClosed
 from vecenv.link.infos import InfoReader
-from vecenv.link.messages import HEAD, Failure, Op, Outcome, Reply, decode, decode_outcome, pack_head
+from vecenv.link.messages import HEAD, Failure, Op, Outcome, Reply, decode, decode_outcome, find_bad_infos, pack_head
 from vecenv.link.observations import Store
 from vecenv.shm import Batch
 from vecenv.system.reporting import warn
@@ -301,11 +299,9 @@ class PendingMessages:
 
     def _refuse_bad_infos(self, worker: Worker, outcome: Outcome, request: Request) -> None:
         """Treat infos that are not dicts as failures of their environments, so that these are rebuilt."""
-        for row, info in outcome.infos.items():
-            if not isinstance(info, Mapping):
-                error = InfoError(f"env {row}: info: got {short_repr(info)}, expected a dict")
-                request.failures.append((Failure(row, error, fatal=False), worker))
-                del request.infos[row]
+        for failure in find_bad_infos(outcome):
+            request.failures.append((failure, worker))
+            del request.infos[failure.env]
 
     def settle(self, request: Request) -> Exception | None:
         """Record the failures of a request. Return the exception to raise, or queue messages that rebuild the rows."""

@@ -63,7 +63,7 @@ class EpisodeResult:
         info: The last info.
         error: The exception that ended the last attempt; ``None`` if it did not fail.
         seconds: The duration of the last attempt, from the submission of its reset to its end.
-        attempts: The number of attempts.
+        attempts: The number of attempts, with those that failed because a shared worker died.
         frames: The frames after its reset and after each step, uint8 ``(height, width, 3)``, if they were requested.
         env: The name of its environment, if :class:`Episode` has one.
     """

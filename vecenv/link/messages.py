@@ -31,7 +31,7 @@ from typing import Any, Final, TypeAlias
 
 import cloudpickle
 
-from vecenv.errors import EnvError, EpisodeOver, RemoteTraceback, envs_text
+from vecenv.errors import EnvError, EpisodeOver, InfoError, RemoteTraceback, envs_text
 from vecenv.front.infos import short_repr
 from vecenv.shm.arena import Place, SharedBlock, find_place
 from vecenv.system.signals import call_with_fallback
@@ -182,6 +182,16 @@ class Outcome:
 
 PLAIN_OUTCOME: Final = Outcome()
 """The outcome of a step or a reset without payload and columns. The object is shared: never modify it."""
+
+
+def find_bad_infos(outcome: Outcome) -> list[Failure]:
+    """Return a failure for each info that is not a dict."""
+    bad = {row: info for row, info in outcome.infos.items() if not isinstance(info, Mapping)}
+    return [
+        Failure(row, InfoError(f"env {row}: info: got {short_repr(info)}, expected a dict"), fatal=False)
+        for row, info in bad.items()
+    ]
+
 
 _VALUE_KINDS: Final = {"results": "result", "observations": "observation", "finals": "observation"}
 

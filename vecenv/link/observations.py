@@ -365,7 +365,8 @@ def _make_converting_writer(leaf: Leaf, array: Array, first_env: int, warn: _War
             return
         where = f"env {first_env + k}: {leaf.name}:"
         if converted.dtype.kind != "f" or dtype.kind != "f":
-            raise ObservationError(f"{where} got {_describe(value)}, which the {dtype} of the space cannot hold")
+            example = f" with {_first_changed(converted, array[k])}" if isinstance(value, np.ndarray) else ""
+            raise ObservationError(f"{where} got {_describe(value)}{example}, which the {dtype} of the space cannot hold")
         warn(leaf.name, f"{where} {converted.dtype} values became infinite in the cast to the {dtype} of the space")
 
     return convert_and_write
@@ -379,6 +380,11 @@ def _is_faithful_cast(values: Array, cast: Array) -> bool:
         return bool(np.array_equal(values, cast))
     except TypeError:  # not comparable
         return True
+
+
+def _first_changed(values: Array, cast: Array) -> Any:
+    """Return the first value that a cast changed."""
+    return values.flat[int(np.argmax(values != cast))]
 
 
 def _describe(value: Any) -> str:

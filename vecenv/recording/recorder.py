@@ -49,6 +49,7 @@ from vecenv.recording.file import (
     new_failure_name,
     pack,
     remove_old,
+    running_env,
     unused_path,
     write,
 )  # fmt: skip
@@ -199,6 +200,7 @@ class Recorder:
         self._next_snapshot_time = 0.0
         self._latest_files: tuple[int, list[Path]] = (-1, [])  # the tick of the latest failure, and its files
         self._timeouts: dict[int, tuple[tuple[int, int], Path]] = {}  # by row: a request that timed out, and its file
+        self._failed_files: dict[int, tuple[str, Path]] = {}  # by row: the name of its latest failure, and its file
         self._has_warned = False  # about removed files of earlier runs
 
     def _make_ring(self) -> None:
@@ -434,7 +436,9 @@ class Recorder:
                 known = [self._timeouts[row] for row in rows if row in self._timeouts]
                 if [request for request, _ in known] == [self._request_id(row) for row in rows]:
                     return self._make_note([path for _, path in known])
-            return self._write_files(rows, failed, error if isinstance(error, StepTimeout) else None)
+            # an environment that had failed before its worker died has no history: its file describes the earlier failure
+            earlier = {row: self._failed_files[row] for row in self._failed.intersection(rows, self._failed_files)}
+            return self._write_files(rows, failed, error if isinstance(error, StepTimeout) else None, earlier)
         finally:
             if not isinstance(error, StepTimeout):  # after a timeout, the environments may continue
                 self._begin_history(rows)
@@ -537,18 +541,28 @@ class Recorder:
         self._move_log()
         return self._write_file(self._copy_rows([row]), row, path, None, "")
 
-    def _write_files(self, rows: Sequence[int], failed: Failed, timeout: StepTimeout | None) -> str:
+    def _write_files(
+        self, rows: Sequence[int], failed: Failed, timeout: StepTimeout | None, earlier: dict[int, tuple[str, Path]]
+    ) -> str:
         """Write the files about rows that failed together, and return a note that names them.
 
-        ``timeout`` is the error if they hang and may still reply.
+        ``timeout`` is the error if they hang and may still reply. ``earlier`` has the files that already describe some rows.
         """
-        written, problems, failure_name = [], [], new_failure_name()
+        failure_name, written, problems = new_failure_name(), [], []
+        if rows[0] in earlier and (running := running_env(failed.text, rows[0])) and running[0] == rows[0]:
+            failure_name, path = earlier[rows[0]]  # its exception is why its worker was killed
+            written.append(path)
         copied = self._copy_rows(rows)
         for row in rows:
+            if row in earlier:
+                continue
+            self._failed_files.pop(row, None)
             try:
                 row_failure = failed if timeout is None else replace(failed, text=_describe_hang(timeout, row))
                 written.append(self._write_file(copied, row, None, row_failure, failure_name))
-                if timeout is not None:
+                if timeout is None:
+                    self._failed_files[row] = failure_name, written[-1]
+                else:
                     self._timeouts[row] = self._request_id(row), written[-1]
             except Exception as error:
                 problems.append(f"not recorded: {original_summary(error)}")

@@ -12,9 +12,11 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.link.messages import (
     Failure,
+    Outcome,
     PackedError,
     decode_outcome,
     encode_outcome,
+    find_bad_infos,
     original_summary,
     pack_error,
     unpack_error,
@@ -255,7 +257,8 @@ class Replay:
         if name == "load":
             return self._load(arguments[0])
         if name == "reset":
-            return rows.reset(None, [arguments[0]], arguments[1], reset_due=message is self._restart_message).failures
+            due = message is self._restart_message
+            return self._find_failures(rows.reset(None, [arguments[0]], arguments[1], reset_due=due))
         if name == "set_attr":
             return rows.set_attr(arguments[0], [arguments[1]]).failures
         if name == "set_next_options":
@@ -267,8 +270,8 @@ class Replay:
         outcome = self._rows.step(None, [self.action])
         if np.isnan(record.columns["rewards"][place]):
             if place == record.steps - 1 and not outcome.failures and outcome.has_payload():
-                return decode_outcome(encode_outcome(outcome)).failures  # a worker encodes it too, which may fail
-            return outcome.failures
+                outcome = decode_outcome(encode_outcome(outcome))  # a worker encodes it too, which may fail
+            return self._find_failures(outcome)
         if outcome.failures:
             return outcome.failures
         for name in _NUMBERS:
@@ -277,6 +280,11 @@ class Replay:
                 text = f"{name[:-1]} {actual[row]!s}, but the record has {expected!s}"
                 self._first_difference = f"step {self.step_number}: {text}"
         return []
+
+    def _find_failures(self, outcome: Outcome) -> list[Failure]:
+        """Return the failures of a step or reset. If its result was not returned, an info that is not a dict may be one."""
+        may_be_recorded = self.is_last and self.record.failed is not None and self.record.failed.how == "raised"
+        return outcome.failures or (find_bad_infos(outcome) if may_be_recorded else [])
 
     # -- the result ---------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ import gymnasium
 
 from vecenv.errors import format_seconds
 from vecenv.recording.file import (
+    KILLED,
     SUFFIX,
     Failed,
     Header,
@@ -91,7 +92,7 @@ def main(arguments: argparse.Namespace) -> int:
         result = _debug(path, begin=starting_points[0], until=arguments.until, frames=arguments.frames)
     else:
         result, images = _replay_from(path, starting_points, until=arguments.until, render=arguments.frames is not None)
-    running, running_file = _find_running(path, header) if result.status == DIFFERENT else (None, None)
+    running, running_file = (None, None) if _EXIT_CODES[result.status] == 0 else _find_running(path, header)
     if arguments.json:
         print(json.dumps({
             "result": result.status, "text": result.text, "env_id": header.env_id, "env": header.env,
@@ -253,9 +254,10 @@ def _replay(path: Path, **options: Any) -> _Attempt:
     failed: Failed | None = None
     images: deque[_Image] = deque(maxlen=_MAX_FRAMES)
     call, hung, limit = _NextCall("while it was built", None), False, math.inf  # building has no limit
+    announce = False
     try:
         helper.start()
-        while not (hung := not _wait(helper, call, limit)) and (blob := helper.receive()):
+        while not (hung := not _wait(helper, call, limit, announce=announce)) and (blob := helper.receive()):
             message: ReplayResult | _Message = pickle.loads(blob)
             if isinstance(message, ReplayResult):
                 helper.has_ended(_GRACE_SECONDS)
@@ -265,6 +267,7 @@ def _replay(path: Path, **options: Any) -> _Attempt:
             elif isinstance(message, _NextCall):
                 call = message
                 limit = failed.seconds + _GRACE_SECONDS if failed is not None and failed.seconds else math.inf
+                announce = limit < math.inf or (failed is not None and failed.exitcode == KILLED)  # it may have hung
             else:
                 failed = message
         if hung:
@@ -277,14 +280,20 @@ def _replay(path: Path, **options: Any) -> _Attempt:
         descriptors.close()
 
 
-def _wait(helper: HelperProcess, call: _NextCall, limit: float) -> bool:
-    """Wait up to ``limit`` seconds for a message; print a notice after the first second. Return False if none arrives."""
+def _wait(helper: HelperProcess, call: _NextCall, limit: float, *, announce: bool) -> bool:
+    """Wait up to ``limit`` seconds for a message. Return False if none arrives.
+
+    ``announce``: print a notice after the first second.
+    """
     until = time.monotonic() + limit
-    if limit < math.inf:
+    if announce:
         if helper.wait(time.monotonic() + _NOTICE_DELAY_SECONDS):
             return True
         name = "render()" if call.renders else call.where.partition(" ")[2]
-        print(f"waiting up to {limit:g} s for {name}", file=sys.stderr, flush=True)
+        text = f"waiting for {name}, without a time limit (--pdb: Ctrl-C shows where it is)"
+        if limit < math.inf:
+            text = f"waiting up to {limit:g} s for {name}"
+        print(text, file=sys.stderr, flush=True)
     return helper.wait(until)
 
 
@@ -432,7 +441,10 @@ def _debug(path: Path, *, begin: str, until: int | None, frames: Path | None) ->
             result = replay_run.result
             _print_result(result)
         if replay_run.failure is not None:
-            pdb.post_mortem(replay_run.failure.__traceback__)
+            if not result.location and result.step:
+                print(f"No frame of the environment is left: --pdb --until {result.step} stops before that step")
+            if replay_run.failure.__traceback__ is not None:
+                pdb.post_mortem(replay_run.failure.__traceback__)
         return result
 
     return _replay_here(path, begin=begin, until=until, render=frames is not None, report=collect, debug=debug)

@@ -210,8 +210,7 @@ class Exchange:
     def settle(self, request: Request) -> Exception | None:
         """Settle the failures of the pending request: return the exception that ends it, or queue rebuild messages."""
         self.state.changing = True
-        failed = self.messages.find_rows_to_settle(request)
-        error = self.messages.settle(request)
+        error, failed = self.messages.settle(request)
         if error is not None:
             self.request = None
             self.messages.count_results(request, failed)

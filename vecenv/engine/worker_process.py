@@ -199,12 +199,13 @@ class WorkerProcess:
         Its exit code can be read only once, so signal handlers are deferred.
         """
         with deferred_signals():
-            self.death = self.death or self._describe_death(self.kill_reason)
+            self.death = self.death or self._describe_death()
             self.watch.close()
             self.channel.close()
         return self.death
 
-    def _describe_death(self, reason: str) -> Death:
+    def _describe_death(self) -> Death:
+        reason = self.kill_reason
         if not self.watch.has_ended(_EXIT_GRACE_SECONDS):
             self.watch.signal(signal.SIGKILL)
             reason = reason or "it closed its pipe, so it was killed"

@@ -25,7 +25,7 @@ from vecenv.engine.requests import Request, reset_payload
 from vecenv.engine.worker_process import LAST_STEP_OP, LocalWorker, Worker, WorkerProcess
 from vecenv.errors import failed_earlier_error, format_seconds
 from vecenv.front.arguments import ResetOptions, deadline_after
-from vecenv.front.driver import RequestSummary, require_no_step, require_order, too_few_in_flight_error, wait_method
+from vecenv.front.driver import require_no_step, require_order, too_few_in_flight_error, wait_method
 from vecenv.front.guard import CallState
 from vecenv.link.infos import NO_INFO
 from vecenv.link.messages import PLAIN_OUTCOME, Op, pack_head
@@ -235,7 +235,7 @@ class Exchange:
             AlreadyPendingCallError: The pending request is not a reset.
         """
         if request.command != "reset":
-            require_no_step(RequestSummary(request.phase, self.num_envs, for_recv=False))
+            require_no_step(request.phase)
             require_order(request.phase, "reset_async", self, name="recv")
         self.state.changing = True
         self.request = None
@@ -435,6 +435,7 @@ class Exchange:
     def _kill_hanging(self, method: str, call: Request | None = None) -> float:
         """Kill workers that exceeded ``step_timeout``, or raise if restarts are off; return the time of the next check."""
         limit = self.policy.step_timeout
+        assert limit is not None  # it is the deadline that has passed
         late = self.pool.find_late_workers(limit)
         if call is not None:  # only the workers that have to finish a step before this call
             late = [worker for worker in late if any(message[2] is call for message in islice(worker.pending, 1, None))]

@@ -141,7 +141,7 @@ Stepped: TypeAlias = tuple[Any, Any, Any, Any, RowInfos | dict[Any, Any]]
 class RequestSummary(NamedTuple):
     """A pending reset or step: its phase, its number of rows, and True if only ``recv`` can fetch its results."""
 
-    kind: Phase
+    phase: Phase
     rows: int
     for_recv: bool
 
@@ -281,7 +281,7 @@ class Driver:
     def phase(self) -> Phase:
         """The pending operation on all environments, not counting a request with results for :meth:`recv`."""
         request = self.pending_request
-        return Phase.DEFAULT if request.for_recv or self.state.changing else request.kind
+        return Phase.DEFAULT if request.for_recv or self.state.changing else request.phase
 
     @property
     def in_flight(self) -> npt.NDArray[np.intp]:
@@ -301,7 +301,7 @@ class Driver:
         if request.rows and request.for_recv:
             raise still_in_flight_error(method, range(request.rows))
         if request.rows:
-            raise pending_call_error(method, request.kind)
+            raise pending_call_error(method, request.phase)
 
     # -- calls ----------------------------------------------------------------------------------------------------------
 
@@ -370,7 +370,8 @@ class Driver:
 
     def timeout_error(self, method: str, timeout: Any) -> StepTimeout:
         """Return the exception for a call that has timed out."""
-        return step_timeout_error(method, timeout, self._describe_late)
+        seconds = parse_timeout(timeout)
+        return step_timeout_error(method, seconds, self._describe_late(seconds))
 
     def _describe_late(self, seconds: float | None) -> LateReplies:
         """Describe the replies that are late after this many seconds."""
@@ -413,10 +414,8 @@ class LateReplies(NamedTuple):
     where: Mapping[int, str]
 
 
-def step_timeout_error(method: str, timeout: Any, describe: Callable[[float | None], LateReplies]) -> StepTimeout:
-    """Return the exception for a call that has timed out; ``describe`` gets the number of seconds."""
-    seconds = parse_timeout(timeout)
-    late = describe(seconds)
+def step_timeout_error(method: str, seconds: float | None, late: LateReplies) -> StepTimeout:
+    """Return the exception for a call that has timed out."""
     abandon = "`abandon(error.envs)`, " if late.rows else ""
     return StepTimeout(
         f"The call to `{method}` has timed out after {seconds} second(s)."  # Gymnasium's text
@@ -443,9 +442,9 @@ def still_in_flight_error(method: str, rows: Sequence[int]) -> AlreadyPendingCal
     )
 
 
-def require_no_step(pending_request: RequestSummary) -> None:
+def require_no_step(phase: Phase) -> None:
     """Raise for ``recv`` while a step is pending that only ``step_wait`` can fetch."""
-    if pending_request.kind is Phase.WAITING_STEP and not pending_request.for_recv:
+    if phase is Phase.WAITING_STEP:
         raise AlreadyPendingCallError(
             "Calling `recv` while waiting for a pending call to `step` to complete: `step_wait` fetches it.", "step"
         )
@@ -658,12 +657,12 @@ class LockstepDriver(Driver):
         if deadline is not None and not self.wait(deadline):
             return None
         try:
-            stepped = self.read(request.kind)
+            stepped = self.read(request.phase)
         except BaseException as error:
             if error is self.result_error:
                 self.finish(request, 0, 0)
             raise
-        steps = request.rows if request.kind is Phase.WAITING_STEP else 0
+        steps = request.rows if request.phase is Phase.WAITING_STEP else 0
         self.finish(request, steps, request.rows - steps)
         return stepped
 
@@ -671,7 +670,7 @@ class LockstepDriver(Driver):
         total, request = self.batch_size, self.pending_request
         if count not in (None, total):
             raise_unsupported(self.name, f"recv {count} of {total} environments", "all of them finish at the same time")
-        require_no_step(request)
+        require_no_step(self.phase)
         if request.rows < total:
             raise too_few_in_flight_error(total, request.rows, 0)
         stepped = self.wait_for_result(deadline)

@@ -165,10 +165,10 @@ class Exchange:
         self.state.changing = False
         return True
 
-    def begin_call(
+    def send_call(
         self, command: str, op: Op, build_payload: Callable[[Worker], Any], announce: Callable[[], None] | None = None
     ) -> None:
-        """Submit a call to each worker unless ``build_payload`` returns ``None`` for it; run ``announce`` after checks."""
+        """Send a call to each worker unless ``build_payload`` returns ``None`` for it; run ``announce`` after checks."""
         parts = [(worker, payload) for worker in self.pool.workers if (payload := build_payload(worker)) is not None]
         payloads = [self.pool.pickle_for(worker, payload) for worker, payload in parts]  # may raise
         if dead := [row for worker, _ in parts if worker.death is not None for row in worker.rows]:

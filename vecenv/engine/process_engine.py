@@ -16,20 +16,19 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vecenv import freezing
-from vecenv.engine.calls import Calls
+from vecenv.engine.calls import EngineCalls
 from vecenv.engine.exchange import Exchange
 from vecenv.engine.failures import FailureLog, Policy, Rebuilder
 from vecenv.engine.observers import Observer
 from vecenv.engine.pending_messages import PendingMessages
 from vecenv.engine.requests import Request
 from vecenv.engine.stats import measure_workers
-from vecenv.engine.submissions import Submissions
 from vecenv.engine.worker_pool import PoolOptions, WorkerPool
 from vecenv.engine.worker_process import LocalWorker
 from vecenv.errors import StepTimeout, failed_earlier_error
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities, complete_stats
-from vecenv.front.driver import PHASES, Stepped, WorkerDriver, closed_in_child, require_order
+from vecenv.front.driver import PHASES, Stepped, closed_in_child, require_order
 from vecenv.front.infos import RowInfos
 from vecenv.link.actions import ActionStage
 from vecenv.link.envs import WorkerPlan
@@ -43,7 +42,7 @@ from vecenv.system.signals import succeeds_when_repeated
 from vecenv.worker.main import Ready, make_rows
 
 
-class Engine(WorkerDriver):
+class Engine(EngineCalls):
     """The driver of ``AsyncVectorEnv``, with environments in worker processes and in the caller's process.
 
     Args:
@@ -63,9 +62,6 @@ class Engine(WorkerDriver):
 
     backend: ClassVar[str] = "process"
     owned_resource = "its workers"
-    exchange: Exchange
-    failures: FailureLog
-    store: Store
     stage: ActionStage
 
     def __init__(
@@ -74,7 +70,7 @@ class Engine(WorkerDriver):
     ) -> None:  # fmt: skip
         super().__init__()
         self.num_envs = self.batch_size = len(env_fns)
-        self.layout, self.policy, self.restarts_rows, mode = layout, policy, policy.restart, plan.autoreset_mode
+        self.layout, self.policy, self.restarts_rows, self.mode = layout, policy, policy.restart, plan.autoreset_mode
         self._all_rows = self.last_received = np.arange(self.num_envs)
         self._all_row_list = self._all_rows.tolist()
         self.observers: list[Observer] = []
@@ -84,7 +80,7 @@ class Engine(WorkerDriver):
         self.infos = InfoReader(batch.info_schemas, batch.infos)
         self.failures = FailureLog(self.observers, logs_like_gymnasium=policy.logs_like_gymnasium)
         self.rebuilder = Rebuilder(
-            policy, self.failures, batch, self.store, self.infos, layout.observations, mode, self.counters
+            policy, self.failures, batch, self.store, self.infos, layout.observations, self.mode, self.counters
         )
         if not options.placements:
             options.placements, options.caller_spin = placements(num_workers)
@@ -93,7 +89,6 @@ class Engine(WorkerDriver):
             self.pool, policy, self.failures, self.rebuilder, batch, self.store, self.infos, self.counters
         )
         self.exchange = Exchange(self.state, messages)
-        self.calls = Calls(self.exchange, mode)
         try:
             self.mismatches = self._start(env_fns, plan, num_workers, caller_share)
         except BaseException:
@@ -124,7 +119,7 @@ class Engine(WorkerDriver):
         """Submit a step of all rows. Errors are raised before anything is sent."""
         exchange = self.exchange
         if exchange.request is not None or exchange.in_flight:
-            self.require_rows_idle("step_async")
+            self.require_idle("step_async")
         failed = self.failures.failed
         if failed and not self.restarts_rows:
             raise failed_earlier_error(failed)
@@ -292,47 +287,6 @@ class Engine(WorkerDriver):
             finals |= {row: messages.ready_finals[row] for row in row_list if row in messages.ready_finals}
         return WorkerInfos(self.infos, rows, len(rows), infos, finals)
 
-    def submissions(self) -> Submissions:
-        """Return the interface for event loops, which replaces the methods that wait."""
-        return Submissions(self.state, self.exchange.messages, self.calls)
-
-    # -- calls into environments ---------------------------------------------------------------------------------------
-
-    def begin_call(self, name: str, args: Any, kwargs: Any) -> None:
-        """Begin to call a method, or read an attribute, of every environment."""
-        self.calls.begin_call(name, args, kwargs)
-
-    def begin_exec(self, func: Callable[..., Any], rows: Collection[int], args: Any, kwargs: Any) -> None:
-        """Begin to call a function for each environment in ``rows``."""
-        self.require_rows_idle("exec_func", rows)
-        self.calls.begin_exec(func, rows, args, kwargs)
-
-    def begin_set_attr(self, name: str, values: Sequence[Any]) -> None:
-        """Begin to set an attribute of every environment."""
-        self.calls.begin_set_attr(name, values)
-
-    def begin_set_next(self, rows: Collection[int], pairs: Sequence[Any]) -> None:
-        """Begin to set the seed and options of the next episode of some environments."""
-        self.calls.begin_set_next(rows, pairs)
-
-    def save(self, rows: list[int], verify: bool) -> Any:
-        """Return the states of some rows."""
-        self.require_rows_idle("save", rows)
-        return self.calls.save(rows, verify)
-
-    def load(self, snapshots: Any, rows: list[int]) -> Any:
-        """Load states into some rows, and return the observations."""
-        self.require_rows_idle("load", rows)
-        return self.calls.load(snapshots, rows)
-
-    def state_dict(self, spaces: list[Any], verify: bool) -> dict[str, Any]:
-        """Return the state of the whole vector environment."""
-        return self.calls.state_dict(spaces, verify)
-
-    def load_state_dict(self, state: Mapping[str, Any], spaces: list[Any]) -> Any:
-        """Continue from the result of :meth:`state_dict`."""
-        return self.calls.load_state_dict(state, spaces)
-
     def freeze(self, rows: list[int]) -> list[freezing.Frozen]:
         """Return frozen copies of some rows."""
         return freezing.freeze(self, rows)
@@ -342,13 +296,6 @@ class Engine(WorkerDriver):
         return freezing.thaw(self, frozen, rows, reseed)
 
     # -- state ---------------------------------------------------------------------------------------------------------
-
-    def require_idle(self, method: str) -> None:
-        """Raise if another call is pending, or rows are in flight.
-
-        ``exec_func``, ``save`` and ``load`` are possible while other rows are in flight: they check their own rows.
-        """
-        self.require_rows_idle(method, () if method in ("exec_func", "save", "load") else None)
 
     def kill_pending(self, rows: Collection[int]) -> None:
         """Kill the workers of these rows that have pending messages."""

@@ -291,11 +291,11 @@ class Driver:
             raise_unsupported(self.name, "`in_flight`", f"its library reports only their number, {request.rows}")
         return np.arange(request.rows if request.for_recv else 0, dtype=np.intp)
 
-    def require_idle(self, method: str) -> None:
-        """Raise for a method of all environments while a call is pending.
+    def require_idle(self, method: str, rows: Collection[int] | None = None) -> None:
+        """Raise if a call is pending that forbids a method for ``rows`` (``None``: all). Here, any pending call does.
 
         Raises:
-            AlreadyPendingCallError: A call is pending.
+            AlreadyPendingCallError: There is such a call.
         """
         request = self.pending_request
         if request.rows and request.for_recv:
@@ -492,15 +492,8 @@ class WorkerDriver(Driver):
         if self.exchange.request is not None:
             self.exchange.request.interrupted = True
 
-    def require_idle(self, method: str) -> None:
-        self.require_rows_idle(method)
-
-    def require_rows_idle(self, method: str, rows: Collection[int] | None = None) -> None:
-        """Require that no request is pending, and that none of ``rows`` (``None``: of all rows) is in flight.
-
-        Raises:
-            AlreadyPendingCallError: A request is pending, or one of the rows is in flight.
-        """
+    def require_idle(self, method: str, rows: Collection[int] | None = None) -> None:
+        """Raise if a request is pending, or one of ``rows`` (``None``: of all rows) is in flight."""
         exchange = self.exchange
         if exchange.request is not None and not exchange.drop_if_droppable():
             raise pending_call_error(method, exchange.request.phase)

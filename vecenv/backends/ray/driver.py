@@ -328,6 +328,9 @@ class HostsDriver(WorkerDriver):
 
     # -- pending requests -------------------------------------------------------------------------------------------------
 
+    def require_idle(self, method: str, rows: Collection[int] | None = None) -> None:
+        super().require_idle(method)
+
     def kill_pending(self, rows: Collection[int]) -> None:
         """Kill the hosts with pending requests about any of these rows."""
         late = [part.host for part in self.exchange.parts.values() if not set(part.rows).isdisjoint(rows)]

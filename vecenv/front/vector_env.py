@@ -42,7 +42,7 @@ from vecenv.front.capabilities import Capabilities, WorkerOnlyAttribute, overrid
 from vecenv.front.driver import Driver, Phase, require_order
 from vecenv.front.guard import exclusive
 from vecenv.front.infos import RowInfos
-from vecenv.front.results import as_row_infos, finish_merged, finish_unmerged
+from vecenv.front.results import as_row_infos, finish_result
 from vecenv.system.reporting import warn
 
 CLOSE_TIMEOUT: Final = 60.0
@@ -672,7 +672,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         infos = as_row_infos(stepped[4], count or self.num_envs)
         if self._collected_infos is not None:
             self._collected_infos.append(infos)
-        return (finish_unmerged if unmerged else finish_merged)(self._driver, stepped, infos)
+        return finish_result(self._driver, stepped, infos, unmerged=unmerged)
 
     def _call_halves(self, name: str, args: Any, kwargs: Any) -> Any:
         """Call the two halves of the method ``name``, at least one of which a subclass has overridden."""

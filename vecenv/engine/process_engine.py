@@ -145,10 +145,11 @@ class Engine(EngineCalls):
             require_order(self.exchange.request.phase, "reset_async", self)
         if for_recv:
             self.require_not_in_flight("reset_async", rows)
-        elif ids is not None or (self.pool.held and not self.state.changing):
-            self.exchange.wait_until_idle()
         elif not self.state.changing:
-            self.exchange.execute_own_messages()  # as worker processes do: even a dropped step advances every environment
+            if ids is not None or self.pool.held:
+                self.exchange.wait_until_idle()
+            else:  # worker processes execute theirs, too: even a dropped step advances every environment
+                self.exchange.execute_own_messages()
         if self.observers and options is not None:
             self.exchange.pickle_reset(rows, seeds, options)  # raises before the reset is announced
         seeds = self.announce_reset(rows, seeds, options, drops=not for_recv)

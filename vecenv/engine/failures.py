@@ -144,7 +144,7 @@ class FailureLog:
 
     def combine(self, request: Request, raised: Sequence[tuple[int, Exception]]) -> Exception:
         """Return one exception for all failures of a request: that of the first environment, with notes about the others."""
-        deaths = list({death.worker: death for death in request.deaths}.values())
+        deaths = request.deaths
         if raised:
             error = raised[0][1]
             for note in notes_about_others(raised):

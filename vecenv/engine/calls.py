@@ -152,7 +152,7 @@ class EngineCalls(WorkerDriver):
         for row in loaded:
             self.accept_loaded(row, snapshot_by_row[row])
         if self.restarts_rows:
-            self.rebuilder.keep_observations(loaded)
+            self.rebuilder.last_good.keep(loaded)
 
     def accept_loaded(self, row: int, snapshot: Snapshot) -> None:
         """Store the observation of a loaded row, and forget that it failed."""

@@ -115,7 +115,7 @@ class Exchange:
         if not failed:
             return []
         self.state.changing = True
-        self.messages.find_deaths(failed.keys() & set(rows))
+        self.messages.handle_undetected_deaths(failed.keys() & set(rows))
         self.state.changing = False
         return sorted(failed.keys() & set(rows))
 
@@ -133,8 +133,8 @@ class Exchange:
         if not for_recv and len(rows) < self.num_envs:
             others = np.isin(np.arange(self.num_envs), rows, invert=True)
             messages.batch.info_schemas[others], messages.batch.final[others] = NO_INFO, False
-            messages.rebuilder.restore_observations(self.failures.failed.keys() - set(rows))
-        messages.find_deaths(rows)
+            messages.rebuilder.last_good.restore(self.failures.failed.keys() - set(rows))
+        messages.handle_undetected_deaths(rows)
         if (error := messages.replace_dead(rows)) is not None:
             self.state.changing = False
             raise error

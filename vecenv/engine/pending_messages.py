@@ -358,7 +358,7 @@ class PendingMessages:
                 self.limit_rebuild(worker)
         return error
 
-    def find_deaths(self, rows: Collection[int]) -> None:
+    def handle_undetected_deaths(self, rows: Collection[int]) -> None:
         """Handle the deaths of these rows' workers that no wait has detected."""
         for worker in self.pool.processes:
             if (worker.kill_reason or worker.has_ended()) and not set(rows).isdisjoint(worker.rows):

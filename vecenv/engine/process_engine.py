@@ -204,7 +204,7 @@ class Engine(EngineCalls):
         else:
             exchange.messages.count_results(request)
         if self.restarts_rows:
-            self.rebuilder.keep_observations(range(self.num_envs))
+            self.rebuilder.last_good.keep(range(self.num_envs))
         return result
 
     def _read_infos(self, request: Request) -> RowInfos:
@@ -274,7 +274,7 @@ class Engine(EngineCalls):
         messages.remove_received(row_list)
         self.last_received = rows
         if self.restarts_rows:
-            self.rebuilder.keep_observations(row_list)
+            self.rebuilder.last_good.keep(row_list)
         return result
 
     recv_enough = recv

@@ -21,14 +21,14 @@ from typing import Any
 import numpy as np
 
 from vecenv.engine.pending_messages import PLAIN, PendingMessages
-from vecenv.engine.requests import Request, reset_payload
-from vecenv.engine.worker_process import LAST_STEP_OP, LocalWorker, Worker, WorkerProcess
+from vecenv.engine.requests import Request
+from vecenv.engine.worker_process import LocalWorker, Worker, WorkerProcess
 from vecenv.errors import failed_earlier_error, format_seconds
-from vecenv.front.arguments import ResetOptions, deadline_after
+from vecenv.front.arguments import ResetOptions, deadline_after, select_options
 from vecenv.front.driver import require_no_step, require_order, too_few_in_flight_error, wait_method
 from vecenv.front.guard import CallState
 from vecenv.link.infos import NO_INFO
-from vecenv.link.messages import PLAIN_OUTCOME, Op, pack_head
+from vecenv.link.messages import LAST_STEP_OP, PLAIN_OUTCOME, Op, pack_head
 from vecenv.system.supervision import innermost_location
 
 _STEP, _STEP_SOME = int(Op.STEP), int(Op.STEP_SOME)  # packing an enum is slower
@@ -151,9 +151,14 @@ class Exchange:
         self.flush()
 
     def pickle_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions) -> list[Any]:
-        """Pickle the payload of a reset for each worker of these rows."""
-        parts = self.pool.split(rows)
-        return [self.pool.pickle_for(worker, reset_payload(worker_rows, seeds, options)) for worker, worker_rows in parts]
+        """Return the pickled seeds and options of a reset for each worker of these rows; ``None`` if it has neither."""
+        payloads = []
+        for worker, worker_rows in self.pool.split(rows):
+            worker_seeds = [seeds[row] for row in worker_rows]
+            is_plain = options is None and all(seed is None for seed in worker_seeds)
+            payload = None if is_plain else (worker_seeds, select_options(options, worker_rows))
+            payloads.append(self.pool.pickle_for(worker, payload))
+        return payloads
 
     def drop_if_droppable(self) -> bool:
         """Drop the pending request and return ``True`` if it is a call that an interrupted method left behind."""
@@ -396,7 +401,7 @@ class Exchange:
         """Apply all replies that have arrived, including those of workers that were not waited for."""
         for worker in self.pool.processes:
             self.state.changing = True
-            while worker.pending and worker.death is None and self.messages.apply_next(worker):
+            while worker.pending and self.messages.apply_next(worker):
                 pass
             self.messages.settle_for_recv()
             self.state.changing = False

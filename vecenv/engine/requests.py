@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from vecenv.errors import WorkerDied
-from vecenv.front.arguments import ResetOptions, select_options
 from vecenv.front.driver import PHASES, Phase
 from vecenv.link.messages import Failure
 
@@ -107,9 +106,3 @@ class Request:
 
     def __repr__(self) -> str:
         return f"Request({self.command}, {self.remaining} replies missing)"
-
-
-def reset_payload(rows: Sequence[int], seeds: Sequence[Any], options: ResetOptions) -> Any:
-    """Return the payload of a reset of some rows: their seeds and options, or ``None`` if there are none."""
-    selected = [seeds[row] for row in rows]
-    return None if options is None and all(seed is None for seed in selected) else (selected, select_options(options, rows))

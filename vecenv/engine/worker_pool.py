@@ -24,7 +24,7 @@ from gymnasium.vector.utils import clear_mpi_env_vars
 
 from vecenv.engine.failures import Policy
 from vecenv.engine.watchdog import Watchdog
-from vecenv.engine.worker_process import LAST_STEP_OP, LocalWorker, Worker, WorkerProcess, end_workers
+from vecenv.engine.worker_process import LocalWorker, Worker, WorkerProcess, end_workers
 from vecenv.errors import StartupTimeout, StepTimeout, envs_text, format_seconds
 from vecenv.front.arguments import deadline_after, milliseconds_until, parse_timeout
 from vecenv.front.driver import LateReplies, closed_in_child, step_timeout_error
@@ -32,6 +32,7 @@ from vecenv.front.guard import closed_during_call
 from vecenv.link.channel import Channel, ChannelClosed
 from vecenv.link.envs import WorkerPlan
 from vecenv.link.messages import (
+    LAST_STEP_OP,
     OVERLAPS,
     EnvFnsToStart,
     Failure,

@@ -28,7 +28,7 @@ from vecenv.engine.worker_process import LocalWorker, Worker, WorkerProcess, end
 from vecenv.errors import StartupTimeout, StepTimeout, envs_text, format_seconds
 from vecenv.front.arguments import deadline_after, milliseconds_until, parse_timeout
 from vecenv.front.driver import LateReplies, closed_in_child, step_timeout_error
-from vecenv.front.guard import closed_during_call
+from vecenv.front.guard import closed_error
 from vecenv.link.channel import Channel, ChannelClosed
 from vecenv.link.envs import WorkerPlan
 from vecenv.link.messages import (
@@ -426,7 +426,7 @@ class WorkerPool:
         now = time.perf_counter()
         self.seconds_waited += now - began
         if self.closing:
-            raise closed_during_call()
+            raise closed_error()
         if spun:
             return False
         if not events:
@@ -451,7 +451,7 @@ class WorkerPool:
         now = time.perf_counter()
         self.seconds_waited += now - began
         if self.closing:
-            raise closed_during_call()
+            raise closed_error()
         if now > self.watchdog.next_check:
             self.watchdog.check(self.find_late_workers())
         if not events:

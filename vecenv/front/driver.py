@@ -19,12 +19,12 @@ from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 
 from vecenv.errors import StepTimeout, envs_text, failed_earlier_error
 from vecenv.front.arguments import ResetOptions, parse_env_ids, parse_timeout, select_options
 from vecenv.front.capabilities import Capabilities, complete_stats, raise_unsupported
-from vecenv.front.guard import CallState
+from vecenv.front.guard import CallState, closed_error
 from vecenv.front.infos import RowInfos
 from vecenv.system.signals import raised_by_handler, watched_handlers
 
@@ -86,7 +86,7 @@ def require_order(phase: Phase, method: str, owner: object, name: str = "") -> N
     if phase is REQUIRED_PHASES[method]:
         return
     if phase is Phase.CLOSED:
-        raise ClosedEnvironmentError(f"Trying to operate on `{type(owner).__name__}`, after a call to `close()`.")
+        raise closed_error(f"`{type(owner).__name__}`")
     verb, _, kind = method.partition("_")
     if kind == "wait":
         raise NoAsyncCallError(f"Calling `{method}` without any prior call to `{verb}_async`.", verb)

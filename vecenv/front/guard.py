@@ -108,9 +108,9 @@ def _replace_error(envs: Any, error: BaseException) -> None:
             raise closed from error
 
 
-def closed_during_call() -> ClosedEnvironmentError:
-    """Return the exception for a wait during which the vector environment was closed."""
-    return ClosedEnvironmentError("Trying to operate on a vector environment, after a call to `close()`.")
+def closed_error(name: str = "a vector environment") -> ClosedEnvironmentError:
+    """Return the exception for a call after ``close()``, or during which the vector environment was closed."""
+    return ClosedEnvironmentError(f"Trying to operate on {name}, after a call to `close()`.")
 
 
 def raise_unusable(envs: Any) -> NoReturn:
@@ -122,7 +122,7 @@ def raise_unusable(envs: Any) -> NoReturn:
             f"{driver.owned_resource}: build a new one in the child"
         )
     driver.release()
-    raise ClosedEnvironmentError(f"Trying to operate on `{name}`, after a call to `close()`.")
+    raise closed_error(f"`{name}`")
 
 
 def _check_usable(envs: Any, method: str) -> None:

@@ -40,7 +40,7 @@ from vecenv.front.arguments import (
 )
 from vecenv.front.capabilities import Capabilities, WorkerOnlyAttribute, overridden_methods, raise_unsupported
 from vecenv.front.driver import Driver, Phase, require_order
-from vecenv.front.guard import exclusive
+from vecenv.front.guard import closed_error, exclusive
 from vecenv.front.infos import RowInfos
 from vecenv.front.results import as_row_infos, finish_result
 from vecenv.system.reporting import warn
@@ -734,7 +734,7 @@ class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
     def observations(self) -> ObsType:
         """The latest batch itself, not a copy; zeros before the first reset."""
         if self.closed:
-            require_order(Phase.CLOSED, "reset_async", self)
+            raise closed_error(f"`{type(self).__name__}`")
         return self._driver.store.observations  # type: ignore[no-any-return]
 
     @property

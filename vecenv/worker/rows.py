@@ -21,6 +21,7 @@ from typing import Any, Final
 import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import write_to_shared_memory
 
 from vecenv.errors import EnvFailed, EpisodeOver, ObservationError, VecEnvError, envs_text
 from vecenv.link.envs import WorkerPlan, build_env, call_env, explain_bad_step, same_object_error, unpack_reset
@@ -109,8 +110,6 @@ class EnvRows:
         if tree is not None and batch.observations is not None:
             return make_observation_writer(tree, self._leaves, first, self._warn)
         if self.plan.registered is not None:
-            from gymnasium.vector.utils import write_to_shared_memory
-
             space, memory = self.plan.registered
 
             def write(k: int, observation: Any) -> Any:

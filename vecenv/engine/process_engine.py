@@ -1,7 +1,7 @@
 """The process engine: a driver of environments in worker processes and in the caller's process.
 
-It checks and submits calls, and builds their results. :mod:`vecenv.engine.exchange` explains interruptions, and
-docs/architecture.md the life of a step and of a failure.
+It checks and submits steps and resets, and builds their results. :mod:`vecenv.engine.calls` has the other calls,
+:mod:`vecenv.engine.exchange` explains interruptions, and docs/architecture.md the life of a step and of a failure.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -27,8 +26,8 @@ from vecenv.engine.worker_pool import PoolOptions, WorkerPool
 from vecenv.engine.worker_process import LocalWorker
 from vecenv.errors import StepTimeout, failed_earlier_error
 from vecenv.front.arguments import ResetOptions
-from vecenv.front.capabilities import Capabilities, complete_stats
-from vecenv.front.driver import PHASES, Stepped, closed_in_child, require_order
+from vecenv.front.capabilities import Capabilities
+from vecenv.front.driver import Stepped, closed_in_child, require_order
 from vecenv.front.infos import RowInfos
 from vecenv.link.actions import ActionStage
 from vecenv.link.envs import WorkerPlan
@@ -317,25 +316,19 @@ class Engine(EngineCalls):
         """Return the reason why a capability is missing."""
         return freezing.explain_unfreezable(self) if capability == "freezing" else super().reason(capability)
 
+    @property
+    def seconds_waited(self) -> float:
+        return self.pool.seconds_waited
+
     def _compute_stats(self) -> dict[str, float]:
-        elapsed = max(time.monotonic() - self.began, 1e-9)
-        counters = self.counters
-        pending_rows = self.num_envs if self.exchange.request is not None and self.exchange.request.command in PHASES else 0
-        if self.exchange.request is not None and self.exchange.request.rows is not None:
-            pending_rows = len(self.exchange.request.rows)
-        return complete_stats({
-            "steps": float(counters.steps),
-            "steps_per_second": (counters.steps - counters.steps_loaded) / elapsed,
-            "seconds": elapsed,
-            "wait_fraction": self.pool.seconds_waited / elapsed,
+        return {
+            **super()._compute_stats(),
             **measure_workers(self.batch),
-            "resets": float(counters.resets),
             "restarts": float(self.failures.restarts),
             "errors": float(len(self.failures.errors)),
             "bytes_pickled": float(sum(worker.channel.bytes_pickled for worker in self.pool.processes)),
-            "in_flight": float(len(self.exchange.in_flight) or pending_rows),
             **freezing.frozen_stats(self),
-        })  # fmt: skip
+        }
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -392,7 +392,7 @@ class Driver:
         steps = self.counters.steps
         return complete_stats({
             "steps": float(steps),
-            "steps_per_second": steps / elapsed,
+            "steps_per_second": (steps - self.counters.steps_loaded) / elapsed,
             "seconds": elapsed,
             "wait_fraction": self.seconds_waited / elapsed,
             "resets": float(self.counters.resets),
@@ -478,6 +478,14 @@ class WorkerDriver(Driver):
         """The pending operation on all environments, not counting rows that ``recv`` returns."""
         request = self.exchange.request
         return Phase.DEFAULT if request is None or request.droppable or self.state.changing else request.phase
+
+    @property
+    def pending_request(self) -> RequestSummary:
+        request = self.exchange.request
+        if request is not None and request.command in PHASES:
+            rows = self.num_envs if request.rows is None else len(request.rows)
+            return RequestSummary(request.phase, rows, for_recv=False)
+        return RequestSummary(Phase.DEFAULT, len(self.exchange.in_flight), for_recv=True)
 
     @property
     def in_flight(self) -> npt.NDArray[np.intp]:

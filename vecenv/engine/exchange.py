@@ -66,7 +66,7 @@ class Exchange:
         workers = pool.workers
         self.state.changing = True
         seq = messages.next_number()
-        request = Request("step", len(workers), for_recv)
+        request = Request("step", for_recv, len(workers))
         head = pack_head(PLAIN, seq)
         for worker in workers:
             worker.pending.append((head, worker.rows, request))
@@ -91,7 +91,7 @@ class Exchange:
             for worker, worker_rows in parts
         ]
         self.state.changing = True
-        messages, request = self.messages, Request("step", 0, for_recv)
+        messages, request = self.messages, Request("step", for_recv)
         if failed:
             if not self.policy.restart:  # they failed after the engine's check, during an observer's call
                 self.state.changing = False
@@ -139,7 +139,7 @@ class Exchange:
             self.state.changing = False
             raise error
         self.failures.forget(rows)
-        request = Request("reset", 0, for_recv)
+        request = Request("reset", for_recv)
         request.seeds, request.options, request.rows = seeds, options, rows
         for (worker, worker_rows), payload in zip(self.pool.split(rows), payloads, strict=True):
             messages.queue(worker, Op.RESET_SOME, worker_rows, request, payload)
@@ -181,7 +181,7 @@ class Exchange:
         if announce is not None:
             announce()
         self.state.changing = True
-        request = Request(command, 0, for_recv=False)
+        request = Request(command)
         request.droppable = True
         for (worker, _), payload in zip(parts, payloads, strict=True):
             self.messages.queue(worker, op, worker.rows, request, payload)

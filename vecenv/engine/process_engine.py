@@ -108,8 +108,7 @@ class Engine(EngineCalls):
             ready_messages.insert(0, Ready(local.pid, *local.env_rows.build()))
         workers = zip(self.pool.workers, ready_messages, strict=True)
         if failures := [(failure, worker) for worker, ready in workers for failure in ready.failures]:
-            request = Request("start", 0, for_recv=False)
-            raise self.failures.combine(request, self.failures.record("start", failures))
+            raise self.failures.combine(Request("start"), self.failures.record("start", failures))
         return [mismatch for ready in ready_messages for mismatch in ready.mismatches]
 
     # -- all rows at once ----------------------------------------------------------------------------------------------

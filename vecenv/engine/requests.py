@@ -90,8 +90,8 @@ class Request:
     rebuilding: dict[int, Any] = _NOTHING  # type: ignore[assignment]
     repeated: set[int] = set()  # noqa: RUF012
 
-    def __init__(self, command: str, remaining: int, for_recv: bool) -> None:
-        self.command, self.remaining, self.for_recv = command, remaining, for_recv
+    def __init__(self, command: str, for_recv: bool = False, remaining: int = 0) -> None:
+        self.command, self.for_recv, self.remaining = command, for_recv, remaining
 
     def create_containers(self) -> None:
         """Give this request containers of its own, in place of the shared empty ones of the class."""

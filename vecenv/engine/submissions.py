@@ -97,7 +97,7 @@ class Submissions:
             require_observation(messages.store, row, payload.row)
         op, name, pack = _COMMANDS[command]
         packed = messages.pool.pickle_for(worker, pack(row - worker.rows[0], payload))
-        request = Request(name, 0, for_recv=False)
+        request = Request(name)
         request.rows = [row]
         if command == "save":
             request.convert_result = partial(self._engine.with_observation, row)
@@ -239,7 +239,7 @@ class Submissions:
         if budget is None:
             messages.failures.restarts += 1
         messages.failures.forget(worker.rows)
-        request = self._starting[new] = Request("start", 0, for_recv=False)
+        request = self._starting[new] = Request("start")
         request.rows = list(new.rows)
         self._watch(new)
         return request

@@ -565,7 +565,7 @@ def freeze(engine: Any, rows: list[int]) -> list[Frozen]:
     engine.failures.require_intact(rows)
     with deferred_signals():
         copies = {row: Frozen(engine, row) for row in rows}
-        engine.exchange.begin_call(
+        engine.exchange.send_call(
             "freeze", Op.RUN,
             lambda worker: (copy_worker, copies[worker.rows[0]]._copy.plan()) if worker.rows[0] in copies else None,
         )  # fmt: skip
@@ -588,15 +588,15 @@ def thaw(engine: Any, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[An
     try:
         with deferred_signals():
             _fork_copies(engine, frozen, watch, rows, seeds, copies)
-        engine.calls.announce(rows, "thaw", (frozen,))
+        engine.announce_call(rows, "thaw", (frozen,))
         engine.state.changing = True
         with deferred_signals():
             for row in rows:
                 _replace_worker(engine, frozen, row, copies.pop(0))
             engine.failures.forget(rows)
             if engine.policy.restart:
-                engine.rebuilder.keep_observations(rows)
-            engine.calls.verified -= set(rows)
+                engine.rebuilder.last_good.keep(rows)
+            engine.verified -= set(rows)
         engine.state.changing = False
     except BaseException:
         with deferred_signals():

@@ -36,7 +36,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, Res
 
 import vecenv
 from vecenv.engine import worker_process
-from vecenv.errors import EnvError, EnvFailed, ObservationError, StepTimeout, WorkerDied
+from vecenv.errors import EnvError, EnvFailed, ObservationError, RestartsExhausted, StepTimeout, WorkerDied
 from vecenv.link.messages import notes_about_others
 
 # --- close: repeated, with a pending call, with ``terminate``, and by the garbage collector -------
@@ -483,6 +483,25 @@ def test_restart_after_a_memory_error_starts_a_new_process() -> None:
             assert envs.step(np.array([0, 0]))[4]["restarted"].tolist() == rows
         assert envs.processes[0].pid != pid
         assert envs.stats()["restarts"] == 1
+
+
+class OutOfMemoryEnv(SleepingEnv):
+    """A :class:`SleepingEnv` that raises ``MemoryError`` for the action 0."""
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        if not action:
+            raise MemoryError
+        return super().step(action)
+
+
+def test_rows_of_a_worker_killed_after_a_memory_error_do_not_stay_in_flight() -> None:
+    """The same ``send`` has another message to that worker, and the budget does not allow a restart."""
+    with ready_engine([OutOfMemoryEnv] * 2, num_workers=1, on_failure=vecenv.Restart(limit=0)) as envs:
+        envs._driver.exchange.rows_at_once = 1
+        envs.send(np.array([0, 0.5]))
+        with pytest.raises(RestartsExhausted):
+            envs.recv()
+        assert not len(envs.in_flight)
 
 
 def test_restarted_row_contains_no_data_of_its_failed_step(process_engine: Options) -> None:

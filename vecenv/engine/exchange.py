@@ -21,14 +21,14 @@ from typing import Any
 import numpy as np
 
 from vecenv.engine.pending_messages import PLAIN, PendingMessages
-from vecenv.engine.requests import Request, reset_payload
-from vecenv.engine.worker_process import LAST_STEP_OP, LocalWorker, Worker, WorkerProcess
+from vecenv.engine.requests import Request
+from vecenv.engine.worker_process import LocalWorker, Worker, WorkerProcess
 from vecenv.errors import failed_earlier_error, format_seconds
-from vecenv.front.arguments import ResetOptions, deadline_after
-from vecenv.front.driver import RequestSummary, require_no_step, require_order, too_few_in_flight_error, wait_method
+from vecenv.front.arguments import ResetOptions, deadline_after, select_options
+from vecenv.front.driver import require_no_step, require_order, too_few_in_flight_error, wait_method
 from vecenv.front.guard import CallState
 from vecenv.link.infos import NO_INFO
-from vecenv.link.messages import PLAIN_OUTCOME, Op, pack_head
+from vecenv.link.messages import LAST_STEP_OP, PLAIN_OUTCOME, Op, pack_head
 from vecenv.system.supervision import innermost_location
 
 _STEP, _STEP_SOME = int(Op.STEP), int(Op.STEP_SOME)  # packing an enum is slower
@@ -66,7 +66,7 @@ class Exchange:
         workers = pool.workers
         self.state.changing = True
         seq = messages.next_number()
-        request = Request("step", len(workers), for_recv)
+        request = Request("step", for_recv, len(workers))
         head = pack_head(PLAIN, seq)
         for worker in workers:
             worker.pending.append((head, worker.rows, request))
@@ -91,7 +91,7 @@ class Exchange:
             for worker, worker_rows in parts
         ]
         self.state.changing = True
-        messages, request = self.messages, Request("step", 0, for_recv)
+        messages, request = self.messages, Request("step", for_recv)
         if failed:
             if not self.policy.restart:  # they failed after the engine's check, during an observer's call
                 self.state.changing = False
@@ -115,7 +115,7 @@ class Exchange:
         if not failed:
             return []
         self.state.changing = True
-        self.messages.find_deaths(failed.keys() & set(rows))
+        self.messages.handle_undetected_deaths(failed.keys() & set(rows))
         self.state.changing = False
         return sorted(failed.keys() & set(rows))
 
@@ -133,13 +133,13 @@ class Exchange:
         if not for_recv and len(rows) < self.num_envs:
             others = np.isin(np.arange(self.num_envs), rows, invert=True)
             messages.batch.info_schemas[others], messages.batch.final[others] = NO_INFO, False
-            messages.rebuilder.restore_observations(self.failures.failed.keys() - set(rows))
-        messages.find_deaths(rows)
+            messages.rebuilder.last_good.restore(self.failures.failed.keys() - set(rows))
+        messages.handle_undetected_deaths(rows)
         if (error := messages.replace_dead(rows)) is not None:
             self.state.changing = False
             raise error
         self.failures.forget(rows)
-        request = Request("reset", 0, for_recv)
+        request = Request("reset", for_recv)
         request.seeds, request.options, request.rows = seeds, options, rows
         for (worker, worker_rows), payload in zip(self.pool.split(rows), payloads, strict=True):
             messages.queue(worker, Op.RESET_SOME, worker_rows, request, payload)
@@ -151,9 +151,14 @@ class Exchange:
         self.flush()
 
     def pickle_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions) -> list[Any]:
-        """Pickle the payload of a reset for each worker of these rows."""
-        parts = self.pool.split(rows)
-        return [self.pool.pickle_for(worker, reset_payload(worker_rows, seeds, options)) for worker, worker_rows in parts]
+        """Return the pickled seeds and options of a reset for each worker of these rows; ``None`` if it has neither."""
+        payloads = []
+        for worker, worker_rows in self.pool.split(rows):
+            worker_seeds = [seeds[row] for row in worker_rows]
+            is_plain = options is None and all(seed is None for seed in worker_seeds)
+            payload = None if is_plain else (worker_seeds, select_options(options, worker_rows))
+            payloads.append(self.pool.pickle_for(worker, payload))
+        return payloads
 
     def drop_if_droppable(self) -> bool:
         """Drop the pending request and return ``True`` if it is a call that an interrupted method left behind."""
@@ -165,10 +170,10 @@ class Exchange:
         self.state.changing = False
         return True
 
-    def begin_call(
+    def send_call(
         self, command: str, op: Op, build_payload: Callable[[Worker], Any], announce: Callable[[], None] | None = None
     ) -> None:
-        """Submit a call to each worker unless ``build_payload`` returns ``None`` for it; run ``announce`` after checks."""
+        """Send a call to each worker unless ``build_payload`` returns ``None`` for it; run ``announce`` after checks."""
         parts = [(worker, payload) for worker in self.pool.workers if (payload := build_payload(worker)) is not None]
         payloads = [self.pool.pickle_for(worker, payload) for worker, payload in parts]  # may raise
         if dead := [row for worker, _ in parts if worker.death is not None for row in worker.rows]:
@@ -176,7 +181,7 @@ class Exchange:
         if announce is not None:
             announce()
         self.state.changing = True
-        request = Request(command, 0, for_recv=False)
+        request = Request(command)
         request.droppable = True
         for (worker, _), payload in zip(parts, payloads, strict=True):
             self.messages.queue(worker, op, worker.rows, request, payload)
@@ -210,8 +215,7 @@ class Exchange:
     def settle(self, request: Request) -> Exception | None:
         """Settle the failures of the pending request: return the exception that ends it, or queue rebuild messages."""
         self.state.changing = True
-        failed = self.messages.find_rows_to_settle(request)
-        error = self.messages.settle(request)
+        error, failed = self.messages.settle(request)
         if error is not None:
             self.request = None
             self.messages.count_results(request, failed)
@@ -236,7 +240,7 @@ class Exchange:
             AlreadyPendingCallError: The pending request is not a reset.
         """
         if request.command != "reset":
-            require_no_step(RequestSummary(request.phase, self.num_envs, for_recv=False))
+            require_no_step(request.phase)
             require_order(request.phase, "reset_async", self, name="recv")
         self.state.changing = True
         self.request = None
@@ -397,7 +401,7 @@ class Exchange:
         """Apply all replies that have arrived, including those of workers that were not waited for."""
         for worker in self.pool.processes:
             self.state.changing = True
-            while worker.pending and worker.death is None and self.messages.apply_next(worker):
+            while worker.pending and self.messages.apply_next(worker):
                 pass
             self.messages.settle_for_recv()
             self.state.changing = False
@@ -436,6 +440,7 @@ class Exchange:
     def _kill_hanging(self, method: str, call: Request | None = None) -> float:
         """Kill workers that exceeded ``step_timeout``, or raise if restarts are off; return the time of the next check."""
         limit = self.policy.step_timeout
+        assert limit is not None  # it is the deadline that has passed
         late = self.pool.find_late_workers(limit)
         if call is not None:  # only the workers that have to finish a step before this call
             late = [worker for worker in late if any(message[2] is call for message in islice(worker.pending, 1, None))]

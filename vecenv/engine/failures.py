@@ -144,7 +144,7 @@ class FailureLog:
 
     def combine(self, request: Request, raised: Sequence[tuple[int, Exception]]) -> Exception:
         """Return one exception for all failures of a request: that of the first environment, with notes about the others."""
-        deaths = list({death.worker: death for death in request.deaths}.values())
+        deaths = request.deaths
         if raised:
             error = raised[0][1]
             for note in notes_about_others(raised):
@@ -253,25 +253,25 @@ class Policy:
 
 
 class LastGoodObservations:
-    """The last good observation of every environment.
+    """The last good observation of every environment, which only restarts need.
 
     Args:
         store: The current observations.
         tree: The structure of an observation; ``None`` if it has no fixed size.
+        num_envs: The number of environments.
     """
 
-    def __init__(self, store: Store, tree: Tree | None) -> None:
-        self._store = store
-        self._tree = tree
+    def __init__(self, store: Store, tree: Tree | None, num_envs: int) -> None:
+        self._store, self._tree, self._num_envs = store, tree, num_envs
         self._batch: Any = None  # if observations have a fixed size: a batch
         self._rows: dict[int, Any] = {}  # if they are pickled: row -> observation
 
-    def keep(self, rows: Sequence[int], *, all_rows: bool) -> None:
-        """Keep the observations of these rows, which are all rows if ``all_rows`` is set."""
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep the current observations of these rows."""
         if self._tree is None:
             for row in rows:
                 self._rows[row] = self._store.row(row)
-        elif all_rows:
+        elif len(rows) == self._num_envs:
             self._batch = self._store.batch(copy=True)
         elif rows:
             if self._batch is None:  # workers may be writing the observations of the other rows
@@ -287,6 +287,14 @@ class LastGoodObservations:
         if self._batch is None:
             return None
         return self._tree.map(lambda leaf: leaf[row].copy(), self._batch)
+
+    def restore(self, rows: Iterable[int]) -> None:
+        """Restore the kept observations, or zeros: failing environments may have overwritten parts of the current ones."""
+        for row in rows:
+            if (last := self.copy_row(row)) is not None:
+                self._store.set_row(row, last)
+            elif isinstance(self._store, SharedStore):
+                self._store.clear_row(row)
 
 
 class Rebuilder:
@@ -311,7 +319,7 @@ class Rebuilder:
     ) -> None:  # fmt: skip
         num_envs = len(batch.rewards)
         self.budget = RestartBudget(policy.restart_limit, policy.restart_period, lambda: counters.steps / num_envs)
-        self.last_good = LastGoodObservations(store, tree)
+        self.last_good = LastGoodObservations(store, tree, num_envs)
         self.seeds = np.random.SeedSequence()
         self._failures, self._batch, self._store, self._infos, self._mode = failures, batch, store, infos, mode
 
@@ -398,18 +406,3 @@ class Rebuilder:
                     request.finals[row] = last
                     if not same_step:
                         self._store.set_row(row, deepcopy(last))
-
-    def keep_observations(self, rows: Sequence[int]) -> None:
-        """Keep the observations of these rows as the last good ones, which only restarts need."""
-        self.last_good.keep(rows, all_rows=len(rows) == len(self._batch.rewards))
-
-    def restore_observations(self, rows: Iterable[int]) -> None:
-        """Restore the last good observations of rows, or zeros if there are none.
-
-        Failing environments may have overwritten the current ones in part.
-        """
-        for row in rows:
-            if (last := self.last_good.copy_row(row)) is not None:
-                self._store.set_row(row, last)
-            elif isinstance(self._store, SharedStore):
-                self._store.clear_row(row)

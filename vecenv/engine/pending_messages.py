@@ -152,16 +152,16 @@ class PendingMessages:
     def _make_ready(self, request: Request, rows: Sequence[int]) -> None:
         """Make rows with a reply ready for ``recv``, except for those that failed, which are settled later."""
         if request.failures or request.deaths:
-            if not any(other is request for other in self.unsettled):
+            if request not in self.unsettled:
                 self.unsettled.append(request)
-            failed = self.find_rows_to_settle(request)
+            failed = self._find_rows_to_settle(request)
             rows = [row for row in rows if row not in failed]
         if request.infos or request.finals:
             self.ready_infos.update((row, request.infos.pop(row)) for row in rows if row in request.infos)
             self.ready_finals.update((row, request.finals.pop(row)) for row in rows if row in request.finals)
         self.ready += rows
 
-    def find_rows_to_settle(self, request: Request) -> set[int]:
+    def _find_rows_to_settle(self, request: Request) -> set[int]:
         """Return the rows that ``settle`` rebuilds or raises for; they do not become ready yet."""
         restart = self.policy.restart
         return {failure.env for failure, _ in request.failures if restart or not failure.has_result} | request.lost
@@ -169,9 +169,8 @@ class PendingMessages:
     def settle_for_recv(self) -> None:
         """Settle the failures of requests for ``recv``: the next wait writes the messages that rebuild rows, or raises."""
         while self.unsettled:
-            request = self.unsettled.pop(0)
-            failed = self.find_rows_to_settle(request)
-            if (error := self.settle(request)) is not None:
+            error, failed = self.settle(self.unsettled.pop(0))
+            if error is not None:
                 self.unraised.append((error, failed))
 
     def take_unraised(self) -> Exception:
@@ -303,14 +302,20 @@ class PendingMessages:
             request.failures.append((failure, worker))
             del request.infos[failure.env]
 
-    def settle(self, request: Request) -> Exception | None:
-        """Record the failures of a request. Return the exception to raise, or queue messages that rebuild the rows."""
+    def settle(self, request: Request) -> tuple[Exception | None, set[int]]:
+        """Record the failures of a request, and queue messages that rebuild the rows or return the exception to raise.
+
+        Returns:
+            The exception or ``None``, and the rows that failed, except those that have a result nevertheless.
+        """
         rebuilds = self.policy.restart and request.command in ("step", "reset") and not self._lacks_reset(request)
+        failed = self._find_rows_to_settle(request)  # before `record`, which packs the errors
         raised = self.failures.record(request.command, request.failures, mark="all" if rebuilds else "fatal")
         error: Exception | None
         if rebuilds:
             self._end_workers_out_of_memory(request.command, raised)
-            error = self.queue_rebuilds(request, sorted(self.find_rows_to_settle(request)))
+            failed |= self._find_rows_to_settle(request)  # with the rows of workers that have just been killed
+            error = self.queue_rebuilds(request, sorted(failed))
         else:
             error = self.failures.combine(request, raised)
             if raised and request.command == "step" and not self.counters.resets and not isinstance(error, ResetNeeded):
@@ -318,7 +323,7 @@ class PendingMessages:
         request.failures.clear()
         request.deaths.clear()
         request.lost.clear()
-        return error
+        return error, failed
 
     def _lacks_reset(self, request: Request) -> bool:
         """True if the environments that raised in a step have never been reset, stepped or loaded before."""
@@ -349,7 +354,7 @@ class PendingMessages:
                 self.limit_rebuild(worker)
         return error
 
-    def find_deaths(self, rows: Collection[int]) -> None:
+    def handle_undetected_deaths(self, rows: Collection[int]) -> None:
         """Handle the deaths of these rows' workers that no wait has detected."""
         for worker in self.pool.processes:
             if (worker.kill_reason or worker.has_ended()) and not set(rows).isdisjoint(worker.rows):
@@ -399,5 +404,5 @@ class PendingMessages:
                 request.deaths.append(death)
             if worker.start_failures:  # its own report is better than its exit code
                 request.failures += [(failure, worker) for failure in worker.start_failures if failure.env in rows]
-        for request in {id(request): request for _, _, request in pending if request.for_recv}.values():
+        for request in dict.fromkeys(request for _, _, request in pending if request.for_recv):
             self._make_ready(request, [])

@@ -1,7 +1,7 @@
 """The process engine: a driver of environments in worker processes and in the caller's process.
 
-It checks and submits calls, and builds their results. :mod:`vecenv.engine.exchange` explains interruptions, and
-docs/architecture.md the life of a step and of a failure.
+It checks and submits steps and resets, and builds their results. :mod:`vecenv.engine.calls` has the other calls,
+:mod:`vecenv.engine.exchange` explains interruptions, and docs/architecture.md the life of a step and of a failure.
 """
 
 from __future__ import annotations
@@ -9,27 +9,25 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from vecenv import freezing
-from vecenv.engine.calls import Calls
+from vecenv.engine.calls import EngineCalls
 from vecenv.engine.exchange import Exchange
 from vecenv.engine.failures import FailureLog, Policy, Rebuilder
 from vecenv.engine.observers import Observer
 from vecenv.engine.pending_messages import PendingMessages
 from vecenv.engine.requests import Request
 from vecenv.engine.stats import measure_workers
-from vecenv.engine.submissions import Submissions
 from vecenv.engine.worker_pool import PoolOptions, WorkerPool
 from vecenv.engine.worker_process import LocalWorker
 from vecenv.errors import StepTimeout, failed_earlier_error
 from vecenv.front.arguments import ResetOptions
-from vecenv.front.capabilities import Capabilities, complete_stats
-from vecenv.front.driver import PHASES, Stepped, WorkerDriver, closed_in_child, require_order
+from vecenv.front.capabilities import Capabilities
+from vecenv.front.driver import Stepped, closed_in_child, require_order
 from vecenv.front.infos import RowInfos
 from vecenv.link.actions import ActionStage
 from vecenv.link.envs import WorkerPlan
@@ -43,7 +41,7 @@ from vecenv.system.signals import succeeds_when_repeated
 from vecenv.worker.main import Ready, make_rows
 
 
-class Engine(WorkerDriver):
+class Engine(EngineCalls):
     """The driver of ``AsyncVectorEnv``, with environments in worker processes and in the caller's process.
 
     Args:
@@ -63,9 +61,6 @@ class Engine(WorkerDriver):
 
     backend: ClassVar[str] = "process"
     owned_resource = "its workers"
-    exchange: Exchange
-    failures: FailureLog
-    store: Store
     stage: ActionStage
 
     def __init__(
@@ -74,7 +69,7 @@ class Engine(WorkerDriver):
     ) -> None:  # fmt: skip
         super().__init__()
         self.num_envs = self.batch_size = len(env_fns)
-        self.layout, self.policy, self.restarts_rows, mode = layout, policy, policy.restart, plan.autoreset_mode
+        self.layout, self.policy, self.restarts_rows, self.mode = layout, policy, policy.restart, plan.autoreset_mode
         self._all_rows = self.last_received = np.arange(self.num_envs)
         self._all_row_list = self._all_rows.tolist()
         self.observers: list[Observer] = []
@@ -82,10 +77,9 @@ class Engine(WorkerDriver):
         batch = self.batch = layout.view(self.arena.buffer)
         self.store = make_store(batch)
         self.infos = InfoReader(batch.info_schemas, batch.infos)
-        self._no_infos = WorkerInfos(self.infos, None, self.num_envs, {}, {})
         self.failures = FailureLog(self.observers, logs_like_gymnasium=policy.logs_like_gymnasium)
         self.rebuilder = Rebuilder(
-            policy, self.failures, batch, self.store, self.infos, layout.observations, mode, self.counters
+            policy, self.failures, batch, self.store, self.infos, layout.observations, self.mode, self.counters
         )
         if not options.placements:
             options.placements, options.caller_spin = placements(num_workers)
@@ -94,7 +88,6 @@ class Engine(WorkerDriver):
             self.pool, policy, self.failures, self.rebuilder, batch, self.store, self.infos, self.counters
         )
         self.exchange = Exchange(self.state, messages)
-        self.calls = Calls(self.exchange, mode)
         try:
             self.mismatches = self._start(env_fns, plan, num_workers, caller_share)
         except BaseException:
@@ -115,8 +108,7 @@ class Engine(WorkerDriver):
             ready_messages.insert(0, Ready(local.pid, *local.env_rows.build()))
         workers = zip(self.pool.workers, ready_messages, strict=True)
         if failures := [(failure, worker) for worker, ready in workers for failure in ready.failures]:
-            request = Request("start", 0, for_recv=False)
-            raise self.failures.combine(request, self.failures.record("start", failures))
+            raise self.failures.combine(Request("start"), self.failures.record("start", failures))
         return [mismatch for ready in ready_messages for mismatch in ready.mismatches]
 
     # -- all rows at once ----------------------------------------------------------------------------------------------
@@ -125,7 +117,7 @@ class Engine(WorkerDriver):
         """Submit a step of all rows. Errors are raised before anything is sent."""
         exchange = self.exchange
         if exchange.request is not None or exchange.in_flight:
-            self.require_rows_idle("step_async")
+            self.require_idle("step_async")
         failed = self.failures.failed
         if failed and not self.restarts_rows:
             raise failed_earlier_error(failed)
@@ -151,10 +143,11 @@ class Engine(WorkerDriver):
             require_order(self.exchange.request.phase, "reset_async", self)
         if for_recv:
             self.require_not_in_flight("reset_async", rows)
-        elif ids is not None or (self.pool.held and not self.state.changing):
-            self.exchange.wait_until_idle()
         elif not self.state.changing:
-            self.exchange.execute_own_messages()  # worker processes do so too: even a dropped step advances its environments
+            if ids is not None or self.pool.held:
+                self.exchange.wait_until_idle()
+            else:  # worker processes execute theirs, too: even a dropped step advances every environment
+                self.exchange.execute_own_messages()
         if self.observers and options is not None:
             self.exchange.pickle_reset(rows, seeds, options)  # if it cannot be pickled, raise before announcing it
         seeds = self.announce_reset(rows, seeds, options, drops=not for_recv)
@@ -197,7 +190,7 @@ class Engine(WorkerDriver):
             raise
         result = observations, batch.rewards.copy(), batch.terminations.copy(), batch.truncations.copy(), infos
         for observer in self.observers:
-            row_infos = infos or self._no_infos
+            row_infos = infos or self._read_infos(request)
             if request.command == "step":
                 observer.on_result(None, (observations, result[1], result[2], result[3], row_infos))
             else:
@@ -209,7 +202,7 @@ class Engine(WorkerDriver):
         else:
             exchange.messages.count_results(request)
         if self.restarts_rows:
-            self.rebuilder.keep_observations(range(self.num_envs))
+            self.rebuilder.last_good.keep(range(self.num_envs))
         return result
 
     def _read_infos(self, request: Request) -> RowInfos:
@@ -279,7 +272,7 @@ class Engine(WorkerDriver):
         messages.remove_received(row_list)
         self.last_received = rows
         if self.restarts_rows:
-            self.rebuilder.keep_observations(row_list)
+            self.rebuilder.last_good.keep(row_list)
         return result
 
     recv_enough = recv
@@ -293,47 +286,6 @@ class Engine(WorkerDriver):
             finals |= {row: messages.ready_finals[row] for row in row_list if row in messages.ready_finals}
         return WorkerInfos(self.infos, rows, len(rows), infos, finals)
 
-    def submissions(self) -> Submissions:
-        """Return the interface for event loops, which replaces the methods that wait."""
-        return Submissions(self.state, self.exchange.messages, self.calls)
-
-    # -- calls into environments ---------------------------------------------------------------------------------------
-
-    def begin_call(self, name: str, args: Any, kwargs: Any) -> None:
-        """Begin to call a method, or read an attribute, of every environment."""
-        self.calls.begin_call(name, args, kwargs)
-
-    def begin_exec(self, func: Callable[..., Any], rows: Collection[int], args: Any, kwargs: Any) -> None:
-        """Begin to call a function for each environment in ``rows``."""
-        self.require_rows_idle("exec_func", rows)
-        self.calls.begin_exec(func, rows, args, kwargs)
-
-    def begin_set_attr(self, name: str, values: Sequence[Any]) -> None:
-        """Begin to set an attribute of every environment."""
-        self.calls.begin_set_attr(name, values)
-
-    def begin_set_next(self, rows: Collection[int], pairs: Sequence[Any]) -> None:
-        """Begin to set the seed and options of the next episode of some environments."""
-        self.calls.begin_set_next(rows, pairs)
-
-    def save(self, rows: list[int], verify: bool) -> Any:
-        """Return the states of some rows."""
-        self.require_rows_idle("save", rows)
-        return self.calls.save(rows, verify)
-
-    def load(self, snapshots: Any, rows: list[int]) -> Any:
-        """Load states into some rows, and return the observations."""
-        self.require_rows_idle("load", rows)
-        return self.calls.load(snapshots, rows)
-
-    def state_dict(self, spaces: list[Any], verify: bool) -> dict[str, Any]:
-        """Return the state of the whole vector environment."""
-        return self.calls.state_dict(spaces, verify)
-
-    def load_state_dict(self, state: Mapping[str, Any], spaces: list[Any]) -> Any:
-        """Continue from the result of :meth:`state_dict`."""
-        return self.calls.load_state_dict(state, spaces)
-
     def freeze(self, rows: list[int]) -> list[freezing.Frozen]:
         """Return frozen copies of some rows."""
         return freezing.freeze(self, rows)
@@ -343,13 +295,6 @@ class Engine(WorkerDriver):
         return freezing.thaw(self, frozen, rows, reseed)
 
     # -- state ---------------------------------------------------------------------------------------------------------
-
-    def require_idle(self, method: str) -> None:
-        """Raise if another call is pending, or rows are in flight.
-
-        ``exec_func``, ``save`` and ``load`` are possible while other rows are in flight: they check their own rows.
-        """
-        self.require_rows_idle(method, () if method in ("exec_func", "save", "load") else None)
 
     def kill_pending(self, rows: Collection[int]) -> None:
         """Kill the workers of these rows that have pending messages."""
@@ -370,25 +315,19 @@ class Engine(WorkerDriver):
         """Return the reason why a capability is missing."""
         return freezing.explain_unfreezable(self) if capability == "freezing" else super().reason(capability)
 
+    @property
+    def seconds_waited(self) -> float:
+        return self.pool.seconds_waited
+
     def _compute_stats(self) -> dict[str, float]:
-        elapsed = max(time.monotonic() - self.began, 1e-9)
-        counters = self.counters
-        pending_rows = self.num_envs if self.exchange.request is not None and self.exchange.request.command in PHASES else 0
-        if self.exchange.request is not None and self.exchange.request.rows is not None:
-            pending_rows = len(self.exchange.request.rows)
-        return complete_stats({
-            "steps": float(counters.steps),
-            "steps_per_second": (counters.steps - counters.steps_loaded) / elapsed,
-            "seconds": elapsed,
-            "wait_fraction": self.pool.seconds_waited / elapsed,
+        return {
+            **super()._compute_stats(),
             **measure_workers(self.batch),
-            "resets": float(counters.resets),
             "restarts": float(self.failures.restarts),
             "errors": float(len(self.failures.errors)),
             "bytes_pickled": float(sum(worker.channel.bytes_pickled for worker in self.pool.processes)),
-            "in_flight": float(len(self.exchange.in_flight) or pending_rows),
             **freezing.frozen_stats(self),
-        })  # fmt: skip
+        }
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -412,7 +351,7 @@ class Engine(WorkerDriver):
         self.observers.clear()
         closed_in_child.discard(self)
         for owner in (self, self.exchange.messages):  # memory is unmapped once the program holds no array that refers to it
-            for name in ("arena", "batch", "store", "infos", "_no_infos", "rebuilder", "stage"):
+            for name in ("arena", "batch", "store", "infos", "rebuilder", "stage"):
                 owner.__dict__.pop(name, None)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from vecenv.errors import WorkerDied
-from vecenv.front.arguments import ResetOptions, select_options
 from vecenv.front.driver import PHASES, Phase
 from vecenv.link.messages import Failure
 
@@ -91,8 +90,8 @@ class Request:
     rebuilding: dict[int, Any] = _NOTHING  # type: ignore[assignment]
     repeated: set[int] = set()  # noqa: RUF012
 
-    def __init__(self, command: str, remaining: int, for_recv: bool) -> None:
-        self.command, self.remaining, self.for_recv = command, remaining, for_recv
+    def __init__(self, command: str, for_recv: bool = False, remaining: int = 0) -> None:
+        self.command, self.for_recv, self.remaining = command, for_recv, remaining
 
     def create_containers(self) -> None:
         """Give this request containers of its own, in place of the shared empty ones of the class."""
@@ -107,9 +106,3 @@ class Request:
 
     def __repr__(self) -> str:
         return f"Request({self.command}, {self.remaining} replies missing)"
-
-
-def reset_payload(rows: Sequence[int], seeds: Sequence[Any], options: ResetOptions) -> Any:
-    """Return the payload of a reset of some rows: their seeds and options, or ``None`` if there are none."""
-    selected = [seeds[row] for row in rows]
-    return None if options is None and all(seed is None for seed in selected) else (selected, select_options(options, rows))

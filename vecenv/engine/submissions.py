@@ -14,12 +14,10 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, Final
 
-from vecenv.engine.calls import Calls
-from vecenv.engine.pending_messages import PendingMessages
+from vecenv.engine.calls import EngineCalls
 from vecenv.engine.requests import Death, Request
 from vecenv.engine.worker_process import WorkerProcess
 from vecenv.errors import EnvFailed, failed_earlier_error
-from vecenv.front.guard import CallState
 from vecenv.front.infos import count_steps
 from vecenv.link.envs import call_env
 from vecenv.link.messages import OVERLAPS, Op, summary
@@ -45,9 +43,7 @@ class Submissions:
     """Requests to the worker processes of one engine, each about one row.
 
     Args:
-        state: The state of the current call.
-        messages: The pending messages of an engine without rows in the calling process.
-        calls: The engine's calls, for snapshots.
+        engine: An engine without rows in the calling process.
 
     Attributes:
         failed: Row -> what happened, for rows that need a reset.
@@ -57,11 +53,11 @@ class Submissions:
             a process may not make its descriptor readable; ``None`` elsewhere.
     """
 
-    def __init__(self, state: CallState, messages: PendingMessages, calls: Calls) -> None:
-        self._state, self._messages, self._calls = state, messages, calls
-        self.failed, self.verified = messages.failures.failed, calls.verified
+    def __init__(self, engine: EngineCalls) -> None:
+        self._engine, self._state, self._messages = engine, engine.state, engine.exchange.messages
+        self.failed, self.verified = engine.failures.failed, engine.verified
         self.deaths: deque[Death] = deque()
-        workers = messages.pool.processes
+        workers = self._messages.pool.processes
         self._worker_index = {row: worker.index for worker in workers for row in worker.rows}
         self._selector = selectors.DefaultSelector()
         self._descriptors = DescriptorOwner(self)
@@ -101,10 +97,10 @@ class Submissions:
             require_observation(messages.store, row, payload.row)
         op, name, pack = _COMMANDS[command]
         packed = messages.pool.pickle_for(worker, pack(row - worker.rows[0], payload))
-        request = Request(name, 0, for_recv=False)
+        request = Request(name)
         request.rows = [row]
         if command == "save":
-            request.convert_result = partial(self._calls.with_observation, row)
+            request.convert_result = partial(self._engine.with_observation, row)
         elif command == "verify":
             request.convert_result = lambda _: self.verified.add(row)
         elif command == "load":
@@ -202,7 +198,7 @@ class Submissions:
         return observation, float(batch.rewards[row]), *flags, info
 
     def _accept_loaded(self, row: int, snapshot: Snapshot, _: Any) -> Any:
-        self._calls.accept_loaded(row, snapshot)
+        self._engine.accept_loaded(row, snapshot)
         return self._messages.store.row(row)
 
     # -- workers ---------------------------------------------------------------------------------------------------------
@@ -243,7 +239,7 @@ class Submissions:
         if budget is None:
             messages.failures.restarts += 1
         messages.failures.forget(worker.rows)
-        request = self._starting[new] = Request("start", 0, for_recv=False)
+        request = self._starting[new] = Request("start")
         request.rows = list(new.rows)
         self._watch(new)
         return request

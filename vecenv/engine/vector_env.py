@@ -435,7 +435,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
     def _record_failures(self, engine: Engine, env_fns: Sequence[Callable[[], Any]], plan: WorkerPlan) -> None:
         """Let a flight recorder observe an engine, if ``record_failures=`` was passed."""
         if self._recording is not None:
-            save, stats = weakref.WeakMethod(engine.calls.snapshots), weakref.WeakMethod(engine.stats)
+            save, stats = weakref.WeakMethod(engine.snapshots), weakref.WeakMethod(engine.stats)
             recorder = Recorder(self._recording, env_fns, self._env_id, plan, save, stats)
             engine.observers.append(recorder)
             self._recorder = weakref.proxy(recorder)
@@ -451,7 +451,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
     @exclusive
     def submissions(self) -> Submissions:
         """Return a non-blocking interface to single rows, for an event loop to use instead of this object's methods."""
-        return self._driver.submissions()
+        return Submissions(self._driver)
 
     @exclusive
     def publish_stats(self, name: str | None = None) -> None:

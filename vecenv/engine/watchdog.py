@@ -42,12 +42,12 @@ class Watchdog:
         self._busy: dict[tuple[int, bytes], tuple[float, int]] = {}  # (worker, head) -> time first found, times logged
 
     def check(self, workers: Sequence[WorkerProcess]) -> None:
-        """Log the workers that have been busy with one request for too long."""
+        """Log those of ``workers``, all with pending messages, that have been busy with one request for too long."""
         now = time.perf_counter()
         self.next_check = now + CHECK_INTERVAL_SECONDS[0]
         before, self._busy = self._busy, {}
         for worker in workers:
-            if worker.death is not None or not worker.pending or worker.channel.poll(0):
+            if worker.channel.poll(0):
                 continue
             head, rows, request = worker.pending[0]
             began, logged = before.get((worker.index, head), (now, 0))

@@ -24,14 +24,15 @@ from gymnasium.vector.utils import clear_mpi_env_vars
 
 from vecenv.engine.failures import Policy
 from vecenv.engine.watchdog import Watchdog
-from vecenv.engine.worker_process import LAST_STEP_OP, LocalWorker, Worker, WorkerProcess, end_workers
+from vecenv.engine.worker_process import LocalWorker, Worker, WorkerProcess, end_workers
 from vecenv.errors import StartupTimeout, StepTimeout, envs_text, format_seconds
-from vecenv.front.arguments import deadline_after, milliseconds_until
+from vecenv.front.arguments import deadline_after, milliseconds_until, parse_timeout
 from vecenv.front.driver import LateReplies, closed_in_child, step_timeout_error
-from vecenv.front.guard import closed_during_call
+from vecenv.front.guard import closed_error
 from vecenv.link.channel import Channel, ChannelClosed
 from vecenv.link.envs import WorkerPlan
 from vecenv.link.messages import (
+    LAST_STEP_OP,
     OVERLAPS,
     EnvFnsToStart,
     Failure,
@@ -425,7 +426,7 @@ class WorkerPool:
         now = time.perf_counter()
         self.seconds_waited += now - began
         if self.closing:
-            raise closed_during_call()
+            raise closed_error()
         if spun:
             return False
         if not events:
@@ -450,7 +451,7 @@ class WorkerPool:
         now = time.perf_counter()
         self.seconds_waited += now - began
         if self.closing:
-            raise closed_during_call()
+            raise closed_error()
         if now > self.watchdog.next_check:
             self.watchdog.check(self.find_late_workers())
         if not events:
@@ -489,27 +490,26 @@ class WorkerPool:
         self.held = deque(message for message in self.held if message[0] is not worker)
         self._poll = None
 
-    def find_late_workers(self, seconds: float | None = 0.0) -> list[WorkerProcess]:
+    def find_late_workers(self, seconds: float = 0.0) -> list[WorkerProcess]:
         """Return the workers that have not replied to a message. Messages that are still held do not count.
 
         With ``max_concurrency``, only those with a ``sent_at`` at least ``seconds`` ago. Otherwise ``sent_at`` is minus
         infinity, so ``seconds`` has no effect, and the deadline of the caller's wait decides.
         """
-        held, latest = Counter(worker for worker, *_ in self.held), time.monotonic() - (seconds or 0.0)
+        held, latest = Counter(worker for worker, *_ in self.held), time.monotonic() - seconds
         return [worker for worker in self.processes if len(worker.pending) > held[worker] and worker.sent_at <= latest]
 
-    def next_check(self, limit: float | None) -> float:
+    def next_check(self, seconds: float) -> float:
         """Return the time at which :meth:`find_late_workers` may find another worker."""
-        now, seconds = time.monotonic(), limit or 0.0
+        now = time.monotonic()
         return min((worker.sent_at for worker in self.processes if worker.sent_at + seconds > now), default=now) + seconds
 
     def timeout_error(self, method: str, timeout: Any, late: Sequence[WorkerProcess] = ()) -> StepTimeout:
         """Return the exception for a call without a reply in time. ``late``: the workers to name (default: all late)."""
-        return step_timeout_error(
-            method, timeout, lambda seconds: self.describe_late(seconds, late or self.find_late_workers())
-        )
+        seconds = parse_timeout(timeout)
+        return step_timeout_error(method, seconds, self._describe_late(seconds, late or self.find_late_workers()))
 
-    def describe_late(self, seconds: float | None, late: Sequence[WorkerProcess]) -> LateReplies:
+    def _describe_late(self, seconds: float | None, late: Sequence[WorkerProcess]) -> LateReplies:
         """Describe the workers that have not replied within ``seconds``. The text names only the first few of them."""
         text, where, with_stacks = "", {}, (seconds or 0) >= _MIN_SECONDS_FOR_STACKS
         for worker in late:

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 from vecenv.engine.requests import Death, Request
 from vecenv.errors import envs_text, span_text
 from vecenv.link.channel import Channel, ChannelClosed
-from vecenv.link.messages import Failure, Op, Outcome, Reply, decode, decode_outcome, encode
+from vecenv.link.messages import LAST_STEP_OP, Failure, Op, Outcome, Reply, decode, decode_outcome, encode
 from vecenv.system.descendants import end_group, end_marked
 from vecenv.system.descriptors import DescriptorOwner
 from vecenv.system.reporting import warn
@@ -45,8 +45,6 @@ queued while the worker had a ``rebuild_deadline``, the head has code 0, which n
 
 _log = logging.getLogger("vecenv")
 _STEP: Final = int(Op.STEP)
-LAST_STEP_OP: Final = int(Op.REBUILD_SOME)
-"""The last operation that steps or resets environments; those with higher numbers are calls."""
 _EXIT_GRACE_SECONDS: Final = 0.5  # between the end of a worker's pipe and the end of its process
 _STACK_START_SECONDS: Final = 0.05  # until a late worker begins to write its stack, if it can
 _STACK_END_SECONDS: Final = 0.3  # until the stack is complete, if the worker has begun or waits for a core
@@ -199,12 +197,13 @@ class WorkerProcess:
         Its exit code can be read only once, so signal handlers are deferred.
         """
         with deferred_signals():
-            self.death = self.death or self._describe_death(self.kill_reason)
+            self.death = self.death or self._describe_death()
             self.watch.close()
             self.channel.close()
         return self.death
 
-    def _describe_death(self, reason: str) -> Death:
+    def _describe_death(self) -> Death:
+        reason = self.kill_reason
         if not self.watch.has_ended(_EXIT_GRACE_SECONDS):
             self.watch.signal(signal.SIGKILL)
             reason = reason or "it closed its pipe, so it was killed"

@@ -19,12 +19,12 @@ from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 
 from vecenv.errors import StepTimeout, envs_text, failed_earlier_error
 from vecenv.front.arguments import ResetOptions, parse_env_ids, parse_timeout, select_options
 from vecenv.front.capabilities import Capabilities, complete_stats, raise_unsupported
-from vecenv.front.guard import CallState
+from vecenv.front.guard import CallState, closed_error
 from vecenv.front.infos import RowInfos
 from vecenv.system.signals import raised_by_handler, watched_handlers
 
@@ -86,7 +86,7 @@ def require_order(phase: Phase, method: str, owner: object, name: str = "") -> N
     if phase is REQUIRED_PHASES[method]:
         return
     if phase is Phase.CLOSED:
-        raise ClosedEnvironmentError(f"Trying to operate on `{type(owner).__name__}`, after a call to `close()`.")
+        raise closed_error(f"`{type(owner).__name__}`")
     verb, _, kind = method.partition("_")
     if kind == "wait":
         raise NoAsyncCallError(f"Calling `{method}` without any prior call to `{verb}_async`.", verb)
@@ -141,7 +141,7 @@ Stepped: TypeAlias = tuple[Any, Any, Any, Any, RowInfos | dict[Any, Any]]
 class RequestSummary(NamedTuple):
     """A pending reset or step: its phase, its number of rows, and True if only ``recv`` can fetch its results."""
 
-    kind: Phase
+    phase: Phase
     rows: int
     for_recv: bool
 
@@ -281,7 +281,7 @@ class Driver:
     def phase(self) -> Phase:
         """The pending operation on all environments, not counting a request with results for :meth:`recv`."""
         request = self.pending_request
-        return Phase.DEFAULT if request.for_recv or self.state.changing else request.kind
+        return Phase.DEFAULT if request.for_recv or self.state.changing else request.phase
 
     @property
     def in_flight(self) -> npt.NDArray[np.intp]:
@@ -291,17 +291,17 @@ class Driver:
             raise_unsupported(self.name, "`in_flight`", f"its library reports only their number, {request.rows}")
         return np.arange(request.rows if request.for_recv else 0, dtype=np.intp)
 
-    def require_idle(self, method: str) -> None:
-        """Raise for a method of all environments while a call is pending.
+    def require_idle(self, method: str, rows: Collection[int] | None = None) -> None:
+        """Raise if a call is pending that forbids a method for ``rows`` (``None``: all). Here, any pending call does.
 
         Raises:
-            AlreadyPendingCallError: A call is pending.
+            AlreadyPendingCallError: There is such a call.
         """
         request = self.pending_request
         if request.rows and request.for_recv:
             raise still_in_flight_error(method, range(request.rows))
         if request.rows:
-            raise pending_call_error(method, request.kind)
+            raise pending_call_error(method, request.phase)
 
     # -- calls ----------------------------------------------------------------------------------------------------------
 
@@ -370,7 +370,8 @@ class Driver:
 
     def timeout_error(self, method: str, timeout: Any) -> StepTimeout:
         """Return the exception for a call that has timed out."""
-        return step_timeout_error(method, timeout, self._describe_late)
+        seconds = parse_timeout(timeout)
+        return step_timeout_error(method, seconds, self._describe_late(seconds))
 
     def _describe_late(self, seconds: float | None) -> LateReplies:
         """Describe the replies that are late after this many seconds."""
@@ -391,7 +392,7 @@ class Driver:
         steps = self.counters.steps
         return complete_stats({
             "steps": float(steps),
-            "steps_per_second": steps / elapsed,
+            "steps_per_second": (steps - self.counters.steps_loaded) / elapsed,
             "seconds": elapsed,
             "wait_fraction": self.seconds_waited / elapsed,
             "resets": float(self.counters.resets),
@@ -413,10 +414,8 @@ class LateReplies(NamedTuple):
     where: Mapping[int, str]
 
 
-def step_timeout_error(method: str, timeout: Any, describe: Callable[[float | None], LateReplies]) -> StepTimeout:
-    """Return the exception for a call that has timed out; ``describe`` gets the number of seconds."""
-    seconds = parse_timeout(timeout)
-    late = describe(seconds)
+def step_timeout_error(method: str, seconds: float | None, late: LateReplies) -> StepTimeout:
+    """Return the exception for a call that has timed out."""
     abandon = "`abandon(error.envs)`, " if late.rows else ""
     return StepTimeout(
         f"The call to `{method}` has timed out after {seconds} second(s)."  # Gymnasium's text
@@ -443,9 +442,9 @@ def still_in_flight_error(method: str, rows: Sequence[int]) -> AlreadyPendingCal
     )
 
 
-def require_no_step(pending_request: RequestSummary) -> None:
+def require_no_step(phase: Phase) -> None:
     """Raise for ``recv`` while a step is pending that only ``step_wait`` can fetch."""
-    if pending_request.kind is Phase.WAITING_STEP and not pending_request.for_recv:
+    if phase is Phase.WAITING_STEP:
         raise AlreadyPendingCallError(
             "Calling `recv` while waiting for a pending call to `step` to complete: `step_wait` fetches it.", "step"
         )
@@ -481,6 +480,14 @@ class WorkerDriver(Driver):
         return Phase.DEFAULT if request is None or request.droppable or self.state.changing else request.phase
 
     @property
+    def pending_request(self) -> RequestSummary:
+        request = self.exchange.request
+        if request is not None and request.command in PHASES:
+            rows = self.num_envs if request.rows is None else len(request.rows)
+            return RequestSummary(request.phase, rows, for_recv=False)
+        return RequestSummary(Phase.DEFAULT, len(self.exchange.in_flight), for_recv=True)
+
+    @property
     def in_flight(self) -> npt.NDArray[np.intp]:
         """The environments with rows that ``recv`` has yet to return; empty if a reset is needed, which drops them."""
         return np.array([] if self.state.changing else sorted(self.exchange.in_flight), np.intp)
@@ -493,15 +500,8 @@ class WorkerDriver(Driver):
         if self.exchange.request is not None:
             self.exchange.request.interrupted = True
 
-    def require_idle(self, method: str) -> None:
-        self.require_rows_idle(method)
-
-    def require_rows_idle(self, method: str, rows: Collection[int] | None = None) -> None:
-        """Require that no request is pending, and that none of ``rows`` (``None``: of all rows) is in flight.
-
-        Raises:
-            AlreadyPendingCallError: A request is pending, or one of the rows is in flight.
-        """
+    def require_idle(self, method: str, rows: Collection[int] | None = None) -> None:
+        """Raise if a request is pending, or one of ``rows`` (``None``: of all rows) is in flight."""
         exchange = self.exchange
         if exchange.request is not None and not exchange.drop_if_droppable():
             raise pending_call_error(method, exchange.request.phase)
@@ -658,12 +658,12 @@ class LockstepDriver(Driver):
         if deadline is not None and not self.wait(deadline):
             return None
         try:
-            stepped = self.read(request.kind)
+            stepped = self.read(request.phase)
         except BaseException as error:
             if error is self.result_error:
                 self.finish(request, 0, 0)
             raise
-        steps = request.rows if request.kind is Phase.WAITING_STEP else 0
+        steps = request.rows if request.phase is Phase.WAITING_STEP else 0
         self.finish(request, steps, request.rows - steps)
         return stepped
 
@@ -671,7 +671,7 @@ class LockstepDriver(Driver):
         total, request = self.batch_size, self.pending_request
         if count not in (None, total):
             raise_unsupported(self.name, f"recv {count} of {total} environments", "all of them finish at the same time")
-        require_no_step(request)
+        require_no_step(self.phase)
         if request.rows < total:
             raise too_few_in_flight_error(total, request.rows, 0)
         stepped = self.wait_for_result(deadline)

@@ -27,9 +27,10 @@ _OWN_ERRORS: Final = VecEnvError, gymnasium.error.Error, AlreadyPendingCallError
 _BUILTIN_ERRORS: Final = {AssertionError, AttributeError, IndexError, KeyError, OSError, RuntimeError, TypeError, ValueError}
 _OTHER_THREAD_SECONDS: Final = 10.0
 _RESET_METHODS: Final = ("reset", "reset_async")
-_WAIT_METHODS: Final = ("reset", "reset_wait", "step", "step_wait", "recv", "call_wait", "exec_func_fetch")
-"""Methods that wait. An exception in them counts as an interruption, unless it is vecenv's or Gymnasium's own, or exactly a
-``TypeError`` or ``ValueError``, with which calls report wrong arguments."""
+_RESULT_METHODS: Final = ("reset", "reset_wait", "step", "step_wait", "recv", "call_wait", "exec_func_fetch")
+"""Methods with a result that stays pending if an exception interrupts the wait for it."""
+_ARGUMENT_ERRORS: Final = (TypeError, ValueError)
+"""Exactly these classes report wrong arguments. An exception of a subclass may be an interruption."""
 
 
 class CallState:
@@ -86,7 +87,7 @@ def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
                 _replace_error(self, error)
             if error is self._driver.result_error:  # the exception is the result, so the call has ended
                 self._driver.result_error, state.changing = None, False
-            elif name in _WAIT_METHODS and not isinstance(error, _OWN_ERRORS) and type(error) not in (TypeError, ValueError):
+            elif name in _RESULT_METHODS and not isinstance(error, _OWN_ERRORS) and type(error) not in _ARGUMENT_ERRORS:
                 self._driver.record_interruption()
             raise
         state.changing = False; return result  # noqa: E702 - no call and no jump between the two
@@ -107,9 +108,9 @@ def _replace_error(envs: Any, error: BaseException) -> None:
             raise closed from error
 
 
-def closed_during_call() -> ClosedEnvironmentError:
-    """Return the exception for a wait during which the vector environment was closed."""
-    return ClosedEnvironmentError("Trying to operate on a vector environment, after a call to `close()`.")
+def closed_error(name: str = "a vector environment") -> ClosedEnvironmentError:
+    """Return the exception for a call after ``close()``, or during which the vector environment was closed."""
+    return ClosedEnvironmentError(f"Trying to operate on {name}, after a call to `close()`.")
 
 
 def raise_unusable(envs: Any) -> NoReturn:
@@ -121,7 +122,7 @@ def raise_unusable(envs: Any) -> NoReturn:
             f"{driver.owned_resource}: build a new one in the child"
         )
     driver.release()
-    raise ClosedEnvironmentError(f"Trying to operate on `{name}`, after a call to `close()`.")
+    raise closed_error(f"`{name}`")
 
 
 def _check_usable(envs: Any, method: str) -> None:

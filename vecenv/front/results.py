@@ -13,32 +13,26 @@ def as_row_infos(infos: RowInfos | dict[Any, Any], count: int) -> RowInfos:
     return infos if isinstance(infos, RowInfos) else ColumnInfos(infos, count, infos.get("env_id"))
 
 
-def finish_merged(driver: Any, stepped: Any, infos: RowInfos) -> tuple[Any, ...]:
-    """Return a driver's result with Gymnasium's dict of arrays.
+def finish_result(driver: Any, stepped: Any, infos: RowInfos, *, unmerged: bool) -> tuple[Any, ...]:
+    """Return a driver's result with Gymnasium's dict of arrays; with ``unmerged``, with its :class:`RowInfos`.
 
     Raises:
         InfoError: An info is not a dict. The call is complete nevertheless.
     """
     observations, rewards, terminations, truncations, _ = stepped
-    try:
-        merged = infos.merged()
-    except InfoError as error:
-        error.result = (observations, rewards, terminations, truncations, infos.rows())
-        driver.result_error = error
-        raise
-    if "chunk_steps" in merged or "final_info" in merged:
-        _count_chunks(driver, executed_steps(merged, len(rewards)), len(rewards))
-    return observations, rewards, terminations, truncations, merged
-
-
-def finish_unmerged(driver: Any, stepped: Any, infos: RowInfos) -> tuple[Any, ...]:
-    """Return a driver's result with its :class:`~vecenv.front.infos.RowInfos`."""
-    observations, rewards, terminations, truncations, _ = stepped
-    _count_chunks(driver, infos.executed_steps(), len(rewards))
-    return observations, rewards, terminations, truncations, infos
-
-
-def _count_chunks(driver: Any, steps: Any, count: int) -> None:
-    """Count the environment steps that action chunks executed beyond one per row."""
-    if not isinstance(steps, int):
-        driver.counters.steps += int(steps.sum()) - count
+    returned: Any = infos
+    steps: Any = 1
+    if unmerged:
+        steps = infos.executed_steps()
+    else:
+        try:
+            returned = infos.merged()
+        except InfoError as error:
+            error.result = (observations, rewards, terminations, truncations, infos.rows())
+            driver.result_error = error
+            raise
+        if "chunk_steps" in returned or "final_info" in returned:
+            steps = executed_steps(returned, len(rewards))
+    if not isinstance(steps, int):  # action chunks: count their environment steps beyond one per row
+        driver.counters.steps += int(steps.sum()) - len(rewards)
+    return observations, rewards, terminations, truncations, returned

@@ -40,9 +40,9 @@ from vecenv.front.arguments import (
 )
 from vecenv.front.capabilities import Capabilities, WorkerOnlyAttribute, overridden_methods, raise_unsupported
 from vecenv.front.driver import Driver, Phase, require_order
-from vecenv.front.guard import exclusive
+from vecenv.front.guard import closed_error, exclusive
 from vecenv.front.infos import RowInfos
-from vecenv.front.results import as_row_infos, finish_merged, finish_unmerged
+from vecenv.front.results import as_row_infos, finish_result
 from vecenv.system.reporting import warn
 
 CLOSE_TIMEOUT: Final = 60.0
@@ -137,7 +137,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         seeds = parse_seeds(seed, self.num_envs, rows)
         resets_all = ids is None and not (isinstance(options, Mapping) and "reset_mask" in options)
         if not (resets_all and self._driver.is_interrupted):
-            self._require_phase("reset_async")
+            require_order(self._phase, "reset_async", self)
         mask, others = split_reset_mask(options, self.num_envs, rows)
         if others is not None:
             capabilities = self.capabilities
@@ -305,7 +305,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             Exception: An environment's exception; the environments stay alive.
         """
         self._require_capability("attributes", "call_wait")
-        self._require_phase("call_wait")
+        require_order(self._phase, "call_wait", self)
         return self._driver.wait_for_call(timeout)  # type: ignore[no-any-return]
 
     @exclusive
@@ -330,17 +330,18 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     def _begin_exec(self, method: str, func: Callable[..., Any], indices: Any, args: Any, kwargs: Any) -> None:
         self._require_capability("attributes", method)
-        self._driver.require_idle("exec_func")
         if not callable(func):
             raise TypeError(f"exec_func needs a callable that takes an environment, got {func!r}")
         env_ids = [indices] if isinstance(indices, (int, np.integer)) else indices
-        self._driver.begin_exec(func, parse_rows(env_ids if env_ids is None else list(env_ids), self.num_envs), args, kwargs)
+        rows = parse_rows(env_ids if env_ids is None else list(env_ids), self.num_envs)
+        self._driver.require_idle("exec_func", rows)
+        self._driver.begin_exec(func, rows, args, kwargs)
 
     @exclusive
     def exec_func_fetch(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Fetch the result of :meth:`exec_func_send`."""
         self._require_capability("attributes", "exec_func_fetch")
-        self._require_phase("call_wait")
+        require_order(self._phase, "call_wait", self)
         return self._driver.wait_for_call(timeout)  # type: ignore[no-any-return]
 
     @exclusive
@@ -433,7 +434,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         """
         self._require_capability("snapshots", "save")
         rows = parse_rows(env_id, self.num_envs)
-        self._driver.require_idle("save")
+        self._driver.require_idle("save", rows)
         return self._driver.save(rows, verify)  # type: ignore[no-any-return]
 
     @exclusive
@@ -459,7 +460,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         """
         self._require_capability("snapshots", "load")
         rows = parse_rows(env_id, self.num_envs)
-        self._driver.require_idle("load")
+        self._driver.require_idle("load", rows)
         return self._driver.load(snapshots, rows)
 
     @exclusive
@@ -661,7 +662,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     def _wait_for_result(self, method: str, timeout: float | None, unmerged: bool) -> Any:
         """Wait for the result of the pending call."""
-        self._require_phase(method)
+        require_order(self._phase, method, self)
         if (stepped := self._driver.wait_for_result(deadline_after(timeout))) is None:
             raise self._driver.timeout_error(method, timeout)
         return self._merge_infos(stepped, unmerged)
@@ -671,7 +672,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         infos = as_row_infos(stepped[4], count or self.num_envs)
         if self._collected_infos is not None:
             self._collected_infos.append(infos)
-        return (finish_unmerged if unmerged else finish_merged)(self._driver, stepped, infos)
+        return finish_result(self._driver, stepped, infos, unmerged=unmerged)
 
     def _call_halves(self, name: str, args: Any, kwargs: Any) -> Any:
         """Call the two halves of the method ``name``, at least one of which a subclass has overridden."""
@@ -690,10 +691,6 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         if self.closed or self._driver.state.unusable:
             return Phase.CLOSED
         return self._driver.phase  # type: ignore[no-any-return]
-
-    def _require_phase(self, method: str) -> None:
-        """Raise Gymnasium's error if ``method``, a key of :data:`vecenv.front.driver.REQUIRED_PHASES`, is out of order."""
-        require_order(self._phase, method, self)
 
 
 class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
@@ -737,7 +734,7 @@ class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
     def observations(self) -> ObsType:
         """The latest batch itself, not a copy; zeros before the first reset."""
         if self.closed:
-            require_order(Phase.CLOSED, "reset_async", self)
+            raise closed_error(f"`{type(self).__name__}`")
         return self._driver.store.observations  # type: ignore[no-any-return]
 
     @property

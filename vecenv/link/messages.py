@@ -76,6 +76,8 @@ Message = tuple[int, int, bytes | None]  # operation, sequence number, pickled p
 Definition: TypeAlias = tuple[tuple[Any, Any], ...]
 """Info types: key -> ``("s", type name)`` for a scalar, ``("a", dtype, shape)`` for an array, or a nested definition."""
 
+LAST_STEP_OP: Final = int(Op.REBUILD_SOME)
+"""The last operation that steps or resets environments; those with higher numbers are calls."""
 PAYLOAD: Final = 0x80
 OVERLAPS: Final = 0x40
 """Added to the operation of a message about one row. A worker with ``env_threads`` executes such messages concurrently,

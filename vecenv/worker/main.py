@@ -27,6 +27,7 @@ from vecenv.errors import EnvError
 from vecenv.link.channel import ChannelClosed, Ends, WorkerEnd
 from vecenv.link.envs import WorkerPlan
 from vecenv.link.messages import (
+    LAST_STEP_OP,
     OVERLAPS,
     PLAIN_OUTCOME,
     EnvFnsToStart,
@@ -182,7 +183,7 @@ def _unpickle(rows: SnapshotRows, op: int, seq: int, payload: bytes | None) -> t
         is_about_some = op & OVERLAPS or op in (Op.STEP_SOME, Op.RESET_SOME, Op.REBUILD_SOME)
         text = f"the request cannot be unpickled in the worker: {summary(error)}"
         envs = rows.first + (rows.requested_rows(seq) if is_about_some else np.arange(rows.count))
-        fatal = op & ~OVERLAPS <= Op.REBUILD_SOME  # a step, reset or rebuild without a result
+        fatal = op & ~OVERLAPS <= LAST_STEP_OP
         return None, Outcome(failures=[Failure(env, EnvError(f"env {env}: {text}"), fatal) for env in envs.tolist()])
 
 

@@ -21,6 +21,7 @@ from typing import Any, Final
 import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import write_to_shared_memory
 
 from vecenv.errors import EnvFailed, EpisodeOver, ObservationError, VecEnvError, envs_text
 from vecenv.link.envs import WorkerPlan, build_env, call_env, explain_bad_step, same_object_error, unpack_reset
@@ -101,7 +102,6 @@ class EnvRows:
         self.note_running(-1)
         self._infos = InfoWriter(self._schemas, batch.infos[mine], [row.learn for row in compiled])
         self._out = Outcome()
-        self._was_plain = False  # True if the latest step or reset had nothing to report
         self._has_old_results = True  # True if info columns or final flags may be set, for example by a worker that died
 
     def _make_writer(self, batch: Batch) -> ObservationWriter:
@@ -110,8 +110,6 @@ class EnvRows:
         if tree is not None and batch.observations is not None:
             return make_observation_writer(tree, self._leaves, first, self._warn)
         if self.plan.registered is not None:
-            from gymnasium.vector.utils import write_to_shared_memory
-
             space, memory = self.plan.registered
 
             def write(k: int, observation: Any) -> Any:
@@ -324,14 +322,6 @@ class EnvRows:
         rows: Array = (self._requested == seq).nonzero()[0]  # 3x faster than `flatnonzero`
         return rows
 
-    def _begin(self, ks: Sequence[int] | None) -> None:
-        """Begin a step or a reset of some rows (``None``: all) by clearing the results of the previous one."""
-        if self._out.has_payload():
-            self._out = Outcome()
-        if self._has_old_results:
-            self._clear_results(ks)
-            self._out.columns = False
-
     def step(self, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
         """Step the environments of rows ``ks`` (``None``: all), in order."""
         steps, step_clock, began = self._steps, self._step_clock, None
@@ -339,13 +329,12 @@ class EnvRows:
             step_clock.untimed -= 1
         else:
             steps, began = step_clock.step_functions(steps), clock()
+        if self._has_old_results:
+            self._clear_results(ks)
         where: Sequence[int] = range(self.count)
         targets, writers = self._targets, self._write_results
         if ks is not None:
             where, steps, writers = ks, [steps[k] for k in ks], [writers[k] for k in ks]
-            self._begin(ks)
-        elif self._has_old_results or not self._was_plain:
-            self._begin(None)
         out, on_episode_end, running = self._out, self._on_episode_end, self._running_cell
         forked = self.forked
         rewards, terminations, truncations = self._cells
@@ -436,10 +425,11 @@ class EnvRows:
                 row of ``ks``.
             reset_due: True if the next step is an automatic reset (after a restart in next-step mode).
         """
-        self._begin(ks)
+        out = self._out = Outcome()  # an interrupted step may have left results in the previous one
+        if self._has_old_results:
+            self._clear_results(ks)
         if ks is None:
             self._infos.repeat_definitions()
-        out = self._out
         options_by_row = options if isinstance(options, list) else [options] * len(seeds)
         for k, seed, env_options in zip(range(self.count) if ks is None else ks, seeds, options_by_row, strict=True):
             try:
@@ -539,6 +529,8 @@ class EnvRows:
             raise RecursionError("info: it contains itself, or is nested too deeply") from None
 
     def _clear_results(self, ks: Sequence[int] | None) -> None:
+        """Clear the infos and final flags of rows (``None``: all) before their next step or reset."""
+        self._out.columns = False
         if ks is None:
             self._schemas.fill(NO_INFO)
             self._final.fill(False)
@@ -549,7 +541,7 @@ class EnvRows:
             self._has_old_results = bool(self._schemas.any() or self._final.any())
 
     def _finish(self) -> Outcome:
-        """Return the outcome of this message. It is valid until the next message."""
+        """Return the outcome of this message. Without a payload, it is valid until the next message."""
         if self.guard is not None and self.guard.due:
             self._check_settings(self.guard)
         self._running_cell[0] = -1  # the death of an idle worker is no environment's fault
@@ -559,8 +551,10 @@ class EnvRows:
             self.warnings.clear()
         if out.columns:
             self._infos.add_new_definitions(out.schemas)
-        self._was_plain = not (out.columns or out.has_payload())
-        return PLAIN_OUTCOME if self._was_plain else out
+        if out.has_payload():
+            self._out = Outcome()
+            return out
+        return out if out.columns else PLAIN_OUTCOME
 
     def _record_failure(self, k: int, error: BaseException, out: Outcome) -> None:
         self.exit_if_forked()

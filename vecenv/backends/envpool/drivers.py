@@ -435,7 +435,7 @@ class WholeBatchDriver(PoolDriver):
         if not in_flight or (count is not None and count > in_flight):
             raise too_few_in_flight_error(count or 1, in_flight, 0)
         if not self._for_recv:
-            require_no_step(self.pending_request)
+            require_no_step(self.phase)
         if count is not None and count < in_flight:
             reason = "with batch_size=num_envs, EnvPool returns all rows of a call at once"
             raise_unsupported(self.name, f"`recv` {count} of {in_flight} environments", reason)
@@ -594,7 +594,7 @@ class FirstReadyDriver(PoolDriver):
     def _require_idle(self, ids: Array, name: str) -> None:
         self._release_held()
         if not self.idle.issuperset(ids.tolist()):
-            if self.pending_request.kind is Phase.WAITING_STEP:
+            if self.pending_request.phase is Phase.WAITING_STEP:
                 self.require_idle(name)
             raise still_in_flight_error(name, [i for i in ids.tolist() if i not in self.idle])
 
@@ -668,7 +668,7 @@ class FirstReadyDriver(PoolDriver):
         if held:
             self._release_held()
         if self._kind is Phase.WAITING_STEP:
-            require_no_step(self.pending_request)
+            require_no_step(self.phase)
         replies, size = self.replies, self.batch_size
         if batches != self._num_dropped:
             self._drop_returned()

@@ -16,16 +16,7 @@ from vecenv.backends.ray.hosts import HostPool
 from vecenv.errors import NotRestorable, VecEnvError, envs_text, failed_earlier_error
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
-from vecenv.front.driver import (
-    PHASES,
-    LateReplies,
-    Phase,
-    RequestSummary,
-    Stepped,
-    WorkerDriver,
-    closed_in_child,
-    require_order,
-)
+from vecenv.front.driver import LateReplies, Stepped, WorkerDriver, closed_in_child, require_order
 from vecenv.link.actions import ActionStage
 from vecenv.link.infos import NO_INFO, InfoReader, WorkerInfos
 from vecenv.link.observations import SharedStore, require_observation
@@ -328,6 +319,9 @@ class HostsDriver(WorkerDriver):
 
     # -- pending requests -------------------------------------------------------------------------------------------------
 
+    def require_idle(self, method: str, rows: Collection[int] | None = None) -> None:
+        super().require_idle(method)
+
     def kill_pending(self, rows: Collection[int]) -> None:
         """Kill the hosts with pending requests about any of these rows."""
         late = [part.host for part in self.exchange.parts.values() if not set(part.rows).isdisjoint(rows)]
@@ -350,13 +344,6 @@ class HostsDriver(WorkerDriver):
         return self.exchange.seconds_waited
 
     @property
-    def pending_request(self) -> RequestSummary:
-        request = self.exchange.request
-        if request is not None and request.command in PHASES:
-            return RequestSummary(request.phase, len(request.rows), for_recv=False)
-        return RequestSummary(Phase.DEFAULT, len(self.exchange.in_flight), for_recv=True)
-
-    @property
     def capabilities(self) -> Capabilities:
         return Capabilities("ray", restarts=self.exchange.restart, snapshots=True)
 
@@ -365,7 +352,6 @@ class HostsDriver(WorkerDriver):
     def _compute_stats(self) -> dict[str, float]:
         stats, failures = super()._compute_stats(), self.exchange.failures
         host_stats = list(self.pool.call_all("stats").values())  # of hosts that reply in time
-        stats["steps_per_second"] = (self.counters.steps - self.counters.steps_loaded) / stats["seconds"]
         stats["errors"] = float(len(failures.errors))
         stats["restarts"] = failures.restarts + sum(each["restarts"] for each in host_stats)
         stats["bytes_pickled"] = float(sum(each["bytes_pickled"] for each in host_stats))

@@ -29,7 +29,7 @@ from vecenv.backends.ray.hosts import HostPool, RemoteHost
 from vecenv.errors import StepTimeout, VecEnvError, envs_text, format_seconds
 from vecenv.front.arguments import ResetOptions, deadline_after, select_options
 from vecenv.front.driver import PHASES, Counters, Phase, require_order, too_few_in_flight_error, wait_method
-from vecenv.front.guard import CallState, closed_during_call
+from vecenv.front.guard import CallState, closed_error
 from vecenv.link.messages import PackedError, decode_outcome, pack_error, unpack_error
 from vecenv.link.observations import PickledStore, SharedStore
 from vecenv.shm import fixed_tree
@@ -292,7 +292,7 @@ class HostExchange:
         finally:
             self.seconds_waited += time.perf_counter() - began
         if self.state.unusable:
-            raise closed_during_call()
+            raise closed_error()
         with self.changing():
             for reference, reply in replies:
                 if reference in self.parts:  # otherwise an earlier reply reported the death of its host

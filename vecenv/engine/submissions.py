@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, Final
 
-from vecenv.engine.calls import EngineCalls
+from vecenv.engine.process_engine import Engine
 from vecenv.engine.requests import Death, Request
 from vecenv.engine.worker_process import WorkerProcess
 from vecenv.errors import EnvFailed, failed_earlier_error
@@ -53,7 +53,7 @@ class Submissions:
             a process may not make its descriptor readable; ``None`` elsewhere.
     """
 
-    def __init__(self, engine: EngineCalls) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine, self._state, self._messages = engine, engine.state, engine.exchange.messages
         self.failed, self.verified = engine.failures.failed, engine.verified
         self.deaths: deque[Death] = deque()

@@ -31,7 +31,7 @@ from vecenv.errors import RestartsExhausted, StepTimeout, WorkerDied
 from vecenv.multi_agent import MultiAgentVecEnv
 from vecenv.recording import recorder
 from vecenv.recording.file import read_header
-from vecenv.testing.faulty import FaultyEnv
+from vecenv.testing.faulty import FAULTS, FaultyEnv
 from vecenv.tools import cli
 from vecenv.tools.replay import _find_running, _replay_here, replay
 
@@ -163,6 +163,46 @@ def test_replay_of_abandoned_worker_prints_that_it_waits(tmp_path: Path) -> None
         replaying.send_signal(signal.SIGINT)
         assert replaying.wait(60) == 130
     assert line == "waiting for step 1, without a time limit (--pdb: Ctrl-C shows where it is)\n"
+
+
+def cause_fault_of_replay(result: Any) -> Any:
+    """Cause the fault that the environment variable ``REPLAY_FAULT`` names, as if the environment had been edited."""
+    return FAULTS[os.environ["REPLAY_FAULT"]](result) if "REPLAY_FAULT" in os.environ else result
+
+
+def record_changed_env(folder: Path) -> Path:
+    """Record an environment that raises; in a replay it has the fault ``REPLAY_FAULT`` in an earlier step."""
+    fns = [lambda: FaultyEnv(make_faulty_env("raises", step=FAILING_STEP), cause_fault_of_replay, step=FAILING_STEP - 1)]
+    with contextlib.closing(vecenv.AsyncVectorEnv(fns, record_failures=folder)) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(ValueError, match="out of order"):
+            step_until_error(envs, lambda step: [0])
+    (file,) = folder.glob("*.vecenv")
+    return file
+
+
+def test_replay_that_hangs_unlike_the_record_prints_that_it_waits(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "vecenv", "replay", str(record_changed_env(tmp_path)), "--yes"]
+    environ = {**os.environ, "REPLAY_FAULT": "sleep"}
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ
+    ) as replaying:
+        assert replaying.stderr is not None
+        has_printed = select.select([replaying.stderr], [], [], 60)[0]
+        line = replaying.stderr.readline() if has_printed else ""  # complete, before the signal interrupts the command
+        replaying.send_signal(signal.SIGINT)
+        assert replaying.wait(60) == 130
+    assert line == f"waiting for step {FAILING_STEP - 1}, without a time limit (--pdb: Ctrl-C shows where it is)\n"
+
+
+def test_pdb_of_a_replay_that_crashes_unlike_the_record_shows_the_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = record_changed_env(tmp_path)
+    monkeypatch.setenv("REPLAY_FAULT", "segfault")
+    done = run(file, "--yes", "--pdb")
+    assert done.returncode == -signal.SIGSEGV
+    assert "faulty.py" in done.stderr.partition("Fatal Python error: Segmentation fault")[2]
 
 
 def test_step_timeout_names_file_of_hanging_environment(tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ _MAX_FRAMES: Final = 1000
 _MAX_LISTED_FILES: Final = 5
 _STACK_TIMEOUT_SECONDS: Final = 1.0
 _NOTICE_DELAY_SECONDS: Final = 1.0
+_UNEXPECTED_NOTICE_DELAY_SECONDS: Final = 5.0
+"""The delay if the recorded failure was no hang: it is longer, because each slow step of the environment causes a notice."""
 _GRACE_SECONDS: Final = 5.0
 """Seconds added to the recorded limit of a step, because the process has just started; also the time for it to end."""
 _FILE_NAME: Final = re.compile(rf".+-env\d+-episode\d+-step\d+(-\d+)?{re.escape(SUFFIX)}")
@@ -254,10 +256,10 @@ def _replay(path: Path, **options: Any) -> _Attempt:
     failed: Failed | None = None
     images: deque[_Image] = deque(maxlen=_MAX_FRAMES)
     call, hung, limit = _NextCall("while it was built", None), False, math.inf  # building has no limit
-    announce = False
+    notice_delay = math.inf
     try:
         helper.start()
-        while not (hung := not _wait(helper, call, limit, announce=announce)) and (blob := helper.receive()):
+        while not (hung := not _wait(helper, call, limit, notice_delay)) and (blob := helper.receive()):
             message: ReplayResult | _Message = pickle.loads(blob)
             if isinstance(message, ReplayResult):
                 helper.has_ended(_GRACE_SECONDS)
@@ -267,7 +269,8 @@ def _replay(path: Path, **options: Any) -> _Attempt:
             elif isinstance(message, _NextCall):
                 call = message
                 limit = failed.seconds + _GRACE_SECONDS if failed is not None and failed.seconds else math.inf
-                announce = limit < math.inf or (failed is not None and failed.exitcode == KILLED)  # it may have hung
+                may_have_hung = limit < math.inf or (failed is not None and failed.exitcode == KILLED)
+                notice_delay = _NOTICE_DELAY_SECONDS if may_have_hung else _UNEXPECTED_NOTICE_DELAY_SECONDS
             else:
                 failed = message
         if hung:
@@ -280,14 +283,14 @@ def _replay(path: Path, **options: Any) -> _Attempt:
         descriptors.close()
 
 
-def _wait(helper: HelperProcess, call: _NextCall, limit: float, *, announce: bool) -> bool:
+def _wait(helper: HelperProcess, call: _NextCall, limit: float, notice_delay: float) -> bool:
     """Wait up to ``limit`` seconds for a message. Return False if none arrives.
 
-    ``announce``: print a notice after the first second.
+    Print a notice after ``notice_delay`` seconds.
     """
     until = time.monotonic() + limit
-    if announce:
-        if helper.wait(time.monotonic() + _NOTICE_DELAY_SECONDS):
+    if notice_delay < math.inf:
+        if helper.wait(time.monotonic() + notice_delay):
             return True
         name = "render()" if call.renders else call.where.partition(" ")[2]
         text = f"waiting for {name}, without a time limit (--pdb: Ctrl-C shows where it is)"
@@ -434,7 +437,6 @@ def _debug(path: Path, *, begin: str, until: int | None, frames: Path | None) ->
         if has_stopped:
             if replay_run.record.failed is not None and replay_run.record.failed.how != "raised":
                 print("Continuing repeats the failure in this process, and may end it")
-            faulthandler.enable()
             _EnvDebugger().runcall(deque, requests, 0)
             if replay_run.result is None or isinstance(replay_run.failure, bdb.BdbQuit):
                 return result
@@ -447,6 +449,7 @@ def _debug(path: Path, *, begin: str, until: int | None, frames: Path | None) ->
                 pdb.post_mortem(replay_run.failure.__traceback__)
         return result
 
+    faulthandler.enable()
     return _replay_here(path, begin=begin, until=until, render=frames is not None, report=collect, debug=debug)
 
 

@@ -13,6 +13,7 @@ import itertools
 import math
 import random
 import re
+import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
@@ -290,6 +291,10 @@ REFUSED: dict[str, tuple[list[EnvFn], str]] = {
     "with attribute": (
         [make_env_fn(RandomWithAttribute, lambda kept: kept.random())],
         "RandomWithAttribute has attributes of its own: memory",
+    ),
+    "a thread in a list": (
+        [make_env_fn(lambda: [threading.Thread()], lambda kept: 0.0)],
+        r"KeptValueEnv\.kept\[0\] \(Thread\): a thread cannot be restored",
     ),
 }  # fmt: skip
 EXACT: dict[str, EnvFn] = {

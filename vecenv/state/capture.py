@@ -195,7 +195,10 @@ class _Writer(pickle.Pickler):
                 return _reduce_jax(obj, self._reduce_as_reference)
             return NotImplemented
         if isinstance(rule, Refused):
-            raise NotRestorable(f"{kind.__name__}: {rule.reason}")
+            place = kind.__name__
+            with contextlib.suppress(NotRestorable):  # in an object that `_walk` does not enter
+                place = f"{_format_path(self._layers, self._find_path(obj))} ({place})"
+            raise NotRestorable(f"{place}: {rule.reason}")
         if not isinstance(rule, Codec):
             return self._reduce_as_reference(obj)
         state = self._save_by_codec(rule, obj, kind.__name__)

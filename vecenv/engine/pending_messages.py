@@ -380,11 +380,14 @@ class PendingMessages:
             worker.rebuild_deadline = time.monotonic() + start + (step or 0.0)
 
     def handle_death(self, worker: WorkerProcess) -> None:
-        """Record the death of a worker, once. Its pending messages are lost."""
+        """Record the death of a worker, once. Its pending messages are lost.
+
+        A worker killed for a hang may have replied since, because the signal for its stack ended the hang: that is lost too.
+        """
         if worker.death is not None:
             return
         with contextlib.suppress(ChannelClosed):  # after the replies that it wrote before it ended
-            while (message := worker.channel.receive()) is not None:
+            while worker.timeout is None and (message := worker.channel.receive()) is not None:
                 self._apply_message(worker, message)
         pending = list(worker.pending)
         with deferred_signals():  # an exception between these lines would leave the death unrecorded

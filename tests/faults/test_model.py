@@ -222,6 +222,9 @@ class Model:
                 observations, infos = self.envs.reset(seed=seed)
             except WorkerDied:
                 continue  # another failure, which no call has reported yet
+            except AlreadyPendingCallError:  # the exception came before the wait for a call began
+                self.envs.call_wait()
+                continue
             self.check_new_episodes(infos, seed, range(COUNT))
             break
         # an environment that was loaded from another row has the index of that row

@@ -85,7 +85,8 @@ class Channel:
             raise ChannelClosed from error
         message = b"".join(chunks)
         self.bytes_pickled += max(len(message) - FULL_HEAD, 0)
-        self._chunks, self._counted = [], (0, 0)
+        self._counted = 0, 0  # first, because counts without their chunks would be those of another message
+        self._chunks = []
         return message
 
     def _count_missing(self) -> int:

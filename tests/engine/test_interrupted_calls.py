@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -23,6 +24,9 @@ import vecenv
 from vecenv.engine.pending_messages import PendingMessages
 from vecenv.engine.worker_process import WorkerProcess
 from vecenv.errors import WorkerDied
+from vecenv.link.channel import Channel
+from vecenv.link.messages import encode
+from vecenv.system.descriptors import DescriptorOwner
 from vecenv.testing import FaultyEnv, assert_identical
 
 KILL = 9
@@ -344,3 +348,51 @@ def test_recv_raises_a_worker_death_once_and_returns_the_other_rows() -> None:
         assert len(envs.in_flight) == 0
         envs.reset(seed=2, options={"reset_mask": np.array([True, True, False, False])})
         assert envs.step(ACTIONS)[0][:, 1].tolist() == [1, 1, 2, 2]
+
+
+class InterruptedRead(Exception):
+    pass
+
+
+def receive_interrupted(channel: Channel, moment: int) -> bytes | None:
+    """Receive, and raise before instruction number ``moment`` of ``receive`` or of a function that it calls."""
+    count = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            count += 1
+            if count == moment:
+                raise InterruptedRead
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        return channel.receive()
+    finally:
+        sys.settrace(before)
+
+
+def test_interrupted_read_affects_no_later_message() -> None:
+    first, later = encode(1, 1, b"first" * 9), encode(1, 2, b"later")
+    interruptions = 0
+    for moment in range(1, 1000):
+        owner = DescriptorOwner(None)
+        channel = Channel(owner)
+        writer = channel.worker_ends[1].number
+        os.write(writer, first)
+        received = None
+        try:
+            received = receive_interrupted(channel, moment)
+        except InterruptedRead:
+            interruptions += 1
+            received = channel.receive()
+        os.write(writer, later)
+        assert received in (first, None)
+        assert channel.receive() == later, moment
+        owner.close()
+        if interruptions < moment:
+            break
+    assert interruptions > 100

@@ -320,7 +320,7 @@ class HostsDriver(WorkerDriver):
     # -- pending requests -------------------------------------------------------------------------------------------------
 
     def require_idle(self, method: str, rows: Collection[int] | None = None) -> None:
-        super().require_idle(method)
+        super().require_idle(method)  # without `rows`: calls are refused while any environment is in flight
 
     def kill_pending(self, rows: Collection[int]) -> None:
         """Kill the hosts with pending requests about any of these rows."""

@@ -368,6 +368,7 @@ def receive_interrupted(channel: Channel, moment: int) -> bytes | None:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 traces instructions only if this is set before settrace()
     sys.settrace(trace)
     try:
         return channel.receive()

@@ -175,6 +175,18 @@ def test_worker_killed_while_idle_is_restarted(launch: Launch) -> None:
         assert restarted == {2 * worker, 2 * worker + 1}
 
 
+def test_save_after_a_death_while_idle_names_what_rebuilds(launch: Launch) -> None:
+    """A training loop saves a checkpoint after the OOM killer ended a worker between two steps."""
+    envs = launch(make_env_fns(4), num_workers=2, on_failure="restart")
+    envs.reset(seed=1)
+    os.kill(worker_pids(envs)[1], signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="during save") as caught:
+        envs.state_dict(verify=False)
+    assert "the next step() or reset() rebuilds the environments of dead workers" in caught.value.__notes__
+    assert envs.step(ACTIONS)[-1]["_restarted"].tolist() == [False, False, True, True]
+    envs.state_dict(verify=False)
+
+
 @WITHOUT_SPAWN
 def test_death_in_a_restart_is_recorded_as_such(launch: Launch, tmp_path: Path) -> None:
     """An environment raises in a step, and the first reset of its replacement kills the worker."""

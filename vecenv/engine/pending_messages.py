@@ -318,6 +318,8 @@ class PendingMessages:
             error = self.queue_rebuilds(request, sorted(failed))
         else:
             error = self.failures.combine(request, raised)
+            if request.deaths and self.policy.restart:
+                note_once(error, "the next step() or reset() rebuilds the environments of dead workers")
             if raised and request.command == "step" and not self.counters.resets and not isinstance(error, ResetNeeded):
                 note_once(error, "reset() was never called")
         request.failures.clear()

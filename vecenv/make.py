@@ -488,11 +488,13 @@ def _make_env_fn(request: MakeRequest) -> EnvFn:
         )
     if env_fn is request.id_or_env_fn:
         _check_names(kwargs, env_fn, (), getattr(env_fn, "__qualname__", repr(env_fn)), engine_options())
-    return functools.partial(_build_env, env_fn, request.wrappers, kwargs)
+    build = functools.partial(_build_env, env_fn, request.wrappers, kwargs)
+    build.__wrapped__ = env_fn  # type: ignore[attr-defined]  # `inspect.signature` then shows its `render_mode`
+    return build
 
 
-def _build_env(env_fn: EnvFn, wrappers: Wrappers, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
-    env = env_fn(**kwargs)
+def _build_env(env_fn: EnvFn, wrappers: Wrappers, kwargs: dict[str, Any], **changed: Any) -> gymnasium.Env[Any, Any]:
+    env = env_fn(**{**kwargs, **changed})
     for wrapper in wrappers:
         env = wrapper(env)
     return env

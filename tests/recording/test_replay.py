@@ -711,17 +711,32 @@ class RenderModeEnv(RenderingEnv):
         self.render_mode = render_mode or ""
 
 
-def test_frames_are_rendered_if_recorded_without_a_render_mode(tmp_path: Path) -> None:
-    env_fns = [RenderModeEnv, functools.partial(RenderModeEnv, ""), functools.partial(RenderModeEnv, render_mode=None)]
-    with contextlib.closing(vecenv.AsyncVectorEnv(env_fns, record_failures=tmp_path, num_workers=0)) as envs:
+def assert_frames_are_rendered(envs: vecenv.AsyncVectorEnv) -> None:
+    with contextlib.closing(envs):
         envs.reset(seed=1)
-        envs.step([1] * 3)
-        files = [envs.record(env) for env in range(3)]
+        envs.step([1] * envs.num_envs)
+        files = [envs.record(env) for env in range(envs.num_envs)]
     for path in files:
         reported: list[Any] = []
         result = _replay_here(path, begin="latest", until=None, render=True, report=reported.append)
         assert result.status == "happened again"
         assert [message.frame[0, 0, 0] for message in reported if hasattr(message, "frame")] == [0, 60]
+
+
+def test_frames_are_rendered_if_recorded_without_a_render_mode(tmp_path: Path) -> None:
+    env_fns = [RenderModeEnv, functools.partial(RenderModeEnv, ""), functools.partial(RenderModeEnv, render_mode=None)]
+    assert_frames_are_rendered(vecenv.AsyncVectorEnv(env_fns, record_failures=tmp_path, num_workers=0))
+
+
+@pytest.mark.parametrize("env_kwargs", [{}, {"fault": ""}, {"render_mode": None}])
+@pytest.mark.parametrize("wrappers", [None, [functools.partial(gym.wrappers.TimeLimit, max_episode_steps=9)]])
+def test_frames_are_rendered_of_a_class_given_to_make_vec(
+    tmp_path: Path, env_kwargs: dict[str, Any], wrappers: list[Any] | None
+) -> None:
+    options = {"record_failures": tmp_path, "num_workers": 0}
+    assert_frames_are_rendered(
+        vecenv.make_vec(RenderModeEnv, 2, wrappers=wrappers, vector_kwargs=options, env_kwargs=env_kwargs)
+    )
 
 
 class SameFrameEnv(RenderingEnv):

@@ -52,7 +52,8 @@ def evaluate(
     """Run each episode of a list exactly once, and return the results in the order of the list.
 
     Results do not depend on the number of environments or workers, unless environments share random generators, which causes
-    a warning (``generators="own"`` separates them). ``docs/evaluation.md`` describes the behaviour on each engine.
+    a warning (``generators="own"`` separates them), or a network rounds a row differently in another batch size
+    (``batch="single"`` prevents it). ``docs/evaluation.md`` describes the behaviour on each engine.
 
     Args:
         envs: A vector environment of single-agent environments, in any autoreset mode, with no request in flight. Reset it

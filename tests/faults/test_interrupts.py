@@ -430,6 +430,47 @@ def test_interrupted_constructor_leaves_nothing(setting: str, every: int) -> Non
     interrupt_every_moment(attempt, gc.collect, (setting,), every=every, outcomes=Outcomes(max_wrong=6)).check()
 
 
+# --- every third bytecode -----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600, method="signal")
+@pytest.mark.parametrize("interrupted", ["send", "recv", "reset_async", "recv of a reset"])
+def test_row_call_interrupted_before_a_bytecode_loses_no_row(interrupted: str) -> None:
+    stream = RowStream(FIRST_READY["two of four"])
+    ticks = iter(range(10**9))
+    try:
+        interrupt_every_moment(
+            lambda interruption: stream.cycle(interrupted, interruption, next(ticks)), stream.renew, (interrupted,),
+            every=3, kinds=("opcode",),
+        ).check()  # fmt: skip
+    finally:
+        stream.end()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600, method="signal")
+@pytest.mark.parametrize("case", FAULTY)
+def test_failing_step_interrupted_before_a_bytecode_is_reported_once(case: str) -> None:
+    with ComparedEngine(FAULTY[case][0]) as subject:
+        attempt = functools.partial(check_failing_step, subject, case)
+        outcomes = Outcomes(max_wrong=4)
+        interrupt_every_moment(attempt, subject.renew, (case,), every=3, kinds=("opcode",), outcomes=outcomes).check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600, method="signal")
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.parametrize(("setting", "state"), [("two workers", "idle"), ("two workers", "a step pending")])
+def test_close_interrupted_before_a_bytecode_can_be_repeated(setting: str, state: str) -> None:
+    def attempt(interruption: Interruption) -> None:
+        check_interrupted_close(CLOSE_SETTINGS[setting], state, [interruption])
+
+    warm_up(CLOSE_SETTINGS[setting])
+    outcomes = Outcomes(max_wrong=6)
+    interrupt_every_moment(attempt, gc.collect, (setting, state), every=3, kinds=("opcode",), outcomes=outcomes).check()
+
+
 # --- without interruptions ----------------------------------------------------------------------
 
 NEVER = 10**9

@@ -62,7 +62,8 @@ def _build_parser() -> argparse.ArgumentParser:
     pace.add_argument("--seconds", type=float, default=0.5, help="length of one sample (default: 0.5)")
     pace.add_argument("--repeats", type=int, default=7, help="interleaved rounds (default: 7)")
     pace.add_argument("--workers", type=int, default=usable_cores(), help="worker processes (default: the usable cores)")
-    pace.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    printed = argparse.ArgumentParser(add_help=False)
+    printed.add_argument("--json", action="store_true", help="print JSON instead of tables")
     out = argparse.ArgumentParser(add_help=False)
     out.add_argument("--out", type=Path, default=Path("bench-results"), help="folder for results (default: bench-results)")
     commands = parser.add_subparsers(dest="command", required=True, metavar="PART")
@@ -75,7 +76,7 @@ def _build_parser() -> argparse.ArgumentParser:
     def add_comparison(
         name: str, run: Callable[..., None], text: str, num_envs: int | list[int], workloads: Iterable[str] = ()
     ) -> None:
-        option = add(name, run, text, pace, out)
+        option = add(name, run, text, pace, printed, out)
         if workloads:
             names_help = "separated by commas (default: all)"
             option("--workloads", type=_names_parser(workloads), default=list(workloads), help=names_help)
@@ -86,12 +87,12 @@ def _build_parser() -> argparse.ArgumentParser:
 
     add("list", _list, "the names that the other parts accept")
     add_comparison("compare", _compare, "engines side by side on each workload", [64], WORKLOADS)
-    option = add("sweep", _sweep, "throughput and memory over the number of environments", pace, out)
+    option = add("sweep", _sweep, "throughput and memory over the number of environments", pace, printed, out)
     option("--workload", default="CartPole-v1", choices=WORKLOADS)
     text = "numbers of environments, separated by commas (default: 1,8,64,256,1024)"
     option("--num-envs", type=_parse_numbers, default=[1, 8, 64, 256, 1024], help=text)
     option("--engines", type=_names_parser(), help="engines to measure, separated by commas (default: all)")
-    option = add("micro", _micro, "one cost at a time", pace, out)
+    option = add("micro", _micro, "one cost at a time", pace, printed, out)
     option("parts", nargs="*", type=_name_parser(MICRO), metavar="PART", help=f"{', '.join(MICRO)} (default: all)")
     add_comparison("waits", _waits, "environments that wait: long resets, uneven steps, services, simulators", 16, WAITS)
     add_comparison("episodes", _episodes, "a list of episodes: vecenv.evaluate and loops over batches", 8)
@@ -105,8 +106,7 @@ def _build_parser() -> argparse.ArgumentParser:
     option("--sources", type=Path, required=True, help="a folder with a checkout of each program's repository")
     option("--python", default=sys.executable, help="a Python with the programs' requirements (default: this one)")
     option("--rounds", type=int, default=3, help="pairs of runs of each program (default: 3)")
-    option = add("size", _size, "size of the package, and of the code that a step runs")
-    option("--json", action="store_true", help="print JSON instead of a table")
+    add("size", _size, "size of the package, and of the code that a step runs", printed)
     text = "measure the figures of README.md and of the first tables of docs/benchmarks.md, and write them"
     add("figures", _figures, text, pace, out)
     add("table", _table, "write the results into README.md, bench/RESULTS.md and docs/benchmarks.md", out)
@@ -255,9 +255,10 @@ def _size(arguments: argparse.Namespace, pace: Pace) -> None:
 
 def _figures(arguments: argparse.Namespace, pace: Pace) -> None:
     """Measure the figures of README.md and of the first two tables of docs/benchmarks.md, and write them there."""
-    main_table = [sys.executable, "-m", "vecenv", "bench", "CartPole-v1", "--num-envs", "64", "--out", str(arguments.out)]
-    subprocess.run(main_table, check=True)
-    arguments.workloads, arguments.num_envs, arguments.engines = list(WORKLOADS), [8], None
+    options = {"num-envs": 64, "seconds": arguments.seconds, "repeats": arguments.repeats, "workers": arguments.workers}
+    command = [sys.executable, "-m", "vecenv", "bench", "CartPole-v1", "--out", str(arguments.out)]
+    subprocess.run([*command, *(f"--{name}={value}" for name, value in options.items())], check=True)
+    arguments.workloads, arguments.num_envs, arguments.engines, arguments.json = list(WORKLOADS), [8], None, False
     _compare(arguments, pace)
     tables.write_tables(arguments.out)
 
@@ -272,7 +273,10 @@ def main() -> int:
         pace = {}
         if arguments.paced:
             pace = {"seconds": arguments.seconds, "repeats": arguments.repeats, "progress": progress}
-        arguments.run(arguments, pace)
+        try:
+            arguments.run(arguments, pace)
+        except Unavailable as error:
+            raise SystemExit(f"python -m bench: {error}") from None
     return 0
 
 

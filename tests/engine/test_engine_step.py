@@ -622,6 +622,18 @@ def test_set_attr_distributes_lists_and_tuples_and_broadcasts_other_values(every
         assert envs.get_attr("note") == ([1], [2])
 
 
+@pytest.mark.parametrize("num_workers", [None, 1, 2])
+def test_set_attr_gives_each_environment_of_a_worker_its_own_value(num_workers: int | None) -> None:
+    with open_engine(counters(4), num_workers=num_workers) as envs:
+        shared = {"steps": [0]}
+        for values in (shared, [shared] * 4):
+            envs.set_attr("note", values)
+            envs.exec_func(lambda env: env.get_wrapper_attr("note")["steps"].append(1))
+            assert envs.get_attr("note") == ({"steps": [0, 1]},) * 4
+        envs.set_attr("note", {"uncopyable": re})  # modules cannot be copied, but pickled by cloudpickle
+        assert envs.exec_func(lambda env: env.get_wrapper_attr("note")["uncopyable"].__name__) == ("re",) * 4
+
+
 @pytest.mark.parametrize("values", [["a"], ["a", "b", "c"], (), []], ids=len)
 def test_set_attr_refuses_a_list_of_another_length(every_engine: Options, values: Any) -> None:
     with open_engine(counters(2), **every_engine) as envs:

@@ -465,10 +465,18 @@ class EnvRows:
         return self._call_each(range(self.count), lambda k: call_env(self._env(k), name, args, kwargs))
 
     def set_attr(self, name: str, values: Sequence[Any]) -> Outcome:
-        """Call ``env.set_wrapper_attr(name, value)``, with one value per row."""
+        """Call ``env.set_wrapper_attr(name, value)``, with one value per row.
+
+        In a worker, rows with the same value get copies, as in Gymnasium's class, so they do not share what steps change.
+        """
+        set_ids: set[int] = set()
 
         def set_row(k: int) -> None:
-            self._env(k).set_wrapper_attr(name, values[k])
+            value = values[k]
+            if id(value) in set_ids and not self._in_caller:
+                value = _copy_or_share(value)
+            set_ids.add(id(values[k]))
+            self._env(k).set_wrapper_attr(name, value)
 
         return self._call_each(range(self.count), set_row)
 
@@ -623,6 +631,14 @@ def copy_info(value: Any, *, lists: bool = False) -> Any:
     if lists and value.__class__ in (list, tuple, set):
         return value.__class__(copy_info(item, lists=True) for item in value)
     return value
+
+
+def _copy_or_share(value: Any) -> Any:
+    """Return a deep copy, or ``value`` itself if it contains objects that cannot be copied, such as modules."""
+    try:
+        return deepcopy(value)
+    except Exception:
+        return value
 
 
 def _copy_with(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:

@@ -623,11 +623,15 @@ def test_set_attr_distributes_lists_and_tuples_and_broadcasts_other_values(every
 
 
 @pytest.mark.parametrize("num_workers", [None, 1, 2])
-def test_set_attr_gives_each_environment_of_a_worker_its_own_value(num_workers: int | None) -> None:
+def test_set_attr_and_call_give_each_environment_of_a_worker_its_own_value(num_workers: int | None) -> None:
     with open_engine(counters(4), num_workers=num_workers) as envs:
         shared = {"steps": [0]}
-        for values in (shared, [shared] * 4):
-            envs.set_attr("note", values)
+        for set_notes in (
+            lambda: envs.set_attr("note", shared),
+            lambda: envs.set_attr("note", [shared] * 4),
+            lambda: envs.call("set_wrapper_attr", "note", shared),
+        ):
+            set_notes()
             envs.exec_func(lambda env: env.get_wrapper_attr("note")["steps"].append(1))
             assert envs.get_attr("note") == ({"steps": [0, 1]},) * 4
         envs.set_attr("note", {"uncopyable": re})  # modules cannot be copied, but pickled by cloudpickle

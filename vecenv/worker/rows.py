@@ -462,23 +462,29 @@ class EnvRows:
 
     def call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Outcome:
         """Call ``env.get_wrapper_attr(name)`` for every environment; an attribute that is not callable is returned."""
-        return self._call_each(range(self.count), lambda k: call_env(self._env(k), name, args, kwargs))
+        arguments = [(args, kwargs)] * self.count
+
+        def call_row(k: int) -> Any:
+            own_args, own_kwargs = self._own_value(k, arguments) if args or kwargs else (args, kwargs)
+            return call_env(self._env(k), name, own_args, own_kwargs)
+
+        return self._call_each(range(self.count), call_row)
 
     def set_attr(self, name: str, values: Sequence[Any]) -> Outcome:
-        """Call ``env.set_wrapper_attr(name, value)``, with one value per row.
+        """Call ``env.set_wrapper_attr(name, value)``, with one value per row."""
+        return self._call_each(range(self.count), lambda k: self._env(k).set_wrapper_attr(name, self._own_value(k, values)))
 
-        In a worker, rows with the same value get copies, as in Gymnasium's class, so they do not share what steps change.
+    def _own_value(self, k: int, values: Sequence[Any]) -> Any:
+        """Return the value of row ``k``. In a worker it is a copy if a later row has the same one.
+
+        So environments never share it, for any number of workers, as in Gymnasium's class. What cannot be copied is shared.
         """
-        set_ids: set[int] = set()
-
-        def set_row(k: int) -> None:
-            value = values[k]
-            if id(value) in set_ids and not self._in_caller:
-                value = _copy_or_share(value)
-            set_ids.add(id(values[k]))
-            self._env(k).set_wrapper_attr(name, value)
-
-        return self._call_each(range(self.count), set_row)
+        if self._in_caller or all(later is not values[k] for later in values[k + 1 :]):
+            return values[k]
+        try:
+            return deepcopy(values[k])
+        except Exception:
+            return values[k]
 
     def set_next(self, pairs: Sequence[tuple[Any, Any] | None]) -> Outcome:
         """Set the seed and options of the next automatic reset, one pair per row; ``None``: no change."""
@@ -490,9 +496,7 @@ class EnvRows:
 
         return self._call_each(range(self.count), set_row)
 
-    def exec(
-        self, ks: Sequence[int], function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Outcome:
+    def exec(self, ks: Sequence[int], function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Outcome:
         """Call ``function(env, *args, **kwargs)`` for the rows ``ks``."""
         return self._call_each(ks, lambda k: function(self._env(k), *args, **kwargs))
 
@@ -631,14 +635,6 @@ def copy_info(value: Any, *, lists: bool = False) -> Any:
     if lists and value.__class__ in (list, tuple, set):
         return value.__class__(copy_info(item, lists=True) for item in value)
     return value
-
-
-def _copy_or_share(value: Any) -> Any:
-    """Return a deep copy, or ``value`` itself if it contains objects that cannot be copied, such as modules."""
-    try:
-        return deepcopy(value)
-    except Exception:
-        return value
 
 
 def _copy_with(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:

@@ -745,4 +745,3 @@ def test_exec_func_may_step_the_environment(every_engine: Options) -> None:
     with ready_engine(counters(2, lengths=(9,)), **every_engine) as envs:
         assert [result[1] for result in envs.exec_func(lambda env: env.step(0))] == [0.001, 1.001]
         assert envs.step([0, 0])[0][:, 1].tolist() == [2, 2]
-

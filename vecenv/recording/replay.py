@@ -314,7 +314,8 @@ class Replay:
             status, text = AGAIN, f"nothing had failed, and {steps} matched the record"
         else:
             matched, last = self._matched_steps_text, self._latest_request
-            external = "; a kill from outside is not repeated" if record.failed.exitcode == KILLED else ""
+            killed = record.failed.how == "died" and record.failed.exitcode == KILLED
+            external = "; a kill from outside is not repeated" if killed else ""
             text = f"did not happen again: {matched}{last} returned, where the record fails{self._missing_note}{external}"
         self.result = ReplayResult(status, text)
 

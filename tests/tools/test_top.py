@@ -159,6 +159,17 @@ def test_folder_open_to_others_only_warns_if_an_environment_variable_publishes(
     assert "VECENV_TOP=1 has no effect on this AsyncVectorEnv: publish_stats() found no folder" in str(warning.message)
 
 
+@pytest.mark.parametrize("method", ["load", "load_state_dict"])
+def test_environment_variable_publishes_a_resumed_run(method: str, monkeypatch: pytest.MonkeyPatch, closes: Any) -> None:
+    envs, resumed = closes(make_envs()), closes(make_envs())
+    envs.reset(seed=0)
+    saved = envs.save(verify=False) if method == "load" else envs.state_dict(verify=False)
+    monkeypatch.setenv("VECENV_TOP", "1")
+    getattr(resumed, method)(saved)
+    (row,) = read_rows()
+    assert [worker.pid for worker in row.workers] == [process.pid for process in resumed.processes]
+
+
 def test_watcher_removes_files_of_ended_processes(folder: Path) -> None:
     folder.mkdir(mode=0o700)
     own = published.process_state(os.getpid())

@@ -457,7 +457,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
     def publish_stats(self, name: str | None = None) -> None:
         """Publish the workers' statistics for ``vecenv top``, run by the same user on this machine, until :meth:`close`.
 
-        The environment variable ``VECENV_TOP=1`` does the same for a whole program, from the first reset on. The
+        The environment variable ``VECENV_TOP=1`` does the same for a whole program, from the first reset or load on. The
         program writes a small file, twice a second while results are returned, into ``$XDG_RUNTIME_DIR/vecenv`` or the
         user's own folder under the temporary directory, where no other user can read it. Linux only.
 
@@ -491,6 +491,14 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
 
     def _begin_reset(self, seed: Any, options: ResetOptions, env_id: Any) -> None:
         super()._begin_reset(seed, options, env_id)
+        self._publish_if_wanted()
+
+    def _begin_load(self, method: str, rows: list[int] | None = None) -> None:
+        super()._begin_load(method, rows)
+        self._publish_if_wanted()
+
+    def _publish_if_wanted(self) -> None:
+        """Publish statistics if ``VECENV_TOP=1`` requests it."""
         if self._stats_file is None and published.is_wanted() and not self._stats_failed:
             try:
                 self._publish(None)

@@ -460,7 +460,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         """
         self._require_capability("snapshots", "load")
         rows = parse_rows(env_id, self.num_envs)
-        self._driver.require_idle("load", rows)
+        self._begin_load("load", rows)
         return self._driver.load(snapshots, rows)
 
     @exclusive
@@ -478,8 +478,11 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
         """Load the result of :meth:`state_dict`, here or elsewhere. Returns and raises like :meth:`load`."""
         self._require_capability("snapshots", "load_state_dict")
-        self._driver.require_idle("load_state_dict")
+        self._begin_load("load_state_dict")
         return self._driver.load_state_dict(state, [getattr(self, name) for name in _SPACE_ATTRIBUTES])
+
+    def _begin_load(self, method: str, rows: list[int] | None = None) -> None:
+        self._driver.require_idle(method, rows)
 
     @exclusive
     def freeze(self, env_id: Any = None) -> Any:

@@ -89,6 +89,7 @@ class Engine(WorkerDriver):
         batch = self.batch = layout.view(self.arena.buffer)
         self.store = make_store(batch)
         self.infos = InfoReader(batch.info_schemas, batch.infos)
+        self._no_infos = WorkerInfos(self.infos, None, self.num_envs, {}, {})
         self.failures = FailureLog(self.observers, logs_like_gymnasium=policy.logs_like_gymnasium)
         self.rebuilder = Rebuilder(
             policy, self.failures, batch, self.store, self.infos, layout.observations, self.mode, self.counters
@@ -201,12 +202,12 @@ class Engine(WorkerDriver):
             exchange.request = None
             raise
         result = observations, batch.rewards.copy(), batch.terminations.copy(), batch.truncations.copy(), infos
-        for observer in self.observers:
-            row_infos = infos or self._read_infos(request)
-            if request.command == "step":
-                observer.on_result(None, (observations, result[1], result[2], result[3], row_infos))
-            else:
-                observer.on_result(None, (observations, row_infos))
+        if self.observers:
+            row_infos = infos or self._no_infos
+            is_step = request.command == "step"
+            observed = (observations, result[1], result[2], result[3], row_infos) if is_step else (observations, row_infos)
+            for observer in self.observers:
+                observer.on_result(None, observed)
         self.state.changing = True  # until the guard has returned the result
         exchange.request, self.last_received = None, self._all_rows
         if request.command == "step" and not exchange.messages.not_counted:  # the usual case
@@ -507,7 +508,7 @@ class Engine(WorkerDriver):
         self.observers.clear()
         closed_in_child.discard(self)
         for owner in (self, self.exchange.messages):  # memory is unmapped once the program holds no array that refers to it
-            for name in ("arena", "batch", "store", "infos", "rebuilder", "stage"):
+            for name in ("arena", "batch", "store", "infos", "_no_infos", "rebuilder", "stage"):
                 owner.__dict__.pop(name, None)
 
 

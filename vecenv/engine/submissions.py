@@ -294,4 +294,3 @@ class Submissions:
         for worker in pool.unflushed - self._full_pipes.keys():
             self._full_pipes[worker] = worker.channel.out
             self._selector.register(worker.channel.out, selectors.EVENT_WRITE, (worker, False))
-

@@ -465,9 +465,9 @@ class Exchange:
             worker.note_activity()
             stack = worker.read_stack()
             where = f" at {location}" if (location := innermost_location(stack)) else ""
-            self.state.changing = True  # a reset after an interruption replaces workers with a `kill_reason`
-            worker.timeout = timeout
-            worker.kill_reason = f"{reason}{where}, and was killed" + (f"\nits stack:\n{stack}" if stack else "")
+            text = f"{reason}{where}, and was killed" + (f"\nits stack:\n{stack}" if stack else "")
+            # a reset after an interruption replaces workers with a `kill_reason`, so no signal handler may run in between
+            self.state.changing, worker.kill_reason, worker.timeout = True, text, timeout
             worker.watch.signal(9)
             self.messages.handle_death(worker)
             self.messages.settle_for_recv()

@@ -97,7 +97,8 @@ class Plan:
             lines.append(f"  Python takes {slower}")
         for name, seconds in sorted(self.estimates.items(), key=lambda entry: entry[1]):
             lines.append(f"  {name:<28} {self.num_envs / seconds:>12,.0f} steps per second expected")
-        share = f" (the caller steps {self.caller_share} environments itself)" if self.use_caller else ""
+        itself = f"{self.caller_share} environment{'s' if self.caller_share != 1 else ''} itself"
+        share = f" (the caller steps {itself})" if self.use_caller else ""
         lines.append(f"num_workers={self.num_workers}, use_caller={self.use_caller}{share}: {self.reason}")
         if self.batch_size is not None:
             lines.append(f"batch_size={self.batch_size}: {self.batch_reason}")

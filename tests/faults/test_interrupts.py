@@ -287,7 +287,11 @@ def check_failing_step(subject: ComparedEngine, case: str, interruption: Interru
         except (ResetNeeded, vecenv.errors.EnvFailed):  # the interruption was raised instead of the failure
             if not interruption.fired:
                 raise
-            subject.envs.reset()  # it may notice the death of the worker, and report a restart
+            try:
+                subject.envs.reset()  # it may notice the death of the worker, and report a restart
+            except vecenv.errors.WorkerDied:  # the worker was still executing the step that kills it
+                if fault != DIE:
+                    raise
             subject.reset_both()
         except BaseException as error:
             if watchdog.fired:

@@ -27,7 +27,7 @@ import pytest
 from counting import RAISE, CountingEnv, TextActionEnv, TextObservationEnv, echo
 from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from interruption import PACKAGE, Interruption
+from interruption import PACKAGE, Interruption, Stopped
 
 import vecenv
 from vecenv.state.capture import capture_state, prepare_restore
@@ -536,9 +536,10 @@ class ComparedEngine:
         self.reset_both()
 
 
-def _is_in_trial_step(interruption: Interruption) -> bool:
+def _is_in_trial_step(interruption: Any) -> bool:
     """True if ``save`` tried a step, and its exception counts as the environment's, because no signal handler raised it."""
-    return interruption.name == "Stopped" and re.search(r"\bcounting\.py|\bstep_env\b", interruption.where) is not None
+    is_injected = isinstance(interruption, Interruption) and interruption.error is Stopped
+    return is_injected and re.search(r"\bcounting\.py|\bstep_env\b", interruption.where) is not None
 
 
 def describe_error(error: BaseException, whole: bool = False) -> str:

@@ -18,6 +18,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import vecenv
+from vecenv.system.signals import _replaced as deferred_blocks
 
 PACKAGE = str(Path(vecenv.__file__).parent)
 KINDS = ("line", "call")
@@ -126,7 +127,8 @@ class Interruption:
 
     def _reach_moment(self, frame: FrameType, event: str) -> None:
         self._left -= 1
-        if self._left < 0 and not self.fired and not _is_in_finalizer(frame):
+        # while signal handlers are deferred, none can raise
+        if self._left < 0 and not self.fired and not deferred_blocks and not _is_in_finalizer(frame):
             self.fired = True
             code = frame.f_code
             self.where = f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_qualname} ({event})"

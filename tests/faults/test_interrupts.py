@@ -290,7 +290,7 @@ def check_failing_step(subject: ComparedEngine, case: str, interruption: Interru
             try:
                 subject.envs.reset()  # it may notice the death of the worker, and report a restart
             except vecenv.errors.WorkerDied:  # the worker was still executing the step that kills it
-                if fault != DIE:
+                if fault != DIE or "on_failure" in subject.setting.options:
                     raise
             subject.reset_both()
         except BaseException as error:

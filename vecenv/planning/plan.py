@@ -97,8 +97,8 @@ class Plan:
             lines.append(f"  Python takes {slower}")
         for name, seconds in sorted(self.estimates.items(), key=lambda entry: entry[1]):
             lines.append(f"  {name:<28} {self.num_envs / seconds:>12,.0f} steps per second expected")
-        itself = f"{self.caller_share} environment{'s' if self.caller_share != 1 else ''} itself"
-        share = f" (the caller steps {itself})" if self.use_caller else ""
+        own = "1 environment" if self.caller_share == 1 else f"{self.caller_share} environments"
+        share = f" (the caller steps {own} itself)" if self.use_caller else ""
         lines.append(f"num_workers={self.num_workers}, use_caller={self.use_caller}{share}: {self.reason}")
         if self.batch_size is not None:
             lines.append(f"batch_size={self.batch_size}: {self.batch_reason}")

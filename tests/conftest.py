@@ -1,11 +1,11 @@
 """Configuration of the tests, and the fixture ``nothing_left_behind``, which fails tests that leak resources.
 
 ``nothing_left_behind`` compares four things before and after each test: processes, open descriptors, threads
-and entries of ``/dev/shm``. An orphan would be adopted by init and could not be recognized. So
-this process declares itself the adopter of all its descendants (``PR_SET_CHILD_SUBREAPER``), and orphaned
-grandchildren stay descendants of this process, whatever session they run in.
+and entries of ``/dev/shm``. By default init adopts orphans, which could then not be recognized. So this
+process declares itself the adopter of its descendants (``PR_SET_CHILD_SUBREAPER``): orphaned grandchildren
+stay descendants of this process, whatever session they run in.
 
-:func:`_tolerated` lists all exceptions, each with its reason.
+:func:`_tolerated_resources` lists all exceptions, each with its reason.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ KINDS = ("processes", "descriptors", "threads", "shared_memory")
 _TEST_FAILED = pytest.StashKey[bool]()
 _LINUX = sys.platform == "linux"
 _PR_SET_CHILD_SUBREAPER = 36
-_NATIVE_POOLS = ("torch", "tensorflow", "ray._raylet")
+_LIBRARIES_WITH_NATIVE_THREADS = ("torch", "tensorflow", "ray._raylet")
 
 
-# Threads that never end, such as those of JAX's backend, make every later fork of their process unsafe, and JAX warns each
-# time. So the tests of these folders run last, in this order: afterwards no process, including xdist's workers, forks. The
-# contract's tests run with those of their backend.
+# Threads that never end, such as those of JAX's backend, make every later fork of their process unsafe, and JAX warns about
+# each. So the tests of these folders run last, in this order: afterwards no process forks, including xdist's workers. A test
+# of the contract runs with the tests of its backend.
 PERMANENT_THREAD_FOLDERS = ("backends", "distributed", "jax")
 DESELECTED_MARKS = {"long", "slow", "soak"}
 CASES_IN_CI = 2  # the number of ``long`` cases per test that .ci/run includes
@@ -55,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("any load")
     if _LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script that runs `pytest &` ignores it, which children inherit
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # under `pytest &` in a script; children would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -68,12 +68,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _deselect({"linux"}, config, items)
     if not config.getoption("markexpr"):
         _deselect(DESELECTED_MARKS, config, items)
-    items.sort(key=_position_of_folder)
+    items.sort(key=_folder_position)
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
-            # tests of one file share a process, because they reuse what an earlier one has compiled or started
-            if _position_of_folder(item) and not item.get_closest_marker("xdist_group"):
-                item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {_folder_of_test(item)}"))
+            # tests of one file share a process, to reuse the compiled programs and clusters of earlier tests
+            if _folder_position(item) and not item.get_closest_marker("xdist_group"):
+                item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {_test_folder(item)}"))
 
 
 def _deselect(marks: set[str], config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -84,20 +84,20 @@ def _deselect(marks: set[str], config: pytest.Config, items: list[pytest.Item]) 
         items[:] = [item for item in items if id(item) not in deselected_ids]
 
 
-def _position_of_folder(item: pytest.Item) -> int:
+def _folder_position(item: pytest.Item) -> int:
     """Return the position of a test's folder in :data:`PERMANENT_THREAD_FOLDERS`, from 1, or 0 for other folders."""
-    folder = _folder_of_test(item)
+    folder = _test_folder(item)
     return PERMANENT_THREAD_FOLDERS.index(folder) + 1 if folder in PERMANENT_THREAD_FOLDERS else 0
 
 
-def _folder_of_test(item: pytest.Item) -> str:
-    """Return the folder of a test, or that of its backend for a test of the contract."""
+def _test_folder(item: pytest.Item) -> str:
+    """Return the folder of a test, or, for a test of the contract, the folder of its backend."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     return getattr(params.get("backend"), "folder", "") or item.path.relative_to(Path(__file__).parent).parts[0]
 
 
 def pytest_collection_finish() -> None:
-    """Exempt all existing objects from garbage collection, to make the collections of the fixture below fast."""
+    """Exempt all existing objects from garbage collection, so that the collections of ``nothing_left_behind`` are fast."""
     if _is_jax_backend_running():
         raise pytest.UsageError("importing a test module started JAX's backend, which makes every later fork unsafe")
     gc.collect()
@@ -111,7 +111,7 @@ def _is_jax_backend_running() -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """Record whether the test itself failed, for the fixture below."""
+    """Record whether the test itself failed, for ``nothing_left_behind``."""
     report = yield
     if report.when == "call":
         item.stash[_TEST_FAILED] = report.failed
@@ -123,7 +123,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @dataclass(frozen=True)
 class Resources:
-    """The child processes, descriptors, threads and shared memory of this process: readable descriptions by unique key."""
+    """The descendants, descriptors, threads and shared memory of this process: descriptions by unique key."""
 
     processes: dict[tuple[int, float], str] = field(default_factory=dict)
     descriptors: dict[tuple[int, str], str] = field(default_factory=dict)
@@ -132,18 +132,14 @@ class Resources:
 
     def beyond(self, before: Resources, kinds: Sequence[str] = KINDS) -> dict[str, list[str]]:
         """Return the descriptions of resources that are neither in ``before`` nor tolerated, by kind."""
-        tolerated = _tolerated()
-        return {
-            kind: new
-            for kind in kinds
-            if (
-                new := [
-                    text
-                    for key, text in getattr(self, kind).items()
-                    if key not in getattr(before, kind) and not _is_tolerated(kind, key, tolerated)
-                ]
-            )
-        }
+        tolerated = _tolerated_resources()
+        found = {}
+        for kind in kinds:
+            earlier = getattr(before, kind)
+            new = {key: text for key, text in getattr(self, kind).items() if key not in earlier}
+            if texts := [text for key, text in new.items() if not _is_tolerated(kind, key, tolerated)]:
+                found[kind] = texts
+        return found
 
 
 def _take_stock() -> Resources:
@@ -153,10 +149,10 @@ def _take_stock() -> Resources:
 def _processes() -> dict[tuple[int, float], str]:
     """Return all descendants. A zombie counts only if this process should have joined it."""
     found = {}
-    waited_for = {process.pid for process in multiprocessing.process._children}
+    children_to_join = {process.pid for process in multiprocessing.process._children}
     for process in _descendants():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() == psutil.STATUS_ZOMBIE and process.pid not in waited_for:
+            if process.status() == psutil.STATUS_ZOMBIE and process.pid not in children_to_join:
                 _reap_if_adopted(process)
                 continue
             if process.status() == psutil.STATUS_ZOMBIE:
@@ -229,7 +225,9 @@ def _shared_memory() -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Tolerated:
+class ToleratedResources:
+    """The resources that a test may leave behind. ``ray`` tolerates everything that a running Ray may have created."""
+
     pids: set[int | None]
     descriptors: set[int | None]
     files: set[str]
@@ -237,24 +235,24 @@ class Tolerated:
     ray: bool
 
 
-def _tolerated() -> Tolerated:
+def _tolerated_resources() -> ToleratedResources:
     """Return the resources that a test may leave behind.
 
-    1. multiprocessing starts one fork server and one resource tracker per process and keeps them, with one
-    descriptor each (two for the fork server in later versions), until the interpreter exits. They are known
-    by pid and number.
-    2. JAX, PyTorch, TensorFlow and Ray's gRPC have pools of C++ threads, which grow at any time, also after
-    ``ray.shutdown()``, and never end. Only threads that Python does not know are excused, and only once
-    one of these libraries is loaded (JAX: in use).
-    3. A running Ray starts processes, threads and sockets at any time; while
-    ``ray.is_initialized()``, all descendants of Ray's own processes are Ray's.
-    4. multiprocessing's heap, from which Gymnasium's own AsyncVectorEnv takes its shared memory, keeps its
+    1. multiprocessing starts one fork server and one resource tracker per process and keeps both until the
+    interpreter exits, with one descriptor per process (two for the fork server in later versions). They are
+    recognized by pid and by descriptor.
+    2. JAX, PyTorch, TensorFlow and Ray's gRPC have pools of C++ threads, which can grow at any time, even after
+    ``ray.shutdown()``, and never end. Only threads that Python did not start are tolerated, and only if one of
+    these libraries is loaded (for JAX: if its backend runs).
+    3. A running Ray can start processes and threads and open sockets at any time. While ``ray.is_initialized()``,
+    all descendants of Ray's own processes are tolerated.
+    4. multiprocessing's heap, which contains the shared memory of Gymnasium's own AsyncVectorEnv, keeps its
     (unlinked) files for later use. The heap lists them.
-    5. Other programs create entries of /dev/shm at any time (:func:`_is_foreign`).
+    5. Other programs can create entries of /dev/shm at any time (:func:`_is_foreign`).
     """
     server = multiprocessing.forkserver._forkserver
     ray = sys.modules.get("ray")
-    return Tolerated(
+    return ToleratedResources(
         pids={_forkserver_pid(), _tracker_pid()},
         descriptors={
             getattr(server, "_forkserver_fd", None),
@@ -262,7 +260,7 @@ def _tolerated() -> Tolerated:
             getattr(multiprocessing.resource_tracker._resource_tracker, "_fd", None),
         },
         files=_heap_files(),
-        native_threads=_is_jax_backend_running() or any(name in sys.modules for name in _NATIVE_POOLS),
+        native_threads=_is_jax_backend_running() or any(name in sys.modules for name in _LIBRARIES_WITH_NATIVE_THREADS),
         ray=ray is not None and ray.is_initialized(),
     )
 
@@ -284,7 +282,7 @@ def _tracker_pid() -> int | None:
     return getattr(multiprocessing.resource_tracker._resource_tracker, "_pid", None)
 
 
-def _is_tolerated(kind: str, key: object, tolerated: Tolerated) -> bool:
+def _is_tolerated(kind: str, key: object, tolerated: ToleratedResources) -> bool:
     if kind == "processes":
         return key[0] in tolerated.pids or (tolerated.ray and _belongs_to_ray(key[0]))
     if kind == "descriptors":
@@ -300,18 +298,18 @@ def _belongs_to_ray(pid: int) -> bool:
         process = psutil.Process(pid)
         return any(
             name.startswith(("ray::", "raylet", "gcs_server")) or "/ray/" in name
-            for relative in (process, *process.parents())
-            if relative.pid != os.getpid()
-            for name in relative.cmdline()[:2]
+            for ancestor in (process, *process.parents())
+            if ancestor.pid != os.getpid()
+            for name in ancestor.cmdline()[:2]
         )
-    return True
+    return True  # the process has ended, so it is not left behind
 
 
 def _is_foreign(name: str) -> bool:
     """True if this entry of /dev/shm was not created by this process or a descendant, as far as can be determined.
 
-    A process that has the entry mapped or open counts as its creator. Without one, the name decides: this package's names
-    begin with ``vecenv``, and a pid in a name is that of the creator.
+    A process that has the entry mapped or open counts as its creator. If there is none, the name decides: this package's
+    names begin with ``vecenv``, and a pid in a name is the pid of the creator.
     """
     path = f"/dev/shm/{name}"
     if not os.path.exists(path):
@@ -337,7 +335,7 @@ def _has_open(pid: int, path: str) -> bool:
 
 @pytest.fixture
 def take_stock() -> Callable[[], Resources]:
-    """Return the function that lists the resources of this process, for tests that compare them more than once."""
+    """Return a function that lists the resources of this process, for tests that compare them themselves."""
     return _take_stock
 
 
@@ -352,9 +350,9 @@ def closes() -> Iterator[Callable[[Any], Any]]:
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a process, a descriptor, a thread or an entry of /dev/shm behind.
 
-    It is the first fixture of a test and the last to end. References to the other fixtures are dropped before the
-    comparison, because an array keeps its mapping open, and the mapping its descriptor. For the same reason only processes
-    count against a test that failed: its traceback keeps all its objects alive. New resources get :data:`SETTLE_SECONDS` to
+    It is the first fixture to start and the last to end. Before the comparison it drops the references to the values of
+    other fixtures, because an array keeps its mapping open, and the mapping keeps its descriptor open. If a test failed,
+    only processes count, because its traceback keeps all its objects alive. New resources get :data:`SETTLE_SECONDS` to
     disappear, and a garbage collection, because the finalizer of an unreachable object may release them.
     """
     before = _take_stock()
@@ -373,14 +371,14 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     if not left and kinds is KINDS:
         gc.freeze()  # objects that survive a test are permanent, and every collection would traverse them again
     if left:
-        _clean_up(before)
+        _kill_new_processes(before)
         lines = [f"{kind.replace('_', ' ')}: {text}" for kind, texts in left.items() for text in texts]
         pytest.fail(f"left behind, {SETTLE_SECONDS:g} s after the test:\n  " + "\n  ".join(lines), pytrace=False)
 
 
-def _clean_up(before: Resources) -> None:
-    """Kill the processes that this test left, by pid, so that the next test starts clean."""
-    tolerated = _tolerated()
+def _kill_new_processes(before: Resources) -> None:
+    """Kill the processes that this test left behind, so that they do not affect the next test."""
+    tolerated = _tolerated_resources()
     for pid, created in set(_processes()) - set(before.processes):
         if not _is_tolerated("processes", (pid, created), tolerated):
             with contextlib.suppress(psutil.Error):

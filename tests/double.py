@@ -1,6 +1,6 @@
-"""A vector environment that only calculates in this process, as a test double for those with workers.
+"""A test double of a vector environment with workers, which computes everything in this process.
 
-The tests of the contract run with it as one of their backends, and tests of the front use it. Its results can be delayed.
+It is one of the backends of the contract, and tests of ``vecenv.front`` use it. Its results can be delayed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DoubleVectorEnv(VectorEnvBase[Any, Any, Any]):
         ready: A ``threading.Event``; while it is cleared, no result becomes ready.
     """
 
-    _driver: _Memory
+    _driver: _DoubleDriver
 
     def __init__(self, num_envs: int = 1, *, delay: float = 0.0) -> None:
         self.num_envs = num_envs
@@ -50,12 +50,12 @@ class DoubleVectorEnv(VectorEnvBase[Any, Any, Any]):
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.autoreset_mode = AutoresetMode.NEXT_STEP
         self.metadata = {"autoreset_mode": self.autoreset_mode}
-        self._open(_Memory(num_envs, delay))
+        self._open(_DoubleDriver(num_envs, delay))
         self.ready = self._driver.ready
 
 
-class _Memory(LockstepDriver):
-    """A :class:`vecenv.front.driver.Driver` that computes a result when it is requested, and returns it when it is ready."""
+class _DoubleDriver(LockstepDriver):
+    """A driver that computes each result at once, and returns it after the delay."""
 
     missing_reasons: ClassVar[Mapping[str, str]] = {
         **LockstepDriver.missing_reasons, "attributes": "its environments are rows of arrays"
@@ -67,8 +67,8 @@ class _Memory(LockstepDriver):
     def __init__(self, num_envs: int, delay: float) -> None:
         super().__init__(num_envs)
         self._delay = delay
-        self._due = 0.0  # when the result is ready
-        # the call, its result, and the rows with ended episodes
+        self._ready_at = 0.0
+        # the call, its result, and a mask of the rows with ended episodes
         self._latest: tuple[RequestSummary, _Result, npt.NDArray[np.bool_]] | None = None
         self.ready = threading.Event()
         self.ready.set()
@@ -84,33 +84,35 @@ class _Memory(LockstepDriver):
         rows = np.ones(count, np.bool_) if mask is None else mask
         if self._latest is None and not rows.all():
             raise ResetNeeded("The first reset must be of all environments, without reset_mask.")
-        before, ended = np.zeros((count, 3), np.float32), np.zeros(count, np.bool_)
+        previous, ended = np.zeros((count, 3), np.float32), np.zeros(count, np.bool_)
         if self._latest is not None:
-            _, (before, *_), ended = self._latest
-        now = before.copy()
+            _, (previous, *_), ended = self._latest
+        observations = previous.copy()
         for row in np.flatnonzero(rows):
-            now[row] = (before[row, 0] + 1 if seeds[row] is None else int(seeds[row])) % 1000, 0, 0
-        result = now, np.zeros(count), np.zeros(count, np.bool_), np.zeros(count, np.bool_)
-        self._due = time.monotonic() + self._delay
+            seed = previous[row, 0] + 1 if seeds[row] is None else int(seeds[row])
+            observations[row] = seed % 1000, 0, 0
+        result = observations, np.zeros(count), np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+        self._ready_at = time.monotonic() + self._delay
         self._latest = call, result, ended & ~rows
 
     def begin_step(self, call: RequestSummary, actions: Any) -> None:
         if self._latest is None:
             raise ResetNeeded("Call reset first.")
-        values, (_, (before, *_), must_reset) = np.asarray(actions), self._latest
-        if values.shape != (len(before),):
-            raise ValueError(f"actions must be {len(before)} of Discrete(5), got shape {values.shape}; nothing was sent")
+        values = np.asarray(actions)
+        _, (previous, *_), must_reset = self._latest
+        if values.shape != (len(previous),):
+            raise ValueError(f"actions must be {len(previous)} of Discrete(5), got shape {values.shape}; nothing was sent")
         if values.dtype.kind not in "iu":
             raise TypeError(f"actions must be integers, got {values.dtype}; nothing was sent")
         if ((values < 0) | (values > 4)).any():
             raise ValueError(f"actions must lie within 0..4, got {values.tolist()}; nothing was sent")
         rewards = np.where(must_reset, 0.0, values)
-        now = before + np.stack([must_reset, ~must_reset, rewards], axis=1).astype(np.float32)
+        observations = previous + np.stack([must_reset, ~must_reset, rewards], axis=1).astype(np.float32)
         zeros = np.zeros(must_reset.sum())
-        now[must_reset] = np.stack([now[must_reset, 0] % 1000, zeros, zeros], axis=1)
-        terminated, truncated = now[:, 2] >= 10, now[:, 1] >= _STEPS_PER_EPISODE
-        self._due = time.monotonic() + self._delay
-        self._latest = call, (now, rewards, terminated, truncated), terminated | truncated
+        observations[must_reset] = np.stack([observations[must_reset, 0] % 1000, zeros, zeros], axis=1)
+        terminated, truncated = observations[:, 2] >= 10, observations[:, 1] >= _STEPS_PER_EPISODE
+        self._ready_at = time.monotonic() + self._delay
+        self._latest = call, (observations, rewards, terminated, truncated), terminated | truncated
 
     def wait(self, deadline: float) -> bool:
         return self._wait_until_ready(max(deadline - time.monotonic(), 0.0))
@@ -125,9 +127,9 @@ class _Memory(LockstepDriver):
     def _wait_until_ready(self, seconds: float | None) -> bool:
         started = time.monotonic()
         try:
-            remaining = max(self._due - started, 0.0)
+            remaining = max(self._ready_at - started, 0.0)
             time.sleep(remaining if seconds is None else min(remaining, seconds))
-            return self.ready.wait(seconds) and time.monotonic() >= self._due
+            return self.ready.wait(seconds) and time.monotonic() >= self._ready_at
         finally:
             self.seconds_waited += time.monotonic() - started
 

@@ -1,7 +1,7 @@
 """Small environments with predictable outputs, and helpers that all tests of the engine share.
 
 :class:`CounterEnv` returns its number of calls, :class:`EchoEnv` its actions, and :class:`ScriptedEnv` values from lists.
-All of them are defined at module level, so that every start method can pickle them by name.
+All classes are defined at module level, so that they can be pickled by name for every start method.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from vecenv.testing import assert_same_trajectory
 EnvFn = Callable[[], gymnasium.Env]
 Options = dict[str, Any]
 
-# Options of an AsyncVectorEnv with three environments. Tests of returned values use VALUE_ENGINES only, because processes
-# start slowly.
+# Options of AsyncVectorEnv by the name of the configuration. Tests of returned values use only VALUE_ENGINES, because one
+# process per environment takes long to start.
 ENGINES: dict[str, Options] = {
     "in-process": {"num_workers": 0},
     "two-workers": {"num_workers": 2},
@@ -44,19 +44,19 @@ VALUE_ENGINES = {name: options for name, options in ENGINES.items() if name != "
 def open_engine(env_fns: Sequence[EnvFn], **kwargs: Any) -> Iterator[vecenv.AsyncVectorEnv]:
     """Yield an AsyncVectorEnv that is closed at the end, with ``terminate=True`` if the test fails, to prevent hangs."""
     envs: Any = vecenv.AsyncVectorEnv(env_fns, **kwargs)
-    _logs_like_gymnasium.append(kwargs.get("num_workers") is None and not kwargs.get("use_caller"))
+    _open_engines_log_failures.append(kwargs.get("num_workers") is None and not kwargs.get("use_caller"))
     try:
         yield envs
     except BaseException:
         envs.close(terminate=True)
         raise
     finally:
-        _logs_like_gymnasium.pop()
+        _open_engines_log_failures.pop()
     envs.close()
 
 
 class FixedBatchSize(vecenv.AsyncVectorEnv[Any, Any]):
-    """A vector environment with a ``batch_size`` that must not be reassigned after construction."""
+    """A vector environment that asserts that its ``batch_size`` is assigned only once."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         assert name != "batch_size" or "batch_size" not in self.__dict__
@@ -104,9 +104,9 @@ def assert_matches_sync(
     merge_by_gymnasium: bool = False,
     **options: Any,
 ) -> None:
-    """Assert that spaces and trajectory equal those of a ``SyncVectorEnv`` of the same environments, bit for bit.
+    """Assert that spaces and trajectory equal those of a ``SyncVectorEnv`` with the same environments, bit for bit.
 
-    With ``merge_by_gymnasium``, Gymnasium merges the infos of both, because it truncates some numbers that vecenv does not.
+    With ``merge_by_gymnasium``, Gymnasium merges the infos of both, because it truncates some numbers and vecenv does not.
     """
     reference: Any = SyncVectorEnv(env_fns, autoreset_mode=autoreset_mode)
     try:
@@ -118,17 +118,18 @@ def assert_matches_sync(
         reference.close()
 
 
-_logs_like_gymnasium: list[bool] = []  # one flag per open engine
+_open_engines_log_failures: list[bool] = []
+"""For each open engine, True if it logs failures as Gymnasium does: engines with one process per environment do."""
 
 
 @contextmanager
 def raises_logged(
     error: type[BaseException] | tuple[type[BaseException], ...], match: str | None = None, failures: int = 1
 ) -> Iterator[tuple[pytest.ExceptionInfo[BaseException], list[str]]]:
-    """Check that the block raises an exception, and logs warnings as Gymnasium does if the engine has one process per
-    environment: two for each of ``failures`` environments, and one at the end. Other engines log none.
+    """Check that the block raises an exception, and that the engine logs the warnings that Gymnasium would log.
 
-    Yields the exception, and a list that holds the texts of the warnings after the block.
+    An engine with one process per environment logs two warnings for each of ``failures`` environments and one at the end.
+    Other engines log none. Yields the exception, and a list that contains the texts of the warnings after the block.
     """
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -136,11 +137,11 @@ def raises_logged(
         with pytest.raises(error, match=match) as info:
             yield info, texts
     texts += [str(warning.message) for warning in caught]
-    assert len(texts) == (2 * failures + 1 if _logs_like_gymnasium[-1] else 0), texts
+    assert len(texts) == (2 * failures + 1 if _open_engines_log_failures[-1] else 0), texts
 
 
 def describe(value: Any) -> str:
-    """Return type, dtype, shape and content of a value as text: equal only for identical values."""
+    """Return the type, dtype, shape and content of a value as text. Only identical values have equal texts."""
     if isinstance(value, np.ndarray):
         return f"ndarray:{value.dtype}:{value.shape}:{value.tobytes().hex()}"
     if isinstance(value, np.generic):
@@ -158,7 +159,7 @@ class CounterEnv(gymnasium.Env):
     """A counter with observations ``[env_id, steps, episodes, seed]`` (int64); the seed is -1 after a reset without one.
 
     Episode ``k`` lasts ``lengths[k % len(lengths)]`` steps and is truncated if ``truncates`` is true, else terminated. The
-    reward is ``env_id + steps / 1000``. Reset infos contain the arguments of the reset, step infos the step counter.
+    reward is ``env_id + steps / 1000``. Reset infos contain the arguments of the reset, and step infos the number of steps.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 30}  # noqa: RUF012
@@ -230,13 +231,13 @@ def counters(n: int, **kwargs: Any) -> list[EnvFn]:
 
 
 class EchoEnv(gymnasium.Env):
-    """An environment that records its actions as :func:`describe` texts and puts the latest into ``infos["action"]``."""
+    """An environment that records its actions. ``info["action"]`` is the latest one as a text of :func:`describe`."""
 
     def __init__(self, action_space: spaces.Space, mutate: bool = False) -> None:
         self.action_space = copy.deepcopy(action_space)
         self.observation_space = spaces.Discrete(1000)
         self.mutate = mutate
-        self.kept: list[Any] = []
+        self.actions: list[Any] = []
 
     def reset(self, **kwargs: Any) -> tuple[int, dict[str, Any]]:
         super().reset(seed=kwargs.get("seed"))
@@ -246,17 +247,17 @@ class EchoEnv(gymnasium.Env):
         info: dict[str, Any] = {"action": describe(action)}
         if isinstance(action, np.ndarray):
             info |= {"writeable": action.flags.writeable, "owns": action.flags.owndata}
-        self.kept.append(action)
+        self.actions.append(action)
         if self.mutate:
             action[...] = 0
-        return len(self.kept), 0.0, False, False, info
+        return len(self.actions), 0.0, False, False, info
 
     def history(self) -> list[str]:
-        return [describe(action) for action in self.kept]
+        return [describe(action) for action in self.actions]
 
 
 class SpaceEnv(gymnasium.Env):
-    """An environment with observations that are samples of a space. The seed, at first ``env_id``, determines them."""
+    """An environment that observes samples of a space. The seed determines them; until the first, ``env_id`` is the seed."""
 
     def __init__(
         self,
@@ -288,7 +289,7 @@ class SpaceEnv(gymnasium.Env):
 
 
 class ScriptedEnv(SpaceEnv):
-    """A :class:`SpaceEnv` with rewards, flags and infos from lists, each of which starts again after its end.
+    """A :class:`SpaceEnv` with rewards, flags and infos from lists, each of which is repeated after its end.
 
     Args:
         truncates: Episode ``k`` is truncated if ``truncates[k]``, else terminated.
@@ -342,12 +343,14 @@ MIXED_INFOS: tuple[dict[str, Any], ...] = (
 def scripted(n: int, rotate_infos: bool = True) -> list[EnvFn]:
     """Return ``n`` functions that build a :class:`ScriptedEnv` with nested observations and episodes of different lengths.
 
-    Their infos differ in keys and types from step to step. With ``rotate_infos``, each environment begins at another
+    The keys and types of the infos differ from step to step. With ``rotate_infos``, each environment begins at another
     position of :data:`MIXED_INFOS`.
     """
     box = spaces.Box(-1, 1, (2,), np.float32)
-    return [
-        functools.partial(
+    env_fns: list[EnvFn] = []
+    for index in range(n):
+        begin = index % len(MIXED_INFOS) if rotate_infos else 0
+        env_fn = functools.partial(
             ScriptedEnv,
             spaces.Dict({"x": box, "n": spaces.Discrete(5)}),
             box,
@@ -357,13 +360,12 @@ def scripted(n: int, rotate_infos: bool = True) -> list[EnvFn]:
             reset_infos=({"level": index},),
             step_infos=MIXED_INFOS[begin:] + MIXED_INFOS[:begin],
         )
-        for index in range(n)
-        for begin in [index % len(MIXED_INFOS) if rotate_infos else 0]
-    ]
+        env_fns.append(env_fn)
+    return env_fns
 
 
 class ReturningEnv(gymnasium.Env):
-    """An environment that returns ``resets[k]`` from reset ``k`` and ``steps[t]`` from step ``t``."""
+    """An environment that returns ``resets[k]`` from reset ``k`` and ``steps[t]`` from step ``t``; the last ones repeat."""
 
     def __init__(
         self,
@@ -389,7 +391,7 @@ class ReturningEnv(gymnasium.Env):
 
 
 def info_env(step_infos: Sequence[Any], reset_infos: Sequence[Any] = ({},)) -> EnvFn:
-    """Return a function that builds an environment with these infos and otherwise constant results."""
+    """Return a function that builds an environment with these infos and otherwise equal results in every step."""
     zeros = np.zeros(4, dtype=np.float32)
     return functools.partial(
         ReturningEnv,
@@ -422,7 +424,7 @@ class RaisingEnv(CounterEnv):
 
 
 class SleepingEnv(CounterEnv):
-    """An environment in which the action is the duration of the step; ``options["seconds"]`` is the duration of a reset."""
+    """An environment with steps that last ``action`` seconds, and resets that last ``options["seconds"]``."""
 
     def __init__(self, env_id: int = 0) -> None:
         super().__init__(env_id, lengths=(1000,))
@@ -438,7 +440,7 @@ class SleepingEnv(CounterEnv):
 
 
 class OverlapEnv(SleepingEnv):
-    """An environment that counts, by files, how many environments are inside ``reset`` or ``step`` at the same time."""
+    """An environment that reports how many environments are inside ``reset`` or ``step``, counted by files in ``folder``."""
 
     def __init__(self, folder: Path, env_id: int = 0) -> None:
         super().__init__(env_id)
@@ -488,7 +490,7 @@ class ReusingEnv(CounterEnv):
 
 
 class NestedDictEnv(SpaceEnv):
-    """An environment with nested Dict observations and actions, as a robot has them."""
+    """An environment with nested Dict observations and actions, like those of a robot."""
 
     def __init__(self, env_id: int = 0) -> None:
         observation_space = spaces.Dict(
@@ -562,7 +564,7 @@ FIXED_SPACES: dict[str, spaces.Space] = {
         }
     ),
 }
-# spaces with values that vary in size or in kind
+# spaces with values of varying size or type
 VARYING_SPACES: dict[str, spaces.Space] = {
     "text": spaces.Text(8, min_length=1),
     "text-charset": spaces.Text(5, charset="äöü€"),

@@ -1,4 +1,4 @@
-"""An environment that fails by its action, and the check that a client continues with the next reset after a failure."""
+"""An environment with actions that make it fail, and checks that a client's next reset works after a failure."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ R = TypeVar("R")
 
 
 class FaultyEnv(gym.Env[Any, Any]):
-    """An environment with observations (steps, seed of the latest reset); some actions make it fail.
+    """An environment with observations (steps, seed of the latest reset). Actions other than ``FINE`` make it fail.
 
     Args:
-        resets_that_fail: The path of a file; while the file exists, resets raise.
+        reset_failure_file: The path of a file; while the file exists, resets raise.
     """
 
     observation_space = gym.spaces.Box(-1, 1e6, (2,))
     action_space = gym.spaces.Discrete(4)
 
-    def __init__(self, resets_that_fail: str = "") -> None:
-        self.resets_that_fail = resets_that_fail
+    def __init__(self, reset_failure_file: str = "") -> None:
+        self.reset_failure_file = reset_failure_file
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
-        if self.resets_that_fail and os.path.exists(self.resets_that_fail):
+        if self.reset_failure_file and os.path.exists(self.reset_failure_file):
             raise ValueError("the lid is stuck")
         self.steps, self.seed = 0, -1 if seed is None else seed
         return np.array([0, self.seed], np.float32), {}
@@ -58,19 +58,20 @@ class FaultyEnv(gym.Env[Any, Any]):
 
 
 def engine(on_failure: str = "raise", fns: Any = None, **options: Any) -> Any:
-    """Build an engine with four faulty environments, one process each. A process with torch's threads is not forked."""
+    """Build an engine with four faulty environments, each in its own process."""
+    # torch's threads would make a fork of this process unsafe
     context = "forkserver" if "torch" in sys.modules else None
     options = {"context": context, "step_timeout": SECONDS / 2, **options}
     return vecenv.AsyncVectorEnv(fns or [FaultyEnv] * COUNT, num_workers=COUNT, on_failure=on_failure, **options)
 
 
 def actions_with_fault(fault: int) -> Any:
-    """Return actions of which one causes this fault."""
+    """Return actions of which the one of environment ``FAULTY`` causes this fault."""
     return np.where(np.arange(COUNT) == FAULTY, fault, FINE)
 
 
 def reset_until_ready(reset: Callable[[], R]) -> R:
-    """Call ``reset``, again if it times out because of a late environment."""
+    """Call ``reset`` until it does not time out, at most four times: a late environment may still be in its step."""
     for _ in range(3):
         try:
             return reset()
@@ -80,7 +81,7 @@ def reset_until_ready(reset: Callable[[], R]) -> R:
 
 
 def check_new_episode(client: Any) -> None:
-    """Check that every environment begins an episode and takes a step, and that no earlier rows are returned."""
+    """Check that every environment begins an episode and takes a step, and that no earlier results are returned."""
     assert reset_until_ready(client.reset)[:, 0].tolist() == [0.0] * COUNT
     assert client.step(np.zeros(COUNT, np.int64))[:, 0].tolist() == [1.0] * COUNT
 
@@ -91,8 +92,8 @@ def assert_continues(make: Callable[[Any], Any], on_failure: str, fault: int, **
     Args:
         make: Builds a client of an engine. Its ``reset`` and ``step`` return observations in the order of environments.
         on_failure: The engine's option.
-        fault: One of the faulty actions.
-        **options: Options of the engine.
+        fault: The action that fails.
+        **options: Other options of the engine.
     """
     client = make(engine(on_failure, **options))
     client.reset()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 def run_in_fork(check: Callable[[], None]) -> int:
-    """Run ``check`` in a forked child, for at most one minute. Return its exit code; a signal gives a negative one."""
+    """Run ``check`` in a forked child for at most one minute. Return the exit code, negative if a signal ended the child."""
     pid = os.fork()
     if pid == 0:
         code = 3

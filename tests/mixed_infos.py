@@ -15,20 +15,20 @@ ACTIONS = 3
 
 
 def draw_value(rng: np.random.Generator, depth: int = 0) -> Any:
-    """Return a value of any kind; nested dicts are at most two levels deep."""
+    """Return a value of a random kind; nested dicts are at most two levels deep."""
     size = int(rng.integers(4))
-    values: list[Callable[[], Any]] = [
+    factories: list[Callable[[], Any]] = [  # functions, so that only the chosen one draws from `rng`
         lambda: None, lambda: bool(size % 2), lambda: size, lambda: size + 0.5, lambda: 2**62 + size, lambda: 2**70,
         lambda: np.float32(size), lambda: np.int8(size), lambda: np.bool_(size % 2), lambda: float("inf"),
         lambda: "x" * size, lambda: b"x" * size, lambda: np.array(["x" * (size + 1)]), lambda: [size, None], lambda: (size,),
         lambda: np.arange(size), lambda: np.ones((size, 2), np.float32), lambda: rng.random(2),
         lambda: np.zeros(2, np.uint8), dict, lambda: draw_info(rng, depth + 1, KEYS) if depth < 2 else {"end": size},
     ]  # fmt: skip
-    return values[int(rng.integers(len(values)))]()
+    return factories[int(rng.integers(len(factories)))]()
 
 
 def draw_info(rng: np.random.Generator, depth: int, keys: tuple[Any, ...]) -> dict[Any, Any]:
-    """Return an info with some of these keys."""
+    """Return an info with a random part of these keys."""
     return {key: draw_value(rng, depth) for key in keys if rng.random() < 0.4}
 
 
@@ -36,8 +36,8 @@ class MixedInfosEnv(gymnasium.Env[Any, Any]):
     """An environment with episodes of 1 to 5 steps. Infos and rewards depend on the seed, and rewards on the actions.
 
     Args:
-        mixture: The seed of the keys that infos may have.
-        none: Steps may return ``None`` in place of an info.
+        mixture: The seed that chooses the keys that infos may have.
+        none: Steps may return ``None`` instead of an info.
     """
 
     observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
@@ -70,7 +70,7 @@ def choose_action(observation: Any, info: Any = None) -> int:
 
 
 def play_episode(env: gymnasium.Env[Any, Any], seed: int, use_infos: bool) -> tuple[Any, ...]:
-    """Run an episode in a plain loop. Return its return, length, flags and last info."""
+    """Run an episode in a loop over ``step``. Return the episode's return, length, flags and last info."""
     observation, info = env.reset(seed=seed)
     episode_return, length = 0.0, 0
     while True:
@@ -82,6 +82,6 @@ def play_episode(env: gymnasium.Env[Any, Any], seed: int, use_infos: bool) -> tu
 
 
 def summarize_results(results: Any) -> list[tuple[Any, ...]]:
-    """Return the values of :func:`play_episode` for each result of ``evaluate``; none may have failed."""
+    """Convert each result of ``evaluate`` to the values of :func:`play_episode`. No episode may have failed."""
     assert all(each.error is None and each.attempts == 1 for each in results)
     return [(each.episode_return, each.length, each.terminated, each.truncated, describe(each.info)) for each in results]

@@ -28,7 +28,7 @@ def import_program(program: Path) -> Iterator[Any]:
 def run_python(
     *arguments: str | Path, cwd: Path | None = None, timeout: float = 250, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments, and with these environment variables in addition to those of this process."""
+    """Run Python with these arguments, and with ``variables`` added to the environment variables of this process."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)], cwd=cwd, env={**os.environ, **variables}, timeout=timeout, check=False,
         stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -36,23 +36,23 @@ def run_python(
 
 
 def python_output(*arguments: str | Path, **kwargs: Any) -> str:
-    """Run Python like :func:`python`, check that it succeeds, and return its output."""
-    done = run_python(*arguments, **kwargs)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    return done.stdout
+    """Run Python like :func:`run_python`, check that it succeeds, and return its output."""
+    result = run_python(*arguments, **kwargs)
+    assert result.returncode == 0, result.stdout + result.stderr[-3000:]
+    return result.stdout
 
 
 def check_missing_library(program: str, library: str, extra: str) -> None:
-    """Check that an example that lacks a library names the command that installs it."""
-    needed = "torch (CPU build: pytorch.org)" if library == "torch" else f"-e '.[{extra}]'"
-    done = run_python(_WITHOUT, library, EXAMPLES / f"{program}.py")
-    expected = f"{program}: No module named {library!r}: pip install {needed}"
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, expected)
-    assert "Traceback" not in done.stderr
+    """Check that the error of an example without one of its libraries names the command that installs the library."""
+    requirement = "torch (CPU build: pytorch.org)" if library == "torch" else f"-e '.[{extra}]'"
+    result = run_python(_WITHOUT, library, EXAMPLES / f"{program}.py")
+    expected = f"{program}: No module named {library!r}: pip install {requirement}"
+    assert (result.returncode, result.stderr.splitlines()[-1]) == (1, expected)
+    assert "Traceback" not in result.stderr
 
 
 def check_help(program: str, *texts: str) -> None:
-    """Check that the help of an example shows its command, and these texts."""
-    shown = python_output(EXAMPLES / f"{program}.py", "--help")
+    """Check that the help text of an example contains its command and these texts."""
+    output = python_output(EXAMPLES / f"{program}.py", "--help")
     for text in (f"python examples/{program}.py", *texts):
-        assert text in shown
+        assert text in output

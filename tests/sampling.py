@@ -14,35 +14,41 @@ from typing import Any
 
 import pytest
 
+_LEFT_OUT = -1
+"""The key of values that a sample leaves out; the key of other values is their ``id``."""
+
 
 def each_pair(*axes: Iterable[Any]) -> list[Any]:
-    """Return the product of the axes. All but a small subset, with every pair of values of two axes, is marked slow."""
+    """Return the product of the axes. All cases are slow except for a few that contain every pair of values of two axes."""
     return _product(axes, 2)
 
 
 def each_once(*axes: Iterable[Any]) -> list[Any]:
-    """Return the product of the axes. All but a small subset, with every value of every axis, is marked slow."""
+    """Return the product of the axes. All cases are slow except for a few that contain every value of every axis."""
     return _product(axes, 1)
 
 
 def _product(axes: tuple[Iterable[Any], ...], strength: int) -> list[Any]:
-    named = [list(axis.items()) if isinstance(axis, Mapping) else [(_name(value), value) for value in axis] for axis in axes]
-    cells = list(itertools.product(*(range(len(axis)) for axis in named)))
+    """Return the product of the axes. A few cases contain every combination of ``strength`` values; the others are slow."""
+    named_axes = [
+        list(axis.items()) if isinstance(axis, Mapping) else [(_value_name(value), value) for value in axis] for axis in axes
+    ]
+    cells = list(itertools.product(*(range(len(axis)) for axis in named_axes)))
     chosen = _covering_cells(cells, strength)
     product = []
     for cell in cells:
-        names, values = zip(*(axis[index] for axis, index in zip(named, cell, strict=True)), strict=True)
+        names, values = zip(*(axis[index] for axis, index in zip(named_axes, cell, strict=True)), strict=True)
         marks = [] if cell in chosen else [pytest.mark.slow]
         product.append(pytest.param(*values, id="-".join(names), marks=marks))
     return product
 
 
-def _name(value: Any) -> str:
+def _value_name(value: Any) -> str:
     return value.__name__ if callable(value) and hasattr(value, "__name__") else str(value)
 
 
 def _covering_cells(cells: list[tuple[int, ...]], strength: int) -> set[tuple[int, ...]]:
-    """Return a few cells that cover all combinations of ``strength`` values. Each step takes the cell that adds the most."""
+    """Return a few cells with all combinations of ``strength`` values. Each step adds the cell with the most new ones."""
 
     def combinations(cell: tuple[int, ...]) -> set[Any]:
         return set(itertools.combinations(enumerate(cell), strength))
@@ -59,15 +65,15 @@ def _covering_cells(cells: list[tuple[int, ...]], strength: int) -> set[tuple[in
 def sample_parameter(
     items: Iterable[pytest.Item], name: str, left_out: Sequence[Any] = (), *, all_values: bool = True, mark: str = "slow"
 ) -> None:
-    """Mark as ``slow``, or ``mark``, the combinations of one parameter and a test's other parameters that a sample omits.
+    """Choose a sample of the values of one parameter, and mark all other cases of the tests with ``mark``.
 
     Args:
         items: Tests. Those without the parameter stay unmarked.
         name: The name of the parameter or of the fixture with parameters.
-        left_out: Values that the sample excludes.
-        all_values: Each test runs with every value at least once. If false, each case of a test runs with one value,
-            and the next test begins with the next value.
-        mark: The name of the marker for omitted combinations.
+        left_out: Values that are never chosen.
+        all_values: Each test runs with every value at least once. If false, each combination of a test's other parameters
+            runs with one value, and the next test begins with the next value.
+        mark: The name of the marker for cases that are not chosen.
     """
     tests: dict[tuple[Path, Any, str], dict[tuple[Any, ...], dict[int, pytest.Item]]] = {}
     for item in items:
@@ -76,10 +82,10 @@ def sample_parameter(
             test = item.path, getattr(item, "cls", None), getattr(item, "originalname", item.name)
             case = tuple(sorted((other, id(value)) for other, value in params.items() if other != name))
             value = params[name]
-            tests.setdefault(test, {}).setdefault(case, {})[-1 if value in left_out else id(value)] = item
+            tests.setdefault(test, {}).setdefault(case, {})[_LEFT_OUT if value in left_out else id(value)] = item
     for number, cases in enumerate(tests.values()):
         rows = list(cases.values())
-        values = list(dict.fromkeys(value for row in rows for value in row if value != -1))
+        values = list(dict.fromkeys(value for row in rows for value in row if value != _LEFT_OUT))
         begin, length = (0, max(len(rows), len(values))) if all_values else (number, len(rows))
         chosen = set()
         for i in range(begin, begin + length if values else begin):
@@ -94,12 +100,12 @@ def sample_parameter(
 def sample_marked(items: Iterable[pytest.Item], left_out: Collection[str]) -> None:
     """Mark as ``long`` the cases of a test that its marker ``sampled`` omits.
 
-    ``sampled(3)`` keeps three cases, and chooses each so that it adds the most values that no earlier one has.
-    ``sampled("id", ...)`` keeps these cases, or all if none of them is collected.
+    ``sampled(3)`` keeps three cases, each the one with the most values that no earlier one has. ``sampled("id", ...)``
+    keeps these cases, or all cases if none of these is collected.
 
     Args:
         items: Tests. Those without the marker stay unmarked.
-        left_out: Markers of cases that do not run by default. These are never part of a sample.
+        left_out: Markers of cases that do not run by default, and that are never part of a sample.
     """
     tests: dict[tuple[Path, Any, str], list[pytest.Function]] = {}
     for item in items:
@@ -134,7 +140,7 @@ def limit_long_cases(items: Iterable[pytest.Item], count: int) -> None:
 
 
 def _choose_different(cases: Sequence[pytest.Function], count: int) -> list[pytest.Function]:
-    """Return ``count`` cases. Each step takes the case with the most values that no earlier one has."""
+    """Return ``count`` cases. Each step adds the case with the most values that no earlier one has."""
     kept: list[pytest.Function] = []
     covered: set[tuple[str, int]] = set()
     rest = [(case, {(name, id(value)) for name, value in case.callspec.params.items()}) for case in cases]

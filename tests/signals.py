@@ -10,17 +10,17 @@ from typing import Any
 
 
 class Alarm(Exception):
-    """The exception of a signal handler, such as that of a time limit."""
+    """An exception that a signal handler raises, for example at a time limit."""
 
 
 @contextmanager
-def signal_handler(number: int, how: type[BaseException] | Callable[..., Any] | signal.Handlers) -> Iterator[None]:
-    """Handle a signal with ``how`` inside the block, or raise it if it is an exception class. Stop the timer at the end."""
+def signal_handler(number: int, handler: type[BaseException] | Callable[..., Any] | signal.Handlers) -> Iterator[None]:
+    """Handle a signal with ``handler`` in the block, or raise it if it is an exception class. Stop the timer at the end."""
 
     def raise_exception(*_: object) -> None:
-        raise how
+        raise handler
 
-    before = signal.signal(number, raise_exception if isinstance(how, type) else how)
+    before = signal.signal(number, raise_exception if isinstance(handler, type) else handler)
     try:
         yield
     finally:
@@ -29,13 +29,14 @@ def signal_handler(number: int, how: type[BaseException] | Callable[..., Any] | 
 
 
 def default_sigint_handler() -> AbstractContextManager[None]:
-    """Install Python's own handler for SIGINT, because programs that run in the background ignore the signal."""
+    """Install Python's own handler for SIGINT inside the block, because a shell's background jobs ignore the signal."""
     return signal_handler(signal.SIGINT, signal.default_int_handler)
 
 
 def interrupt_at(event: int, function: Callable[[], Any], *files: str) -> tuple[bool, Any]:
-    """Call ``function``, and raise SIGUSR2 at the ``event``-th call or return in ``files``, where its handler raises
-    :class:`Alarm`.
+    """Call ``function``, and raise SIGUSR2 at the ``event``-th call or return of a function in ``files``.
+
+    The caller has installed a handler of SIGUSR2 that raises :class:`Alarm`.
 
     Returns:
         True if there were that many events, and the result of ``function``, or ``None`` if it was interrupted.

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for spaces, episodes, infos, seeds, masks, and lists of environments with them."""
+"""Hypothesis strategies for spaces, infos, seeds, masks, calls, and lists of environments."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ info_values = st.one_of(*_kinds.values(), small_arrays)
 
 @dataclass(frozen=True)
 class InfoSchema:
-    """The keys of an environment's infos, each with a fixed kind of value. An info may lack some of the keys."""
+    """The keys that an environment's infos may have, each with values of one kind."""
 
     leaves: dict[Any, str]
     nested: dict[str, InfoSchema]
@@ -139,7 +139,7 @@ wild_infos = st.recursive(
     lambda inner: st.dictionaries(st.sampled_from(["a", "b"]), st.one_of(info_values, inner), max_size=2),
     max_leaves=4,
 )
-"""Infos in which the kind of a key's value varies between environments and between steps."""
+"""Infos with keys that have values of different kinds in different environments and steps."""
 
 
 # --- environments and calls -----------------------------------------------------------------------
@@ -148,18 +148,18 @@ seeds = st.one_of(st.none(), st.integers(0, 2**31 - 1))
 
 
 def seed_arguments(num_envs: int) -> st.SearchStrategy[Any]:
-    """Return a strategy of arguments that ``reset(seed=...)`` accepts for this many environments."""
+    """Return a strategy for arguments that ``reset(seed=...)`` accepts for this many environments."""
     return st.one_of(seeds, st.lists(seeds, min_size=num_envs, max_size=num_envs))
 
 
 def masks(num_envs: int) -> st.SearchStrategy[np.ndarray]:
-    """Return a strategy of boolean arrays of shape ``(num_envs,)`` with at least one True."""
+    """Return a strategy for boolean arrays of shape ``(num_envs,)`` with at least one True."""
     return st.lists(st.booleans(), min_size=num_envs, max_size=num_envs).filter(any).map(np.array)
 
 
 @dataclass(frozen=True)
 class Vector:
-    """The arguments of one vector environment, with a repr that is short enough to read in a failure."""
+    """The arguments of one vector environment, with a short repr for the messages of failed tests."""
 
     env_fns: list[EnvFn]
     observation_space: spaces.Space
@@ -210,13 +210,13 @@ class Move:
 
 
 def moves(num_envs: int, max_size: int = 10) -> st.SearchStrategy[list[Move]]:
-    """Return a strategy of lists of calls: mostly steps, and some resets of all or some environments."""
+    """Return a strategy for lists of calls: mostly steps, and some resets of all or some environments."""
     step = st.builds(Move, st.just("step"), as_list=st.booleans())
     seed = seed_arguments(num_envs)
     reset = st.builds(Move, st.just("reset"), seed=seed)
-    chosen = masks(num_envs).map(lambda mask: tuple(mask.tolist()))
-    masked = st.builds(Move, st.just("reset"), seed=seed, mask=chosen)
-    return st.lists(st.one_of(step, step, step, step, reset, masked), min_size=1, max_size=max_size)
+    mask_tuples = masks(num_envs).map(lambda mask: tuple(mask.tolist()))
+    masked_reset = st.builds(Move, st.just("reset"), seed=seed, mask=mask_tuples)
+    return st.lists(st.one_of(step, step, step, step, reset, masked_reset), min_size=1, max_size=max_size)
 
 
 autoreset_modes = st.sampled_from(AutoresetMode)

@@ -1,6 +1,6 @@
-"""Imports between the packages of ``docs/architecture.md`` lead downwards and form no cycles.
+"""The packages of ``docs/architecture.md`` import only from lower layers and without cycles.
 
-Lazy imports and imports for type checkers count.
+Imports inside functions and for type checkers count too.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def imported_modules(module: str) -> Iterator[str]:
 IMPORTS = {module: {other for other in imported_modules(module) if other != module} for module in MODULES}
 
 
-def layer_of(module: str) -> int:
-    """Return the layer of a module, by its longest listed prefix."""
+def layer_number(module: str) -> int:
+    """Return the number of a module's layer, counted from the top. The longest listed prefix decides."""
     path = module.removeprefix("vecenv.")
     matches = [
         (len(package), number)
@@ -59,12 +59,12 @@ def layer_of(module: str) -> int:
     return max(matches)[1]
 
 
-def test_imports_lead_downwards() -> None:
+def test_modules_import_only_from_their_own_layer_and_lower_ones() -> None:
     upward = [
         f"{module} imports {other}"
         for module, others in IMPORTS.items()
         for other in others
-        if layer_of(other) < layer_of(module)
+        if layer_number(other) < layer_number(module)
     ]
     assert not upward, "\n".join(upward)
 
@@ -73,17 +73,17 @@ def test_backends_do_not_import_each_other() -> None:
     def backend(module: str) -> str:
         return module.split(".")[2] if module.startswith("vecenv.backends.") else ""
 
-    sideways = [
+    found = [
         f"{module} imports {other}"
         for module, others in IMPORTS.items()
         for other in others
         if backend(module) and backend(other) and backend(other) != backend(module)
     ]
-    assert not sideways, "\n".join(sideways)
+    assert not found, "\n".join(found)
 
 
 INTERNAL_IMPORTERS = {
-    # module -> the reason why it imports from `engine` or `worker` more than the vector environment
+    # module -> the reason why it imports other modules of `engine` or `worker` than `engine.vector_env`
     "vecenv.backends.ray.failures": "it reports failures of hosts to observers like those of workers",
     "vecenv.freezing": "a frozen copy is a worker, which the engine thaws",
     "vecenv.recording.replay": "it runs a worker in this process",
@@ -108,7 +108,7 @@ FOREIGN_ATTRIBUTES = {"_action_spec", "_envs", "_popen", "_reset", "_send"}
 """Attributes of other libraries' objects that have the same names as attributes of vecenv."""
 
 
-def test_private_attributes_are_read_only_in_their_own_package() -> None:
+def test_no_package_reads_private_attributes_of_another_one() -> None:
     def package(module: str) -> str:
         return ".".join(module.split(".")[: 3 if module.startswith("vecenv.backends.") else 2])
 
@@ -120,7 +120,7 @@ def test_private_attributes_are_read_only_in_their_own_package() -> None:
                 owners.setdefault(node.name, set()).add(package(module))
             elif isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):
                 owners.setdefault(node.attr if isinstance(node, ast.Attribute) else node.id, set()).add(package(module))
-    read = [
+    foreign_reads = [
         f"{module}:{node.lineno} reads {ast.unparse(node)}, of {', '.join(sorted(owners[node.attr]))}"
         for module, tree in trees.items()
         for node in ast.walk(tree)
@@ -129,41 +129,41 @@ def test_private_attributes_are_read_only_in_their_own_package() -> None:
         if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
         if node.attr in owners and package(module) not in owners[node.attr]
     ]
-    assert not read, "\n".join(read)
+    assert not foreign_reads, "\n".join(foreign_reads)
 
 
 def test_there_are_no_import_cycles() -> None:
-    done: set[str] = set()
+    visited: set[str] = set()
 
     def visit(module: str, path: list[str]) -> None:
         assert module not in path, " -> ".join([*path[path.index(module) :], module])
-        if module not in done:
+        if module not in visited:
             for other in sorted(IMPORTS.get(module, ())):
                 visit(other, [*path, module])
-            done.add(module)
+            visited.add(module)
 
     for module in sorted(MODULES):
         visit(module, [])
 
 
 def test_architecture_page_names_every_package() -> None:
-    named = set(re.findall(r"`([\w/]+?)/?(?:\.py)?`", PAGE.read_text().partition("## The life of a step")[0]))
+    names_on_page = set(re.findall(r"`([\w/]+?)/?(?:\.py)?`", PAGE.read_text().partition("## The life of a step")[0]))
     packages = {name.replace(".", "/") for layer in LAYERS for name in layer} - {"vecenv", "__main__", "_version", "jax"}
-    assert packages <= named, packages - named
+    assert packages <= names_on_page, packages - names_on_page
 
 
 def test_files_and_functions_are_within_their_length_limits() -> None:
-    long = []
+    too_long = []
     for module, file in MODULES.items():
         source = file.read_text()
         if (lines := len(source.splitlines())) > 800:
-            long.append(f"{module} has {lines} lines")
+            too_long.append(f"{module} has {lines} lines")
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno is not None:
                 length = node.end_lineno - node.lineno + 1 - len((ast.get_docstring(node) or "").splitlines())
                 if length > 60 and f"{module}.{node.name}" not in LONG_FUNCTIONS:
-                    long.append(f"{module}.{node.name} has {length} lines")
-    assert not long, "\n".join(long)
+                    too_long.append(f"{module}.{node.name} has {length} lines")
+    assert not too_long, "\n".join(too_long)
 
 
 LONG_FUNCTIONS = {

@@ -1,4 +1,4 @@
-"""``make_vec`` and ``register``: ids, specs, functions, backends, and errors for wrong names."""
+"""``make_vec`` and ``register``: ids, specs, functions, backends, and errors for wrong names and arguments."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ needs_envpool = pytest.mark.skipif(importlib.util.find_spec("envpool") is None, 
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Any]]:
-    made: list[Any] = []
+    """Yield ``make_vec``. What it builds is closed at the end of the test."""
+    built: list[Any] = []
 
-    def build(*args: Any, **kwargs: Any) -> Any:
-        made.append(make_vec(*args, **kwargs))
-        return made[-1]
+    def make_and_keep(*args: Any, **kwargs: Any) -> Any:
+        built.append(make_vec(*args, **kwargs))
+        return built[-1]
 
-    yield build
-    for envs in made:
+    yield make_and_keep
+    for envs in built:
         envs.close()
 
 
@@ -62,37 +63,44 @@ def test_trajectories_equal_gymnasiums(make: Callable[..., Any], backend: str, e
     assert_identical(trajectory(envs), trajectory(reference))
 
 
-def test_serial_starts_no_process(make: Callable[..., Any]) -> None:
+def test_serial_backend_starts_no_process(make: Callable[..., Any]) -> None:
     assert make("CartPole-v1", 2, "serial").num_workers == 0
     with pytest.raises(ValueError, match="num_workers is for backend='process'"):
         make("CartPole-v1", 2, "serial", vector_kwargs={"num_workers": 2})
 
 
-def test_default_number_of_workers_is_auto(monkeypatch: pytest.MonkeyPatch) -> None:
-    built: list[dict[str, Any]] = []
-    monkeypatch.setattr(vecenv.make, "AsyncVectorEnv", lambda env_fns, **options: built.append(options) or _NotBuilt())
-    vecenv.make.engine_options.cache_clear()
+@pytest.fixture
+def engine_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Return a list that receives the options of each ``AsyncVectorEnv`` that ``make_vec`` would build."""
+    calls: list[dict[str, Any]] = []
+
+    def record_options(env_fns: Any, **options: Any) -> _NotBuilt:
+        calls.append(options)
+        return _NotBuilt()
+
+    monkeypatch.setattr(vecenv.make, "AsyncVectorEnv", record_options)
     monkeypatch.setattr(vecenv.make, "engine_options", lambda: ("num_workers", "context"))
+    return calls
+
+
+def test_default_number_of_workers_is_auto(engine_calls: list[dict[str, Any]]) -> None:
     make_vec("CartPole-v1", 2)
     make_vec("CartPole-v1", 2, vector_kwargs={"num_workers": None})
-    assert [options["num_workers"] for options in built] == ["auto", None]
+    assert [options["num_workers"] for options in engine_calls] == ["auto", None]
 
 
 @pytest.mark.parametrize(("modules", "context"), [((), None), (("jax",), "forkserver"), (("torch",), "forkserver")])
 def test_forkserver_is_the_default_if_jax_or_torch_is_imported(
-    monkeypatch: pytest.MonkeyPatch, modules: tuple[str, ...], context: str | None
+    engine_calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, modules: tuple[str, ...], context: str | None
 ) -> None:
-    built: list[dict[str, Any]] = []
-    monkeypatch.setattr(vecenv.make, "AsyncVectorEnv", lambda env_fns, **options: built.append(options) or _NotBuilt())
-    monkeypatch.setattr(vecenv.make, "engine_options", lambda: ("num_workers", "context"))
     for name in ("jax", "torch"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for name in modules:
         monkeypatch.setitem(sys.modules, name, object())  # type: ignore[arg-type]
     make_vec("CartPole-v1", 2)
     make_vec("CartPole-v1", 2, vector_kwargs={"context": "spawn"})
-    assert built[0].get("context") == context
-    assert built[1]["context"] == "spawn"
+    assert engine_calls[0].get("context") == context
+    assert engine_calls[1]["context"] == "spawn"
 
 
 class _NotBuilt:
@@ -144,7 +152,7 @@ def test_env_fn_receives_the_environment_options(make: Callable[..., Any]) -> No
     assert envs.step(np.zeros(2, int))[3].all()
 
 
-def test_id_may_begin_with_a_module_to_import(make: Callable[..., Any], tmp_path: Any, monkeypatch: Any) -> None:
+def test_module_in_front_of_an_id_is_imported(make: Callable[..., Any], tmp_path: Any, monkeypatch: Any) -> None:
     (tmp_path / "vecenv_made_up_module.py").write_text(
         "import gymnasium\n"
         "gymnasium.register('MadeUp-v0', entry_point='gymnasium.envs.classic_control:CartPoleEnv', max_episode_steps=3)\n"
@@ -160,7 +168,7 @@ def test_id_may_begin_with_a_module_to_import(make: Callable[..., Any], tmp_path
         make_vec("no_such_module:CartPole-v1")
 
 
-def test_environment_receives_the_kwargs_of_its_registration(make: Callable[..., Any]) -> None:
+def test_kwargs_of_the_registration_reach_the_environment_unless_replaced(make: Callable[..., Any]) -> None:
     gymnasium.register("FromKwargs-v0", entry_point=cartpole, kwargs={"max_episode_steps": 2})  # type: ignore[arg-type]
     try:
         assert trajectory(make("FromKwargs-v0", 2, "serial"))[2][3].all()
@@ -180,7 +188,7 @@ def unregister_names() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("unregister_names")
-def test_registered_name_builds_this_engine_through_gymnasium(closes: Any) -> None:
+def test_gymnasiums_make_vec_builds_vecenvs_engine_for_a_registered_name(closes: Any) -> None:
     assert register("CartPole-v1", backend="serial") == "vecenv/CartPole-v1"
     assert register("CartPole-v1", backend="serial", vector_kwargs={"copy": False}, max_episode_steps=6)
     envs = gymnasium.make_vec("vecenv/CartPole-v1", num_envs=8)
@@ -199,7 +207,7 @@ def test_registered_name_builds_this_engine_through_gymnasium(closes: Any) -> No
 
 @needs_envpool
 @pytest.mark.usefixtures("unregister_names")
-def test_backend_comes_from_registration_or_from_make_vec() -> None:
+def test_gymnasiums_make_vec_uses_the_backend_argument_or_the_registered_backend() -> None:
     from vecenv.backends import EnvPoolVectorEnv
 
     register("CartPole-v1", backend="envpool", vector_kwargs={"num_threads": 1})
@@ -214,14 +222,14 @@ def test_backend_comes_from_registration_or_from_make_vec() -> None:
 
 
 @pytest.mark.usefixtures("unregister_names")
-def test_explicit_backend_replaces_the_registered_one(closes: Any) -> None:
+def test_backend_argument_overrides_the_registered_backend(closes: Any) -> None:
     name = register("CartPole-v1", backend="serial")
     assert closes(make_vec(name, 2)).num_workers == 0
     assert closes(make_vec(name, 2, "process", num_workers=1)).num_workers == 1
 
 
 @pytest.mark.usefixtures("unregister_names")
-def test_register_of_an_unknown_id_raises() -> None:
+def test_register_with_an_unknown_id_or_backend_raises() -> None:
     with pytest.raises(UnregisteredEnv):
         register("CartPole-v7")
     with pytest.raises(ValueError, match="no backend 'proces'"):
@@ -266,14 +274,14 @@ try:
 except ImportError as error:
     print(error)
 """
-    shown = python_output("-c", program)
-    assert module in shown
-    assert f"pip install 'vecenv[{extra}]'" in shown
+    output = python_output("-c", program)
+    assert module in output
+    assert f"pip install 'vecenv[{extra}]'" in output
 
 
-of_envpool = functools.partial(pytest.param, marks=needs_envpool)
-MEANT = "Did you mean"
-NO_ENTRY = EnvSpec("OnlyVector-v0", vector_entry_point="x:y")
+envpool_param = functools.partial(pytest.param, marks=needs_envpool)
+HINT = "Did you mean"
+VECTOR_ONLY_SPEC = EnvSpec("OnlyVector-v0", vector_entry_point="x:y")
 
 
 @pytest.mark.parametrize(
@@ -284,8 +292,8 @@ NO_ENTRY = EnvSpec("OnlyVector-v0", vector_entry_point="x:y")
         ({"backend": ["process"]}, ValueError, "there is no backend"),
         ({"vector_kwargs": 3}, TypeError, "vector_kwargs must be a dict"),
         ({"wrappers": 3}, TypeError, "wrappers must be a sequence of functions"),
-        ({"vector_kwargs": {"num_worker": 2}}, TypeError, f"'num_worker'. {MEANT} 'num_workers'\\? Options: .*copy"),
-        ({"sutton_barto": True}, TypeError, f"'CartPole-v1' has no option 'sutton_barto'. {MEANT} 'sutton_barto_reward'\\?"),
+        ({"vector_kwargs": {"num_worker": 2}}, TypeError, f"'num_worker'. {HINT} 'num_workers'\\? Options: .*copy"),
+        ({"sutton_barto": True}, TypeError, f"'CartPole-v1' has no option 'sutton_barto'. {HINT} 'sutton_barto_reward'\\?"),
         ({"zero_copy": False}, TypeError, "'zero_copy'. Remove it: "),
         ({"seed": 3}, TypeError, r"'seed'. Pass it to reset\(seed=\.\.\.\)"),
         ({"num_worker": 3}, TypeError, "Did you mean 'num_workers', an option of the vector environment"),
@@ -295,15 +303,17 @@ NO_ENTRY = EnvSpec("OnlyVector-v0", vector_entry_point="x:y")
         ({"num_workers": 2, "vector_kwargs": {"num_workers": 1}}, TypeError, "two values for 'num_workers': 1 and 2"),
         ({"env_kwargs": [3]}, TypeError, "env_kwargs must be a dict of options of the environment"),
         ({"id_or_env_fn": 7}, TypeError, "an id, an EnvSpec or a function"),
-        ({"id_or_env_fn": NO_ENTRY, "backend": "serial"}, gymnasium.error.Error, "no entry point"),
+        ({"id_or_env_fn": VECTOR_ONLY_SPEC, "backend": "serial"}, gymnasium.error.Error, "no entry point"),
         ({"id_or_env_fn": "CartPool-v1"}, UnregisteredEnv, "CartPole-v1"),
         ({"id_or_env_fn": "CartPole-v9"}, UnregisteredEnv, "CartPole-v1"),
         ({"id_or_env_fn": "Nothing/CartPole-v1"}, UnregisteredEnv, "Nothing"),
-        of_envpool({"id_or_env_fn": "Pong-v5"}, UnregisteredEnv, "backend='envpool'"),
-        of_envpool({"id_or_env_fn": "Pong-v4", "backend": "envpool"}, UnregisteredEnv, "Pong-v5"),
-        of_envpool({"id_or_env_fn": "Pong-v5", "backend": "envpool", "frameskip": 4}, TypeError, f"{MEANT} 'frame_skip'\\?"),
-        of_envpool({"id_or_env_fn": cartpole, "backend": "envpool"}, TypeError, "name of an environment"),
-        of_envpool({"backend": "envpool", "wrappers": [FlattenObservation]}, ValueError, r"gymnasium\.wrappers\.vector"),
+        envpool_param({"id_or_env_fn": "Pong-v5"}, UnregisteredEnv, "backend='envpool'"),
+        envpool_param({"id_or_env_fn": "Pong-v4", "backend": "envpool"}, UnregisteredEnv, "Pong-v5"),
+        envpool_param(
+            {"id_or_env_fn": "Pong-v5", "backend": "envpool", "frameskip": 4}, TypeError, f"{HINT} 'frame_skip'\\?"
+        ),
+        envpool_param({"id_or_env_fn": cartpole, "backend": "envpool"}, TypeError, "name of an environment"),
+        envpool_param({"backend": "envpool", "wrappers": [FlattenObservation]}, ValueError, r"gymnasium\.wrappers\.vector"),
     ],
 )
 def test_error_names_the_wrong_argument(arguments: dict[str, Any], kind: type[Exception], text: str) -> None:
@@ -352,14 +362,14 @@ def test_misspelled_engine_option_is_passed_to_env_fns_that_accept_any_kwargs(cl
 
 
 class EnvWithCopyOption(CartPoleEnv):
-    """An environment with one option that the vector environment has too, and one that it lacks."""
+    """An environment with one option that the vector environment has too, and one that it does not have."""
 
     def __init__(self, copy: bool = True, gravity: float = 9.8) -> None:
         super().__init__()
         self.copies, self.gravity = copy, gravity
 
 
-def test_options_are_assigned_to_the_engine_or_the_environments(closes: Any) -> None:
+def test_options_reach_the_engine_or_the_environments_by_their_name(closes: Any) -> None:
     envs = closes(make_vec(EnvWithCopyOption, 4, num_workers=2, autoreset_mode="SameStep", gravity=1.0))
     assert (envs.num_workers, envs.autoreset_mode.value) == (2, "SameStep")
     assert envs.get_attr("gravity") == (1.0,) * 4
@@ -375,11 +385,13 @@ def test_registered_name_accepts_options_of_engine_and_environment(closes: Any) 
     envs = closes(make_vec(name, 2, autoreset_mode="SameStep"))
     assert (envs.num_workers, envs.autoreset_mode.value) == (0, "SameStep")
     envs.reset(seed=0)
-    assert [bool((envs.step(np.array([k % 2] * 2))[3]).all()) for k in range(6)][-1]
+    for step in range(6):
+        truncations = envs.step(np.array([step % 2] * 2))[3]
+    assert truncations.all()
 
 
 class EnvWithArguments(CartPoleEnv):
-    """An environment with arguments that have the names of those of `make_vec`."""
+    """An environment with options that have the names of arguments of ``make_vec``."""
 
     def __init__(self, backend: str = "", options: str = "", wrappers: str = "") -> None:
         super().__init__()
@@ -398,7 +410,7 @@ def test_registered_name_passes_all_options_to_the_environment(closes: Any) -> N
         registry.pop("Arguments-v0")
 
 
-def test_options_override_those_in_a_spec(closes: Any) -> None:
+def test_options_override_those_of_a_spec(closes: Any) -> None:
     spec = closes(make_vec("CartPole-v1", 2, num_workers=0, copy=False)).spec
     envs = closes(make_vec(spec, copy=True, autoreset_mode="SameStep"))
     assert (envs.num_envs, envs.num_workers, envs.copy) == (2, 0, True)

@@ -33,14 +33,14 @@ pytestmark = pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="
 
 
 def build_distribution(kind: str, source: Path, folder: Path, **environ: str) -> Path:
-    """Build with hatchling itself, which ``python -m build`` would call in a new environment."""
+    """Build a wheel or a source distribution with hatchling, as ``python -m build`` does in a new environment."""
     pytest.importorskip("hatchling", reason="needs hatchling")
     command = [sys.executable, "-m", "hatchling", "build", "--target", kind, "--directory", str(folder)]
-    done = subprocess.run(
+    result = subprocess.run(
         command, cwd=source, env={**os.environ, **environ}, capture_output=True, text=True, timeout=250, check=False
     )
-    assert done.returncode == 0, done.stderr
-    assert ("without its compiled row writer" in done.stderr) == (kind == "wheel" and "CC" in environ), done.stderr
+    assert result.returncode == 0, result.stderr
+    assert ("without its compiled row writer" in result.stderr) == (kind == "wheel" and "CC" in environ), result.stderr
     (built,) = folder.glob("*.whl" if kind == "wheel" else "*.tar.gz")
     return built
 
@@ -63,7 +63,7 @@ def metadata(wheel: Path) -> Message:
 
 
 def package_files() -> set[str]:
-    """Return the package's files in this tree."""
+    """Return the package's files in this tree, without the compiled file."""
     files = (ROOT / "vecenv").rglob("*")
     return {str(path.relative_to(ROOT)) for path in files if path.is_file() and "__pycache__" not in path.parts} - {COMPILED}
 
@@ -76,7 +76,7 @@ def wheel_files(wheel: Path) -> set[str]:
 @pytest.mark.long
 @needs_compiler
 def test_wheel_contains_exactly_the_package(wheel: Path) -> None:
-    """One wheel serves all versions of Python."""
+    """Its tag also shows that one wheel serves all versions of Python."""
     assert re.search(r"-cp311-abi3-(linux|macosx)_\w+\.whl$", wheel.name)
     files = {name for name in wheel_files(wheel) if ".dist-info/" not in name}
     assert files == package_files() | {COMPILED}
@@ -86,7 +86,7 @@ def test_wheel_contains_exactly_the_package(wheel: Path) -> None:
 
 @pytest.mark.long
 def test_wheel_built_without_a_compiler_is_for_every_platform(sdist: Path, tmp_path: Path) -> None:
-    """A compiled file that an earlier build has left among the sources is not included."""
+    """It does not include a compiled file that an earlier build has left in the source tree."""
     tree = extract(sdist, tmp_path)
     (tree / COMPILED).write_bytes(b"")
     wheel = build_distribution("wheel", tree, tmp_path / "wheel", CC=NO_COMPILER)
@@ -99,7 +99,7 @@ def test_wheel_built_without_a_compiler_is_for_every_platform(sdist: Path, tmp_p
 def test_editable_installation_has_the_compiled_file_if_there_is_a_compiler(
     compiler: str | None, sdist: Path, tmp_path: Path
 ) -> None:
-    """The test calls pip's build hook; "" stands for an empty PATH. The file of an earlier installation is removed."""
+    """The test calls the build hook that pip calls. ``""`` means an empty PATH. The file of an earlier build is removed."""
     tree = extract(sdist, tmp_path)
     (tree / COMPILED).write_bytes(b"")
     environ = {**os.environ, "CC": compiler or "cc"}
@@ -111,12 +111,13 @@ def test_editable_installation_has_the_compiled_file_if_there_is_a_compiler(
     (wheel,) = tmp_path.glob("*.whl")
     assert COMPILED not in wheel_files(wheel)
     program = "from vecenv.worker import row_writer; print(row_writer.__file__, row_writer.is_compiled())"
-    done = subprocess.run([sys.executable, "-c", program], cwd=tree, env=environ, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(tree / "vecenv" / "worker" / "row_writer.py"), str(compiler is None)]
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, cwd=tree, env=environ, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == [str(tree / "vecenv" / "worker" / "row_writer.py"), str(compiler is None)]
 
 
 def extract(sdist: Path, folder: Path) -> Path:
-    """Extract the tree of a source distribution."""
+    """Extract a source distribution and return the folder of its sources."""
     with tarfile.open(sdist) as archive:
         archive.extractall(folder / "sdist", filter="data")
     (tree,) = (folder / "sdist").iterdir()
@@ -134,12 +135,12 @@ def test_wheel_built_from_the_source_distribution_has_the_same_files(wheel: Path
 
 
 def test_package_requires_only_three_others(metadata: Message) -> None:
-    needed = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
-    assert {re.split(r"[<>=!~ ;\[]", line)[0] for line in needed} == REQUIRED
+    required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert {re.split(r"[<>=!~ ;\[]", line)[0] for line in required} == REQUIRED
 
 
-def test_metadata_is_correct(metadata: Message) -> None:
-    """The version is the same everywhere, and there are no URLs, because the owner of the repository is not known."""
+def test_metadata_has_the_version_license_and_pythons_but_no_urls(metadata: Message) -> None:
+    """The version equals that of the package and CITATION.cff. The repository's owner is not known, so there are no URLs."""
     assert metadata["Name"] == "vecenv"
     assert metadata["License-Expression"] == "MIT"
     assert metadata["Version"] == vecenv.__version__
@@ -157,20 +158,20 @@ def test_extras_refer_to_existing_extras() -> None:
         assert set(names.split(",")) <= set(extras)
 
 
-def test_changelog_format() -> None:
-    """The format is Keep a Changelog 1.1.0: unreleased changes first, then versions with their dates."""
+def test_changelog_has_the_format_of_keep_a_changelog() -> None:
+    """Version 1.1.0 of the format: unreleased changes first, then versions with their dates."""
     text = (ROOT / "CHANGELOG.md").read_text()
     titles = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert titles[0] == "[Unreleased]"
     assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d{2}-\d{2}", title) for title in titles[1:])
-    parts = set(re.findall(r"^### (.*)$", text, re.MULTILINE))
-    assert parts <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    sections = set(re.findall(r"^### (.*)$", text, re.MULTILINE))
+    assert sections <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
 # --- an installation with only the three required packages ------------------------------------------------------------
 
 
-def with_requirements(names: set[str]) -> Iterator[importlib.metadata.Distribution]:
+def distributions_with_requirements(names: set[str]) -> Iterator[importlib.metadata.Distribution]:
     """Yield the installed distributions of these names and of all their requirements."""
     remaining, seen = sorted(names), set()
     while remaining:
@@ -184,23 +185,24 @@ def with_requirements(names: set[str]) -> Iterator[importlib.metadata.Distributi
 
 
 @pytest.fixture(scope="module")
-def minimal(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the files of the wheel and links to its requirements, like a new installation by pip."""
+def minimal_install(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the files of the wheel and links to its requirements, like a new installation with pip."""
     folder = tmp_path_factory.mktemp("minimal")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
-    for distribution in with_requirements(REQUIRED):
-        for top in {file.parts[0] for file in distribution.files or [] if file.parts[0] not in ("..", "__pycache__")}:
-            (folder / top).symlink_to(distribution.locate_file(top))
+    for distribution in distributions_with_requirements(REQUIRED):
+        top_level_names = {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}
+        for name in top_level_names:
+            (folder / name).symlink_to(distribution.locate_file(name))
     return folder
 
 
-def run_minimal(minimal: Path, program: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a program in isolated mode (-I) and without the packages of this environment (-S)."""
-    return run_python("-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(minimal)!r})\n{program}", cwd=cwd)
+def run_installed(minimal_install: Path, program: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program in isolated mode (-I), with the packages of ``minimal_install`` instead of this environment's (-S)."""
+    return run_python("-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(minimal_install)!r})\n{program}", cwd=cwd)
 
 
-ENGINE = """
+ENGINE_PROGRAM = """
 import gymnasium, numpy, vecenv
 
 class Tiny(gymnasium.Env):
@@ -223,10 +225,10 @@ print(sorted(optional & set(sys.modules)))
 
 
 @pytest.mark.long
-def test_engine_works_with_only_the_required_packages(minimal: Path, tmp_path: Path) -> None:
-    done = run_minimal(minimal, ENGINE, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["[0.0, 1.0, 0.0, 1.0]"] * 4 + ["[]"]
+def test_engine_works_with_only_the_required_packages(minimal_install: Path, tmp_path: Path) -> None:
+    result = run_installed(minimal_install, ENGINE_PROGRAM, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["[0.0, 1.0, 0.0, 1.0]"] * 4 + ["[]"]
 
 
 @pytest.mark.long
@@ -238,12 +240,13 @@ def test_engine_works_with_only_the_required_packages(minimal: Path, tmp_path: P
     ],
 )
 def test_command_line_names_the_extra_of_missing_packages(
-    arguments: list[str], codes: tuple[int, ...], text: str, minimal: Path, tmp_path: Path
+    arguments: list[str], codes: tuple[int, ...], text: str, minimal_install: Path, tmp_path: Path
 ) -> None:
-    done = run_minimal(minimal, f"from vecenv.tools.cli import main\nsys.exit(main({arguments!r}))", tmp_path)
-    assert done.returncode in codes, done.stderr
-    assert text in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+    program = f"from vecenv.tools.cli import main\nsys.exit(main({arguments!r}))"
+    result = run_installed(minimal_install, program, tmp_path)
+    assert result.returncode in codes, result.stderr
+    assert text in result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.sampled(
@@ -260,7 +263,7 @@ def test_command_line_names_the_extra_of_missing_packages(
         ("vecenv.jax.adapt('ant')", "brax|jax"),
     ],
 )
-def test_missing_library_error_names_its_extra(expression: str, extra: str, minimal: Path, tmp_path: Path) -> None:
-    done = run_minimal(minimal, f"import vecenv\n{expression}", tmp_path)
-    last = done.stderr.strip().splitlines()[-1] if done.stderr else ""
-    assert re.search(rf"^ImportError: .*pip install '?vecenv\[({extra})\]", last), done.stderr
+def test_missing_library_error_names_its_extra(expression: str, extra: str, minimal_install: Path, tmp_path: Path) -> None:
+    result = run_installed(minimal_install, f"import vecenv\n{expression}", tmp_path)
+    last = result.stderr.strip().splitlines()[-1] if result.stderr else ""
+    assert re.search(rf"^ImportError: .*pip install '?vecenv\[({extra})\]", last), result.stderr

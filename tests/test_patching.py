@@ -26,8 +26,8 @@ from programs import run_python
 import vecenv
 from vecenv import patching
 
-ASYNC, SYNC = EarlyAsync, EarlySync  # install() replaces EarlyAsync and EarlySync in this module too
-GENERIC = len(getattr(EarlyAsync, "__parameters__", ())) == 2  # since Gymnasium 1.4
+ASYNC, SYNC = EarlyAsync, EarlySync  # kept, because install() also replaces EarlyAsync and EarlySync in this module
+IS_GENERIC = len(getattr(EarlyAsync, "__parameters__", ())) == 2  # since Gymnasium 1.4
 CARTPOLE = functools.partial(gymnasium.make, "CartPole-v1")
 
 
@@ -144,7 +144,7 @@ def test_installed_classes_keep_signature_pickling_and_generic_aliases() -> None
     for kind, signature in zip(kinds, signatures, strict=True):
         assert pickle.loads(pickle.dumps(kind)) is cloudpickle.loads(cloudpickle.dumps(kind)) is kind
         assert list(inspect.signature(kind).parameters)[: len(signature.parameters)] == list(signature.parameters)
-        if GENERIC:
+        if IS_GENERIC:
             alias = kind[np.ndarray, np.ndarray]
             assert typing.get_origin(alias) is kind
             envs = alias(counters(2))
@@ -308,8 +308,8 @@ def program(tmp_path: Path) -> Path:
 
 
 REPORT = re.compile(
-    r"vecenv run: gymnasium\.vector\.AsyncVectorEnv is vecenv's \((?P<given>[^\n]*)\)\n"
-    r"(?P<tries>vecenv run: auto first tries environments in temporary processes, up to 64 steps\n)?(?P<own>.*)"
+    r"vecenv run: gymnasium\.vector\.AsyncVectorEnv is vecenv's \((?P<options>[^\n]*)\)\n"
+    r"(?P<auto>vecenv run: auto first tries environments in temporary processes, up to 64 steps\n)?(?P<stderr>.*)"
     r"vecenv run: 1 vector environment of 3 environments: 360 steps in [\d.]+ s from construction to exit, "
     r"[\d,]+ per second; nothing failed\n",
     re.DOTALL,
@@ -330,20 +330,20 @@ REPORT = re.compile(
 )
 def test_run_gives_the_same_output_and_exit_code_as_python(options: list[str], arguments: list[str], program: Path) -> None:
     plain = run_python(program.name, *arguments, cwd=program.parent)
-    done = run_python("-m", "vecenv", "run", *options, program.name, *arguments, cwd=program.parent)
-    assert done.returncode == plain.returncode == {"raise": 1, "exit": 7}.get(arguments[0], 0), done.stderr
-    assert done.stdout == plain.stdout
-    match = REPORT.fullmatch(done.stderr)
-    assert match, done.stderr
+    result = run_python("-m", "vecenv", "run", *options, program.name, *arguments, cwd=program.parent)
+    assert result.returncode == plain.returncode == {"raise": 1, "exit": 7}.get(arguments[0], 0), result.stderr
+    assert result.stdout == plain.stdout
+    match = REPORT.fullmatch(result.stderr)
+    assert match, result.stderr
     if arguments == ["raise"]:
-        assert match["own"].startswith(f'Traceback (most recent call last):\n  File "{program}", line 23, in <module>\n')
-        assert match["own"].endswith("\nRuntimeError: mine\n")
-        assert match["own"].count('File "') == 1  # no frames of vecenv
+        assert match["stderr"].startswith(f'Traceback (most recent call last):\n  File "{program}", line 23, in <module>\n')
+        assert match["stderr"].endswith("\nRuntimeError: mine\n")
+        assert match["stderr"].count('File "') == 1  # no frames of vecenv
     else:
-        assert match["own"] == ""
-    assert ("generators='own'" in match["given"]) == ("own" in options)
-    assert ("record_failures='kept'" in match["given"]) == ("kept" in options)
-    assert (match["tries"] is not None) == ("--num-workers" not in options)
+        assert match["stderr"] == ""
+    assert ("generators='own'" in match["options"]) == ("own" in options)
+    assert ("record_failures='kept'" in match["options"]) == ("kept" in options)
+    assert (match["auto"] is not None) == ("--num-workers" not in options)
 
 
 @pytest.mark.long
@@ -351,9 +351,9 @@ def test_run_of_a_module_gives_the_same_output_as_python(tmp_path: Path) -> None
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "__main__.py").write_text("import sys; print(sys.argv, __name__, __spec__.name); sys.exit(3)")
     plain = run_python("-m", "deep", "a", "--b", cwd=tmp_path)
-    done = run_python("-m", "vecenv", "run", "--quiet", "--num-workers", "2", "-m", "deep", "a", "--b", cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (plain.returncode, plain.stdout, "")
-    assert done.returncode == 3
+    result = run_python("-m", "vecenv", "run", "--quiet", "--num-workers", "2", "-m", "deep", "a", "--b", cwd=tmp_path)
+    assert (result.returncode, result.stdout, result.stderr) == (plain.returncode, plain.stdout, "")
+    assert result.returncode == 3
 
 
 @pytest.mark.long
@@ -362,7 +362,7 @@ def test_run_of_a_module_gives_the_same_output_as_python(tmp_path: Path) -> None
     [
         (["nowhere.py"], "vecenv: no such program: nowhere.py"),
         (["."], "vecenv: no such program: . has no __main__.py"),
-        (["-m", "nowhere.at_all"], "vecenv: no module 'nowhere.at_all': ModuleNotFoundError: No module named 'nowhere'"),
+        (["-m", "nowhere.module"], "vecenv: no module 'nowhere.module': ModuleNotFoundError: No module named 'nowhere'"),
         ([], "vecenv: no program given: vecenv run [options] PROGRAM ..., or vecenv run [options] -m MODULE ..."),
         (["--num-workers", "-1", "x.py"], "argument --num-workers: must be a non-negative int, 'auto' or 'each', got '-1'"),
         (["--context", "thread", "x.py"], "argument --context: invalid choice: 'thread'"),
@@ -370,24 +370,24 @@ def test_run_of_a_module_gives_the_same_output_as_python(tmp_path: Path) -> None
     ids=str,
 )
 def test_usage_error_is_reported_without_traceback(arguments: list[str], message: str, tmp_path: Path) -> None:
-    done = run_python("-m", "vecenv", "run", *arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "is vecenv's" not in done.stderr
+    result = run_python("-m", "vecenv", "run", *arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "is vecenv's" not in result.stderr
 
 
 @pytest.mark.long
 def test_run_reports_that_no_vector_environment_was_built(tmp_path: Path) -> None:
     (tmp_path / "none.py").write_text("import gymnasium\nprint(gymnasium.vector.SyncVectorEnv.__module__)")
-    done = run_python("-m", "vecenv", "run", "none.py", cwd=tmp_path)
-    assert done.returncode == 0
-    assert done.stdout == "gymnasium.vector.sync_vector_env\n"
-    assert done.stderr.endswith(
+    result = run_python("-m", "vecenv", "run", "none.py", cwd=tmp_path)
+    assert result.returncode == 0
+    assert result.stdout == "gymnasium.vector.sync_vector_env\n"
+    assert result.stderr.endswith(
         "vecenv run: no vector environment was built by vecenv in this process; --sync replaces SyncVectorEnv too\n"
     )
-    done = run_python("-m", "vecenv", "run", "--sync", "none.py", cwd=tmp_path)
-    assert done.stderr.endswith("vecenv run: no vector environment was built by vecenv in this process\n")
+    result = run_python("-m", "vecenv", "run", "--sync", "none.py", cwd=tmp_path)
+    assert result.stderr.endswith("vecenv run: no vector environment was built by vecenv in this process\n")
 
 
 def test_report_names_the_adapter_if_stable_baselines3_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,9 +408,9 @@ def test_run_reports_a_subclass_that_still_derives_from_gymnasiums_class(tmp_pat
 
         print([base.__module__ for base in Derived.__bases__])
     """))
-    done = run_python("-m", "vecenv", "run", "derives.py", cwd=tmp_path)
-    assert done.stdout == "['gymnasium.vector.async_vector_env']\n"
-    assert done.stderr.splitlines()[-1] == (
+    result = run_python("-m", "vecenv", "run", "derives.py", cwd=tmp_path)
+    assert result.stdout == "['gymnasium.vector.async_vector_env']\n"
+    assert result.stderr.splitlines()[-1] == (
         "vecenv run: no vector environment was built by vecenv in this process; --sync replaces SyncVectorEnv too; "
         "these still derive from Gymnasium's class, as they use its internals: Derived"
     )
@@ -420,8 +420,8 @@ def test_run_reports_a_subclass_that_still_derives_from_gymnasiums_class(tmp_pat
 def test_run_of_a_program_with_a_syntax_error_prints_the_same_error_as_python(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("x = (\n")
     plain = run_python("bad.py", cwd=tmp_path)
-    done = run_python("-m", "vecenv", "run", "--quiet", "bad.py", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (1, plain.stderr)
+    result = run_python("-m", "vecenv", "run", "--quiet", "bad.py", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (1, plain.stderr)
 
 
 def test_run_reports_the_number_of_failures_and_restarts(tmp_path: Path) -> None:
@@ -446,25 +446,25 @@ def test_run_reports_the_number_of_failures_and_restarts(tmp_path: Path) -> None
                 envs.step([0, 0])
     """))
     options = ["--num-workers", "1", "--on-failure", "restart"]
-    done = run_python("-W", "ignore", "-m", "vecenv", "run", *options, "fails.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert re.search(r": 8 steps in .*; 2 failures, 2 restarts$", last), done.stderr
+    result = run_python("-W", "ignore", "-m", "vecenv", "run", *options, "fails.py", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    last = result.stderr.splitlines()[-1]
+    assert re.search(r": 8 steps in .*; 2 failures, 2 restarts$", last), result.stderr
 
 
 def test_report_includes_vector_environments_that_were_not_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some programs, such as AgileRL's demos, never close their environments; the garbage collector may free them."""
+    """Some programs, such as AgileRL's demos, never close their environments."""
     monkeypatch.setattr(patching, "REPORT", patching.PatchReport())
     vecenv.install(num_workers=1)
-    built: list[Any] = []
-    for drop in (built.clear, gc.collect):
-        built.append(gymnasium.vector.AsyncVectorEnv(counters(2)))
+    for in_a_cycle in (False, True):
+        built: list[Any] = [gymnasium.vector.AsyncVectorEnv(counters(2))]
         built[0].reset(seed=1)
         built[0].step(np.array([0, 0]))
-        if drop is gc.collect:
-            envs = built.pop()
-            envs.itself = envs
-            del envs
+        drop = built.clear
+        if in_a_cycle:  # only the garbage collector frees it
+            built[0].itself = built[0]
+            built.clear()
+            drop = gc.collect
         with pytest.warns(ResourceWarning, match="unclosed AsyncVectorEnv"):
             drop()
     assert str(patching.REPORT).startswith("2 vector environments of 4 environments: 4 steps in ")

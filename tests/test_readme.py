@@ -21,26 +21,27 @@ from vecenv.tools import cli
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
-SHELL, SHOWN = ("sh", "bash", "console"), ("text", "bibtex", "")  # tested in part; not tested
-COMPILES = re.compile(r"JaxVectorEnv|\badapt\(|vecenv\.torch\b|backend=\"(brax|playground)\"")  # for 20 s or longer
-RUNNING, COMPILING = 250.0, 800.0  # seconds on a busy machine; the second with an empty cache of compiled programs
-MISSING = re.compile(
+SHELL_LANGUAGES = ("sh", "bash", "console")  # their commands are checked, but not run
+UNTESTED_LANGUAGES = ("text", "bibtex", "")
+COMPILES_JAX = re.compile(r"JaxVectorEnv|\badapt\(|vecenv\.torch\b|backend=\"(brax|playground)\"")  # 20 s or longer
+RUN_SECONDS, COMPILE_SECONDS = 250.0, 800.0  # limits for a busy machine; the second for an empty cache of compiled programs
+MISSING_LIBRARY = re.compile(
     r"^(?:ModuleNotFoundError: No module named '([\w.]+)'|ImportError: .*(?:vecenv\[|pip install (?=torch))([\w-]+).*)\s*\Z",
     re.MULTILINE,
 )
-# extra -> the module that is importable if it is installed, where the names differ
-MODULES = {
+# extra -> a module that is importable if the extra is installed, where the names differ
+MODULES_OF_EXTRAS = {
     "jax": "jaxlib", "playground": "mujoco_playground", "multi-agent": "pettingzoo", "sb3": "stable_baselines3",
     "clients": "torchrl",
 }  # fmt: skip
-# compiled JAX programs are kept from one run to the next, as in tests/jax/conftest.py
+# compiled JAX programs are kept from one test run to the next, as in tests/jax/conftest.py
 CACHE = {
     "JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / "vecenv-test-jax-cache"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
 }
 
 
-def blocks(languages: tuple[str, ...], pages: list[Path]) -> list[Any]:
+def block_params(languages: tuple[str, ...], pages: list[Path]) -> list[Any]:
     """Return the fenced blocks in these languages as parameters named by file and line."""
     found = []
     for page in pages:
@@ -48,11 +49,13 @@ def blocks(languages: tuple[str, ...], pages: list[Path]) -> list[Any]:
         for match in BLOCK.finditer(text):
             if match.group(1) in languages:
                 name = f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}"
-                marks = [pytest.mark.slow, pytest.mark.timeout(COMPILING + 10)] if COMPILES.search(match.group(2)) else []
+                marks = []
+                if COMPILES_JAX.search(match.group(2)):
+                    marks += [pytest.mark.slow, pytest.mark.timeout(COMPILE_SECONDS + 10)]
                 if page.name != "README.md":
                     marks.append(pytest.mark.long)
                 if re.search(r"\bray\b|Ray", match.group(2)):
-                    # one after another, because a cluster would find the other one
+                    # in one process, because a block would connect to the cluster of a block that runs at the same time
                     marks += [pytest.mark.ray, pytest.mark.xdist_group("ray")]
                 found.append(pytest.param(match.group(2), id=name, marks=marks))
     return found
@@ -71,7 +74,7 @@ def imported_modules(block: str) -> list[str]:
     return names + [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
 
 
-@pytest.mark.parametrize("block", blocks(("python",), PAGES))
+@pytest.mark.parametrize("block", block_params(("python",), PAGES))
 def test_block_runs(block: str, tmp_path: Path) -> None:
     """Each block runs in its own process, because JAX and torch start threads. It is skipped if its library is missing."""
     for module in imported_modules(block):
@@ -81,22 +84,22 @@ def test_block_runs(block: str, tmp_path: Path) -> None:
     script.write_text(block)
     command = [sys.executable, "-W", "error::ResourceWarning", str(script)]
     environment = {**CACHE, **os.environ}
-    limit = COMPILING if COMPILES.search(block) else RUNNING
-    done = subprocess.run(
+    limit = COMPILE_SECONDS if COMPILES_JAX.search(block) else RUN_SECONDS
+    result = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=limit, check=False
     )
-    if done.returncode and (missing := MISSING.search(done.stderr)):
-        module = missing.group(1) or MODULES.get(missing.group(2), missing.group(2))
+    if result.returncode and (missing := MISSING_LIBRARY.search(result.stderr)):
+        module = missing.group(1) or MODULES_OF_EXTRAS.get(missing.group(2), missing.group(2))
         if not is_installed(module):
             pytest.skip(f"needs {module}")
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert result.returncode == 0, result.stderr[-3000:]
 
 
-def extras() -> set[str]:
+def declared_extras() -> set[str]:
     return set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 
 
-@pytest.mark.parametrize("block", blocks(SHELL, [*PAGES, ROOT / "bench" / "README.md"]))
+@pytest.mark.parametrize("block", block_params(SHELL_LANGUAGES, [*PAGES, ROOT / "bench" / "README.md"]))
 def test_shell_block_refers_to_existing_options_extras_and_files(block: str) -> None:
     for line in block.splitlines():
         arguments = shlex.split(line, comments=True)
@@ -115,12 +118,12 @@ def check_command(arguments: list[str]) -> None:
     match arguments:
         case ["pip", "install", *_]:
             for names in re.findall(r"(?:vecenv|\.)\[([\w,-]+)\]", " ".join(arguments)):
-                assert set(names.split(",")) <= extras(), f"no extra {names!r} in pyproject.toml"
+                assert set(names.split(",")) <= declared_extras(), f"no extra {names!r} in pyproject.toml"
         case ["vecenv", *rest] | ["python", "-m", "vecenv", *rest]:
             try:
                 cli._build_parser().parse_args(rest)
-            except SystemExit as ended:
-                assert ended.code == 0, f"not a command of vecenv: {shlex.join(arguments)}"  # 0: --help
+            except SystemExit as error:
+                assert error.code == 0, f"not a command of vecenv: {shlex.join(arguments)}"  # --help exits with 0
         case ["python", "-m", "bench", *_] | ["nox", *_] | ["mkdocs", *_] | ["git", "clone", *_] | ["cd", *_]:
             pass
         case ["python" | "pytest", *rest]:
@@ -134,7 +137,7 @@ def check_command(arguments: list[str]) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_page_has_known_block_languages_and_working_links(page: Path) -> None:
     text = page.read_text()
-    assert {language for language, _ in BLOCK.findall(text)} <= {"python", *SHELL, *SHOWN}
+    assert {language for language, _ in BLOCK.findall(text)} <= {"python", *SHELL_LANGUAGES, *UNTESTED_LANGUAGES}
     assert text.count("```") == 2 * len(BLOCK.findall(text)), "a block is indented or not closed"
     for target in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", text)):
         if not re.match(r"https?://|#", target):
@@ -143,13 +146,13 @@ def test_page_has_known_block_languages_and_working_links(page: Path) -> None:
 
 def test_log_of_a_crash_in_the_readme_equals_the_output_of_the_example() -> None:
     command = [sys.executable, str(ROOT / "examples" / "survive_a_crash.py")]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120, check=True)
-    (shown,) = [text for language, text in BLOCK.findall((ROOT / "README.md").read_text()) if language == "text"]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120, check=True)
+    (log,) = [text for language, text in BLOCK.findall((ROOT / "README.md").read_text()) if language == "text"]
 
-    def lines(text: str) -> list[str]:
+    def sorted_lines_without_pids(text: str) -> list[str]:
         return sorted(re.sub(r"pid \d+", "pid", text).strip().splitlines())
 
-    assert lines(done.stdout) == lines(shown)
+    assert sorted_lines_without_pids(result.stdout) == sorted_lines_without_pids(log)
 
 
 def test_readme_contains_the_commands_for_benchmark_and_tests() -> None:
@@ -162,9 +165,8 @@ def test_readme_contains_the_commands_for_benchmark_and_tests() -> None:
 
 
 def test_navigation_lists_every_page_once() -> None:
-    """mkdocs.yml names each page once, and no others."""
-    named = re.findall(r"^\s+- (?:[^:\n]+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(named) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES[1:])
+    names = re.findall(r"^\s+- (?:[^:\n]+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(names) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES[1:])
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "reference").glob("*.md")), ids=lambda page: page.name)
@@ -175,7 +177,7 @@ def test_names_in_the_reference_exist(page: Path) -> None:
 
 
 def is_defined(name: str) -> bool:
-    """True if a dotted name is a module, or if a module defines or imports it, for type checkers too."""
+    """True if a dotted name is a module, or if its module defines or imports it, even if only for type checkers."""
     parts = name.split(".")
     path = ROOT.joinpath(*parts)
     if path.with_suffix(".py").exists() or (path / "__init__.py").exists():
@@ -194,5 +196,5 @@ def is_defined(name: str) -> bool:
 def test_site_builds_without_warnings(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="needs pip install 'vecenv[docs]'")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
-    assert built.returncode == 0, built.stderr[-3000:]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]

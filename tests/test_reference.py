@@ -1,4 +1,4 @@
-"""The docstrings of exported functions and classes list exactly their parameters."""
+"""The docstrings of exported functions and classes list all of their parameters and no others."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import pytest
 
 MODULES = ("vecenv", "vecenv.adapters", "vecenv.aio", "vecenv.backends", "vecenv.multi_agent", "vecenv.wrappers")
 
-
 BUILT_BY_USERS = {
     "vecenv.AsyncVectorEnv", "vecenv.FlightRecorder", "vecenv.Restart", "vecenv.WorkerOptions", "vecenv.aio.Pool",
 }
-"""Classes that users instantiate. vecenv builds other classes without a section ``Args``, or they have no parameters."""
+"""Classes that need a section ``Args``, because users build them. vecenv builds the others, or they have no parameters."""
 
 
 def exported_objects() -> dict[str, Any]:
@@ -23,11 +22,11 @@ def exported_objects() -> dict[str, Any]:
     for module in map(importlib.import_module, MODULES):
         for name in module.__all__:
             try:
-                kind = getattr(module, name)
+                member = getattr(module, name)
             except ImportError:  # its library is not installed
                 continue
-            if inspect.isfunction(kind) or (isinstance(kind, type) and not issubclass(kind, Exception)):
-                found[f"{module.__name__}.{name}"] = kind
+            if inspect.isfunction(member) or (isinstance(member, type) and not issubclass(member, Exception)):
+                found[f"{module.__name__}.{name}"] = member
     return found
 
 
@@ -38,13 +37,13 @@ def documented_parameters(text: str) -> set[str]:
     return {name.strip(" *") for entry in entries for name in entry.split(",")}
 
 
-def needs_args_section(name: str, kind: Any) -> bool:
-    return name in BUILT_BY_USERS or not isinstance(kind, type) or bool(documented_parameters(kind.__doc__ or ""))
+def needs_args_section(name: str, member: Any) -> bool:
+    return name in BUILT_BY_USERS or not isinstance(member, type) or bool(documented_parameters(member.__doc__ or ""))
 
 
-@pytest.mark.parametrize("name", [name for name, kind in exported_objects().items() if needs_args_section(name, kind)])
+@pytest.mark.parametrize("name", [name for name, member in exported_objects().items() if needs_args_section(name, member)])
 def test_docstring_lists_all_parameters_and_no_others(name: str) -> None:
-    kind = exported_objects()[name]
-    documented = documented_parameters(kind.__doc__ or "")
-    parameters = {name for name in inspect.signature(kind).parameters if not name.startswith("_")}
+    member = exported_objects()[name]
+    documented = documented_parameters(member.__doc__ or "")
+    parameters = {name for name in inspect.signature(member).parameters if not name.startswith("_")}
     assert documented == parameters or (not documented and len(parameters) == 1)

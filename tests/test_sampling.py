@@ -1,4 +1,4 @@
-"""``sampling.py``: samples have the promised values, and no case of a product is missing."""
+"""``sampling.py``: samples contain the promised values, and products contain all cases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sampling import each_once, each_pair
 AXES = ["abc", [True, False], range(4)]
 
 
-def values_of_default_cases(cells: list[Any]) -> list[tuple[Any, ...]]:
+def default_case_values(cells: list[Any]) -> list[tuple[Any, ...]]:
     return [cell.values for cell in cells if not cell.marks]
 
 
@@ -21,22 +21,22 @@ def test_each_once_and_each_pair_return_the_complete_product() -> None:
         assert all([mark.name for mark in cell.marks] in ([], ["slow"]) for cell in cells)
 
 
-def test_keys_of_a_mapping_become_ids() -> None:
+def test_ids_are_the_keys_of_a_mapping() -> None:
     cells = each_once({"one": {"a": 1}, "two": {}}, [True])
     assert [(cell.id, cell.values) for cell in cells] == [("one-True", ({"a": 1}, True)), ("two-True", ({}, True))]
 
 
-def test_each_once_runs_every_value() -> None:
-    cells = values_of_default_cases(each_once(*AXES))
+def test_default_cases_of_each_once_have_every_value() -> None:
+    cells = default_case_values(each_once(*AXES))
     assert len(cells) == 4
     assert [set(column) for column in zip(*cells, strict=True)] == [set(axis) for axis in AXES]
 
 
-def test_each_pair_runs_every_pair_of_values() -> None:
-    cells = values_of_default_cases(each_pair(*AXES))
+def test_default_cases_of_each_pair_have_every_pair_of_values() -> None:
+    cells = default_case_values(each_pair(*AXES))
     assert 12 <= len(cells) < 18
-    for one, other in itertools.combinations(range(3), 2):
-        assert {(cell[one], cell[other]) for cell in cells} == set(itertools.product(AXES[one], AXES[other]))
+    for first, second in itertools.combinations(range(3), 2):
+        assert {(cell[first], cell[second]) for cell in cells} == set(itertools.product(AXES[first], AXES[second]))
 
 
 @pytest.mark.sampled(2)
@@ -45,9 +45,10 @@ def test_each_pair_runs_every_pair_of_values() -> None:
 def test_sampled_with_a_number_keeps_cases_with_different_values(
     letter: str, number: int, request: pytest.FixtureRequest
 ) -> None:
-    """A case that is selected by its id is always kept, so that running one of the other cases alone fails."""
-    left_out = {mark.name for mark in request.node.iter_markers()} & {"long", "slow"}
-    assert not left_out if (letter, number) in (("a", 1), ("c", 2)) else left_out
+    """The test fails for another case that runs alone, because a sample of one case keeps that case."""
+    marks = {mark.name for mark in request.node.iter_markers()} & {"long", "slow"}
+    is_kept = not marks
+    assert is_kept == ((letter, number) in (("a", 1), ("c", 2)))
 
 
 @pytest.mark.sampled("2", "3")

@@ -1,9 +1,10 @@
-"""``vecenv.wrappers``: episode statistics through ``step``, and through rows that are received one by one."""
+"""``vecenv.wrappers.RecordEpisodeStatistics`` with ``step`` and with first-ready batches."""
 
 from __future__ import annotations
 
 import pickle
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium.wrappers.vector
@@ -23,33 +24,34 @@ def cartpoles(num_envs: int) -> list[Any]:
 
 
 def returns_and_lengths(infos: dict[str, Any]) -> Any:
-    found = infos.get("episode", {})
-    return {key: found[key].tolist() for key in ("r", "l") if found}, infos.get("_episode", np.zeros(0)).tolist()
+    """Return the returns and lengths of the episodes in ``infos``, and the mask of the rows that have them."""
+    statistics = infos.get("episode", {})
+    values = {key: statistics[key].tolist() for key in ("r", "l") if statistics}
+    return values, infos.get("_episode", np.zeros(0)).tolist()
 
 
 @pytest.mark.sampled(3)
 @MODES
-@pytest.mark.parametrize("engine", [{"num_workers": 0}, {"num_workers": 2}], ids=["here", "two"])
+@pytest.mark.parametrize("engine", [{"num_workers": 0}, {"num_workers": 2}], ids=["in-process", "two-workers"])
 def test_step_gives_the_same_statistics_as_gymnasiums_wrapper(mode: AutoresetMode, engine: dict[str, Any]) -> None:
-    # not compared on SyncVectorEnv: it removes the mask from the options, and then Gymnasium's wrapper resets all rows
+    # not over SyncVectorEnv, which removes the mask from the options, so that Gymnasium's wrapper would reset all rows
     if mode is AutoresetMode.SAME_STEP and tuple(map(int, gymnasium.__version__.split(".")[:2])) < (1, 4):
         pytest.skip("Gymnasium's wrapper counts one step too few")
     with (
-        open_engine(cartpoles(3), autoreset_mode=mode, num_workers=0) as others,
+        open_engine(cartpoles(3), autoreset_mode=mode, num_workers=0) as reference,
         open_engine(cartpoles(3), autoreset_mode=mode, **engine) as envs,
     ):
-        theirs = gymnasium.wrappers.vector.RecordEpisodeStatistics(others)
+        theirs = gymnasium.wrappers.vector.RecordEpisodeStatistics(reference)
         ours = RecordEpisodeStatistics(envs)
         assert isinstance(ours, gymnasium.wrappers.vector.RecordEpisodeStatistics)
-        both = theirs, ours
-        for each in both:
+        for each in (theirs, ours):
             each.reset(seed=5)
         for step in range(120):
             actions = np.array([step % 2, step % 3 == 0, 1], np.int64)
-            results = [each.step(actions) for each in both]
+            results = [each.step(actions) for each in (theirs, ours)]
             assert returns_and_lengths(results[0][4]) == returns_and_lengths(results[1][4])
             if mode is AutoresetMode.DISABLED and (over := results[0][2] | results[0][3]).any():
-                for each in both:
+                for each in (theirs, ours):
                     each.reset(options={"reset_mask": over.copy()})
         assert ours.episode_count == theirs.episode_count > 5
         assert list(ours.return_queue) == list(theirs.return_queue)
@@ -57,21 +59,21 @@ def test_step_gives_the_same_statistics_as_gymnasiums_wrapper(mode: AutoresetMod
         assert len(ours.time_queue) == ours.episode_count
 
 
-def expected_episodes(rewards: list[float], over: list[bool], mode: AutoresetMode) -> list[tuple[float, int]]:
-    """Return (return, length) of each episode in the rows of one environment, which begin with a reset."""
-    episodes, total, length, first = [], 0.0, 0, True
+def expected_episodes(rewards: Sequence[float], over: Sequence[bool], mode: AutoresetMode) -> list[tuple[float, int]]:
+    """Return (return, length) of each episode in the results of one environment. The first result is that of a reset."""
+    episodes, total, length, is_reset = [], 0.0, 0, True
     for reward, ended in zip(rewards, over, strict=True):
-        if first:
-            total, length, first = 0.0, 0, False
+        if is_reset:
+            total, length, is_reset = 0.0, 0, False
             continue
         total, length = total + reward, length + 1
         if ended:
             episodes.append((total, length))
-            total, length, first = 0.0, 0, mode is AutoresetMode.NEXT_STEP
+            total, length, is_reset = 0.0, 0, mode is AutoresetMode.NEXT_STEP
     return episodes
 
 
-def engines(mode: AutoresetMode) -> list[Any]:
+def make_engines(mode: AutoresetMode) -> list[Any]:
     fns = counters(6, lengths=(2, 5, 3))
     envs: list[Any] = [vecenv.AsyncVectorEnv(fns, autoreset_mode=mode, batch_size=2, num_workers=3)]
     if mode is AutoresetMode.NEXT_STEP:
@@ -83,7 +85,7 @@ def engines(mode: AutoresetMode) -> list[Any]:
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 def test_statistics_of_first_ready_batches_equal_the_received_rows(mode: AutoresetMode) -> None:
-    for envs in engines(mode):
+    for envs in make_engines(mode):
         recorded: Any = RecordEpisodeStatistics(envs)
         recorded.reset_async()
         received: dict[int, list[tuple[float, bool]]] = {row: [] for row in range(6)}
@@ -91,12 +93,15 @@ def test_statistics_of_first_ready_batches_equal_the_received_rows(mode: Autores
         for _ in range(200):
             _, rewards, terminations, truncations, infos = recorded.recv(timeout=60)
             rows = infos["env_id"]
-            for place, row in enumerate(rows.tolist()):
-                received[row].append((float(rewards[place]), bool(terminations[place] or truncations[place])))
-                if infos.get("_episode", np.zeros(len(rows)))[place]:
-                    reported[row].append((float(infos["episode"]["r"][place]), int(infos["episode"]["l"][place])))
+            for i, row in enumerate(rows.tolist()):
+                received[row].append((float(rewards[i]), bool(terminations[i] or truncations[i])))
+                if infos.get("_episode", np.zeros(len(rows)))[i]:
+                    reported[row].append((float(infos["episode"]["r"][i]), int(infos["episode"]["l"][i])))
             recorded.send(np.ones(len(rows), np.int64), env_id=rows)
-        expected = {row: expected_episodes(*map(list, zip(*steps, strict=True)), mode) for row, steps in received.items()}
+        expected = {}
+        for row, steps in received.items():
+            row_rewards, over = zip(*steps, strict=True)
+            expected[row] = expected_episodes(row_rewards, over, mode)
         assert reported == expected
         assert recorded.episode_count == sum(map(len, expected.values())) > 20
         recorded.close()
@@ -123,7 +128,7 @@ def test_reset_of_single_environments_restarts_their_statistics() -> None:
 
 @pytest.mark.sampled(3)
 @MODES
-@pytest.mark.parametrize("engine", [{"num_workers": 0}, {"num_workers": 2}], ids=["here", "two"])
+@pytest.mark.parametrize("engine", [{"num_workers": 0}, {"num_workers": 2}], ids=["in-process", "two-workers"])
 def test_loaded_statistics_continue_from_the_saved_ones(mode: AutoresetMode, engine: dict[str, Any]) -> None:
     def play(recorded: Any, steps: range) -> list[Any]:
         reported = []
@@ -134,15 +139,16 @@ def test_loaded_statistics_continue_from_the_saved_ones(mode: AutoresetMode, eng
                 recorded.reset(options={"reset_mask": over})
         return reported
 
-    engine_options = {"autoreset_mode": mode, **engine}
-    others_options: Any = {"autoreset_mode": mode, "num_workers": 0}
-    with open_engine(cartpoles(3), **engine_options) as envs, open_engine(cartpoles(3), **others_options) as others:
+    with (
+        open_engine(cartpoles(3), autoreset_mode=mode, **engine) as envs,
+        open_engine(cartpoles(3), autoreset_mode=mode, num_workers=0) as other_envs,
+    ):
         recorded: Any = RecordEpisodeStatistics(envs)
         recorded.reset(seed=5)
         play(recorded, range(25))
         state, snapshots = pickle.loads(pickle.dumps((recorded.state_dict(verify=False), recorded.save(verify=False))))
         expected = play(recorded, range(25, 90))
-        resumed: Any = RecordEpisodeStatistics(others)
+        resumed: Any = RecordEpisodeStatistics(other_envs)
         resumed.load_state_dict(state)
         assert play(resumed, range(25, 90)) == expected
         assert list(resumed.return_queue) == list(recorded.return_queue)
@@ -157,7 +163,7 @@ def test_loaded_statistics_continue_from_the_saved_ones(mode: AutoresetMode, eng
 
 
 def test_automatic_reset_after_load_does_not_count_as_a_step() -> None:
-    """The state was saved without the wrapper, between an episode and its automatic reset."""
+    """The state is saved without the wrapper, after an episode and before its automatic reset."""
     with open_engine(counters(2, lengths=(2,)), num_workers=0) as envs:
         envs.reset(seed=1)
         for _ in range(2):
@@ -196,7 +202,7 @@ def test_other_attributes_come_from_the_wrapped_vector_environment() -> None:
             _ = recorded.nothing
 
 
-def test_existing_info_key_raises() -> None:
+def test_info_with_the_key_of_the_statistics_raises() -> None:
     class AddsEpisodeInfo(gymnasium.Wrapper):
         def step(self, action: Any) -> Any:
             return (*super().step(action)[:4], {"episode": 1})

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class HiddenLibrary:
-    """A finder of modules that raises for one library as if it were not installed."""
+    """A module finder that raises for one library as if it were not installed."""
 
     def __init__(self, library: str) -> None:
         self.library = library

@@ -1,4 +1,4 @@
-"""An environment in JAX with one number as its state, and with a gradient that can be computed by hand."""
+"""An environment in JAX with one number as its state, so that its gradient is easy to calculate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 
 class PositionEnv:
-    """An environment in which actions move a position. The reward is its square. Episodes have no end.
+    """An environment with a position that actions move. The reward is the square of the position. Episodes never end.
 
     Subclasses override ``move``, ``reward`` and ``is_over``.
     """

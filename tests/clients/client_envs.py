@@ -1,4 +1,4 @@
-"""Environments with everything that client libraries read. Workers can import this module."""
+"""Environments that use all features that client libraries read. Workers can import this module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gymnasium import spaces
 
 
 def assert_equal(ours: Any, theirs: Any, *, types: bool = True) -> None:
-    """Assert the same structure, values, dtypes of arrays and, by default, types of plain numbers."""
+    """Assert that structure, values, dtypes of arrays and, by default, types of plain numbers are equal."""
     if isinstance(theirs, dict):
         assert isinstance(ours, dict)
         assert ours.keys() == theirs.keys()
@@ -23,18 +23,19 @@ def assert_equal(ours: Any, theirs: Any, *, types: bool = True) -> None:
         np.testing.assert_array_equal(ours, theirs)
     elif isinstance(theirs, np.ndarray | list | tuple):
         assert len(ours) == len(theirs)
-        for one, other in zip(ours, theirs, strict=True):
-            assert_equal(one, other, types=types)
+        for our_part, their_part in zip(ours, theirs, strict=True):
+            assert_equal(our_part, their_part, types=types)
     else:
         assert ours == theirs
         assert not types or isinstance(ours, type(theirs)) or isinstance(theirs, np.generic)
 
 
 class FullEnv(gym.Env[Any, Any]):
-    """An environment with random lengths, every combination of flags, infos of every kind and Dict observations.
+    """An environment with random episode lengths, every combination of flags, and infos with values of every kind.
 
     Args:
-        nested: Dict observations; else a Box.
+        nested: If true, observations are dicts, else arrays.
+        render_mode: ``"rgb_array"`` or None.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 7}  # noqa: RUF012
@@ -61,21 +62,21 @@ class FullEnv(gym.Env[Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.steps += 1
-        draw = self.np_random.integers(12)
-        info: dict[str, Any] = {"steps": self.steps, "won": bool(draw == 3), "distance": float(draw) / 7}
-        if draw % 2:
+        number = self.np_random.integers(12)
+        info: dict[str, Any] = {"steps": self.steps, "won": bool(number == 3), "distance": float(number) / 7}
+        if number % 2:
             info["note"] = f"step {self.steps}"
-            info["inner"] = {"velocity": np.full(2, draw, np.float32)}
-        if draw == 4:
+            info["inner"] = {"velocity": np.full(2, number, np.float32)}
+        if number == 4:
             info = {}
-        terminated, truncated = draw in (0, 2), draw in (1, 2)
+        terminated, truncated = number in (0, 2), number in (1, 2)
         return self._observation(), float(action) + self.level, bool(terminated), bool(truncated), info
 
     def render(self) -> Any:
         return np.full((4, 6, 3), self.steps % 256, np.uint8)
 
     def add(self, number: int, *, twice: bool = False) -> int:
-        """Return the sum of two numbers, as a method for ``call``."""
+        """Return the sum of the level and a number. Tests call this method in workers."""
         return self.level + number * (2 if twice else 1)
 
     def fail(self) -> None:
@@ -100,12 +101,12 @@ def make_full_env(nested: bool, wrapped: bool, render_mode: str | None) -> gym.E
 
 
 def make_cartpole(limit: int = 500) -> gym.Env[Any, Any]:
-    """Build a CartPole with another time limit."""
+    """Build a CartPole with a time limit."""
     return gym.make("CartPole-v1", max_episode_steps=limit)
 
 
 class TargetGame:
-    """A game of ten steps in which two agents are rewarded for the side that they observe. ``pid`` is its process."""
+    """A game of ten steps with two agents. The reward is for choosing the observed side. ``pid`` is the process's id."""
 
     possible_agents = ("left", "right")
     metadata: dict[str, Any] = {}  # noqa: RUF012

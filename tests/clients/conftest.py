@@ -2,7 +2,7 @@
 
 pip install -e ".[clients]" && pytest tests/clients
 
-Torch starts threads that make every later fork of the process unsafe, and the other tests fork.
+Torch starts threads that make every later fork of the process unsafe, and tests of other folders fork.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class SkippedModule(pytest.Module):
 
 def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> Any:
     invocation = parent.config.invocation_params
-    named = [Path(invocation.dir, argument.partition("::")[0]).resolve() for argument in parent.config.args]
+    selected = [Path(invocation.dir, argument.partition("::")[0]).resolve() for argument in parent.config.args]
     if importlib.util.find_spec("torch") is None:
         return SkippedModule.from_parent(parent, path=module_path, reason="needs torch: pip install 'vecenv[clients]'")
-    if not any(path.is_relative_to(HERE) for path in named):
+    if not any(path.is_relative_to(HERE) for path in selected):
         return SkippedModule.from_parent(parent, path=module_path, reason="imports torch: run pytest tests/clients")
     return None
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_thread() -> None:
-    """Use one thread: tiny networks are fastest with it, and sums have the same order every time."""
+def limit_torch_to_one_thread() -> None:
+    """Limit torch to one thread: tiny networks are fastest with one, and sums always have the same order."""
     import torch
 
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""A parallel game in which agents die at different times, as rows of a single-agent trainer."""
+"""A parallel game with agents that die at different times, and a vector environment with one row per agent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vecenv.multi_agent import FlattenAgents, MultiAgentVecEnv
 
 
 class DyingAgents:
-    """A game of three agents that observe ``(agent, time)``. Their life spans and kinds of end depend on the seed."""
+    """A game of three agents that observe ``(agent, time)``. The seed determines when and by which flag each agent ends."""
 
     possible_agents = (1, 2, 3)
 
@@ -51,5 +51,5 @@ class DyingAgents:
 
 
 def make_agent_rows(mode: str, **options: Any) -> FlattenAgents:
-    """Build a vector environment with the agents of three games as nine rows."""
+    """Build a vector environment with nine rows: the agents of three games."""
     return MultiAgentVecEnv([DyingAgents] * 3, num_workers=0, autoreset_mode=mode).flatten_agents(**options)

@@ -1,4 +1,4 @@
-"""``as_torchrl``: TorchRL's own checks, physically possible transitions, and the same data in every autoreset mode."""
+"""``as_torchrl``: TorchRL's checks pass, transitions follow the physics, and all autoreset modes return the same data."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ import vecenv
 from vecenv.adapters import as_torchrl
 
 MODES = ["NextStep", "SameStep", "Disabled"]
-# SyncVectorEnv has no reset masks in same-step mode
-PAIRS = [(backend, mode) for backend in ("serial", "envpool", "gymnasium") for mode in MODES]
-PAIRS.remove(("gymnasium", "SameStep"))
+# without ("gymnasium", "SameStep"): SyncVectorEnv has no reset masks in same-step mode
+BACKENDS_AND_MODES = [(backend, mode) for backend in ("serial", "envpool", "gymnasium") for mode in MODES]
+BACKENDS_AND_MODES.remove(("gymnasium", "SameStep"))
 
 
 def make_cartpoles(mode: str | None = "SameStep", limit: int = 23, backend: str = "serial", **options: Any) -> Any:
@@ -50,17 +50,17 @@ def random_rollout(env: Any, steps: int, seed: int = 3, **options: Any) -> Any:
 
 
 def physics_error(before: Any, action: Any, after: Any) -> Any:
-    """Return the difference between CartPole's next observation and that of the equations of motion."""
-    x, v, angle, spin = before.double().unbind(-1)
-    push = torch.where(action.argmax(-1) == 1, 10.0, -10.0).double()
-    part = (push + 0.05 * spin**2 * angle.sin()) / 1.1
-    pull = (9.8 * angle.sin() - angle.cos() * part) / (0.5 * (4 / 3 - 0.1 * angle.cos() ** 2 / 1.1))
-    speed = part - 0.05 * pull * angle.cos() / 1.1
-    expected = torch.stack([x + 0.02 * v, v + 0.02 * speed, angle + 0.02 * spin, spin + 0.02 * pull], -1)
-    return (after.double() - expected).abs().amax(-1)
+    """Return the largest difference between CartPole's next observation and the one from the equations of motion."""
+    _, velocity, angle, spin = before.double().unbind(-1)
+    force = torch.where(action.argmax(-1) == 1, 10.0, -10.0).double()
+    temp = (force + 0.05 * spin**2 * angle.sin()) / 1.1
+    spin_rate = (9.8 * angle.sin() - angle.cos() * temp) / (0.5 * (4 / 3 - 0.1 * angle.cos() ** 2 / 1.1))
+    acceleration = temp - 0.05 * spin_rate * angle.cos() / 1.1
+    rates = torch.stack([velocity, acceleration, spin, spin_rate], -1)
+    return (after.double() - before.double() - 0.02 * rates).abs().amax(-1)
 
 
-@pytest.mark.parametrize(("backend", "mode"), PAIRS)
+@pytest.mark.parametrize(("backend", "mode"), BACKENDS_AND_MODES)
 def test_every_transition_follows_the_physics(backend: str, mode: str) -> None:
     env = make_cartpoles(mode, backend=backend)
     data = random_rollout(env, 50)
@@ -69,10 +69,10 @@ def test_every_transition_follows_the_physics(backend: str, mode: str) -> None:
     assert data["next", "truncated"].any()
     assert data["next", "terminated"].any()
     assert physics_error(data["observation"], data["action"], data["next", "observation"]).max() < 1e-6
-    starts = data["observation"][:, 1:][over[:, :-1]]
-    assert starts.abs().max() <= 0.05
-    inside = ~over[:, :-1]
-    assert torch.equal(data["observation"][:, 1:][inside], data["next", "observation"][:, :-1][inside])
+    first_observations = data["observation"][:, 1:][over[:, :-1]]
+    assert first_observations.abs().max() <= 0.05
+    continues = ~over[:, :-1]
+    assert torch.equal(data["observation"][:, 1:][continues], data["next", "observation"][:, :-1][continues])
     env.close()
 
 
@@ -84,7 +84,7 @@ def test_tensors_have_a_device_only_if_one_is_given() -> None:
         env.close()
 
 
-def test_returned_tensors_are_writeable() -> None:
+def test_writing_into_returned_tensors_does_not_affect_later_steps() -> None:
     env, other = make_cartpoles(), make_cartpoles()
     for each in (env, other):
         each.set_seed(3)
@@ -132,7 +132,7 @@ def test_agents_that_die_at_different_times_have_correct_transitions_in_every_mo
     for mode in MODES:
         env = as_torchrl(make_agent_rows(mode), frame_skip=frame_skip, infos=["life"])
         data[mode] = random_rollout(env, 30)
-        for options in ({"break_when_all_done": True}, {}):  # with the first options, rows of ended agents are not stepped
+        for options in ({"break_when_all_done": True}, {}):  # the first leaves the rows of ended agents out of steps
             random_rollout(env, 20, **options)
         env.reset(env.rand_step(env.reset()).set("_reset", torch.arange(9) < 3))  # all agents of one environment
         with pytest.raises(ValueError, match="some rows of env 1 "):
@@ -173,8 +173,8 @@ def test_results_of_worker_processes_equal_those_of_one_process(mode: str) -> No
     serial.close()
 
 
-@pytest.mark.parametrize(("backend", "mode"), PAIRS)
-def test_finished_rows_keep_their_observation_until_reset(backend: str, mode: str) -> None:
+@pytest.mark.parametrize(("backend", "mode"), BACKENDS_AND_MODES)
+def test_finished_rows_keep_their_observation_until_they_are_reset(backend: str, mode: str) -> None:
     env = make_cartpoles(mode, backend=backend)
     env.set_seed(1)
     state = env.reset()
@@ -187,14 +187,14 @@ def test_finished_rows_keep_their_observation_until_reset(backend: str, mode: st
     assert torch.equal(again["terminated"], last["terminated"])
     assert not again["reward"].any()
     mask = torch.tensor([True, False, True, False]).unsqueeze(-1)
-    begun = env.reset(again.select("observation", "done", "terminated", "truncated").set("_reset", mask))
-    assert begun["done"][:, 0].tolist() == [False, True, False, True]
-    assert torch.equal(begun["observation"][1::2], last["observation"][1::2])
-    assert begun["observation"][::2].abs().max() <= 0.05
-    after = env.step(begun.set("action", env.action_spec.rand()))["next"]
+    partly_reset = env.reset(again.select("observation", "done", "terminated", "truncated").set("_reset", mask))
+    assert partly_reset["done"][:, 0].tolist() == [False, True, False, True]
+    assert torch.equal(partly_reset["observation"][1::2], last["observation"][1::2])
+    assert partly_reset["observation"][::2].abs().max() <= 0.05
+    after = env.step(partly_reset.set("action", env.action_spec.rand()))["next"]
     assert after["reward"][:, 0].tolist() == [1, 0, 1, 0]
-    moved = physics_error(begun["observation"], begun["action"], after["observation"])
-    assert moved[::2].max() < 1e-6
+    errors = physics_error(partly_reset["observation"], partly_reset["action"], after["observation"])
+    assert errors[::2].max() < 1e-6
     env.close()
 
 
@@ -209,7 +209,7 @@ def test_rollout_with_break_when_all_done_continues_until_all_rows_are_over() ->
         env.close()
 
 
-def test_step_mask_leaves_out_running_rows() -> None:
+def test_step_mask_leaves_running_rows_unchanged_or_is_refused() -> None:
     env = make_cartpoles("NextStep")
     state = random_rollout(env, 3)[:, -1]["next"].exclude("reward")
     before = state["observation"].clone()
@@ -241,7 +241,7 @@ def test_reset_mask_resets_only_its_rows(backend: str) -> None:
     env.close()
 
 
-def test_reset_reopens_closed_environments() -> None:
+def test_reset_after_close_builds_new_environments_unless_existing_ones_were_passed() -> None:
     env = make_cartpoles(None)
     assert not env.is_closed
     before = random_rollout(env, 5)
@@ -253,20 +253,20 @@ def test_reset_reopens_closed_environments() -> None:
     env.close(raise_if_closed=False)
     assert torch.equal(random_rollout(env, 5)["observation"], before["observation"])
     env.close()
-    given = as_torchrl(vecenv.make_vec("CartPole-v1", 2, "serial"))
-    given.close()
+    from_envs = as_torchrl(vecenv.make_vec("CartPole-v1", 2, "serial"))
+    from_envs.close()
     with pytest.raises(gym.error.ClosedEnvironmentError, match="a function that builds"):
-        given.reset()
-    built = as_torchrl(functools.partial(vecenv.make_vec, "CartPole-v1", 2, "serial"))
-    built.close()
-    built.reset()
-    built.close()
+        from_envs.reset()
+    from_function = as_torchrl(functools.partial(vecenv.make_vec, "CartPole-v1", 2, "serial"))
+    from_function.close()
+    from_function.reset()
+    from_function.close()
 
 
 def test_set_seed_and_seeded_resets_give_equal_observations() -> None:
     env = make_cartpoles(None)
-    following = env.set_seed(7)
-    assert following not in (None, 7)
+    next_seed = env.set_seed(7)
+    assert next_seed not in (None, 7)
     first, second = env.reset()["observation"], env.reset()["observation"]
     assert not torch.equal(first, second)
     assert torch.equal(env.reset(seed=7)["observation"], first)
@@ -276,7 +276,7 @@ def test_set_seed_and_seeded_resets_give_equal_observations() -> None:
 
 
 class ActionEchoEnv(gym.Env[Any, Any]):
-    """An environment that observes its last action; an observation and an info have TorchRL's name ``reward``."""
+    """An environment that observes its last action. An observation and an info are called ``reward``, like TorchRL's key."""
 
     def __init__(self) -> None:
         box = spaces.Box(-2.0, 2.0, (2,), np.float32)
@@ -327,9 +327,9 @@ def test_dict_and_tuple_spaces_are_converted(categorical: bool, mode: str) -> No
     assert data["next", "lives"].tolist() == [[2, 1, 0] * 2] * 2
     assert data["lives"].tolist() == [[3, 2, 1] * 2] * 2
     env.close()
-    some = as_torchrl(ActionEchoEnv, 2, "serial", infos=["lives"])
-    assert "info_reward" not in some.observation_spec.keys()  # noqa: SIM118  (a Composite is not a mapping)
-    some.close()
+    env = as_torchrl(ActionEchoEnv, 2, "serial", infos=["lives"])
+    assert "info_reward" not in env.observation_spec.keys()  # noqa: SIM118  (a Composite is not a mapping)
+    env.close()
     with pytest.raises(ValueError, match=r"no numeric infos \['points'\]; they report \['lives', 'reward'\]"):
         as_torchrl(ActionEchoEnv, 2, "serial", infos=["points"])
 
@@ -347,7 +347,7 @@ def test_unsigned_observations_are_refused_and_unsigned_infos_become_int64(dtype
 
 
 def constant_results(info: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of a ``ReturningEnv`` that ends its episodes after one step."""
+    """Return arguments of a ``ReturningEnv`` with episodes of one step and this info."""
     zeros = np.zeros(4, np.float32)
     return {"resets": [(zeros, info)], "steps": [(zeros, 1.0, True, False, info)]}
 
@@ -366,7 +366,8 @@ def test_frame_skip_stops_at_the_end_of_an_episode(mode: str) -> None:
             total += state["reward"]
         expected_steps.append((total, state["observation"], state["done"]))
     assert expected_steps[-1][2].all()
-    assert {1.0, 2.0} & set(torch.cat([total for total, *_ in expected_steps]).flatten().tolist())  # some end within a skip
+    totals = torch.cat([total for total, *_ in expected_steps]).flatten().tolist()
+    assert {1.0, 2.0} & set(totals), "no episode ended within a frame skip"
     skipping.set_seed(4)
     state = skipping.reset()
     for action, (total, observation, done) in zip(actions, expected_steps, strict=True):
@@ -383,14 +384,14 @@ def test_frame_skip_stops_at_the_end_of_an_episode(mode: str) -> None:
 def test_step_and_maybe_reset_equals_torchrls_own(mode: str) -> None:
     env = make_cartpoles(mode)
     found = random_rollout(env, 40)
-    expected = random_rollout(TransformedEnv(env), 40)  # a TransformedEnv uses TorchRL's method
+    expected = random_rollout(TransformedEnv(env), 40)  # uses TorchRL's own step_and_maybe_reset
     assert found["next", "done"].sum() > 3
     for key in set(found.keys(include_nested=True, leaves_only=True)):
         assert torch.equal(found[key], expected[key]), key
     env.close()
 
 
-def test_as_torchrl_accepts_existing_pools_and_torchrls_arguments() -> None:
+def test_as_torchrl_accepts_envpools_pools_and_torchrls_arguments() -> None:
     envpool = pytest.importorskip("envpool", reason="needs EnvPool: pip install 'vecenv[envpool]'")
     pool = envpool.make("CartPole-v1", env_type="gymnasium", num_envs=3, seed=9)
     env = as_torchrl(pool)
@@ -460,10 +461,10 @@ def test_collector_batches_equal_a_rollout() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", [SerialEnv, ParallelEnv])
-def test_torchrls_batched_environments_run_vecenv(kind: Any) -> None:
+@pytest.mark.parametrize("batched_env_class", [SerialEnv, ParallelEnv])
+def test_torchrls_batched_environments_accept_as_torchrl(batched_env_class: Any) -> None:
     make = functools.partial(as_torchrl, "CartPole-v1", 3, "serial", max_episode_steps=8)
-    env = kind(2, make)
+    env = batched_env_class(2, make)
     check_env_specs(env)
     data = env.rollout(20, break_when_any_done=False)
     assert data.shape == (2, 3, 20)
@@ -474,7 +475,7 @@ def test_torchrls_batched_environments_run_vecenv(kind: Any) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(240)
 def test_collector_in_another_process_returns_all_frames() -> None:
-    make = functools.partial(as_torchrl, "CartPole-v1", 3)  # that process may not start children
+    make = functools.partial(as_torchrl, "CartPole-v1", 3)  # the collector's process may not start workers
     collector = MultiSyncCollector([make], None, frames_per_batch=30, total_frames=60)
     assert [batch.numel() for batch in collector] == [30, 30]
     collector.shutdown()

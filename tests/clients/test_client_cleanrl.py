@@ -1,4 +1,4 @@
-"""A program in the style of CleanRL prints the same digits with Gymnasium's import in place of vecenv's."""
+"""A program in the style of CleanRL prints the same results if it imports Gymnasium's class instead of vecenv's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXAMPLE = EXAMPLES / "cleanrl_ppo.py"
 OURS, THEIRS = "from vecenv import AsyncVectorEnv\n", "from gymnasium.vector import AsyncVectorEnv\n"
 
 
-def run(program: Path, *arguments: str, timeout: float = 100) -> list[str]:
+def output_lines(program: Path, *arguments: str, timeout: float = 100) -> list[str]:
     return python_output("-W", "error::ResourceWarning", program, *arguments, timeout=timeout).splitlines()
 
 
@@ -25,7 +25,7 @@ def test_program_prints_equal_results_with_gymnasiums_import(tmp_path: Path) -> 
     gymnasium_program = tmp_path / "cleanrl_ppo.py"
     gymnasium_program.write_text(source.replace(OURS, THEIRS))
     short = ("--steps", "2048", "--num-envs", "4", "--epochs", "2")
-    ours, theirs = run(EXAMPLE, *short), run(gymnasium_program, *short)
+    ours, theirs = output_lines(EXAMPLE, *short), output_lines(gymnasium_program, *short)
     assert ours[:-1] == theirs[:-1]  # the last line contains its duration
     assert re.fullmatch(r"\s+2048 steps, mean return of the last 100 episodes \d+\.\d{6}", ours[-2])
 
@@ -33,5 +33,5 @@ def test_program_prints_equal_results_with_gymnasiums_import(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_program_learns_cartpole() -> None:
-    final = run(EXAMPLE, timeout=880)[-2]
-    assert float(final.split()[-1]) >= 450
+    mean_return_line = output_lines(EXAMPLE, timeout=880)[-2]
+    assert float(mean_return_line.split()[-1]) >= 450

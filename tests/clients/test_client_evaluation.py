@@ -1,4 +1,4 @@
-"""``vecenv.evaluate`` with policies in torch, and with Stable-Baselines3's models."""
+"""``vecenv.evaluate`` with policies in torch, and ``evaluate_sb3`` with Stable-Baselines3's models."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ class RecurrentPolicy(torch.nn.Module):
         return self.head(hidden).argmax(1), hidden
 
 
-def test_recurrent_policy_has_equal_results_for_every_number_of_environments() -> None:
+def test_results_of_a_recurrent_policy_do_not_depend_on_the_number_of_environments() -> None:
     results_by_size = []
-    for num_envs, workers in ((1, 0), (3, 0), (4, 2)):
-        envs = make_envs(num_envs, workers)
+    for num_envs, num_workers in ((1, 0), (3, 0), (4, 2)):
+        envs = make_envs(num_envs, num_workers)
         results = vecenv.evaluate(envs, RecurrentPolicy(), 7, seed=1, initial_state=torch.zeros(8), batch="single")
         results_by_size.append(as_tuples(results))
         envs.close()
     assert results_by_size[0] == results_by_size[1] == results_by_size[2]
 
 
-def test_error_of_a_module_of_another_dtype_has_a_note() -> None:
+def test_error_of_a_policy_with_another_dtype_has_a_note() -> None:
     envs = make_envs(1)
     with pytest.raises(RuntimeError, match="same dtype") as caught:
         vecenv.evaluate(envs, torch.nn.Linear(4, 2).double(), 1, seed=1)
@@ -82,9 +82,9 @@ def test_evaluate_sb3_equals_evaluate_policy() -> None:
     envs.close()
 
 
-def test_observations_are_normalized_as_in_training() -> None:
-    normal = VecNormalize(DummyVecEnv([CARTPOLE]))
-    model = sb3.PPO("MlpPolicy", normal, n_steps=64, seed=0, device="cpu")
+def test_observations_are_normalized_as_in_training_without_updating_the_statistics() -> None:
+    normalizer = VecNormalize(DummyVecEnv([CARTPOLE]))
+    model = sb3.PPO("MlpPolicy", normalizer, n_steps=64, seed=0, device="cpu")
     model.learn(256)
     received: list[Any] = []
     predict = model.predict
@@ -94,12 +94,12 @@ def test_observations_are_normalized_as_in_training() -> None:
         return predict(observations, **kwargs)
 
     model.predict = recording_predict
-    envs, mean = make_envs(2), normal.obs_rms.mean.copy()
+    envs, mean = make_envs(2), normalizer.obs_rms.mean.copy()
     evaluate_sb3(model, envs, 3, seed=20)
     first, _ = envs.reset(seed=20)
     envs.close()
-    np.testing.assert_array_equal(received[0], normal.normalize_obs(first))
-    assert (normal.obs_rms.mean == mean).all()
+    np.testing.assert_array_equal(received[0], normalizer.normalize_obs(first))
+    assert (normalizer.obs_rms.mean == mean).all()
 
 
 class RecurrentModel:
@@ -114,26 +114,26 @@ class RecurrentModel:
 
 
 def test_recurrent_model_keeps_a_state_per_row() -> None:
-    results = []
+    results_by_size = []
     for num_envs in (1, 3):
         envs = make_envs(num_envs)
-        results.append(as_tuples(evaluate_sb3(RecurrentModel(), envs, 6, seed=4)))
+        results_by_size.append(as_tuples(evaluate_sb3(RecurrentModel(), envs, 6, seed=4)))
         envs.close()
-    assert results[0] == results[1]
+    assert results_by_size[0] == results_by_size[1]
 
 
 def test_vec_normalize_is_applied_and_other_wrappers_are_refused() -> None:
-    received = []
+    largest_observations = []
 
     class Model(RecurrentModel):
         def predict(self, observations: Any, **kwargs: Any) -> Any:
-            received.append(np.abs(observations).max())
+            largest_observations.append(np.abs(observations).max())
             return super().predict(observations, **kwargs)
 
     envs = as_sb3(make_envs(2))
     normalizer = VecNormalize(VecMonitor(envs), clip_obs=1e-3)
     results = as_tuples(evaluate_sb3(Model(), normalizer, 4, seed=4))
-    assert max(received) <= 1e-3
+    assert max(largest_observations) <= 1e-3
     assert results == as_tuples(evaluate_sb3(RecurrentModel(), envs, 4, seed=4))
     advice = "wrap the single environments instead"
     with pytest.raises(TypeError, match=f"evaluate_sb3 does not apply VecCheckNan: {advice}$"):
@@ -144,7 +144,7 @@ def test_vec_normalize_is_applied_and_other_wrappers_are_refused() -> None:
 
 
 class GreyEnv(gymnasium.Env[Any, Any]):
-    """Random images with one channel, in episodes of six steps."""
+    """An environment of random images with one channel, in episodes of six steps."""
 
     observation_space = gymnasium.spaces.Box(0, 255, (36, 40, 1), np.uint8)
     action_space = gymnasium.spaces.Discrete(2)
@@ -159,27 +159,27 @@ class GreyEnv(gymnasium.Env[Any, Any]):
         return self.np_random.integers(0, 256, (36, 40, 1), np.uint8), 0.0, self.steps == 6, False, {}
 
 
-def stack_frames() -> Any:
+def make_stacked_grey_env() -> Any:
     stacked = gymnasium.wrappers.FrameStackObservation(GreyEnv(), 4, padding_type="zero")
     return gymnasium.wrappers.ReshapeObservation(stacked, (4, 36, 40))
 
 
 def test_frames_stacked_in_each_environment_equal_those_of_vec_frame_stack() -> None:
-    around = VecTransposeImage(VecFrameStack(DummyVecEnv([GreyEnv] * 2), 4))
-    within = as_sb3(vecenv.AsyncVectorEnv([stack_frames] * 2, num_workers=0, autoreset_mode="SameStep"))
-    around.seed(3)
-    within.seed(3)
-    np.testing.assert_array_equal(within.reset(), around.reset())
+    stacked_outside = VecTransposeImage(VecFrameStack(DummyVecEnv([GreyEnv] * 2), 4))
+    stacked_inside = as_sb3(vecenv.AsyncVectorEnv([make_stacked_grey_env] * 2, num_workers=0, autoreset_mode="SameStep"))
+    stacked_outside.seed(3)
+    stacked_inside.seed(3)
+    np.testing.assert_array_equal(stacked_inside.reset(), stacked_outside.reset())
     for _ in range(15):
-        results, expected = within.step(np.zeros(2, int)), around.step(np.zeros(2, int))
+        results, expected = stacked_inside.step(np.zeros(2, int)), stacked_outside.step(np.zeros(2, int))
         np.testing.assert_array_equal(results[0], expected[0])
         for info, expected_info in zip(results[3], expected[3], strict=True):
             np.testing.assert_array_equal(info.get("terminal_observation"), expected_info.get("terminal_observation"))
-    within.close()
+    stacked_inside.close()
 
 
 class ImageEnv(gymnasium.Env[Any, Any]):
-    """An environment of images with channels last. Its rewards depend on the number of bright rows and the action."""
+    """An environment of images with channels last. The reward depends on the number of bright rows and on the action."""
 
     observation_space = gymnasium.spaces.Box(0, 255, (36, 40, 3), np.uint8)
     action_space = gymnasium.spaces.Discrete(3)
@@ -187,9 +187,9 @@ class ImageEnv(gymnasium.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self.steps = 0
-        return self.observe(), {}
+        return self._observe(), {}
 
-    def observe(self) -> Any:
+    def _observe(self) -> Any:
         self.bright = int(self.np_random.integers(36))
         image = np.zeros((36, 40, 3), np.uint8)
         image[: self.bright, :, self.bright % 3] = 255
@@ -198,7 +198,7 @@ class ImageEnv(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> Any:
         reward = float(self.bright * (action + 1))
         self.steps += 1
-        return self.observe(), reward, False, self.steps == 5, {}
+        return self._observe(), reward, False, self.steps == 5, {}
 
 
 def test_images_with_channels_last_are_transposed_by_the_model() -> None:
@@ -211,8 +211,7 @@ def test_images_with_channels_last_are_transposed_by_the_model() -> None:
         single = VecMonitor(DummyVecEnv([ImageEnv]))
         single.seed(each.seed)
         assert evaluate_policy(model, single, 1) == (each.episode_return, 0.0)
-    floats = gymnasium.spaces.Box(0, 255, (3, 36, 40), np.float32)  # predict would not transpose these
-    model.observation_space = floats
+    model.observation_space = gymnasium.spaces.Box(0, 255, (3, 36, 40), np.float32)  # `predict` does not transpose floats
     with pytest.raises(ValueError, match="the model's observations are Box"):
         evaluate_sb3(model, envs, 3, seed=20)
     envs.close()
@@ -234,7 +233,7 @@ def test_model_with_other_spaces_is_refused() -> None:
         (spaces.Dict(a=spaces.Box(0, 1, (2,))), spaces.Dict(a=spaces.Box(0, 1, (3,)))),
     ],
 )
-def test_model_with_other_numbers_keys_or_parts_is_refused(env_space: Any, model_space: Any) -> None:
+def test_model_with_a_space_that_differs_in_a_part_is_refused(env_space: Any, model_space: Any) -> None:
     model = RecurrentModel()
     for name in ("observation", "action"):
         envs = vecenv.AsyncVectorEnv([functools.partial(SpaceEnv, env_space, env_space)], num_workers=0)
@@ -248,10 +247,10 @@ def test_model_with_other_numbers_keys_or_parts_is_refused(env_space: Any, model
 @pytest.mark.parametrize("adapted", [True, False])
 def test_swapped_or_invalid_arguments_raise_with_the_order_of_arguments(adapted: bool) -> None:
     envs = make_envs(1)
-    given = as_sb3(envs) if adapted else envs
-    order = r"evaluate_sb3\(model, envs, episodes\): got model="
-    with pytest.raises(TypeError, match=order + ".*AsyncVectorEnv.* and envs=.*RecurrentModel.*: are the first two swapped"):
-        evaluate_sb3(given, RecurrentModel(), episodes=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=order + ".*RecurrentModel.* and envs=3: needs a model"):
+    envs_argument = as_sb3(envs) if adapted else envs
+    start = r"evaluate_sb3\(model, envs, episodes\): got model="
+    with pytest.raises(TypeError, match=start + ".*AsyncVectorEnv.* and envs=.*RecurrentModel.*: are the first two swapped"):
+        evaluate_sb3(envs_argument, RecurrentModel(), episodes=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=start + ".*RecurrentModel.* and envs=3: needs a model"):
         evaluate_sb3(RecurrentModel(), 3, episodes=3)  # type: ignore[arg-type]
     envs.close()

@@ -1,4 +1,4 @@
-"""``generators="own"``: environments that draw from torch's default generator draw the same numbers as alone."""
+"""``generators="own"``: rows that draw from torch's default generator draw the same numbers as single environments."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from vecenv.testing import assert_identical
 
 
 class TorchRandomEnv(gymnasium.Env[Any, Any]):
-    """An environment that draws from torch in every call, ends at random, and can seed torch itself."""
+    """An environment of random numbers from torch. With ``seeds_torch``, a reset with a seed calls ``torch.manual_seed``."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (3,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
 
-    def __init__(self, seeds: bool = False) -> None:
-        self.seeds = seeds
+    def __init__(self, seeds_torch: bool = False) -> None:
+        self.seeds_torch = seeds_torch
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
-        if self.seeds and seed is not None:
+        if self.seeds_torch and seed is not None:
             torch.manual_seed(seed)
         return torch.randn(3).numpy(), {}
 
@@ -36,18 +36,18 @@ class TorchRandomEnv(gymnasium.Env[Any, Any]):
         return torch.randn(3).numpy(), float(torch.rand(())), bool(torch.rand(()) < 0.2), False, {}
 
 
-def single_env_results(seed: int, steps: int, seeds: bool) -> Iterator[Any]:
+def single_env_results(seed: int, steps: int, seeds_torch: bool) -> Iterator[Any]:
     """Yield the results of a single environment in next-step mode.
 
-    The generator's seed of an episode is derived from the seed of the row and the number of the episode.
+    Each episode has its own seed for torch's generator, derived from the row's seed and the number of the episode.
     """
 
     def reset(env: Any, episode: int, **kwargs: Any) -> Any:
-        words = np.random.SeedSequence(seed, spawn_key=(episode, 2)).generate_state(4).tobytes()
-        torch.manual_seed(int.from_bytes(words, "little") >> 65)
+        state = np.random.SeedSequence(seed, spawn_key=(episode, 2)).generate_state(4).tobytes()
+        torch.manual_seed(int.from_bytes(state, "little") >> 65)  # 63 of 128 bits
         return env.reset(**kwargs)[0], np.float64(0), np.False_
 
-    env, episode, over = TorchRandomEnv(seeds), 0, False
+    env, episode, over = TorchRandomEnv(seeds_torch), 0, False
     yield reset(env, 0, seed=seed)
     for _ in range(steps):
         if over:
@@ -67,26 +67,26 @@ def collect_trajectory(envs: Any, steps: int, seed: int | None = 3) -> list[Any]
     return results
 
 
-def make_envs(seeds: bool = False, **options: Any) -> Any:
-    return vecenv.AsyncVectorEnv([functools.partial(TorchRandomEnv, seeds)] * 5, generators="own", **options)
+def make_envs(seeds_torch: bool = False, **options: Any) -> Any:
+    return vecenv.AsyncVectorEnv([functools.partial(TorchRandomEnv, seeds_torch)] * 5, generators="own", **options)
 
 
 WORKER_OPTIONS = [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 2}, {"num_workers": 2, "use_caller": True}]
 
 
-@pytest.mark.parametrize("seeds", [False, True], ids=["drawn", "seeded"])
+@pytest.mark.parametrize("seeds_torch", [False, True], ids=["unseeded", "seeded"])
 @pytest.mark.parametrize("options", WORKER_OPTIONS, ids=str)
-def test_rows_equal_single_environments_and_the_callers_generator_is_unaffected(options: Any, seeds: bool) -> None:
+def test_rows_equal_single_environments_and_the_callers_generator_is_unaffected(options: Any, seeds_torch: bool) -> None:
     torch.manual_seed(11)
     expected_draws = torch.rand(4)
     torch.manual_seed(11)
-    with closing(make_envs(seeds, context="forkserver", **options)) as envs:
+    with closing(make_envs(seeds_torch, context="forkserver", **options)) as envs:
         results = collect_trajectory(envs, 40)
     assert torch.equal(torch.rand(4), expected_draws)
     for row in range(5):
-        expected = list(single_env_results(3 + row, 40, seeds))
+        expected = list(single_env_results(3 + row, 40, seeds_torch))
         assert_identical([tuple(part[row] for part in step) for step in results], expected, f"row {row}")
-    assert sum(step[2].sum() for step in results) > 10
+    assert sum(over.sum() for *_, over in results) > 10
 
 
 @pytest.mark.parametrize("options", WORKER_OPTIONS, ids=str)
@@ -100,6 +100,6 @@ def test_saved_states_continue_in_another_engine(options: Any, mode: AutoresetMo
         assert_identical(collect_trajectory(other, 20, None), collect_trajectory(envs, 20, None))
 
 
-def test_shared_generator_warns_with_the_index_of_the_environment() -> None:
+def test_warning_of_a_shared_generator_names_the_environment() -> None:
     with pytest.warns(UserWarning, match="env 0 .*torch"):
         vecenv.AsyncVectorEnv([TorchRandomEnv] * 4, num_workers="auto", context="forkserver").close()

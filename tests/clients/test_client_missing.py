@@ -1,4 +1,4 @@
-"""If a client's library is not installed, its adapter names the install command, and everything else works."""
+"""If a client's library is not installed, the error of its adapter or example names the install command."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ assert {adapter!r} in dir(vecenv.adapters)
 assert "torch" not in sys.modules
 vecenv.adapters.{adapter}
 """
-    done = run_python("-c", program)
-    last_line = done.stderr.strip().splitlines()[-1]
-    command = "pip install torch (CPU build: pytorch.org)"  # the extras bring CUDA
+    result = run_python("-c", program)
+    last_line = result.stderr.strip().splitlines()[-1]
+    command = "pip install torch (CPU build: pytorch.org)"  # the extras would install CUDA too
     if library != "torch":
         command = f"pip install -e '.[{extra}]' in a checkout, or pip install 'vecenv[{extra}]' from a release"
     assert last_line == f"ImportError: vecenv.adapters.{adapter} needs {library}, not installed here: {command}"

@@ -1,4 +1,4 @@
-"""``as_sb3``, ``as_tianshou`` and ``evaluate_sb3`` with infos that fit no array: results and their types are equal."""
+"""``as_sb3``, ``as_tianshou`` and ``evaluate_sb3`` with infos that do not fit into arrays: results and types are equal."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mixed_infos import ACTIONS, MixedInfosEnv, choose_action, play_episode, sum
 
 import vecenv
 
-ENVS = 3
-LONG = [pytest.mark.slow, pytest.mark.timeout(3600)]
-MIXTURES = pytest.mark.parametrize("mixtures", [range(3), pytest.param(range(3, 203), marks=LONG)], ids=str)
+NUM_ENVS = 3
+SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
+MIXTURES = pytest.mark.parametrize("mixtures", [range(3), pytest.param(range(3, 203), marks=SLOW)], ids=str)
 
 
 def make_env_fns(mixture: int) -> list[Any]:
-    return [functools.partial(MixedInfosEnv, mixture + index) for index in range(ENVS)]
+    return [functools.partial(MixedInfosEnv, mixture + index) for index in range(NUM_ENVS)]
 
 
 def make_envs(mixture: int, num_workers: int, mode: str) -> Any:
@@ -37,23 +37,23 @@ def test_as_sb3_equals_sb3s_vec_env(mixtures: Any, reference_class: str) -> None
     def describe_trajectory(venv: Any) -> str:
         try:
             venv.seed(7)
-            shown = [describe(venv.reset()), describe(list(venv.reset_infos))]
+            texts = [describe(venv.reset()), describe(list(venv.reset_infos))]
             rng = np.random.default_rng(0)
             for _ in range(20):
-                observations, rewards, dones, infos = venv.step(rng.integers(ACTIONS, size=ENVS))
-                lists = [list(infos), list(venv.reset_infos)]
-                shown += [describe(part) for part in (observations, np.float32(rewards), dones, *lists)]
-            return "\n".join(shown)
+                observations, rewards, dones, infos = venv.step(rng.integers(ACTIONS, size=NUM_ENVS))
+                infos_of_rows = [list(infos), list(venv.reset_infos)]
+                texts += [describe(part) for part in (observations, np.float32(rewards), dones, *infos_of_rows)]
+            return "\n".join(texts)
         finally:
             venv.close()
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for mixture in mixtures:
-            # start methods other than fork import torch in each process
+            # with other start methods than fork, each process would import torch
             options = {} if reference_class == "DummyVecEnv" else {"start_method": "fork"}
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # fork() beside threads
+                warnings.simplefilter("ignore", DeprecationWarning)  # about fork() in a process with threads
                 expected = describe_trajectory(getattr(vec_env, reference_class)(make_env_fns(mixture), **options))
             for num_workers, mode in ((0, "SameStep"), (2, "SameStep"), (2, "NextStep"), (2, "Disabled")):
                 actual = describe_trajectory(as_sb3(make_envs(mixture, num_workers, mode)))
@@ -70,17 +70,17 @@ def test_as_tianshou_equals_dummy_vector_env(mixtures: Any) -> None:
     def describe_trajectory(venv: Any) -> str:
         try:
             observations, infos = venv.reset(seed=3)
-            shown = [describe(observations), describe(list(infos))]
+            texts = [describe(observations), describe(list(infos))]
             rng = np.random.default_rng(0)
             for _ in range(20):
-                ids = rng.permutation(ENVS)[: rng.integers(1, ENVS + 1)]
+                ids = rng.permutation(NUM_ENVS)[: rng.integers(1, NUM_ENVS + 1)]
                 actions = rng.integers(ACTIONS, size=len(ids))
                 observations, rewards, terminations, truncations, infos = venv.step(actions, ids)
-                shown += [describe(part) for part in (observations, rewards, terminations, truncations, list(infos))]
+                texts += [describe(part) for part in (observations, rewards, terminations, truncations, list(infos))]
                 if len(over := ids[terminations | truncations]):
                     observations, infos = venv.reset(over)
-                    shown += [describe(observations), describe(list(infos))]
-            return "\n".join(shown)
+                    texts += [describe(observations), describe(list(infos))]
+            return "\n".join(texts)
         finally:
             venv.close()
 
@@ -102,7 +102,7 @@ class Model:
         return np.array([choose_action(observation) for observation in observations]), None
 
 
-@pytest.mark.parametrize("mixtures", [range(2), pytest.param(range(2, 202), marks=LONG)], ids=str)
+@pytest.mark.parametrize("mixtures", [range(2), pytest.param(range(2, 202), marks=SLOW)], ids=str)
 def test_evaluate_sb3_equals_single_episodes(mixtures: Any) -> None:
     pytest.importorskip("stable_baselines3", reason="needs Stable-Baselines3: pip install 'vecenv[clients]'")
     from vecenv.adapters import evaluate_sb3

@@ -1,4 +1,4 @@
-"""``examples/ppo.py`` over two hosts of a Ray cluster on this machine."""
+"""``examples/ppo.py`` on two simulated hosts of a Ray cluster on this machine."""
 
 from __future__ import annotations
 
@@ -34,39 +34,38 @@ def address() -> Iterator[str]:
     cluster.shutdown()
 
 
-def run(cwd: Path, backend: str, *arguments: str, **variables: str) -> tuple[float, bool, int, Path]:
-    """Return the mean return, whether the target was reached, steps, and the path of the learning curve."""
-    done = run_python(EXAMPLE, "CartPole-v1", "--backend", backend, *arguments, cwd=cwd, timeout=280, **variables)
-    match = LAST_LINE.fullmatch(done.stdout.splitlines()[-1] if done.stdout else "")
-    assert match, done.stdout + done.stderr[-3000:]
-    assert done.returncode == (0 if match[2] else 1)
+def run_ppo(cwd: Path, backend: str, *arguments: str, **variables: str) -> tuple[float, bool, int, Path]:
+    """Run the example; return the mean return, True if it reached the target, the steps, and the path of its plot."""
+    result = run_python(EXAMPLE, "CartPole-v1", "--backend", backend, *arguments, cwd=cwd, timeout=280, **variables)
+    match = LAST_LINE.fullmatch(result.stdout.splitlines()[-1] if result.stdout else "")
+    assert match, result.stdout + result.stderr[-3000:]
+    assert result.returncode == (0 if match[2] else 1)
     return float(match[1]), bool(match[2]), int(match[3].replace(",", "")), cwd / match[4]
 
 
-def test_training_over_two_hosts_equals_one_machine(address: str, tmp_path: Path) -> None:
-    """With the same seed, policy and environments, all steps are equal."""
-    over_ray = run(tmp_path, "ray", "--num-hosts", "2", *SHORT, RAY_ADDRESS=address)
-    assert over_ray[:3] == run(tmp_path, "serial", *SHORT)[:3]
-    assert over_ray[2] == 2048
-    assert over_ray[3].read_bytes().startswith(b"\x89PNG")
+def test_training_on_two_hosts_equals_training_in_one_process(address: str, tmp_path: Path) -> None:
+    on_hosts = run_ppo(tmp_path, "ray", "--num-hosts", "2", *SHORT, RAY_ADDRESS=address)
+    assert on_hosts[:3] == run_ppo(tmp_path, "serial", *SHORT)[:3]
+    assert on_hosts[2] == 2048
+    assert on_hosts[3].read_bytes().startswith(b"\x89PNG")
 
 
 def test_training_with_first_ready_hosts_runs(address: str, tmp_path: Path) -> None:
-    mean_return, _, steps, _ = run(tmp_path, "ray", "--num-hosts", "2", "--first-ready", *SHORT, RAY_ADDRESS=address)
+    mean_return, _, steps, _ = run_ppo(tmp_path, "ray", "--num-hosts", "2", "--first-ready", *SHORT, RAY_ADDRESS=address)
     assert steps == 2048
     assert 5 < mean_return < 100
 
 
-def test_full_cluster_prints_a_one_line_error(address: str, tmp_path: Path) -> None:
-    done = run_python(EXAMPLE, "--backend", "ray", "--num-hosts", "64", cwd=tmp_path, RAY_ADDRESS=address)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("ppo: "), done.stderr[-3000:]
-    assert "Traceback" not in done.stderr
+def test_request_for_more_hosts_than_exist_prints_one_error_line(address: str, tmp_path: Path) -> None:
+    result = run_python(EXAMPLE, "--backend", "ray", "--num-hosts", "64", cwd=tmp_path, RAY_ADDRESS=address)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("ppo: "), result.stderr[-3000:]
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_example_learns_cartpole_over_two_hosts(address: str, tmp_path: Path) -> None:
-    mean_return, reached, _, _ = run(tmp_path, "ray", "--num-hosts", "2", "--steps", "600000", RAY_ADDRESS=address)
+def test_example_learns_cartpole_on_two_hosts(address: str, tmp_path: Path) -> None:
+    mean_return, reached, _, _ = run_ppo(tmp_path, "ray", "--num-hosts", "2", "--steps", "600000", RAY_ADDRESS=address)
     assert reached
     assert mean_return >= 475

@@ -40,7 +40,7 @@ def test_tianshou_seed_equals_dummy_vector_env() -> None:
 
 
 class ActionEchoEnv(gym.Env[Any, Any]):
-    """An environment that observes its action, which reveals a transposed batch. Episodes have two steps."""
+    """An environment that observes its action, so that a transposed batch is noticed. Episodes have two steps."""
 
     observation_space = spaces.Box(-9, 9, (2,), np.float32)
 
@@ -57,8 +57,8 @@ class ActionEchoEnv(gym.Env[Any, Any]):
     def step(self, action: Any) -> Any:
         assert self.action_space.contains(action)
         self.time += 1
-        first, second = action.values() if isinstance(action, dict) else action
-        return np.array([first, second[0]], np.float32), 1.0, self.time == 2, False, {}
+        kind, push = action.values() if isinstance(action, dict) else action
+        return np.array([kind, push[0]], np.float32), 1.0, self.time == 2, False, {}
 
 
 ACTION_PARTS: Any = {"kind": spaces.Discrete(9), "push": spaces.Box(-9, 9, (1,), np.float32)}
@@ -104,27 +104,27 @@ def test_tianshou_resets_have_options_only_if_given() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_statistics_of_a_vector_wrapper_are_in_the_last_info_of_an_episode(mode: str) -> None:
+def test_only_the_last_info_of_an_episode_has_the_statistics_of_a_vector_wrapper(mode: str) -> None:
     envs = make_envs(make_flat_env, 3, mode)
     venv = as_sb3(RecordEpisodeStatistics(envs))
     venv.seed(1)
     venv.reset()
-    length, ended = np.zeros(3, int), 0
+    lengths, episodes = np.zeros(3, int), 0
     for _ in range(40):
         *_, dones, infos = venv.step(np.zeros(3, int))
-        length += 1
+        lengths += 1
         for row in range(3):
             assert ("episode" in infos[row]) == bool(dones[row])
             assert "episode" not in venv.reset_infos[row]
             if dones[row]:
-                assert infos[row]["episode"]["l"] == length[row]
-                length[row], ended = 0, ended + 1
-    assert ended > 5
+                assert infos[row]["episode"]["l"] == lengths[row]
+                lengths[row], episodes = 0, episodes + 1
+    assert episodes > 5
     venv.close()
 
 
 class TorchConverter(VectorWrapper):  # type: ignore[type-arg]
-    """A double of Gymnasium's ``NumpyToTorch``, which would need another package."""
+    """A stand-in for Gymnasium's ``NumpyToTorch``, which needs another package."""
 
     _target_xp = torch
 
@@ -147,7 +147,7 @@ def test_adapter_refuses_a_wrapper_without_masked_resets(adapter: Any) -> None:
     adapter(envs).close()  # a mask of one environment selects all of them
 
 
-def test_documented_limits_of_adapters_hold() -> None:
+def test_adapters_need_reset_options_and_have_no_envs_or_workers() -> None:
     class WithoutOptions(ActionEchoEnv):
         def reset(self, *, seed: int | None = None) -> Any:  # type: ignore[override]
             return super().reset(seed=seed)

@@ -35,7 +35,7 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def config(env: str, mode: str, num_env_runners: int = 0) -> PPOConfig:
+def make_config(env: str, mode: str, num_env_runners: int = 0) -> PPOConfig:
     return (
         PPOConfig()
         .environment(env)
@@ -46,7 +46,7 @@ def config(env: str, mode: str, num_env_runners: int = 0) -> PPOConfig:
 
 
 def sample_episodes(env: str, mode: str) -> list[Any]:
-    runner = SingleAgentEnvRunner(config=config(env, mode))
+    runner = SingleAgentEnvRunner(config=make_config(env, mode))
     runner.env.action_space.seed(0)
     sampled = runner.sample(num_timesteps=400, random_actions=True)
     runner.stop()
@@ -57,16 +57,16 @@ def test_episodes_equal_those_over_sync_vector_env() -> None:
     vecenv.register("CartPole-v1", vector_kwargs={"num_workers": 2, "context": "forkserver"})
     ours, theirs = sample_episodes("vecenv/CartPole-v1", "vector_entry_point"), sample_episodes("CartPole-v1", "sync")
     assert len(ours) == len(theirs) > 10
-    for one, other in zip(ours, theirs, strict=True):
+    for actual, expected in zip(ours, theirs, strict=True):
         for name in ("observations", "actions", "rewards"):
-            np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
-        assert (one.is_terminated, one.is_truncated) == (other.is_terminated, other.is_truncated)
+            np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name), err_msg=name)
+        assert (actual.is_terminated, actual.is_truncated) == (expected.is_terminated, expected.is_truncated)
 
 
 @pytest.mark.usefixtures("cluster")
-def test_ppo_trains_with_runners_in_separate_processes() -> None:
+def test_ppo_trains_with_a_runner_in_another_process() -> None:
     register_env("cartpole-by-vecenv", lambda context: vecenv.make_vec("CartPole-v1", context["num_envs"], "serial"))
-    algorithm = config("cartpole-by-vecenv", "vector_entry_point", num_env_runners=1).build_algo()
+    algorithm = make_config("cartpole-by-vecenv", "vector_entry_point", num_env_runners=1).build_algo()
     result = algorithm.train()
     algorithm.stop()
     assert result["env_runners"]["num_env_steps_sampled"] >= 200
@@ -74,7 +74,7 @@ def test_ppo_trains_with_runners_in_separate_processes() -> None:
     gym.envs.registration.registry.pop("rllib-single-agent-env-v0", None)
 
 
-def multi_agent_config(env: str, runner: Any, count: int = 4) -> PPOConfig:
+def make_multi_agent_config(env: str, runner: Any, count: int = 4) -> PPOConfig:
     """Return a configuration with one policy per agent, because a shared policy would need equal spaces."""
     return (
         PPOConfig()
@@ -86,7 +86,7 @@ def multi_agent_config(env: str, runner: Any, count: int = 4) -> PPOConfig:
 
 
 def sample_multi_agent_episodes(same_spaces: bool, runner: Any, env: str) -> list[Any]:
-    env_runner = runner(config=multi_agent_config(env, runner))
+    env_runner = runner(config=make_multi_agent_config(env, runner))
     for i, game in enumerate(env_runner.env.envs):
         for j, agent in enumerate(game.unwrapped.possible_agents):
             game.unwrapped.get_action_space(agent).seed(10 * i + j)
@@ -104,21 +104,23 @@ def test_multi_agent_episodes_equal_those_over_rllibs_vector_env(same_spaces: bo
     ours = sample_multi_agent_episodes(same_spaces, MultiAgentVecEnvRunner, "ours")
     assert len(ours) == len(theirs) > 10
     assert any(episode.is_truncated for episode in theirs)
-    for one, other in zip(ours, theirs, strict=True):
-        assert set(one.agent_episodes) == set(other.agent_episodes)
-        assert (one.is_terminated, one.is_truncated) == (other.is_terminated, other.is_truncated)
-        for agent, expected in other.agent_episodes.items():
-            actual = one.agent_episodes[agent]
+    for our_episode, their_episode in zip(ours, theirs, strict=True):
+        assert set(our_episode.agent_episodes) == set(their_episode.agent_episodes)
+        assert our_episode.is_terminated == their_episode.is_terminated
+        assert our_episode.is_truncated == their_episode.is_truncated
+        for agent, expected in their_episode.agent_episodes.items():
+            actual = our_episode.agent_episodes[agent]
             for name in ("observations", "actions", "rewards", "infos"):
                 assert is_equal(list(getattr(actual, name)), list(getattr(expected, name))), (agent, name)
             assert (actual.is_terminated, actual.is_truncated) == (expected.is_terminated, expected.is_truncated), agent
 
 
-def is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict | list):
-        keys = range(len(one)) if isinstance(one, list) else one
-        return len(one) == len(other) and all(is_equal(one[key], other[key]) for key in keys)
-    return bool(np.array_equal(one, other))
+def is_equal(first: Any, second: Any) -> bool:
+    """True if two nested dicts and lists have equal arrays or values."""
+    if isinstance(first, dict | list):
+        keys = range(len(first)) if isinstance(first, list) else first
+        return len(first) == len(second) and all(is_equal(first[key], second[key]) for key in keys)
+    return bool(np.array_equal(first, second))
 
 
 @pytest.mark.long
@@ -130,7 +132,7 @@ def test_ppo_learns_a_multi_agent_game_in_worker_processes() -> None:
     )
     pids: set[int] = set()
     algorithm = (
-        multi_agent_config("targets", MultiAgentVecEnvRunner, 8)
+        make_multi_agent_config("targets", MultiAgentVecEnvRunner, 8)
         .callbacks(on_environment_created=lambda env, **_: pids.update(env.get_attr("pid")))
         .multi_agent(policies={"both"}, policy_mapping_fn=lambda agent, episode, **_: "both")
         .training(train_batch_size_per_learner=800, minibatch_size=200, num_epochs=8, lr=5e-3)
@@ -139,20 +141,22 @@ def test_ppo_learns_a_multi_agent_game_in_worker_processes() -> None:
     returns = [algorithm.train()["env_runners"]["episode_return_mean"] for _ in range(4)]
     algorithm.stop()
     assert len(pids - {os.getpid()}) == 2
-    assert returns[0] < 12.5 < 14.5 < returns[-1], returns  # the return of random actions is 10, of the best ones 20
+    # random actions have a mean return of 10, the best actions 20
+    assert returns[0] < 12.5, returns
+    assert returns[-1] > 14.5, returns
 
 
 def test_unsupported_configurations_are_rejected() -> None:
-    def assert_rejected(build: Any, error: type[Exception], text: str) -> None:
-        register_env("refused", build)
+    def assert_rejected(make_envs: Any, error: type[Exception], text: str) -> None:
+        register_env("rejected", make_envs)
         with pytest.raises(error, match=text):
-            MultiAgentVecEnvRunner(config=multi_agent_config("refused", MultiAgentVecEnvRunner))
+            MultiAgentVecEnvRunner(config=make_multi_agent_config("rejected", MultiAgentVecEnvRunner))
 
     assert_rejected(lambda context: TurnGame(), TypeError, "needs a vecenv.MultiAgentVecEnv")
-    wrong_count = "is 4, but 'refused' built 3"
+    wrong_count = "is 4, but 'rejected' built 3"
     assert_rejected(lambda context: vecenv.MultiAgentVecEnv([TurnGame] * 3, num_workers=0), ValueError, wrong_count)
     with pytest.raises(ValueError, match="register_env"):
-        MultiAgentVecEnvRunner(config=multi_agent_config("never registered", MultiAgentVecEnvRunner))
+        MultiAgentVecEnvRunner(config=make_multi_agent_config("never registered", MultiAgentVecEnvRunner))
     cases: list[tuple[dict[str, Any], str]] = [
         ({"autoreset_mode": "SameStep"}, "autoreset_mode='NextStep'"),
         ({"copy": False}, "copy=True"),
@@ -176,7 +180,7 @@ def test_as_rllib_returns_masks_and_common_infos_and_rejects_missing_actions() -
     assert rewards == [{"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 1.0}]
     assert infos[0]["__common__"] == {"round": 1}
     observations, _, terminated, truncated, _ = envs.step([{"a": 0, "b": 0}, {"a": 0, "b": 1}])
-    # one agent is terminated, one truncated: with a flag for each, RLlib would treat both as terminated
+    # in env 1, "a" is terminated and "b" truncated; with a flag for each, RLlib would treat both as terminated
     assert terminated == [{"a": False, "b": False, "__all__": False}, {"a": True, "b": False, "__all__": False}]
     assert truncated == [{"a": False, "b": False, "__all__": False}, {"a": False, "b": False, "__all__": True}]
     assert observations[1] == {"a": 1, "b": 1}
@@ -186,7 +190,7 @@ def test_as_rllib_returns_masks_and_common_infos_and_rejects_missing_actions() -
 
 
 class MaskedGame:
-    """A game with PettingZoo's interface, with action masks and infos."""
+    """A game with PettingZoo's interface, action masks, and an info for all agents."""
 
     possible_agents = ("a", "b")
     metadata: dict[str, Any] = {}  # noqa: RUF012
@@ -221,7 +225,7 @@ class MaskedGame:
 
 
 class SlowTurnGame(TurnGame):
-    """A game with steps that take a second each."""
+    """A game with steps of one second."""
 
     def step(self, actions: dict[str, Any]) -> Any:
         time.sleep(1.0)

@@ -1,4 +1,4 @@
-"""``as_sb3`` against SB3's own ``DummyVecEnv`` over the same environments and seeds: equal results."""
+"""``as_sb3`` returns the same results as SB3's ``DummyVecEnv`` over the same environments and seeds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_venv(env_fns: list[Any], num_workers: int = 2, **options: Any) -> VecEn
 def test_results_equal_dummy_vec_env(nested: bool, num_workers: int, mode: str) -> None:
     ours = make_venv(make_full_env_fns(3, nested=nested), num_workers, autoreset_mode=mode)
     theirs = DummyVecEnv(make_full_env_fns(3, nested=nested))
-    kept: list[Any] = []
+    results: list[Any] = []
     for venv in (ours, theirs):
         venv.seed(7)
         venv.set_options({"start": 5})
@@ -44,14 +44,14 @@ def test_results_equal_dummy_vec_env(nested: bool, num_workers: int, mode: str) 
     endings = set()
     for _ in range(150):
         actions = rng.integers(4, size=3)
-        got, expected = ours.step(actions), theirs.step(actions)
-        assert_equal(got, expected)
+        actual, expected = ours.step(actions), theirs.step(actions)
+        assert_equal(actual, expected)
         assert_equal(ours.reset_infos, theirs.reset_infos)
-        endings |= {(bool(done), info["TimeLimit.truncated"]) for done, info in zip(got[2], got[3], strict=True)}
-        kept.append((got, expected))
-    assert_equal(*zip(*kept, strict=True))  # arrays that were returned earlier have not changed
+        endings |= {(bool(done), info["TimeLimit.truncated"]) for done, info in zip(actual[2], actual[3], strict=True)}
+        results.append((actual, expected))
+    assert_equal(*zip(*results, strict=True))  # arrays of earlier steps have not changed
     assert endings == {(False, False), (True, False), (True, True)}
-    for venv in (ours, theirs):  # seeds and options were used up
+    for venv in (ours, theirs):  # the second reset has no options, because the first has used them
         venv.seed(8)
     assert_equal(ours.reset(), theirs.reset())
     assert_equal(ours.reset_infos, theirs.reset_infos)
@@ -70,13 +70,13 @@ def test_results_under_vec_monitor_and_vec_normalize_equal_dummy_vec_env() -> No
     assert_equal(ours.reset(), theirs.reset())
     for step in range(100):
         actions = np.full(4, step % 4)
-        got, expected = ours.step(actions), theirs.step(actions)
-        for results, found in zip((got, expected), episodes, strict=True):
+        actual, expected = ours.step(actions), theirs.step(actions)
+        for results, venv_episodes in zip((actual, expected), episodes, strict=True):
             for info in results[3]:
                 if "episode" in info:
                     statistics = info.pop("episode")
-                    found.append((float(statistics["r"]), int(statistics["l"])))
-        assert_equal(got, expected)
+                    venv_episodes.append((float(statistics["r"]), int(statistics["l"])))
+        assert_equal(actual, expected)
     assert episodes[0] == episodes[1]
     assert len(episodes[0]) > 20
     ours.close()
@@ -93,32 +93,32 @@ def test_calls_with_indices_reach_single_environments(num_workers: int) -> None:
     assert venv.get_attr("level") == [0, 5, 7]
     assert venv.get_attr("level", [2, 0, 2]) == [7, 0, 7]
     assert venv.get_attr("level", []) == []
-    assert venv.step(np.zeros(3, int))[1].tolist() == [0.0, 5.0, 7.0]  # set on the environment below its wrapper
+    assert venv.step(np.zeros(3, int))[1].tolist() == [0.0, 5.0, 7.0]  # set on the environment inside its wrapper
     assert venv.env_method("add", 1, twice=True) == [2, 7, 9]
     assert venv.env_method("add", 1, indices=(2, 1)) == [8, 6]
     assert venv.has_attr("level")
     assert not venv.has_attr("levle")
     with pytest.raises(AttributeError, match="levle"):
         venv.get_attr("levle")
-    for reach in (
+    for call_env in (
         lambda: venv.get_attr("level", 3),
         lambda: venv.set_attr("level", 1, indices=[0, 3]),
         lambda: venv.env_method("add", 1, indices=[-4]),
     ):
         with pytest.raises(IndexError, match=r"indices must be from -3 to 2, got \[.*(3|-4)\]"):
-            reach()
+            call_env()
     with pytest.raises(ValueError, match="intended failure"):
         venv.env_method("fail", indices=0)
-    venv.step(np.zeros(3, int))  # no environment was affected
+    venv.step(np.zeros(3, int))  # the failed calls have not affected the environments
     venv.close()
 
 
-def test_spares_that_would_never_be_used_cause_a_warning() -> None:
+def test_spare_environments_without_same_step_mode_cause_a_warning() -> None:
     with pytest.warns(UserWarning, match="the spare environments are never used: pass autoreset_mode='SameStep'"):
         as_sb3(vecenv.make_vec(make_full_env_fns(1, wrapped=True)[0], 2, spare_workers=1)).close()
 
 
-def test_set_attr_reaches_spares() -> None:
+def test_set_attr_of_all_rows_reaches_spare_environments() -> None:
     venv = as_sb3(vecenv.make_vec(make_full_env_fns(1, wrapped=True)[0], 3, spare_workers=2, autoreset_mode="SameStep"))
     venv.reset()
     venv.set_attr("level", 5)
@@ -132,7 +132,7 @@ def test_set_attr_reaches_spares() -> None:
     venv.close()
 
 
-def test_repr_shows_the_vector_environment_below() -> None:
+def test_repr_shows_the_adapted_vector_environment() -> None:
     venv = make_venv(make_full_env_fns(2), num_workers=0)
     assert repr(venv) == f"SB3VecEnv({venv.vector_env!r})"
     assert "SB3VecEnv(AsyncVectorEnv(num_envs=2" in repr(venv)
@@ -185,7 +185,7 @@ def test_ppo_learns_the_same_as_over_dummy_vec_env(mode: str) -> None:
         assert len(model.ep_info_buffer) > 10
         return np.concatenate([value.detach().numpy().ravel() for value in model.policy.parameters()])
 
-    env_fns = [functools.partial(make_cartpole, 30)] * 4  # truncations, where PPO bootstraps from the last observations
+    env_fns = [functools.partial(make_cartpole, 30)] * 4  # PPO bootstraps from the last observation of truncated episodes
     np.testing.assert_array_equal(weights(make_venv(env_fns, autoreset_mode=mode)), weights(DummyVecEnv(env_fns)))
 
 
@@ -195,7 +195,7 @@ def test_ppo_learns_cartpole() -> None:
     envs = vecenv.make_vec("CartPole-v1", 8, vector_kwargs=SAME_STEP)
     model = sb3.PPO(
         "MlpPolicy", VecMonitor(as_sb3(envs)), n_steps=32, batch_size=256, n_epochs=20, gamma=0.98, gae_lambda=0.8,
-        learning_rate=lambda left: 1e-3 * left, clip_range=lambda left: 0.2 * left, seed=1, device="cpu",
+        learning_rate=lambda remaining: 1e-3 * remaining, clip_range=lambda remaining: 0.2 * remaining, seed=1, device="cpu",
     )  # fmt: skip
     model.learn(100_000)
     mean, _ = evaluate_policy(model, model.get_env(), n_eval_episodes=20)
@@ -252,7 +252,7 @@ def test_as_sb3_over_envpool_returns_terminal_observations(mode: str) -> None:
         for row in np.flatnonzero(dones):
             ended += 1
             last = infos[row]["terminal_observation"]
-            # one more step in the episode, not the first of the next
+            # it is one step after the previous observation, not the first one of the next episode
             assert 0 < np.abs(last - before[row]).max() < 1.0
             assert np.abs(observations[row]).max() <= 0.05
             assert infos[row]["episode"]["l"] == infos[row]["elapsed_step"]
@@ -264,7 +264,7 @@ def test_as_sb3_over_envpool_returns_terminal_observations(mode: str) -> None:
     venv.close()
 
 
-def test_attributes_of_gymnasiums_vector_environments_are_refused() -> None:
+def test_environment_attributes_of_gymnasiums_vector_environments_are_refused() -> None:
     venv = as_sb3(gym.vector.SyncVectorEnv(make_full_env_fns(2)))
     assert not venv.has_attr("level")
     with pytest.raises(AttributeError, match="SyncVectorEnv does not give access to single environments, so 'level'"):
@@ -272,19 +272,19 @@ def test_attributes_of_gymnasiums_vector_environments_are_refused() -> None:
     venv.close()
 
 
-def test_as_sb3_keeps_results_of_gymnasiums_vector_wrappers() -> None:
+def test_as_sb3_returns_the_results_of_gymnasiums_vector_wrappers() -> None:
     envs = gym.wrappers.vector.RecordEpisodeStatistics(vecenv.make_vec("CartPole-v1", 4, "serial"))
     venv = as_sb3(gym.wrappers.vector.TransformReward(envs, lambda rewards: 2 * rewards))
     venv.seed(0)
     venv.reset()
-    lengths, since = [], np.zeros(4, int)
+    lengths, steps = [], np.zeros(4, int)
     for _ in range(100):
         _, rewards, dones, infos = venv.step(np.zeros(4, int))
         assert rewards.tolist() == [2.0] * 4
-        since += 1
+        steps += 1
         for row in np.flatnonzero(dones):
-            lengths.append((infos[row]["episode"]["l"], since[row]))
-            since[row] = 0
+            lengths.append((infos[row]["episode"]["l"], steps[row]))
+            steps[row] = 0
     assert len(lengths) > 20
     assert all(reported == counted for reported, counted in lengths)
     assert venv.spec.id == "CartPole-v1"
@@ -298,17 +298,17 @@ def test_agents_that_die_at_different_times_have_equal_rows_in_every_mode(mode: 
     for each in (envs, reference):
         each.seed(3)
     assert_equal(envs.reset(), reference.reset())
-    ends: dict[bool, int] = {True: 0, False: 0}
+    ends: dict[bool, int] = {True: 0, False: 0}  # by "env_done"
     for _ in range(30):
-        found, expected = envs.step(np.ones(9, np.int64)), reference.step(np.ones(9, np.int64))
-        assert_equal(found[:3], expected[:3])
-        for row, (info, same) in enumerate(zip(found[3], expected[3], strict=True)):
-            if found[2][row] or not info["env_done"]:
-                assert_equal(info, same)
-            if found[2][row] and info["transition_mask"]:  # the end of an agent, not of padding
+        actual, expected = envs.step(np.ones(9, np.int64)), reference.step(np.ones(9, np.int64))
+        assert_equal(actual[:3], expected[:3])
+        for row, (info, expected_info) in enumerate(zip(actual[3], expected[3], strict=True)):
+            if actual[2][row] or not info["env_done"]:
+                assert_equal(info, expected_info)
+            if actual[2][row] and info["transition_mask"]:  # the end of an agent, not of padding
                 ends[info["env_done"]] += 1
                 assert info["terminal_observation"].tolist() == [row % 3 + 1, info["life"]]
-    assert ends[True] > 10 < ends[False]
+    assert min(ends.values()) > 10
     with pytest.raises(AttributeError, match=r"use call\(\).* of the MultiAgentVecEnv"):
         envs.env_method("observation_space", 1)
     for each in (envs, reference):
@@ -333,7 +333,7 @@ def test_unsupported_vector_environments_are_refused() -> None:
     envs.close()
 
 
-def test_set_options_can_differ_per_environment() -> None:
+def test_set_options_accepts_one_dict_per_environment() -> None:
     venv = make_venv(make_full_env_fns(2), num_workers=0)
     venv.set_options([{"start": 1}, {"start": 2}])
     venv.reset()

@@ -1,4 +1,4 @@
-"""``vecenv.torch.TensorDictEnv``: specs, branching states, gradients with reset masks, and copies."""
+"""``vecenv.torch.TensorDictEnv``: specs, rollouts that branch, gradients with reset masks, and copies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vecenv.testing import assert_identical
 
 
 class AcceleratingEnv(cart_env.PositionEnv):
-    """An environment that accelerates. It ends beyond 2 or after 6 steps."""
+    """An environment that accelerates. Episodes end at positions above 2 or after six steps."""
 
     max_episode_steps = 6
 
@@ -41,8 +41,8 @@ class NoGradientEnv(AcceleratingEnv):
     differentiable = "none"
 
 
-def td_after_step(env: Any, state: Any, action: Any) -> Any:
-    """Return the TensorDict after a step, as the next step expects it."""
+def tensordict_after_step(env: Any, state: Any, action: Any) -> Any:
+    """Return the TensorDict after a step, in the form of an argument of the next step."""
     return env.step_mdp(env.step(state.clone().set("action", action)))
 
 
@@ -70,23 +70,23 @@ def test_empty_batch_raises() -> None:
         vecenv.torch.TensorDictEnv(AcceleratingEnv(), [3, 0])
 
 
-def test_state_is_in_the_tensordict_so_that_rollouts_can_branch() -> None:
+def test_rollouts_can_branch_because_the_state_is_in_the_tensordict() -> None:
     env = vecenv.torch.TensorDictEnv(AcceleratingEnv(), (3,))
     env.set_seed(0)
     start = env.reset()
     push, pull = torch.full((3, 1), 0.4), torch.full((3, 1), -0.4)
-    once = td_after_step(env, start, push)
-    other = td_after_step(env, once, pull)
-    again = td_after_step(env, td_after_step(env, start, push), pull)
+    pushed = tensordict_after_step(env, start, push)
+    pulled = tensordict_after_step(env, pushed, pull)
+    repeated = tensordict_after_step(env, tensordict_after_step(env, start, push), pull)
     for key in ("observation", ("state", "floats"), ("state", "integers")):
-        assert torch.equal(other[key], again[key])
-    assert not torch.equal(td_after_step(env, once, push)["observation"], other["observation"])
-    state = env.state_of(other)
+        assert torch.equal(pulled[key], repeated[key])
+    assert not torch.equal(tensordict_after_step(env, pushed, push)["observation"], pulled["observation"])
+    state = env.state_of(pulled)
     assert state.steps.tolist() == [2, 2, 2]
     assert state.done.tolist() == [False] * 3
-    assert torch.equal(state.inner.env, other["observation"][:, 0])
-    back = env.tensordict_of(copy.deepcopy(state))
-    assert torch.equal(back["observation"], other["observation"])
+    assert torch.equal(state.inner.env, pulled["observation"][:, 0])
+    converted = env.tensordict_of(copy.deepcopy(state))
+    assert torch.equal(converted["observation"], pulled["observation"])
     env.set_seed(0)
     assert torch.equal(env.reset()["observation"], start["observation"])
     assert not torch.equal(env.reset()["observation"], start["observation"])
@@ -97,7 +97,7 @@ def sum_of_last_observations(env: Any, actions: Any, mask: Any) -> Any:
     env.set_seed(0)
     state = env.reset()
     for t, action in enumerate(actions):
-        state = td_after_step(env, state, action)
+        state = tensordict_after_step(env, state, action)
         if t == 1:
             state = env.reset(state.set("_reset", mask))
     return state["observation"].sum()
@@ -116,45 +116,47 @@ def test_reset_mask_keeps_the_gradient_of_the_other_rows() -> None:
     assert torch.allclose(torch.autograd.grad(without_reset, actions)[0][:, 1:], gradient[:, 1:])
     step = 1e-2
     for index in [(0, 1, 0), (1, 2, 0), (3, 0, 0)]:
-        moved = actions.detach().clone()
-        moved[index] += step
-        up = sum_of_last_observations(env, moved, mask)
-        moved[index] -= 2 * step
-        down = sum_of_last_observations(env, moved, mask)
+        shifted = actions.detach().clone()
+        shifted[index] += step
+        up = sum_of_last_observations(env, shifted, mask)
+        shifted[index] -= 2 * step
+        down = sum_of_last_observations(env, shifted, mask)
         assert float((up - down) / (2 * step)) == pytest.approx(float(gradient[index]), rel=2e-2)
 
 
 def test_finished_rows_keep_their_observation_and_step_mask_excludes_rows() -> None:
     env = vecenv.torch.TensorDictEnv(AcceleratingEnv(), (2,))
     env.set_seed(1)
-    data = env.rollout(6, lambda *_: torch.zeros(2, 1))  # random actions would end some earlier
+    data = env.rollout(6, lambda *_: torch.zeros(2, 1))  # with random actions, some episodes would end earlier
     last = data[:, -1]["next"].exclude("reward")
     assert last["truncated"].all()
-    still = env.step(last.clone().set("action", torch.ones(2, 1)))["next"]
-    assert torch.equal(still["observation"], last["observation"])
-    assert not still["reward"].any()
+    unchanged = env.step(last.clone().set("action", torch.ones(2, 1)))["next"]
+    assert torch.equal(unchanged["observation"], last["observation"])
+    assert not unchanged["reward"].any()
     start = env.reset()
-    step = start.clone().set("action", torch.ones(2, 1)).set("_step", torch.tensor([True, False]))
-    moved = env.step(step)["next"]
-    assert torch.equal(moved["observation"][1], start["observation"][1])
-    assert moved["reward"][:, 0].bool().tolist() == [True, False]
+    masked = start.clone().set("action", torch.ones(2, 1)).set("_step", torch.tensor([True, False]))
+    stepped = env.step(masked)["next"]
+    assert torch.equal(stepped["observation"][1], start["observation"][1])
+    assert stepped["reward"][:, 0].bool().tolist() == [True, False]
 
 
-def test_copies_and_pickles_continue_equally() -> None:
+def test_copied_and_pickled_environments_continue_like_the_original() -> None:
     env = vecenv.torch.TensorDictEnv(AcceleratingEnv(), (2,), max_episode_steps=4)
     env.set_seed(5)
     env.reset()
     copied = copy.deepcopy(env)
     copies = [copied, pickle.loads(pickle.dumps(env)), pickle.loads(pickle.dumps(copied))]
     start = env.reset()
-    expected_next = td_after_step(env, start, torch.zeros(2, 1))
+    expected_next = tensordict_after_step(env, start, torch.zeros(2, 1))
     for other in copies:
         assert torch.equal(other.reset()["observation"], start["observation"])
-        assert torch.equal(td_after_step(other, start, torch.zeros(2, 1))["observation"], expected_next["observation"])
+        assert torch.equal(
+            tensordict_after_step(other, start, torch.zeros(2, 1))["observation"], expected_next["observation"]
+        )
 
 
 class SignEnv(AcceleratingEnv):
-    """An environment that uses only the sign of an action, as in Brax's ``fast``."""
+    """An environment that uses only the sign of an action, like Brax's ``fast``."""
 
     differentiable = "zero"
 
@@ -185,11 +187,12 @@ def test_names_and_arguments_of_torchrls_brax_env_are_accepted() -> None:
         vecenv.torch.TensorDictEnv("fast", (2,), from_pixels=True)
 
 
-def test_environments_without_a_gradient_are_refused() -> None:
+def test_environments_without_a_gradient_and_wrong_options_are_refused() -> None:
     with pytest.raises(ValueError, match="no derivative"):
         vecenv.torch.TensorDictEnv(NoGradientEnv(), (2,), requires_grad=True)
-    without, disabled = NoGradientEnv(), vecenv.torch.TensorDictEnv(AcceleratingEnv(), (2,), requires_grad=False)
-    for env in (vecenv.torch.TensorDictEnv(without, (2,)), disabled):
+    without_gradient = vecenv.torch.TensorDictEnv(NoGradientEnv(), (2,))
+    disabled_gradient = vecenv.torch.TensorDictEnv(AcceleratingEnv(), (2,), requires_grad=False)
+    for env in (without_gradient, disabled_gradient):
         action = torch.zeros(2, 1, requires_grad=True)
         value = env.step(TensorDict({"action": action}, [2]))["next", "observation"].sum()
         assert torch.autograd.grad(value, action, allow_unused=True, materialize_grads=True)[0].count_nonzero() == 0
@@ -210,7 +213,8 @@ def test_as_torchrl_accepts_environments_on_the_device(to: str, mode: str) -> No
     env = as_torchrl(vecenv.backends.JaxVectorEnv(AcceleratingEnv(), 3, to=to, autoreset_mode=mode))
     check_env_specs(env)
     data = env.rollout(14, break_when_any_done=False)
-    position, push, moved = data["observation"][..., 0], data["action"][..., 0], data["next", "observation"][..., 0]
+    position, next_position = data["observation"][..., 0], data["next", "observation"][..., 0]
+    push = data["action"][..., 0]
     assert data["next", "done"].sum() > 5
-    assert torch.allclose(moved, position * (1 + 0.1 * push) + push, atol=1e-5)
+    assert torch.allclose(next_position, position * (1 + 0.1 * push) + push, atol=1e-5)
     env.close()

@@ -1,4 +1,4 @@
-"""``as_tianshou`` against Tianshou's own ``DummyVectorEnv``: collectors fill their buffers with the same data."""
+"""``as_tianshou`` returns the same results as Tianshou's ``DummyVectorEnv``, also to collectors."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_subsets_are_stepped_with_every_batch_size(batch_size: int | None) -> No
 
 
 class NestedActionEnv(gym.Env[Any, Any]):
-    """An environment that returns its actions in its infos."""
+    """An environment that returns its action as text in its infos."""
 
     observation_space = gym.spaces.Box(-1, 1, (2,))
 
@@ -94,15 +94,15 @@ LEAVES: list[gym.Space[Any]] = [gym.spaces.Discrete(3), gym.spaces.Box(-1, 1, (2
 def test_nested_actions_equal_dummy_vector_env(space: gym.Space[Any]) -> None:
     env_fns = [functools.partial(NestedActionEnv, space)] * 4
     ours, theirs = make_venv(env_fns), DummyVectorEnv(env_fns)
-    waiting = as_tianshou(vecenv.AsyncVectorEnv(env_fns, num_workers=2), wait_num=3)
-    for venv in (ours, theirs, waiting):
+    asynchronous = as_tianshou(vecenv.AsyncVectorEnv(env_fns, num_workers=2), wait_num=3)
+    for venv in (ours, theirs, asynchronous):
         venv.reset()
     for ids in (None, [2, 0], [3, 1, 0, 2]):
         actions = [space.sample() for _ in ids or range(4)]
         assert_equal(ours.step(actions, ids), theirs.step(actions, ids))
-    infos = [*waiting.step(actions)[4], *waiting.step(None)[4]]
+    infos = [*asynchronous.step(actions)[4], *asynchronous.step(None)[4]]
     assert [info["action"] for info in sorted(infos, key=lambda info: info["env_id"])] == [*map(repr, actions)]
-    for venv in (ours, theirs, waiting):
+    for venv in (ours, theirs, asynchronous):
         venv.close()
 
 
@@ -114,7 +114,7 @@ def make_policy(space: gym.Space[Any]) -> DiscreteActorPolicy:
 
 @pytest.mark.parametrize("amount", [{"n_step": 200}, {"n_episode": 7}], ids=str)
 @pytest.mark.parametrize("normalized", [False, True])
-def test_collector_data_equal_those_over_dummy_vector_env(amount: dict[str, int], normalized: bool) -> None:
+def test_collector_returns_the_same_data_as_over_dummy_vector_env(amount: dict[str, int], normalized: bool) -> None:
     def collect_data(venv: Any) -> tuple[Batch, Any]:
         wrapped = VectorEnvNormObs(venv) if normalized else venv
         buffer = VectorReplayBuffer(1000, 4)
@@ -171,12 +171,11 @@ def test_calls_with_indices_reach_single_environments() -> None:
 
 
 @pytest.mark.parametrize("frames", [None, np.zeros((2, 4, 6, 3), np.uint8)])
-def test_frames_of_a_library_may_be_one_array(frames: Any) -> None:
+def test_render_accepts_none_and_one_array_of_all_frames(frames: Any) -> None:
     envs = vecenv.make_vec("CartPole-v1", 2, "native", render_mode="rgb_array")
     envs.library.render = lambda: frames
-    assert [None if frame is None else frame.shape for frame in as_tianshou(envs).render()] == (
-        [None, None] if frames is None else [(4, 6, 3)] * 2
-    )
+    expected = [None, None] if frames is None else [(4, 6, 3)] * 2
+    assert [None if frame is None else frame.shape for frame in as_tianshou(envs).render()] == expected
     envs.close()
 
 
@@ -201,7 +200,7 @@ def test_invalid_input_raises() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ppo_learns_cartpole() -> None:
-    done = run_python(EXAMPLE, timeout=280)
-    match = re.search(r"^return (\d+) \+- ", done.stdout, re.MULTILINE)
-    assert match, done.stderr[-3000:]
+    result = run_python(EXAMPLE, timeout=280)
+    match = re.search(r"^return (\d+) \+- ", result.stdout, re.MULTILINE)
+    assert match, result.stderr[-3000:]
     assert int(match[1]) >= 475

@@ -14,12 +14,12 @@ from vecenv.adapters import as_tianshou
 
 
 def make_venv(num_workers: int, mode: str, count: int = 4, nested: bool = False) -> Any:
-    fns = [lambda: FullEnv(nested=nested)] * count
-    envs: Any = vecenv.AsyncVectorEnv(fns, num_workers=num_workers, context="forkserver", autoreset_mode=mode)
+    env_fns = [lambda: FullEnv(nested=nested)] * count
+    envs: Any = vecenv.AsyncVectorEnv(env_fns, num_workers=num_workers, context="forkserver", autoreset_mode=mode)
     return as_tianshou(envs, wait_num=2)
 
 
-def position(observation: Any) -> Any:
+def get_position(observation: Any) -> Any:
     return observation["position"] if isinstance(observation, dict) else observation
 
 
@@ -31,7 +31,7 @@ def test_rows_equal_single_environments(num_workers: int, mode: str, nested: boo
     single_envs = [FullEnv(nested=nested) for _ in range(4)]
     for i, env in enumerate(single_envs):
         observation, info = env.reset(seed=5 + i)
-        np.testing.assert_array_equal(position(observations[i]), position(observation))
+        np.testing.assert_array_equal(get_position(observations[i]), get_position(observation))
         assert infos[i] == info
     ready, steps = np.arange(4), 0
     while steps < 80:
@@ -40,15 +40,16 @@ def test_rows_equal_single_environments(num_workers: int, mode: str, nested: boo
         ready = np.array([info["env_id"] for info in infos])
         for row, i in enumerate(ready):
             observation, reward, terminated, truncated, info = single_envs[i].step(i % 3)
-            np.testing.assert_array_equal(position(observations[row]), position(observation))
+            np.testing.assert_array_equal(get_position(observations[row]), get_position(observation))
             assert (rewards[row], terminations[row], truncations[row]) == (reward, terminated, truncated)
             assert infos[row].keys() == {*info, "env_id"}
             assert all(infos[row][key] == value for key, value in info.items() if key != "inner")
         over = ready[terminations | truncations]
         if len(over):
-            begun, infos = venv.reset(over)
+            observations, infos = venv.reset(over)
             for row, i in enumerate(over):
-                np.testing.assert_array_equal(position(begun[row]), position(single_envs[i].reset()[0]))
+                expected, _ = single_envs[i].reset()
+                np.testing.assert_array_equal(get_position(observations[row]), get_position(expected))
                 assert "env_id" not in infos[row]
         steps += len(ready)
     while venv.waiting_id:

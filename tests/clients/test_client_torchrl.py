@@ -1,4 +1,4 @@
-"""TorchRL's ``GymWrapper`` returns equal results over vecenv, without an adapter, and over ``SyncVectorEnv``."""
+"""TorchRL's ``GymWrapper`` returns the same results over vecenv, without an adapter, as over ``SyncVectorEnv``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import vecenv
 
 
 @pytest.fixture(scope="module", autouse=True)
-def first_wrapper() -> None:
-    """Wrap a Gymnasium environment first, because TorchRL keeps the first wrapped environment forever."""
+def wrap_gymnasiums_engine_first() -> None:
+    """Wrap one of Gymnasium's vector environments first, because TorchRL keeps the first wrapped one forever."""
     env = GymWrapper(make_gymnasium([make_cartpole] * 2, "Disabled"))
     env.rollout(3)
     env.close()
@@ -35,13 +35,13 @@ def make_gymnasium(env_fns: list[Any], mode: str) -> Any:
     return gym.vector.SyncVectorEnv(env_fns, autoreset_mode=mode)
 
 
-def assert_same_data(one: Any, other: Any) -> None:
-    assert one.batch_size == other.batch_size
-    keys = set(one.keys(include_nested=True, leaves_only=True))
-    assert keys == set(other.keys(include_nested=True, leaves_only=True))
+def assert_same_data(actual: Any, expected: Any) -> None:
+    assert actual.batch_size == expected.batch_size
+    keys = set(actual.keys(include_nested=True, leaves_only=True))
+    assert keys == set(expected.keys(include_nested=True, leaves_only=True))
     assert ("next", "observation") in keys or ("next", "position") in keys
     for key in keys:
-        assert torch.equal(one[key].nan_to_num(-7.0), other[key].nan_to_num(-7.0)), key
+        assert torch.equal(actual[key].nan_to_num(-7.0), expected[key].nan_to_num(-7.0)), key
 
 
 # TorchRL does not read Dict observations in same-step mode, not even those of SyncVectorEnv

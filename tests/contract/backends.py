@@ -1,4 +1,4 @@
-"""The backends of the contract: how to build them, valid actions, and known gaps."""
+"""The backends of the contract: functions that build them, valid actions, and known gaps."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ ROWS = 4
 
 @dataclass(frozen=True, eq=False)
 class Backend:
-    """One column of the contract.
+    """A backend of the contract, which is a column of its table.
 
     Args:
         name: The name for ``pytest -k`` and in the table.
         make: Builds a vector environment of :data:`ROWS` rows with random first observations.
-        make_slow: Builds one with steps of about a tenth of a second, perhaps with more rows.
+        make_slow: Builds a vector environment with steps of about a tenth of a second. It may have more rows.
         actions: Returns the given number of valid actions.
         misshapen_actions: Returns the given number of actions, each of a wrong shape.
         options_applied: True if observations show that the environments received ``options={"low": 0.02, "high": 0.03}``.
-        slow_actions: The actions of ``make_slow``, if they differ.
-        needs: Modules without which the backend's tests are skipped.
-        folder: The folder of tests to run together with, because the backend's threads never end; see
+        slow_actions: Like ``actions``, for ``make_slow``, if its actions differ.
+        needs: Modules that must be installed. Otherwise the backend's tests are skipped.
+        folder: The folder of other tests of the backend, if they run last because the backend's threads never end; see
             ``PERMANENT_THREAD_FOLDERS`` in tests/conftest.py.
-        context: A context that is open while this backend is tested.
-        expensive: True if it takes long to build. Tests that leave it idle then share one.
-        steps: Steps of its environment per action.
+        context: Returns a context that is open while this backend is tested.
+        expensive: True if building takes long. Tests that leave the vector environment idle then share one.
+        steps: The number of steps of the single environment per action.
         known_gaps: Call -> the reason why its test is expected to fail with this backend.
     """
 
@@ -58,7 +58,7 @@ class Backend:
     known_gaps: Mapping[str, str] = field(default_factory=dict)
 
 
-# -- processes, and the calling process ----------------------------------------------------------------------------
+# -- worker processes, and this process ------------------------------------------------------------------------------
 
 _CARTPOLE = functools.partial(gymnasium.make, "CartPole-v1")
 
@@ -161,7 +161,7 @@ def _make_ale(**options: Any) -> Any:
 
 
 class SlowCartPoleVectorEnv(gymnasium.envs.classic_control.cartpole.CartPoleVectorEnv):
-    """Gymnasium's own vector environment of CartPoles, with steps of at least :data:`PAUSE` seconds."""
+    """Gymnasium's own CartPole vector environment, with steps of at least :data:`PAUSE` seconds."""
 
     def step(self, action: Any) -> Any:
         time.sleep(PAUSE)
@@ -271,4 +271,4 @@ CONFIGURATIONS = (
         steps=2,
     ),
 )
-"""Further backends to test, without a column in the table: those above with other environments."""
+"""More backends to test, without a column in the table: they are backends of the table with other environments."""

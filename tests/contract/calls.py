@@ -10,11 +10,11 @@ import numpy as np
 F = TypeVar("F", bound=Callable[..., None])
 
 CALLS: dict[str, str] = {}
-"""The call of each test function, in the order of the tests."""
+"""The call that each test function covers, in the order of the tests."""
 
 
 def call(name: str) -> Callable[[F], F]:
-    """Register the call that a test is about, which is a row of the table."""
+    """Register ``name``, a row of the table, as the call that a test covers."""
 
     def decorate(test: F) -> F:
         assert name not in CALLS.values(), f"{name} has two tests"
@@ -25,12 +25,12 @@ def call(name: str) -> Callable[[F], F]:
 
 
 def call_name(test: Any) -> str:
-    """Return the call that a test is about."""
+    """Return the name of the call that a test covers."""
     return CALLS[test.__name__]
 
 
 def to_numpy(batch: Any) -> Any:
-    """Copy a batch to numpy, in the same containers."""
+    """Copy the arrays of a batch to numpy arrays, in the same containers."""
     if isinstance(batch, Mapping):
         return {key: to_numpy(value) for key, value in batch.items()}
     if isinstance(batch, tuple):
@@ -39,7 +39,7 @@ def to_numpy(batch: Any) -> Any:
 
 
 def copy_rows(batch: Any, rows: Any) -> Any:
-    """Copy some rows of a batch to numpy."""
+    """Copy some rows of a batch to numpy arrays, in the same containers."""
     if isinstance(batch, Mapping):
         return {key: copy_rows(value, rows) for key, value in batch.items()}
     if isinstance(batch, tuple):
@@ -47,22 +47,22 @@ def copy_rows(batch: Any, rows: Any) -> Any:
     return np.asarray(batch)[np.asarray(rows, np.intp)]
 
 
-def in_flight(envs: Any) -> float:
+def count_in_flight(envs: Any) -> float:
     """Return the number of rows that were sent and not received."""
     return float(envs.stats()["in_flight"])
 
 
-def differs(one: Any, other: Any) -> bool:
+def differs(first: Any, second: Any) -> bool:
     """True if two batches of observations differ."""
-    if isinstance(one, Mapping):
-        return any(differs(one[key], other[key]) for key in one)
-    if isinstance(one, tuple):
-        return any(map(differs, one, other))
-    return not np.array_equal(np.asarray(one), np.asarray(other))
+    if isinstance(first, Mapping):
+        return any(differs(first[key], second[key]) for key in first)
+    if isinstance(first, tuple):
+        return any(map(differs, first, second))
+    return not np.array_equal(np.asarray(first), np.asarray(second))
 
 
 def assert_masks(infos: Mapping[Any, Any], where: str = "infos") -> None:
-    """Assert that every key has its mask, a bool for each row, at every level."""
+    """Assert that every key at every level has a mask with a bool for each row."""
     keys = [key for key in infos if not (isinstance(key, str) and key.startswith("_") and key[1:] in infos)]
     for key in keys:
         assert f"_{key}" in infos, f"{where}[{key!r}] has no mask"

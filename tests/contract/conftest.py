@@ -1,7 +1,8 @@
 """Fixtures that run every test of this folder with every backend; ``--contract-table`` prints the results.
 
-By default a test runs with a third of :data:`ALTERNATE`, the next test with the next third; the rest is ``long``. JAX
-compiles what it runs for each file, so its backends take part in one file only. Those of :data:`SLOWEST` are ``long``.
+By default each test runs with one third of :data:`ALTERNATING_BACKENDS`, and the next test with the next third. The other
+cases are ``long``, like all of :data:`SLOWEST`, and those with JAX's backends in other files than :data:`FILE_OF_JAX`,
+because JAX compiles its programs again for each file.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from . import table
 from .backends import BACKENDS, CONFIGURATIONS, Backend
 from .calls import call_name
 
-# backends that take long, ordered so that each third contains different kinds
-ALTERNATE = (
+# backends with slow tests, in an order in which every third one is of another kind
+ALTERNATING_BACKENDS = (
     "first-ready",
     "multi-agent",
     "chunks",
@@ -43,22 +44,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark as ``long`` two thirds of :data:`ALTERNATE` for each test, unless a table is requested."""
+    """Mark two thirds of each test's :data:`ALTERNATING_BACKENDS` as ``long``, unless a table is requested."""
     if config.getoption("contract_table", default=None) is not None:
         return
     tests: dict[tuple[Path, str], dict[str, pytest.Item]] = {}
     for item in items:
         if item.path.parent == HERE and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             name = getattr(item.callspec.params.get("backend"), "name", "")
-            if name in ALTERNATE:
+            if name in ALTERNATING_BACKENDS:
                 tests.setdefault((item.path, item.originalname), {})[item.callspec.id] = item
     for number, cases in enumerate(tests.values()):
-        if len(cases) <= THIRDS:  # selected by name
+        if len(cases) <= THIRDS:  # these backends were selected with -k or by id
             continue
         for item in cases.values():
             backend = item.callspec.params["backend"]
-            elsewhere = backend.name in SLOWEST or (backend.folder == "jax" and item.path.name != FILE_OF_JAX)
-            if elsewhere or ALTERNATE.index(backend.name) % THIRDS != number % THIRDS:
+            excluded = backend.name in SLOWEST or (backend.folder == "jax" and item.path.name != FILE_OF_JAX)
+            if excluded or ALTERNATING_BACKENDS.index(backend.name) % THIRDS != number % THIRDS:
                 item.add_marker(pytest.mark.long)
 
 
@@ -72,14 +73,14 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             table.replace_table(Path(page), result)
 
 
-def _mark_backend(backend: Backend) -> Any:
+def _backend_param(backend: Backend) -> Any:
     ray = [pytest.mark.ray, pytest.mark.xdist_group("ray")] if backend.name == "ray" else []
     return pytest.param(backend, id=backend.name, marks=[*ray, pytest.mark.timeout(240)])
 
 
-@pytest.fixture(scope="package", params=map(_mark_backend, (*BACKENDS, *CONFIGURATIONS)))
+@pytest.fixture(scope="package", params=map(_backend_param, (*BACKENDS, *CONFIGURATIONS)))
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """The backends, one after another."""
+    """Yield one backend after another, each inside its context."""
     backend: Backend = request.param
     for module in backend.needs:
         pytest.importorskip(module, reason=f"{backend.name} needs {module}, which is not installed")
@@ -92,7 +93,7 @@ def shared_envs(backend: Backend) -> Iterator[Any]:
     """Yield a vector environment that tests of an expensive backend share, or ``None`` for other backends."""
     envs = backend.make() if backend.expensive else None
     if envs is not None:
-        envs.reset()  # the first call starts threads that stay
+        envs.reset()  # starts permanent threads before the first test, which must not leave new ones behind
     yield envs
     if envs is not None:
         envs.close()
@@ -100,7 +101,7 @@ def shared_envs(backend: Backend) -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def record_call(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
-    """Record the call and the backend of a test, and expect a known gap to fail."""
+    """Record the call and the backend of a test. Mark the test as an expected failure if it is a known gap."""
     if "backend" not in request.fixturenames:
         return
     backend: Backend = request.getfixturevalue("backend")
@@ -113,7 +114,7 @@ def record_call(request: pytest.FixtureRequest, record_property: Callable[[str, 
 
 @pytest.fixture
 def build(backend: Backend) -> Iterator[Callable[..., Any]]:
-    """``build()`` or ``build(backend.make_slow)``: a fresh vector environment, closed at the end."""
+    """Yield a function that builds a vector environment, by default with ``backend.make``, and closes it at the end."""
     with contextlib.ExitStack() as stack:
 
         def make(factory: Callable[[], Any] | None = None) -> Any:
@@ -126,26 +127,26 @@ def build(backend: Backend) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def envs(shared_envs: Any, build: Callable[..., Any]) -> Iterator[Any]:
-    """Yield a vector environment that has been reset; it is new, or shared and idle. A test must leave it idle."""
+    """Yield a vector environment that is reset, and either new or shared. Tests must leave it without pending requests."""
     usable = shared_envs is not None and not shared_envs.closed and not shared_envs.stats()["in_flight"]
     envs = shared_envs if usable else build()
     envs.reset()
     yield envs
     if envs is shared_envs and not envs.closed:
-        with contextlib.suppress(Exception):  # after a failure, the next test gets a fresh one
+        with contextlib.suppress(Exception):  # if this fails, the next test builds a new one
             while envs.stats()["in_flight"]:
                 envs.recv(timeout=20, count=1)
 
 
 @pytest.fixture
 def unless_refused(record_property: Callable[[str, object], None]) -> Callable[..., Any]:
-    """``with unless_refused(envs, capability):`` passes if its body works, or is refused as ``envs.capabilities`` reports.
+    """Return a context manager for calls that a backend may refuse: ``with unless_refused(envs, capability):``.
 
-    A refusal is a ``NotImplementedError`` that names the backend and gives a reason.
+    A call is refused with a ``NotImplementedError`` that names the backend, if ``envs.capabilities`` lacks the capability.
     """
 
     @contextlib.contextmanager
-    def block(envs: Any, capability: str) -> Iterator[None]:
+    def accept_refusal(envs: Any, capability: str) -> Iterator[None]:
         try:
             yield
         except NotImplementedError as error:
@@ -155,4 +156,4 @@ def unless_refused(record_property: Callable[[str, object], None]) -> Callable[.
             assert any(name in str(error) for name in names), error
             record_property("refused", True)
 
-    return block
+    return accept_refusal

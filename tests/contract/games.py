@@ -21,7 +21,7 @@ class SlowCartPole(CartPoleEnv):
 
 
 class TwoPlayerGame:
-    """A game of two players without an end. Options of a reset bound its random observations.
+    """An endless game of two players. Options of a reset set the bounds of its random observations.
 
     Args:
         pause: The minimum duration of a step in seconds.

@@ -1,4 +1,4 @@
-"""A JAX environment that can be slow. Only modules that need JAX import this."""
+"""A JAX environment that can be slow. This module imports JAX, so only functions that need JAX import it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 
 
 class Walk:
-    """A random position, which actions move.
+    """An environment with a position that actions move.
 
     Args:
-        work: The number of additional matrix products per step.
+        work: The number of matrix products that make a step slow.
     """
 
     name = "Walk"
@@ -27,12 +27,12 @@ class Walk:
         self.work = work
 
     def init(self, key: Any) -> Any:
-        place = jax.random.uniform(key, (2,))
-        return place, place
+        position = jax.random.uniform(key, (2,))
+        return position, position
 
     def step(self, state: Any, action: Any, key: Any) -> Any:
-        place = state + action[0]
+        position = state + action[0]
         if self.work:
-            matrix = jnp.ones((300, 300)) * place[0]
-            place += 0 * jax.lax.fori_loop(0, self.work, lambda _, m: jnp.tanh(m @ m), matrix)[0, :2]
-        return place, place, place[0], False, False, {"place": place[0]}
+            matrix = jnp.ones((300, 300)) * position[0]
+            position += 0 * jax.lax.fori_loop(0, self.work, lambda _, m: jnp.tanh(m @ m), matrix)[0, :2]
+        return position, position, position[0], False, False, {"position": position[0]}

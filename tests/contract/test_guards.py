@@ -1,4 +1,4 @@
-"""Threads, forks, stats, capabilities, and ``close``."""
+"""Calls from other threads, forks and signal handlers; ``stats``, capabilities, and ``close``."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from vecenv.errors import BusyError, ForkedError
 from vecenv.front.capabilities import STATS_KEYS, Capabilities
 
 from .backends import ROWS, Backend
-from .calls import call, differs, in_flight, to_numpy
+from .calls import call, count_in_flight, differs, to_numpy
 
 
 def common_calls(envs: Any, actions: Any) -> Iterator[Callable[[], Any]]:
-    """Yield the calls that every backend has."""
+    """Yield functions that make the calls that every backend has."""
     yield from (envs.reset, envs.reset_async, envs.reset_wait, envs.step_wait, envs.recv)
     yield lambda: envs.step(actions)
     yield lambda: envs.step_async(actions)
@@ -38,16 +38,20 @@ def common_calls(envs: Any, actions: Any) -> Iterator[Callable[[], Any]]:
 
 
 def slow_step(envs: Any, actions: Any) -> Any:
-    """Step, and return when the results are ready; on JAX, only a step with a timeout waits for them."""
+    """Step and wait for the results. On JAX, ``step`` returns before they are ready, so this waits with a timeout."""
     if not envs.capabilities.runs_jax:
         return envs.step(actions)
     envs.step_async(actions)
     return envs.step_wait(timeout=60)
 
 
+def append_slow_step(results: list[Any], envs: Any, actions: Any) -> None:
+    results.append(slow_step(envs, actions))
+
+
 @call("a call from a second thread")
 def test_call_from_a_second_thread_is_refused(backend: Backend, build: Callable[..., Any]) -> None:
-    """Calls are refused while another thread is in a slow step. A call that came after that step is repeated in the next."""
+    """Each call is made during a slow step of another thread, and again during the next one if the step has ended first."""
     refused = 0
     for _ in range(20):
         envs = build(backend.make_slow)
@@ -55,29 +59,29 @@ def test_call_from_a_second_thread_is_refused(backend: Backend, build: Callable[
         calls = list(common_calls(envs, actions))
         envs.reset()
         results: list[Any] = []
-        thread = threading.Thread(target=lambda args=(envs, actions), out=results: out.append(slow_step(*args)))
+        thread = threading.Thread(target=append_slow_step, args=(results, envs, actions))
         thread.start()
         time.sleep(0.02)
-        texts = []
+        outcomes = []
         for make_call in calls[refused:]:
             try:
                 make_call()
             except Exception as error:
-                text = f"{type(error).__name__}: {error}"
+                outcome = f"{type(error).__name__}: {error}"
             else:
-                text = "not refused"
+                outcome = "not refused"
             if results:
                 break
-            texts.append(text)
+            outcomes.append(outcome)
         thread.join()
         assert results, "the other thread's step raised"
         expected = rf"BusyError: another thread is in a call on this {type(envs).__name__}; `\w+` was refused"
-        assert [text for text in texts if not re.fullmatch(expected, text)] == []
-        refused += len(texts)
+        assert [outcome for outcome in outcomes if not re.fullmatch(expected, outcome)] == []
+        refused += len(outcomes)
         if refused == len(calls):
             break
     else:
-        pytest.fail("no step of another thread lasted long enough")
+        pytest.fail("the other thread's steps did not last long enough")
     assert issubclass(BusyError, RuntimeError)
     envs.step(actions)
 
@@ -97,7 +101,7 @@ def test_forked_child_is_refused_and_the_parent_continues(backend: Backend, envs
         assert envs.closed
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python warns about a fork beside threads
+        warnings.simplefilter("ignore")  # Python warns about a fork in a process with threads
         assert run_in_fork(check) == 0
     envs.step(actions)
 
@@ -133,25 +137,28 @@ def test_stats_have_common_keys_and_stay_after_close(backend: Backend, build: Ca
 
 @call('`stats()["in_flight"]`')
 def test_stats_count_pending_rows_as_in_flight(backend: Backend, envs: Any) -> None:
-    def counted() -> tuple[float, float]:
+    def count_steps_and_resets() -> tuple[float, float]:
         return envs.stats()["steps"] - before["steps"], envs.stats()["resets"] - before["resets"]
 
     before = envs.stats()
     envs.send(backend.actions(ROWS), range(ROWS))
-    assert in_flight(envs) == ROWS
-    assert counted() == pytest.approx((0, 0), nan_ok=True), "rows count when they are received"
-    while in_flight(envs):
+    assert count_in_flight(envs) == ROWS
+    assert count_steps_and_resets() == pytest.approx((0, 0), nan_ok=True), "steps count when their rows are received"
+    while count_in_flight(envs):
         envs.recv()
-    assert counted() == pytest.approx((ROWS * backend.steps, 0), nan_ok=True)
-    stepping = lambda: envs.step_async(backend.actions(ROWS))  # noqa: E731
-    for begin, finish in ((envs.reset_async, envs.reset_wait), (envs.reset_async, envs.recv), (stepping, envs.step_wait)):
-        counts = counted()
+    assert count_steps_and_resets() == pytest.approx((ROWS * backend.steps, 0), nan_ok=True)
+
+    def begin_step() -> None:
+        envs.step_async(backend.actions(ROWS))
+
+    for begin, finish in ((envs.reset_async, envs.reset_wait), (envs.reset_async, envs.recv), (begin_step, envs.step_wait)):
+        counts = count_steps_and_resets()
         begin()
-        assert in_flight(envs) == ROWS
-        assert counted() == pytest.approx(counts, nan_ok=True)
-        while in_flight(envs):
+        assert count_in_flight(envs) == ROWS
+        assert count_steps_and_resets() == pytest.approx(counts, nan_ok=True)
+        while count_in_flight(envs):
             finish()
-    assert counted() == pytest.approx((2 * ROWS * backend.steps, 2 * ROWS), nan_ok=True)
+    assert count_steps_and_resets() == pytest.approx((2 * ROWS * backend.steps, 2 * ROWS), nan_ok=True)
 
 
 @call("`capabilities`: missing ones are refused")
@@ -175,7 +182,7 @@ def test_missing_capabilities_are_refused_with_the_reason(backend: Backend, envs
         with pytest.raises(NotImplementedError, match=rf"^{type(envs).__name__} cannot .*: .+"):
             envs.recv(count=1)
         envs.recv()
-    assert in_flight(envs) == 0
+    assert count_in_flight(envs) == 0
 
 
 @call("`close()`: twice, and with a result pending")
@@ -188,7 +195,7 @@ def test_close_works_twice_and_with_a_result_pending(backend: Backend, build: Ca
         envs.reset()
         begin(envs)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Gymnasium's warning about a result that was not fetched
+            warnings.simplefilter("ignore")  # Gymnasium warns that the pending result is lost
             envs.close()
         assert envs.closed
         envs.close()
@@ -196,7 +203,7 @@ def test_close_works_twice_and_with_a_result_pending(backend: Backend, build: Ca
 
 
 class ClosingInterruption(Interruption):
-    """An interruption that closes at the chosen line, like a signal handler, and raises nothing."""
+    """An interruption that calls ``close`` at the chosen line, like a signal handler, and does not raise."""
 
     def __init__(self, envs: Any, moment: int) -> None:
         super().__init__("line", moment)
@@ -215,7 +222,7 @@ class ClosingInterruption(Interruption):
 def test_close_during_a_call_raises_in_the_call(
     backend: Backend, build: Callable[..., Any], moments: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or it returns a result that it had already. It does not wait for the next check of the watchdog."""
+    """The call may also return a complete result. It must not wait for the watchdog's next check, after 1,000 seconds."""
     monkeypatch.setattr("vecenv.engine.watchdog.CHECK_INTERVAL_SECONDS", [1000.0])
     calls = {"step": lambda envs: envs.step(backend.actions(ROWS)), "reset": lambda envs: envs.reset()}
     for moment in moments:
@@ -229,8 +236,8 @@ def test_close_during_a_call_raises_in_the_call(
                 except Exception as error:
                     raised = error
             if closing.fired:
-                where = f"{name}, closed at {closing}: {raised!r}"
-                assert raised is None or isinstance(raised, ClosedEnvironmentError), where
+                message = f"{name}, closed at {closing}: {raised!r}"
+                assert raised is None or isinstance(raised, ClosedEnvironmentError), message
                 assert envs.closed
                 with pytest.raises(ClosedEnvironmentError):
                     make_call(envs)
@@ -245,7 +252,7 @@ def test_close_accepts_timeout_and_terminate(backend: Backend, build: Callable[.
             envs.close(timeout="soon")
         with pytest.raises(TypeError, match="time_out"):
             envs.close(time_out=30)
-        envs.reset()  # the invalid calls did not close it
+        envs.reset()  # the invalid calls have not closed it
         envs.close(**options)
         assert envs.closed
         if backend.expensive:
@@ -255,7 +262,7 @@ def test_close_accepts_timeout_and_terminate(backend: Backend, build: Callable[.
 @call("`close()`: descriptors")
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="lists descriptors in /proc")
 def test_close_frees_descriptors_before_it_returns(backend: Backend, build: Callable[..., Any]) -> None:
-    def descriptors() -> int:
+    def count_descriptors() -> int:
         if backend.name != "ray":
             return len(os.listdir("/proc/self/fd"))
         found = 0
@@ -264,20 +271,20 @@ def test_close_frees_descriptors_before_it_returns(backend: Backend, build: Call
                 found += os.path.basename(os.readlink(f"/proc/self/fd/{name}")).startswith(("vecenv", "memfd:vecenv"))
         return found
 
-    def use() -> Any:
+    def build_step_and_close() -> Any:
         envs = backend.make()
         envs.reset()
         envs.step(backend.actions(ROWS))
         envs.close()
         return envs
 
-    use()  # create permanent resources first
+    build_step_and_close()  # the first time also creates permanent resources
     gc.collect()
-    before = descriptors()
-    gc.disable()  # descriptors must be freed without a collection
+    before = count_descriptors()
+    gc.disable()  # close() must free descriptors without a garbage collection
     try:
-        envs = use()
-        after = descriptors()
+        envs = build_step_and_close()
+        after = count_descriptors()
     finally:
         gc.enable()
     assert envs.closed
@@ -286,41 +293,41 @@ def test_close_frees_descriptors_before_it_returns(backend: Backend, build: Call
 
 @call("a subclass that overrides `step_async`, `step_wait`, `reset_async` or `reset_wait`")
 def test_overridden_async_and_wait_methods_are_called(backend: Backend, build: Callable[..., Any]) -> None:
-    """``step`` and ``reset`` call them, also if they are called through ``super()``; nothing else changes."""
+    """``step`` and ``reset`` call them, even if a subclass calls ``super().step`` and ``super().reset``."""
     envs = build()
     called: list[str] = []
 
-    def overridden(name: str) -> Callable[..., Any]:
+    def recording_method(name: str) -> Callable[..., Any]:
         def record_call(self: Any, *args: Any, **kwargs: Any) -> Any:
             called.append(name)
-            return getattr(kind, name)(self, *args, **kwargs)
+            return getattr(base, name)(self, *args, **kwargs)
 
         return record_call
 
-    def through_super(name: str) -> Callable[..., Any]:
+    def forwarding_method(name: str) -> Callable[..., Any]:
         def call_super(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return getattr(kind, name)(self, *args, **kwargs)
+            return getattr(base, name)(self, *args, **kwargs)
 
         return call_super
 
-    kind = type(envs)
-    halves = "step_async", "step_wait", "reset_async", "reset_wait"
-    for names in ((name,) for name in halves) if not backend.expensive else (halves,):
+    base = type(envs)
+    overridable = "step_async", "step_wait", "reset_async", "reset_wait"
+    for names in ((name,) for name in overridable) if not backend.expensive else (overridable,):
         for others in ((), ("step", "reset")):
-            methods = {name: overridden(name) for name in names} | {name: through_super(name) for name in others}
-            envs.__class__ = type("Subclass", (kind,), methods)
+            methods = {name: recording_method(name) for name in names} | {name: forwarding_method(name) for name in others}
+            envs.__class__ = type("Subclass", (base,), methods)
             called.clear()
             assert len(envs.reset()) == 2
             assert len(envs.step(backend.actions(ROWS))) == 5
             assert called == [name for name in ("reset_async", "reset_wait", "step_async", "step_wait") if name in names]
-            assert in_flight(envs) == 0
+            assert count_in_flight(envs) == 0
     if isinstance(envs, vecenv.AsyncVectorEnv):
-        halves = "call_async", "call_wait", "exec_func_send", "exec_func_fetch"
-        envs.__class__ = type("Subclass", (kind,), {name: overridden(name) for name in halves})
+        overridable = "call_async", "call_wait", "exec_func_send", "exec_func_fetch"
+        envs.__class__ = type("Subclass", (base,), {name: recording_method(name) for name in overridable})
         called.clear()
         assert len(envs.call("spec")) == len(envs.exec_func(id)) == ROWS
-        assert called == list(halves)
-    envs.__class__ = kind
+        assert called == list(overridable)
+    envs.__class__ = base
 
 
 ABSENT_NAMES = {"multi-agent": {"unwrapped", "np_random", "np_random_seed", "close_extras", "submissions"}}
@@ -330,7 +337,7 @@ ABSENT_NAMES["envpool-players"] = ABSENT_NAMES["multi-agent"]
 
 @call("every public name of `AsyncVectorEnv`")
 def test_every_public_name_exists_or_is_refused(backend: Backend, envs: Any) -> None:
-    """``getattr`` works or raises an error with the backend and the reason, and ``hasattr`` agrees with it."""
+    """``getattr`` works, or raises an error with the backend and the reason; then ``hasattr`` is false."""
     engine = vecenv.AsyncVectorEnv([lambda: gymnasium.make("CartPole-v1")], num_workers=0)
     names = {name for name in {*dir(engine), *vars(engine)} if not name.startswith("_")}
     engine.close()
@@ -351,13 +358,13 @@ def test_every_public_name_exists_or_is_refused(backend: Backend, envs: Any) -> 
     assert list(envs.errors) == list(envs.error_queue)
     envs.send(backend.actions(ROWS), range(ROWS))
     assert sorted(envs.in_flight) == list(range(ROWS))
-    while in_flight(envs):
+    while count_in_flight(envs):
         envs.recv()
 
 
 @call("a call within a call, by a signal handler")
 def test_call_within_a_call_is_refused(backend: Backend, build: Callable[..., Any]) -> None:
-    """Every call raises the same error, and the outer step is not affected."""
+    """Every nested call raises the same error, and the outer step is not affected."""
     errors: list[Any] = []
 
     def handler(number: int, frame: Any) -> None:
@@ -368,7 +375,7 @@ def test_call_within_a_call_is_refused(backend: Backend, build: Callable[..., An
                 errors.append(error)
 
     with signal_handler(signal.SIGALRM, handler):
-        for seconds in (0.02, 0.01, 0.005, 0.02, 0.01, 0.005, 0.002):  # a signal before or after the step: try again
+        for seconds in (0.02, 0.01, 0.005, 0.02, 0.01, 0.005, 0.002):  # try again if the signal misses the step
             envs = build(backend.make_slow)
             actions = (backend.slow_actions or backend.actions)(envs.num_envs)
             envs.reset()
@@ -376,7 +383,7 @@ def test_call_within_a_call_is_refused(backend: Backend, build: Callable[..., An
             errors.clear()
             steps = envs.stats()["steps"]
             signal.setitimer(signal.ITIMER_REAL, seconds)
-            with contextlib.suppress(AlreadyPendingCallError):  # if the handler's calls came before the step
+            with contextlib.suppress(AlreadyPendingCallError):  # if the handler's calls are made before the step
                 result = slow_step(envs, actions)
             signal.setitimer(signal.ITIMER_REAL, 0)
             if all(type(error) is BusyError for error in errors) and errors:
@@ -387,7 +394,7 @@ def test_call_within_a_call_is_refused(backend: Backend, build: Callable[..., An
     expected = rf"a call on this {type(envs).__name__} is under way in this thread; `\w+` was refused"
     assert [str(error) for error in errors if not re.fullmatch(expected, str(error))] == []
     assert envs.stats()["steps"] == pytest.approx(steps + envs.num_envs * backend.steps, nan_ok=True)
-    assert in_flight(envs) == 0
+    assert count_in_flight(envs) == 0
     envs.step(actions)
 
 
@@ -395,7 +402,7 @@ def test_call_within_a_call_is_refused(backend: Backend, build: Callable[..., An
 def test_reset_after_an_interrupted_wait_drops_the_pending_call(backend: Backend, build: Callable[..., Any]) -> None:
     envs = build(backend.make_slow)
     actions = (backend.slow_actions or backend.actions)(envs.num_envs)
-    timeout = 60 if envs.capabilities.runs_jax else None  # on JAX, only a wait with a timeout lasts as long as the step
+    timeout = 60 if envs.capabilities.runs_jax else None  # on JAX, only a wait with a timeout waits for the results
     first = to_numpy(envs.reset(seed=3)[0])
     interrupted = 0
     with signal_handler(signal.SIGALRM, KeyboardInterrupt):
@@ -412,7 +419,7 @@ def test_reset_after_an_interrupted_wait_drops_the_pending_call(backend: Backend
             interrupted += 1
             signal.setitimer(signal.ITIMER_REAL, 0)
             envs.reset()
-            assert in_flight(envs) == 0
+            assert count_in_flight(envs) == 0
             assert len(envs.step(actions)[1]) == envs.num_envs
     assert interrupted
     assert not differs(to_numpy(envs.reset(seed=3)[0]), first)

@@ -1,4 +1,4 @@
-"""Resets with seeds, masks and options; saving and loading."""
+"""Resets with seeds, masks and options; ``save``, ``load``, ``freeze`` and ``thaw``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from vecenv.front.arguments import RESET_MASK_NAME
 from vecenv.testing import assert_identical
 
 from .backends import ROWS, Backend
-from .calls import call, copy_rows, differs, in_flight, to_numpy
+from .calls import call, copy_rows, count_in_flight, differs, to_numpy
 
 # --- ``reset`` and ``reset_async``: seeds, masks, options, and resets of some rows --------------
 
 MASK = np.array([True, False, True, False])
-CHOSEN, OTHERS = np.flatnonzero(MASK), np.flatnonzero(~MASK)
+MASKED_ROWS, OTHER_ROWS = np.flatnonzero(MASK), np.flatnonzero(~MASK)
 
 
 @call("`reset(seed=)`: None, an int, consecutive ints")
@@ -37,9 +37,9 @@ def test_equal_seeds_give_equal_observations(envs: Any) -> None:
 def test_each_row_has_its_own_seed(envs: Any, unless_refused: Any) -> None:
     first = envs.reset(seed=7)
     with unless_refused(envs, "row_seeds"):
-        some = envs.reset(seed=[7, 500, None, 10])
-        assert_identical(copy_rows(some, [0, 3]), copy_rows(first, [0, 3]))
-        assert differs(copy_rows(some, [1]), copy_rows(first, [1]))
+        second = envs.reset(seed=[7, 500, None, 10])
+        assert_identical(copy_rows(second, [0, 3]), copy_rows(first, [0, 3]))
+        assert differs(copy_rows(second, [1]), copy_rows(first, [1]))
 
 
 @call("`reset(seed=)`: invalid seeds")
@@ -51,21 +51,20 @@ def test_invalid_seeds_are_refused_before_anything_is_sent(envs: Any) -> None:
         for begin in (envs.reset, envs.reset_async):
             with pytest.raises(error, match="seed"):
                 begin(seed=wrong)
-    assert in_flight(envs) == 0
+    assert count_in_flight(envs) == 0
     with pytest.raises(NoAsyncCallError):
         envs.reset_wait()
 
 
 @call('`options["reset_mask"]`')
-def test_reset_mask_selects_rows_and_leaves_the_dict_unchanged(backend: Backend, envs: Any, unless_refused: Any) -> None:
-    before = envs.step(backend.actions(ROWS))[0]
-    before = copy_rows(before, range(ROWS))
+def test_reset_mask_resets_only_its_rows_and_is_not_changed(backend: Backend, envs: Any, unless_refused: Any) -> None:
+    before = copy_rows(envs.step(backend.actions(ROWS))[0], range(ROWS))
     mask = MASK.copy()
     options = {"reset_mask": mask}
     with unless_refused(envs, "reset_mask"):
         after = envs.reset(options=options)[0]
-        assert_identical(copy_rows(after, OTHERS), copy_rows(before, OTHERS))
-        assert differs(copy_rows(after, CHOSEN), copy_rows(before, CHOSEN))
+        assert_identical(copy_rows(after, OTHER_ROWS), copy_rows(before, OTHER_ROWS))
+        assert differs(copy_rows(after, MASKED_ROWS), copy_rows(before, MASKED_ROWS))
     assert list(options) == ["reset_mask"]
     assert options["reset_mask"] is mask
     assert mask.tolist() == MASK.tolist()
@@ -78,9 +77,9 @@ def test_masked_reset_with_a_seed_seeds_only_the_masked_rows(envs: Any, unless_r
     with unless_refused(envs, "masked_seeds"):
         after = to_numpy(envs.reset(seed=7, options={"reset_mask": MASK.copy()})[0])
         expected = envs.reset(seed=7)[0]
-        assert_identical(copy_rows(after, CHOSEN), copy_rows(expected, CHOSEN))
-        assert_identical(copy_rows(after, OTHERS), copy_rows(before, OTHERS))
-    assert in_flight(envs) == 0
+        assert_identical(copy_rows(after, MASKED_ROWS), copy_rows(expected, MASKED_ROWS))
+        assert_identical(copy_rows(after, OTHER_ROWS), copy_rows(before, OTHER_ROWS))
+    assert count_in_flight(envs) == 0
 
 
 @call('`options["reset_mask"]`: invalid masks')
@@ -94,12 +93,12 @@ def test_invalid_masks_are_refused_before_anything_is_sent(backend: Backend, env
         with pytest.raises(error, match=re.escape(f"{RESET_MASK_NAME} must")):
             envs.reset(options=options)
         assert list(options) == ["reset_mask"]
-    assert in_flight(envs) == 0
+    assert count_in_flight(envs) == 0
     envs.step(backend.actions(ROWS))
 
 
 @call("`options`: other keys")
-def test_other_options_reach_the_environments_or_are_refused_by_name(
+def test_other_options_reach_the_environments_or_the_error_names_them(
     backend: Backend, envs: Any, record_property: Callable[[str, object], None]
 ) -> None:
     options = {"low": 0.02, "high": 0.03}
@@ -109,7 +108,7 @@ def test_other_options_reach_the_environments_or_are_refused_by_name(
         for wrong in (options, {**options, "reset_mask": np.ones(ROWS, np.bool_)}):
             with pytest.raises(ValueError, match=r"reset options.*'low'"):
                 envs.reset(options=wrong)
-        assert in_flight(envs) == 0
+        assert count_in_flight(envs) == 0
         record_property("refused", True)
     assert options == {"low": 0.02, "high": 0.03}
     envs.reset(options={})
@@ -121,20 +120,20 @@ def test_each_row_has_its_own_options(backend: Backend, envs: Any, unless_refuse
     options = [{"low": 0.02, "high": 0.03}, None, {"low": 0.02, "high": 0.03}, {}]
     with unless_refused(envs, "row_options"):
         after = np.asarray(envs.reset(seed=7, options=options)[0])
-        assert backend.options_applied(after[CHOSEN])
-        assert not backend.options_applied(after[OTHERS])
+        assert backend.options_applied(after[MASKED_ROWS])
+        assert not backend.options_applied(after[OTHER_ROWS])
         for wrong, error in ((options[:3], ValueError), ([*options[:3], 1], TypeError), ("abcd", TypeError)):
             with pytest.raises(error, match=r"options"):
                 envs.reset(options=wrong)
         with pytest.raises(ValueError, match=r"options\[1\] has 'reset_mask'"):
             envs.reset(options=[None, {"reset_mask": MASK}, None, None])
-    with unless_refused(envs, "row_options"):  # one for each row in env_id
+    with unless_refused(envs, "row_options"):  # one for each row of `env_id`
         envs.reset_async(env_id=[3, 1], options=options[:2])
         observations, *_, infos = envs.recv(count=2)
         assert backend.options_applied(copy_rows(observations, np.flatnonzero(infos["env_id"] == 3)))
         assert not backend.options_applied(copy_rows(observations, np.flatnonzero(infos["env_id"] == 1)))
     assert options == [{"low": 0.02, "high": 0.03}, None, {"low": 0.02, "high": 0.03}, {}]
-    assert in_flight(envs) == 0
+    assert count_in_flight(envs) == 0
     envs.step(backend.actions(ROWS))
 
 
@@ -158,7 +157,7 @@ def test_next_options_are_accepted_and_invalid_ones_refused(backend: Backend, en
         envs.step_wait()
         envs.set_next_options()
     assert options == [{"low": 0.02, "high": 0.03}, {}]
-    assert in_flight(envs) == 0
+    assert count_in_flight(envs) == 0
     envs.step(backend.actions(ROWS))
 
 
@@ -168,16 +167,16 @@ def test_reset_async_and_reset_wait_equal_reset(backend: Backend, envs: Any) -> 
         envs.reset_wait()
     first = to_numpy(envs.reset(seed=7)[0])
     envs.reset_async(seed=7)
-    for early in (envs.reset, envs.reset_async, lambda: envs.step(backend.actions(ROWS))):
+    for make_call in (envs.reset, envs.reset_async, lambda: envs.step(backend.actions(ROWS))):
         with pytest.raises(AlreadyPendingCallError, match="Calling `"):
-            early()
+            make_call()
     with pytest.raises(NoAsyncCallError):
         envs.step_wait()
     assert_identical(to_numpy(envs.reset_wait()[0]), first)
 
 
 @call("`reset_async(env_id=)`, `recv`")
-def test_reset_async_of_some_rows_is_received(backend: Backend, envs: Any, unless_refused: Any) -> None:
+def test_recv_returns_the_rows_of_reset_async(backend: Backend, envs: Any, unless_refused: Any) -> None:
     envs.step(backend.actions(ROWS))
     with unless_refused(envs, "first_ready"):
         envs.reset_async(env_id=[3, 1])
@@ -192,12 +191,12 @@ def test_reset_async_of_some_rows_is_received(backend: Backend, envs: Any, unles
         assert len(copy_rows(rewards, [0, 1])) == len(rewards) == 2
         assert not any(np.asarray(part).any() for part in (rewards, terminations, truncations))
         assert differs(copy_rows(observations, [0]), copy_rows(observations, [1]))
-    assert in_flight(envs) == 0
+    assert count_in_flight(envs) == 0
     envs.step(backend.actions(ROWS))
 
 
 @call("`reset_async(env_id=, seed=)`")
-def test_rows_reset_by_id_can_have_seeds(envs: Any, unless_refused: Any) -> None:
+def test_reset_async_with_seeds_seeds_the_rows_of_env_id(envs: Any, unless_refused: Any) -> None:
     with unless_refused(envs, "masked_seeds" if envs.capabilities.first_ready else "first_ready"):
         results = []
         for seed in (7, [10, 8]):
@@ -208,7 +207,7 @@ def test_rows_reset_by_id_can_have_seeds(envs: Any, unless_refused: Any) -> None
             assert_identical(copy_rows(observations, [0, 1]), copy_rows(expected, infos["env_id"]))
         with pytest.raises(ValueError, match="length"):
             envs.reset_async(seed=[1, 2, 3], env_id=[3, 1])
-    assert in_flight(envs) == 0
+    assert count_in_flight(envs) == 0
 
 
 @call("`reset_async(env_id=)`: invalid rows")
@@ -218,7 +217,7 @@ def test_reset_async_with_an_invalid_env_id_or_with_both_env_id_and_mask_is_refu
             envs.reset_async(env_id=wrong)
     with pytest.raises(ValueError, match="pass one"):
         envs.reset_async(env_id=range(ROWS), options={"reset_mask": MASK.copy()})
-    assert in_flight(envs) == 0
+    assert count_in_flight(envs) == 0
 
 
 # --- saving and loading -------------------------------------------------------------------------
@@ -244,8 +243,8 @@ def test_loaded_rows_continue_like_the_saved_ones(backend: Backend, envs: Any, u
 def test_one_row_is_loaded_into_others(backend: Backend, envs: Any, unless_refused: Any) -> None:
     with unless_refused(envs, "snapshots"):
         envs.reset(seed=3)
-        [first] = envs.save([0])
-        loaded = envs.load(first, [1, 3])
+        [snapshot] = envs.save([0])
+        loaded = envs.load(snapshot, [1, 3])
         assert_identical(copy_rows(loaded, [0]), copy_rows(loaded, [1]))
 
 
@@ -291,7 +290,7 @@ def test_save_and_load_are_refused_while_a_step_is_pending(
         envs.reset(seed=3)
         snapshots = envs.save()
         envs.step_async(backend.actions(ROWS))
-        for method in (envs.save, envs.state_dict, lambda: envs.load(snapshots)):
+        for make_call in (envs.save, envs.state_dict, lambda: envs.load(snapshots)):
             with pytest.raises(AlreadyPendingCallError):
-                method()
+                make_call()
         assert np.asarray(envs.step_wait()[2]).shape[0] == ROWS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from . import table, test_guards, test_resets, test_steps  # noqa: F401 - the calls are listed as they are imported
+from . import table, test_guards, test_resets, test_steps  # noqa: F401 - importing the tests registers their calls
 from .backends import BACKENDS
 from .calls import CALLS
 
@@ -17,9 +17,9 @@ def test_page_and_contract_have_the_same_calls_and_backends() -> None:
     assert backends == [backend.name for backend in BACKENDS]
 
 
-def test_replace_table_changes_nothing_else_on_the_page(tmp_path: Path) -> None:
+def test_replacing_the_table_by_itself_does_not_change_the_page(tmp_path: Path) -> None:
     page = tmp_path / "calls.md"
     page.write_text(PAGE.read_text())
-    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and line.count("|") > 9]
-    table.replace_table(page, "\n".join(rows))
+    table_lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and line.count("|") > 9]
+    table.replace_table(page, "\n".join(table_lines))
     assert page.read_text() == PAGE.read_text()

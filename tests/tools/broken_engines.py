@@ -1,4 +1,4 @@
-"""Engines that each break one promise of ``vecenv conform``."""
+"""Engines for ``vecenv conform``: most of them break one promise each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WrongFinalObservation(SyncVectorEnv):
 
 
 class UsesGlobalGenerator(SyncVectorEnv):
-    """An engine that draws from the process-wide generator of numpy.random, which breaks no promise."""
+    """An engine that breaks no promise, but draws from the global generator of numpy.random."""
 
     def reset(self, **arguments: Any) -> Any:
         np.random.rand()
@@ -46,7 +46,7 @@ class ReportsOnlyTerminations(SyncVectorEnv):
 
 
 class SwapsActions(SyncVectorEnv):
-    """An engine that sends actions to the wrong environments."""
+    """An engine that sends the actions to the environments in reverse order."""
 
     def step(self, actions: Any) -> Any:
         return super().step(np.asarray(actions)[::-1])
@@ -60,7 +60,7 @@ class SameSeedForAll(SyncVectorEnv):
 
 
 class ResetsTwice(SyncVectorEnv):
-    """An engine that resets each environment once more than it should."""
+    """An engine that resets each environment twice after an episode."""
 
     def step(self, actions: Any) -> Any:
         results = super().step(actions)
@@ -86,7 +86,7 @@ class IgnoresMasks(SyncVectorEnv):
 
 
 class CountsResetsAsSteps(SyncVectorEnv):
-    """An engine that counts the reset of next-step mode as a step."""
+    """An engine that returns a reward of 1 for the reset of next-step mode, as for a step."""
 
     def step(self, actions: Any) -> Any:
         observations, rewards, *rest = super().step(actions)
@@ -127,19 +127,19 @@ class WithoutStep:
 
 
 def make_own_environments(num_envs: int) -> Any:
-    """Build an engine that cannot use other environments than its own."""
+    """Build an engine that has its own environments and accepts no others."""
     return gymnasium.make_vec("CartPole-v1", num_envs, vectorization_mode="vector_entry_point")
 
 
 def make_resets_in_same_step(num_envs: int) -> Any:
-    """Build an engine with next-step autoreset in its metadata that resets in the same step (Gymnasium#914)."""
+    """Build an engine that resets in the same step, although its metadata contains next-step mode (Gymnasium#914)."""
     envs = SyncVectorEnv([_cartpole] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
     envs.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
     return envs
 
 
 def make_without_final_observations(num_envs: int) -> Any:
-    """Build an engine that resets in the same step and does not return final observations (mujoco_playground#305)."""
+    """Build an engine that resets in the same step without returning final observations (mujoco_playground#305)."""
     return _WithoutFinalObservations([_cartpole] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
@@ -153,11 +153,11 @@ def _cartpole() -> Any:
 
 
 def needs_an_argument(env_fns: Any, something: int) -> None:
-    """Raise, because a required argument is missing."""
+    """Raise a ``TypeError`` when it is called, because ``vecenv conform`` does not pass the second argument."""
 
 
 def raises_in_constructor(env_fns: Any) -> None:
-    """Raise an error that is neither about the arguments nor about the mode."""
+    """Raise an error that has nothing to do with the arguments."""
     raise RuntimeError("no licence")
 
 
@@ -168,11 +168,11 @@ def make_short_episodes(num_envs: int, autoreset_mode: Any = "NextStep") -> Any:
 
 @functools.cache
 def sleep_once() -> None:
-    """Simulate a long compilation, once in each process."""
+    """Sleep when it is called for the first time in a process, to simulate a slow import."""
     time.sleep(2.0)
 
 
 def make_after_slow_import(env_fns: Any, autoreset_mode: Any = "NextStep") -> Any:
-    """Build a SyncVectorEnv after a slow import."""
+    """Build a SyncVectorEnv, the first time in a process after a delay like that of a slow import."""
     sleep_once()
     return SyncVectorEnv(env_fns, autoreset_mode=autoreset_mode)

@@ -1,4 +1,4 @@
-"""``python -m bench`` and the programs of ``bench/`` run, and write what they have measured."""
+"""``python -m bench`` and the programs in ``bench/`` run, and write their measurements."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ PROGRAMS = {
     "conformity.py": ("--only nothing", "promise"),
     "envpool_rate.py": ("--task CartPole-v1 --num-envs 2 --seconds 0.05 --repeats 1 --against process", "CartPole-v1"),
     "first_ready_cost.py": ("CartPole-v1 --num-envs 2 --workers 1 --rounds 1 --seconds 0.05", "us per environment step"),
-    "jax_cost.py": ("--help", "--limit"),  # it compiles for three minutes
+    "jax_cost.py": ("--help", "--limit"),  # without --help, it compiles for three minutes
     "many_cores.py": ("--costs 1 1 1 --envs-per-worker 2", "per worker"),
-    "multi_agent_rate.py": ("--help", "--game"),  # it needs SuperSuit, which no extra installs
-    "ray_rate.py": ("--help", "--rounds"),  # it needs a Ray cluster, as the tests in tests/distributed
+    "multi_agent_rate.py": ("--help", "--game"),  # needs SuperSuit, which no extra installs
+    "ray_rate.py": ("--help", "--rounds"),  # needs a Ray cluster, like the tests in tests/distributed
     "state.py": ("--tries 1 --only CartPole", "CartPole"),
     "tasks.py": (
         "--tasks 2 --episodes 1 --build 0 --step 0.001 --lengths 2 3 --num-envs 2 --workers 1 --rounds 1", "EnvChoice",
@@ -55,9 +55,9 @@ PARTS = {
 }
 
 
-def test_programs_of_the_folder_are_all_tested() -> None:
-    found = {path.name for path in BENCH.glob("*.py") if re.search(r"^if __name__ == ", path.read_text(), re.MULTILINE)}
-    assert found == set(PROGRAMS)
+def test_all_programs_of_the_folder_are_tested() -> None:
+    main_guard = re.compile(r"^if __name__ == ", re.MULTILINE)
+    assert {path.name for path in BENCH.glob("*.py") if main_guard.search(path.read_text())} == set(PROGRAMS)
 
 
 def bench_output(*command: str) -> str:
@@ -73,7 +73,7 @@ def test_program_prints_the_expected_text(name: str) -> None:
     assert text in bench_output(*(["-m", "bench"] if name == "__main__.py" else [f"bench/{name}"]), *settings.split())
 
 
-def test_ray_rate_refuses_to_draw_other_rows_than_efficiency(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ray_rate_plots_only_the_rows_of_efficiency(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         ray_rate.main(["cost", "--plot", "cost.svg"])
     assert "--plot draws only the rows of `efficiency`" in capsys.readouterr().err
@@ -83,29 +83,29 @@ def test_ray_rate_refuses_to_draw_other_rows_than_efficiency(capsys: pytest.Capt
 @pytest.mark.parametrize("name", PARTS)
 def test_part_prints_its_table_and_no_candidate_dies(name: str, tmp_path: Path) -> None:
     settings, text = PARTS[name]
-    shown = bench_output("-m", "bench", name, *settings.split(), *TINY.split(), "--out", str(tmp_path))
-    assert text in shown
-    assert " died" not in shown
+    output = bench_output("-m", "bench", name, *settings.split(), *TINY.split(), "--out", str(tmp_path))
+    assert text in output
+    assert " died" not in output
     assert list(tmp_path.glob("*.json"))
 
 
 @pytest.mark.long
 def test_micro_prints_one_json_document_for_all_parts(tmp_path: Path) -> None:
-    shown = bench_output("-m", "bench", "micro", "infos", "batch-2", "--json", *TINY.split(), "--out", str(tmp_path))
-    assert len(json.loads(shown)) == 2
+    output = bench_output("-m", "bench", "micro", "infos", "batch-2", "--json", *TINY.split(), "--out", str(tmp_path))
+    assert len(json.loads(output)) == 2
 
 
 @pytest.mark.long
-def test_unknown_engines_are_named_and_do_not_replace_results(tmp_path: Path) -> None:
-    done = run_python("-m", "bench", "waits", *f"--engines foo {TINY} --out {tmp_path}".split(), cwd=BENCH.parent)
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "python -m bench: --engines: no engine is named foo")
+def test_error_names_unknown_engines_and_no_results_are_written(tmp_path: Path) -> None:
+    result = run_python("-m", "bench", "waits", *f"--engines foo {TINY} --out {tmp_path}".split(), cwd=BENCH.parent)
+    assert (result.returncode, result.stderr.splitlines()[-1]) == (1, "python -m bench: --engines: no engine is named foo")
     assert not list(tmp_path.iterdir())
 
 
-def test_conformity_writes_only_complete_tables() -> None:
-    done = run_python("-m", "bench.conformity", "--write", "--only", "nothing", cwd=BENCH.parent)
-    assert done.returncode == 2
-    assert "--write needs all engines and checks" in done.stderr
+def test_conformity_refuses_to_write_an_incomplete_table() -> None:
+    result = run_python("-m", "bench.conformity", "--write", "--only", "nothing", cwd=BENCH.parent)
+    assert result.returncode == 2
+    assert "--write needs all engines and checks" in result.stderr
 
 
 @pytest.mark.long
@@ -119,14 +119,14 @@ def test_reported_memory_covers_all_processes(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="counting copies needs a C compiler")
 @pytest.mark.parametrize("module", ["mujoco", "ale_py", "Box2D"])
 def test_workloads_without_their_library_are_not_listed_as_installed(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    needing = {"mujoco": ["HalfCheetah-v5", "Ant-v5"], "ale_py": ["ALE/Pong-v5"], "Box2D": ["LunarLander-v3"]}
+    needed_by = {"mujoco": ["HalfCheetah-v5", "Ant-v5"], "ale_py": ["ALE/Pong-v5"], "Box2D": ["LunarLander-v3"]}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else "found")
     monkeypatch.setitem(workloads.WORKLOADS, workloads.MINIGRID, workloads.WORKLOADS["empty"])
     missing = [name for name in workloads.WORKLOADS if name not in workloads.installed_workloads()]
-    assert missing == needing[module]
+    assert missing == needed_by[module]
 
 
-def test_step_copies_observations_once_and_with_copy_true_twice() -> None:
+def test_step_copies_observations_once_with_copy_false_and_twice_with_copy_true() -> None:
     counts = micro.count_copies()
     assert counts["copy=False"] == pytest.approx(1.0, abs=0.01)
     assert counts["copy=True"] == pytest.approx(2.0, abs=0.01)
@@ -149,7 +149,7 @@ try:
 except KeyboardInterrupt:
     print("interrupted")
 except OSError:
-    print("the partner left its function")
+    print("the partner has returned")
 """
     assert bench_output("-c", program) == "interrupted\n"
 
@@ -157,15 +157,15 @@ except OSError:
 # --- tables -----------------------------------------------------------------------------------------
 
 
-def make_report(env: str, **rates: list[float | None]) -> dict[str, Any]:
-    rows = [{"name": name, "rates": each, "steps_per_second": {"median": each[0]}} for name, each in rates.items()]
+def make_report(env: str, **rates_by_row: list[float | None]) -> dict[str, Any]:
+    rows = [{"name": name, "rates": rates, "steps_per_second": {"median": rates[0]}} for name, rates in rates_by_row.items()]
     return {"env": env, "num_envs": 8, "unit": "steps/s", "machine": {"usable_cores": 2}, "rows": rows}
 
 
 @pytest.fixture(scope="module")
-def fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Make matplotlib open its font files, which stay open, before the test."""
-    tables.draw_gains([make_report("CartPole-v1", auto=[1.0])], tmp_path_factory.mktemp("drawn") / "gains.svg")
+def open_fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Make matplotlib open its font files, which stay open, before the first test that draws."""
+    tables.draw_gains([make_report("CartPole-v1", auto=[1.0])], tmp_path_factory.mktemp("fonts") / "gains.svg")
 
 
 @pytest.mark.usefixtures("fonts")
@@ -175,22 +175,23 @@ def test_write_tables_updates_each_page(tmp_path: Path, monkeypatch: pytest.Monk
         page.parent.mkdir(exist_ok=True)
         shutil.copyfile(tables.ROOT / name, page)
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    compared = [
+    compare_reports = [
         make_report(env, **{"gym-async": [1.0, 2.0, 4.0], "gym-sync": [2.0, 2.0, 2.0], "auto": [6.0, 4.0, None]})
         for env in tables.GAINS
     ]
-    waited = [make_report("long-resets", **{"gym-async": [10.0], "deadline": [125.0]})]
-    for name, reports in (("compare", compared), ("waits", waited), ("episodes", waited)):
+    wait_reports = [make_report("long-resets", **{"gym-async": [10.0], "deadline": [125.0]})]
+    for name, reports in (("compare", compare_reports), ("waits", wait_reports), ("episodes", wait_reports)):
         (tmp_path / f"{name}.json").write_text(json.dumps(reports))
     tables.write_tables(tmp_path)
-    written = {name: page.read_text() for name, page in pages.items()}
-    assert "| CartPole-v1 | 4 | 2.5 |" in written["README.md"]  # medians of 6 and 2, of 3 and 2
-    assert "| ALE/Pong-v5 | 4 | 2.5 |" in written["README.md"]
+    texts = {name: page.read_text() for name, page in pages.items()}
+    # the medians of the ratios 6 and 2, and of 3 and 2
+    assert "| CartPole-v1 | 4 | 2.5 |" in texts["README.md"]
+    assert "| ALE/Pong-v5 | 4 | 2.5 |" in texts["README.md"]
     gains = "4 times `AsyncVectorEnv` and 2.5 times `SyncVectorEnv` on CartPole-v1, 4 and 2.5 times on Ant-v5, 4 and"
-    assert gains in written["README.md"]
-    assert "| Ant-v5 | 4 (2 - 6) | 1 (0.5 - 2) | - | - |" in written["docs/benchmarks.md"]
-    assert written["bench/RESULTS.md"].count("| long-resets, 8 | 10 | 12 |") == 2
-    assert "| CartPole-v1, 8 | 1 | 1 | 4 |" in written["bench/RESULTS.md"]
+    assert gains in texts["README.md"]
+    assert "| Ant-v5 | 4 (2 - 6) | 1 (0.5 - 2) | - | - |" in texts["docs/benchmarks.md"]
+    assert texts["bench/RESULTS.md"].count("| long-resets, 8 | 10 | 12 |") == 2
+    assert "| CartPole-v1, 8 | 1 | 1 | 4 |" in texts["bench/RESULTS.md"]
 
 
 # --- published programs -----------------------------------------------------------------------------
@@ -203,22 +204,23 @@ import numpy as np
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int)
 parser.add_argument("--file")
-parser.add_argument("--luck", action="store_true")
-given = parser.parse_args()
-if given.file:
-    given.steps = int(open(given.file).read())
-chance = random.Random(None if given.luck else 3)
+parser.add_argument("--unseeded", action="store_true")
+options = parser.parse_args()
+if options.file:
+    options.steps = int(open(options.file).read())
+generator = random.Random(None if options.unseeded else 3)
 if __name__ == "__main__":
     envs = gymnasium.vector.AsyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 3)
     envs.reset(seed=1)
-    for step in range(given.steps):
-        envs.step(np.array([chance.randrange(2) for _ in range(3)]))
+    for step in range(options.steps):
+        envs.step(np.array([generator.randrange(2) for _ in range(3)]))
     envs.close()
 """
 
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Replace the published programs by four variants of a small one, and return the folder of their repository."""
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "trains.py").write_text(TRAINING_PROGRAM)
     (tmp_path / "own" / "steps.yaml").write_text("1000000")
@@ -228,7 +230,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     programs_by_name = {
         "same": program("--file {settings}", configuration=("steps.yaml", "1000000", "40")),
-        "other": program("--steps 40 --luck"),
+        "other": program("--steps 40 --unseeded"),
         "stopped": program("--steps 1000000", watch="--stop 5"),
         "fails": program("--no-such-option"),
     }
@@ -239,16 +241,18 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.long
 def test_compare_reports_equal_different_and_failed_programs(sources: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = sources / "results"
-    programs.compare(["same", "other", "stopped", "fails"], sources, sys.executable, 1, out)
-    rows = dict(zip(("same", "other", "stopped", "fails"), capfd.readouterr().out.splitlines()[2:], strict=True))
+    names = ["same", "other", "stopped", "fails"]
+    programs.compare(names, sources, sys.executable, 1, out)
+    rows = dict(zip(names, capfd.readouterr().out.splitlines()[2:], strict=True))
     assert rows["same"].startswith("| somebody/own `trains.py` | AsyncVectorEnv, CartPole-v1, 3 | 40 x 3 | yes | ")
     assert "| 40 x 3 | NO | " in rows["other"]
     assert "| 5 x 3 | yes | " in rows["stopped"]
     assert rows["fails"].startswith("| fails | failed: ")
-    result = json.loads((out / "program-same.json").read_text())
-    engines = [result[kind][0]["figures"]["engines"] for kind in ("plain", "ours")]
-    assert engines == [["gymnasium: AsyncVectorEnv"], ["vecenv: AsyncVectorEnv"]]
-    assert result["plain"][0]["figures"]["rewards"] == result["ours"][0]["figures"]["rewards"] > 0
+    runs = json.loads((out / "program-same.json").read_text())
+    plain, ours = (runs[kind][0]["figures"] for kind in ("plain", "ours"))
+    assert plain["engines"] == ["gymnasium: AsyncVectorEnv"]
+    assert ours["engines"] == ["vecenv: AsyncVectorEnv"]
+    assert plain["rewards"] == ours["rewards"] > 0
 
 
 def test_missing_program_error_names_the_clone_command(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,15 +261,15 @@ def test_missing_program_error_names_the_clone_command(sources: Path, monkeypatc
         programs.run_once(missing, sources, sys.executable, ours=False)
 
 
-def test_read_scalars_omits_scalars_of_time(tmp_path: Path) -> None:
-    def part(number: int, value: bytes) -> bytes:
+def test_read_scalars_omits_speeds(tmp_path: Path) -> None:
+    def encode_field(number: int, value: bytes) -> bytes:  # of a Protocol Buffers message
         return bytes([number << 3 | 2, len(value)]) + value
 
     data = b""
     for step, name, value in ((1, b"losses/value", 0.5), (1, b"charts/SPS", 99.0), (300, b"losses/value", 0.25)):
-        scalar = part(1, name) + b"\x15" + struct.pack("<f", value)
+        scalar = encode_field(1, name) + b"\x15" + struct.pack("<f", value)
         step_field = b"\x10" + (bytes([step]) if step < 128 else bytes([step & 127 | 128, step >> 7]))
-        event = b"\x09" + struct.pack("<d", 1e9) + step_field + part(5, part(1, scalar))
+        event = b"\x09" + struct.pack("<d", 1e9) + step_field + encode_field(5, encode_field(1, scalar))
         data += struct.pack("<QI", len(event), 0) + event + struct.pack("<I", 0)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "events.out.tfevents.1").write_bytes(data)
@@ -312,7 +316,7 @@ def test_measure_counts_all_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_show_prints_all_figures(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_prints_all_sizes_as_text_or_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {**size.measure(), **size.measure_step()}
     for part in ("measure", "measure_step"):
         monkeypatch.setattr(size, part, lambda: figures)
@@ -347,7 +351,7 @@ def record_and_learn(recorded: list[dict[str, np.ndarray]], learn: Any, rows: An
     "name", [pytest.param(name, marks=[] if name == "bridge" else pytest.mark.slow) for name in TRAININGS]
 )
 def test_training_learns_from_transitions(name: str) -> None:
-    """A row with weight and the next row are consecutive: CartPole moves by 0.02 times its velocity, unless it is done."""
+    """From a row with weight to the next one, CartPole moves by 0.02 times its velocity, unless the row is done."""
     pytest.importorskip("flax")
     pytest.importorskip("optax")
     training = TRAININGS[name]()
@@ -356,11 +360,11 @@ def test_training_learns_from_transitions(name: str) -> None:
     try:
         before = training.learner.params
         training.learner.learn = partial(record_and_learn, recorded, learn)
-        counted = [training._step() for _ in range(2)]
+        step_counts = [training._step() for _ in range(2)]
         shares = training.run(0.01) and training.shares()
     finally:
         training.close()
-    assert counted == [rows["weight"].sum() for rows in recorded[:2]]
+    assert step_counts == [rows["weight"].sum() for rows in recorded[:2]]
     assert sum(shares.values()) == pytest.approx(1)
     changed = training.learner.jax.tree.map(lambda a, b: bool((a != b).any()), before, training.learner.params)
     assert any(training.learner.jax.tree.leaves(changed))
@@ -368,7 +372,7 @@ def test_training_learns_from_transitions(name: str) -> None:
         observations, continues = rows["observation"], rows["weight"] & ~rows["done"]
         assert observations.shape == (train.ROLLOUT_STEPS, 4, 4)
         assert 0.5 < continues.mean() < 1
-        moved = observations[:-1, :, 0] + 0.02 * observations[:-1, :, 1]
-        np.testing.assert_allclose(observations[1:, :, 0][continues[:-1]], moved[continues[:-1]], atol=1e-6)
+        next_positions = observations[:-1, :, 0] + 0.02 * observations[:-1, :, 1]
+        np.testing.assert_allclose(observations[1:, :, 0][continues[:-1]], next_positions[continues[:-1]], atol=1e-6)
         assert (rows["reward"][rows["weight"]] == 1).all()
         assert (rows["log_prob"] <= 0).all()

@@ -33,7 +33,7 @@ class Slow(gymnasium.Env):
     def __init__(self):
         helper = subprocess.Popen(["sleep", "120"])
         Path(f"{os.getpid()}-{helper.pid}.pids").touch()
-        if len(list(Path().glob("*.pids"))) > 3:  # SyncVectorEnv has its three environments, so the engines are being built
+        if len(list(Path().glob("*.pids"))) > 3:  # the first three belong to SyncVectorEnv, the others to engines
             time.sleep(float(os.environ["SLOW"]))
 
     def reset(self, *, seed=None, options=None):
@@ -75,13 +75,18 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.communicate()
 
 
-def building_processes(folder: Path, count: int, within: float = 120.0) -> list[int]:
-    """Wait for ``count`` environments that are being built; return the pids of their processes and helpers."""
-    deadline = time.monotonic() + within
-    while len(found := list(folder.glob("*.pids"))) < count:
-        assert time.monotonic() < deadline, f"only {found}"
+def wait_for_environments(folder: Path, count: int, seconds: float = 120.0) -> list[int]:
+    """Wait until ``count`` environments are being built. Return the pids of their processes and helpers."""
+    deadline = time.monotonic() + seconds
+    while len(pids := environment_pids(folder)) < 2 * count:
+        assert time.monotonic() < deadline, f"only {len(pids) // 2} of {count} environments are being built"
         time.sleep(0.02)
-    return [int(pid) for file in found for pid in file.stem.split("-")]
+    return pids
+
+
+def environment_pids(folder: Path) -> list[int]:
+    """Return the pids of the process and of the helper of each environment, from the names of their files."""
+    return [int(pid) for file in folder.glob("*.pids") for pid in file.stem.split("-")]
 
 
 def descendant_pids(process: subprocess.Popen[str]) -> list[int]:
@@ -94,17 +99,17 @@ BENCH = ["bench", "slowly:Slow", "--num-envs", "3", "--engines", "workers,per-en
 @pytest.mark.long
 def test_killed_bench_leaves_no_processes_of_engines_that_are_starting(start: Start, tmp_path: Path) -> None:
     bench = start(*BENCH)
-    pids = {*building_processes(tmp_path, 11), *descendant_pids(bench)}
+    pids = {*wait_for_environments(tmp_path, 11), *descendant_pids(bench)}
     bench.kill()
     bench.wait()
-    assert not still_running([*pids, *(int(p) for f in tmp_path.glob("*.pids") for p in f.stem.split("-"))], WAIT_SECONDS)
+    assert not still_running([*pids, *environment_pids(tmp_path)], WAIT_SECONDS)
 
 
 @pytest.mark.long
 def test_ctrl_c_ends_a_bench_that_is_building_engines(start: Start, tmp_path: Path) -> None:
     bench = start(*BENCH)
-    pids = {*building_processes(tmp_path, 11), *descendant_pids(bench)}
-    os.killpg(bench.pid, signal.SIGINT)  # as a terminal does
+    pids = {*wait_for_environments(tmp_path, 11), *descendant_pids(bench)}
+    os.killpg(bench.pid, signal.SIGINT)  # like Ctrl-C in a terminal
     started_at = time.monotonic()
     _, errors = bench.communicate(timeout=100)
     assert time.monotonic() - started_at < WAIT_SECONDS
@@ -126,7 +131,7 @@ def test_ctrl_c_ends_a_bench_at_any_moment(start: Start, moment: float) -> None:
     os.killpg(bench.pid, signal.SIGINT)
     _, errors = bench.communicate(timeout=100)
     assert bench.returncode == 130, errors
-    # on a fast machine, the first round has begun
+    # on a fast machine, the first round may have begun
     assert errors.strip().removeprefix("2 environments, round 1 of 7\n") == "vecenv: interrupted"
     assert not still_running(pids, WAIT_SECONDS)
 
@@ -135,7 +140,7 @@ def test_ctrl_c_ends_a_bench_at_any_moment(start: Start, moment: float) -> None:
 def test_too_many_processes_are_rejected_before_any_start(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(benchmark, "compare", lambda *_, **__: pytest.fail("something was started"))
+    monkeypatch.setattr(benchmark, "compare", lambda *_, **__: pytest.fail("processes were started"))
     monkeypatch.setattr(limits, "_process_limit", lambda: (32768, "a test"))
     monkeypatch.chdir(tmp_path)
     assert cli.main(["bench", "--num-envs", "100000", *arguments]) == 2
@@ -145,7 +150,7 @@ def test_too_many_processes_are_rejected_before_any_start(
     assert not list(tmp_path.iterdir())
 
 
-def test_shortage_reports_missing_processes_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shortage_reports_too_many_processes_and_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "_process_limit", lambda: (1000, "a test"))
     monkeypatch.setattr(limits, "available_memory", lambda: 800 * limits.MIB)
     monkeypatch.setattr(limits, "memory_limits", lambda: iter(()))

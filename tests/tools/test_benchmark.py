@@ -1,4 +1,4 @@
-"""``vecenv bench``: its counts, comparisons, candidates that fail, and output."""
+"""``vecenv bench``: rates, comparisons of trajectories, failing candidates, and output."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def open_fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def make_report(*rows: ResultRow) -> Report:
-    about: dict[str, Any] = {"cpu": "a processor", "usable_cores": 2, "python": "3", "gymnasium": "1"}
-    about["row_writer"] = "compiled"
-    return Report("CartPole-v1", 64, 1.0, 3, "fine", about, list(rows))
+    machine: dict[str, Any] = {"cpu": "a processor", "usable_cores": 2, "python": "3", "gymnasium": "1"}
+    machine["row_writer"] = "compiled"
+    return Report("CartPole-v1", 64, 1.0, 3, "fine", machine, list(rows))
 
 
 # --- figures ------------------------------------------------------------------------------------
@@ -66,9 +66,9 @@ def test_summary_omits_missing_samples() -> None:
 
 def test_ratio_compares_rates_of_the_same_round() -> None:
     rows = ResultRow("a", "a", "vecenv", [10.0, 40.0, 30.0]), ResultRow("b", "b", "other", [5.0, 10.0, 10.0])
-    found = make_report(*rows).ratio("a", "b")
-    assert found is not None
-    assert (found.minimum, found.median, found.maximum) == (2.0, 3.0, 4.0)
+    ratio = make_report(*rows).ratio("a", "b")
+    assert ratio is not None
+    assert (ratio.minimum, ratio.median, ratio.maximum) == (2.0, 3.0, 4.0)
 
 
 def test_run_for_returns_the_rate_of_completed_work() -> None:
@@ -79,13 +79,13 @@ def test_run_for_returns_the_rate_of_completed_work() -> None:
         time.sleep(0.0005)
         return 3
 
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     rate = runners.run_for(step, 0.05)
-    assert 3 * len(calls) / (time.perf_counter() - began) <= rate <= 3 * len(calls) / 0.05
+    assert 3 * len(calls) / (time.perf_counter() - started_at) <= rate <= 3 * len(calls) / 0.05
 
 
 class CountingEnv(gymnasium.Env[np.ndarray, np.int64]):
-    """An environment with episodes of three steps; the reward is the number of its resets."""
+    """An environment with episodes of three steps. The reward is the number of resets."""
 
     observation_space = gymnasium.spaces.Box(0, 100, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -103,7 +103,7 @@ class CountingEnv(gymnasium.Env[np.ndarray, np.int64]):
         return np.full(1, self.steps, np.float32), float(self.resets), self.steps == 3, False, {}
 
 
-def test_bare_loop_resets_ended_episodes_and_counts_resets() -> None:
+def test_bare_loop_resets_ended_episodes_and_counts_resets_as_steps() -> None:
     loop = BareLoop(CountingEnv, range(2), 2)
     assert loop.step(32) == 64
     assert loop.envs[0].resets == 1 + 32 // 4  # type: ignore[attr-defined]  # an episode is three steps and a reset
@@ -124,12 +124,12 @@ def test_shares_contain_each_environment_once() -> None:
         (BareLockstep, [range(1), range(1, 3)]),
     ],
 )
-def test_bound_runners_step_each_environment_once_and_restore_the_affinity(kind: Any, shares: Any) -> None:
+def test_bare_runners_step_each_environment_once_and_restore_the_affinity(kind: Any, shares: Any) -> None:
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     runner = kind(CARTPOLE, 3, shares)
     try:
         assert runner._step() == 3
-        time.sleep(0.05)  # BareLockstep stops polling and sleeps, and has to wake up for the next step
+        time.sleep(0.05)  # meanwhile BareLockstep stops polling and sleeps; the next step must wake it up
         assert runner.run(0.05) > 0
     finally:
         runner.close()
@@ -148,14 +148,14 @@ def test_digest_distinguishes_types_shapes_and_bits() -> None:
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
 
 
-def trajectory() -> list[Step]:
+def collect_trajectory() -> list[Step]:
     return VectorRunner(partial(SyncVectorEnv, [CARTPOLE] * 2)).trajectory(30)
 
 
 def test_first_difference_names_step_and_environment() -> None:
-    reference = trajectory()
-    assert first_difference(reference, trajectory()) is None
-    assert any(step["termination"].any() for step in reference), "no episode ended, so autoreset was not tested"
+    reference = collect_trajectory()
+    assert first_difference(reference, collect_trajectory()) is None
+    assert any(step["termination"].any() for step in reference), "no episode has ended, so autoreset was not tested"
     changes: dict[str, tuple[int, Any]] = {
         "at step 3, env 1: reward 0.5 instead of 1.0": (3, {"reward": np.array([1.0, 0.5])}),
         "at the reset, env 1: a different observation": (0, {"observation": [reference[0]["observation"][0], b""]}),
@@ -180,14 +180,14 @@ class WrongRewards(SyncVectorEnv):
 @pytest.mark.long
 def test_engine_with_wrong_trajectory_raises_before_timing() -> None:
     build = partial(VectorRunner, partial(WrongRewards, [CARTPOLE] * 2))
-    wrong = Candidate("wrong", "a wrong engine", build, "vecenv", checked=True)
+    candidate = Candidate("wrong", "a wrong engine", build, "vecenv", checked=True)
     with pytest.raises(CliError, match=r"a wrong engine differs .* at step 5, env 0: reward 2.0") as error:
-        benchmark.compare("CartPole-v1", CARTPOLE, 2, [wrong], **SHORT)
+        benchmark.compare("CartPole-v1", CARTPOLE, 2, [candidate], **SHORT)
     assert error.value.code == WRONG
 
 
 class UnseededEnv(CountingEnv):
-    """An environment that ignores its seed."""
+    """An environment with results that do not depend on its seed."""
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         return np.array([os.getpid() % 99], np.float32), time.perf_counter(), False, False, {}
@@ -196,22 +196,22 @@ class UnseededEnv(CountingEnv):
 @pytest.mark.long
 def test_environment_that_ignores_its_seed_is_reported() -> None:
     candidate = replace(runners.gymnasium_candidate("same", "SyncVectorEnv", UnseededEnv, 1), checked=True)
-    found = benchmark.compare("unseeded", UnseededEnv, 1, [candidate], **SHORT)
-    assert found.check.startswith("not comparable")
-    assert found.rows[0].summary
+    report = benchmark.compare("unseeded", UnseededEnv, 1, [candidate], **SHORT)
+    assert report.check.startswith("not comparable")
+    assert report.rows[0].summary
 
 
 def test_failing_environment_raises_before_engines_start(monkeypatch: pytest.MonkeyPatch) -> None:
     stages: list[str] = []
 
-    def reference(*_: Any) -> Any:
+    def fail(*_: Any) -> Any:
         raise CliError("it always fails")
 
-    monkeypatch.setattr(benchmark, "_run_reference", reference)
+    monkeypatch.setattr(benchmark, "_run_reference", fail)
     monkeypatch.setattr(benchmark, "started", lambda *_: pytest.fail("engines were started"))
-    rows = runners.default_candidates(CARTPOLE, 2, 1)
+    candidates = runners.default_candidates(CARTPOLE, 2, 1)
     with pytest.raises(CliError, match="it always fails"):
-        benchmark.compare("x", CARTPOLE, 2, rows, progress=lambda *text: stages.append(text[0]))
+        benchmark.compare("x", CARTPOLE, 2, candidates, progress=lambda stage, *_: stages.append(stage))
     assert stages == ["checking the environment in SyncVectorEnv"]
 
 
@@ -256,20 +256,20 @@ class UnavailableRunner(WorkingRunner):
 
 @pytest.mark.long
 def test_failing_candidate_does_not_affect_other_rows() -> None:
-    kinds = WorkingRunner, ExitingRunner, RaisingRunner, UnavailableRunner
-    candidates = [Candidate(kind.__name__, kind.__name__, kind) for kind in kinds]
-    found = benchmark.compare("none", CARTPOLE, 1, candidates, seconds=0.0, repeats=3)
-    rows = {row.name: row for row in found.rows}
+    runner_classes = WorkingRunner, ExitingRunner, RaisingRunner, UnavailableRunner
+    candidates = [Candidate(each.__name__, each.__name__, each) for each in runner_classes]
+    report = benchmark.compare("none", CARTPOLE, 1, candidates, seconds=0.0, repeats=3)
+    rows = {row.name: row for row in report.rows}
     assert rows["WorkingRunner"].rates == [10.0] * 3
     assert rows["ExitingRunner"].failed == "process exited with exit code 7"
     assert rows["RaisingRunner"].failed == "ValueError: no such thing"
     assert "Traceback" in rows["RaisingRunner"].log
     assert rows["UnavailableRunner"].missing == "nothing is installed"
-    assert found.to_dict()["rows"][1]["rates"] == [10.0, None, None]
+    assert report.to_dict()["rows"][1]["rates"] == [10.0, None, None]
 
 
 class HangingRunner(WorkingRunner):
-    """A runner that hangs in a run."""
+    """A runner that hangs in ``run``."""
 
     def run(self, seconds: float) -> float:
         time.sleep(60)
@@ -288,7 +288,8 @@ class RunnerWithProcesses(WorkingRunner):
     """A runner that starts processes and does not end them."""
 
     def __init__(self) -> None:
-        self.pids = [subprocess.Popen(["sleep", "60"], start_new_session=own).pid for own in (False, True)]
+        commands = [subprocess.Popen(["sleep", "60"], start_new_session=own_session) for own_session in (False, True)]
+        self.pids = [command.pid for command in commands]
 
     def describe(self) -> str:
         return " ".join(map(str, self.pids))
@@ -301,8 +302,8 @@ class RunnerWithProcesses(WorkingRunner):
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="sessions and signals of POSIX")
 @pytest.mark.parametrize("killed", [False, True])
-def test_end_of_a_candidate_ends_the_processes_that_it_started(killed: bool) -> None:
-    with benchmark.started([Candidate("family", "family", RunnerWithProcesses)]) as (host,):
+def test_processes_of_a_candidate_end_with_it(killed: bool) -> None:
+    with benchmark.started([Candidate("processes", "processes", RunnerWithProcesses)]) as (host,):
         pids = [int(pid) for pid in host.description.split()]
         assert still_running(pids, 0.0) == pids
         if killed:
@@ -360,7 +361,7 @@ another library left out: it is not installed
 
 
 @pytest.mark.parametrize("width", [80, 140])
-def test_table_is_the_same_at_every_width(
+def test_table_does_not_depend_on_the_width_of_the_terminal(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
@@ -378,8 +379,13 @@ def test_format_rate_shortens_large_rates(rate: float, shown: str) -> None:
 
 def test_plot_marks_dead_rows_and_its_labels_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures: list[Any] = []
-    make = benchmark.new_figure
-    monkeypatch.setattr(benchmark, "new_figure", lambda *size: figures.append(make(*size)) or figures[-1])
+    new_figure = benchmark.new_figure
+
+    def record_figure(*size: Any) -> Any:
+        figures.append(new_figure(*size))
+        return figures[-1]
+
+    monkeypatch.setattr(benchmark, "new_figure", record_figure)
     benchmark.draw_bars(make_report(*ROWS), tmp_path / "bars.png")
     (axes,) = figures[0].axes
     assert [label.get_text() for label in axes.get_yticklabels()] == [row.label for row in ROWS[2::-1]]
@@ -388,28 +394,28 @@ def test_plot_marks_dead_rows_and_its_labels_do_not_overlap(tmp_path: Path, monk
     assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
 
 
-def test_plots_without_results_can_be_drawn(tmp_path: Path) -> None:
-    dead = ResultRow("auto", "vecenv, auto", "vecenv", [math.nan], failed="it raised")
-    benchmark.draw_bars(make_report(dead), tmp_path / "bars.png")
-    benchmark.draw_scale([make_report(dead)], tmp_path / "scale.png")
+def test_reports_without_rates_can_be_drawn(tmp_path: Path) -> None:
+    row = ResultRow("auto", "vecenv, auto", "vecenv", [math.nan], failed="it raised")
+    benchmark.draw_bars(make_report(row), tmp_path / "bars.png")
+    benchmark.draw_scale([make_report(row)], tmp_path / "scale.png")
 
 
 def test_shares_of_training_time_are_drawn(tmp_path: Path) -> None:
-    found = make_report(ResultRow("a", "a", "vecenv", [100.0, 200.0]))
-    train.draw_shares(found, {"a": {"environments": 0.5, "policy": 0.2, "learning": 0.3}}, tmp_path / "shares.png")
+    report = make_report(ResultRow("a", "a", "vecenv", [100.0, 200.0]))
+    train.draw_shares(report, {"a": {"environments": 0.5, "policy": 0.2, "learning": 0.3}}, tmp_path / "shares.png")
     assert (tmp_path / "shares.png").stat().st_size > 1000
 
 
 @pytest.mark.long
-def test_all_vecenv_engines_equal_sync_vector_env_and_have_rates(tmp_path: Path) -> None:
+def test_all_engines_of_vecenv_equal_sync_vector_env_and_have_rates(tmp_path: Path) -> None:
     candidates = [c for c in runners.default_candidates(CARTPOLE, 3, 2) if c.kind in ("vecenv", "bound")]
     assert [c.name for c in candidates[-2:]] == ["bare-lockstep", "bare-loop"]
-    found = benchmark.compare("CartPole-v1", CARTPOLE, 3, candidates, **SHORT)
-    assert [row.failed for row in found.rows] == [None] * len(candidates)
-    assert "engines equal SyncVectorEnv over 256 steps of 3 environments" in found.check
-    assert all(row.missing or len(row.rates) == 2 for row in found.rows)
-    smaller = replace(found, num_envs=1, rows=found.rows[:1])
-    benchmark.draw_bars(found, tmp_path / "bars.png")
-    benchmark.draw_scale([smaller, found], tmp_path / "scale.png")
+    report = benchmark.compare("CartPole-v1", CARTPOLE, 3, candidates, **SHORT)
+    assert [row.failed for row in report.rows] == [None] * len(candidates)
+    assert "engines equal SyncVectorEnv over 256 steps of 3 environments" in report.check
+    assert all(row.missing or len(row.rates) == 2 for row in report.rows)
+    smaller_report = replace(report, num_envs=1, rows=report.rows[:1])
+    benchmark.draw_bars(report, tmp_path / "bars.png")
+    benchmark.draw_scale([smaller_report, report], tmp_path / "scale.png")
     for name in ("bars.png", "scale.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

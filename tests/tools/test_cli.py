@@ -18,11 +18,11 @@ from vecenv import tools
 from vecenv.errors import how_to_install
 from vecenv.tools import cli, runners
 
-BENCH = how_to_install("bench")
+BENCH_INSTALL = how_to_install("bench")
 TINY = ["--num-envs", "2", "--seconds", "0.05", "--repeats", "2"]
 
 
-def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run_vecenv(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return run_python("-m", "vecenv", *arguments, cwd=cwd)
 
 
@@ -31,25 +31,25 @@ def test_progress_without_a_terminal_prints_one_line_per_round_to_stderr(capsys:
     with tools.progress_bar() as progress:
         for stage in stages:
             progress(stage, 0, 0)
-        for done in range(4):
-            progress(f"round {done // 2 + 1} of 2", done, 4)
-    shown = capsys.readouterr()
-    assert (shown.out, shown.err) == ("", "round 1 of 2\nround 2 of 2\n")
+        for completed in range(4):
+            progress(f"round {completed // 2 + 1} of 2", completed, 4)
+    output = capsys.readouterr()
+    assert (output.out, output.err) == ("", "round 1 of 2\nround 2 of 2\n")
 
 
 @pytest.mark.long
 def test_bench_prints_json_and_writes_json_and_plot(tmp_path: Path) -> None:
-    done = run("bench", "CartPole-v1", *TINY, "--json", "--engines", "workers,gym-async,bare-loop", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout)
+    result = run_vecenv("bench", "CartPole-v1", *TINY, "--json", "--engines", "workers,gym-async,bare-loop", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    report = json.loads(result.stdout)
     assert json.loads((tmp_path / "bench-results" / "CartPole-v1-2.json").read_text()) == report
     assert (tmp_path / "bench-results" / "CartPole-v1-2.png").read_bytes().startswith(b"\x89PNG")
     assert "1 engine equals SyncVectorEnv over 256 steps" in report["check"]
-    by_name = {row["name"]: row for row in report["rows"]}
-    assert list(by_name) == ["workers", "gym-async", "bare-loop"]
-    assert by_name["workers"]["ratios"]["gym-async"]["count"] == 2
-    assert by_name["bare-loop"]["ratios"]["bare-loop"]["median"] == 1.0
-    assert "Traceback" not in done.stderr
+    rows_by_name = {row["name"]: row for row in report["rows"]}
+    assert list(rows_by_name) == ["workers", "gym-async", "bare-loop"]
+    assert rows_by_name["workers"]["ratios"]["gym-async"]["count"] == 2
+    assert rows_by_name["bare-loop"]["ratios"]["bare-loop"]["median"] == 1.0
+    assert "Traceback" not in result.stderr
 
 
 TINY_ENV = """
@@ -65,7 +65,7 @@ class Tiny(gymnasium.Env):
         return np.zeros(2, np.float32), {}
 
     def step(self, action):
-        print("chatter")
+        print("a step")
         return np.ones(2, np.float32), 1.0, bool(self.np_random.random() < 0.1), False, {}
 
 class Broken(Tiny):
@@ -80,39 +80,39 @@ gymnasium.register("Tiny-v0", Tiny)
 def test_bench_accepts_environments_from_modules_in_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / "tiny_envs.py").write_text(TINY_ENV)
     for name, engines in (("Tiny-v0", "workers"), ("Tiny", "bare-loop")):
-        done = run("bench", f"tiny_envs:{name}", *TINY, "--engines", engines, cwd=tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "chatter" not in done.stdout
-        assert "tiny_envs:Tiny" in done.stdout
+        result = run_vecenv("bench", f"tiny_envs:{name}", *TINY, "--engines", engines, cwd=tmp_path)
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert "a step" not in result.stdout
+        assert "tiny_envs:Tiny" in result.stdout
     assert (tmp_path / "bench-results" / "tiny_envs_Tiny-v0-2.json").exists()
 
 
 @pytest.mark.long
-def test_bench_of_a_failing_environment_names_its_error(tmp_path: Path) -> None:
+def test_bench_of_a_failing_environment_prints_its_exception_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "tiny_envs.py").write_text(TINY_ENV)
-    done = run("bench", "tiny_envs:Broken", *TINY, "--engines", "workers", cwd=tmp_path)
-    assert done.returncode == tools.USAGE
-    assert done.stderr.strip().endswith(
+    result = run_vecenv("bench", "tiny_envs:Broken", *TINY, "--engines", "workers", cwd=tmp_path)
+    assert result.returncode == tools.USAGE
+    assert result.stderr.strip().endswith(
         "the environment fails in Gymnasium's SyncVectorEnv: ZeroDivisionError: broken on purpose"
     )
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_ctrl_c_during_imports_ends_the_command_without_a_traceback(tmp_path: Path) -> None:
     interrupted = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     for library in ("numpy", "gymnasium"):
         (tmp_path / f"{library}.py").write_text(interrupted)
-    done = run("plan", cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (tools.INTERRUPTED, "", "vecenv: interrupted\n")
+    result = run_vecenv("plan", cwd=tmp_path)
+    assert (result.returncode, result.stdout, result.stderr) == (tools.INTERRUPTED, "", "vecenv: interrupted\n")
 
 
 @pytest.mark.slow
-def test_scale_draws_sizes_and_worker_counts(tmp_path: Path) -> None:
+def test_scale_measures_and_plots_several_numbers_of_environments(tmp_path: Path) -> None:
     engines = ["--engines", "workers-1,workers-2,bare-loop"]
-    done = run("bench", *TINY, "--workers", "2", "--scale", *engines, "--out", "o", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = run_vecenv("bench", *TINY, "--workers", "2", "--scale", *engines, "--out", "o", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
     for row in ("vecenv, 1 worker", "vecenv, 2 workers", "bare loop, 2 processes"):
-        assert row in done.stdout
+        assert row in result.stdout
     reports = json.loads((tmp_path / "o" / "CartPole-v1-2-scale.json").read_text())
     assert [report["num_envs"] for report in reports] == [1, 2]
     assert (tmp_path / "o" / "CartPole-v1-2-scale.png").read_bytes().startswith(b"\x89PNG")
@@ -122,10 +122,10 @@ def test_scale_draws_sizes_and_worker_counts(tmp_path: Path) -> None:
 def test_bench_with_wrong_trajectories_exits_with_code_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    longer = partial(runners.make_env, "CartPole-v0")  # differs from CartPole-v1 only in its limit of 200 steps
-    build = partial(runners.VectorRunner, partial(SyncVectorEnv, [longer] * 2))
-    wrong = runners.Candidate("wrong", "a wrong engine", build, "vecenv", checked=True)
-    monkeypatch.setattr(runners, "default_candidates", lambda *_, **__: [wrong])
+    other_env = partial(runners.make_env, "CartPole-v0")
+    build = partial(runners.VectorRunner, partial(SyncVectorEnv, [other_env] * 2))
+    candidate = runners.Candidate("wrong", "a wrong engine", build, "vecenv", checked=True)
+    monkeypatch.setattr(runners, "default_candidates", lambda *_, **__: [candidate])
     assert cli.main(["bench", "Acrobot-v1", *TINY, "--out", str(tmp_path)]) == tools.WRONG
     error = capsys.readouterr().err
     assert "WRONG RESULTS, nothing was timed: a wrong engine differs from SyncVectorEnv at the reset" in error
@@ -148,7 +148,7 @@ def test_bench_with_wrong_trajectories_exits_with_code_1(
         (["bench", "gymnasium:make"], "gymnasium:make needs arguments (id): name a function that builds an environment"),
     ],
 )
-def test_wrong_name_of_environment_or_engine_is_one_error_line(
+def test_wrong_name_of_an_environment_or_engine_prints_one_error_line(
     arguments: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -174,19 +174,19 @@ def test_wrong_name_of_environment_or_engine_is_one_error_line(
     ],
 )
 def test_wrong_usage_exits_with_code_2(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         cli.main(arguments)
-    assert ended.value.code == tools.USAGE
+    assert exit_info.value.code == tools.USAGE
     assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("library", "arguments", "install"),
     [
-        ("rich", ["bench"], BENCH),
-        ("matplotlib", ["bench", "--json"], BENCH),
-        ("ale_py", ["bench", "ALE/Pong-v5"], BENCH),
-        ("ale_py", ["plan", "ALE/Pong-v5"], BENCH),
+        ("rich", ["bench"], BENCH_INSTALL),
+        ("matplotlib", ["bench", "--json"], BENCH_INSTALL),
+        ("ale_py", ["bench", "ALE/Pong-v5"], BENCH_INSTALL),
+        ("ale_py", ["plan", "ALE/Pong-v5"], BENCH_INSTALL),
         ("rich", ["top", "--once"], "pip install rich"),
     ],
 )
@@ -201,7 +201,9 @@ def test_missing_library_error_names_its_install_command(
     assert re.fullmatch(rf"vecenv: .*needs {library}: {re.escape(install)}\n", error)
 
 
-def test_json_output_needs_no_optional_library(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_output_of_plan_and_top_needs_no_optional_library(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("rich", "matplotlib", "PIL", "psutil", "moviepy"):
         monkeypatch.setitem(sys.modules, name, None)
     for arguments in (["plan", "CartPole-v1"], ["top", "--interval", "0.01"]):
@@ -210,14 +212,14 @@ def test_json_output_needs_no_optional_library(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("command", [[], ["run"], ["bench"], ["plan"], ["conform"], ["replay"], ["top"]])
-def test_help_exits_with_0(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+def test_help_shows_examples_and_exit_codes_and_exits_with_0(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
         cli.main([*command, "--help"])
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    assert "--help" in shown
-    assert "Try: vecenv " in re.sub(r"\s+", " ", shown)
-    assert ("\nExit codes: " in shown) == bool(command)
+    assert exit_info.value.code == 0
+    text = capsys.readouterr().out
+    assert "--help" in text
+    assert "Try: vecenv " in re.sub(r"\s+", " ", text)
+    assert ("\nExit codes: " in text) == bool(command)
 
 
 @pytest.mark.parametrize("option", ["--num-workers", "--workers"])
@@ -231,13 +233,12 @@ def test_unwritable_results_folder_is_rejected_before_measuring(tmp_path: Path, 
     assert "cannot write the results" in capsys.readouterr().err
 
 
-def test_id_without_a_version_means_the_newest_and_keeps_its_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Worker processes need the module's name, because they have not imported it."""
+def test_id_without_a_version_means_the_newest_and_keeps_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker processes need the name of the module, because they must import it before they build the environment."""
     (tmp_path / "registers_newest.py").write_text(
         "import gymnasium\n"
-        'for v in (1, 3):\n    gymnasium.register(f"Newest-v{v}", "gymnasium.envs.classic_control:CartPoleEnv")\n'
+        "for version in (1, 3):\n"
+        '    gymnasium.register(f"Newest-v{version}", "gymnasium.envs.classic_control:CartPoleEnv")\n'
     )
     monkeypatch.syspath_prepend(tmp_path)
     try:

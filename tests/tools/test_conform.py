@@ -1,4 +1,4 @@
-"""``vecenv conform`` accepts correct engines, and reports the promise that an engine breaks."""
+"""``vecenv conform`` accepts correct engines, and reports the promise that another engine breaks."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ def states_by_check(engine: str, **options: Any) -> dict[str, str]:
     ],
 )
 def test_correct_engine_breaks_no_promise(engine: str) -> None:
-    found = states_by_check(engine, faults=True)
-    assert len(found) == len(CHECKS)
-    assert "broken" not in found.values(), found
+    states = states_by_check(engine, faults=True)
+    assert len(states) == len(CHECKS)
+    assert "broken" not in states.values(), states
     if not engine.startswith("gymnasium"):
-        assert set(found.values()) == {"kept"}
+        assert set(states.values()) == {"kept"}
 
 
-BROKEN = {
+BROKEN_PROMISES = {
+    # engine in broken_engines.py -> the check that reports it
     "ReusesArrays": "arrays of an earlier step do not change",
     "WrongFinalObservation": "same-step: final observation and info",
     "ReportsOnlyTerminations": "termination is not truncation",
@@ -64,27 +65,28 @@ BROKEN = {
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "engine", [pytest.param(name, marks=[pytest.mark.slow] if number % 3 else []) for number, name in enumerate(BROKEN)]
+    "engine",
+    [pytest.param(name, marks=[pytest.mark.slow] if i % 3 else []) for i, name in enumerate(BROKEN_PROMISES)],
 )
 def test_broken_promise_is_reported_with_a_program_that_fails(engine: str, tmp_path: Path) -> None:
     rows = {row.name: row for row in conform(f"broken_engines:{engine}")}
-    row = rows[BROKEN[engine]]
+    row = rows[BROKEN_PROMISES[engine]]
     assert row.state == "broken"
     assert any(row.why.values())
     if engine == "ExitsInStep":
         assert "process exited with exit code 3" in row.why.values()
-    shown = row.program.split("\n\n", 1)[1].strip().splitlines()
-    assert len(shown) <= 16
+    lines_after_imports = row.program.split("\n\n", 1)[1].strip().splitlines()
+    assert len(lines_after_imports) <= 16
     program = tmp_path / "program.py"
     program.write_text(f"import sys\nsys.path.insert(0, {str(HERE)!r})\n{row.program}")
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode != 0
-    assert "unexpected keyword argument" not in done.stderr
+    result = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode != 0
+    assert "unexpected keyword argument" not in result.stderr
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 def test_program_of_a_kept_promise_succeeds(check: Check) -> None:
-    """This shows that the programs contain no errors of their own, such as missing names."""
+    """So the programs themselves contain no errors, such as undefined names."""
     engine = "vecenv:AsyncVectorEnv" if check.fault else "gymnasium.vector:SyncVectorEnv"
     text = make_program(check, engine, f"{engine.partition(':')[2]}(make_env_fns(3), autoreset_mode={check.modes[0]})")
     names: dict[str, Any] = {}
@@ -99,8 +101,8 @@ def test_program_of_a_kept_promise_succeeds(check: Check) -> None:
 @pytest.mark.long
 def test_first_check_of_a_process_has_extra_time_for_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vecenv.tools.conform, "_CHECK_SECONDS", 1.0)
-    found = conform("broken_engines:make_after_slow_import", [AutoresetMode.DISABLED])
-    assert "no reply" not in str([row.why for row in found])
+    rows = conform("broken_engines:make_after_slow_import", [AutoresetMode.DISABLED])
+    assert "no reply" not in str([row.why for row in rows])
 
 
 @pytest.mark.slow
@@ -118,17 +120,16 @@ def test_masked_reset_check_accepts_structured_observations() -> None:
 
 
 def test_engine_with_short_episodes_breaks_no_promise() -> None:
-    found = states_by_check("broken_engines:make_short_episodes", modes=[AutoresetMode.DISABLED])
-    assert found["arrays of an earlier step do not change"] == "kept"
-    assert "broken" not in found.values(), found
+    states = states_by_check("broken_engines:make_short_episodes", modes=[AutoresetMode.DISABLED])
+    assert states["arrays of an earlier step do not change"] == "kept"
+    assert "broken" not in states.values(), states
 
 
 def test_engine_with_its_own_environments_runs_only_applicable_checks() -> None:
-    rows = conform("broken_engines:make_own_environments")
-    found = {row.name: row.state for row in rows}
-    assert found["spaces are batched"] == "kept"
-    assert found["seeds reach each environment"] == "refused"
-    assert "it builds its own environments" in next(row for row in rows if row.name.startswith("seeds")).why.values()
+    rows = {row.name: row for row in conform("broken_engines:make_own_environments")}
+    assert rows["spaces are batched"].state == "kept"
+    assert rows["seeds reach each environment"].state == "refused"
+    assert "it builds its own environments" in rows["seeds reach each environment"].why.values()
 
 
 def test_command_prints_rows_programs_and_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,10 +141,10 @@ def test_command_prints_rows_programs_and_json(capsys: pytest.CaptureFixture[str
     assert "envs = SwapsActions(make_env_fns(num_envs" not in output
     assert "envs = SwapsActions(make_env_fns(3), autoreset_mode=AutoresetMode.NEXT_STEP)" in output
     assert main(["conform", "gymnasium.vector:SyncVectorEnv", "--modes", "SameStep, Disabled", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["engine"] == "gymnasium.vector:SyncVectorEnv"
-    assert {row["state"] for row in found["rows"]} == {"kept"}
-    assert not any(row["draws"] for row in found["rows"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["engine"] == "gymnasium.vector:SyncVectorEnv"
+    assert {row["state"] for row in report["rows"]} == {"kept"}
+    assert not any(row["draws"] for row in report["rows"])
 
 
 def test_command_warns_of_an_engine_that_uses_a_global_generator(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Figures in sentences equal those in the tables that ``python -m bench`` writes."""
+"""Numbers in sentences of the README and of pages equal those in the tables that ``python -m bench`` writes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ WORKERS = (ROOT / "docs" / "workers.md").read_text()
 
 
 def cells_after(page: str, first: str) -> list[str]:
-    """Return the cells that follow ``first`` in the first table row that begins with it."""
+    """Return the cells after the first one, in the first table row that begins with the cell ``first``."""
     row = next(line for line in page.splitlines() if line.startswith(f"| {first} |"))
     return [cell.strip() for cell in row.strip().strip("|").split("|")][1:]
 
 
 def parse_number(text: str) -> float:
+    """Return the number at the beginning of a cell such as ``1,234 (1,200 - 1,300)``."""
     return float(re.split(r"[ (]", text.replace(",", ""))[0])
 
 
 def test_headline_and_both_tables_have_the_same_gains() -> None:
-    line = README.split("<!-- headline: end -->")[0].replace(" times `AsyncVectorEnv`", "").replace("`SyncVectorEnv` ", "")
-    gains = {name: (float(over_async), float(over_sync)) for over_async, over_sync, name in HEADLINE.findall(line)}
+    headline = README.split("<!-- headline: end -->")[0]
+    headline = headline.replace(" times `AsyncVectorEnv`", "").replace("`SyncVectorEnv` ", "")
+    gains = {name: (float(over_async), float(over_sync)) for over_async, over_sync, name in HEADLINE.findall(headline)}
     assert set(gains) == {"CartPole-v1", "Ant-v5", "ALE/Pong-v5"}
     for name, (over_async, over_sync) in gains.items():
         assert parse_number(cells_after(README, name)[0]) == parse_number(cells_after(BENCHMARKS, name)[0]) == over_async

@@ -1,7 +1,8 @@
-"""Frames of all environments in one image, and videos of such images."""
+"""``render_grid``, which puts the frames of all environments into one image, and ``write_video``."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ from vecenv.tools.video import render_grid, require_writer, tile, write_video
 
 
 class PlainColourFrames(gymnasium.Env[Any, Any]):
-    """An environment with frames of one colour, which depends on its seed and its number of steps."""
+    """An environment that renders frames of one colour, which depends on the seed and the number of steps."""
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 30}
     observation_space = gymnasium.spaces.Box(0, 255, (1,), np.float32)
@@ -39,22 +40,23 @@ class PlainColourFrames(gymnasium.Env[Any, Any]):
 
 
 @pytest.fixture
-def make() -> Iterator[Any]:
-    made: list[Any] = []
+def make_envs() -> Iterator[Any]:
+    """Yield a function that builds a vector environment with frames of these shapes, which is closed after the test."""
+    built: list[Any] = []
 
-    def build(*shapes: tuple[int, ...], workers: int = 0, **options: Any) -> Any:
-        fns = [lambda shape=shape: PlainColourFrames(shape, **options) for shape in shapes]
-        made.append(vecenv.AsyncVectorEnv(fns, num_workers=workers))
-        return made[-1]
+    def build(*shapes: tuple[int, ...], num_workers: int = 0, **options: Any) -> Any:
+        env_fns = [functools.partial(PlainColourFrames, shape, **options) for shape in shapes]
+        built.append(vecenv.AsyncVectorEnv(env_fns, num_workers=num_workers))
+        return built[-1]
 
     yield build
-    for envs in made:
+    for envs in built:
         envs.close()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_render_grid_places_environments_in_order(make: Any, workers: int) -> None:
-    envs = make(*[(4, 6, 3)] * 5, workers=workers)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_render_grid_places_environments_in_order(make_envs: Any, num_workers: int) -> None:
+    envs = make_envs(*[(4, 6, 3)] * 5, num_workers=num_workers)
     envs.reset(seed=1)
     grid = vecenv.render_grid(envs, columns=3, gap=2)
     assert grid.shape == (2 * 4 + 2, 3 * 6 + 2 * 2, 3)
@@ -64,11 +66,11 @@ def test_render_grid_places_environments_in_order(make: Any, workers: int) -> No
         cell = grid[row * 6 : row * 6 + 4, column * 8 : column * 8 + 6]
         assert (cell == 10 * (index + 1)).all(), index
     assert not grid[4:6].any(), "the gap is black"
-    assert not grid[6:, 16:].any(), "the empty place is black"
+    assert not grid[6:, 16:].any(), "the empty cell is black"
 
 
-def test_render_grid_accepts_small_grey_and_transparent_frames(make: Any) -> None:
-    envs = make((4, 6, 3), (2, 2), (4, 6, 4), (4, 6, 1))
+def test_render_grid_accepts_small_grey_and_transparent_frames(make_envs: Any) -> None:
+    envs = make_envs((4, 6, 3), (2, 2), (4, 6, 4), (4, 6, 1))
     envs.reset(seed=[1, 2, 3, 4])
     grid = render_grid(envs, columns=4, gap=0)
     assert grid.shape == (4, 24, 3)
@@ -86,12 +88,12 @@ def test_tile_makes_an_approximately_square_image(count: int, shape: tuple[int, 
     assert tile([np.zeros((*shape, 3), np.uint8)] * count, gap=0).shape[:2] == expected
 
 
-def test_render_grid_and_tile_reject_unusable_frames(make: Any) -> None:
-    without_frames = make((4, 6, 3), render_mode=None)
+def test_render_grid_and_tile_reject_unusable_frames(make_envs: Any) -> None:
+    without_frames = make_envs((4, 6, 3), render_mode=None)
     without_frames.reset()
     with pytest.raises(ValueError, match="render_mode='rgb_array', got None"):
         render_grid(without_frames)
-    float_frames = make((4, 6, 3), (4, 6, 3), dtype="float32")
+    float_frames = make_envs((4, 6, 3), (4, 6, 3), dtype="float32")
     float_frames.reset()
     with pytest.raises(ValueError, match=r"env 0: a frame must be uint8 .* got float32 of shape \(4, 6, 3\)"):
         render_grid(float_frames)
@@ -101,8 +103,8 @@ def test_render_grid_and_tile_reject_unusable_frames(make: Any) -> None:
         tile([])
 
 
-def test_render_grid_rejects_one_frame_of_all_environments(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    envs = make((4, 6, 3), (4, 6, 3))
+def test_render_grid_rejects_one_frame_of_all_environments(make_envs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    envs = make_envs((4, 6, 3), (4, 6, 3))
     envs.reset()
     monkeypatch.setattr(type(envs), "render", lambda self: np.zeros((4, 6, 3), np.uint8))
     text = r"must render one frame for each of 2 environments, got an array of shape \(4, 6, 3\)"
@@ -135,14 +137,14 @@ def test_video_contains_every_frame(name: str, tmp_path: Path) -> None:
 def test_images_that_are_not_frames_of_one_size_are_refused(name: str, tmp_path: Path) -> None:
     pytest.importorskip("moviepy" if name.endswith("mp4") else "PIL", reason="writes videos")
     image = np.zeros((8, 6, 3), np.uint8)
-    others = (image / 255, image[:4], image[..., 0], image[..., :1], (image, image), None)
-    for images, index in ((image, 0), ([image[:0]], 0), *(([image, other], 1) for other in others)):
+    unusable = (image / 255, image[:4], image[..., 0], image[..., :1], (image, image), None)
+    for images, index in ((image, 0), ([image[:0]], 0), *(([image, other], 1) for other in unusable)):
         with pytest.raises(ValueError, match=rf"images must be uint8 of shape .*, all of one size; images\[{index}\] is "):
             write_video(images, tmp_path / name)
     assert not (tmp_path / name).exists()
 
 
-def test_gif_keeps_a_colour_that_only_two_frames_have(tmp_path: Path) -> None:
+def test_gif_keeps_a_colour_that_occurs_in_only_two_frames(tmp_path: Path) -> None:
     pillow = pytest.importorskip("PIL.Image")
     images = [np.zeros((32, 32, 3), np.uint8) for _ in range(101)]
     for index in (53, 54):
@@ -150,12 +152,12 @@ def test_gif_keeps_a_colour_that_only_two_frames_have(tmp_path: Path) -> None:
     images += [np.full((32, 32, 3), 2 * index + 1, np.uint8) for index in range(100)]
     path = tmp_path / "flash.gif"
     assert write_video(images, path, fps=10) == 201
-    shown: list[Any] = []
+    frames: list[Any] = []  # one for each tenth of a second
     with pillow.open(path) as video:
         for index in range(video.n_frames):
             video.seek(index)
-            shown += [np.asarray(video.convert("RGB"))] * (video.info["duration"] // 100)
-    np.testing.assert_array_equal(shown, images)
+            frames += [np.asarray(video.convert("RGB"))] * (video.info["duration"] // 100)
+    np.testing.assert_array_equal(frames, images)
 
 
 def test_invalid_video_arguments_and_missing_writers_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

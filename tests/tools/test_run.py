@@ -1,4 +1,4 @@
-"""``vecenv run PROGRAM`` behaves like ``python PROGRAM``: its state inside the program, and its exit."""
+"""``vecenv run PROGRAM`` behaves like ``python PROGRAM``: state of the interpreter, output, and exit code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROGRAM = '''
     class Config:
         lr: float = 0.5
 
-    def own(config):
+    def name_of_main(config):
         return type(config) is Config and __name__
 
     def bye():
@@ -38,14 +38,14 @@ PROGRAM = '''
         print(__spec__ and (__spec__.name, __spec__.origin, __spec__.parent))
         print(type(__loader__), getattr(__loader__, "name", ""), getattr(__loader__, "path", ""))
         print(sys.argv, sys.path, os.getcwd(), sys.flags, sys.excepthook is sys.__excepthook__, sorted(os.environ))
-        print(dataclasses.fields(Config)[0].type, own.__code__.co_filename, own.__code__.co_flags)
+        print(dataclasses.fields(Config)[0].type, name_of_main.__code__.co_filename, name_of_main.__code__.co_flags)
         print(warnings.filters, threading.active_count(), faulthandler.is_enabled(), multiprocessing.get_start_method(True))
         print([signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)])
         warnings.warn("shown once", DeprecationWarning)
         if "children" in sys.argv:
             for method in ("fork", "spawn", "forkserver"):
                 with multiprocessing.get_context(method).Pool(1) as pool:
-                    print(pool.map(own, [Config()]))
+                    print(pool.map(name_of_main, [Config()]))
         sys.stdout.flush()
         if "interrupt" in sys.argv: raise KeyboardInterrupt
         if "raise" in sys.argv: raise ValueError(3)
@@ -60,12 +60,13 @@ PROGRAM = '''
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
+    """Return a folder with the program as a file, a link, a module, a package, a folder and an archive."""
     source = textwrap.dedent(PROGRAM)
-    for name in ("looks.py", "package/__main__.py", "folder/__main__.py"):
+    for name in ("report.py", "package/__main__.py", "folder/__main__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(source)
     (tmp_path / "package" / "__init__.py").touch()
-    (tmp_path / "folder" / "link.py").symlink_to(tmp_path / "looks.py")
+    (tmp_path / "folder" / "link.py").symlink_to(tmp_path / "report.py")
     with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
         archive.writestr("__main__.py", source)
     (tmp_path / "bad.py").write_text("x = (\n")
@@ -79,15 +80,15 @@ def run_in_folder(folder: Path, *arguments: str) -> subprocess.CompletedProcess[
 @pytest.mark.parametrize(
     ("flags", "arguments"),
     [
-        ("", "looks.py raise"),
-        pytest.param("", "looks.py children", marks=pytest.mark.long),
-        pytest.param("-O -W error::UserWarning", "looks.py exit", marks=pytest.mark.long),
-        pytest.param("-P", "./folder/../looks.py interrupt", marks=pytest.mark.long),
+        ("", "report.py raise"),
+        pytest.param("", "report.py children", marks=pytest.mark.long),
+        pytest.param("-O -W error::UserWarning", "report.py exit", marks=pytest.mark.long),
+        pytest.param("-P", "./folder/../report.py interrupt", marks=pytest.mark.long),
         pytest.param("", "folder/link.py hook", marks=pytest.mark.long),
-        pytest.param("", "looks.py term", marks=pytest.mark.long),
+        pytest.param("", "report.py term", marks=pytest.mark.long),
         pytest.param("", "folder _exit", marks=pytest.mark.long),
         pytest.param("", "archive.zip exit", marks=pytest.mark.long),
-        pytest.param("", "-m looks children", marks=pytest.mark.long),
+        pytest.param("", "-m report children", marks=pytest.mark.long),
         pytest.param("", "-m package exit --seed 1", marks=pytest.mark.long),
         pytest.param("", "bad.py", marks=pytest.mark.long),
     ],
@@ -103,44 +104,44 @@ def test_program_has_the_same_output_and_exit_code_as_under_python(flags: str, a
 def test_package_without_a_main_module_exits_with_2_and_one_line(tmp_path: Path) -> None:
     (tmp_path / "silent").mkdir()
     (tmp_path / "silent" / "__init__.py").touch()
-    done = run_in_folder(tmp_path, "-m", "vecenv", "run", "-m", "silent")
-    assert (done.returncode, done.stderr) == (2, "vecenv: no module 'silent.__main__'\n")
+    result = run_in_folder(tmp_path, "-m", "vecenv", "run", "-m", "silent")
+    assert (result.returncode, result.stderr) == (2, "vecenv: no module 'silent.__main__'\n")
 
 
 @pytest.mark.parametrize("module", ["sys", "math"])
 def test_compiled_module_exits_with_2_and_one_line(module: str) -> None:
-    done = run_python("-m", "vecenv", "run", "-m", module)
-    assert (done.returncode, done.stderr) == (2, f"vecenv: module {module!r} is compiled, not a Python program\n")
+    result = run_python("-m", "vecenv", "run", "-m", module)
+    assert (result.returncode, result.stderr) == (2, f"vecenv: module {module!r} is compiled, not a Python program\n")
 
 
-def test_gymnasiums_class_is_replaced_before_the_package_of_a_module_is_imported(tmp_path: Path) -> None:
+def test_gymnasiums_class_is_replaced_before_a_package_is_imported(tmp_path: Path) -> None:
     (tmp_path / "derived").mkdir()
     source = "import gymnasium, sys\nclass Mine(gymnasium.vector.AsyncVectorEnv): pass\nARGUMENTS = list(sys.argv)\n"
     (tmp_path / "derived" / "__init__.py").write_text(source)
     source = "import derived, vecenv\nprint(issubclass(derived.Mine, vecenv.AsyncVectorEnv), derived.ARGUMENTS)\n"
     (tmp_path / "derived" / "__main__.py").write_text(source)
-    done = run_in_folder(tmp_path, "-m", "vecenv", "run", "--quiet", "-m", "derived", "--seed", "1")
-    assert (done.stdout, done.stderr) == ("True ['-m', '--seed', '1']\n", "")
+    result = run_in_folder(tmp_path, "-m", "vecenv", "run", "--quiet", "-m", "derived", "--seed", "1")
+    assert (result.stdout, result.stderr) == ("True ['-m', '--seed', '1']\n", "")
 
 
 @pytest.mark.parametrize("arguments", ["spawn bare.py", "forkserver -m bare"])
 def test_program_that_workers_would_run_again_is_refused(arguments: str, programs: Path) -> None:
     (programs / "bare.py").write_text("print('runs')\n")
-    done = run_in_folder(programs, "-m", "vecenv", "run", "--quiet", "--context", *arguments.split())
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "the main guard is missing in " in done.stderr
-    assert f": under '{arguments.split()[0]}' each worker imports the program again" in done.stderr
+    result = run_in_folder(programs, "-m", "vecenv", "run", "--quiet", "--context", *arguments.split())
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "the main guard is missing in " in result.stderr
+    assert f": under '{arguments.split()[0]}' each worker imports the program again" in result.stderr
 
 
 @pytest.mark.parametrize(
-    "arguments", ["fork bare.py", "spawn looks.py", "spawn guarded.py", "spawn folder", "forkserver -m package"]
+    "arguments", ["fork bare.py", "spawn report.py", "spawn guarded.py", "spawn folder", "forkserver -m package"]
 )
-def test_other_programs_run_with_every_start_method(arguments: str, programs: Path) -> None:
+def test_program_that_workers_would_not_run_again_is_accepted(arguments: str, programs: Path) -> None:
     (programs / "guarded.py").write_text("if __name__ in {'__main__', '__mp_main__'}: print('runs')\n")
     for name in ("bare.py", "folder/__main__.py", "package/__main__.py"):
         (programs / name).write_text("print('runs')\n")
-    done = run_in_folder(programs, "-m", "vecenv", "run", "--quiet", "--context", *arguments.split())
-    assert (done.returncode, bool(done.stdout), done.stderr.count("guard")) == (0, True, 0)
+    result = run_in_folder(programs, "-m", "vecenv", "run", "--quiet", "--context", *arguments.split())
+    assert (result.returncode, bool(result.stdout), result.stderr.count("guard")) == (0, True, 0)
 
 
 @pytest.mark.parametrize(
@@ -148,12 +149,12 @@ def test_other_programs_run_with_every_start_method(arguments: str, programs: Pa
     [
         ("--step-timeout", "-1", "`step_timeout` must be None or a number of seconds above 0, got -1.0."),
         ("--step-timeout", "nan", "`step_timeout` must be None or a number of seconds above 0, got nan."),
-        ("--record-failures", "looks.py", "the folder of `record_failures` is a file: 'looks.py'"),
+        ("--record-failures", "report.py", "the folder of `record_failures` is a file: 'report.py'"),
     ],
 )
 def test_invalid_option_value_exits_with_2_before_the_program_runs(
     option: str, value: str, text: str, programs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(programs)
-    assert cli.main(["run", option, value, "looks.py"]) == 2
+    assert cli.main(["run", option, value, "report.py"]) == 2
     assert capsys.readouterr().err == f"vecenv: {text}\n"

@@ -1,4 +1,4 @@
-"""``publish_stats`` and ``vecenv top``: published values, readers in other processes, removal of files, and the screen."""
+"""``publish_stats`` and ``vecenv top``: published values, other programs, files, and the screen."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ def make_envs(count: int = 4, **options: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Set the folder in which this test's programs and their children publish files."""
+    """Set and return the folder in which this process and its children publish their files."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return tmp_path / "vecenv"
 
 
 def step_for(envs: Any, seconds: float) -> int:
-    """Step for ``seconds``; return the number of steps."""
-    count, end = 0, time.monotonic() + seconds
-    while time.monotonic() < end:
+    """Step for ``seconds``, and return the number of steps."""
+    count, deadline = 0, time.monotonic() + seconds
+    while time.monotonic() < deadline:
         envs.step(envs.action_space.sample())
         count += 1
     return count
@@ -70,13 +70,13 @@ def step_for(envs: Any, seconds: float) -> int:
 @pytest.mark.long
 def test_published_stats_match_the_program_and_close_removes_the_file(folder: Path) -> None:
     envs = make_envs(batch_size=4)
-    assert read_rows() == [], "publish_stats() was not called"
+    assert read_rows() == [], "statistics were published before the call of publish_stats()"
     envs.publish_stats()
     envs.reset(seed=0)
     watcher = top.Watcher(os.getpid())
     watcher.read()
     started_at = time.monotonic()
-    count = step_for(envs, 1.2)  # at least two files are written
+    step_count = step_for(envs, 1.2)  # long enough for two writes of the file
     seconds = time.monotonic() - started_at
     (row,) = watcher.read()
     assert (row.name, row.pid, row.num_envs, row.restarts, row.errors) == ("CartPole-v1", os.getpid(), 4, 0, 0)
@@ -86,7 +86,7 @@ def test_published_stats_match_the_program_and_close_removes_the_file(folder: Pa
     assert {worker.state for worker in row.workers} <= {"stepping", "waiting"}
     steps = [worker.steps_per_second for worker in row.workers]
     assert steps[0] == pytest.approx(steps[1], rel=0.05)  # each file may be a millisecond old
-    assert 0.1 < row.steps_per_second / (4 * count / seconds) < 10
+    assert 0.1 < row.steps_per_second / (4 * step_count / seconds) < 10
     for worker in row.workers:
         assert 0.0 < worker.waiting <= 1.0
         assert worker.slowest_env is None or worker.envs[0] <= worker.slowest_env <= worker.envs[1]
@@ -108,8 +108,8 @@ def test_stats_include_first_ready_steps_and_the_callers_share(closes: Any) -> N
     envs.publish_stats("first name")
     envs.publish_stats("second name")
     envs.reset_async(seed=0)
-    end = time.monotonic() + 0.7
-    while time.monotonic() < end:
+    deadline = time.monotonic() + 0.7
+    while time.monotonic() < deadline:
         *_, infos = envs.recv()
         envs.send(envs.action_space.sample()[:2], infos["env_id"])
     (row,) = read_rows()
@@ -146,7 +146,7 @@ def test_publish_stats_rejects_folder_open_to_others(folder: Path, tmp_path: Pat
                 envs.publish_stats()
 
 
-def test_folder_open_to_others_only_warns_if_an_environment_variable_publishes(
+def test_folder_open_to_others_causes_a_warning_if_an_environment_variable_publishes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     folder.mkdir(mode=0o755)
@@ -172,17 +172,17 @@ def test_environment_variable_publishes_a_resumed_run(method: str, monkeypatch: 
 
 def test_watcher_removes_files_of_ended_processes(folder: Path) -> None:
     folder.mkdir(mode=0o700)
-    own = published.process_state(os.getpid())
-    assert own is not None
-    here = os.stat("/proc/self/ns/pid").st_ino
-    ended = (f"{os.getpid()}-1-0-{here}.json", f"4194304-7-0-{here}.json", f"4194304-7-1-{here}.new")
-    removed = [folder / name for name in ended]
-    in_another_container = f"4194304-7-0-{here + 1}.json"
-    kept = [folder / name for name in (f"{os.getpid()}-{own[1]}-7-{here}.new", in_another_container, "notes.txt")]
-    for path in removed + kept:
-        path.write_text("{}")
+    own_state = published.process_state(os.getpid())
+    assert own_state is not None
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    ended = (f"{os.getpid()}-1-0-{namespace}.json", f"4194304-7-0-{namespace}.json", f"4194304-7-1-{namespace}.new")
+    running = f"{os.getpid()}-{own_state[1]}-7-{namespace}.new"
+    in_another_container = f"4194304-7-0-{namespace + 1}.json"
+    kept = running, in_another_container, "notes.txt"
+    for name in (*ended, *kept):
+        (folder / name).write_text("{}")
     assert read_rows() == []
-    assert sorted(folder.iterdir()) == sorted(kept)
+    assert {path.name for path in folder.iterdir()} == set(kept)
 
 
 def test_program_continues_if_the_file_cannot_be_written(folder: Path) -> None:
@@ -220,7 +220,9 @@ def test_stopped_dead_and_replaced_workers_are_distinguished(closes: Any) -> Non
 
 @pytest.mark.long
 @pytest.mark.parametrize(("context", "published_by"), [("fork", "call"), ("forkserver", "environment")])
-def test_top_shows_other_program_and_removes_its_file_after_a_kill(context: str, published_by: str, tmp_path: Path) -> None:
+def test_top_shows_another_program_and_removes_its_file_after_a_kill(
+    context: str, published_by: str, tmp_path: Path
+) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     environment = {**os.environ, "VECENV_TOP": "1" if published_by == "environment" else "0"}
@@ -229,14 +231,14 @@ def test_top_shows_other_program_and_removes_its_file_after_a_kill(context: str,
         try:
             assert program.stdout is not None
             assert program.stdout.readline() == "ready\n"
-            shown = [sys.executable, "-m", "vecenv", "top", "--pid", str(program.pid), "--interval", "0.3"]
-            done = subprocess.run([*shown, "--json"], capture_output=True, text=True, timeout=250, check=False)
-            assert done.returncode == 0, done.stderr
-            (row,) = json.loads(done.stdout)["programs"]
+            top_command = [sys.executable, "-m", "vecenv", "top", "--pid", str(program.pid), "--interval", "0.3"]
+            result = subprocess.run([*top_command, "--json"], capture_output=True, text=True, timeout=250, check=False)
+            assert result.returncode == 0, result.stderr
+            (row,) = json.loads(result.stdout)["programs"]
             assert row["name"] == ("the program" if published_by == "call" else "CartPole-v1")
             assert {worker["state"] for worker in row["workers"]} <= {"stepping", "waiting"}
             assert row["steps_per_second"] > 0
-            table = subprocess.run([*shown, "--once"], capture_output=True, text=True, timeout=250, check=False)
+            table = subprocess.run([*top_command, "--once"], capture_output=True, text=True, timeout=250, check=False)
             assert table.returncode == 0, table.stderr
             assert f"4 environments, pid {program.pid}" in table.stdout
             assert "slowest env" in table.stdout
@@ -249,52 +251,52 @@ def test_top_shows_other_program_and_removes_its_file_after_a_kill(context: str,
     assert remaining == []
 
 
-# a session leader that opens a terminal gets it as its controlling terminal, from which it then receives Ctrl-C
+# when a session leader opens a terminal, it becomes the leader's controlling terminal, which sends it Ctrl-C
 IN_TERMINAL = "import os, sys; os.open(os.ttyname(0), os.O_RDWR); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-SHOW, HIDE, ENTER, LEAVE = (f"\x1b[?{code}" for code in ("25h", "25l", "1049h", "1049l"))  # cursor, screen buffer
+SHOW_CURSOR, HIDE_CURSOR, ENTER_SCREEN, LEAVE_SCREEN = (f"\x1b[?{code}" for code in ("25h", "25l", "1049h", "1049l"))
 
 
 class Terminal:
-    """A terminal of 100 by 30 that runs a command; ``text`` is its complete output."""
+    """A terminal with 100 columns and 30 lines that runs a command. ``text`` is the complete output."""
 
     def __init__(self, command: list[str]) -> None:
         import pty
         import termios
 
-        self._screen, inside = pty.openpty()
-        termios.tcsetwinsize(inside, (30, 100))
-        self._inside, self._settings = inside, termios.tcgetattr(inside)
+        self._controller, terminal = pty.openpty()
+        termios.tcsetwinsize(terminal, (30, 100))
+        self._terminal, self._settings = terminal, termios.tcgetattr(terminal)
         self.text = ""
         self.command = subprocess.Popen(
             [sys.executable, "-c", IN_TERMINAL, *command],
-            stdin=inside, stdout=inside, stderr=inside, start_new_session=True, env={**os.environ, "TERM": "xterm"},
+            stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True, env={**os.environ, "TERM": "xterm"},
         )  # fmt: skip
 
     def read_until(self, is_complete: Callable[[str], bool], seconds: float = 30.0) -> None:
         deadline = time.monotonic() + seconds
         while not is_complete(self.text) and time.monotonic() < deadline:
-            if select.select([self._screen], [], [], 0.05)[0]:
-                self.text += os.read(self._screen, 1 << 16).decode()
+            if select.select([self._controller], [], [], 0.05)[0]:
+                self.text += os.read(self._controller, 1 << 16).decode()
         assert is_complete(self.text), self.text
 
     def send_ctrl_c(self) -> None:
-        os.write(self._screen, b"\x03")
+        os.write(self._controller, b"\x03")
 
     def is_restored(self) -> bool:
         import termios
 
-        return termios.tcgetattr(self._inside) == self._settings
+        return termios.tcgetattr(self._terminal) == self._settings
 
     def close(self) -> None:
         self.command.kill()
         self.command.wait()
-        os.close(self._screen)
-        os.close(self._inside)
+        os.close(self._controller)
+        os.close(self._terminal)
 
 
 @pytest.fixture
-def live(folder: Path) -> Iterator[Terminal]:
-    """Run ``vecenv top`` for this program with an interval of 0.2 seconds."""
+def live_top(folder: Path) -> Iterator[Terminal]:
+    """Yield a terminal with ``vecenv top`` for this program, at an interval of 0.2 seconds."""
     terminal = Terminal(["-m", "vecenv", "top", "--pid", str(os.getpid()), "--interval", "0.2"])
     yield terminal
     terminal.close()
@@ -302,22 +304,22 @@ def live(folder: Path) -> Iterator[Terminal]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("ending", ["Ctrl-C", "SIGTERM"])
-def test_live_table_is_updated_and_its_end_restores_the_terminal(live: Terminal, ending: str) -> None:
+def test_live_table_is_updated_and_the_terminal_is_restored_at_the_end(live_top: Terminal, ending: str) -> None:
     with contextlib.closing(make_envs()) as envs:
         envs.publish_stats("shown live")
         envs.reset(seed=0)
-        live.read_until(lambda text: text.count("shown live: 4 environments") >= 3)
+        live_top.read_until(lambda text: text.count("shown live: 4 environments") >= 3)
         for process in envs.processes:
-            assert str(process.pid) in live.text
+            assert str(process.pid) in live_top.text
         envs.close()
-        live.read_until(lambda text: "Nothing to show" in text)
-    live.send_ctrl_c() if ending == "Ctrl-C" else live.command.terminate()
-    live.read_until(lambda text: LEAVE in text)
-    assert live.command.wait(timeout=10) == 0
-    assert "Traceback" not in live.text
-    assert live.text.index(ENTER) < live.text.index("shown live") < live.text.rindex(LEAVE)
-    assert live.text.rindex(HIDE) < live.text.rindex(SHOW)
-    assert live.is_restored()
+        live_top.read_until(lambda text: "Nothing to show" in text)
+    live_top.send_ctrl_c() if ending == "Ctrl-C" else live_top.command.terminate()
+    live_top.read_until(lambda text: LEAVE_SCREEN in text)
+    assert live_top.command.wait(timeout=10) == 0
+    assert "Traceback" not in live_top.text
+    assert live_top.text.index(ENTER_SCREEN) < live_top.text.index("shown live") < live_top.text.rindex(LEAVE_SCREEN)
+    assert live_top.text.rindex(HIDE_CURSOR) < live_top.text.rindex(SHOW_CURSOR)
+    assert live_top.is_restored()
 
 
 def test_publishing_takes_less_than_100_microseconds_per_result(closes: Any) -> None:
@@ -326,7 +328,7 @@ def test_publishing_takes_less_than_100_microseconds_per_result(closes: Any) -> 
     started_at = time.process_time()
     for _ in range(1000):
         envs._stats_file.on_result(None, ())
-    assert time.process_time() - started_at < 0.1  # usually a microsecond per result
+    assert time.process_time() - started_at < 0.1  # usually one microsecond per result
 
 
 def test_worker_stats_match_the_workers_and_their_environments(closes: Any) -> None:
@@ -362,7 +364,7 @@ def test_top_without_programs_explains_how_to_publish(capsys: pytest.CaptureFixt
 # --- the screen ------------------------------------------------------------------------------------
 
 
-def program(workers: int, name: str = "a long training") -> top.ProgramRow:
+def make_program_row(workers: int, name: str = "a long training") -> top.ProgramRow:
     rows = [
         top.WorkerRow(i, 10_000 + i, "process", "stepping", (4 * i, 4 * i + 3), 1e3 + i, 0.4, 4 * i, 1e-3 * (i % 7), i % 3)
         for i in range(workers)
@@ -370,7 +372,7 @@ def program(workers: int, name: str = "a long training") -> top.ProgramRow:
     return top.ProgramRow(name, 4711, 4 * workers, 41_234.0, 0.35, 0.0, 12, 7, 9, rows)
 
 
-def lines(rows: list[top.ProgramRow], view: top.View, width: int = 80, height: int = 24) -> list[str]:
+def draw_lines(rows: list[top.ProgramRow], view: top.View, width: int = 80, height: int = 24) -> list[str]:
     console = pytest.importorskip("rich.console").Console(file=io.StringIO(), width=width, height=height)
     with console.capture() as captured:
         console.print(top.draw(rows, [], view, height))
@@ -380,37 +382,37 @@ def lines(rows: list[top.ProgramRow], view: top.View, width: int = 80, height: i
 @pytest.mark.parametrize("width", [80, 120])
 def test_table_of_forty_workers_fits_the_screen_and_scrolls(width: int) -> None:
     view = top.View()
-    shown = lines([program(40)], view, width)
+    shown = draw_lines([make_program_row(40)], view, width)
     assert len(shown) == 24
     assert shown[0].startswith("a long training: 160 environments, pid 4711")
     assert "41,234 steps/s, waits for envs 35%; 12 resets, 7 restarts, 9 errors" in shown[1]
     assert shown[3].split()[:4] == ["0", "10000", "stepping", "0-3"]
     assert "workers 1-20 of 40 by worker" in shown[-1]
     view.press(b"\x1b[6~\x1b[B")
-    assert lines([program(40)], view, width)[3].split()[0] == "20"  # it stops at the last worker
+    assert draw_lines([make_program_row(40)], view, width)[3].split()[0] == "20"  # the last page
     view.press(b"\x1b[A")
-    assert lines([program(40)], view, width)[3].split()[0] == "19"
+    assert draw_lines([make_program_row(40)], view, width)[3].split()[0] == "19"
     assert max(map(len, shown)) <= width
 
 
 def test_program_without_results_shows_the_time_since_the_last_one() -> None:
-    row = replace(program(2), steps_per_second=0.0, waiting=0.0, seconds_since_result=16.04)
-    assert "0 steps/s, no result for 16.0 s; 12 resets, 7 restarts, 9 errors" in lines([row], top.View())[1]
+    row = replace(make_program_row(2), steps_per_second=0.0, waiting=0.0, seconds_since_result=16.04)
+    assert "0 steps/s, no result for 16.0 s; 12 resets, 7 restarts, 9 errors" in draw_lines([row], top.View())[1]
 
 
-def test_s_key_sorts_by_the_next_column() -> None:
+def test_key_s_sorts_by_the_next_column_and_key_q_ends_the_view() -> None:
     view = top.View()
     for order, first in (("steps/s", "39"), ("waiting", "0"), ("slowest env", "6"), ("restarts", "2")):
         view.press(b"s")
-        shown = lines([program(40)], view)
+        shown = draw_lines([make_program_row(40)], view)
         assert f"by {order}" in shown[-1]
         assert shown[3].split()[0] == first
     view.press(b"q")
     assert view.ended
 
 
-def test_summaries_of_several_programs_come_first() -> None:
-    shown = lines([program(3), program(3, "another")], top.View())
+def test_summaries_of_several_programs_are_above_the_table() -> None:
+    shown = draw_lines([make_program_row(3), make_program_row(3, "another")], top.View())
     assert [line.partition(":")[0] for line in shown[:4:2]] == ["a long training", "another"]
     assert shown[4].split()[0] == "program"
     assert "workers 1-6 of 6" in shown[-1]
@@ -427,7 +429,7 @@ def test_mostly_waiting_worker_is_shown_as_waiting(monkeypatch: pytest.MonkeyPat
 
 
 def test_worker_that_may_hang_is_not_shown_as_idle(closes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the state of the program distinguishes a hang from a learner that is computing."""
+    """If no worker steps, the program may wait for a worker that hangs, or compute. Its process's state shows which."""
     envs = closes(make_envs())
     envs.publish_stats()
     envs.reset(seed=0)
@@ -436,9 +438,9 @@ def test_worker_that_may_hang_is_not_shown_as_idle(closes: Any, monkeypatch: pyt
     monkeypatch.setattr(top, "process_state", lambda pid: ("S", real(pid)[1]))  # type: ignore[index]
     (row,) = read_rows()
     assert [worker.state for worker in row.workers] == ["unknown"] * 2
-    shown = lines([row], top.View())[-2]
-    assert "unknown" in shown
-    assert "%" not in shown
+    worker_line = draw_lines([row], top.View())[-2]
+    assert "unknown" in worker_line
+    assert "%" not in worker_line
 
 
 # --- untrusted files ------------------------------------------------------------------------------
@@ -453,7 +455,7 @@ STATS = {
 }  # fmt: skip
 
 
-def write(folder: Path, content: bytes | dict[str, Any], number: int = 50) -> Path:
+def write_stats_file(folder: Path, content: bytes | dict[str, Any], number: int = 50) -> Path:
     state = published.process_state(os.getpid())
     assert state is not None
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -463,12 +465,12 @@ def write(folder: Path, content: bytes | dict[str, Any], number: int = 50) -> Pa
 
 
 def test_file_with_additional_fields_is_shown(folder: Path) -> None:
-    write(folder, {**STATS, "pid": os.getpid(), "newer": "words", "workers": [{**WORKER, "newer": 1}]})
+    write_stats_file(folder, {**STATS, "pid": os.getpid(), "newer": "words", "workers": [{**WORKER, "newer": 1}]})
     (row,) = read_rows()
     assert (row.name, row.num_envs, row.resets, row.workers[0].slowest_env) == ("made up", 2, 3, 1)
 
 
-INVALID: dict[str, Any] = {
+INVALID_FILES: dict[str, Any] = {
     "a newer format": {**STATS, "format": 3},
     "no format": {**STATS, "format": None},
     "a number for a name": {**STATS, "name": 3},
@@ -491,17 +493,17 @@ INVALID: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", INVALID)
+@pytest.mark.parametrize("name", INVALID_FILES)
 def test_invalid_file_is_skipped_with_a_warning(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from vecenv.tools import cli
 
     watcher = top.Watcher(os.getpid())
-    files = write(folder, {**STATS, "name": "valid"}), write(folder, INVALID[name], 51)
+    files = write_stats_file(folder, {**STATS, "name": "valid"}), write_stats_file(folder, INVALID_FILES[name], 51)
     assert [row.name for row in watcher.read()] == ["valid"]
     (warning,) = watcher.left_out
     assert warning.startswith(f"a file of pid {os.getpid()}: ")
-    for shown in ("--json", "--once"):
-        assert cli.main(["top", shown, "--interval", "0.01", "--pid", str(os.getpid())]) == 0
+    for option in ("--json", "--once"):
+        assert cli.main(["top", option, "--interval", "0.01", "--pid", str(os.getpid())]) == 0
         out, err = capsys.readouterr()
         assert "valid" in out
         assert f"vecenv: left out: {warning}" in err
@@ -512,7 +514,7 @@ def test_invalid_file_is_skipped_with_a_warning(name: str, folder: Path, capsys:
 
 
 def test_pipe_in_the_folder_is_skipped_without_blocking(folder: Path) -> None:
-    file = write(folder, b"")
+    file = write_stats_file(folder, b"")
     file.unlink()
     os.mkfifo(file)
     watcher = top.Watcher()
@@ -535,20 +537,20 @@ def test_pipe_in_the_folder_is_skipped_without_blocking(folder: Path) -> None:
 )
 def test_markup_and_control_characters_in_a_name_are_escaped(name: str, shown: str, folder: Path) -> None:
     console = pytest.importorskip("rich.console").Console(width=400, force_terminal=True, color_system=None)
-    write(folder, {**STATS, "name": name})
-    found = read_rows()
-    assert found[0].name == name
+    write_stats_file(folder, {**STATS, "name": name})
+    rows = read_rows()
+    assert rows[0].name == name
     with console.capture() as captured:
-        console.print(top.draw(found, ["a file of pid 1: [/] it is odd"]))
+        console.print(top.draw(rows, ["a file of pid 1: [/] it is odd"]))
     text = captured.get()
     assert shown in text
     assert "Left out: a file of pid 1: [/] it is odd." in text
-    assert not {char for char in text.replace("\x1b[3m", "").replace("\x1b[0m", "").replace("\x1b[2m", "") if char < " "} - {
-        "\n"
-    }
+    for own_sequence in ("\x1b[0m", "\x1b[2m", "\x1b[3m"):
+        text = text.replace(own_sequence, "")
+    assert {char for char in text if char < " "} <= {"\n"}
 
 
-def test_published_name_is_converted_to_text() -> None:
+def test_publish_stats_converts_the_name_to_text() -> None:
     with contextlib.closing(make_envs()) as envs:
         envs.publish_stats(Path("a/path"))
         assert [row.name for row in read_rows()] == ["a/path"]

@@ -17,10 +17,10 @@ from signals import signal_handler
 import vecenv
 from vecenv.errors import StepTimeout, WorkerDied
 
-COUNT, FAULTY = 4, 1
+NUM_ENVS, FAULTY = 4, 1
 FINE, RAISES, DIES, LATE = range(4)
-SECONDS = 3.0
-"""The duration of a late step: longer than ``step_timeout``, and shorter than the timeouts of three calls."""
+LATE_STEP_SECONDS = 3.0
+"""The duration of a late step: longer than ``step_timeout``, but shorter than three timeouts of consecutive calls."""
 FAULTS = [pytest.param(fault, id=name) for fault, name in ((RAISES, "raises"), (DIES, "dies"), (LATE, "late"))]
 
 R = TypeVar("R")
@@ -52,22 +52,22 @@ class FaultyEnv(gym.Env[Any, Any]):
         if action == DIES:
             os.kill(os.getpid(), signal.SIGKILL)
         if action == LATE:
-            time.sleep(SECONDS)
+            time.sleep(LATE_STEP_SECONDS)
         self.steps += 1
         return np.array([self.steps, self.seed], np.float32), 1.0, False, False, {}
 
 
-def engine(on_failure: str = "raise", fns: Any = None, **options: Any) -> Any:
+def make_engine(on_failure: str = "raise", env_fns: Any = None, **options: Any) -> Any:
     """Build an engine with four faulty environments, each in its own process."""
     # torch's threads would make a fork of this process unsafe
     context = "forkserver" if "torch" in sys.modules else None
-    options = {"context": context, "step_timeout": SECONDS / 2, **options}
-    return vecenv.AsyncVectorEnv(fns or [FaultyEnv] * COUNT, num_workers=COUNT, on_failure=on_failure, **options)
+    options = {"context": context, "step_timeout": LATE_STEP_SECONDS / 2, **options}
+    return vecenv.AsyncVectorEnv(env_fns or [FaultyEnv] * NUM_ENVS, num_workers=NUM_ENVS, on_failure=on_failure, **options)
 
 
 def actions_with_fault(fault: int) -> Any:
     """Return actions of which the one of environment ``FAULTY`` causes this fault."""
-    return np.where(np.arange(COUNT) == FAULTY, fault, FINE)
+    return np.where(np.arange(NUM_ENVS) == FAULTY, fault, FINE)
 
 
 def reset_until_ready(reset: Callable[[], R]) -> R:
@@ -82,20 +82,20 @@ def reset_until_ready(reset: Callable[[], R]) -> R:
 
 def check_new_episode(client: Any) -> None:
     """Check that every environment begins an episode and takes a step, and that no earlier results are returned."""
-    assert reset_until_ready(client.reset)[:, 0].tolist() == [0.0] * COUNT
-    assert client.step(np.zeros(COUNT, np.int64))[:, 0].tolist() == [1.0] * COUNT
+    assert reset_until_ready(client.reset)[:, 0].tolist() == [0.0] * NUM_ENVS
+    assert client.step(np.zeros(NUM_ENVS, np.int64))[:, 0].tolist() == [1.0] * NUM_ENVS
 
 
-def assert_continues(make: Callable[[Any], Any], on_failure: str, fault: int, **options: Any) -> None:
+def assert_reset_works_after_failure(make_client: Callable[[Any], Any], on_failure: str, fault: int, **options: Any) -> None:
     """Check that the next reset of a client works after a failure.
 
     Args:
-        make: Builds a client of an engine. Its ``reset`` and ``step`` return observations in the order of environments.
+        make_client: Builds a client of an engine. Its ``reset`` and ``step`` return observations in the order of environments.
         on_failure: The engine's option.
         fault: The action that fails.
         **options: Other options of the engine.
     """
-    client = make(engine(on_failure, **options))
+    client = make_client(make_engine(on_failure, **options))
     client.reset()
     if on_failure == "raise":
         with pytest.raises({RAISES: ValueError, DIES: WorkerDied, LATE: StepTimeout}[fault]):
@@ -106,13 +106,13 @@ def assert_continues(make: Callable[[Any], Any], on_failure: str, fault: int, **
     client.close()
 
 
-def assert_continues_after_a_signal(make: Callable[[Any], Any]) -> None:
+def assert_reset_drops_interrupted_call(make_client: Callable[[Any], Any]) -> None:
     """Check that the next reset of a client drops a call that a signal handler interrupted."""
 
     class Interrupted(Exception):
         pass
 
-    client = make(engine())
+    client = make_client(make_engine())
     client.reset()
     with signal_handler(signal.SIGALRM, Interrupted):
         signal.setitimer(signal.ITIMER_REAL, 0.3)

@@ -9,7 +9,17 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from failing import COUNT, DIES, LATE, RAISES, SECONDS, FaultyEnv, actions_with_fault, assert_continues, engine
+from failing import (
+    DIES,
+    LATE,
+    LATE_STEP_SECONDS,
+    NUM_ENVS,
+    RAISES,
+    FaultyEnv,
+    actions_with_fault,
+    assert_reset_works_after_failure,
+    make_engine,
+)
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from sampling import each_once
 from without_spares import Walk
@@ -124,7 +134,7 @@ class EnvPoolClient:
 
     def receive_rows(self, elapsed: int) -> Any:
         """Return an observation of every row, all with this number of steps."""
-        results = np.full((COUNT, 2), np.nan)
+        results = np.full((NUM_ENVS, 2), np.nan)
         while np.isnan(results).any():
             observations, *_, infos = self.pool.recv()
             assert (infos["elapsed_step"] == elapsed).all()
@@ -139,7 +149,7 @@ class EnvPoolClient:
         return observations[np.argsort(infos["env_id"])]
 
     def step(self, actions: Any) -> Any:
-        self.pool.send(actions, np.arange(COUNT))
+        self.pool.send(actions, np.arange(NUM_ENVS))
         return self.receive_rows(1)
 
 
@@ -152,13 +162,13 @@ class EnvPoolClient:
     ],
 )
 def test_next_reset_works_after_a_failure(reset_call: str, on_failure: str, fault: int, batch_size: int) -> None:
-    limit = None if fault != LATE else SECONDS / 2
+    limit = None if fault != LATE else LATE_STEP_SECONDS / 2
     client = functools.partial(EnvPoolClient, reset_call)
-    assert_continues(client, on_failure, fault, batch_size=batch_size, step_timeout=limit)
+    assert_reset_works_after_failure(client, on_failure, fault, batch_size=batch_size, step_timeout=limit)
 
 
 def make_faulty_pool(batch_size: int, fns: Any = None) -> Any:
-    return as_envpool(engine(fns=fns, batch_size=batch_size, step_timeout=None), seed=10)
+    return as_envpool(make_engine(env_fns=fns, batch_size=batch_size, step_timeout=None), seed=10)
 
 
 @pytest.mark.parametrize("fault", [RAISES, DIES], ids=["raises", "dies"])

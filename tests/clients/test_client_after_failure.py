@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from failing import (
-    COUNT,
     FAULTS,
     FAULTY,
+    NUM_ENVS,
     RAISES,
     actions_with_fault,
-    assert_continues,
-    assert_continues_after_a_signal,
-    engine,
+    assert_reset_drops_interrupted_call,
+    assert_reset_works_after_failure,
+    make_engine,
 )
 
 
@@ -72,7 +72,7 @@ class TianshouClient:
         return self.envs.reset()[0]
 
     def step(self, actions: Any) -> Any:
-        return self.envs.step(actions, np.arange(COUNT))[0]
+        return self.envs.step(actions, np.arange(NUM_ENVS))[0]
 
 
 class AsyncTianshouClient(TianshouClient):
@@ -81,9 +81,9 @@ class AsyncTianshouClient(TianshouClient):
     wait_num = 2
 
     def step(self, actions: Any) -> Any:
-        results = np.zeros((COUNT, 2), np.float32)
+        results = np.zeros((NUM_ENVS, 2), np.float32)
         for actions_to_send in (actions, None):
-            observations, *_, infos = self.envs.step(actions_to_send, np.arange(COUNT))
+            observations, *_, infos = self.envs.step(actions_to_send, np.arange(NUM_ENVS))
             results[[info["env_id"] for info in infos]] = observations
         return results
 
@@ -96,16 +96,16 @@ CLIENTS = [Sb3Client, TorchRLClient, TianshouClient, AsyncTianshouClient]
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 @pytest.mark.parametrize("client", CLIENTS)
 def test_next_reset_works_after_a_failure(client: Callable[[Any], Any], on_failure: str, fault: int) -> None:
-    assert_continues(client, on_failure, fault)
+    assert_reset_works_after_failure(client, on_failure, fault)
 
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_next_reset_drops_an_interrupted_call(client: Callable[[Any], Any]) -> None:
-    assert_continues_after_a_signal(client)
+    assert_reset_drops_interrupted_call(client)
 
 
 def test_tianshou_can_reset_only_the_failed_environment() -> None:
-    client = AsyncTianshouClient(engine())
+    client = AsyncTianshouClient(make_engine())
     client.reset()
     with pytest.raises(ValueError, match="stuck"):
         client.step(actions_with_fault(RAISES))

@@ -20,7 +20,7 @@ from vecenv.errors import StepTimeout, WorkerDied
 NUM_ENVS, FAULTY = 4, 1
 FINE, RAISES, DIES, LATE = range(4)
 LATE_STEP_SECONDS = 3.0
-"""The duration of a late step: longer than ``step_timeout``, but shorter than three timeouts of consecutive calls."""
+"""The duration of a late step: twice ``step_timeout``, so that it ends before :func:`reset_until_ready` gives up."""
 FAULTS = [pytest.param(fault, id=name) for fault, name in ((RAISES, "raises"), (DIES, "dies"), (LATE, "late"))]
 
 R = TypeVar("R")
@@ -90,7 +90,7 @@ def assert_reset_works_after_failure(make_client: Callable[[Any], Any], on_failu
     """Check that the next reset of a client works after a failure.
 
     Args:
-        make_client: Builds a client of an engine. Its ``reset`` and ``step`` return observations in the order of environments.
+        make_client: Builds a client of an engine. Its ``reset`` and ``step`` return observations in the order of rows.
         on_failure: The engine's option.
         fault: The action that fails.
         **options: Other options of the engine.

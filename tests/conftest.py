@@ -130,7 +130,7 @@ class Resources:
     threads: dict[int, str] = field(default_factory=dict)
     shared_memory: dict[str, str] = field(default_factory=dict)
 
-    def beyond(self, before: Resources, kinds: Sequence[str] = KINDS) -> dict[str, list[str]]:
+    def new_since(self, before: Resources, kinds: Sequence[str] = KINDS) -> dict[str, list[str]]:
         """Return the descriptions of resources that are neither in ``before`` nor tolerated, by kind."""
         tolerated = _tolerated_resources()
         found = {}
@@ -361,7 +361,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     kinds = ("processes",) if request.node.stash.get(_TEST_FAILED, False) else KINDS
     deadline = time.monotonic() + SETTLE_SECONDS
     pause = 0.005
-    while left := _take_stock().beyond(before, kinds):
+    while left := _take_stock().new_since(before, kinds):
         if time.monotonic() >= deadline:
             break
         if "descriptors" in left or pause > 0.02:  # collecting is slow, and most leftovers disappear without it

@@ -79,7 +79,7 @@ def killable_engine(env_fns: Sequence[EnvFn], **kwargs: Any) -> Iterator[vecenv.
         envs.close(terminate=True)
 
 
-class MergedByGymnasium(VectorWrapper):  # type: ignore[type-arg]
+class GymnasiumInfoMerger(VectorWrapper):  # type: ignore[type-arg]
     """A wrapper that lets Gymnasium merge the infos of single environments."""
 
     def reset(self, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ def assert_matches_sync(
         with open_engine(env_fns, autoreset_mode=autoreset_mode, **options) as envs:
             for name in ("single_observation_space", "observation_space", "single_action_space", "action_space", "metadata"):
                 assert getattr(envs, name) == getattr(reference, name)
-            assert_same_trajectory(MergedByGymnasium(envs) if merge_by_gymnasium else envs, reference, steps, seed=1)
+            assert_same_trajectory(GymnasiumInfoMerger(envs) if merge_by_gymnasium else envs, reference, steps, seed=1)
     finally:
         reference.close()
 
@@ -123,7 +123,7 @@ _open_engines_log_failures: list[bool] = []
 
 
 @contextmanager
-def raises_logged(
+def raises_and_warns(
     error: type[BaseException] | tuple[type[BaseException], ...], match: str | None = None, failures: int = 1
 ) -> Iterator[tuple[pytest.ExceptionInfo[BaseException], list[str]]]:
     """Check that the block raises an exception, and that the engine logs the warnings that Gymnasium would log.
@@ -340,7 +340,7 @@ MIXED_INFOS: tuple[dict[str, Any], ...] = (
 )
 
 
-def scripted(n: int, rotate_infos: bool = True) -> list[EnvFn]:
+def scripted_env_fns(n: int, rotate_infos: bool = True) -> list[EnvFn]:
     """Return ``n`` functions that build a :class:`ScriptedEnv` with nested observations and episodes of different lengths.
 
     The keys and types of the infos differ from step to step. With ``rotate_infos``, each environment begins at another
@@ -390,7 +390,7 @@ class ReturningEnv(gymnasium.Env):
         return self.steps[min(self.step_count, len(self.steps)) - 1]
 
 
-def info_env(step_infos: Sequence[Any], reset_infos: Sequence[Any] = ({},)) -> EnvFn:
+def info_env_fn(step_infos: Sequence[Any], reset_infos: Sequence[Any] = ({},)) -> EnvFn:
     """Return a function that builds an environment with these infos and otherwise equal results in every step."""
     zeros = np.zeros(4, dtype=np.float32)
     return functools.partial(

@@ -17,7 +17,7 @@ import gymnasium
 import numpy as np
 import psutil
 import pytest
-from envs import CounterEnv, MergedByGymnasium, SpaceEnv, counters, scripted
+from envs import CounterEnv, GymnasiumInfoMerger, SpaceEnv, counters, scripted_env_fns
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from programs import python_output
@@ -89,16 +89,16 @@ class TestContract(VectorEnvContract):
 
     def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> Any:
         hosts = min(2, num_envs)
-        return make_envs(scripted(num_envs), hosts, autoreset_mode=autoreset_mode, workers_per_host=0, **kwargs)
+        return make_envs(scripted_env_fns(num_envs), hosts, autoreset_mode=autoreset_mode, workers_per_host=0, **kwargs)
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 3])
 def test_trajectories_equal_sync_vector_env(num_hosts: int) -> None:
     mode = list(AutoresetMode)[num_hosts % 3]
-    envs = make_envs(scripted(5), num_hosts, autoreset_mode=mode)
-    # SyncVectorEnv truncates floats to int if the first value of an info is an int, hence MergedByGymnasium
-    reference = SyncVectorEnv(scripted(5), autoreset_mode=mode)
-    assert_same_trajectory(MergedByGymnasium(envs), reference, 30, seed=[3, 1, None, 9, 2])
+    envs = make_envs(scripted_env_fns(5), num_hosts, autoreset_mode=mode)
+    # SyncVectorEnv truncates floats to int if the first value of an info is an int, hence GymnasiumInfoMerger
+    reference = SyncVectorEnv(scripted_env_fns(5), autoreset_mode=mode)
+    assert_same_trajectory(GymnasiumInfoMerger(envs), reference, 30, seed=[3, 1, None, 9, 2])
     envs.close()
 
 

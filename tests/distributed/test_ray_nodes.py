@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from envs import MergedByGymnasium, counters, scripted
+from envs import GymnasiumInfoMerger, counters, scripted_env_fns
 from gymnasium.vector import SyncVectorEnv
 from test_ray_cluster import make_file_controlled_env_fns
 
@@ -23,11 +23,11 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 
 def test_each_host_is_placed_on_its_own_node(nodes: Any) -> None:
-    envs: Any = RayVectorEnv(scripted(5), workers_per_host=1)  # num_hosts defaults to the number of nodes with cores
+    envs: Any = RayVectorEnv(scripted_env_fns(5), workers_per_host=1)  # num_hosts defaults to the number of nodes with cores
     assert envs.num_hosts == 2
     groups = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
     assert len(set(groups[-1]["bundles_to_node_id"].values())) == 2
-    assert_same_trajectory(MergedByGymnasium(envs), SyncVectorEnv(scripted(5)), 20, seed=3)
+    assert_same_trajectory(GymnasiumInfoMerger(envs), SyncVectorEnv(scripted_env_fns(5)), 20, seed=3)
     envs.close()
 
 

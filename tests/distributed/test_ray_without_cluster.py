@@ -19,7 +19,7 @@ from unittest.mock import MagicMock
 import gymnasium
 import numpy as np
 import pytest
-from envs import CounterEnv, MergedByGymnasium, NestedDictEnv, SpaceEnv, counters, info_env, scripted
+from envs import CounterEnv, GymnasiumInfoMerger, NestedDictEnv, SpaceEnv, counters, info_env_fn, scripted_env_fns
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
@@ -38,7 +38,7 @@ class _RayContract(VectorEnvContract):
     options: ClassVar[dict[str, Any]] = {}
 
     def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> Any:
-        return InProcessRayVectorEnv(scripted(num_envs), autoreset_mode=autoreset_mode, **self.options, **kwargs)
+        return InProcessRayVectorEnv(scripted_env_fns(num_envs), autoreset_mode=autoreset_mode, **self.options, **kwargs)
 
 
 class TestTwoHosts(_RayContract):
@@ -67,17 +67,17 @@ class TestNestedObservations(VectorEnvContract):
 
 @pytest.mark.parametrize(("num_hosts", "mode", "copy"), each_once([1, 2, 3, 5], AutoresetMode, [True, False]))
 def test_trajectories_and_infos_equal_sync_vector_env(num_hosts: int, mode: AutoresetMode, copy: bool) -> None:
-    envs = InProcessRayVectorEnv(scripted(5), num_hosts=num_hosts, autoreset_mode=mode, copy=copy)
-    # SyncVectorEnv truncates floats to int if the first value of an info is an int, hence MergedByGymnasium
-    reference = SyncVectorEnv(scripted(5), autoreset_mode=mode)
-    assert_same_trajectory(MergedByGymnasium(envs), reference, 40, seed=[3, 1, None, 9, 2])
+    envs = InProcessRayVectorEnv(scripted_env_fns(5), num_hosts=num_hosts, autoreset_mode=mode, copy=copy)
+    # SyncVectorEnv truncates floats to int if the first value of an info is an int, hence GymnasiumInfoMerger
+    reference = SyncVectorEnv(scripted_env_fns(5), autoreset_mode=mode)
+    assert_same_trajectory(GymnasiumInfoMerger(envs), reference, 40, seed=[3, 1, None, 9, 2])
     envs.close()
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_info_keys_have_the_order_of_the_local_engine(mode: AutoresetMode, closes: Any) -> None:
-    envs = closes(InProcessRayVectorEnv(scripted(5, rotate_infos=False), autoreset_mode=mode))
-    local: Any = closes(vecenv.AsyncVectorEnv(scripted(5, rotate_infos=False), autoreset_mode=mode, num_workers=0))
+    envs = closes(InProcessRayVectorEnv(scripted_env_fns(5, rotate_infos=False), autoreset_mode=mode))
+    local: Any = closes(vecenv.AsyncVectorEnv(scripted_env_fns(5, rotate_infos=False), autoreset_mode=mode, num_workers=0))
     assert list(envs.reset(seed=1)[1]) == list(local.reset(seed=1)[1])
     for _ in range(20):
         actions = local.action_space.sample()
@@ -256,8 +256,8 @@ def test_start_of_a_new_host_does_not_count_towards_step_timeout(closes: Any) ->
 
 
 def test_rows_sent_one_by_one_have_their_own_values(closes: Any) -> None:
-    envs = closes(InProcessRayVectorEnv(scripted(5), num_hosts=2, batch_size=1))
-    sync = closes(SyncVectorEnv(scripted(5)))
+    envs = closes(InProcessRayVectorEnv(scripted_env_fns(5), num_hosts=2, batch_size=1))
+    sync = closes(SyncVectorEnv(scripted_env_fns(5)))
     envs.reset(seed=4)
     sync.reset(seed=4)
     for t in range(12):
@@ -671,7 +671,7 @@ def test_interrupted_wait_can_be_repeated_or_dropped_by_a_reset(closes: Any) -> 
 
 
 def test_infos_of_different_shapes_are_kept(closes: Any) -> None:
-    fns = [info_env([{"key": np.arange(length)}]) for length in (1, 2, 3)]
+    fns = [info_env_fn([{"key": np.arange(length)}]) for length in (1, 2, 3)]
     envs = closes(InProcessRayVectorEnv(fns, num_hosts=2))
     envs.reset(seed=1)
     infos = envs.step(envs.action_space.sample())[4]

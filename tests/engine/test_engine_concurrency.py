@@ -23,7 +23,7 @@ from envs import (
     assert_matches_sync,
     counters,
     open_engine,
-    raises_logged,
+    raises_and_warns,
     ready_engine,
 )
 from gymnasium import spaces
@@ -85,7 +85,7 @@ def test_max_concurrency_does_not_change_results(every_engine: Options, mode: Au
 def test_failed_env_does_not_block_others_at_max_concurrency() -> None:
     fns = [functools.partial(RaisingEnv, 0, ValueError("x"), "step", 1), *counters(3)[1:]]
     with ready_engine(fns, max_concurrency=1) as envs:
-        with raises_logged(ValueError):
+        with raises_and_warns(ValueError):
             envs.step([0, 0, 0])
         envs.reset(seed=1)
         assert envs.call("steps") == (0, 0, 0)
@@ -268,7 +268,7 @@ def test_failing_environment_is_named_and_its_siblings_are_stepped(failing: int)
     fns[failing] = functools.partial(RaisingEnv, failing, ValueError("x"), "step", 2)
     with ready_engine(fns, num_workers=2) as envs:
         envs.step([0] * 5)
-        with raises_logged(ValueError) as (caught, _):
+        with raises_and_warns(ValueError) as (caught, _):
             envs.step([0] * 5)
         assert f"env {failing}" in "\n".join(caught.value.__notes__)
         others = [index for index in range(5) if index != failing]
@@ -281,7 +281,7 @@ def test_failing_environment_is_named_and_its_siblings_are_stepped(failing: int)
 def test_several_failures_in_one_worker_are_all_reported() -> None:
     fns = [functools.partial(RaisingEnv, index, ValueError(f"x{index}"), "step", 1) for index in range(4)]
     with ready_engine([*counters(1), *fns[1:]], num_workers=1) as envs:
-        with raises_logged(ValueError, match="x1", failures=3) as (caught, _):
+        with raises_and_warns(ValueError, match="x1", failures=3) as (caught, _):
             envs.step([0] * 4)
         notes = "\n".join(caught.value.__notes__)
         assert [index for index in range(4) if f"env {index}" in notes] == [1, 2, 3]
@@ -364,7 +364,7 @@ def test_results_in_threads_equal_sync_vector_env(mode: AutoresetMode, threads: 
 
 def test_environment_that_raises_does_not_affect_others() -> None:
     with ready_engine(make_faulty_env_fns(4), num_workers=1, env_threads=4) as envs:
-        with raises_logged(ArithmeticError):
+        with raises_and_warns(ArithmeticError):
             envs.step(np.array([0, 1, 0, 0]))
         assert envs.observations[[0, 2, 3], 1].tolist() == [1, 1, 1]
         envs.reset(options={"reset_mask": np.array([False, True, False, False])})

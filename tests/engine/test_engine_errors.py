@@ -29,7 +29,7 @@ from envs import (
     SleepingEnv,
     counters,
     open_engine,
-    raises_logged,
+    raises_and_warns,
     ready_engine,
 )
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, ResetNeeded
@@ -205,7 +205,7 @@ def test_exception_of_an_env_is_raised_with_its_type_and_text(
     # A copy, because a raised exception keeps references to the frames that it passed through.
     with ready_engine([*counters(2), raising_env_fn(2, copy.copy(error), method)], **every_engine) as envs:
         envs.step([0, 0, 0])
-        with raises_logged(type(error)) as (caught, _):
+        with raises_and_warns(type(error)) as (caught, _):
             if method == "step":
                 envs.step([0, 0, 0])
             else:
@@ -219,7 +219,7 @@ def failed_engine(engine: Options) -> Iterator[tuple[Any, Exception, list[str]]]
     """Yield an engine with a third environment that has just raised, its exception, and the log lines."""
     with ready_engine([*counters(2, lengths=(9,)), raising_env_fn(2, ValueError("x"))], **engine) as envs:
         envs.step([0, 0, 0])
-        with raises_logged(ValueError) as (caught, texts):
+        with raises_and_warns(ValueError) as (caught, texts):
             envs.step([0, 0, 0])
         yield envs, caught.value, texts
 
@@ -250,7 +250,7 @@ def test_two_failures_emit_exactly_five_warnings_and_step_the_others() -> None:
     fns = [counters(4)[0], raising_env_fn(1, ValueError("one")), counters(4)[2], raising_env_fn(3, KeyError("three"))]
     with ready_engine(fns) as envs:
         envs.step([0] * 4)
-        with raises_logged((ValueError, KeyError), failures=2) as (_, texts):
+        with raises_and_warns((ValueError, KeyError), failures=2) as (_, texts):
             envs.step([0] * 4)
         assert "Worker-1" in texts[0]
         assert "Worker-3" in texts[2]
@@ -266,7 +266,7 @@ class PercentEnv(CounterEnv):
 
 def test_logged_traceback_shows_the_raising_line_and_the_unformatted_text() -> None:
     with open_engine([PercentEnv]) as envs:
-        with raises_logged(ValueError, match="100% wrong: %s %d") as (_, texts):
+        with raises_and_warns(ValueError, match="100% wrong: %s %d") as (_, texts):
             envs.reset(seed=1)
         raised = 'raise ValueError("100% wrong: %s %d")'
         assert f"in reset\n    {raised}\nValueError: 100% wrong: %s %d" in texts[1]
@@ -365,9 +365,9 @@ def test_failed_environment_is_freed_before_its_replacement_is_built(env_threads
 def test_reset_frees_a_failed_environment() -> None:
     with ready_engine([InstanceCountingEnv], num_workers=1) as envs:
         for _ in range(2):
-            with raises_logged(RuntimeError, "no fours"):
+            with raises_and_warns(RuntimeError, "no fours"):
                 envs.step(np.array([4]))
-            with raises_logged(RuntimeError, "no options"):
+            with raises_and_warns(RuntimeError, "no options"):
                 envs.reset(options={"a": 1})
             assert envs.reset()[1]["earlier"].tolist() == [0]
 
@@ -527,7 +527,7 @@ def test_error_in_an_autoreset_is_raised_by_step(process_engine: Options) -> Non
         fns = [counters(2)[0], functools.partial(FailingSecondResetEnv, 1, lengths=(1,))]
         with (
             ready_engine(fns, autoreset_mode=mode, **process_engine) as envs,
-            raises_logged(ValueError, match="cannot reset again"),
+            raises_and_warns(ValueError, match="cannot reset again"),
         ):
             envs.step([0, 0])
             envs.step([0, 0])

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from envs import CounterEnv, Options, ReturningEnv, assert_matches_sync, info_env, open_engine, ready_engine
+from envs import CounterEnv, Options, ReturningEnv, assert_matches_sync, info_env_fn, open_engine, ready_engine
 from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -121,7 +121,7 @@ CASES: dict[str, list[dict[Any, Any]]] = {
 def test_infos_are_merged_as_in_gymnasium(engine: Options, name: str) -> None:
     infos = CASES[name]
     expected = merge_like_gymnasium(infos)
-    with open_engine([info_env([info], [info]) for info in infos], **engine) as envs:
+    with open_engine([info_env_fn([info], [info]) for info in infos], **engine) as envs:
         for _ in range(2):
             assert_identical(envs.reset(seed=1)[1], expected, "reset")
             assert_identical(envs.step([0, 0, 0])[4], expected, "step")
@@ -171,7 +171,7 @@ MIXED_VALUES: dict[str, tuple[list[Any], Any, bool]] = {
 @pytest.mark.parametrize("name", MIXED_VALUES)
 def test_values_that_do_not_fit_one_column_are_kept_unchanged(engine: Options, name: str) -> None:
     values, column, warned = MIXED_VALUES[name]
-    with ready_engine([info_env([{"a": value, "d": {"a": value}}, {}]) for value in values], **engine) as envs:
+    with ready_engine([info_env_fn([{"a": value, "d": {"a": value}}, {}]) for value in values], **engine) as envs:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             infos = envs.step([0] * len(values))[4]
@@ -185,7 +185,7 @@ def test_values_that_do_not_fit_one_column_are_kept_unchanged(engine: Options, n
 
 @pytest.mark.filterwarnings("ignore:.*infos")
 def test_column_warning_is_issued_once_and_names_env_and_key(engine: Options) -> None:
-    with ready_engine([info_env([{"a": value}] * 4) for value in (1, 2, 2.5)], **engine) as envs:
+    with ready_engine([info_env_fn([{"a": value}] * 4) for value in (1, 2, 2.5)], **engine) as envs:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(4):
@@ -196,7 +196,7 @@ def test_column_warning_is_issued_once_and_names_env_and_key(engine: Options) ->
 
 
 def test_key_that_equals_the_mask_of_another_is_dropped_with_a_warning(engine: Options) -> None:
-    with ready_engine([info_env([{"_a": 0, "a": 1}])] * 2, **engine) as envs:
+    with ready_engine([info_env_fn([{"_a": 0, "a": 1}])] * 2, **engine) as envs:
         with pytest.warns(UserWarning, match=r"infos\['_a'\] of env 0 is dropped: that key is the mask of another key"):
             infos = envs.step([0, 0])[4]
         mask = np.ones(2, np.bool_)
@@ -210,7 +210,7 @@ NOT_DICTS: dict[str, Any] = {"None": None, "a list": [1, 2]}
 @pytest.mark.parametrize("call", ["step", "reset", "recv"])
 def test_info_that_is_not_a_dict_raises_with_the_complete_result(engine: Options, call: str, name: str) -> None:
     value = NOT_DICTS[name]
-    fns = [info_env([{}] if call == "reset" else [info, {}], [info]) for info in ({"a": 1}, value, {"a": 3})]
+    fns = [info_env_fn([{}] if call == "reset" else [info, {}], [info]) for info in ({"a": 1}, value, {"a": 3})]
     with open_engine(fns, **engine) as envs:
         if call != "reset":
             vecenv.infos_by_row(envs).reset(seed=1)
@@ -229,7 +229,7 @@ def test_info_that_is_not_a_dict_raises_with_the_complete_result(engine: Options
 
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
 def test_info_that_is_not_a_dict_restarts_its_env(mode: str) -> None:
-    env_fns = [info_env([info, {}], [{}]) for info in ({"a": 1}, None)]
+    env_fns = [info_env_fn([info, {}], [{}]) for info in ({"a": 1}, None)]
     with ready_engine(env_fns, num_workers=1, on_failure="restart", autoreset_mode=mode) as envs:
         infos = envs.step([0, 0])[4]
         assert infos["restarted"].tolist() == [False, True]
@@ -246,7 +246,7 @@ def test_arrays_too_large_for_a_record_are_not_copied() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_info_is_not_returned_again_when_another_row_steps(num_workers: int) -> None:
-    with ready_engine([info_env([{"a": 1}, {}]), info_env([{}, {"b": 2}])], num_workers=num_workers) as envs:
+    with ready_engine([info_env_fn([{"a": 1}, {}]), info_env_fn([{}, {"b": 2}])], num_workers=num_workers) as envs:
         for rows, keys in (([0], {"a", "env_id"}), ([1], {"env_id"}), ([0, 1], {"b", "env_id"})):
             envs.send([0] * len(rows), rows)
             assert {key.removeprefix("_") for key in envs.recv(count=len(rows))[4]} == keys
@@ -254,7 +254,7 @@ def test_info_is_not_returned_again_when_another_row_steps(num_workers: int) -> 
 
 def test_infos_are_new_writeable_arrays_at_every_step(engine: Options) -> None:
     info = {"a": 1, "b": np.ones(2), "d": {"e": 2.0}, "o": "x"}
-    with ready_engine([info_env([info], [info])] * 3, **engine) as envs:
+    with ready_engine([info_env_fn([info], [info])] * 3, **engine) as envs:
         first = envs.step([0, 0, 0])[4]
         expected = merge_like_gymnasium([info] * 3)
         first["new"] = 1
@@ -299,7 +299,7 @@ def test_infos_overwritten_in_place_equal_sync_vector_env(kwargs: Options, mode:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_dict_subclasses_keep_their_class(num_workers: int) -> None:
     info = {"inner": OrderedDict(text="a", array=np.zeros(2)), "counts": Counter("aab")}
-    with open_engine([info_env([info])], num_workers=num_workers) as envs:
+    with open_engine([info_env_fn([info])], num_workers=num_workers) as envs:
         by_row = vecenv.infos_by_row(envs)
         by_row.reset()
         (row,) = by_row.step(np.array([0]))[4]
@@ -325,7 +325,7 @@ def test_infos_with_changing_keys_equal_sync_vector_env(engine: Options, mode: s
         complete = rng.random() < 0.7
         return values if complete else {key: value for key, value in values.items() if rng.random() < 0.5}
 
-    fns = [info_env([random_info() for _ in range(30)], [random_info() for _ in range(3)]) for _ in range(4)]
+    fns = [info_env_fn([random_info() for _ in range(30)], [random_info() for _ in range(3)]) for _ in range(4)]
     reference = closes(SyncVectorEnv(fns, autoreset_mode=mode))
     with open_engine(fns, autoreset_mode=mode, **engine) as envs:
         assert_identical(envs.reset(seed=1), reference.reset(seed=1))
@@ -353,7 +353,7 @@ def test_same_step_reset_info_that_is_not_a_dict_keeps_the_final_info(engine: Op
 
 def test_column_with_changing_types_equals_gymnasium_at_every_step(engine: Options) -> None:
     steps: list[dict[str, Any]] = [*({"a": value} for value in (1.5, 2, True, np.float32(0.1), "x", 1.5)), {}]
-    with ready_engine([info_env(steps)] * 2, **engine) as envs:
+    with ready_engine([info_env_fn(steps)] * 2, **engine) as envs:
         for info in steps:
             assert_identical(envs.step([0, 0])[4], merge_like_gymnasium([info] * 2))
 
@@ -362,7 +362,7 @@ def test_key_keeps_its_type_after_an_equal_key_of_another_type(engine: Options, 
     infos_over_time: list[dict[Any, Any]] = [
         {1: 5}, {True: 6}, {1.0: 7}, {"d": {0: 1}}, {"d": {False: 2}}, {"a": 1}, {TextEnum.A: 2},
     ]  # fmt: skip
-    fns = [info_env(infos_over_time), info_env(infos_over_time[1:] + infos_over_time[:1])]
+    fns = [info_env_fn(infos_over_time), info_env_fn(infos_over_time[1:] + infos_over_time[:1])]
     reference = closes(SyncVectorEnv(fns))
     reference.reset(seed=1)
     with ready_engine(fns, **engine) as envs:
@@ -376,7 +376,7 @@ def test_key_keeps_its_type_after_an_equal_key_of_another_type(engine: Options, 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_error_of_an_unreadable_info_names_its_env_and_the_next_step_succeeds(num_workers: int) -> None:
-    with ready_engine([info_env([info, {}]) for info in ({}, UnreadableInfo())], num_workers=num_workers) as envs:
+    with ready_engine([info_env_fn([info, {}]) for info in ({}, UnreadableInfo())], num_workers=num_workers) as envs:
         with pytest.raises((RuntimeError, InfoError)) as caught:
             envs.step([0, 0])
         text = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
@@ -389,7 +389,7 @@ def test_error_of_an_unreadable_info_names_its_env_and_the_next_step_succeeds(nu
 def test_error_of_an_info_that_contains_itself_names_its_env(num_workers: int, first: dict[str, Any]) -> None:
     info = {**first}
     info["info"] = info
-    with ready_engine([info_env([{}]), info_env([info])], num_workers=num_workers) as envs:
+    with ready_engine([info_env_fn([{}]), info_env_fn([info])], num_workers=num_workers) as envs:
         with pytest.raises(RecursionError, match="info: it contains itself") as caught:
             envs.step([0, 0])
         assert "env 1," in caught.value.__notes__[0]
@@ -400,7 +400,7 @@ def test_info_keys_are_ordered_by_first_appearance() -> None:
     for _ in range(len(infos)):
         infos = infos[1:] + infos[:1]
         expected = merge_like_gymnasium(infos)
-        with ready_engine([info_env([info]) for info in infos], num_workers=0) as envs:
+        with ready_engine([info_env_fn([info]) for info in infos], num_workers=0) as envs:
             assert list(envs.step([0] * 5)[4]) == list(expected)
 
 
@@ -495,7 +495,7 @@ MIXTURES: list[list[Any]] = [
 
 @pytest.mark.parametrize("infos", MIXTURES, ids=repr)
 def test_infos_by_row_returns_the_infos_of_the_environments(engine: Options, infos: list[Any]) -> None:
-    with open_engine([info_env([info, info], [info]) for info in infos], **engine) as envs:
+    with open_engine([info_env_fn([info, info], [info]) for info in infos], **engine) as envs:
         by_row = vecenv.infos_by_row(envs)
         assert repr(by_row.reset(seed=1)[1]) == repr(infos)
         assert repr(by_row.step([0, 0, 0])[4]) == repr(infos)
@@ -516,7 +516,7 @@ def test_infos_by_row_includes_changes_by_wrappers(closes: Any) -> None:
             return (*results, infos)
 
     infos = [{"a": np.int8(row), "x": value, "gone": 1} for row, value in enumerate((1, 1.5, (2,)))]
-    envs = closes(DoublingWrapper(vecenv.AsyncVectorEnv([info_env([info]) for info in infos], num_workers=2)))
+    envs = closes(DoublingWrapper(vecenv.AsyncVectorEnv([info_env_fn([info]) for info in infos], num_workers=2)))
     by_row = vecenv.infos_by_row(envs)
     by_row.reset(seed=1)
     received = by_row.step(np.zeros(3, int))[4]
@@ -524,7 +524,7 @@ def test_infos_by_row_includes_changes_by_wrappers(closes: Any) -> None:
 
 
 def test_infos_by_row_accepts_sync_vector_env(closes: Any) -> None:
-    sync_envs = closes(SyncVectorEnv([info_env([{"a": 1, "b": {"c": 0.5}}, {}])] * 2))
+    sync_envs = closes(SyncVectorEnv([info_env_fn([{"a": 1, "b": {"c": 0.5}}, {}])] * 2))
     vecenv.infos_by_row(sync_envs).reset(seed=1)
     assert vecenv.infos_by_row(sync_envs).step([0, 0])[4] == [{"a": 1, "b": {"c": 0.5}}] * 2
 
@@ -534,4 +534,4 @@ def test_removed_option_names_its_replacement() -> None:
     with pytest.raises(TypeError, match=text):
         vecenv.make_vec("CartPole-v1", 2, vector_kwargs={"ragged_infos": True})
     with pytest.raises(TypeError, match=text):
-        vecenv.AsyncVectorEnv([info_env([])], ragged_infos=True)  # type: ignore[call-arg]
+        vecenv.AsyncVectorEnv([info_env_fn([])], ragged_infos=True)  # type: ignore[call-arg]

@@ -22,7 +22,7 @@ from envs import (
     assert_matches_sync,
     counters,
     open_engine,
-    raises_logged,
+    raises_and_warns,
     ready_engine,
 )
 from gymnasium import spaces
@@ -342,7 +342,7 @@ def test_observation_that_does_not_fit_its_space_raises_with_its_path(
     space, observation, good, parts = MISFITS[name]
     fns = make_returning_env_fns(space, observation, good)
     with ready_engine(fns, shared_memory=shared_memory, **engine) as envs:
-        with raises_logged((ValueError, TypeError, KeyError)) as (caught, _):
+        with raises_and_warns((ValueError, TypeError, KeyError)) as (caught, _):
             envs.step([0, 0])
         text = str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
         for part in ("env 1", *parts):
@@ -370,7 +370,7 @@ def test_numbers_that_cannot_be_cast_raise_like_sync_vector_env(
         reference.step([0, 0])
     with (
         ready_engine(fns, shared_memory=shared_memory, **engine) as envs,
-        raises_logged((ValueError, TypeError, OverflowError)),
+        raises_and_warns((ValueError, TypeError, OverflowError)),
     ):
         envs.step([0, 0])
 
@@ -378,7 +378,7 @@ def test_numbers_that_cannot_be_cast_raise_like_sync_vector_env(
 def test_observation_of_reset_is_checked(engine: Options, shared_memory: bool) -> None:
     fns = make_returning_env_fns(BOX4, np.zeros(4, np.float32))
     bad = [lambda: ReturningEnv([(np.zeros(5, np.float32), {})], [], BOX4)]
-    with open_engine(fns[:1] + bad, shared_memory=shared_memory, **engine) as envs, raises_logged(ValueError):
+    with open_engine(fns[:1] + bad, shared_memory=shared_memory, **engine) as envs, raises_and_warns(ValueError):
         envs.reset(seed=1)
 
 
@@ -390,7 +390,7 @@ def test_observation_of_reset_is_checked(engine: Options, shared_memory: bool) -
 def test_reset_that_does_not_return_two_values_raises(engine: Options, result: Any) -> None:
     good = (np.zeros(4, np.float32), {})
     fns = [lambda: ReturningEnv([good], []), lambda: ReturningEnv([result, good], [])]
-    with open_engine(fns, **engine) as envs, raises_logged((ValueError, TypeError)):
+    with open_engine(fns, **engine) as envs, raises_and_warns((ValueError, TypeError)):
         envs.reset(seed=1)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import CounterEnv, Options, SpaceEnv, assert_matches_sync, counters, open_engine, raises_logged, ready_engine
+from envs import CounterEnv, Options, SpaceEnv, assert_matches_sync, counters, open_engine, raises_and_warns, ready_engine
 from gymnasium import spaces
 from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import SyncVectorEnv
@@ -269,7 +269,7 @@ def test_all_calls_work_with_every_start_method(context: str, closes: Any) -> No
         assert envs.get_attr("note") == ("a", "b", "c")
         assert len(envs.render()) == 3
         envs.reset(seed=1)
-        with raises_logged(ValueError, match="four"):
+        with raises_and_warns(ValueError, match="four"):
             envs.step([0, 4, 0])
         assert envs.reset(seed=3)[0][:, 3].tolist() == [3, 4, 5]
 

@@ -22,7 +22,7 @@ from envs import (
     counters,
     describe,
     open_engine,
-    raises_logged,
+    raises_and_warns,
     ready_engine,
 )
 from gymnasium import spaces
@@ -505,7 +505,7 @@ def test_array_of_one_reward_or_flag_is_squeezed(engine: Options, shared_memory:
 def test_array_of_two_rewards_is_refused(engine: Options, shared_memory: bool) -> None:
     fns = [returning_env_fn((ZEROS, reward, True, False, {})) for reward in (1.0, np.array([1.0, 2.0]))]
     text = r"env 1: reward: got ndarray array\(\[1., 2.\]\), expected one float64"
-    with ready_engine(fns, shared_memory=shared_memory, **engine) as envs, raises_logged(ObservationError, match=text):
+    with ready_engine(fns, shared_memory=shared_memory, **engine) as envs, raises_and_warns(ObservationError, match=text):
         envs.step([0, 0])
 
 
@@ -516,14 +516,14 @@ def test_array_of_two_rewards_is_refused(engine: Options, shared_memory: bool) -
 )
 def test_step_that_does_not_return_five_values_raises(engine: Options, step: Any) -> None:
     with ready_engine([returning_env_fn((ZEROS, 1.0, False, False, {})), returning_env_fn(step)], **engine) as envs:
-        with raises_logged((ValueError, TypeError)):
+        with raises_and_warns((ValueError, TypeError)):
             envs.step([0, 0])
         envs.reset(seed=1)
 
 
 def test_step_before_the_first_reset_is_passed_to_the_environment(engine: Options) -> None:
     with open_engine([lambda: gymnasium.make("CartPole-v1")] * 2, **engine) as envs:
-        with raises_logged(ResetNeeded, failures=2):
+        with raises_and_warns(ResetNeeded, failures=2):
             envs.step([0, 0])
         assert envs.reset(seed=1)[0].shape == (2, 4)
     with open_engine(counters(2), **engine) as envs:

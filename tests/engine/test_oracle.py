@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import gymnasium
 import numpy as np
 import pytest
-from envs import NestedDictEnv, assert_matches_sync, counters, open_engine, scripted
+from envs import NestedDictEnv, assert_matches_sync, counters, open_engine, scripted_env_fns
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import vector as wrappers
@@ -422,7 +422,7 @@ class _Contract(VectorEnvContract):
 
     def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> VectorEnv:
         options = {"autoreset_mode": autoreset_mode, **self.options, **kwargs}
-        return vecenv.AsyncVectorEnv(scripted(num_envs), **options)
+        return vecenv.AsyncVectorEnv(scripted_env_fns(num_envs), **options)
 
 
 @pytest.mark.long
@@ -583,7 +583,7 @@ def test_contract_detects_a_faulty_vector_env(fault: Any, test: str, arguments: 
 def test_contract_fails_if_calls_work_after_close() -> None:
     class Contract(VectorEnvContract):
         def make(self, num_envs: int = 3, autoreset_mode: Any = AutoresetMode.NEXT_STEP, **kwargs: Any) -> Any:
-            return SyncVectorEnv(scripted(num_envs), autoreset_mode=autoreset_mode)
+            return SyncVectorEnv(scripted_env_fns(num_envs), autoreset_mode=autoreset_mode)
 
     with pytest.raises(pytest.fail.Exception):
         Contract().test_use_after_close_raises()

@@ -322,7 +322,7 @@ def test_exception_at_any_moment_leaves_nothing(take_stock: Callable[[], Any]) -
                 EnvProbe([env_fn], in_this_process=False, step=False).describe()
         except Alarm:
             interrupted += 1
-        left = take_stock().beyond(before, ("processes", "descriptors"))
+        left = take_stock().new_since(before, ("processes", "descriptors"))
         assert not left
     assert interrupted > 5
 
@@ -333,7 +333,7 @@ def test_repeated_exceptions_leave_nothing(take_stock: Callable[[], Any]) -> Non
         with pytest.raises(Alarm), alarm_after(0.002, 0.0005):
             EnvProbe([functools.partial(EchoEnv, 0)], in_this_process=False, step=False).describe()
     gc.collect()
-    assert not take_stock().beyond(before, ("processes", "descriptors"))
+    assert not take_stock().new_since(before, ("processes", "descriptors"))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -278,7 +278,7 @@ def test_group_kill_leaves_nothing(
     os.killpg(program.process.pid, signal.SIGKILL)
     program.process.wait(60)
     assert not still_running(pids, WAIT_SECONDS)
-    assert not take_stock().beyond(before, ["shared_memory"])
+    assert not take_stock().new_since(before, ["shared_memory"])
 
 
 @pytest.mark.sampled("spawn")
@@ -421,7 +421,7 @@ def test_exception_in_the_constructor_ends_workers(method: str, take_stock: Call
         vecenv.AsyncVectorEnv(make_env_fns(2, {1: _raise_lookup_error}), context=method)
     deadline = time.monotonic() + 1.0
     kinds = ("processes", "threads")  # the traceback keeps the shared memory
-    while (left := take_stock().beyond(before, kinds)) and time.monotonic() < deadline:
+    while (left := take_stock().new_since(before, kinds)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left
     assert caught.value.__traceback__ is not None

@@ -73,7 +73,7 @@ def test_arena_larger_than_available_memory_raises(
     before = take_stock()
     with pytest.raises(ArenaError) as caught:
         vecenv.AsyncVectorEnv([Images] * 8, context=method)
-    assert not take_stock().beyond(before)
+    assert not take_stock().new_since(before)
     assert isinstance(caught.value, MemoryError)
     numbers = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", str(caught.value))]
     assert any(8 * MIB <= number < 17 * MIB for number in numbers), caught.value  # needed
@@ -138,7 +138,7 @@ def test_engine_without_memfd_uses_an_unlinked_file(
     with ready_engine(make_env_fns(2), context=method) as envs:
         rows = [WitnessEnv.read(row) for row in envs.step([1, 2])[0]]
         assert [(row["witness_id"], row["tick"], row["last_action"]) for row in rows] == [(0, 1, 1), (1, 1, 2)]
-        assert not take_stock().beyond(before, ["shared_memory"])
+        assert not take_stock().new_since(before, ["shared_memory"])
         maps = Path("/proc/self/maps").read_text()
         mappings = [line for line in maps.splitlines() if re.search(r"/vecenv-[^/]*$", line)]
         assert mappings

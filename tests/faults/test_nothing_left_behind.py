@@ -23,21 +23,21 @@ Stock = Callable[[], Any]
 def test_process_is_detected(take_stock: Stock) -> None:
     before = take_stock()
     child = subprocess.Popen(["sleep", "30"])
-    assert any(f"pid {child.pid}: " in text for text in take_stock().beyond(before)["processes"])
+    assert any(f"pid {child.pid}: " in text for text in take_stock().new_since(before)["processes"])
     child.kill()
     child.wait()
-    assert not take_stock().beyond(before)
+    assert not take_stock().new_since(before)
 
 
 def test_grandchild_in_its_own_session_is_detected(take_stock: Stock) -> None:
     """The test process is a subreaper: it adopts a process that has no parent and another session."""
     before = take_stock()
     subprocess.run(["sh", "-c", "setsid sleep 30 & exit 0"], check=True)
-    (text,) = take_stock().beyond(before)["processes"]
+    (text,) = take_stock().new_since(before)["processes"]
     pid = int(text.removeprefix("pid ").partition(":")[0])
     os.kill(pid, signal.SIGKILL)
     assert not still_running([pid], WAIT_SECONDS)
-    assert not take_stock().beyond(before)
+    assert not take_stock().new_since(before)
 
 
 def test_zombie_is_detected(take_stock: Stock) -> None:
@@ -45,19 +45,19 @@ def test_zombie_is_detected(take_stock: Stock) -> None:
     child = multiprocessing.get_context("fork").Process(target=os.getpid)
     child.start()
     assert not still_running([child.pid], WAIT_SECONDS)
-    assert any("never joined" in text for text in take_stock().beyond(before)["processes"])
+    assert any("never joined" in text for text in take_stock().new_since(before)["processes"])
     child.join()
     child.close()
-    assert not take_stock().beyond(before)
+    assert not take_stock().new_since(before)
 
 
 def test_descriptor_is_detected(take_stock: Stock) -> None:
     before = take_stock()
     ends = os.pipe()
-    assert len(take_stock().beyond(before)["descriptors"]) == 2
+    assert len(take_stock().new_since(before)["descriptors"]) == 2
     for end in ends:
         os.close(end)
-    assert not take_stock().beyond(before)
+    assert not take_stock().new_since(before)
 
 
 def test_thread_is_detected(take_stock: Stock) -> None:
@@ -65,13 +65,13 @@ def test_thread_is_detected(take_stock: Stock) -> None:
     may_end = threading.Event()
     thread = threading.Thread(target=may_end.wait, name="forgotten")
     thread.start()
-    assert any("forgotten" in text for text in take_stock().beyond(before)["threads"])
+    assert any("forgotten" in text for text in take_stock().new_since(before)["threads"])
     may_end.set()
     thread.join()
     deadline = time.monotonic() + 2
-    while take_stock().beyond(before) and time.monotonic() < deadline:
+    while take_stock().new_since(before) and time.monotonic() < deadline:
         time.sleep(0.001)  # the thread ends in the kernel a little later than in Python
-    assert not take_stock().beyond(before)
+    assert not take_stock().new_since(before)
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no /dev/shm on this system")
@@ -80,10 +80,10 @@ def test_file_in_dev_shm_is_detected(take_stock: Stock) -> None:
     path = Path(f"/dev/shm/vecenv-test-{os.getpid()}")
     path.touch()
     try:
-        assert take_stock().beyond(before)["shared_memory"] == [str(path)]
+        assert take_stock().new_since(before)["shared_memory"] == [str(path)]
     finally:
         path.unlink()
-    assert "shared_memory" not in take_stock().beyond(before)
+    assert "shared_memory" not in take_stock().new_since(before)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -97,6 +97,6 @@ def test_processes_of_multiprocessing_are_tolerated(method: str, take_stock: Sto
     child.close()
     context.Lock()
     deadline = time.monotonic() + 2
-    while take_stock().beyond(before) and time.monotonic() < deadline:
+    while take_stock().new_since(before) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not take_stock().beyond(before)
+    assert not take_stock().new_since(before)

@@ -14,7 +14,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import CounterEnv, EchoEnv, counters, open_engine, scripted
+from envs import CounterEnv, EchoEnv, counters, open_engine, scripted_env_fns
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
@@ -69,7 +69,7 @@ ENVIRONMENTS: dict[str, Callable[[], Any]] = {
     "Pendulum": functools.partial(gymnasium.make, "Pendulum-v1", max_episode_steps=10),
     "MountainCar": functools.partial(gymnasium.make, "MountainCar-v0", max_episode_steps=7),
     "HalfCheetah": functools.partial(gymnasium.make, "HalfCheetah-v5", max_episode_steps=9),
-    "nested": scripted(1)[0],
+    "nested": scripted_env_fns(1)[0],
 }
 
 
@@ -184,9 +184,9 @@ def test_chunk_reward_is_discounted() -> None:
 
 
 def test_all_observations_of_a_chunk_are_stacked() -> None:
-    env_fn = chunked_env_fn(scripted(1)[0], 3, observations="all")
+    env_fn = chunked_env_fn(scripted_env_fns(1)[0], 3, observations="all")
     with open_engine([env_fn] * 2, num_workers=2, autoreset_mode="Disabled") as envs:
-        single = scripted(1)[0]()
+        single = scripted_env_fns(1)[0]()
         first, _ = single.reset(seed=1)
         observations, _ = envs.reset(seed=[1, 1])
         assert observations in envs.observation_space

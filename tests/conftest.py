@@ -226,7 +226,7 @@ def _shared_memory() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ToleratedResources:
-    """The resources that a test may leave behind. ``ray`` tolerates everything that a running Ray may have created."""
+    """The resources that a test may leave behind. With ``ray``, these include everything that a running Ray may create."""
 
     pids: set[int | None]
     descriptors: set[int | None]
@@ -238,9 +238,9 @@ class ToleratedResources:
 def _tolerated_resources() -> ToleratedResources:
     """Return the resources that a test may leave behind.
 
-    1. multiprocessing starts one fork server and one resource tracker per process and keeps both until the
-    interpreter exits, with one descriptor per process (two for the fork server in later versions). They are
-    recognized by pid and by descriptor.
+    1. multiprocessing starts one fork server and one resource tracker per process. Both run until the
+    interpreter exits, and use one descriptor here (in later versions, the fork server uses two). They are
+    recognized by their pids and descriptors.
     2. JAX, PyTorch, TensorFlow and Ray's gRPC have pools of C++ threads, which can grow at any time, even after
     ``ray.shutdown()``, and never end. Only threads that Python did not start are tolerated, and only if one of
     these libraries is loaded (for JAX: if its backend runs).
@@ -361,18 +361,18 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     kinds = ("processes",) if request.node.stash.get(_TEST_FAILED, False) else KINDS
     deadline = time.monotonic() + SETTLE_SECONDS
     pause = 0.005
-    while left := _take_stock().new_since(before, kinds):
+    while leftovers := _take_stock().new_since(before, kinds):
         if time.monotonic() >= deadline:
             break
-        if "descriptors" in left or pause > 0.02:  # collecting is slow, and most leftovers disappear without it
+        if "descriptors" in leftovers or pause > 0.02:  # collecting is slow, and most leftovers disappear without it
             gc.collect()
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
-    if not left and kinds is KINDS:
+    if not leftovers and kinds is KINDS:
         gc.freeze()  # objects that survive a test are permanent, and every collection would traverse them again
-    if left:
+    if leftovers:
         _kill_new_processes(before)
-        lines = [f"{kind.replace('_', ' ')}: {text}" for kind, texts in left.items() for text in texts]
+        lines = [f"{kind.replace('_', ' ')}: {text}" for kind, texts in leftovers.items() for text in texts]
         pytest.fail(f"left behind, {SETTLE_SECONDS:g} s after the test:\n  " + "\n  ".join(lines), pytrace=False)
 
 

@@ -29,8 +29,8 @@ _Result: TypeAlias = tuple[npt.NDArray[np.float32], Any, Any, Any]
 class DoubleVectorEnv(VectorEnvBase[Any, Any, Any]):
     """A vector environment of counters. Observations: (seed modulo 1,000, steps, sum of actions), float32 ``(3,)``.
 
-    An action is an int from 0 to 4, and is the reward. An episode is truncated after five steps and terminated when the sum
-    of its actions has reached ten; the step after that begins the next episode.
+    Actions are ints from 0 to 4, and the reward equals the action. An episode is truncated after five steps and terminated
+    when the sum of its actions reaches ten. The step after its end begins the next episode.
 
     Args:
         num_envs: The number of environments.

@@ -257,7 +257,7 @@ class EchoEnv(gymnasium.Env):
 
 
 class SpaceEnv(gymnasium.Env):
-    """An environment that observes samples of a space. The seed determines them; until the first, ``env_id`` is the seed."""
+    """An environment that observes samples of a space, which depend on the seed. The initial seed is ``env_id``."""
 
     def __init__(
         self,

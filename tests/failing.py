@@ -66,7 +66,7 @@ def make_engine(on_failure: str = "raise", env_fns: Any = None, **options: Any) 
 
 
 def actions_with_fault(fault: int) -> Any:
-    """Return actions of which the one of environment ``FAULTY`` causes this fault."""
+    """Return actions that cause this fault in environment ``FAULTY``, and none in the others."""
     return np.where(np.arange(NUM_ENVS) == FAULTY, fault, FINE)
 
 

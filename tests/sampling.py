@@ -84,7 +84,7 @@ def sample_parameter(
             value = params[name]
             tests.setdefault(test, {}).setdefault(case, {})[_LEFT_OUT if value in left_out else id(value)] = item
     for number, cases in enumerate(tests.values()):
-        rows = list(cases.values())
+        rows = list(cases.values())  # for each combination of the other parameters, the items by value
         values = list(dict.fromkeys(value for row in rows for value in row if value != _LEFT_OUT))
         begin, length = (0, max(len(rows), len(values))) if all_values else (number, len(rows))
         chosen = set()

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import gymnasium
 import numpy as np
@@ -70,28 +71,23 @@ def test_serial_backend_starts_no_process(make: Callable[..., Any]) -> None:
 
 
 @pytest.fixture
-def engine_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Return a list that receives the options of each ``AsyncVectorEnv`` that ``make_vec`` would build."""
-    calls: list[dict[str, Any]] = []
-
-    def record_options(env_fns: Any, **options: Any) -> _NotBuilt:
-        calls.append(options)
-        return _NotBuilt()
-
-    monkeypatch.setattr(vecenv.make, "AsyncVectorEnv", record_options)
+def engine_class(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Replace ``AsyncVectorEnv`` in ``make_vec`` by a mock, which records its options, and return the mock."""
+    engine_class = Mock()
+    monkeypatch.setattr(vecenv.make, "AsyncVectorEnv", engine_class)
     monkeypatch.setattr(vecenv.make, "engine_options", lambda: ("num_workers", "context"))
-    return calls
+    return engine_class
 
 
-def test_default_number_of_workers_is_auto(engine_calls: list[dict[str, Any]]) -> None:
+def test_default_number_of_workers_is_auto(engine_class: Mock) -> None:
     make_vec("CartPole-v1", 2)
     make_vec("CartPole-v1", 2, vector_kwargs={"num_workers": None})
-    assert [options["num_workers"] for options in engine_calls] == ["auto", None]
+    assert [call.kwargs["num_workers"] for call in engine_class.call_args_list] == ["auto", None]
 
 
 @pytest.mark.parametrize(("modules", "context"), [((), None), (("jax",), "forkserver"), (("torch",), "forkserver")])
 def test_forkserver_is_the_default_if_jax_or_torch_is_imported(
-    engine_calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, modules: tuple[str, ...], context: str | None
+    engine_class: Mock, monkeypatch: pytest.MonkeyPatch, modules: tuple[str, ...], context: str | None
 ) -> None:
     for name in ("jax", "torch"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -99,15 +95,9 @@ def test_forkserver_is_the_default_if_jax_or_torch_is_imported(
         monkeypatch.setitem(sys.modules, name, object())  # type: ignore[arg-type]
     make_vec("CartPole-v1", 2)
     make_vec("CartPole-v1", 2, vector_kwargs={"context": "spawn"})
-    assert engine_calls[0].get("context") == context
-    assert engine_calls[1]["context"] == "spawn"
-
-
-class _NotBuilt:
-    """A stand-in for a vector environment that was not built."""
-
-    spec = None
-    unwrapped = property(lambda self: self)
+    by_default, with_option = engine_class.call_args_list
+    assert by_default.kwargs.get("context") == context
+    assert with_option.kwargs["context"] == "spawn"
 
 
 @needs_envpool

@@ -99,7 +99,7 @@ def test_wheel_built_without_a_compiler_is_for_every_platform(sdist: Path, tmp_p
 def test_editable_installation_has_the_compiled_file_if_there_is_a_compiler(
     compiler: str | None, sdist: Path, tmp_path: Path
 ) -> None:
-    """The test calls the build hook that pip calls. ``""`` means an empty PATH. The file of an earlier build is removed."""
+    """The test calls pip's build hook; with ``""``, no compiler is on the PATH. The file of an earlier build is removed."""
     tree = extract(sdist, tmp_path)
     (tree / COMPILED).write_bytes(b"")
     environ = {**os.environ, "CC": compiler or "cc"}

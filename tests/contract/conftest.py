@@ -1,8 +1,8 @@
 """Fixtures that run every test of this folder with every backend; ``--contract-table`` prints the results.
 
-By default each test runs with one third of :data:`ALTERNATING_BACKENDS`, and the next test with the next third. The other
-cases are ``long``, like all of :data:`SLOWEST`, and those with JAX's backends in other files than :data:`FILE_OF_JAX`,
-because JAX compiles its programs again for each file.
+By default each test runs with a third of :data:`ALTERNATING_BACKENDS`, and the next test with the next third; the other
+cases are ``long``. So are all cases of :data:`SLOWEST`, and those of JAX's backends outside of :data:`FILE_OF_JAX`,
+because JAX compiles its programs again in each file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from . import table
 from .backends import BACKENDS, CONFIGURATIONS, Backend
 from .calls import call_name
 
-# backends with slow tests, in an order in which every third one is of another kind
+# backends with slow tests, ordered so that each third, which is every third entry, contains different kinds
 ALTERNATING_BACKENDS = (
     "first-ready",
     "multi-agent",

@@ -157,7 +157,7 @@ def needs_an_argument(env_fns: Any, something: int) -> None:
 
 
 def raises_in_constructor(env_fns: Any) -> None:
-    """Raise an error that has nothing to do with the arguments."""
+    """Raise an error that depends neither on the arguments nor on the autoreset mode."""
     raise RuntimeError("no licence")
 
 

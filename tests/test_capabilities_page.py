@@ -25,8 +25,8 @@ def script() -> Iterator[Any]:
 
 
 def test_page_shows_the_capabilities_of_the_backends(script: Any) -> None:
-    _, shown, _ = script.in_page(script.PAGE.read_text())
-    assert shown == script.table(), "run python docs/capabilities_table.py"
+    _, table, _ = script.in_page(script.PAGE.read_text())
+    assert table == script.table(), "run python docs/capabilities_table.py"
 
 
 def test_every_capability_has_a_row(script: Any) -> None:

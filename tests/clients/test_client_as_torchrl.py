@@ -97,7 +97,7 @@ def test_writing_into_returned_tensors_does_not_affect_later_steps() -> None:
         assert torch.equal(stepped[0][0]["next", "reward"], stepped[1][0]["next", "reward"])
         assert torch.equal(stepped[0][1]["observation"], stepped[1][1]["observation"])
         states = [after for _, after in stepped]
-        for key in ("reward", "done", "terminated", "truncated"):
+        for key in ("reward", "done", "terminated", "truncated"):  # only in the first environments
             stepped[0][0]["next", key].fill_(1)
     env.close()
     other.close()
@@ -109,19 +109,19 @@ def test_rollout_equals_gym_wrapper_in_every_mode(nested: bool) -> None:
         torch.manual_seed(0)
         return env.rollout(30, auto_reset=False, tensordict=env.reset(seed=3), break_when_any_done=False)
 
-    def envs(mode: str) -> Any:
+    def make_envs(mode: str) -> Any:
         return vecenv.AsyncVectorEnv(make_full_env_fns(4, nested=nested), num_workers=0, autoreset_mode=mode)
 
     theirs = GymWrapper(gym.vector.SyncVectorEnv(make_full_env_fns(4, nested=nested), autoreset_mode="Disabled"))
     expected = rollout(theirs)
     assert expected["next", "done"].sum() > 10
     for mode in MODES:
-        env = as_torchrl(envs(mode))
-        found = rollout(env)
+        env = as_torchrl(make_envs(mode))
+        actual = rollout(env)
         keys = set(expected.keys(include_nested=True, leaves_only=True))
-        assert keys == set(found.keys(include_nested=True, leaves_only=True))
+        assert keys == set(actual.keys(include_nested=True, leaves_only=True))
         for key in keys:
-            assert torch.equal(found[key], expected[key]), (mode, key)
+            assert torch.equal(actual[key], expected[key]), (mode, key)
         env.close()
     theirs.close()
 
@@ -138,18 +138,19 @@ def test_agents_that_die_at_different_times_have_correct_transitions_in_every_mo
         with pytest.raises(ValueError, match="some rows of env 1 "):
             env.reset(env.reset().set("_reset", torch.arange(9) == 4))
         env.close()
-    for found in data.values():
-        before, after, agents = found["observation"], found["next", "observation"], torch.arange(9) % 3 + 1
-        acts = found["next", "life"].ne(0)
-        ended = found["next", "done"][..., 0]
-        assert (ended & acts).sum() > 20
-        time = before[..., 1] + torch.where(ended, (found["next", "life"] - before[..., 1]).clip(max=frame_skip), frame_skip)
-        assert torch.equal(after[..., 0][acts], agents[:, None].expand(-1, 30)[acts].float())
-        assert torch.equal(after[..., 1][acts], time[acts])
-        assert not after[~acts].any()
+    for actual in data.values():
+        before, after, agents = actual["observation"], actual["next", "observation"], torch.arange(9) % 3 + 1
+        lives = actual["next", "life"]
+        is_alive = lives.ne(0)  # before the step
+        ended = actual["next", "done"][..., 0]
+        assert (ended & is_alive).sum() > 20
+        time = before[..., 1] + torch.where(ended, (lives - before[..., 1]).clip(max=frame_skip), frame_skip)
+        assert torch.equal(after[..., 0][is_alive], agents[:, None].expand(-1, 30)[is_alive].float())
+        assert torch.equal(after[..., 1][is_alive], time[is_alive])
+        assert not after[~is_alive].any()
         if frame_skip == 1:
             for key in ("observation", ("next", "observation"), ("next", "done"), ("next", "life"), ("next", "reward")):
-                assert torch.equal(found[key], data["SameStep"][key])
+                assert torch.equal(actual[key], data["SameStep"][key])
 
 
 @pytest.mark.parametrize(("backend", "mode"), [("serial", "NextStep"), ("serial", "Disabled"), ("envpool", None)])
@@ -164,11 +165,11 @@ def test_check_env_specs_passes(backend: str, mode: str | None) -> None:
 def test_results_of_worker_processes_equal_those_of_one_process(mode: str) -> None:
     ours, serial = make_cartpoles(mode, backend="process"), make_cartpoles(mode)
     check_env_specs(ours)
-    found, expected = random_rollout(ours, 60), random_rollout(serial, 60)
+    actual, expected = random_rollout(ours, 60), random_rollout(serial, 60)
     assert expected["next", "done"].sum() > 6
-    assert torch.equal(found["next", "observation"], expected["next", "observation"])
-    found, expected = (random_rollout(env, 30, break_when_all_done=True) for env in (ours, serial))
-    assert torch.equal(found["next", "observation"], expected["next", "observation"])
+    assert torch.equal(actual["next", "observation"], expected["next", "observation"])
+    actual, expected = (random_rollout(env, 30, break_when_all_done=True) for env in (ours, serial))
+    assert torch.equal(actual["next", "observation"], expected["next", "observation"])
     ours.close()
     serial.close()
 
@@ -383,11 +384,11 @@ def test_frame_skip_stops_at_the_end_of_an_episode(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_step_and_maybe_reset_equals_torchrls_own(mode: str) -> None:
     env = make_cartpoles(mode)
-    found = random_rollout(env, 40)
+    actual = random_rollout(env, 40)
     expected = random_rollout(TransformedEnv(env), 40)  # uses TorchRL's own step_and_maybe_reset
-    assert found["next", "done"].sum() > 3
-    for key in set(found.keys(include_nested=True, leaves_only=True)):
-        assert torch.equal(found[key], expected[key]), key
+    assert actual["next", "done"].sum() > 3
+    for key in set(actual.keys(include_nested=True, leaves_only=True)):
+        assert torch.equal(actual[key], expected[key]), key
     env.close()
 
 
@@ -453,11 +454,11 @@ def test_collector_batches_equal_a_rollout() -> None:
     expected = env.rollout(30, policy, break_when_any_done=False)
     env.set_seed(3)
     collector = Collector(env, policy, frames_per_batch=40, total_frames=120)
-    found = torch.cat([batch.clone() for batch in collector], 1)
+    actual = torch.cat([batch.clone() for batch in collector], 1)
     collector.shutdown()
     assert expected["next", "done"].any()
     for key in ("observation", ("next", "observation"), ("next", "reward"), ("next", "done")):
-        assert torch.equal(found[key], expected[key]), key
+        assert torch.equal(actual[key], expected[key]), key
 
 
 @pytest.mark.long

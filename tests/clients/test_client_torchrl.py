@@ -57,8 +57,8 @@ def test_rollout_equals_sync_vector_env(mode: str, nested: bool) -> None:
         env.close()
         return data
 
-    found, expected = rollout(make_vecenv), rollout(make_gymnasium)
-    assert_same_data(found, expected)
+    actual, expected = rollout(make_vecenv), rollout(make_gymnasium)
+    assert_same_data(actual, expected)
     assert expected["next", "truncated"].sum() > 4
     assert expected["next", "terminated"].sum() > 4
 
@@ -73,9 +73,9 @@ def test_collector_batches_equal_sync_vector_env() -> None:
         collector.shutdown()
         return batches
 
-    for found, expected in zip(collect_batches(make_vecenv), collect_batches(make_gymnasium), strict=True):
+    for actual, expected in zip(collect_batches(make_vecenv), collect_batches(make_gymnasium), strict=True):
         for key in ("observation", "action", ("next", "observation"), ("next", "reward"), ("next", "done")):
-            assert torch.equal(found[key], expected[key]), key
+            assert torch.equal(actual[key], expected[key]), key
 
 
 def test_torchrl_refuses_next_step_autoreset() -> None:

@@ -265,11 +265,11 @@ def test_close_frees_descriptors_before_it_returns(backend: Backend, build: Call
     def count_descriptors() -> int:
         if backend.name != "ray":
             return len(os.listdir("/proc/self/fd"))
-        found = 0
+        count = 0
         for name in os.listdir("/proc/self/fd"):  # Ray opens sockets at any time, so only vecenv's files are counted
             with contextlib.suppress(OSError):
-                found += os.path.basename(os.readlink(f"/proc/self/fd/{name}")).startswith(("vecenv", "memfd:vecenv"))
-        return found
+                count += os.path.basename(os.readlink(f"/proc/self/fd/{name}")).startswith(("vecenv", "memfd:vecenv"))
+        return count
 
     def build_step_and_close() -> Any:
         envs = backend.make()

@@ -370,11 +370,11 @@ def test_table_does_not_depend_on_the_width_of_the_terminal(
 
 
 @pytest.mark.parametrize(
-    ("rate", "shown"),
+    ("rate", "expected"),
     [(12.34, "12.3"), (999, "999"), (1234, "1.23k"), (58_946, "58.9k"), (308_817, "309k"), (1_250_000, "1.25M")],
 )
-def test_format_rate_shortens_large_rates(rate: float, shown: str) -> None:
-    assert benchmark.format_rate(rate) == shown
+def test_format_rate_shortens_large_rates(rate: float, expected: str) -> None:
+    assert benchmark.format_rate(rate) == expected
 
 
 def test_plot_marks_dead_rows_and_its_labels_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -382,17 +382,17 @@ def draw_lines(rows: list[top.ProgramRow], view: top.View, width: int = 80, heig
 @pytest.mark.parametrize("width", [80, 120])
 def test_table_of_forty_workers_fits_the_screen_and_scrolls(width: int) -> None:
     view = top.View()
-    shown = draw_lines([make_program_row(40)], view, width)
-    assert len(shown) == 24
-    assert shown[0].startswith("a long training: 160 environments, pid 4711")
-    assert "41,234 steps/s, waits for envs 35%; 12 resets, 7 restarts, 9 errors" in shown[1]
-    assert shown[3].split()[:4] == ["0", "10000", "stepping", "0-3"]
-    assert "workers 1-20 of 40 by worker" in shown[-1]
+    screen = draw_lines([make_program_row(40)], view, width)
+    assert len(screen) == 24
+    assert screen[0].startswith("a long training: 160 environments, pid 4711")
+    assert "41,234 steps/s, waits for envs 35%; 12 resets, 7 restarts, 9 errors" in screen[1]
+    assert screen[3].split()[:4] == ["0", "10000", "stepping", "0-3"]
+    assert "workers 1-20 of 40 by worker" in screen[-1]
     view.press(b"\x1b[6~\x1b[B")
     assert draw_lines([make_program_row(40)], view, width)[3].split()[0] == "20"  # the last page
     view.press(b"\x1b[A")
     assert draw_lines([make_program_row(40)], view, width)[3].split()[0] == "19"
-    assert max(map(len, shown)) <= width
+    assert max(map(len, screen)) <= width
 
 
 def test_program_without_results_shows_the_time_since_the_last_one() -> None:
@@ -404,18 +404,18 @@ def test_key_s_sorts_by_the_next_column_and_key_q_ends_the_view() -> None:
     view = top.View()
     for order, first in (("steps/s", "39"), ("waiting", "0"), ("slowest env", "6"), ("restarts", "2")):
         view.press(b"s")
-        shown = draw_lines([make_program_row(40)], view)
-        assert f"by {order}" in shown[-1]
-        assert shown[3].split()[0] == first
+        screen = draw_lines([make_program_row(40)], view)
+        assert f"by {order}" in screen[-1]
+        assert screen[3].split()[0] == first
     view.press(b"q")
     assert view.ended
 
 
 def test_summaries_of_several_programs_are_above_the_table() -> None:
-    shown = draw_lines([make_program_row(3), make_program_row(3, "another")], top.View())
-    assert [line.partition(":")[0] for line in shown[:4:2]] == ["a long training", "another"]
-    assert shown[4].split()[0] == "program"
-    assert "workers 1-6 of 6" in shown[-1]
+    screen = draw_lines([make_program_row(3), make_program_row(3, "another")], top.View())
+    assert [line.partition(":")[0] for line in screen[:4:2]] == ["a long training", "another"]
+    assert screen[4].split()[0] == "program"
+    assert "workers 1-6 of 6" in screen[-1]
 
 
 def test_mostly_waiting_worker_is_shown_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -523,7 +523,7 @@ def test_pipe_in_the_folder_is_skipped_without_blocking(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shown"),
+    ("name", "expected"),
     [
         ("[red]x[/blue]", "[red]x[/blue]: 2 environments"),
         ("[/]", "[/]: 2 environments"),
@@ -535,7 +535,7 @@ def test_pipe_in_the_folder_is_skipped_without_blocking(folder: Path) -> None:
         ("CartPole-v1 \u00e9\u4e16", "CartPole-v1 \u00e9\u4e16: 2"),
     ],
 )
-def test_markup_and_control_characters_in_a_name_are_escaped(name: str, shown: str, folder: Path) -> None:
+def test_markup_and_control_characters_in_a_name_are_escaped(name: str, expected: str, folder: Path) -> None:
     console = pytest.importorskip("rich.console").Console(width=400, force_terminal=True, color_system=None)
     write_stats_file(folder, {**STATS, "name": name})
     rows = read_rows()
@@ -543,7 +543,7 @@ def test_markup_and_control_characters_in_a_name_are_escaped(name: str, shown: s
     with console.capture() as captured:
         console.print(top.draw(rows, ["a file of pid 1: [/] it is odd"]))
     text = captured.get()
-    assert shown in text
+    assert expected in text
     assert "Left out: a file of pid 1: [/] it is odd." in text
     for own_sequence in ("\x1b[0m", "\x1b[2m", "\x1b[3m"):
         text = text.replace(own_sequence, "")

@@ -391,7 +391,7 @@ class ReturningEnv(gymnasium.Env):
 
 
 def info_env_fn(step_infos: Sequence[Any], reset_infos: Sequence[Any] = ({},)) -> EnvFn:
-    """Return a function that builds an environment with these infos and otherwise equal results in every step."""
+    """Return a function that builds an environment with these infos and constant other results."""
     zeros = np.zeros(4, dtype=np.float32)
     return functools.partial(
         ReturningEnv,

@@ -201,7 +201,7 @@ def vectors(
 
 @dataclass(frozen=True)
 class Move:
-    """One call: a step, with ``as_list`` of a list of actions, or a reset of all or some (``mask``) environments."""
+    """One call: a step (``as_list``: with a list of actions), or a reset of some (``mask``) or all environments."""
 
     kind: str
     seed: Any = None

@@ -76,7 +76,7 @@ def wheel_files(wheel: Path) -> set[str]:
 @pytest.mark.long
 @needs_compiler
 def test_wheel_contains_exactly_the_package(wheel: Path) -> None:
-    """Its tag also shows that one wheel serves all versions of Python."""
+    """The tag in its name is that of a wheel for all versions of Python."""
     assert re.search(r"-cp311-abi3-(linux|macosx)_\w+\.whl$", wheel.name)
     files = {name for name in wheel_files(wheel) if ".dist-info/" not in name}
     assert files == package_files() | {COMPILED}
@@ -86,7 +86,7 @@ def test_wheel_contains_exactly_the_package(wheel: Path) -> None:
 
 @pytest.mark.long
 def test_wheel_built_without_a_compiler_is_for_every_platform(sdist: Path, tmp_path: Path) -> None:
-    """It does not include a compiled file that an earlier build has left in the source tree."""
+    """A compiled file that an earlier build has left in the source tree is not included."""
     tree = extract(sdist, tmp_path)
     (tree / COMPILED).write_bytes(b"")
     wheel = build_distribution("wheel", tree, tmp_path / "wheel", CC=NO_COMPILER)
@@ -139,7 +139,7 @@ def test_package_requires_only_three_others(metadata: Message) -> None:
     assert {re.split(r"[<>=!~ ;\[]", line)[0] for line in required} == REQUIRED
 
 
-def test_metadata_has_the_version_license_and_pythons_but_no_urls(metadata: Message) -> None:
+def test_metadata_has_the_version_license_and_python_versions_but_no_urls(metadata: Message) -> None:
     """The version equals that of the package and CITATION.cff. The repository's owner is not known, so there are no URLs."""
     assert metadata["Name"] == "vecenv"
     assert metadata["License-Expression"] == "MIT"

@@ -1,4 +1,4 @@
-"""The rules of ``.ci/prose.py`` find what they describe, and ignore code."""
+"""The rules of ``.ci/prose.py`` find the phrases that they describe, and ignore code."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_default_cases_of_each_pair_have_every_pair_of_values() -> None:
 def test_sampled_with_a_number_keeps_cases_with_different_values(
     letter: str, number: int, request: pytest.FixtureRequest
 ) -> None:
-    """The test fails for another case that runs alone, because a sample of one case keeps that case."""
+    """If another case is selected by its id, it is the whole sample and so is kept, and this test fails."""
     marks = {mark.name for mark in request.node.iter_markers()} & {"long", "slow"}
     is_kept = not marks
     assert is_kept == ((letter, number) in (("a", 1), ("c", 2)))

@@ -106,7 +106,7 @@ def make_cartpole(limit: int = 500) -> gym.Env[Any, Any]:
 
 
 class TargetGame:
-    """A game of ten steps with two agents. The reward is for choosing the observed side. ``pid`` is the process's id."""
+    """A game of ten steps with two agents, which rewards actions equal to the observed side. ``pid`` is its process's id."""
 
     possible_agents = ("left", "right")
     metadata: dict[str, Any] = {}  # noqa: RUF012

@@ -42,7 +42,7 @@ def sum_last_results(env: Any, actions: Any, mask: Any) -> Any:
 
 
 def build_three_rows(name: str) -> Any:
-    """Build three rows of an environment of Brax, such as ``"reacher-spring"``, or of Playground, without a hyphen."""
+    """Build three rows of an environment of Playground, or of one of Brax with its backend, such as ``"ant-spring"``."""
     if "-" not in name:
         pytest.importorskip("mujoco_playground", reason="needs MuJoCo Playground: pip install playground")
         return vecenv.torch.TensorDictEnv(name, (3,), requires_grad=True)
@@ -76,7 +76,7 @@ def test_gradient_of_ten_playground_steps_in_64_bits_equals_finite_differences()
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("jax_64_bits")
 def test_gradient_of_ten_ant_steps_equals_differences_in_random_directions() -> None:
-    """The differences are small, because over 1e-3 the result can jump, for example where a contact begins."""
+    """The steps are small, because over a step of 1e-3 the result can jump, for example where a contact begins."""
     env = build_three_rows("ant-spring")
     generator = torch.Generator().manual_seed(0)
     actions = (torch.rand(10, 3, 8, dtype=torch.float64, generator=generator) * 0.4 - 0.2).requires_grad_()

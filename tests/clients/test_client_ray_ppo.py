@@ -50,7 +50,7 @@ def test_training_on_two_hosts_equals_training_in_one_process(address: str, tmp_
     assert on_hosts[3].read_bytes().startswith(b"\x89PNG")
 
 
-def test_training_with_first_ready_hosts_runs(address: str, tmp_path: Path) -> None:
+def test_training_with_first_ready_hosts_completes(address: str, tmp_path: Path) -> None:
     mean_return, _, steps, _ = run_ppo(tmp_path, "ray", "--num-hosts", "2", "--first-ready", *SHORT, RAY_ADDRESS=address)
     assert steps == 2048
     assert 5 < mean_return < 100

@@ -252,7 +252,7 @@ def test_as_sb3_over_envpool_returns_terminal_observations(mode: str) -> None:
         for row in np.flatnonzero(dones):
             ended += 1
             last = infos[row]["terminal_observation"]
-            # it is one step after the previous observation, not the first one of the next episode
+            # one step after the previous observation, and not the first one of the next episode
             assert 0 < np.abs(last - before[row]).max() < 1.0
             assert np.abs(observations[row]).max() <= 0.05
             assert infos[row]["episode"]["l"] == infos[row]["elapsed_step"]

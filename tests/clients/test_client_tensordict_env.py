@@ -57,7 +57,7 @@ def test_check_env_specs_passes_for_every_batch_shape(batch: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_assert_identical_compares_tensors_of_any_dtype_and_gradient(dtype: Any) -> None:
+def test_assert_identical_compares_dtypes_and_bits_of_tensors(dtype: Any) -> None:
     value = torch.tensor([1.0, torch.nan, -0.0], dtype=dtype, requires_grad=True)
     assert_identical(value, value.clone())
     for other in (value.to(torch.float64), torch.tensor([1.0, torch.nan, 0.0], dtype=dtype)):

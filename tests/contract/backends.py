@@ -271,4 +271,4 @@ CONFIGURATIONS = (
         steps=2,
     ),
 )
-"""More backends to test, without a column in the table: they are backends of the table with other environments."""
+"""More backends to test, without a column in the table: backends of the table with other environments."""

@@ -186,7 +186,7 @@ def test_missing_capabilities_are_refused_with_the_reason(backend: Backend, envs
 
 
 @call("`close()`: twice, and with a result pending")
-def test_close_works_twice_and_with_a_result_pending(backend: Backend, build: Callable[..., Any]) -> None:
+def test_close_works_twice_and_with_a_pending_result(backend: Backend, build: Callable[..., Any]) -> None:
     for begin in (
         lambda envs: envs.step_async(backend.actions(ROWS)), lambda envs: envs.reset_async(),
         lambda envs: envs.send(backend.actions(ROWS), range(ROWS)), lambda envs: None,

@@ -26,5 +26,5 @@ def _make_env(env_fn: Callable[[], Any]) -> gymnasium.Env[Any, Any]:
 
 
 def _make_chunk(action: Any) -> dict[str, Any]:
-    """Return a chunk that executes only its first action, which is this one. The others are invalid."""
+    """Return a chunk of this action and invalid ones, of which only the first is executed."""
     return {"actions": np.array([action, *[999] * (_HORIZON - 1)]), "steps": 1}

@@ -147,7 +147,7 @@ def test_command_prints_rows_programs_and_json(capsys: pytest.CaptureFixture[str
     assert not any(row["draws"] for row in report["rows"])
 
 
-def test_command_warns_of_an_engine_that_uses_a_global_generator(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_warns_about_an_engine_that_uses_a_global_generator(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["conform", "broken_engines:UsesGlobalGenerator", "--modes", "Disabled"]) == 0
     assert "Warning: broken_engines:UsesGlobalGenerator draws from the generator of numpy.random" in capsys.readouterr().out
 

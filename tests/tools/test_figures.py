@@ -1,4 +1,4 @@
-"""Numbers in sentences of the README and of pages equal those in the tables that ``python -m bench`` writes."""
+"""Numbers in sentences of the documentation equal those in the tables that ``python -m bench`` writes."""
 
 from __future__ import annotations
 

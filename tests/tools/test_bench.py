@@ -168,7 +168,7 @@ def open_fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
     tables.draw_gains([make_report("CartPole-v1", auto=[1.0])], tmp_path_factory.mktemp("fonts") / "gains.svg")
 
 
-@pytest.mark.usefixtures("fonts")
+@pytest.mark.usefixtures("open_fonts")
 def test_write_tables_updates_each_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = {name: tmp_path / name for name in ("README.md", "bench/RESULTS.md", "docs/benchmarks.md")}
     for name, page in pages.items():

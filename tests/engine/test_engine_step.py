@@ -374,7 +374,7 @@ def test_actions_that_cannot_be_copied_reach_envs_in_the_caller() -> None:
     locks = [threading.Lock(), threading.Lock()]
     with ready_engine([echo_env_fn(spaces.Text(3))] * 2, num_workers=0) as envs:
         envs.step(locks)
-        assert envs.exec_func(lambda env: env.kept[-1]) == tuple(locks)
+        assert envs.exec_func(lambda env: env.actions[-1]) == tuple(locks)
 
 
 PAIR = spaces.Tuple((spaces.Discrete(5), BOX, spaces.Text(3)))

@@ -210,7 +210,8 @@ class WriterRun:
     def __init__(self, space: spaces.Space[Any], mode: AutoresetMode, seed: int, *, pure: bool) -> None:
         os.environ["VECENV_PURE"] = "1" if pure else "0"
         tree, action = fixed_tree(space), RandomResultEnv.action_space
-        layout = Layout.for_spaces(tree, fixed_tree(action, "action"), ROWS, 1, final=mode is AutoresetMode.SAME_STEP)
+        final = mode is AutoresetMode.SAME_STEP
+        layout = Layout.for_spaces(tree, fixed_tree(action, "action"), ROWS, 1, final=final, spare_batches=1)
         self.batch: Batch = layout.view(bytearray(layout.size))
         plan = WorkerPlan(layout, mode, Expected("same", space, action))
         self.envs = [RandomResultEnv(space, seed + k) for k in range(ROWS)]
@@ -219,7 +220,11 @@ class WriterRun:
         self.written = [0, 0, 0]
         self.sizes = {NO_INFO: 0, BY_PICKLE: 0}  # number of a schema -> bytes
         if not pure:
-            self.rows._write_results = [write and self.count_writes(write) for write in self.rows._write_results]
+            self.rows._places = [
+                place._replace(write_results=[write and self.count_writes(write) for write in place.write_results])
+                for place in self.rows._places
+            ]
+            self.rows._use_current_batch()
         self.rows.build()
         if has_compiled_writer(space):
             for env, row in zip(self.envs, self.batch.observations[0], strict=True):  # type: ignore[index]
@@ -240,6 +245,7 @@ class WriterRun:
         if self.failed:
             outcome = self.rows.rebuild(self.failed, [None] * len(self.failed), None, reset_due=False)
             outcomes.append(self.describe_outcome(outcome))
+        self.batch.current[0] = not self.batch.current[0]
         outcome = self.rows.step(None, [0] * ROWS)
         self.failed = [failure.env for failure in outcome.failures if failure.fatal]
         return [*outcomes, self.describe_outcome(outcome)]
@@ -250,7 +256,7 @@ class WriterRun:
         self.sizes.update((number, Schema(definition).size) for number, definition in outcome.schemas.items())
         names = "rewards", "terminations", "truncations", "info_schemas", "final"
         stored = [getattr(batch, name).tobytes() for name in names]
-        stored += [leaf.tobytes() for leaf in batch.observations or ()]
+        stored += [leaf.tobytes() for leaves in (batch.observations or (), *batch.spare_observations) for leaf in leaves]
         numbers = batch.info_schemas.tolist()
         stored += [record[: self.sizes[number]].tobytes() for number, record in zip(numbers, batch.infos, strict=True)]
         failures = [(failure.env, re.sub("0x[0-9a-f]+", "0x", failure.text), failure.fatal) for failure in outcome.failures]

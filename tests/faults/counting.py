@@ -120,6 +120,17 @@ class DrawingEnv(CountingEnv):
         return super().echo(text)
 
 
+class LargeObservationEnv(CountingEnv):
+    """An environment whose observations repeat the counts. Four of them are large enough to be lent to the program."""
+
+    def __init__(self, index: int, length: int = 0) -> None:
+        super().__init__(index, length)
+        self.observation_space = gym.spaces.Box(-1, 2**60, (2100,), np.int64)
+
+    def observe(self) -> Any:
+        return np.resize(super().observe(), 2100)
+
+
 class TextObservationEnv(CountingEnv):
     """An environment with observations of varying length, which are pickled."""
 

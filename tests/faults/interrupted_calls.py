@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from counting import RAISE, CountingEnv, TextActionEnv, TextObservationEnv, echo
+from counting import RAISE, CountingEnv, LargeObservationEnv, TextActionEnv, TextObservationEnv, echo
 from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from interruption import PACKAGE, Interruption, Stopped
@@ -101,6 +101,7 @@ SETTINGS = {
     "Text observations": Setting({"num_workers": 2}, env_class=TextObservationEnv, length=5),
     "no shared memory": Setting({"num_workers": 2, "shared_memory": False}),
     "batch_size": Setting({"num_workers": 2, "batch_size": 2}),
+    "lent observations": Setting({"num_workers": 2}, env_class=LargeObservationEnv, length=5),
 }
 
 # --- calls --------------------------------------------------------------------------------------

@@ -110,7 +110,8 @@ QUICK = [
     ("max_concurrency", "step", "whole"), ("restart", "step", "whole"), ("restart", "reset", "whole"),
     ("list actions", "step", "whole"), ("Text actions", "step", "wait"), ("Text observations", "step", "whole"),
     ("Text observations", "reset", "wait"), ("no shared memory", "step", "whole"), ("same step", "step", "whole"),
-    ("batch_size", "step", "whole"), ("one worker", "save", "whole"), ("one worker", "load", "whole"),
+    ("batch_size", "step", "whole"), ("lent observations", "step", "whole"), ("lent observations", "reset_some", "whole"),
+    ("one worker", "save", "whole"), ("one worker", "load", "whole"),
     ("in process", "load", "whole"), ("one worker", "abandon", "whole"),
 ]  # fmt: skip
 QUICK_ENOUGH = [

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 from at_random import SignalInterruption, handle_signal, handle_unraisable
-from counting import DIE, RAISE, CountingEnv, DrawingEnv, echo
+from counting import DIE, RAISE, CountingEnv, DrawingEnv, LargeObservationEnv, echo
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 from hypothesis import HealthCheck, Phase, note, settings
@@ -50,6 +50,7 @@ from sampling import each_once
 from signals import default_sigint_handler
 
 from vecenv.errors import EnvFailed, StepTimeout, WorkerDied
+from vecenv.testing import assert_identical
 
 pytestmark = [mark for mark in FAULT_MARKS if mark.name != "timeout"]
 
@@ -62,6 +63,9 @@ SETTINGS_BY_NAME = {
     ),
     "generators, caller's share": Setting(
         {"num_workers": 2, "use_caller": True, "generators": "own"}, env_class=DrawingEnv, local_envs=(0,)
+    ),
+    "lent observations, caller's share": Setting(
+        {"num_workers": 2, "use_caller": True}, env_class=LargeObservationEnv, local_envs=(0,)
     ),
 }
 MODEL_SETTINGS: dict[str, Setting] = {
@@ -93,6 +97,9 @@ MODEL_SETTINGS: dict[str, Setting] = {
         ("generators, in process", "generators, in process", {}),
         ("generators, caller's share", "generators, caller's share", {}),
         ("generators, restart", "generators", RESTART),
+        ("lent observations", "lent observations", {}),
+        ("lent observations, restart", "lent observations", RESTART),
+        ("lent observations, caller's share", "lent observations, caller's share", {}),
     ]
 }
 TIMEOUTS = [None, 0.0, 30.0]
@@ -164,6 +171,7 @@ class Model:
         in_flight: The expected values of the rows that were sent and not received.
         saved: The last saved states: whether from ``state_dict``, the state, and the expected rows at that time.
         armed: The interruptions of the next calls.
+        held: The observations of the latest results, with copies.
     """
 
     def __init__(self, name: str) -> None:
@@ -186,6 +194,7 @@ class Model:
         self.pending: tuple[str, Callable[[Any], None]] | None = None
         self.in_flight: dict[int, tuple[Any, ...]] = {}
         self.armed: list[Interruption] = []
+        self.held: list[tuple[Any, Any]] = []
         self.recover()
         self.snapshots_verified = not self.setting.local_envs
 
@@ -343,6 +352,15 @@ class Model:
     def check_rows(self, result: tuple[Any, ...], expected: list[tuple[Any, ...]]) -> None:
         for index in range(COUNT):
             assert_row(result, index, expected[index], f"env {index}")
+        self.hold(result[0])
+
+    def hold(self, observations: Any) -> None:
+        """Keep the latest observations, write into some of them, and check that they do not change otherwise."""
+        if len(self.log) % 3 == 0 and isinstance(observations, np.ndarray):
+            observations[len(self.log) % COUNT] = -5
+        self.held = [*self.held[-4:], (observations, copy.deepcopy(observations))]
+        for held, copied in self.held:
+            assert_identical(held, copied)
 
     def actions(self, numbers: list[int]) -> Any:
         return self.setting.actions(numbers)

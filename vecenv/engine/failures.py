@@ -272,10 +272,10 @@ class LastGoodObservations:
             for row in rows:
                 self._rows[row] = self._store.row(row)
         elif len(rows) == self._num_envs:
-            self._batch = self._store.batch(copy=True)
+            self._batch = self._store.copy()
         elif rows:
             if self._batch is None:  # workers may be writing the observations of the other rows
-                self._batch = self._tree.map(np.zeros_like, self._store.batch(copy=True))
+                self._batch = self._tree.map(np.zeros_like, self._store.copy())
             new_leaves = flatten(self._tree, self._store.take(np.array(rows)))
             for leaf, new_leaf in zip(flatten(self._tree, self._batch), new_leaves, strict=True):
                 leaf[list(rows)] = new_leaf

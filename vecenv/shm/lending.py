@@ -31,6 +31,7 @@ _SPARE_BATCHES: Final = 3  # a program that holds the latest two results while i
 _MIN_BYTES: Final = 1 << 16  # copying less is as fast as lending
 _MAX_SHARE: Final = 1 / 16  # of the memory that is left
 _MAX_WRITES: Final = 8  # batches in succession that the program has written to
+_PAGE_MAP: Final = "/proc/self/pagemap"
 _UNWRITTEN: Final = b"\xa0\xa1\0"  # the highest bytes of entries of the page map: pages of the file; pages not mapped yet
 
 
@@ -73,7 +74,7 @@ class PrivateMemory:
     def __init__(self, arena: Arena) -> None:
         self.mapping = mmap.mmap(arena.fileno(), arena.size, flags=mmap.MAP_PRIVATE)
         self.address: int = np.frombuffer(self.mapping, np.uint8).__array_interface__["data"][0]
-        self._page_map = DescriptorOwner(self).open(os.open, "/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        self._page_map = DescriptorOwner(self).open(os.open, _PAGE_MAP, os.O_RDONLY | os.O_CLOEXEC)
 
     def is_written(self, start: int, size: int) -> bool:
         """True if this process has written to some of these pages, so that the kernel has copied them."""

@@ -104,9 +104,9 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         shared_memory: Keep observations of fixed size in shared memory and pickle all others. ``False`` pickles every
             observation. By default, observations of custom spaces are pickled, with a warning; an explicit ``True`` rejects
             such spaces, as in Gymnasium.
-        copy: Return observations that belong to the program. Batches of 64 KB or more are lent instead of copied, with the
-            same effect: memory for four batches is reserved. With ``False`` the same writeable arrays are returned every
-            time and change while environments step.
+        copy: Return observations that belong to the program. Since Linux 5.14, batches of 64 KB or more are lent instead of
+            copied, with the same effect, and memory for four batches is reserved. With ``False`` the same writeable arrays
+            are returned every time and change while environments step.
         context: Start method (``"fork"``, ``"spawn"``, ``"forkserver"``) or ``None`` for the process default.
         daemon: Make the workers daemonic, so that they may not have ``multiprocessing`` children of their own.
         worker: A custom worker function; the result is then an object of Gymnasium's own class.

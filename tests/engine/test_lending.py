@@ -34,7 +34,7 @@ SPACES: dict[str, spaces.Space[Any]] = {
 
 
 class DrawnEnv(gym.Env):
-    """An environment whose observations depend on its seed and the number of its steps. Action 1 raises, action 2 kills."""
+    """An environment with observations that depend on its seed and the number of its steps. Action 1 raises, 2 kills."""
 
     def __init__(self, space: spaces.Space[Any] = IMAGE, length: int = 9) -> None:
         self.observation_space, self.action_space = space, spaces.Discrete(1)  # faults are outside

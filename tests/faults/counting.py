@@ -121,7 +121,7 @@ class DrawingEnv(CountingEnv):
 
 
 class LargeObservationEnv(CountingEnv):
-    """An environment whose observations repeat the counts. Four of them are large enough to be lent to the program."""
+    """An environment with observations that repeat the counts. Four of them are large enough to be lent to the program."""
 
     def __init__(self, index: int, length: int = 0) -> None:
         super().__init__(index, length)

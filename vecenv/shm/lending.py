@@ -6,7 +6,7 @@ as long as it likes and may write into them, as with a copy:
 
 * The arrays lie in a private mapping of the memory, which shows what workers have written. Before the program's first write
   into a page, the kernel gives the program its own copy of this page. So the engine's view of a batch never changes.
-* ``/proc/self/pagemap`` tells within microseconds whether the program has such pages in a free batch. They are dropped
+* ``/proc/self/pagemap`` shows within microseconds whether the program has such pages in a free batch. They are dropped
   before workers write there again. A program that writes into nearly every result gets copies from then on, because
   copying single pages on demand takes longer.
 * A forked child shares all pages that the program has not written to, and would see what workers write there later. So

@@ -240,7 +240,7 @@ class Program:
             self.check_held()
 
 
-@pytest.mark.parametrize("moves", [100, pytest.param(3000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("moves", [50, pytest.param(3000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
 @pytest.mark.parametrize("space", SPACES)
 @pytest.mark.parametrize(
     "options",
@@ -297,7 +297,7 @@ class ConstantEnv(DrawnEnv):
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2, 3, 16])
-@pytest.mark.parametrize("steps", [2000, pytest.param(100_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("steps", [1000, pytest.param(100_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
 def test_memory_stays_constant(kept: int, steps: int) -> None:
     envs = vecenv.AsyncVectorEnv([ConstantEnv] * COUNT, num_workers=1)
     assert lends(envs)

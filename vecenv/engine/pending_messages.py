@@ -95,7 +95,7 @@ class PendingMessages:
 
     def queue(self, worker: Worker, op: int, rows: Sequence[int], request: Request, payload: Any) -> None:
         """Queue a message with a new number. If it is for all rows of the worker, ``*_SOME`` loses its suffix."""
-        if self.store.lent and op <= LAST_STEP_OP:
+        if self.store.in_use and op <= LAST_STEP_OP:
             self.store.renew()
         seq, rebuilds = self.next_number(), op == Op.REBUILD_SOME
         if len(rows) == len(worker.rows) and not rebuilds:

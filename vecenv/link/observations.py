@@ -47,8 +47,8 @@ class Store(Protocol):
     """The interface of the three stores."""
 
     observations: Any
-    lent: bool = False
-    """True if :meth:`renew` has to be called before a message that may change observations, with nothing in flight."""
+    in_use: bool = False
+    """True if :meth:`renew` has to be called before a message that may change observations."""
 
     def accept(self, row: int, observation: Any) -> None:
         """Store the observation of one row, received in a reply."""
@@ -73,6 +73,10 @@ class Store(Protocol):
     def renew(self, *, keep: bool = True) -> None:
         """Turn to another batch. Unless ``keep``, its rows are undefined until workers or :meth:`keep_rows` write them."""
         return
+
+    def pin(self) -> Any:
+        """Return the whole batch, which stays as it is until the next call; ``None`` if only a copy would."""
+        return None
 
     def keep_rows(self, rows: Collection[int]) -> None:
         """Give rows that were not written since :meth:`renew` their previous observations."""
@@ -143,7 +147,7 @@ class SharedStore(Store):
 class LendingStore(SharedStore):
     """A shared store that lends batches to the program instead of copying them, as :mod:`vecenv.shm.lending` describes.
 
-    Only whole batches are lent, while nothing is in flight: so no worker is about to write into a lent batch.
+    Only whole batches are lent or pinned, while nothing is in flight: so no worker is about to write into such a batch.
     """
 
     def __init__(self, tree: Tree, batch: Batch, lender: Lender) -> None:
@@ -152,24 +156,35 @@ class LendingStore(SharedStore):
         self._batches = [batch.observations, *batch.spare_observations]
         self._current = 0
         self._previous: int | None = None  # the batch before, if rows of the current one may be undefined
+        self._pinned: int | None = None
         super().__init__(tree, self._batches[0])
 
     def batch(self, copy: bool) -> Any:
         self._previous = None
-        if not copy or self._in_place[0] or not self._lender.can_lend(self._current):
+        if not copy or not self._lender.is_useful() or not self._can_renew():
             return super().batch(copy)
-        self.lent = True
+        self.in_use = True
         return self._tree.build(iter(self._lender.lend(self._current)))
 
+    def pin(self) -> Any:
+        self._pinned = None
+        if not self._can_renew():
+            return None
+        self.in_use, self._pinned = True, self._current
+        return self.observations
+
+    def _can_renew(self) -> bool:
+        return not self._in_place[0] and self._lender.has_free(self._current, self._pinned)
+
     def renew(self, *, keep: bool = True) -> None:
-        old, new = self._current, self._lender.take_free(self._current)
+        old, new = self._current, self._lender.take_free(self._current, self._pinned)
         if keep and new != old:
             for source, target in zip(self._batches[old], self._batches[new], strict=True):
                 target[...] = source
         self._cell[0] = new
         self._use(self._batches[new])
         self._current, self._previous = new, None if keep else old
-        self.lent = False  # last, so that the next call repeats an interrupted one
+        self.in_use = False  # last, so that the next call repeats an interrupted one
 
     def keep_rows(self, rows: Collection[int]) -> None:
         if self._previous is not None and rows:
@@ -177,12 +192,12 @@ class LendingStore(SharedStore):
                 target[list(rows)] = source[list(rows)]
 
     def set_row(self, row: int, observation: Any) -> None:
-        if self.lent:
+        if self.in_use:
             self.renew()
         super().set_row(row, observation)
 
     def clear_row(self, row: int) -> None:
-        if self.lent:
+        if self.in_use:
             self.renew()
         super().clear_row(row)
 

@@ -130,17 +130,18 @@ class Lender:
         self._loans[batch] += map(weakref.ref, loans)
         return [np.asarray(loan) for loan in loans]
 
-    def can_lend(self, batch: int) -> bool:
-        """True if another batch is free for the next step, and the program does not write into nearly every result."""
-        if self._writes < _MAX_WRITES:
-            for other in range(len(self._loans)):
-                if other != batch and self._is_free(other):
-                    return True
-        return False
+    def is_useful(self) -> bool:
+        """True unless the program writes into nearly every result."""
+        return self._writes < _MAX_WRITES
 
-    def take_free(self, preferred: int) -> int:
-        """Return the number of a free batch, without what the program has written into it."""
-        batch: int = next(filter(self._is_free, (preferred, *range(len(self._loans)))))
+    def has_free(self, *excluded: int | None) -> bool:
+        """True if a batch is free that is not one of ``excluded``."""
+        return any(batch not in excluded and self._is_free(batch) for batch in range(len(self._loans)))
+
+    def take_free(self, preferred: int, excluded: int | None) -> int:
+        """Return the number of a free batch other than ``excluded``, without what the program has written into it."""
+        candidates = (batch for batch in (preferred, *range(len(self._loans))) if batch != excluded)
+        batch: int = next(filter(self._is_free, candidates))
         if self._loans[batch]:
             pages = self._pages[batch]
             written = self._memory.is_written(*pages)

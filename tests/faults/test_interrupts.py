@@ -560,12 +560,12 @@ def test_checks_detect_a_repeated_step_and_a_wrong_result(fault: str) -> None:
             return kind is KeyboardInterrupt
 
     subject = ComparedEngine(Setting({}))
-    subject.envs, subject.reference = FaultyWhenInterrupted(fault), subject.setting.reference()
+    subject.envs, subject.reference = FaultyWhenInterrupted(fault), subject.setting.make_reference()
     subject.reset_both()
     subject.envs.armed = True
     call = make_call("step", subject.setting, 3)
     if fault == "none":
-        subject._attempt(call, "whole", [CatchKeyboardInterrupt("line", 10**6)])
+        subject.interrupt_call(call, "whole", [CatchKeyboardInterrupt("line", 10**6)])
     else:
         with pytest.raises(AssertionError):
-            subject._attempt(call, "whole", [CatchKeyboardInterrupt("line", 10**6)])
+            subject.interrupt_call(call, "whole", [CatchKeyboardInterrupt("line", 10**6)])

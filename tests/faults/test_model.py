@@ -363,10 +363,10 @@ class Model:
             assert_identical(held, copied)
 
     def actions(self, numbers: list[int]) -> Any:
-        return self.setting.actions(numbers)
+        return self.setting.make_actions(numbers)
 
     def make_action(self, number: int) -> Any:
-        return self.setting.actions([number])[0]
+        return self.setting.make_actions([number])[0]
 
     # --- moves
 

@@ -47,19 +47,19 @@ SCALAR_TYPES = [
 
 
 class ArraySubclass(np.ndarray[Any, Any]):
-    """A subclass of arrays."""
+    pass
 
 
 class FloatSubclass(float):
-    """A subclass of floats."""
+    pass
 
 
 class IntSubclass(int):
-    """A subclass of ints."""
+    pass
 
 
 class DictSubclass(dict[Any, Any]):
-    """A subclass of dicts."""
+    pass
 
 
 class StepResult(NamedTuple):
@@ -147,7 +147,8 @@ class RandomResults:
             return lambda: chosen
         if self.rng.random() < 0.1:
             return lambda: self.rng.choice([DictSubclass, collections.OrderedDict])(x=1)
-        keys: list[Any] = ["reward", "lives", "dis" + "tance", "x y", 1, 0, "1", "", "é", IntSubclass(3), True]
+
+        keys: list[Any] = ["reward", "lives", "distance", "x y", 1, 0, "1", "", "é", IntSubclass(3), True]
         chosen_keys = self.rng.sample(keys, self.rng.randint(0, 6))
         if self.rng.random() < 0.05:
             chosen_keys = [f"k{i}" for i in range(self.rng.choice([100, 511, 512, 513, 600]))]

@@ -208,7 +208,7 @@ def test_next_options_of_some_rows_leave_others_unchanged(engine: Options) -> No
         assert step_and_collect_resets(envs, 3) == [[level_1], [NO_ARGUMENTS], [level_1]]
 
 
-def test_next_options_apply_in_steps_by_send_and_recv(engine: Options) -> None:
+def test_next_options_apply_to_episodes_of_send_and_recv(engine: Options) -> None:
     with ready_engine(counters(2, lengths=(1,)), **engine) as envs:
         envs.set_next_options([{"level": 0}, {"level": 1}])
         for _ in range(2):

@@ -222,7 +222,7 @@ def failed_engine(engine: Options) -> Iterator[tuple[Any, Exception, list[str]]]
 
 def test_one_failure_emits_exactly_three_warnings() -> None:
     with failed_engine({}) as (_, _, texts):
-        prefix, suffix = "\x1b[31mERROR: ", "\x1b[0m"  # in red
+        prefix, suffix = "\x1b[31mERROR: ", "\x1b[0m"  # escape codes for red
         assert texts[0] == f"{prefix}Received the following error from Worker-2 - Shutting it down{suffix}"
         assert texts[1].startswith(f"{prefix}Traceback (most recent call last):\n")
         assert "\nValueError: x\n" in texts[1]
@@ -438,7 +438,7 @@ class NeedsResetEnv(CounterEnv):
 
 
 @pytest.mark.parametrize(("num_workers", "on_failure"), [(0, "raise"), (2, "raise"), (2, "restart")])
-def test_exception_before_the_first_reset_has_a_note_about_it(num_workers: int, on_failure: Any) -> None:
+def test_exception_before_the_first_reset_has_a_note_about_the_reset(num_workers: int, on_failure: Any) -> None:
     note = "reset() was never called"
     with open_engine([NeedsResetEnv] * 2, num_workers=num_workers, on_failure=on_failure) as envs:
         with pytest.raises(AttributeError, match="position") as caught:

@@ -159,16 +159,16 @@ def test_custom_space_without_shared_memory_equals_sync_vector_env(engine: Optio
     assert_matches_sync(make_space_env_fns(CUSTOM_SPACES[name], 2), shared_memory=False, copy=copied, **engine)
 
 
-def build_by_name(fns: list[Any], **engine: Any) -> Any:
-    return vecenv.AsyncVectorEnv(fns, shared_memory=True, **engine)
+def build_by_name(fns: list[Any], **options: Any) -> Any:
+    return vecenv.AsyncVectorEnv(fns, shared_memory=True, **options)
 
 
-def build_by_position(fns: list[Any], **engine: Any) -> Any:
-    return vecenv.AsyncVectorEnv(fns, True, **engine)
+def build_by_position(fns: list[Any], **options: Any) -> Any:
+    return vecenv.AsyncVectorEnv(fns, True, **options)
 
 
-def build_with_make_vec(fns: list[Any], **engine: Any) -> Any:
-    return vecenv.make_vec(fns[0], 2, backend="process", vector_kwargs={"shared_memory": True, **engine})
+def build_with_make_vec(fns: list[Any], **options: Any) -> Any:
+    return vecenv.make_vec(fns[0], 2, backend="process", vector_kwargs={"shared_memory": True, **options})
 
 
 @pytest.mark.parametrize("build", [build_by_name, build_by_position, build_with_make_vec])
@@ -202,7 +202,7 @@ def test_custom_action_space_accepts_one_action_per_environment(engine: Options)
 
 
 class BoxSubclass(spaces.Box):
-    """A subclass of ``Box`` that changes nothing."""
+    pass
 
 
 def test_subclass_of_box_is_treated_as_a_box(engine: Options, shared_memory: bool) -> None:

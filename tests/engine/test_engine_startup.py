@@ -156,12 +156,13 @@ def test_former_option_names_its_replacement(option: str) -> None:
 def test_invalid_option_is_refused_before_anything_is_built(options: Options, texts: tuple[str, ...]) -> None:
     """The error names the option and the accepted values."""
 
-    def must_not_be_called() -> gymnasium.Env:
+    def fail_to_build() -> gymnasium.Env:
         raise AssertionError("built too early")
 
     with pytest.raises((ValueError, TypeError)) as caught:
-        vecenv.AsyncVectorEnv([must_not_be_called, must_not_be_called], **options)
-    for text in (next(iter(options)), *texts):
+        vecenv.AsyncVectorEnv([fail_to_build, fail_to_build], **options)
+    option, *_ = options
+    for text in (option, *texts):
         assert text in str(caught.value)
 
 
@@ -331,7 +332,7 @@ def test_env_fns_may_contain_multiprocessing_locks_events_and_arrays(context: An
         os.kill(envs.processes[0].pid, signal.SIGKILL)
         assert envs.step(np.zeros(2, int))[4]["restarted"].tolist() == [True, False]
         envs.step(np.zeros(2, int))
-    assert steps[0] == 4  # two of env 1 after the kill, none of env 0: after its restart, an autoreset replaces the step
+    assert steps[0] == 4  # two before the kill, then two of env 1: the first step of env 0 after its restart is an autoreset
 
 
 def test_lock_of_another_start_method_raises_and_names_the_env_fn() -> None:
@@ -572,11 +573,11 @@ if __name__ == "__main__":
     ],
 )
 def test_invalid_variables_are_refused_before_anything_is_built(wrong: Any, error: type[Exception], text: str) -> None:
-    def must_not_be_called() -> Any:
+    def fail_to_build() -> Any:
         raise AssertionError("built too early")
 
     with pytest.raises(error, match=text):
-        vecenv.AsyncVectorEnv([must_not_be_called], worker_options=WorkerOptions(env=wrong))
+        vecenv.AsyncVectorEnv([fail_to_build], worker_options=WorkerOptions(env=wrong))
 
 
 def test_exception_in_the_function_of_a_variable_leaves_no_process() -> None:

@@ -318,7 +318,7 @@ ARM = spaces.Dict({"arm": spaces.Box(-1, 1, (2,), np.float32), "gear": spaces.Di
     ],
 )
 def test_actions_reach_the_envs_without_a_cast(engine: Options, space: spaces.Space, actions: Any, expected: Any) -> None:
-    if expected is None:
+    if expected is None:  # each environment receives its part of the batch, as Gymnasium splits it
         expected = list(iterate(batch_space(space, 2), actions))
     with ready_engine([echo_env_fn(space)] * 2, **engine) as envs:
         assert envs.step(actions)[4]["action"].tolist() == [describe(action) for action in expected]

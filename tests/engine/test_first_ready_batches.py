@@ -129,7 +129,7 @@ def assert_same_info(info: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def check_and_remove_expected(batch: tuple[Any, ...], expected: dict[int, tuple[Any, ...]]) -> None:
-    """Assert that a received batch contains the results in ``expected``, by row, and remove its rows from ``expected``."""
+    """Assert that the rows of a batch have their results in ``expected``, and remove these from ``expected``."""
     observations, rewards, terminations, truncations, infos = batch
     rows = infos["env_id"].tolist()
     assert observations.shape == (len(rows), 3)

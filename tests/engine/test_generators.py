@@ -60,7 +60,7 @@ class DrawingEnv(gymnasium.Env[Any, Any]):
         if self.steps < self.first_draw:
             return np.zeros(6)
         state = np.random.get_state()
-        np.random.seed(1)
+        np.random.seed(1)  # like libraries that seed a generator and then restore its state
         seeded_number = np.random.rand()
         np.random.set_state(state)
         numbers = [np.random.normal(), random.random(), random.gauss(0, 1), getrandbits(20), random.randint(0, 9)]
@@ -170,16 +170,16 @@ def to_numpy_scalars(step: Any) -> Any:
     ),
 )
 def test_number_of_workers_does_not_change_results(mode: AutoresetMode, env_fn: Any, options: Any) -> None:
-    plain = run_engine(env_fn=env_fn, num_workers=0, autoreset_mode=mode)
-    assert_identical(run_engine(env_fn=env_fn, autoreset_mode=mode, **options), plain)
+    expected = run_engine(env_fn=env_fn, num_workers=0, autoreset_mode=mode)
+    assert_identical(run_engine(env_fn=env_fn, autoreset_mode=mode, **options), expected)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
-@pytest.mark.parametrize("workers", [2, 4, None])
-def test_start_methods_do_not_change_results(context: Any, workers: Any) -> None:
+@pytest.mark.parametrize("num_workers", [2, 4, None])
+def test_start_methods_do_not_change_results(context: Any, num_workers: Any) -> None:
     expected = run_engine(num_workers=0, env_fn=SEEDS_GENERATORS)
-    assert_identical(run_engine(num_workers=workers, context=context, env_fn=SEEDS_GENERATORS), expected)
+    assert_identical(run_engine(num_workers=num_workers, context=context, env_fn=SEEDS_GENERATORS), expected)
 
 
 def test_draws_of_the_caller_and_of_its_envs_do_not_affect_each_other() -> None:
@@ -211,7 +211,7 @@ def test_draws_of_the_caller_and_of_its_envs_do_not_affect_each_other() -> None:
 
 
 class ModuleDrawingEnv(DrawingEnv):
-    """An environment that draws only by attributes of the modules, not by functions that it imported."""
+    """An environment that calls functions of the modules only by their full names, such as ``random.random``."""
 
     def draw_all(self) -> Any:
         return np.array([np.random.normal(), random.random(), random.gauss(0, 1)])
@@ -255,8 +255,8 @@ def test_signal_at_any_point_does_not_change_draws(monkeypatch: pytest.MonkeyPat
 
 def test_number_of_workers_does_not_change_draws_in_calls_and_first_ready_batches() -> None:
     results = []
-    for workers in (0, 2):
-        envs = make_engine(4, num_workers=workers, batch_size=4)
+    for num_workers in (0, 2):
+        envs = make_engine(4, num_workers=num_workers, batch_size=4)
         envs.reset(seed=5)
         draws = envs.call("draw"), envs.exec_func(DrawingEnv.draw, [1, 3])
         for rows in ([0, 2], [1], [3], [0]):
@@ -323,8 +323,8 @@ def choose_zeros(observations: Any) -> Any:
 @pytest.mark.parametrize("env_fn", [DrawingEnv, DRAWS_FROM_STEP_7], ids=["always", "late"])
 def test_evaluate_returns_the_same_results_for_every_number_of_environments(env_fn: Any) -> None:
     evaluations = []
-    for count, workers in ((1, 0), (3, 1), (4, 2), (4, 4)):
-        with closing(make_engine(count, env_fn, num_workers=workers)) as envs:
+    for count, num_workers in ((1, 0), (3, 1), (4, 2), (4, 4)):
+        with closing(make_engine(count, env_fn, num_workers=num_workers)) as envs:
             results = vecenv.evaluate(envs, choose_zeros, episodes=12, seed=1)
         evaluations.append([(result.episode_return, result.length) for result in results])
     assert evaluations.count(evaluations[0]) == 4
@@ -377,11 +377,11 @@ class DrawsInStepEnv(gymnasium.Env[Any, Any]):
 
 
 @pytest.mark.sampled("0", "2")
-@pytest.mark.parametrize("workers", [0, 2, "auto"])
-def test_environments_that_do_not_draw_do_not_warn(workers: Any) -> None:
+@pytest.mark.parametrize("num_workers", [0, 2, "auto"])
+def test_environments_that_do_not_draw_do_not_warn(num_workers: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        envs = vecenv.AsyncVectorEnv([functools.partial(gymnasium.make, "CartPole-v1")] * 4, num_workers=workers)
+        envs = vecenv.AsyncVectorEnv([functools.partial(gymnasium.make, "CartPole-v1")] * 4, num_workers=num_workers)
         envs.reset(seed=1)
         for _ in range(40):
             envs.step(np.ones(4, int))
@@ -469,10 +469,10 @@ class TorchDrawingEnv(DrawingEnv):
 def test_each_environment_has_its_own_state_of_torchs_generator(torch: types.SimpleNamespace, first_draw: int) -> None:
     env_fn = functools.partial(TorchDrawingEnv, first_draw=first_draw)
     before = torch.default_generator.get_state().numpy().tobytes()
-    plain = run_engine(env_fn=env_fn, num_workers=0)
+    results = run_engine(env_fn=env_fn, num_workers=0)
     assert torch.default_generator.get_state().numpy().tobytes() == before
-    assert_identical(run_engine(env_fn=env_fn, num_workers=2, context="fork"), plain)
-    two_rows = [tuple(part[:2] for part in step) for step in plain]
+    assert_identical(run_engine(env_fn=env_fn, num_workers=2, context="fork"), results)
+    two_rows = [tuple(part[:2] for part in step) for step in results]
     assert_identical(two_rows, run_engine(env_fn=env_fn, num_workers=0, count=2))
     with closing(make_engine(3, env_fn, num_workers=0)) as envs:
         step_and_collect(envs, 13)

@@ -626,7 +626,7 @@ def test_wrapped_engine_provides_call_and_np_random_seed() -> None:
         assert wrapped.np_random_seed == envs.np_random_seed
 
 
-def test_observation_wrappers_refuse_same_step_mode_as_in_gymnasium() -> None:
+def test_observation_wrappers_refuse_autoreset_modes_as_in_gymnasium() -> None:
     reference: Any = gymnasium.vector.SyncVectorEnv(counters(2), autoreset_mode="SameStep")
     with pytest.raises((AssertionError, ValueError)) as refused:
         gymnasium.wrappers.vector.FlattenObservation(reference)

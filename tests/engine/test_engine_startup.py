@@ -208,7 +208,7 @@ def test_dummy_env_false_reads_spaces_in_another_process(context: str) -> None:
 
 
 def test_num_workers_auto_reads_spaces_in_the_probe_process() -> None:
-    # with a timeout, num_workers="auto" always chooses workers, although the caller could step the environments faster
+    # with a timeout, num_workers="auto" never chooses to step environments in the caller
     with open_engine([build_only_in_workers] * 2, num_workers="auto", step_timeout=30.0) as envs:
         assert envs.plan is not None
         assert envs.reset(seed=1)[0] in envs.observation_space

@@ -24,7 +24,7 @@ KNOWN = (np.ndarray, np.float32, np.float64, np.False_)
 def assert_writers_agree(monkeypatch: pytest.MonkeyPatch, count: int, seed: int) -> None:
     """Store random results with both writers and compare the data."""
     monkeypatch.setenv("VECENV_PURE", "")  # the comparison changes it; monkeypatch restores it after the test
-    refused, written, with_info = random_results.compare(count, seed)
+    refused, written, with_info = random_results.compare_writers(count, seed)
     assert min(refused, written, with_info) > count / 30, "one of the three cases hardly occurred"
 
 

@@ -330,6 +330,12 @@ def test_masked_reset_recovers_a_failed_environment(every_engine: Options) -> No
         assert envs.step([0, 0, 0])[0][:, 1].tolist() == [3, 3, 1]
 
 
+@pytest.fixture(autouse=True)
+def enable_the_collector_afterwards() -> Iterator[None]:
+    yield
+    gc.enable()
+
+
 class InstanceCountingEnv(CounterEnv):
     """An environment that counts the earlier instances that still exist, and puts the number into its reset infos.
 

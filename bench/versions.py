@@ -3,6 +3,7 @@
     python bench/versions.py HEAD~1                  # this checkout against another revision
     python bench/versions.py /path/to/a/checkout --env CartPole-v1 --num-envs 1 8 64 --num-workers 0 2 --call step recv
     python bench/versions.py HEAD --here generators=own   # the cost of an option
+    python bench/versions.py HEAD --env ale_py:ALE/Pong-v5 --here copy=False
 
 Separate processes cannot show differences of one or two percent, because the addresses of their memory have an effect of
 the same size. So the program imports both versions into one process, each with its own environments. They take turns of a
@@ -24,6 +25,7 @@ cores. With worker processes the machine must be idle: with some load, six proce
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import functools
 import importlib
@@ -92,6 +94,15 @@ def _number_or_each(text: str) -> int | str:
     return text if text == "each" else int(text)
 
 
+def _parse_option(text: str) -> tuple[str, Any]:
+    """Return the name and the value of ``NAME=VALUE``; a value that is no Python literal is a string."""
+    name, _, value = text.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
 def _checkout(revision: str, folder: str) -> str:
     archive = subprocess.run(["git", "-C", str(ROOT), "archive", revision, "vecenv"], check=False, stdout=subprocess.PIPE)
     if archive.returncode:
@@ -109,7 +120,7 @@ def _checkout(revision: str, folder: str) -> str:
 def measure(here: Path, other: Path, options: argparse.Namespace) -> tuple[float, float]:
     """Return the ratio of this checkout's time to the other's, and the median microseconds per batch of the other."""
     rng = random.Random(options.seed)
-    extra = {here: dict(text.split("=", 1) for text in options.here), other: {}}
+    extra = {here: dict(map(_parse_option, options.here)), other: {}}
     versions = {
         folder: Version(folder, options, extra[folder]) for folder in ([other, here] if options.seed % 2 else [here, other])
     }

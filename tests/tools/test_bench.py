@@ -115,8 +115,6 @@ def test_reported_memory_covers_all_processes(tmp_path: Path) -> None:
     assert memory == [("per-env", "3"), ("free", "3")]
 
 
-@pytest.mark.long
-@pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="counting copies needs a C compiler")
 @pytest.mark.parametrize("module", ["mujoco", "ale_py", "Box2D"])
 def test_workloads_without_their_library_are_not_listed_as_installed(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     needed_by = {"mujoco": ["HalfCheetah-v5", "Ant-v5"], "ale_py": ["ALE/Pong-v5"], "Box2D": ["LunarLander-v3"]}
@@ -126,6 +124,7 @@ def test_workloads_without_their_library_are_not_listed_as_installed(module: str
     assert missing == needed_by[module]
 
 
+@pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="counting copies needs a C compiler")
 def test_step_copies_large_observations_once() -> None:
     counts = micro.count_copies()
     assert counts["copy=False"] == pytest.approx(1.0, abs=0.01)

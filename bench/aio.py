@@ -134,11 +134,11 @@ def run_send_recv(kind: str, workers: int, args: argparse.Namespace, *, first_re
     )  # fmt: skip
     try:
         envs.reset()
-        counter, kwargs = Counter(args.seconds), {"at_least": 1} if first_ready else {}
+        counter, recv_options = Counter(args.seconds), {"at_least": 1} if first_ready else {}
         actions = np.zeros(args.num_envs, np.int64)
         envs.send(actions)
         while True:
-            *_, infos = envs.recv(**kwargs)
+            *_, infos = envs.recv(**recv_options)
             rows = infos["env_id"]
             if not counter.add(len(rows)):
                 break

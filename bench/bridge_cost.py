@@ -31,7 +31,7 @@ from bench import run_interleaved, seconds_per_unit
 from vecenv.jax import bridge
 from vecenv.jax.bridging import host_call
 
-SHAPES = {
+BATCHES = {  # number of environments, shape and dtype
     "8 x (4,) float32": (8, (4,), np.float32),
     "64 x (87,) float32": (64, (87,), np.float32),
     "64 x (84, 84, 4) uint8": (64, (84, 84, 4), np.uint8),
@@ -62,9 +62,9 @@ def main() -> None:
     """Measure all shapes and print the table."""
     options = _parse_arguments()
     rows = []
-    for name, shape in SHAPES.items():
+    for name, batch in BATCHES.items():
         for kind, length in (("scan", options.length), ("single", 1)):
-            row = {"observations": name, "kind": kind, **measure(shape, length, options)}
+            row = {"observations": name, "kind": kind, **measure(batch, length, options)}
             _print_row(row, with_header=not rows)
             rows.append(row)
     if options.json:
@@ -72,13 +72,13 @@ def main() -> None:
             json.dump({"device": str(jax.devices()[0]), "jax": jax.__version__, "rows": rows}, file, indent=1)
 
 
-def measure(shape: tuple[int, tuple[int, ...], Any], length: int, options: argparse.Namespace) -> dict[str, float]:
+def measure(batch: tuple[int, tuple[int, ...], Any], length: int, options: argparse.Namespace) -> dict[str, float]:
     """Return the microseconds per step of each kind of call."""
-    envs = IdleVectorEnv(*shape)
+    envs = IdleVectorEnv(*batch)
     runs = {
         "io_callback": _compile_steps(*_make_host_step(envs, _call_by_io_callback), length),
         "call": _compile_steps(*_make_host_step(envs, _call_by_bridge), length),
-        "bridge": _compile_bridge_steps(IdleVectorEnv(*shape), length),
+        "bridge": _compile_bridge_steps(IdleVectorEnv(*batch), length),
         "copy": lambda: [envs.result[0].copy() for _ in range(length)],
     }
     for run in runs.values():

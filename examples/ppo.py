@@ -13,8 +13,8 @@ and 40.1 s; in worker processes, it was the same after 39.5 s. docs/examples.md 
 """
 
 # The end of an episode: vecenv's default is Gymnasium's next-step autoreset. The row that ends an episode contains its true
-# last observation, and the environment's next step ignores its action and only resets. So a truncated episode bootstraps from
-# the value of its true last state, and the row of a reset is no transition: it has weight 0.
+# last observation, and the environment's next step ignores its action and only resets. So a truncated episode bootstraps
+# from the value of its true last state, and the row of a reset is no transition: it has weight 0.
 #
 # --first-ready: recv returns the half of the environments that finishes first, and send sends new actions to these while the
 # others still step. Rows arrive in any order, so all data is stored by environment. Without this option, each step returns

@@ -140,14 +140,14 @@ def make_torchrl_serial(env_fns: Sequence[Callable[[], Any]]) -> Any:
     """Build TorchRL's engine that steps in this process."""
     from torchrl.envs import SerialEnv
 
-    return SerialEnv(len(env_fns), [partial(make_torchrl_env, fn) for fn in env_fns])
+    return SerialEnv(len(env_fns), [partial(make_torchrl_env, env_fn) for env_fn in env_fns])
 
 
 def make_torchrl_parallel(env_fns: Sequence[Callable[[], Any]]) -> Any:
     """Build TorchRL's engine with worker processes."""
     from torchrl.envs import ParallelEnv
 
-    return ParallelEnv(len(env_fns), [partial(make_torchrl_env, fn) for fn in env_fns])
+    return ParallelEnv(len(env_fns), [partial(make_torchrl_env, env_fn) for env_fn in env_fns])
 
 
 def main() -> None:

@@ -54,6 +54,7 @@ def measure(env: Any, count: int, options: argparse.Namespace) -> dict[str, Any]
 
     for run, _ in runs.values():
         run()  # compiles
+    # with a unit of a millionth of a step, so that the results are microseconds per step
     timed = {name: functools.partial(seconds_per_unit, steps / 1e6, run, clock) for name, (run, steps) in runs.items()}
     times = run_interleaved(timed, options.repeats)
     row: dict[str, Any] = {"envs": count}

@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-bench-results}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-export XLA_PYTHON_CLIENT_PREALLOCATE=false # each engine has a separate process, and the first would reserve most of the GPU's memory
+export XLA_PYTHON_CLIENT_PREALLOCATE=false # all engines' processes share one GPU, and the first would take most of its memory
 for workers in 8 16; do
   python3 -m bench compare --workloads HalfCheetah-v5,Ant-v5,ALE/Pong-v5 --num-envs 32 --workers "$workers" \
     --engines workers,use-caller,first-ready,gym-sync,gym-async,bare-loop --seconds 0.4 --repeats 7 --out "$out/$workers-workers"

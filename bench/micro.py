@@ -148,7 +148,10 @@ def compare_batches(sampling: SamplingOptions, num_envs: int = 8) -> Report:
 
 
 def batch_overhead(report: Report) -> dict[str, Summary | None]:
-    """Return the microseconds per batch that each engine of :func:`compare_batches` adds to as many bare loops."""
+    """Return the microseconds per batch by which engines of :func:`compare_batches` exceed the bare loop.
+
+    An engine is compared with the bare loop in as many processes as step its environments.
+    """
     rates = {row.name: row.rates for row in report.rows}
     overheads = {}
     for name, bare in (("gym-sync", "bare"), ("in-process", "bare"), ("use-caller", "bare-2"), ("workers", "bare-2")):
@@ -239,7 +242,7 @@ def _copied_bytes() -> int:
 
 
 def _copies_per_step(copy: bool, num_envs: int, steps: int = 50) -> float:
-    """Count how often a step copies the bytes of its observations, in the worker and the caller together."""
+    """Return how often a step copies the bytes of its observations, in the worker and the caller together."""
     envs = vecenv.AsyncVectorEnv([CopyCountingEnv] * num_envs, num_workers=1, copy=copy)
     try:
         envs.reset(seed=0)

@@ -68,9 +68,8 @@ def main() -> None:
     if options.seed is not None:
         print(json.dumps(measure(ROOT, Path(options.other).resolve(), options)))
         return
-    from vecenv.tools import (
-        progress_bar,
-    )  # imported here, because the processes that measure must import only the two versions
+    # imported here, because the processes that measure must import only the two versions
+    from vecenv.tools import progress_bar
 
     with tempfile.TemporaryDirectory() as folder, progress_bar() as progress:
         other = options.other if (Path(options.other) / "vecenv").is_dir() else _extract_revision(options.other, folder)
@@ -146,7 +145,7 @@ class Version:
         call, workers, num_envs = options.call[0], options.num_workers[0], options.num_envs[0]
         self._workers, self._uses_recv = None if workers == "each" else workers, call != "step"
         size = max(1, num_envs // 2) if call == "recv" else num_envs
-        self._batches = np.arange(num_envs // size * size).reshape(-1, size)  # of rows, to send at the beginning of a sample
+        self._row_batches = np.arange(num_envs // size * size).reshape(-1, size)  # sent at the beginning of a sample
         env_fns = [functools.partial(gymnasium.make, options.env)] * num_envs
         with self._modules_loaded():
             sys.path.insert(0, str(folder))
@@ -184,14 +183,14 @@ class Version:
             if self._workers != 0:
                 time.sleep(PAUSE_SECONDS)
             if self._uses_recv:
-                for rows in self._batches:
+                for rows in self._row_batches:
                     self._envs.send(self._actions, rows)
             run_batches(max(2, batches // 10))
             start = time.perf_counter()
             run_batches(batches)
             seconds = time.perf_counter() - start
             if self._uses_recv:
-                for _ in self._batches:
+                for _ in self._row_batches:
                     self._envs.recv()
         return seconds / batches
 

@@ -70,10 +70,10 @@ def simulate_step(workers: int, envs_per_worker: int, seconds: float, costs: Cos
     now = 0.0
     for _ in range(BATCHES):
         finish_times = np.sort(now + sent + draw_step_times(workers, envs_per_worker, seconds, rng))
-        caller_is_free = now + sent[-1]
+        caller_free_at = now + sent[-1]
         for finish_time in finish_times:
-            caller_is_free = max(caller_is_free, finish_time) + costs.worker / 2
-        now = caller_is_free + costs.batch / 2 + costs.row * workers * envs_per_worker
+            caller_free_at = max(caller_free_at, finish_time) + costs.worker / 2
+        now = caller_free_at + costs.batch / 2 + costs.row * workers * envs_per_worker
     return BATCHES * workers * envs_per_worker / now
 
 

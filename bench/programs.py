@@ -32,7 +32,7 @@ from typing import Any
 from vecenv.tools.benchmark import Summary
 
 ROOT = Path(__file__).resolve().parent.parent
-TIME_SCALARS = re.compile(r"sps|time|fps|second|speed|perf", re.IGNORECASE)  # these differ from run to run
+TIME_SCALARS = re.compile(r"sps|time|fps|second|speed|perf", re.IGNORECASE)  # names of scalars that differ from run to run
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,7 @@ class GuessingGame(gym.Env[str, str]):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         time.sleep(self._seconds)
-        if (
-            random.SystemRandom().random() < self._crash
-        ):  # without a seed, because otherwise a restarted game would crash again
+        if random.SystemRandom().random() < self._crash:  # without a seed, or a restarted game would crash again
             os.kill(os.getpid(), signal.SIGKILL)
         guess = int(action)
         if guess == self._number:

@@ -32,7 +32,7 @@ def option(default: Any, help: str) -> Any:
 def parse(
     cls: type[Config], doc: str | None, presets: Mapping[str, Mapping[str, Any]], key: str, argv: list[str] | None = None
 ) -> Config:
-    """Parse the command line. The value of the option ``key`` selects a preset, which replaces the defaults of others."""
+    """Parse the command line. The option ``key`` selects a preset, which replaces the defaults of other options."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=formatter, allow_abbrev=False, argument_default=argparse.SUPPRESS

@@ -38,16 +38,16 @@ def make_task(name: str) -> gymnasium.Env[Any, Any]:
 
 
 def explore(observations: Any, rngs: list[np.random.Generator]) -> Any:
-    """Walk to a visible goal, otherwise walk ahead or turn. The agent is at (3, 6) and faces cells with smaller rows."""
+    """Walk to a visible goal, otherwise walk ahead or turn. The agent is at (3, 6), and row 5 is in front of it."""
     actions = []
     for cells, rng in zip(observations[..., 0], rngs, strict=True):
         goals = np.argwhere(cells == GOAL)
-        ahead = cells[3, 5] in (EMPTY, GOAL)
+        can_walk = cells[3, 5] in (EMPTY, GOAL)
         if len(goals) and rng.random() < 0.9:
             column, row = goals[0]
-            side = RIGHT if column > 3 else LEFT
-            actions.append(FORWARD if ahead and (row < 6 or column == 3) and row != 6 else side)
-        elif ahead and rng.random() < 0.8:
+            turn = RIGHT if column > 3 else LEFT
+            actions.append(FORWARD if can_walk and row != 6 else turn)
+        elif can_walk and rng.random() < 0.8:
             actions.append(FORWARD)
         else:
             actions.append(int(rng.choice([LEFT, RIGHT])))

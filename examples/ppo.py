@@ -177,9 +177,7 @@ class Checkpoint:
     def load(self) -> dict[str, Any] | None:
         if self.path is None or not self.path.exists():
             return None
-        return pickle.loads(
-            self.path.read_bytes()
-        )  # safe, because a user who can write the file can also change this program
+        return pickle.loads(self.path.read_bytes())  # safe: a user who can write this file can also change this program
 
     def save(self, envs: Any, collector: Collector, **others: Any) -> None:
         if self.path is None:

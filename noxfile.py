@@ -46,7 +46,7 @@ def gymnasium(session: nox.Session, version: str) -> None:
 def lowest(session: nox.Session) -> None:
     """Run the default tests with the lowest version of each core dependency that pyproject.toml allows.
 
-    The session installs only extras that support such an old NumPy. JAX does not, so its tests are skipped.
+    The session installs only extras that support a NumPy that old. JAX does not, so its tests are skipped.
     """
     dependencies = nox.project.load_toml("pyproject.toml")["project"]["dependencies"]
     lowest_versions = [dependency.partition(",")[0].replace(">=", "==") for dependency in dependencies]

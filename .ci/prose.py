@@ -145,7 +145,7 @@ def main(arguments: list[str]) -> int:
         *sorted((ROOT / "vecenv").rglob("*.py")),
     ]
     all_rules = {name: on and name not in DISABLED_CHECKS for name, on in DEFAULT["checks"].items()} | {"vecenv": True}
-    found = 0
+    num_findings = 0
     for page in pages:
         code = page.suffix == ".py"
         text = visible_text(page, every_text="tools" in page.parts) if code else prose(page.read_text())
@@ -153,13 +153,13 @@ def main(arguments: list[str]) -> int:
         for result in LintFile(str(page), text).lint({**DEFAULT, "checks": checks}):
             check = result.check_result
             print(f"{page}:{result.pos[0]}: {check.check_path}: {check.message}")
-            found += 1
+            num_findings += 1
     code = pages if arguments else [file for name in PLAIN_FOLDERS for file in python_files(ROOT / name)]
     for finding in [finding for file in code if file.suffix == ".py" for finding in plain_findings(file)]:
         print(finding)
-        found += 1
-    print(f"{found} findings in {len(pages)} files", file=sys.stderr)
-    return int(bool(found))
+        num_findings += 1
+    print(f"{num_findings} findings in {len(pages)} files", file=sys.stderr)
+    return int(bool(num_findings))
 
 
 if __name__ == "__main__":

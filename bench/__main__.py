@@ -234,7 +234,7 @@ def _micro(arguments: argparse.Namespace, sampling: SamplingOptions) -> None:
                 if overhead:
                     text = f"{overhead.median:.1f} us ({overhead.lower:.1f} - {overhead.upper:.1f})"
                 print(
-                    f"{report.num_envs} environments, {name}: {text} per batch more than the bare loop in as many processes"
+                    f"{report.num_envs} environments, {name}: {text} per batch more than the bare loop with the same processes"
                 )
     if arguments.json:
         print(_to_json(reports))

@@ -7,7 +7,7 @@ all of them and runs them alternately. A row shows medians over the rounds, and 
     python bench/first_ready_cost.py ALE/Pong-v5 --num-envs 8 --rounds 9
     python bench/first_ready_cost.py --sleep 0.001 --num-envs 64 --workers 16   # simulates one core per process
 
-With ``--sleep``, a step only sleeps for about that many seconds, so that workers and caller need hardly any processor time.
+With ``--sleep``, a step only sleeps for about that many seconds, so workers and caller need hardly any processor time.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def compare_batches(sampling: SamplingOptions, num_envs: int = 8) -> Report:
 def batch_overhead(report: Report) -> dict[str, Summary | None]:
     """Return the microseconds per batch by which engines of :func:`compare_batches` exceed the bare loop.
 
-    An engine is compared with the bare loop in as many processes as step its environments.
+    The bare loop runs in one process or in two, like the steps of the engine.
     """
     rates = {row.name: row.rates for row in report.rows}
     overheads = {}

@@ -33,7 +33,7 @@ from vecenv.tools.runners import run_for
 
 
 class Pursuit(ParallelEnv[str, Any, Any]):
-    """A game in which four agents on a line follow a moving goal for 200 steps."""
+    """A game of 200 steps: four agents on a line follow a moving goal."""
 
     metadata = {"name": "pursuit_on_a_line", "is_parallelizable": True}  # noqa: RUF012
     render_mode = None

@@ -1,4 +1,4 @@
-"""Runs unmodified published programs with Gymnasium's and vecenv's engines in turn, and compares results and times.
+"""Runs unmodified published programs with Gymnasium's and vecenv's engines, and compares results and times.
 
     git clone https://github.com/vwxyzjn/cleanrl SOURCES/cleanrl      # and the others that `python -m bench list` names
     python -m bench programs --sources SOURCES cleanrl-ppo skrl-ppo

@@ -9,7 +9,7 @@ are medians over the rounds, with minimum and maximum.
 
 A bare ``ray.get`` calls an actor with an array of actions; the actor returns four prepared arrays (rewards, terminations,
 truncations, observations), as a simple program would. ``bare_packed`` is the same with the objects that vecenv sends and
-returns, in which small arrays are joined into one ``bytes``.
+returns: small arrays are joined into one ``bytes``.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def measure_cost(seconds: float, rounds: int) -> list[dict[str, Any]]:
 
 
 def start_bare_actors(hosts: int, actions: Any, payload: Any) -> tuple[Callable[[], Any], Callable[[], None]]:
-    """Return a function that steps that many bare actors, and one that ends them."""
+    """Start one bare actor per host. Return a function that steps them all, and one that ends them."""
     import ray
 
     actors = [ray.remote(BareActor).options(num_cpus=0).remote(payload) for _ in range(hosts)]

@@ -102,7 +102,7 @@ def compare_engines(
 
 
 def merge_reports(reports: list[Report]) -> Report:
-    """Merge the rows of all reports into one report, in which ratios of rows from different reports are meaningless."""
+    """Merge the rows of all reports into one report. Ratios of rows from different reports are meaningless."""
     rows: dict[str, ResultRow] = {}
     for report in reports:
         for row in report.rows:

@@ -147,17 +147,18 @@ def main(arguments: list[str]) -> int:
     all_rules = {name: on and name not in DISABLED_CHECKS for name, on in DEFAULT["checks"].items()} | {"vecenv": True}
     num_findings = 0
     for page in pages:
-        code = page.suffix == ".py"
-        text = visible_text(page, every_text="tools" in page.parts) if code else prose(page.read_text())
-        checks = dict.fromkeys(DEFAULT["checks"], False) | {"vecenv": True} if code else all_rules
+        is_code = page.suffix == ".py"
+        text = visible_text(page, every_text="tools" in page.parts) if is_code else prose(page.read_text())
+        checks = dict.fromkeys(DEFAULT["checks"], False) | {"vecenv": True} if is_code else all_rules
         for result in LintFile(str(page), text).lint({**DEFAULT, "checks": checks}):
             check = result.check_result
             print(f"{page}:{result.pos[0]}: {check.check_path}: {check.message}")
             num_findings += 1
-    code = pages if arguments else [file for name in PLAIN_FOLDERS for file in python_files(ROOT / name)]
-    for finding in [finding for file in code if file.suffix == ".py" for finding in plain_findings(file)]:
-        print(finding)
-        num_findings += 1
+    code_files = pages if arguments else [file for name in PLAIN_FOLDERS for file in python_files(ROOT / name)]
+    for file in code_files:
+        for finding in plain_findings(file) if file.suffix == ".py" else []:
+            print(finding)
+            num_findings += 1
     print(f"{num_findings} findings in {len(pages)} files", file=sys.stderr)
     return int(bool(num_findings))
 

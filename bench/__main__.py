@@ -233,9 +233,7 @@ def _micro(arguments: argparse.Namespace, sampling: SamplingOptions) -> None:
                 text = "not measured"
                 if overhead:
                     text = f"{overhead.median:.1f} us ({overhead.lower:.1f} - {overhead.upper:.1f})"
-                print(
-                    f"{report.num_envs} environments, {name}: {text} per batch more than the bare loop with the same processes"
-                )
+                print(f"{report.num_envs} environments, {name}: {text} per batch more than the bare loop")
     if arguments.json:
         print(_to_json(reports))
 

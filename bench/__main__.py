@@ -58,20 +58,16 @@ def _names_parser(known: Iterable[str] | None = None) -> Callable[[str], list[st
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    sampling_options = argparse.ArgumentParser(add_help=False)
-    sampling_options.add_argument("--seconds", type=float, default=0.5, help="seconds per sample (default: 0.5)")
-    sampling_options.add_argument(
-        "--repeats", type=int, default=7, help="samples per engine, in interleaved rounds (default: 7)"
-    )
-    sampling_options.add_argument(
+    sampling = argparse.ArgumentParser(add_help=False)
+    sampling.add_argument("--seconds", type=float, default=0.5, help="seconds per sample (default: 0.5)")
+    sampling.add_argument("--repeats", type=int, default=7, help="number of interleaved rounds (default: 7)")
+    sampling.add_argument(
         "--workers", type=int, default=usable_cores(), help="worker processes (default: one per usable core)"
     )
-    json_option = argparse.ArgumentParser(add_help=False)
-    json_option.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    out_option = argparse.ArgumentParser(add_help=False)
-    out_option.add_argument(
-        "--out", type=Path, default=Path("bench-results"), help="folder for results (default: bench-results)"
-    )
+    json_flag = argparse.ArgumentParser(add_help=False)
+    json_flag.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    out = argparse.ArgumentParser(add_help=False)
+    out.add_argument("--out", type=Path, default=Path("bench-results"), help="folder for results (default: bench-results)")
     parts = parser.add_subparsers(dest="command", required=True, metavar="PART")
 
     def add_part(
@@ -79,13 +75,13 @@ def _build_parser() -> argparse.ArgumentParser:
     ) -> Callable[..., argparse.Action]:
         """Add a part with the options of ``parents``; return a function that adds an option to it."""
         part = parts.add_parser(name, help=text, parents=list(parents))
-        part.set_defaults(run=run, takes_samples=sampling_options in parents)
+        part.set_defaults(run=run, takes_samples=sampling in parents)
         return part.add_argument
 
     def add_comparison(
         name: str, run: Callable[..., None], text: str, num_envs: int | list[int], workloads: Iterable[str] = ()
     ) -> None:
-        add_option = add_part(name, run, text, sampling_options, json_option, out_option)
+        add_option = add_part(name, run, text, sampling, json_flag, out)
         if workloads:
             names_help = "separated by commas (default: all)"
             add_option("--workloads", type=_names_parser(workloads), default=list(workloads), help=names_help)
@@ -96,28 +92,22 @@ def _build_parser() -> argparse.ArgumentParser:
 
     add_part("list", _list, "list the names that the other parts accept")
     add_comparison("compare", _compare, "engines side by side on each workload", [64], WORKLOADS)
-    add_option = add_part(
-        "sweep", _sweep, "throughput and memory over the number of environments", sampling_options, json_option, out_option
-    )
+    add_option = add_part("sweep", _sweep, "throughput and memory over the number of environments", sampling, json_flag, out)
     add_option("--workload", default="CartPole-v1", choices=WORKLOADS)
     text = "numbers of environments, separated by commas (default: 1,8,64,256,1024)"
     add_option("--num-envs", type=_parse_numbers, default=[1, 8, 64, 256, 1024], help=text)
     add_option("--engines", type=_names_parser(), help="engines to measure, separated by commas (default: all)")
-    add_option = add_part(
-        "micro", _micro, "single costs, such as a round trip or a copy", sampling_options, json_option, out_option
-    )
+    add_option = add_part("micro", _micro, "single costs, such as a round trip or a copy", sampling, json_flag, out)
     add_option("parts", nargs="*", type=_name_parser(MICRO), metavar="PART", help=f"{', '.join(MICRO)} (default: all)")
     add_comparison("waits", _waits, "environments that wait: long resets, uneven steps, services, simulators", 16, WAITS)
     add_comparison("episodes", _episodes, "a list of episodes: vecenv.evaluate and loops over batches", 8)
     add_comparison("train", _train, "training runs: frames per second, and how their time is divided", 16, TRAININGS)
-    add_option = add_part(
-        "goals", _goals, "measure rows of the first table in bench/RESULTS.md", sampling_options, out_option
-    )
+    add_option = add_part("goals", _goals, "measure rows of the first table in bench/RESULTS.md", sampling, out)
     names_help = f"{', '.join(goals.PARTS)} (default: all)"
     add_option("parts", nargs="*", type=_name_parser(goals.PARTS), metavar="PART", help=names_help)
     add_option("--quick", action="store_true", help="tiny settings that test the program; tables ignore the results")
     add_option = add_part(
-        "programs", _programs, "published training programs, with Gymnasium's engine and with vecenv's", out_option
+        "programs", _programs, "published training programs, with Gymnasium's engine and with vecenv's", out
     )
     add_option(
         "names", nargs="*", type=_name_parser(PROGRAMS), metavar="PROGRAM", help=f"{', '.join(PROGRAMS)} (default: all)"
@@ -125,15 +115,11 @@ def _build_parser() -> argparse.ArgumentParser:
     add_option("--sources", type=Path, required=True, help="a folder with a checkout of each program's repository")
     add_option("--python", default=sys.executable, help="a Python with the programs' requirements (default: this one)")
     add_option("--rounds", type=int, default=3, help="runs of each program with each engine (default: 3)")
-    add_part("size", _size, "sizes of the package and of the code that a step runs", json_option)
+    add_part("size", _size, "sizes of the package and of the code that a step runs", json_flag)
     text = "measure the figures in README.md and in the first tables of docs/benchmarks.md, and update both pages"
-    add_part("figures", _figures, text, sampling_options, out_option)
-    add_part(
-        "table",
-        _table,
-        "update README.md, bench/RESULTS.md and docs/benchmarks.md with the results in the folder",
-        out_option,
-    )
+    add_part("figures", _figures, text, sampling, out)
+    text = "update README.md, bench/RESULTS.md and docs/benchmarks.md with the results in the folder"
+    add_part("table", _table, text, out)
     return parser
 
 

@@ -43,11 +43,7 @@ IMAGE = (84, 84, 4)
 
 
 class PingPong(SteppingRunner):
-    """A runner that exchanges five bytes with another process through a socket pair.
-
-    Args:
-        spin: True to poll for replies, False to block.
-    """
+    """A runner that exchanges five bytes with another process through a socket pair, and waits or polls for the reply."""
 
     def __init__(self, spin: bool) -> None:
         self._spin = spin
@@ -95,12 +91,7 @@ def _receive_by_polling(end: socket.socket) -> bytes:
 
 
 class Copier(SteppingRunner):
-    """A runner that copies the bytes of a batch of observations as an engine does, and counts rows.
-
-    Args:
-        shape: The shape of the batch.
-        method: "rows" to copy row by row into the same memory, as a worker does; "fresh" to copy all into new memory.
-    """
+    """A runner that copies observations: row by row into the same memory, as a worker does, or all into "fresh" memory."""
 
     def __init__(self, shape: Sequence[int], method: str) -> None:
         self._row = np.ones(shape[1:], np.uint8)
@@ -148,10 +139,7 @@ def compare_batches(sampling: SamplingOptions, num_envs: int = 8) -> Report:
 
 
 def batch_overhead(report: Report) -> dict[str, Summary | None]:
-    """Return the microseconds per batch by which engines of :func:`compare_batches` exceed the bare loop.
-
-    The bare loop runs in one process or in two, like the steps of the engine.
-    """
+    """Return the microseconds per batch that each engine adds to a bare loop in as many processes."""
     rates = {row.name: row.rates for row in report.rows}
     overheads = {}
     for name, bare in (("gym-sync", "bare"), ("in-process", "bare"), ("use-caller", "bare-2"), ("workers", "bare-2")):
@@ -222,10 +210,7 @@ def measure_startup(repeats: int, num_envs: int = 64, workers: int = 2) -> dict[
 
 
 class CopyCountingEnv(EmptyEnv):
-    """An environment with large observations that also counts the bytes that its process copies.
-
-    The process must have preloaded the library that is compiled from ``count_copies.c``.
-    """
+    """An environment with large observations, in a process that counts copied bytes (``count_copies.c``, preloaded)."""
 
     def __init__(self) -> None:
         super().__init__(IMAGE, "uint8")

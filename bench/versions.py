@@ -3,6 +3,7 @@
     python bench/versions.py HEAD~1                  # this checkout against another revision
     python bench/versions.py /path/to/a/checkout --env CartPole-v1 --num-envs 1 8 64 --num-workers 0 2 --call step recv
     python bench/versions.py HEAD --here generators=own   # the cost of an option
+    python bench/versions.py HEAD --env ale_py:ALE/Pong-v5 --here copy=False
 
 Separate processes cannot show differences of one or two percent, because the addresses of their memory have an effect of
 the same size. So the program imports both versions into one process, each with its own environments. They run alternately
@@ -24,6 +25,7 @@ and those of one process between 0.97 and 1.05.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import functools
 import importlib
@@ -95,6 +97,15 @@ def _number_or_each(text: str) -> int | str:
     return text if text == "each" else int(text)
 
 
+def _parse_option(text: str) -> tuple[str, Any]:
+    """Parse ``NAME=VALUE``. The value is a Python literal, or else a string."""
+    name, _, value = text.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
 def _extract_revision(revision: str, folder: str) -> str:
     """Extract the package at a revision into a folder, with this checkout's compiled row writer; return the folder."""
     archive = subprocess.run(["git", "-C", str(ROOT), "archive", revision, "vecenv"], check=False, stdout=subprocess.PIPE)
@@ -113,7 +124,7 @@ def _extract_revision(revision: str, folder: str) -> str:
 def measure(here: Path, other: Path, options: argparse.Namespace) -> tuple[float, float]:
     """Return the ratio of this checkout's time to the other's, and the other's median microseconds per batch."""
     rng = random.Random(options.seed)
-    engine_options = {here: dict(text.split("=", 1) for text in options.here), other: {}}
+    engine_options = {here: dict(map(_parse_option, options.here)), other: {}}
     import_order = [other, here] if options.seed % 2 else [here, other]
     versions = {folder: Version(folder, options, engine_options[folder]) for folder in import_order}
     trial_seconds = [version.measure(10) for _ in range(10) for version in versions.values()]
@@ -139,7 +150,7 @@ class Version:
     ``sys.modules`` contains its modules only during its calls, because these import, pickle, unpickle and fork.
     """
 
-    def __init__(self, folder: Path, options: argparse.Namespace, engine_options: dict[str, str]) -> None:
+    def __init__(self, folder: Path, options: argparse.Namespace, engine_options: dict[str, Any]) -> None:
         self._folder = folder
         self._modules: dict[str, ModuleType] = {}
         call, workers, num_envs = options.call[0], options.num_workers[0], options.num_envs[0]

@@ -1,4 +1,4 @@
-"""Fixtures with engine options. A test that uses one of them runs once for each of its values."""
+"""Fixtures for engine options and for the two writers of results, and the choice of cases for the default run."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from sampling import sample_parameter
 
 from vecenv.worker import row_writer
 
-# Modules that test what workers store. By default, each test runs with one of the two implementations; the other is slow.
+# Modules that test the data that workers store. By default, each test runs with one of the two writers; the other is slow.
 TESTED_WITH_BOTH_WRITERS = (
     "test_autoreset", "test_engine_infos", "test_engine_observations", "test_engine_step", "test_oracle",
 )  # fmt: skip
 
-# These tests have many cases that hardly depend on the engine: each case runs with one engine, the others are ``slow``.
-ENGINES_ALTERNATE = ("test_engine_step.py", "test_engine_infos.py")
+# Files with many cases that hardly depend on the engine. Each case runs with one engine; its other engines are slow.
+ONE_ENGINE_PER_CASE = ("test_engine_step.py", "test_engine_infos.py")
 HERE = Path(__file__).parent
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Choose the engines of the default run. Other cases are ``slow`` in :data:`ENGINES_ALTERNATE`, and ``long`` elsewhere.
+    """Choose the engines of the default run. Other cases are ``slow`` in :data:`ONE_ENGINE_PER_CASE`, else ``long``.
 
-    Each case of a test of values runs with one engine. A test of processes runs in this process and with one of the other
-    engines; the following test uses the next engine.
+    With the fixture ``engine``, each case of a test runs with one engine. With ``process_engine``, it runs with one of the
+    engines that start processes, which alternate from test to test; with ``every_engine``, also with the in-process engine.
     """
     own_items = [item for item in items if item.path.parent == HERE and isinstance(item, pytest.Function)]
     candidates = [item for item in own_items if not item.get_closest_marker("slow") and hasattr(item, "callspec")]
     for name in ("engine", "every_engine"):
-        sample_parameter([item for item in candidates if item.path.name in ENGINES_ALTERNATE], name)
-    others = [item for item in candidates if item.path.name not in ENGINES_ALTERNATE]
-    sample_parameter(others, "engine", mark="long")
+        sample_parameter([item for item in candidates if item.path.name in ONE_ENGINE_PER_CASE], name)
+    other_items = [item for item in candidates if item.path.name not in ONE_ENGINE_PER_CASE]
+    sample_parameter(other_items, "engine", mark="long")
     for name in ("every_engine", "process_engine"):
-        processes = [item for item in others if item.callspec.params.get(name) != ENGINES["in-process"]]
-        sample_parameter(processes, name, all_values=False, mark="long")
+        process_items = [item for item in other_items if item.callspec.params.get(name) != ENGINES["in-process"]]
+        sample_parameter(process_items, name, all_values=False, mark="long")
 
 
 @pytest.fixture(params=ENGINES.values(), ids=list(ENGINES))
@@ -67,6 +67,7 @@ def shared_memory(request: pytest.FixtureRequest) -> bool:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.module.__name__ in TESTED_WITH_BOTH_WRITERS:
         writers = ["compiled", "python"]
+        # By name, so that each writer is the default of about half of the tests. `hash` differs between xdist's processes.
         if zlib.crc32(metafunc.function.__name__.encode()) % 2:
             writers.reverse()
         metafunc.parametrize("writer", [writers[0], pytest.param(writers[1], marks=pytest.mark.slow)], indirect=True)
@@ -74,7 +75,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def writer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Select the code that writes the results of steps, in the tests of :data:`TESTED_WITH_BOTH_WRITERS`."""
+    """Select the writer of step results, in the modules of :data:`TESTED_WITH_BOTH_WRITERS`."""
     name = getattr(request, "param", None)
     if name == "compiled":
         request.getfixturevalue("compiled_writer")
@@ -83,18 +84,18 @@ def writer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.fixture(scope="session")
-def built_module(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def compiled_module(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Compile the extension module from the sources of this checkout, or skip the test if there is no compiler."""
     build = pytest.importorskip("hatch_build")
     target = tmp_path_factory.mktemp("compiled") / "_row_writer.abi3.so"
     if problem := build.compile_extension(Path(row_writer.__file__).with_name("_row_writer.c"), target, "-Wall", "-Werror"):
         pytest.skip(problem)
-    return random_results.load(target)
+    return random_results.load_compiled_writer(target)
 
 
 @pytest.fixture
-def compiled_writer(built_module: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Let workers use the compiled module."""
-    monkeypatch.setattr(row_writer, "_module", built_module)
+def compiled_writer(compiled_module: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make workers use the compiled module, and return it."""
+    monkeypatch.setattr(row_writer, "_module", compiled_module)
     monkeypatch.delenv("VECENV_PURE", raising=False)
-    return built_module
+    return compiled_module

@@ -31,7 +31,6 @@ from vecenv.errors import EpisodeOver, ObservationError
 
 ZEROS = np.zeros(4, dtype=np.float32)
 
-
 EPISODES: dict[str, Options] = {
     "of one step": {"lengths": (1,)},
     "of one step, without infos": {"lengths": (1,), "infos": False},
@@ -46,35 +45,34 @@ EPISODES: dict[str, Options] = {
 def test_episodes_end_and_begin_as_in_sync_vector_env(
     engine: Options, shared_memory: bool, kind: str, mode: AutoresetMode
 ) -> None:
-    """The environments are in different episodes, so that each ends at its own step."""
+    """Each environment begins with another length, so that the episodes end at different steps."""
     lengths = EPISODES[kind]["lengths"]
-    fns = [counters(3, **{**EPISODES[kind], "lengths": lengths[row % len(lengths) :] + lengths})[row] for row in range(3)]
+    lengths_of_rows = [lengths[row % len(lengths) :] + lengths for row in range(3)]
+    fns = [partial(CounterEnv, row, **EPISODES[kind] | {"lengths": lengths_of_rows[row]}) for row in range(3)]
     assert_matches_sync(fns, 12, autoreset_mode=mode, shared_memory=shared_memory, **engine)
 
 
-def test_reset_info_may_override_final_info(engine: Options) -> None:
+def test_final_info_in_a_reset_info_replaces_the_info_of_the_last_step(engine: Options) -> None:
     def build() -> ReturningEnv:
-        return ReturningEnv([(ZEROS, {"final_info": {"mine": 1}})], [(ZEROS + 1, 1.0, True, False, {"theirs": 2})])
+        return ReturningEnv([(ZEROS, {"final_info": {"reset": 1}})], [(ZEROS + 1, 1.0, True, False, {"step": 2})])
 
     with ready_engine([build] * 2, autoreset_mode="SameStep", **engine) as envs:
         infos = envs.step([0, 0])[4]
-        assert infos["final_info"]["mine"].tolist() == [1, 1]
-        assert "theirs" not in infos["final_info"]
+        assert infos["final_info"]["reset"].tolist() == [1, 1]
+        assert "step" not in infos["final_info"]
 
 
-def test_final_observations_survive_the_end_of_later_episodes(engine: Options) -> None:
+def test_final_observations_are_unchanged_by_later_episodes(engine: Options) -> None:
     with ready_engine(counters(2, lengths=(1,)), autoreset_mode="SameStep", **engine) as envs:
         first = envs.step([0, 0])[4]["final_obs"]
-        kept = [array.copy() for array in first]
+        copies = [array.copy() for array in first]
         for _ in range(3):
             envs.step([0, 0])
-        np.testing.assert_array_equal(np.stack(first), np.stack(kept))
-        first[0][:] = 0  # it is writeable, because a wrapper may overwrite it
+        np.testing.assert_array_equal(np.stack(first), np.stack(copies))
+        first[0][:] = 0  # does not raise: wrappers may overwrite final observations
 
 
-def test_final_observation_is_unaffected_by_reused_arrays(
-    engine: Options, shared_memory: bool
-) -> None:
+def test_final_observation_is_kept_if_the_env_reuses_its_array(engine: Options, shared_memory: bool) -> None:
     with ready_engine([ReusingEnv] * 2, autoreset_mode="SameStep", shared_memory=shared_memory, **engine) as envs:
         envs.step([0, 0])
         observations, _, _, _, infos = envs.step([0, 0])
@@ -99,7 +97,7 @@ def test_disabled_mode_never_resets_and_forwards_steps_after_the_end(engine: Opt
 
 
 class InfoReusingEnv(gymnasium.Env[Any, Any]):
-    """An environment that returns the same objects in every info. Its reset writes into them."""
+    """An environment that returns the same objects in every info. Its steps and resets overwrite their contents."""
 
     observation_space = action_space = spaces.Discrete(3)
 
@@ -127,7 +125,7 @@ def test_final_info_is_unaffected_by_the_reset_in_the_same_step(engine: Options)
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_episode_end_follows_the_converted_flag(mode: AutoresetMode, kwargs: Options) -> None:
     """The list ``[[False]]`` is true in Python, but is converted to the flag ``False``."""
-    steps = [(ZEROS + step, 1.0, flag, False, {}) for step, flag in enumerate([[[False]], np.array([True, False])], start=1)]
+    steps = [(ZEROS + 1, 1.0, [[False]], False, {}), (ZEROS + 2, 1.0, np.array([True, False]), False, {})]
     with ready_engine([lambda: ReturningEnv([(ZEROS, {})], steps)], autoreset_mode=mode, **kwargs) as envs:
         observations, _, terminations, _, infos = envs.step([0])
         assert (observations[0, 0], terminations[0], infos) == (1.0, False, {})
@@ -145,36 +143,36 @@ class UncopyableObject:
 
 @pytest.mark.parametrize("kwargs", [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 1, "env_threads": 2}], ids=str)
 def test_objects_in_final_info_are_not_copied(kwargs: Options) -> None:
-    kept = UncopyableObject()
-    step = (ZEROS, 1.0, True, False, {"kept": kept, "listed": [kept]})
+    uncopyable = UncopyableObject()
+    step = (ZEROS, 1.0, True, False, {"alone": uncopyable, "in a list": [uncopyable]})
     with ready_engine([lambda: ReturningEnv([(ZEROS, {})], [step])] * 2, autoreset_mode="SameStep", **kwargs) as envs:
         infos = envs.step([0, 0])[4]["final_info"]
-        assert [type(one) for one in infos["kept"]] == [UncopyableObject] * 2
+        assert [type(value) for value in infos["alone"]] == [UncopyableObject] * 2
         if kwargs["num_workers"] == 0:
-            assert infos["kept"][0] is infos["listed"][0][0] is kept
+            assert infos["alone"][0] is infos["in a list"][0][0] is uncopyable
 
 
 # --- ``set_next_options``: seeds and options of the episodes that autoreset begins --------------
 
 
-def reset_arguments(infos: dict[str, Any], row: int) -> Any:
-    """Return the seed and options that the reset of a row received, or ``None``."""
+def get_reset_arguments(infos: dict[str, Any], row: int) -> Any:
+    """Return a description of the arguments with which a row was reset, or ``None`` if it was not."""
     return infos["reset_kwargs"][row] if "reset_kwargs" in infos and infos["_reset_kwargs"][row] else None
 
 
-def resets_during(envs: Any, steps: int) -> list[list[Any]]:
-    """Return the seeds and options of each row's resets in that many steps."""
+def step_and_collect_resets(envs: Any, steps: int) -> list[list[Any]]:
+    """Step all rows ``steps`` times, and return a list for each row: descriptions of the arguments of its resets."""
     resets: list[list[Any]] = [[] for _ in range(envs.num_envs)]
     for _ in range(steps):
         infos = envs.step(np.zeros(envs.num_envs, np.int64))[4]
         for row, row_resets in enumerate(resets):
-            if (kwargs := reset_arguments(infos, row)) is not None:
-                row_resets.append(kwargs)
+            if (arguments := get_reset_arguments(infos, row)) is not None:
+                row_resets.append(arguments)
     return resets
 
 
-def reset_text(options: Any, seed: int | None = None) -> str:
-    """Return the text of a reset with these arguments, as :func:`reset_arguments` returns it."""
+def describe_reset(options: Any, seed: int | None = None) -> str:
+    """Describe the arguments of a reset as :func:`get_reset_arguments` does."""
     return describe({"seed": seed, "options": options})
 
 
@@ -186,15 +184,15 @@ def test_next_options_apply_to_one_episode_of_each_row(engine: Options, mode: st
     with ready_engine(counters(3, lengths=(2,)), autoreset_mode=mode, **engine) as envs:
         options = [{"level": 1}, None, {"level": 3}]
         envs.set_next_options(options, seed=[None, 5, 6])
-        options[0]["level"] = 99  # type: ignore[index]
-        first = [reset_text({"level": 1}), reset_text(None, 5), reset_text({"level": 3}, 6)]
-        assert resets_during(envs, steps) == [[text, NO_ARGUMENTS] for text in first]
+        options[0]["level"] = 99  # type: ignore[index] # has no effect: the options were copied
+        first_resets = [describe_reset({"level": 1}), describe_reset(None, 5), describe_reset({"level": 3}, 6)]
+        assert step_and_collect_resets(envs, steps) == [[first, NO_ARGUMENTS] for first in first_resets]
 
 
 def test_next_options_dict_applies_to_all_and_int_seeds_are_consecutive(engine: Options) -> None:
     with ready_engine(counters(3, lengths=(2,)), **engine) as envs:
         envs.set_next_options({"level": 4}, seed=20)
-        assert resets_during(envs, 3) == [[reset_text({"level": 4}, seed)] for seed in (20, 21, 22)]
+        assert step_and_collect_resets(envs, 3) == [[describe_reset({"level": 4}, seed)] for seed in (20, 21, 22)]
 
 
 def test_next_options_of_some_rows_leave_others_unchanged(engine: Options) -> None:
@@ -202,20 +200,21 @@ def test_next_options_of_some_rows_leave_others_unchanged(engine: Options) -> No
         envs.set_next_options({"level": 1})
         envs.set_next_options([{"level": 2}, {"level": 0}], env_id=[2, 0])
         envs.reset(options={"level": "reset"})
-        expected = [[reset_text({"level": level})] for level in (0, 1, 2)]
-        assert resets_during(envs, 3) == expected, "reset() used the next options"
+        expected = [[describe_reset({"level": level})] for level in (0, 1, 2)]
+        assert step_and_collect_resets(envs, 3) == expected, "reset() used the next options"
         envs.set_next_options({"level": 1})
         envs.set_next_options(env_id=[1])
-        assert resets_during(envs, 3) == [[reset_text({"level": 1})], [NO_ARGUMENTS], [reset_text({"level": 1})]]
+        level_1 = describe_reset({"level": 1})
+        assert step_and_collect_resets(envs, 3) == [[level_1], [NO_ARGUMENTS], [level_1]]
 
 
-def test_next_options_apply_to_rows_of_recv(engine: Options) -> None:
+def test_next_options_apply_to_episodes_of_send_and_recv(engine: Options) -> None:
     with ready_engine(counters(2, lengths=(1,)), **engine) as envs:
         envs.set_next_options([{"level": 0}, {"level": 1}])
         for _ in range(2):
             envs.send(np.zeros(1, np.int64), [1])
             infos = envs.recv(count=1)[4]
-        assert reset_arguments(infos, 0) == reset_text({"level": 1})
+        assert get_reset_arguments(infos, 0) == describe_reset({"level": 1})
 
 
 class RaisesForActionOne(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -236,36 +235,38 @@ def test_failed_rows_drop_their_next_options(engine: Options) -> None:
         with raises_logged(ArithmeticError):
             envs.step([1, 0])
         envs.reset(options={"reset_mask": np.array([True, False])})
-        assert resets_during(envs, 4) == [[reset_text(None)], [reset_text({"level": 1})]]
+        assert step_and_collect_resets(envs, 4) == [[describe_reset(None)], [describe_reset({"level": 1})]]
 
 
 def test_next_options_without_autoreset_raise() -> None:
-    refused = pytest.raises(ValueError, match="autoreset_mode=DISABLED begins no episodes")
-    with open_engine(counters(2), autoreset_mode="Disabled", num_workers=0) as envs, refused:
+    with (
+        open_engine(counters(2), autoreset_mode="Disabled", num_workers=0) as envs,
+        pytest.raises(ValueError, match="autoreset_mode=DISABLED begins no episodes"),
+    ):
         envs.set_next_options({"level": 1})
 
 
-def test_snapshot_contains_next_options(engine: Options) -> None:
+def test_load_restores_the_next_options_of_the_snapshot(engine: Options) -> None:
     with ready_engine(counters(3, lengths=(2,)), **engine) as envs:
         envs.set_next_options([{"level": 1}, None, None], seed=[None, 5, None])
         snapshots = envs.save()
         envs.set_next_options({"level": 9})
         envs.load(snapshots)
-        assert resets_during(envs, 3) == [[reset_text({"level": 1})], [reset_text(None, 5)], [NO_ARGUMENTS]]
+        saved = [[describe_reset({"level": 1})], [describe_reset(None, 5)], [NO_ARGUMENTS]]
+        assert step_and_collect_resets(envs, 3) == saved
 
 
 # --- disabled mode: environments that are stepped after the end of their episode ----------------
 
-
-FINISHED = "env 1 was stepped after the end of its episode"
+FINISHED_ENV_TEXT = "env 1 was stepped after the end of its episode"
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "env_threads": 2}], ids=str)
-def test_disabled_mode_step_of_a_finished_env_is_executed_with_one_warning(options: dict[str, Any]) -> None:
+def test_disabled_mode_executes_steps_of_a_finished_env_and_warns_once(options: dict[str, Any]) -> None:
     fns = [partial(CounterEnv, 0, lengths=(9,)), partial(CounterEnv, 1, lengths=(1,))]
     with ready_engine(fns, autoreset_mode="Disabled", **options) as envs:
         assert envs.step(np.zeros(2, int))[2].tolist() == [False, True]
-        with pytest.warns(UserWarning, match=FINISHED):
+        with pytest.warns(UserWarning, match=FINISHED_ENV_TEXT):
             envs.step(np.zeros(2, int))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -273,29 +274,29 @@ def test_disabled_mode_step_of_a_finished_env_is_executed_with_one_warning(optio
         assert envs.get_attr("steps") == (3, 3)
 
 
-def test_disabled_mode_step_of_a_finished_env_raises_without_workers() -> None:
+def test_disabled_mode_without_workers_refuses_steps_of_a_finished_env() -> None:
     fns = [partial(CounterEnv, 0, lengths=(9,)), partial(CounterEnv, 1, lengths=(2,))]
     reference: Any = SyncVectorEnv(fns, autoreset_mode="Disabled")
     with open_engine(fns, autoreset_mode="Disabled", num_workers=0) as envs:
-        for engine in (envs, reference):
-            engine.reset(seed=1)
-            engine.step(np.zeros(2, int))
-            done = engine.step(np.zeros(2, int))[2]
-            assert done.tolist() == [False, True]
+        for vector_env in (envs, reference):
+            vector_env.reset(seed=1)
+            vector_env.step(np.zeros(2, int))
+            ended = vector_env.step(np.zeros(2, int))[2]
+            assert ended.tolist() == [False, True]
             for _ in range(2):
                 with pytest.raises(AssertionError) as caught:
-                    engine.step(np.zeros(2, int))
-            engine.reset(options={"reset_mask": done})
-            assert engine.step(np.zeros(2, int))[2].tolist() == [False, False]
-            engine.reset(seed=1)
-            engine.step(np.zeros(2, int))
-            if engine is envs:
+                    vector_env.step(np.zeros(2, int))
+            vector_env.reset(options={"reset_mask": ended})
+            assert vector_env.step(np.zeros(2, int))[2].tolist() == [False, False]
+            vector_env.reset(seed=1)
+            vector_env.step(np.zeros(2, int))
+            if vector_env is envs:
                 assert isinstance(caught.value, EpisodeOver)
-                assert FINISHED in str(caught.value)
+                assert FINISHED_ENV_TEXT in str(caught.value)
     reference.close()
 
 
-def test_recv_omits_envs_that_were_not_stepped() -> None:
+def test_recv_raises_for_a_finished_env_and_then_returns_the_others() -> None:
     fns = [partial(CounterEnv, k, lengths=(1 if k == 0 else 9,)) for k in range(3)]
     with open_engine(fns, autoreset_mode="Disabled", num_workers=0) as envs:
         envs.reset(seed=1)
@@ -312,20 +313,22 @@ def test_recv_omits_envs_that_were_not_stepped() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [1, 0])
-def test_reset_or_load_begins_a_new_episode(num_workers: int, recwarn: pytest.WarningsRecorder) -> None:
+def test_steps_of_a_finished_env_after_reset_or_load_do_not_warn(num_workers: int, recwarn: pytest.WarningsRecorder) -> None:
     with ready_engine([partial(CounterEnv, 0, lengths=(2,))], autoreset_mode="Disabled", num_workers=num_workers) as envs:
-        (before,) = envs.save(verify=False)
+        (snapshot,) = envs.save(verify=False)
         mask = np.ones(1, bool)
-        for begin_episode in (envs.reset, lambda: envs.load(before), lambda: envs.reset(options={"reset_mask": mask})):
+        for begin_episode in (envs.reset, lambda: envs.load(snapshot), lambda: envs.reset(options={"reset_mask": mask})):
             envs.step(np.zeros(1, int))
             assert envs.step(np.zeros(1, int))[2].all()
             begin_episode()
         envs.step(np.zeros(1, int))
-    assert [text for warning in recwarn if "multi-threaded" not in (text := str(warning.message))] == []
+    # From Python 3.12 on, a fork warns if there are other threads, and pytest-timeout has one.
+    texts = [str(warning.message) for warning in recwarn]
+    assert [text for text in texts if "multi-threaded" not in text] == []
 
 
 class InPlaceResultsEnv(gymnasium.Env[Any, Any]):
-    """An environment that returns the same arrays in every step, and writes to them in a reset."""
+    """An environment of length 0 that returns the same reward and flag arrays in every step. Resets overwrite them."""
 
     observation_space, action_space = spaces.Box(-9, 9, (1,), np.float64), spaces.Discrete(2)
 
@@ -351,7 +354,7 @@ def test_same_step_reset_does_not_change_returned_values(options: dict[str, Any]
     envs.reset(seed=1)
     for step in range(1, 7):
         _, rewards, terminations, _, _ = envs.step([0, 0])
-        assert rewards.tolist() == [step % 3 or 3] * 2
+        assert rewards.tolist() == [(step - 1) % 3 + 1] * 2
         assert terminations.tolist() == [step % 3 == 0] * 2
     envs.close()
 

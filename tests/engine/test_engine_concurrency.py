@@ -35,7 +35,7 @@ import vecenv
 from vecenv.errors import EnvError, StepTimeout, WorkerDied
 from vecenv.testing import assert_identical
 
-# --- ``max_concurrency``: the greatest number of environments that are inside ``reset`` or ``step`` at once
+# --- ``max_concurrency``: the maximum number of environments that are inside ``reset`` or ``step`` at once
 
 
 @pytest.mark.parametrize("limit", [1, 2])
@@ -92,24 +92,24 @@ def test_failed_env_does_not_block_others_at_max_concurrency() -> None:
 
 
 class WaitsForSecondEnv(OverlapEnv):
-    """An environment with steps that wait up to 0.5 s for another environment. The info counts those that are inside."""
+    """An environment that waits in a step, up to 0.5 s, until two environments are inside. Infos have the greatest count."""
 
     def step(self, action: Any) -> Any:
         with self._inside():
             deadline = time.monotonic() + 0.5
-            most = 0
-            while most < 2 and time.monotonic() < deadline:
+            most_inside = 0
+            while most_inside < 2 and time.monotonic() < deadline:
                 time.sleep(0.001)
-                most = max(most, len(list(self.folder.iterdir())))
+                most_inside = max(most_inside, len(list(self.folder.iterdir())))
             time.sleep(0.01)
             observation, reward, terminated, truncated, info = CounterEnv.step(self, action)
-        return observation, reward, terminated, truncated, info | {"most": most}
+        return observation, reward, terminated, truncated, info | {"most_inside": most_inside}
 
 
-def test_max_concurrency_envs_run_at_once(tmp_path: Path) -> None:
+def test_two_envs_run_at_once_if_max_concurrency_is_2(tmp_path: Path) -> None:
     fns = [functools.partial(WaitsForSecondEnv, tmp_path, index) for index in range(4)]
     with ready_engine(fns, max_concurrency=2) as envs:
-        assert envs.step(np.zeros(4))[4]["most"].max() == 2
+        assert envs.step(np.zeros(4))[4]["most_inside"].max() == 2
 
 
 @pytest.mark.sampled(1)
@@ -119,7 +119,7 @@ def test_max_concurrency_above_num_envs_has_no_effect(limit: int) -> None:
 
 
 def test_large_pickled_reply_does_not_block_others() -> None:
-    """While a worker waits until its reply is read, the next worker may step."""
+    """The next worker may step while a worker waits until its reply is read."""
 
     class LargeObservationEnv(CounterEnv):
         def __init__(self) -> None:
@@ -135,13 +135,16 @@ def test_large_pickled_reply_does_not_block_others() -> None:
         assert (envs.step([0] * 4)[0] == 1).all()
 
 
-# Time limits begin when a step begins, so they exclude the time in which it waits for ``max_concurrency``.
 @pytest.mark.parametrize(("on_failure", "by_row"), [("raise", False), ("restart", True)])
 def test_time_limits_exclude_steps_that_wait_for_max_concurrency(on_failure: str, by_row: bool) -> None:
+    """The time limit of a step begins when the step begins, not when it is sent."""
     with ready_engine([SleepingEnv] * 4, max_concurrency=1, step_timeout=1.0, on_failure=on_failure) as envs:
         if by_row:
             envs.send([0.3] * 4, range(4))
-        assert (envs.recv(count=4) if by_row else envs.step([0.3] * 4))[1].shape == (4,)
+            rewards = envs.recv(count=4)[1]
+        else:
+            rewards = envs.step([0.3] * 4)[1]
+        assert rewards.shape == (4,)
         assert not envs.errors
         assert envs.stats()["restarts"] == 0
 
@@ -161,18 +164,18 @@ def test_hanging_env_is_reported_while_others_wait_for_max_concurrency() -> None
 
 
 class DiesInStep(SleepingEnv):
-    """An environment that exits in its first step. Resets after that are slow."""
+    """An environment that creates a file and ends its process in every step. If the file exists, resets take 0.6 s."""
 
-    def __init__(self, flag: Path) -> None:
+    def __init__(self, file: Path) -> None:
         super().__init__()
-        self.flag = flag
+        self.file = file
 
     def reset(self, **kwargs: Any) -> Any:
-        time.sleep(0.6 if self.flag.exists() else 0.0)
+        time.sleep(0.6 if self.file.exists() else 0.0)
         return super().reset(**kwargs)
 
     def step(self, action: Any) -> Any:
-        self.flag.touch()
+        self.file.touch()
         os._exit(1)
 
 
@@ -201,8 +204,8 @@ def test_environments_are_split_into_contiguous_even_shares(num_envs: int, num_w
         assert len(envs.processes) == envs.num_workers == num_workers
         assert len(set(pids)) == num_workers
         assert os.getpid() not in pids
-        changes = sum(one != other for one, other in itertools.pairwise(pids))
-        assert changes == num_workers - 1, "each worker's environments are neighbours"
+        boundaries = sum(pid != next_pid for pid, next_pid in itertools.pairwise(pids))
+        assert boundaries == num_workers - 1, "the environments of a worker are not contiguous"
         sizes = [pids.count(pid) for pid in set(pids)]
         assert max(sizes) - min(sizes) <= 1
         assert envs.reset(seed=1)[0][:, 0].tolist() == list(range(num_envs))
@@ -210,7 +213,7 @@ def test_environments_are_split_into_contiguous_even_shares(num_envs: int, num_w
 
 @pytest.mark.sampled("1-AutoresetMode.NEXT_STEP-True")
 @pytest.mark.parametrize(("num_workers", "mode", "shared_memory"), each_once([1, 2, 3, 5], AutoresetMode, [True, False]))
-def test_uneven_shares_equal_sync_vector_env(
+def test_results_of_uneven_shares_equal_sync_vector_env(
     num_workers: int, mode: AutoresetMode, shared_memory: bool, closes: Any
 ) -> None:
     fns = [functools.partial(CounterEnv, index, lengths=(1 + index, 2)) for index in range(5)]
@@ -224,8 +227,10 @@ def test_uneven_shares_equal_sync_vector_env(
             assert_identical(result, expected, f"step {t}")
             mask = expected[2] | expected[3] if mode is AutoresetMode.DISABLED else rng.random(5) < 0.2
             if mask.any():
-                both = [one.reset(seed=t, options={"reset_mask": mask.copy()}) for one in (envs, reference)]
-                assert_identical(*both, f"reset after step {t}")
+                result, expected = (
+                    vector_env.reset(seed=t, options={"reset_mask": mask.copy()}) for vector_env in (envs, reference)
+                )
+                assert_identical(result, expected, f"reset after step {t}")
 
 
 def test_num_workers_0_steps_in_the_calling_thread() -> None:
@@ -240,7 +245,7 @@ def test_num_workers_0_steps_in_the_calling_thread() -> None:
         assert envs.num_workers == 0
 
 
-def test_auto_chooses_workers_and_reports_its_plan() -> None:
+def test_auto_starts_at_most_one_worker_per_environment() -> None:
     with open_engine(counters(4), num_workers="auto") as envs:
         assert isinstance(envs.num_workers, int)
         assert 0 <= envs.num_workers <= 4
@@ -253,7 +258,7 @@ def test_repr_shows_the_number_of_workers() -> None:
         assert "workers=2" in repr(envs)
 
 
-def test_calls_and_frames_are_in_environment_order() -> None:
+def test_results_of_calls_and_render_are_in_environment_order() -> None:
     with ready_engine(counters(5, render_mode="rgb_array"), num_workers=2) as envs:
         assert envs.call("add", 1) == (1, 2, 3, 4, 5)
         assert [int(frame[0, 0, 0]) for frame in envs.render()] == [0, 10, 20, 30, 40]
@@ -290,11 +295,11 @@ def test_several_failures_in_one_worker_are_all_reported() -> None:
 
 # --- ``env_threads``: environments of one worker run in several threads. Results are identical to those of one thread
 
-BARRIER = threading.Barrier(4)  # shared by the environments of one worker, where this module is forked or imported once
+BARRIER = threading.Barrier(4)  # shared by the environments of one worker; each process has its own copy
 
 
 class WaitsForFour(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """An environment with steps and resets that wait until four environments are inside."""
+    """An environment with steps and resets that wait until four environments of its worker are inside."""
 
     def __init__(self, index: int, length: int = 3) -> None:
         super().__init__(counters(8, lengths=(length,))[index]())
@@ -329,7 +334,7 @@ def make_faulty_env(index: int) -> Any:
     return FaultyByAction(counters(8, lengths=(3 + index % 2,))[index]())
 
 
-def test_step_time_in_threads_is_counted() -> None:
+def test_stats_include_the_step_times_of_threads() -> None:
     with ready_engine([functools.partial(SleepingEnv, index) for index in range(2)], num_workers=1, env_threads=2) as envs:
         envs.step(np.array([0.02, 0.05]))
         assert envs.stats()["step_time_slowest_env"] >= 0.05
@@ -350,15 +355,15 @@ def test_results_in_threads_equal_sync_vector_env(mode: AutoresetMode, threads: 
     reference = closes(SyncVectorEnv(make_faulty_env_fns(5), autoreset_mode=mode))
     with open_engine(make_faulty_env_fns(5), num_workers=2, env_threads=threads, autoreset_mode=mode) as envs:
         assert_identical(envs.reset(seed=3), reference.reset(seed=3))
-        for tick in range(12):
-            actions = np.full(5, 4) + np.arange(5)
+        for t in range(12):
+            actions = np.arange(4, 9)  # no action that is a fault
             result = envs.step(actions)
             assert_identical(result, reference.step(actions))
             ended = result[2] | result[3]
             if ended.any() and mode is AutoresetMode.DISABLED:
                 for vector_env in (envs, reference):
-                    reset = vector_env.reset(seed=[tick] * 5, options={"reset_mask": ended.copy()})
-                    assert_identical(reset[0][ended], envs.observations[ended])
+                    observations, _ = vector_env.reset(seed=[t] * 5, options={"reset_mask": ended.copy()})
+                    assert_identical(observations[ended], envs.observations[ended])
         assert envs.stats()["step_time_slowest_env"] > 0
 
 
@@ -373,9 +378,9 @@ def test_environment_that_raises_does_not_affect_others() -> None:
 
 def test_death_of_a_worker_fails_all_its_environments() -> None:
     with ready_engine(make_faulty_env_fns(4), num_workers=2, env_threads=2) as envs:
-        with pytest.raises(WorkerDied) as info:
+        with pytest.raises(WorkerDied) as caught:
             envs.step(np.array([0, 0, 2, 0]))
-        assert info.value.envs == (2, 3)
+        assert caught.value.envs == (2, 3)
         envs.reset(seed=1)
         assert envs.step(np.zeros(4, np.int64))[0][:, 1].tolist() == [1, 1, 1, 1]
 
@@ -383,9 +388,9 @@ def test_death_of_a_worker_fails_all_its_environments() -> None:
 def test_hanging_environment_is_reported_and_killed() -> None:
     with ready_engine(make_faulty_env_fns(4), num_workers=1, env_threads=4) as envs:
         envs.step_async(np.array([0, 3, 0, 0]))
-        with pytest.raises(StepTimeout) as info:
+        with pytest.raises(StepTimeout) as caught:
             envs.step_wait(timeout=0.5)
-        assert f'{__file__}", line' in str(info.value), "the line at which it hangs is missing"
+        assert f'{__file__}", line' in str(caught.value), "the line at which it hangs is missing"
         envs.close(terminate=True)
     with ready_engine(make_faulty_env_fns(2), num_workers=1, env_threads=2, on_failure="restart", step_timeout=1.0) as envs:
         *_, truncations, infos = envs.step(np.array([0, 3]))
@@ -402,6 +407,8 @@ def test_invalid_thread_options_are_refused() -> None:
         with pytest.raises(ValueError, match=text):
             vecenv.AsyncVectorEnv(make_faulty_env_fns(2), **options)  # type: ignore[arg-type]
 
+
+# --- functions and values that are sent to workers
 
 PROGRAM_WITH_LATER_DEFINITIONS = """
 import sys
@@ -438,7 +445,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
 def test_functions_defined_in_main_after_the_start_reach_workers(context: str, tmp_path: Path) -> None:
-    """A later cell of a notebook may define a function for ``exec_func``. A forked worker must not die of it."""
+    """A later cell of a notebook may define a function for ``exec_func``, which a forked worker does not have."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM_WITH_LATER_DEFINITIONS)
     first, second, third, last = python_output(program, context).splitlines()
@@ -452,10 +459,10 @@ class CannotBeUnpickled:
     """A value that can be pickled but not unpickled."""
 
     def __reduce__(self) -> Any:
-        return int, ("no number",)
+        return int, ("not a number",)
 
 
-def test_argument_that_cannot_be_unpickled_raises_and_ends_no_worker() -> None:
+def test_argument_that_cannot_be_unpickled_raises_and_workers_continue() -> None:
     with ready_engine(counters(3), num_workers=2) as envs:
         pids = [process.pid for process in envs.processes]
         for call in (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import multiprocessing
 import os
@@ -38,16 +37,15 @@ def test_class_is_a_gymnasium_vector_env() -> None:
 
 
 def test_public_methods_are_not_inherited() -> None:
-    """Only private methods, which wait for the pipes of Gymnasium's workers, are inherited from its class."""
-    gymnasiums_class = gymnasium.vector.AsyncVectorEnv
-    own_class = vecenv.AsyncVectorEnv
-    inherited = {name for name in vars(gymnasiums_class) if getattr(own_class, name) is getattr(gymnasiums_class, name)}
+    """Gymnasium's class is the base class, but its methods wait for the pipes of its own workers."""
+    base_class = gymnasium.vector.AsyncVectorEnv
+    inherited = {name for name in vars(base_class) if getattr(vecenv.AsyncVectorEnv, name) is getattr(base_class, name)}
     assert {name for name in inherited if not name.startswith("__")} == {
         "_poll_pipe_envs", "_assert_is_running", "_raise_if_errors",
     }  # fmt: skip
 
 
-def test_subclass_written_for_gymnasium_calls_super() -> None:
+def test_overridden_step_wait_and_close_extras_are_called() -> None:
     """A subclass that was written for Gymnasium's class also works with ours as its base class."""
 
     class DoubledRewards(vecenv.AsyncVectorEnv):
@@ -94,13 +92,13 @@ def test_base_class_attributes_have_their_defaults() -> None:
         assert callable(envs._add_info)
 
 
-def test_spaces_are_those_of_one_env_and_their_batches(every_engine: Options) -> None:
-    single = CounterEnv()
+def test_spaces_equal_those_of_one_env_and_their_batched_spaces(every_engine: Options) -> None:
+    env = CounterEnv()
     with open_engine(counters(3), **every_engine) as envs:
-        assert envs.single_observation_space == single.observation_space
-        assert envs.single_action_space == single.action_space
-        assert envs.observation_space == gymnasium.vector.utils.batch_space(single.observation_space, 3)
-        assert envs.action_space == gymnasium.vector.utils.batch_space(single.action_space, 3)
+        assert envs.single_observation_space == env.observation_space
+        assert envs.single_action_space == env.action_space
+        assert envs.observation_space == batch_space(env.observation_space, 3)
+        assert envs.action_space == batch_space(env.action_space, 3)
 
 
 def test_seeded_action_space_samples_equal_sync_vector_env(closes: Any) -> None:
@@ -144,7 +142,7 @@ def test_constructor_arguments_are_available_as_attributes(every_engine: Options
 
 
 @pytest.mark.parametrize("name", ["observations", "processes", "parent_pipes", "error_queue", "_state"])
-def test_attributes_that_programs_use_exist(name: str) -> None:
+def test_public_and_private_attributes_of_gymnasiums_class_exist(name: str) -> None:
     with open_engine(counters(2)) as envs:
         assert hasattr(envs, name)
 
@@ -165,28 +163,31 @@ requires_worker_check = pytest.mark.skipif(
 )
 
 
-def box_env(low: float = 0.0, high: float = 1.0, shape: tuple[int, ...] = (2,), dtype: Any = np.float32) -> Any:
-    return lambda: SpaceEnv(spaces.Box(low, high, shape, dtype))
+def observation_env_fn(space: spaces.Space) -> Any:
+    return lambda: SpaceEnv(space)
 
 
-def action_env(space: spaces.Space) -> Any:
+def box_env_fn(low: float = 0.0, high: float = 1.0, shape: tuple[int, ...] = (2,), dtype: Any = np.float32) -> Any:
+    return observation_env_fn(spaces.Box(low, high, shape, dtype))
+
+
+def action_env_fn(space: spaces.Space) -> Any:
     return lambda: SpaceEnv(spaces.Box(0, 1, (2,)), space)
 
 
 def test_arguments_have_gymnasiums_names_order_and_defaults() -> None:
-    gymnasiums = inspect.signature(gymnasium.vector.AsyncVectorEnv.__init__).parameters
-    ours = inspect.signature(vecenv.AsyncVectorEnv.__init__).parameters
-    shared = list(ours.values())[: len(gymnasiums)]
-    assert [(p.name, p.kind, p.default) for p in shared] == [(p.name, p.kind, p.default) for p in gymnasiums.values()]
+    expected = list(inspect.signature(gymnasium.vector.AsyncVectorEnv.__init__).parameters.values())
+    first = list(inspect.signature(vecenv.AsyncVectorEnv.__init__).parameters.values())[: len(expected)]
+    assert [(p.name, p.kind, p.default) for p in first] == [(p.name, p.kind, p.default) for p in expected]
 
 
 def test_additional_arguments_are_keyword_only() -> None:
-    gymnasiums = inspect.signature(gymnasium.vector.AsyncVectorEnv.__init__).parameters
-    ours = inspect.signature(vecenv.AsyncVectorEnv.__init__).parameters
-    additional = [parameter for name, parameter in ours.items() if name not in gymnasiums]
+    gymnasium_parameters = inspect.signature(gymnasium.vector.AsyncVectorEnv.__init__).parameters
+    our_parameters = inspect.signature(vecenv.AsyncVectorEnv.__init__).parameters
+    additional = [parameter for name, parameter in our_parameters.items() if name not in gymnasium_parameters]
     assert {"num_workers", "worker_options"} <= {parameter.name for parameter in additional}
     by_position = {parameter.name for parameter in additional if parameter.kind is not inspect.Parameter.KEYWORD_ONLY}
-    assert by_position <= {"max_concurrency"}, "Gymnasium has it from 1.4 on"
+    assert by_position <= {"max_concurrency"}  # Gymnasium has this parameter from 1.4 on
 
 
 def test_subclass_may_add_options(closes: Any) -> None:
@@ -200,8 +201,6 @@ def test_subclass_may_add_options(closes: Any) -> None:
 
 
 def test_gymnasiums_arguments_are_accepted_by_position() -> None:
-    with open_engine(counters(2)) as by_name:
-        by_name.reset(seed=1)
     envs: Any = vecenv.AsyncVectorEnv(counters(2), False, False, "fork", False, None, "same", AutoresetMode.DISABLED, 1)
     assert envs.shared_memory is False
     assert envs.autoreset_mode is AutoresetMode.DISABLED
@@ -217,7 +216,7 @@ def test_autoreset_mode_accepts_its_string_value(mode: AutoresetMode) -> None:
 
 
 def reward_scaling_worker(index: int, env_fn: Any, *rest: Any) -> None:
-    """Run Gymnasium's worker with an environment that multiplies rewards by 100."""
+    """Run Gymnasium's worker with a wrapper that multiplies rewards by 100."""
 
     def build() -> gymnasium.Env:
         return gymnasium.wrappers.TransformReward(env_fn(), lambda reward: reward * 100)
@@ -225,11 +224,11 @@ def reward_scaling_worker(index: int, env_fn: Any, *rest: Any) -> None:
     _async_worker(index, build, *rest)
 
 
-WITHOUT_WORKER_OPTIONS: list[Options] = [{"num_workers": 0}, {"use_caller": True}]
-ENGINE_ONLY_OPTIONS: list[Options] = [{"num_workers": 1}, {"use_caller": True}, {"on_failure": "restart"}]
+OPTIONS_FOR_ENVS_IN_CALLER: list[Options] = [{"num_workers": 0}, {"use_caller": True}]
+OPTIONS_WITHOUT_CUSTOM_WORKER: list[Options] = [{"num_workers": 1}, {"use_caller": True}, {"on_failure": "restart"}]
 WORKER_VARIABLES: Options = {"worker_options": WorkerOptions(env={"A": "1"})}
-BATCH_SIZE = "`batch_size` must be None, 'auto' or an int within 1..2"
-PRELOAD = "WorkerOptions(preload) must be a list of module names"
+BATCH_SIZE_TEXT = "`batch_size` must be None, 'auto' or an int within 1..2"
+PRELOAD_TEXT = "WorkerOptions(preload) must be a list of module names"
 
 
 def preload_options(modules: Any) -> Options:
@@ -281,19 +280,19 @@ def preload_options(modules: Any) -> Options:
         ({"env_fns": [lambda: 3] * 2}, TypeError, "env_fns[0]() returned int, which has no `reset`: expected"),
         *(
             ({"worker": reward_scaling_worker, **option}, ValueError, "cannot be combined with a custom")
-            for option in ENGINE_ONLY_OPTIONS
+            for option in OPTIONS_WITHOUT_CUSTOM_WORKER
         ),
-        *(({"batch_size": wrong}, ValueError, BATCH_SIZE) for wrong in (0, -1, 3, 1.5, "2", True)),
+        *(({"batch_size": wrong}, ValueError, BATCH_SIZE_TEXT) for wrong in (0, -1, 3, 1.5, "2", True)),
         (
             {**preload_options(["numpy"]), "context": "fork"},
             ValueError,
             "WorkerOptions(preload) needs context='forkserver', got",
         ),
-        ({**preload_options("numpy"), "context": "forkserver"}, ValueError, f"{PRELOAD}, got 'numpy'"),
-        ({**preload_options([3]), "context": "forkserver"}, ValueError, f"{PRELOAD}, got [3]"),
+        ({**preload_options("numpy"), "context": "forkserver"}, ValueError, f"{PRELOAD_TEXT}, got 'numpy'"),
+        ({**preload_options([3]), "context": "forkserver"}, ValueError, f"{PRELOAD_TEXT}, got [3]"),
         *(
             ({**WORKER_VARIABLES, **kwargs}, ValueError, "`worker_options` needs worker processes")
-            for kwargs in WITHOUT_WORKER_OPTIONS
+            for kwargs in OPTIONS_FOR_ENVS_IN_CALLER
         ),
         ({"use_caller": "yes"}, ValueError, "`use_caller` must be None, True or False, got 'yes'"),
         ({"generators": "mine"}, ValueError, "`generators` must be 'shared' or 'own', got 'mine'"),
@@ -305,21 +304,21 @@ def preload_options(modules: Any) -> Options:
         ({"worker": print, "generators": "own"}, ValueError, "`generators`"),
     ],
 )
-def test_wrong_argument_is_refused_and_named(options: Options, error: type[Exception], text: str) -> None:
+def test_wrong_argument_is_refused_with_an_error_that_names_it(options: Options, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         vecenv.AsyncVectorEnv(**{"env_fns": counters(2), **options})
 
 
 def test_observation_mode_without_spaces_raises_as_in_the_installed_gymnasium() -> None:
-    wrong: Any = (1, 2)
-    with pytest.raises((TypeError, AssertionError)) as gymnasiums_error:
-        gymnasium.vector.SyncVectorEnv(counters(2), observation_mode=wrong)
-    with pytest.raises(gymnasiums_error.type):
-        vecenv.AsyncVectorEnv(counters(2), observation_mode=wrong)
+    wrong_mode: Any = (1, 2)
+    with pytest.raises((TypeError, AssertionError)) as expected:
+        gymnasium.vector.SyncVectorEnv(counters(2), observation_mode=wrong_mode)
+    with pytest.raises(expected.type):
+        vecenv.AsyncVectorEnv(counters(2), observation_mode=wrong_mode)
 
 
 @requires_worker_check
-def test_worker_with_too_few_arguments_raises_from_a_type_error() -> None:
+def test_worker_with_too_few_arguments_raises_value_error_with_a_cause() -> None:
     with pytest.raises(ValueError, match="8 arguments") as caught:
         vecenv.AsyncVectorEnv(counters(2), worker=lambda index: None)
     assert isinstance(caught.value.__cause__, TypeError)
@@ -357,12 +356,12 @@ def test_arguments_are_checked_before_any_environment_is_built() -> None:
     ids=["an id", "one function", "a list of ids", "an environment", "a number"],
 )
 def test_invalid_env_fns_are_refused_with_advice(env_fns: Any, expected: str) -> None:
-    begin = re.escape("AsyncVectorEnv takes a sequence of functions that each build one environment: [")
-    with pytest.raises(TypeError, match=f"^{begin}.*; {expected}"):
+    start = re.escape("AsyncVectorEnv takes a sequence of functions that each build one environment: [")
+    with pytest.raises(TypeError, match=f"^{start}.*; {expected}"):
         vecenv.AsyncVectorEnv(env_fns)
 
 
-def test_signature_shows_all_arguments() -> None:
+def test_signature_shows_all_arguments_and_dir_all_public_names() -> None:
     class Subclass(vecenv.AsyncVectorEnv[Any, Any]):
         def __init__(self, count: int) -> None:
             super().__init__(counters(count))
@@ -407,20 +406,20 @@ def test_caller_builds_one_env_for_its_spaces_and_closes_it(tmp_path: Path, proc
 def test_observation_mode_different_builds_every_env_once_in_the_caller() -> None:
     built_in_caller: list[int] = []
 
-    def build(index: int) -> Any:
-        def env_fn() -> gymnasium.Env:
+    def make_env_fn(index: int) -> Any:
+        def build() -> gymnasium.Env:
             built_in_caller.append(index)  # workers append to their own copies
             return SpaceEnv(spaces.Box(0, 1 + index, (2,), np.float32))
 
-        return env_fn
+        return build
 
-    with open_engine([build(0), build(1)], observation_mode="different", context="fork") as envs:
+    with open_engine([make_env_fn(0), make_env_fn(1)], observation_mode="different", context="fork") as envs:
         assert built_in_caller == [0, 1]
         assert envs.single_observation_space == spaces.Box(0, 1, (2,), np.float32)
 
 
 def test_observation_mode_different_batches_different_spaces(every_engine: Options) -> None:
-    fns = [box_env(0, 1), box_env(-5, 5), box_env(0, 9)]
+    fns = [box_env_fn(0, 1), box_env_fn(-5, 5), box_env_fn(0, 9)]
     with open_engine(fns, observation_mode="different", **every_engine) as envs:
         reference = gymnasium.vector.SyncVectorEnv(fns, observation_mode="different")
         assert envs.observation_space == reference.observation_space
@@ -434,7 +433,7 @@ def test_observation_mode_different_batches_different_spaces(every_engine: Optio
 def test_observation_mode_uses_a_given_pair_of_spaces(every_engine: Options) -> None:
     single = spaces.Box(-9, 9, (2,), np.float32)
     batched = batch_space(single, 2)
-    with open_engine([box_env(0, 1), box_env(0, 2)], observation_mode=(batched, single), **every_engine) as envs:
+    with open_engine([box_env_fn(0, 1), box_env_fn(0, 2)], observation_mode=(batched, single), **every_engine) as envs:
         assert envs.observation_space is batched
         assert envs.single_observation_space is single
         assert envs.reset(seed=1)[0] in batched
@@ -446,7 +445,7 @@ def test_observation_mode_same_refuses_different_spaces(every_engine: Options, s
         match=r"the sub-environments observation spaces are not equivalent\. .*"
         r"If this is intentional, use `observation_mode='different'` instead\.",
     ):
-        vecenv.AsyncVectorEnv([box_env(0, 1), box_env(0, 2)], shared_memory=shared_memory, **every_engine)
+        vecenv.AsyncVectorEnv([box_env_fn(0, 1), box_env_fn(0, 2)], shared_memory=shared_memory, **every_engine)
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 1)])
@@ -454,26 +453,24 @@ def test_different_shapes_are_refused_even_with_a_pair_of_spaces(every_engine: O
     single = spaces.Box(0, 1, (2,), np.float32)
     with pytest.raises(RuntimeError, match="do not share a common shape and dtype"):
         vecenv.AsyncVectorEnv(
-            [box_env(), box_env(shape=shape)], observation_mode=(batch_space(single, 2), single), **every_engine
+            [box_env_fn(), box_env_fn(shape=shape)], observation_mode=(batch_space(single, 2), single), **every_engine
         )
 
 
 def test_different_action_spaces_are_refused(every_engine: Options) -> None:
     with pytest.raises(RuntimeError, match=r"Some environments have an action space different from `Discrete\(2\)`"):
-        vecenv.AsyncVectorEnv([action_env(spaces.Discrete(2)), action_env(spaces.Discrete(3))], **every_engine)
+        vecenv.AsyncVectorEnv([action_env_fn(spaces.Discrete(2)), action_env_fn(spaces.Discrete(3))], **every_engine)
 
 
-@pytest.mark.parametrize("build", [action_env, SpaceEnv], ids=["action", "observation"])
-def test_error_about_different_spaces_names_both_and_the_env(every_engine: Options, build: Any) -> None:
-    fns = [functools.partial(build, spaces.Discrete(number)) for number in (2, 2, 7)]
-    if build is action_env:
-        fns = [fn() for fn in fns]
+@pytest.mark.parametrize("make_env_fn", [action_env_fn, observation_env_fn], ids=["action", "observation"])
+def test_error_about_different_spaces_names_both_and_the_env(every_engine: Options, make_env_fn: Any) -> None:
+    fns = [make_env_fn(spaces.Discrete(number)) for number in (2, 2, 7)]
     with pytest.raises(RuntimeError) as caught:
         vecenv.AsyncVectorEnv(fns, **every_engine)
     text = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
     assert "Discrete(2)" in text
     assert "Discrete(7)" in text
-    assert re.search(r"\b2\b", text.replace("Discrete(2)", "")), text
+    assert re.search(r"\b2\b", text.replace("Discrete(2)", "")), f"the index of the env is missing: {text}"
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -481,7 +478,7 @@ def test_custom_observation_space_is_pickled_with_a_warning(num_workers: int) ->
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         envs = vecenv.AsyncVectorEnv([lambda: SpaceEnv(CustomSpace())] * 2, num_workers=num_workers)
-    # Python 3.12 also warns about forks
+    # other warnings are about forks, from Python 3.12 on
     assert sum("pickled" in str(warning.message) for warning in caught) == num_workers
     reference = gymnasium.vector.SyncVectorEnv([lambda: SpaceEnv(CustomSpace())] * 2)
     assert envs.reset(seed=1)[0] == reference.reset(seed=1)[0]
@@ -510,17 +507,17 @@ def test_mpi_variables_are_hidden_from_workers(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PMI_SIZE", "2")
 
     class VariablesEnv(CounterEnv):
-        def variables(self) -> list[str]:
+        def mpi_variables(self) -> list[str]:
             return [name for name in os.environ if name.startswith(("OMPI_", "PMI_"))]
 
     with open_engine([VariablesEnv, VariablesEnv]) as envs:
-        assert envs.call("variables") == ([], [])
+        assert envs.call("mpi_variables") == ([], [])
     assert os.environ["OMPI_COMM_WORLD_RANK"] == "1"
     assert os.environ["PMI_SIZE"] == "2"
 
 
 def test_engine_options_repeat_the_constructor_signature() -> None:
-    """``EngineOptions``, for the classes that use the engine, omits the arguments that these classes set or refuse."""
+    """``EngineOptions`` lists the options of classes that use the engine. They set or refuse the omitted arguments."""
     hints = typing.get_type_hints(vecenv.AsyncVectorEnv.__init__)
     shared = set(hints) - {"env_fns", "worker", "observation_mode", "autoreset_mode", "return"}
     assert {name: hints[name] for name in shared} == typing.get_type_hints(EngineOptions)
@@ -541,7 +538,7 @@ def test_spaces_passed_by_position_as_in_openrl_are_refused(closes: Any) -> None
     [{"num_workers": 2}, {"num_workers": 0}, {"num_workers": "auto"}, {"worker_options": WorkerOptions(dummy_env=False)}],
     ids=str,
 )
-def test_env_fn_that_returns_none_is_named(options: dict[str, Any]) -> None:
+def test_error_names_the_env_fn_that_returns_none(options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=r"env_fns\[0\]\(\) returned None instead of an environment: is a `return` missing"):
         vecenv.AsyncVectorEnv([lambda: None] * 2, **options)  # type: ignore[list-item, return-value]
 
@@ -549,7 +546,7 @@ def test_env_fn_that_returns_none_is_named(options: dict[str, Any]) -> None:
 # --- a custom ``worker`` uses Gymnasium's pipe protocol, so it runs in Gymnasium's class -----------
 
 
-def test_custom_worker_determines_results(shared_memory: bool) -> None:
+def test_results_with_a_custom_worker_are_those_of_the_worker(shared_memory: bool) -> None:
     with open_engine(counters(2), shared_memory=shared_memory, worker=reward_scaling_worker) as envs:
         assert isinstance(envs, VectorEnv)
         assert isinstance(envs, gymnasium.vector.AsyncVectorEnv)
@@ -566,14 +563,15 @@ def test_custom_worker_is_accepted_by_position(closes: Any) -> None:
 
 
 def test_max_concurrency_with_a_custom_worker_is_passed_to_gymnasium() -> None:
-    """If Gymnasium's class lacks the option, it is refused and not ignored."""
+    """If Gymnasium's class lacks the option, it is refused instead of ignored."""
     if not HAS_MAX_CONCURRENCY:
         with pytest.raises(ValueError, match=r"`max_concurrency` cannot be combined with a custom `worker`"):
             vecenv.AsyncVectorEnv(counters(2), worker=reward_scaling_worker, max_concurrency=1)
         return
     with open_engine(counters(2), worker=reward_scaling_worker, max_concurrency=1) as envs:
         assert envs.max_concurrency == 1
-        np.testing.assert_allclose((envs.reset(seed=4), envs.step([0, 0]))[1][1], [0.1, 100.1])
+        envs.reset(seed=4)
+        np.testing.assert_allclose(envs.step([0, 0])[1], [0.1, 100.1])
 
 
 # --- the interface that ``gymnasium.make_vec`` and the vector wrappers use ------------------------
@@ -581,12 +579,12 @@ def test_max_concurrency_with_a_custom_worker_is_passed_to_gymnasium() -> None:
 
 @pytest.fixture
 def patched_make_vec(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``gymnasium.make_vec`` build the class of this package."""
+    """Make ``gymnasium.make_vec`` build vecenv's class."""
     monkeypatch.setattr(gymnasium.vector, "AsyncVectorEnv", vecenv.AsyncVectorEnv)
 
 
 @pytest.mark.usefixtures("patched_make_vec")
-def test_make_vec_builds_the_class_and_assigns_the_spec(recwarn: pytest.WarningsRecorder) -> None:
+def test_make_vec_builds_vecenvs_class_and_assigns_the_spec(recwarn: pytest.WarningsRecorder) -> None:
     envs: Any = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="async")
     assert type(envs) is vecenv.AsyncVectorEnv
     assert envs.spec.id == "CartPole-v1"
@@ -594,7 +592,8 @@ def test_make_vec_builds_the_class_and_assigns_the_spec(recwarn: pytest.Warnings
     envs.reset(seed=1)
     envs.close()
     # From Python 3.12 on, a fork warns if there are other threads, and pytest-timeout has one.
-    assert [text for warning in recwarn if "multi-threaded" not in (text := str(warning.message))] == []
+    texts = [str(warning.message) for warning in recwarn]
+    assert [text for text in texts if "multi-threaded" not in text] == []
 
 
 @pytest.mark.usefixtures("patched_make_vec")
@@ -627,7 +626,7 @@ def test_wrapped_engine_provides_call_and_np_random_seed() -> None:
         assert wrapped.np_random_seed == envs.np_random_seed
 
 
-def test_observation_wrappers_refuse_same_step_mode_as_in_gymnasium() -> None:
+def test_observation_wrappers_refuse_autoreset_modes_as_in_gymnasium() -> None:
     reference: Any = gymnasium.vector.SyncVectorEnv(counters(2), autoreset_mode="SameStep")
     with pytest.raises((AssertionError, ValueError)) as refused:
         gymnasium.wrappers.vector.FlattenObservation(reference)
@@ -642,14 +641,13 @@ def test_observation_wrappers_refuse_same_step_mode_as_in_gymnasium() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_final_observation_may_be_overwritten_in_place(num_workers: int) -> None:
+def test_overwritten_final_observations_do_not_change_later_ones(num_workers: int) -> None:
     with ready_engine(counters(2, lengths=(1,)), num_workers=num_workers, autoreset_mode="SameStep") as envs:
         for _ in range(2):
             final = envs.step([0, 0])[4]["final_obs"]
-            assert [one[:2].tolist() for one in final] == [[0, 1], [1, 1]]
+            assert [observation[:2].tolist() for observation in final] == [[0, 1], [1, 1]]
             final[0][:] = -7
             final[1] = "anything"
-
 
 
 @pytest.mark.parametrize(
@@ -665,15 +663,15 @@ def test_final_observation_may_be_overwritten_in_place(num_workers: int) -> None
     ],
     ids=range(7),
 )
-def test_multi_agent_vec_env_and_pool_explain_wrong_arguments(build: Any, error: Any, text: str) -> None:
+def test_multi_agent_vec_env_and_pool_refuse_wrong_arguments_with_advice(build: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         build()
 
 
-NO_ACTIONS = [spaces.Tuple(()), spaces.Dict({}), spaces.Tuple((spaces.Dict({}), spaces.Tuple(())))]
+EMPTY_ACTION_SPACES = [spaces.Tuple(()), spaces.Dict({}), spaces.Tuple((spaces.Dict({}), spaces.Tuple(())))]
 
 
-@pytest.mark.parametrize("space", NO_ACTIONS, ids=str)
+@pytest.mark.parametrize("space", EMPTY_ACTION_SPACES, ids=str)
 @pytest.mark.parametrize("num_workers", [2, 0])
 def test_envs_with_empty_action_spaces_are_stepped(space: Any, num_workers: int) -> None:
     class NoActionEnv(CounterEnv):
@@ -694,7 +692,7 @@ def test_envs_with_empty_action_spaces_are_stepped(space: Any, num_workers: int)
 
 
 @pytest.mark.parametrize("seeds", [np.arange(4, 7), np.array([4, 5, 6], np.uint8), [np.int64(4), 5, np.int32(6)]], ids=repr)
-def test_reset_accepts_seeds_as_an_array(seeds: Any) -> None:
+def test_reset_accepts_arrays_and_lists_of_numpy_seeds(seeds: Any) -> None:
     with open_engine(counters(3), num_workers=1) as envs:
         assert envs.reset(seed=seeds)[0][:, 3].tolist() == [4, 5, 6]
         envs.reset_async(seed=seeds[:2], env_id=[0, 2])

@@ -68,9 +68,7 @@ def test_close_closes_every_environment_once(every_engine: Options, tmp_path: Pa
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kwargs", [{"terminate": True}, {"timeout": 0.2}, {}], ids=str)
-def test_close_after_a_timeout_does_not_wait_for_environments(
-    process_engine: Options, kwargs: Options
-) -> None:
+def test_close_after_a_timeout_does_not_wait_for_environments(process_engine: Options, kwargs: Options) -> None:
     with ready_engine([SleepingEnv] * 2, **process_engine) as envs:
         envs.step_async([30.0, 0.0])
         with pytest.raises(TimeoutError):
@@ -83,7 +81,7 @@ def test_close_after_a_timeout_does_not_wait_for_environments(
 
 
 class SlowCloseEnv(SleepingEnv):
-    """A :class:`SleepingEnv` with a ``close`` that takes 0.6 seconds and then writes to ``file``."""
+    """A :class:`SleepingEnv` with a ``close`` that takes 0.6 seconds and then writes to ``file``, if it was stepped."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -95,10 +93,10 @@ class SlowCloseEnv(SleepingEnv):
             self.file.write_text("closed")
 
 
-@pytest.mark.parametrize("how", ["step_async", "send"])
-def test_close_waits_for_a_pending_step_no_longer_than_step_timeout(how: str) -> None:
+@pytest.mark.parametrize("method", ["step_async", "send"])
+def test_close_waits_for_a_pending_step_no_longer_than_step_timeout(method: str) -> None:
     with ready_engine([SleepingEnv] * 2, num_workers=2, step_timeout=0.2, on_failure="restart") as envs:
-        if how == "send":
+        if method == "send":
             envs.send(np.array([30.0]), [1])
         else:
             envs.step_async([0.0, 30.0])
@@ -120,7 +118,7 @@ def test_step_timeout_does_not_limit_the_close_of_an_environment(tmp_path: Path)
 
 
 @pytest.mark.filterwarnings("ignore:.*Calling `close` while waiting for a pending call:UserWarning")
-def test_close_logs_the_environment_that_it_waits_for(
+def test_close_that_waits_logs_the_environment_and_its_position(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_process, "REPORT_CLOSE_SECONDS", 0.2)
@@ -134,13 +132,13 @@ def test_close_logs_the_environment_that_it_waits_for(
 
 @pytest.mark.parametrize("pending", ["reset", "step", "call"])
 def test_close_during_a_pending_call_warns_and_waits(every_engine: Options, pending: str) -> None:
-    begin = {
+    begin_call = {
         "reset": lambda envs: envs.reset_async(seed=1),
         "step": lambda envs: envs.step_async([0.05, 0.05]),
         "call": lambda envs: envs.call_async("sleep", 0.05),
     }
     with ready_engine([SleepingEnv] * 2, **every_engine) as envs:
-        begin[pending](envs)
+        begin_call[pending](envs)
         text = f"Calling `close` while waiting for a pending call to `{pending}` to complete."
         with pytest.warns(UserWarning, match=text):
             envs.close()
@@ -165,17 +163,17 @@ def test_unreferenced_engine_is_closed(every_engine: Options) -> None:
     envs: Any = vecenv.AsyncVectorEnv(counters(2), **every_engine)
     envs.reset(seed=1)
     pids = [process.pid for process in envs.processes]
-    gone = weakref.ref(envs)
+    reference = weakref.ref(envs)
     del envs
     gc.collect()
-    assert gone() is None
+    assert reference() is None
     deadline = time.monotonic() + 5
     while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(map(psutil.pid_exists, pids))
 
 
-def test_engine_can_be_deleted_after_its_constructor_failed() -> None:
+def test_engine_with_a_failed_constructor_can_be_deleted() -> None:
     envs: Any = vecenv.AsyncVectorEnv.__new__(vecenv.AsyncVectorEnv)
     with pytest.raises(ValueError, match="AutoresetMode"):
         envs.__init__(counters(1), autoreset_mode="x")
@@ -183,11 +181,11 @@ def test_engine_can_be_deleted_after_its_constructor_failed() -> None:
     gc.collect()
 
 
-# --- exceptions of environments in the caller, and the calls that follow -------------------------
+# --- exceptions of environments, as the caller raises them, and the calls that follow ------------
 
 
 class CustomError(Exception):
-    """An exception with one argument and no other base class."""
+    """An exception class that is not built in."""
 
 
 def raising_env_fn(index: int, error: BaseException, method: str = "step", at: int = 2) -> Any:
@@ -199,10 +197,8 @@ def raising_env_fn(index: int, error: BaseException, method: str = "step", at: i
     "error", [ValueError("x"), KeyError("k"), CustomError("odd"), ZeroDivisionError(), OSError(2, "no")], ids=repr
 )
 @pytest.mark.parametrize("method", ["step", "reset"])
-def test_exception_of_an_env_is_raised_with_its_type_and_text(
-    every_engine: Options, error: Exception, method: str
-) -> None:
-    # A copy, because a raised exception keeps references to the frames that it passed through.
+def test_exception_of_an_env_is_raised_with_its_type_and_text(every_engine: Options, error: Exception, method: str) -> None:
+    # a copy, because a raised exception keeps references to the frames that it passed through
     with ready_engine([*counters(2), raising_env_fn(2, copy.copy(error), method)], **every_engine) as envs:
         envs.step([0, 0, 0])
         with raises_logged(type(error)) as (caught, _):
@@ -216,7 +212,7 @@ def test_exception_of_an_env_is_raised_with_its_type_and_text(
 
 @contextmanager
 def failed_engine(engine: Options) -> Iterator[tuple[Any, Exception, list[str]]]:
-    """Yield an engine with a third environment that has just raised, its exception, and the log lines."""
+    """Yield an engine after env 2 has raised in a step, its exception, and the texts of the warnings."""
     with ready_engine([*counters(2, lengths=(9,)), raising_env_fn(2, ValueError("x"))], **engine) as envs:
         envs.step([0, 0, 0])
         with raises_logged(ValueError) as (caught, texts):
@@ -226,19 +222,19 @@ def failed_engine(engine: Options) -> Iterator[tuple[Any, Exception, list[str]]]
 
 def test_one_failure_emits_exactly_three_warnings() -> None:
     with failed_engine({}) as (_, _, texts):
-        red, plain = "\x1b[31mERROR: ", "\x1b[0m"
-        assert texts[0] == f"{red}Received the following error from Worker-2 - Shutting it down{plain}"
-        assert texts[1].startswith(f"{red}Traceback (most recent call last):\n")
+        prefix, suffix = "\x1b[31mERROR: ", "\x1b[0m"  # escape codes for red
+        assert texts[0] == f"{prefix}Received the following error from Worker-2 - Shutting it down{suffix}"
+        assert texts[1].startswith(f"{prefix}Traceback (most recent call last):\n")
         assert "\nValueError: x\n" in texts[1]
-        assert texts[1].endswith(f"\n{plain}")
-        assert texts[2] == f"{red}Raising the last exception back to the main process.{plain}"
+        assert texts[1].endswith(f"\n{suffix}")
+        assert texts[2] == f"{prefix}Raising the last exception back to the main process.{suffix}"
 
 
 @pytest.mark.parametrize(
     "options", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "use_caller": True}], ids=str
 )
-def test_failure_is_reported_only_by_the_exception(options: Options) -> None:
-    """Only the raised exception reports it. There are no warnings about the end of a worker."""
+def test_failure_without_one_process_per_env_is_reported_only_by_the_exception(options: Options) -> None:
+    """There are no warnings like Gymnasium's about the end of a worker, because the workers continue."""
     with failed_engine(options) as (_, error, texts):
         assert texts == []
         printed = "".join(traceback.format_exception(error))
@@ -246,7 +242,7 @@ def test_failure_is_reported_only_by_the_exception(options: Options) -> None:
         assert "env 2, " in printed
 
 
-def test_two_failures_emit_exactly_five_warnings_and_step_the_others() -> None:
+def test_two_failures_emit_exactly_five_warnings_and_others_are_stepped() -> None:
     fns = [counters(4)[0], raising_env_fn(1, ValueError("one")), counters(4)[2], raising_env_fn(3, KeyError("three"))]
     with ready_engine(fns) as envs:
         envs.step([0] * 4)
@@ -258,7 +254,7 @@ def test_two_failures_emit_exactly_five_warnings_and_step_the_others() -> None:
 
 
 class PercentEnv(CounterEnv):
-    """An environment that raises with percent signs in the text, which logging must not interpret."""
+    """An environment that raises an exception with percent signs in its text, which logging must not interpret."""
 
     def reset(self, **kwargs: Any) -> Any:
         raise ValueError("100% wrong: %s %d")
@@ -268,11 +264,11 @@ def test_logged_traceback_shows_the_raising_line_and_the_unformatted_text() -> N
     with open_engine([PercentEnv]) as envs:
         with raises_logged(ValueError, match="100% wrong: %s %d") as (_, texts):
             envs.reset(seed=1)
-        raised = 'raise ValueError("100% wrong: %s %d")'
-        assert f"in reset\n    {raised}\nValueError: 100% wrong: %s %d" in texts[1]
+        line = 'raise ValueError("100% wrong: %s %d")'
+        assert f"in reset\n    {line}\nValueError: 100% wrong: %s %d" in texts[1]
 
 
-def test_exception_names_the_environment_and_has_the_remote_traceback(every_engine: Options) -> None:
+def test_exception_names_the_environment_and_shows_its_traceback(every_engine: Options) -> None:
     with failed_engine(every_engine) as (_, error, _):
         notes = "\n".join(error.__notes__)
         assert "env 2" in notes
@@ -285,7 +281,8 @@ def test_nothing_is_logged_without_a_failure(every_engine: Options, recwarn: pyt
         envs.step([0, 0])
         envs.call("env_id")
     # From Python 3.12 on, a fork warns if there are other threads, and pytest-timeout has one.
-    assert [text for warning in recwarn if "multi-threaded" not in (text := str(warning.message))] == []
+    texts = [str(warning.message) for warning in recwarn]
+    assert [text for text in texts if "multi-threaded" not in text] == []
 
 
 def test_reset_rebuilds_only_the_failed_environment(every_engine: Options) -> None:
@@ -303,16 +300,17 @@ def test_stats_count_all_but_the_failed_environment(every_engine: Options, metho
     with ready_engine([*counters(2), raising_env_fn(2, ValueError("x"), method)], **every_engine) as envs:
         envs.step([0, 0, 0])
         before = envs.stats()
-        if not by_row:
+        if by_row:
+            if method == "step":
+                envs.send([0, 0, 0], range(3))
+            else:
+                envs.reset_async()
+            for _ in range(3):
+                with contextlib.suppress(ValueError):
+                    envs.recv(count=1)
+        else:
             with pytest.raises(ValueError, match="x"):
                 envs.step([0, 0, 0]) if method == "step" else envs.reset()
-        elif method == "step":
-            envs.send([0, 0, 0], range(3))
-        else:
-            envs.reset_async()
-        for _ in range(3 if by_row else 0):
-            with contextlib.suppress(ValueError):
-                envs.recv(count=1)
         after = envs.stats()
         assert [after[name] - before[name] for name in ("steps", "resets")] == ([2, 0] if method == "step" else [0, 2])
 
@@ -332,16 +330,25 @@ def test_masked_reset_recovers_a_failed_environment(every_engine: Options) -> No
         assert envs.step([0, 0, 0])[0][:, 1].tolist() == [3, 3, 1]
 
 
-class InstanceCountingEnv(CounterEnv):
-    """An environment that raises on action 4. Its reset info counts the earlier instances that still exist."""
+@pytest.fixture(autouse=True)
+def enable_the_collector_afterwards() -> Iterator[None]:
+    yield
+    gc.enable()
 
-    built: ClassVar[weakref.WeakSet[InstanceCountingEnv]] = weakref.WeakSet()
+
+class InstanceCountingEnv(CounterEnv):
+    """An environment that counts the earlier instances that still exist, and puts the number into its reset infos.
+
+    It raises for action 4, and in a reset with options if there are no earlier instances.
+    """
+
+    instances: ClassVar[weakref.WeakSet[InstanceCountingEnv]] = weakref.WeakSet()
 
     def __init__(self) -> None:
         gc.disable()  # an instance is freed only when its last reference is dropped
         super().__init__(lengths=(1000,))
-        self.earlier = len(self.built)
-        self.built.add(self)
+        self.earlier = len(self.instances)
+        self.instances.add(self)
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
         if kwargs.get("options") and not self.earlier:
@@ -373,7 +380,7 @@ def test_reset_frees_a_failed_environment() -> None:
 
 
 class FailingStepEnv(CounterEnv):
-    """An environment with failing steps. Actions 1 to 4 return a wrong shape; others raise and name the action."""
+    """An environment with steps that fail. Actions 1 to 4 return a wrong shape; others raise an error with the action."""
 
     def step(self, action: Any) -> Any:
         if 1 <= action <= 4:
@@ -385,16 +392,19 @@ def test_equal_exceptions_share_one_note() -> None:
     with ready_engine([FailingStepEnv] * 8, num_workers=2) as envs:
         with pytest.raises(ObservationError, match="env 0: observation") as caught:
             envs.step(np.array([1, 2, 3, 5, 5, 6, 4, 5]))
-        (place, same, five, six) = caught.value.__notes__
-        assert place.startswith("env 0, worker 0")
-        assert same == "also failed in the same way: envs 1-2, 6"
-        assert five == "also failed: envs 3-4, 7: RuntimeError: cannot do 5"
-        assert six == "also failed: env 5: RuntimeError: cannot do 6"
+        (location, *others) = caught.value.__notes__
+        assert location.startswith("env 0, worker 0")
+        assert others == [
+            "also failed in the same way: envs 1-2, 6",
+            "also failed: envs 3-4, 7: RuntimeError: cannot do 5",
+            "also failed: env 5: RuntimeError: cannot do 6",
+        ]
 
 
 def test_equal_exits_of_different_workers_share_one_note() -> None:
     exits = [EnvError(f"env {row}, worker {row}, during step: SystemExit: 3", original="SystemExit: 3") for row in (0, 1)]
-    assert notes_about_others([*enumerate(exits)]) == ["also failed in the same way: env 1"]
+    assert notes_about_others(list(enumerate(exits))) == ["also failed in the same way: env 1"]
+    # an index is ignored only in vecenv's own texts
     first, second = ValueError("the user's own text: env 0: x"), ValueError("the user's own text: env 1: x")
     assert notes_about_others([(0, first), (1, second)]) == ["also failed: env 1: ValueError: the user's own text: env 1: x"]
 
@@ -419,8 +429,8 @@ def test_exit_in_a_worker_is_described_once(process_engine: Options) -> None:
         assert text.count("during step") == 1
 
 
-class UncheckedEnv(CounterEnv):
-    """An environment with steps that use an attribute of the reset, without a check that it exists."""
+class NeedsResetEnv(CounterEnv):
+    """An environment with steps that use an attribute which only ``reset`` defines."""
 
     def reset(self, **kwargs: Any) -> Any:
         self.position = 0
@@ -434,24 +444,25 @@ class UncheckedEnv(CounterEnv):
 
 
 @pytest.mark.parametrize(("num_workers", "on_failure"), [(0, "raise"), (2, "raise"), (2, "restart")])
-def test_exception_before_the_first_reset_has_a_note_about_it(num_workers: int, on_failure: Any) -> None:
-    text = "reset() was never called"
-    with open_engine([UncheckedEnv] * 2, num_workers=num_workers, on_failure=on_failure) as envs:
+def test_exception_before_the_first_reset_has_a_note_about_the_reset(num_workers: int, on_failure: Any) -> None:
+    note = "reset() was never called"
+    with open_engine([NeedsResetEnv] * 2, num_workers=num_workers, on_failure=on_failure) as envs:
         with pytest.raises(AttributeError, match="position") as caught:
             envs.step(np.array([0, 0]))
-        assert text in caught.value.__notes__
+        assert note in caught.value.__notes__
         envs.reset()
         if on_failure == "raise":
             with pytest.raises(RuntimeError, match="no fours") as later:
                 envs.step(np.array([4, 0]))
-            assert text not in later.value.__notes__
+            assert note not in later.value.__notes__
         else:
             assert envs.step(np.array([4, 0]))[4]["restarted"].tolist() == [True, False]
+    # no note if the exception itself is about the missing reset
     env_fns = [functools.partial(gymnasium.make, "CartPole-v1")] * 2
     with open_engine(env_fns, num_workers=num_workers, on_failure=on_failure) as envs:
         with pytest.raises(ResetNeeded) as checked:
             envs.step(np.array([0, 0]))
-        assert text not in checked.value.__notes__
+        assert note not in checked.value.__notes__
 
 
 def test_error_of_a_dead_worker_explains_how_to_recover() -> None:
@@ -486,7 +497,7 @@ def test_restart_after_a_memory_error_starts_a_new_process() -> None:
 
 
 class OutOfMemoryEnv(SleepingEnv):
-    """A :class:`SleepingEnv` that raises ``MemoryError`` for the action 0."""
+    """A :class:`SleepingEnv` that raises ``MemoryError`` for action 0."""
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         if not action:
@@ -495,7 +506,7 @@ class OutOfMemoryEnv(SleepingEnv):
 
 
 def test_rows_of_a_worker_killed_after_a_memory_error_do_not_stay_in_flight() -> None:
-    """The same ``send`` has another message to that worker, and the budget does not allow a restart."""
+    """``send`` sends this worker two messages, and the budget does not allow a restart."""
     with ready_engine([OutOfMemoryEnv] * 2, num_workers=1, on_failure=vecenv.Restart(limit=0)) as envs:
         envs._driver.exchange.rows_at_once = 1
         envs.send(np.array([0, 0.5]))
@@ -542,7 +553,7 @@ def sleeping_env_fns(n: int = 3) -> list[Any]:
     return [lambda i=i: SleepingEnv(i) for i in range(n)]
 
 
-# Each value is: a function that submits the request, the method that waits for its result, a check of the result.
+# Each value has a function that submits the request, the method that waits for its result, and a check of the result.
 WAITS: dict[str, tuple[Callable[[Any], Any], str, Callable[[Any], bool]]] = {
     "reset": (
         lambda envs: envs.reset_async(seed=7, options={"seconds": DELAY_SECONDS}), "reset_wait",
@@ -562,14 +573,12 @@ WAITS: dict[str, tuple[Callable[[Any], Any], str, Callable[[Any], bool]]] = {
 
 @pytest.mark.parametrize("timeout", [0, pytest.param(0.1, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    "call", [*("call", "exec_func"), *(pytest.param(name, marks=pytest.mark.long) for name in ("reset", "step"))]
+    "call", ["call", "exec_func", *(pytest.param(name, marks=pytest.mark.long) for name in ("reset", "step"))]
 )
-def test_late_result_is_returned_by_the_same_wait(
-    process_engine: Options, call: str, timeout: float
-) -> None:
-    begin, wait, is_expected = WAITS[call]
+def test_late_result_is_returned_by_the_same_wait(process_engine: Options, call: str, timeout: float) -> None:
+    submit, wait, is_expected = WAITS[call]
     with ready_engine(sleeping_env_fns(), **process_engine) as envs:
-        begin(envs)
+        submit(envs)
         with pytest.raises(multiprocessing.TimeoutError) as caught:
             getattr(envs, wait)(timeout=timeout)
         assert isinstance(caught.value, TimeoutError)
@@ -623,8 +632,9 @@ def test_timeout_applies_to_all_environments_together() -> None:
         assert envs.step_wait()[0][:, 1].tolist() == [1, 1, 1]
 
 
-# --- calls in the wrong phase: the order of checks, and unchanged state. ``faults/test_misuse.py`` tests all pairs.
+# --- calls in the wrong phase: the order of checks, and unchanged state. ``faults/test_misuse.py`` tests all pairs of calls.
 
+# methods and attributes that submit a call and wait for its result
 SHORTCUTS: dict[str, Callable[[Any], Any]] = {
     "call": lambda envs: envs.call("env_id"),
     "get_attr": lambda envs: envs.get_attr("env_id"),
@@ -710,4 +720,3 @@ def test_reset_async_accepts_arguments_by_position() -> None:
         observations, infos = envs.reset_wait()
         assert observations[:, 3].tolist() == [5, 6]
         assert "'a'" in infos["reset_kwargs"][0]
-

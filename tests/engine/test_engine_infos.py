@@ -1,4 +1,4 @@
-"""The infos of single environments are merged into the infos of the vector environment."""
+"""Infos: the merged dict of all environments, and ``infos_by_row``."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from vecenv.shm import INFO_BYTES
 from vecenv.testing import assert_identical
 
 # --- infos of single environments are merged into one dict of arrays, by the rules of ``VectorEnv._add_info``
-# The rules have quirks: for example, the first environment that has a key decides its dtype. Programs rely on these
-# quirks, so the tests take the expected values from Gymnasium's function.
+#
+# The rules have quirks on which programs rely: for example, the first environment that has a key decides its dtype. So
+# the expected values come from Gymnasium's function.
 
 
 class Colour(enum.IntEnum):
@@ -43,7 +44,7 @@ class UnreadableInfo(Mapping[str, int]):
         return 1
 
     def __iter__(self) -> Iterator[str]:
-        raise RuntimeError("no keys today")
+        raise RuntimeError("the keys cannot be read")
 
     def __len__(self) -> int:
         return 1
@@ -83,14 +84,14 @@ CASES: dict[str, list[dict[Any, Any]]] = {
     "array of bools": [{"a": np.array([True, False])}] * 3,
     "structured array": [{"a": np.zeros(2, dtype=[("x", "f4"), ("y", "i8")])}] * 3,
     "datetime array": [{"a": np.array(["2020-01-01"], dtype="M8[D]")}] * 3,
-    "some only": [{}, {"a": 1}, {}],
+    "only in some infos": [{}, {"a": 1}, {}],
     "different keys": [{"a": 1}, {"b": 2.5}, {"c": "x"}],
     "keys that are not strings": [{3: 1, (1, 2): 2.0, None: "x"}, {3: 2}, {}],
     "dict": [{"d": {"a": 1, "b": 2.0}}, {"d": {"a": 2}}, {}],
     "dict in dict": [{"d": {"e": {"f": 1}}}, {"d": {"e": {"g": np.ones(2)}}}, {"d": {}}],
     "empty dict": [{"d": {}}, {}, {"d": {}}],
     "empty dict first": [{"d": {}}, {"d": {"a": 1}}, {}],
-    "episode as RecordEpisodeStatistics gives it": [{"episode": {"r": 1.5, "l": 10, "t": 0.25}}, {}, {}],
+    "episode statistics of RecordEpisodeStatistics": [{"episode": {"r": 1.5, "l": 10, "t": 0.25}}, {}, {}],
     "final_obs from an environment": [{"final_obs": np.ones(2)}, {}, {"final_obs": "anything"}],
     "final_obs inside a dict": [{"d": {"final_obs": 1}}, {"d": {"final_obs": {"x": 2}}}, {}],
     "order of first appearance": [{"z": 1, "a": 2}, {"m": 3, "z": 4}, {"a": 5}],
@@ -104,7 +105,7 @@ CASES: dict[str, list[dict[Any, Any]]] = {
     "equal keys of different types": [{1: 5}, {True: 6, "d": {0: 1}}, {1.0: 7, "d": {False: 2}}],
     "a number and its text as keys": [{1: 5}, {"1": 6}, {1: 7}],
     "a text key and an equal key of an enum": [{"a": 5}, {TextEnum.A: 6}, {"a": 7}],
-    "numbers to the last bit": [
+    "numbers that rounding would change": [
         {"a": 0.1, "b": -0.0, "c": 5e-324, "d": 1.7976931348623157e308, "e": 2**53 + 1, "f": -(2**63)}
     ]
     * 3,
@@ -136,21 +137,22 @@ def make_column(values: Any, dtype: Any = object) -> np.ndarray[Any, Any]:
         return np.array(values, dtype)
     column = np.full(len(values), None, dtype=object)
     for row, value in enumerate(values):
-        column[row] = value
+        column[row] = value  # one by one, because np.array(values, object) would split lists and arrays
     return column
 
 
-two, three = np.zeros(2), np.ones(3)
+TWO_ZEROS, THREE_ONES = np.zeros(2), np.ones(3)
 MIXED_VALUES: dict[str, tuple[list[Any], Any, bool]] = {
-    # The values of key "a" of each environment, the column, and True if Gymnasium would silently return another column.
+    # The value of key "a" in each environment, the expected column, and True if a warning is expected, because Gymnasium
+    # would silently return another column.
     "int then float": ([1, 2.7, -2.7], make_column([1, 2.7, -2.7], float), True),
     "an int that no float can hold, then float": ([2**53 + 1, 0.5], make_column([2**53 + 1, 0.5]), True),
     "bool then int": ([True, 5, 0], make_column([True, 5, 0]), True),
     "int then text that is a number": ([1, "2"], make_column([1, "2"]), True),
     "short text then long": ([np.array(["ab"]), np.array(["abcdef"])], make_column([["ab"], ["abcdef"]], "U6"), True),
     "int array then float array": ([np.array([1, 2]), np.array([1.7, 2.7])], make_column([[1, 2], [1.7, 2.7]], float), True),
-    "array then number": ([three, 5], make_column([three, 5]), True),
-    "array then a smaller one": ([three, np.array([7.0])], make_column([three, np.array([7.0])]), True),
+    "array then number": ([THREE_ONES, 5], make_column([THREE_ONES, 5]), True),
+    "array then a smaller one": ([THREE_ONES, np.array([7.0])], make_column([THREE_ONES, np.array([7.0])]), True),
     "float32 then float": ([np.float32(0.1), 0.1], make_column([float(np.float32(0.1)), 0.1], float), True),
     "int8 then int": ([np.int8(1), 300], make_column([1, 300], int), False),
     "dict then int": ([{"a": 1}, 5], make_column([{"a": 1}, 5]), False),
@@ -161,9 +163,9 @@ MIXED_VALUES: dict[str, tuple[list[Any], Any, bool]] = {
     "int then list": ([1, [1, [2]]], make_column([1, [1, [2]]]), False),
     "an int beyond 64 bits": ([2**70, 1], make_column([2**70, 1]), False),
     "an int beyond int64": ([2**63, 1], make_column([2**63, 1]), False),
-    "arrays of different shapes": ([two, three], make_column([two, three]), False),
-    "number then array": ([1.0, two], make_column([1.0, two]), False),
-    "array then dict": ([two, {"a": 1}], make_column([two, {"a": 1}]), False),
+    "arrays of different shapes": ([TWO_ZEROS, THREE_ONES], make_column([TWO_ZEROS, THREE_ONES]), False),
+    "number then array": ([1.0, TWO_ZEROS], make_column([1.0, TWO_ZEROS]), False),
+    "array then dict": ([TWO_ZEROS, {"a": 1}], make_column([TWO_ZEROS, {"a": 1}]), False),
 }
 
 
@@ -180,7 +182,9 @@ def test_values_that_do_not_fit_one_column_are_kept_unchanged(engine: Options, n
         assert_identical(infos, {"a": column, "_a": mask, "d": {"a": column, "_a": mask}, "_d": mask})
         texts = [str(warning.message) for warning in caught if "infos[" in str(warning.message)]
         assert len(texts) == (2 if warned else 0), texts
-        assert not warned or ("infos['a']: env " in texts[0] and "infos['d']['a']: env " in texts[1])
+        if warned:
+            assert "infos['a']: env " in texts[0]
+            assert "infos['d']['a']: env " in texts[1]
 
 
 @pytest.mark.filterwarnings("ignore:.*infos")
@@ -209,8 +213,8 @@ NOT_DICTS: dict[str, Any] = {"None": None, "a list": [1, 2]}
 @pytest.mark.parametrize("name", NOT_DICTS)
 @pytest.mark.parametrize("call", ["step", "reset", "recv"])
 def test_info_that_is_not_a_dict_raises_with_the_complete_result(engine: Options, call: str, name: str) -> None:
-    value = NOT_DICTS[name]
-    fns = [info_env([{}] if call == "reset" else [info, {}], [info]) for info in ({"a": 1}, value, {"a": 3})]
+    infos = [{"a": 1}, NOT_DICTS[name], {"a": 3}]
+    fns = [info_env([{}] if call == "reset" else [info, {}], [info]) for info in infos]  # later infos are empty
     with open_engine(fns, **engine) as envs:
         if call != "reset":
             vecenv.infos_by_row(envs).reset(seed=1)
@@ -220,7 +224,7 @@ def test_info_that_is_not_a_dict_raises_with_the_complete_result(engine: Options
         with pytest.raises(InfoError, match=r"env 1 returned an info that is not a dict but") as caught:
             calls[call]()
         assert isinstance(caught.value, AttributeError)  # as in Gymnasium
-        assert sorted(map(repr, caught.value.result[4])) == sorted(map(repr, [{"a": 1}, value, {"a": 3}]))
+        assert sorted(map(repr, caught.value.result[4])) == sorted(map(repr, infos))  # recv may return any order
         assert caught.value.result[0].shape[0] == 3
         assert envs._state.value == "default"
         assert not envs.errors
@@ -269,23 +273,24 @@ def test_infos_are_new_writeable_arrays_at_every_step(engine: Options) -> None:
 
 
 class SharedInfoEnv(CounterEnv):
-    """An environment that writes its observation into a given info, which several may share, and returns that info."""
+    """An environment that writes its observation into a given info and returns it. Environments may share an info."""
 
     def __init__(self, env_id: int, info: dict[str, Any]) -> None:
         super().__init__(env_id, lengths=(2, 3))
         self.info = info
 
-    def write_and_return_info(self, results: Sequence[Any]) -> Any:
+    def write_and_add_info(self, results: Sequence[Any]) -> Any:
+        """Write the observation into the info, and return the results with this info."""
         observation = results[0]
         self.info["text"] = self.info["inner"]["text"] = self.info["ordered"]["text"] = str(observation)
         self.info["array"][:] = self.info["inner"]["array"][:] = self.info["objects"][:] = observation
         return *results[:-1], self.info
 
     def reset(self, **kwargs: Any) -> Any:
-        return self.write_and_return_info(super().reset(**kwargs))
+        return self.write_and_add_info(super().reset(**kwargs))
 
     def step(self, action: Any) -> Any:
-        return self.write_and_return_info(super().step(action))
+        return self.write_and_add_info(super().step(action))
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
@@ -302,15 +307,15 @@ def test_dict_subclasses_keep_their_class(num_workers: int) -> None:
     with open_engine([info_env([info])], num_workers=num_workers) as envs:
         by_row = vecenv.infos_by_row(envs)
         by_row.reset()
-        (row,) = by_row.step(np.array([0]))[4]
-    assert (type(row["inner"]), type(row["counts"])) == (OrderedDict, Counter)
-    assert row["counts"] == info["counts"]
-    assert row["inner"]["array"] is not info["inner"]["array"]
+        (returned,) = by_row.step(np.array([0]))[4]
+    assert (type(returned["inner"]), type(returned["counts"])) == (OrderedDict, Counter)
+    assert returned["counts"] == info["counts"]
+    assert returned["inner"]["array"] is not info["inner"]["array"]
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
 def test_infos_with_changing_keys_equal_sync_vector_env(engine: Options, mode: str, closes: Any) -> None:
-    """A column of numbers that was present in many steps must not be returned in a step without it."""
+    """A column of numbers must not be returned in a step without that key, although many earlier steps had it."""
     rng = np.random.default_rng(0)
 
     def random_info() -> dict[str, Any]:
@@ -322,8 +327,9 @@ def test_infos_with_changing_keys_equal_sync_vector_env(engine: Options, mode: s
             "word": str(rng.random()),
             "d": {"y": float(rng.random()), "z": int(rng.integers(9))},
         }
-        complete = rng.random() < 0.7
-        return values if complete else {key: value for key, value in values.items() if rng.random() < 0.5}
+        if rng.random() < 0.7:
+            return values
+        return {key: value for key, value in values.items() if rng.random() < 0.5}
 
     fns = [info_env([random_info() for _ in range(30)], [random_info() for _ in range(3)]) for _ in range(4)]
     reference = closes(SyncVectorEnv(fns, autoreset_mode=mode))
@@ -343,9 +349,9 @@ def test_same_step_reset_info_that_is_not_a_dict_keeps_the_final_info(engine: Op
     resets, steps = [(zeros, {"b": 2}), (zeros, None)], [(zeros, 1.0, True, False, {"a": 1})] * 2
     with ready_engine([partial(ReturningEnv, resets=resets, steps=steps)] * 2, autoreset_mode="SameStep", **engine) as envs:
         text = "is not a dict but a NoneType; with same-step autoreset it is dropped"
-        with pytest.warns(UserWarning, match=text) as seen:
+        with pytest.warns(UserWarning, match=text) as caught:
             infos = [envs.step([0, 0])[4] for _ in range(2)]
-        assert len(seen) == 1
+        assert len(caught) == 1
         for info in infos:
             assert info["final_info"]["a"].tolist() == [1, 1]
             assert [final.tolist() for final in info["final_obs"]] == [[0.0] * 4] * 2
@@ -369,13 +375,14 @@ def test_key_keeps_its_type_after_an_equal_key_of_another_type(engine: Options, 
         for t in range(2 * len(infos_over_time)):
             result, expected_result = envs.step([0, 0])[4], reference.step([0, 0])[4]
             assert_identical(result, expected_result, f"step {t}")
-            assert [*map(repr, result)] == [*map(repr, expected_result)], f"step {t}"  # 1, True and 1.0 are equal
+            # the texts of the keys, because 1, True and 1.0 are equal
+            assert list(map(repr, result)) == list(map(repr, expected_result)), f"step {t}"
             if "d" in expected_result:
-                assert [*map(repr, result["d"])] == [*map(repr, expected_result["d"])]
+                assert list(map(repr, result["d"])) == list(map(repr, expected_result["d"]))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_error_of_an_unreadable_info_names_its_env_and_the_next_step_succeeds(num_workers: int) -> None:
+def test_unreadable_info_raises_with_its_env_and_the_next_step_succeeds(num_workers: int) -> None:
     with ready_engine([info_env([info, {}]) for info in ({}, UnreadableInfo())], num_workers=num_workers) as envs:
         with pytest.raises((RuntimeError, InfoError)) as caught:
             envs.step([0, 0])
@@ -384,10 +391,10 @@ def test_error_of_an_unreadable_info_names_its_env_and_the_next_step_succeeds(nu
         assert envs.step([0, 0])[4] == {}
 
 
-@pytest.mark.parametrize("first", [{}, {"text": "not a column"}])
+@pytest.mark.parametrize("other_values", [{}, {"text": "not a column"}])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_error_of_an_info_that_contains_itself_names_its_env(num_workers: int, first: dict[str, Any]) -> None:
-    info = {**first}
+def test_info_that_contains_itself_raises_with_its_env(num_workers: int, other_values: dict[str, Any]) -> None:
+    info = {**other_values}
     info["info"] = info
     with ready_engine([info_env([{}]), info_env([info])], num_workers=num_workers) as envs:
         with pytest.raises(RecursionError, match="info: it contains itself") as caught:
@@ -411,26 +418,27 @@ def test_thousands_of_key_combinations_are_not_all_cached() -> None:
     writer, reader = InfoWriter(schemas, records), InfoReader(schemas, records)
     combinations = set()
     for t in range(2400):
-        alike = t % 3 == 0
-        kinds = np.repeat(rng.integers(1, 64), rows) if alike else rng.integers(0, 64, rows)
+        # bit k of a row's key set stands for the key k in its info; in every third step, all rows have the same keys
+        key_sets = np.repeat(rng.integers(1, 64), rows) if t % 3 == 0 else rng.integers(0, 64, rows)
         infos: list[dict[str, Any]] = [
-            {f"k{bit}": t + row if bit % 2 else np.full(bit, t, np.float32) for bit in range(6) if kind >> bit & 1}
-            for row, kind in enumerate(kinds.tolist())
+            {f"k{k}": t + row if k % 2 else np.full(k, t, np.float32) for k in range(6) if key_set >> k & 1}
+            for row, key_set in enumerate(key_sets.tolist())
         ]
         for row, info in enumerate(infos):
             if info:
                 assert writer.write(row, info)
             else:
                 schemas[row] = 0
-        writer.add_new_definitions(definitions := {})
+        definitions: dict[int, Any] = {}
+        writer.add_new_definitions(definitions)
         reader.learn(definitions)
-        combinations.add(frozenset(kinds.tolist()))
+        combinations.add(frozenset(key_sets.tolist()))
         assert_identical(reader.read(None, rows, {}, {}), merge_like_gymnasium(infos))
     assert len(combinations) > 1400
-    caches = {name: len(value) for name, value in vars(reader).items() if isinstance(value, dict)}
-    assert caches["_plans"] <= 256, caches
-    assert max(caches.values()) <= 4096, caches
-    assert sum(map(len, (value for value in vars(writer).values() if isinstance(value, dict)))) <= 2 * 64
+    sizes = {name: len(cache) for name, cache in vars(reader).items() if isinstance(cache, dict)}
+    assert sizes["_plans"] <= 256, sizes
+    assert max(sizes.values()) <= 4096, sizes
+    assert sum(len(cache) for cache in vars(writer).values() if isinstance(cache, dict)) <= 2 * 64
 
 
 @pytest.mark.long
@@ -441,15 +449,15 @@ def test_keys_that_never_repeat_are_not_cached() -> None:
     for t in range(5000):
         infos = [{f"k{t}": t, "x": 1.5}, {"x": 2.5}, {f"k{t + row}": 1 for row in range(2)}]
         pickled = {row: info for row, info in enumerate(infos) if not writer.write(row, info)}
-        writer.add_new_definitions(definitions := {})
+        definitions: dict[int, Any] = {}
+        writer.add_new_definitions(definitions)
         reader.learn(definitions)
         assert_identical(reader.read(None, rows, pickled, {}), merge_like_gymnasium(infos))
-    sizes = [len(value) for holder in (writer, reader) for value in vars(holder).values() if isinstance(value, dict)]
+    sizes = [len(cache) for owner in (writer, reader) for cache in vars(owner).values() if isinstance(cache, dict)]
     assert max(sizes) <= 256, sizes
 
 
 # --- ``vecenv.infos_by_row``
-
 
 VALUES = st.one_of(
     st.booleans(), st.integers(-5, 5), st.floats(-1, 1), st.text("ab_é", max_size=2),
@@ -462,15 +470,16 @@ VALUES = st.one_of(
 @pytest.mark.parametrize("examples", [30, pytest.param(100, marks=pytest.mark.long)])
 def test_every_value_can_be_read_from_the_merged_dict(examples: int) -> None:
     lists = st.lists(st.dictionaries(st.sampled_from("ab"), VALUES, max_size=2), min_size=1, max_size=5)
-    settings(max_examples=examples, deadline=None)(given(lists)(assert_values_in_merged_dict))()
+    check = given(lists)(assert_values_in_merged_dict)
+    settings(max_examples=examples, deadline=None)(check)()
 
 
 def assert_values_in_merged_dict(infos: list[dict[str, Any]]) -> None:
     merged_infos = InfoMerger().merge(infos, range(len(infos)))
-    for row, (info, split) in enumerate(zip(infos, info_rows(merged_infos, len(infos)), strict=True)):
-        assert info.keys() == split.keys()
+    for row, (info, row_info) in enumerate(zip(infos, info_rows(merged_infos, len(infos)), strict=True)):
+        assert info.keys() == row_info.keys()
         for key, value in info.items():
-            np.testing.assert_equal(split[key], value, f"env {row}")
+            np.testing.assert_equal(row_info[key], value, f"env {row}")
 
 
 def test_masks_are_recognized_by_the_text_of_their_keys() -> None:
@@ -480,7 +489,7 @@ def test_masks_are_recognized_by_the_text_of_their_keys() -> None:
     assert info_rows({"_²": np.array([1])}, 1) == [{"_²": 1}]
 
 
-MIXTURES: list[list[Any]] = [
+INFOS_OF_THREE_ROWS: list[list[Any]] = [
     [{"a": 1, "b": 2.5}, {"a": 2, "b": 0.5}, {}],
     [{"speed": 20}, {"speed": 20.5}, {"speed": np.float32(21.75)}],
     [{"hit": False}, {"hit": 2}, {"hit": np.True_}],
@@ -493,8 +502,8 @@ MIXTURES: list[list[Any]] = [
 ]
 
 
-@pytest.mark.parametrize("infos", MIXTURES, ids=repr)
-def test_infos_by_row_returns_the_infos_of_the_environments(engine: Options, infos: list[Any]) -> None:
+@pytest.mark.parametrize("infos", INFOS_OF_THREE_ROWS, ids=repr)
+def test_infos_by_row_returns_the_infos_as_environments_returned_them(engine: Options, infos: list[Any]) -> None:
     with open_engine([info_env([info, info], [info]) for info in infos], **engine) as envs:
         by_row = vecenv.infos_by_row(envs)
         assert repr(by_row.reset(seed=1)[1]) == repr(infos)
@@ -529,7 +538,7 @@ def test_infos_by_row_accepts_sync_vector_env(closes: Any) -> None:
     assert vecenv.infos_by_row(sync_envs).step([0, 0])[4] == [{"a": 1, "b": {"c": 0.5}}] * 2
 
 
-def test_removed_option_names_its_replacement() -> None:
+def test_error_about_a_removed_option_names_its_replacement() -> None:
     text = r"AsyncVectorEnv has no option 'ragged_infos'\. It was removed: .*infos_by_row"
     with pytest.raises(TypeError, match=text):
         vecenv.make_vec("CartPole-v1", 2, vector_kwargs={"ragged_infos": True})

@@ -37,7 +37,7 @@ from vecenv.shm import fixed_tree
 from vecenv.testing import assert_identical
 
 MEMORIES = {"shared": True, "pickled": False}
-ONE_OF_EACH = ["box-float32", "box-0d", "box-empty", "discrete-start", "multi-discrete-2d", "multi-binary", "dict-nested"]
+SOME_SPACES = ["box-float32", "box-0d", "box-empty", "discrete-start", "multi-discrete-2d", "multi-binary", "dict-nested"]
 
 
 def get_leaves(tree: Any) -> list[np.ndarray]:
@@ -75,7 +75,7 @@ def test_observations_of_every_space_equal_those_of_sync_vector_env(
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", VARYING_SPACES)
-def test_values_of_varying_size_are_updated_in_shared_memory_mode(name: str) -> None:
+def test_observations_of_varying_size_change_in_steps_with_shared_memory(name: str) -> None:
     """Gymnasium's class always returns the first value, or refuses the space."""
     with open_engine(make_space_env_fns(VARYING_SPACES[name])) as envs:
         first = copy.deepcopy(envs.reset(seed=1)[0])
@@ -83,17 +83,18 @@ def test_values_of_varying_size_are_updated_in_shared_memory_mode(name: str) -> 
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", SOME_SPACES)
 def test_copy_returns_new_observation_arrays_at_every_step(shared_memory: bool, name: str) -> None:
     with open_engine(make_space_env_fns(FIXED_SPACES[name]), shared_memory=shared_memory, num_workers=2) as envs:
         first = envs.reset(seed=1)[0]
         first_copy = copy.deepcopy(first)
         second = envs.step([0, 0, 0])[0]
         assert_identical(first, first_copy)
-        for one, two, inner in zip(get_leaves(first), get_leaves(second), get_leaves(envs.observations), strict=True):
-            assert one.flags.writeable
-            assert not np.shares_memory(one, two)
-            assert not np.shares_memory(one, inner)
+        all_leaves = zip(get_leaves(first), get_leaves(second), get_leaves(envs.observations), strict=True)
+        for first_leaf, second_leaf, internal_leaf in all_leaves:
+            assert first_leaf.flags.writeable
+            assert not np.shares_memory(first_leaf, second_leaf)
+            assert not np.shares_memory(first_leaf, internal_leaf)
 
 
 def test_copied_observations_own_their_data(engine: Options, shared_memory: bool) -> None:
@@ -118,23 +119,24 @@ def test_no_copy_returns_the_same_arrays_without_shared_memory(engine: Options) 
         assert first.flags.writeable
     with open_engine(make_space_env_fns(FIXED_SPACES["dict-nested"]), copy=False, shared_memory=False, **engine) as envs:
         first_leaves = get_leaves(envs.reset(seed=1)[0])
-        for one, two in zip(first_leaves, get_leaves(envs.step([0, 0, 0])[0]), strict=True):
-            assert one is two or np.shares_memory(one, two)
+        second_leaves = get_leaves(envs.step([0, 0, 0])[0])
+        for first_leaf, second_leaf in zip(first_leaves, second_leaves, strict=True):
+            assert first_leaf is second_leaf or np.shares_memory(first_leaf, second_leaf)
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", SOME_SPACES)
 def test_no_copy_observations_equal_sync_vector_env(shared_memory: bool, name: str) -> None:
     assert_matches_sync(make_space_env_fns(FIXED_SPACES[name]), copy=False, shared_memory=shared_memory, num_workers=2)
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", SOME_SPACES)
 def test_observations_are_zeros_of_the_batched_space_before_the_first_reset(shared_memory: bool, name: str) -> None:
     with open_engine(make_space_env_fns(FIXED_SPACES[name]), shared_memory=shared_memory, num_workers=0) as envs:
         assert type(envs.observations) is type(envs.observation_space.sample())
-        expected = get_leaves(envs.observation_space.sample())
-        for leaf, sample in zip(get_leaves(envs.observations), expected, strict=True):
+        samples = get_leaves(envs.observation_space.sample())
+        for leaf, sample in zip(get_leaves(envs.observations), samples, strict=True):
             assert leaf.dtype == sample.dtype
             assert leaf.shape == sample.shape
             assert not leaf.any()
@@ -148,25 +150,25 @@ def test_dict_observations_have_the_key_order_of_the_space(engine: Options, shar
 
 
 PARTS = {"custom": CustomSpace(), "box": spaces.Box(0, 1, (2,))}
-CUSTOM = {"alone": CustomSpace(), "in a dict": spaces.Dict(PARTS), "in a tuple": spaces.Tuple(tuple(PARTS.values()))}
+CUSTOM_SPACES = {"alone": CustomSpace(), "dict": spaces.Dict(PARTS), "tuple": spaces.Tuple(tuple(PARTS.values()))}
 
 
 @pytest.mark.parametrize("copied", [True, False], ids=["copy", "no-copy"])
-@pytest.mark.parametrize("name", CUSTOM)
+@pytest.mark.parametrize("name", CUSTOM_SPACES)
 def test_custom_space_without_shared_memory_equals_sync_vector_env(engine: Options, name: str, copied: bool) -> None:
-    assert_matches_sync(make_space_env_fns(CUSTOM[name], 2), shared_memory=False, copy=copied, **engine)
+    assert_matches_sync(make_space_env_fns(CUSTOM_SPACES[name], 2), shared_memory=False, copy=copied, **engine)
 
 
-def build_by_name(fns: list[Any], **engine: Any) -> Any:
-    return vecenv.AsyncVectorEnv(fns, shared_memory=True, **engine)
+def build_by_name(fns: list[Any], **options: Any) -> Any:
+    return vecenv.AsyncVectorEnv(fns, shared_memory=True, **options)
 
 
-def build_by_position(fns: list[Any], **engine: Any) -> Any:
-    return vecenv.AsyncVectorEnv(fns, True, **engine)
+def build_by_position(fns: list[Any], **options: Any) -> Any:
+    return vecenv.AsyncVectorEnv(fns, True, **options)
 
 
-def build_with_make_vec(fns: list[Any], **engine: Any) -> Any:
-    return vecenv.make_vec(fns[0], 2, backend="process", vector_kwargs={"shared_memory": True, **engine})
+def build_with_make_vec(fns: list[Any], **options: Any) -> Any:
+    return vecenv.make_vec(fns[0], 2, backend="process", vector_kwargs={"shared_memory": True, **options})
 
 
 @pytest.mark.parametrize("build", [build_by_name, build_by_position, build_with_make_vec])
@@ -182,8 +184,9 @@ def test_custom_space_is_pickled_if_shared_memory_is_not_given(num_workers: int)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert_matches_sync(fns, num_workers=num_workers)
-    assert [str(warning.message) for warning in caught if "pickled" in str(warning.message)][1:] == []
-    assert any("cannot lie in shared memory" in str(warning.message) for warning in caught) == bool(num_workers)
+    texts = [str(warning.message) for warning in caught]
+    assert sum("pickled" in text for text in texts) <= 1, texts
+    assert any("cannot lie in shared memory" in text for text in texts) == bool(num_workers)
     with open_engine(fns, num_workers=0) as envs:
         assert envs.shared_memory is True
         assert envs.observations is None
@@ -199,7 +202,7 @@ def test_custom_action_space_accepts_one_action_per_environment(engine: Options)
 
 
 class BoxSubclass(spaces.Box):
-    """A subclass of ``Box`` without changes."""
+    pass
 
 
 def test_subclass_of_box_is_treated_as_a_box(engine: Options, shared_memory: bool) -> None:
@@ -268,14 +271,14 @@ def test_custom_space_registered_with_gymnasium_works_in_shared_memory(closes: A
         assert_identical(np.array(envs.step([0, 0])[0]), reference.step([0, 0])[0])
 
 
-# -- observations that environments return -------------------------------------------------------------------
+# --- observations that environments return -------------------------------------------------------
 
 BOX4 = spaces.Box(-10, 10, (4,), np.float32)
 CASTS: dict[str, tuple[spaces.Space, Any]] = {
     "float64 into float32": (BOX4, np.arange(4, dtype=np.float64) / 3),
     "int64 into float32": (BOX4, np.arange(4)),
     "int64 that float32 rounds": (BOX4, np.full(4, 2**24 + 1)),
-    "int64 that a scalar rounds": (spaces.Box(0, 1, (), np.float32), 2**24 + 1),
+    "int that a float32 scalar rounds": (spaces.Box(0, 1, (), np.float32), 2**24 + 1),
     "a list": (BOX4, [0.5, 1.5, 2.5, 3.5]),
     "not contiguous": (BOX4, np.arange(8, dtype=np.float32)[::2]),
     "big-endian": (BOX4, np.arange(4, dtype=">f4")),
@@ -284,18 +287,18 @@ CASTS: dict[str, tuple[spaces.Space, Any]] = {
     "int32 into Discrete": (spaces.Discrete(5), np.int32(3)),
     "0-d array into Discrete": (spaces.Discrete(5), np.array(3)),
     "float into Box of shape ()": (spaces.Box(0, 1, (), np.float32), 0.5),
-    "bools into MultiBinary": (spaces.MultiBinary(3), np.array([1, 0, 1], np.int8)),
+    "int8 into MultiBinary": (spaces.MultiBinary(3), np.array([1, 0, 1], np.int8)),
     "list into MultiDiscrete": (spaces.MultiDiscrete([3, 3]), [2, 1]),
     "int32 into int64": (spaces.Box(-9, 9, (2,), np.int64), np.array([1, -2], np.int32)),
     "int64 into int32": (spaces.Box(-9, 9, (2,), np.int32), np.array([1, -2])),
-    "fortran order": (spaces.Box(-9, 9, (2, 3), np.float32), np.asfortranarray(np.arange(6.0).reshape(2, 3))),
+    "Fortran order": (spaces.Box(-9, 9, (2, 3), np.float32), np.asfortranarray(np.arange(6.0).reshape(2, 3))),
     "nan and infinities": (BOX4, np.array([np.nan, np.inf, -np.inf, -0.0], np.float32)),
     "out of bounds": (BOX4, np.full(4, 99, np.float32)),
-    "float16": (spaces.Box(-1, 1, (3,), np.float16), np.array([0.5, -1, 0.25], np.float16)),
+    "float16 into float16": (spaces.Box(-1, 1, (3,), np.float16), np.array([0.5, -1, 0.25], np.float16)),
     "long long into int64": (spaces.Box(-9, 9, (2,), np.int64), np.array([1, -2], np.longlong)),
     "bools into int8": (spaces.MultiBinary(3), np.array([True, False, True])),
-    "a buffer that is no array": (BOX4, array.array("f", [0.5, 1.5, 2.5, 3.5])),
-    "one number of one": (spaces.Box(0, 1, (1,), np.float32), np.array([0.5], np.float32)),
+    "a buffer that is not an array": (BOX4, array.array("f", [0.5, 1.5, 2.5, 3.5])),
+    "an array of one number": (spaces.Box(0, 1, (1,), np.float32), np.array([0.5], np.float32)),
 }
 
 
@@ -316,9 +319,10 @@ def test_extra_observation_keys_are_ignored(engine: Options, shared_memory: bool
 DICT = spaces.Dict({"a": BOX4, "b": spaces.Tuple((spaces.Discrete(3), spaces.MultiBinary(2)))})
 GOOD = {"a": np.ones(4, np.float32), "b": (1, np.ones(2, np.int8))}
 MISFITS: dict[str, tuple[spaces.Space, Any, Any, tuple[str, ...]]] = {
+    # The space, an observation that does not fit, one that fits (None: a sample), and texts that the error contains.
     "too long": (BOX4, np.zeros(5, np.float32), None, ("(5,)", "(4,)")),
     "too short": (BOX4, np.zeros(3, np.float32), None, ("(3,)", "(4,)")),
-    "one for all": (BOX4, np.zeros(1, np.float32), None, ("(1,)", "(4,)")),
+    "one number for four": (BOX4, np.zeros(1, np.float32), None, ("(1,)", "(4,)")),
     "a number": (BOX4, 1.0, None, ("()", "(4,)")),
     "same size, other shape": (BOX4, np.zeros((2, 2), np.float32), None, ("(2, 2)", "(4,)")),
     "one dimension more": (BOX4, np.zeros((1, 4), np.float32), None, ("(1, 4)", "(4,)")),
@@ -339,14 +343,14 @@ MISFITS: dict[str, tuple[spaces.Space, Any, Any, tuple[str, ...]]] = {
 def test_observation_that_does_not_fit_its_space_raises_with_its_path(
     engine: Options, shared_memory: bool, name: str
 ) -> None:
-    space, observation, good, parts = MISFITS[name]
+    space, observation, good, expected_texts = MISFITS[name]
     fns = make_returning_env_fns(space, observation, good)
     with ready_engine(fns, shared_memory=shared_memory, **engine) as envs:
         with raises_logged((ValueError, TypeError, KeyError)) as (caught, _):
             envs.step([0, 0])
         text = str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
-        for part in ("env 1", *parts):
-            assert part in text
+        for expected_text in ("env 1", *expected_texts):
+            assert expected_text in text
         assert_identical(envs.reset(seed=1)[0], SyncVectorEnv(fns).reset(seed=1)[0])
 
 
@@ -375,17 +379,16 @@ def test_numbers_that_cannot_be_cast_raise_like_sync_vector_env(
         envs.step([0, 0])
 
 
-def test_observation_of_reset_is_checked(engine: Options, shared_memory: bool) -> None:
-    fns = make_returning_env_fns(BOX4, np.zeros(4, np.float32))
-    bad = [lambda: ReturningEnv([(np.zeros(5, np.float32), {})], [], BOX4)]
-    with open_engine(fns[:1] + bad, shared_memory=shared_memory, **engine) as envs, raises_logged(ValueError):
+def test_reset_that_returns_a_wrong_shape_raises(engine: Options, shared_memory: bool) -> None:
+    fns = [lambda n=n: ReturningEnv([(np.zeros(n, np.float32), {})], [], BOX4) for n in (4, 5)]
+    with open_engine(fns, shared_memory=shared_memory, **engine) as envs, raises_logged(ValueError):
         envs.reset(seed=1)
 
 
 @pytest.mark.parametrize(
     "result",
     [np.zeros(4, np.float32), (np.zeros(4, np.float32),), None, 3],
-    ids=["array", "one", "None", "int"],
+    ids=["array", "tuple of one", "None", "int"],
 )
 def test_reset_that_does_not_return_two_values_raises(engine: Options, result: Any) -> None:
     good = (np.zeros(4, np.float32), {})
@@ -394,7 +397,7 @@ def test_reset_that_does_not_return_two_values_raises(engine: Options, result: A
         envs.reset(seed=1)
 
 
-# -- foreign byte order --------------------------------------------------------------------------------------
+# --- foreign byte order --------------------------------------------------------------------------
 
 FOREIGN_BYTE_ORDER: dict[str, spaces.Space] = {
     "a number": spaces.Box(-9, 9, (), ">f4"),
@@ -420,7 +423,7 @@ def test_spaces_in_foreign_byte_order_equal_sync_vector_env(
 
 
 @pytest.mark.parametrize("value", [np.arange(3, dtype=">f4"), np.arange(3, dtype="f4"), [0, 1, 2], np.arange(3)], ids=repr)
-def test_one_axis_in_foreign_byte_order_is_written(value: Any) -> None:
+def test_values_are_written_in_foreign_byte_order_or_refused(value: Any) -> None:
     tree = fixed_tree(spaces.Box(-9, 9, (3,), ">f4"))
     assert tree is not None
     rows = np.full((2, 3), 7, ">f4")

@@ -37,11 +37,11 @@ requires_affinity = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), rea
 NO_DUMMY_ENV: dict[str, Any] = {"worker_options": WorkerOptions(dummy_env=False)}
 
 
-# --- start-up: workers start concurrently, failures have their cause, and no process remains -----
+# --- workers start concurrently, failures are raised with their cause, and no process remains ----
 
 
-def env_fn_calling_in_worker(function: Any) -> Any:
-    """Return a function that builds a :class:`CounterEnv`, and first calls ``function`` in any process but this one."""
+def make_env_fn_with_call(function: Any) -> Any:
+    """Return a function that builds a :class:`CounterEnv`. In processes other than this one, it first calls ``function``."""
     caller_pid = os.getpid()
 
     def build() -> gymnasium.Env:
@@ -56,39 +56,39 @@ def raise_no_display() -> None:
     raise RuntimeError("no display")
 
 
-@pytest.mark.parametrize("bad", [0, 1, 2])
-def test_exception_of_an_env_fn_in_a_worker_is_raised_with_its_index(process_engine: Options, bad: int) -> None:
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_exception_of_an_env_fn_in_a_worker_is_raised_with_its_index(process_engine: Options, failing: int) -> None:
     fns = counters(3)
-    fns[bad] = env_fn_calling_in_worker(raise_no_display)
+    fns[failing] = make_env_fn_with_call(raise_no_display)
     with pytest.raises(RuntimeError, match="no display") as caught:
         vecenv.AsyncVectorEnv(fns, **process_engine)
-    assert f"env {bad}" in str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
+    assert f"env {failing}" in str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
     assert "raise_no_display" in str(caught.value.__cause__)
     assert multiprocessing.active_children() == []
 
 
-def test_exception_of_the_lowest_index_is_raised_if_several_env_fns_raise(process_engine: Options) -> None:
+def test_exception_of_the_first_env_is_raised_if_several_env_fns_raise(process_engine: Options) -> None:
     def raise_another() -> None:
         raise ValueError("another")
 
-    fns = [*counters(1), env_fn_calling_in_worker(raise_no_display), env_fn_calling_in_worker(raise_another)]
+    fns = [*counters(1), make_env_fn_with_call(raise_no_display), make_env_fn_with_call(raise_another)]
     with pytest.raises(RuntimeError, match="no display"):
         vecenv.AsyncVectorEnv(fns, **process_engine)
 
 
-def test_env_fn_that_exits_raises_in_the_caller(process_engine: Options) -> None:
+def test_exit_in_an_env_fn_is_raised_as_an_error_in_the_caller(process_engine: Options) -> None:
     with pytest.raises(VecEnvError, match=r"\b2\b"):
-        vecenv.AsyncVectorEnv([*counters(2), env_fn_calling_in_worker(lambda: sys.exit(3))], **process_engine)
+        vecenv.AsyncVectorEnv([*counters(2), make_env_fn_with_call(lambda: sys.exit(3))], **process_engine)
     with pytest.raises(VecEnvError):
-        vecenv.AsyncVectorEnv([*counters(2), env_fn_calling_in_worker(lambda: os._exit(4))], **process_engine)
+        vecenv.AsyncVectorEnv([*counters(2), make_env_fn_with_call(lambda: os._exit(4))], **process_engine)
     assert multiprocessing.active_children() == []
 
 
-def test_start_that_hangs_raises_after_start_timeout(process_engine: Options) -> None:
+def test_hanging_start_raises_startup_timeout(process_engine: Options) -> None:
     begin = time.monotonic()
     with pytest.raises(StartupTimeout) as caught:
         vecenv.AsyncVectorEnv(
-            [*counters(2), env_fn_calling_in_worker(lambda: time.sleep(60))],
+            [*counters(2), make_env_fn_with_call(lambda: time.sleep(60))],
             worker_options=WorkerOptions(start_timeout=0.5), **process_engine,
         )  # fmt: skip
     assert time.monotonic() - begin < 70
@@ -100,7 +100,7 @@ def test_start_that_hangs_raises_after_start_timeout(process_engine: Options) ->
 @pytest.mark.long
 def test_workers_start_concurrently() -> None:
     begin = time.monotonic()
-    with open_engine([env_fn_calling_in_worker(lambda: time.sleep(2.0))] * 4):
+    with open_engine([make_env_fn_with_call(lambda: time.sleep(2.0))] * 4):
         assert time.monotonic() - begin < 7
 
 
@@ -156,28 +156,29 @@ def test_former_option_names_its_replacement(option: str) -> None:
 def test_invalid_option_is_refused_before_anything_is_built(options: Options, texts: tuple[str, ...]) -> None:
     """The error names the option and the accepted values."""
 
-    def must_not_be_called() -> gymnasium.Env:
+    def fail_to_build() -> gymnasium.Env:
         raise AssertionError("built too early")
 
     with pytest.raises((ValueError, TypeError)) as caught:
-        vecenv.AsyncVectorEnv([must_not_be_called, must_not_be_called], **options)
-    for text in (next(iter(options)), *texts):
+        vecenv.AsyncVectorEnv([fail_to_build, fail_to_build], **options)
+    option, *_ = options
+    for text in (option, *texts):
         assert text in str(caught.value)
 
 
-# -- sources of the spaces ----------------------------------------------------------------------------------------------
+# --- sources of the spaces -----------------------------------------------------------------------
 
 
 def build_only_in_workers() -> gymnasium.Env:
-    """Build an environment, and raise in the process of the tests."""
+    """Build an environment. Raise in the process of the tests, which is the caller."""
     assert multiprocessing.parent_process() is not None, "built in the caller"
     return CounterEnv()
 
 
-def env_fn_with_upper_bound(size: int) -> Any:
+def make_env_fn_with_upper_bound(high: int) -> Any:
     def build() -> gymnasium.Env:
         assert multiprocessing.parent_process() is not None, "built in the caller"
-        return SpaceEnv(spaces.Box(0.0, float(size), (2,), np.float32))
+        return SpaceEnv(spaces.Box(0.0, float(high), (2,), np.float32))
 
     return build
 
@@ -197,47 +198,58 @@ def build_env_with_unpicklable_space() -> gymnasium.Env:
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 def test_dummy_env_false_reads_spaces_in_another_process(context: str) -> None:
     with open_engine([build_only_in_workers] * 3, **NO_DUMMY_ENV, context=context, num_workers=2) as envs:
-        here = CounterEnv()
-        assert envs.single_observation_space == here.observation_space
-        assert envs.single_action_space == here.action_space
-        assert envs.observation_space.shape == (3, *here.observation_space.shape)
-        assert envs.metadata == {**here.metadata, "autoreset_mode": envs.autoreset_mode}
-        assert envs.render_mode == here.render_mode
+        env = CounterEnv()
+        assert envs.single_observation_space == env.observation_space
+        assert envs.single_action_space == env.action_space
+        assert envs.observation_space.shape == (3, *env.observation_space.shape)
+        assert envs.metadata == {**env.metadata, "autoreset_mode": envs.autoreset_mode}
+        assert envs.render_mode == env.render_mode
         assert envs.reset(seed=1)[0] in envs.observation_space
 
 
 def test_num_workers_auto_reads_spaces_in_the_probe_process() -> None:
-    # with a timeout, num_workers="auto" does not choose steps in the caller
+    # with a timeout, num_workers="auto" never chooses to step environments in the caller
     with open_engine([build_only_in_workers] * 2, num_workers="auto", step_timeout=30.0) as envs:
         assert envs.plan is not None
         assert envs.reset(seed=1)[0] in envs.observation_space
 
 
 def test_dummy_env_false_reads_different_spaces_in_other_processes() -> None:
-    fns = [env_fn_with_upper_bound(1), env_fn_with_upper_bound(2)]
+    fns = [make_env_fn_with_upper_bound(1), make_env_fn_with_upper_bound(2)]
     with open_engine(fns, **NO_DUMMY_ENV, observation_mode="different") as envs:
         assert envs.observation_space.high.tolist() == [[1, 1], [2, 2]]
 
 
 def test_dummy_env_false_raises_errors_of_env_fns_unchanged() -> None:
     with pytest.raises(RuntimeError, match="no display") as caught:
-        vecenv.AsyncVectorEnv([env_fn_calling_in_worker(raise_no_display)], **NO_DUMMY_ENV)
+        vecenv.AsyncVectorEnv([make_env_fn_with_call(raise_no_display)], **NO_DUMMY_ENV)
     assert "raise_no_display" in str(caught.value.__cause__)
     with pytest.raises(WorkerDied, match="exit code 4"):
-        vecenv.AsyncVectorEnv([env_fn_calling_in_worker(lambda: os._exit(4))], **NO_DUMMY_ENV)
+        vecenv.AsyncVectorEnv([make_env_fn_with_call(lambda: os._exit(4))], **NO_DUMMY_ENV)
     options = WorkerOptions(dummy_env=False, start_timeout=0.5)
     with pytest.raises(StartupTimeout):
-        vecenv.AsyncVectorEnv([env_fn_calling_in_worker(lambda: time.sleep(60))], worker_options=options)
+        vecenv.AsyncVectorEnv([make_env_fn_with_call(lambda: time.sleep(60))], worker_options=options)
     assert multiprocessing.active_children() == []
 
 
 def test_unpicklable_spaces_raise_only_with_dummy_env_false() -> None:
     with pytest.raises(TypeError, match="this space cannot be pickled"):
         vecenv.AsyncVectorEnv([build_env_with_unpicklable_space] * 2, **NO_DUMMY_ENV)
-    # only fork, the default up to Python 3.13, does not pickle the spaces for the workers
+    # fork, because other start methods pickle the spaces for the workers
     fns = [build_env_with_unpicklable_space] * 2
     with open_engine(fns, num_workers="auto", step_timeout=30.0, context="fork") as envs:
         assert type(envs.single_action_space) is UnpicklableSpace
+
+
+def test_object_with_spaces_replaces_the_dummy_env() -> None:
+    example = CounterEnv()
+    example.metadata = {"name": "example"}
+    with open_engine([build_only_in_workers] * 3, num_workers=2, worker_options=WorkerOptions(dummy_env=example)) as envs:
+        assert envs.metadata["name"] == "example"
+        assert envs.single_observation_space == example.observation_space
+        envs.reset(seed=0)
+    with pytest.raises(ValueError, match="WorkerOptions\\(dummy_env\\)` must be None, True, False or an object with observ"):
+        WorkerOptions(dummy_env=3)
 
 
 # --- fork, spawn and forkserver: results and errors are the same, also for local classes and functions
@@ -248,7 +260,7 @@ every_start_method = pytest.mark.parametrize("context", ["fork", "spawn", "forks
 @pytest.mark.sampled("fork")
 @every_start_method
 def test_all_calls_work_with_every_start_method(context: str, closes: Any) -> None:
-    """All checks share one start of workers, because a start with spawn takes long."""
+    """All checks share one start of workers, because spawn is slow. The class and the functions are local."""
 
     class LocalClassEnv(CounterEnv):
         def step(self, action: Any) -> Any:
@@ -256,13 +268,13 @@ def test_all_calls_work_with_every_start_method(context: str, closes: Any) -> No
                 raise ValueError("four")
             return super().step(action)
 
-    offset = 5
-    fns = [lambda i=i: LocalClassEnv(i + offset - 5, lengths=(2 + i,), render_mode="rgb_array") for i in range(3)]
+    shortest, offset = 2, 5
+    fns = [lambda i=i: LocalClassEnv(i, lengths=(shortest + i,), render_mode="rgb_array") for i in range(3)]
     reference = closes(SyncVectorEnv(fns))
     with open_engine(fns, context=context, num_workers=2) as envs:
         assert envs.context == context
         assert os.getpid() not in envs.call("pid")
-        assert_same_trajectory_of_legal_actions(envs, reference)
+        assert_same_trajectory_without_action_4(envs, reference)
         assert envs.call("add", 2) == (2, 3, 4)
         assert envs.exec_func(lambda env: env.env_id + offset, [2]) == (None, None, 7)
         envs.set_attr("note", ["a", "b", "c"])
@@ -274,14 +286,15 @@ def test_all_calls_work_with_every_start_method(context: str, closes: Any) -> No
         assert envs.reset(seed=3)[0][:, 3].tolist() == [3, 4, 5]
 
 
-def assert_same_trajectory_of_legal_actions(envs: Any, reference: Any) -> None:
+def assert_same_trajectory_without_action_4(envs: Any, reference: Any) -> None:
     rng = np.random.default_rng(0)
     assert_identical(envs.reset(seed=1), reference.reset(seed=1))
     for t in range(8):
         actions = rng.integers(4, size=3)
         assert_identical(envs.step(actions), reference.step(actions), f"step {t}")
     mask = np.array([True, False, True])
-    assert_identical(*[one.reset(seed=3, options={"reset_mask": mask.copy()}) for one in (envs, reference)])
+    result, expected = (vector_env.reset(seed=3, options={"reset_mask": mask.copy()}) for vector_env in (envs, reference))
+    assert_identical(result, expected)
 
 
 @pytest.mark.sampled("fork")
@@ -292,7 +305,7 @@ def test_cartpole_trajectories_equal_sync_vector_env_with_every_start_method(con
 
 
 class StepsUnderSemaphore(CounterEnv):
-    """An environment with steps under a semaphore of the program. It counts its steps in shared memory."""
+    """An environment that holds the program's semaphore in a step, sets its event, and counts steps in its shared array."""
 
     def __init__(self, semaphore: Any, stepped: Any, steps: Any) -> None:
         super().__init__()
@@ -309,17 +322,17 @@ class StepsUnderSemaphore(CounterEnv):
 @pytest.mark.parametrize("context", [pytest.param("spawn", marks=pytest.mark.long), "forkserver"])
 @pytest.mark.parametrize("options", [{}, NO_DUMMY_ENV], ids=["", "dummy_env=False"])
 def test_env_fns_may_contain_multiprocessing_locks_events_and_arrays(context: Any, options: Options) -> None:
-    method = multiprocessing.get_context(context)
-    shared = method.Semaphore(1), method.Event(), method.Array("i", 1)
-    env_fns = [functools.partial(StepsUnderSemaphore, *shared)] * 2
+    start_method = multiprocessing.get_context(context)
+    semaphore, stepped, steps = start_method.Semaphore(1), start_method.Event(), start_method.Array("i", 1)
+    env_fns = [functools.partial(StepsUnderSemaphore, semaphore, stepped, steps)] * 2
     with open_engine(env_fns, context=context, on_failure="restart", **options) as envs:
         envs.reset(seed=0)
         envs.step(np.zeros(2, int))
-        assert shared[1].is_set()
+        assert stepped.is_set()
         os.kill(envs.processes[0].pid, signal.SIGKILL)
         assert envs.step(np.zeros(2, int))[4]["restarted"].tolist() == [True, False]
         envs.step(np.zeros(2, int))
-    assert shared[2][0] == 4  # the restarted environment's first step after its restart is a reset
+    assert steps[0] == 4  # two before the kill, then two of env 1: the first step of env 0 after its restart is an autoreset
 
 
 def test_lock_of_another_start_method_raises_and_names_the_env_fn() -> None:
@@ -331,7 +344,7 @@ def test_lock_of_another_start_method_raises_and_names_the_env_fn() -> None:
 
 
 def test_unpickled_layout_has_numpys_own_dtype_objects() -> None:
-    """The dtype of every observation is compared, which is faster for identical objects than for equal ones."""
+    """Every observation's dtype is compared, which is faster for identical objects than for equal ones."""
     observation, action = fixed_tree(Box(-1, 1, (4, 2), np.float32)), fixed_tree(Discrete(2), "action")
     layout = Layout.for_spaces(observation, action, 3, 1, final=False)
     unpickled = pickle.loads(pickle.dumps(layout))
@@ -372,9 +385,9 @@ if __name__ == "__main__":
 def test_fork_server_preloads_modules_for_workers(tmp_path: Any) -> None:
     file = tmp_path / "program.py"
     file.write_text(PRELOAD_PROGRAM)
-    done = run_python(file)
-    assert done.stdout.splitlines() == ["([True, True], [False, False])", "([True, True], [False, False])"], done.stderr
-    assert "WorkerOptions(preload) has no effect: the fork server" in done.stderr
+    completed = run_python(file)
+    assert completed.stdout.splitlines() == ["([True, True], [False, False])"] * 2, completed.stderr
+    assert "WorkerOptions(preload) has no effect: the fork server" in completed.stderr
 
 
 TORCH_MODULE = """
@@ -397,12 +410,15 @@ if __name__ == "__main__":
 def test_fork_server_imports_torch_if_the_main_file_uses_it(line: str, tmp_path: Any) -> None:
     (tmp_path / "torch.py").write_text(TORCH_MODULE)
     (tmp_path / "training.py").write_text(TRAINING_PROGRAM.format(line))
-    # by an environment variable, so that the fork server also finds the module
+    # PYTHONPATH, because the fork server must also find this torch
     path = os.pathsep.join([str(tmp_path), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     run_python(tmp_path / "training.py", PYTHONPATH=path)
     pids = (tmp_path / "pids").read_text().split()
-    # the program and the fork server import torch; if the main file deletes it, every worker imports it anew
-    assert (len(pids) == 2) == (line != "del torch"), f"torch was imported {len(pids)} times"
+    # the program and the fork server import torch; if the main file deletes it, every worker imports it
+    if line == "del torch":
+        assert len(pids) != 2
+    else:
+        assert len(pids) == 2, f"torch was imported {len(pids)} times"
 
 
 # --- ``WorkerOptions(cores=)``, and the number of usable cores
@@ -414,13 +430,12 @@ def get_affinity(env: Any) -> set[int]:
 
 @requires_affinity
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
-def test_workers_stay_on_their_cores(context: str) -> None:
-    own_cores = sorted(os.sched_getaffinity(0))
-    given = [own_cores[-1], own_cores]
-    options = WorkerOptions(cores=given)
+def test_workers_and_their_replacements_run_on_the_given_cores(context: str) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    options = WorkerOptions(cores=[cores[-1], cores])
     with ready_engine(counters(4), num_workers=2, context=context, worker_options=options, on_failure="restart") as envs:
         for _ in range(2):
-            assert envs.exec_func(get_affinity) == ({own_cores[-1]}, {own_cores[-1]}, set(own_cores), set(own_cores))
+            assert envs.exec_func(get_affinity) == ({cores[-1]}, {cores[-1]}, set(cores), set(cores))
             for _ in range(50):
                 envs.step(np.zeros(4, np.int64))
             os.kill(envs.processes[0].pid, signal.SIGKILL)
@@ -430,8 +445,8 @@ def test_workers_stay_on_their_cores(context: str) -> None:
 @requires_affinity
 def test_cores_may_be_numpy_integers() -> None:
     core = min(os.sched_getaffinity(0))
-    for given in (np.array([core] * 2), np.array([[core]] * 2), [np.int64(core), [np.int64(core)]]):
-        placements = bound_placements(given, 2)
+    for cores in (np.array([core] * 2), np.array([[core]] * 2), [np.int64(core), [np.int64(core)]]):
+        placements = bound_placements(cores, 2)
         assert [placement.cpus for placement in placements] == [{core}, {core}]
         assert {type(cpu) for placement in placements for cpu in placement.cpus or ()} == {int}
 
@@ -440,14 +455,14 @@ def test_cores_may_be_numpy_integers() -> None:
 @pytest.mark.parametrize("wrong", [3, [0], [0, []], [0, "x"], [0, 10_000], "01"], ids=str)
 def test_invalid_cores_are_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"WorkerOptions\(cores\)(\[1\])? must be .*, got "):
-        open_engine(counters(2), num_workers=2, worker_options=WorkerOptions(cores=wrong)).__enter__()
+        vecenv.AsyncVectorEnv(counters(2), num_workers=2, worker_options=WorkerOptions(cores=wrong))
 
 
 @requires_affinity
-def test_slurms_core_limit_applies_if_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usable_cores_are_limited_by_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     usable = usable_cores()
-    for given, expected in (("1", 1), ("100000", usable), ("", usable), ("2(x2)", usable)):
-        monkeypatch.setenv("SLURM_CPUS_PER_TASK", given)
+    for limit, expected in (("1", 1), ("100000", usable), ("", usable), ("2(x2)", usable)):
+        monkeypatch.setenv("SLURM_CPUS_PER_TASK", limit)
         assert usable_cores() == expected
 
 
@@ -457,7 +472,9 @@ def test_slurms_core_limit_applies_if_smaller(monkeypatch: pytest.MonkeyPatch) -
      ("1:cpu:/outer", {"cpu/outer/cpu.cfs_quota_us": "300000\n", "cpu/outer/cpu.cfs_period_us": "100000\n"})],
     ids=["cgroup v2", "cgroup v1"],
 )  # fmt: skip
-def test_smallest_cgroup_quota_applies(group: str, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usable_cores_are_limited_by_the_smallest_cgroup_quota(
+    group: str, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     content = {"/proc/self/cgroup": f"{group}\n", **{f"/sys/fs/cgroup/{file}": text for file, text in files.items()}}
     monkeypatch.setattr("vecenv.system.cores.read_kernel_file", lambda path: content.get(path, ""))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
@@ -468,14 +485,14 @@ def test_smallest_cgroup_quota_applies(group: str, files: dict[str, str], monkey
 # --- ``WorkerOptions(env=)``: environment variables that workers set before they import anything
 
 LONG_START_METHODS = [pytest.param(name, marks=pytest.mark.long) for name in ("spawn", "forkserver")]
-every_start_method_default_fork = pytest.mark.parametrize("context", ["fork", *LONG_START_METHODS])
+every_start_method_fork_by_default = pytest.mark.parametrize("context", ["fork", *LONG_START_METHODS])
 
 
 def get_variables(envs: Any, *names: str) -> list[tuple[str | None, ...]]:
     return [tuple(found) for found in envs.exec_func(lambda env: [os.environ.get(name) for name in names])]
 
 
-@every_start_method_default_fork
+@every_start_method_fork_by_default
 def test_each_worker_has_its_own_variables(context: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VECENV_TEST_GONE", "here")
     before = dict(os.environ)
@@ -485,7 +502,7 @@ def test_each_worker_has_its_own_variables(context: str, monkeypatch: pytest.Mon
     assert dict(os.environ) == before
 
 
-def test_restarted_worker_has_the_same_variables() -> None:
+def test_restarted_worker_has_its_variables_again() -> None:
     worker_options = WorkerOptions(env={"VECENV_TEST_DEVICE": str})
     with ready_engine(counters(2), on_failure="restart", worker_options=worker_options) as envs:
         os.kill(envs.processes[1].pid, signal.SIGKILL)
@@ -497,20 +514,20 @@ def test_restarted_worker_has_the_same_variables() -> None:
 def test_probed_environment_has_the_variables_of_worker_0(tmp_path: Path) -> None:
     log = tmp_path / "log"
 
-    def env_fn() -> Any:
-        with log.open("a") as out:
-            print(os.getpid(), os.environ.get("VECENV_TEST_DEVICE"), file=out)
+    def build() -> Any:
+        with log.open("a") as file:
+            print(os.getpid(), os.environ.get("VECENV_TEST_DEVICE"), file=file)
         return gymnasium.make("CartPole-v1")
 
     options = WorkerOptions(env={"VECENV_TEST_DEVICE": lambda worker: f"gpu{worker}"})
-    with open_engine([env_fn] * 2, num_workers=2, worker_options=options):
-        built = [line.split() for line in log.read_text().splitlines()]
-    first, *others = [device for _, device in built]
+    with open_engine([build] * 2, num_workers=2, worker_options=options):
+        pids_and_devices = [line.split() for line in log.read_text().splitlines()]
+    first, *others = [device for _, device in pids_and_devices]
     assert (first, sorted(others)) == ("gpu0", ["gpu0", "gpu1"])  # sorted, because workers build concurrently
-    assert str(os.getpid()) not in {pid for pid, _ in built}
+    assert str(os.getpid()) not in {pid for pid, _ in pids_and_devices}
 
 
-def test_auto_with_variables_uses_processes() -> None:
+def test_auto_with_variables_starts_workers() -> None:
     with open_engine(counters(2), num_workers="auto", worker_options=WorkerOptions(env={"VECENV_TEST_GL": "egl"})) as envs:
         assert envs.num_workers >= 1
         assert get_variables(envs, "VECENV_TEST_GL") == [("egl",)] * 2
@@ -519,7 +536,7 @@ def test_auto_with_variables_uses_processes() -> None:
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 @pytest.mark.long
 def test_main_module_is_imported_with_the_variables(context: str, tmp_path: Path) -> None:
-    """``NameWithVariables`` exists because ``Process`` imports the main module before it unpickles its arguments."""
+    """``Process`` imports the main module before it unpickles its arguments, so ``NameWithVariables`` sets the variables."""
     (tmp_path / "simulator.py").write_text("""
 import os
 AT_IMPORT = os.environ.get("VECENV_TEST_DEVICE")
@@ -538,8 +555,8 @@ if __name__ == "__main__":
     print(simulator.AT_IMPORT, *envs.get_attr("at_import"))
     envs.close()
 """)
-    done = run_python(program, PYTHONPATH=str(Path(vecenv.__file__).parents[1]))
-    assert done.stdout.split() == ["None", "0", "1"], done.stderr
+    completed = run_python(program, PYTHONPATH=str(Path(vecenv.__file__).parents[1]))
+    assert completed.stdout.split() == ["None", "0", "1"], completed.stderr
 
 
 @pytest.mark.parametrize(
@@ -556,25 +573,25 @@ if __name__ == "__main__":
     ],
 )
 def test_invalid_variables_are_refused_before_anything_is_built(wrong: Any, error: type[Exception], text: str) -> None:
-    def must_not_be_called() -> Any:
+    def fail_to_build() -> Any:
         raise AssertionError("built too early")
 
     with pytest.raises(error, match=text):
-        vecenv.AsyncVectorEnv([must_not_be_called], worker_options=WorkerOptions(env=wrong))
+        vecenv.AsyncVectorEnv([fail_to_build], worker_options=WorkerOptions(env=wrong))
 
 
-def test_exception_in_a_function_for_a_variable_leaves_no_process() -> None:
-    def value_for_two_workers(worker: int) -> str:
+def test_exception_in_the_function_of_a_variable_leaves_no_process() -> None:
+    def value_for_worker_0_or_1(worker: int) -> str:
         return {0: "a", 1: "b"}[worker]
 
     with pytest.raises(KeyError):
-        vecenv.AsyncVectorEnv(counters(3), worker_options=WorkerOptions(env={"A": value_for_two_workers}))
+        vecenv.AsyncVectorEnv(counters(3), worker_options=WorkerOptions(env={"A": value_for_worker_0_or_1}))
 
 
 def test_fork_warns_about_modules_that_read_variables_on_import(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "OpenGL", sys)
+    monkeypatch.setitem(sys.modules, "OpenGL", sys)  # any module will do
     monkeypatch.setenv("PYOPENGL_PLATFORM", "glx")
     with (
         pytest.warns(UserWarning, match=r"PYOPENGL_PLATFORM \(read by OpenGL\).*context='spawn'"),
@@ -582,15 +599,3 @@ def test_fork_warns_about_modules_that_read_variables_on_import(
     ):
         pass
     assert find_late_variables([{"PYOPENGL_PLATFORM": "glx"}]) == {}
-
-
-
-def test_object_with_spaces_replaces_the_dummy_env() -> None:
-    example = CounterEnv()
-    example.metadata = {"name": "described"}
-    with open_engine([build_only_in_workers] * 3, num_workers=2, worker_options=WorkerOptions(dummy_env=example)) as envs:
-        assert envs.metadata["name"] == "described"
-        assert envs.single_observation_space == example.observation_space
-        envs.reset(seed=0)
-    with pytest.raises(ValueError, match="WorkerOptions\\(dummy_env\\)` must be None, True, False or an object with observ"):
-        WorkerOptions(dummy_env=3)

@@ -41,7 +41,7 @@ SEED_COLUMN = 3  # in the observations of CounterEnv
 
 
 def assert_gymnasium_raises_the_same(error: BaseException, **arguments: Any) -> None:
-    """Assert that the installed Gymnasium raises the same text, and that its class catches our error."""
+    """Assert that Gymnasium raises an error with the same text, and that ``except`` with its class catches ``error``."""
     reference = SyncVectorEnv(counters(3))
     with pytest.raises((ValueError, TypeError, AssertionError)) as caught:
         reference.reset(**arguments)
@@ -64,13 +64,13 @@ def assert_gymnasium_raises_the_same(error: BaseException, **arguments: Any) -> 
         ([4, 4, 4], [4, 4, 4]),
     ],
 )
-def test_every_environment_gets_its_seed(engine: Options, seed: Any, expected: list[int]) -> None:
+def test_every_environment_receives_its_seed(engine: Options, seed: Any, expected: list[int]) -> None:
     with open_engine(counters(3), **engine) as envs:
         assert envs.reset(seed=seed)[0][:, SEED_COLUMN].tolist() == expected
 
 
 @pytest.mark.parametrize("seed", [[], [1], [1, 2], [1, 2, 3, 4], (1,)], ids=str)
-def test_list_of_seeds_with_another_length_raises(engine: Options, seed: Any) -> None:
+def test_list_of_seeds_with_a_wrong_length_raises(engine: Options, seed: Any) -> None:
     with open_engine(counters(3), **engine) as envs:
         text = f"If seeds are passed as a list the length must match num_envs=3 but got length={len(seed)}."
         with pytest.raises(ValueError, match=re.escape(text)) as caught:
@@ -82,9 +82,9 @@ def test_list_of_seeds_with_another_length_raises(engine: Options, seed: Any) ->
 @pytest.mark.parametrize(
     "seed", ["abc", 1.5, {"a": 1, "b": 2, "c": 3}.keys(), object()], ids=lambda seed: type(seed).__name__
 )
-def test_seed_of_another_type_raises(engine: Options, seed: Any) -> None:
+def test_seed_of_a_wrong_type_raises(engine: Options, seed: Any) -> None:
     with open_engine(counters(3), **engine) as envs:
-        with pytest.raises(Exception):  # noqa: B017 - the type depends on the code that notices it, as in Gymnasium
+        with pytest.raises(Exception):  # noqa: B017 - the type depends on the code that fails, as in Gymnasium
             envs.reset(seed=seed)
         assert envs.reset(seed=1)[0][:, SEED_COLUMN].tolist() == [1, 2, 3]
 
@@ -102,12 +102,12 @@ def test_environment_receives_exactly_seed_and_options(engine: Options) -> None:
         assert infos["reset_kwargs"].tolist() == [describe({"seed": None, "options": {}})] * 2
 
 
-def test_environment_receives_exactly_its_own_options(engine: Options) -> None:
+def test_options_in_a_list_reach_only_their_environment(engine: Options) -> None:
     with open_engine(counters(3), **engine) as envs:
         options = [{"level": 1}, None, {}]
         _, infos = envs.reset(seed=3, options=options)
         assert infos["reset_kwargs"].tolist() == [
-            describe({"seed": 3 + row, "options": own}) for row, own in enumerate(options)
+            describe({"seed": 3 + row, "options": row_options}) for row, row_options in enumerate(options)
         ]
         envs.reset_async(env_id=[2, 0], seed=[7, None], options=({"level": 5}, {"level": 6}))
         _, _, _, _, infos = envs.recv(count=2)
@@ -181,8 +181,11 @@ def test_long_series_of_masked_resets_equals_sync_vector_env(
             elif mask.any():
                 mask.flags.writeable = False
                 other_options = {"level": t} if t % 2 else {}
-                both = [one.reset(seed=t, options={"reset_mask": mask, **other_options}) for one in (envs, reference)]
-                assert_identical(*both, f"reset of some before step {t}")
+                result, expected_result = (
+                    vector_env.reset(seed=t, options={"reset_mask": mask, **other_options})
+                    for vector_env in (envs, reference)
+                )
+                assert_identical(result, expected_result, f"masked reset before step {t}")
             actions = rng.integers(5, size=4)
             result, expected_result = envs.step(actions), reference.step(actions)
             assert_identical(result, expected_result, f"step {t}")
@@ -191,8 +194,8 @@ def test_long_series_of_masked_resets_equals_sync_vector_env(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_episode_statistics_of_unmasked_envs_survive_a_masked_reset(mode: AutoresetMode) -> None:
-    """The caller's dict keeps its mask: Gymnasium's wrapper reads it after the reset."""
+def test_masked_reset_keeps_the_mask_in_the_options_for_wrappers(mode: AutoresetMode) -> None:
+    """``RecordEpisodeStatistics`` reads the mask from the caller's dict after the reset."""
     with ready_engine(counters(2, lengths=(9,)), num_workers=2, autoreset_mode=mode) as inner:
         envs = RecordEpisodeStatistics(inner)
         envs.reset(seed=1)
@@ -227,7 +230,7 @@ def test_action_samples_of_every_space_reach_the_envs_unchanged(engine: Options,
 
 
 class ForeignArray:
-    """An array of another library. NumPy can convert it, and its rows are of the same class."""
+    """An array of another library, which NumPy can convert. Its rows are of the same class."""
 
     def __init__(self, values: Any) -> None:
         self.values = np.asarray(values)
@@ -315,7 +318,7 @@ ARM = spaces.Dict({"arm": spaces.Box(-1, 1, (2,), np.float32), "gear": spaces.Di
     ],
 )
 def test_actions_reach_the_envs_without_a_cast(engine: Options, space: spaces.Space, actions: Any, expected: Any) -> None:
-    if expected is None:
+    if expected is None:  # each environment receives its part of the batch, as Gymnasium splits it
         expected = list(iterate(batch_space(space, 2), actions))
     with ready_engine([echo_env_fn(space)] * 2, **engine) as envs:
         assert envs.step(actions)[4]["action"].tolist() == [describe(action) for action in expected]
@@ -327,18 +330,18 @@ def test_step_accepts_a_generator_of_actions(engine: Options) -> None:
 
 
 class InterruptedTexts:
-    """A list of text actions. An exception, as of a signal handler, interrupts the first iteration."""
+    """A list of text actions. The first iteration raises, as if a signal handler interrupted it."""
 
-    limit: Exception | None = TimeoutError("time is up")
+    was_interrupted = False
 
     def __iter__(self) -> Any:
-        if self.limit is not None:
-            self.limit, limit = None, self.limit
-            raise limit
+        if not self.was_interrupted:
+            self.was_interrupted = True
+            raise TimeoutError("time is up")
         return iter(["ab", "c"])
 
 
-def test_signal_during_iteration_of_actions_is_raised_unchanged() -> None:
+def test_interruption_while_actions_are_read_is_raised_unchanged() -> None:
     texts = InterruptedTexts()
     with ready_engine([echo_env_fn(spaces.Text(3))] * 2, num_workers=0) as envs:
         with pytest.raises(TimeoutError, match="time is up"):
@@ -349,22 +352,27 @@ def test_signal_during_iteration_of_actions_is_raised_unchanged() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_action_is_a_separate_array(engine: Options, dtype: Any) -> None:
+def test_actions_are_writeable_and_later_steps_do_not_change_them(engine: Options, dtype: Any) -> None:
     with ready_engine([echo_env_fn(BOX)] * 3, **engine) as envs:
         sent = [np.full((3, 2), t, dtype) for t in range(4)]
         for actions in sent:
             infos = envs.step(actions)[4]
             assert infos["writeable"].all()
-        assert envs.call("history") == tuple([[describe(actions[i]) for actions in sent] for i in range(3)])
+        assert envs.call("history") == tuple([describe(actions[row]) for actions in sent] for row in range(3))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("kwargs", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 1, "use_caller": True}], ids=str)
-def test_env_that_writes_into_its_action_does_not_change_the_callers(kwargs: Options, dtype: Any) -> None:
+def test_env_that_writes_into_its_action_does_not_change_the_callers_batch(kwargs: Options, dtype: Any) -> None:
     """Actions are passed in shared memory or pickled, for all environments at once or by row."""
     with ready_engine([echo_env_fn(BOX, mutate=True)] * 3, **kwargs) as envs:
+
+        def send_and_recv(batch: Any) -> Any:
+            envs.send(batch, range(3))
+            return envs.recv(count=3)
+
         for actions in (np.ones((3, 2), dtype), list(np.ones((3, 2), dtype))):
-            for step in (envs.step, lambda batch: envs.send(batch, range(3)) or envs.recv(count=3)):
+            for step in (envs.step, send_and_recv):
                 infos = step(actions)[4]
                 assert infos["action"].tolist() == [describe(np.ones(2, dtype))] * 3
                 np.testing.assert_array_equal(actions, np.ones((3, 2)))
@@ -377,22 +385,22 @@ def test_actions_that_cannot_be_copied_reach_envs_in_the_caller() -> None:
         assert envs.exec_func(lambda env: env.kept[-1]) == tuple(locks)
 
 
-PAIR = spaces.Tuple((spaces.Discrete(5), BOX, spaces.Text(3)))
-FIVE = spaces.Discrete(5)
-SOME_SPACES = [ALL_SPACES[name] for name in ("discrete", "box-float32", "dict", "tuple-nested", "text", "graph")]
+TRIPLE = spaces.Tuple((spaces.Discrete(5), BOX, spaces.Text(3)))
+DISCRETE = spaces.Discrete(5)
+SPACES_TO_SAMPLE = [ALL_SPACES[name] for name in ("discrete", "box-float32", "dict", "tuple-nested", "text", "graph")]
 
 
 def sample_actions(space: spaces.Space, count: int) -> Any:
-    """Return a batch of ``count`` actions, or of at least one action if the space does not batch them in a list."""
+    """Return a batch of ``count`` actions; for Dict and Tuple spaces, of at least one action."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         return batch_space(space, max(count, 1)).sample()
     return list(iterate(batch_space(space, 7), batch_space(space, 7).sample()))[:count]
 
 
-MISFITS: list[tuple[spaces.Space, Any, Any]] = [
-    *((space, sample_actions(space, count), (ValueError, TypeError)) for space in SOME_SPACES for count in (0, 2, 4)),
-    *((FIVE, kind([0] * count), ValueError) for count in (0, 1, 2, 4) for kind in (list, np.array)),
-    *((FIVE, one, TypeError) for one in (3, None, 1.5, np.int64(3), np.array(3))),
+MISFITS: list[tuple[spaces.Space, Any, Any]] = [  # spaces, batches that do not fit three environments, and error types
+    *((space, sample_actions(space, count), (ValueError, TypeError)) for space in SPACES_TO_SAMPLE for count in (0, 2, 4)),
+    *((DISCRETE, container([0] * count), ValueError) for count in (0, 1, 2, 4) for container in (list, np.array)),
+    *((DISCRETE, action, TypeError) for action in (3, None, 1.5, np.int64(3), np.array(3))),
     (ARM, {"arm": np.ones((3, 2), np.float32)}, Exception),  # the type of Gymnasium's own error depends on the structure
     (ARM, {"gear": np.ones(3, np.int64)}, Exception),
     (ARM, {"arm": np.ones((3, 2), np.float32), "gear": np.ones(2, np.int64)}, Exception),
@@ -400,7 +408,7 @@ MISFITS: list[tuple[spaces.Space, Any, Any]] = [
     (ARM, np.ones((3, 3)), Exception),
     (ARM, 7, Exception),
     *(
-        (PAIR, parts, (ValueError, TypeError))
+        (TRIPLE, parts, (ValueError, TypeError))
         for parts in (
             [[0, 1, 2], np.zeros((3, 2))],
             [[0, 1, 2], np.zeros((3, 2)), ["a", "b", "c"], 5],
@@ -434,13 +442,13 @@ def test_actions_that_do_not_fit_are_refused_before_any_env_steps(
 def test_rewards_and_flags_are_new_writeable_arrays_in_every_copy_mode(engine: Options, copied: bool) -> None:
     with ready_engine(counters(3), copy=copied, **engine) as envs:
         first = envs.step([0, 0, 0])[1:4]
-        kept = [array.copy() for array in first]
+        first_copies = [array.copy() for array in first]
         second = envs.step([0, 0, 0])[1:4]
-        for one, two, before in zip(first, second, kept, strict=True):
-            assert one.flags.writeable
-            assert not np.shares_memory(one, two)
-            np.testing.assert_array_equal(one, before)
-            one[:] = 1
+        for first_array, second_array, first_copy in zip(first, second, first_copies, strict=True):
+            assert first_array.flags.writeable
+            assert not np.shares_memory(first_array, second_array)
+            np.testing.assert_array_equal(first_array, first_copy)
+            first_array[:] = 1
         assert envs.step([0, 0, 0])[1].tolist() == [0.003, 1.003, 2.003]
 
 
@@ -512,7 +520,7 @@ def test_array_of_two_rewards_is_refused(engine: Options, shared_memory: bool) -
 @pytest.mark.parametrize(
     "step",
     [(ZEROS, 1.0, False, {}), (ZEROS,), (ZEROS, 1.0, False, False, {}, 6), None, 3],
-    ids=["4", "1", "6", "None", "3"],
+    ids=["four values", "one value", "six values", "None", "int"],
 )
 def test_step_that_does_not_return_five_values_raises(engine: Options, step: Any) -> None:
     with ready_engine([returning_env_fn((ZEROS, 1.0, False, False, {})), returning_env_fn(step)], **engine) as envs:
@@ -530,19 +538,19 @@ def test_step_before_the_first_reset_is_passed_to_the_environment(engine: Option
         assert envs.step([0, 0])[0][:, 1].tolist() == [1, 1]
 
 
-# --- calls of environments' methods, and functions that run in workers ---------------------------
+# --- methods and attributes of environments, and functions that run in workers -------------------
 
 
 def build_limited_cartpole() -> gymnasium.Env:
     return gymnasium.make("CartPole-v1", max_episode_steps=7)
 
 
-def test_call_returns_one_result_for_each_environment_in_order(every_engine: Options) -> None:
+def test_call_returns_the_results_in_environment_order(every_engine: Options) -> None:
     with open_engine(counters(3), **every_engine) as envs:
         assert envs.call("add", 5) == (5, 6, 7)
         assert envs.call("add", 5, scale=2) == (10, 11, 12)
         assert envs.call("env_id") == (0, 1, 2)
-        assert envs.call("env_id", "arguments", of="an attribute are ignored") == (0, 1, 2)
+        assert envs.call("env_id", 5, scale=2) == (0, 1, 2)  # an attribute ignores arguments
         assert envs.get_attr("env_id") == (0, 1, 2)
 
 
@@ -613,9 +621,9 @@ def test_set_attr_distributes_lists_and_tuples_and_broadcasts_other_values(every
         assert envs.get_attr("note") == ("a", "b")
         envs.set_attr("note", ("c", "d"))
         assert envs.get_attr("note") == ("c", "d")
-        for whole in ("xy", {"a": 1, "b": 2}, 3.5, None):
-            envs.set_attr("note", whole)
-            assert envs.get_attr("note") == (whole, whole)
+        for value in ("xy", {"a": 1, "b": 2}, 3.5, None):
+            envs.set_attr("note", value)
+            assert envs.get_attr("note") == (value, value)
         envs.set_attr("note", np.array([1, 2]))
         assert [note.tolist() for note in envs.get_attr("note")] == [[1, 2], [1, 2]]
         envs.set_attr("note", [[1], [2]])
@@ -623,7 +631,7 @@ def test_set_attr_distributes_lists_and_tuples_and_broadcasts_other_values(every
 
 
 @pytest.mark.parametrize("num_workers", [None, 1, 2])
-def test_set_attr_and_call_give_each_environment_of_a_worker_its_own_value(num_workers: int | None) -> None:
+def test_each_environment_of_a_worker_receives_a_copy_of_a_shared_value(num_workers: int | None) -> None:
     with open_engine(counters(4), num_workers=num_workers) as envs:
         shared = {"steps": [0]}
         for set_notes in (
@@ -634,12 +642,12 @@ def test_set_attr_and_call_give_each_environment_of_a_worker_its_own_value(num_w
             set_notes()
             envs.exec_func(lambda env: env.get_wrapper_attr("note")["steps"].append(1))
             assert envs.get_attr("note") == ({"steps": [0, 1]},) * 4
-        envs.set_attr("note", {"uncopyable": re})  # modules cannot be copied, but pickled by cloudpickle
+        envs.set_attr("note", {"uncopyable": re})  # deepcopy cannot copy modules, but cloudpickle can
         assert envs.exec_func(lambda env: env.get_wrapper_attr("note")["uncopyable"].__name__) == ("re",) * 4
 
 
 @pytest.mark.parametrize("values", [["a"], ["a", "b", "c"], (), []], ids=len)
-def test_set_attr_refuses_a_list_of_another_length(every_engine: Options, values: Any) -> None:
+def test_set_attr_refuses_a_list_of_a_wrong_length(every_engine: Options, values: Any) -> None:
     with open_engine(counters(2), **every_engine) as envs:
         text = f"Got `{len(values)}` values for 2 environments."
         with pytest.raises(ValueError, match=re.escape(text)):
@@ -647,7 +655,7 @@ def test_set_attr_refuses_a_list_of_another_length(every_engine: Options, values
         assert envs.get_attr("note") == ("unset", "unset")
 
 
-def test_set_attr_reaches_the_layer_that_has_the_attribute(every_engine: Options) -> None:
+def test_set_attr_changes_the_wrapper_or_environment_that_has_the_attribute(every_engine: Options) -> None:
     with open_engine([build_limited_cartpole] * 2, **every_engine) as envs:
         envs.set_attr("gravity", [1.0, 2.0])
         assert envs.exec_func(lambda env: env.unwrapped.gravity) == (1.0, 2.0)
@@ -676,7 +684,7 @@ def test_render_returns_a_tuple_of_frames(every_engine: Options) -> None:
         assert frames[0].dtype == np.uint8
 
 
-def test_np_random_and_np_random_seed_are_read_from_the_envs_and_read_only(every_engine: Options) -> None:
+def test_np_random_and_np_random_seed_are_those_of_the_envs_and_cannot_be_set(every_engine: Options) -> None:
     with open_engine(counters(2), **every_engine) as envs:
         envs.reset(seed=42)
         assert envs.np_random_seed == (42, 43)
@@ -697,36 +705,36 @@ def test_np_random_of_worker_processes_is_a_copy() -> None:
         assert envs.np_random[0].random() == envs.np_random[0].random()
 
 
-# -- exec_func -----------------------------------------------------------------------------------------------
+# --- exec_func -----------------------------------------------------------------------------------
 
 
 def test_exec_func_calls_the_function_with_every_environment(every_engine: Options) -> None:
     offset = 10
 
-    def closure(env: Any, factor: int, *, plus: int = 0) -> int:
+    def calculate(env: Any, factor: int, *, plus: int = 0) -> int:
         return (env.unwrapped.env_id + offset) * factor + plus
 
     with open_engine(counters(3), **every_engine) as envs:
         assert envs.exec_func(lambda env: env.env_id) == (0, 1, 2)
-        assert envs.exec_func(closure, None, 2) == (20, 22, 24)
-        assert envs.exec_func(closure, None, 2, plus=1) == (21, 23, 25)
+        assert envs.exec_func(calculate, None, 2) == (20, 22, 24)
+        assert envs.exec_func(calculate, None, 2, plus=1) == (21, 23, 25)
 
 
-def test_exec_func_returns_none_for_environments_not_chosen(every_engine: Options) -> None:
+def test_exec_func_with_indices_returns_none_for_other_environments(every_engine: Options) -> None:
     with open_engine(counters(4), **every_engine) as envs:
         assert envs.exec_func(lambda env: env.env_id, [1, 3]) == (None, 1, None, 3)
         assert envs.exec_func(lambda env: env.env_id, [3, 0]) == (0, None, None, 3)
         assert envs.exec_func(lambda env: env.env_id, (2,)) == (None, None, 2, None)
         assert envs.exec_func(lambda env: env.env_id, np.array([2])) == (None, None, 2, None)
-        envs.exec_func(lambda env: setattr(env, "note", "touched"), [1])
-        assert envs.get_attr("note") == ("unset", "touched", "unset", "unset")
+        envs.exec_func(lambda env: setattr(env, "note", "changed"), [1])
+        assert envs.get_attr("note") == ("unset", "changed", "unset", "unset")
 
 
 @pytest.mark.parametrize("indices", [[4], [-5], [0, 9], ["a"], [0.5]], ids=str)
 def test_exec_func_refuses_invalid_indices(every_engine: Options, indices: Any) -> None:
     with open_engine(counters(4), **every_engine) as envs:
         with pytest.raises((ValueError, IndexError, TypeError)):
-            envs.exec_func(lambda env: setattr(env, "note", "touched"), indices)
+            envs.exec_func(lambda env: setattr(env, "note", "changed"), indices)
         assert envs.get_attr("note") == ("unset",) * 4
 
 

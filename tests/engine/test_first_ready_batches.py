@@ -1,4 +1,4 @@
-"""First-ready batches: ``reset_async``, ``recv`` and ``send``. Each environment's rows equal those of a plain loop.
+"""First-ready batches: ``reset_async``, ``send`` and ``recv`` return the same results as a plain loop over each environment.
 
 ``faults/test_restart.py`` tests environments that are late, raise or die.
 """
@@ -10,9 +10,9 @@ import random
 import signal
 import threading
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +80,11 @@ class TotalStepsEnv(gymnasium.Env[Any, Any]):
 
 
 def make_env_fns(lengths: list[int], **kwargs: Any) -> list[Callable[[], StepCountEnv]]:
-    return [lambda i=i, n=n: StepCountEnv(i, n, **kwargs) for i, n in enumerate(lengths)]  # type: ignore[misc]
+    return [partial(StepCountEnv, row, length, **kwargs) for row, length in enumerate(lengths)]
 
 
 class PlainLoop:
-    """A plain loop over one environment with autoreset, which returns the expected rows."""
+    """A plain loop over one environment with autoreset, which returns the expected results."""
 
     def __init__(self, env: StepCountEnv, mode: AutoresetMode) -> None:
         self.env, self.mode, self.reset_due = env, mode, False
@@ -103,20 +103,20 @@ class PlainLoop:
             if self.mode is AutoresetMode.NEXT_STEP:
                 self.reset_due = True
             elif self.mode is AutoresetMode.SAME_STEP:
-                fresh, reset_info = self.env.reset()
+                first_observation, reset_info = self.env.reset()
                 info = {"final_info": info, "final_obs": observation, **reset_info}
-                observation = fresh
+                observation = first_observation
         return observation, reward, terminated, truncated, info
 
 
 def select_info(infos: dict[str, Any], position: int) -> dict[str, Any]:
-    """Return one row's info from a dict of arrays with masks."""
-    results = {}
+    """Return the info at one position of a batch from a dict of arrays with masks."""
+    info = {}
     for key, value in infos.items():
         if key.startswith("_") or not infos[f"_{key}"][position]:
             continue
-        results[key] = select_info(value, position) if isinstance(value, dict) else value[position]
-    return results
+        info[key] = select_info(value, position) if isinstance(value, dict) else value[position]
+    return info
 
 
 def assert_same_info(info: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -129,19 +129,19 @@ def assert_same_info(info: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def check_and_remove_expected(batch: tuple[Any, ...], expected: dict[int, tuple[Any, ...]]) -> None:
-    """Compare received rows with the expected rows, and remove these from ``expected``."""
+    """Assert that the rows of a batch have their results in ``expected``, and remove these from ``expected``."""
     observations, rewards, terminations, truncations, infos = batch
-    ids = infos["env_id"].tolist()
-    assert observations.shape == (len(ids), 3)
+    rows = infos["env_id"].tolist()
+    assert observations.shape == (len(rows), 3)
     assert rewards.dtype == np.float64
-    for position, env in enumerate(ids):
-        observation, reward, terminated, truncated, info = expected.pop(env)
+    for position, row in enumerate(rows):
+        observation, reward, terminated, truncated, expected_info = expected.pop(row)
         np.testing.assert_array_equal(observations[position], observation)
         assert rewards[position] == reward
         assert (terminations[position], truncations[position]) == (terminated, truncated)
-        row = select_info(infos, position)
-        assert row.pop("env_id") == env
-        assert_same_info(row, info)
+        info = select_info(infos, position)
+        assert info.pop("env_id") == row
+        assert_same_info(info, expected_info)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def check_and_remove_expected(batch: tuple[Any, ...], expected: dict[int, tuple[
 )
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_random_options_and_sending_order_equal_a_plain_loop(context: str, data: st.DataObject) -> None:
-    """Engine options are combined at random, and idle rows are sent in random order and number."""
+def test_results_with_random_options_and_order_equal_a_plain_loop(context: str, data: st.DataObject) -> None:
+    """Engine options are combined at random. Random numbers of idle rows are sent in random order."""
     lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=7), "lengths")
     mode = data.draw(st.sampled_from(AutoresetMode), "mode")
     engine: dict[str, Any] = {
@@ -172,22 +172,23 @@ def test_random_options_and_sending_order_equal_a_plain_loop(context: str, data:
     # the order of ready rows depends on timing, and draws from hypothesis must not depend on it
     rng = random.Random(data.draw(st.integers(0, 2**32), "rng"))
     driver = envs._driver
+    # without workers, the driver has no exchange, and ignores the attribute
     getattr(driver, "exchange", driver).rows_at_once = data.draw(st.sampled_from([None, 1, 2]), "rows_at_once")
     with closing(envs):
         envs.reset_async(seed=5)
-        expected = {i: loop.reset(5 + i) for i, loop in enumerate(loops)}
+        expected = {row: loop.reset(5 + row) for row, loop in enumerate(loops)}
         idle: list[int] = []
-        for turn in range(50):
-            sent = idle
+        for iteration in range(50):
+            sent = idle  # all, if there are too few rows in flight for a batch
             if len(expected) >= engine["batch_size"]:
                 batch = envs.recv(timeout=20)
                 check_and_remove_expected(batch, expected)
-                ids, ended = batch[-1]["env_id"], batch[2]
+                received, ended = batch[-1]["env_id"], batch[2]
                 if mode is AutoresetMode.DISABLED and ended.any():  # reset these rows while others are in flight
-                    envs.reset_async(seed=turn, env_id=ids[ended])
-                    expected |= {row: loops[row].reset(turn + row) for row in ids[ended].tolist()}
-                    ids = ids[~ended]
-                idle += ids.tolist()
+                    envs.reset_async(seed=iteration, env_id=received[ended])
+                    expected |= {row: loops[row].reset(iteration + row) for row in received[ended].tolist()}
+                    received = received[~ended]
+                idle += received.tolist()
                 rng.shuffle(idle)
                 sent = idle[: rng.randint(0, len(idle))]
             if not sent:
@@ -195,11 +196,11 @@ def test_random_options_and_sending_order_equal_a_plain_loop(context: str, data:
             idle = idle[len(sent) :]
             actions = np.array([rng.randint(0, 99) for _ in sent])
             envs.send(actions if rng.random() < 0.7 else actions.tolist(), sent)
-            for env, action in zip(sent, actions, strict=True):
-                expected[env] = loops[env].step(int(action))
+            for row, action in zip(sent, actions, strict=True):
+                expected[row] = loops[row].step(int(action))
 
 
-def test_rows_are_received_in_finishing_order() -> None:
+def test_rows_are_received_in_the_order_in_which_they_finish() -> None:
     with ready_engine(make_env_fns([9, 9, 9]), num_workers=0) as envs:
         envs.send([1], [2])
         envs.send([1, 1], [0, 1])
@@ -208,30 +209,30 @@ def test_rows_are_received_in_finishing_order() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_pickled_infos_are_returned_once(num_workers: int) -> None:
-    """Infos that fit no column are pickled, and so are final observations."""
+    """Infos that do not fit columns are pickled, and so are final observations."""
     fns = make_env_fns([9, 5])
     loops = [PlainLoop(fn(), AutoresetMode.SAME_STEP) for fn in fns]
     with open_engine(fns, autoreset_mode="SameStep", num_workers=num_workers, batch_size=1, shared_memory=False) as envs:
         envs.reset_async(seed=5)
-        expected = {i: loop.reset(5 + i) for i, loop in enumerate(loops)}
+        expected = {row: loop.reset(5 + row) for row, loop in enumerate(loops)}
         for _ in range(11):
             for _ in fns:
                 check_and_remove_expected(envs.recv(timeout=20), expected)
             envs.send([1, 2], [0, 1])
-            expected = {i: loop.step(1 + i) for i, loop in enumerate(loops)}
+            expected = {row: loop.step(1 + row) for row, loop in enumerate(loops)}
 
 
-@pytest.mark.parametrize("workers", [0, 2, 6])
-def test_send_assigns_actions_to_rows_in_any_order(workers: int) -> None:
-    fns = make_env_fns([9] * 6, pause=0.0)
+@pytest.mark.parametrize("num_workers", [0, 2, 6])
+def test_send_assigns_actions_to_rows_in_any_order(num_workers: int) -> None:
+    fns = make_env_fns([9] * 6)
     loops = [PlainLoop(fn(), AutoresetMode.NEXT_STEP) for fn in fns]
-    with closing(vecenv.AsyncVectorEnv(fns, num_workers=workers, batch_size=6)) as envs:
+    with closing(vecenv.AsyncVectorEnv(fns, num_workers=num_workers, batch_size=6)) as envs:
         envs.reset_async(seed=5)
-        check_and_remove_expected(envs.recv(timeout=20), {i: loop.reset(5 + i) for i, loop in enumerate(loops)})
+        check_and_remove_expected(envs.recv(timeout=20), {row: loop.reset(5 + row) for row, loop in enumerate(loops)})
         order, actions = [5, 2, 4, 0, 3, 1], np.arange(6) * 10
         for sent in (actions, actions.tolist()):
             envs.send(sent, order)
-            expected = {env: loops[env].step(int(action)) for env, action in zip(order, actions, strict=True)}
+            expected = {row: loops[row].step(int(action)) for row, action in zip(order, actions, strict=True)}
             check_and_remove_expected(envs.recv(timeout=20), expected)
 
 
@@ -241,34 +242,32 @@ def test_send_assigns_actions_to_rows_in_any_order(workers: int) -> None:
     [({"num_workers": 3}, 3), ({"num_workers": 2, "use_caller": True}, 1), ({"num_workers": 1, "use_caller": True}, 2)],
     ids=["workers", "two-and-the-caller", "one-and-the-caller"],
 )
-def test_no_env_is_starved(engine: Options, batch_size: int) -> None:
+def test_recv_returns_every_env_within_60_batches(engine: Options, batch_size: int) -> None:
     """Each pause is long enough for every worker to finish its messages, also on a busy machine.
 
-    So an environment that is not returned for many batches was ready and not chosen.
+    So an environment that many batches lack was ready, but not chosen.
     """
     envs = vecenv.AsyncVectorEnv(make_env_fns([9] * 8), batch_size=batch_size, **engine)
-    seen: Counter[int] = Counter()
-    gaps: dict[int, int] = defaultdict(int)
-    last: dict[int, int] = dict.fromkeys(range(8), 0)
+    longest_gap: dict[int, int] = {}
+    last_batch: dict[int, int] = dict.fromkeys(range(8), 0)
     try:
         envs.reset_async()
-        for turn in range(240):
+        for batch_number in range(240):
             time.sleep(0.003)
             *_, infos = envs.recv(timeout=20)
-            for env in infos["env_id"].tolist():
-                seen[env] += 1
-                gaps[env] = max(gaps[env], turn - last[env])
-                last[env] = turn
+            for row in infos["env_id"].tolist():
+                longest_gap[row] = max(longest_gap.get(row, 0), batch_number - last_batch[row])
+                last_batch[row] = batch_number
             envs.send(np.zeros(batch_size, np.int64))
     finally:
         envs.close()
-    assert set(seen) == set(range(8))
-    assert max(gaps.values()) < 60, gaps
+    assert set(longest_gap) == set(range(8))
+    assert max(longest_gap.values()) < 60, longest_gap
 
 
 @pytest.mark.long
 def test_only_readable_pipes_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one worker per environment, reads of every pipe for every reply would take longer than the steps."""
+    """With one worker per environment, reading every pipe for every reply would take longer than the steps."""
     envs = vecenv.AsyncVectorEnv(make_env_fns([1000] * 16, pause=0.005), batch_size=1)
     receive_calls = 0
     receive = Channel.receive
@@ -294,7 +293,7 @@ def test_only_readable_pipes_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class LargeDataEnv(gymnasium.Env[Any, Any]):
-    """An environment with actions and observations that exceed the buffer of a pipe. Actions are the seconds of a step."""
+    """An environment with actions and observations larger than the buffer of a pipe. An action is the duration of a step."""
 
     observation_space = spaces.Text(10**6)
     action_space = spaces.Box(0, 1, (200_000,), np.float64)
@@ -308,20 +307,19 @@ class LargeDataEnv(gymnasium.Env[Any, Any]):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("workers", [1, 8], ids=["with-spinning", "without-spinning"])
-def test_replies_read_while_sending_are_kept(workers: int) -> None:
+@pytest.mark.parametrize("num_workers", [1, 8], ids=["with-spinning", "without-spinning"])
+def test_replies_read_while_sending_are_kept(num_workers: int) -> None:
     """Requests and replies exceed the buffer of a pipe, and a worker does not read while it writes.
 
     So the caller has to read the whole reply to the first request before it has sent all of the second.
     """
-    with open_engine([LargeDataEnv] * (2 * workers), num_workers=workers, batch_size=1) as envs:
+    with open_engine([LargeDataEnv] * (2 * num_workers), num_workers=num_workers, batch_size=1) as envs:
         envs.reset_async()
-        for _ in range(2 * workers):
+        for _ in range(2 * num_workers):
             envs.recv(timeout=20)
-        for env in (0, 1):
-            envs.send([np.full(200_000, float(env))], [env])  # a list is pickled
-            if env == 0:
-                time.sleep(0.2)  # so that the worker is writing its reply
+        envs.send([np.full(200_000, 0.0)], [0])  # in a list, which is pickled
+        time.sleep(0.2)  # until the worker writes its reply
+        envs.send([np.full(200_000, 1.0)], [1])
         results = [envs.recv(timeout=0.7), envs.recv(timeout=20)]
     received = [(infos["env_id"].tolist(), rewards.tolist()) for _, rewards, *_, infos in results]
     assert received == [([0], [0.0]), ([1], [1.0])]
@@ -329,7 +327,7 @@ def test_replies_read_while_sending_are_kept(workers: int) -> None:
 
 
 def test_fast_environments_do_not_wait_for_slow_ones() -> None:
-    fns = [*make_env_fns([1000] * 3), lambda: StepCountEnv(3, 1000, pause=2.0)]
+    fns = [*make_env_fns([1000] * 3), partial(StepCountEnv, 3, 1000, pause=2.0)]
     with killable_engine(fns, batch_size=1) as envs:
         envs.reset_async()
         for _ in range(4):
@@ -356,8 +354,8 @@ class BlocksUntilFile(StepCountEnv):
 
 def test_half_of_a_workers_rows_is_received_while_the_other_half_steps(tmp_path: Path) -> None:
     """A worker has a message per half: the result of the first arrives while the second blocks."""
-    file = tmp_path / "go on"
-    env_fns = [lambda i=i: BlocksUntilFile(i, str(file)) for i in range(4)]
+    file = tmp_path / "continue"
+    env_fns = [partial(BlocksUntilFile, row, str(file)) for row in range(4)]
     envs = vecenv.AsyncVectorEnv(env_fns, num_workers=1, batch_size="auto")
     try:
         assert (envs.batch_size, envs.plan.batch_size, envs.plan.rows_at_once) == (2, 2, 2)
@@ -380,7 +378,7 @@ def test_half_of_a_workers_rows_is_received_while_the_other_half_steps(tmp_path:
         envs.close()
 
 
-def test_own_rows_are_stepped_at_once_while_workers_are_idle() -> None:
+def test_recv_steps_the_callers_rows_at_once_while_workers_are_idle() -> None:
     with ready_engine(make_env_fns([50] * 4), num_workers=2, use_caller=True, batch_size=1) as envs:
         assert envs.worker_rows[0] == range(1)
         for _ in range(5):
@@ -400,7 +398,7 @@ class ExitsLaterEnv(StepCountEnv):
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 def test_result_written_before_a_worker_died_is_received(on_failure: Any) -> None:
     """The death is detected by a reset of another row of the worker, before the result is read."""
-    env_fns = [lambda i=i: ExitsLaterEnv(i, 50) for i in range(3)]  # type: ignore[misc]
+    env_fns = [partial(ExitsLaterEnv, row, 50) for row in range(3)]
     with ready_engine(env_fns, num_workers=1, batch_size=1, on_failure=on_failure) as envs:
         (process,) = envs.processes
         envs.send([3], [0])
@@ -412,15 +410,15 @@ def test_result_written_before_a_worker_died_is_received(on_failure: Any) -> Non
         assert envs.recv(timeout=20)[-1]["env_id"].tolist() == [2]
 
 
-def test_batch_size_auto_is_lock_step_without_workers() -> None:
+def test_batch_size_auto_without_workers_is_the_number_of_envs() -> None:
     with open_engine(make_env_fns([5] * 4), num_workers=0, batch_size="auto") as envs:
         assert envs.batch_size == 4
         assert "batch_size=4: lock-step: no environment can be ahead of another" in str(envs.plan)
 
 
 @pytest.mark.parametrize("engine", [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 2, "use_caller": True}], ids=str)
-def test_some_rows_reset_while_others_are_in_flight(engine: Options) -> None:
-    """Each row continues as in a plain loop. An int seed is offset by the row; a list has one seed per given row."""
+def test_rows_that_are_reset_while_others_are_in_flight_begin_new_episodes(engine: Options) -> None:
+    """The row is added to an int seed. A list has one seed per given row."""
     with open_engine(make_env_fns([50] * 4), **engine) as envs:
         envs.reset(seed=10)
         envs.send([1, 1], [0, 1])
@@ -429,14 +427,14 @@ def test_some_rows_reset_while_others_are_in_flight(engine: Options) -> None:
             envs.reset_async(env_id=[1])
         with pytest.raises(AlreadyPendingCallError, match="env 3, "):
             envs.send([1], [3])
-        seen = {}
+        received = {}
         for count in (1, 3):
             observations, rewards, *_, infos = envs.recv(count=count)
             assert len(observations) == len(rewards) == len(infos["env_id"]) == count
             for position, row in enumerate(infos["env_id"].tolist()):
-                reported = infos["seed"][position] if row >= 2 else infos["t"][position]
-                seen[row] = (observations[position].tolist(), rewards[position], reported)
-        assert seen == {
+                seed_or_step = infos["seed"][position] if row >= 2 else infos["t"][position]
+                received[row] = (observations[position].tolist(), rewards[position], seed_or_step)
+        assert received == {
             0: ([0, 0, 1], 2.0, 1), 1: ([1, 0, 1], 2.0, 1), 2: ([2, 1, 0], 0.0, 22), 3: ([3, 1, 0], 0.0, 23),
         }  # fmt: skip
         envs.reset_async(seed=[7, 8], env_id=[2, 0])
@@ -450,7 +448,8 @@ def test_some_rows_reset_while_others_are_in_flight(engine: Options) -> None:
 def test_step_dropped_by_a_reset_is_executed(engine: Options) -> None:
     with closing(vecenv.AsyncVectorEnv([TotalStepsEnv] * 4, batch_size=2, **engine)) as envs:
         envs.reset_async(seed=0)
-        envs.send([1], envs.recv()[4]["env_id"][:1])
+        rows = envs.recv()[4]["env_id"]
+        envs.send([1], rows[:1])
         envs.recv()
         envs.reset()
         assert sum(envs.get_attr("steps")) == 1
@@ -480,7 +479,7 @@ class RaisesInSecondStep(StepCountEnv):
 @pytest.mark.parametrize("fault", ["dies", "raises"])
 def test_failed_env_is_rebuilt_by_its_own_reset(fault: str) -> None:
     env_class = RaisesInSecondStep if fault == "raises" else StepCountEnv
-    with ready_engine([lambda i=i: env_class(i, 9) for i in range(3)], num_workers=3) as envs:
+    with ready_engine([partial(env_class, row, 9) for row in range(3)], num_workers=3) as envs:
         envs.step([0] * 3)
         if fault == "dies":
             os.kill(envs.processes[1].pid, signal.SIGKILL)

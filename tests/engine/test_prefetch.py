@@ -16,7 +16,7 @@ import psutil
 import pytest
 from sampling import each_once
 from signals import Alarm, interrupt_at, signal_handler
-from without_spares import Walk, derived_seed, make_reference
+from without_spares import Walk, derive_seed, make_reference
 
 import vecenv
 from vecenv import MultiAgentVecEnv
@@ -560,7 +560,7 @@ def test_prefetcher_wraps_an_existing_engine() -> None:
 
 
 def third_seed(row: int) -> int:
-    return derived_seed(7 + row, row, 2)
+    return derive_seed(7 + row, row, 2)
 
 
 @pytest.mark.long

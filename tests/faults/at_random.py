@@ -1,7 +1,7 @@
 """A program that interrupts calls by real signals at random moments, and checks the results.
 
-``python at_random.py ALARM|SIGINT SETTING TRIALS SEED CALL ...``; its last line of output is JSON: the numbers of trials, of
-signals that raised, of wrong results and of hangs, and descriptions of the first few failures.
+Usage: ``python at_random.py ALARM|SIGINT SETTING TRIALS SEED CALL ...``. The last line of output is JSON. For each call, it
+has the numbers of trials, exceptions raised, wrong results and hangs, and descriptions of the first failures.
 """
 
 from __future__ import annotations
@@ -25,23 +25,22 @@ from interrupted_close import CLOSE_SETTINGS, check_interrupted_close, warm_up
 from interruption import PACKAGE, Stopped
 from streams import FIRST_READY, RowStream
 
-HANG_SECONDS = 60.0  # a trial that takes longer did not end when its workers were killed: the program ends itself
+HANG_SECONDS = 60.0  # if a trial takes longer, killing its workers has not ended it: the program then ends itself
 
 
 class SignalInterruption:
-    """A context manager like :class:`interruption.Interruption` that raises in its body when a real signal arrives.
+    """A context manager like :class:`interruption.Interruption`, for an exception raised by the handler of a real signal.
 
     Args:
         kind: ``"ALARM"``: a timer raises :class:`Stopped`; ``"SIGINT"``: a thread sends the signal of Ctrl-C.
         delay: Seconds until the signal.
     """
 
-    armed: SignalInterruption | None = None
+    armed: SignalInterruption | None = None  # the one that raises at the next signal
 
     def __init__(self, kind: str, delay: float) -> None:
         self.kind, self.delay = kind, delay
-        self.note = ""  # notes of the exception when it left the body
-        self.moment = 1
+        self.note = ""  # the notes of the exception that left the body
         self.fired = self.propagated = self.in_finalizer = False
         self._raised: BaseException | None = None
 
@@ -57,7 +56,7 @@ class SignalInterruption:
             SENDER_READY.get()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: Any) -> bool:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: Any) -> bool:
         self.note = "\n".join(getattr(error, "__notes__", ()))
         SignalInterruption.armed = None
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -73,8 +72,8 @@ class SignalInterruption:
     def swallowed(self) -> bool:
         return self.fired and not self.propagated and not self.in_finalizer
 
-    def arrive(self, frame: FrameType | None) -> None:
-        """Raise if the package is on the stack. After the call has returned, an exception would lose its result."""
+    def raise_in_package(self, frame: FrameType | None) -> None:
+        """Raise once, while the package is on the stack: after the call has returned, an exception would lose its result."""
         while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
             frame = frame.f_back
         if frame is not None and not self.fired:
@@ -89,10 +88,11 @@ SENDER_READY: queue.SimpleQueue[None] = queue.SimpleQueue()
 
 def handle_signal(number: int, frame: FrameType | None) -> None:
     if SignalInterruption.armed is not None:
-        SignalInterruption.armed.arrive(frame)
+        SignalInterruption.armed.raise_in_package(frame)
 
 
 def handle_unraisable(unraisable: Any) -> None:
+    """Record an interruption in a finalizer, from which it cannot propagate; report other errors."""
     armed = SignalInterruption.armed
     if armed is not None and unraisable.exc_value is armed._raised:
         armed.in_finalizer = True
@@ -100,8 +100,8 @@ def handle_unraisable(unraisable: Any) -> None:
         sys.__unraisablehook__(unraisable)
 
 
-def send_ctrl_c() -> None:
-    """Send SIGINT after each delay. Spin instead of sleeping: a call in this process is shorter than a wake-up."""
+def send_delayed_signals() -> None:
+    """Send SIGINT after each delay. Spin instead of sleeping: a call without workers takes less time than a wake-up."""
     while True:
         delay = DELAYS.get()
         SENDER_READY.put(None)
@@ -112,20 +112,21 @@ def send_ctrl_c() -> None:
 
 
 def run_trials(call: str, kind: str, setting: str, trials: int, rng: random.Random) -> Outcomes:
-    """Make this many calls and interrupt each of them, every fourth one twice.
+    """Make ``trials`` calls and interrupt each of them, every fourth one twice.
 
-    On a busy machine many signals arrive after the call: then make more calls, until a tenth of ``trials`` was interrupted.
+    On a busy machine, many signals arrive after the call. Then make more calls, until ``trials / 10`` were interrupted.
     """
     outcomes = Outcomes(max_hung=4, max_wrong=40)
-    count = 0
+    trial = 0
 
     def make_interruptions() -> list[SignalInterruption]:
-        return [SignalInterruption(kind, 1e-6 + rng.uniform(0, 1.3 * seconds)) for _ in range(1 + (count % 4 == 0))]
+        number = 2 if trial % 4 == 0 else 1
+        return [SignalInterruption(kind, 1e-6 + rng.uniform(0, 1.3 * seconds)) for _ in range(number)]
 
     if call == "close":
-        chosen = CLOSE_SETTINGS.get(setting) or SETTINGS[setting]
-        warm_up(chosen)
-        opened = [chosen.open() for _ in range(3)]
+        close_setting = CLOSE_SETTINGS.get(setting) or SETTINGS[setting]
+        warm_up(close_setting)
+        opened = [close_setting.open() for _ in range(3)]
         seconds = median_seconds(lambda: opened.pop().close(), 3)
         subject: Any = None
     elif call in ("send", "recv", "reset_async"):
@@ -135,16 +136,16 @@ def run_trials(call: str, kind: str, setting: str, trials: int, rng: random.Rand
         subject = ComparedEngine(SETTINGS[setting]).__enter__()
         seconds = median_seconds(lambda: make_call(call, SETTINGS[setting], 1).whole(subject.envs))
         subject.reset_both()
-    while (count < trials or (outcomes.fired < trials / 10 and count < 20 * trials)) and not outcomes.should_stop:
-        count += 1
+    while (trial < trials or (outcomes.fired < trials / 10 and trial < 20 * trials)) and not outcomes.should_stop:
+        trial += 1
         outcomes.attempts += 1
         faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
         interruptions = make_interruptions()
         try:
             if call == "close":
-                check_interrupted_close(chosen, rng.choice(["idle", "a step pending"]), interruptions)
+                check_interrupted_close(close_setting, rng.choice(["idle", "a step pending"]), interruptions)
             elif isinstance(subject, RowStream):
-                subject.cycle(call, interruptions[0], count)
+                subject.cycle(call, interruptions[0], trial)
             else:
                 subject.attempt(call, "whole", interruptions)
         except (Exception, KeyboardInterrupt) as error:
@@ -166,8 +167,8 @@ def main(kind: str, setting: str, trials: str, seed: str, *calls: str) -> None:
     sys.unraisablehook = handle_unraisable
     signal.signal(signal.SIGALRM, handle_signal)
     signal.signal(signal.SIGINT, handle_signal)
-    sys.setswitchinterval(1e-6)  # otherwise the other thread runs only after a call in this process has returned
-    threading.Thread(target=send_ctrl_c, daemon=True).start()
+    sys.setswitchinterval(1e-6)  # with the default, 5 ms, a call without workers would return before the thread runs
+    threading.Thread(target=send_delayed_signals, daemon=True).start()
     rng = random.Random(seed)
     results = {}
     for call in calls:
@@ -177,7 +178,7 @@ def main(kind: str, setting: str, trials: str, seed: str, *calls: str) -> None:
             "tolerated": outcomes.tolerated, "texts": outcomes.texts[:5],
         }  # fmt: skip
     print(json.dumps(results), flush=True)
-    os._exit(0)  # without waiting for the thread, which may still send a signal
+    os._exit(0)  # do not wait for the thread, which may still send a signal
 
 
 if __name__ == "__main__":

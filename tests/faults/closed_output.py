@@ -1,4 +1,7 @@
-"""A program that prints although it may have been started without standard descriptors: ``METHOD LOG``."""
+"""A program that prints, even if it was started without standard descriptors: ``closed_output.py METHOD LOG``.
+
+It appends the exit codes of its workers to the file ``LOG``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import vecenv
 
 
 class PrintingEnv(gymnasium.Env[Any, Any]):
-    """An environment with steps that print from Python, from C, and to each standard descriptor that is open."""
+    """An environment that prints in each step: from Python, from C, and to each open standard descriptor."""
 
     observation_space = gymnasium.spaces.Box(0, 1, (1,))
     action_space = gymnasium.spaces.Discrete(2)
@@ -35,14 +38,14 @@ def write_to_all_outputs() -> None:
     libc.puts(b"C prints")
     libc.fflush(None)
     for descriptor in range(3):
-        with contextlib.suppress(OSError):  # it is closed, or the reading end of a pipe
+        with contextlib.suppress(OSError):  # the descriptor may be closed, or the reading end of a pipe
             os.write(descriptor, b"!")
 
 
 def main(method: str, log: str) -> None:
-    codes = []
-    for kwargs in ({}, {"num_workers": "auto"}):
-        envs = vecenv.AsyncVectorEnv([PrintingEnv, PrintingEnv], context=method, **kwargs)
+    exit_codes = []
+    for options in ({}, {"num_workers": "auto"}):
+        envs = vecenv.AsyncVectorEnv([PrintingEnv, PrintingEnv], context=method, **options)
         workers = list(envs._pool.processes)
         envs.reset(seed=1)
         for _ in range(3):
@@ -51,9 +54,9 @@ def main(method: str, log: str) -> None:
             assert observations.tolist() == [[0.5], [0.5]], observations
             assert rewards.tolist() == [1, 1], rewards
         envs.close()
-        codes += [worker.exitcode for worker in workers]
+        exit_codes += [worker.exitcode for worker in workers]
     with open(log, "a") as file:
-        file.write(repr(codes))
+        file.write(repr(exit_codes))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """A program that drops engines without closing them, while a thread uses files and pipes.
 
-``python collected.py COUNT``, where ``COUNT`` is the number of engines. After a failure, an engine is in a reference cycle
-(error, traceback, frame, engine): its objects are finalized in any order, whenever the collector runs. The thread opens,
-writes, reads and closes all the time, so it soon reuses a freed descriptor number, and detects a finalizer that still
-reads, closes or polls that number. The last line of output is JSON.
+Usage: ``python collected.py COUNT``, with the number of engines. Each engine raises, which puts it in a reference cycle
+(error, traceback, frame, engine), so the garbage collector finalizes its objects in any order. The thread opens and closes
+descriptors all the time. It soon reuses the number of one that an engine has closed, and then detects a finalizer that
+still reads or closes that number. The last line of output is JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 
 import vecenv
 
-HANG_SECONDS = 30.0  # without progress for that long, the program ends itself
+HANG_SECONDS = 30.0  # the program ends itself if it makes no progress for this long
 
 
 class RaisingEnv(gym.Env):
@@ -43,7 +43,7 @@ class RaisingEnv(gym.Env):
 
 
 class FileThread(threading.Thread):
-    """A thread that writes, reads and closes files and pipes, and lists in ``conflicts`` each time other code used them."""
+    """A thread that writes, reads and closes files and pipes, and reports in ``conflicts`` if other code has used them."""
 
     def __init__(self) -> None:
         super().__init__(name="files", daemon=True)
@@ -55,39 +55,36 @@ class FileThread(threading.Thread):
         with tempfile.TemporaryDirectory() as folder:
             while not self.stopping:
                 try:
-                    self._one_round(os.path.join(folder, "file"))
+                    self._run_round(os.path.join(folder, "file"))
                 except OSError as error:
                     self.conflicts.append(f"round {self.rounds}: {error!r}")
                 self.rounds += 1
 
-    def _one_round(self, path: str) -> None:
-        owned: list[int] = []
-        targets: dict[int, str] = {}
-        for _ in range(3):
-            owned += os.pipe()
-        owned.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC))
-        for number in owned:
-            targets[number] = os.readlink(f"/proc/self/fd/{number}")
+    def _run_round(self, path: str) -> None:
+        pipes = [os.pipe() for _ in range(3)]
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        descriptors = [*(end for pipe in pipes for end in pipe), file]
+        targets = {number: os.readlink(f"/proc/self/fd/{number}") for number in descriptors}
         text = f"round {self.rounds}".encode()
-        for reader, writer in zip(owned[0:6:2], owned[1:6:2], strict=True):
+        for reader, writer in pipes:
             os.write(writer, text)
             os.set_blocking(reader, False)
-        os.write(owned[-1], text)
+        os.write(file, text)
         time.sleep(0.0005)  # lets the main thread run
-        for reader in owned[0:6:2]:
+        for reader, _ in pipes:
             try:
-                got = os.read(reader, 100)
+                content = os.read(reader, 100)
             except BlockingIOError:
                 self.conflicts.append(f"round {self.rounds}: another reader emptied the pipe")
             else:
-                if got != text:
-                    self.conflicts.append(f"round {self.rounds}: read {got!r}")
-        if (got := os.pread(owned[-1], 100, 0)) != text:
-            self.conflicts.append(f"round {self.rounds}: the file has {got!r}")
-        for number in owned:
-            if (now := os.readlink(f"/proc/self/fd/{number}")) != targets[number]:
-                self.conflicts.append(f"round {self.rounds}: descriptor {number} was {targets[number]} and is {now}")
-        for number in owned:
+                if content != text:
+                    self.conflicts.append(f"round {self.rounds}: the pipe contained {content!r}")
+        if (content := os.pread(file, 100, 0)) != text:
+            self.conflicts.append(f"round {self.rounds}: the file contained {content!r}")
+        for number in descriptors:
+            if (target := os.readlink(f"/proc/self/fd/{number}")) != targets[number]:
+                self.conflicts.append(f"round {self.rounds}: descriptor {number} was {targets[number]} and is {target}")
+        for number in descriptors:
             try:
                 os.close(number)
             except OSError as error:
@@ -109,18 +106,18 @@ def drop_engine() -> None:
     try:
         envs.step(np.zeros(2, np.int64))
     except ValueError as error:
-        envs.kept = error
+        envs.kept = error  # its traceback refers to this frame, and so to the engine
 
 
 def main(count: int) -> None:
     warnings.simplefilter("ignore")
-    sys.setswitchinterval(1e-5)  # short time slices
+    sys.setswitchinterval(1e-5)  # lets the thread run often while an engine is finalized
     unraisable: list[str] = []
     sys.unraisablehook = lambda arguments: unraisable.append(repr(arguments.exc_value))
-    drop_engine()
+    drop_engine()  # the first engine opens descriptors that stay open
     gc.collect()
-    before = count_descriptors()
-    gc.disable()  # collections run below, when some engines have accumulated
+    descriptors_before = count_descriptors()
+    gc.disable()  # the loop collects whenever five engines have accumulated
     thread = FileThread()
     thread.start()
     for dropped in range(count):
@@ -141,7 +138,8 @@ def main(count: int) -> None:
         time.sleep(0.01)
     result = {
         "engines": count, "rounds": thread.rounds, "conflicts": thread.conflicts[:5], "unraisable": unraisable[:5],
-        "processes": len(child_pids()), "descriptors": count_descriptors() - before, "thread hangs": thread.is_alive(),
+        "processes": len(child_pids()), "descriptors": count_descriptors() - descriptors_before,
+        "thread hangs": thread.is_alive(),
     }  # fmt: skip
     print(json.dumps(result), flush=True)
     for pid in child_pids():

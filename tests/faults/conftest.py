@@ -1,4 +1,4 @@
-"""Start methods, engines and trainers for the tests of this folder."""
+"""Fixtures with start methods, engines and trainers, and the choice of start methods for the default run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sampling import sample_parameter
 
 import vecenv
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 FILES_WITH_ALL_METHODS = ("test_lifetimes.py",)
 
 
@@ -21,13 +21,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Choose the start methods of the default run, and mark all other combinations as ``slow``.
 
     Tests in :data:`FILES_WITH_ALL_METHODS` run with every method, unless ``sampled`` names one. The cases of all other tests
-    use ``fork`` and ``forkserver`` in turn, because ``spawn``, which starts an interpreter per worker, takes minutes and
-    covers nothing more.
+    use ``fork`` and ``forkserver`` in turn. With ``spawn``, which starts an interpreter per worker, they would take minutes
+    and cover nothing more.
     """
-    here = [item for item in items if item.path.parent == HERE]
-    sample_parameter([item for item in here if item.path.name in FILES_WITH_ALL_METHODS], "method")
-    others = [item for item in here if item.path.name not in FILES_WITH_ALL_METHODS]
-    sample_parameter(others, "method", left_out=["spawn"], all_values=False)
+    items_here = [item for item in items if item.path.parent == FOLDER]
+    sample_parameter([item for item in items_here if item.path.name in FILES_WITH_ALL_METHODS], "method")
+    other_items = [item for item in items_here if item.path.name not in FILES_WITH_ALL_METHODS]
+    sample_parameter(other_items, "method", left_out=["spawn"], all_values=False)
 
 
 @pytest.fixture(params=METHODS)
@@ -38,7 +38,7 @@ def method(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def launch(method: str) -> Iterator[Callable[..., vecenv.AsyncVectorEnv]]:
-    """Return a function that starts engines with the start method of the test; close those that are still open."""
+    """Return a function that starts engines with the start method of the test; close them after the test."""
     opened: list[vecenv.AsyncVectorEnv] = []
 
     def start(env_fns: list[Callable[[], Any]], **options: Any) -> vecenv.AsyncVectorEnv:

@@ -1,6 +1,6 @@
-"""A program that runs in a container: ``contained.py METHOD``. It prints the processes that its environments left behind.
+"""A program for a container: ``contained.py METHOD``, with the start method of the workers.
 
-``METHOD`` is the start method of the workers.
+It prints its pid, and the processes that its environments left behind (``unknown`` if there is no ``/proc``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HelperEnv(gymnasium.Env[Any, Any]):
         super().reset(seed=seed)
         start_shell("sleep 600")
         start_shell("sleep 601 & sleep 0.1")
-        if os.path.exists("/proc/self"):  # helpers outside its group are found through /proc only
+        if os.path.exists("/proc/self"):  # without /proc, the engine cannot find helpers outside the process group
             start_shell("sleep 602", start_new_session=True)
         return np.zeros(1, np.float32), {}
 
@@ -49,8 +49,9 @@ def list_other_processes() -> list[str]:
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
+            # the process may have ended since listdir()
             with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{name}/stat") as file:
-                found.append(" ".join(file.read().split()[1:3]))  # it may end before it is read
+                found.append(" ".join(file.read().split()[1:3]))
     return found
 
 
@@ -60,7 +61,7 @@ def main(method: str) -> None:
         envs = vecenv.AsyncVectorEnv([HelperEnv, HelperEnv], context=method, **options)
         envs.reset(seed=1)
         envs.step([0, 0])
-        time.sleep(0.3)
+        time.sleep(0.3)  # the shell that starts an orphan ends after 0.1 s
         if kill_worker:
             os.kill(envs._pool.workers[0].pid, signal.SIGKILL)
             try:

@@ -16,8 +16,8 @@ RAISE, DIE, HANG = 6, 7, 8
 
 
 class CountingEnv(gym.Env):
-    """An environment that counts its calls. Rewards are ``index + total / 1000``. Infos hold numbers and strings, and some
-    infos lack one of the keys.
+    """An environment that counts its calls. Rewards are ``index + total / 1000``. Infos hold numbers and strings; the key
+    ``occasional`` is in every third one only.
 
     Args:
         index: Its index.
@@ -94,7 +94,7 @@ class DrawingEnv(CountingEnv):
             self.episode += 1
         else:
             self.seed, self.episode = seed, 0
-        numpy_seed, python_seed = (np.random.SeedSequence(self.seed, spawn_key=(self.episode, which)) for which in range(2))
+        numpy_seed, python_seed = (np.random.SeedSequence(self.seed, spawn_key=(self.episode, key)) for key in range(2))
         self.own_generators = (
             np.random.RandomState(np.random.MT19937(numpy_seed)),
             random.Random(int.from_bytes(python_seed.generate_state(4).tobytes(), "little")),
@@ -102,22 +102,33 @@ class DrawingEnv(CountingEnv):
 
     def draw(self) -> None:
         numpy_random, python_random = self.own_generators or (np.random, random)
-        drawn = numpy_random.normal() + python_random.random()
-        self.digest = (self.digest * 31 + int(drawn * 1000)) % 1_000_003
+        number = numpy_random.normal() + python_random.random()
+        self.digest = (self.digest * 31 + int(number * 1000)) % 1_000_003
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        result = super().reset(seed=seed, options=options)
+        _, info = super().reset(seed=seed, options=options)
         self.draw()
-        return self.observe(), result[1]
+        return self.observe(), info
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        result = super().step(action)
+        _, *others = super().step(action)
         self.draw()
-        return self.observe(), *result[1:]
+        return self.observe(), *others
 
     def echo(self, text: str) -> tuple[int, int, int, str]:
         self.draw()
         return super().echo(text)
+
+
+class LargeObservationEnv(CountingEnv):
+    """An environment with observations that repeat the counts. Four of them are large enough to be lent to the program."""
+
+    def __init__(self, index: int, length: int = 0) -> None:
+        super().__init__(index, length)
+        self.observation_space = gym.spaces.Box(-1, 2**60, (2100,), np.int64)
+
+    def observe(self) -> Any:
+        return np.resize(super().observe(), 2100)
 
 
 class TextObservationEnv(CountingEnv):
@@ -140,8 +151,9 @@ class TextActionEnv(CountingEnv):
 
     def parse_action(self, action: Any) -> int:
         assert type(action) is str
-        return "abcdefgh".index(action[0]) if action else 0
+        return "abcdefgh".index(action[0]) if action else 0  # "g" is RAISE, "h" is DIE
 
 
 def echo(env: Any, text: str) -> Any:
+    """Call ``echo`` of an environment; a function for ``exec_func``."""
     return env.unwrapped.echo(text)

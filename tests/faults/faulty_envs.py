@@ -44,8 +44,10 @@ class EchoEnv(WitnessEnv):
         return super().reset(seed=seed, options=options)
 
     def trigger(self, fault: str, only: int | None = None) -> Any:
-        """Trigger a fault, in the environment with index ``only`` or in all."""
-        return FAULTS[fault](({},))[-1] if only in (None, self.witness_id) else None
+        """Trigger a fault in all environments or, with ``only``, in that one; return the info that the fault returns."""
+        if only not in (None, self.witness_id):
+            return None
+        return FAULTS[fault](({},))[-1]
 
     def echo(self, value: Any) -> Any:
         """Return the argument."""
@@ -68,14 +70,15 @@ def _build_faulty_env(index: int, fault: str | faulty.Fault, options: dict[str, 
 
 def make_env_fns(count: int, replacements: Mapping[int, EnvFn] | None = None, **options: Any) -> list[EnvFn]:
     """Return ``count`` functions that build healthy environments, except for the given replacements."""
-    return [(replacements or {}).get(index) or healthy_env_fn(index, **options) for index in range(count)]
+    replacements = replacements or {}
+    return [replacements.get(index) or healthy_env_fn(index, **options) for index in range(count)]
 
 
-# --- more faults: classes, because their instances can be pickled -------------------------------
+# --- more faults: instances of classes, because closures cannot be pickled ----------------------
 
 
 class Pause:
-    """A fault that only delays the result."""
+    """A fault that delays the result and does not change it."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -86,7 +89,7 @@ class Pause:
 
 
 class WritePid:
-    """A fault that writes the process's pid to a file, as proof that it was reached."""
+    """A fault that writes the pid of its process to a file, to show that it was reached."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
@@ -97,10 +100,10 @@ class WritePid:
 
 
 class ForkAndReturnLater:
-    """A fault that forks; the child returns or exits when a file named ``go`` exists."""
+    """A fault that forks and writes the child's pid to the file ``copy``. When ``go`` exists, the child returns or exits."""
 
-    def __init__(self, folder: Path, raises: bool) -> None:
-        self.folder, self.raises = folder, raises
+    def __init__(self, folder: Path, exits: bool) -> None:
+        self.folder, self.exits = folder, exits
 
     def __call__(self, result: Any) -> Any:
         if child := os.fork():
@@ -109,13 +112,13 @@ class ForkAndReturnLater:
         deadline = time.monotonic() + 20.0
         while not (self.folder / "go").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
-        if self.raises:
+        if self.exits:
             sys.exit(0)
         return result
 
 
 class Chain:
-    """Several faults, one after another."""
+    """A sequence of faults; each receives the result of the one before."""
 
     def __init__(self, *faults: str | faulty.Fault) -> None:
         self.faults = [FAULTS[fault] if isinstance(fault, str) else fault for fault in faults]
@@ -127,7 +130,7 @@ class Chain:
 
 
 def write_pid_then(path: str | os.PathLike[str], fault: str | faulty.Fault) -> Chain:
-    """Return a fault that first writes the process's pid to a file, for a test that waits for that file."""
+    """Return a fault that first writes the pid of its process to a file, for which a test can wait."""
     return Chain(WritePid(path), fault)
 
 
@@ -137,8 +140,7 @@ def write_pid_then(path: str | os.PathLike[str], fault: str | faulty.Fault) -> C
 class RowChecker:
     """A checker that compares each row with the successor of its environment's last row.
 
-    A result that was returned for the wrong call, a row of another environment, and a row put together from two steps all
-    show up as a difference.
+    It detects results that belong to another call, rows of another environment, and rows that mix two steps.
     """
 
     def __init__(self, count: int, *, length: int, mode: AutoresetMode = AutoresetMode.NEXT_STEP) -> None:
@@ -147,7 +149,7 @@ class RowChecker:
         self.mode = mode
         self.rows: list[dict[str, int] | None] = [None] * count
         self.done = [False] * count
-        self.was_replaced = [False] * count  # by a restart, but the first row of the new environment is not checked yet
+        self.was_replaced = [False] * count  # by a restart, and no row of the new environment has been checked yet
         self.seen_lives: set[int] = set()
 
     @classmethod
@@ -165,7 +167,7 @@ class RowChecker:
         mask: np.ndarray | None = None,
         rebuilt: set[int] | frozenset[int] = frozenset(),
     ) -> None:
-        """Check what ``reset`` returned; the environments in ``rebuilt`` must be new ones."""
+        """Check the result of ``reset``; the environments in ``rebuilt`` must be new ones."""
         observations, infos = result
         restarted = infos.get("_restarted", np.zeros(self.count, dtype=bool))
         for env in range(self.count):
@@ -186,48 +188,48 @@ class RowChecker:
             self.done[env] = False
 
     def check_step(self, actions: Any, result: tuple[Any, ...]) -> None:
-        """Check what ``step`` returned, including the rows of restarted environments."""
+        """Check the result of ``step``, including the rows of restarted environments."""
         observations, rewards, terminations, truncations, infos = result
         restarted = infos.get("_restarted", np.zeros(self.count, dtype=bool))
         for env in range(self.count):
             row, last = WitnessEnv.read(observations[env]), self.rows[env]
             assert last is not None
             flags = (bool(terminations[env]), bool(truncations[env]))
-            where = f"env {env}, action {actions[env]}, last row {last}"
+            context = f"env {env}, action {actions[env]}, last row {last}"
             if restarted[env]:
                 self._check_restarted(env, row, last, float(rewards[env]), flags, infos)
                 continue
             if self.mode is AutoresetMode.NEXT_STEP and self.done[env]:
                 if self.was_replaced[env]:
                     self._check_new_life(env, row)
-                    assert row["seed"] not in (-1, last["seed"]), f"{where}: a restart needs a new seed"
+                    assert row["seed"] not in (-1, last["seed"]), f"{context}: a restart needs a new seed"
                     expected = {**row, **_EPISODE_START}
                 else:
                     expected = self._after_reset(last, None)
-                assert (float(rewards[env]), flags) == (0.0, (False, False)), where
+                assert (float(rewards[env]), flags) == (0.0, (False, False)), context
                 self.done[env] = False
-            elif self.was_replaced[env]:  # disabled mode, stepped without a reset: the new episode has begun anyway
+            elif self.was_replaced[env]:  # disabled mode: the new environment has begun an episode without a reset call
                 self._check_new_life(env, row)
                 expected = self._after_step({**row, **_EPISODE_START, "steps": 0}, int(actions[env]))
                 assert flags == (False, False)
             else:
                 expected = self._after_step(last, int(actions[env]))
                 done = expected["tick"] >= self.length
-                even = expected["episode"] % 2 == 0
-                assert flags == (done and even, done and not even), f"{where}: unexpected flags {flags}"
-                assert rewards[env] == expected["tick"] + expected["actions"] / 1024, where
+                is_even = expected["episode"] % 2 == 0  # even episodes are terminated, odd ones truncated
+                assert flags == (done and is_even, done and not is_even), f"{context}: unexpected flags {flags}"
+                assert rewards[env] == expected["tick"] + expected["actions"] / 1024, context
                 self.done[env] = done
                 if done and self.mode is AutoresetMode.SAME_STEP:
                     final = WitnessEnv.read(infos["final_obs"][env])
-                    assert final == expected, f"{where}: final_obs {final}"
+                    assert final == expected, f"{context}: final_obs {final}"
                     assert infos["_final_obs"][env]
-                    assert infos["final_info"]["tick"][env] == expected["tick"], where
+                    assert infos["final_info"]["tick"][env] == expected["tick"], context
                     expected, self.done[env] = self._after_reset(expected, None), False
-            self._check_row(env, row, expected, where)
+            self._check_row(env, row, expected, context)
             self._check_info(env, infos, row)
 
     def accept_row(self, env: int, row: Any) -> None:
-        """Accept a row after the previous one was lost because another environment raised."""
+        """Accept any row of the same environment: its previous row was lost because another environment raised."""
         new, last = WitnessEnv.read(row), self.rows[env]
         assert last is None or new["life"] == last["life"], f"env {env} was replaced"
         self.rows[env] = new
@@ -258,8 +260,8 @@ class RowChecker:
         self.seen_lives.add(row["life"])
         self.was_replaced[env] = False
 
-    def _check_row(self, env: int, row: dict[str, int], expected: dict[str, int], where: str) -> None:
-        assert row == expected, f"env {env}: {where}\n  expected {expected}\n  got      {row}"
+    def _check_row(self, env: int, row: dict[str, int], expected: dict[str, int], context: str) -> None:
+        assert row == expected, f"env {env}: {context}\n  expected {expected}\n  got      {row}"
         self.rows[env] = row
 
     def _check_info(self, env: int, infos: dict[str, Any], row: dict[str, int]) -> None:

@@ -1,6 +1,6 @@
 """Helpers for tests that interrupt calls: settings, calls, and the check of an interrupted call.
 
-The values of an environment (``counting.py``) follow from the seed of its last seeded reset and from all calls since, and
+The values of an environment (``counting.py``) depend on the seed of its last seeded reset and on all calls since, and
 every result is unique. So an old, repeated or torn result, or the result of another row, differs from that of the
 reference, an uninterrupted ``SyncVectorEnv``. After a reset with a seed, both are equal again.
 """
@@ -8,6 +8,7 @@ reference, an uninterrupted ``SyncVectorEnv``. After a reset with a seed, both a
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import os
@@ -24,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from counting import RAISE, CountingEnv, TextActionEnv, TextObservationEnv, echo
+from counting import RAISE, CountingEnv, LargeObservationEnv, TextActionEnv, TextObservationEnv, echo
 from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from interruption import PACKAGE, Interruption, Stopped
@@ -36,7 +37,7 @@ from vecenv.testing import assert_identical
 
 HERE = str(Path(__file__).parent)
 UNINTERRUPTED = contextlib.nullcontext()
-HANG_SECONDS = 20.0  # an attempt, which takes milliseconds, counts as hanging after that long
+HANG_SECONDS = 20.0  # an attempt takes milliseconds, and counts as a hang after this time
 
 # --- configurations -----------------------------------------------------------------------------
 
@@ -52,7 +53,7 @@ class Setting:
         length: Steps per episode; 0: the episode never ends.
         list_actions: True if actions are passed as a list.
         local_envs: The environments in the calling process.
-        rows_per_message: The maximum for one message of ``send``, as ``batch_size="auto"`` may choose; 0: no maximum.
+        rows_per_message: The maximum for one message of ``send``, which ``batch_size="auto"`` may set; 0: no maximum.
     """
 
     options: dict[str, Any]
@@ -68,15 +69,16 @@ class Setting:
 
     def open(self) -> vecenv.AsyncVectorEnv:
         envs = vecenv.AsyncVectorEnv(self.env_fns(), **{"context": "fork", **self.options})
-        driver = envs._driver
-        getattr(driver, "exchange", driver).rows_at_once = self.rows_per_message or None
+        if hasattr(envs._driver, "exchange"):  # an engine without workers sends no messages
+            envs._driver.exchange.rows_at_once = self.rows_per_message or None
         return envs
 
-    def reference(self) -> SyncVectorEnv:
+    def make_reference(self) -> SyncVectorEnv:
         mode = self.options.get("autoreset_mode", "NextStep")
         return SyncVectorEnv(self.env_fns(), autoreset_mode=mode)
 
-    def actions(self, numbers: Sequence[int]) -> Any:
+    def make_actions(self, numbers: Sequence[int]) -> Any:
+        """Convert numbers to a batch of actions of the environments' action space."""
         if self.env_class is TextActionEnv:
             return tuple("abcdefgh"[number] * (1 + number % 3) for number in numbers)
         return list(map(int, numbers)) if self.list_actions else np.array(numbers, np.int64)
@@ -101,6 +103,7 @@ SETTINGS = {
     "Text observations": Setting({"num_workers": 2}, env_class=TextObservationEnv, length=5),
     "no shared memory": Setting({"num_workers": 2, "shared_memory": False}),
     "batch_size": Setting({"num_workers": 2, "batch_size": 2}),
+    "lent observations": Setting({"num_workers": 2}, env_class=LargeObservationEnv, length=5),
 }
 
 # --- calls --------------------------------------------------------------------------------------
@@ -108,7 +111,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Call:
-    """A call with its arguments.
+    """A call with its arguments, as a whole and in two parts.
 
     Attributes:
         state: ``_state`` while its result is pending.
@@ -135,32 +138,33 @@ CALLS = (
 
 
 def make_call(name: str, setting: Setting, tick: int) -> Call:
-    """Return the ``tick``-th call; its arguments never repeat."""
+    """Return a call. Its arguments depend on ``tick``, so that the result of an earlier call differs."""
     text = f"text {tick}"
     if name == "step":
-        actions = setting.actions([(tick * 3 + row * 5) % RAISE for row in range(setting.count)])
+        actions = setting.make_actions([(tick * 3 + row * 5) % RAISE for row in range(setting.count)])
         return Call(
-            name, "step", lambda e: e.step(actions), lambda e: e.step_async(actions), lambda e: e.step_wait(),
-            lambda s: s.step(actions),
+            name, "step", lambda envs: envs.step(actions), lambda envs: envs.step_async(actions),
+            lambda envs: envs.step_wait(), lambda sync: sync.step(actions),
         )  # fmt: skip
     if name in ("reset", "reset_some"):
         arguments: dict[str, Any] = {"seed": 1000 * tick} if tick % 3 else {}
         if name == "reset_some":
             mask = (np.arange(setting.count) + tick) % 2 == 0
-            arguments["options"] = {"reset_mask": mask}
+            arguments["options"] = {"reset_mask": mask}  # SyncVectorEnv removes the mask, so it gets a copy
         return Call(
-            name, "reset", lambda e: e.reset(**arguments), lambda e: e.reset_async(**arguments), lambda e: e.reset_wait(),
-            lambda s: s.reset(**{key: dict(value) if key == "options" else value for key, value in arguments.items()}),
+            name, "reset", lambda envs: envs.reset(**arguments), lambda envs: envs.reset_async(**arguments),
+            lambda envs: envs.reset_wait(), lambda sync: sync.reset(**copy.deepcopy(arguments)),
         )  # fmt: skip
     if name == "call":
         return Call(
-            name, "call", lambda e: e.call("echo", text), lambda e: e.call_async("echo", text), lambda e: e.call_wait(),
-            lambda s: s.call("echo", text),
+            name, "call", lambda envs: envs.call("echo", text), lambda envs: envs.call_async("echo", text),
+            lambda envs: envs.call_wait(), lambda sync: sync.call("echo", text),
         )  # fmt: skip
     if name == "get_attr":
         return Call(
-            name, "call", lambda e: e.get_attr("total"), None, lambda e: e.call_wait(), lambda s: s.get_attr("total")
-        )
+            name, "call", lambda envs: envs.get_attr("total"), None, lambda envs: envs.call_wait(),
+            lambda sync: sync.get_attr("total"),
+        )  # fmt: skip
     if name == "exec_func":
         chosen = None if tick % 2 else [0, setting.count - 1]
 
@@ -169,20 +173,20 @@ def make_call(name: str, setting: Setting, tick: int) -> Call:
             return tuple(echo(env, text) if row in ids else None for row, env in enumerate(reference.envs))
 
         return Call(
-            name, "call", lambda e: e.exec_func(echo, chosen, text), lambda e: e.exec_func_send(echo, chosen, text),
-            lambda e: e.exec_func_fetch(), call_reference,
+            name, "call", lambda envs: envs.exec_func(echo, chosen, text),
+            lambda envs: envs.exec_func_send(echo, chosen, text), lambda envs: envs.exec_func_fetch(), call_reference,
         )  # fmt: skip
     if name in ("save", "state_dict"):
-        whole = name == "state_dict"
+        is_dict = name == "state_dict"
         return Call(
-            name, "call", lambda e: e.state_dict() if whole else e.save(), None, lambda e: e.call_wait(),
-            lambda s: [(*all_counts(env.unwrapped), to_comparable(env.unwrapped.observe())) for env in s.envs],
-            lambda saved: snapshot_contents(setting, extract_snapshots(saved) if whole else saved),
+            name, "call", lambda envs: envs.state_dict() if is_dict else envs.save(), None, lambda envs: envs.call_wait(),
+            lambda sync: [(*all_counts(env.unwrapped), to_comparable(env.unwrapped.observe())) for env in sync.envs],
+            lambda saved: read_snapshots(setting, extract_snapshots(saved) if is_dict else saved),
         )  # fmt: skip
     if name in ("load", "load_state_dict"):
-        may_be_pending = setting.options.get("autoreset_mode") != "SameStep"  # an autoreset, between two steps
+        has_pending_autoresets = setting.options.get("autoreset_mode") != "SameStep"  # in snapshots between two steps
         snapshots = [
-            make_snapshot(env_fn(), 1000 * tick + row, tick % 4, may_be_pending)
+            make_snapshot(env_fn(), 1000 * tick + row, tick % 4, has_pending_autoresets)
             for row, env_fn in enumerate(setting.env_fns())
         ]
 
@@ -195,40 +199,42 @@ def make_call(name: str, setting: Setting, tick: int) -> Call:
 
         state = make_state_dict(setting, snapshots, tick)
         return Call(
-            name, "call", lambda e: e.load(snapshots) if name == "load" else e.load_state_dict(state), None,
-            lambda e: e.call_wait(), load_reference, lambda observations: list(map(to_comparable, observations)),
+            name, "call", lambda envs: envs.load(snapshots) if name == "load" else envs.load_state_dict(state), None,
+            lambda envs: envs.call_wait(), load_reference, lambda observations: list(map(to_comparable, observations)),
         )  # fmt: skip
 
     def require_no_result(result: Any) -> None:
         assert result is None or result == (None,) * setting.count, result
 
-    if name == "abandon":  # without a pending request, no worker is ended
-        return Call(name, "default", lambda e: require_no_result(e.abandon([0])), None, lambda e: None, lambda s: None)
+    if name == "abandon":  # no worker is ended, because no request is pending
+        return Call(
+            name, "default", lambda envs: require_no_result(envs.abandon([0])), None, lambda envs: None, lambda sync: None
+        )
     if name == "set_next_options":
         options = [{"tick": tick, "row": row} for row in range(setting.count)]
         return Call(
-            name, "call", lambda e: require_no_result(e.set_next_options(options)), None,
-            lambda e: require_no_result(e.call_wait()), lambda s: None,
+            name, "call", lambda envs: require_no_result(envs.set_next_options(options)), None,
+            lambda envs: require_no_result(envs.call_wait()), lambda sync: None,
         )  # fmt: skip
     assert name == "set_attr"
     marks: Any = [f"mark {tick} of {row}" for row in range(setting.count)]
     return Call(
-        name, "call", lambda e: require_no_result(e.set_attr("mark", marks)), None,
-        lambda e: require_no_result(e.call_wait()), lambda s: s.set_attr("mark", marks),
+        name, "call", lambda envs: require_no_result(envs.set_attr("mark", marks)), None,
+        lambda envs: require_no_result(envs.call_wait()), lambda sync: sync.set_attr("mark", marks),
     )  # fmt: skip
 
 
 def all_counts(env: Any) -> tuple[Any, ...]:
-    """Return all counts of an environment."""
+    """Return the counts of an environment, including those of calls and marks, which its observations lack."""
     return (*env.counts(), env.calls, env.marks, env.mark)
 
 
 def to_comparable(observation: Any) -> Any:
-    """Convert an observation to a value that ``==`` compares."""
+    """Convert an array to a list, so that ``==`` returns one bool; return other observations unchanged."""
     return observation.tolist() if isinstance(observation, np.ndarray) else observation
 
 
-def snapshot_contents(setting: Setting, snapshots: Sequence[Snapshot]) -> list[Any]:
+def read_snapshots(setting: Setting, snapshots: Sequence[Snapshot]) -> list[Any]:
     """Load snapshots into new environments and return the counts and observations."""
     contents = []
     for env_fn, snapshot in zip(setting.env_fns(), snapshots, strict=True):
@@ -250,18 +256,18 @@ def extract_snapshots(state: dict[str, Any]) -> Sequence[Snapshot]:
 
 
 def make_state_dict(setting: Setting, snapshots: Sequence[Snapshot], tick: int) -> dict[str, Any]:
-    """Return a ``state_dict()`` with these snapshots and counters that no engine of a test has had."""
+    """Return a ``state_dict()`` with these snapshots, and with counters that no engine of the tests has."""
     mode = AutoresetMode(setting.options.get("autoreset_mode", "NextStep")).name
     values = FORMAT, setting.count, mode, tuple(snapshots), (tick, tick, 0), np.random.SeedSequence(tick).state, [None] * 4
     return dict(zip(STATE_KEYS, values, strict=True))
 
 
-def make_snapshot(env: Any, seed: int, steps: int, may_be_pending: bool) -> Snapshot:
+def make_snapshot(env: Any, seed: int, steps: int, has_pending_autoresets: bool) -> Snapshot:
     """Return a snapshot of a state that no row has had."""
     env.reset(seed=seed)
     env.steps = steps
-    pending, observation = may_be_pending and steps == 3, env.observe()
-    return Snapshot.of(describe_kind(env), capture_state(env), pending=pending, observation=observation)
+    pending = has_pending_autoresets and steps == 3
+    return Snapshot.of(describe_kind(env), capture_state(env), pending=pending, observation=env.observe())
 
 
 # --- resources ----------------------------------------------------------------------------------
@@ -312,17 +318,17 @@ def list_resources() -> dict[str, list[str]]:
 
 def new_resources(before: dict[str, list[str]]) -> dict[str, list[str]]:
     """Return the resources that are not in ``before``."""
-    now = list_resources()
-    return {kind: new for kind in now if (new := sorted(set(now[kind]) - set(before[kind])))}
+    new = {kind: sorted(set(names) - set(before[kind])) for kind, names in list_resources().items()}
+    return {kind: names for kind, names in new.items() if names}
 
 
 def needs_reset(envs: Any) -> bool:
-    """True if an interruption came while the engine changed its state: then only a reset of all environments is allowed."""
+    """True if only a reset of all environments is allowed: the engine was interrupted while it changed its state."""
     return "phase=RESET_NEEDED" in repr(envs)
 
 
 def drops_calls(envs: Any) -> bool:
-    """True for an engine that drops interrupted calls, which may have been executed."""
+    """True for an engine with workers: it drops interrupted calls, which may have been executed."""
     return hasattr(envs._driver, "exchange")
 
 
@@ -336,7 +342,7 @@ def in_flight(envs: Any) -> int:
 
 
 class HangError(AssertionError):
-    """Raised if an attempt did not end until its workers were killed."""
+    """The error of an attempt that did not end until its workers were killed."""
 
 
 class Watchdog:
@@ -358,7 +364,7 @@ class Watchdog:
         self.fired = self._raising = False
 
     def __enter__(self) -> Watchdog:
-        signal.signal(signal.SIGURG, Watchdog._raise)
+        signal.signal(signal.SIGURG, Watchdog._handle_signal)
         Watchdog._active.append(self)
         self._thread.start()
         return self
@@ -369,7 +375,7 @@ class Watchdog:
         self._thread.join()
 
     @staticmethod
-    def _raise(number: int, frame: object) -> None:
+    def _handle_signal(number: int, frame: object) -> None:
         if any(watchdog._raising for watchdog in Watchdog._active):
             raise HangError("the attempt did not end when its workers were killed")
 
@@ -381,7 +387,7 @@ class Watchdog:
             self.fired = True
             kill(child_pids() - self._known)
             seconds = 0.5
-            if kills > 6:
+            if kills > 6:  # killing the children does not help
                 self._raising = True
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
 
@@ -396,7 +402,8 @@ class ComparedEngine:
     Attributes:
         tick: The number of calls so far.
         tolerated: The number of tolerated failures: environments in the calling process may be interrupted themselves.
-        resets: The number of interruptions after which only a reset was allowed.
+        resets: The number of interruptions after which a reset was needed.
+        known: The children of this process that are not workers of the engine.
     """
 
     setting: Setting
@@ -419,7 +426,7 @@ class ComparedEngine:
         self._end(terminate=False)
 
     def _open(self) -> None:
-        self.envs, self.reference = self.setting.open(), self.setting.reference()
+        self.envs, self.reference = self.setting.open(), self.setting.make_reference()
         self.reset_both()
 
     def _end(self, terminate: bool) -> None:
@@ -458,7 +465,7 @@ class ComparedEngine:
         call = make_call(name, self.setting, self.tick)
         with Watchdog(self.known) as watchdog:
             try:
-                self._attempt(call, part, list(interruptions))
+                self.interrupt_call(call, part, list(interruptions))
                 self._check_next_calls()
             except BaseException as error:
                 if watchdog.fired:
@@ -470,12 +477,13 @@ class ComparedEngine:
             may_swallow = interruption.name in self._tolerated_texts or _is_in_trial_step(interruption)
             assert not interruption.swallowed or may_swallow, f"{interruption} was swallowed"
 
-    def _attempt(self, call: Call, part: str, interruptions: list[Interruption]) -> None:
+    def interrupt_call(self, call: Call, part: str, interruptions: list[Interruption]) -> None:
+        """Make a call and compare its result. After an interruption, wait if the call is pending; otherwise repeat it."""
         envs = self.envs
         expected = call.reference(self.reference)
-        begun = part == "wait"
+        submitted = part == "wait"
         try:
-            if begun:
+            if submitted:
                 call.begin(envs)  # type: ignore[misc]
             next_call = {"whole": call.whole, "begin": call.begin, "wait": call.wait}[part]
             while True:
@@ -495,9 +503,10 @@ class ComparedEngine:
                 if returned and next_call is not call.begin:
                     break
                 assert state in ("default", call.state), f"after an interrupted {call.name} the state is {state!r}"
-                assert state == call.state or not (begun or returned), f"{call.name} is pending, but the state is {state!r}"
-                begun = begun or state == call.state
-                next_call = call.wait if begun else call.whole
+                is_pending = submitted or returned
+                assert state == call.state or not is_pending, f"{call.name} is pending, but the state is {state!r}"
+                submitted = submitted or state == call.state
+                next_call = call.wait if submitted else call.whole
         except Exception as error:
             text = describe_error(error, whole=True)
             if isinstance(error, AssertionError) or not self.setting.names_local_env(text):
@@ -508,7 +517,7 @@ class ComparedEngine:
         assert state == "default", f"after {call.name} the state is {state!r}"
 
     def _recover(self, call: Call) -> None:
-        """Reset both, because only a reset is allowed or the engine has dropped a call, which may have been executed."""
+        """Reset both after an interruption that requires it, or that dropped a call, which may have been executed."""
         self.resets += 1
         if needs_reset(self.envs):
             with pytest.raises(ResetNeeded, match="reset"):
@@ -520,7 +529,7 @@ class ComparedEngine:
             self.renew()
 
     def _check_next_calls(self) -> None:
-        """Check a step and a call: the interrupted call was not executed twice, and its result is not returned late."""
+        """Check that the interrupted call was not executed twice, and that later calls do not return its result."""
         self.tick += 1
         envs, reference = self.envs, self.reference
         for name in ("step", "call"):
@@ -530,14 +539,17 @@ class ComparedEngine:
             assert_identical(envs.get_attr(name), reference.get_attr(name), f"{name} afterwards")
 
     def _tolerate(self, text: str) -> None:
-        """Accept a failure, because its text names an environment in the calling process, which was interrupted itself."""
+        """Accept a failure of an environment in the calling process, which was interrupted itself; ``text`` names it."""
         self._tolerated_texts += text
         self.tolerated += 1
         self.reset_both()
 
 
 def _is_in_trial_step(interruption: Any) -> bool:
-    """True if ``save`` tried a step, and its exception counts as the environment's, because no signal handler raised it."""
+    """True if the exception was raised in a step that ``save`` tries.
+
+    There it counts as an exception of the environment, because no signal handler raised it.
+    """
     is_injected = isinstance(interruption, Interruption) and interruption.error is Stopped
     return is_injected and re.search(r"\bcounting\.py|\bstep_env\b", interruption.where) is not None
 
@@ -563,7 +575,7 @@ class Outcomes:
 
     @property
     def should_stop(self) -> bool:
-        """True if enough attempts have failed to skip the others."""
+        """True if the failures have reached a maximum, after which other attempts are skipped."""
         return self.hung >= self.max_hung or self.hung + self.wrong >= self.max_wrong
 
     def add(self, error: BaseException, attempt: str) -> None:
@@ -600,5 +612,5 @@ def median_seconds(call: Callable[[], Any], times: int = 5) -> float:
     return sorted(durations)[times // 2]
 
 
-if sys.platform != "linux":  # this module reads /proc
-    raise ImportError("for Linux only")
+if sys.platform != "linux":
+    raise ImportError("this module reads /proc, which only Linux has")

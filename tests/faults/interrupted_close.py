@@ -30,10 +30,11 @@ CLOSE_SETTINGS = {
     "batch_size": Setting({"num_workers": 2, "batch_size": 2}),
 }
 CLOSE_STATES = ("idle", "a step pending", "a late step pending", "dead")
+"""States of an engine before ``close()``. A worker is stopped if its step is late, and killed if the engine is ``dead``."""
 
 
 def check_nothing_left(before: dict[str, list[str]], known: set[int]) -> None:
-    """Check after one garbage collection that no resource is new, and kill and reap new processes."""
+    """Check that one garbage collection releases all new resources; kill and reap processes that remain."""
     gc.collect()
     left = new_resources(before)
     kill_children(known)
@@ -41,7 +42,7 @@ def check_nothing_left(before: dict[str, list[str]], known: set[int]) -> None:
 
 
 def check_interrupted_close(setting: Setting, state: str, interruptions: list[Any]) -> None:
-    """Open an engine, bring it into a state, repeat ``close()`` after each interruption, and check that nothing is left."""
+    """Bring a new engine into a state, repeat ``close()`` after each interruption, and check that nothing is left behind."""
     known, before = child_pids(), list_resources()
     with Watchdog(known, 30.0) as watchdog, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -49,23 +50,23 @@ def check_interrupted_close(setting: Setting, state: str, interruptions: list[An
         if state != "idle":
             envs.reset(seed=1)
         if state.endswith("pending"):
-            envs.step_async(setting.actions([1] * setting.count))
+            envs.step_async(setting.make_actions([1] * setting.count))
         workers = list(child_pids() - known)
         if state == "a late step pending" and workers:
             os.kill(workers[0], signal.SIGSTOP)
         if state == "dead" and workers:
             kill(workers[:1])
-        attempts = [*interruptions, UNINTERRUPTED]
-        while attempts:
-            next(run_in_generator(_close, attempts.pop(0), envs, 1.0 if state == "a late step pending" else None))
+        timeout = 1.0 if state == "a late step pending" else None
+        for interruption in [*interruptions, UNINTERRUPTED]:
+            next(run_in_generator(_close, interruption, envs, timeout))
     assert not watchdog.fired, "close() took longer than 30 s"
     envs.close()
     assert envs.closed
     del envs
     check_nothing_left(before, known)
-    for interruption in interruptions:  # close() warns if an environment in this process was interrupted
-        reported = any(interruption.name in str(warning.message) for warning in caught)
-        assert not interruption.swallowed or (setting.local_envs and reported), "the exception was swallowed"
+    for interruption in interruptions:  # if an environment in this process was interrupted, close() only warns
+        has_warned = any(interruption.name in str(warning.message) for warning in caught)
+        assert not interruption.swallowed or (setting.local_envs and has_warned), "the exception was swallowed"
 
 
 def _close(interruption: Any, envs: Any, timeout: float | None) -> None:
@@ -78,4 +79,4 @@ def warm_up(setting: Setting) -> None:
     for _ in range(2):
         setting.open().close()
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # the collections after each attempt then traverse only the objects of the engine

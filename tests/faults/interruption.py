@@ -22,11 +22,11 @@ from vecenv.system.signals import _replaced as deferred_blocks
 
 PACKAGE = str(Path(vecenv.__file__).parent)
 KINDS = ("line", "call")
-"""Kinds of moments that every test covers; ``"opcode"``, before every bytecode, takes ten times as many."""
+"""The kinds of moments in every test. The third kind, ``"opcode"``, has ten times as many moments: before each bytecode."""
 
 
 class Stopped(Exception):
-    """An exception like that of a time limit, which is no ``KeyboardInterrupt`` and no error of the package."""
+    """An exception such as a time limit may raise: neither a ``KeyboardInterrupt`` nor an error of the package."""
 
 
 class Interruption:
@@ -34,15 +34,15 @@ class Interruption:
 
     Args:
         kind: ``"line"``: before a line; ``"call"``: at the beginning or the end of a function, or right after a C function
-            has returned; ``"opcode"``: before a bytecode. The outermost function is interrupted only where Python checks for
-            signals, because nothing runs after its last bytecodes.
+            has returned; ``"opcode"``: before a bytecode. In the outermost function, only before bytecodes at which Python
+            checks for signals: elsewhere, an exception could lose a result that no signal handler can lose.
         moment: The index of the moment, from 0.
         error: The class of the exception.
-        within: Prefixes of the paths of the files in which to raise.
+        within: Path prefixes of the files in which to raise.
 
     Attributes:
         fired: True if the exception was raised.
-        where: The file, line and function in which it was raised.
+        where: The file, line and function that were interrupted.
         propagated: True if it left the body unchanged.
         in_finalizer: True if it was raised in a finalizer, from which no exception propagates.
     """
@@ -56,13 +56,13 @@ class Interruption:
         self._latest: dict[FrameType, str] = {}  # the previous bytecode of each frame
         self.fired = self.propagated = self.in_finalizer = False
         self.where = "nowhere"
-        self.note = ""  # notes of the exception when it left the body
+        self.note = ""  # the notes of the exception that left the body
 
     def __repr__(self) -> str:
         return f"{self.error.__name__} at {self.kind} {self.moment}, {self.where}"
 
     def __enter__(self) -> Interruption:
-        self._before = sys.gettrace(), sys.getprofile(), sys.unraisablehook
+        self._previous_hooks = sys.gettrace(), sys.getprofile(), sys.unraisablehook
         sys.unraisablehook = self._handle_unraisable
         if self.kind == "call":
             sys.setprofile(self._profile)
@@ -71,10 +71,11 @@ class Interruption:
             sys.settrace(self._enter_frame)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> bool:
-        sys.settrace(self._before[0])
-        sys.setprofile(self._before[1])
-        sys.unraisablehook = self._before[2]
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
+        trace, profile, unraisable_hook = self._previous_hooks
+        sys.settrace(trace)
+        sys.setprofile(profile)
+        sys.unraisablehook = unraisable_hook
         self.propagated = error is not None and error is self._raised
         self.note = "\n".join(getattr(error, "__notes__", ()))
         self._raised = None
@@ -95,28 +96,29 @@ class Interruption:
         if unraisable.exc_value is not None and unraisable.exc_value is self._raised:
             self.in_finalizer = True
         else:
-            self._before[2](unraisable)
+            self._previous_hooks[2](unraisable)
 
     def _is_in_scope(self, frame: FrameType | None) -> bool:
         if frame is None or not frame.f_code.co_filename.startswith(self.within):
             return False
-        return not frame.f_code.co_filename.endswith("/signals.py")  # it defers signals, and has separate tests
+        return not frame.f_code.co_filename.endswith("/signals.py")  # separate tests cover the code that defers signals
 
     def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
         if not self._is_in_scope(frame):
             return None
         if self.kind == "opcode":
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._within_frame
+        return self._trace_frame
 
-    def _within_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
+    def _trace_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == self.kind and (event == "line" or self._may_interrupt(frame)):
             self._reach_moment(frame, event)
-        return self._within_frame
+        return self._trace_frame
 
     def _may_interrupt(self, frame: FrameType) -> bool:
-        before, self._latest[frame] = self._latest.get(frame, "RESUME"), dis.opname[frame.f_code.co_code[frame.f_lasti]]
-        return self._is_in_scope(frame.f_back) or before.startswith("CALL") or before in ("RESUME", "JUMP_BACKWARD")
+        previous = self._latest.get(frame, "RESUME")
+        self._latest[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        return self._is_in_scope(frame.f_back) or previous.startswith("CALL") or previous in ("RESUME", "JUMP_BACKWARD")
 
     def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
         # after the outermost return, an exception would lose the result
@@ -126,6 +128,7 @@ class Interruption:
             self._reach_moment(frame, f"{event} {name}".strip())
 
     def _reach_moment(self, frame: FrameType, event: str) -> None:
+        """Count a moment, and raise if it is the chosen one or, where it could not raise there, the next possible one."""
         self._left -= 1
         # while signal handlers are deferred, none can raise
         if self._left < 0 and not self.fired and not deferred_blocks and not _is_in_finalizer(frame):
@@ -145,7 +148,7 @@ def _is_in_finalizer(frame: FrameType | None) -> bool:
     while frame is not None:
         if frame.f_code.co_name == "__del__":
             return True
-        if frame.f_code is _FINALIZE and frame.f_locals["_"] is not None:  # it is a dead reference
+        if frame.f_code is _FINALIZE and frame.f_locals["_"] is not None:  # the argument is a dead reference
             return True
         frame = frame.f_back
     return False
@@ -189,7 +192,7 @@ def moments(
         kind: See :class:`Interruption`.
         every: The distance between two moments.
         offset: The first moment, modulo ``every``.
-        least: Fail if there are fewer moments.
+        least: The minimum number of moments, which is checked at the end.
         errors: The exception classes, used in turn.
         within: See :class:`Interruption`.
     """
@@ -200,4 +203,5 @@ def moments(
         unfired = 0 if interruption.fired else unfired + 1
         if unfired == 3:
             break
-    assert moment - 2 * every >= least, f"only {moment} moments, expected at least {least}"
+    first_unfired = moment - 2 * every
+    assert first_unfired >= least, f"only {first_unfired} moments, expected at least {least}"

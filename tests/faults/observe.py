@@ -29,14 +29,14 @@ METHODS = [name for name in ("fork", "spawn", "forkserver") if name in multiproc
 WAIT_SECONDS = 20.0
 """Time limit of waits that normally take a tenth of a second: other programs may occupy the cores."""
 WITHOUT_SPAWN = pytest.mark.parametrize("method", [name for name in METHODS if name != "spawn"], indirect=True)
-"""Marks tests that do not depend on the start method: ``spawn``, which takes longest, is left out."""
+"""Excludes ``spawn``, which takes longest, from tests that do not depend on the start method."""
 LINUX = sys.platform == "linux"
 TRAINER = Path(__file__).with_name("trainer.py")
 IMPORT_ROOT = Path(vecenv.__file__).parents[1]
 """The folder from which programs import ``vecenv``."""
 FAULT_MARKS = [
     pytest.mark.timeout(300, method="signal"),
-    # Gymnasium's log lines about an environment that raised, and about a close with a call pending
+    # Gymnasium's log lines about an environment that raised, and about close() during a pending call
     pytest.mark.filterwarnings("ignore:.*Received the following error"),
     pytest.mark.filterwarnings(r"ignore:[\s\S]*Traceback"),
     pytest.mark.filterwarnings("ignore:.*Raising the last exception"),
@@ -68,12 +68,12 @@ def is_running(pid: int) -> bool:
 
 
 def still_running(pids: Iterable[int], within: float) -> list[int]:
-    """Wait until these processes have ended, for at most ``within`` seconds; return the pids of those that still run."""
+    """Wait up to ``within`` seconds for the end of these processes; return the pids of those that still run."""
     deadline = time.monotonic() + within
-    left = list(pids)
-    while (left := [pid for pid in left if is_running(pid)]) and time.monotonic() < deadline:
+    remaining = list(pids)
+    while (remaining := [pid for pid in remaining if is_running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return left
+    return remaining
 
 
 def wait_for_file(path: Path, within: float = 60.0) -> None:
@@ -89,14 +89,14 @@ def worker_pids(envs: Any) -> list[int]:
     return [worker.pid for worker in envs._pool.workers]
 
 
-def make_environment(program: Path) -> dict[str, str]:
+def make_environ(program: Path) -> dict[str, str]:
     """Return environment variables with which a program can import ``vecenv`` and the modules in its folder."""
     path = [str(IMPORT_ROOT), str(program.parent), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def run_json_program(program: Path, *arguments: object, within: float) -> Any:
-    """Run a program and return the JSON in its last line of output. Kill its process group after ``within`` seconds."""
+    """Run a program and return the JSON in its last line of output; kill its process group after at most ``within`` s."""
     command = [sys.executable, *map(str, (program, *arguments))]
     process = subprocess.Popen(
         command,
@@ -104,7 +104,7 @@ def run_json_program(program: Path, *arguments: object, within: float) -> Any:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=make_environment(program),
+        env=make_environ(program),
         start_new_session=True,
     )
     try:
@@ -115,29 +115,26 @@ def run_json_program(program: Path, *arguments: object, within: float) -> Any:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-    assert process.returncode == 0, f"{command}\nhung, or failed:\n{errors[-4000:]}"
+    assert process.returncode == 0, f"{command}\nhung or failed:\n{errors[-4000:]}"
     return json.loads(output.splitlines()[-1])
 
 
 class Trainer:
-    """A separate program that uses the engine; see ``trainer.py`` for its scenarios.
-
-    It prints messages as lines of JSON; :meth:`read_message` returns the next one.
-    """
+    """A process that runs ``trainer.py`` with one of its scenarios, and prints messages as lines of JSON."""
 
     def __init__(self, scenario: str, method: str, folder: Path, *, prefix: list[str], terminal: int | None) -> None:
-        self.errors = (folder / "stderr").open("w+")
+        self._stderr = (folder / "stderr").open("w+")
         self.process = subprocess.Popen(
             [*prefix, sys.executable, str(TRAINER), scenario, method, str(folder)],
             stdin=subprocess.DEVNULL if terminal is None else terminal,
             stdout=subprocess.PIPE,
-            stderr=self.errors if terminal is None else terminal,
-            env=make_environment(TRAINER),
+            stderr=self._stderr if terminal is None else terminal,
+            env=make_environ(TRAINER),
             start_new_session=True,
         )
 
     def read_message(self, within: float = 60.0) -> dict[str, Any]:
-        """Return the trainer's next message."""
+        """Return the next message; fail if there is none within ``within`` seconds."""
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], within)
         line = self.process.stdout.readline() if ready else b""
@@ -145,14 +142,14 @@ class Trainer:
         return json.loads(line)
 
     def read_stderr(self) -> str:
-        """Return the output on stderr so far."""
-        return Path(self.errors.name).read_text()
+        """Return the output on stderr so far, which is empty if the trainer has a terminal."""
+        return Path(self._stderr.name).read_text()
 
     def end(self) -> None:
-        """Kill the program if it runs, and close its streams."""
+        """Kill the process group if the program still runs, and close its streams."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(60)
         assert self.process.stdout is not None
         self.process.stdout.close()
-        self.errors.close()
+        self._stderr.close()

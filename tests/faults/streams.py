@@ -44,10 +44,10 @@ class RowStream:
         self.envs = self.setting.open()
         self.references = [SyncVectorEnv([env_fn]) for env_fn in self.setting.env_fns()]
         self.seed = 0
-        self.restart()
+        self.reset_all()
 
-    def restart(self) -> None:
-        """Reset with a seed; nothing is in flight afterwards."""
+    def reset_all(self) -> None:
+        """Reset all rows with a seed; none is in flight afterwards."""
         self.seed += 100
         observations, _ = self.envs.reset(seed=self.seed)
         for row, reference in enumerate(self.references):
@@ -68,12 +68,12 @@ class RowStream:
         self.open()
 
     def send(self, ids: list[int], interruption: Any = UNINTERRUPTED) -> None:
-        """Send rows. An interrupted call must have sent all of them or none; then send them again."""
+        """Send rows, and check that an interrupted call has sent all of them or none; if none, send them again."""
         actions = np.array([(3 * row + self.sent[row]) % RAISE for row in ids])
         before = in_flight(self.envs)
         with interruption:
             self.envs.send(actions, np.array(ids))
-        self.require_state()
+        self.raise_if_reset_needed()
         sent = in_flight(self.envs) - before
         assert sent in (0, len(ids)), f"{sent} of {len(ids)} rows were sent"
         if not sent:
@@ -87,7 +87,7 @@ class RowStream:
         self.seed += 100
         with interruption:
             self.envs.reset_async(seed=self.seed)
-        self.require_state()
+        self.raise_if_reset_needed()
         if not in_flight(self.envs):
             self.envs.reset_async(seed=self.seed)
         assert in_flight(self.envs) == self.count
@@ -96,7 +96,7 @@ class RowStream:
             self.expected[row] = (observations, np.zeros(1), np.zeros(1, bool), np.zeros(1, bool), infos)
 
     def receive(self, *interruptions: Any, timeout: float | None = None, at_least: bool = False) -> list[int]:
-        """Receive and check a batch or, with ``at_least``, as many more rows as arrive within a millisecond."""
+        """Receive and check a batch; with ``at_least``, it may have more rows, which arrive within a millisecond."""
         options = {"count": self.count, "at_least": self.envs.batch_size, "within": 0.001} if at_least else {}
         result = None
         attempts = [*interruptions, UNINTERRUPTED]
@@ -106,13 +106,13 @@ class RowStream:
             with interruption:
                 result = self.envs.recv(timeout, **options)
             if result is None:
-                self.require_state()
-            if result is None and self.setting.names_local_env(note := interruption.note):
-                raise RuntimeError(note)
-            assert result is not None or in_flight(self.envs) == before, "rows were lost"
+                self.raise_if_reset_needed()
+                if self.setting.names_local_env(interruption.note):
+                    raise RuntimeError(interruption.note)
+                assert in_flight(self.envs) == before, "rows were lost"
         ids = result[-1]["env_id"].tolist()
-        assert len(ids) == len(set(ids)) >= self.envs.batch_size
-        assert at_least or len(ids) == self.envs.batch_size
+        assert len(set(ids)) == len(ids), f"a row was received twice: {ids}"
+        assert len(ids) >= self.envs.batch_size if at_least else len(ids) == self.envs.batch_size
         for position, row in enumerate(ids):
             assert row in self.expected, f"row {row} was received without being in flight"
             expected = self.expected.pop(row)
@@ -127,37 +127,37 @@ class RowStream:
         for key in present:
             assert infos[key][position] == expected[key][0], (key, infos[key][position], expected[key][0])
 
-    def require_state(self) -> None:
-        """Raise if only a reset is allowed after an interruption."""
+    def raise_if_reset_needed(self) -> None:
+        """Raise ``ResetNeeded`` if only a reset is allowed after an interruption, and check that the engine does so."""
         if needs_reset(self.envs):
             with pytest.raises(ResetNeeded):
                 self.envs.recv()
             raise ResetNeeded
 
-    def cycle(self, interrupted: str, interruption: Interruption, tick: int) -> None:
-        """Send, receive all, reset, receive all; interrupt one of these calls."""
-        all_rows = list(range(self.count))
-        again = Interruption(interruption.kind, tick * 11 % 40, Stopped)
+    def cycle(self, interrupted_call: str, interruption: Interruption, tick: int) -> None:
+        """Send and receive all rows, then reset and receive them; interrupt one of these calls."""
+        rows = list(range(self.count)) if tick % 2 else list(reversed(range(self.count)))
+        interruptions = [interruption, Interruption(interruption.kind, tick * 11 % 40, Stopped)]
         timeout = None if tick % 2 else 30.0
         with Watchdog(self.known) as watchdog:
             try:
-                self.send(all_rows[:: 1 if tick % 2 else -1], interruption if interrupted == "send" else UNINTERRUPTED)
-                at_least = interrupted == "recv at least"
-                in_first_recv = at_least or interrupted == "recv"
-                ids = self.receive(*[interruption, again] if in_first_recv else [], timeout=timeout, at_least=at_least)
+                self.send(rows, interruption if interrupted_call == "send" else UNINTERRUPTED)
+                at_least = interrupted_call == "recv at least"
+                in_first_recv = at_least or interrupted_call == "recv"
+                ids = self.receive(*interruptions if in_first_recv else (), timeout=timeout, at_least=at_least)
                 self.send(ids)
-                self.receive(*[interruption, again] if interrupted == "recv of the rest" else [], timeout=timeout)
+                self.receive(*interruptions if interrupted_call == "recv of the rest" else (), timeout=timeout)
                 while self.expected:
                     self.receive()
-                self.reset_async(interruption if interrupted == "reset_async" else UNINTERRUPTED)
-                self.receive(*[interruption, again] if interrupted == "recv of a reset" else [], timeout=timeout)
+                self.reset_async(interruption if interrupted_call == "reset_async" else UNINTERRUPTED)
+                self.receive(*interruptions if interrupted_call == "recv of a reset" else (), timeout=timeout)
                 while self.expected:
                     self.receive()
                 self.sent = [0] * self.count
                 assert in_flight(self.envs) == 0
             except ResetNeeded:
                 self.resets += 1
-                self.restart()
+                self.reset_all()
                 return
             except BaseException as error:
                 if watchdog.fired:
@@ -165,13 +165,13 @@ class RowStream:
                 if isinstance(error, AssertionError) or not self.setting.names_local_env(describe_error(error, whole=True)):
                     raise
                 self.tolerated += 1
-                self.restart()
+                self.reset_all()
                 return
         assert not watchdog.fired
         assert not interruption.swallowed, "the exception was swallowed"
 
 
-FIRST_READY = {
+FIRST_READY = {  # settings of engines that return first-ready batches
     "two of four": Setting({"num_workers": 2, "batch_size": 2}),
     "one of eight": Setting({"num_workers": 4, "batch_size": 1}, count=8),
     "two messages": Setting({"num_workers": 2, "batch_size": 2}, rows_per_message=1),

@@ -48,7 +48,7 @@ pytestmark = FAULT_MARKS
 
 # --- environments that raise and workers that die: rows 1 to 14 of the table in ``FAULTS.md`` ---
 
-ENV, WORKER = 3, 1  # the environment that fails, of four in two workers
+ENV, WORKER = 3, 1  # the environment that fails, and its worker: there are four environments in two workers
 ACTIONS = [1, 2, 3, 4]
 
 
@@ -58,14 +58,14 @@ class Case:
 
     Attributes:
         fault: A key of ``FAULTS``.
-        expected: The class of the exception.
-        text: Patterns that must occur in the message, notes and causes.
+        error_class: The class of the exception.
+        patterns: Regular expressions that the text of the exception must match, with its notes and causes.
         exitcode: The exit code of the worker; ``None`` if it must continue.
     """
 
     fault: str
-    expected: type[Exception]
-    text: tuple[str, ...]
+    error_class: type[Exception]
+    patterns: tuple[str, ...]
     exitcode: int | None = None
 
 
@@ -94,7 +94,7 @@ MOMENTS: dict[str, dict[str, Any]] = {
     "call": {"step": 10**9},  # never: the test calls ``trigger``
 }
 
-OTHER_MOMENTS = [  # a few faults in other calls
+OTHER_MOMENTS = [
     pytest.param(case, moment, id=f"{case.fault}-{moment}")
     for case in CASES
     if case.fault in ("raises", "unpicklable_error", "sys_exit", "segfault")
@@ -105,22 +105,22 @@ OTHER_MOMENTS = [  # a few faults in other calls
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.fault)
 def test_fault_in_step_raises_one_complete_error(case: Case, launch: Launch, tmp_path: Path) -> None:
-    """The error names environment, worker, pid and command; then everything works again."""
-    check_crash(case, "step", launch, tmp_path)
+    """The error names environment, worker, pid and command. After a reset, everything works again."""
+    check_fault(case, "step", launch, tmp_path)
 
 
 @pytest.mark.sampled(6)
 @WITHOUT_SPAWN
 @pytest.mark.parametrize(("case", "moment"), OTHER_MOMENTS)
 def test_fault_in_another_call_raises_one_complete_error(case: Case, moment: str, launch: Launch, tmp_path: Path) -> None:
-    """The same faults occur in a reset, in an automatic reset, and in a call."""
-    check_crash(case, moment, launch, tmp_path)
+    """A few of the faults occur in a reset, an automatic reset and a call."""
+    check_fault(case, moment, launch, tmp_path)
 
 
-def check_crash(case: Case, moment: str, launch: Launch, tmp_path: Path) -> None:
-    once = tmp_path / "once"
-    fault = faulty_env_fn(ENV, case.fault, {"length": 2}, once=once, **MOMENTS[moment])
-    envs = launch(make_env_fns(4, {ENV: fault}, length=2), num_workers=2)
+def check_fault(case: Case, moment: str, launch: Launch, tmp_path: Path) -> None:
+    """Let a fault occur at a moment; check the error, its record, the processes, and the next calls."""
+    env_fn = faulty_env_fn(ENV, case.fault, {"length": 2}, once=tmp_path / "once", **MOMENTS[moment])
+    envs = launch(make_env_fns(4, {ENV: env_fn}, length=2), num_workers=2)
     checker = RowChecker.start(envs, seed=7, length=2)
     pids = worker_pids(envs)
     checker.check_step(ACTIONS, envs.step(ACTIONS))
@@ -134,19 +134,19 @@ def check_crash(case: Case, moment: str, launch: Launch, tmp_path: Path) -> None
         "call": lambda: envs.call("trigger", case.fault, only=ENV),
     }[moment]
     started_at = time.monotonic()
-    with pytest.raises(case.expected) as caught:
+    with pytest.raises(case.error_class) as caught:
         call()
     duration = time.monotonic() - started_at
 
     error = caught.value
     text = format_error(error)
-    assert type(error) is case.expected
-    for pattern in case.text:
+    assert type(error) is case.error_class
+    for pattern in case.patterns:
         assert re.search(pattern, text), f"{pattern!r} is not in:\n{text}"
     assert_error_names(error, env=ENV, worker=WORKER, pid=pids[WORKER], command=command)
     if case.exitcode is None:
         assert isinstance(error.__cause__, RemoteTraceback)
-        assert any(f"env {ENV}" in part for part in getattr(error, "__notes__", None) or [str(error)])
+        assert any(f"env {ENV}" in note for note in getattr(error, "__notes__", None) or [str(error)])
         assert worker_pids(envs) == pids
         assert all(map(is_running, pids))
     else:
@@ -157,17 +157,18 @@ def check_crash(case: Case, moment: str, launch: Launch, tmp_path: Path) -> None
         assert not is_running(pids[1])
     record = envs.errors[-1]
     assert (record.worker, record.pid, record.command) == (WORKER, pids[WORKER], command)
-    assert type(record.error) is case.expected
+    assert type(record.error) is case.error_class
     assert 0 <= time.monotonic() - record.time < 20
 
-    lost = {ENV} if case.exitcode is None else {2, 3}
-    if moment == "call" and case.exitcode is None:
-        lost = set()  # a failed call is not a failed environment
+    if case.exitcode is not None:
+        lost = {2, 3}
+    else:
+        lost = set() if moment == "call" else {ENV}  # a failed call is not a failed environment
     check_recovery(envs, checker, lost)
     check_close(envs)
 
 
-def step_times(envs: Any, count: int) -> None:
+def step_repeatedly(envs: Any, count: int) -> None:
     for _ in range(count):
         envs.step(ACTIONS[: envs.num_envs])
 
@@ -180,10 +181,10 @@ def check_recovery(envs: Any, checker: RowChecker, lost: set[int]) -> None:
     assert [row["seed"] for row in rows] == list(range(20, 20 + len(rows)))
     assert all(rows[env]["episode"] == 1 and rows[env]["steps"] == 0 for env in lost)
     assert infos["tick"].tolist() == [0] * len(rows)
-    after = RowChecker(len(rows), length=checker.length)
-    after.rows = rows
+    next_checker = RowChecker(len(rows), length=checker.length)
+    next_checker.rows = rows
     for _ in range(4):
-        after.check_step(ACTIONS, envs.step(ACTIONS))
+        next_checker.check_step(ACTIONS, envs.step(ACTIONS))
 
 
 def check_close(envs: Any) -> None:
@@ -194,7 +195,7 @@ def check_close(envs: Any) -> None:
 
 
 def test_all_failing_environments_are_reported(launch: Launch) -> None:
-    """Two environments of two workers and one of another worker fail in one step: all are recorded."""
+    """One environment of a worker and two of another fail in one step: the error names all, and all are recorded."""
     failing = {0: "raises", 2: "sys_exit", 3: "two_arguments_error"}
     envs = launch(make_env_fns(4, {env: faulty_env_fn(env, fault, step=1) for env, fault in failing.items()}), num_workers=2)
     envs.reset(seed=1)
@@ -202,9 +203,10 @@ def test_all_failing_environments_are_reported(launch: Launch) -> None:
         envs.step(ACTIONS)
     text = format_error(caught.value)
     assert all(re.search(rf"\benvs?\b[^\n]*\b{env}\b", text) for env in failing), text
-    assert sorted(record.env for record in envs.errors) == [0, 2, 3]
-    assert [type(r.error) for r in sorted(envs.errors, key=lambda r: r.env)] == [ValueError, EnvError, EnvError]
-    assert all(f"in {failing[record.env]}" in record.traceback for record in envs.errors)
+    records = sorted(envs.errors, key=lambda record: record.env)
+    assert [record.env for record in records] == [0, 2, 3]
+    assert [type(record.error) for record in records] == [ValueError, EnvError, EnvError]
+    assert all(f"in {failing[record.env]}" in record.traceback for record in records)
 
 
 def test_death_while_idle_is_reported_by_the_next_call(launch: Launch) -> None:
@@ -223,19 +225,19 @@ def test_death_while_idle_is_reported_by_the_next_call(launch: Launch) -> None:
     assert (error.worker, error.pid, error.exitcode) == (WORKER, pids[WORKER], -signal.SIGKILL)
     assert error.command in ("idle", "step")
     assert tuple(error.envs) == (2, 3)
-    assert f"(pid {error.pid}, envs 2-3) died" in str(error)  # no environment is to blame
+    assert f"(pid {error.pid}, envs 2-3) died" in str(error)  # names no single environment as the cause
     check_recovery(envs, checker, {2, 3})
     check_close(envs)
 
 
 def test_death_before_a_request_leaves_no_late_reply(launch: Launch) -> None:
-    """A worker dies before or during a call: no later call returns replies of the other worker to that call."""
+    """A worker dies before or during a step: later calls return no replies of the other worker to that step."""
     envs = launch(make_env_fns(4), num_workers=2)
     checker = RowChecker.start(envs, seed=7)
     for attempt in range(3):
-        os.kill(worker_pids(envs)[attempt % 2], signal.SIGKILL)  # the next step may begin before the worker is dead
+        os.kill(worker_pids(envs)[attempt % 2], signal.SIGKILL)  # the next steps may begin before the worker is dead
         with pytest.raises(WorkerDied, match="SIGKILL"):
-            step_times(envs, 1000)
+            step_repeatedly(envs, 1000)
         observations, _ = envs.reset(seed=attempt)
         checker.rows = [WitnessEnv.read(row) for row in observations]
         checker.done = [False] * 4
@@ -246,11 +248,11 @@ def test_death_before_a_request_leaves_no_late_reply(launch: Launch) -> None:
 
 @pytest.mark.sampled(1)
 def test_death_with_inherited_descriptors_is_noticed_at_once(launch: Launch, tmp_path: Path) -> None:
-    """A forked helper of the environment still holds the worker's pipe, so that the caller gets no end of file."""
+    """A forked helper of the environment still holds the worker's pipe, so the caller reads no end of file."""
     check_death_with_inherited_descriptors(launch, tmp_path)
 
 
-@pytest.mark.parametrize("method", ["fork"], indirect=True)  # a fork server reports the exit codes of its children
+@pytest.mark.parametrize("method", ["fork"], indirect=True)  # a fork server also reports the exit codes of its children
 def test_death_with_inherited_descriptors_is_noticed_without_pidfds(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,8 +261,8 @@ def test_death_with_inherited_descriptors_is_noticed_without_pidfds(
 
 
 def check_death_with_inherited_descriptors(launch: Launch, tmp_path: Path) -> None:
-    fault = faulty_env_fn(1, write_pid_then(tmp_path / "died", "fork_helper_and_die"), step=2, once=tmp_path / "once")
-    envs = launch(make_env_fns(2, {1: fault}))
+    env_fn = faulty_env_fn(1, write_pid_then(tmp_path / "died", "fork_helper_and_die"), step=2, once=tmp_path / "once")
+    envs = launch(make_env_fns(2, {1: env_fn}))
     envs.reset(seed=1)
     envs.step([0, 0])
     pid = worker_pids(envs)[1]
@@ -298,6 +300,7 @@ def test_death_of_the_fork_server_does_not_affect_workers(launch: Launch) -> Non
 @pytest.mark.parametrize(
     ("method", "count"),
     [
+        # with the other methods, 64 workers take minutes to start
         pytest.param(method, count, marks=pytest.mark.slow if count == 64 and method != "fork" else ())
         for method in METHODS
         for count in (1, 8, 64)
@@ -306,7 +309,7 @@ def test_death_of_the_fork_server_does_not_affect_workers(launch: Launch) -> Non
 )
 @pytest.mark.timeout(300, method="signal")
 def test_simultaneous_deaths_raise_one_error(launch: Launch, count: int) -> None:
-    """One error names all environments. (Starting 64 interpreters takes minutes, so it is marked slow.)"""
+    """Each environment kills its own worker; the error names all environments."""
     envs = launch([faulty_env_fn(env, "kill", step=2) for env in range(count)])
     envs.reset(seed=1)
     envs.step([0] * count)
@@ -322,9 +325,8 @@ def test_simultaneous_deaths_raise_one_error(launch: Launch, count: int) -> None
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("ending", ["close", "terminate", "death", "hang"])
 def test_programs_of_environments_end_with_the_worker(launch: Launch, ending: str, tmp_path: Path) -> None:
-    """A program that an environment has started ends with its worker, which is closed, terminated, killed or hanging."""
-    fault = faulty_env_fn(1, "start_subprocess", step=1)
-    envs = launch(make_env_fns(2, {1: fault}))
+    """A program of an environment ends when its worker is closed, terminated or killed, or is stopped and then closed."""
+    envs = launch(make_env_fns(2, {1: faulty_env_fn(1, "start_subprocess", step=1)}))
     envs.reset(seed=1)
     *_, infos = envs.step([0, 0])
     helper = int(infos["subprocess"][1])
@@ -345,17 +347,17 @@ def test_programs_of_environments_end_with_the_worker(launch: Launch, ending: st
 
 @pytest.mark.linux
 def test_process_group_of_a_dead_worker_is_ended_before_its_pid_can_be_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    exists: list[bool] = []
-    monkeypatch.setattr(worker_process, "end_group", lambda pids: exists.extend(map(psutil.pid_exists, pids)))
+    pid_existed: list[bool] = []
+    monkeypatch.setattr(worker_process, "end_group", lambda pids: pid_existed.extend(map(psutil.pid_exists, pids)))
     with open_engine(make_env_fns(1, {0: faulty_env_fn(0, "exit_now", step=1)}), num_workers=1, context="fork") as envs:
         envs.reset(seed=1)
         with pytest.raises(WorkerDied):
             envs.step([1])
-        assert exists == [True]
+        assert pid_existed == [True]
 
 
 def test_worker_that_loses_its_caller_ends_its_helpers(launch: Launch) -> None:
-    """A worker that reads the end of its pipe ends its helpers before it exits."""
+    """A worker that reads the end of file of its pipe ends its helpers before it exits."""
     envs = launch(make_env_fns(2, {1: faulty_env_fn(1, "start_subprocess", step=1)}))
     envs.reset(seed=1)
     *_, infos = envs.step([0, 0])
@@ -367,10 +369,9 @@ def test_worker_that_loses_its_caller_ends_its_helpers(launch: Launch) -> None:
     check_close(envs)
 
 
-def test_forked_copy_of_an_environment_never_replies(launch: Launch, tmp_path: Path) -> None:
-    """An environment forks, and both processes return from ``step``: only the worker's own reply counts."""
-    fault = faulty_env_fn(1, "fork_and_return", step=2)
-    envs = launch(make_env_fns(2, {1: fault}))
+def test_forked_copy_of_an_environment_never_replies(launch: Launch) -> None:
+    """An environment forks, and both processes return from ``step``: only the worker replies."""
+    envs = launch(make_env_fns(2, {1: faulty_env_fn(1, "fork_and_return", step=2)}))
     checker = RowChecker.start(envs)
     pids = worker_pids(envs)
     for step in range(8):
@@ -380,12 +381,12 @@ def test_forked_copy_of_an_environment_never_replies(launch: Launch, tmp_path: P
 
 
 @WITHOUT_SPAWN
-@pytest.mark.parametrize("raises", [False, True], ids=["returns", "exits"])
-@pytest.mark.parametrize("when", ["step", "reset"])
-def test_forked_copy_never_writes_into_rows(launch: Launch, when: str, raises: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("exits", [False, True], ids=["returns", "exits"])
+@pytest.mark.parametrize("call", ["step", "reset"])
+def test_forked_copy_never_writes_into_rows(launch: Launch, call: str, exits: bool, tmp_path: Path) -> None:
     """A forked copy that returns after later steps does not change their rows."""
-    moment: Any = {"step": {"step": 2}, "reset": {"reset": 1}}[when]
-    envs = launch(make_env_fns(2, {1: faulty_env_fn(1, ForkAndReturnLater(tmp_path, raises), **moment)}))
+    moment: Any = {"step": {"step": 2}, "reset": {"reset": 1}}[call]
+    envs = launch(make_env_fns(2, {1: faulty_env_fn(1, ForkAndReturnLater(tmp_path, exits), **moment)}))
     checker = RowChecker.start(envs)
     for step in range(5):
         checker.check_step([step, step], envs.step([step, step]))
@@ -401,12 +402,12 @@ def test_forked_copy_never_writes_into_rows(launch: Launch, when: str, raises: b
 
 def test_worker_without_its_pipe_counts_as_dead(launch: Launch, tmp_path: Path) -> None:
     """An environment closes descriptors of its worker. The error does not mention the OOM killer."""
-    fault = faulty_env_fn(1, "close_descriptors", step=1, once=tmp_path / "once")
-    envs = launch(make_env_fns(2, {1: fault}))
+    env_fn = faulty_env_fn(1, "close_descriptors", step=1, once=tmp_path / "once")
+    envs = launch(make_env_fns(2, {1: env_fn}))
     envs.reset(seed=1)
     pid = worker_pids(envs)[1]
     with pytest.raises(WorkerDied) as caught:
-        step_times(envs, 2)
+        step_repeatedly(envs, 2)
     assert_error_names(caught.value, env=1, worker=1, pid=pid, command="step")
     assert "memory" not in str(caught.value)
     assert not is_running(pid)
@@ -414,7 +415,7 @@ def test_worker_without_its_pipe_counts_as_dead(launch: Launch, tmp_path: Path) 
 
 
 def test_siblings_of_a_dead_worker_step_exactly_once(launch: Launch, tmp_path: Path) -> None:
-    """A worker dies while another worker is in the same step; the other environment steps exactly once."""
+    """A worker dies while another one executes the same step: the environment of the other one steps exactly once."""
     slow = faulty_env_fn(0, write_pid_then(tmp_path / "slow", Pause(0.3)), step=1)
     stuck = faulty_env_fn(1, write_pid_then(tmp_path / "stuck", "sleep"), step=1, once=tmp_path / "once")
     envs = launch([slow, stuck])
@@ -436,8 +437,8 @@ def test_siblings_of_a_dead_worker_step_exactly_once(launch: Launch, tmp_path: P
         checker.check_step([1, 1], envs.step([1, 1]))
 
 
-def test_unpicklable_classes_cannot_be_unpickled() -> None:
-    """No process can unpickle these two classes of row 2; otherwise the table would need other examples."""
+def test_errors_with_two_arguments_or_a_keyword_cannot_be_unpickled() -> None:
+    """No process can unpickle the errors of row 2; otherwise the table would need other examples."""
     for error in (TwoArgumentsError(1, "x"), KeywordOnlyError(reason="x")):
         with pytest.raises(TypeError):
             pickle.loads(pickle.dumps(error))
@@ -445,22 +446,22 @@ def test_unpicklable_classes_cannot_be_unpickled() -> None:
 
 # --- Results after a failure are current, or repeat the latest ones; they contain no values of a dead worker
 
-GO, DIE, RAISE = 0, 1, 2
+GO, DIE, RAISE = 0, 1, 2  # actions
 COUNT = 4
-ENGINES = {
-    "whole": ({}, "raise"),
-    "masked": ({}, "raise"),
-    "by name": ({}, "raise"),
-    "received row by row": ({}, "raise"),
-    "whole, caller's share": ({"use_caller": True}, "raise"),
-    "masked, caller's share": ({"use_caller": True}, "raise"),
-    "whole, pickled": ({"shared_memory": False}, "raise"),
-    "whole, restart": ({}, "restart"),
-    "masked, restart": ({}, "restart"),
+RESETS = {  # the kind of reset, the options of the engine, and on_failure
+    "whole": ("whole", {}, "raise"),
+    "masked": ("masked", {}, "raise"),
+    "by env_id": ("by env_id", {}, "raise"),
+    "received row by row": ("received row by row", {}, "raise"),
+    "whole, caller's share": ("whole", {"use_caller": True}, "raise"),
+    "masked, caller's share": ("masked", {"use_caller": True}, "raise"),
+    "whole, pickled": ("whole", {"shared_memory": False}, "raise"),
+    "whole, restart": ("whole", {}, "restart"),
+    "masked, restart": ("masked", {}, "restart"),
 }
 
 
-class ResetInfoOnlyInLastEnv(gymnasium.Env):
+class StepInfoEnv(gymnasium.Env):
     """An environment with one-step episodes and step infos. Only resets of the last environment have an info."""
 
     def __init__(self, index: int) -> None:
@@ -478,31 +479,30 @@ class ResetInfoOnlyInLastEnv(gymnasium.Env):
         return np.full(3, 77, np.int64), 1.0, True, False, {"stale": 77}
 
 
-def reset(envs: Any, kind: str) -> tuple[Any, dict[str, Any], list[int]]:
-    """Reset with seeds 10, 11, ... and return observations, infos, and the indices of their environments."""
+def reset_rows(envs: Any, kind: str) -> tuple[Any, dict[str, Any], list[int]]:
+    """Reset rows, each with the seed 10 + its index; return observations, infos and the indices of the rows."""
     if kind == "masked":
         mask = np.array([True, False, False, True])
         observations, infos = envs.reset(seed=10, options={"reset_mask": mask})
         return observations[mask], {key: value[mask] for key, value in infos.items()}, [0, 3]
-    if kind == "by name":
+    if kind == "by env_id":
         envs.reset_async([10, 11, 13], env_id=[0, 1, 3])
     elif kind == "received row by row":
         envs.reset_async(10)
     else:
         return *envs.reset(seed=10), list(range(COUNT))
-    observations, *_, infos = envs.recv(count=3 if kind == "by name" else COUNT)
+    observations, *_, infos = envs.recv(count=3 if kind == "by env_id" else COUNT)
     ids = infos.pop("env_id").tolist()
     del infos["_env_id"]
     return observations, infos, ids
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(("engine", "mode"), each_once(list(ENGINES), {mode.name: mode for mode in AutoresetMode}))
-def test_reset_has_no_infos_of_a_dead_worker(launch: Launch, engine: str, mode: AutoresetMode) -> None:
+@pytest.mark.parametrize(("case", "mode"), each_once(list(RESETS), {mode.name: mode for mode in AutoresetMode}))
+def test_reset_has_no_infos_of_a_dead_worker(launch: Launch, case: str, mode: AutoresetMode) -> None:
     """Environment 0 has stepped when environment 1 kills their worker: the next reset returns no infos of that step."""
-    options, on_failure = ENGINES[engine]
-    kind = engine.partition(",")[0]
-    env_fns = [functools.partial(ResetInfoOnlyInLastEnv, index) for index in range(COUNT)]
+    kind, options, on_failure = RESETS[case]
+    env_fns = [functools.partial(StepInfoEnv, index) for index in range(COUNT)]
     envs = launch(env_fns, num_workers=1 if "use_caller" in options else 2, autoreset_mode=mode,
                   on_failure=on_failure, **options)  # fmt: skip
     envs.reset(seed=1)
@@ -515,7 +515,7 @@ def test_reset_has_no_infos_of_a_dead_worker(launch: Launch, engine: str, mode: 
         _, _, _, truncations, infos = envs.step(actions)
         assert truncations[list(lost)].all()
         assert "stale" not in infos or not infos["_stale"][list(lost)].any()
-    observations, infos, ids = reset(envs, kind)
+    observations, infos, ids = reset_rows(envs, kind)
     seeds = [10 + index for index in ids]
     assert observations[:, 0].tolist() == seeds
     assert set(infos) == {"fresh", "_fresh"}
@@ -523,7 +523,7 @@ def test_reset_has_no_infos_of_a_dead_worker(launch: Launch, engine: str, mode: 
     assert infos["fresh"].tolist() == [seed if index == COUNT - 1 else 0 for index, seed in zip(ids, seeds, strict=True)]
 
 
-class InPlaceEnv(ResetInfoOnlyInLastEnv):
+class InPlaceEnv(StepInfoEnv):
     """An environment that writes its observation into the batch, and may fail between two writes."""
 
     def observation_buffer(self, buffer: Any) -> None:
@@ -536,7 +536,7 @@ class InPlaceEnv(ResetInfoOnlyInLastEnv):
     def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.buffer[:1] = 77
         if action == RAISE:
-            raise ValueError("half-way")
+            raise ValueError("between two writes")
         if action == DIE:
             os.kill(os.getpid(), signal.SIGKILL)
         self.buffer[1:] = 77
@@ -549,23 +549,23 @@ class InPlaceEnv(ResetInfoOnlyInLastEnv):
 def test_half_written_observation_is_not_returned(
     launch: Launch, on_failure: str, fault: int, error: type[Exception]
 ) -> None:
-    """An environment fails while it writes. A reset of others returns its last complete observation, or zeros."""
+    """Environment 1 fails while it writes. A reset of others returns zeros for it; with restarts, its last observation."""
     envs = launch([functools.partial(InPlaceEnv, index) for index in range(COUNT)], num_workers=2, on_failure=on_failure)
     envs.reset(seed=[5, 6, 7, 8])
     if on_failure == "raise":
         with pytest.raises(error):
             envs.step([GO, fault, GO, GO])
-        whole = [0, 0, 0]
+        expected = [0, 0, 0]
     else:
-        envs.send([fault, GO], [1, 2])  # their rows are not received
-        whole = [6, 6, 6]
+        envs.send([fault, GO], [1, 2])  # the results are never received
+        expected = [6, 6, 6]
     observations, _ = envs.reset(seed=20, options={"reset_mask": np.array([False, False, True, True])})
     assert observations[2:].tolist() == [[22] * 3, [23] * 3]
-    assert observations[1].tolist() == whole
+    assert observations[1].tolist() == expected
 
 
-class FailingFirstResetEnv(InPlaceEnv):
-    """An environment that, as the last one, fails in its first reset after half an observation, when a file exists."""
+class FailingResetEnv(InPlaceEnv):
+    """An environment with resets that raise if it is the last one: it writes half an observation, and waits for a file."""
 
     def __init__(self, index: int, path: Path) -> None:
         super().__init__(index)
@@ -576,7 +576,7 @@ class FailingFirstResetEnv(InPlaceEnv):
             self.buffer[:1] = 77
             self.path.with_suffix(".half").touch()
             wait_for_file(self.path)
-            raise ValueError("half-way")
+            raise ValueError("between two writes")
         return super().reset(seed=seed, options=options)
 
 
@@ -584,7 +584,7 @@ class FailingFirstResetEnv(InPlaceEnv):
 def test_half_written_first_observation_is_not_kept(launch: Launch, tmp_path: Path) -> None:
     """With restarts, ``recv`` keeps the observations that it returns, but not one that is being written."""
     path = tmp_path / "file"
-    envs = launch([functools.partial(FailingFirstResetEnv, index, path) for index in range(COUNT)], on_failure=Restart(0))
+    envs = launch([functools.partial(FailingResetEnv, index, path) for index in range(COUNT)], on_failure=Restart(0))
     envs.reset_async(seed=[5, 6, 7, 8])
     wait_for_file(path.with_suffix(".half"))
     envs.recv(count=COUNT - 1)
@@ -595,8 +595,8 @@ def test_half_written_first_observation_is_not_kept(launch: Launch, tmp_path: Pa
     assert observations.tolist() == [[20 + index] * 3 for index in range(COUNT - 1)] + [[0] * 3]
 
 
-class UniqueObservationsEnv(ResetInfoOnlyInLastEnv):
-    """An environment with observations that never repeat. A reset removes the file in its options, if any, and fails."""
+class UniqueObservationsEnv(StepInfoEnv):
+    """An environment with unique observations. A reset deletes the file in its option ``fail``, if it exists, and raises."""
 
     def observe(self) -> Any:
         return np.frombuffer(os.urandom(24), np.int64) >> 44
@@ -618,7 +618,8 @@ class UniqueObservationsEnv(ResetInfoOnlyInLastEnv):
 @pytest.mark.parametrize(
     ("by_row", "shared_memory", "mode"),
     each_once(
-        {"first ready": True, "lock-step": False}, {"shared": True, "pickled": False},
+        {"first ready": True, "lock-step": False},
+        {"shared": True, "pickled": False},
         {mode.name: mode for mode in AutoresetMode},
     ),
 )
@@ -633,10 +634,10 @@ def test_lost_row_repeats_its_last_returned_observation(
     def check_final_observations(result: tuple[Any, ...]) -> None:
         observations, infos = result[0], result[-1]
         ids = infos["env_id"].tolist() if by_row else [0, 1]
-        for at, index in enumerate(ids):
-            if "final_obs" in infos and infos["_final_obs"][at]:
-                assert infos["final_obs"][at].tolist() == latest[index].tolist()
-            latest[index] = observations[at]
+        for position, index in enumerate(ids):
+            if "final_obs" in infos and infos["_final_obs"][position]:
+                assert infos["final_obs"][position].tolist() == latest[index].tolist()
+            latest[index] = observations[position]
 
     def step(actions: list[int]) -> list[tuple[Any, ...]]:
         if not by_row:
@@ -668,7 +669,7 @@ def test_lost_row_repeats_its_last_returned_observation(
 
 
 class ComputingEnv(gymnasium.Env[Any, Any]):
-    """An environment with steps that compute in nested frames and sleep, for ``action`` hundredths of a second."""
+    """An environment with steps of ``action`` hundredths of a second, which compute in nested frames and sleep."""
 
     observation_space = gymnasium.spaces.Box(0, 1, (1,))
     action_space = gymnasium.spaces.Discrete(100)
@@ -684,8 +685,8 @@ class ComputingEnv(gymnasium.Env[Any, Any]):
         return np.zeros(1, np.float32), {}
 
     def step(self, action: Any) -> Any:
-        until = time.monotonic() + int(action) / 100
-        while time.monotonic() < until:
+        deadline = time.monotonic() + int(action) / 100
+        while time.monotonic() < deadline:
             self._recurse(20)
             time.sleep(1e-4)
         return np.zeros(1, np.float32), 0.0, False, False, {}
@@ -703,19 +704,19 @@ class ComputingEnv(gymnasium.Env[Any, Any]):
             self._thread.join()
 
 
-COMPUTING = {
+COMPUTING_ENGINES = {
     "env_threads": ([functools.partial(ComputingEnv)] * 4, {"num_workers": 1, "env_threads": 4}),
     "own_threads": ([functools.partial(ComputingEnv, own_thread=True)] * 2, {"num_workers": 1}),
 }
 
 
-def step_while_observed(envs: Any, steps: int, hundredths: int, read_state: Callable[[], object]) -> None:
-    """Step, and call ``read_state`` repeatedly during each step; every step must complete."""
+def call_during_steps(envs: Any, steps: int, hundredths: int, function: Callable[[], object]) -> None:
+    """Step, and call a function repeatedly during each step; every step must complete."""
     for _ in range(steps):
         envs.step_async(np.full(envs.num_envs, hundredths))
-        until = time.monotonic() + hundredths / 100
-        while time.monotonic() < until:
-            read_state()
+        deadline = time.monotonic() + hundredths / 100
+        while time.monotonic() < deadline:
+            function()
         envs.step_wait(timeout=60)
 
 
@@ -723,14 +724,14 @@ def step_while_observed(envs: Any, steps: int, hundredths: int, read_state: Call
 @pytest.mark.linux
 @WITHOUT_SPAWN
 @pytest.mark.parametrize(("steps", "hundredths"), [(4, 50), pytest.param(20, 99, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", COMPUTING)
+@pytest.mark.parametrize("kind", COMPUTING_ENGINES)
 def test_worker_continues_after_requests_for_its_stack(launch: Launch, kind: str, steps: int, hundredths: int) -> None:
-    """Stacks of running threads must not be read in a signal handler: one of some hundred reads ends in SIGSEGV."""
-    env_fns, options = COMPUTING[kind]
+    """A signal handler must not read the stacks of running threads: one of some hundred reads would end in SIGSEGV."""
+    env_fns, options = COMPUTING_ENGINES[kind]
     envs = launch(env_fns, **options)
     envs.reset(seed=1)
     stacks: list[str] = []
-    step_while_observed(envs, steps, hundredths, lambda: stacks.append(envs._pool.workers[0].read_stack()))
+    call_during_steps(envs, steps, hundredths, lambda: stacks.append(envs._pool.workers[0].read_stack()))
     assert any("in step" in stack for stack in stacks), stacks[:3]
     assert len(stacks) > 500 or steps == 4
 
@@ -741,14 +742,15 @@ def test_poll_sends_no_signal(launch: Launch, monkeypatch: pytest.MonkeyPatch) -
     """A timeout of less than 10 ms raises ``StepTimeout`` without requesting a stack."""
     sent: list[int] = []
     monkeypatch.setattr(ProcessWatch, "signal", lambda watch, number: sent.append(number))
-    env_fns, options = COMPUTING["env_threads"]
+    env_fns, options = COMPUTING_ENGINES["env_threads"]
     envs = launch(env_fns, **options)
     envs.reset(seed=1)
     polls = 0
     envs.step_async(np.full(4, 99))
     while True:
         try:
-            envs.step_wait(timeout=[0, 0.001][polls % 2] if polls < 2000 else 60)
+            poll_timeout = 0.001 if polls % 2 else 0
+            envs.step_wait(timeout=poll_timeout if polls < 2000 else 60)
             break
         except StepTimeout as error:
             assert "envs 0-3," in format_error(error)
@@ -762,7 +764,7 @@ def test_poll_sends_no_signal(launch: Launch, monkeypatch: pytest.MonkeyPatch) -
         except StepTimeout:
             polls += 1
     assert not sent
-    monkeypatch.undo()
+    monkeypatch.undo()  # closing the engine may send signals
 
 
 @pytest.mark.sampled(1)
@@ -770,15 +772,14 @@ def test_poll_sends_no_signal(launch: Launch, monkeypatch: pytest.MonkeyPatch) -
 @WITHOUT_SPAWN
 @pytest.mark.parametrize("fault", ["sleep", "hold_gil"])
 def test_stack_of_an_earlier_timeout_is_not_the_last_stack(launch: Launch, tmp_path: Path, fault: str) -> None:
-    """A worker that is killed after a timeout has written no stack, and the error contains none."""
+    """A worker that is killed writes no stack: the error contains none, not even that of an earlier timeout."""
     envs = launch(make_env_fns(2, {1: faulty_env_fn(1, write_pid_then(tmp_path / "stuck", fault), step=1)}))
     envs.reset(seed=1)
     envs.step_async([0, 0])
     wait_for_file(tmp_path / "stuck")
     with pytest.raises(StepTimeout, match=f"in {fault}"):
         envs.step_wait(timeout=0.2)
-    os.kill(worker_pids(envs)[1], 9)
+    os.kill(worker_pids(envs)[1], signal.SIGKILL)
     with pytest.raises(Exception, match="SIGKILL") as caught:
         envs.step_wait()
     assert "last Python stack" not in format_error(caught.value)
-

@@ -1,4 +1,4 @@
-"""Tests of helper processes that have left the process group of their worker: they are found by mark or by descent."""
+"""Tests of helpers that have left the process group of their worker: they are found by its mark, or as its descendants."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Worker:
     def __init__(self, pid: int, helper: int, token: int, pipe: int) -> None:
         self.pid, self.helper, self.token, self._pipe = pid, helper, token, pipe
 
-    def let_end(self) -> None:
-        """Let the worker end by itself, and wait for that."""
+    def finish(self) -> None:
+        """Close the worker's pipe, and wait until the worker has exited."""
         os.close(self._pipe)
         self._pipe = -1
         os.waitpid(self.pid, 0)
@@ -44,26 +44,27 @@ class Worker:
 
 
 def write_pid(path: Path, pid: int) -> None:
+    """Write a pid to a file that appears only when it is complete."""
     path.with_suffix(".part").write_text(str(pid))
     path.with_suffix(".part").rename(path)
 
 
 def write_pid_and_sleep(path: Path) -> None:
-    """Write the pid of this process, a forked helper, and sleep."""
+    """Write the pid of this process, which is a forked helper, and sleep."""
     write_pid(path, os.getpid())
     time.sleep(60)
     os._exit(0)
 
 
-def own_session(path: Path) -> None:
+def start_in_own_session(path: Path) -> None:
     write_pid(path, subprocess.Popen(["sleep", "60"], start_new_session=True).pid)
 
 
-def own_session_without_environment(path: Path) -> None:
+def start_in_own_session_without_variables(path: Path) -> None:
     write_pid(path, subprocess.Popen(["/bin/sleep", "60"], start_new_session=True, env={}).pid)
 
 
-def orphan_of_a_shell(path: Path) -> None:
+def start_orphan_of_a_shell(path: Path) -> None:
     subprocess.run(["sh", "-c", f"setsid sleep 60 & echo $! > {path}.part; mv {path}.part {path}"], check=True)
 
 
@@ -96,32 +97,32 @@ def double_fork_and_exec(path: Path) -> None:
     os.waitpid(child, 0)
 
 
-def helper_with_child(path: Path) -> None:
-    """Fork a helper, and let it start a child without environment variables."""
+def fork_helper_with_child(path: Path) -> None:
+    """Fork a helper that starts a child without environment variables; write the pid of the child."""
     if os.fork() == 0:
         os.setsid()
         write_pid(path, subprocess.Popen(["/bin/sleep", "60"], start_new_session=True, env={}).pid)
         time.sleep(60)
 
 
-def orphan_without_environment(path: Path) -> None:
+def start_orphan_without_variables(path: Path) -> None:
     child = os.fork()
     if child == 0:
-        own_session_without_environment(path)
+        start_in_own_session_without_variables(path)
         os._exit(0)
     os.waitpid(child, 0)
 
 
-DESCENDANTS = [own_session, own_session_without_environment, fork_and_setsid, helper_with_child]
-ALL_HELPERS = [*DESCENDANTS, orphan_of_a_shell, double_fork, double_fork_and_exec, orphan_without_environment]
+DESCENDANTS = [start_in_own_session, start_in_own_session_without_variables, fork_and_setsid, fork_helper_with_child]
+ORPHANS = [start_orphan_of_a_shell, double_fork, double_fork_and_exec, start_orphan_without_variables]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Return a function that forks a worker which starts a helper; kill both after the test."""
+    """Return a function that forks a worker, which starts a helper; kill both after the test."""
     workers: list[Worker] = []
 
-    def launch(start_helper: Callable[[Path], None], *, ends: bool = False) -> Worker:
+    def launch(start_helper: Callable[[Path], None], *, ends_helpers: bool = False) -> Worker:
         path = tmp_path / f"helper-{len(workers)}"
         token = new_token()
         reader, writer = os.pipe()
@@ -136,7 +137,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
                 mark(token)
                 start_helper(path)
                 os.read(reader, 1)
-                if ends:
+                if ends_helpers:
                     end_own_descendants()
             finally:
                 os._exit(0)
@@ -154,7 +155,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("start_helper", ALL_HELPERS)
+@pytest.mark.parametrize("start_helper", [*DESCENDANTS, *ORPHANS])
 def test_helpers_of_a_killed_worker_are_found_by_its_mark(start: Start, start_helper: Callable[[Path], None]) -> None:
     worker = start(start_helper)
     worker.kill()
@@ -173,16 +174,16 @@ def test_descendants_of_a_running_worker_can_be_ended(start: Start, start_helper
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("start_helper", ALL_HELPERS)
+@pytest.mark.parametrize("start_helper", [*DESCENDANTS, *ORPHANS])
 def test_worker_ends_its_own_helpers(start: Start, start_helper: Callable[[Path], None]) -> None:
-    worker = start(start_helper, ends=True)
-    worker.let_end()
+    worker = start(start_helper, ends_helpers=True)
+    worker.finish()
     assert not still_running([worker.helper], WAIT_SECONDS)
 
 
 def test_only_helpers_of_the_given_worker_end(start: Start) -> None:
     """When a worker is replaced, the helpers of the other workers continue."""
-    dead, sibling = start(own_session), start(double_fork)
+    dead, sibling = start(start_in_own_session), start(double_fork)
     dead.kill()
     end_marked([dead.token])
     assert not is_running(dead.helper)
@@ -190,16 +191,17 @@ def test_only_helpers_of_the_given_worker_end(start: Start) -> None:
 
 
 def test_helpers_of_a_nested_engine_have_the_marks_of_both_workers(start: Start) -> None:
+    """A worker starts two inner workers with a helper each, and ends the first helper by the mark of its inner worker."""
 
-    def nested(path: Path) -> None:
+    def start_inner_workers(path: Path) -> None:
         tokens = [new_token() for _ in range(2)]
         assert len(set(tokens)) == 2
-        for number, inner in enumerate(tokens):
+        for number, token in enumerate(tokens):
             if os.fork() == 0:
                 os.setsid()
-                mark(inner)
+                mark(token)
                 assert new_token() == 0, "a third level gets no mark"
-                own_session(path.with_name(f"{number}"))
+                start_in_own_session(path.with_name(f"{number}"))
                 os._exit(0)
             os.wait()
         first, second = (int(path.with_name(f"{number}").read_text()) for number in range(2))
@@ -207,7 +209,7 @@ def test_helpers_of_a_nested_engine_have_the_marks_of_both_workers(start: Start)
         assert not is_running(first)
         write_pid(path, second)
 
-    outer = start(nested)
+    outer = start(start_inner_workers)
     outer.kill()
     assert is_running(outer.helper)
     assert end_marked([outer.token]) >= 1
@@ -215,7 +217,7 @@ def test_helpers_of_a_nested_engine_have_the_marks_of_both_workers(start: Start)
 
 
 def keep_forking(path: Path) -> None:
-    """Continue in a forked child every 0.2 seconds for ten seconds; a busy machine needs that long for a search."""
+    """Continue in a forked child every 0.2 seconds, for ten seconds: a search may take that long on a busy machine."""
     if os.fork():
         return
     os.setsid()
@@ -234,14 +236,14 @@ def test_helper_that_forks_while_it_is_ended_does_not_escape(start: Start) -> No
 
 
 def test_reused_process_id_is_never_signalled(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process is held by a pidfd or, without pidfds, recognized by its start time."""
-    worker = start(own_session)
+    """A process with the same pid, but another start time, is not killed, with or without pidfds."""
+    worker = start(start_in_own_session)
     process = descendants._read_process(worker.helper)
     assert process is not None
-    other = process._replace(started=process.started - 1)
-    for _ in range(2):
-        assert not descendants._kill(other)
-        monkeypatch.delattr(os, "pidfd_open", raising=False)
+    earlier_process = process._replace(started=process.started - 1)
+    assert not descendants._kill(earlier_process)
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    assert not descendants._kill(earlier_process)
     assert is_running(worker.helper)
 
 
@@ -257,10 +259,10 @@ def test_resource_tracker_is_not_ended(start: Start) -> None:
     """A resource tracker unlinks the shared memory of its processes after they have ended."""
     code = "import time; 'multiprocessing.resource_tracker'; time.sleep(60)"
 
-    def tracker(path: Path) -> None:
+    def start_tracker(path: Path) -> None:
         write_pid(path, subprocess.Popen([sys.executable, "-c", code], start_new_session=True).pid)
 
-    worker = start(tracker)
+    worker = start(start_tracker)
     time.sleep(0.1)  # until the started program has replaced the forked process
     worker.kill()
     assert end_marked([worker.token]) == 0
@@ -292,8 +294,8 @@ def test_search_without_helpers_is_cheap() -> None:
         assert end_marked(tokens) == 0
         assert end_descendants([2**22 + 1]) == 0
         times.append(time.process_time() - started_at)
-    processes = len(descendants._list_processes())
-    assert min(times) < 0.005 + processes * 400e-6
+    count = len(descendants._list_processes())
+    assert min(times) < 0.005 + count * 400e-6
 
 
 def test_no_search_without_marks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,18 +311,18 @@ def test_search_does_nothing_on_other_systems(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_search_without_permissions_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(*_: object, **__: object) -> object:
+    def raise_permission_error(*_: object, **__: object) -> object:
         raise PermissionError
 
     for module, name in ((os, "listdir"), (os, "pidfd_open"), (cores, "FileIO"), (descendants.resource, "setrlimit")):
-        monkeypatch.setattr(module, name, forbidden)
+        monkeypatch.setattr(module, name, raise_permission_error)
     mark(new_token())
     assert end_marked([1]) == end_descendants([1]) == end_own_descendants() == 0
-    mark(0)
+    mark(0)  # later tests in this process must not have the token
 
 
 def test_helper_continues_unless_it_is_ended(start: Start) -> None:
-    """Otherwise the tests above would prove nothing."""
+    """If helpers ended by themselves, the tests above would prove nothing."""
     worker = start(double_fork)
     worker.kill()
     assert still_running([worker.helper], 0.1) == [worker.helper]

@@ -11,6 +11,7 @@ ROW = re.compile(r"^\| (\d+)? ?\|(.*)\|(.*)\|(.*)\|(.*)\|$", re.MULTILINE)
 
 
 def find_tests() -> set[str]:
+    """Return the names of the test functions in all folders."""
     return {
         name
         for path in HERE.parent.rglob("test_*.py")
@@ -27,4 +28,4 @@ def test_every_row_names_existing_tests() -> None:
         assert all(cell.strip() for cell in cells), f"row {number} has an empty cell"
         names = re.findall(r"`(test_\w+)", cells[-1])
         assert names, f"row {number} names no test"
-        assert set(names) <= tests, f"row {number}: {set(names) - tests}"
+        assert set(names) <= tests, f"row {number} names tests that do not exist: {set(names) - tests}"

@@ -1,4 +1,4 @@
-"""Tests of the probe process: it closes its environment, leaves nothing, and samples actions that masks allow."""
+"""Tests of the probe process: it closes its environment, leaves nothing behind, and samples actions that masks allow."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ from vecenv.testing.faulty import NestedEnv
 pytestmark = FAULT_MARKS
 
 
-# --- the probe process closes its environment and leaves nothing, for every end of it or its caller
+# --- the probe process closes its environment and leaves nothing, however it or its caller ends --
 
 
-def write(path: Path, text: object = "") -> None:
+def write_file(path: Path, text: object = "") -> None:
+    """Write a file that appears only when it is complete."""
     part = path.with_suffix(f".{os.getpid()}")
     part.write_text(str(text))
     part.rename(path)
@@ -48,22 +49,26 @@ def write(path: Path, text: object = "") -> None:
 class CloseRecordingEnv(EchoEnv):
     """An environment that writes a file when it is closed."""
 
-    def __init__(self, path: Path, seconds: float = 0.0) -> None:
+    def __init__(self, path: Path, close_seconds: float = 0.0) -> None:
         super().__init__(0)
-        self._path, self._seconds = path, seconds
+        self._path, self._close_seconds = path, close_seconds
 
     def close(self) -> None:
-        time.sleep(self._seconds)
-        write(self._path)
+        time.sleep(self._close_seconds)
+        write_file(self._path)
+
+
+def do_nothing() -> None:
+    pass
 
 
 class EnvWithHelper(EchoEnv):
-    """An environment with a constructor that starts a helper, which it never ends, and then calls ``then``."""
+    """An environment that starts a helper in its constructor, and never ends it. The constructor then calls ``fault``."""
 
-    def __init__(self, path: Path, own_session: bool, then: Callable[[], object] = bool) -> None:
+    def __init__(self, path: Path, own_session: bool, fault: Callable[[], object] = do_nothing) -> None:
         super().__init__(0)
-        write(path, subprocess.Popen(["sleep", "60"], start_new_session=own_session).pid)
-        then()
+        write_file(path, subprocess.Popen(["sleep", "60"], start_new_session=own_session).pid)
+        fault()
 
 
 class DyingEnvWithHelper(EchoEnv):
@@ -72,7 +77,7 @@ class DyingEnvWithHelper(EchoEnv):
     def __init__(self, path: Path) -> None:
         super().__init__(0)
         if os.fork() == 0:
-            write(path, os.getpid())
+            write_file(path, os.getpid())
             time.sleep(60)
         wait_for_file(path)
         os._exit(5)
@@ -123,13 +128,13 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fail() -> None:
+def raise_error() -> None:
     raise ZeroDivisionError
 
 
-ENDINGS: dict[str, tuple[Callable[[], object], type[Exception] | None]] = {
-    "returns": (bool, None),
-    "raises": (fail, ZeroDivisionError),
+ENDINGS: dict[str, tuple[Callable[[], object], type[Exception] | None]] = {  # faults, and the errors of the probe
+    "returns": (do_nothing, None),
+    "raises": (raise_error, ZeroDivisionError),
     "killed": (die, WorkerDied),
     "hangs": (hang, StartupTimeout),
 }
@@ -137,50 +142,48 @@ ENDINGS: dict[str, tuple[Callable[[], object], type[Exception] | None]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("own_session", [False, True])
-@pytest.mark.parametrize("end", ENDINGS)
-def test_helpers_end_with_the_probe(tmp_path: Path, end: str, own_session: bool) -> None:
-    then, expected = ENDINGS[end]
-    env_fn = functools.partial(EnvWithHelper, tmp_path / "helper", own_session, then)
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_helpers_end_with_the_probe(tmp_path: Path, ending: str, own_session: bool) -> None:
+    fault, expected = ENDINGS[ending]
+    env_fn = functools.partial(EnvWithHelper, tmp_path / "helper", own_session, fault)
     if expected is None:
-        EnvProbe([env_fn]).measure()[0]
+        EnvProbe([env_fn]).measure()
     else:
         with pytest.raises(expected):
-            EnvProbe([env_fn], timeout=1.0).measure()[0]
+            EnvProbe([env_fn], timeout=1.0).measure()
     helper = int((tmp_path / "helper").read_text())
     assert not still_running([helper], WAIT_SECONDS)
 
 
 class DelayedFaultEnv(EnvWithHelper):
-    """An environment with a helper that calls ``then`` in step ``at``, or in its first reset if ``at`` is 0."""
+    """An environment with a helper; it calls ``fault`` in step ``at``, or in its first reset if ``at`` is 0."""
 
-    def __init__(self, path: Path, then: Callable[[], object], at: int = 3) -> None:
+    def __init__(self, path: Path, fault: Callable[[], object], at: int = 3) -> None:
         super().__init__(path, True)
-        self._then, self._left = then, at
+        self._fault, self._steps_left = fault, at
 
     def reset(self, **kwargs: Any) -> Any:
-        if not self._left:
-            self._then()
+        if not self._steps_left:
+            self._fault()
         return super().reset(**kwargs)
 
     def step(self, action: Any) -> Any:
-        self._left -= 1
-        if not self._left:
-            self._then()
+        self._steps_left -= 1
+        if not self._steps_left:
+            self._fault()
         return super().step(action)
 
 
 @pytest.mark.parametrize(
-    ("end", "text"),
+    ("ending", "text"),
     [
         ("raises", "ZeroDivisionError"), ("killed", "the process that tried an environment died: killed by SIGKILL"),
         pytest.param("hangs", "within 1 second", marks=pytest.mark.long),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("at", [3, 0], ids=["step", "reset"])
-def test_environment_that_fails_in_the_probe_is_isolated(
-    tmp_path: Path, end: str, text: str, at: int
-) -> None:
-    env_fn = functools.partial(DelayedFaultEnv, tmp_path / "helper", ENDINGS[end][0], at)
+def test_environment_that_fails_in_the_probe_is_isolated(tmp_path: Path, ending: str, text: str, at: int) -> None:
+    env_fn = functools.partial(DelayedFaultEnv, tmp_path / "helper", ENDINGS[ending][0], at)
     probe = EnvProbe([env_fn], timeout=1.0, in_this_process=False)
     assert isinstance(probe.describe(), EnvDescription)
     assert probe.measure()[0].steps == 0
@@ -188,10 +191,10 @@ def test_environment_that_fails_in_the_probe_is_isolated(
     assert not still_running([int((tmp_path / "helper").read_text())], WAIT_SECONDS)
 
 
-@pytest.mark.parametrize("end", ["raises", pytest.param("killed", marks=pytest.mark.long)])
-def test_auto_starts_workers_if_the_environment_fails_in_the_probe(tmp_path: Path, end: str, closes: Any) -> None:
+@pytest.mark.parametrize("ending", ["raises", pytest.param("killed", marks=pytest.mark.long)])
+def test_auto_starts_workers_if_the_environment_fails_in_the_probe(tmp_path: Path, ending: str, closes: Any) -> None:
     """The failure occurs again in a worker, which can be restarted."""
-    env_fn = functools.partial(DelayedFaultEnv, tmp_path / "helper", ENDINGS[end][0])
+    env_fn = functools.partial(DelayedFaultEnv, tmp_path / "helper", ENDINGS[ending][0])
     envs: Any = closes(vecenv.make_vec(env_fn, 2, vector_kwargs={"on_failure": Restart(100)}))
     assert envs.num_workers == min(2, usable_cores())
     assert "caller" not in repr(envs)
@@ -216,7 +219,7 @@ def test_caller_gets_an_even_share_if_no_step_could_be_timed(closes: Any) -> Non
 def test_death_is_noticed_while_a_helper_holds_its_pipe(tmp_path: Path) -> None:
     started_at = time.monotonic()
     with pytest.raises(WorkerDied, match="exit code 5"):
-        EnvProbe([functools.partial(DyingEnvWithHelper, tmp_path / "helper")]).measure()[0]
+        EnvProbe([functools.partial(DyingEnvWithHelper, tmp_path / "helper")]).measure()
     assert time.monotonic() - started_at < 30
     assert not still_running([int((tmp_path / "helper").read_text())], WAIT_SECONDS)
 
@@ -229,7 +232,7 @@ def test_probed_environment_may_have_children_without_daemon(method: str) -> Non
     inner = functools.partial(vecenv.AsyncVectorEnv, [functools.partial(EchoEnv, k) for k in range(2)], context=method)
     env_fn = functools.partial(NestedEnv, inner)
     with pytest.raises(Exception, match="daemon"):
-        EnvProbe([env_fn], context, 15.0).measure()[0]
+        EnvProbe([env_fn], context, 15.0).measure()
     probe = EnvProbe([env_fn], context, 15.0, in_this_process=False, daemon=False)
     assert probe.describe().metadata is not None
     assert probe.measure()[0].steps > 0
@@ -237,7 +240,7 @@ def test_probed_environment_may_have_children_without_daemon(method: str) -> Non
 
 
 def build_env_with_process() -> gym.Env:
-    """Build an environment that starts a process."""
+    """Start a process, which a daemonic process may not do, and return an environment."""
     multiprocessing.Process(target=int).start()
     return EchoEnv(0)
 
@@ -249,15 +252,15 @@ def test_error_of_a_daemonic_probe_names_the_option() -> None:
 
 
 @pytest.mark.parametrize("timeout", [math.inf, 1e7, 1e300])
-def test_probe_accepts_any_timeout(timeout: float) -> None:
+def test_probe_accepts_infinite_and_huge_timeouts(timeout: float) -> None:
     assert EnvProbe([functools.partial(EchoEnv, 0)], timeout=timeout).measure()[0].steps > 0
 
 
 class LargeEnv(EchoEnv):
-    """An environment that is larger than a pipe when it is pickled."""
+    """An environment with an argument that exceeds the capacity of a pipe when it is pickled."""
 
-    def __init__(self, ballast: bytes) -> None:
-        super().__init__(len(ballast) % 7)
+    def __init__(self, argument: bytes) -> None:
+        super().__init__(0)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -271,25 +274,27 @@ def test_probed_environment_may_be_larger_than_a_pipe(method: str) -> None:
 
 
 class Alarm(TimeoutError):
-    """The exception of a time limit by SIGALRM: an ``OSError``, as a broken pipe raises."""
+    """The exception of a time limit by SIGALRM. It is an ``OSError``, as is the exception of a broken pipe."""
 
 
 @contextmanager
 def alarm_after(seconds: float, interval: float = 0.0) -> Iterator[None]:
-    def ring(*_: object) -> None:
+    """Raise :class:`Alarm` in the block after ``seconds``, and then every ``interval`` seconds if it is not 0."""
+
+    def raise_alarm(*_: object) -> None:
         raise Alarm
 
     def ignore_alarms(unraisable: Any) -> None:
-        if not isinstance(unraisable.exc_value, Alarm):  # it cannot propagate
+        if not isinstance(unraisable.exc_value, Alarm):  # an alarm in a finalizer cannot propagate
             previous_hook(unraisable)
 
     previous_hook, sys.unraisablehook = sys.unraisablehook, ignore_alarms
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGALRM, raise_alarm)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds, interval)
         yield
     finally:
-        while True:
+        while True:  # another alarm may interrupt this
             try:
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 signal.signal(signal.SIGALRM, before)
@@ -303,22 +308,22 @@ def alarm_after(seconds: float, interval: float = 0.0) -> Iterator[None]:
 def test_exception_while_the_caller_waits_ends_the_probe(tmp_path: Path) -> None:
     env_fn = functools.partial(EnvWithHelper, tmp_path / "helper", True, hang)
     with pytest.raises(Alarm), alarm_after(1.0):
-        EnvProbe([env_fn]).measure()[0]
+        EnvProbe([env_fn]).measure()
     assert not still_running([int((tmp_path / "helper").read_text())], WAIT_SECONDS)
     assert not multiprocessing.active_children()
 
 
 @pytest.mark.long
 def test_exception_at_any_moment_leaves_nothing(take_stock: Callable[[], Any]) -> None:
-    """Resources are compared after each interruption, because a later one could hide the leak of an earlier one."""
+    """Resources are compared after each exception, because a later one could hide the leak of an earlier one."""
     env_fn = functools.partial(EchoEnv, 0)
     EnvProbe([env_fn], in_this_process=False, step=False).describe()
-    moments = random.Random(1)
+    rng = random.Random(1)
     interrupted = 0
     for _ in range(60):
         before = take_stock()
         try:
-            with alarm_after(moments.uniform(1e-4, 0.03)):
+            with alarm_after(rng.uniform(1e-4, 0.03)):
                 EnvProbe([env_fn], in_this_process=False, step=False).describe()
         except Alarm:
             interrupted += 1
@@ -337,7 +342,7 @@ def test_repeated_exceptions_leave_nothing(take_stock: Callable[[], Any]) -> Non
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-KILLED_PROGRAM = """
+PROGRAM = """
 import functools, multiprocessing, os, subprocess, sys, time
 from pathlib import Path
 from faulty_envs import EchoEnv
@@ -350,7 +355,7 @@ def build(folder):
     time.sleep(60)
 
 if __name__ == "__main__":
-    EnvProbe([functools.partial(build, Path(sys.argv[2]))], multiprocessing.get_context(sys.argv[1])).measure()[0]
+    EnvProbe([functools.partial(build, Path(sys.argv[2]))], multiprocessing.get_context(sys.argv[1])).measure()
 """
 
 
@@ -358,9 +363,10 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("method", METHODS)
 def test_killed_program_leaves_nothing(tmp_path: Path, method: str) -> None:
     script = tmp_path / "program.py"
-    script.write_text(KILLED_PROGRAM)
-    path = os.pathsep.join([str(IMPORT_ROOT), str(Path(__file__).parent)])
-    program = subprocess.Popen([sys.executable, str(script), method, str(tmp_path)], env={**os.environ, "PYTHONPATH": path})
+    script.write_text(PROGRAM)
+    import_path = os.pathsep.join([str(IMPORT_ROOT), str(Path(__file__).parent)])
+    environ = {**os.environ, "PYTHONPATH": import_path}
+    program = subprocess.Popen([sys.executable, str(script), method, str(tmp_path)], env=environ)
     try:
         wait_for_file(tmp_path / "pids")
     finally:
@@ -387,14 +393,19 @@ def test_probe_runs_in_its_own_session() -> None:
 
 
 class MaskedActionEnv(gym.Env[Any, Any]):
-    """An environment that allows one action per step, given in a mask, and raises for any other."""
+    """An environment with a mask that allows one action per step; any other action raises.
+
+    Args:
+        where: The place of the mask: ``"observation"``, or its key in the info.
+        start: The smallest action.
+    """
 
     def __init__(self, where: str, start: int) -> None:
         self.where = where
         self.action_space = spaces.Discrete(5, start=start)
         mask = spaces.Box(0, 1, (5,), np.int8)
-        parts: Any = {"action_mask": mask} if where == "observation" else {"time": spaces.Discrete(99)}
-        self.observation_space = spaces.Dict(parts)
+        fields: Any = {"action_mask": mask} if where == "observation" else {"time": spaces.Discrete(99)}
+        self.observation_space = spaces.Dict(fields)
 
     def _observe(self) -> Any:
         self.mask = np.zeros(5, np.int8)
@@ -426,5 +437,5 @@ def test_probe_samples_actions_that_the_mask_allows(where: str, start: int) -> N
 
 
 def test_probe_reports_why_there_are_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "explain_missing_processes", lambda: "for this test")
-    assert probe.EnvProbe([fail]).measure()[0].failure == "for this test"
+    monkeypatch.setattr(probe, "explain_missing_processes", lambda: "no processes in this test")
+    assert probe.EnvProbe([raise_error]).measure()[0].failure == "no processes in this test"

@@ -48,10 +48,8 @@ pytestmark = FAULT_MARKS
 
 # --- Environments that do not reply: rows 15 to 20 of the table in ``FAULTS.md`` ----------------
 
-CLOSE_TIMEOUT = 0.3  # of close(), in these tests
 
-
-def check_close(envs: Any, timeout: float = CLOSE_TIMEOUT) -> None:
+def check_close(envs: Any, timeout: float = 0.3) -> None:
     """Check that ``close(timeout)`` returns in time and ends all workers."""
     pids = worker_pids(envs)
     started_at = time.monotonic()
@@ -62,10 +60,9 @@ def check_close(envs: Any, timeout: float = CLOSE_TIMEOUT) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["sleep", "gil"])
-def test_step_timeout_names_the_hanging_line(launch: Launch, kind: str, tmp_path: Path) -> None:
-    """The error names the line of the environment at which it hangs; a second wait and ``close()`` work."""
-    fault = {"sleep": "sleep", "gil": "hold_gil"}[kind]
+@pytest.mark.parametrize("fault", ["sleep", "hold_gil"], ids=["sleep", "gil"])
+def test_step_timeout_names_the_hanging_line(launch: Launch, fault: str, tmp_path: Path) -> None:
+    """The error names the line at which the environment hangs. Afterwards, another wait and ``close()`` work."""
     envs = launch(make_env_fns(4, {3: faulty_env_fn(3, write_pid_then(tmp_path / "stuck", fault), step=1)}), num_workers=2)
     envs.reset(seed=1)
     pid = worker_pids(envs)[1]
@@ -91,26 +88,26 @@ def test_step_timeout_names_the_hanging_line(launch: Launch, kind: str, tmp_path
 
 @pytest.mark.linux
 @WITHOUT_SPAWN
-@pytest.mark.parametrize("how", ["slowly", "late"])
-def test_step_timeout_waits_for_a_slowly_written_stack(
-    launch: Launch, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stack", ["slow", "late"])
+def test_timeout_error_has_the_whole_stack_if_it_is_written_slowly_or_late(
+    launch: Launch, stack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker may lose its core while it writes its stack, or get none before: the caller waits for the whole stack."""
-    read, reads = StackFile.read, itertools.count(1)
-
-    def read_partially(stack_file: StackFile) -> str:
-        text = read(stack_file)
-        return text[: max(len(text) * next(reads) // 10, 1)] if text else text
-
+    """A worker may lose its core while it writes its stack, or get one only later: the caller waits for the whole stack."""
+    read = StackFile.read
+    tenths = itertools.count(1)
     times: list[float] = []
+
+    def read_more_each_time(stack_file: StackFile) -> str:
+        text = read(stack_file)
+        return text[: max(len(text) * next(tenths) // 10, 1)] if text else text
 
     def read_late(stack_file: StackFile) -> str:
         times.append(time.monotonic())
         return read(stack_file) if times[-1] - times[0] > 0.15 else ""
 
-    if how == "late":
-        monkeypatch.setattr(WorkerProcess, "_state", lambda worker: "R")
-    monkeypatch.setattr(StackFile, "read", read_partially if how == "slowly" else read_late)
+    if stack == "late":
+        monkeypatch.setattr(WorkerProcess, "_state", lambda worker: "R")  # runnable: it may be waiting for a core
+    monkeypatch.setattr(StackFile, "read", read_more_each_time if stack == "slow" else read_late)
     envs = launch(make_env_fns(2, {1: faulty_env_fn(1, write_pid_then(tmp_path / "stuck", "sleep"), reset=2)}))
     envs.reset(seed=1)
     envs.reset_async()
@@ -124,8 +121,8 @@ def test_step_timeout_waits_for_a_slowly_written_stack(
 @WITHOUT_SPAWN
 @pytest.mark.parametrize("call", ["reset", "call"])
 def test_timeout_of_a_reset_or_a_call_names_the_hanging_line(launch: Launch, call: str, tmp_path: Path) -> None:
-    stuck = faulty_env_fn(1, write_pid_then(tmp_path / "stuck", "sleep"), reset=2)
-    envs = launch(make_env_fns(2, {1: stuck}))
+    env_fn = faulty_env_fn(1, write_pid_then(tmp_path / "stuck", "sleep"), reset=2)
+    envs = launch(make_env_fns(2, {1: env_fn}))
     envs.reset(seed=1)
     if call == "reset":
         envs.reset_async()
@@ -138,7 +135,7 @@ def test_timeout_of_a_reset_or_a_call_names_the_hanging_line(launch: Launch, cal
     check_close(envs)
 
 
-def test_step_timeout_is_recorded_and_the_timeout_of_a_call_is_not(launch: Launch, tmp_path: Path) -> None:
+def test_step_timeout_is_recorded_and_the_timeout_of_a_call_is_not(launch: Launch) -> None:
     envs = launch(make_env_fns(3, {1: faulty_env_fn(1, "sleep", step=2)}), num_workers=2, step_timeout=0.5)
     envs.reset(seed=1)
     envs.step([0, 0, 0])
@@ -157,8 +154,8 @@ def test_step_timeout_is_recorded_and_the_timeout_of_a_call_is_not(launch: Launc
     assert str(record.error) == str(caught.value)
     assert record.error.envs == caught.value.envs == tuple(envs.worker_rows[worker])
     assert "in sleep" in record.traceback
-    where = f"env 1 (worker {worker}, pid {record.pid}), step"
-    assert f"{where}: StepTimeout: The call to `step_wait` has timed out" in str(record)
+    prefix = f"env 1 (worker {worker}, pid {record.pid}), step"
+    assert f"{prefix}: StepTimeout: The call to `step_wait` has timed out" in str(record)
     assert re.search(r"second\(s\), at \w+\.py:\d+ in sleep$", str(record))
     assert envs.stats()["errors"] == 1
     check_close(envs)
@@ -225,11 +222,11 @@ def test_stopped_worker_times_out_and_can_be_continued_or_closed(launch: Launch)
 @pytest.mark.parametrize("fault", ["sleep", "hold_gil", "ignore_sigterm", "stop"])
 def test_hanging_close_of_an_environment_is_ended_within_the_timeout(launch: Launch, fault: str, tmp_path: Path) -> None:
     """The other environments are closed properly."""
-    closers = {  # not the first environment, which is also built and closed in this process, for its spaces
+    replacements = {  # not the first environment, which is also built and closed in this process, for its spaces
         1: faulty_env_fn(1, write_pid_then(tmp_path / "closing", fault), close=True),
         2: faulty_env_fn(2, WritePid(tmp_path / "closed"), close=True),
     }
-    envs = launch(make_env_fns(3, closers))
+    envs = launch(make_env_fns(3, replacements))
     envs.reset(seed=1)
     check_close(envs, timeout=0.5)
     assert (tmp_path / "closed").exists()
@@ -240,13 +237,13 @@ def test_hanging_close_of_an_environment_is_ended_within_the_timeout(launch: Lau
 def test_exception_in_close_of_an_environment_becomes_one_warning(
     launch: Launch, fault: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """All other environments are closed, also in the same worker, and no traceback is printed."""
-    closers = {index: faulty_env_fn(index, WritePid(tmp_path / f"closed-{index}"), close=True) for index in range(4)}
-    closers[2] = faulty_env_fn(2, fault, close=True)
-    envs = launch(make_env_fns(4, closers), num_workers=2)
+    """All other environments are closed, including the one in the same worker, and no traceback is printed."""
+    replacements = {index: faulty_env_fn(index, WritePid(tmp_path / f"closed-{index}"), close=True) for index in range(4)}
+    replacements[2] = faulty_env_fn(2, fault, close=True)
+    envs = launch(make_env_fns(4, replacements), num_workers=2)
     envs.reset(seed=1)
-    for path in tmp_path.glob("closed-*"):
-        path.unlink()  # the first environment was also built and closed in this process, for its spaces
+    for path in tmp_path.glob("closed-*"):  # the first environment was also closed in this process, which reads its spaces
+        path.unlink()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         check_close(envs, timeout=5)
@@ -261,11 +258,11 @@ def test_exception_in_close_of_an_environment_becomes_one_warning(
 
 @WITHOUT_SPAWN
 def test_worker_that_dies_in_close_does_not_prevent_other_closes(launch: Launch, tmp_path: Path) -> None:
-    closers = {
+    replacements = {
         1: faulty_env_fn(1, "segfault", close=True),
         2: faulty_env_fn(2, WritePid(tmp_path / "closed"), close=True),
     }
-    envs = launch(make_env_fns(3, closers))
+    envs = launch(make_env_fns(3, replacements))
     envs.reset(seed=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -273,23 +270,23 @@ def test_worker_that_dies_in_close_does_not_prevent_other_closes(launch: Launch,
     assert (tmp_path / "closed").exists()
 
 
-# --- Delays until a death is noticed or a close returns: the shortest of several attempts ---------
+# --- The time until a death is noticed, or until close() returns: the shortest of several attempts
 
 ATTEMPTS = 8
 
 
 def measure_shortest(attempt: Callable[[], float], enough: float) -> float:
-    """Return the shortest of a few durations; stop at one that is short enough."""
-    least = float("inf")
+    """Return the shortest duration of several attempts; stop after one that is shorter than ``enough``."""
+    shortest = float("inf")
     for _ in range(ATTEMPTS):
-        least = min(least, attempt())
-        if least < enough:
+        shortest = min(shortest, attempt())
+        if shortest < enough:
             break
-    return least
+    return shortest
 
 
 class SleepingEnv(gymnasium.Env[Any, Any]):
-    """An environment with steps of a minute."""
+    """An environment with steps that sleep for a minute."""
 
     observation_space = gymnasium.spaces.Discrete(2)
     action_space = gymnasium.spaces.Discrete(2)
@@ -304,7 +301,7 @@ class SleepingEnv(gymnasium.Env[Any, Any]):
 
 @pytest.mark.parametrize("num_workers", [1, 4])
 def test_death_is_noticed_within_a_tenth_of_a_second(num_workers: int) -> None:
-    """The worker dies while the caller waits for a step."""
+    """All workers are killed during a step, just before the caller waits for it."""
 
     def attempt() -> float:
         with killable_engine([SleepingEnv] * 4, num_workers=num_workers) as envs:
@@ -313,14 +310,14 @@ def test_death_is_noticed_within_a_tenth_of_a_second(num_workers: int) -> None:
             for process in envs.processes:
                 os.kill(process.pid, signal.SIGKILL)
             started_at = time.monotonic()
-            with pytest.raises(vecenv.errors.WorkerDied):
+            with pytest.raises(WorkerDied):
                 envs.step_wait()
             return time.monotonic() - started_at
 
     assert measure_shortest(attempt, 0.1) < 0.1
 
 
-@pytest.mark.parametrize("dead", [False, True])
+@pytest.mark.parametrize("dead", [False, True], ids=["running", "dead"])
 def test_close_takes_less_than_a_second(dead: bool) -> None:
     def attempt() -> float:
         envs = vecenv.AsyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 4, num_workers=4)
@@ -347,14 +344,14 @@ print(time.monotonic(), flush=True)
 
 @pytest.mark.long
 def test_program_with_a_pending_step_exits_within_two_seconds() -> None:
-    """The program prints the time of its last line by the monotonic clock, which all processes share."""
+    """In its last line, the program prints the time of the monotonic clock, which all processes share."""
 
     def attempt() -> float:
-        here = os.path.dirname(__file__)
-        path = os.pathsep.join([str(IMPORT_ROOT), here, os.path.dirname(here)])
+        folder = Path(__file__).parent
+        import_path = os.pathsep.join(map(str, (IMPORT_ROOT, folder, folder.parent)))
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", PROGRAM],
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": import_path},
             stdout=subprocess.PIPE,
             text=True,
             timeout=100,
@@ -370,6 +367,11 @@ def test_program_with_a_pending_step_exits_within_two_seconds() -> None:
 hanging_env_fn = functools.partial(faulty_env_fn, fault="sleep", step=1)
 
 
+def receive_ids(envs: Any, count: int) -> list[int]:
+    """Receive rows; return their sorted indices."""
+    return sorted(envs.recv(count=count)[-1]["env_id"].tolist())
+
+
 def test_abandon_ends_the_rows_of_a_hanging_worker() -> None:
     with open_engine([healthy_env_fn(0), healthy_env_fn(1), hanging_env_fn(2), healthy_env_fn(3)], num_workers=2) as envs:
         assert [list(rows) for rows in envs.worker_rows] == [[0, 1], [2, 3]]
@@ -377,16 +379,16 @@ def test_abandon_ends_the_rows_of_a_hanging_worker() -> None:
         assert envs.in_flight.tolist() == []
         envs.send(np.ones(4, np.int64), range(4))
         assert sorted(envs.in_flight.tolist()) == [0, 1, 2, 3]
-        assert sorted(envs.recv(count=2)[4]["env_id"].tolist()) == [0, 1]
+        assert receive_ids(envs, 2) == [0, 1]
         started_at = time.monotonic()
         envs.abandon([2])
-        with pytest.raises(WorkerDied, match=r"it was abandoned.*, and was killed") as info:
+        with pytest.raises(WorkerDied, match=r"it was abandoned.*, and was killed") as caught:
             envs.recv(count=1)
         assert time.monotonic() - started_at < 60
-        assert info.value.envs == (2, 3)
+        assert caught.value.envs == (2, 3)
         assert envs.in_flight.tolist() == []
         envs.reset_async(env_id=[2, 3], seed=[5, 6])
-        assert sorted(envs.recv(count=2)[4]["env_id"].tolist()) == [2, 3]
+        assert receive_ids(envs, 2) == [2, 3]
 
 
 def test_abandon_ignores_workers_without_pending_requests() -> None:
@@ -397,21 +399,21 @@ def test_abandon_ignores_workers_without_pending_requests() -> None:
         envs.abandon([0, 1])
         envs.send(np.ones(1, np.int64), [0])
         envs.abandon([0])
-        assert envs.recv(count=1)[4]["env_id"].tolist() == [0]
+        assert receive_ids(envs, 1) == [0]
         with pytest.raises(NoAsyncCallError):
             envs.recv(count=1)
         envs.step(np.ones(2, np.int64))
         assert [process.pid for process in envs.processes] == pids
-        for wrong in ([2], [-1], [0, 0], []):
+        for wrong_ids in ([2], [-1], [0, 0], []):
             with pytest.raises(ValueError, match="env_id"):
-                envs.abandon(wrong)
+                envs.abandon(wrong_ids)
 
 
 def test_abandon_with_restarts_returns_rows_of_new_environments() -> None:
     env_fns: list[Any] = [hanging_env_fn(0), healthy_env_fn(1)]
     with ready_engine(env_fns, num_workers=2, on_failure="restart") as envs:
         envs.send(np.ones(2, np.int64), [0, 1])
-        assert envs.recv(count=1)[4]["env_id"].tolist() == [1]
+        assert receive_ids(envs, 1) == [1]
         envs.abandon([0])
         *_, truncations, infos = envs.recv(count=1)
         assert (infos["env_id"].tolist(), truncations.tolist(), infos["restarted"].tolist()) == ([0], [True], [True])
@@ -463,7 +465,7 @@ def test_call_after_a_hanging_step_of_its_worker_raises_when_the_worker_is_resta
 
 
 def poll_for_long(result: Any) -> Any:
-    """Wait in a C call that a signal interrupts, and then continue."""
+    """Sleep for ten seconds in a C call, which a signal ends early, and return the result."""
     ctypes.CDLL(None).poll(None, 0, 10_000)
     return result
 
@@ -480,16 +482,15 @@ def test_hang_that_the_stack_signal_ends_is_attributed_to_its_environment(on_fai
             with pytest.raises(StepTimeout, match=r"(?s)env 1, of envs .* in poll_for_long") as caught:
                 envs.step([0] * 3)
             assert caught.value.where == envs.errors[0].error.where
-        else:  # a late reply is lost
+        else:  # the worker is killed, so its late result is lost
             *_, truncations, infos = envs.step([0] * 3)
             assert truncations.all()
             assert infos["restarted"].all()
         (record,) = envs.errors
         assert record.command == "step"
         assert "-env1-" in record.recorded
-        assert re.fullmatch(
-            r"env 1, of envs 0-2, worker 0, pid \d+, during step, at .* in poll_for_long", record.error.where[2]
-        )  # fmt: skip
+        where = r"env 1, of envs 0-2, worker 0, pid \d+, during step, at .* in poll_for_long"
+        assert re.fullmatch(where, record.error.where[2]), record
         if on_failure == "raise":
             assert record.env == 1
         else:
@@ -509,13 +510,13 @@ def test_step_timeout_does_not_limit_a_call_of_another_worker() -> None:
 # --- Clocks jump: row 49 of the table in ``FAULTS.md`` ------------------------------------------
 
 SOURCES = sorted(Path(vecenv.__file__).parent.rglob("*.py"))
-# for the date of a failure in the log, which no wait uses
+# the date of a failure in a log or a file, which limits no wait
 ALLOWED_CLOCKS = {"errors": {"datetime.now"}, "file": {"datetime.now"}}
 SETTABLE_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"}
 
 
 def find_settable_clocks(tree: ast.Module) -> set[str]:
-    """Return the clocks used in ``tree`` that can be set."""
+    """Return the clocks in a module's code that can be set."""
     used = {
         f"{node.value.id}.{node.attr}"
         for node in ast.walk(tree)
@@ -544,12 +545,11 @@ def test_clock_jump_changes_no_timeout(launch: Callable[..., Any], monkeypatch: 
     envs = launch(make_env_fns(2, delay=0.3))
     checker = RowChecker.start(envs)
     for jump in (3600.0, -86400.0):
-        real = time.time  # noqa: TID251 - the clock that is set
-        monkeypatch.setattr(time, "time", lambda real=real, jump=jump: real() + jump)
+        clock = time.time  # noqa: TID251 - the clock that jumps
+        monkeypatch.setattr(time, "time", lambda clock=clock, jump=jump: clock() + jump)
         envs.step_async([1, 1])
         started_at = time.monotonic()
         with pytest.raises(StepTimeout):
             envs.step_wait(timeout=0.1)
         assert 0.09 < time.monotonic() - started_at < 60
         checker.check_step([1, 1], envs.step_wait(timeout=60))
-

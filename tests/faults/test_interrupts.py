@@ -1,15 +1,16 @@
 """Tests of calls that are interrupted by an exception at each possible moment.
 
 Afterwards, either the call was not submitted, or its result is pending and the same ``*_wait`` returns it, or every call
-raises ``ResetNeeded`` until ``reset()``. The default run interrupts a few configurations at every 19th to 95th moment
-(``VECENV_OFFSET`` chooses the first one), by Ctrl-C and by another exception. All moments and configurations:
-``pytest -m slow tests/faults/test_interrupts.py``.
+raises ``ResetNeeded`` until ``reset()``. The default run tests a few configurations, and interrupts each call at every
+19th moment or less often (``VECENV_OFFSET`` shifts the moments), by Ctrl-C and by another exception.
+``pytest -m slow tests/faults/test_interrupts.py`` tests all moments of all configurations.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import os
 import random
 import re
@@ -55,22 +56,22 @@ pytestmark = [
 slow = [pytest.mark.slow, pytest.mark.timeout(3600, method="signal")]
 
 OFFSET = int(os.environ.get("VECENV_OFFSET", "739942"))
-EVERY = 19
+INTERVAL = 19  # between two interrupted moments
 
 
 @pytest.fixture(autouse=True)
-def ctrl_c() -> Iterator[None]:
+def default_ctrl_c() -> Iterator[None]:
     with default_sigint_handler():
         yield
-    gc.unfreeze()
+    gc.unfreeze()  # warm_up() freezes
 
 
 def choose_offset(*names: object) -> int:
-    """Return the first moment of a test: it is the same in each run, and differs between tests."""
+    """Return the offset of the moments of a test: the same in each run, but different for each test."""
     return OFFSET + zlib.crc32(repr(names).encode())
 
 
-def interrupt_every_moment(
+def interrupt_at_moments(
     attempt: Callable[[Interruption], None],
     renew: Callable[[], None],
     names: tuple[object, ...],
@@ -81,7 +82,10 @@ def interrupt_every_moment(
     outcomes: Outcomes | None = None,
     **options: Any,
 ) -> Outcomes:
-    """Call ``attempt`` with an interruption at each ``every``-th moment of each kind, and count the outcomes."""
+    """Call ``attempt`` with an interruption at every ``every``-th moment of each kind, and count the outcomes.
+
+    ``renew`` is called after each attempt that fails. ``names`` identify the test for :func:`choose_offset`.
+    """
     outcomes = outcomes or Outcomes()
     for kind in kinds:
         for interruption in moments(kind, every=every, offset=choose_offset(*names, kind), least=least, **options):
@@ -100,7 +104,7 @@ def interrupt_every_moment(
 
 # --- calls --------------------------------------------------------------------------------------
 
-QUICK = [
+DEFAULT_CASES = [
     ("in process", "step", "whole"), ("in process", "reset", "whole"),
     ("caller's share", "step", "whole"), ("caller's share", "call", "whole"),
     ("one worker", "step", "whole"), ("one worker", "step", "begin"), ("one worker", "step", "wait"),
@@ -110,14 +114,17 @@ QUICK = [
     ("max_concurrency", "step", "whole"), ("restart", "step", "whole"), ("restart", "reset", "whole"),
     ("list actions", "step", "whole"), ("Text actions", "step", "wait"), ("Text observations", "step", "whole"),
     ("Text observations", "reset", "wait"), ("no shared memory", "step", "whole"), ("same step", "step", "whole"),
-    ("batch_size", "step", "whole"), ("one worker", "save", "whole"), ("one worker", "load", "whole"),
+    ("batch_size", "step", "whole"), ("lent observations", "step", "whole"), ("lent observations", "reset_some", "whole"),
+    ("one worker", "save", "whole"), ("one worker", "load", "whole"),
     ("in process", "load", "whole"), ("one worker", "abandon", "whole"),
 ]  # fmt: skip
-QUICK_ENOUGH = [
+LONG_CASES = [
     ("one worker", "state_dict", "whole"), ("one worker", "load_state_dict", "whole"),
 ]  # fmt: skip
-WHOLE = ("get_attr", "set_attr", "set_next_options", "save", "load", "state_dict", "load_state_dict", "abandon")
-PARTS = [(name, part) for name in CALLS for part in ("whole", "begin", "wait") if part == "whole" or name not in WHOLE]
+UNDIVIDED_CALLS = ("get_attr", "set_attr", "set_next_options", "save", "load", "state_dict", "load_state_dict", "abandon")
+CALL_PARTS = [
+    (name, part) for name in CALLS for part in ("whole", "begin", "wait") if part == "whole" or name not in UNDIVIDED_CALLS
+]
 
 
 @pytest.mark.sampled(
@@ -136,30 +143,30 @@ PARTS = [(name, part) for name in CALLS for part in ("whole", "begin", "wait") i
 @pytest.mark.parametrize(
     ("setting", "call", "part", "every"),
     [
-        *((*case, 5 * EVERY) for case in QUICK),
-        *(pytest.param(*case, EVERY, marks=slow) for case in QUICK),
-        *(pytest.param(*case, 2 * EVERY, marks=pytest.mark.long) for case in QUICK_ENOUGH),
+        *((*case, 5 * INTERVAL) for case in DEFAULT_CASES),
+        *(pytest.param(*case, INTERVAL, marks=slow) for case in DEFAULT_CASES),
+        *(pytest.param(*case, 2 * INTERVAL, marks=pytest.mark.long) for case in LONG_CASES),
         *(
             pytest.param(setting, call, part, 1, marks=slow, id=f"all-{setting}-{call}-{part}")
             for setting in SETTINGS
-            for call, part in PARTS
+            for call, part in CALL_PARTS
         ),
     ],
 )
 def test_interrupted_call_was_not_submitted_or_is_pending(setting: str, call: str, part: str, every: int) -> None:
     """The results of the interrupted call and of the next one equal those of an uninterrupted reference."""
     chosen = SETTINGS[setting]
-    chance = random.Random(OFFSET)
+    rng = random.Random(OFFSET)
 
     def attempt(interruption: Interruption) -> None:
-        again = []
-        if interruption.moment % 3 == 0:  # a second interruption, in the calls that return the result
-            again = [Interruption(interruption.kind, chance.randrange(30), Stopped)]
-        subject.attempt(call, part, [interruption, *again])
+        interruptions = [interruption]
+        if interruption.moment % 3 == 0:  # also interrupt the call that returns the result
+            interruptions.append(Interruption(interruption.kind, rng.randrange(30), Stopped))
+        subject.attempt(call, part, interruptions)
 
     with ComparedEngine(chosen) as subject:
         names = (setting, call, part)
-        outcomes = interrupt_every_moment(attempt, subject.renew, names, every=every, within=interruptible_files(chosen))
+        outcomes = interrupt_at_moments(attempt, subject.renew, names, every=every, within=interruptible_files(chosen))
     outcomes.tolerated = subject.tolerated
     outcomes.check()
 
@@ -169,10 +176,10 @@ def test_interrupted_call_was_not_submitted_or_is_pending(setting: str, call: st
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("setting", ["one worker", "caller's share", "list actions", "batch_size"])
 def test_call_interrupted_before_a_bytecode_was_not_submitted_or_is_pending(setting: str, call: str) -> None:
-    """The same holds for an exception before a bytecode; every third bytecode is tried."""
+    """The test above, with an exception before every third bytecode."""
     chosen = SETTINGS[setting]
     with ComparedEngine(chosen) as subject:
-        outcomes = interrupt_every_moment(
+        outcomes = interrupt_at_moments(
             lambda interruption: subject.attempt(call, "whole", [interruption]), subject.renew, (setting, call),
             every=3, kinds=("opcode",), within=interruptible_files(chosen),
         )  # fmt: skip
@@ -190,8 +197,8 @@ def test_call_interrupted_before_a_bytecode_was_not_submitted_or_is_pending(sett
 @pytest.mark.parametrize(
     ("setting", "every"),
     [
-        ("two of four", EVERY),
-        ("in process", EVERY),
+        ("two of four", INTERVAL),
+        ("in process", INTERVAL),
         *(pytest.param(name, 1, marks=slow, id=f"all-{name}") for name in FIRST_READY),
     ],
 )
@@ -199,9 +206,9 @@ def test_interrupted_send_sends_all_rows_or_none_and_recv_returns_each_once(
     setting: str, interrupted: str, every: int
 ) -> None:
     stream = RowStream(FIRST_READY[setting])
-    ticks = iter(range(10**9))
+    ticks = itertools.count()
     try:
-        interrupt_every_moment(
+        interrupt_at_moments(
             lambda interruption: stream.cycle(interrupted, interruption, next(ticks)), stream.renew, (setting, interrupted),
             every=every,
         ).check()  # fmt: skip
@@ -213,7 +220,7 @@ def test_interrupted_send_sends_all_rows_or_none_and_recv_returns_each_once(
 
 
 def step_and_recover(envs: Any, actions: Any, interruption: Interruption) -> Any:
-    """Make an interrupted step, and return its result: wait for it if it is pending, or step again."""
+    """Step with an interruption, and return the result. If the step is still pending, wait for it; otherwise step again."""
     with interruption:
         return envs.step(actions)
     if needs_reset(envs):
@@ -225,35 +232,35 @@ def step_and_recover(envs: Any, actions: Any, interruption: Interruption) -> Any
 
 
 def check_restarted_rows(subject: ComparedEngine, lost: list[int], fault: int, interruption: Interruption) -> None:
-    """Check that the lost rows are marked as restarted, and that all others, and the next step, are unaffected."""
+    """Check that the lost rows restart, and that the results of the others and the next step are correct."""
     envs, reference, count = subject.envs, subject.reference, subject.setting.count
     subject.reset_both()
-    numbers = [(subject.tick + row) % RAISE for row in range(count)]
-    assert_identical(envs.step(np.array(numbers)), reference.step(np.array(numbers)), "the step before")
-    last = envs.observations.copy()
-    expected = reference.step(np.array(numbers))
-    numbers[lost[0]] = fault
+    actions = [(subject.tick + row) % RAISE for row in range(count)]
+    assert_identical(envs.step(np.array(actions)), reference.step(np.array(actions)), "the step before")
+    last_observations = envs.observations.copy()
+    expected = reference.step(np.array(actions))
+    actions[lost[0]] = fault
     restarts = envs.stats()["restarts"]
-    result = step_and_recover(envs, np.array(numbers), interruption)
+    result = step_and_recover(envs, np.array(actions), interruption)
     assert envs._state.value == "default"
     for row in range(count):
         if row in lost:
             assert (result[1][row], result[2][row], result[3][row]) == (0.0, False, True), f"row {row} is not truncated"
             assert result[4]["restarted"][row]
-            assert_identical(result[4]["final_obs"][row], last[row], f"final_obs of {row}")
+            assert_identical(result[4]["final_obs"][row], last_observations[row], f"final_obs of env {row}")
         else:
             for field in range(4):
                 assert_identical(result[field][row], expected[field][row], f"field {field} of env {row}")
             assert result[4]["tag"][row] == expected[4]["tag"][row]
             assert not result[4]["_restarted"][row]
     assert envs.stats()["restarts"] == restarts + 1
-    first_rows, *_ = envs.step(np.zeros(count, np.int64))
+    observations, *_ = envs.step(np.zeros(count, np.int64))
     for row in lost:
-        assert first_rows[row].tolist()[3:] == [0, 0, 0], f"row {row} has not begun an episode: {first_rows[row]}"
+        assert observations[row].tolist()[3:] == [0, 0, 0], f"row {row} did not begin an episode: {observations[row]}"
 
 
 def check_failure_is_raised(subject: ComparedEngine, lost: list[int], fault: int, interruption: Interruption) -> None:
-    """Check that the error is raised once and names the environment, and that the next reset recovers it."""
+    """Check that the error is raised once and names the failed environments, and that a reset recovers them."""
     envs, count = subject.envs, subject.setting.count
     subject.reset_both()
     actions = np.array([fault if row == lost[0] else row % RAISE for row in range(count)])
@@ -270,25 +277,25 @@ def check_failure_is_raised(subject: ComparedEngine, lost: list[int], fault: int
     subject.reset_both()
 
 
-FAULTY = {
-    "restart, one raises": (Setting({"num_workers": 2, **RESTART}), [1], RAISE, check_restarted_rows),
+FAULT_CASES = {
+    "restart, an environment raises": (Setting({"num_workers": 2, **RESTART}), [1], RAISE, check_restarted_rows),
     "restart, a worker dies": (Setting({"num_workers": 2, **RESTART}), [1, 0], DIE, check_restarted_rows),
-    "one raises": (Setting({"num_workers": 2}), [1], RAISE, check_failure_is_raised),
+    "an environment raises": (Setting({"num_workers": 2}), [1], RAISE, check_failure_is_raised),
     "a worker dies": (Setting({"num_workers": 2}), [1, 0], DIE, check_failure_is_raised),
 }
 
 
 def check_failing_step(subject: ComparedEngine, case: str, interruption: Interruption) -> None:
-    _, lost, fault, check = FAULTY[case]
+    _, lost, fault, check = FAULT_CASES[case]
     before = count_resources(subject)
     with Watchdog(subject.known) as watchdog:
         try:
             check(subject, lost, fault, interruption)
-        except (ResetNeeded, vecenv.errors.EnvFailed):  # the interruption was raised instead of the failure
+        except (ResetNeeded, vecenv.errors.EnvFailed):  # the interruption replaced the error of the failure
             if not interruption.fired:
                 raise
             try:
-                subject.envs.reset()  # it may notice the death of the worker, and report a restart
+                subject.envs.reset()  # this may be the call that notices the death of the worker and restarts it
             except vecenv.errors.WorkerDied:  # the worker was still executing the step that kills it
                 if fault != DIE or "on_failure" in subject.setting.options:
                     raise
@@ -303,13 +310,13 @@ def check_failing_step(subject: ComparedEngine, case: str, interruption: Interru
 
 
 def count_resources(subject: ComparedEngine) -> tuple[int, int]:
-    """Return the numbers of descriptors and processes of the engine."""
+    """Return the number of descriptors and the number of processes of the engine."""
     pool = subject.envs._pool
-    return len(getattr(pool, "descriptors", None) or pool.holdings), len(pool.started)
+    return len(pool.descriptors), len(pool.started)
 
 
 def check_abandoned_rows(subject: ComparedEngine, interruption: Interruption) -> None:
-    """Check that a hanging step loses only the rows of its worker."""
+    """Interrupt ``abandon()`` during a hanging step, and check that only the rows of the hanging worker are lost."""
     envs, reference, count = subject.envs, subject.reference, subject.setting.count
     subject.reset_both()
     actions = np.arange(count) % RAISE
@@ -317,15 +324,15 @@ def check_abandoned_rows(subject: ComparedEngine, interruption: Interruption) ->
     restarts = envs.stats()["restarts"]
     actions[0] = HANG
     envs.step_async(actions)
-    done = False
+    returned = False
     with interruption:
         envs.abandon([0])
-        done = True
+        returned = True
     if needs_reset(envs):
         subject.reset_both()
         return
     assert envs._state.value == "step"
-    if not done:
+    if not returned:
         envs.abandon([0])
     lost = list(envs.worker_rows[0])
     if "on_failure" in subject.setting.options:
@@ -361,24 +368,24 @@ def test_interrupted_abandon_can_be_repeated(setting: str, every: int) -> None:
         assert not interruption.swallowed, "the exception was swallowed"
 
     with ComparedEngine(chosen) as subject:
-        interrupt_every_moment(attempt, subject.renew, (setting,), every=every, outcomes=Outcomes(max_wrong=4)).check()
+        interrupt_at_moments(attempt, subject.renew, (setting,), every=every, outcomes=Outcomes(max_wrong=4)).check()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "every"),
     [
-        *((name, 211 if "dies" in name else 97) for name in FAULTY),
-        *(pytest.param(name, 1, marks=slow, id=f"all-{name}") for name in FAULTY),
+        *((name, 211 if "dies" in name else 97) for name in FAULT_CASES),
+        *(pytest.param(name, 1, marks=slow, id=f"all-{name}") for name in FAULT_CASES),
     ],
 )
 def test_failure_in_an_interrupted_step_is_reported_once(case: str, every: int) -> None:
-    with ComparedEngine(FAULTY[case][0]) as subject:
+    with ComparedEngine(FAULT_CASES[case][0]) as subject:
         attempt = functools.partial(check_failing_step, subject, case)
-        interrupt_every_moment(attempt, subject.renew, (case,), every=every, outcomes=Outcomes(max_wrong=4)).check()
+        interrupt_at_moments(attempt, subject.renew, (case,), every=every, outcomes=Outcomes(max_wrong=4)).check()
 
 
-# --- beginning and end --------------------------------------------------------------------------
+# --- constructor and close() --------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -396,14 +403,16 @@ def test_failure_in_an_interrupted_step_is_reported_once(case: str, every: int) 
 )  # fmt: skip
 def test_interrupted_close_can_be_repeated(setting: str, state: str, every: int) -> None:
     """The repeated close returns within seconds, and no resource is left."""
-    chance = random.Random(OFFSET)
+    rng = random.Random(OFFSET)
 
     def attempt(interruption: Interruption) -> None:
-        again = [Interruption(interruption.kind, chance.randrange(60), Stopped)] if interruption.moment % 2 else []
-        check_interrupted_close(CLOSE_SETTINGS[setting], state, [interruption, *again])
+        interruptions = [interruption]
+        if interruption.moment % 2:  # also interrupt the repeated close()
+            interruptions.append(Interruption(interruption.kind, rng.randrange(60), Stopped))
+        check_interrupted_close(CLOSE_SETTINGS[setting], state, interruptions)
 
     warm_up(CLOSE_SETTINGS[setting])
-    interrupt_every_moment(attempt, gc.collect, (setting, state), every=every, outcomes=Outcomes(max_wrong=6)).check()
+    interrupt_at_moments(attempt, gc.collect, (setting, state), every=every, outcomes=Outcomes(max_wrong=6)).check()
 
 
 @pytest.mark.long
@@ -431,7 +440,7 @@ def test_interrupted_constructor_leaves_nothing(setting: str, every: int) -> Non
         del envs
         check_nothing_left(before, known)
 
-    interrupt_every_moment(attempt, gc.collect, (setting,), every=every, outcomes=Outcomes(max_wrong=6)).check()
+    interrupt_at_moments(attempt, gc.collect, (setting,), every=every, outcomes=Outcomes(max_wrong=6)).check()
 
 
 # --- every third bytecode -----------------------------------------------------------------------
@@ -440,11 +449,11 @@ def test_interrupted_constructor_leaves_nothing(setting: str, every: int) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(3600, method="signal")
 @pytest.mark.parametrize("interrupted", ["send", "recv", "reset_async", "recv of a reset"])
-def test_row_call_interrupted_before_a_bytecode_loses_no_row(interrupted: str) -> None:
+def test_send_or_recv_interrupted_before_a_bytecode_loses_no_row(interrupted: str) -> None:
     stream = RowStream(FIRST_READY["two of four"])
-    ticks = iter(range(10**9))
+    ticks = itertools.count()
     try:
-        interrupt_every_moment(
+        interrupt_at_moments(
             lambda interruption: stream.cycle(interrupted, interruption, next(ticks)), stream.renew, (interrupted,),
             every=3, kinds=("opcode",),
         ).check()  # fmt: skip
@@ -454,12 +463,12 @@ def test_row_call_interrupted_before_a_bytecode_loses_no_row(interrupted: str) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600, method="signal")
-@pytest.mark.parametrize("case", FAULTY)
+@pytest.mark.parametrize("case", FAULT_CASES)
 def test_failing_step_interrupted_before_a_bytecode_is_reported_once(case: str) -> None:
-    with ComparedEngine(FAULTY[case][0]) as subject:
+    with ComparedEngine(FAULT_CASES[case][0]) as subject:
         attempt = functools.partial(check_failing_step, subject, case)
         outcomes = Outcomes(max_wrong=4)
-        interrupt_every_moment(attempt, subject.renew, (case,), every=3, kinds=("opcode",), outcomes=outcomes).check()
+        interrupt_at_moments(attempt, subject.renew, (case,), every=3, kinds=("opcode",), outcomes=outcomes).check()
 
 
 @pytest.mark.slow
@@ -472,28 +481,27 @@ def test_close_interrupted_before_a_bytecode_can_be_repeated(setting: str, state
 
     warm_up(CLOSE_SETTINGS[setting])
     outcomes = Outcomes(max_wrong=6)
-    interrupt_every_moment(attempt, gc.collect, (setting, state), every=3, kinds=("opcode",), outcomes=outcomes).check()
+    interrupt_at_moments(attempt, gc.collect, (setting, state), every=3, kinds=("opcode",), outcomes=outcomes).check()
 
 
 # --- without interruptions ----------------------------------------------------------------------
 
-NEVER = 10**9
+NEVER = 10**9  # the index of a moment that no call reaches
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_uninterrupted_calls_pass_the_checks(setting: str) -> None:
-    """Without an interruption, each call passes the checks of the tests above."""
     with ComparedEngine(SETTINGS[setting]) as subject:
         for _ in range(3):
-            for call, part in PARTS:
+            for call, part in CALL_PARTS:
                 subject.attempt(call, part, [Interruption("line", NEVER)])
     assert not subject.tolerated
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("setting", FIRST_READY)
-def test_uninterrupted_rows_pass_the_checks(setting: str) -> None:
+def test_uninterrupted_send_and_recv_pass_the_checks(setting: str) -> None:
     stream = RowStream(FIRST_READY[setting])
     try:
         for tick in range(6):
@@ -502,9 +510,9 @@ def test_uninterrupted_rows_pass_the_checks(setting: str) -> None:
         stream.end()
 
 
-@pytest.mark.parametrize("case", FAULTY)
+@pytest.mark.parametrize("case", FAULT_CASES)
 def test_uninterrupted_failure_passes_the_checks(case: str) -> None:
-    with ComparedEngine(FAULTY[case][0]) as subject:
+    with ComparedEngine(FAULT_CASES[case][0]) as subject:
         for _ in range(3):
             check_failing_step(subject, case, Interruption("line", NEVER))
 
@@ -523,12 +531,15 @@ def test_uninterrupted_close_leaves_nothing(setting: str, state: str) -> None:
 # --- tests of the checks ------------------------------------------------------------------------
 
 
-class FaultyWhenInterrupted(SyncVectorEnv):
-    """A vector environment that, after an interruption, is correct, steps twice, or returns a wrong result."""
+class SelfInterruptingEnvs(SyncVectorEnv):
+    """A vector environment that raises ``KeyboardInterrupt`` after a step.
+
+    The step stays pending with a correct or a wrong reward, or its result is lost, so that the environments step twice.
+    """
 
     def __init__(self, fault: str) -> None:
         super().__init__([functools.partial(CountingEnv, index) for index in range(4)])
-        self.fault, self.armed = fault, False
+        self.fault, self.interrupts_next = fault, False
         self.state, self.pending = "default", None
 
     @property
@@ -536,13 +547,13 @@ class FaultyWhenInterrupted(SyncVectorEnv):
         return type("State", (), {"value": self.state})
 
     def step(self, actions: Any) -> Any:
-        if not self.armed:
+        if not self.interrupts_next:
             return super().step(actions)
-        self.armed = False
+        self.interrupts_next = False
         self.pending = super().step(actions)
-        if self.fault != "twice":
+        if self.fault != "steps twice":
             self.state = "step"
-        if self.fault == "garbled":
+        if self.fault == "wrong reward":
             self.pending[1][2] += 1
         raise KeyboardInterrupt
 
@@ -551,7 +562,7 @@ class FaultyWhenInterrupted(SyncVectorEnv):
         return self.pending
 
 
-@pytest.mark.parametrize("fault", ["none", "twice", "garbled"])
+@pytest.mark.parametrize("fault", ["none", "steps twice", "wrong reward"])
 def test_checks_detect_a_repeated_step_and_a_wrong_result(fault: str) -> None:
     class CatchKeyboardInterrupt(Interruption):
         def __exit__(self, kind: Any, error: Any, where: Any) -> bool:
@@ -559,12 +570,12 @@ def test_checks_detect_a_repeated_step_and_a_wrong_result(fault: str) -> None:
             return kind is KeyboardInterrupt
 
     subject = ComparedEngine(Setting({}))
-    subject.envs, subject.reference = FaultyWhenInterrupted(fault), subject.setting.reference()
+    subject.envs, subject.reference = SelfInterruptingEnvs(fault), subject.setting.make_reference()
     subject.reset_both()
-    subject.envs.armed = True
+    subject.envs.interrupts_next = True
     call = make_call("step", subject.setting, 3)
     if fault == "none":
-        subject._attempt(call, "whole", [CatchKeyboardInterrupt("line", 10**6)])
+        subject.interrupt_call(call, "whole", [CatchKeyboardInterrupt("line", 10**6)])
     else:
         with pytest.raises(AssertionError):
-            subject._attempt(call, "whole", [CatchKeyboardInterrupt("line", 10**6)])
+            subject.interrupt_call(call, "whole", [CatchKeyboardInterrupt("line", 10**6)])

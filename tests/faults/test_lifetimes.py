@@ -1,4 +1,4 @@
-"""Tests of the start of engines, and of the end of their trainers."""
+"""Tests of engines that fail to start, and of what remains after a trainer ends."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ from vecenv.testing.faulty import FaultyConstructor, NestedEnv, UnloadableConstr
 pytestmark = FAULT_MARKS
 
 
-# --- Engines that cannot start: rows 21 to 24, 36 and 42 of the table in ``FAULTS.md`` ----------
+# --- engines that cannot start: rows 21 to 24, 36 and 42 of the table in ``FAULTS.md`` ----------
 
 
-def start_timeout(method: str) -> float:
-    """Return a timeout that is long enough for a healthy worker; ``spawn`` first starts an interpreter and imports numpy."""
+def choose_start_timeout(method: str) -> float:
+    """Return a timeout that suffices for a healthy worker. With ``spawn``, it has to start Python and import NumPy."""
     return 10.0 if method == "spawn" else 3.0
 
 
-START_FAULTS = {
+START_FAILURES = {
     "raises": ("raises", ValueError, ("out of order", "in raises")),
     "unpicklable": ("unpicklable_error", EnvError, ("UnpicklableError", "holds a lock")),
     "sys_exit": ("sys_exit", EnvError, ("SystemExit",)),
@@ -68,19 +68,19 @@ START_FAULTS = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", START_FAULTS)
+@pytest.mark.parametrize("kind", START_FAILURES)
 def test_failed_start_raises_with_environment_and_cause(launch: Launch, method: str, kind: str) -> None:
     """The error names environment and worker, and no resource is left."""
-    fault, expected, patterns = START_FAULTS[kind]
+    fault, error_class, patterns = START_FAILURES[kind]
     env_fns = make_env_fns(4, {3: FaultyConstructor(healthy_env_fn(3), fault)})
     started_at = time.monotonic()
-    # only a hang takes that long; other starts get more time, because the machine may be busy
-    limit = start_timeout(method) if expected is StartupTimeout else 60.0
-    with pytest.raises(expected) as caught:
+    # on a busy machine, other failures must not become timeouts
+    limit = choose_start_timeout(method) if error_class is StartupTimeout else 60.0
+    with pytest.raises(error_class) as caught:
         launch(env_fns, num_workers=2, worker_options=WorkerOptions(start_timeout=limit))
-    assert expected is not StartupTimeout or time.monotonic() - started_at < limit + 15
+    assert error_class is not StartupTimeout or time.monotonic() - started_at < limit + 15
     text = format_error(caught.value)
-    assert type(caught.value) is expected
+    assert type(caught.value) is error_class
     assert re.search(r"\benvs?\b[^\n]*\b3\b", text), text
     assert re.search(r"\bworkers?\b[^\n]*\b1\b", text), text
     for pattern in patterns:
@@ -91,8 +91,8 @@ def test_failed_start_raises_with_environment_and_cause(launch: Launch, method: 
 @pytest.mark.parametrize("kind", ["pickle", "unpickle"])
 def test_unpicklable_env_fn_is_named(launch: Launch, method: str, kind: str) -> None:
     """The error has the index of the ``env_fn`` that cannot be pickled or unpickled."""
-    constructor = {"pickle": UnpicklableConstructor, "unpickle": UnloadableConstructor}[kind]
-    env_fns = make_env_fns(4, {3: constructor(healthy_env_fn(3))})
+    constructor_class = {"pickle": UnpicklableConstructor, "unpickle": UnloadableConstructor}[kind]
+    env_fns = make_env_fns(4, {3: constructor_class(healthy_env_fn(3))})
     with pytest.raises(Exception, match=r".") as caught:
         launch(env_fns, num_workers=2, worker_options=WorkerOptions(start_timeout=10))
     text = format_error(caught.value)
@@ -103,7 +103,7 @@ def test_unpicklable_env_fn_is_named(launch: Launch, method: str, kind: str) -> 
 
 @pytest.mark.parametrize("method", ["fork"], indirect=True)
 def test_unpicklable_env_fn_works_with_fork(launch: Launch) -> None:
-    """A forked worker inherits its ``env_fn``."""
+    """Forked workers inherit the functions, so nothing is pickled."""
     envs = launch(make_env_fns(2, {1: UnpicklableConstructor(healthy_env_fn(1))}))
     envs.reset(seed=1)
     envs.step([0, 0])
@@ -111,52 +111,52 @@ def test_unpicklable_env_fn_works_with_fork(launch: Launch) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["fork"], indirect=True)
-def test_fork_that_hangs_beside_threads_recommends_forkserver(launch: Launch) -> None:
-    """The child never gets a lock that another thread held during the fork. The error recommends ``forkserver``."""
+def test_start_timeout_in_a_program_with_threads_recommends_forkserver(launch: Launch) -> None:
+    """A forked worker may hang because another thread held a lock during the fork."""
     may_end = threading.Event()
-    other = threading.Thread(target=may_end.wait)
-    other.start()
+    other_thread = threading.Thread(target=may_end.wait)
+    other_thread.start()
     try:
         env_fns = make_env_fns(2, {1: FaultyConstructor(healthy_env_fn(1), "sleep")})
         with pytest.raises(StartupTimeout, match=r"(?s)thread.*forkserver"):
             launch(env_fns, worker_options=WorkerOptions(start_timeout=1.0))
     finally:
         may_end.set()
-        other.join()
+        other_thread.join()
 
 
 @contextmanager
-def limit_descriptors(count: int) -> Iterator[None]:
-    """Limit the number of descriptors that this process can still open to about ``count``."""
-    old = resource.getrlimit(resource.RLIMIT_NOFILE)
+def limit_free_descriptors(count: int) -> Iterator[None]:
+    """Let this process open at most about ``count`` more descriptors."""
+    limits_before = resource.getrlimit(resource.RLIMIT_NOFILE)
     in_use = {int(name) for name in os.listdir("/proc/self/fd")}
     free = itertools.islice((number for number in itertools.count() if number not in in_use), count)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(free) + 1, old[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(free) + 1, limits_before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, old)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits_before)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("available", [8, 25])
-def test_too_few_descriptors_raise_with_limit_and_need(launch: Launch, method: str, available: int) -> None:
+@pytest.mark.parametrize("free_descriptors", [8, 25])
+def test_too_few_descriptors_raise_with_limit_and_need(launch: Launch, method: str, free_descriptors: int) -> None:
     """The error names the limit and the number of descriptors that the workers need, and no resource is left."""
     launch([healthy_env_fn(0)]).close()  # starts the fork server and the resource tracker, which need descriptors
-    with limit_descriptors(available), pytest.raises((OSError, vecenv.errors.VecEnvError)) as caught:
+    with limit_free_descriptors(free_descriptors), pytest.raises((OSError, vecenv.errors.VecEnvError)) as caught:
         launch([healthy_env_fn(index) for index in range(32)], worker_options=WorkerOptions(start_timeout=10))
     text = str(caught.value)
     assert "RLIMIT_NOFILE" in text
     numbers = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", text)]
-    assert any(number >= 64 for number in numbers), f"the number that 32 workers need is missing: {text}"
+    assert any(number >= 64 for number in numbers), f"the number of descriptors that 32 workers need is missing: {text}"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("daemon", [False, True])
-@pytest.mark.parametrize("inner", ["vecenv", "gymnasium"])
-def test_nested_engine_needs_workers_that_are_not_daemonic(launch: Launch, inner: str, daemon: bool) -> None:
-    """Daemonic processes may not have children; the error names the option ``daemon``."""
-    inner_class = {"vecenv": vecenv.AsyncVectorEnv, "gymnasium": gym.vector.AsyncVectorEnv}[inner]
+@pytest.mark.parametrize("inner_engine", ["vecenv", "gymnasium"])
+def test_nested_engine_works_only_with_daemon_false(launch: Launch, inner_engine: str, daemon: bool) -> None:
+    """Daemonic processes may not have children. The error recommends ``daemon=False``."""
+    inner_class = {"vecenv": vecenv.AsyncVectorEnv, "gymnasium": gym.vector.AsyncVectorEnv}[inner_engine]
     env_fns = [functools.partial(NestedEnv, functools.partial(inner_class, make_env_fns(2), context="fork"))] * 2
     try:
         envs = launch(env_fns, daemon=daemon)
@@ -177,9 +177,9 @@ def test_nested_engine_needs_workers_that_are_not_daemonic(launch: Launch, inner
     envs.close()
 
 
-UNGUARDED = {
+UNGUARDED_CALLS = {
     "engine": "vecenv.AsyncVectorEnv([make] * 2, context=method)",
-    "engine, nothing built here": "vecenv.AsyncVectorEnv([make] * 2, context=method, "
+    "engine without dummy_env": "vecenv.AsyncVectorEnv([make] * 2, context=method, "
     "worker_options=vecenv.WorkerOptions(dummy_env=False))",
     "auto": "vecenv.AsyncVectorEnv([make] * 2, context=method, num_workers='auto')",
     "make_vec": "vecenv.make_vec('CartPole-v1', 2, vector_kwargs={'context': method})",
@@ -190,13 +190,13 @@ UNGUARDED = {
 
 
 def make_unguarded_program(method: str, call: str) -> str:
-    """Return the text of a program without a main guard."""
+    """Return the source of a program without a main guard."""
     imports = "import multiprocessing, gymnasium, vecenv"
     return f"{imports}\nmethod = {method!r}\nmake = lambda: gymnasium.make('CartPole-v1')\n{call}\n"
 
 
 def run_failing_program(program: str | None, directory: Path, **kwargs: Any) -> str:
-    """Run a program that fails, and return its stderr."""
+    """Run a program, by default from standard input, check that it fails, and return its stderr."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(IMPORT_ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, *([program] if program else [])]
     done = subprocess.run(
@@ -207,11 +207,11 @@ def run_failing_program(program: str | None, directory: Path, **kwargs: Any) -> 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("call", UNGUARDED)
+@pytest.mark.parametrize("call", UNGUARDED_CALLS)
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "fork"], indirect=True)
-def test_program_without_a_main_guard_raises(method: str, call: str, tmp_path: Path) -> None:
-    """Workers import the main program; without the guard, each of them would start workers."""
-    (tmp_path / "unguarded.py").write_text(make_unguarded_program(method, UNGUARDED[call]))
+def test_program_without_a_main_guard_raises_one_short_error(method: str, call: str, tmp_path: Path) -> None:
+    """Each worker imports the main program, so without the guard it would start workers itself."""
+    (tmp_path / "unguarded.py").write_text(make_unguarded_program(method, UNGUARDED_CALLS[call]))
     output = run_failing_program("unguarded.py", tmp_path)
     assert output.startswith("Traceback"), output
     assert output.count("Traceback") == 1, output
@@ -225,38 +225,39 @@ def test_program_without_a_main_guard_raises(method: str, call: str, tmp_path: P
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "fork"], indirect=True)
-def test_program_from_standard_input_raises(method: str, tmp_path: Path) -> None:
+def test_program_from_standard_input_raises_and_recommends_fork(method: str, tmp_path: Path) -> None:
     """Workers cannot import the program, because it has no file."""
-    output = run_failing_program(None, tmp_path, input=make_unguarded_program(method, UNGUARDED["engine"]))
+    output = run_failing_program(None, tmp_path, input=make_unguarded_program(method, UNGUARDED_CALLS["engine"]))
     assert "RuntimeError: the main file is missing" in output
     assert "context='fork'" in output
     assert len(output.splitlines()) <= 12, output
 
 
-# --- Ends of the trainer itself: rows 30 to 34, 37 and 38 of the table in ``FAULTS.md`` ---------
-# Each trainer is a program (``trainer.py``) in a separate session, which the test ends.
+# --- ends of the trainer: rows 30 to 34, 37 and 38 of the table in ``FAULTS.md`` ----------------
+# Each trainer is a program (``trainer.py``) in a separate session. The fixture ``start_trainer`` ends it.
 
-Start = Callable[..., Trainer]
+StartTrainer = Callable[..., Trainer]
 
 
 def wait_until_running(trainer: Trainer, scenario: str, folder: Path) -> list[int]:
-    """Wait until the scenario is running; return the pids of all processes except the trainer."""
-    processes = trainer.read_message()
-    if scenario in ("stepping", "holding_gil", "interrupted"):
+    """Wait until the scenario is running; return the pids of the trainer's workers and helpers."""
+    message = trainer.read_message()
+    if scenario in ("hang_in_step", "hang_in_c_code", "close_after_ctrl_c"):
         wait_for_file(folder / "begun")
-        time.sleep(0.05)  # the environment writes the file just before it hangs
-    pids = [*processes["workers"], *processes.get("helpers", [])]
+        time.sleep(0.05)  # the environment creates the file just before it hangs
+    pids = [*message["workers"], *message.get("helpers", [])]
     assert all(map(is_running, pids))
     return pids
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("scenario", ["waiting", "stepping", "holding_gil", "with_helper", "nested"])
-def test_killed_trainer_leaves_no_orphans(start_trainer: Start, scenario: str, tmp_path: Path) -> None:
-    """After SIGKILL to the trainer, all its processes end, in each of several situations.
+@pytest.mark.parametrize(
+    "scenario", ["wait_between_calls", "hang_in_step", "hang_in_c_code", "wait_with_helper", "wait_with_nested_engine"]
+)
+def test_killed_trainer_leaves_no_orphans(start_trainer: StartTrainer, scenario: str, tmp_path: Path) -> None:
+    """When a trainer is killed, all its processes end.
 
-    That includes programs of environments and the workers of an engine inside an environment, which the fixture
-    ``nothing_left_behind`` detects.
+    The fixture ``nothing_left_behind`` also detects programs of environments, and workers of an engine in an environment.
     """
     program = start_trainer(scenario)
     pids = wait_until_running(program, scenario, tmp_path)
@@ -267,11 +268,11 @@ def test_killed_trainer_leaves_no_orphans(start_trainer: Start, scenario: str, t
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("scenario", ["waiting", "stepping"])
+@pytest.mark.parametrize("scenario", ["wait_between_calls", "hang_in_step"])
 def test_group_kill_leaves_nothing(
-    start_trainer: Start, scenario: str, tmp_path: Path, take_stock: Callable[[], Any]
+    start_trainer: StartTrainer, scenario: str, tmp_path: Path, take_stock: Callable[[], Any]
 ) -> None:
-    """SIGKILL to the process group, as by ``docker kill``, also kills the fork server and the resource tracker."""
+    """A SIGKILL to the process group, like that of ``docker kill``, also kills fork server and resource tracker."""
     before = take_stock()
     program = start_trainer(scenario)
     pids = wait_until_running(program, scenario, tmp_path)
@@ -282,10 +283,10 @@ def test_group_kill_leaves_nothing(
 
 
 @pytest.mark.sampled("spawn")
-def test_sigterm_ends_trainer_and_workers(start_trainer: Start, tmp_path: Path) -> None:
-    """SIGTERM has its default action."""
-    program = start_trainer("stepping")
-    pids = wait_until_running(program, "stepping", tmp_path)
+def test_sigterm_ends_trainer_and_workers(start_trainer: StartTrainer, tmp_path: Path) -> None:
+    """The package leaves the default action of SIGTERM."""
+    program = start_trainer("hang_in_step")
+    pids = wait_until_running(program, "hang_in_step", tmp_path)
     program.process.terminate()
     assert program.process.wait(60) == -signal.SIGTERM
     assert not still_running(pids, WAIT_SECONDS)
@@ -293,7 +294,7 @@ def test_sigterm_ends_trainer_and_workers(start_trainer: Start, tmp_path: Path) 
 
 @pytest.fixture
 def terminal() -> Iterator[tuple[int, int]]:
-    """Yield the two ends of a pseudo-terminal: that of the keyboard, and that of the program."""
+    """Yield the two ends of a pseudo-terminal, one for the keyboard and one for the program."""
     keyboard, screen = pty.openpty()
     yield keyboard, screen
     os.close(keyboard)
@@ -309,15 +310,15 @@ def read_terminal(keyboard: int) -> str:
 
 
 @pytest.mark.sampled("forkserver")
-def test_ctrl_c_raises_once_and_close_works(start_trainer: Start, terminal: tuple[int, int], tmp_path: Path) -> None:
-    """Ctrl-C at a terminal, which goes to the whole process group, prints nothing."""
+def test_ctrl_c_raises_once_and_close_works(start_trainer: StartTrainer, terminal: tuple[int, int], tmp_path: Path) -> None:
+    """Ctrl-C at a terminal sends SIGINT to the whole process group, but no process prints a traceback."""
     keyboard, screen = terminal
-    program = start_trainer("interrupted", terminal=screen)
-    pids = wait_until_running(program, "interrupted", tmp_path)
+    program = start_trainer("close_after_ctrl_c", terminal=screen)
+    pids = wait_until_running(program, "close_after_ctrl_c", tmp_path)
     os.write(keyboard, b"\x03")
-    end = program.read_message()
-    assert (end["interrupts"], end["closed"]) == (1, True)
-    assert end["seconds"] < WAIT_SECONDS
+    report = program.read_message()
+    assert (report["interrupts"], report["closed"]) == (1, True)
+    assert report["seconds"] < WAIT_SECONDS
     assert program.process.wait(60) == 0
     assert not still_running(pids, WAIT_SECONDS)
     shown = read_terminal(keyboard)
@@ -326,34 +327,34 @@ def test_ctrl_c_raises_once_and_close_works(start_trainer: Start, terminal: tupl
 
 
 @pytest.mark.sampled("fork")
-def test_step_continues_after_ctrl_c(start_trainer: Start, terminal: tuple[int, int], tmp_path: Path) -> None:
+def test_pending_step_continues_after_ctrl_c(start_trainer: StartTrainer, terminal: tuple[int, int], tmp_path: Path) -> None:
     """After Ctrl-C in ``step_wait``, a second wait returns the pending result."""
     keyboard, screen = terminal
-    program = start_trainer("interrupted_and_continued", terminal=screen)
+    program = start_trainer("continue_after_ctrl_c", terminal=screen)
     program.read_message()
     wait_for_file(tmp_path / "begun")
     time.sleep(0.2)
     os.write(keyboard, b"\x03")
-    end = program.read_message()
-    assert (end["interrupts"], end["closed"], end["ticks"]) == (1, True, [1, 1, 1])
+    report = program.read_message()
+    assert (report["interrupts"], report["closed"], report["ticks"]) == (1, True, [1, 1, 1])
     assert program.process.wait(60) == 0
     assert "Traceback" not in read_terminal(keyboard)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("scenario", "code"), [("exiting_in_step", 0), ("raising_in_step", 9)])
-def test_program_with_a_pending_step_exits(start_trainer: Start, scenario: str, code: int) -> None:
+@pytest.mark.parametrize(("scenario", "code"), [("exit_in_step", 0), ("raise_in_step", 9)])
+def test_program_with_a_pending_step_exits(start_trainer: StartTrainer, scenario: str, code: int) -> None:
     """The program ends without ``close()`` while a step hangs."""
     program = start_trainer(scenario)
-    end = program.read_message()
+    report = program.read_message()
     assert program.process.wait(60) == code, program.read_stderr()
-    assert time.monotonic() - end["ended"] < WAIT_SECONDS
-    assert not still_running(end["workers"], WAIT_SECONDS)
+    assert time.monotonic() - report["ended"] < WAIT_SECONDS
+    assert not still_running(report["workers"], WAIT_SECONDS)
     assert "Traceback" not in program.read_stderr()
 
 
-def find_isolation_prefix(commands: str) -> list[str]:
-    """Return a command that runs ``commands`` and a program in a new mount namespace; empty if that is not allowed."""
+def find_namespace_command(commands: str) -> list[str]:
+    """Return a command that runs ``commands`` and then a program in a new mount namespace; empty if that is not allowed."""
     if shutil.which("unshare") is None:
         return []
     for options in (["--mount"], ["--user", "--map-root-user", "--mount"]):
@@ -371,29 +372,29 @@ def can_mount() -> bool:
 
 
 @pytest.mark.long
-def test_small_dev_shm_is_not_used(start_trainer: Start) -> None:
-    """The shared memory is neither in /dev/shm, which is small in containers, nor on disk.
+def test_small_dev_shm_is_not_used(start_trainer: StartTrainer) -> None:
+    """The shared memory lies neither in /dev/shm, which is small in containers, nor on disk.
 
-    If no small /dev/shm can be mounted, the test checks that the large one is not used.
+    Without the permission to mount a small /dev/shm, the test uses the one of the machine.
     """
-    prefix = find_isolation_prefix("mount -t tmpfs -o size=1m tmpfs /dev/shm")
+    prefix = find_namespace_command("mount -t tmpfs -o size=1m tmpfs /dev/shm")
     assert prefix or not can_mount(), "this process may mount, but no small /dev/shm was mounted"
-    end = start_trainer("small_shm", prefix=prefix).read_message()
+    report = start_trainer("use_small_shm", prefix=prefix).read_message()
     if prefix:
-        assert end["shm"] == 2**20
-    if "refused" in end:  # without memfd; the message has both sizes
+        assert report["shm"] == 2**20
+    if "refused" in report:  # without memfd, the error has the sizes needed and available
         assert not hasattr(os, "memfd_create")
-        assert re.search(r"\d[\d,]{6,}", end["refused"])
+        assert re.search(r"\d[\d,]{6,}", report["refused"])
     else:
-        assert end["correct"]
-        assert end["used"] < 2**20
-        assert not end["on_disk"]
+        assert report["correct"]
+        assert report["used"] < 2**20
+        assert not report["on_disk"]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("pending", [False, True], ids=["idle", "pending"])
 def test_dropped_engine_ends_with_a_warning(method: str, pending: bool) -> None:
-    """An engine without references ends, and a warning recommends ``close()``."""
+    """Without ``close()``, the last reference to an engine ends it."""
     envs = vecenv.AsyncVectorEnv(make_env_fns(2, {1: faulty_env_fn(1, "sleep", step=1)}), context=method)
     envs.reset(seed=1)
     pids = worker_pids(envs)
@@ -415,12 +416,12 @@ def clear_and_collect(references: list[Any]) -> None:
 
 @pytest.mark.long
 def test_exception_in_the_constructor_ends_workers(method: str, take_stock: Callable[[], Any]) -> None:
-    """The workers end even while the traceback of the exception is referenced."""
+    """They end even while the traceback of the exception keeps the engine alive."""
     before = take_stock()
     with pytest.raises(LookupError) as caught:
         vecenv.AsyncVectorEnv(make_env_fns(2, {1: _raise_lookup_error}), context=method)
     deadline = time.monotonic() + 1.0
-    kinds = ("processes", "threads")  # the traceback keeps the shared memory
+    kinds = ("processes", "threads")  # but not the shared memory, which the traceback keeps alive
     while (left := take_stock().beyond(before, kinds)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left

@@ -1,4 +1,4 @@
-"""Tests of too little memory, which raises before anything starts: row 35 of ``FAULTS.md`` (row 34: test_lifetimes.py)."""
+"""Tests of engines that need more memory than is available: row 35 of ``FAULTS.md`` (row 34: ``test_lifetimes.py``)."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ pytestmark = FAULT_MARKS
 MIB = 2**20
 
 
-class Images(gym.Env):
+class MebibyteEnv(gym.Env):
     """An environment with observations of one MiB."""
 
     observation_space = gym.spaces.Box(0, 255, (MIB,), np.uint8)
     action_space = gym.spaces.Discrete(2)
 
 
-def fake_files(monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> None:
-    """Replace the contents of system files; all others appear to be missing."""
+def fake_kernel_files(monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> None:
+    """Let the package read these texts, by path; all other files of the kernel seem to be missing."""
     for module in (arena, cores):
         monkeypatch.setattr(module, "read_kernel_file", lambda path: files.get(str(path), ""))
 
@@ -68,11 +68,11 @@ LOW_MEMORY = {
 def test_arena_larger_than_available_memory_raises(
     limit: str, method: str, monkeypatch: pytest.MonkeyPatch, take_stock: Callable[[], Any]
 ) -> None:
-    """The message has both numbers, eight MiB needed and five available, and no process has been started."""
-    fake_files(monkeypatch, LOW_MEMORY[limit])
+    """The message has both numbers, 8 MiB needed and 5 MB available, and no process was started."""
+    fake_kernel_files(monkeypatch, LOW_MEMORY[limit])
     before = take_stock()
     with pytest.raises(ArenaError) as caught:
-        vecenv.AsyncVectorEnv([Images] * 8, context=method)
+        vecenv.AsyncVectorEnv([MebibyteEnv] * 8, context=method)
     assert not take_stock().beyond(before)
     assert isinstance(caught.value, MemoryError)
     numbers = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", str(caught.value))]
@@ -81,47 +81,47 @@ def test_arena_larger_than_available_memory_raises(
 
 
 def test_available_memory_is_the_smallest_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine and the control group have a limit, unless the group is unlimited or missing."""
-    fake_files(monkeypatch, LOW_MEMORY["cgroup v2"])
+    """The control group may have a smaller limit than the machine, or none."""
+    fake_kernel_files(monkeypatch, LOW_MEMORY["cgroup v2"])
     assert arena.available_memory() == 9_000_000 - 3_880_000
-    fake_files(monkeypatch, {**LOW_MEMORY["cgroup v2"], "/sys/fs/cgroup/memory.max": "max\n"})
+    fake_kernel_files(monkeypatch, {**LOW_MEMORY["cgroup v2"], "/sys/fs/cgroup/memory.max": "max\n"})
     assert arena.available_memory() == 5_000_000 * 1024
-    fake_files(monkeypatch, {})
+    fake_kernel_files(monkeypatch, {})
     assert arena.available_memory() is None
 
 
 @pytest.mark.parametrize(("group", "name"), [("cgroup v2", "inactive_file"), ("cgroup v1", "total_inactive_file")])
-def test_inactive_page_cache_is_available(group: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inactive_page_cache_counts_as_available(group: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     files = LOW_MEMORY[group]
     folder = next(file for file in files if file.startswith("/sys")).rpartition("/")[0]
-    fake_files(monkeypatch, {**files, f"{folder}/memory.stat": f"anon 880000\n{name} 3000000\n"})
+    fake_kernel_files(monkeypatch, {**files, f"{folder}/memory.stat": f"anon 880000\n{name} 3000000\n"})
     assert arena.available_memory() == 9_000_000 - 880_000
 
 
 @pytest.mark.parametrize("call", [pytest.param("posix_fallocate", marks=pytest.mark.linux), "pwrite"])
 def test_failed_allocation_is_an_arena_error(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the allocation fails although enough memory seemed available, ArenaError has the size."""
+    """An allocation may fail although enough memory seemed available. The error has its size."""
 
-    def no_space(descriptor: int, *args: Any) -> None:
+    def raise_no_space(descriptor: int, *args: Any) -> None:
         raise OSError(28, "No space left on device")
 
     if call == "pwrite":
         monkeypatch.delattr(os, "posix_fallocate", raising=False)
-    monkeypatch.setattr(os, call, no_space)
+    monkeypatch.setattr(os, call, raise_no_space)
     with pytest.raises(ArenaError, match=r"1,?048,?576.*No space left"):
         arena.Arena(MIB)
 
 
 @pytest.mark.linux
 def test_arena_cannot_be_truncated(closes: Any) -> None:
-    """A worker that truncated the arena would kill the caller's process with SIGBUS."""
+    """If a worker could truncate the arena, the caller's next access would end it with SIGBUS."""
     block = closes(arena.Arena(MIB))
     for size in (0, mmap.PAGESIZE, 2 * MIB):
         with pytest.raises(PermissionError):
             os.ftruncate(block.fileno(), size)
 
 
-def test_memory_is_allocated_by_writing_if_it_cannot_be_reserved(monkeypatch: pytest.MonkeyPatch, closes: Any) -> None:
+def test_zeros_are_written_if_memory_cannot_be_reserved(monkeypatch: pytest.MonkeyPatch, closes: Any) -> None:
     monkeypatch.delattr(os, "posix_fallocate", raising=False)
     monkeypatch.delattr(os, "memfd_create", raising=False)
     size = 3 * MIB + 5
@@ -130,7 +130,7 @@ def test_memory_is_allocated_by_writing_if_it_cannot_be_reserved(monkeypatch: py
     assert block.buffer[:] == bytes(size)
 
 
-def test_engine_without_memfd_uses_an_unlinked_file(
+def test_engine_uses_an_unlinked_file_if_memfd_is_missing(
     method: str, monkeypatch: pytest.MonkeyPatch, take_stock: Callable[[], Any]
 ) -> None:
     monkeypatch.delattr(os, "memfd_create", raising=False)

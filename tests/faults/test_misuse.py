@@ -1,4 +1,4 @@
-"""Tests of wrong results of environments, calls in the wrong phase, and wrong calls."""
+"""Tests of environments that return wrong results, and of wrong calls: rows 25 to 29 and 39 to 46 of ``FAULTS.md``."""
 
 from __future__ import annotations
 
@@ -31,11 +31,8 @@ from vecenv.testing.faulty import HUGE_INFO_BYTES, WitnessEnv
 pytestmark = FAULT_MARKS
 
 
-# --- Wrong results of environments and wrong calls of programs: rows 25 to 29 and 39 to 46 of ``FAULTS.md``
-
-
 class FloatEnv(gym.Env):
-    """An environment with a dict of float32 observations; with ``large`` its values overflow float32."""
+    """An environment with a dict of float32 observations. With ``large``, steps return values that overflow float32."""
 
     observation_space = gym.spaces.Dict({"camera": gym.spaces.Box(-1, 1, (4,), np.float32)})
     action_space = gym.spaces.Discrete(2)
@@ -57,19 +54,19 @@ class FloatEnv(gym.Env):
 def test_float32_overflow_warns_once_with_environment_and_field(launch: Launch) -> None:
     envs = launch([FloatEnv, FloatEnv, FloatEnv, functools.partial(FloatEnv, True)], num_workers=2)
     envs.reset(seed=1)
-    text = r"env 3: .*camera.*float64 values became infinite .*float32"
+    pattern = r"env 3: .*camera.*float64 values became infinite .*float32"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
             envs.step([0] * 4)
     (warning,) = caught
-    assert re.search(text, str(warning.message)), warning.message
+    assert re.search(pattern, str(warning.message)), warning.message
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("fault", "key"), [("unpicklable_info", "lock"), ("evil_info", "evil")])
 def test_info_that_cannot_be_pickled_is_named_by_environment_and_key(launch: Launch, fault: str, key: str) -> None:
-    """An info that ends the process that unpickles it never reaches the caller."""
+    """The info ``evil`` would end the process that unpickles it, so it never reaches the caller."""
     envs = launch(make_env_fns(4, {3: faulty_env_fn(3, fault, step=1)}), num_workers=2)
     envs.reset(seed=1)
     pids = worker_pids(envs)
@@ -84,30 +81,30 @@ def test_info_that_cannot_be_pickled_is_named_by_environment_and_key(launch: Lau
 
 @pytest.mark.long
 def test_huge_infos_of_several_workers_arrive(launch: Launch) -> None:
-    """Each of three environments returns 100 MiB in one step; no process waits for another to read first."""
+    """Three workers reply with 100 MiB each to one step. No process waits for another one to read first."""
     envs = launch([faulty_env_fn(index, "huge_info", step=1) for index in range(3)])
     checker = RowChecker.start(envs)
     result = envs.step([1, 2, 3])
     checker.check_step([1, 2, 3], result)
     assert [len(blob) for blob in result[-1]["blob"]] == [HUGE_INFO_BYTES] * 3
-    del result
+    del result  # 300 MiB
     checker.check_step([1, 2, 3], envs.step([1, 2, 3]))
 
 
 @pytest.mark.long
 def test_call_with_huge_argument_and_result_returns(launch: Launch) -> None:
-    """Both exceed the capacity of a pipe."""
+    """Argument and result exceed the capacity of a pipe."""
     envs = launch(make_env_fns(4), num_workers=2)
     envs.reset(seed=1)
     blob = bytes(range(256)) * (2**16)  # 16 MiB
-    assert all(each == blob for each in envs.call("echo", blob))
+    assert all(result == blob for result in envs.call("echo", blob))
     assert envs.call("echo", 1) == (1,) * 4
 
 
 def test_input_and_output_of_environments_do_not_affect_messages(
     launch: Launch, method: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Output of an environment is printed, and its standard input is empty."""
+    """The output of an environment is printed. Its standard input is empty."""
     envs = launch([faulty_env_fn(index, "stdio", step={1, 2}) for index in range(2)])
     checker = RowChecker.start(envs)
     for step in range(4):
@@ -118,7 +115,7 @@ def test_input_and_output_of_environments_do_not_affect_messages(
     envs.close()
     shown = capfd.readouterr()
     if method == "forkserver":
-        return  # its standard output is that of the test that started the fork server
+        return  # workers inherit the output of the fork server, which an earlier test may have started
     assert shown.out.count("an environment writes") == 4
     assert shown.out.count("an environment prints") == 4
     assert shown.err.count("an environment complains") == 4
@@ -127,16 +124,12 @@ def test_input_and_output_of_environments_do_not_affect_messages(
 # --- wrong calls --------------------------------------------------------------------------------
 
 
-def _fail() -> None:
-    raise ZeroDivisionError("in a function")
-
-
 def test_failed_call_keeps_all_environments(launch: Launch) -> None:
     envs = launch(make_env_fns(4), num_workers=2)
     checker = RowChecker.start(envs)
     checker.check_step([1, 2, 3, 4], envs.step([1, 2, 3, 4]))
     pids = worker_pids(envs)
-    wrong: list[tuple[Any, Callable[[], Any]]] = [
+    failing_calls: list[tuple[Any, Callable[[], Any]]] = [
         (AttributeError, lambda: envs.call("nosuch")),
         (AttributeError, lambda: envs.get_attr("nosuch")),
         (TypeError, lambda: envs.call("echo")),
@@ -149,8 +142,8 @@ def test_failed_call_keeps_all_environments(launch: Launch) -> None:
         (Exception, lambda: envs.call("trigger", "unpicklable_info")),  # cannot be pickled in the worker
         (Exception, lambda: envs.call("trigger", "evil_info")),  # must not be unpickled here
     ]
-    for expected, call in wrong:
-        with pytest.raises(expected):
+    for error_class, call in failing_calls:
+        with pytest.raises(error_class):
             call()
         assert worker_pids(envs) == pids
         assert envs.get_attr("witness_id") == (0, 1, 2, 3)
@@ -176,9 +169,9 @@ def test_failed_set_attr_keeps_all_environments(launch: Launch) -> None:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("when", ["twice", "thread", "pending", "during_step", "both_at_once"])
 def test_close_is_allowed_at_any_time(launch: Launch, when: str, tmp_path: Path) -> None:
-    """A second ``close()``, one in another thread, and one during a step end the workers."""
-    slow = {1: faulty_env_fn(1, write_pid_then(tmp_path / "begun", "sleep"), step=1)}
-    envs = launch(make_env_fns(2, slow))
+    """Afterwards, the workers have ended, and other calls raise."""
+    hanging = {1: faulty_env_fn(1, write_pid_then(tmp_path / "begun", "sleep"), step=1)}
+    envs = launch(make_env_fns(2, hanging))
     envs.reset(seed=1)
     pids = worker_pids(envs)
     outcomes: list[BaseException | None] = []
@@ -196,28 +189,28 @@ def test_close_is_allowed_at_any_time(launch: Launch, when: str, tmp_path: Path)
         envs.close()
         envs.close(terminate=True)
     elif when == "thread":
-        other = threading.Thread(target=attempt, args=(envs.close,))
-        other.start()
-        other.join(10)
+        thread = threading.Thread(target=attempt, args=(envs.close,))
+        thread.start()
+        thread.join(10)
         assert outcomes == [None]
     elif when == "pending":
         envs.step_async([0, 0])
         envs.close(timeout=0.2)
     elif when == "during_step":
-        other = threading.Thread(target=attempt, args=(lambda: envs.step([0, 0]),))
-        other.start()
+        thread = threading.Thread(target=attempt, args=(lambda: envs.step([0, 0]),))
+        thread.start()
         wait_for_file(tmp_path / "begun")
         envs.close(timeout=0.2)
-        other.join(5)
-        assert not other.is_alive(), "a step must return when another thread calls close()"
+        thread.join(5)
+        assert not thread.is_alive(), "a step must return when another thread calls close()"
         assert len(outcomes) == 1
         assert outcomes[0] is not None
     else:
-        others = [threading.Thread(target=attempt, args=(envs.close,)) for _ in range(4)]
-        for other in others:
-            other.start()
-        for other in others:
-            other.join(10)
+        threads = [threading.Thread(target=attempt, args=(envs.close,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
         assert outcomes == [None] * 4
     assert envs.closed
     assert not still_running(pids, WAIT_SECONDS)
@@ -229,18 +222,18 @@ def test_close_is_allowed_at_any_time(launch: Launch, when: str, tmp_path: Path)
 
 @WITHOUT_SPAWN
 def test_step_of_racing_threads_runs_once_or_raises(launch: Launch) -> None:
-    """Of four threads that step at the same time, each call steps all environments once, or none."""
+    """Four threads call ``step`` at the same time. Each call steps all environments once, or raises and steps none."""
     envs = launch(make_env_fns(2, length=10**9))
     envs.reset(seed=1)
     ticks: list[list[int]] = []
-    refused: list[Exception] = []
+    errors: list[Exception] = []
 
     def step_repeatedly() -> None:
         for _ in range(50):
             try:
                 observations, rewards, *_ = envs.step([1, 1])
             except (BusyError, AlreadyPendingCallError) as error:
-                refused.append(error)
+                errors.append(error)
             else:
                 rows = [WitnessEnv.read(row) for row in observations]
                 assert rewards.tolist() == [row["tick"] * (1 + 1 / 1024) for row in rows]
@@ -251,25 +244,25 @@ def test_step_of_racing_threads_runs_once_or_raises(launch: Launch) -> None:
         thread.start()
     for thread in threads:
         thread.join(15)
-    assert len(ticks) + len(refused) == 200
+    assert len(ticks) + len(errors) == 200
     assert sorted(ticks) == [[tick, tick] for tick in range(1, len(ticks) + 1)]
 
 
 @pytest.mark.parametrize("method", ["fork"], indirect=True)
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_copy_and_pickle_raise(launch: Launch, num_workers: int) -> None:
-    """The attempt leaves no thread."""
+def test_copying_or_pickling_an_engine_raises(launch: Launch, num_workers: int) -> None:
+    """The attempt starts no thread, and the engine can still be used."""
     envs = launch(make_env_fns(2), num_workers=num_workers)
     threads = threading.active_count()
-    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+    for make_copy in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"this AsyncVectorEnv .* cannot be copied or pickled"):
-            duplicate(envs)
+            make_copy(envs)
     assert threading.active_count() == threads
     envs.reset(seed=1)
 
 
 def test_forked_children_do_not_end_workers(launch: Launch) -> None:
-    """A process that ``multiprocessing`` forks from the caller does not run the exit handlers of the engine."""
+    """A child that ``multiprocessing`` forks from the caller does not run the engine's exit handlers."""
     envs = launch(make_env_fns(2))
     checker = RowChecker.start(envs)
     process = multiprocessing.get_context("fork").Process(target=gc.collect)
@@ -293,18 +286,18 @@ def test_view_changes_with_each_step_and_is_valid_after_close(launch: Launch) ->
     assert second is third
     assert third.flags.writeable
     assert WitnessEnv.read(first[1])["tick"] == 2, "the array must change with each step"
-    kept = third[1]
-    copied = third.copy()
+    row_view = third[1]
+    copy_before_close = third.copy()
     envs.close()
     del envs
     gc.collect()
-    assert np.array_equal(third, copied)
-    kept[:] = 7
+    assert np.array_equal(third, copy_before_close)
+    row_view[:] = 7
     assert third[1, 0] == 7
 
 
-# --- Calls out of order: row 28 of the table in ``FAULTS.md`` -----------------------------------
-# The 35 expected errors are those of the installed Gymnasium.
+# --- calls out of order: row 28 of the table in ``FAULTS.md`` -----------------------------------
+# The installed Gymnasium provides the 35 expected errors.
 
 PHASES = ("default", "reset", "step", "call", "closed")
 ACTIONS = np.array([1, 2])
@@ -326,20 +319,20 @@ LEGAL_CALLS = {
 }
 
 
-def check_call_result(envs: Any, checker: RowChecker) -> None:
+def check_pending_call(envs: Any, checker: RowChecker) -> None:
     assert envs.call_wait() == (1, 1)
 
 
-CHECK_PENDING: dict[str, Callable[[Any, RowChecker], None]] = {
+PENDING_RESULT_CHECKS: dict[str, Callable[[Any, RowChecker], None]] = {
     "reset": lambda envs, checker: checker.check_reset(envs.reset_wait()),
     "step": lambda envs, checker: checker.check_step(ACTIONS, envs.step_wait()),
-    "call": check_call_result,
+    "call": check_pending_call,
 }
 """Functions that receive the pending result and check it."""
 
 
-def enter(envs: Any, phase: str) -> Any:
-    """Bring a fresh engine into a phase; return the result of its first reset."""
+def enter_phase(envs: Any, phase: str) -> Any:
+    """Bring a new engine into a phase; return the result of its first reset."""
     first = envs.reset(seed=1)
     if phase == "closed":
         envs.close()
@@ -348,8 +341,8 @@ def enter(envs: Any, phase: str) -> Any:
     return first
 
 
-def call_error(envs: Any, call: str) -> tuple[type[Exception], str, str | None] | None:
-    """Return class, text and name of the error of a call, or ``None``."""
+def call_and_return_error(envs: Any, call: str) -> tuple[type[Exception], str, str | None] | None:
+    """Make a call. Return the class, the text and the ``name`` of its error, or ``None`` if it succeeds."""
     try:
         CALLS[call](envs)
     except Exception as error:
@@ -359,13 +352,13 @@ def call_error(envs: Any, call: str) -> tuple[type[Exception], str, str | None] 
 
 @pytest.fixture(scope="module")
 def gymnasium_errors() -> dict[tuple[str, str], Any]:
-    """Return the 35 errors of Gymnasium, by phase and call."""
+    """Return the error of Gymnasium, or ``None``, for each phase and call."""
     errors = {}
     for phase in PHASES:
         for call in CALLS:
             envs = GymnasiumAsyncVectorEnv(make_env_fns(2), context="fork")
-            enter(envs, phase)
-            errors[phase, call] = call_error(envs, call)
+            enter_phase(envs, phase)
+            errors[phase, call] = call_and_return_error(envs, call)
             envs.close(terminate=True)
     return errors
 
@@ -375,21 +368,21 @@ def gymnasium_errors() -> dict[tuple[str, str], Any]:
 def test_call_in_each_phase_raises_like_gymnasium(
     phase: str, call: str, workers: int | None, gymnasium_errors: dict[tuple[str, str], Any]
 ) -> None:
-    """The errors have the same class, text and name, and a call that raises changes nothing."""
+    """The errors have the same class, text and ``name``, and a call that raises changes nothing."""
     with open_engine(make_env_fns(2), context="fork", num_workers=workers) as envs:
         checker = RowChecker(2, length=10)
-        checker.check_reset(enter(envs, phase))
-        error = call_error(envs, call)
+        checker.check_reset(enter_phase(envs, phase))
+        error = call_and_return_error(envs, call)
         assert error == gymnasium_errors[phase, call]
         assert (error is None) == (call in LEGAL_CALLS[phase])
         assert envs.closed == (phase == "closed")
         if phase == "closed":
             return
         if error is not None and phase != "default":
-            CHECK_PENDING[phase](envs, checker)
+            PENDING_RESULT_CHECKS[phase](envs, checker)
         elif error is None and call.endswith("_async"):
-            CHECK_PENDING[call.removesuffix("_async")](envs, checker)
-        elif error is None and call.endswith("_wait"):  # call_error() received its result
+            PENDING_RESULT_CHECKS[call.removesuffix("_async")](envs, checker)
+        elif error is None and call.endswith("_wait"):  # call_and_return_error() received its result
             for env, row in enumerate(envs.observations):
                 checker.accept_row(env, row)
         checker.check_step(ACTIONS, envs.step(ACTIONS))
@@ -398,7 +391,7 @@ def test_call_in_each_phase_raises_like_gymnasium(
 @pytest.mark.xdist_group("phases")  # Gymnasium's errors are collected once
 @pytest.mark.parametrize("alias", ["reset_send", "reset_fetch", "step_send", "step_fetch", "call_send", "call_fetch"])
 def test_alias_is_the_same_method(alias: str) -> None:
-    verb, kind = alias.split("_")
-    same = getattr(vecenv.AsyncVectorEnv, f"{verb}_{'async' if kind == 'send' else 'wait'}")
-    assert getattr(vecenv.AsyncVectorEnv, alias) is same
+    call, suffix = alias.split("_")
+    original = f"{call}_async" if suffix == "send" else f"{call}_wait"
+    assert getattr(vecenv.AsyncVectorEnv, alias) is getattr(vecenv.AsyncVectorEnv, original)
 

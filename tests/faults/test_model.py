@@ -1,7 +1,7 @@
-"""Calls in random order, with faults and interruptions, compared with a model: one plain environment per row.
+"""Tests of random calls, faults and interruptions. A model computes the expected results: one plain environment per row.
 
-The default run takes seconds. ``PYTHONPATH=tests python tests/faults/test_model.py 1000`` makes 1,000 runs, ``pytest -m soak
--s`` takes ``VECENV_SOAK_SECONDS`` (3,600 if it is not set), and both print the numbers of runs and moves.
+The default run takes seconds. ``PYTHONPATH=tests python tests/faults/test_model.py 1000`` makes 1,000 runs.
+``pytest -m soak -s`` continues for ``VECENV_SOAK_SECONDS`` (default: 3,600). Both print the numbers of runs and moves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 from at_random import SignalInterruption, handle_signal, handle_unraisable
-from counting import DIE, RAISE, CountingEnv, DrawingEnv, echo
+from counting import DIE, RAISE, CountingEnv, DrawingEnv, LargeObservationEnv, echo
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 from hypothesis import HealthCheck, Phase, note, settings
@@ -50,10 +50,11 @@ from sampling import each_once
 from signals import default_sigint_handler
 
 from vecenv.errors import EnvFailed, StepTimeout, WorkerDied
+from vecenv.testing import assert_identical
 
 pytestmark = [mark for mark in FAULT_MARKS if mark.name != "timeout"]
 
-COUNT, BATCH, LENGTH = 4, 2, 4
+NUM_ENVS, BATCH_SIZE, EPISODE_LENGTH = 4, 2, 4
 SETTINGS_BY_NAME = {
     **SETTINGS,
     "generators": Setting({"num_workers": 2, "generators": "own"}, env_class=DrawingEnv),
@@ -63,14 +64,17 @@ SETTINGS_BY_NAME = {
     "generators, caller's share": Setting(
         {"num_workers": 2, "use_caller": True, "generators": "own"}, env_class=DrawingEnv, local_envs=(0,)
     ),
+    "lent observations, caller's share": Setting(
+        {"num_workers": 2, "use_caller": True}, env_class=LargeObservationEnv, local_envs=(0,)
+    ),
 }
 MODEL_SETTINGS: dict[str, Setting] = {
     name: replace(
         SETTINGS_BY_NAME[base],
-        options={**SETTINGS_BY_NAME[base].options, "batch_size": BATCH, **more},
-        length=LENGTH,
+        options={**SETTINGS_BY_NAME[base].options, "batch_size": BATCH_SIZE, **changes},
+        length=EPISODE_LENGTH,
     )
-    for name, base, more in [
+    for name, base, changes in [
         ("in process", "in process", {}),
         ("caller's share", "caller's share", {}),
         ("one worker", "one worker", {}),
@@ -93,28 +97,31 @@ MODEL_SETTINGS: dict[str, Setting] = {
         ("generators, in process", "generators, in process", {}),
         ("generators, caller's share", "generators, caller's share", {}),
         ("generators, restart", "generators", RESTART),
+        ("lent observations", "lent observations", {}),
+        ("lent observations, restart", "lent observations", RESTART),
+        ("lent observations, caller's share", "lent observations, caller's share", {}),
     ]
 }
 TIMEOUTS = [None, 0.0, 30.0]
-COUNTS = {"runs": 0, "moves": 0, "interrupted": 0, "tolerated": 0}
+TOTALS = {"runs": 0, "moves": 0, "interrupted": 0, "tolerated": 0}
 
 
 class ExpectedRow:
-    """A plain environment that computes the expected values of a row, with its own implementation of autoreset."""
+    """A plain environment that computes the expected values of a row, and a separate implementation of autoreset."""
 
     def __init__(self, setting: Setting, index: int) -> None:
         self.env: CountingEnv = setting.env_class(index, setting.length)
         self.mode = AutoresetMode(setting.options.get("autoreset_mode", "NextStep"))
         self.done = False
-        self.last: Any = None
+        self.last_observation: Any = None
         self.next_seed: int | None = None  # for the next automatic reset
 
     def reset(self, seed: int | None) -> tuple[Any, ...]:
         if isinstance(self.env, DrawingEnv):
             self.env.begin_episode(seed)
-        self.last, info = self.env.reset(seed=seed)
+        self.last_observation, info = self.env.reset(seed=seed)
         self.done = False
-        return self.last, 0.0, False, False, info
+        return self.last_observation, 0.0, False, False, info
 
     def _begin_next(self) -> tuple[Any, ...]:
         seed, self.next_seed = self.next_seed, None
@@ -124,36 +131,39 @@ class ExpectedRow:
         if self.done and self.mode is AutoresetMode.NEXT_STEP:
             return self._begin_next()
         result = self.env.step(action)
-        self.last, self.done = result[0], result[2]
+        self.last_observation, self.done = result[0], result[2]
         if self.done and self.mode is AutoresetMode.SAME_STEP:
             first, *_, info = self._begin_next()
             return first, *result[1:4], {**info, "final_obs": result[0], "final_info": result[4]}
         return result
 
 
-def assert_row(result: tuple[Any, ...], at: int, expected: tuple[Any, ...], name: str) -> None:
-    """Assert that row ``at`` in the result of a step or a reset has the expected values."""
-    observation = result[0][at]
+def check_row(result: tuple[Any, ...], position: int, expected: tuple[Any, ...], name: str) -> None:
+    """Check that the row at this position in the result of a step or a reset has the expected values."""
+    observation = result[0][position]
     assert type(observation) is str or observation.dtype == expected[0].dtype
     assert np.array_equal(observation, expected[0]), f"{name} returned {observation}, expected {expected[0]}"
     if len(result) == 5:
-        found = tuple(column[at] for column in result[1:4])
-        assert found == expected[1:4], f"{name} returned {found}, expected {expected[1:4]}"
-    check_infos(result[-1], at, expected[4], name)
+        values = tuple(column[position] for column in result[1:4])
+        assert values == expected[1:4], f"{name} returned {values}, expected {expected[1:4]}"
+    check_info(result[-1], position, expected[4], name)
 
 
-def check_infos(infos: dict[str, Any], at: int, expected: dict[str, Any], name: str) -> None:
-    info = info_of_row(infos, at)
+def check_info(infos: dict[str, Any], position: int, expected: dict[str, Any], name: str) -> None:
+    info = extract_info(infos, position)
     info.pop("env_id", None)
-    final, last = info.pop("final_obs", None), expected.get("final_obs")
-    assert np.array_equal(final, last), f"{name} ended with {final}, expected {last}"
+    final_obs, expected_final_obs = info.pop("final_obs", None), expected.get("final_obs")
+    assert np.array_equal(final_obs, expected_final_obs), f"{name} ended with {final_obs}, expected {expected_final_obs}"
     assert info == {key: value for key, value in expected.items() if key != "final_obs"}, f"info of {name}: {info}"
 
 
-def info_of_row(infos: dict[str, Any], at: int) -> dict[str, Any]:
-    """Return the info of a row from a dict of arrays with masks."""
-    keys = [key for key in infos if not key.startswith("_") and infos[f"_{key}"][at]]
-    return {key: info_of_row(infos[key], at) if isinstance(infos[key], dict) else infos[key][at] for key in keys}
+def extract_info(infos: dict[str, Any], position: int) -> dict[str, Any]:
+    """Return the info of one row from merged infos: a dict of arrays with masks."""
+    info = {}
+    for key, column in infos.items():
+        if not key.startswith("_") and infos[f"_{key}"][position]:
+            info[key] = extract_info(column, position) if isinstance(column, dict) else column[position]
+    return info
 
 
 class Model:
@@ -162,8 +172,9 @@ class Model:
     Attributes:
         pending: The kind of the pending call, and a function that checks its result.
         in_flight: The expected values of the rows that were sent and not received.
-        saved: The last saved states: whether from ``state_dict``, the state, and the expected rows at that time.
-        armed: The interruptions of the next calls.
+        saved: The last saved states. Each has a flag (true if it is from ``state_dict``), the state, and the expected rows.
+        planned_interruptions: The interruptions of the next calls.
+        held: The observations of the latest results, with copies.
     """
 
     def __init__(self, name: str) -> None:
@@ -182,20 +193,22 @@ class Model:
 
     def open(self) -> None:
         self.envs = self.setting.open()
-        self.rows = [ExpectedRow(self.setting, index) for index in range(COUNT)]
+        self.rows = [ExpectedRow(self.setting, index) for index in range(NUM_ENVS)]
         self.pending: tuple[str, Callable[[Any], None]] | None = None
         self.in_flight: dict[int, tuple[Any, ...]] = {}
-        self.armed: list[Interruption] = []
+        self.planned_interruptions: list[Interruption] = []
+        self.held: list[tuple[Any, Any]] = []
         self.recover()
         self.snapshots_verified = not self.setting.local_envs
 
     def close_and_reopen(self, timeout: float | None, really: bool) -> None:
+        """Close the engine and open a new one, or do nothing if ``really`` is false."""
         if really:
             self.close(timeout=timeout)
             self.open()
 
     def verify_snapshots(self) -> None:
-        """Let the engine verify snapshots now: it would attribute an interruption of that to the environment."""
+        """Make the engine verify snapshots now. It would report an interruption of that as a fault of the environment."""
         self.envs.save()
         self.snapshots_verified = True
 
@@ -215,20 +228,20 @@ class Model:
         return 100 * self.tick
 
     def recover(self) -> None:
-        """Reset with a seed after a fault, so that all expected values are known again."""
+        """Reset the engine and the expected rows with a seed, after which both are equal again."""
         seed = self.new_seed()
-        for _ in range(COUNT + 1):
+        for _ in range(NUM_ENVS + 1):
             try:
                 observations, infos = self.envs.reset(seed=seed)
             except WorkerDied:
-                continue  # another failure, which no call has reported yet
-            except AlreadyPendingCallError:  # the exception came before the wait for a call began
+                continue  # no call had reported this failure
+            except AlreadyPendingCallError:  # reset() drops an interrupted call only if its wait had is_pending
                 self.envs.call_wait()
                 continue
-            self.check_new_episodes(infos, seed, range(COUNT))
+            self.check_new_episodes(infos, seed, range(NUM_ENVS))
             break
-        # an environment that was loaded from another row has the index of that row
-        self.envs.set_attr("index", list(range(COUNT)))
+        # load() copies the index, too, from one row to another
+        self.envs.set_attr("index", list(range(NUM_ENVS)))
         observations, _ = self.envs.reset(seed=seed)
         for index, row in enumerate(self.rows):
             row.env.index = index
@@ -236,26 +249,26 @@ class Model:
             assert np.array_equal(observations[index], expected), f"after reset() env {index} returned {observations[index]}"
             row.next_seed = None
         if self.autoresets:
-            self.envs.set_next_options()  # drops those that environments still have, because failed ones have lost theirs
+            self.envs.set_next_options()  # clears all, because failed environments have lost theirs
         self.pending = None
         self.in_flight = {}
 
     def check_new_episodes(self, infos: dict[str, Any], seed: int, ids: Any) -> None:
-        """Check that rows have begun episodes, by their infos. Ignore the index, which ``load`` may have changed."""
+        """Check by the infos of rows that they began episodes. Ignore the index, which ``load`` may have changed."""
         assert {key.removeprefix("_") for key in infos} <= {"resets", "tag", "restarted"}, infos
         for index in ids:
             assert infos["resets"][index] == 1
             assert infos["tag"][index].partition(" ")[2] == f"reset {seed + index}.1", infos["tag"][index]
 
     def make_move(self, move: Callable[[], None]) -> None:
-        """Make a move with a time limit. Tolerate the error of an environment in this process that was interrupted."""
+        """Make a move with a time limit. Tolerate errors of environments in this process that were interrupted."""
         with Watchdog(self.known) as watchdog:
             try:
                 move()
             except ResetNeeded:
                 if not self.was_interrupted:
                     raise
-                COUNTS["resets"] = COUNTS.get("resets", 0) + 1
+                TOTALS["resets"] = TOTALS.get("resets", 0) + 1
                 self.recover()
                 self.read_call_counts()
             except Exception as error:
@@ -263,20 +276,20 @@ class Model:
                     raise HangError(f"the move hung; after its workers were killed: {describe_error(error)}") from None
                 if isinstance(error, AssertionError) or not self.is_tolerated(error):
                     raise
-                COUNTS["tolerated"] += 1
+                TOTALS["tolerated"] += 1
                 if self.envs._state.value != "default":
-                    raise AssertionError(f"the call has failed, but {self.envs._state.value} is still pending") from error
+                    raise AssertionError(f"the call failed, but {self.envs._state.value} is still pending") from error
                 self.recover()
         assert not watchdog.fired, "the move ended only when its workers were killed"
 
     def read_call_counts(self) -> None:
         """Copy the call counts of the engine's environments, because an interrupted call may have been executed."""
-        for name in ("calls", "marks", "mark"):
+        for name, attribute in [("calls", "calls"), ("marks", "marks"), ("mark", "_mark")]:  # assigning `mark` would count
             for row, value in zip(self.rows, self.envs.get_attr(name), strict=True):
-                setattr(row.env, "_mark" if name == "mark" else name, value)
+                setattr(row.env, attribute, value)
 
     def require_state(self, *, is_call: bool = False) -> None:
-        """Raise if an interruption allows only a reset, or has dropped a call, which may have been executed."""
+        """Raise if only a reset is allowed after an interruption, or if the engine dropped a call, which may have run."""
         if needs_reset(self.envs) or (is_call and drops_calls(self.envs)):
             raise ResetNeeded
 
@@ -285,12 +298,12 @@ class Model:
         return self.was_interrupted and self.setting.names_local_env(describe_error(error, whole=True))
 
     def next_interruption(self) -> Any:
-        if not self.armed:
+        if not self.planned_interruptions:
             return UNINTERRUPTED
-        COUNTS["interrupted"] += 1
+        TOTALS["interrupted"] += 1
         self.was_interrupted = True
-        self.log.append(self.armed[0])
-        return self.armed.pop(0)
+        self.log.append(self.planned_interruptions[0])
+        return self.planned_interruptions.pop(0)
 
     def call_until_done(self, call: Callable[[], Any], wait: Callable[[], Any] | None, kind: str) -> Any:
         """Make a call that may be interrupted: repeat it if it was not submitted, and wait if it is pending.
@@ -300,7 +313,7 @@ class Model:
             wait: Waits for the result; ``None`` if ``call`` only submits.
             kind: The state while the call is pending.
         """
-        next_call, begun, errors_before = call, False, len(self.envs.errors)
+        next_call, is_pending, errors_before = call, False, len(self.envs.errors)
         while True:
             returned, result, interruption = False, None, self.next_interruption()
             with interruption:
@@ -308,7 +321,8 @@ class Model:
             if interruption is not UNINTERRUPTED:
                 assert not interruption.swallowed or self.new_local_failures(errors_before), f"swallowed: {interruption}"
             if not returned:
-                submits = next_call is call and call is not wait  # a wait loses only results of the caller's own share
+                # an interrupted wait loses a call only if the caller executes a part of it
+                submits = next_call is call and call is not wait
                 self.require_state(is_call=kind == "call" and (submits or bool(self.setting.local_envs)))
             state = self.envs._state.value
             if not returned and state == "default":
@@ -317,15 +331,15 @@ class Model:
                 assert state == ("default" if wait is not None else kind), state
                 return result
             assert state in ("default", kind), state
-            assert state == kind or not begun, "the call is pending, but the state is default"
-            begun = begun or state == kind
-            if begun:
+            assert state == kind or not is_pending, "the call is pending, but the state is default"
+            is_pending = is_pending or state == kind
+            if is_pending:
                 if wait is None:
                     return None
                 next_call = wait
 
     def raise_if_env_was_interrupted(self, interruption: Any) -> None:
-        """Raise if the notes of the interruption name an environment in this process: it was interrupted itself."""
+        """Raise if the notes of the interruption name an environment in this process, which was interrupted itself."""
         if self.setting.names_local_env(getattr(interruption, "note", "")):
             raise RuntimeError(interruption.note)
 
@@ -334,21 +348,30 @@ class Model:
         return [record.env for record in list(self.envs.errors)[errors_before:] if record.env in self.setting.local_envs]
 
     def raise_if_dropped_step_was_interrupted(self, errors_before: int) -> None:
-        """Raise if a reset dropped a step that was interrupted in this process: only a record shows that failure."""
+        """Raise if a reset dropped a step that was interrupted in this process. Only a record shows that failure."""
         if (failed := self.new_local_failures(errors_before)) and self.was_interrupted:
             if self.envs._state.value == "reset":
                 self.envs.reset_wait()
             raise RuntimeError(f"env {failed[0]} was interrupted in a step that a reset dropped")
 
-    def check_rows(self, result: tuple[Any, ...], expected: list[tuple[Any, ...]]) -> None:
-        for index in range(COUNT):
-            assert_row(result, index, expected[index], f"env {index}")
+    def check_all_rows(self, result: tuple[Any, ...], expected: list[tuple[Any, ...]]) -> None:
+        for index in range(NUM_ENVS):
+            check_row(result, index, expected[index], f"env {index}")
+        self.hold(result[0])
+
+    def hold(self, observations: Any) -> None:
+        """Keep the latest observations, write into some of them, and check that they do not change otherwise."""
+        if len(self.log) % 3 == 0 and isinstance(observations, np.ndarray):
+            observations[len(self.log) % NUM_ENVS] = -5
+        self.held = [*self.held[-4:], (observations, copy.deepcopy(observations))]
+        for held, copied in self.held:
+            assert_identical(held, copied)
 
     def actions(self, numbers: list[int]) -> Any:
-        return self.setting.actions(numbers)
+        return self.setting.make_actions(numbers)
 
     def make_action(self, number: int) -> Any:
-        return self.setting.actions([number])[0]
+        return self.setting.make_actions([number])[0]
 
     # --- moves
 
@@ -358,13 +381,13 @@ class Model:
     def step(self, numbers: list[int]) -> None:
         expected = self.expect_step(numbers)
         actions = self.actions(numbers)
-        self.check_rows(self.call_until_done(lambda: self.envs.step(actions), self.envs.step_wait, "step"), expected)
+        self.check_all_rows(self.call_until_done(lambda: self.envs.step(actions), self.envs.step_wait, "step"), expected)
 
     def step_async(self, numbers: list[int]) -> None:
         expected = self.expect_step(numbers)
         actions = self.actions(numbers)
         self.call_until_done(lambda: self.envs.step_async(actions), None, "step")
-        self.pending = "step", lambda result: self.check_rows(result, expected)
+        self.pending = "step", lambda result: self.check_all_rows(result, expected)
 
     def expect_reset(self, seed: int | None, mask: list[bool] | None) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
         expected = []
@@ -372,7 +395,7 @@ class Model:
             if mask is None or mask[index]:
                 expected.append(row.reset(None if seed is None else seed + index))
             else:
-                expected.append((row.last, 0.0, False, False, {}))
+                expected.append((row.last_observation, 0.0, False, False, {}))
         options = {} if mask is None else {"options": {"reset_mask": np.array(mask)}}
         return {"seed": seed, **options}, expected
 
@@ -381,7 +404,7 @@ class Model:
         before = len(self.envs.errors)
         result = self.call_until_done(lambda: self.envs.reset(**arguments), self.envs.reset_wait, "reset")
         self.raise_if_dropped_step_was_interrupted(before)
-        self.check_rows(result, expected)
+        self.check_all_rows(result, expected)
         self.in_flight = {}
 
     def reset_async(self, seed: int | None) -> None:
@@ -391,7 +414,7 @@ class Model:
         self.raise_if_dropped_step_was_interrupted(before)
         self.in_flight = {}
         self.expected_by_row = dict(enumerate(expected))
-        self.pending = "reset", lambda result: self.check_rows(result, expected)
+        self.pending = "reset", lambda result: self.check_all_rows(result, expected)
 
     def wait(self, timeout: float | None) -> None:
         """Wait for the pending call. After a timeout it stays pending."""
@@ -400,9 +423,9 @@ class Model:
         wait = getattr(self.envs, f"{kind}_wait")
         while True:
             try:
-                # a repeated wait needs the same timeout, because a stopped worker continues only after this move
-                fetch = functools.partial(wait, timeout=timeout)
-                result = self.call_until_done(fetch, fetch, kind)
+                # without the timeout, a repeated wait would never end: a stopped worker continues only after this move
+                wait_with_timeout = functools.partial(wait, timeout=timeout)
+                result = self.call_until_done(wait_with_timeout, wait_with_timeout, kind)
                 break
             except StepTimeout:
                 assert timeout is not None
@@ -413,8 +436,8 @@ class Model:
 
     def call(self, name: str, submit_only: bool) -> None:
         self.tick += 1
-        word, envs = f"word {self.tick}", self.envs
-        plain = [row.env for row in self.rows]
+        text, envs = f"text {self.tick}", self.envs
+        plain_envs = [row.env for row in self.rows]
 
         def make_check(expected: Any) -> Callable[[Any], None]:
             def check(result: Any) -> None:
@@ -424,58 +447,60 @@ class Model:
 
         if name == "get_attr":
             result = self.call_until_done(lambda: envs.get_attr("marks"), envs.call_wait, "call")
-            make_check(tuple(env.marks for env in plain))(result)
+            make_check(tuple(env.marks for env in plain_envs))(result)
         elif name == "set_attr":
-            marks = [f"{word} of {index}" for index in range(COUNT)]
-            for env, mark in zip(plain, marks, strict=True):
+            marks = [f"{text} of {index}" for index in range(NUM_ENVS)]
+            for env, mark in zip(plain_envs, marks, strict=True):
                 env.mark = mark
             result = self.call_until_done(lambda: envs.set_attr("mark", marks), envs.call_wait, "call")
-            assert result in (None, (None,) * COUNT)
+            assert result in (None, (None,) * NUM_ENVS)
             assert envs.get_attr("mark") == tuple(marks)
         elif name == "set_next_options" and not self.autoresets:
             with pytest.raises(ValueError, match="begins no episodes"):
                 envs.set_next_options()
         elif name == "set_next_options":
-            seeds = [None if (self.tick + index) % 3 == 0 else self.new_seed() for index in range(COUNT)]
+            seeds = [None if (self.tick + index) % 3 == 0 else self.new_seed() for index in range(NUM_ENVS)]
             for row, seed in zip(self.rows, seeds, strict=True):
                 row.next_seed = seed
             result = self.call_until_done(lambda: envs.set_next_options(seed=seeds), envs.call_wait, "call")
-            assert result in (None, (None,) * COUNT)
+            assert result in (None, (None,) * NUM_ENVS)
         elif name == "exec_func":
-            expected = tuple(echo(env, word) if index in (0, 3) else None for index, env in enumerate(plain))
+            expected = tuple(echo(env, text) if index in (0, 3) else None for index, env in enumerate(plain_envs))
             if submit_only:
-                self.call_until_done(lambda: envs.exec_func_send(echo, [3, 0], word), None, "call")
+                self.call_until_done(lambda: envs.exec_func_send(echo, [3, 0], text), None, "call")
                 self.pending = "call", make_check(expected)
             else:
-                result = self.call_until_done(lambda: envs.exec_func(echo, [3, 0], word), envs.call_wait, "call")
+                result = self.call_until_done(lambda: envs.exec_func(echo, [3, 0], text), envs.call_wait, "call")
                 make_check(expected)(result)
         else:
-            expected = tuple(echo(env, word) for env in plain)
+            expected = tuple(echo(env, text) for env in plain_envs)
             if submit_only:
-                self.call_until_done(lambda: envs.call_async("echo", word), None, "call")
+                self.call_until_done(lambda: envs.call_async("echo", text), None, "call")
                 self.pending = "call", make_check(expected)
             else:
-                make_check(expected)(self.call_until_done(lambda: envs.call("echo", word), envs.call_wait, "call"))
+                make_check(expected)(self.call_until_done(lambda: envs.call("echo", text), envs.call_wait, "call"))
 
-    def save(self, whole: bool) -> None:
+    def save(self, as_state_dict: bool) -> None:
         """Save the state of all rows, and keep the last three states."""
-        state = self.call_until_done(self.envs.state_dict if whole else self.envs.save, self.envs.call_wait, "call")
-        self.saved = [*self.saved[-2:], (whole, state, copy.deepcopy(self.rows))]
+        save = self.envs.state_dict if as_state_dict else self.envs.save
+        state = self.call_until_done(save, self.envs.call_wait, "call")
+        self.saved = [*self.saved[-2:], (as_state_dict, state, copy.deepcopy(self.rows))]
 
     def load(self, which: int, ids: list[int]) -> None:
         """Load a saved state into all rows, or the snapshot of one row into some rows."""
-        whole, state, rows = self.saved[which % len(self.saved)]
-        if whole:
-            ids, load = list(range(COUNT)), lambda: self.envs.load_state_dict(state)
-        elif len(ids) == COUNT:
+        as_state_dict, state, rows = self.saved[which % len(self.saved)]
+        if as_state_dict:
+            ids, load = list(range(NUM_ENVS)), lambda: self.envs.load_state_dict(state)
+        elif len(ids) == NUM_ENVS:
             load = lambda: self.envs.load([state[index] for index in ids], ids)  # noqa: E731
         else:
-            rows = [rows[ids[0]]] * COUNT
+            rows = [rows[ids[0]]] * NUM_ENVS
             load = lambda: self.envs.load(state[ids[0]], ids)  # noqa: E731
         observations = self.call_until_done(load, self.envs.call_wait, "call")
-        for at, index in enumerate(ids):
+        for position, index in enumerate(ids):
             self.rows[index] = copy.deepcopy(rows[index])
-            assert np.array_equal(observations[at], rows[index].last), f"loaded env {index} returned {observations[at]}"
+            observation = observations[position]
+            assert np.array_equal(observation, rows[index].last_observation), f"loaded env {index} returned {observation}"
 
     def send(self, ids: list[int], numbers: list[int]) -> None:
         ids = [index for index in ids if index not in self.in_flight]
@@ -510,13 +535,13 @@ class Model:
         if self.pending is not None:  # a reset, received row by row
             self.in_flight, self.pending = self.expected_by_row, None
         ids = result[-1]["env_id"].tolist()
-        assert len(set(ids)) == BATCH
-        for at, index in enumerate(ids):
+        assert len(set(ids)) == BATCH_SIZE
+        for position, index in enumerate(ids):
             assert index in self.in_flight, f"row {index} was received without being in flight"
-            assert_row(result, at, self.in_flight.pop(index), f"env {index}")
+            check_row(result, position, self.in_flight.pop(index), f"env {index}")
 
     def step_with_faults(self, numbers: list[int]) -> None:
-        """Make a step in which some environments raise, and some kill their worker with all its rows."""
+        """Step with actions that make environments raise or kill their worker."""
         self.recover()
         if self.setting.local_envs:  # the caller's own share has no worker to kill
             numbers = [RAISE if number == DIE else number for number in numbers]
@@ -528,11 +553,11 @@ class Model:
             for row in self.worker_rows(worker)
             if killing & {*self.worker_rows(worker)}
         }
-        self.keep_last_rows()
-        harmless = [1 if index in raising | lost else number for index, number in enumerate(numbers)]
-        expected = self.expect_step(harmless)
+        self.copy_last_observations()
+        harmless_numbers = [1 if index in raising | lost else number for index, number in enumerate(numbers)]
+        expected = self.expect_step(harmless_numbers)
         if self.restart:
-            self.check_restarted(self.envs.step(self.actions(numbers)), expected, raising | lost)
+            self.check_restarted_rows(self.envs.step(self.actions(numbers)), expected, raising | lost)
         else:
             with pytest.raises((ValueError, WorkerDied)) as raised:
                 self.envs.step(self.actions(numbers))
@@ -541,21 +566,21 @@ class Model:
             assert bool(lost) == ("died during step" in text), text
             assert raising - lost or set(raised.value.envs) == lost, text  # type: ignore[attr-defined]
             with pytest.raises(EnvFailed):
-                self.envs.step(self.actions([1] * COUNT))
+                self.envs.step(self.actions([1] * NUM_ENVS))
         self.recover()
 
-    def keep_last_rows(self) -> None:
-        """Copy the last observation of each row to ``last_rows``."""
-        self.last_rows = [copy.copy(row.last) for row in self.rows]
+    def copy_last_observations(self) -> None:
+        """Copy the last observation of each row to ``last_observations``."""
+        self.last_observations = [copy.copy(row.last_observation) for row in self.rows]
 
-    def check_restarted(self, result: tuple[Any, ...], expected: list[tuple[Any, ...]], lost: set[int]) -> None:
-        for index in range(COUNT):
+    def check_restarted_rows(self, result: tuple[Any, ...], expected: list[tuple[Any, ...]], lost: set[int]) -> None:
+        for index in range(NUM_ENVS):
             if index in lost:
                 assert (result[1][index], result[2][index], result[3][index]) == (0.0, False, True)
                 assert result[4]["restarted"][index]
-                assert np.array_equal(result[4]["final_obs"][index], self.last_rows[index])
+                assert np.array_equal(result[4]["final_obs"][index], self.last_observations[index])
             else:
-                assert_row(result, index, expected[index], f"env {index}")
+                check_row(result, index, expected[index], f"env {index}")
 
     def worker_pids(self) -> list[int]:
         return [process.pid for process in self.envs.processes]
@@ -567,15 +592,15 @@ class Model:
         worker = which % len(pids)
         os.kill(pids[worker], signal.SIGKILL)
         assert not still_running([pids[worker]], WAIT_SECONDS)
-        self.keep_last_rows()
+        self.copy_last_observations()
         rows = self.worker_rows(worker)
         if noticed_by == "step":
             expected = [row.step(self.make_action(1)) for row in self.rows]
             if self.restart:
-                self.check_restarted(self.envs.step(self.actions([1] * COUNT)), expected, set(rows))
+                self.check_restarted_rows(self.envs.step(self.actions([1] * NUM_ENVS)), expected, set(rows))
             else:
                 with pytest.raises(WorkerDied):
-                    self.envs.step(self.actions([1] * COUNT))
+                    self.envs.step(self.actions([1] * NUM_ENVS))
         elif noticed_by == "call":
             with pytest.raises((WorkerDied, EnvFailed)):
                 self.envs.call("echo", "x")
@@ -584,16 +609,16 @@ class Model:
         self.recover()
 
     def worker_rows(self, worker: int) -> list[int]:
-        share = COUNT // len(self.worker_pids())
+        share = NUM_ENVS // len(self.worker_pids())
         return list(range(worker * share, (worker + 1) * share))
 
     def reset_rows_of_dead_worker(self, lost: list[int], which: int) -> None:
-        """Reset rows of a dead worker, with another row or not, by a mask or by index."""
+        """Reset the rows of a dead worker and row ``which`` by a mask."""
         chosen = sorted({*lost, which})
-        others = [index for index in range(COUNT) if index not in chosen]
+        others = [index for index in range(NUM_ENVS) if index not in chosen]
         for _ in range(2):
             seed = self.new_seed()
-            mask = np.isin(np.arange(COUNT), chosen)
+            mask = np.isin(np.arange(NUM_ENVS), chosen)
             try:
                 observations, infos = self.envs.reset(seed=seed, options={"reset_mask": mask})
                 break
@@ -602,20 +627,20 @@ class Model:
         self.check_new_episodes(infos, seed, chosen)
         assert not infos["_tag"][others].any()
         for index in others:
-            assert np.array_equal(observations[index], self.last_rows[index])
+            assert np.array_equal(observations[index], self.last_observations[index])
 
     def kill_worker_in_flight(self, which: int) -> None:
-        """Kill a worker before its rows are sent and received, with restarts twice."""
+        """Kill a worker, then send and receive all rows. With restarts, do so twice."""
         self.recover()
-        self.keep_last_rows()
+        self.copy_last_observations()
         worker = which % len(self.worker_pids())
         for _ in range(2 if self.restart else 1):
             os.kill(self.worker_pids()[worker], signal.SIGKILL)
             expected = [row.step(self.make_action(1)) for row in self.rows]
-            self.envs.send(self.actions([1] * COUNT), np.arange(COUNT))
-            seen: set[int] = set()
+            self.envs.send(self.actions([1] * NUM_ENVS), np.arange(NUM_ENVS))
+            received: set[int] = set()
             died = False
-            while in_flight(self.envs) and not (died and in_flight(self.envs) < BATCH):
+            while in_flight(self.envs) and not (died and in_flight(self.envs) < BATCH_SIZE):
                 try:
                     result = self.envs.recv()
                 except WorkerDied:
@@ -623,20 +648,22 @@ class Model:
                     assert not died
                     died = True
                     continue
-                for at, index in enumerate(result[4]["env_id"].tolist()):
-                    assert index not in seen
-                    seen.add(index)
-                    if result[4].get("_restarted", np.zeros(BATCH, bool))[at]:
+                for position, index in enumerate(result[4]["env_id"].tolist()):
+                    assert index not in received
+                    received.add(index)
+                    observation = result[0][position]
+                    if result[4].get("_restarted", np.zeros(BATCH_SIZE, bool))[position]:
                         assert index in self.worker_rows(worker)
-                        assert np.array_equal(result[4]["final_obs"][at], self.last_rows[index])
-                        begun = self.setting.options.get("autoreset_mode") == "SameStep"
-                        assert np.array_equal(result[0][at], self.last_rows[index]) != begun
-                        assert result[3][at]
+                        assert np.array_equal(result[4]["final_obs"][position], self.last_observations[index])
+                        # in mode SameStep, this is the first observation of the next episode
+                        is_last = self.setting.options.get("autoreset_mode") != "SameStep"
+                        assert np.array_equal(observation, self.last_observations[index]) == is_last
+                        assert result[3][position]
                     else:
                         assert index not in self.worker_rows(worker)
-                        assert_row(result, at, expected[index], f"env {index}")
-                    self.last_rows[index] = copy.copy(result[0][at])
-            assert died or seen == set(range(COUNT))
+                        check_row(result, position, expected[index], f"env {index}")
+                    self.last_observations[index] = copy.copy(observation)
+            assert died or received == set(range(NUM_ENVS))
         self.recover()
 
     def abandon(self, which: int) -> None:
@@ -654,12 +681,12 @@ class Model:
         """Kill a worker during a step, or abandon one of its rows, before or after it has replied."""
         self.recover()
         pids = self.worker_pids()
-        self.keep_last_rows()
+        self.copy_last_observations()
         expected = [row.step(self.make_action(1)) for row in self.rows]
-        self.envs.step_async(self.actions([1] * COUNT))
+        self.envs.step_async(self.actions([1] * NUM_ENVS))
         worker = which % len(pids)
         if abandoned:
-            self.abandon(worker * (COUNT // len(pids)))
+            self.abandon(worker * (NUM_ENVS // len(pids)))
         else:
             os.kill(pids[worker], signal.SIGKILL)
         try:
@@ -667,9 +694,9 @@ class Model:
         except WorkerDied:
             assert not self.restart
         else:
-            lost = set(np.flatnonzero(result[4].get("_restarted", np.zeros(COUNT, bool))).tolist())
+            lost = set(np.flatnonzero(result[4].get("_restarted", np.zeros(NUM_ENVS, bool))).tolist())
             assert self.restart or not lost
-            self.check_restarted(result, expected, lost)
+            self.check_restarted_rows(result, expected, lost)
         assert abandoned or not still_running([pids[worker]], WAIT_SECONDS)
         self.recover()
 
@@ -686,18 +713,18 @@ class Model:
         if self.pending is not None:
             self.wait(None)
 
-    def wrong_calls(self) -> None:
-        """Make calls out of order, which must raise and change nothing."""
+    def make_wrong_calls(self) -> None:
+        """Make calls that raise and change nothing, most of them because they are out of order."""
         envs = self.envs
         waits = {kind: getattr(envs, f"{kind}_wait") for kind in ("step", "reset", "call")}
         if self.pending is not None:
             resets = (envs.reset_async, envs.reset)
             others = (
-                lambda: envs.step_async(self.actions([1] * COUNT)), lambda: envs.call_async("echo", "x"),
+                lambda: envs.step_async(self.actions([1] * NUM_ENVS)), lambda: envs.call_async("echo", "x"),
                 lambda: envs.get_attr("marks"), lambda: envs.set_attr("mark", 1), envs.save,
             )  # fmt: skip
             refused = (*resets, *others)
-            if envs._driver.is_interrupted:  # resets drop a request after an interrupted wait, and all calls drop a call
+            if envs._driver.is_interrupted:  # after an interrupted wait, resets drop any request, and all calls drop a call
                 refused = () if self.pending[0] == "call" else others
             for call in refused:
                 with pytest.raises(AlreadyPendingCallError):
@@ -707,25 +734,22 @@ class Model:
             with pytest.raises(NoAsyncCallError):
                 wait()
         with pytest.raises((ValueError, AlreadyPendingCallError)):
-            envs.step(self.actions([1] * (COUNT - 1)))
+            envs.step(self.actions([1] * (NUM_ENVS - 1)))
         if self.in_flight:
             with pytest.raises(AlreadyPendingCallError):
                 envs.send(self.actions([1]), np.array([next(iter(self.in_flight))]))
 
 
-ACTIONS = st.lists(st.integers(0, RAISE - 1), min_size=COUNT, max_size=COUNT)
-FAULTY_ACTIONS = st.lists(st.sampled_from([0, 1, 2, 3, RAISE, RAISE, DIE]), min_size=COUNT, max_size=COUNT).filter(
+ACTIONS = st.lists(st.integers(0, RAISE - 1), min_size=NUM_ENVS, max_size=NUM_ENVS)
+FAULTY_ACTIONS = st.lists(st.sampled_from([0, 1, 2, 3, RAISE, RAISE, DIE]), min_size=NUM_ENVS, max_size=NUM_ENVS).filter(
     lambda numbers: max(numbers) >= RAISE
 )
 CALLS = ["call", "get_attr", "set_attr", "set_next_options", "exec_func"]
 NOTICED_BY = ["step", "call", "reset", "reset of some"]
-MASKS = st.lists(st.booleans(), min_size=COUNT, max_size=COUNT).filter(any)
+MASKS = st.lists(st.booleans(), min_size=NUM_ENVS, max_size=NUM_ENVS).filter(any)
 SEEDS = st.one_of(st.none(), st.integers(10, 99))
-
-
-def some_rows(count: int) -> st.SearchStrategy[list[int]]:
-    """Return a strategy for one or more of ``count`` rows, in any order."""
-    return st.builds(lambda order, length: order[:length], st.permutations(range(count)), st.integers(1, count))
+ROW_LISTS = st.builds(lambda order, length: order[:length], st.permutations(range(NUM_ENVS)), st.integers(1, NUM_ENVS))
+"""A strategy for lists of one or more rows, in any order."""
 
 
 def is_idle(model: Model) -> bool:
@@ -736,18 +760,18 @@ def has_idle_workers(model: Model) -> bool:
     return is_idle(model) and not model.setting.local_envs
 
 
-def may_fail(model: Model) -> bool:
-    return is_idle(model) and not model.armed
+def may_inject_fault(model: Model) -> bool:
+    return is_idle(model) and not model.planned_interruptions
 
 
-def may_kill(model: Model) -> bool:
-    return may_fail(model) and not model.setting.local_envs
+def may_kill_worker(model: Model) -> bool:
+    return may_inject_fault(model) and not model.setting.local_envs
 
 
 def move_rule(name: str, condition: Callable[[Model], Any] = lambda model: True, /, **arguments: Any) -> Any:
     """Declare a rule that makes a move of the model if the condition is true, and does nothing otherwise.
 
-    The condition is not a hypothesis precondition, because it depends on timing, and hypothesis could not repeat its draws.
+    The condition is no precondition in the sense of hypothesis, which could not repeat its draws: it depends on timing.
     """
 
     def make_move(self: FaultMachine, **drawn: Any) -> None:
@@ -757,8 +781,8 @@ def move_rule(name: str, condition: Callable[[Model], Any] = lambda model: True,
     return rule(**arguments)(make_move)
 
 
-WORKER = st.integers(0, COUNT - 1)
-RARELY = st.sampled_from([False, False, False, True])  # this move takes longer than all others
+WORKER = st.integers(0, NUM_ENVS - 1)
+RARELY_TRUE = st.sampled_from([False, False, False, True])
 
 
 class FaultMachine(RuleBasedStateMachine):
@@ -768,12 +792,12 @@ class FaultMachine(RuleBasedStateMachine):
 
     @initialize(name=st.sampled_from(sorted(MODEL_SETTINGS)))
     def start(self, name: str) -> None:
-        COUNTS["runs"] += 1
+        TOTALS["runs"] += 1
         self.model = Model(name)
 
     def move(self, text: str, move: Callable[[], None]) -> None:
         model = self.model
-        COUNTS["moves"] += 1
+        TOTALS["moves"] += 1
         model.log.append(text)
         model.was_interrupted = False
         try:
@@ -783,7 +807,7 @@ class FaultMachine(RuleBasedStateMachine):
             error.add_note("the last moves: " + "; ".join(map(str, model.log[-12:])))
             raise
         if model.was_interrupted:
-            model.armed = []
+            model.planned_interruptions = []
 
     step = move_rule("step", is_idle, numbers=ACTIONS)
     step_async = move_rule("step_async", is_idle, numbers=ACTIONS)
@@ -792,27 +816,27 @@ class FaultMachine(RuleBasedStateMachine):
     reset_async = move_rule("reset_async", is_idle, seed=SEEDS)
     wait = move_rule("wait", lambda model: model.pending is not None, timeout=st.sampled_from(TIMEOUTS))
     call = move_rule("call", is_idle, name=st.sampled_from(CALLS), submit_only=st.booleans())
-    save = move_rule("save", is_idle, whole=st.booleans())
-    load = move_rule("load", lambda model: is_idle(model) and model.saved, which=st.integers(0, 2), ids=some_rows(COUNT))
+    save = move_rule("save", is_idle, as_state_dict=st.booleans())
+    load = move_rule("load", lambda model: is_idle(model) and model.saved, which=st.integers(0, 2), ids=ROW_LISTS)
     send = move_rule(
-        "send", lambda model: model.pending is None and len(model.in_flight) < COUNT, ids=some_rows(COUNT), numbers=ACTIONS
+        "send", lambda model: model.pending is None and len(model.in_flight) < NUM_ENVS, ids=ROW_LISTS, numbers=ACTIONS
     )
     recv = move_rule(
-        "recv", lambda model: len(model.in_flight) >= BATCH or (model.pending or " ")[0] == "reset",
+        "recv", lambda model: len(model.in_flight) >= BATCH_SIZE or (model.pending or " ")[0] == "reset",
         timeout=st.sampled_from(TIMEOUTS),
     )  # fmt: skip
-    step_with_faults = move_rule("step_with_faults", may_fail, numbers=FAULTY_ACTIONS)
-    kill_idle_worker = move_rule("kill_idle_worker", may_kill, which=WORKER, noticed_by=st.sampled_from(NOTICED_BY))
-    kill_worker_in_step = move_rule("end_worker_in_step", may_kill, which=WORKER, abandoned=st.just(False))
-    kill_worker_in_flight = move_rule("kill_worker_in_flight", may_kill, which=WORKER)
+    step_with_faults = move_rule("step_with_faults", may_inject_fault, numbers=FAULTY_ACTIONS)
+    kill_idle_worker = move_rule("kill_idle_worker", may_kill_worker, which=WORKER, noticed_by=st.sampled_from(NOTICED_BY))
+    kill_worker_in_step = move_rule("end_worker_in_step", may_kill_worker, which=WORKER, abandoned=st.just(False))
+    kill_worker_in_flight = move_rule("kill_worker_in_flight", may_kill_worker, which=WORKER)
     abandon = move_rule(
         "end_worker_in_step", has_idle_workers, which=WORKER, abandoned=st.just(True)
     )
     stop_and_continue_worker = move_rule(
         "stop_and_continue_worker", has_idle_workers, which=WORKER, numbers=ACTIONS
     )
-    wrong_calls = move_rule("wrong_calls")
-    close_and_reopen = move_rule("close_and_reopen", timeout=st.sampled_from([None, 1.0]), really=RARELY)
+    wrong_calls = move_rule("make_wrong_calls")
+    close_and_reopen = move_rule("close_and_reopen", timeout=st.sampled_from([None, 1.0]), really=RARELY_TRUE)  # slow
 
     @invariant()
     def state_names_the_pending_call(self) -> None:
@@ -821,7 +845,7 @@ class FaultMachine(RuleBasedStateMachine):
             return
         kind = model.pending[0] if model.pending is not None else "default"
         assert model.envs._state.value == kind
-        assert in_flight(model.envs) == len(model.in_flight) + (COUNT if kind in ("reset", "step") else 0)
+        assert in_flight(model.envs) == len(model.in_flight) + (NUM_ENVS if kind in ("reset", "step") else 0)
 
     def teardown(self) -> None:
         model = getattr(self, "model", None)
@@ -831,40 +855,42 @@ class FaultMachine(RuleBasedStateMachine):
 
 def parse_rows(text: str) -> set[int]:
     """Return the rows that a text names, as in ``env 3`` or ``envs 1-3, 7``."""
-    listed = " ".join(re.findall(r"\benvs? (\d[-\d, ]*)", text))
-    spans = re.findall(r"(\d+)(?:-(\d+))?", listed)
-    return {row for first, last in spans for row in range(int(first), int(last or first) + 1)}
+    numbers = " ".join(re.findall(r"\benvs? (\d[-\d, ]*)", text))
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", numbers)
+    return {row for first, last in ranges for row in range(int(first), int(last or first) + 1)}
 
 
 class InterruptionMachine(FaultMachine):
     """A hypothesis state machine with all faults and with interruptions."""
 
     @rule(
-        kind=st.sampled_from(["line", "call"]), moment=st.integers(0, 160), again=st.integers(0, 60),
+        kind=st.sampled_from(["line", "call"]), moment=st.integers(0, 160), second=st.integers(0, 60),
         error=st.sampled_from([KeyboardInterrupt, Stopped]),
     )  # fmt: skip
-    def interrupt_next_call(self, kind: str, moment: int, again: int, error: type[BaseException]) -> None:
-        if self.model.armed:
+    def interrupt_next_call(self, kind: str, moment: int, second: int, error: type[BaseException]) -> None:
+        """Interrupt the next call, and in one of three cases also the call after it, at moment ``second``."""
+        if self.model.planned_interruptions:
             return
         if not self.model.snapshots_verified:
             if not is_idle(self.model):
                 return
             self.move("verify_snapshots", self.model.verify_snapshots)
         files = interruptible_files(self.model.setting)
-        self.model.armed = [Interruption(kind, moment, error, files)]
-        if again < 20:
-            self.model.armed.append(Interruption(kind, again, Stopped, files))
+        self.model.planned_interruptions = [Interruption(kind, moment, error, files)]
+        if second < 20:
+            self.model.planned_interruptions.append(Interruption(kind, second, Stopped, files))
 
-    @rule(delay=st.floats(1e-5, 3e-3), again=st.booleans())
-    def interrupt_next_call_by_timer(self, delay: float, again: bool) -> None:
-        """Let a real timer with a handler that raises expire in the next call."""
-        delays = [delay, delay / 3] if again else [delay]
-        self.model.armed = self.model.armed or [SignalInterruption("ALARM", seconds) for seconds in delays]
+    @rule(delay=st.floats(1e-5, 3e-3), twice=st.booleans())
+    def interrupt_next_call_by_timer(self, delay: float, twice: bool) -> None:
+        """Interrupt the next call by a real timer, which has a signal handler that raises."""
+        delays = [delay, delay / 3] if twice else [delay]
+        if not self.model.planned_interruptions:
+            self.model.planned_interruptions = [SignalInterruption("ALARM", seconds) for seconds in delays]
 
 
 @contextlib.contextmanager
-def interrupting_signals() -> Iterator[None]:
-    """Allow a real signal to raise in the calls that :class:`SignalInterruption` surrounds."""
+def install_signal_handlers() -> Iterator[None]:
+    """Install handlers with which a signal raises in the body of a :class:`SignalInterruption`."""
     with default_sigint_handler(), contextlib.ExitStack() as stack:
         stack.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, handle_signal))
         stack.callback(setattr, sys, "unraisablehook", sys.unraisablehook)
@@ -873,7 +899,7 @@ def interrupting_signals() -> Iterator[None]:
 
 
 def run_machine(machine: type[FaultMachine], examples: int, moves: int) -> None:
-    with interrupting_signals():
+    with install_signal_handlers():
         run_state_machine_as_test(
             machine,
             settings=settings(
@@ -882,17 +908,17 @@ def run_machine(machine: type[FaultMachine], examples: int, moves: int) -> None:
                 deadline=None,
                 suppress_health_check=list(HealthCheck),
                 database=None,
-                phases=[Phase.generate],  # shrinking takes minutes; the last moves are in the note
+                phases=[Phase.generate],  # shrinking takes minutes, and the notes of the error list the last moves
             ),
         )
 
 
 def send_and_receive(model: Model) -> None:
-    """Send and receive rows; only the last wait is interrupted."""
-    armed, model.armed = model.armed, []
+    """Send all rows and receive them in two batches. Interrupt only the second ``recv()``."""
+    interruptions, model.planned_interruptions = model.planned_interruptions, []
     model.send([3, 0, 2, 1], [1, 2, 3, 4])
     model.recv(None)
-    model.armed = armed
+    model.planned_interruptions = interruptions
     model.recv(None)
 
 
@@ -908,24 +934,24 @@ CALLS_THAT_WAIT: dict[str, Callable[[Model], None]] = {
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("choice", "call"),
+    ("setting", "call"),
     each_once(
         ["one worker", "two workers", "max_concurrency", "list actions", "restart", "same step"], list(CALLS_THAT_WAIT)
     ),
 )
-def test_call_interrupted_twice_during_its_wait_returns_its_result(choice: str, call: str) -> None:
-    """A worker is stopped for half a second, and a timer interrupts the call that waits for it twice."""
-    with interrupting_signals():
-        model = Model(choice)
+def test_call_interrupted_twice_during_its_wait_returns_its_result(setting: str, call: str) -> None:
+    """A worker is stopped for half a second, while a timer twice interrupts the call that waits for it."""
+    with install_signal_handlers():
+        model = Model(setting)
         pid = model.worker_pids()[-1]
         continue_worker = threading.Timer(0.5, os.kill, (pid, signal.SIGCONT))
         try:
             model.step([1, 2, 3, 4])
             os.kill(pid, signal.SIGSTOP)
             continue_worker.start()
-            model.armed = [SignalInterruption("ALARM", 0.1), SignalInterruption("ALARM", 0.1)]
+            model.planned_interruptions = [SignalInterruption("ALARM", 0.1), SignalInterruption("ALARM", 0.1)]
             model.make_move(lambda: CALLS_THAT_WAIT[call](model))
-            model.armed = []
+            model.planned_interruptions = []
             model.step([4, 3, 2, 1])
         finally:
             continue_worker.join()
@@ -933,10 +959,10 @@ def test_call_interrupted_twice_during_its_wait_returns_its_result(choice: str, 
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("choice", ["two workers", "same step, restart"])
+@pytest.mark.parametrize("setting", ["two workers", "same step, restart"])
 @pytest.mark.parametrize("numbers", [[1, RAISE, 2, DIE], [DIE, 1, DIE, 1], [RAISE, 1, RAISE, 1]], ids=str)
-def test_several_failures_in_one_step_are_all_reported(choice: str, numbers: list[int]) -> None:
-    model = Model(choice)
+def test_several_failures_in_one_step_are_all_reported(setting: str, numbers: list[int]) -> None:
+    model = Model(setting)
     try:
         model.step_with_faults(numbers)
         model.step([1, 2, 3, 4])
@@ -947,39 +973,36 @@ def test_several_failures_in_one_step_are_all_reported(choice: str, numbers: lis
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("runs", [3, pytest.param(20, marks=pytest.mark.long)])
 def test_calls_in_any_order_match_the_model(runs: int) -> None:
-    """All faults and interruptions occur."""
     run_machine(InterruptionMachine, runs, 50)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("runs", [2, pytest.param(6, marks=pytest.mark.long)])
 def test_uninterrupted_calls_in_any_order_match_the_model(runs: int) -> None:
-    """All faults occur, but no interruptions."""
     run_machine(FaultMachine, runs, 50)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(10**6)
 def test_calls_in_any_order_match_the_model_soak() -> None:
-    """The test runs for ``VECENV_SOAK_SECONDS``."""
     deadline = time.monotonic() + float(os.environ.get("VECENV_SOAK_SECONDS", "3600"))
-    COUNTS.update(dict.fromkeys(COUNTS, 0))
+    TOTALS.update(dict.fromkeys(TOTALS, 0))
     try:
         while time.monotonic() < deadline:
             run_machine(InterruptionMachine, 20, 100)
     finally:
-        print(", ".join(f"{count} {name}" for name, count in COUNTS.items()))
+        print(", ".join(f"{count} {name}" for name, count in TOTALS.items()))
 
 
 def main(runs: int) -> None:
-    """Make ``runs`` runs, or stop at the first that fails."""
+    """Make this many runs, and stop at the first failure."""
     started = time.monotonic()
     try:
-        while COUNTS["runs"] < runs:
-            run_machine(InterruptionMachine, min(20, runs - COUNTS["runs"]), 50)
-            print(f"{time.monotonic() - started:.0f} s:", COUNTS, flush=True)
+        while TOTALS["runs"] < runs:
+            run_machine(InterruptionMachine, min(20, runs - TOTALS["runs"]), 50)
+            print(f"{time.monotonic() - started:.0f} s:", TOTALS, flush=True)
     finally:
-        print("total:", COUNTS, flush=True)
+        print("total:", TOTALS, flush=True)
 
 
 if __name__ == "__main__":

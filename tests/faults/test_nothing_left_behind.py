@@ -17,10 +17,10 @@ from observe import FAULT_MARKS, METHODS, WAIT_SECONDS, still_running
 
 pytestmark = FAULT_MARKS
 
-Stock = Callable[[], Any]
+TakeStock = Callable[[], Any]
 
 
-def test_process_is_detected(take_stock: Stock) -> None:
+def test_process_is_detected(take_stock: TakeStock) -> None:
     before = take_stock()
     child = subprocess.Popen(["sleep", "30"])
     assert any(f"pid {child.pid}: " in text for text in take_stock().beyond(before)["processes"])
@@ -29,18 +29,18 @@ def test_process_is_detected(take_stock: Stock) -> None:
     assert not take_stock().beyond(before)
 
 
-def test_grandchild_in_its_own_session_is_detected(take_stock: Stock) -> None:
-    """The test process is a subreaper: it adopts a process that has no parent and another session."""
+def test_grandchild_in_its_own_session_is_detected(take_stock: TakeStock) -> None:
+    """The test process is a subreaper, so it becomes the parent of an orphan even if that is in another session."""
     before = take_stock()
     subprocess.run(["sh", "-c", "setsid sleep 30 & exit 0"], check=True)
-    (text,) = take_stock().beyond(before)["processes"]
-    pid = int(text.removeprefix("pid ").partition(":")[0])
+    (description,) = take_stock().beyond(before)["processes"]
+    pid = int(description.removeprefix("pid ").partition(":")[0])
     os.kill(pid, signal.SIGKILL)
     assert not still_running([pid], WAIT_SECONDS)
     assert not take_stock().beyond(before)
 
 
-def test_zombie_is_detected(take_stock: Stock) -> None:
+def test_zombie_is_detected(take_stock: TakeStock) -> None:
     before = take_stock()
     child = multiprocessing.get_context("fork").Process(target=os.getpid)
     child.start()
@@ -51,7 +51,7 @@ def test_zombie_is_detected(take_stock: Stock) -> None:
     assert not take_stock().beyond(before)
 
 
-def test_descriptor_is_detected(take_stock: Stock) -> None:
+def test_descriptor_is_detected(take_stock: TakeStock) -> None:
     before = take_stock()
     ends = os.pipe()
     assert len(take_stock().beyond(before)["descriptors"]) == 2
@@ -60,7 +60,7 @@ def test_descriptor_is_detected(take_stock: Stock) -> None:
     assert not take_stock().beyond(before)
 
 
-def test_thread_is_detected(take_stock: Stock) -> None:
+def test_thread_is_detected(take_stock: TakeStock) -> None:
     before = take_stock()
     may_end = threading.Event()
     thread = threading.Thread(target=may_end.wait, name="forgotten")
@@ -70,12 +70,12 @@ def test_thread_is_detected(take_stock: Stock) -> None:
     thread.join()
     deadline = time.monotonic() + 2
     while take_stock().beyond(before) and time.monotonic() < deadline:
-        time.sleep(0.001)  # the thread ends in the kernel a little later than in Python
+        time.sleep(0.001)  # the thread still exists in the kernel for a moment after join()
     assert not take_stock().beyond(before)
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no /dev/shm on this system")
-def test_file_in_dev_shm_is_detected(take_stock: Stock) -> None:
+def test_file_in_dev_shm_is_detected(take_stock: TakeStock) -> None:
     before = take_stock()
     path = Path(f"/dev/shm/vecenv-test-{os.getpid()}")
     path.touch()
@@ -87,8 +87,8 @@ def test_file_in_dev_shm_is_detected(take_stock: Stock) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_processes_of_multiprocessing_are_tolerated(method: str, take_stock: Stock) -> None:
-    """The fork server and the resource tracker of ``multiprocessing`` stay by design, with their descriptors."""
+def test_processes_of_multiprocessing_are_tolerated(method: str, take_stock: TakeStock) -> None:
+    """The fork server and the resource tracker of ``multiprocessing`` run, by design, until the program ends."""
     before = take_stock()
     context = multiprocessing.get_context(method)
     child = context.Process(target=os.getpid)

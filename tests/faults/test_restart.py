@@ -44,7 +44,7 @@ pytestmark = FAULT_MARKS
 
 ACTIONS = [1, 2, 3, 4]
 MODES = list(AutoresetMode)
-LOST_ENVS = {  # fault of env 3 -> environments to rebuild: only its own, or all of a dead worker
+LOST_ENVS = {  # fault of env 3 -> environments to rebuild: only env 3, or all of its worker
     "raises": {3},
     "evil_elsewhere_error": {3},
     "sys_exit": {3},
@@ -58,7 +58,7 @@ LOST_ENVS = {  # fault of env 3 -> environments to rebuild: only its own, or all
 @pytest.mark.long
 @pytest.mark.parametrize("fault", LOST_ENVS)
 def test_failed_step_ends_episode_as_truncated(launch: Launch, fault: str, tmp_path: Path) -> None:
-    """The rows of lost environments are truncated and marked as restarted; the other rows are unaffected."""
+    """The rows of lost environments are truncated and marked as restarted. The other rows are unaffected."""
     faulty = faulty_env_fn(3, fault, step=3, once=tmp_path / "once")
     timeout = {"step_timeout": 1.0} if fault == "sleep" else {}
     envs = launch(make_env_fns(4, {3: faulty}), num_workers=2, on_failure="restart", **timeout)
@@ -106,7 +106,7 @@ def test_restart_in_all_autoreset_modes(
         restarts += result[-1].get("_restarted", np.zeros(4, dtype=bool))
         ended = np.logical_or(result[2], result[3])
         if mode is AutoresetMode.DISABLED and ended.any():
-            # this also resets restarted rows, which are new already, because programs in this mode do the same
+            # programs in this mode reset all rows that ended, including those that a restart has just reset
             result = envs.reset(options={"reset_mask": ended})
             checker.check_reset(result, mask=ended)
             restarts += result[-1].get("_restarted", np.zeros(4, dtype=bool))
@@ -114,7 +114,7 @@ def test_restart_in_all_autoreset_modes(
 
 
 def test_worker_killed_in_reset_is_replaced(launch: Launch, tmp_path: Path) -> None:
-    """The new worker's environment is reset with the seed of the call."""
+    """The environment of the new worker is reset with the seed of the call."""
     faulty = faulty_env_fn(1, "kill", reset=2, once=tmp_path / "once")
     envs = launch(make_env_fns(2, {1: faulty}), on_failure="restart")
     checker = RowChecker.start(envs)
@@ -126,7 +126,7 @@ def test_worker_killed_in_reset_is_replaced(launch: Launch, tmp_path: Path) -> N
 
 @WITHOUT_SPAWN
 def test_restart_during_reset_keeps_seeds_and_options(launch: Launch, tmp_path: Path) -> None:
-    """Every rebuilt environment gets its seed and options, also one that shared a worker with the faulty one."""
+    """All rebuilt environments get their seeds and options, including the one that shared a worker with the faulty one."""
     faulty = faulty_env_fn(3, "kill", reset=2, once=tmp_path / "once")
     envs = launch(make_env_fns(4, {3: faulty}), num_workers=2, on_failure="restart")
     checker = RowChecker.start(envs)
@@ -137,8 +137,8 @@ def test_restart_during_reset_keeps_seeds_and_options(launch: Launch, tmp_path: 
 
 
 @WITHOUT_SPAWN
-def test_restart_during_reset_without_seeds_can_be_repeated(launch: Launch) -> None:
-    """The rebuilt environment gets a seed from the engine's own sequence, which the latest seeded reset began."""
+def test_restart_during_reset_without_seeds_has_a_reproducible_seed(launch: Launch) -> None:
+    """The seed comes from a sequence of the engine that begins at the latest seeded reset."""
     seeds = []
     for _ in range(2):
         envs = launch(make_env_fns(2, {1: faulty_env_fn(1, "raises", reset=2)}), num_workers=1, on_failure="restart")
@@ -175,7 +175,7 @@ def test_worker_killed_while_idle_is_restarted(launch: Launch) -> None:
         assert restarted == {2 * worker, 2 * worker + 1}
 
 
-def test_save_after_a_death_while_idle_names_what_rebuilds(launch: Launch) -> None:
+def test_save_after_a_death_while_idle_names_the_calls_that_rebuild(launch: Launch) -> None:
     """A training loop saves a checkpoint after the OOM killer ended a worker between two steps."""
     envs = launch(make_env_fns(4), num_workers=2, on_failure="restart")
     envs.reset(seed=1)
@@ -188,10 +188,10 @@ def test_save_after_a_death_while_idle_names_what_rebuilds(launch: Launch) -> No
 
 
 @WITHOUT_SPAWN
-def test_death_in_a_restart_is_recorded_as_such(launch: Launch, tmp_path: Path) -> None:
+def test_record_of_a_death_in_a_restart_mentions_the_restart(launch: Launch, tmp_path: Path) -> None:
     """An environment raises in a step, and the first reset of its replacement kills the worker."""
-    fault = faulty_env_fn(1, "raises", step=1, once=tmp_path / "raised")
-    envs = launch([healthy_env_fn(0), functools.partial(DieInFirstReset, fault, tmp_path)], on_failure="restart")
+    faulty = faulty_env_fn(1, "raises", step=1, once=tmp_path / "raised")
+    envs = launch([healthy_env_fn(0), functools.partial(DieInOneReset, faulty, tmp_path)], on_failure="restart")
     envs.reset(seed=1)
     assert envs.step([1, 1])[-1]["_restarted"].tolist() == [False, True]
     raised, died = envs.errors
@@ -199,11 +199,11 @@ def test_death_in_a_restart_is_recorded_as_such(launch: Launch, tmp_path: Path) 
     assert re.search(r"env 1\) died during step, in a restart: killed by SIGKILL", str(died))
 
 
-class DieInFirstReset(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """A wrapper that kills the process once, in the first reset after ``folder / "raised"`` was created."""
+class DieInOneReset(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """A wrapper that kills the process in the first reset after the file ``raised`` was created."""
 
-    def __init__(self, make: Any, folder: Path) -> None:
-        super().__init__(make())
+    def __init__(self, env_fn: Any, folder: Path) -> None:
+        super().__init__(env_fn())
         self.folder = folder
 
     def reset(self, **kwargs: Any) -> Any:
@@ -263,31 +263,31 @@ def test_restart_budget_allows_limit_per_period(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.long
 @WITHOUT_SPAWN
 def test_constructor_that_fails_on_restart_raises(launch: Launch, tmp_path: Path) -> None:
-    """An environment that cannot be rebuilt ends in an error with the cause, not in an endless loop."""
-    env_fn = functools.partial(_build_only_once, os.fspath(tmp_path / "built"))
+    """The engine does not rebuild the environment endlessly, and the error has the cause."""
+    env_fn = functools.partial(_build_once_then_raise, os.fspath(tmp_path / "built"))
     envs = launch(make_env_fns(2, {1: env_fn}), on_failure=Restart(2))
     envs.reset(seed=1)
     with pytest.raises(Exception, match=r".") as caught:
-        _step_times(envs, 10)
+        _make_steps(envs, 10)
     assert "out of order" in format_error(caught.value)
     envs.close()
 
 
-def _build_only_once(path: str) -> gymnasium.Env:
+def _build_once_then_raise(path: str) -> gymnasium.Env:
     if os.path.exists(path):
         return FaultyConstructor(healthy_env_fn(1), "raises")()
     Path(path).touch()
     return FaultyEnv(EchoEnv(1), "kill", step=2)
 
 
-def _step_times(envs: Any, count: int) -> None:
+def _make_steps(envs: Any, count: int) -> None:
     for _ in range(count):
         envs.step([1] * envs.num_envs)
 
 
 @WITHOUT_SPAWN
 def test_step_wait_timeout_does_not_restart(launch: Launch, tmp_path: Path) -> None:
-    """Only ``step_timeout`` restarts workers; after the timeout of one call, its result is still pending."""
+    """Only ``step_timeout`` restarts workers. After the timeout of ``step_wait``, its result is still pending."""
     faulty = faulty_env_fn(1, Chain("raises"), step=10**9)
     envs = launch(make_env_fns(2, {1: faulty}, delay=0.3), on_failure="restart")
     checker = RowChecker.start(envs)
@@ -302,13 +302,13 @@ def test_step_wait_timeout_does_not_restart(launch: Launch, tmp_path: Path) -> N
 # --- determinism --------------------------------------------------------------------------------
 
 
-def test_same_seeds_and_faults_give_the_same_run(launch: Launch, tmp_path: Path) -> None:
+def test_same_seeds_and_faults_give_the_same_results(launch: Launch, tmp_path: Path) -> None:
     """The seeds of restarts come from a sequence of the engine."""
     actions = np.random.default_rng(0).integers(0, 2, (40, 4))
     runs = []
     for run in range(2):
         env_fns: list[Any] = [functools.partial(gymnasium.make, "CartPole-v1")] * 4
-        env_fns[2] = functools.partial(_crashing_cart_pole, os.fspath(tmp_path / f"once-{run}"))
+        env_fns[2] = functools.partial(_make_crashing_cart_pole, os.fspath(tmp_path / f"once-{run}"))
         envs = launch(env_fns, num_workers=2, on_failure="restart")
         runs.append([envs.reset(seed=[3, 1, 4, 1]), *map(envs.step, actions)])
         assert len(envs.errors) == 1
@@ -316,7 +316,7 @@ def test_same_seeds_and_faults_give_the_same_run(launch: Launch, tmp_path: Path)
     assert_identical(*runs)
 
 
-def _crashing_cart_pole(once: str) -> gymnasium.Env:
+def _make_crashing_cart_pole(once: str) -> gymnasium.Env:
     return FaultyEnv(gymnasium.make("CartPole-v1"), "kill", step=7, once=once)
 
 
@@ -341,35 +341,36 @@ def test_every_restart_gets_a_new_seed(launch: Launch) -> None:
 class RecvChecker:
     """A checker like ``RowChecker``, for batches with rows in any order."""
 
-    def __init__(self, envs: Any, batch: int) -> None:
+    def __init__(self, envs: Any, batch_size: int) -> None:
         self.envs = envs
-        self.batch = batch
-        self.last: dict[int, dict[str, int]] = {}
+        self.batch_size = batch_size
+        self.last_rows: dict[int, dict[str, int]] = {}
         self.restarted: list[int] = []
         envs.reset_async(seed=1)
-        for _ in range(envs.num_envs // batch):
+        for _ in range(envs.num_envs // batch_size):
             for env, row, reward, *_ in self.receive():
                 assert (row["tick"], row["seed"], reward) == (0, 1 + env, 0.0)
-                self.last[env] = row
+                self.last_rows[env] = row
 
     def receive(self, timeout: float | None = None) -> list[tuple[int, dict[str, int], float, bool, bool]]:
-        """Receive a batch as rows of env, observation, reward, terminated, truncated."""
+        """Receive a batch. Return a tuple (env, observation, reward, terminated, truncated) for each row."""
         observations, rewards, terminations, truncations, infos = self.envs.recv(timeout)
         ids = infos["env_id"].tolist()
-        assert len(set(ids)) == self.batch
+        assert len(set(ids)) == self.batch_size
         rows = [WitnessEnv.read(row) for row in observations]
         assert [row["witness_id"] for row in rows] == ids
-        self.restarted = [env for env, new in zip(ids, infos.get("_restarted", [False] * self.batch), strict=True) if new]
+        flags = infos.get("_restarted", [False] * self.batch_size)
+        self.restarted = [env for env, restarted in zip(ids, flags, strict=True) if restarted]
         return list(zip(ids, rows, rewards.tolist(), terminations.tolist(), truncations.tolist(), strict=True))
 
     def check(self, received: list[tuple[int, dict[str, int], float, bool, bool]]) -> list[int]:
-        """Check that each row follows the last one of its environment; return the environments."""
+        """Check that each row follows the last one of its environment. Return the indices of the environments."""
         for env, row, reward, terminated, truncated in received:
-            last = self.last[env]
+            last = self.last_rows[env]
             if env in self.restarted:
                 assert (reward, terminated, truncated) == (0.0, False, True)
                 assert row == last
-                self.last[env] = {"replaced_life": last["life"]}
+                self.last_rows[env] = {"replaced_life": last["life"]}
                 continue
             if "replaced_life" in last:
                 assert row["life"] != last["replaced_life"]
@@ -378,13 +379,13 @@ class RecvChecker:
                 assert row["life"] == last["life"]
                 assert (row["tick"], row["steps"]) == (last["tick"] + 1, last["steps"] + 1), f"env {env}"
                 assert reward == row["tick"] + row["actions"] / 1024
-            self.last[env] = row
+            self.last_rows[env] = row
         return [env for env, *_ in received]
 
     def step(self, times: int, ids: list[int] | None = None) -> None:
-        """Send, receive and check, each time to the environments of the last batch."""
+        """Make and check ``times`` steps, each with the environments of the batch that was received last."""
         for _ in range(times):
-            self.envs.send([1] * self.batch, ids)
+            self.envs.send([1] * self.batch_size, ids)
             ids = self.check(self.receive())
 
 
@@ -392,7 +393,7 @@ class RecvChecker:
 @pytest.mark.parametrize("fault", ["raises", "kill"])
 def test_recv_raises_a_failure_and_keeps_the_other_rows(launch: Launch, fault: str, tmp_path: Path) -> None:
     faulty = faulty_env_fn(3, fault, {"length": 10**6}, step=2, once=tmp_path / "once")
-    checker = RecvChecker(launch(make_env_fns(4, {3: faulty}, length=10**6), batch_size=1), batch=1)
+    checker = RecvChecker(launch(make_env_fns(4, {3: faulty}, length=10**6), batch_size=1), batch_size=1)
     pid = worker_pids(checker.envs)[3]
     checker.envs.send([1] * 4, [0, 1, 2, 3])
     for _ in range(4):
@@ -419,10 +420,10 @@ def test_recv_raises_a_failure_and_keeps_the_other_rows(launch: Launch, fault: s
 @WITHOUT_SPAWN
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 def test_recv_reports_the_death_of_the_only_env_in_flight(launch: Launch, on_failure: str, tmp_path: Path) -> None:
-    """``recv`` must not wait for a reply that no worker is left to send."""
+    """``recv`` must not wait for the reply of a dead worker."""
     faulty = faulty_env_fn(3, Chain(Pause(0.1), "kill"), {"length": 10**6}, step=1, once=tmp_path / "once")
     envs = launch(make_env_fns(4, {3: faulty}, length=10**6), batch_size=1, on_failure=on_failure)
-    checker = RecvChecker(envs, batch=1)
+    checker = RecvChecker(envs, batch_size=1)
     checker.envs.send([1], [3])
     if on_failure == "restart":
         assert checker.check(checker.receive()) == [3]
@@ -437,11 +438,11 @@ def test_recv_reports_the_death_of_the_only_env_in_flight(launch: Launch, on_fai
 @WITHOUT_SPAWN
 @pytest.mark.parametrize("fault", ["raises", "segfault", "sleep"])
 def test_recv_returns_a_restarted_row(launch: Launch, fault: str, tmp_path: Path) -> None:
-    """A row that failed is returned like any other, marked; a hang fails after ``step_timeout``."""
+    """A failed row arrives like any other, but is marked as restarted. A hanging row fails after ``step_timeout``."""
     faulty = faulty_env_fn(3, fault, {"length": 10**6}, step=3, once=tmp_path / "once")
     timeout = {"step_timeout": 1.0} if fault == "sleep" else {}
     envs = launch(make_env_fns(4, {3: faulty}, length=10**6), batch_size=4, on_failure="restart", **timeout)
-    checker = RecvChecker(envs, batch=4)
+    checker = RecvChecker(envs, batch_size=4)
     restarted = []
     ids = [0, 1, 2, 3]
     for _ in range(8):
@@ -457,25 +458,25 @@ def test_recv_returns_a_restarted_row(launch: Launch, fault: str, tmp_path: Path
 @pytest.mark.long
 @WITHOUT_SPAWN
 def test_recv_timeout_names_the_late_worker(launch: Launch) -> None:
-    """The error contains the environment, the worker and the line at which it hangs."""
+    """The error has the environment, the worker and the function that hangs."""
     envs = launch(make_env_fns(2, {1: faulty_env_fn(1, "sleep", step=1)}), batch_size=2)
-    checker = RecvChecker(envs, batch=2)
+    checker = RecvChecker(envs, batch_size=2)
     envs.send([1, 1], [0, 1])
-    start = time.monotonic()
+    started_at = time.monotonic()
     with pytest.raises(StepTimeout) as caught:
         checker.receive(timeout=0.3)
-    assert time.monotonic() - start < WAIT_SECONDS
+    assert time.monotonic() - started_at < WAIT_SECONDS
     assert_error_names(caught.value, env=1, worker=1, pid=worker_pids(envs)[1], command="recv|step")
     assert re.search("in sleep", format_error(caught.value))
-    start = time.monotonic()
+    started_at = time.monotonic()
     envs.close(timeout=0.3)
-    assert time.monotonic() - start < WAIT_SECONDS
+    assert time.monotonic() - started_at < WAIT_SECONDS
 
 
 @WITHOUT_SPAWN
-def test_two_batches_in_flight_take_turns(launch: Launch) -> None:
-    """With two workers and two batches, every environment takes the same number of steps."""
-    checker = RecvChecker(launch(make_env_fns(4, length=10**6), num_workers=2, batch_size=2), batch=2)
+def test_two_batches_in_flight_both_progress(launch: Launch) -> None:
+    """Each worker steps one batch. Both environments of a batch make the same number of steps."""
+    checker = RecvChecker(launch(make_env_fns(4, length=10**6), num_workers=2, batch_size=2), batch_size=2)
     batches = [[0, 1], [2, 3]]
     for batch in batches:
         checker.envs.send([1, 1], batch)
@@ -485,7 +486,7 @@ def test_two_batches_in_flight_take_turns(launch: Launch) -> None:
         checker.envs.send([1, 1], ids)
     for _ in batches:
         checker.check(checker.receive())
-    steps = {env: row["steps"] for env, row in checker.last.items()}
+    steps = {env: row["steps"] for env, row in checker.last_rows.items()}
     assert sum(steps.values()) == 2 * 102
     assert steps[0] == steps[1]
     assert steps[2] == steps[3]
@@ -509,7 +510,7 @@ class RaisingEnv(gymnasium.Env[Any, Any]):
 @pytest.mark.filterwarnings("ignore:.*ERROR.*:UserWarning")
 @pytest.mark.parametrize("options", [{"num_workers": 1}, {"num_workers": 0}], ids=["one worker", "in process"])
 def test_failure_is_not_repeated_in_later_replies(options: dict[str, int]) -> None:
-    """A worker reuses the object of its reply, and must remove a failure from it."""
+    """A worker reuses the object that holds its reply, so it must remove a reported failure from it."""
     with ready_engine([RaisingEnv] * 4, batch_size=1, **options) as envs:
         envs.send([1], [0])
         with pytest.raises(ValueError, match="action 1"):
@@ -523,10 +524,10 @@ def test_failure_is_not_repeated_in_later_replies(options: dict[str, int]) -> No
 def test_result_of_a_call_is_not_repeated_in_later_replies() -> None:
     with ready_engine([RaisingEnv] * 4, num_workers=1) as envs:
         assert len(envs.call("__class__")) == 4
-        sent = envs.stats()["bytes_pickled"]
+        bytes_before = envs.stats()["bytes_pickled"]
         for _ in range(3):
             envs.step([0] * 4)
-        assert envs.stats()["bytes_pickled"] == sent
+        assert envs.stats()["bytes_pickled"] == bytes_before
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
@@ -542,7 +543,7 @@ def test_each_row_of_a_dead_worker_needs_its_own_reset(detected_by: str) -> None
                 envs.recv()
         else:
             envs.reset_async(env_id=[0])
-            with contextlib.suppress(WorkerDied):  # unless the reset itself has noticed it
+            with contextlib.suppress(WorkerDied):  # raised unless reset_async() has noticed the death
                 envs.recv()
         envs.reset_async(env_id=[0])
         assert envs.recv()[4]["env_id"].tolist() == [0]
@@ -561,7 +562,7 @@ def test_each_row_of_a_dead_worker_needs_its_own_reset(detected_by: str) -> None
 
 @pytest.mark.parametrize("by_row", [False, True], ids=["step", "send and recv"])
 def test_failed_row_is_rebuilt_by_the_next_step(launch: Launch, by_row: bool) -> None:
-    """The row is marked as restarted, not stepped, and does not count as a second failure."""
+    """The row is marked as restarted. It is not stepped, and does not count as a second failure."""
     faulty = faulty_env_fn(3, "raises", step=2)
     envs = launch(make_env_fns(4, {3: faulty}), num_workers=2, on_failure=Restart(0, 0.2))
     envs.reset(seed=7)
@@ -577,7 +578,7 @@ def test_failed_row_is_rebuilt_by_the_next_step(launch: Launch, by_row: bool) ->
     with pytest.raises(RestartsExhausted):
         step()
     if by_row:
-        envs.recv(count=3)  # the rows of the others are kept
+        envs.recv(count=3)  # the results of the other rows are still ready
     driver = envs._driver
     getattr(driver, "rebuilder", driver).budget.limit = 1
     steps_before, errors_before = envs.stats()["steps"], len(envs.errors)
@@ -588,7 +589,7 @@ def test_failed_row_is_rebuilt_by_the_next_step(launch: Launch, by_row: bool) ->
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_rows_lost_in_a_call_are_rebuilt_by_the_next_step(launch: Launch, num_workers: int) -> None:
-    """``call`` rebuilds nothing. The step sends no request for these rows, but must not report them as stepped."""
+    """``call`` rebuilds nothing. The next step sends no message about these rows, and must not report them as stepped."""
     envs = launch(make_env_fns(4), num_workers=num_workers, on_failure="restart")
     checker = RowChecker.start(envs, seed=7)
     with pytest.raises(WorkerDied):
@@ -602,7 +603,7 @@ def test_rows_lost_in_a_call_are_rebuilt_by_the_next_step(launch: Launch, num_wo
 
 
 def test_death_during_two_requests_is_recorded_once(launch: Launch) -> None:
-    """Each ``recv`` raises, but there is one record."""
+    """Both calls of ``recv`` raise, but there is only one record."""
     envs = launch(make_env_fns(2), num_workers=1, batch_size=1)
     envs.reset(seed=7)
     (pid,) = worker_pids(envs)
@@ -654,7 +655,7 @@ def test_failed_reset_is_repeated_once_with_its_seed_and_then_with_another(launc
 def test_start_timeout_does_not_limit_steps_of_a_replaced_worker(
     launch: Launch, on_failure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reset replaces a worker, and the clock advances beyond ``start_timeout`` before the next step."""
+    """After a reset has replaced a worker, the clock advances by more than ``start_timeout`` before the next step."""
     slow = [faulty_env_fn(index, Pause(0.2), step=1) for index in range(2)]
     envs = launch(slow, num_workers=2, on_failure=on_failure)
     envs.reset(seed=1)
@@ -663,25 +664,25 @@ def test_start_timeout_does_not_limit_steps_of_a_replaced_worker(
     while is_running(killed):
         time.sleep(0.01)
     envs.reset(seed=2)
-    pids, now = worker_pids(envs), time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: now() + 10_000)  # long after any deadline of the start
+    pids, monotonic = worker_pids(envs), time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 10_000)  # after each deadline of the start
     *_, truncations, _ = envs.step(ACTIONS[:2])
     assert worker_pids(envs) == pids
     assert not truncations.any()
 
 
-def wait_for_end(envs: Any, index: int) -> None:
-    """Wait until the process of a worker is a zombie. Its pipes close, and its sentinel is ready, a little earlier."""
+def wait_for_worker_end(envs: Any, index: int) -> None:
+    """Wait until the process of a worker is a zombie. Its pipes close, and its sentinel becomes ready, a little earlier."""
     assert not still_running([worker_pids(envs)[index]], 20.0)
 
 
 def kill_worker(envs: Any, index: int) -> None:
     os.kill(worker_pids(envs)[index], signal.SIGKILL)
-    wait_for_end(envs, index)
+    wait_for_worker_end(envs, index)
 
 
 class HangingResetEnv(EchoEnv):
-    """An environment with resets that remove a file, if it exists, and then hang."""
+    """An environment that hangs in a reset if a file exists, after it has removed the file."""
 
     def __init__(self, index: int, file: Path) -> None:
         super().__init__(index)
@@ -695,7 +696,7 @@ class HangingResetEnv(EchoEnv):
 
 
 class SlowConstructorEnv(EchoEnv):
-    """An environment with a constructor that takes more than a second if a file exists."""
+    """An environment that takes more than a second to build if a file exists."""
 
     def __init__(self, file: Path) -> None:
         time.sleep(1.2 if file.exists() else 0.0)
@@ -704,7 +705,7 @@ class SlowConstructorEnv(EchoEnv):
 
 @pytest.mark.parametrize("by_recv", [False, True])
 def test_infinite_start_timeout_means_no_limit(launch: Launch, by_recv: bool, tmp_path: Path) -> None:
-    """``step_timeout`` does not limit the start of a process either."""
+    """``step_timeout`` does not limit the start of a worker either."""
     options = {"step_timeout": 0.5, "worker_options": WorkerOptions(start_timeout=math.inf)}
     envs = launch([functools.partial(SlowConstructorEnv, tmp_path / "slow")], batch_size=1, on_failure="restart", **options)
     assert envs.start_timeout == math.inf
@@ -722,7 +723,7 @@ def test_infinite_start_timeout_means_no_limit(launch: Launch, by_recv: bool, tm
 @pytest.mark.long
 @pytest.mark.parametrize("hanging", [0, 1])
 def test_each_of_two_rebuild_messages_of_a_worker_has_a_time_limit(launch: Launch, hanging: int, tmp_path: Path) -> None:
-    """A worker dies while it has messages of two requests, so its replacement gets two rebuild messages; one hangs."""
+    """A worker dies with messages of two requests, so its replacement gets two rebuild messages, of which one hangs."""
     env_fns = [functools.partial(HangingResetEnv, index, tmp_path / f"{index}") for index in range(2)]
     options = {"step_timeout": 1.0, "worker_options": WorkerOptions(start_timeout=5.0)}
     envs = launch(env_fns, num_workers=1, batch_size=1, on_failure="restart", **options)
@@ -740,7 +741,7 @@ def test_each_of_two_rebuild_messages_of_a_worker_has_a_time_limit(launch: Launc
 
 
 def test_abandon_of_a_dead_worker_loses_no_message_to_others(launch: Launch) -> None:
-    """The message to all workers is written as far as the first, which is dead, when ``abandon`` replaces that one."""
+    """``abandon`` replaces the first worker when the writing of messages has stopped at that worker, because it is dead."""
     envs = launch([healthy_env_fn(index) for index in range(3)], num_workers=3, on_failure="restart")
     envs.reset(seed=7)
     kill_worker(envs, 0)
@@ -750,29 +751,30 @@ def test_abandon_of_a_dead_worker_loses_no_message_to_others(launch: Launch) -> 
     assert dict(zip(infos["env_id"].tolist(), truncations.tolist(), strict=True)) == {0: True, 1: False, 2: False}
 
 
-@pytest.mark.parametrize("call", ["reset one, then all", "reset one, one by one", "raise, then all"])
-def test_death_noticed_by_a_reset_or_a_failure_is_handled_once(launch: Launch, call: str) -> None:
-    """A worker dies with a row in flight, and another request notices it. Once, two processes replaced the worker."""
-    raises = faulty_env_fn(0, "raises", step=1) if call.startswith("raise") else healthy_env_fn(0)
-    envs = launch([raises, faulty_env_fn(1, "kill", step=1)], num_workers=1, on_failure="restart")
+@pytest.mark.parametrize("case", ["reset, recv both", "reset, recv one by one", "raise, recv both"])
+def test_death_noticed_by_a_reset_or_a_failure_is_handled_once(launch: Launch, case: str) -> None:
+    """Another request notices that a worker died with a row in flight. An old version replaced it twice."""
+    raises = case.startswith("raise")
+    first_env_fn = faulty_env_fn(0, "raises", step=1) if raises else healthy_env_fn(0)
+    envs = launch([first_env_fn, faulty_env_fn(1, "kill", step=1)], num_workers=1, on_failure="restart")
     envs.reset(seed=1)
     (pid,) = worker_pids(envs)
-    if call.startswith("raise"):
+    if raises:
         os.kill(pid, signal.SIGSTOP)
         envs.send([1], [0])
         envs.send([1], [1])
         os.kill(pid, signal.SIGCONT)
     else:
         envs.send([1], [1])
-    wait_for_end(envs, 0)
-    if not call.startswith("raise"):
+    wait_for_worker_end(envs, 0)
+    if not raises:
         envs.reset_async(env_id=[0])
-    counts = [1, 1] if call.endswith("one") else [2]
+    counts = [1, 1] if case.endswith("one by one") else [2]
     batches = [envs.recv(timeout=60, count=count) for count in counts]
     truncated = {
         int(env): bool(flag) for *_, flags, infos in batches for env, flag in zip(infos["env_id"], flags, strict=True)
     }
-    assert truncated == {0: call.startswith("raise"), 1: True}
+    assert truncated == {0: raises, 1: True}
     (process,) = envs.processes
     assert len(worker_pids(envs)) == 1
     assert process.is_alive()
@@ -782,7 +784,7 @@ def test_death_noticed_by_a_reset_or_a_failure_is_handled_once(launch: Launch, c
 
 @pytest.mark.parametrize("by_recv", [False, True])
 def test_worker_that_died_while_idle_restarts_all_its_rows_in_the_next_step(launch: Launch, by_recv: bool) -> None:
-    """One row had failed before. Once, the other rows were returned although they had not been stepped."""
+    """One row failed earlier. An old version returned the others as if they had been stepped."""
     envs = launch([healthy_env_fn(0), faulty_env_fn(1, "kill", step=1)], num_workers=1, on_failure="restart")
     envs.reset(seed=1)
     envs.send([1], [1])
@@ -798,9 +800,9 @@ def test_worker_that_died_while_idle_restarts_all_its_rows_in_the_next_step(laun
 
 
 def test_masked_reset_that_waits_for_a_hanging_row_uses_no_cpu_time(launch: Launch) -> None:
-    slow = functools.partial(SlowResetEnv, 0, 0.8)
+    slow_env = SlowResetEnv(0, 0.8)
     envs = launch(
-        [functools.partial(FaultyEnv, slow(), "sleep", step=1), healthy_env_fn(1)],
+        [functools.partial(FaultyEnv, slow_env, "sleep", step=1), healthy_env_fn(1)],
         num_workers=2, on_failure="restart", step_timeout=1.0,
     )  # fmt: skip
     envs.reset(seed=1)
@@ -811,7 +813,7 @@ def test_masked_reset_that_waits_for_a_hanging_row_uses_no_cpu_time(launch: Laun
 
 
 class SlowResetEnv(EchoEnv):
-    """An environment with resets that take some seconds."""
+    """An environment with resets that take ``seconds``."""
 
     def __init__(self, index: int, seconds: float) -> None:
         super().__init__(index)
@@ -824,8 +826,8 @@ class SlowResetEnv(EchoEnv):
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["kill", "raises"])
-def test_reset_of_a_rebuild_may_take_longer_than_start_timeout(launch: Launch, fault: str) -> None:
-    """Without ``step_timeout``, resets have no time limit, including those of a rebuild."""
+def test_reset_in_a_rebuild_may_take_longer_than_start_timeout(launch: Launch, fault: str) -> None:
+    """Without ``step_timeout``, no reset has a time limit."""
     env_fns = [functools.partial(SlowResetEnv, index, 4.0) for index in range(2)]
     env_fns[1] = functools.partial(FaultyEnv, SlowResetEnv(1, 4.0), fault, step=1)
     envs = launch(env_fns, num_workers=2, on_failure=Restart(1), worker_options=WorkerOptions(start_timeout=3.0))
@@ -845,9 +847,9 @@ def test_death_handled_by_a_masked_reset_and_a_step_counts_as_one_restart(launch
 
 
 class DyingLoadEnv(EchoEnv):
-    """An environment that can make its worker exit when it loads a state."""
+    """An environment with a method that makes its worker exit when it next loads a state."""
 
-    def arm(self) -> None:
+    def exit_in_next_load(self) -> None:
         from vecenv.worker.snapshot_rows import SnapshotRows
 
         SnapshotRows.load = lambda *args: os._exit(3)  # type: ignore[method-assign]
@@ -858,7 +860,7 @@ def test_rows_of_a_worker_that_dies_in_load_fail(launch: Launch, on_failure: str
     envs = launch([functools.partial(DyingLoadEnv, index) for index in range(2)], num_workers=1, on_failure=on_failure)
     envs.reset(seed=1)
     state = envs.state_dict(verify=False)
-    envs.call("arm")
+    envs.call("exit_in_next_load")
     with pytest.raises(WorkerDied, match="during load"):
         envs.load_state_dict(state)
     if on_failure == "raise":
@@ -891,11 +893,11 @@ def test_failed_row_of_a_replaced_worker_cannot_be_saved(launch: Launch) -> None
 def test_rows_loaded_while_another_worker_dies_keep_their_state(launch: Launch) -> None:
     envs = launch([functools.partial(DyingLoadEnv, index) for index in range(2)], num_workers=2)
     first, _ = envs.reset(seed=1)
-    kept = envs.save(verify=False)
+    snapshots = envs.save(verify=False)
     envs.step(ACTIONS[:2])
-    envs.exec_func(lambda env: env.unwrapped.arm(), [1])
+    envs.exec_func(lambda env: env.unwrapped.exit_in_next_load(), [1])
     with pytest.raises(WorkerDied, match="during load"):
-        envs.load(kept)
+        envs.load(snapshots)
     observations, _ = envs.reset(options={"reset_mask": np.array([False, True])})
     np.testing.assert_array_equal(observations[0], first[0])
 
@@ -904,19 +906,22 @@ def test_reset_of_some_rows_drops_an_interrupted_call(launch: Launch) -> None:
     envs = launch(make_env_fns(2))
     envs.reset(seed=1)
 
-    def interrupt(*_: Any) -> None:
+    def raise_keyboard_interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGALRM, interrupt)
+    previous_handler = signal.signal(signal.SIGALRM, raise_keyboard_interrupt)
     try:
-        for reset in ({"env_id": [0]}, {"options": {"reset_mask": np.array([True, False])}}):
+        for arguments in ({"env_id": [0]}, {"options": {"reset_mask": np.array([True, False])}}):
             signal.setitimer(signal.ITIMER_REAL, 0.2)
             with pytest.raises(KeyboardInterrupt):
                 envs.exec_func(lambda env: time.sleep(1))
-            envs.reset_async(**reset)
-            envs.recv(timeout=60, count=1) if "env_id" in reset else envs.reset_wait(timeout=60)
+            envs.reset_async(**arguments)
+            if "env_id" in arguments:
+                envs.recv(timeout=60, count=1)
+            else:
+                envs.reset_wait(timeout=60)
     finally:
-        signal.signal(signal.SIGALRM, previous)
+        signal.signal(signal.SIGALRM, previous_handler)
 
 
 def test_new_failure_of_a_rebuilt_row_counts_as_a_restart(launch: Launch) -> None:
@@ -932,7 +937,7 @@ def test_new_failure_of_a_rebuilt_row_counts_as_a_restart(launch: Launch) -> Non
 
 
 class FailingConstructorEnv(EchoEnv):
-    """An environment with a constructor that removes a file, if it exists, and then raises."""
+    """An environment that cannot be built if a file exists. The constructor removes the file and raises."""
 
     def __init__(self, index: int, file: Path) -> None:
         if file.exists():
@@ -944,7 +949,6 @@ class FailingConstructorEnv(EchoEnv):
 def test_death_is_not_explained_by_an_earlier_failed_start(launch: Launch, tmp_path: Path) -> None:
     envs = launch([functools.partial(FailingConstructorEnv, index, tmp_path / "busy") for index in range(2)], num_workers=2)
     envs.reset(seed=1)
-
     kill_worker(envs, 0)
     (tmp_path / "busy").touch()
     with pytest.raises(WorkerDied):
@@ -960,11 +964,11 @@ def test_death_is_not_explained_by_an_earlier_failed_start(launch: Launch, tmp_p
 def test_log_of_a_restart_names_the_line_that_raised(
     launch: Launch, context: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The fault is a function of the main program, which workers receive by value and not by name."""
-    program = "def fail(result):\n    raise KeyError('stone')\n"
-    main: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(program, "/somewhere/training.py", "exec"), main)
-    env_fns = [faulty_env_fn(0, main["fail"], step=1), healthy_env_fn(1)]
+    """The fault is a function of the main program. Workers receive its code, and not only its name."""
+    source = "def fail(result):\n    raise KeyError('stone')\n"
+    main_module: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, "/somewhere/training.py", "exec"), main_module)
+    env_fns = [faulty_env_fn(0, main_module["fail"], step=1), healthy_env_fn(1)]
     envs = launch(env_fns, num_workers=1, on_failure="restart", context=context)
     envs.reset(seed=1)
     envs.step(ACTIONS[:2])

@@ -1,4 +1,4 @@
-"""Tests of ``RowChecker`` (``faulty_envs.py``): it must detect wrong rows."""
+"""Tests of the wrong rows that ``RowChecker`` (``faulty_envs.py``) must detect."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gymnasium.vector import VectorEnv
 LENGTH = 5
 
 
-def batch(results: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Combine the results of environments to the result of a vector environment."""
+def combine_results(results: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Combine the results of single environments into that of a vector environment."""
     envs: Any = VectorEnv()
     envs.num_envs, infos = len(results), {}
     for row, result in enumerate(results):
@@ -24,18 +24,24 @@ def batch(results: list[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 def test_shifted_torn_repeated_and_swapped_rows_are_detected() -> None:
     envs = [EchoEnv(index, length=LENGTH) for index in range(2)]
-    starts = batch([env.reset(seed=1) for env in envs])
-    first, second = (batch([env.step(action) for env in envs]) for action in (1, 2))
+    reset_result = combine_results([env.reset(seed=1) for env in envs])
+    first, second = (combine_results([env.step(action) for env in envs]) for action in (1, 2))
     torn = second[0].copy()
     torn[0, 20:] = first[0][0, 20:]
-    swapped, old_reward, old_infos = (first[0][::-1], *first[1:]), (first[0], *second[1:]), (*first[:-1], second[-1])
-    for result in (second, swapped, old_reward, old_infos, (torn, *second[1:])):
+    wrong_results = {
+        "shifted": second,
+        "swapped": (first[0][::-1], *first[1:]),
+        "old observation": (first[0], *second[1:]),
+        "infos of another step": (*first[:-1], second[-1]),
+        "torn": (torn, *second[1:]),
+    }
+    for result in wrong_results.values():
         checker = RowChecker(2, length=LENGTH)
-        checker.check_reset(starts)
+        checker.check_reset(reset_result)
         with pytest.raises(AssertionError):
             checker.check_step([1, 1], result)
     checker = RowChecker(2, length=LENGTH)
-    checker.check_reset(starts)
+    checker.check_reset(reset_result)
     checker.check_step([1, 1], first)
     with pytest.raises(AssertionError):
         checker.check_step([1, 1], first)  # repeated

@@ -1,7 +1,7 @@
 """A minimal training program: ``python trainer.py scenario method folder``.
 
-It starts an engine, prints a line of JSON with the pids of all processes, and enters the situation of the scenario. A test
-then kills or interrupts it, or waits for its end.
+It starts an engine, prints a line of JSON with the pids of its workers, and runs the scenario. A test then kills or
+interrupts it, or waits for its end.
 """
 
 from __future__ import annotations
@@ -31,59 +31,59 @@ def report_json(**fields: Any) -> None:
     print(json.dumps({"trainer": os.getpid(), **fields}), flush=True)
 
 
-def pids(envs: vecenv.AsyncVectorEnv) -> list[int]:
+def list_worker_pids(envs: vecenv.AsyncVectorEnv) -> list[int]:
     return [worker.pid for worker in envs._pool.workers]
 
 
-def start(method: str, folder: Path, fault: str | None = None, **options: Any) -> vecenv.AsyncVectorEnv:
-    """Start three environments. In its first step, the last one writes the file ``begun`` and has the fault."""
+def start_engine(method: str, folder: Path, fault: str | None = None, **options: Any) -> vecenv.AsyncVectorEnv:
+    """Start three environments. In its first step, the last one creates the file ``begun`` and then has the fault."""
     replacements = {2: faulty_env_fn(2, write_pid_then(folder / "begun", fault), step=1)} if fault else None
     envs = vecenv.AsyncVectorEnv(make_env_fns(3, replacements), context=method, **options)
     envs.reset(seed=1)
     return envs
 
 
-def waiting(method: str, folder: Path) -> None:
+def wait_between_calls(method: str, folder: Path) -> None:
     """Wait between two calls."""
-    envs = start(method, folder)
-    report_json(workers=pids(envs))
+    envs = start_engine(method, folder)
+    report_json(workers=list_worker_pids(envs))
     time.sleep(60)
 
 
-def stepping(method: str, folder: Path, fault: str = "sleep") -> None:
-    """Wait in a step that one environment does not finish."""
-    envs = start(method, folder, fault)
-    report_json(workers=pids(envs))
+def hang_in_step(method: str, folder: Path, fault: str = "sleep") -> None:
+    """Make a step that hangs in one environment."""
+    envs = start_engine(method, folder, fault)
+    report_json(workers=list_worker_pids(envs))
     envs.step(ACTIONS)
 
 
-def holding_gil(method: str, folder: Path) -> None:
-    """Wait in a step that holds the GIL in C code."""
-    stepping(method, folder, "hold_gil")
+def hang_in_c_code(method: str, folder: Path) -> None:
+    """Make a step that hangs in C code of one environment, which holds the GIL."""
+    hang_in_step(method, folder, "hold_gil")
 
 
-def with_helper(method: str, folder: Path) -> None:
-    """Wait between two calls, after an environment has started a program."""
-    envs = start(method, folder, "start_subprocess")
+def wait_with_helper(method: str, folder: Path) -> None:
+    """Wait between two calls, while a program that an environment started is running."""
+    envs = start_engine(method, folder, "start_subprocess")
     *_, infos = envs.step(ACTIONS)
-    report_json(workers=pids(envs), helpers=[int(infos["subprocess"][2])])
+    report_json(workers=list_worker_pids(envs), helpers=[int(infos["subprocess"][2])])
     time.sleep(60)
 
 
-def nested(method: str, folder: Path) -> None:
+def wait_with_nested_engine(method: str, folder: Path) -> None:
     """Wait between two calls, with an engine inside an environment."""
-    inner = partial(vecenv.AsyncVectorEnv, make_env_fns(2), context=method)
-    envs = vecenv.AsyncVectorEnv([partial(NestedEnv, inner)] * 2, context=method, daemon=False)
+    make_inner_engine = partial(vecenv.AsyncVectorEnv, make_env_fns(2), context=method)
+    envs = vecenv.AsyncVectorEnv([partial(NestedEnv, make_inner_engine)] * 2, context=method, daemon=False)
     envs.reset(seed=1)
-    report_json(workers=pids(envs))
+    report_json(workers=list_worker_pids(envs))
     time.sleep(60)
 
 
-def interrupted(method: str, folder: Path) -> None:
+def close_after_ctrl_c(method: str, folder: Path) -> None:
     """Wait in a step for Ctrl-C, then close the engine."""
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # from then on, Ctrl-C at the terminal reaches this program and its workers
-    envs = start(method, folder, "sleep")
-    report_json(workers=pids(envs))
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # Ctrl-C at the terminal now sends SIGINT to this program and its workers
+    envs = start_engine(method, folder, "sleep")
+    report_json(workers=list_worker_pids(envs))
     interrupts = 0
     try:
         envs.step(ACTIONS)
@@ -94,12 +94,12 @@ def interrupted(method: str, folder: Path) -> None:
     report_json(interrupts=interrupts, closed=envs.closed, seconds=time.monotonic() - started_at)
 
 
-def interrupted_and_continued(method: str, folder: Path) -> None:
-    """Wait for Ctrl-C in a slow step, then continue with its pending result."""
+def continue_after_ctrl_c(method: str, folder: Path) -> None:
+    """Wait in a slow step for Ctrl-C, then wait again for its result."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     envs = vecenv.AsyncVectorEnv(make_env_fns(3, delay=1.0), context=method)
     envs.reset(seed=1)
-    report_json(workers=pids(envs))
+    report_json(workers=list_worker_pids(envs))
     interrupts = 0
     try:
         (folder / "begun").touch()
@@ -113,20 +113,20 @@ def interrupted_and_continued(method: str, folder: Path) -> None:
     report_json(interrupts=interrupts, ticks=ticks, closed=envs.closed)
 
 
-def exiting_in_step(method: str, folder: Path) -> None:
+def exit_in_step(method: str, folder: Path) -> None:
     """End without ``close()`` while a step hangs."""
-    envs = start(method, folder, "sleep")
+    envs = start_engine(method, folder, "sleep")
     envs.step_async(ACTIONS)
     while not (folder / "begun").exists():
         time.sleep(0.01)
-    report_json(workers=pids(envs), ended=time.monotonic())
+    report_json(workers=list_worker_pids(envs), ended=time.monotonic())
 
 
-def raising_in_step(method: str, folder: Path) -> None:
+def raise_in_step(method: str, folder: Path) -> None:
     """End with ``SystemExit`` while a step hangs."""
-    envs = start(method, folder, "sleep")
+    envs = start_engine(method, folder, "sleep")
     envs.step_async(ACTIONS)
-    report_json(workers=pids(envs), ended=time.monotonic())
+    report_json(workers=list_worker_pids(envs), ended=time.monotonic())
     raise SystemExit(9)
 
 
@@ -144,28 +144,29 @@ class LargeObservationEnv(gym.Env):
         return np.full((4 * 2**20,), action, np.uint8), 0.0, False, False, {}
 
 
-def small_shm(method: str, folder: Path) -> None:
-    """Step with a /dev/shm that is smaller than one observation."""
-    size = os.statvfs("/dev/shm")
+def use_small_shm(method: str, folder: Path) -> None:
+    """Make a step with a /dev/shm that is smaller than one observation, and report how much of it is used."""
+    file_system = os.statvfs("/dev/shm")
+    size = file_system.f_blocks * file_system.f_frsize
     try:
         envs = vecenv.AsyncVectorEnv([LargeObservationEnv] * 2, context=method)
     except vecenv.errors.ArenaError as error:
-        report_json(shm=size.f_blocks * size.f_frsize, refused=str(error))
+        report_json(shm=size, refused=str(error))
         return
     envs.reset(seed=1)
     observations = envs.step([7, 8])[0]
     correct = bool((observations[0] == 7).all() and (observations[1] == 8).all())
-    used = size.f_blocks - os.statvfs("/dev/shm").f_bfree
+    used = size - os.statvfs("/dev/shm").f_bfree * file_system.f_frsize
     on_disk = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/tmp/" in line and "rw-s" in line]
     envs.close()
-    report_json(shm=size.f_blocks * size.f_frsize, correct=correct, used=used * size.f_frsize, on_disk=on_disk)
+    report_json(shm=size, correct=correct, used=used, on_disk=on_disk)
 
 
 SCENARIOS: dict[str, Callable[[str, Path], None]] = {
     scenario.__name__: scenario
     for scenario in (
-        waiting, stepping, holding_gil, with_helper, nested, interrupted, interrupted_and_continued, exiting_in_step,
-        raising_in_step, small_shm,
+        wait_between_calls, hang_in_step, hang_in_c_code, wait_with_helper, wait_with_nested_engine, close_after_ctrl_c,
+        continue_after_ctrl_c, exit_in_step, raise_in_step, use_small_shm,
     )
 }  # fmt: skip
 

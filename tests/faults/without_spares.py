@@ -1,4 +1,4 @@
-"""A reference for vector environments with spare workers: one without them that uses the same seeds."""
+"""An environment for tests of spare workers, and a reference without spare workers that uses the same seeds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 from gymnasium.vector import SyncVectorEnv
 
 
-def derived_seed(seed: int, row: int, episode: int) -> int:
+def derive_seed(seed: int, row: int, episode: int) -> int:
     """Return the seed of an episode as documented in ``docs/workers.md``."""
     return int(np.random.SeedSequence(seed, spawn_key=(row, episode)).generate_state(1)[0] >> 1)
 
 
-class SeedEachEpisode(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """A wrapper that gives each episode the seed that it has with spare workers."""
+class EpisodeSeeds(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """A wrapper that seeds each episode like an engine with spare workers."""
 
     def __init__(self, env: gymnasium.Env[Any, Any], row: int) -> None:
         super().__init__(env)
@@ -27,15 +27,15 @@ class SeedEachEpisode(gymnasium.Wrapper[Any, Any, Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         if seed is None:
             self._episode += 1
-            seed = derived_seed(self._seed, self._row, self._episode)
+            seed = derive_seed(self._seed, self._row, self._episode)
         else:
             self._seed, self._episode = seed, 0
         return self.env.reset(seed=seed, options=options)
 
 
 def make_reference(env_fns: Sequence[Callable[[], Any]], first: int = 0, **options: Any) -> SyncVectorEnv:
-    """Build a vector environment with the same episodes, without spare workers; ``first``: the row of ``env_fns[0]``."""
-    seeded = [lambda row=row, env_fn=env_fn: SeedEachEpisode(env_fn(), row) for row, env_fn in enumerate(env_fns, first)]
+    """Build the reference for an engine that has ``env_fns[0]`` as row ``first``."""
+    seeded = [lambda row=row, env_fn=env_fn: EpisodeSeeds(env_fn(), row) for row, env_fn in enumerate(env_fns, first)]
     return SyncVectorEnv(seeded, **options)
 
 
@@ -46,8 +46,9 @@ class Walk(gymnasium.Env[np.ndarray, np.int64]):
         reset: The duration of a reset in seconds.
         step: The duration of a step in seconds.
         lengths: The range of episode lengths; its end is excluded.
-        uneven: Draw the duration of each reset, at most ``reset``, from a separate generator.
-        dies, raises: The seed with which a reset ends the process, and the one with which it raises.
+        uneven: True if the duration of a reset is random, and at most ``reset``.
+        dies: A reset with this seed ends the process.
+        raises: A reset with this seed raises.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Walk(gymnasium.Env[np.ndarray, np.int64]):
             os._exit(3)
         if seed == self._raises:
             raise ValueError("no such level")
+        # the duration comes from a separate generator, so it does not change the walk
         time.sleep(self._reset * (np.random.default_rng().random() if self._uneven else 1))
         self.position = np.array([0.0, self.np_random.normal(), self.level * (options or {}).get("scale", 1.0)])
         self.steps_left = int(self.np_random.integers(*self._lengths))

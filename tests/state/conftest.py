@@ -1,4 +1,4 @@
-"""Imports OpenCV before any test runs, because its import starts a thread that stays."""
+"""Imports OpenCV before any test runs: its import starts a thread that never ends, which tests would report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments that keep their state in unusual places, for the tests of saving and loading."""
+"""Environments that keep state in unusual places, for tests of saving and loading."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHARED_COUNT = [0]
 
 
 class CountingEnv(gymnasium.Env[Any, Any]):
-    """An environment that counts actions; an episode ends at forty."""
+    """An environment that adds up its actions, each plus one. An episode ends when the sum exceeds 40."""
 
     observation_space = gymnasium.spaces.Box(-1e12, 1e12, (1,), np.float64)
 
@@ -33,10 +33,10 @@ class CountingEnv(gymnasium.Env[Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.total += int(action) + 1
-        return np.array([self.total + self.extra(int(action))], np.float64), 0.5, self.total > 40, False, {}
+        return np.array([self.total + self.observation_offset(int(action))], np.float64), 0.5, self.total > 40, False, {}
 
-    def extra(self, action: int) -> float:
-        """Return the number that is added to the count in the observation."""
+    def observation_offset(self, action: int) -> float:
+        """Return a number that is added to the sum in the observation."""
         return 0.0
 
 
@@ -48,18 +48,18 @@ class _Noise:
 
 
 class SlotsEnv(CountingEnv):
-    """An environment with a generator in an object with ``__slots__``."""
+    """An environment that keeps a generator in an object with ``__slots__``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.noise = _Noise()
 
-    def extra(self, action: int) -> float:
+    def observation_offset(self, action: int) -> float:
         return self.noise.generator.random()
 
 
 class AddressEnv(CountingEnv):
-    """An environment with addresses in its state: in another one, a reset raises after a load."""
+    """An environment with its ``id()`` in its state. If another one loads that state, its next reset raises."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,33 +69,33 @@ class AddressEnv(CountingEnv):
         return super().reset(seed=seed)[0], {"name": self.names[id(self)]}
 
 
-class StateInClass(CountingEnv):
-    """Environments that share an attribute of their class."""
+class ClassStateEnv(CountingEnv):
+    """An environment that keeps the last action in an attribute of its class, which all instances share."""
 
-    last: ClassVar[int] = 0
+    last_action: ClassVar[int] = 0
 
-    def extra(self, action: int) -> float:
-        previous, StateInClass.last = StateInClass.last, action
+    def observation_offset(self, action: int) -> float:
+        previous, ClassStateEnv.last_action = ClassStateEnv.last_action, action
         return previous
 
 
-class StateInModule(CountingEnv):
-    """Environments that share a counter of the module."""
+class ModuleStateEnv(CountingEnv):
+    """An environment that counts in a variable of the module, which all instances share."""
 
-    def extra(self, action: int) -> float:
+    def observation_offset(self, action: int) -> float:
         _SHARED_COUNT[0] += 1
         return _SHARED_COUNT[0]
 
 
-class StateInGlobalGenerator(CountingEnv):
-    """Environments that share numpy's generator."""
+class GlobalGeneratorEnv(CountingEnv):
+    """An environment that draws from NumPy's global generator."""
 
-    def extra(self, action: int) -> float:
+    def observation_offset(self, action: int) -> float:
         return float(np.random.rand())
 
 
 class JaxKeysEnv(CountingEnv):
-    """An environment that draws from both kinds of JAX keys."""
+    """An environment with both kinds of JAX keys: typed ones, and arrays of numbers."""
 
     def __init__(self) -> None:
         import jax
@@ -103,23 +103,26 @@ class JaxKeysEnv(CountingEnv):
         super().__init__()
         self.jax = jax
         self.draw = jax.jit(lambda key: jax.random.uniform(key, ()))
-        self.key, self.raw = jax.random.key(1), jax.random.PRNGKey(2)
+        self.key, self.raw_key = jax.random.key(1), jax.random.PRNGKey(2)
 
-    def extra(self, action: int) -> float:
+    def observation_offset(self, action: int) -> float:
         self.key, subkey = self.jax.random.split(self.key)
-        self.raw, raw_subkey = self.jax.random.split(self.raw)
+        self.raw_key, raw_subkey = self.jax.random.split(self.raw_key)
         return float(self.draw(subkey)) + float(self.draw(raw_subkey))
 
 
-class StateInLibc(CountingEnv):
+class LibcGeneratorEnv(CountingEnv):
     """An environment that draws from the generator of the C library."""
 
-    def extra(self, action: int) -> float:
+    def observation_offset(self, action: int) -> float:
         return float(_LIBC.rand() % 1000)
 
 
-class RarelyShownState(CountingEnv):
-    """An environment with the previous action in a closure, which changes about one observation in ten."""
+class RarelyVisibleStateEnv(CountingEnv):
+    """An environment that keeps the previous action in a closure, and rarely adds it to an observation.
+
+    After a load into another environment, about one observation in ten is wrong.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,42 +135,42 @@ class RarelyShownState(CountingEnv):
 
         self.exchange = exchange
 
-    def extra(self, action: int) -> float:
+    def observation_offset(self, action: int) -> float:
         previous = self.exchange(action)
-        return previous if self.np_random.random() < 0.15 else 0.0  # it is another action in two of three cases
+        return previous if self.np_random.random() < 0.15 else 0.0  # both had the same action in one of three cases
 
 
-class StateInClosure(CountingEnv):
-    """An environment with a counter in a closure."""
+class ClosureStateEnv(CountingEnv):
+    """An environment that counts steps in a closure."""
 
     def __init__(self) -> None:
         super().__init__()
         count = 0
 
-        def tick() -> int:
+        def increment() -> int:
             nonlocal count
             count += 1
             return count
 
-        self.tick = tick
+        self.increment = increment
 
-    def extra(self, action: int) -> float:
-        return self.tick()
+    def observation_offset(self, action: int) -> float:
+        return self.increment()
 
 
-class StateInGeneratorFrame(CountingEnv):
-    """An environment with its state in the frame of a running generator."""
+class GeneratorFrameEnv(CountingEnv):
+    """An environment that keeps state in the frame of a generator."""
 
     def __init__(self) -> None:
         super().__init__()
         self.numbers = (number for number in range(10**9))
 
-    def extra(self, action: int) -> float:
+    def observation_offset(self, action: int) -> float:
         return next(self.numbers)
 
 
-class StateBehindSocket(CountingEnv):
-    """An environment with its state at the other end of a socket."""
+class SocketEnv(CountingEnv):
+    """An environment that would keep state at the other end of a socket."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,28 +187,31 @@ class RandomConstructorEnv(CountingEnv):
         super().__init__()
         self.factor = random.random()
 
-    def extra(self, action: int) -> float:
+    def observation_offset(self, action: int) -> float:
         return self.factor * action
 
 
 class GeneratorsEnv(CountingEnv):
-    """An environment with generators of every kind, one of which two of its parts share."""
+    """An environment with random generators of every kind. Two of its parts share one of them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.new = np.random.default_rng(np.random.SeedSequence().generate_state(4))  # the entropy is an array
-        self.old = np.random.RandomState()
-        self.python = random.Random()
-        self.parts = [{"draws": self.new}, (self.new, [random.Random()])]
+        self.generator = np.random.default_rng(np.random.SeedSequence().generate_state(4))  # the entropy is an array
+        self.random_state = np.random.RandomState()
+        self.python_random = random.Random()
+        self.parts = [{"generator": self.generator}, (self.generator, [random.Random()])]
 
-    def extra(self, action: int) -> float:
-        child = self.new.spawn(1)[0] if action == 2 else self.new
-        drawn = child.random() + self.old.rand() + self.python.random()
-        return drawn + self.parts[0]["draws"].random() + self.parts[1][1][0].random()  # type: ignore[index, call-overload]
+    def observation_offset(self, action: int) -> float:
+        child = self.generator.spawn(1)[0] if action == 2 else self.generator
+        drawn = child.random() + self.random_state.rand() + self.python_random.random()
+        return drawn + self.parts[0]["generator"].random() + self.parts[1][1][0].random()  # type: ignore[index, call-overload]
 
 
 class EzPickledEnv(CountingEnv, EzPickle):
-    """An environment that pickle would rebuild by its constructor, with a queue, a function and a part that refers to it."""
+    """An environment that pickle would rebuild by a call of its constructor, which would lose its state.
+
+    It has a queue, a function, and a part with a reference to the environment.
+    """
 
     def __init__(self, size: int = 3) -> None:
         CountingEnv.__init__(self)
@@ -214,18 +220,18 @@ class EzPickledEnv(CountingEnv, EzPickle):
         self.double = lambda number: number * 2
         self.part = Part(self)
 
-    def extra(self, action: int) -> float:
+    def observation_offset(self, action: int) -> float:
         self.queue.append(self.double(action))
         return sum(self.queue) + self.part.count()
 
 
 class ArraysEnv(CountingEnv):
-    """An environment with arrays of every kind, one of them in three attributes, and a numpy scalar."""
+    """An environment with arrays of every kind and a NumPy scalar. Three attributes hold the same array."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sums = np.zeros(3)
-        self.same = self.sums
+        self.alias = self.sums
         self.in_dict = {"sums": (self.sums,)}
         self.fortran = np.zeros((2, 3), order="F")
         self.read_only = np.arange(3.0)
@@ -236,7 +242,7 @@ class ArraysEnv(CountingEnv):
         self.empty = np.zeros((0, 3), np.complex64)
         self.number = np.float32(0.1)
 
-    def extra(self, action: int) -> float:
+    def observation_offset(self, action: int) -> float:
         self.sums[action] += self.number
         self.fortran[:, action] += 1
         self.zero_dim[...] = self.zero_dim + action
@@ -246,7 +252,7 @@ class ArraysEnv(CountingEnv):
         assert not self.read_only.flags.writeable
         assert self.fortran.flags.f_contiguous
         rest = self.structured["count"].sum() + self.big_endian.sum() + self.fortran.sum() + self.zero_dim + self.empty.size
-        return float(self.same.sum() + self.in_dict["sums"][0].sum() + rest)
+        return float(self.alias.sum() + self.in_dict["sums"][0].sum() + rest)
 
 
 class Part(EzPickle):
@@ -262,38 +268,36 @@ class Part(EzPickle):
         return self.calls + len(self.env.queue)
 
 
-class SnapshotMethodsEnv(StateInClosure):
-    """An environment with hidden state, and with the two methods that save and restore it."""
+class SnapshotMethodsEnv(ClosureStateEnv):
+    """An environment with state that cannot be captured, and with the two methods that save and restore it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.numbers = iter(range(10**9))
         self.position = 0
 
-    def extra(self, action: int) -> float:
+    def observation_offset(self, action: int) -> float:
         self.position += 1
         return next(self.numbers)
 
     def take_snapshot(self) -> Any:
-        """Return the state."""
         return self.total, self.position
 
     def restore_snapshot(self, state: Any) -> None:
-        """Continue from a state."""
         self.total, self.position = state
         self.numbers = iter(range(self.position, 10**9))
 
 
 class SwitchingWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """A wrapper of two environments. A reset with the option ``which`` selects one of them.
+    """A wrapper of two environments. The reset option ``which`` selects one of them.
 
     Args:
-        make: A function that builds the environments.
-        in_list: Keep the environments in a list, not in attributes.
+        env_fn: A function that builds the environments.
+        in_list: True if a list holds the environments, false if attributes do.
     """
 
-    def __init__(self, make: Callable[[], Any], in_list: bool) -> None:
-        first, second = make(), make()
+    def __init__(self, env_fn: Callable[[], Any], in_list: bool) -> None:
+        first, second = env_fn(), env_fn()
         if in_list:
             self.candidates = [first, second]
         else:
@@ -303,5 +307,6 @@ class SwitchingWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         if options is not None:
-            self.env = self.candidates[options["which"]] if self.in_list else (self.first, self.second)[options["which"]]
+            candidates = self.candidates if self.in_list else [self.first, self.second]
+            self.env = candidates[options["which"]]
         return self.env.reset(seed=seed)

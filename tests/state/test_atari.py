@@ -1,4 +1,4 @@
-"""Snapshots of Atari games contain the action that a sticky emulator repeats, which is not in the emulator's own state."""
+"""Tests of snapshots of Atari games. They contain the action that a sticky emulator repeats, unlike the emulator's state."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def make_preprocessed(name: str) -> Any:
 GAMES = ("Pong", "Freeway", "Breakout")
 SETTINGS: dict[str, Callable[[], Any]] = {
     "not sticky": functools.partial(make_game, "Pong", repeat_action_probability=0.0),
-    "repeats only": functools.partial(make_game, "Freeway", repeat_action_probability=1.0),
+    "always sticky": functools.partial(make_game, "Freeway", repeat_action_probability=1.0),
     "very sticky": functools.partial(make_game, "Freeway", repeat_action_probability=0.7),
     "random frame skip": functools.partial(make_game, "Breakout", frameskip=(2, 6)),
     "all actions": functools.partial(make_game, "Pong", full_action_space=True),
-    "a paddle, continuous": functools.partial(make_game, "Breakout", continuous=True),
-    "a joystick, continuous": functools.partial(make_game, "Freeway", continuous=True),
+    "continuous paddle": functools.partial(make_game, "Breakout", continuous=True),
+    "continuous joystick": functools.partial(make_game, "Freeway", continuous=True),
     "preprocessed": functools.partial(make_preprocessed, "Pong"),
 }
 
 
 def run_actions(env: Any, actions: list[Any]) -> list[Any]:
-    """Return the results of the steps, and of a reset after each finished episode."""
+    """Return the results of the steps, and of a reset after each episode that ends."""
     results: list[Any] = []
     for action in actions:
         step = env.step(action)
@@ -53,28 +53,28 @@ def run_actions(env: Any, actions: list[Any]) -> list[Any]:
     return results
 
 
-def count_differing(make: Callable[[], Any], count: int, steps: int = STEPS) -> int:
-    """Return the number of snapshots that continue differently in an environment with another past."""
-    one, other = make(), make()
-    one.reset(seed=0)
-    other.reset(seed=1)
-    one.action_space.seed(2)
-    other.action_space.seed(3)
-    num_differing = 0
+def count_inexact_snapshots(env_fn: Callable[[], Any], count: int, steps: int = STEPS) -> int:
+    """Make ``count`` snapshots. Return how many continue differently in an environment with another past."""
+    saved, target = env_fn(), env_fn()
+    saved.reset(seed=0)
+    target.reset(seed=1)
+    saved.action_space.seed(2)
+    target.action_space.seed(3)
+    num_inexact = 0
     for number in range(count):
-        for env in (one, other):
+        for env in (saved, target):
             run_actions(env, [env.action_space.sample() for _ in range(3 + number % 5)])
-        state = capture_state(one)
-        actions = [one.action_space.sample() for _ in range(steps)]
-        expected = run_actions(one, actions)
-        prepare_restore(other, state)()
+        state = capture_state(saved)
+        actions = [saved.action_space.sample() for _ in range(steps)]
+        expected = run_actions(saved, actions)
+        prepare_restore(target, state)()
         try:
-            assert_identical(run_actions(other, actions), expected)
+            assert_identical(run_actions(target, actions), expected)
         except AssertionError:
-            num_differing += 1
-    one.close()
-    other.close()
-    return num_differing
+            num_inexact += 1
+    saved.close()
+    target.close()
+    return num_inexact
 
 
 @pytest.mark.parametrize(
@@ -85,23 +85,23 @@ def count_differing(make: Callable[[], Any], count: int, steps: int = STEPS) -> 
     ],
 )
 def test_snapshots_of_sticky_games_continue_exactly(name: str, count: int) -> None:
-    assert count_differing(functools.partial(make_game, name), count) == 0
+    assert count_inexact_snapshots(functools.partial(make_game, name), count) == 0
 
 
 def test_snapshots_contain_the_previous_action() -> None:
-    assert count_differing(functools.partial(make_game, "Pong"), 25, steps=3) == 0  # without it, about 4 of 25
+    assert count_inexact_snapshots(functools.partial(make_game, "Pong"), 25, steps=3) == 0  # otherwise about 4
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in SETTINGS.items()])
-def test_snapshots_with_other_settings_continue_exactly(make: Callable[[], Any]) -> None:
-    assert count_differing(make, 30) == 0
+@pytest.mark.parametrize("env_fn", [pytest.param(env_fn, id=name) for name, env_fn in SETTINGS.items()])
+def test_snapshots_with_other_settings_continue_exactly(env_fn: Callable[[], Any]) -> None:
+    assert count_inexact_snapshots(env_fn, 30) == 0
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("make", [functools.partial(make_game, "Freeway"), SETTINGS["a paddle, continuous"]])
-def test_saving_does_not_change_later_steps(make: Callable[[], Any], closes: Any) -> None:
-    saved, reference = closes(make()), closes(make())
+@pytest.mark.parametrize("env_fn", [functools.partial(make_game, "Freeway"), SETTINGS["continuous paddle"]])
+def test_saving_does_not_change_later_steps(env_fn: Callable[[], Any], closes: Any) -> None:
+    saved, reference = closes(env_fn()), closes(env_fn())
     for env in (saved, reference):
         env.reset(seed=4)
     reference.action_space.seed(4)

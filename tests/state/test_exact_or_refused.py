@@ -1,4 +1,7 @@
-"""A snapshot is exact or raises an error that names the reason: tables of different environments and of hidden state."""
+"""Tests that each snapshot is exact, or raises an error that names the reason.
+
+They have tables of environments that differ, of hidden state that cannot be saved, and of state that is saved exactly.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +42,17 @@ def make_pendulum(**arguments: Any) -> Any:
     return gymnasium.make("Pendulum-v1", **arguments)
 
 
-def make_hopper(field: str = "", factor: float = 0.5) -> Any:
+def make_hopper(changed_field: str = "") -> Any:
+    """Return Hopper, with another value of a field of its model, such as ``opt.wind``, if one is given."""
     env: Any = gymnasium.make("Hopper-v5")
-    *path, name = field.split(".")
-    owner = functools.reduce(getattr, path, env.unwrapped.model)
-    if isinstance(value := getattr(owner, name or "nq"), np.ndarray):
-        value[...] = value * factor + factor
-    elif name:
-        setattr(owner, name, type(value)(value + 5))
+    if changed_field:
+        *path, name = changed_field.split(".")
+        owner = functools.reduce(getattr, path, env.unwrapped.model)
+        value = getattr(owner, name)
+        if isinstance(value, np.ndarray):
+            value[...] = value * 0.5 + 0.5
+        else:
+            setattr(owner, name, type(value)(value + 5))
     return env
 
 
@@ -57,13 +63,13 @@ def make_atari(game: str = "pong", **arguments: Any) -> Any:
 
 
 class KeptValueEnv(kept_envs.CountingEnv):
-    """An environment with the value ``kept``, of which each observation contains a function."""
+    """An environment that keeps a value. Its observations contain the results of ``draw(kept)``."""
 
     def __init__(self, kept: Any, draw: Callable[[Any], float]) -> None:
         super().__init__()
         self.kept, self.draw = kept, draw
 
-    def extra(self, action: int) -> float:
+    def observation_offset(self, action: int) -> float:
         return float(self.draw(self.kept))
 
 
@@ -76,15 +82,15 @@ def make_module_env(module: Any) -> Any:
 
 
 def make_local_class_env(factor: int) -> Any:
-    class Local(kept_envs.CountingEnv):
-        def extra(self, action: int) -> float:
+    class LocalEnv(kept_envs.CountingEnv):
+        def observation_offset(self, action: int) -> float:
             return factor * action
 
-    return Local()
+    return LocalEnv()
 
 
 class ScaledReward(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """A wrapper that does not record its argument, which is an attribute and so part of the state."""
+    """A wrapper that keeps its argument only in an attribute, which is therefore a part of the state."""
 
     def __init__(self, factor: float) -> None:
         super().__init__(make_pendulum())
@@ -96,7 +102,7 @@ class ScaledReward(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def make_env_with_space(bound: float) -> Any:
-    """Return an environment with a space of 2,000 bounds, one of which is ``bound``; the repr does not show it."""
+    """Return an environment with a space of 2,000 bounds, one of which is ``bound``. The space's repr omits that one."""
     env = wrappers.OrderEnforcing(make_pendulum())
     high = np.ones(2000, np.float32)
     high[1000] = bound
@@ -112,47 +118,50 @@ def make_scaled_rewards(factor: float) -> Any:
     return wrappers.TransformReward(make_pendulum(), lambda reward: reward * factor)
 
 
-def bind_each(function: Callable[..., Any], *values: Any) -> tuple[EnvFn, EnvFn]:
-    one, other = (functools.partial(function, value) for value in values)
-    return one, other
+def bind_pair(function: Callable[[Any], Any], first: Any, second: Any) -> tuple[EnvFn, EnvFn]:
+    """Return two functions without arguments, which call ``function`` with one value each."""
+    return functools.partial(function, first), functools.partial(function, second)
 
 
 MISMATCHES: dict[str, tuple[tuple[EnvFn, EnvFn], str]] = {
     "time limit": (
-        bind_each(lambda steps: make_pendulum(max_episode_steps=steps), 5, 9), r"TimeLimit.max_episode_steps=5, .*=9",
+        bind_pair(lambda steps: make_pendulum(max_episode_steps=steps), 5, 9), r"TimeLimit.max_episode_steps=5, .*=9",
     ),
-    "frames": (bind_each(lambda n: wrappers.FrameStackObservation(make_pendulum(), n), 3, 4), r"shape \(3, 3\)"),
+    "frame count": (bind_pair(lambda n: wrappers.FrameStackObservation(make_pendulum(), n), 3, 4), r"shape \(3, 3\)"),
     "padding": (
-        bind_each(make_frame_stack, "zero", "reset"), "'zero', .*'reset'",
+        bind_pair(make_frame_stack, "zero", "reset"), "'zero', .*'reset'",
     ),
     "sticky": (
-        bind_each(lambda chance: wrappers.StickyAction(make_pendulum(), chance), 0.1, 0.6), "repeat_action_probability=0.1",
+        bind_pair(lambda chance: wrappers.StickyAction(make_pendulum(), chance), 0.1, 0.6), "repeat_action_probability=0.1",
     ),
-    "epsilon": (bind_each(lambda eps: wrappers.NormalizeObservation(make_pendulum(), eps), 1e-8, 1.0), "epsilon=1e-08"),
-    "captured": (bind_each(make_scaled_rewards, 2, 3), r"TransformReward.func=.*factor=2.*factor=3"),
-    "code": (
-        bind_each(lambda f: wrappers.TransformReward(make_pendulum(), f), lambda r: r * 2, lambda r: r + 2),
+    "epsilon": (bind_pair(lambda eps: wrappers.NormalizeObservation(make_pendulum(), eps), 1e-8, 1.0), "epsilon=1e-08"),
+    "closure variable": (bind_pair(make_scaled_rewards, 2, 3), r"TransformReward.func=.*factor=2.*factor=3"),
+    "code of a lambda": (
+        bind_pair(lambda f: wrappers.TransformReward(make_pendulum(), f), lambda r: r * 2, lambda r: r + 2),
         "TransformReward.func",
     ),
-    "in C": (bind_each(lambda f: wrappers.TransformReward(make_pendulum(), f), np.tanh, np.sin), "func=ufunc tanh"),
-    "class": (bind_each(make_local_class_env, 1, 2), "class Local"),
-    "space": (bind_each(make_env_with_space, 1.0, 2.0), "OrderEnforcing.extra_space"),
-    "registered": (bind_each(lambda g: make_pendulum(g=g), 9.0, 3.0), r"g=9.0, and this one with g=3.0"),
-    "bits": (bind_each(make_random_state_env, np.random.MT19937, np.random.PCG64), "PCG64, that of the snapshot a MT19937"),
-    "module": (bind_each(make_module_env, math, cmath), "module math, and here it is module cmath"),
+    "C function": (bind_pair(lambda f: wrappers.TransformReward(make_pendulum(), f), np.tanh, np.sin), "func=ufunc tanh"),
+    "local class": (bind_pair(make_local_class_env, 1, 2), "class LocalEnv"),
+    "space": (bind_pair(make_env_with_space, 1.0, 2.0), "OrderEnforcing.extra_space"),
+    "argument of make()": (bind_pair(lambda g: make_pendulum(g=g), 9.0, 3.0), r"g=9.0, and this one with g=3.0"),
+    "bit generator": (
+        bind_pair(make_random_state_env, np.random.MT19937, np.random.PCG64), "PCG64, that of the snapshot a MT19937",
+    ),
+    "module": (bind_pair(make_module_env, math, cmath), "module math, and here it is module cmath"),
 }  # fmt: skip
 if importlib.util.find_spec("mujoco") is not None:
     for field in ("opt.viscosity", "opt.wind", "opt.disableflags", "actuator_ctrlrange", "geom_rgba", "body_mass"):
-        MISMATCHES[field] = bind_each(make_hopper, "", field), rf"HopperEnv.data: its MjModel is different: {field} differ"
+        MISMATCHES[field] = bind_pair(make_hopper, "", field), rf"HopperEnv.data: its MjModel is different: {field} differ"
 if importlib.util.find_spec("ale_py") is not None:
     MISMATCHES |= {
-        "game": (bind_each(make_atari, "pong", "breakout"), "AtariEnv.game='pong'"),
-        "mode": (bind_each(lambda mode: make_atari(mode=mode), 0, 1), "AtariEnv.mode=0"),
-        "emulator": (bind_each(lambda chance: make_atari(repeat_action_probability=chance), 0.0, 0.5), "probability=0.0"),
+        "game": (bind_pair(make_atari, "pong", "breakout"), "AtariEnv.game='pong'"),
+        "mode": (bind_pair(lambda mode: make_atari(mode=mode), 0, 1), "AtariEnv.mode=0"),
+        "emulator": (bind_pair(lambda chance: make_atari(repeat_action_probability=chance), 0.0, 0.5), "probability=0.0"),
     }
 
 
-def reset_engine(env_fn: EnvFn, count: int = 1, steps: int = 4) -> Any:
+def open_stepped_engine(env_fn: EnvFn, count: int = 1, steps: int = 4) -> Any:
+    """Return a context manager with an engine after a reset and some random steps."""
     envs = vecenv.AsyncVectorEnv([env_fn] * count, num_workers=0)
     envs.reset(seed=1)
     envs.action_space.seed(0)
@@ -163,17 +172,17 @@ def reset_engine(env_fn: EnvFn, count: int = 1, steps: int = 4) -> Any:
 
 @pytest.mark.sampled(
     "time limit",
-    "frames",
+    "frame count",
     "padding",
     "sticky",
     "epsilon",
-    "captured",
-    "code",
-    "in C",
-    "class",
+    "closure variable",
+    "code of a lambda",
+    "C function",
+    "local class",
     "space",
-    "registered",
-    "bits",
+    "argument of make()",
+    "bit generator",
     "module",
     "opt.viscosity",
     "geom_rgba",
@@ -181,27 +190,31 @@ def reset_engine(env_fn: EnvFn, count: int = 1, steps: int = 4) -> Any:
 )
 @pytest.mark.parametrize("case", MISMATCHES)
 def test_load_into_a_different_environment_names_the_difference(case: str) -> None:
-    (env_fn, other_fn), text = MISMATCHES[case]
-    with reset_engine(env_fn) as envs, reset_engine(other_fn) as different, reset_engine(env_fn) as same:
-        kept = envs.save(verify=False)
+    (env_fn, different_env_fn), text = MISMATCHES[case]
+    with (
+        open_stepped_engine(env_fn) as envs,
+        open_stepped_engine(different_env_fn) as different,
+        open_stepped_engine(env_fn) as same,
+    ):
+        snapshots = envs.save(verify=False)
         with pytest.raises(SnapshotMismatch, match=text):
-            different.load(kept)
-        same.load(kept)
+            different.load(snapshots)
+        same.load(snapshots)
         actions = envs.action_space.sample()
         assert_identical(same.step(actions)[:4], envs.step(actions)[:4])
 
 
 def test_load_names_an_emulator_setting_changed_after_construction() -> None:
     pytest.importorskip("ale_py")
-    with reset_engine(make_atari) as envs, reset_engine(make_atari) as target:
+    with open_stepped_engine(make_atari) as envs, open_stepped_engine(make_atari) as target:
         target.exec_func(lambda env: env.unwrapped.ale.setFloat("repeat_action_probability", 0.5))
         with pytest.raises(SnapshotMismatch, match=r"its emulator has repeat_action_probability 0.25, and this one 0.5"):
             target.load(envs.save(verify=False))
 
 
 def test_load_restores_constructor_arguments_kept_as_attributes() -> None:
-    twice, thrice = functools.partial(ScaledReward, 2.0), functools.partial(ScaledReward, 3.0)
-    with reset_engine(twice) as envs, reset_engine(thrice) as target:
+    env_fn, different_env_fn = bind_pair(ScaledReward, 2.0, 3.0)
+    with open_stepped_engine(env_fn) as envs, open_stepped_engine(different_env_fn) as target:
         target.load(envs.save())
         for _ in range(3):
             actions = envs.action_space.sample()
@@ -209,38 +222,38 @@ def test_load_restores_constructor_arguments_kept_as_attributes() -> None:
 
 
 @pytest.mark.parametrize("in_list", [False, True])
-@pytest.mark.parametrize("make", [kept_envs.GeneratorsEnv, kept_envs.SnapshotMethodsEnv])
-def test_load_restores_the_environment_selected_by_a_wrapper_or_save_raises(make: Any, in_list: bool) -> None:
-    env_fn = functools.partial(kept_envs.SwitchingWrapper, make, in_list)
+@pytest.mark.parametrize("env_class", [kept_envs.GeneratorsEnv, kept_envs.SnapshotMethodsEnv])
+def test_load_restores_the_environment_selected_by_a_wrapper_or_save_raises(env_class: Any, in_list: bool) -> None:
+    env_fn = functools.partial(kept_envs.SwitchingWrapper, env_class, in_list)
 
-    def play(envs: Any) -> list[Any]:
+    def step_and_reset(envs: Any) -> list[Any]:
         steps = [envs.step(np.array([action])) for action in (1, 2, 0)]
-        others = [envs.reset(options={"which": which}) for which in (1, 0)]
-        return [*steps, *others, envs.step(np.array([2]))]
+        resets = [envs.reset(options={"which": which}) for which in (1, 0)]
+        return [*steps, *resets, envs.step(np.array([2]))]
 
-    with reset_engine(env_fn) as envs, reset_engine(env_fn) as target:
+    with open_stepped_engine(env_fn) as envs, open_stepped_engine(env_fn) as target:
         envs.reset(seed=3, options={"which": 1})
         envs.step(np.array([2]))
         target.reset(seed=4, options={"which": 0})
-        if in_list and make is kept_envs.SnapshotMethodsEnv:  # load() can restore only the selected one
+        if in_list and env_class is kept_envs.SnapshotMethodsEnv:  # load() could restore only the selected environment
             text = r"no object at SwitchingWrapper.candidates\[0\] can load the saved state"
             with pytest.raises(NotRestorable, match=text):
                 envs.save()
             return
-        kept, expected = envs.save(), play(envs)
-        for one in (envs, target):
-            one.load(kept)
-            assert_identical(play(one), expected)
+        snapshots, expected = envs.save(), step_and_reset(envs)
+        for engine in (envs, target):
+            engine.load(snapshots)
+            assert_identical(step_and_reset(engine), expected)
 
 
 # -- verification of the first save -------------------------------------------------------------------------------------
 
 GLOBAL_COUNT = {"steps": 0}
-COUNTER = itertools.count()
+NUM_BUILT = itertools.count()
 GENERATOR = np.random.default_rng(0)
 
 
-class MaybeHiddenCount(kept_envs.CountingEnv):
+class StepCountEnv(kept_envs.CountingEnv):
     """An environment that counts its steps in an attribute or, if ``hidden``, in a global dict."""
 
     def __init__(self, hidden: bool) -> None:
@@ -251,22 +264,22 @@ class MaybeHiddenCount(kept_envs.CountingEnv):
         self.steps = GLOBAL_COUNT["steps"] = 0
         return super().reset(**arguments)
 
-    def extra(self, action: int) -> float:
+    def observation_offset(self, action: int) -> float:
         self.steps += 1
         GLOBAL_COUNT["steps"] += 1
         return GLOBAL_COUNT["steps"] if self.hidden else self.steps
 
 
-class RandomWithAttribute(random.Random):
-    memory = 0.0
+class CountingRandom(random.Random):
+    num_drawn = 0.0
 
     def random(self) -> float:
-        self.memory += 1
-        return self.memory + super().random()
+        self.num_drawn += 1
+        return self.num_drawn + super().random()
 
 
-def hide_every_fourth() -> Any:
-    return MaybeHiddenCount(next(COUNTER) % 4 == 3)
+def make_every_fourth_with_hidden_count() -> Any:
+    return StepCountEnv(next(NUM_BUILT) % 4 == 3)
 
 
 def make_env_fn(make: Callable[[], Any], draw: Callable[[Any], float]) -> EnvFn:
@@ -274,31 +287,31 @@ def make_env_fn(make: Callable[[], Any], draw: Callable[[Any], float]) -> EnvFn:
 
 
 NUMPY, PYTHON = "it is the generator of numpy.random", "it is the generator of the module random"
-REFUSED: dict[str, tuple[list[EnvFn], str]] = {
-    "in one row of two": (
-        [functools.partial(MaybeHiddenCount, hidden) for hidden in (False, True)], r"differently: .*\.GLOBAL_COUNT",
+HIDDEN_STATES: dict[str, tuple[list[EnvFn], str]] = {
+    "in one of two rows": (
+        [functools.partial(StepCountEnv, hidden) for hidden in (False, True)], r"differently: .*\.GLOBAL_COUNT",
     ),
-    "in every fourth environment": ([hide_every_fourth] * 4, "continues differently"),
-    "numpy's": (
+    "in every fourth environment": ([make_every_fourth_with_hidden_count] * 4, "continues differently"),
+    "generator of numpy.random": (
         [make_env_fn(lambda: np.random.mtrand._rand, lambda kept: kept.rand())], NUMPY,  # type: ignore[attr-defined]
     ),
-    "Python's": ([make_env_fn(lambda: random._inst, lambda kept: kept.random())], PYTHON),  # type: ignore[attr-defined]
-    "by a method": ([make_env_fn(lambda: np.random.rand, lambda kept: kept())], NUMPY),
-    "by a function": ([make_env_fn(lambda: random.random, lambda kept: kept())], PYTHON),
-    "shared": (
+    "generator of random": ([make_env_fn(lambda: random._inst, lambda kept: kept.random())], PYTHON),  # type: ignore[attr-defined]
+    "numpy.random.rand": ([make_env_fn(lambda: np.random.rand, lambda kept: kept())], NUMPY),
+    "random.random": ([make_env_fn(lambda: random.random, lambda kept: kept())], PYTHON),
+    "generator of this module": (
         [make_env_fn(lambda: [GENERATOR], lambda kept: kept[0].random())], r"kept\[0\] \(Generator\) is the same object",
     ),
-    "with attribute": (
-        [make_env_fn(RandomWithAttribute, lambda kept: kept.random())],
-        "RandomWithAttribute has attributes of its own: memory",
+    "generator with an attribute": (
+        [make_env_fn(CountingRandom, lambda kept: kept.random())],
+        "CountingRandom has attributes of its own: num_drawn",
     ),
     "a thread in a list": (
         [make_env_fn(lambda: [threading.Thread()], lambda kept: 0.0)],
         r"KeptValueEnv\.kept\[0\] \(Thread\): a thread cannot be restored",
     ),
 }  # fmt: skip
-EXACT: dict[str, EnvFn] = {
-    "own counter": functools.partial(MaybeHiddenCount, False),
+EXACT_ENV_FNS: dict[str, EnvFn] = {
+    "attribute": functools.partial(StepCountEnv, False),
     "Generator": make_env_fn(lambda: np.random.default_rng(1), lambda kept: kept.random()),
     "PCG64": make_env_fn(lambda: np.random.PCG64(1), lambda kept: kept.random_raw() % 1000),
     **{
@@ -311,27 +324,27 @@ EXACT: dict[str, EnvFn] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", HIDDEN_STATES)
 def test_save_with_hidden_state_names_the_state(case: str) -> None:
-    env_fns, text = REFUSED[case]
+    env_fns, text = HIDDEN_STATES[case]
     state = GENERATOR.bit_generator.state
     with closing(vecenv.AsyncVectorEnv(env_fns, num_workers=0)) as envs:
         envs.reset(seed=1)
         with pytest.raises(NotRestorable, match=text):
             envs.save()
-    assert GENERATOR.bit_generator.state == state  # the verification draws from no generator of a user's environment
+    assert GENERATOR.bit_generator.state == state  # scratch environments must not draw from the generator of a real one
 
 
-@pytest.mark.parametrize("case", EXACT)
-def test_load_into_one_row_continues_exactly_beside_others(case: str) -> None:
-    with reset_engine(EXACT[case], 2) as envs:
-        kept = envs.save()
-        actions = [envs.action_space.sample() for _ in range(20)]
-        expected = [envs.step(one)[:4] for one in actions]
+@pytest.mark.parametrize("case", EXACT_ENV_FNS)
+def test_load_into_one_row_continues_exactly_beside_other_rows(case: str) -> None:
+    with open_stepped_engine(EXACT_ENV_FNS[case], 2) as envs:
+        snapshots = envs.save()
+        all_actions = [envs.action_space.sample() for _ in range(20)]
+        expected = [envs.step(actions)[:4] for actions in all_actions]
         for row in range(2):
-            envs.load(kept[row], [row])
-            for one, step in zip(actions, expected, strict=True):
-                assert_identical([field[row] for field in envs.step(one)[:4]], [field[row] for field in step])
+            envs.load(snapshots[row], [row])
+            for actions, step in zip(all_actions, expected, strict=True):
+                assert_identical([field[row] for field in envs.step(actions)[:4]], [field[row] for field in step])
 
 
 def test_save_verifies_each_environment_once_and_again_after_set_attr() -> None:
@@ -339,24 +352,25 @@ def test_save_verifies_each_environment_once_and_again_after_set_attr() -> None:
 
     def make(hidden: bool) -> Any:
         built.append(hidden)
-        return MaybeHiddenCount(hidden)
+        return StepCountEnv(hidden)
 
     with closing(vecenv.AsyncVectorEnv([functools.partial(make, False)] * 3, num_workers=0)) as envs:
         envs.reset(seed=1)
         built.clear()
-        for call, number in ((lambda: envs.save([1]), 3), (envs.save, 3), (envs.save, 0), (envs.state_dict, 0)):
+        calls = ((lambda: envs.save([1]), 3), (envs.save, 3), (envs.save, 0), (envs.state_dict, 0))
+        for call, num_scratch_envs in calls:  # rows with equal functions share scratch environments
             call()
-            assert len(built) == number  # scratch environments, shared by rows with equal functions
+            assert len(built) == num_scratch_envs
             built.clear()
         envs.set_attr("hidden", True)
         with pytest.raises(NotRestorable, match="continues differently"):
             envs.save()
 
 
-class AddsAttributes(kept_envs.CountingEnv):
-    """An environment that adds attributes in some actions, with results that depend on one of them."""
+class AddAttributesEnv(kept_envs.CountingEnv):
+    """An environment that adds an attribute at action 0 or 1. The one of action 1 changes observations."""
 
-    def extra(self, action: int) -> float:
+    def observation_offset(self, action: int) -> float:
         if action == 0:
             self.kept = gymnasium.spec("CartPole-v1")
         elif action == 1:
@@ -364,8 +378,8 @@ class AddsAttributes(kept_envs.CountingEnv):
         return getattr(self, "cache", 0.0)
 
 
-class AddsToStatistics(wrappers.RecordEpisodeStatistics):
-    """A subclass of a wrapper that has a codec; action 1 adds an attribute."""
+class AddAttributeWrapper(wrappers.RecordEpisodeStatistics):
+    """A subclass of a wrapper that has a codec. Action 1 adds an attribute, which changes rewards."""
 
     def step(self, action: Any) -> Any:
         if action == 1:
@@ -374,9 +388,9 @@ class AddsToStatistics(wrappers.RecordEpisodeStatistics):
         return (observation, reward + getattr(self, "cache", 0.0), *others)
 
 
-@pytest.mark.parametrize("env_fn", [AddsAttributes, lambda: AddsToStatistics(kept_envs.CountingEnv())])
+@pytest.mark.parametrize("env_fn", [AddAttributesEnv, lambda: AddAttributeWrapper(kept_envs.CountingEnv())])
 def test_load_removes_attributes_that_the_snapshot_lacks(env_fn: EnvFn) -> None:
-    with reset_engine(env_fn, 2, steps=0) as envs:
+    with open_stepped_engine(env_fn, 2, steps=0) as envs:
         envs.step(np.array([0, 1]))
         envs.load(envs.save([0]), [1])
         observations, rewards, *_ = envs.step(np.array([2, 2]))
@@ -384,15 +398,15 @@ def test_load_removes_attributes_that_the_snapshot_lacks(env_fn: EnvFn) -> None:
     assert rewards[0] == rewards[1]
 
 
-class ReplacesObject(kept_envs.CountingEnv):
-    """An environment that replaces an object, in an attribute or an item of a dict, at action 0."""
+class ReplaceObjectEnv(kept_envs.CountingEnv):
+    """An environment that replaces the object in an attribute, or in a dict, at action 0."""
 
     def __init__(self, first: Any, make_second: Callable[[], Any], in_dict: bool) -> None:
         super().__init__()
         self.make_second, self.in_dict = make_second, in_dict
         self.kept = {"part": first} if in_dict else first
 
-    def extra(self, action: int) -> float:
+    def observation_offset(self, action: int) -> float:
         if action == 0:
             self.kept = {"part": self.make_second()} if self.in_dict else self.make_second()
         return 0.0
@@ -404,13 +418,13 @@ SPEC = gymnasium.spec("CartPole-v1")
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((5, lambda: SPEC, False), r"its ReplacesObject\.kept is .* of class int"),
-        ((5, lambda: SPEC, True), r"its ReplacesObject\.kept\['part'\] is .* of class int"),
-        ((spaces.Discrete(2), lambda: spaces.Discrete(3), False), r"its ReplacesObject\.kept are Discrete\(3\)"),
+        ((5, lambda: SPEC, False), r"its ReplaceObjectEnv\.kept is .* of class int"),
+        ((5, lambda: SPEC, True), r"its ReplaceObjectEnv\.kept\['part'\] is .* of class int"),
+        ((spaces.Discrete(2), lambda: spaces.Discrete(3), False), r"its ReplaceObjectEnv\.kept are Discrete\(3\)"),
     ],
 )
 def test_load_raises_if_an_object_without_saved_state_was_replaced(arguments: Any, text: str) -> None:
-    with reset_engine(functools.partial(ReplacesObject, *arguments), 2, steps=0) as envs:
+    with open_stepped_engine(functools.partial(ReplaceObjectEnv, *arguments), 2, steps=0) as envs:
         envs.save(verify=False)
         envs.step(np.array([0, 1]))
         saved = envs.save([0], verify=False)
@@ -425,7 +439,7 @@ class SlotsEnv(kept_envs.CountingEnv):
 
 
 class DocumentedSlots:
-    """A class with a private attribute, which ``__slots__`` documents."""
+    """A class with a private attribute and a dict as ``__slots__``, which documents it."""
 
     __slots__ = {"__bound": "The bound."}
 
@@ -433,60 +447,58 @@ class DocumentedSlots:
         self.__bound = bound
 
 
-class EzPickledBound(kept_envs.CountingEnv, EzPickle):
-    """An environment that records its constructor's argument by ``EzPickle``."""
+class EzPickledArgumentEnv(kept_envs.CountingEnv, EzPickle):
+    """An environment that records the argument of its constructor by ``EzPickle``."""
 
-    def __init__(self, bound: Any) -> None:
-        EzPickle.__init__(self, bound)
+    def __init__(self, argument: Any) -> None:
+        EzPickle.__init__(self, argument)
         super().__init__()
 
 
-def test_file_that_an_environment_creates_after_the_save_does_not_prevent_a_load(tmp_path: Path) -> None:
+def test_load_accepts_a_file_created_after_the_save_but_no_changed_file(tmp_path: Path) -> None:
     log, level = tmp_path / "log", tmp_path / "level"
     level.write_text("1")
-    env_fn = functools.partial(EzPickledBound, str(log))
-    with reset_engine(env_fn) as envs, reset_engine(functools.partial(EzPickledBound, str(level))) as others:
-        saved, saved_level = envs.save(verify=False), others.save(verify=False)
+    log_env_fn, level_env_fn = bind_pair(EzPickledArgumentEnv, str(log), str(level))
+    with open_stepped_engine(log_env_fn) as log_envs, open_stepped_engine(level_env_fn) as level_envs:
+        log_snapshots, level_snapshots = log_envs.save(verify=False), level_envs.save(verify=False)
         log.write_text("a line")
-        with reset_engine(env_fn) as same:
-            same.load(saved)
-            envs.load(same.save(verify=False))
+        with open_stepped_engine(log_env_fn) as envs:
+            envs.load(log_snapshots)
+            log_envs.load(envs.save(verify=False))
             log.unlink()
-        with reset_engine(env_fn) as same:
-            same.load(saved)
+        with open_stepped_engine(log_env_fn) as envs:
+            envs.load(log_snapshots)
         level.write_text("2")
-        with (
-            reset_engine(functools.partial(EzPickledBound, str(level))) as changed,
-            pytest.raises(SnapshotMismatch, match="made with"),
-        ):
-            changed.load(saved_level)
+        with open_stepped_engine(level_env_fn) as envs, pytest.raises(SnapshotMismatch, match="made with"):
+            envs.load(level_snapshots)
 
 
 def test_slots_of_arguments_are_compared_and_slots_of_environments_raise() -> None:
-    with reset_engine(SlotsEnv) as envs, pytest.raises(NotRestorable, match=r"attributes in __slots__.*: height"):
+    with open_stepped_engine(SlotsEnv) as envs, pytest.raises(NotRestorable, match=r"attributes in __slots__.*: height"):
         envs.save(verify=False)
     with (
-        reset_engine(lambda: EzPickledBound(DocumentedSlots(1.0))) as envs,
-        reset_engine(lambda: EzPickledBound(DocumentedSlots(2.0))) as others,
+        open_stepped_engine(lambda: EzPickledArgumentEnv(DocumentedSlots(1.0))) as envs,
+        open_stepped_engine(lambda: EzPickledArgumentEnv(DocumentedSlots(2.0))) as different,
     ):
-        envs.load(saved := envs.save())
+        snapshots = envs.save()
+        envs.load(snapshots)
         with pytest.raises(SnapshotMismatch, match="made with"):
-            others.load(saved)
+            different.load(snapshots)
 
 
 def test_describe_local_class_is_unchanged_by_copying_an_object() -> None:
-    kind = type(make_local_class_env(2))
-    before = describe(kind)
-    copy.copy(kind())
-    assert describe(kind) == before
+    local_class = type(make_local_class_env(2))
+    before = describe(local_class)
+    copy.copy(local_class())
+    assert describe(local_class) == before
 
 
 @pytest.mark.parametrize("name", ["__firstlineno__", "__static_attributes__", "__annotate_func__", "__annotations_cache__"])
-def test_describe_local_class_is_independent_of_what_newer_pythons_add(name: str) -> None:
-    kind: Any = type(make_local_class_env(2))
-    before = describe(kind)
-    setattr(kind, name, ("x",))
-    assert describe(kind) == before
+def test_describe_local_class_ignores_attributes_that_newer_pythons_add(name: str) -> None:
+    local_class: Any = type(make_local_class_env(2))
+    before = describe(local_class)
+    setattr(local_class, name, ("x",))
+    assert describe(local_class) == before
 
 
 class Operation(enum.Enum):
@@ -497,16 +509,16 @@ def test_describe_enum_member_has_no_address() -> None:
     assert " at 0x" not in describe(Operation.NEGATE)
 
 
-def _object_array(middle: Any) -> Any:
+def make_object_array(middle_value: Any) -> Any:
     array = np.zeros(2000, object)
-    array[1000] = middle
+    array[1000] = middle_value
     return array
 
 
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (_object_array(1), _object_array(2)),
+        (make_object_array(1), make_object_array(2)),
         (np.array([DocumentedSlots(1.0)]), np.array([DocumentedSlots(2.0)])),
         (re.compile("a" * 300 + "b"), re.compile("a" * 300 + "c")),
         (range(10), range(20)),
@@ -529,8 +541,8 @@ def test_describe_file_that_cannot_be_read_names_its_path(tmp_path: Path, monkey
     path.write_text("{}")
     assert str(path) not in describe(path)
 
-    def refuse(*args: Any) -> Any:
+    def raise_permission_error(*args: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("builtins.open", refuse)
+    monkeypatch.setattr("builtins.open", raise_permission_error)
     assert describe(path) == f"file {str(path)!r}"

@@ -1,4 +1,4 @@
-"""``freeze`` and ``thaw``: frozen copies continue exactly and leave nothing behind; errors name what cannot be copied."""
+"""Tests of ``freeze`` and ``thaw``: copies continue exactly and leave nothing behind, and errors name their reasons."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 SHARED_MEMORY = np.frombuffer(mmap.mmap(-1, 4096), np.uint8)
-"""Shared memory, which workers inherit."""
+"""Shared memory that workers inherit."""
 
 
 class _Slots:
@@ -51,7 +51,7 @@ class _Slots:
 
 
 class GeneratorFunctionEnv(gym.Env):
-    """An environment with its state in a generator function, which cannot be pickled; an episode has 23 steps."""
+    """An environment that keeps its state in a running generator, which cannot be pickled. Episodes have 23 steps."""
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
     action_space = gym.spaces.Discrete(3)
@@ -65,56 +65,56 @@ class GeneratorFunctionEnv(gym.Env):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         super().reset(seed=seed)
         self._steps, self._generator = 0, self._walk()
-        return next(self._generator), {"at": 0}
+        return next(self._generator), {"steps": 0}
 
     def step(self, action: Any) -> Any:
         self._steps += 1
-        at = self._generator.send(int(action))  # type: ignore[attr-defined]
-        return at, float(at.sum()), self._steps % 23 == 0, False, {"at": self._steps}
+        position = self._generator.send(int(action))  # type: ignore[attr-defined]
+        return position, float(position.sum()), self._steps % 23 == 0, False, {"steps": self._steps}
 
-    def do(self, name: str) -> Any:
-        """Open a resource, start a process, or return the depth of the stack."""
+    def call_method(self, name: str) -> Any:
+        """Call one of the methods below, which open resources, start processes, or return the depth of the stack."""
         return getattr(self, f"_{name}")()
 
     def _depth(self) -> int:
         return len(inspect.stack())
 
     def _socket(self) -> None:
-        self.kept = socket.socketpair()
+        self.resource = socket.socketpair()
 
     def _thread(self) -> None:
-        self.kept = threading.Thread(target=time.sleep, args=(1000,), daemon=True)
-        self.kept.start()
+        self.resource = threading.Thread(target=time.sleep, args=(1000,), daemon=True)
+        self.resource.start()
 
     def _pipe(self) -> None:
-        self.kept = subprocess.Popen(["sleep", "1000"], stdin=subprocess.PIPE)
+        self.resource = subprocess.Popen(["sleep", "1000"], stdin=subprocess.PIPE)
 
-    def _log(self) -> None:
-        self.kept = Path(os.environ["VECENV_TEST_LOG"]).open("w")  # noqa: SIM115 - it stays open
+    def _file_for_writing(self) -> None:
+        self.resource = Path(os.environ["VECENV_TEST_LOG"]).open("w")  # noqa: SIM115 - it stays open
 
     def _helper(self) -> int:
-        self.kept = subprocess.Popen(["sleep", "1000"], stdin=subprocess.DEVNULL)
-        return self.kept.pid
+        self.resource = subprocess.Popen(["sleep", "1000"], stdin=subprocess.DEVNULL)
+        return self.resource.pid
 
-    def _reading(self) -> None:
-        self.kept = Path(__file__).open()  # noqa: SIM115 - it stays open
+    def _file_for_reading(self) -> None:
+        self.resource = Path(__file__).open()  # noqa: SIM115 - it stays open
 
     def _maps(self) -> None:
         with subprocess.Popen(["sleep", "1000"], stdin=subprocess.DEVNULL) as process:
-            self.kept = Path(f"/proc/{process.pid}/maps").open()  # noqa: SIM115 - it stays open
+            self.resource = Path(f"/proc/{process.pid}/maps").open()  # noqa: SIM115 - it stays open
             process.kill()
 
     def _eventfd(self) -> None:
-        self.kept = os.eventfd(0)
+        self.resource = os.eventfd(0)
 
     def _memory(self) -> None:
-        self.kept = mmap.mmap(-1, 4096)
+        self.resource = mmap.mmap(-1, 4096)
 
     def _inherited(self) -> None:
-        self.kept = SHARED_MEMORY
+        self.resource = SHARED_MEMORY
 
     def _inherited_in_slots(self) -> None:
-        self.kept = _Slots(SHARED_MEMORY)
+        self.resource = _Slots(SHARED_MEMORY)
 
     def _timer(self) -> None:
         signal.signal(signal.SIGVTALRM, signal.SIG_IGN)
@@ -122,22 +122,23 @@ class GeneratorFunctionEnv(gym.Env):
 
 
 def open_envs(count: int = 4, **kwargs: Any) -> Any:
-    """Return environments, after a reset with seed 5, as a context manager."""
+    """Return a context manager with environments after a reset with seed 5."""
     envs = vecenv.AsyncVectorEnv([GeneratorFunctionEnv] * count, **kwargs)
     envs.reset(seed=5)
     return closing(envs)
 
 
 def run_steps(envs: Any, steps: int, rows: tuple[int, ...]) -> list[Any]:
-    """Return, for each row, the results of steps. In each step all rows have the same action, from one random sequence."""
-    actions = envs.single_action_space
-    actions.seed(4)
+    """Step all rows with the same random actions. Return, for each of ``rows``, a list of its results."""
+    action_space = envs.single_action_space
+    action_space.seed(4)
     results: list[Any] = [[] for _ in rows]
     for _ in range(steps):
-        observations, rewards, over, cut, infos = envs.step(np.stack([actions.sample()] * envs.num_envs))
+        actions = np.stack([action_space.sample()] * envs.num_envs)
+        observations, rewards, terminations, truncations, infos = envs.step(actions)
         for row, row_results in zip(rows, results, strict=True):
-            at = infos["at"][row] if "at" in infos else None
-            row_results.append((observations[row].copy(), rewards[row], over[row], cut[row], at))
+            steps_so_far = infos["steps"][row] if "steps" in infos else None
+            row_results.append((observations[row].copy(), rewards[row], terminations[row], truncations[row], steps_so_far))
     return results
 
 
@@ -151,12 +152,12 @@ def test_thawed_copies_continue_like_the_original(context: str, mode: AutoresetM
         [frozen] = envs.freeze([0])
         with pytest.raises(NotRestorable):
             envs.save([0])
-        first = envs.thaw(frozen, into=[1, 2, 3])
-        assert_identical(first[0], np.stack([frozen.observation] * 3))
+        observations, *_ = envs.thaw(frozen, into=[1, 2, 3])
+        assert_identical(observations, np.stack([frozen.observation] * 3))
         results = run_steps(envs, 60, (0, 1, 2, 3))
-        for other in results[1:]:
-            assert_identical(other, results[0])
-        envs.thaw(frozen, into=[0])  # the original's row can be replaced too
+        for copy_results in results[1:]:
+            assert_identical(copy_results, results[0])
+        envs.thaw(frozen, into=[0])  # a copy can also replace its original
         assert_identical(run_steps(envs, 60, (0,)), results[:1])
 
 
@@ -167,7 +168,7 @@ def test_thawing_a_copy_90_times_does_not_leak_descriptors() -> None:
         for _ in range(90):
             envs.thaw(frozen, into=[1])
             counts.append(len(os.listdir("/proc/self/fd")))
-        assert max(counts[45:]) <= max(counts[:45]) + 10, counts  # replaced workers end in batches
+        assert max(counts[45:]) <= max(counts[:45]) + 10, counts  # replaced workers are ended in batches
 
 
 @pytest.mark.sampled("CartPole-v1-options0", "LunarLander-v3-options4")
@@ -177,18 +178,19 @@ def test_thawing_a_copy_90_times_does_not_leak_descriptors() -> None:
      ("LunarLander-v3", {}), ("BipedalWalker-v3", {})],
 )  # fmt: skip
 def test_thawed_copies_of_real_environments_continue_like_the_original(name: str, options: dict[str, Any]) -> None:
-    package = {"ALE/Pong-v5": "ale_py", "LunarLander-v3": "Box2D", "BipedalWalker-v3": "Box2D", "CartPole-v1": "numpy"}
-    if importlib.util.find_spec(required := package.get(name, "mujoco")) is None:
-        pytest.skip(f"{required} is not installed")
-    inherited = mmap.mmap(-1, mmap.PAGESIZE)  # with it, workers check whether objects of the environment lie in such memory
+    packages = {"ALE/Pong-v5": "ale_py", "LunarLander-v3": "Box2D", "BipedalWalker-v3": "Box2D", "CartPole-v1": "numpy"}
+    package = packages.get(name, "mujoco")
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    inherited = mmap.mmap(-1, mmap.PAGESIZE)  # makes workers check whether objects of the environment lie in such memory
     with closing(inherited), closing(vecenv.AsyncVectorEnv([functools.partial(make_env, name, options)] * 3)) as envs:
         envs.reset(seed=5)
         run_steps(envs, 20, (0,))
         with envs.freeze([0])[0] as frozen:
             envs.thaw(frozen, into=[1, 2])
         results = run_steps(envs, 200, (0, 1, 2))
-        for other in results[1:]:
-            assert_identical(other, results[0])
+        for copy_results in results[1:]:
+            assert_identical(copy_results, results[0])
 
 
 def make_env(name: str, options: dict[str, Any]) -> Any:
@@ -201,14 +203,15 @@ def make_env(name: str, options: dict[str, Any]) -> Any:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("generators", ["shared", "own"])
-def test_thaw_continues_random_numbers_or_reseeds_them(generators: Any) -> None:
+def test_thaw_continues_random_numbers_or_changes_them_with_reseed(generators: Any) -> None:
     with open_envs(3, generators=generators) as envs:
         [frozen] = envs.freeze([0])
         envs.thaw(frozen, into=[1])
         envs.thaw(frozen, into=[2], reseed=True)
-        original, same, other = run_steps(envs, 20, (0, 1, 2))
-        assert_identical(same, original)
-        assert len({results[0][0] for results in (original[1], other[1])}) == 2
+        original, thawed, reseeded = run_steps(envs, 20, (0, 1, 2))
+        assert_identical(thawed, original)
+        observation, reseeded_observation = original[1][0], reseeded[1][0]
+        assert observation[0] != reseeded_observation[0]
 
 
 def test_thaw_into_a_failed_row_recovers_the_row() -> None:
@@ -224,9 +227,9 @@ def test_thaw_into_a_failed_row_recovers_the_row() -> None:
         assert_identical(second, first)
 
 
-def test_freeze_names_a_file_that_cannot_be_reopened() -> None:
+def test_freeze_with_a_file_that_cannot_be_reopened_names_the_error() -> None:
     with open_envs(2) as envs:
-        envs.exec_func(lambda env: env.do("maps"), [1])
+        envs.exec_func(lambda env: env.call_method("maps"), [1])
         with pytest.raises(NotRestorable, match=r"cannot be frozen: ProcessLookupError: .*No such process"):
             envs.freeze()
         envs.step(np.zeros(2, np.int64))
@@ -250,7 +253,7 @@ def test_thawed_worker_supports_calls_attributes_and_restarts() -> None:
         worker = envs.processes[1]
         assert psutil.pid_exists(worker.pid)
         assert worker.is_alive()
-        helper = envs.call("do", "helper")[1]
+        helper = envs.call("call_method", "helper")[1]
         envs.set_attr("mine", [1, 2])
         assert envs.get_attr("mine") == (1, 2)
         os.kill(worker.pid, signal.SIGKILL)
@@ -270,7 +273,7 @@ def test_repeated_freeze_and_thaw_does_not_deepen_the_stack() -> None:
             [frozen] = envs.freeze([0])
             with frozen:
                 envs.thaw(frozen, into=[0])
-            depths += envs.call("do", "depth")
+            depths += envs.call("call_method", "depth")
         assert len(set(depths)) == 1
 
 
@@ -279,10 +282,10 @@ def test_repeated_freeze_and_thaw_does_not_deepen_the_stack() -> None:
     ("resource", "text"),
     [("socket", r"copies would share the descriptors that it has open for writing: socket:\[\d+\], socket:"),
      ("pipe", r"pipe:\[\d+\]"), ("thread", "it has 2 threads, and a copy would have only one"),
-     ("log", "for writing: .*frozen.log$"), ("reading", None),
+     ("file_for_writing", "for writing: .*frozen.log$"), ("file_for_reading", None),
      ("eventfd", r"for writing: anon_inode:\[eventfd\]$"), ("memory", "share memory that they write to: /dev/zero$"),
-     ("inherited", r"share memory that they write to: GeneratorFunctionEnv.kept \(ndarray\)$"),
-     ("inherited_in_slots", r"share memory that they write to: GeneratorFunctionEnv.kept.content \(ndarray\)$"),
+     ("inherited", r"share memory that they write to: GeneratorFunctionEnv.resource \(ndarray\)$"),
+     ("inherited_in_slots", r"share memory that they write to: GeneratorFunctionEnv.resource.content \(ndarray\)$"),
      ("timer", "it has a running timer"),
      ("helper", r"it has started processes, which a copy would share: pid \d+$")],
 )  # fmt: skip
@@ -291,7 +294,7 @@ def test_freeze_names_resources_that_cannot_be_copied(
 ) -> None:
     monkeypatch.setenv("VECENV_TEST_LOG", str(tmp_path / "frozen.log"))
     with open_envs(2) as envs:
-        envs.exec_func(lambda env: env.do(resource), [1])
+        envs.exec_func(lambda env: env.call_method(resource), [1])
         if text is None:
             assert len(envs.freeze()) == 2
             return
@@ -305,20 +308,25 @@ def test_freeze_names_resources_that_cannot_be_copied(
 
 
 class SlowForkEnv(GeneratorFunctionEnv):
-    """An environment with copies that sleep half a second after the fork; if ``uncopyable``, it has an open pipe."""
+    """An environment with an open pipe if ``uncopyable``, and otherwise with copies that sleep half a second when forked."""
 
     def __init__(self, uncopyable: bool) -> None:
         worker = os.getpid()
+
+        def sleep_in_copy() -> None:
+            if os.getppid() != worker:  # not in the child that forks the copy, because the worker waits for this child
+                time.sleep(0.5)
+
         if uncopyable:
-            self.kept = os.pipe()
-        else:  # only in the copy, not in the worker's child that forks it, because the worker waits for this child
-            os.register_at_fork(after_in_child=lambda: time.sleep(0.5 * (os.getppid() != worker)))
+            self.resource = os.pipe()
+        else:
+            os.register_at_fork(after_in_child=sleep_in_copy)
 
 
 def test_copies_of_a_failed_freeze_do_not_write_to_files_of_the_caller(tmp_path: Path) -> None:
-    """When a slow copy opens its pipes, other files may already have their descriptor numbers."""
-    fns = [functools.partial(SlowForkEnv, uncopyable) for uncopyable in (False, True)]
-    with closing(vecenv.AsyncVectorEnv(fns, num_workers=None)) as envs:
+    """When a slow copy opens its pipes, their descriptor numbers may already belong to other files."""
+    env_fns = [functools.partial(SlowForkEnv, uncopyable) for uncopyable in (False, True)]
+    with closing(vecenv.AsyncVectorEnv(env_fns, num_workers=None)) as envs:
         envs.reset(seed=1)
         with suppress(NotRestorable):
             envs.freeze()
@@ -333,7 +341,7 @@ def test_copies_of_a_failed_freeze_do_not_write_to_files_of_the_caller(tmp_path:
 
 
 class FileReadingEnv(gym.Env):
-    """An environment that reads a file in each step, alternately through two descriptors that share their position."""
+    """An environment that reads a file in each step: by two descriptors in turn that share a position, and by a third."""
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
     action_space = gym.spaces.Discrete(3)
@@ -346,7 +354,7 @@ class FileReadingEnv(gym.Env):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         self.file.seek(0)
         self.other.seek(0)
-        return self.step(0)[0], {"at": 0}
+        return self.step(0)[0], {"steps": 0}
 
     def step(self, action: Any) -> Any:
         record = self.file.read(8) if self.file.tell() % 16 else os.read(self.duplicate, 8)
@@ -371,7 +379,7 @@ def test_thawed_copies_have_separate_file_positions(tmp_path: Path) -> None:
                 assert envs.step(np.zeros(3, np.int64))[0].tolist() == [[number, number]] * 3
 
 
-def test_freeze_and_thaw_without_own_processes_raise() -> None:
+def test_freeze_and_thaw_raise_unless_each_env_has_its_own_process() -> None:
     for kwargs in ({"num_workers": 1}, {"num_workers": 0}, {"use_caller": True}):
         with closing(vecenv.AsyncVectorEnv(counters(1) * 2, **kwargs)) as envs:
             assert not envs.capabilities.freezing
@@ -383,7 +391,8 @@ def test_freeze_and_thaw_without_own_processes_raise() -> None:
 def test_thaw_of_unusable_copies_raises() -> None:
     with open_envs(2) as envs, open_envs(1) as others:
         others.reset(seed=5)
-        killed, closed, used = *envs.freeze([0, 1]), *envs.freeze([0])
+        killed, closed = envs.freeze([0, 1])
+        [usable] = envs.freeze([0])
         os.kill(killed.pid, signal.SIGKILL)
         assert ends_soon(killed.pid)
         with pytest.raises(WorkerDied, match=r"the frozen copy of env 0 \(pid \d+\) has ended"):
@@ -393,23 +402,23 @@ def test_thaw_of_unusable_copies_raises() -> None:
         with pytest.raises(ValueError, match=r"Frozen\(env 1, closed\) cannot be thawed"):
             envs.thaw(closed, into=[0])
         with pytest.raises(ValueError, match="another vector environment"):
-            others.thaw(used, into=[0])
+            others.thaw(usable, into=[0])
         with pytest.raises(ValueError, match="env_id"):
-            envs.thaw(used, into=[2])
+            envs.thaw(usable, into=[2])
         with pytest.raises(TypeError, match="cannot be pickled"):
-            pickle.dumps(used)
+            pickle.dumps(usable)
         with pytest.raises(TypeError, match=r"`frozen` must be one of the copies that freeze\(\) returned, got list"):
-            envs.thaw([used], into=[0])
+            envs.thaw([usable], into=[0])
         envs.step_async(np.zeros(2, np.int64))
-        for call in (lambda: envs.thaw(used, [0]), lambda: envs.freeze([0])):
+        for call in (lambda: envs.thaw(usable, [0]), lambda: envs.freeze([0])):
             with pytest.raises(gym.error.AlreadyPendingCallError):
                 call()
         envs.step_wait()
-        assert "MiB" in repr(used)
-    assert used.closed
+        assert "MiB" in repr(usable)
+    assert usable.closed
 
 
-def test_stats_count_copies_which_end_when_they_are_collected() -> None:
+def test_stats_count_copies_and_collected_copies_end() -> None:
     with open_envs(2) as envs:
         copies = envs.freeze()
         stats = envs.stats()
@@ -420,8 +429,8 @@ def test_stats_count_copies_which_end_when_they_are_collected() -> None:
         gc.collect()
         for pid in pids:
             assert ends_soon(pid)
-        [kept] = envs.freeze([0])
-    assert ends_soon(kept.pid)
+        [frozen] = envs.freeze([0])
+    assert ends_soon(frozen.pid)  # because the environments were closed
 
 
 def ends_soon(pid: int) -> bool:
@@ -441,7 +450,7 @@ def ends_soon(pid: int) -> bool:
     "rounds", [8, pytest.param(20, marks=pytest.mark.long), pytest.param(10_000, marks=pytest.mark.slow)]
 )
 @pytest.mark.timeout(1800)
-def test_many_copies_leak_no_descriptors_and_memory(rounds: int) -> None:
+def test_many_copies_leak_neither_descriptors_nor_memory(rounds: int) -> None:
     with open_envs(2) as envs:
         caller = psutil.Process()
         for number in range(rounds):
@@ -495,7 +504,7 @@ def test_killed_caller_leaves_no_processes(times: int) -> None:
 
 @pytest.mark.sampled("True")
 @pytest.mark.parametrize("dead_row", [False, True])
-def test_thaw_of_a_copy_that_dies_meanwhile_changes_nothing(dead_row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thaw_of_a_copy_that_dies_during_the_call_changes_nothing(dead_row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_envs(3) as envs:
         [frozen] = envs.freeze([0])
         run_steps(envs, 5, (1,))
@@ -527,21 +536,21 @@ def test_thaw_of_a_copy_that_dies_meanwhile_changes_nothing(dead_row: bool, monk
 def test_interrupted_thaw_changes_nothing_or_needs_a_reset(name: str, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function = getattr(freezing, name)
 
-    def interrupted(*args: Any) -> None:
+    def interrupt_and_call(*args: Any) -> None:
         os.kill(os.getpid(), signal.SIGALRM)
         function(*args)
 
     with signal_handler(signal.SIGALRM, Alarm), open_envs(3) as envs:
         [frozen] = envs.freeze([0])
         before = [worker.pid for worker in envs.processes]
-        monkeypatch.setattr(freezing, name, interrupted)
+        monkeypatch.setattr(freezing, name, interrupt_and_call)
         with pytest.raises(Alarm):
             envs.thaw(frozen, into=[1, 2])
         monkeypatch.undo()
         assert f"phase={phase}" in repr(envs)
         if phase == "DEFAULT":
             assert [worker.pid for worker in envs.processes] == before
-            assert envs.step(np.zeros(3, np.int64))[4]["at"].tolist() == [1, 1, 1]
+            assert envs.step(np.zeros(3, np.int64))[4]["steps"].tolist() == [1, 1, 1]
         else:
             with pytest.raises(gym.error.ResetNeeded):
                 envs.step(np.zeros(3, np.int64))
@@ -552,7 +561,7 @@ def test_interrupted_thaw_changes_nothing_or_needs_a_reset(name: str, phase: str
 
 @pytest.mark.parametrize("times", [3, pytest.param(8, marks=pytest.mark.long), pytest.param(2_000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from a finalizer of a copy
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the signal may arrive in a finalizer
 def test_envs_stay_usable_after_interrupted_freeze_and_thaw(times: int) -> None:
     rng = np.random.default_rng(3)
     with signal_handler(signal.SIGALRM, Alarm), open_envs(3) as envs:

@@ -1,4 +1,4 @@
-"""Exceptions that signal handlers raise are never reported as errors of an environment, a snapshot or a codec."""
+"""Tests that exceptions of signal handlers are never reported as errors of an environment, a snapshot or a codec."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ ACTIONS = np.array([1, 2])
 
 
 class Interruption:
-    """A signal that is sent once, by the ``remaining``-th call of :meth:`allow` from now on."""
+    """A signal with a handler that raises. It is sent by the last of ``remaining`` calls of :meth:`send_if_due`."""
 
     remaining = 0
 
     @classmethod
-    def allow(cls) -> None:
+    def send_if_due(cls) -> None:
         cls.remaining -= 1
         if cls.remaining == 0:
             signal.raise_signal(signal.SIGUSR2)
 
 
 @pytest.fixture(autouse=True)
-def interrupt_handler() -> Iterator[None]:
+def raising_handler() -> Iterator[None]:
     with signal_handler(signal.SIGUSR2, Alarm):
         yield
         Interruption.remaining = 0
@@ -44,22 +44,22 @@ class InterruptibleObject:
     """An object that can be interrupted when it is pickled, unpickled or converted to an array."""
 
     def __reduce__(self) -> Any:
-        Interruption.allow()
+        Interruption.send_if_due()
         return _unpickle, ()
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        Interruption.allow()
+        Interruption.send_if_due()
         return np.zeros(1)
 
 
 def _unpickle() -> InterruptibleObject:
-    Interruption.allow()
+    Interruption.send_if_due()
     return InterruptibleObject()
 
 
 class InterruptibleDict(dict[str, Any]):
     def __getitem__(self, key: str) -> Any:
-        Interruption.allow()
+        Interruption.send_if_due()
         return super().__getitem__(key)
 
 
@@ -67,24 +67,24 @@ class InterruptibleEnv(kept_envs.CountingEnv):
     """An environment that can be interrupted in its constructor, in resets and in steps."""
 
     def __init__(self) -> None:
-        Interruption.allow()
+        Interruption.send_if_due()
         super().__init__()
 
     def reset(self, **arguments: Any) -> Any:
-        Interruption.allow()
+        Interruption.send_if_due()
         return super().reset(**arguments)
 
     def step(self, action: Any) -> Any:
-        Interruption.allow()
+        Interruption.send_if_due()
         return super().step(action)
 
 
 class Tape:
-    """An object that a codec rebuilds."""
+    """An object that is rebuilt by a codec."""
 
 
 def _make_tape(state: Any) -> Tape:
-    Interruption.allow()
+    Interruption.send_if_due()
     if state != "a tape":
         raise ValueError("the state of another class")
     return Tape()
@@ -94,7 +94,7 @@ register_rule(name_of(Tape), Codec(lambda tape: "a tape", lambda tape, state: No
 
 
 class LateTapeEnv(kept_envs.CountingEnv):
-    """An environment that builds its tape in the first step."""
+    """An environment that builds its tape only in the first step."""
 
     tape: Tape | None = None
 
@@ -103,7 +103,7 @@ class LateTapeEnv(kept_envs.CountingEnv):
         return super().step(action)
 
 
-def stepped_engine(env_fn: Callable[[], Any] = kept_envs.GeneratorsEnv) -> Any:
+def open_stepped_engine(env_fn: Callable[[], Any] = kept_envs.GeneratorsEnv) -> Any:
     """Return a context manager with an engine of two environments after a reset and a step."""
     envs = vecenv.AsyncVectorEnv([env_fn] * 2, num_workers=0)
     envs.reset(seed=2)
@@ -118,8 +118,8 @@ def count_moments(call: Callable[[], Any]) -> int:
     return 10**9 - Interruption.remaining
 
 
-def interrupt(envs: Any, call: Callable[[], Any], moment: int) -> Any:
-    """Interrupt a call, which may then raise only the handler's exception; complete it and return its result."""
+def interrupt_and_complete(envs: Any, call: Callable[[], Any], moment: int) -> Any:
+    """Interrupt a call, check that it raises the handler's exception, then complete it and return its result."""
     Interruption.remaining = moment
     with pytest.raises(Alarm):
         call()
@@ -128,13 +128,14 @@ def interrupt(envs: Any, call: Callable[[], Any], moment: int) -> Any:
 
 @pytest.mark.parametrize("place", ["rest", "observation", "state_dict", "codec"])
 def test_interrupted_load_succeeds_in_the_next_call(place: str) -> None:
-    with stepped_engine(LateTapeEnv) as envs:
+    with open_stepped_engine(LateTapeEnv) as envs:
         if place == "rest":
             envs.set_next_options([{"object": InterruptibleObject()}] * 2)
-        kept = envs.save(verify=False)
-        load: Callable[[], Any] = functools.partial(envs.load, kept)
+        snapshots = envs.save(verify=False)
+        load: Callable[[], Any] = functools.partial(envs.load, snapshots)
         if place == "observation":
-            load = functools.partial(envs.load, [one.having(observation=InterruptibleObject()) for one in kept])
+            replaced = [snapshot.having(observation=InterruptibleObject()) for snapshot in snapshots]
+            load = functools.partial(envs.load, replaced)
         elif place == "state_dict":
             load = functools.partial(envs.load_state_dict, InterruptibleDict(envs.state_dict(verify=False)))
         expected = envs.step(ACTIONS)
@@ -145,18 +146,18 @@ def test_interrupted_load_succeeds_in_the_next_call(place: str) -> None:
         for moment in range(1, moments + 1):
             if place == "codec":
                 envs.set_attr("tape", None)
-            interrupt(envs, load, moment)
+            interrupt_and_complete(envs, load, moment)
             assert_identical(envs.step(ACTIONS), expected)
 
 
 def test_interrupted_save_succeeds_in_the_next_call() -> None:
-    with stepped_engine() as envs:
+    with open_stepped_engine() as envs:
         envs.set_next_options([{"object": InterruptibleObject()}] * 2)
         save = functools.partial(envs.save, verify=False)
         moments = count_moments(save)
         assert moments > 1
         for moment in range(1, moments + 1):
-            assert len(interrupt(envs, save, moment)) == 2
+            assert len(interrupt_and_complete(envs, save, moment)) == 2
 
 
 def test_interrupted_pickling_of_a_state_dict_raises_the_handlers_exception() -> None:
@@ -167,12 +168,12 @@ def test_interrupted_pickling_of_a_state_dict_raises_the_handlers_exception() ->
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.05, 0.1, 0.2, 0.5, 0.9, 1.0])
-def test_interrupted_verification_raises_the_handlers_exception(share: float) -> None:
+@pytest.mark.parametrize("fraction", [0.0, 0.01, 0.05, 0.1, 0.2, 0.5, 0.9, 1.0])
+def test_interrupted_verification_raises_the_handlers_exception(fraction: float) -> None:
     """In the calling process, an interruption never makes the verification fail."""
     moments = count_moments(lambda: assert_restorable(InterruptibleEnv))
-    with stepped_engine(InterruptibleEnv) as envs:
-        assert len(interrupt(envs, envs.save, 1 + round(share * (moments - 1)))) == 2
+    with open_stepped_engine(InterruptibleEnv) as envs:
+        assert len(interrupt_and_complete(envs, envs.save, 1 + round(fraction * (moments - 1)))) == 2
 
 
 def test_interrupted_assert_functions_raise_the_handlers_exception() -> None:

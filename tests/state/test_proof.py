@@ -1,4 +1,4 @@
-"""Exact snapshots and their verification: environments, wrappers, and whole engines."""
+"""Tests that snapshots of environments, wrappers and whole engines are exact, and tests of the verification."""
 
 from __future__ import annotations
 
@@ -38,29 +38,30 @@ from vecenv.errors import NotRestorable
 from vecenv.state.capture import capture_state, prepare_restore
 from vecenv.testing import assert_identical, assert_isolated, assert_restorable
 
-# --- The verification finds and names inexact state, and accepts everything else -----------------
+# --- the verification finds and names inexact state, and accepts everything else -----------------
 
-EXACT = [
+EXACT_ENVS = [
     kept_envs.CountingEnv, kept_envs.RandomConstructorEnv, kept_envs.GeneratorsEnv, kept_envs.EzPickledEnv,
     kept_envs.SnapshotMethodsEnv, kept_envs.ArraysEnv, kept_envs.SlotsEnv,
 ]  # fmt: skip
 ERRORS = {
-    kept_envs.StateInClass: r"StateInClass cannot be saved: .* continues differently: .*observations.*StateInClass\.last",
-    kept_envs.StateInModule: r"continues differently: .*kept_envs\._SHARED_COUNT",
-    kept_envs.StateInGlobalGenerator: r"continues differently: .*numpy's global generator",
-    kept_envs.StateInLibc: (
-        r"StateInLibc cannot be saved: loaded into another environment, it continues differently: .*step 0, observations"
+    kept_envs.ClassStateEnv: r"ClassStateEnv cannot be saved: .* continues differently: .*observations.*ClassStateEnv\.last",
+    kept_envs.ModuleStateEnv: r"continues differently: .*kept_envs\._SHARED_COUNT",
+    kept_envs.GlobalGeneratorEnv: r"continues differently: .*numpy's global generator",
+    kept_envs.LibcGeneratorEnv: (
+        r"LibcGeneratorEnv cannot be saved: loaded into another environment, it continues differently: "
+        r".*step 0, observations"
     ),
-    kept_envs.StateInClosure: r"continues differently: .*StateInClosure\.tick",
-    kept_envs.StateInGeneratorFrame: r"StateInGeneratorFrame\.numbers \(generator\) cannot be saved",
+    kept_envs.ClosureStateEnv: r"continues differently: .*ClosureStateEnv\.increment",
+    kept_envs.GeneratorFrameEnv: r"GeneratorFrameEnv\.numbers \(generator\) cannot be saved",
     kept_envs.AddressEnv: r"AddressEnv cannot be saved: the reset of a scratch environment raised KeyError: \d+",
-    kept_envs.StateBehindSocket: (
-        r"cannot be saved: StateBehindSocket\.connection \(socket\): the other end of a socket cannot be restored"
+    kept_envs.SocketEnv: (
+        r"cannot be saved: SocketEnv\.connection \(socket\): the other end of a socket cannot be restored"
     ),
 }
 
 
-@pytest.mark.parametrize("env_fn", EXACT)
+@pytest.mark.parametrize("env_fn", EXACT_ENVS)
 def test_assert_restorable_accepts_exact_environments(env_fn: Callable[[], Any]) -> None:
     assert_restorable(env_fn)
 
@@ -74,12 +75,12 @@ def test_assert_restorable_names_hidden_state(env_fn: Callable[[], Any]) -> None
 @pytest.mark.long
 def test_assert_restorable_finds_state_shown_in_one_step_of_ten() -> None:
     for seed in range(30):
-        text = r"continues differently: (its RarelyShownState\.exchange is|.*step [01], observations)"
+        text = r"continues differently: (its RarelyVisibleStateEnv\.exchange is|.*step [01], observations)"
         with pytest.raises(NotRestorable, match=text):
-            assert_restorable(kept_envs.RarelyShownState, seed=seed)
+            assert_restorable(kept_envs.RarelyVisibleStateEnv, seed=seed)
 
 
-def bind_make(name: str) -> Callable[[], Any]:
+def partial_make(name: str) -> Callable[[], Any]:
     return functools.partial(gymnasium.make, name)
 
 
@@ -92,7 +93,7 @@ def make_wrapped_cartpole() -> Any:
 
 
 @pytest.mark.parametrize(
-    "env_fn", [make_wrapped_cartpole, *map(bind_make, ("Pendulum-v1", "Blackjack-v1", "FrozenLake-v1"))]
+    "env_fn", [make_wrapped_cartpole, *map(partial_make, ("Pendulum-v1", "Blackjack-v1", "FrozenLake-v1"))]
 )
 def test_assert_restorable_accepts_gymnasium_environments_and_wrappers(env_fn: Callable[[], Any]) -> None:
     assert_restorable(env_fn)
@@ -102,7 +103,7 @@ def test_assert_restorable_accepts_gymnasium_environments_and_wrappers(env_fn: C
 @pytest.mark.parametrize("name", ["Ant-v5", "HalfCheetah-v5"])
 def test_mujoco_snapshots_contain_the_warm_start_of_the_solver(name: str) -> None:
     pytest.importorskip("mujoco")
-    assert_restorable(bind_make(name))
+    assert_restorable(partial_make(name))
 
 
 @pytest.mark.long
@@ -123,7 +124,7 @@ def test_assert_restorable_does_not_change_global_generators() -> None:
     random.seed(3)
     expected = np.random.RandomState(3).rand(), random.Random(3).random()
     with pytest.raises(NotRestorable):
-        assert_restorable(kept_envs.StateInGlobalGenerator)
+        assert_restorable(kept_envs.GlobalGeneratorEnv)
     assert (np.random.rand(), random.random()) == expected
 
 
@@ -140,31 +141,31 @@ def test_assert_restorable_reports_an_error_of_a_second_constructor() -> None:
         assert_restorable(build_once)
 
 
-class RaisesInClose(kept_envs.CountingEnv):
-    """An environment with a ``close`` that counts, and raises after the first time."""
+class RaiseInCloseEnv(kept_envs.CountingEnv):
+    """An environment that counts calls of ``close`` of all instances, and raises in all but the first."""
 
     num_closed = 0
 
     def close(self) -> None:
-        RaisesInClose.num_closed += 1
-        if RaisesInClose.num_closed > 1:
+        RaiseInCloseEnv.num_closed += 1
+        if RaiseInCloseEnv.num_closed > 1:
             raise OSError("the port is busy")
 
 
 @pytest.mark.parametrize(("check", "limit"), [(assert_restorable, 2), (assert_restorable, 9), (assert_isolated, 3)])
 def test_scratch_environments_are_all_closed_after_an_error(check: Any, limit: int) -> None:
-    num_built, RaisesInClose.num_closed = 0, 0
+    num_built, RaiseInCloseEnv.num_closed = 0, 0
 
     def build() -> Any:
         nonlocal num_built
         if num_built == limit:
             raise OSError("no port is left")
         num_built += 1
-        return RaisesInClose()
+        return RaiseInCloseEnv()
 
     with pytest.raises(OSError, match="the port is busy"):
         check(build)
-    assert RaisesInClose.num_closed == num_built
+    assert RaiseInCloseEnv.num_closed == num_built
 
 
 def test_register_adds_a_codec_for_a_class() -> None:
@@ -179,7 +180,7 @@ def test_register_adds_a_codec_for_a_class() -> None:
             super().__init__()
             self.tape = Tape()
 
-        def extra(self, action: int) -> float:
+        def observation_offset(self, action: int) -> float:
             return next(self.tape.numbers)
 
     def restore(tape: Tape, position: int) -> None:
@@ -189,7 +190,7 @@ def test_register_adds_a_codec_for_a_class() -> None:
     assert_restorable(TapeEnv)
 
 
-# --- The matrix: popular environments, wrappers, games and simulators, in every autoreset mode ----
+# --- popular environments, wrappers, games and simulators, in every autoreset mode ----------------
 
 STEPS = 300
 ROWS = 2
@@ -272,7 +273,7 @@ GAMES = {
     **({"tictactoe": make_tictactoe} if has_packages("pettingzoo", "pygame") else {}),
     **({"simple_spread": make_spread} if has_packages("mpe2") else {}),
 }
-DEVICES: dict[str, tuple[str, dict[str, Any]]] = {
+SIMULATORS: dict[str, tuple[str, dict[str, Any]]] = {
     **({"brax": ("inverted_pendulum", {"backend": "spring"})} if has_packages("brax") else {}),
     **(
         {"playground": ("CartpoleBalance", {"config_overrides": {"impl": "jax"}})}
@@ -280,13 +281,13 @@ DEVICES: dict[str, tuple[str, dict[str, Any]]] = {
         else {}
     ),
 }
-CASES: dict[str, Callable[[str, int], Any]] = {  # functions of the autoreset mode and the number of workers
+CASES: dict[str, Callable[[str, int], Any]] = {  # these functions take the autoreset mode and the number of workers
     **{name: functools.partial(make_async, env_fn) for name, env_fn in ENV_FNS.items()},
     **{name: functools.partial(make_multi_agent, game) for name, game in GAMES.items()},
-    **{name: functools.partial(make_jax, *settings) for name, settings in DEVICES.items()},
+    **{name: functools.partial(make_jax, *settings) for name, settings in SIMULATORS.items()},
 }
-QUICK = {"Hopper-v5": "SameStep", "Pong": "SameStep", "simple_spread": "NextStep"}
-FOLDERS = [str(folder) for folder in Path(__file__).parents[:2]]  # of this file, and of what it imports
+LONG_TESTS = {"Hopper-v5": "SameStep", "Pong": "SameStep", "simple_spread": "NextStep"}
+FOLDERS = [str(folder) for folder in Path(__file__).parents[:2]]  # those of this file and of the modules that it imports
 CONTINUE_PROGRAM = """
 import pickle, sys
 sys.path[:0] = {folders!r}
@@ -304,18 +305,18 @@ def sample_actions(envs: Any, infos: Any) -> Any:
 
 
 def get_latest_infos(results: Any) -> Any:
-    """Return the infos of a step, updated with those of the reset after it."""
+    """Return the infos of a step, updated with those of the reset after it, if there was one."""
     step, reset = results
     return step[4] if reset is None else {**step[4], **reset[1]}
 
 
 def continue_from_file(path: str) -> None:
-    """Load the snapshots of a file, step with its actions and write the results to a file; runs in another interpreter."""
+    """Load the snapshots of a file, step with its actions, and write the results to a file, in another interpreter."""
     with open(path, "rb") as file:
-        name, mode, kept, actions = pickle.load(file)
+        name, mode, snapshots, actions = pickle.load(file)
     with closing(CASES[name](mode, 0)) as envs:
-        envs.load(kept)
-        results = [advance(envs, mode, one) for one in actions]
+        envs.load(snapshots)
+        results = [advance(envs, mode, step_actions) for step_actions in actions]
     with open(path + ".out", "wb") as file:
         pickle.dump(results, file)
 
@@ -324,32 +325,36 @@ def continue_from_file(path: str) -> None:
 @pytest.mark.parametrize(
     ("name", "mode", "steps"),
     [
-        *(pytest.param(name, mode, 100, marks=pytest.mark.long) for name, mode in QUICK.items() if name in CASES),
+        *(pytest.param(name, mode, 100, marks=pytest.mark.long) for name, mode in LONG_TESTS.items() if name in CASES),
         *(pytest.param(name, mode, STEPS, marks=pytest.mark.slow) for name in CASES for mode in MODES),
     ],
 )
 def test_loaded_snapshots_continue_exactly_in_other_processes(name: str, mode: str, steps: int, tmp_path: Any) -> None:
-    make = CASES[name]
-    with closing(make(mode, 2)) as envs, closing(make(mode, 0)) as in_process, closing(make(mode, 1)) as worker:
+    make_engine = CASES[name]
+    with (
+        closing(make_engine(mode, 2)) as envs,
+        closing(make_engine(mode, 0)) as in_process,
+        closing(make_engine(mode, 1)) as one_worker,
+    ):
         _, infos = envs.reset(seed=5)
         envs.action_space.seed(5)
         for _ in range(40):
             infos = get_latest_infos(advance(envs, mode, sample_actions(envs, infos)))
-        kept = envs.save()
-        in_process.load(kept)
-        worker.reset(seed=1)
-        worker.load(kept)
+        snapshots = envs.save()
+        in_process.load(snapshots)
+        one_worker.reset(seed=1)
+        one_worker.load(snapshots)
         actions, results = [], []
         for number in range(steps):
             actions.append(sample_actions(envs, infos))
             results.append(advance(envs, mode, actions[-1]))
-            for other in (in_process, worker):
-                assert_identical(advance(other, mode, actions[-1]), results[-1], f"step {number}")
+            for loaded in (in_process, one_worker):
+                assert_identical(advance(loaded, mode, actions[-1]), results[-1], f"step {number}")
             infos = get_latest_infos(results[-1])
         assert any((step[2] | step[3]).any() for step, _ in results)
-    path = str(tmp_path / "kept")
+    path = str(tmp_path / "snapshots")
     with open(path, "wb") as file:
-        pickle.dump((name, mode, kept, actions), file)
+        pickle.dump((name, mode, snapshots, actions), file)
     program = CONTINUE_PROGRAM.format(folders=FOLDERS, path=path)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=900)
     with open(path + ".out", "rb") as file:
@@ -396,7 +401,7 @@ class MainEnv(kept_envs.CountingEnv):
         self.pair, self.kind = Pair(Side.LEFT, Position()), Position
         return super().reset(**options)
 
-    def extra(self, action):
+    def observation_offset(self, action):
         self.pair.position.at += action
         self.pair = Pair(Side(action % 2), self.pair.position)
         return self.pair.position.at + (self.pair.side is Side.LEFT) + next(self.counter.numbers)
@@ -424,7 +429,7 @@ BOX2D = [name for name in BOXES if has_packages("Box2D")]
 
 @pytest.mark.parametrize("name", BOX2D or ["without Box2D"])
 def test_save_of_box2d_environments_raises(name: str) -> None:
-    if not BOX2D:  # a class of the same name replaces the one that is not has_packages
+    if not BOX2D:  # another class with the same name replaces that of Box2D
         world = type("b2World", (), {"__module__": "Box2D.Box2D"})
         env_fn: Callable[[], Any] = functools.partial(make_env_with_world, world)
     else:
@@ -441,15 +446,15 @@ def make_env_with_world(world: type) -> Any:
     return env
 
 
-# --- Each of Gymnasium's own wrappers is saved exactly. A wrapper that is missing in the table fails --
+# --- each of Gymnasium's wrappers is saved exactly. A wrapper that the table lacks fails its test --
 
-Env = Any  # not gymnasium.Env[Any, Any], because each wrapper has type parameters of its own
+Env = Any  # not gymnasium.Env[Any, Any], because wrappers have different type parameters
 
 
-class RandomImages(gymnasium.Env[Any, Any]):
-    """An environment with an image that its actions and its generator change; an episode ends at random."""
+class RandomImageEnv(gymnasium.Env[Any, Any]):
+    """An environment with an image that actions and random numbers change. An episode ends at random."""
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 0}  # noqa: RUF012 - like Gymnasium's; 0: no waiting
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 0}  # noqa: RUF012 - with 0, HumanRendering does not wait
     observation_space = Box(0, 255, (12, 10, 3), np.uint8)
     render_mode = "rgb_array"
 
@@ -471,7 +476,7 @@ class RandomImages(gymnasium.Env[Any, Any]):
 
 
 class AttributesInInfos(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """A wrapper that adds attributes of an environment to its infos, which the verification compares."""
+    """A wrapper that adds attributes of an environment to its infos, so that the verification compares them."""
 
     def __init__(self, env: Env, read: Callable[[Any], Any] = lambda env: env.render()) -> None:
         super().__init__(env)
@@ -486,8 +491,8 @@ class AttributesInInfos(gymnasium.Wrapper[Any, Any, Any, Any]):
         return (*step, {**info, "attributes": np.array(self.read(self.env))})
 
 
-def make_continuous() -> Env:
-    return RandomImages(Box(-1, 1, (2,), np.float32))
+def make_env_with_continuous_actions() -> Env:
+    return RandomImageEnv(Box(-1, 1, (2,), np.float32))
 
 
 def make_pendulum() -> Env:
@@ -510,7 +515,7 @@ def make_jax_env() -> Env:
     return gymnasium.make("phys2d/CartPole-v1", max_episode_steps=40)
 
 
-def make_converted() -> Env:
+def make_array_conversion() -> Env:
     import jax.numpy as jnp
 
     return wrappers.ArrayConversion(make_pendulum(), env_xp=np, target_xp=jnp)
@@ -523,8 +528,8 @@ def make_preprocessed_atari() -> Env:
     return wrappers.AtariPreprocessing(gymnasium.make("ALE/Pong-v5", frameskip=1, max_episode_steps=60))
 
 
-def make_recorded() -> Env:
-    video = wrappers.RecordVideo(RandomImages(), "videos", step_trigger=lambda step: step == 3, video_length=10**6, fps=30)
+def make_video_recorder() -> Env:
+    video = wrappers.RecordVideo(RandomImageEnv(), "videos", step_trigger=lambda step: step == 3, video_length=10**6, fps=30)
 
     def read_attributes(env: Any) -> Any:
         return env.step_id, env.episode_id, *(int(frame.sum()) for frame in env.recorded_frames)
@@ -532,12 +537,12 @@ def make_recorded() -> Env:
     return AttributesInInfos(video, read_attributes)
 
 
-WRAPPED: dict[str, Callable[[], Env]] = {
-    "AddRenderObservation": lambda: wrappers.AddRenderObservation(RandomImages(), render_only=False),
-    "AddWhiteNoise": lambda: AttributesInInfos(wrappers.AddWhiteNoise(RandomImages(), 0.3)),
-    "ArrayConversion": make_converted,
+WRAPPER_ENV_FNS: dict[str, Callable[[], Env]] = {
+    "AddRenderObservation": lambda: wrappers.AddRenderObservation(RandomImageEnv(), render_only=False),
+    "AddWhiteNoise": lambda: AttributesInInfos(wrappers.AddWhiteNoise(RandomImageEnv(), 0.3)),
+    "ArrayConversion": make_array_conversion,
     "AtariPreprocessing": make_preprocessed_atari,
-    "Autoreset": lambda: wrappers.Autoreset(wrappers.TimeLimit(RandomImages(), 9)),
+    "Autoreset": lambda: wrappers.Autoreset(wrappers.TimeLimit(RandomImageEnv(), 9)),
     "ClipAction": lambda: wrappers.ClipAction(make_pendulum()),
     "ClipReward": lambda: wrappers.ClipReward(make_pendulum(), -1, 0),
     "DelayObservation": lambda: wrappers.DelayObservation(make_pendulum(), 3),
@@ -546,36 +551,36 @@ WRAPPED: dict[str, Callable[[], Env]] = {
     "DtypeObservation": lambda: wrappers.DtypeObservation(make_pendulum(), np.float64),
     "FilterObservation": lambda: wrappers.FilterObservation(make_dict_env(), ["other"]),
     "FlattenObservation": lambda: wrappers.FlattenObservation(make_dict_env()),
-    "FrameStackObservation": lambda: wrappers.FrameStackObservation(RandomImages(), 4, padding_type="zero"),
-    "GrayscaleObservation": lambda: wrappers.GrayscaleObservation(RandomImages()),
-    "HumanRendering": lambda: wrappers.HumanRendering(RandomImages()),
+    "FrameStackObservation": lambda: wrappers.FrameStackObservation(RandomImageEnv(), 4, padding_type="zero"),
+    "GrayscaleObservation": lambda: wrappers.GrayscaleObservation(RandomImageEnv()),
+    "HumanRendering": lambda: wrappers.HumanRendering(RandomImageEnv()),
     "JaxToNumpy": lambda: wrappers.JaxToNumpy(make_jax_env()),
     "JaxToTorch": lambda: wrappers.JaxToTorch(make_jax_env()),
-    "MaxAndSkipObservation": lambda: wrappers.MaxAndSkipObservation(RandomImages(), 3),
+    "MaxAndSkipObservation": lambda: wrappers.MaxAndSkipObservation(RandomImageEnv(), 3),
     "NormalizeObservation": lambda: wrappers.NormalizeObservation(make_pendulum()),
     "NormalizeReward": lambda: wrappers.NormalizeReward(make_pendulum()),
     "NumpyToTorch": lambda: wrappers.NumpyToTorch(make_pendulum()),
-    "ObstructView": lambda: AttributesInInfos(wrappers.ObstructView(RandomImages(), 0.3, 2)),
-    "OrderEnforcing": lambda: wrappers.OrderEnforcing(RandomImages()),
-    "PassiveEnvChecker": lambda: wrappers.PassiveEnvChecker(RandomImages()),
+    "ObstructView": lambda: AttributesInInfos(wrappers.ObstructView(RandomImageEnv(), 0.3, 2)),
+    "OrderEnforcing": lambda: wrappers.OrderEnforcing(RandomImageEnv()),
+    "PassiveEnvChecker": lambda: wrappers.PassiveEnvChecker(RandomImageEnv()),
     "RecordEpisodeStatistics": lambda: wrappers.RecordEpisodeStatistics(make_blackjack(), buffer_length=5),
-    "RecordVideo": make_recorded,
-    "RenderCollection": lambda: AttributesInInfos(wrappers.RenderCollection(RandomImages(), pop_frames=False)),
-    "RepeatAction": lambda: wrappers.RepeatAction(RandomImages(), 3),
+    "RecordVideo": make_video_recorder,
+    "RenderCollection": lambda: AttributesInInfos(wrappers.RenderCollection(RandomImageEnv(), pop_frames=False)),
+    "RepeatAction": lambda: wrappers.RepeatAction(RandomImageEnv(), 3),
     "RescaleAction": lambda: wrappers.RescaleAction(make_pendulum(), np.float32(-3), np.float32(5)),
     "RescaleObservation": lambda: wrappers.RescaleObservation(make_pendulum(), np.float32(0), np.float32(1)),
-    "ReshapeObservation": lambda: wrappers.ReshapeObservation(RandomImages(), (360,)),
-    "ResizeObservation": lambda: wrappers.ResizeObservation(RandomImages(), (5, 7)),
-    "StickyAction": lambda: wrappers.StickyAction(make_continuous(), 0.4, (1, 3)),
+    "ReshapeObservation": lambda: wrappers.ReshapeObservation(RandomImageEnv(), (360,)),
+    "ResizeObservation": lambda: wrappers.ResizeObservation(RandomImageEnv(), (5, 7)),
+    "StickyAction": lambda: wrappers.StickyAction(make_env_with_continuous_actions(), 0.4, (1, 3)),
     "TimeAwareObservation": lambda: wrappers.TimeAwareObservation(make_pendulum(), normalize_time=True),
-    "TimeLimit": lambda: wrappers.TimeLimit(RandomImages(), 17),
+    "TimeLimit": lambda: wrappers.TimeLimit(RandomImageEnv(), 17),
     "TransformAction": lambda: wrappers.TransformAction(
-        make_continuous(), lambda action: action * 0.5, make_continuous().action_space
+        make_env_with_continuous_actions(), lambda action: action * 0.5, make_env_with_continuous_actions().action_space
     ),
     "TransformObservation": lambda: wrappers.TransformObservation(make_pendulum(), lambda vector: vector / 2, None),
     "TransformReward": lambda: wrappers.TransformReward(make_pendulum(), lambda reward: reward * 3),
 }
-NEEDS = {
+REQUIRED_PACKAGES = {
     "ArrayConversion": ("jax", "array_api_compat"),
     "AtariPreprocessing": ("ale_py", "cv2"),
     "HumanRendering": ("pygame",),
@@ -585,13 +590,13 @@ NEEDS = {
     "RecordVideo": ("moviepy",),
     "ResizeObservation": ("cv2",),
 }
-TAKES_SECONDS = {"ArrayConversion", "AtariPreprocessing", "HumanRendering", "JaxToNumpy", "JaxToTorch", "NumpyToTorch"}
+SLOW_WRAPPERS = {"ArrayConversion", "AtariPreprocessing", "HumanRendering", "JaxToNumpy", "JaxToTorch", "NumpyToTorch"}
 WRAPPER_PROGRAM = """
 import sys
 sys.path[:0] = {folders!r}
-from test_proof import WRAPPED
+from test_proof import WRAPPER_ENV_FNS
 from vecenv.testing import assert_restorable
-assert_restorable(WRAPPED[{name!r}])
+assert_restorable(WRAPPER_ENV_FNS[{name!r}])
 """
 
 
@@ -606,35 +611,37 @@ assert_restorable(WRAPPED[{name!r}])
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.long] if name in TAKES_SECONDS else [])
+        pytest.param(name, marks=[pytest.mark.long] if name in SLOW_WRAPPERS else [])
         for name in wrappers.__all__
         if name != "vector"  # a module
     ],
 )
 def test_assert_restorable_accepts_gymnasium_wrapper(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in NEEDS.get(name, ()):
+    for package in REQUIRED_PACKAGES.get(name, ()):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{name} needs {package}")
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     monkeypatch.chdir(tmp_path)
-    if {"jax", "torch", "pygame"} & set(NEEDS.get(name, ())):  # these start threads that never end
+    if {"jax", "torch", "pygame"} & set(REQUIRED_PACKAGES.get(name, ())):  # these packages start threads that never end
         program = WRAPPER_PROGRAM.format(folders=FOLDERS, name=name)
         subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
     else:
-        assert_restorable(WRAPPED[name])
+        assert_restorable(WRAPPER_ENV_FNS[name])
 
 
 def test_loaded_autoreset_wrapper_resets_in_the_next_step() -> None:
-    """The verification resets finished environments, so it does not cover the flag of ``Autoreset``."""
-    one, other = WRAPPED["Autoreset"](), WRAPPED["Autoreset"]()
-    one.reset(seed=3)
-    other.reset(seed=4)
-    while not any(one.step(1)[2:4]):
-        pass
-    state = capture_state(one)
-    expected = [one.step(1) for _ in range(3)]
-    prepare_restore(other, state)()
-    assert_identical([other.step(1) for _ in range(3)], expected)
-    for env in (one, other):
+    """The verification resets an environment after its last step, so it does not cover the flag of ``Autoreset``."""
+    saved, target = WRAPPER_ENV_FNS["Autoreset"](), WRAPPER_ENV_FNS["Autoreset"]()
+    saved.reset(seed=3)
+    target.reset(seed=4)
+    has_ended = False
+    while not has_ended:
+        _, _, terminated, truncated, _ = saved.step(1)
+        has_ended = terminated or truncated
+    state = capture_state(saved)
+    expected = [saved.step(1) for _ in range(3)]
+    prepare_restore(target, state)()
+    assert_identical([target.step(1) for _ in range(3)], expected)
+    for env in (saved, target):
         env.close()
 

@@ -1,4 +1,4 @@
-"""Saving and loading: restored state, damaged files, and programs that resume or search."""
+"""Tests of saving and loading: restored state, damaged snapshots, and programs that resume or search."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ROWS = 4
 
 
 def make_wrapped_cartpole() -> Any:
-    """Return CartPole under wrappers that have state."""
+    """Return CartPole in wrappers that have state."""
     env: Any = RecordEpisodeStatistics(gymnasium.make("CartPole-v1"))
     return TimeLimit(FrameStackObservation(NormalizeObservation(env), 3), 30)
 
@@ -56,11 +56,12 @@ def open_envs(env_fn: Any = make_wrapped_cartpole, mode: str = "NextStep", **opt
 
 
 def advance(envs: Any, mode: str, actions: Any) -> Any:
-    """Return the results of a step and, in Disabled mode, of a reset of the finished rows."""
+    """Make a step and, in Disabled mode, reset the rows that ended. Return the results of both; ``None``: no reset."""
     step = envs.step(actions)
     reset = None
-    if mode == "Disabled" and (finished := step[4].get("env_done", step[2] | step[3])).any():
-        reset = envs.reset(options={"reset_mask": finished})
+    ended = step[4].get("env_done", step[2] | step[3])
+    if mode == "Disabled" and ended.any():
+        reset = envs.reset(options={"reset_mask": ended})
     return (*step[:4], remove_episode_times(step[4])), reset
 
 
@@ -82,8 +83,8 @@ def test_loaded_snapshots_continue_like_the_saved_engine(name: str, mode: str) -
         for _ in range(23):
             step, reset = advance(envs, mode, envs.action_space.sample())
         expected = copy.deepcopy((reset or step)[0])
-        kept = pickle.loads(pickle.dumps(envs.save(verify=mode == "NextStep")))
-        assert_identical(other.load(kept), expected)
+        snapshots = pickle.loads(pickle.dumps(envs.save(verify=mode == "NextStep")))
+        assert_identical(other.load(snapshots), expected)
         for number in range(40):
             actions = envs.action_space.sample()
             assert_identical(advance(other, mode, actions), advance(envs, mode, actions), f"step {number}")
@@ -95,34 +96,34 @@ def test_load_state_dict_restores_rows_statistics_and_generators() -> None:
         envs.action_space.seed(3)
         for _ in range(10):
             envs.step(envs.action_space.sample())
-        kept = pickle.loads(pickle.dumps(envs.state_dict()))
+        state = pickle.loads(pickle.dumps(envs.state_dict()))
         steps = envs.stats()["steps"]
-        actions = [envs.action_space.sample() for _ in range(40)]
-        expected = [advance(envs, "NextStep", one) for one in actions]
-        envs.load_state_dict(kept)
+        all_actions = [envs.action_space.sample() for _ in range(40)]
+        expected = [advance(envs, "NextStep", actions) for actions in all_actions]
+        envs.load_state_dict(state)
         assert envs.stats()["steps"] == steps
-        assert_identical([envs.action_space.sample() for _ in range(40)], actions)
-        assert_identical([advance(envs, "NextStep", one) for one in actions], expected)
+        assert_identical([envs.action_space.sample() for _ in range(40)], all_actions)
+        assert_identical([advance(envs, "NextStep", actions) for actions in all_actions], expected)
 
 
 def test_loaded_environment_shares_its_arrays_like_the_saved_one() -> None:
     with open_envs(kept_envs.ArraysEnv, num_workers=0) as envs:
         envs.reset(seed=1)
-        kept = envs.save(verify=False)
-        envs.load(kept[0])
+        snapshots = envs.save(verify=False)
+        envs.load(snapshots[0])
         for env in envs.call("unwrapped"):
-            assert env.same is env.sums is env.in_dict["sums"][0]
+            assert env.alias is env.sums is env.in_dict["sums"][0]
             assert (env.zero_dim.shape, env.big_endian.dtype.str, type(env.number)) == ((), ">i2", np.float32)
         first, second = envs.call("unwrapped")[:2]
         assert not np.shares_memory(first.sums, second.sums)
 
 
 @pytest.mark.parametrize("name", ["in process", "two workers"])
-def test_environments_saved_before_their_first_reset_continue_like_new_ones(name: str) -> None:
+def test_environments_saved_before_their_first_reset_are_loaded_as_new(name: str) -> None:
     with open_envs(**ENGINES[name]) as envs, open_envs(num_workers=0) as other:
-        saved, state = envs.save(), envs.state_dict()
-        assert [snapshot.row.used for snapshot in saved] == [False] * ROWS
-        assert envs.load(saved) is None
+        snapshots, state = envs.save(), envs.state_dict()
+        assert [snapshot.row.used for snapshot in snapshots] == [False] * ROWS
+        assert envs.load(snapshots) is None
         assert other.load_state_dict(state) is None
         assert_identical(other.reset(seed=3), envs.reset(seed=3))
 
@@ -130,13 +131,13 @@ def test_environments_saved_before_their_first_reset_continue_like_new_ones(name
 def test_save_and_load_with_rows_in_flight_raise() -> None:
     with open_envs(kept_envs.CountingEnv, num_workers=2, batch_size=2) as envs:
         envs.reset(seed=1)
-        kept = envs.save()
+        snapshots = envs.save()
         envs.send(np.array([1]), [2])
-        for call in (envs.save, functools.partial(envs.load, kept), envs.state_dict):
+        for call in (envs.save, functools.partial(envs.load, snapshots), envs.state_dict):
             with pytest.raises(AlreadyPendingCallError, match="1 environments are in flight"):
                 call()
         envs.recv(count=1)
-        envs.load(kept)
+        envs.load(snapshots)
 
 
 def make_cartpole(length: int) -> Any:
@@ -145,26 +146,35 @@ def make_cartpole(length: int) -> Any:
 
 
 UNSUITABLE: dict[str, tuple[Any, str]] = {
-    "too few": (lambda kept: kept[:3], "3 snapshots for 4 environments"),
-    "none": (lambda kept: None, r"load\(\) needs snapshots from save"),
-    "bytes": (lambda kept: [*kept[:3], b"xy"], r"snapshots\[3\] is a bytes"),
-    "truncated": (lambda kept: [*kept[:3], replace(kept[3], body=kept[3].body[:-9])], r"\[3\]: its bytes are damaged"),
-    "format": (lambda kept: [replace(one, format=99) for one in kept], "its format is 99"),
+    "too few": (lambda snapshots: snapshots[:3], "3 snapshots for 4 environments"),
+    "none": (lambda snapshots: None, r"load\(\) needs snapshots from save"),
+    "bytes": (lambda snapshots: [*snapshots[:3], b"xy"], r"snapshots\[3\] is a bytes"),
+    "truncated": (
+        lambda snapshots: [*snapshots[:3], replace(snapshots[3], body=snapshots[3].body[:-9])],
+        r"\[3\]: its bytes are damaged",
+    ),
+    "format": (lambda snapshots: [replace(snapshot, format=99) for snapshot in snapshots], "its format is 99"),
     "version": (
-        lambda kept: [*kept[:3], kept[3].having(kind=replace(kept[3].row.kind, versions=(("gymnasium", "0.1"),)))],
+        lambda snapshots: [*snapshots[:3], set_gymnasium_version(snapshots[3], "0.1")],
         "the snapshot does not fit: it was saved with gymnasium 0.1",
     ),
-    "environment": (lambda kept: save_other(lambda: gymnasium.make("Acrobot-v1")), "it is of Acrobot-v1, and "),
+    "environment": (lambda snapshots: save_new(lambda: gymnasium.make("Acrobot-v1")), "it is of Acrobot-v1, and "),
     "arguments": (
-        lambda kept: save_other(lambda: gymnasium.make("CartPole-v1", sutton_barto_reward=True)), "sutton_barto_reward=True",
+        lambda snapshots: save_new(lambda: gymnasium.make("CartPole-v1", sutton_barto_reward=True)),
+        "sutton_barto_reward=True",
     ),
     "wrappers": (
-        lambda kept: save_other(lambda: make_cartpole(9)), "stack is TimeLimit / TimeLimit / .*environment's is Ti",
+        lambda snapshots: save_new(lambda: make_cartpole(9)), "stack is TimeLimit / TimeLimit / .*environment's is Ti",
     ),
 }  # fmt: skip
 
 
-def save_other(env_fn: Any) -> Any:
+def set_gymnasium_version(snapshot: Any, version: str) -> Any:
+    return snapshot.having(kind=replace(snapshot.row.kind, versions=(("gymnasium", version),)))
+
+
+def save_new(env_fn: Any) -> Any:
+    """Return snapshots of new environments."""
     with open_envs(env_fn, num_workers=0) as envs:
         envs.reset(seed=0)
         return envs.save(verify=False)
@@ -175,23 +185,23 @@ def test_load_of_unsuitable_snapshots_raises_and_changes_nothing(case: str) -> N
     make_unsuitable, text = UNSUITABLE[case]
     env_fn = functools.partial(make_cartpole, 0)
     with open_envs(env_fn, num_workers=2) as envs, open_envs(env_fn, num_workers=0) as reference:
-        for one in (envs, reference):
-            one.reset(seed=3)
-            one.step(np.array([0, 1, 0, 1]))
-        kept = envs.save(verify=False)
-        for one in (envs, reference):
-            one.step(np.array([1, 1, 0, 1]))
+        for engine in (envs, reference):
+            engine.reset(seed=3)
+            engine.step(np.array([0, 1, 0, 1]))
+        snapshots = envs.save(verify=False)
+        for engine in (envs, reference):
+            engine.step(np.array([1, 1, 0, 1]))
         with pytest.raises(SnapshotMismatch, match=text):
-            envs.load(make_unsuitable(list(kept)))
+            envs.load(make_unsuitable(list(snapshots)))
         for number in range(30):
             actions = np.array([0, 1, 1, 0]) ^ (number & 1)
             assert_identical(envs.step(actions), reference.step(actions))
 
 
 def test_first_save_verifies_unless_verify_is_false() -> None:
-    with open_envs(kept_envs.StateInLibc, num_workers=2) as envs:
+    with open_envs(kept_envs.LibcGeneratorEnv, num_workers=2) as envs:
         envs.reset(seed=0)
-        with pytest.raises(NotRestorable, match=r"kept_envs.StateInLibc cannot be saved: .* continues differently"):
+        with pytest.raises(NotRestorable, match=r"kept_envs.LibcGeneratorEnv cannot be saved: .* continues differently"):
             envs.save()
         assert len(envs.save(verify=False)) == ROWS
         envs.step(np.zeros(ROWS, np.int64))
@@ -206,13 +216,13 @@ def test_save_of_a_failed_row_raises_and_load_restores_the_row() -> None:
     with open_envs(make_env, num_workers=2) as envs:
         envs.reset(seed=0)
         envs.step(np.array([1, 2, 1, 2]))
-        kept = envs.save(verify=False)
-        envs.exec_func(setattr, [1], "extra", None)
+        snapshots = envs.save(verify=False)
+        envs.exec_func(setattr, [1], "observation_offset", None)
         with pytest.raises(TypeError):
             envs.step(np.zeros(ROWS, np.int64))
         with pytest.raises(EnvFailed):
             envs.save()
-        envs.load(kept)
+        envs.load(snapshots)
         assert envs.step(np.ones(ROWS, np.int64))[0].ravel().tolist() == [4, 5, 4, 5]
 
 
@@ -242,20 +252,20 @@ def test_load_into_restarted_rows_continues_exactly(fault: int, lost: list[int],
         envs.reset(seed=1)
         for _ in range(3):
             envs.step(np.ones(ROWS, np.int64))
-        kept = envs.save(verify=False)
-        reference.load(kept)
+        snapshots = envs.save(verify=False)
+        reference.load(snapshots)
         envs.step(np.ones(ROWS, np.int64))
         actions = np.ones(ROWS, np.int64)
         actions[2] = fault
         *_, infos = envs.step(actions)
         restarted = np.flatnonzero(infos["restarted"])
         assert restarted.tolist() == lost
-        observations = envs.load([kept[row] for row in restarted], env_id=restarted)
-        assert_identical(list(observations), [kept[row].observation for row in restarted])
+        observations = envs.load([snapshots[row] for row in restarted], env_id=restarted)
+        assert_identical(list(observations), [snapshots[row].observation for row in restarted])
         for number in range(3):
-            found, expected = envs.step(np.full(ROWS, number)), reference.step(np.full(ROWS, number))
+            result, expected = envs.step(np.full(ROWS, number)), reference.step(np.full(ROWS, number))
             for field in range(4):
-                assert_identical(found[field][lost], expected[field][lost], f"step {number}, field {field}")
+                assert_identical(result[field][lost], expected[field][lost], f"step {number}, field {field}")
 
 
 def test_save_and_load_of_live_rows_work_after_another_worker_died() -> None:
@@ -264,7 +274,7 @@ def test_save_and_load_of_live_rows_work_after_another_worker_died() -> None:
 
     with open_envs(num_workers=2) as envs:
         envs.reset(seed=0)
-        kept = envs.save()
+        snapshots = envs.save()
         pid = envs.exec_func(get_pid, [3])[3]
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerDied):
@@ -272,15 +282,15 @@ def test_save_and_load_of_live_rows_work_after_another_worker_died() -> None:
         assert pid not in envs.exec_func(get_pid, [0, 1])
         with pytest.raises(EnvFailed, match="envs 2-3 failed earlier"):
             envs.exec_func(get_pid, [1, 2])
-        assert_identical(envs.load(kept[:1], [0]), kept[0].observation[None])
+        assert_identical(envs.load(snapshots[:1], [0]), snapshots[0].observation[None])
         with pytest.raises(EnvFailed):
-            envs.load(kept)
-        assert_identical(envs.save([0])[0].observation, kept[0].observation)
+            envs.load(snapshots)
+        assert_identical(envs.save([0])[0].observation, snapshots[0].observation)
         envs.reset(seed=1, options={"reset_mask": np.array([False, False, True, True])})
-        assert_identical(envs.load(kept), np.stack([one.observation for one in kept]))
+        assert_identical(envs.load(snapshots), np.stack([snapshot.observation for snapshot in snapshots]))
 
 
-def test_death_of_a_worker_during_the_check_of_a_save_names_verify() -> None:
+def test_error_of_a_worker_that_dies_in_the_verification_names_verify() -> None:
     def build() -> Any:
         return FaultyEnv(gymnasium.make("CartPole-v1"), "segfault", step=2)
 
@@ -314,13 +324,13 @@ ACTIONS = np.array([1, 2])
 
 
 class SizedEnv(kept_envs.CountingEnv):
-    """An environment with observations of a given size, which no spec records."""
+    """An environment with observations of a given size. It has no spec, which would record the size."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.observation_space = gymnasium.spaces.Box(-1e12, 1e12, (size,), np.float64)
 
-    def extra(self, action: int) -> float:
+    def observation_offset(self, action: int) -> float:
         return float(self.observation_space.shape[0])  # type: ignore[index]
 
     def reset(self, **arguments: Any) -> Any:
@@ -344,7 +354,7 @@ def reset_and_step(envs: Any) -> Any:
 
 
 def iter_damaged(intact: bytes, every_byte: bool) -> Any:
-    """Yield (position, damaged bytes): with each byte changed, or 10,000 times with a random bit flipped."""
+    """Yield (position, damaged bytes) for each byte, which is changed, or for 10,000 random bits, which are flipped."""
     rng = random.Random(5)
     for number in range(len(intact) if every_byte else 10_000):
         position = number if every_byte else rng.randrange(len(intact))
@@ -355,29 +365,29 @@ def iter_damaged(intact: bytes, every_byte: bool) -> Any:
 @pytest.mark.long
 @pytest.mark.parametrize("every_byte", [True, False], ids=["every byte", "10,000 bits"])
 @pytest.mark.parametrize("method", ["save", "state_dict"])
-def test_load_of_damaged_bytes_raises_or_has_the_intact_result(method: str, every_byte: bool) -> None:
+def test_load_of_damaged_bytes_raises_or_has_the_result_of_the_intact_ones(method: str, every_byte: bool) -> None:
     with open_pair(kept_envs.CountingEnv) as envs, open_pair(kept_envs.CountingEnv) as reference:
         reset_and_step(envs)
         reset_and_step(reference)
         save, load = (envs.save, envs.load) if method == "save" else (envs.state_dict, envs.load_state_dict)
         intact = pickle.dumps(save())
         expected = load(pickle.loads(intact))
-        sealed_start = intact.index(b"_unsealed") + 24  # the end of this name, and the opcodes before the sealed bytes
+        sealed_start = intact.index(b"_unsealed") + 24  # after the rest of this name and the opcodes before the sealed bytes
         num_pickle_errors = 0
         for position, damaged in iter_damaged(intact, every_byte):
             try:
-                found = pickle.loads(damaged)
+                unpickled = pickle.loads(damaged)
             except SnapshotMismatch:
                 continue
-            except Exception:  # raised by pickle for one of its few bytes around the sealed ones
+            except Exception:  # raised by pickle itself, which has a few bytes around the sealed ones
                 num_pickle_errors += 1
                 assert position <= sealed_start or position >= len(intact) - 8, f"byte {position} of {len(intact)}"
                 continue
             try:
-                result = load(found)
+                result = load(unpickled)
             except SnapshotMismatch:
                 continue
-            assert_identical(result, expected, f"byte {position} of {len(intact)}")  # that byte had no meaning
+            assert_identical(result, expected, f"byte {position} of {len(intact)}")  # this byte has no effect
         for _ in range(30):
             assert_identical(envs.step(ACTIONS), reference.step(ACTIONS))
         assert num_pickle_errors < 200 or not every_byte
@@ -387,21 +397,21 @@ def test_load_of_damaged_bytes_raises_or_has_the_intact_result(method: str, ever
 def test_require_whole_raises_for_each_damaged_byte(part: str) -> None:
     with open_pair(kept_envs.CountingEnv) as envs:
         reset_and_step(envs)
-        one = envs.save()[0]
-    for _, damaged in iter_damaged(getattr(one, part), every_byte=True):
+        snapshot = envs.save()[0]
+    for _, damaged in iter_damaged(getattr(snapshot, part), every_byte=True):
         with pytest.raises(SnapshotMismatch):
-            replace(one, **{part: damaged}).require_whole()
+            replace(snapshot, **{part: damaged}).require_whole()
 
 
 DAMAGED_SNAPSHOTS: dict[str, Callable[[Any], Any]] = {
-    "another body": lambda one: replace(one, body=pickle.dumps("nothing")),
-    "another rest": lambda one: replace(one, rest=pickle.dumps(None)),
-    "no rest": lambda one: replace(one, rest=None),
-    "text for checksums": lambda one: replace(one, checksums=("a", "b")),
-    "another body, with its checksum": lambda one: type(one).of(one.row.kind, pickle.dumps(["x"])),
-    "no kind": lambda one: type(one).of(None, one.body),
-    "another observation": lambda one: one.having(observation=np.zeros((3, 3))),
-    "no observation": lambda one: one.having(observation=None),
+    "another body": lambda snapshot: replace(snapshot, body=pickle.dumps("nothing")),
+    "another rest": lambda snapshot: replace(snapshot, rest=pickle.dumps(None)),
+    "no rest": lambda snapshot: replace(snapshot, rest=None),
+    "text for checksums": lambda snapshot: replace(snapshot, checksums=("a", "b")),
+    "another body, with its checksum": lambda snapshot: type(snapshot).of(snapshot.row.kind, pickle.dumps(["x"])),
+    "no kind": lambda snapshot: type(snapshot).of(None, snapshot.body),
+    "another observation": lambda snapshot: snapshot.having(observation=np.zeros((3, 3))),
+    "no observation": lambda snapshot: snapshot.having(observation=None),
 }
 DAMAGED_STATES: dict[str, dict[str, Any]] = {
     "text in counters": {"counters": ("a", "b", "c")},
@@ -424,11 +434,11 @@ DAMAGED_STATES: dict[str, dict[str, Any]] = {
 def test_load_of_a_damaged_snapshot_raises_and_changes_nothing(case: str, num_workers: int) -> None:
     with open_pair(num_workers=num_workers) as envs:
         reset_and_step(envs)
-        kept = envs.save(verify=False)
+        snapshots = envs.save(verify=False)
         expected = [envs.step(ACTIONS) for _ in range(2)]
-        envs.load(kept)
+        envs.load(snapshots)
         with pytest.raises(SnapshotMismatch):
-            envs.load([kept[0], DAMAGED_SNAPSHOTS[case](kept[1])])
+            envs.load([snapshots[0], DAMAGED_SNAPSHOTS[case](snapshots[1])])
         assert_identical([envs.step(ACTIONS) for _ in range(2)], expected)
 
 
@@ -448,13 +458,13 @@ def test_load_of_a_damaged_state_dict_raises_and_changes_nothing(case: str) -> N
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_load_of_a_snapshot_of_another_shape_raises_and_changes_nothing(num_workers: int) -> None:
     with open_pair(lambda: SizedEnv(2)) as small, open_pair(lambda: SizedEnv(3), num_workers=num_workers) as large:
-        kept = reset_and_step(small).save(verify=False)
+        snapshots = reset_and_step(small).save(verify=False)
         reset_and_step(large)
         own_snapshots = large.save(verify=False)
         expected = large.step(ACTIONS)
         large.load(own_snapshots)
         with pytest.raises(SnapshotMismatch, match=r"\(2,\).*\(3,\)"):
-            large.load(kept)
+            large.load(snapshots)
         assert_identical(large.step(ACTIONS), expected)
 
 
@@ -475,7 +485,7 @@ def start_run(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """Return the checkpoint of a run without the state of its environments, the statistics of which contain times."""
+    """Return the checkpoint of a run, but without the state of its environments, which contains times of episodes."""
     with (folder / "run" / "ppo.pickle").open("rb") as file:
         state = pickle.load(file)
     del state["envs"]
@@ -493,7 +503,7 @@ def count_steps(folder: Path) -> int:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_run_resumed_after_a_kill_equals_an_uninterrupted_run(tmp_path: Path) -> None:
-    """A run is stopped, its files are copied in the state in which SIGKILL would leave them, and both continue."""
+    """A stopped run leaves its files as a SIGKILL would. The run and a copy of its files continue."""
     for number in range(3):
         original, copied = tmp_path / f"original {number}", tmp_path / f"copied {number}"
         run = start_run(original)
@@ -517,19 +527,19 @@ STATE_PAGE = Path(__file__).parents[2] / "docs" / "state.md"
 INTERRUPT_PROGRAM = """
 import os, signal, vecenv
 num_steps, step = 0, vecenv.AsyncVectorEnv.step
-def interrupted(self, actions):
+def interrupt_1000th_step(self, actions):
     global num_steps
     num_steps += 1
     if num_steps == 1000:
         os.kill(os.getpid(), signal.SIGINT)
     return step(self, actions)
-vecenv.AsyncVectorEnv.step = interrupted
+vecenv.AsyncVectorEnv.step = interrupt_1000th_step
 """
 
 
 @pytest.mark.long
 def test_program_that_saves_on_ctrl_c_resumes_with_the_same_output(tmp_path: Path) -> None:
-    """The program is the one in ``docs/state.md``."""
+    """The program comes from ``docs/state.md``."""
     blocks = re.findall(r"```python\n(.*?)```", STATE_PAGE.read_text(), re.DOTALL)
     (program,) = (block for block in blocks if "SIGINT" in block)
 

@@ -1,8 +1,8 @@
-"""Prints, as a line of JSON, how the package behaves without the names that another system lacks.
+"""A program that removes the names that another system lacks, and prints how the package behaves as a line of JSON.
 
 The variable ``IMITATED_SYSTEM`` is ``windows`` or ``macos``. Names are removed from the standard library before the package
-is imported, here and in every process that imports this file again. This shows that no missing name is used, not how
-another system behaves.
+is imported, here and in every process that imports this file again. This proves only that the package uses none of these
+names; other differences between the systems remain untested.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ POSIX_ONLY = {
 }
 
 
-def remove_names(system: str) -> None:
-    """Remove the names that this system lacks, and set its name and start method."""
+def imitate_system(system: str) -> None:
+    """Remove the names that ``system`` lacks, and set its ``sys.platform`` and start method."""
     for missing in (LINUX_ONLY, POSIX_ONLY) if system == "windows" else (LINUX_ONLY,):
         for module, names in missing.items():
             for name in names.split():
@@ -51,20 +51,20 @@ def remove_names(system: str) -> None:
     sys.platform = {"windows": "win32", "macos": "darwin"}[system]
 
 
-remove_names(os.environ["IMITATED_SYSTEM"])
+imitate_system(os.environ["IMITATED_SYSTEM"])
 
 import vecenv  # noqa: E402
 from vecenv.system import cores, supervision  # noqa: E402
 
-MAKE = functools.partial(gymnasium.make, "CartPole-v1")
+make_cartpole = functools.partial(gymnasium.make, "CartPole-v1")
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
-    "two": {"num_workers": 2},
+    "two workers": {"num_workers": 2},
     "auto with restarts": {"num_workers": "auto", "on_failure": "restart"},
     "auto with a timeout": {"num_workers": "auto", "step_timeout": 1.0},
     "use_caller": {"num_workers": 0, "use_caller": True},
     "dummy_env": {"num_workers": 0, "worker_options": vecenv.WorkerOptions(dummy_env=False)},
-    "none": {"num_workers": 0},
+    "no workers": {"num_workers": 0},
     "auto": {"num_workers": "auto"},
 }
 
@@ -86,16 +86,16 @@ def try_steps(build: Any) -> str | list[Any]:
 
 def describe_plan(**options: Any) -> str:
     try:
-        return str(vecenv.plan(MAKE, 3, **options))
+        return str(vecenv.plan(make_cartpole, 3, **options))
     except NotImplementedError as error:
         return str(error)
 
 
 def print_report() -> None:
     warnings.simplefilter("ignore")
-    facts = {
+    report = {
         "engines": {
-            name: try_steps(functools.partial(vecenv.AsyncVectorEnv, [MAKE] * 3, **options))
+            name: try_steps(functools.partial(vecenv.AsyncVectorEnv, [make_cartpole] * 3, **options))
             for name, options in OPTIONS.items()
         },
         "make_vec": try_steps(lambda: vecenv.make_vec("CartPole-v1", 3)),
@@ -105,7 +105,7 @@ def print_report() -> None:
         "spins": [cores.placements(1)[1], *(placement.spin for placement in cores.placements(1)[0])],
         "stack signals": supervision.STACK_SIGNALS,
     }
-    print(json.dumps(facts))
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``deferred_signals`` delays signal handlers, and ``raised_by_handler`` recognizes their exceptions."""
+"""Tests that ``deferred_signals`` delays signal handlers, and that ``raised_by_handler`` recognizes their exceptions."""
 
 from __future__ import annotations
 
@@ -18,63 +18,63 @@ from vecenv.system.signals import deferred_signals, raised_by_handler, watched_h
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 
 
-SOURCE = sys.modules[deferred_signals.__module__].__file__
+SIGNALS_FILE = sys.modules[deferred_signals.__module__].__file__
 
 
 def raise_sigusr2() -> None:
     signal.raise_signal(signal.SIGUSR2)
 
 
-def installed_handlers() -> list[object]:
+def list_handlers() -> list[object]:
     return [signal.getsignal(number) for number in range(1, signal.NSIG)]
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_handler_runs_at_the_end_of_the_outermost_block(nested: bool) -> None:
-    done = []
+    finished_blocks = []
 
-    def change() -> None:
+    def run_blocks() -> None:
         with deferred_signals():
             raise_sigusr2()
             if nested:
                 with deferred_signals():
                     raise_sigusr2()
-                done.append("inner")
-            done.append("outer")
+                finished_blocks.append("inner")
+            finished_blocks.append("outer")
 
     with signal_handler(signal.SIGUSR2, Alarm):
-        before = installed_handlers()
+        before = list_handlers()
         with pytest.raises(Alarm):
-            change()
-        assert installed_handlers() == before
-    assert done == (["inner", "outer"] if nested else ["outer"])
+            run_blocks()
+        assert list_handlers() == before
+    assert finished_blocks == (["inner", "outer"] if nested else ["outer"])
 
 
 def test_all_handlers_run_and_the_first_exception_is_raised() -> None:
-    ran: list[int] = []
+    handled: list[int] = []
 
-    def note(number: int, frame: Any) -> None:
-        ran.append(number)
+    def handle(number: int, frame: Any) -> None:
+        handled.append(number)
         raise Alarm(number)
 
-    def change() -> None:
+    def raise_signals() -> None:
         with deferred_signals():
             signal.raise_signal(signal.SIGUSR1)
             raise_sigusr2()
             raise_sigusr2()
 
-    with signal_handler(signal.SIGUSR1, note), signal_handler(signal.SIGUSR2, note), pytest.raises(Alarm) as raised:
-        change()
-    assert ran == [signal.SIGUSR1, signal.SIGUSR2]
+    with signal_handler(signal.SIGUSR1, handle), signal_handler(signal.SIGUSR2, handle), pytest.raises(Alarm) as raised:
+        raise_signals()
+    assert handled == [signal.SIGUSR1, signal.SIGUSR2]
     assert raised.value.args == (signal.SIGUSR1,)
 
 
 def test_exception_of_the_block_is_raised_and_handlers_are_restored() -> None:
     with signal_handler(signal.SIGUSR2, Alarm):
-        before = installed_handlers()
+        before = list_handlers()
         with pytest.raises(ZeroDivisionError), deferred_signals():
             raise ZeroDivisionError
-        assert installed_handlers() == before
+        assert list_handlers() == before
 
 
 def test_child_forked_in_the_block_runs_handlers_at_once() -> None:
@@ -86,30 +86,33 @@ def test_child_forked_in_the_block_runs_handlers_at_once() -> None:
         assert run_in_fork(check) == 0
 
 
-def test_other_threads_change_no_handlers() -> None:
-    found: list[object] = []
+def test_block_in_another_thread_changes_no_handlers() -> None:
+    handlers_in_block: list[object] = []
 
-    def body() -> None:
+    def run_block() -> None:
         with deferred_signals():
-            found.append(installed_handlers())
+            handlers_in_block.append(list_handlers())
 
-    thread = threading.Thread(target=body)
+    thread = threading.Thread(target=run_block)
     thread.start()
     thread.join()
-    assert found == [installed_handlers()]
+    assert handlers_in_block == [list_handlers()]
 
 
-def raise_signal_at_bytecode(event: int, function: Callable[[], None]) -> bool:
-    """Call ``function``, and raise a signal at the ``event``-th bytecode; return True if it has that many."""
+def raise_signal_at_bytecode(number: int, function: Callable[[], None]) -> bool:
+    """Call ``function``, and raise a signal at the bytecode with this number. Return False if there are fewer bytecodes.
+
+    Only bytecodes in the files of ``deferred_signals`` and ``contextlib`` count.
+    """
     count, fired = 0, False
 
     def trace(frame: Any, kind: str, _: Any) -> Any:
         nonlocal count, fired
-        if frame.f_code.co_filename not in (contextlib.__file__, SOURCE):
+        if frame.f_code.co_filename not in (contextlib.__file__, SIGNALS_FILE):
             return None
         frame.f_trace_opcodes = True
         count += kind == "opcode"
-        if count == event:
+        if count == number:
             fired = True
             sys.settrace(None)
             raise_sigusr2()
@@ -126,57 +129,58 @@ def raise_signal_at_bytecode(event: int, function: Callable[[], None]) -> bool:
 
 
 def test_signal_at_any_bytecode_leaves_the_block_atomic() -> None:
-    event, fired = 0, True
-    while fired and event < 3000:
-        event += 1
+    number, fired = 0, True
+    while fired and number < 3000:
+        number += 1
         state: list[int] = []
 
-        def change(state: list[int] = state) -> None:
+        def run_block(state: list[int] = state) -> None:
             with deferred_signals():
                 state.append(1)
                 state.append(2)
 
         with signal_handler(signal.SIGUSR2, Alarm):
-            before, raised = installed_handlers(), False
+            before, raised = list_handlers(), False
             try:
-                fired = raise_signal_at_bytecode(event, change)
+                fired = raise_signal_at_bytecode(number, run_block)
             except Alarm:
                 raised = fired = True
-            assert len(state) in (0, 2), f"event {event}"
-            assert raised == fired, f"event {event}: the signal was lost"
-            assert installed_handlers() == before, f"event {event}"
-    assert 100 < event < 3000
+            assert len(state) in (0, 2), f"bytecode {number}"
+            assert raised == fired, f"bytecode {number}: the signal was lost"
+            assert list_handlers() == before, f"bytecode {number}"
+    assert 100 < number < 3000  # all bytecodes were tried
 
 
-def test_exceptions_of_handlers_are_recognized_also_as_a_cause() -> None:
-    def wrap() -> None:
+def test_exception_of_a_handler_is_recognized_even_as_a_cause() -> None:
+    def raise_with_alarm_as_cause() -> None:
         try:
             raise_sigusr2()
         except Alarm as error:
             raise RuntimeError from error
 
     with signal_handler(signal.SIGUSR2, Alarm):
-        before = installed_handlers()
+        before = list_handlers()
         with watched_handlers():
-            for call in (raise_sigusr2, wrap):
+            for call in (raise_sigusr2, raise_with_alarm_as_cause):
                 with pytest.raises((Alarm, RuntimeError)) as raised:
                     call()
                 assert raised_by_handler(raised.value)
             assert not raised_by_handler(Alarm())
         assert not raised_by_handler(raised.value)
-        assert installed_handlers() == before
+        assert list_handlers() == before
 
 
 def test_watched_handlers_are_deferred_only_by_an_inner_block() -> None:
-    done = []
+    block_finished = False
 
-    def change() -> None:
+    def run_block() -> None:
+        nonlocal block_finished
         with deferred_signals():
             raise_sigusr2()
-            done.append(True)
+            block_finished = True
 
     with signal_handler(signal.SIGUSR2, Alarm), watched_handlers():
-        for call in (change, raise_sigusr2):
+        for call in (run_block, raise_sigusr2):
             with pytest.raises(Alarm):
                 call()
-    assert done
+    assert block_finished

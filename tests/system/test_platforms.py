@@ -1,4 +1,4 @@
-"""The package works without the names that only Linux or POSIX has, and without pidfds."""
+"""Tests of the package without the names that only Linux or POSIX has, and without pidfds."""
 
 from __future__ import annotations
 
@@ -31,95 +31,97 @@ from vecenv.testing import FaultyEnv
 HERE = Path(__file__).parent
 
 
-def run(system: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run ``other_system_program.py``; with arguments, it runs the command line of the package."""
+def run_as_system(system: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``other_system_program.py``. With arguments, it runs the command line of the package."""
     path = os.pathsep.join(filter(None, [str(Path(vecenv.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
     return run_python(HERE / "other_system_program.py", *arguments, IMITATED_SYSTEM=system, PYTHONPATH=path)
 
 
-def load_report(system: str) -> dict[str, Any]:
-    done = run(system)
+def read_report(system: str) -> dict[str, Any]:
+    done = run_as_system(system)
     assert done.returncode == 0, done.stderr
-    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return facts
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report
 
 
 @pytest.fixture(scope="module")
-def windows() -> dict[str, Any]:
-    return load_report("windows")
+def windows_report() -> dict[str, Any]:
+    return read_report("windows")
 
 
 @pytest.fixture(scope="module")
-def macos() -> dict[str, Any]:
-    return load_report("macos")
+def macos_report() -> dict[str, Any]:
+    return read_report("macos")
 
 
 @pytest.fixture(scope="module")
 def expected_total() -> float:
-    """Return the sum of Gymnasium's observations for the steps of the program."""
+    """Return the sum of the observations that Gymnasium's engine returns for the steps of the program."""
     envs = SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 3)
-    expected_total = float(np.sum(envs.reset(seed=5)[0]))
+    total = float(np.sum(envs.reset(seed=5)[0]))
     for step in range(10):
-        expected_total += float(np.sum(envs.step(np.array([step % 2] * 3))[0]))
+        total += float(np.sum(envs.step(np.array([step % 2] * 3))[0]))
     envs.close()
-    return expected_total
+    return total
 
 
 @pytest.mark.parametrize(
     ("engine", "advice"),
     [
-        ("default", "num_workers=None"), ("two", "num_workers=2"), ("auto with restarts", "on_failure='restart'"),
+        ("default", "num_workers=None"), ("two workers", "num_workers=2"), ("auto with restarts", "on_failure='restart'"),
         ("auto with a timeout", "step_timeout"), ("use_caller", "use_caller=True"), ("dummy_env", "dummy_env=False"),
     ],
 )  # fmt: skip
 @pytest.mark.long
 @pytest.mark.xdist_group("platforms")
-def test_windows_refuses_processes_with_advice(engine: str, advice: str, windows: dict[str, Any]) -> None:
-    refusal = windows["engines"][engine]
+def test_windows_error_about_processes_gives_advice(engine: str, advice: str, windows_report: dict[str, Any]) -> None:
+    error = windows_report["engines"][engine]
     for text in ("AsyncVectorEnv", advice, "win32", "num_workers=0", "envpool"):
-        assert text in refusal
+        assert text in error
 
 
 @pytest.mark.long
 @pytest.mark.xdist_group("platforms")
-def test_windows_steps_environments_in_the_caller(windows: dict[str, Any], expected_total: float) -> None:
-    assert windows["engines"]["none"] == windows["engines"]["auto"] == [0, expected_total]
-    assert windows["make_vec"] == windows["serial"] == [0, expected_total]
+def test_windows_steps_environments_in_the_caller(windows_report: dict[str, Any], expected_total: float) -> None:
+    assert windows_report["engines"]["no workers"] == windows_report["engines"]["auto"] == [0, expected_total]
+    assert windows_report["make_vec"] == windows_report["serial"] == [0, expected_total]
 
 
 @pytest.mark.long
 @pytest.mark.xdist_group("platforms")
-def test_windows_plan_chooses_the_caller(windows: dict[str, Any]) -> None:
-    assert "num_workers=0, use_caller=False: in this process" in windows["plan"]
-    assert "use_caller=False" in windows["isolated plan"]
+def test_windows_plan_chooses_the_caller(windows_report: dict[str, Any]) -> None:
+    assert "num_workers=0, use_caller=False: in this process" in windows_report["plan"]
+    assert "use_caller=False" in windows_report["isolated plan"]
 
 
 @pytest.mark.long
 @pytest.mark.xdist_group("platforms")
-def test_windows_command_line_error_is_one_line() -> None:
-    done = run("windows", "run", "--num-workers", "2", str(HERE / "gymnasium_program.py"))
+def test_windows_command_line_runs_in_process_and_refuses_workers() -> None:
+    done = run_as_system("windows", "run", "--num-workers", "2", str(HERE / "gymnasium_program.py"))
     assert done.returncode == 1
     assert "\nNotImplementedError: AsyncVectorEnv with num_workers=2: worker processes need poll()" in done.stderr
-    done = run("windows", "bench", "CartPole-v1")
-    assert (done.returncode, "win32" in done.stderr, len(done.stderr.splitlines())) == (2, True, 1), done.stderr
-    done = run("windows", "run", str(HERE / "gymnasium_program.py"))
+    done = run_as_system("windows", "bench", "CartPole-v1")
+    assert done.returncode == 2
+    assert "win32" in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    done = run_as_system("windows", "run", str(HERE / "gymnasium_program.py"))
     assert (done.returncode, done.stdout) == (0, "(2, 4)\n"), done.stderr
 
 
 @pytest.mark.long
 @pytest.mark.xdist_group("platforms")
-def test_macos_processes_step_and_sleep(macos: dict[str, Any], expected_total: float) -> None:
-    assert macos["engines"]["default"] == [3, expected_total]
-    assert macos["engines"]["two"] == [2, expected_total]
-    assert macos["engines"]["none"] == [0, expected_total]
-    assert macos["engines"]["auto with restarts"][1] == expected_total
-    assert macos["spins"] == [0.0, 0.0]
+def test_macos_workers_step_and_sleep_without_spinning(macos_report: dict[str, Any], expected_total: float) -> None:
+    assert macos_report["engines"]["default"] == [3, expected_total]
+    assert macos_report["engines"]["two workers"] == [2, expected_total]
+    assert macos_report["engines"]["no workers"] == [0, expected_total]
+    assert macos_report["engines"]["auto with restarts"][1] == expected_total
+    assert macos_report["spins"] == [0.0, 0.0]
 
 
 @pytest.mark.long
 @pytest.mark.xdist_group("platforms")
-def test_macos_has_no_stack_signals(macos: dict[str, Any]) -> None:
-    assert not macos["stack signals"]
+def test_macos_has_no_stack_signals(macos_report: dict[str, Any]) -> None:
+    assert not macos_report["stack signals"]
 
 
 def test_this_system_supports_worker_processes() -> None:
@@ -130,7 +132,7 @@ def test_this_system_supports_worker_processes() -> None:
 
 
 def die_with_a_running_helper(pipe: Any, number: int) -> None:
-    """Kill this process while a forked helper, which has copies of all its pipes, keeps running in its own session."""
+    """Kill this process. A forked helper with copies of all its pipes continues in another session."""
     if os.fork() == 0:
         os.setsid()
         time.sleep(60)
@@ -139,14 +141,14 @@ def die_with_a_running_helper(pipe: Any, number: int) -> None:
 
 
 @pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
-@pytest.mark.parametrize("ignored", [False, True], ids=["reaped-here", "reaped-by-the-kernel"])
+@pytest.mark.parametrize("ignores_sigchld", [False, True], ids=["reaped-here", "reaped-by-the-kernel"])
 def test_death_is_noticed_while_a_helper_holds_all_pipes(
-    method: str, ignored: bool, monkeypatch: pytest.MonkeyPatch
+    method: str, ignores_sigchld: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test includes processes that the kernel reaps, so that their exit codes are lost."""
+    """In a program that ignores SIGCHLD, the kernel reaps processes, and their exit codes are lost."""
     monkeypatch.delattr(os, "pidfd_open", raising=False)
-    before = signal.getsignal(signal.SIGCHLD)
-    if ignored:
+    previous_handler = signal.getsignal(signal.SIGCHLD)
+    if ignores_sigchld:
         if method != "fork":
             pytest.skip("spawn and forkserver need SIGCHLD")
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -157,14 +159,14 @@ def test_death_is_noticed_while_a_helper_holds_all_pipes(
         helper.start()
         assert helper.has_ended(20)
         assert helper.wait(time.monotonic() + 20)
-        assert helper.exit_code() == (None if ignored else -signal.SIGKILL)
+        assert helper.exit_code() == (None if ignores_sigchld else -signal.SIGKILL)
     finally:
         helper.end()
-        signal.signal(signal.SIGCHLD, before)
+        signal.signal(signal.SIGCHLD, previous_handler)
 
 
-def require_worker_died(envs: vecenv.AsyncVectorEnv, call: Callable[[], Any]) -> None:
-    """Kill a worker, and check that repeated calls raise."""
+def check_death_is_noticed(envs: vecenv.AsyncVectorEnv, call: Callable[[], Any]) -> None:
+    """Kill a worker, and check that ``call``, if repeated, soon raises ``WorkerDied``."""
     pid = envs._pool.processes[1].pid
     os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 20
@@ -179,14 +181,14 @@ def test_calls_without_pidfds_raise_worker_died(monkeypatch: pytest.MonkeyPatch)
     envs = vecenv.AsyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 4, num_workers=2, batch_size=2)
     try:
         envs.reset(seed=1)
-        require_worker_died(envs, lambda: envs.step(np.zeros(4, int)))
-        require_worker_died(envs, lambda: envs.call("spec"))
-        require_worker_died(envs, lambda: (envs.send(np.zeros(2, int), [2, 3]), envs.recv(count=2)))
+        check_death_is_noticed(envs, lambda: envs.step(np.zeros(4, int)))
+        check_death_is_noticed(envs, lambda: envs.call("spec"))
+        check_death_is_noticed(envs, lambda: (envs.send(np.zeros(2, int), [2, 3]), envs.recv(count=2)))
     finally:
         envs.close(timeout=5)
 
 
-def test_no_process_spins_if_waiting_times_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_spins_if_the_time_waited_for_cores_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
     monkeypatch.setattr(cores, "_cgroup_quota", lambda: None)
     monkeypatch.setattr(cores, "seconds_waited", lambda: None)

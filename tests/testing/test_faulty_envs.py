@@ -1,4 +1,4 @@
-"""Environments of ``vecenv.testing.faulty``, without workers."""
+"""Tests of the environments in ``vecenv.testing.faulty``, without workers."""
 
 from __future__ import annotations
 
@@ -23,19 +23,25 @@ def test_faulty_env_accepts_numpy_integers_as_step_and_seed() -> None:
 
 
 def test_faulty_env_compares_the_entries_of_dict_and_tuple_actions() -> None:
-    class StillEnv(gymnasium.Env):
+    class ConstantEnv(gymnasium.Env):
         def reset(self, **options: Any) -> Any:
             return 0, {}
 
         def step(self, action: Any) -> Any:
             return 0, 0.0, False, False, {}
 
-    for pack in (lambda arm, gripper: {"arm": arm, "gripper": gripper}, lambda arm, gripper: (arm, gripper)):
-        env = FaultyEnv(StillEnv(), "raises", action=pack(np.ones(2), np.zeros(3)))
+    def make_dict(arm: Any, gripper: Any) -> Any:
+        return {"arm": arm, "gripper": gripper}
+
+    def make_tuple(arm: Any, gripper: Any) -> Any:
+        return arm, gripper
+
+    for make_action in (make_dict, make_tuple):
+        env = FaultyEnv(ConstantEnv(), "raises", action=make_action(np.ones(2), np.zeros(3)))
         env.reset()
-        env.step(pack(np.ones(2), np.ones(3)))
+        env.step(make_action(np.ones(2), np.ones(3)))
         with pytest.raises(ValueError, match="out of order"):
-            env.step(pack(np.ones(2), np.zeros(3)))
+            env.step(make_action(np.ones(2), np.zeros(3)))
 
 
 def test_nested_env_passes_options_to_its_environments() -> None:

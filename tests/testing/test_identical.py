@@ -1,4 +1,4 @@
-"""``assert_identical`` compares arrays of NumPy and of other libraries, such as JAX and torch, bit for bit."""
+"""Tests of ``assert_identical``: it compares arrays of NumPy and other libraries, such as JAX and torch, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vecenv.testing import assert_identical
 
 
 class ForeignArray:
-    """An array like those of JAX: the comparison of two arrays returns an array, which has no truth value."""
+    """An array like those of JAX: ``==`` returns an array, which has no truth value."""
 
     def __init__(self, *values: float, dtype: Any = np.float32) -> None:
         self.content = np.array(values, dtype)
@@ -29,15 +29,15 @@ class ForeignArray:
     __hash__ = None  # type: ignore[assignment]
 
 
-SAME: list[Any] = [
+VALUES: list[Any] = [
     np.array([1.0, np.nan, -0.0]),
     {"a": (1, "x"), "b": np.array([None, {"c": 1}], dtype=object)},
     float("nan"),
     np.float32("nan"),
     None,
-    {"seen": [ForeignArray(1, np.nan)]},
+    {"observation": [ForeignArray(1, np.nan)]},
 ]
-DIFFERENT: list[tuple[Any, Any]] = [
+DIFFERENT_PAIRS: list[tuple[Any, Any]] = [
     (np.zeros(2), np.zeros(3)),
     (np.zeros(2), np.zeros(2, np.float32)),
     (np.array([0.0]), np.array([-0.0])),
@@ -59,8 +59,8 @@ DIFFERENT: list[tuple[Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("value", SAME, ids=repr)
-def test_identical_values_are_identical(value: Any) -> None:
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_copies_are_identical(value: Any) -> None:
     assert_identical(value, copy.deepcopy(value))
 
 
@@ -75,9 +75,9 @@ def test_padding_of_long_doubles_is_not_compared(dtype: Any) -> None:
     assert_identical(one[0], other[0])
 
 
-@pytest.mark.parametrize(("one", "other"), DIFFERENT, ids=repr)
+@pytest.mark.parametrize(("one", "other"), DIFFERENT_PAIRS, ids=repr)
 def test_different_values_are_not_identical_in_either_order(one: Any, other: Any) -> None:
-    with pytest.raises(AssertionError, match="seen"):
-        assert_identical(one, other, "seen")
-    with pytest.raises(AssertionError, match="seen"):
-        assert_identical(other, one, "seen")
+    with pytest.raises(AssertionError, match="the label"):
+        assert_identical(one, other, "the label")
+    with pytest.raises(AssertionError, match="the label"):
+        assert_identical(other, one, "the label")

@@ -1,4 +1,4 @@
-"""``assert_isolated`` fails for environments with shared state, and names that state."""
+"""Tests of ``assert_isolated``: it fails for environments that share state, and names that state."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class IsolatedEnv(gymnasium.Env[Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
-        self.begin(seed)
+        self.begin_episode(seed)
         return np.array([self.next_value()]), {}
 
-    def begin(self, seed: int | None) -> None:
+    def begin_episode(self, seed: int | None) -> None:
         pass
 
     def next_value(self) -> float:
@@ -48,7 +48,7 @@ class PythonGlobalEnv(IsolatedEnv):
 
 
 class GlobalSeedEnv(IsolatedEnv):
-    def begin(self, seed: int | None) -> None:
+    def begin_episode(self, seed: int | None) -> None:
         np.random.seed(seed if seed is not None else 1)
 
     def next_value(self) -> float:
@@ -72,7 +72,7 @@ class ClassStateEnv(IsolatedEnv):
 
 
 class ClassStatePerEpisodeEnv(ClassStateEnv):
-    def begin(self, seed: int | None) -> None:
+    def begin_episode(self, seed: int | None) -> None:
         type(self).total_steps = 0
 
 
@@ -88,12 +88,12 @@ class ModuleGeneratorEnv(IsolatedEnv):
 
 
 class UnusedDrawEnv(IsolatedEnv):
-    def begin(self, seed: int | None) -> None:
+    def begin_episode(self, seed: int | None) -> None:
         np.random.rand()
 
 
 @pytest.mark.parametrize(
-    ("kind", "state"),
+    ("env_fn", "state"),
     [
         (NumpyGlobalEnv, "numpy.random's global generator"),
         (PythonGlobalEnv, "the generator of Python's module random"),
@@ -105,16 +105,16 @@ class UnusedDrawEnv(IsolatedEnv):
         (ModuleGeneratorEnv, "RNG"),
     ],
 )
-def test_error_names_the_shared_state(kind: Any, state: str) -> None:
-    text = rf"{kind.__name__} is not isolated: its results depend on .*{re.escape(state)}"
-    with pytest.raises(AssertionError, match=text):
-        assert_isolated(kind)
+def test_error_names_the_shared_state(env_fn: Any, state: str) -> None:
+    pattern = rf"{env_fn.__name__} is not isolated: its results depend on .*{re.escape(state)}"
+    with pytest.raises(AssertionError, match=pattern):
+        assert_isolated(env_fn)
 
 
-@pytest.mark.parametrize("kind", [IsolatedEnv, UnusedDrawEnv, functools.partial(gymnasium.make, "CartPole-v1")])
-def test_isolated_environments_pass(kind: Any) -> None:
+@pytest.mark.parametrize("env_fn", [IsolatedEnv, UnusedDrawEnv, functools.partial(gymnasium.make, "CartPole-v1")])
+def test_isolated_environments_pass_and_global_generators_are_restored(env_fn: Any) -> None:
     before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
-    assert_isolated(kind)
+    assert_isolated(env_fn)
     assert before == (random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index, union-attr]
 
 
@@ -130,13 +130,13 @@ def test_environments_with_a_step_of_old_gym_are_refused(check: Any) -> None:
 
 
 def test_generators_are_restored_if_an_environment_cannot_be_built() -> None:
-    def fail_to_build() -> Any:
+    def raise_runtime_error() -> Any:
         random.seed(1)
         raise RuntimeError("no simulator")
 
     before = random.getstate()
     with pytest.raises(RuntimeError, match="no simulator"):
-        assert_isolated(fail_to_build)
+        assert_isolated(raise_runtime_error)
     assert random.getstate() == before
 
 
@@ -164,7 +164,7 @@ def test_first_environment_is_closed_if_the_second_cannot_be_built() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("env_id", "module"), [("Ant-v5", "mujoco"), ("ALE/Pong-v5", "ale_py")])
-def test_simulators_pass(env_id: str, module: str) -> None:
+def test_environments_of_simulators_pass(env_id: str, module: str) -> None:
     pytest.importorskip(module)
     if module == "ale_py":
         import ale_py

@@ -1,4 +1,4 @@
-"""Each reset of ``EnvChoice`` can choose the environment, in every engine."""
+"""Tests of ``EnvChoice``: in every engine, each reset can choose the environment."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from vecenv.wrappers import ActionChunks
 
 
 class LifetimeLoggingEnv(CounterEnv):
-    """An environment that writes into a file when it is built and when it is closed."""
+    """An environment that writes ``+`` and its number to a file when it is built, and ``-`` when it is closed."""
 
     def __init__(self, number: int, log: str = "", render_mode: str | None = None) -> None:
         super().__init__(env_id=number, lengths=(number + 2,), render_mode=render_mode)
         self.log = log
-        self._write("+")
+        self._append_to_log("+")
 
-    def _write(self, sign: str) -> None:
+    def _append_to_log(self, sign: str) -> None:
         if self.log:
             with open(self.log, "a") as file:
                 file.write(f"{sign}{self.env_id} ")
 
     def close(self) -> None:
-        self._write("-")
+        self._append_to_log("-")
 
 
 def make_choice(log: str = "", keep: int = 1, count: int = 4) -> vecenv.EnvChoice:
@@ -49,7 +49,7 @@ def make_choice(log: str = "", keep: int = 1, count: int = 4) -> vecenv.EnvChoic
         (2, "+0 +2 -0 +1 -2 -1 "),
     ],
 )
-def test_number_of_open_environments_is_limited_by_keep(keep: int, expected_log: str, tmp_path: Path) -> None:
+def test_keep_limits_the_number_of_open_environments(keep: int, expected_log: str, tmp_path: Path) -> None:
     log = str(tmp_path / "log")
     env = make_choice(log, keep)()
     env.reset()
@@ -62,7 +62,7 @@ def test_number_of_open_environments_is_limited_by_keep(keep: int, expected_log:
 
 
 @pytest.mark.parametrize("mode", AutoresetMode, ids=lambda mode: mode.name)
-def test_each_row_has_its_own_choice(mode: AutoresetMode) -> None:
+def test_each_row_chooses_its_environment(mode: AutoresetMode) -> None:
     options = [{"env": "task-3"}, None, {"env": "task-1", "level": 7}]
     for engine in ({"num_workers": 0}, {"num_workers": 2}):
         with open_engine([make_choice()] * 3, autoreset_mode=mode, **engine) as envs:
@@ -71,10 +71,11 @@ def test_each_row_has_its_own_choice(mode: AutoresetMode) -> None:
             assert "level" in infos["reset_kwargs"][2]
             assert "env" not in infos["reset_kwargs"][2]
             for _ in range(7):  # automatic resets keep the environment
-                observations, *_ = step = envs.step([0, 0, 0])
+                observations, _, terminations, truncations, _ = envs.step([0, 0, 0])
                 assert observations[:, 0].tolist() == [3, 0, 1]
-                if mode is AutoresetMode.DISABLED and (over := step[2] | step[3]).any():
-                    envs.reset(options={"reset_mask": over})
+                ended = terminations | truncations
+                if mode is AutoresetMode.DISABLED and ended.any():
+                    envs.reset(options={"reset_mask": ended})
             assert envs.call("add", 10) == (13, 10, 11)
             assert envs.get_attr("env_name") == ("task-3", "task-0", "task-1")
             envs.set_attr("note", ["a", "b", "c"])
@@ -82,9 +83,9 @@ def test_each_row_has_its_own_choice(mode: AutoresetMode) -> None:
 
 
 def test_trajectories_equal_those_of_single_environments() -> None:
-    limits = {name: 5 + number for number, name in enumerate(("short", "long"))}
     tasks = {
-        name: functools.partial(gymnasium.make, "CartPole-v1", max_episode_steps=limit) for name, limit in limits.items()
+        name: functools.partial(gymnasium.make, "CartPole-v1", max_episode_steps=limit)
+        for name, limit in (("short", 5), ("long", 6))
     }
     references = [SyncVectorEnv([tasks["long"]]), SyncVectorEnv([tasks["short"]])]
     with open_engine([vecenv.EnvChoice(tasks)] * 2, num_workers=2) as envs:
@@ -92,9 +93,10 @@ def test_trajectories_equal_those_of_single_environments() -> None:
         for row, reference in enumerate(references):
             assert_identical(observations[row], reference.reset(seed=5 + row)[0][0])
         for step in range(20):
-            results = envs.step(np.array([step % 2, 1]))
+            actions = np.array([step % 2, 1])
+            results = envs.step(actions)
             for row, reference in enumerate(references):
-                expected = reference.step(np.array([[step % 2, 1][row]]))
+                expected = reference.step(actions[[row]])
                 for part, expected_part in zip(results[:4], expected[:4], strict=True):
                     assert_identical(part[row], expected_part[0])
     for reference in references:
@@ -131,10 +133,10 @@ def test_snapshot_continues_in_another_row() -> None:
         for step, results in enumerate(expected):
             for part, expected_part in zip(envs.step(np.array([1, step % 2]))[:4], results[:4], strict=True):
                 assert_identical(part[::-1].copy(), expected_part)
-    with open_engine([vecenv.EnvChoice({"cart": tasks["cart"]})] * 2, num_workers=0) as others:
-        others.reset()
+    with open_engine([vecenv.EnvChoice({"cart": tasks["cart"]})] * 2, num_workers=0) as other_envs:
+        other_envs.reset()
         with pytest.raises(SnapshotMismatch, match="it was saved in 'short', which this EnvChoice does not offer"):
-            others.load(snapshots)
+            other_envs.load(snapshots)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,7 @@ def test_invalid_keep_is_refused(keep: Any, error: type[Exception]) -> None:
         vecenv.EnvChoice({"a": CounterEnv}, keep)
 
 
-def test_unknown_name_suggests_similar_names() -> None:
+def test_error_about_an_unknown_name_suggests_similar_names() -> None:
     with open_engine([make_choice()] * 2, num_workers=1) as envs:
         with pytest.raises(ValueError, match=r"there is no environment 'tusk-1'; did you mean 'task-1'"):
             envs.reset(options={"env": "tusk-1"})
@@ -166,7 +168,7 @@ def test_unknown_name_suggests_similar_names() -> None:
         assert envs.reset(options={"env": "task-1"})[0][:, 0].tolist() == [1, 1]
 
 
-def test_unknown_name_beside_a_single_one_names_it() -> None:
+def test_error_about_an_unknown_name_has_the_only_name() -> None:
     with (
         open_engine([vecenv.EnvChoice({"task": CounterEnv})], num_workers=1) as envs,
         pytest.raises(ValueError, match=r"there is no environment 'x'; the only one is 'task'"),
@@ -175,9 +177,9 @@ def test_unknown_name_beside_a_single_one_names_it() -> None:
 
 
 class WideEnv(CounterEnv):
-    """An environment with observations of five numbers, which records that it was closed."""
+    """An environment with observations of five numbers. It records calls of ``close`` in a list of the class."""
 
-    closed: list[bool] = []  # noqa: RUF012 - on the class, so that the test can read it
+    closed: list[bool] = []  # noqa: RUF012 - the test has no access to the instance
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,8 +198,9 @@ def test_environment_with_other_spaces_is_refused_and_closed() -> None:
 
 
 def test_spec_and_metadata_are_those_of_the_current_environment() -> None:
-    choice = {"a": functools.partial(gymnasium.make, "CartPole-v1"), "b": functools.partial(gymnasium.make, "CartPole-v0")}
-    with open_engine([vecenv.EnvChoice(choice)] * 2, num_workers=1) as envs:
+    versions = {"a": "CartPole-v1", "b": "CartPole-v0"}
+    factories = {name: functools.partial(gymnasium.make, env_id) for name, env_id in versions.items()}
+    with open_engine([vecenv.EnvChoice(factories)] * 2, num_workers=1) as envs:
         envs.reset(options=[{"env": "a"}, {"env": "b"}])
         assert [spec.id for spec in envs.get_attr("spec")] == ["CartPole-v1", "CartPole-v0"]
         envs.exec_func(lambda env: setattr(env.current.unwrapped, "metadata", {"render_fps": 3}), 1)

@@ -65,6 +65,8 @@ class Exchange:
             return
         workers = pool.workers
         self.state.changing = True
+        if messages.store.in_use:
+            messages.store.renew(keep=for_recv)  # `recv` may return some rows before others fail
         seq = messages.next_number()
         request = Request("step", for_recv, len(workers))
         head = pack_head(PLAIN, seq)

@@ -263,7 +263,8 @@ class LastGoodObservations:
 
     def __init__(self, store: Store, tree: Tree | None, num_envs: int) -> None:
         self._store, self._tree, self._num_envs = store, tree, num_envs
-        self._batch: Any = None  # if observations have a fixed size: a batch
+        self._batch: Any = None  # if observations have a fixed size: a batch, which may be that of the store
+        self._is_pinned = False
         self._rows: dict[int, Any] = {}  # if they are pickled: row -> observation
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -272,10 +273,15 @@ class LastGoodObservations:
             for row in rows:
                 self._rows[row] = self._store.row(row)
         elif len(rows) == self._num_envs:
-            self._batch = self._store.batch(copy=True)
+            self._batch = self._store.pin()
+            self._is_pinned = self._batch is not None
+            if not self._is_pinned:
+                self._batch = self._store.copy()
         elif rows:
+            if self._is_pinned:
+                self._batch, self._is_pinned = self._tree.map(np.copy, self._batch), False
             if self._batch is None:  # workers may be writing the observations of the other rows
-                self._batch = self._tree.map(np.zeros_like, self._store.batch(copy=True))
+                self._batch = self._tree.map(np.zeros_like, self._store.copy())
             new_leaves = flatten(self._tree, self._store.take(np.array(rows)))
             for leaf, new_leaf in zip(flatten(self._tree, self._batch), new_leaves, strict=True):
                 leaf[list(rows)] = new_leaf

@@ -25,7 +25,18 @@ from vecenv.engine.worker_process import Worker, WorkerProcess
 from vecenv.front.driver import Counters
 from vecenv.link.channel import ChannelClosed
 from vecenv.link.infos import InfoReader
-from vecenv.link.messages import HEAD, Failure, Op, Outcome, Reply, decode, decode_outcome, find_bad_infos, pack_head
+from vecenv.link.messages import (
+    HEAD,
+    LAST_STEP_OP,
+    Failure,
+    Op,
+    Outcome,
+    Reply,
+    decode,
+    decode_outcome,
+    find_bad_infos,
+    pack_head,
+)
 from vecenv.link.observations import Store
 from vecenv.shm import Batch
 from vecenv.system.reporting import warn
@@ -84,6 +95,8 @@ class PendingMessages:
 
     def queue(self, worker: Worker, op: int, rows: Sequence[int], request: Request, payload: Any) -> None:
         """Queue a message with a new number. If it is for all rows of the worker, ``*_SOME`` loses its suffix."""
+        if self.store.in_use and op <= LAST_STEP_OP:
+            self.store.renew()
         seq, rebuilds = self.next_number(), op == Op.REBUILD_SOME
         if len(rows) == len(worker.rows) and not rebuilds:
             op = _FOR_ALL_ROWS.get(op, op)
@@ -310,6 +323,7 @@ class PendingMessages:
         """
         rebuilds = self.policy.restart and request.command in ("step", "reset") and not self._lacks_reset(request)
         failed = self._find_rows_to_settle(request)  # before `record`, which packs the errors
+        self.store.keep_rows(failed)
         raised = self.failures.record(request.command, request.failures, mark="all" if rebuilds else "fatal")
         error: Exception | None
         if rebuilds:

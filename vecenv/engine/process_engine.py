@@ -52,7 +52,7 @@ class Engine(WorkerDriver):
     Args:
         env_fns: Functions that build the environments.
         layout: The layout of the shared memory.
-        make_store: A function that builds the store of observations from views of the shared memory.
+        make_store: A function that builds the store of observations from the shared memory and views of it.
         plan: The settings of every worker.
         options: The options of the worker pool.
         policy: The policy for failures.
@@ -75,8 +75,8 @@ class Engine(WorkerDriver):
     stage: ActionStage
 
     def __init__(
-        self, env_fns: Sequence[Callable[[], Any]], layout: Layout, make_store: Callable[[Batch], Store], plan: WorkerPlan,
-        options: PoolOptions, policy: Policy, num_workers: int, caller_share: int,
+        self, env_fns: Sequence[Callable[[], Any]], layout: Layout, make_store: Callable[[Arena, Batch], Store],
+        plan: WorkerPlan, options: PoolOptions, policy: Policy, num_workers: int, caller_share: int,
     ) -> None:  # fmt: skip
         super().__init__()
         self.num_envs = self.batch_size = len(env_fns)
@@ -87,7 +87,7 @@ class Engine(WorkerDriver):
         self.verified: set[int] = set()
         self.arena = Arena(layout.size)
         batch = self.batch = layout.view(self.arena.buffer)
-        self.store = make_store(batch)
+        self.store = make_store(self.arena, batch)
         self.infos = InfoReader(batch.info_schemas, batch.infos)
         self._no_infos = WorkerInfos(self.infos, None, self.num_envs, {}, {})
         self.failures = FailureLog(self.observers, logs_like_gymnasium=policy.logs_like_gymnasium)

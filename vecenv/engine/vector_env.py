@@ -48,7 +48,7 @@ from vecenv.front.guard import exclusive, is_inside_call, raise_unusable
 from vecenv.front.vector_env import CLOSE_TIMEOUT, SHORT_CLOSE_TIMEOUT, WorkerVectorEnv
 from vecenv.link.actions import ActionStage
 from vecenv.link.envs import Expected, WorkerPlan, different_action_space_error
-from vecenv.link.observations import PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
+from vecenv.link.observations import LendingStore, PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
 from vecenv.link.own_generators import run_with_own_generators, with_own_generators
 from vecenv.planning.options import (
     BatchSize,
@@ -63,7 +63,8 @@ from vecenv.planning.options import (
 from vecenv.planning.plan import Plan, workers_and_share
 from vecenv.planning.probe import EnvProbe
 from vecenv.recording.recorder import FlightRecorder, Recorder
-from vecenv.shm import Batch, Layout, fixed_tree
+from vecenv.shm import Arena, Batch, Layout, fixed_tree
+from vecenv.shm.lending import Lender, count_spare_batches
 from vecenv.system.cores import bound_placements, usable_cores
 from vecenv.system.generators import GeneratorsOption
 from vecenv.system.reporting import warn
@@ -103,8 +104,9 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         shared_memory: Keep observations of fixed size in shared memory and pickle all others. ``False`` pickles every
             observation. By default, observations of custom spaces are pickled, with a warning; an explicit ``True`` rejects
             such spaces, as in Gymnasium.
-        copy: Return a copy of the observations. With ``False`` the same writeable arrays are returned every time and
-            change while environments step.
+        copy: Return observations that belong to the program. Since Linux 5.14, batches of 64 KB or more are lent instead of
+            copied, with the same effect, and memory for four batches is reserved. With ``False`` the same writeable arrays
+            are returned every time and change while environments step.
         context: Start method (``"fork"``, ``"spawn"``, ``"forkserver"``) or ``None`` for the process default.
         daemon: Make the workers daemonic, so that they may not have ``multiprocessing`` children of their own.
         worker: A custom worker function; the result is then an object of Gymnasium's own class.
@@ -224,7 +226,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
                 self.num_envs, num_workers, use_caller, self._probe.measure, batch_size, process_options
             )
             options = self._pool_options(mp, workers)
-            engine = self._start_engine(options, policy, share, workers.threads, env_threads)
+            engine = self._start_engine(options, policy, share, workers.threads, env_threads, copy)
             if batch_size == "auto":
                 batch_size = self._apply_plan(engine, env_threads)
             self._attach_engine(engine, batch_size, copy)
@@ -296,7 +298,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         return options
 
     def _start_engine(
-        self, options: PoolOptions, policy: Policy, share: int, threads: int | None, env_threads: int
+        self, options: PoolOptions, policy: Policy, share: int, threads: int | None, env_threads: int, copy: bool
     ) -> Engine:
         """Lay out the shared memory, choose the store for observations, and start the workers."""
         if self.generators == "shared" and self._probe.draws:
@@ -308,10 +310,13 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         layout = Layout.for_spaces(
             observations, actions, self.num_envs, self.num_workers + 1,
             final=self.autoreset_mode is AutoresetMode.SAME_STEP,
+            spare_batches=count_spare_batches(observations, self.num_envs) if copy and self.num_workers else 0,
         )  # fmt: skip
 
-        def make_store(batch: Batch) -> Store:
+        def make_store(arena: Arena, batch: Batch) -> Store:
             if observations is not None and batch.observations is not None:
+                if batch.spare_observations:
+                    return LendingStore(observations, batch, Lender(arena, layout))
                 return SharedStore(observations, batch.observations)
             return registered or PickledStore(self.single_observation_space, self.num_envs)
 

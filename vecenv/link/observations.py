@@ -1,7 +1,7 @@
 """Stores for the observations of a batch, with one interface, and the functions with which a worker fills them.
 
 * :class:`SharedStore`: spaces of fixed size, in shared memory. The worker checks the shape of every leaf and writes it
-  once, in place; the caller copies the leaves or returns views of them.
+  once, in place; the caller copies the leaves or returns views of them. :class:`LendingStore` lends large ones instead.
 * :class:`PickledStore`: all other spaces (``Text``, ``OneOf``, ``Graph``, ``Sequence``, custom ones), and every space with
   ``shared_memory=False``. Replies carry the observations, and Gymnasium's ``concatenate`` builds the batch.
 * :class:`RegisteredStore`: custom spaces with shared-memory functions that their author registered with Gymnasium.
@@ -11,7 +11,7 @@ The store classes are the caller's side, the ``make_*`` functions the worker's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
@@ -27,8 +27,9 @@ from gymnasium.vector.utils import (
 )
 
 from vecenv.errors import ObservationError, SnapshotMismatch, envs_text
-from vecenv.shm import Tree
+from vecenv.shm import Batch, Tree
 from vecenv.shm.layout import Array, Leaf
+from vecenv.shm.lending import Lender
 from vecenv.state.snapshots import Row
 from vecenv.system.signals import succeeds_when_repeated
 
@@ -46,6 +47,8 @@ class Store(Protocol):
     """The interface of the three stores."""
 
     observations: Any
+    in_use: bool = False
+    """True if :meth:`renew` has to be called before a message that may change observations."""
 
     def accept(self, row: int, observation: Any) -> None:
         """Store the observation of one row, received in a reply."""
@@ -53,6 +56,10 @@ class Store(Protocol):
 
     def batch(self, copy: bool) -> Any:
         """Return the whole batch, in the containers of Gymnasium's batched space."""
+
+    def copy(self) -> Any:
+        """Return a copy of the whole batch, in memory of its own."""
+        return self.batch(copy=True)
 
     def take(self, rows: Array) -> Any:
         """Return a new batch with the observations of some rows."""
@@ -62,6 +69,18 @@ class Store(Protocol):
 
     def set_row(self, row: int, observation: Any) -> None:
         """Replace the observation of one row."""
+
+    def renew(self, *, keep: bool = True) -> None:
+        """Turn to another batch. Unless ``keep``, its rows are undefined until workers or :meth:`keep_rows` write them."""
+        return
+
+    def pin(self) -> Any:
+        """Return the whole batch, which stays as it is until the next call; ``None`` if only a copy would."""
+        return None
+
+    def keep_rows(self, rows: Collection[int]) -> None:
+        """Give rows that were not written since :meth:`renew` their previous observations."""
+        return
 
     def validate(self, observation: Any) -> None:
         """Raise if the observation does not fit the space; change nothing."""
@@ -89,12 +108,16 @@ class SharedStore(Store):
 
     def __init__(self, tree: Tree, leaves: Sequence[Array]) -> None:
         self._tree = tree
+        self._use(leaves)
+
+    def _use(self, leaves: Sequence[Array]) -> None:
         self._leaves = list(leaves)
-        self.observations: Any = tree.build(iter(self._leaves))
+        self.observations: Any = self._tree.build(iter(self._leaves))
 
     def batch(self, copy: bool) -> Any:
-        if not copy:
-            return self.observations
+        return self.copy() if copy else self.observations
+
+    def copy(self) -> Any:
         if self._tree.leaf is not None:
             return self.observations.copy()
         return self._tree.build(iter([leaf.copy() for leaf in self._leaves]))
@@ -121,6 +144,64 @@ class SharedStore(Store):
                 raise ObservationError(f"got {_describe(leaf)}, expected an array of shape {shape} ({dtype})")
 
 
+class LendingStore(SharedStore):
+    """A shared store that lends batches to the program instead of copying them, as :mod:`vecenv.shm.lending` describes.
+
+    Only whole batches are lent or pinned, while nothing is in flight: so no worker is about to write into such a batch.
+    """
+
+    def __init__(self, tree: Tree, batch: Batch, lender: Lender) -> None:
+        assert batch.observations is not None
+        self._lender, self._cell, self._in_place = lender, batch.current, batch.in_place
+        self._batches = [batch.observations, *batch.spare_observations]
+        self._current = 0
+        self._previous: int | None = None  # the batch before, if rows of the current one may be undefined
+        self._pinned: int | None = None
+        super().__init__(tree, self._batches[0])
+
+    def batch(self, copy: bool) -> Any:
+        self._previous = None
+        if not copy or not self._lender.is_useful() or not self._can_renew():
+            return super().batch(copy)
+        self.in_use = True
+        return self._tree.build(iter(self._lender.lend(self._current)))
+
+    def pin(self) -> Any:
+        self._pinned = None
+        if not self._can_renew():
+            return None
+        self.in_use, self._pinned = True, self._current
+        return self.observations
+
+    def _can_renew(self) -> bool:
+        return not self._in_place[0] and self._lender.has_free(self._current, self._pinned)
+
+    def renew(self, *, keep: bool = True) -> None:
+        old, new = self._current, self._lender.take_free(self._current, self._pinned)
+        if keep and new != old:
+            for source, target in zip(self._batches[old], self._batches[new], strict=True):
+                target[...] = source
+        self._cell[0] = new
+        self._use(self._batches[new])
+        self._current, self._previous = new, None if keep else old
+        self.in_use = False  # last, so that the next call repeats an interrupted one
+
+    def keep_rows(self, rows: Collection[int]) -> None:
+        if self._previous is not None and rows:
+            for source, target in zip(self._batches[self._previous], self._leaves, strict=True):
+                target[list(rows)] = source[list(rows)]
+
+    def set_row(self, row: int, observation: Any) -> None:
+        if self.in_use:
+            self.renew()
+        super().set_row(row, observation)
+
+    def clear_row(self, row: int) -> None:
+        if self.in_use:
+            self.renew()
+        super().clear_row(row)
+
+
 def flatten(tree: Tree, observation: Any) -> list[Any]:
     """Return the leaves of an observation in a list."""
     leaves: list[Any] = []
@@ -133,7 +214,7 @@ def _check_batchable(space: Space[Any], observation: Any) -> None:
     concatenate(space, [observation], create_empty_array(space, n=1, fn=np.zeros))  # type: ignore[arg-type]
 
 
-class PickledStore:
+class PickledStore(Store):
     """A store in the caller's memory, for observations that arrive in replies."""
 
     def __init__(self, space: Space[Any], num_envs: int) -> None:

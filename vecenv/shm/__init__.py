@@ -1,4 +1,6 @@
-"""Shared memory: its layout (:mod:`vecenv.shm.layout`) and the block itself (:mod:`vecenv.shm.arena`)."""
+"""Shared memory: layout (:mod:`vecenv.shm.layout`), the block (:mod:`vecenv.shm.arena`), and batches in it that the program
+may hold (:mod:`vecenv.shm.lending`).
+"""
 
 from vecenv.shm.arena import Arena
 from vecenv.shm.layout import INFO_BYTES, Batch, Layout, Tree, fixed_tree

@@ -10,6 +10,7 @@ for one environment or for a batch, with the containers that Gymnasium uses (``d
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
@@ -142,6 +143,9 @@ class Batch:
     Attributes:
         actions: Leaves of the batched action space, or ``None`` if actions are pickled.
         observations: Leaves of the batched observation space, or ``None`` if observations are pickled.
+        spare_observations: The same of each spare batch.
+        current: int32 ``(1,)``: the number of the batch that workers write observations to; 0: ``observations``.
+        in_place: bool ``(1,)``: True if an environment writes observations into the shared memory itself.
         final_observations: The last observations of episodes, for same-step autoreset, or ``None``.
         final: bool ``(n,)``: True if a row's ``final_observations`` belong to the current reply.
         rewards, terminations, truncations: float64, bool, bool ``(n,)``.
@@ -158,6 +162,9 @@ class Batch:
 
     actions: list[Array] | None
     observations: list[Array] | None
+    spare_observations: list[list[Array]]
+    current: Array
+    in_place: Array
     final_observations: list[Array] | None
     final: Array
     rewards: Array
@@ -184,6 +191,8 @@ class Layout:
         final: True if the block has room for final observations.
         fields: Name -> field, in the order of their offsets.
         size: Bytes of the whole block.
+        batches: The fields of each batch of observations, first the usual one, then spare ones.
+        pages: The bytes of each of these batches, which are whole pages if there are spare ones.
         recorded: Bytes of actions, rewards and flags. Unused, but flight records of format 6 contain it.
     """
 
@@ -194,12 +203,15 @@ class Layout:
     fields: dict[str, Field] = field(default_factory=dict)
     size: int = 0
     recorded: int = 0
+    batches: list[list[Field]] = field(default_factory=list)
+    pages: list[slice] = field(default_factory=list)
 
     @classmethod
     def for_spaces(
-        cls, observations: Tree | None, actions: Tree | None, num_envs: int, num_workers: int, *, final: bool
-    ) -> Layout:
-        """Lay out one batch of ``num_envs`` rows."""
+        cls, observations: Tree | None, actions: Tree | None, num_envs: int, num_workers: int, *, final: bool,
+        spare_batches: int = 0,
+    ) -> Layout:  # fmt: skip
+        """Lay out one batch of ``num_envs`` rows, with further batches of observations."""
         layout = cls(num_envs, observations, actions, final and observations is not None)
         for index, leaf in enumerate(actions.leaves() if actions else ()):
             layout._add(f"actions/{index}", leaf.dtype, leaf.shape)
@@ -207,10 +219,13 @@ class Layout:
         layout._add("terminations", np.bool_)
         layout._add("truncations", np.bool_)
         layout.recorded = layout.size
-        for index, leaf in enumerate(observations.leaves() if observations else ()):
-            layout._add(f"observations/{index}", leaf.dtype, leaf.shape)
-            if layout.final:
-                layout._add(f"final_observations/{index}", leaf.dtype, leaf.shape)
+        leaves = list(observations.leaves()) if observations else []
+        for prefix in ("observations", *(f"spare_observations_{number}" for number in range(spare_batches))):
+            layout._add_batch(prefix, leaves, mmap.PAGESIZE if spare_batches else ALIGNMENT)
+        for index, leaf in enumerate(leaves if layout.final else ()):
+            layout._add(f"final_observations/{index}", leaf.dtype, leaf.shape)
+        layout._add("current", np.int32, rows=1)
+        layout._add("in_place", np.bool_, rows=1)
         layout._add("final", np.bool_)
         layout._add("requested", np.uint32)
         layout._add("info_schemas", np.uint64)
@@ -229,6 +244,16 @@ class Layout:
         size = int(np.prod(field_shape, dtype=np.int64)) * field_dtype.itemsize
         self.size += -(-size // ALIGNMENT) * ALIGNMENT
 
+    def _add_batch(self, prefix: str, leaves: Sequence[Leaf], alignment: int) -> None:
+        """Add a batch of observations that begins and ends at a multiple of ``alignment``."""
+        start = self.size = -(-self.size // alignment) * alignment
+        names = [f"{prefix}/{index}" for index in range(len(leaves))]
+        for name, leaf in zip(names, leaves, strict=True):
+            self._add(name, leaf.dtype, leaf.shape)
+        self.size = -(-self.size // alignment) * alignment
+        self.batches.append([self.fields[name] for name in names])
+        self.pages.append(slice(start, self.size))
+
     def view(self, buffer: Any) -> Batch:
         """Return numpy views of all fields over ``buffer`` (anything with a writeable buffer of at least ``size`` bytes)."""
         views = {name: field.view(buffer) for name, field in self.fields.items()}
@@ -239,6 +264,7 @@ class Layout:
         return Batch(
             actions=leaves("actions") if self.actions is not None else None,
             observations=leaves("observations") if self.observations is not None else None,
+            spare_observations=[leaves(f"spare_observations_{number}") for number in range(len(self.batches) - 1)],
             final_observations=leaves("final_observations") if self.final else None,
             **{name: view for name, view in views.items() if "/" not in name},
         )

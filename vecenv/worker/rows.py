@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy, deepcopy
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -25,14 +25,14 @@ from gymnasium.vector.utils import write_to_shared_memory
 
 from vecenv.errors import EnvFailed, EpisodeOver, ObservationError, VecEnvError, envs_text
 from vecenv.link.envs import WorkerPlan, build_env, call_env, explain_bad_step, same_object_error, unpack_reset
-from vecenv.link.infos import BY_PICKLE, NO_INFO, InfoWriter
+from vecenv.link.infos import BY_PICKLE, NO_INFO, InfoWriter, Places
 from vecenv.link.messages import PLAIN_OUTCOME, Failure, Outcome
 from vecenv.link.observations import WRITTEN, ObservationWriter, make_exact_rows, make_observation_writer, make_row_caster
-from vecenv.shm.layout import Array, Batch, Tree, fixed_tree
+from vecenv.shm.layout import Array, Batch, Leaf, Tree, fixed_tree
 from vecenv.system.process_settings import SettingsGuard, describe_shared_clients
 from vecenv.system.shared_generators import describe_draws
 from vecenv.system.signals import call_with_fallback, raised_by_handler
-from vecenv.worker.row_writer import make_compiled_rows
+from vecenv.worker.row_writer import CompiledRow, make_compiled_rows
 
 _LONG_MESSAGE_SECONDS: Final = 1e-3  # after a message that takes this long, the next one is timed too
 _MAX_UNTIMED: Final = 31
@@ -78,18 +78,15 @@ class EnvRows:
         }[plan.autoreset_mode]
         mine = slice(first, first + self.count)
         self._tree = plan.layout.observations
-        self._leaves = [leaf[mine] for leaf in batch.observations or ()]
-        self._write_row = self._make_writer(batch)
+        self._current, self._in_place = batch.current.data, batch.in_place
+        leaf = self._tree.leaf if self._tree is not None else None
+        batches = batch.observations, *batch.spare_observations
+        self._places = [self._make_place(leaf, leaves, batch, mine) for leaves in batches]
+        self._use_current_batch()
         self._write_final_row: ObservationWriter | None = None
         if self._tree is not None and batch.final_observations is not None:
             finals = [leaf[mine] for leaf in batch.final_observations]
             self._write_final_row = make_observation_writer(self._tree, finals, first, self._warn)
-        leaf = self._tree.leaf if self._tree is not None else None
-        self._targets: list[Any] = [_ObservationTarget(self, k) for k in range(self.count)]
-        if leaf is not None and self._leaves:  # one array, the common case
-            self._targets = make_exact_rows(leaf, self._leaves[0])
-        compiled = make_compiled_rows(leaf, batch, mine)
-        self._write_results: list[Callable[[Any], int] | None] = [row.write for row in compiled] or [None] * self.count
         self.actions = _make_action_reader(plan.layout.actions, [leaf[mine] for leaf in batch.actions or ()], self.count)
         # memoryviews, which read and write single numbers in a fraction of the time that arrays take
         self._cells: Any = [each[mine].data for each in (batch.rewards, batch.terminations, batch.truncations)]
@@ -100,15 +97,30 @@ class EnvRows:
         self._step_clock = StepClock(batch.step_time[mine], *cells)
         self._running_cell = batch.running[worker : worker + 1].data
         self.note_running(-1)
-        self._infos = InfoWriter(self._schemas, batch.infos[mine], [row.learn for row in compiled])
+        learners = [partial(_learn, rows) for rows in zip(*[place.compiled for place in self._places], strict=True)]
+        self._infos = InfoWriter(self._schemas, batch.infos[mine], learners)
         self._out = Outcome()
         self._has_old_results = True  # True if info columns or final flags may be set, for example by a worker that died
 
-    def _make_writer(self, batch: Batch) -> ObservationWriter:
+    def _make_place(self, leaf: Leaf | None, batch_leaves: list[Array] | None, batch: Batch, mine: slice) -> _Place:
+        leaves = [each[mine] for each in batch_leaves or ()]
+        targets: list[Any] = [_ObservationTarget(self, k) for k in range(self.count)]
+        if leaf is not None and leaves:  # one array, the common case
+            targets = make_exact_rows(leaf, leaves[0])
+        compiled = make_compiled_rows(leaf, leaves, batch, mine)
+        write_results: list[Callable[[Any], int] | None] = [row.write for row in compiled]
+        return _Place(leaves, self._make_writer(leaves, batch), targets, write_results or [None] * self.count, compiled)
+
+    def _use_current_batch(self) -> None:
+        """Write observations into the batch that the caller has chosen."""
+        self._number = self._current[0]
+        self._leaves, self._write_row, self._targets, self._write_results, _ = self._places[self._number]
+
+    def _make_writer(self, leaves: list[Array], batch: Batch) -> ObservationWriter:
         """Return a function that writes an observation into row k, or returns it to be sent in the outcome."""
         tree, first = self._tree, self.first
         if tree is not None and batch.observations is not None:
-            return make_observation_writer(tree, self._leaves, first, self._warn)
+            return make_observation_writer(tree, leaves, first, self._warn)
         if self.plan.registered is not None:
             space, memory = self.plan.registered
 
@@ -209,6 +221,8 @@ class EnvRows:
         bare = getattr(env, "unwrapped", env)
         accept_buffer = getattr(type(bare), "observation_buffer", None)
         if callable(accept_buffer) and self._tree is not None:
+            self._in_place[0] = True
+            self._use_current_batch()
             views = [leaf[k : k + 1].reshape(leaf.shape[1:]) for leaf in self._leaves]
             self._buffers[k] = self._tree.build(iter(views))
             accept_buffer(bare, self._buffers[k])
@@ -324,6 +338,8 @@ class EnvRows:
 
     def step(self, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
         """Step the environments of rows ``ks`` (``None``: all), in order."""
+        if self._current[0] != self._number:  # not in the method, because a call takes longer
+            self._use_current_batch()
         steps, step_clock, began = self._steps, self._step_clock, None
         if step_clock.untimed:
             step_clock.untimed -= 1
@@ -426,6 +442,8 @@ class EnvRows:
             reset_due: True if the next step is an automatic reset (after a restart in next-step mode).
         """
         out = self._out = Outcome()  # an interrupted step may have left results in the previous one
+        if self._current[0] != self._number:
+            self._use_current_batch()
         if self._has_old_results:
             self._clear_results(ks)
         if ks is None:
@@ -602,6 +620,29 @@ class EnvRows:
             self._reraise_interrupt(error)
             return error
         return None
+
+
+class _Place(NamedTuple):
+    """One of the batches of observations, with functions that write into the worker's rows of it.
+
+    Attributes:
+        leaves: The rows, one array per leaf.
+        write_row: Checks an observation and writes it.
+        targets: One per row, for assignments ``target[:] = observation``.
+        write_results: One per row, which writes the result of a step if it is of the usual kind; or ``None``.
+        compiled: The objects of ``write_results``, or an empty list.
+    """
+
+    leaves: list[Array]
+    write_row: ObservationWriter
+    targets: list[Any]
+    write_results: Sequence[Callable[[Any], int] | None]
+    compiled: Sequence[CompiledRow]
+
+
+def _learn(rows: Sequence[CompiledRow], number: int, places: Places) -> None:
+    for row in rows:
+        row.learn(number, places)
 
 
 class _ObservationTarget:

@@ -277,8 +277,8 @@ def copying_times(report: Report) -> dict[str, Summary | None]:
     """Return the time of copying the observations as a multiple of one ``memcpy``, by round of :func:`compare_copies`.
 
     ``copy=False`` copies into shared memory: a step with large observations takes longer than one with small ones, and this
-    difference is divided by that of ``memcpy``. ``copy=True`` also copies into new memory: its difference to ``copy=False``
-    is divided by the time of one such copy.
+    difference is divided by that of ``memcpy``. ``copy=True`` may also copy into new memory: its difference to
+    ``copy=False`` is divided by the time of one such copy.
     """
     into_shared_memory, both = [], []
     for rates in zip(*(row.rates for row in report.rows), strict=True):  # for each round

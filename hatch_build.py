@@ -1,7 +1,7 @@
-"""The build hook: compiles ``vecenv/worker/_row_writer.c`` if there is a C compiler, and continues without it otherwise.
+"""The build hook, which compiles ``vecenv/worker/_row_writer.c`` if there is a C compiler, and otherwise continues without.
 
-A wheel with compiled code serves all versions of CPython on its platform, because the code uses the stable ABI. A wheel
-without it serves every platform. An editable installation has the compiled file in the source tree.
+A wheel with compiled code works with all versions of CPython on its platform, because the code uses the stable ABI. A wheel
+without compiled code works on every platform. In an editable installation, the compiled file is in the source tree.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class CompileRowWriter(BuildHookInterface):  # type: ignore[type-arg]
         """Compile the row writer before the files are packed."""
         root = Path(self.root)
         self._folder = tempfile.TemporaryDirectory()
-        built = Path(self._folder.name, COMPILED.name)
-        problem = compile_extension(root / SOURCE, built)
+        compiled = Path(self._folder.name, COMPILED.name)
+        problem = compile_extension(root / SOURCE, compiled)
         if problem:
             self.app.display_warning(f"vecenv is built without its compiled row writer, and works without it: {problem}")
         if version == "editable":
             if problem:
                 (root / COMPILED).unlink(missing_ok=True)
             else:
-                replace_file(built, root / COMPILED)
+                replace_file(compiled, root / COMPILED)
         elif not problem:
-            build_data["force_include"][str(built)] = COMPILED.as_posix()
+            build_data["force_include"][str(compiled)] = COMPILED.as_posix()
             build_data["pure_python"] = False
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["tag"] = f"cp311-abi3-{platform}"
@@ -48,28 +48,28 @@ class CompileRowWriter(BuildHookInterface):  # type: ignore[type-arg]
         self._folder.cleanup()
 
 
-def replace_file(built: Path, target: Path) -> None:
-    """Replace a file in one step, because another process may be loading it."""
+def replace_file(source: Path, target: Path) -> None:
+    """Replace ``target`` with a copy of ``source`` in one step, because another process may be loading it."""
     temporary = target.with_name(f"{target.name}.{os.getpid()}")
-    temporary.write_bytes(built.read_bytes())
+    temporary.write_bytes(source.read_bytes())
     temporary.replace(target)
 
 
-def compiler() -> list[str]:
+def compiler_command() -> list[str]:
     """Return the command of the C compiler."""
     return shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
 
 
 def compile_extension(source: Path, target: Path, *flags: str) -> str:
-    """Compile a module of one C file. Return an empty string, or the reason why it is not possible."""
+    """Compile an extension module from one C file. Return an empty string, or the reason why that is impossible."""
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED") or os.name != "posix":
-        return "it is for CPython with its global lock, on Linux and macOS"
+        return "the compiled code needs CPython with the GIL, on Linux or macOS"
     link = ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
     paths = sysconfig.get_paths()
     include = [f"-I{paths[name]}" for name in ("include", "platinclude")]
-    command = [*compiler(), "-O2", "-fPIC", *link, *flags, *include, str(source), "-o", str(target)]
+    command = [*compiler_command(), "-O2", "-fPIC", *link, *flags, *include, str(source), "-o", str(target)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    return f"{shlex.join(command)} failed:\n{done.stderr}" if done.returncode else ""
+    return f"{shlex.join(command)} failed:\n{completed.stderr}" if completed.returncode else ""

@@ -1,4 +1,4 @@
-"""Sessions of ``nox``: the tests with every supported Python, and the checks that need only one."""
+"""Sessions of ``nox``: the tests with every supported version of Python, and checks that need only one version."""
 
 import nox
 
@@ -6,24 +6,30 @@ nox.options.sessions = ["tests", "lint", "docs"]
 nox.options.reuse_existing_virtualenvs = True
 
 TORCH = "torch==2.13.0"  # a fixed version, so that an index with its CPU build can be chosen
-GAMES = ("mpe2>=1", "pymunk>=6.2", "array-api-compat>=1.7", "hatchling>=1.27", "editables>=0.5")  # of extra `test`
-RLLIB = ("tests/clients/test_client_rllib.py",)
-GYMNAX = ("tests/jax/test_jax_vector_env.py", "tests/jax/test_jax_adapt.py", "-k", "gymnax", "-m", "slow or not slow")
-TOOLS = (
+TEST_LIBRARIES = (
+    "mpe2>=1",
+    "pymunk>=6.2",
+    "array-api-compat>=1.7",
+    "hatchling>=1.27",
+    "editables>=0.5",
+)  # from the extra `test`
+RLLIB_TESTS = ("tests/clients/test_client_rllib.py",)
+GYMNAX_TESTS = ("tests/jax/test_jax_vector_env.py", "tests/jax/test_jax_adapt.py", "-k", "gymnax", "-m", "slow or not slow")
+TEST_TOOLS = (
     "pytest>=8,<9.2", "pytest-timeout>=2.3", "pytest-repeat>=0.9", "pytest-xdist>=3.7", "hypothesis>=6.100", "psutil>=5.9",
 )  # fmt: skip
 
 
 @nox.session(python=["3.11", "3.12", "3.13", "3.14"])
 def tests(session: nox.Session) -> None:
-    """Run the default tests; arguments after ``--`` are passed to pytest."""
+    """Run the default tests. Arguments after ``--`` go to pytest."""
     session.install("-e", ".[test]")
     session.run("pytest", *session.posargs)
 
 
 @nox.session(python="3.12")
 def newest(session: nox.Session) -> None:
-    """Run the default tests with the newest version of every dependency, such as EnvPool. .ci/run runs a part of this."""
+    """Run the default tests with the newest version of every dependency. ``.ci/run`` includes a part of this session."""
     session.install("--upgrade", "--upgrade-strategy", "eager", "-e", ".[test]")
     session.run("pytest", *session.posargs)
 
@@ -31,7 +37,7 @@ def newest(session: nox.Session) -> None:
 @nox.session(python="3.11")
 @nox.parametrize("version", ["1.1.1", "1.2.2", "1.3.0"])
 def gymnasium(session: nox.Session, version: str) -> None:
-    """Run the default tests with older versions of Gymnasium; the session ``tests`` uses the newest."""
+    """Run the default tests with older versions of Gymnasium. The session ``tests`` uses the newest one."""
     session.install("-e", ".[test]", f"gymnasium=={version}")
     session.run("pytest", *session.posargs)
 
@@ -40,26 +46,26 @@ def gymnasium(session: nox.Session, version: str) -> None:
 def lowest(session: nox.Session) -> None:
     """Run the default tests with the lowest version of each core dependency that pyproject.toml allows.
 
-    The session installs the extras that support such an old NumPy. JAX does not, so its tests are skipped.
+    The session installs only extras that support a NumPy that old. JAX does not, so its tests are skipped.
     """
-    needs = nox.project.load_toml("pyproject.toml")["project"]["dependencies"]
-    floors = [need.partition(",")[0].replace(">=", "==") for need in needs]
-    session.install(*floors, *TOOLS, "-e", ".[bench,envpool,multi-agent]", *GAMES)
+    dependencies = nox.project.load_toml("pyproject.toml")["project"]["dependencies"]
+    lowest_versions = [dependency.partition(",")[0].replace(">=", "==") for dependency in dependencies]
+    session.install(*lowest_versions, *TEST_TOOLS, "-e", ".[bench,envpool,multi-agent]", *TEST_LIBRARIES)
     session.run("pytest", *session.posargs)
 
 
 @nox.session(python="3.11")
 def rllib(session: nox.Session) -> None:
     """Run the tests of RLlib with the version of Gymnasium that Ray pins, installed as a user would."""
-    session.install("-e", ".[rllib]", TORCH, *TOOLS)
-    session.run("pytest", "-n", "0", *(session.posargs or RLLIB))
+    session.install("-e", ".[rllib]", TORCH, *TEST_TOOLS)
+    session.run("pytest", "-n", "0", *(session.posargs or RLLIB_TESTS))
 
 
 @nox.session(python="3.11")
 def gymnax(session: nox.Session) -> None:
-    """Run the tests with gymnax's environments, with the newest Gymnasium that gymnax supports."""
-    session.install("-e", ".[gymnax]", *TOOLS)
-    session.run("pytest", "-n", "0", *(session.posargs or GYMNAX))
+    """Run the tests of gymnax's environments with the newest Gymnasium that gymnax supports."""
+    session.install("-e", ".[gymnax]", *TEST_TOOLS)
+    session.run("pytest", "-n", "0", *(session.posargs or GYMNAX_TESTS))
 
 
 @nox.session(python="3.11")
@@ -74,6 +80,6 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def docs(session: nox.Session) -> None:
-    """Build the documentation site in site/; any warning is an error."""
+    """Build the documentation in ``site/``. Any warning is an error."""
     session.install("-e", ".[docs]")
     session.run("mkdocs", "build", "--strict")

@@ -1,4 +1,4 @@
-"""Lists the public methods of exported classes that have no anchor in the built site: ``python .ci/anchors.py SITE``."""
+"""Lists public methods of exported classes without an anchor in the built site: ``python .ci/anchors.py SITE``."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 MODULES = ("vecenv", "vecenv.aio", "vecenv.backends", "vecenv.multi_agent", "vecenv.wrappers")
 
 
-def public_methods(kind: type) -> set[str]:
-    """Return the names of the methods and properties that vecenv defines for a class, without aliases."""
-    found = set()
-    for base in kind.__mro__:
+def public_methods(cls: type) -> set[str]:
+    """Return the names of the public methods and properties that vecenv defines for a class, without aliases."""
+    names = set()
+    for base in cls.__mro__:
         if base.__module__.partition(".")[0] != "vecenv":
             continue
         for name, member in vars(base).items():
             function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-            # aliases, and methods that forward to another object, have other names
+            # the qualified name of an alias, or of a method that forwards to another object, is different
             is_own = inspect.isfunction(function) and function.__qualname__ == f"{base.__name__}.{name}"
             if is_own and not name.startswith("_"):
-                found.add(name)
-    return found
+                names.add(name)
+    return names
 
 
 def main() -> int:
@@ -33,9 +33,9 @@ def main() -> int:
     missing = set()
     for module in map(importlib.import_module, MODULES):
         for name in module.__all__:
-            kind = getattr(module, name)
-            if isinstance(kind, type) and not issubclass(kind, Exception):
-                missing |= {f"{kind.__name__}.{method}" for method in public_methods(kind)} - anchors
+            exported = getattr(module, name)
+            if isinstance(exported, type) and not issubclass(exported, Exception):
+                missing |= {f"{exported.__name__}.{method}" for method in public_methods(exported)} - anchors
     print(*sorted(missing), sep="\n")
     print(f"{len(missing)} public methods without an anchor")
     return bool(missing)

@@ -1,9 +1,10 @@
 """Checks the English of the documentation and the code.
 
-``python .ci/prose.py`` applies proselint's rules and this project's to README, docs, CHANGELOG, CONTRIBUTING and SECURITY,
-and this project's rules to the docstrings of the package and all strings of its command line. In the folders of
-:data:`PLAIN`, it checks that docstrings begin with a verb or a noun, and that docstrings and comments use the glossary.
-With arguments, it checks these files only. Code and links are removed first. A finding is ``file:line: rule: advice``.
+``python .ci/prose.py`` applies the rules of proselint and of this project (:data:`STYLE`) to README, docs, CHANGELOG,
+CONTRIBUTING and SECURITY, and only the latter to the docstrings of the package and to all strings of its command line. In
+:data:`PLAIN_FOLDERS`, it checks that docstrings begin with a verb or a noun, and that docstrings and comments use the terms
+of the glossary. With arguments, it checks only these files. Code and links are not checked. A finding is printed as
+``file:line: rule: advice``.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from proselint.registry.checks import Check, types
 from proselint.tools import LintFile
 
 ROOT = Path(__file__).parents[1]
-LEFT_OUT = {
+DISABLED_CHECKS = {
     "typography": "quotes are straight, as in the code",
     "annotations": "the documentation explains what a TODO-like word in a program means",
-    "spelling": "British and American words stand side by side in names of other libraries",
+    "spelling": "names in other libraries mix British and American spelling",
 }
-"""Rules of proselint that do not suit technical documentation, with reasons."""
+"""Checks of proselint that do not suit this documentation, with reasons."""
 
 _RATES = (
     r"(?:process(?:es)?|cores?|descriptors?|rows?|seeds?|lines?|one|players?|environments?|steps?|times|bytes|threads?|workers?"
@@ -48,12 +49,12 @@ STYLE = {
 }
 """The rules of this project, in the form that proselint expects."""
 
-PLAIN = ("vecenv", "tests", "bench", "examples")
+PLAIN_FOLDERS = ("vecenv", "tests", "bench", "examples")
 """The folders whose docstrings and comments follow the rules below."""
 NOUN_CLAUSE = re.compile(r"(What|Which|Whose|How|Whether|Where|As|Once|Likewise)\b")
 INTERFACE_REMARK = re.compile(r"\b(?:idempotent|(?:may|can|has to|is to) be (?:called|repeated) (?:again|until))\b", re.I)
 MAX_REMARKS = 2
-"""If more functions of a module need such a remark, their interface should be simpler."""
+"""If more functions of a module need remarks like these, the interface should be simpler."""
 SYNONYMS = re.compile(
     r"\b(whose|said|says|told|tells?|asked|asks?|saw|heard|hears?|whoever|nobody|somebody|everybody|handed over|given out"
     r"|let go of|see to|sees to|seen to|sees off)\b",
@@ -63,7 +64,7 @@ SYNONYMS = re.compile(
 
 
 def register() -> None:
-    """Add the rules of this project to proselint."""
+    """Register the rules of this project with proselint."""
     CheckRegistry().register_many(
         tuple(
             Check(types.Existence((pattern,), types.Padding.RAW), path=f"vecenv.{name}", message=advice)
@@ -73,54 +74,47 @@ def register() -> None:
 
 
 def prose(text: str) -> str:
-    """Replace code and links in a text; line numbers stay the same."""
+    """Replace code by the word CODE and remove links. Line numbers stay the same."""
 
-    def blank(found: re.Match[str]) -> str:
+    def replace_code(found: re.Match[str]) -> str:
         lines = found[0].count("\n")
         return "\n" * (lines - 1) + "CODE\n" if lines else " CODE "
 
-    text = re.sub(r"^```.*?^```\n", blank, text, flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"^::: .*(?:\n    .*)*\n", blank, text, flags=re.MULTILINE)
+    text = re.sub(r"^```.*?^```\n", replace_code, text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^::: .*(?:\n    .*)*\n", replace_code, text, flags=re.MULTILINE)
     text = re.sub(r"<!--.*?-->", "", text)
     text = re.sub(r"``[^`\n]+``|`[^`\n]+`", "CODE", text)
     return re.sub(r"\]\([^)\n]*\)|https?://\S+", "]", text)
 
 
 def visible_text(path: Path, *, every_text: bool) -> str:
-    """Return the docstrings of a module on their original lines, with ``every_text`` all other strings too."""
+    """Return the docstrings of a module on their original lines. With ``every_text``, include all other strings."""
     tree = ast.parse(path.read_text())
     lines = [""] * (path.read_text().count("\n") + 2)
 
-    def keep(node: ast.Constant) -> None:
+    def add_string(node: ast.Constant) -> None:
         for number, line in enumerate(str(node.value).split("\n"), node.lineno - 1):
             lines[number] += f" {line}"
 
-    def docstrings(parent: ast.AST) -> None:
-        for node in ast.walk(parent):
-            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) or ast.get_docstring(node) is None:
-                continue
-            if isinstance(text := node.body[0], ast.Expr):
-                keep(text.value)  # type: ignore[arg-type]
-
-    if every_text:
-        for node in ast.walk(tree):
+    for node in ast.walk(tree):
+        if every_text:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                keep(node)
-    else:
-        docstrings(tree)
+                add_string(node)
+        elif isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            add_string(node.body[0].value)  # type: ignore[attr-defined]
     text = re.sub(r":(?:attr|class|data|exc|func|meth|mod):`[^`]*`", "CODE", "\n".join(lines))
     return prose(text)
 
 
 def python_files(path: Path) -> list[Path]:
-    """Return the Python files below a folder, or the file itself."""
+    """Return the Python files in a folder and its subfolders, or the file itself."""
     return sorted(path.rglob("*.py")) if path.is_dir() else [path]
 
 
 def plain_findings(path: Path) -> list[str]:
-    """Return the violations of the rules for docstrings and comments in a Python file."""
+    """Return the findings about docstrings and comments in a Python file."""
     source = path.read_text()
-    findings, remarks = [], []
+    findings, remark_lines = [], []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -129,11 +123,13 @@ def plain_findings(path: Path) -> list[str]:
         if NOUN_CLAUSE.match(text):
             findings.append(f"{path}:{line}: docstring: begin with a verb (a function) or a noun (a class)")
         if INTERFACE_REMARK.search(text):
-            remarks.append(line)
-    if len(remarks) > MAX_REMARKS:
-        findings.append(f"{path}:{remarks[0]}: interface: {len(remarks)} functions remark that they may be called again")
+            remark_lines.append(line)
+    if len(remark_lines) > MAX_REMARKS:
+        message = f"interface: {len(remark_lines)} functions remark that they may be called again"
+        findings.append(f"{path}:{remark_lines[0]}: {message}")
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and token.string.lstrip("rf").startswith('"""')):
+        is_docstring = token.type == tokenize.STRING and token.string.lstrip("rf").startswith('"""')
+        if token.type == tokenize.COMMENT or is_docstring:
             for found in SYNONYMS.finditer(prose(token.string)):
                 line = token.start[0] + token.string[: found.start()].count("\n")
                 findings.append(f"{path}:{line}: glossary: replace {found[0]!r} with a term of the glossary")
@@ -148,22 +144,23 @@ def main(arguments: list[str]) -> int:
         *sorted((ROOT / "docs").rglob("*.md")),
         *sorted((ROOT / "vecenv").rglob("*.py")),
     ]
-    all_rules = {name: on and name not in LEFT_OUT for name, on in DEFAULT["checks"].items()} | {"vecenv": True}
-    found = 0
+    all_rules = {name: on and name not in DISABLED_CHECKS for name, on in DEFAULT["checks"].items()} | {"vecenv": True}
+    num_findings = 0
     for page in pages:
-        code = page.suffix == ".py"
-        text = visible_text(page, every_text="tools" in page.parts) if code else prose(page.read_text())
-        checks = dict.fromkeys(DEFAULT["checks"], False) | {"vecenv": True} if code else all_rules
+        is_code = page.suffix == ".py"
+        text = visible_text(page, every_text="tools" in page.parts) if is_code else prose(page.read_text())
+        checks = dict.fromkeys(DEFAULT["checks"], False) | {"vecenv": True} if is_code else all_rules
         for result in LintFile(str(page), text).lint({**DEFAULT, "checks": checks}):
             check = result.check_result
             print(f"{page}:{result.pos[0]}: {check.check_path}: {check.message}")
-            found += 1
-    code = pages if arguments else [file for name in PLAIN for file in python_files(ROOT / name)]
-    for finding in [finding for file in code if file.suffix == ".py" for finding in plain_findings(file)]:
-        print(finding)
-        found += 1
-    print(f"{found} findings in {len(pages)} files", file=sys.stderr)
-    return int(bool(found))
+            num_findings += 1
+    code_files = pages if arguments else [file for name in PLAIN_FOLDERS for file in python_files(ROOT / name)]
+    for file in code_files:
+        for finding in plain_findings(file) if file.suffix == ".py" else []:
+            print(finding)
+            num_findings += 1
+    print(f"{num_findings} findings in {len(pages)} files", file=sys.stderr)
+    return int(bool(num_findings))
 
 
 if __name__ == "__main__":

@@ -9,20 +9,23 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 
 
-def seconds_per(unit: float, run: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the duration of a call divided by ``unit``, the number of units of work in it."""
-    began = clock()
+def seconds_per_unit(units: float, run: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Call ``run``, which does ``units`` units of work, and return the seconds per unit."""
+    start = clock()
     run()
-    return (clock() - began) / unit
+    return (clock() - start) / units
 
 
-def take_turns(runs: Mapping[str, Callable[[], _T]], rounds: int) -> dict[str, list[_T]]:
+def run_interleaved(runs: Mapping[str, Callable[[], _T]], rounds: int) -> dict[str, list[_T]]:
     """Run each function once per round and return its results by name.
 
-    Every other round runs in reverse order, so that a drift of the machine's speed within a round favours no function.
+    Every other round runs in reverse order, so that a machine that slows down or speeds up favours no function.
     """
     results: dict[str, list[_T]] = {name: [] for name in runs}
     for index in range(rounds):
-        for name in list(runs)[:: -1 if index % 2 else 1]:
+        names = list(runs)
+        if index % 2:
+            names.reverse()
+        for name in names:
             results[name].append(runs[name]())
     return results

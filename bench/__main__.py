@@ -1,4 +1,4 @@
-"""``python -m bench``: all measurements of the suite, from a source checkout."""
+"""Runs the benchmarks of a source checkout: ``python -m bench PART``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench import goals, micro, programs, size, suites, tables, train, waits
-from bench.engines import Pace
+from bench.engines import SamplingOptions
 from bench.programs import PROGRAMS
 from bench.train import TRAININGS
 from bench.waits import WAITS
@@ -23,11 +23,11 @@ from vecenv.tools import progress_bar
 from vecenv.tools.benchmark import Report, draw_bars, draw_scale, print_report, print_scale
 from vecenv.tools.runners import Unavailable
 
-MICRO: dict[str, Callable[[Pace], Report]] = {
-    "round-trip": micro.round_trip,
-    **{f"batch-{n}": partial(micro.batch, num_envs=n) for n in (2, 8, 64)},
-    "infos": micro.infos,
-    "copies": micro.copies,
+MICRO: dict[str, Callable[[SamplingOptions], Report]] = {
+    "round-trip": micro.compare_round_trips,
+    **{f"batch-{n}": partial(micro.compare_batches, num_envs=n) for n in (2, 8, 64)},
+    "infos": micro.compare_infos,
+    "copies": micro.compare_copies,
 }
 
 
@@ -35,11 +35,11 @@ def _parse_numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers, such as 8,64") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers, such as 8,64") from None
 
 
 def _name_parser(known: Iterable[str]) -> Callable[[str], str]:
-    """Return a function that checks that an argument is one of the known names."""
+    """Return a parser of an argument that must be one of the known names."""
     names = list(known)
 
     def parse(name: str) -> str:
@@ -51,65 +51,75 @@ def _name_parser(known: Iterable[str]) -> Callable[[str], str]:
 
 
 def _names_parser(known: Iterable[str] | None = None) -> Callable[[str], list[str]]:
-    """Return a function that parses names, separated by commas; without ``known``, any names."""
-    check = str if known is None else _name_parser(known)
-    return lambda text: [check(part.strip()) for part in text.split(",") if part.strip()]
+    """Return a parser of names that are separated by commas. Without ``known``, it accepts any names."""
+    parse_name = str if known is None else _name_parser(known)
+    return lambda text: [parse_name(part.strip()) for part in text.split(",") if part.strip()]
 
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    pace = argparse.ArgumentParser(add_help=False)
-    pace.add_argument("--seconds", type=float, default=0.5, help="length of one sample (default: 0.5)")
-    pace.add_argument("--repeats", type=int, default=7, help="interleaved rounds (default: 7)")
-    pace.add_argument("--workers", type=int, default=usable_cores(), help="worker processes (default: the usable cores)")
-    printed = argparse.ArgumentParser(add_help=False)
-    printed.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    sampling = argparse.ArgumentParser(add_help=False)
+    sampling.add_argument("--seconds", type=float, default=0.5, help="seconds per sample (default: 0.5)")
+    sampling.add_argument("--repeats", type=int, default=7, help="number of interleaved rounds (default: 7)")
+    sampling.add_argument(
+        "--workers", type=int, default=usable_cores(), help="worker processes (default: one per usable core)"
+    )
+    json_flag = argparse.ArgumentParser(add_help=False)
+    json_flag.add_argument("--json", action="store_true", help="print JSON instead of tables")
     out = argparse.ArgumentParser(add_help=False)
     out.add_argument("--out", type=Path, default=Path("bench-results"), help="folder for results (default: bench-results)")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="PART")
+    parts = parser.add_subparsers(dest="command", required=True, metavar="PART")
 
-    def add(name: str, run: Callable[..., None], text: str, *parents: argparse.ArgumentParser) -> Callable[..., Any]:
-        command = commands.add_parser(name, help=text, parents=list(parents))
-        command.set_defaults(run=run, paced=pace in parents)
-        return command.add_argument
+    def add_part(
+        name: str, run: Callable[..., None], text: str, *parents: argparse.ArgumentParser
+    ) -> Callable[..., argparse.Action]:
+        """Add a part with the options of ``parents``; return a function that adds an option to it."""
+        part = parts.add_parser(name, help=text, parents=list(parents))
+        part.set_defaults(run=run, takes_samples=sampling in parents)
+        return part.add_argument
 
     def add_comparison(
         name: str, run: Callable[..., None], text: str, num_envs: int | list[int], workloads: Iterable[str] = ()
     ) -> None:
-        option = add(name, run, text, pace, printed, out)
+        add_option = add_part(name, run, text, sampling, json_flag, out)
         if workloads:
             names_help = "separated by commas (default: all)"
-            option("--workloads", type=_names_parser(workloads), default=list(workloads), help=names_help)
+            add_option("--workloads", type=_names_parser(workloads), default=list(workloads), help=names_help)
         parse = int if isinstance(num_envs, int) else _parse_numbers
-        shown = num_envs if isinstance(num_envs, int) else ",".join(map(str, num_envs))
-        option("--num-envs", type=parse, default=num_envs, help=f"number of environments (default: {shown})")
-        option("--engines", type=_names_parser(), help="engines to measure, separated by commas (default: all)")
+        default_text = num_envs if isinstance(num_envs, int) else ",".join(map(str, num_envs))
+        add_option("--num-envs", type=parse, default=num_envs, help=f"number of environments (default: {default_text})")
+        add_option("--engines", type=_names_parser(), help="engines to measure, separated by commas (default: all)")
 
-    add("list", _list, "the names that the other parts accept")
+    add_part("list", _list, "list the names that the other parts accept")
     add_comparison("compare", _compare, "engines side by side on each workload", [64], WORKLOADS)
-    option = add("sweep", _sweep, "throughput and memory over the number of environments", pace, printed, out)
-    option("--workload", default="CartPole-v1", choices=WORKLOADS)
+    add_option = add_part("sweep", _sweep, "throughput and memory over the number of environments", sampling, json_flag, out)
+    add_option("--workload", default="CartPole-v1", choices=WORKLOADS)
     text = "numbers of environments, separated by commas (default: 1,8,64,256,1024)"
-    option("--num-envs", type=_parse_numbers, default=[1, 8, 64, 256, 1024], help=text)
-    option("--engines", type=_names_parser(), help="engines to measure, separated by commas (default: all)")
-    option = add("micro", _micro, "one cost at a time", pace, printed, out)
-    option("parts", nargs="*", type=_name_parser(MICRO), metavar="PART", help=f"{', '.join(MICRO)} (default: all)")
+    add_option("--num-envs", type=_parse_numbers, default=[1, 8, 64, 256, 1024], help=text)
+    add_option("--engines", type=_names_parser(), help="engines to measure, separated by commas (default: all)")
+    add_option = add_part("micro", _micro, "single costs, such as a round trip or a copy", sampling, json_flag, out)
+    add_option("parts", nargs="*", type=_name_parser(MICRO), metavar="PART", help=f"{', '.join(MICRO)} (default: all)")
     add_comparison("waits", _waits, "environments that wait: long resets, uneven steps, services, simulators", 16, WAITS)
     add_comparison("episodes", _episodes, "a list of episodes: vecenv.evaluate and loops over batches", 8)
-    add_comparison("train", _train, "training runs: frames per second, and shares of the time", 16, TRAININGS)
-    option = add("goals", _goals, "measure rows of the first table in bench/RESULTS.md", pace, out)
-    parts = goals.PARTS
-    option("parts", nargs="*", type=_name_parser(parts), metavar="PART", help=f"{', '.join(parts)} (default: all)")
-    option("--quick", action="store_true", help="tiny settings, to test the program; tables ignore the results")
-    option = add("programs", _programs, "published training programs, with Gymnasium's engine and with vecenv's", out)
-    option("names", nargs="*", type=_name_parser(PROGRAMS), metavar="PROGRAM", help=f"{', '.join(PROGRAMS)} (default: all)")
-    option("--sources", type=Path, required=True, help="a folder with a checkout of each program's repository")
-    option("--python", default=sys.executable, help="a Python with the programs' requirements (default: this one)")
-    option("--rounds", type=int, default=3, help="pairs of runs of each program (default: 3)")
-    add("size", _size, "size of the package, and of the code that a step runs", printed)
-    text = "measure the figures of README.md and of the first tables of docs/benchmarks.md, and write them"
-    add("figures", _figures, text, pace, out)
-    add("table", _table, "write the results into README.md, bench/RESULTS.md and docs/benchmarks.md", out)
+    add_comparison("train", _train, "training runs: frames per second, and how their time is divided", 16, TRAININGS)
+    add_option = add_part("goals", _goals, "measure rows of the first table in bench/RESULTS.md", sampling, out)
+    names_help = f"{', '.join(goals.PARTS)} (default: all)"
+    add_option("parts", nargs="*", type=_name_parser(goals.PARTS), metavar="PART", help=names_help)
+    add_option("--quick", action="store_true", help="tiny settings that test the program; tables ignore the results")
+    add_option = add_part(
+        "programs", _programs, "published training programs, with Gymnasium's engine and with vecenv's", out
+    )
+    add_option(
+        "names", nargs="*", type=_name_parser(PROGRAMS), metavar="PROGRAM", help=f"{', '.join(PROGRAMS)} (default: all)"
+    )
+    add_option("--sources", type=Path, required=True, help="a folder with a checkout of each program's repository")
+    add_option("--python", default=sys.executable, help="a Python with the programs' requirements (default: this one)")
+    add_option("--rounds", type=int, default=3, help="runs of each program with each engine (default: 3)")
+    add_part("size", _size, "sizes of the package and of the code that a step runs", json_flag)
+    text = "measure the figures in README.md and in the first tables of docs/benchmarks.md, and update both pages"
+    add_part("figures", _figures, text, sampling, out)
+    text = "update README.md, bench/RESULTS.md and docs/benchmarks.md with the results in the folder"
+    add_part("table", _table, text, out)
     return parser
 
 
@@ -118,7 +128,7 @@ def _to_json(reports: list[Report]) -> str:
 
 
 def _write_reports(arguments: argparse.Namespace, reports: list[Report], stem: str) -> None:
-    """Write reports to files, and print them unless JSON is printed."""
+    """Write reports to files. Print them as tables, unless JSON is to be printed."""
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / f"{stem}.json").write_text(_to_json(reports) + "\n")
     if len(reports) == 1:
@@ -130,9 +140,10 @@ def _write_reports(arguments: argparse.Namespace, reports: list[Report], stem: s
 
 
 def _output_reports(arguments: argparse.Namespace, reports: list[Report], stem: str) -> None:
-    """Write reports to files, and print them as tables or JSON. Name the values of ``--engines`` that no report has."""
+    """Write reports to files, and print them as tables or JSON. Warn about unknown names in ``--engines``."""
     measured = {row.name for report in reports for row in report.rows}
-    if unknown := [name for name in arguments.engines or () if name not in measured]:
+    unknown = [name for name in arguments.engines or () if name not in measured]
+    if unknown:
         text = f"--engines: no engine is named {' or '.join(unknown)}"
         if not measured:
             raise SystemExit(f"python -m bench: {text}")
@@ -142,139 +153,142 @@ def _output_reports(arguments: argparse.Namespace, reports: list[Report], stem: 
         print(_to_json(reports))
 
 
-def _list(arguments: argparse.Namespace, pace: Pace) -> None:
+def _list(arguments: argparse.Namespace, sampling: SamplingOptions) -> None:
     for kind, workloads in (("workload", WORKLOADS), ("waits", WAITS), ("train", TRAININGS)):
         for workload in workloads.values():
-            print(f"{kind:8} {workload.name:12} {workload.text}")
+            print(f"{kind:8} {workload.name:12} {workload.description}")
     print("micro   ", ", ".join(MICRO))
     print("goals   ", ", ".join(goals.PARTS))
     for name, program in PROGRAMS.items():
         print(f"program  {name:22} https://github.com/{program.repository}")
 
 
-def _compare(arguments: argparse.Namespace, pace: Pace) -> None:
+def _compare(arguments: argparse.Namespace, sampling: SamplingOptions) -> None:
     reports: list[Report] = []
     for workload in arguments.workloads:
         for num_envs in arguments.num_envs:
             try:
-                reports += suites.side_by_side(workload, num_envs, arguments.workers, pace, arguments.engines)
+                reports += suites.compare_engines(workload, num_envs, arguments.workers, sampling, arguments.engines)
             except Unavailable as error:
-                print(f"{workload} is left out: {error}", file=sys.stderr)
+                print(f"{workload} is omitted: {error}", file=sys.stderr)
     _output_reports(arguments, reports, "compare")
 
 
-def _sweep(arguments: argparse.Namespace, pace: Pace) -> None:
+def _sweep(arguments: argparse.Namespace, sampling: SamplingOptions) -> None:
     suites.raise_descriptor_limit()
-    memory: dict[int, dict[str, suites.Memory]] = {}
-    reports, sizes = [], []
+    memory: dict[int, dict[str, suites.Memory]] = {num_envs: {} for num_envs in arguments.num_envs}
+    reports, reports_by_size = [], []
     for num_envs in arguments.num_envs:
-        memory_by_name = memory[num_envs] = {}
-        options = arguments.workers, pace, arguments.engines, memory_by_name
-        parts = suites.side_by_side(arguments.workload, num_envs, *options)
+        options = arguments.workers, sampling, arguments.engines, memory[num_envs]
+        parts = suites.compare_engines(arguments.workload, num_envs, *options)
         reports += parts
-        sizes.append(suites.merge(parts))
+        reports_by_size.append(suites.merge_reports(parts))
     stem = f"sweep-{arguments.workload.replace('/', '_')}"
     _output_reports(arguments, reports, stem)
-    draw_scale(sizes, arguments.out / f"{stem}-scale.png")
+    draw_scale(reports_by_size, arguments.out / f"{stem}-scale.png")
     if not arguments.json:
-        print_scale(sizes)
-    for num_envs, name, used in _save_memory(arguments, stem, memory):
-        mib_per_env = (used.trainer + used.workers) / num_envs / 2**20
-        print(f"memory, {num_envs:5} envs, {name:12} {mib_per_env:8.2f} MiB per env, {used.processes} processes")
+        print_scale(reports_by_size)
+    for num_envs, name, used in _write_memory(arguments.out / f"{stem}-memory.json", memory):
+        if not arguments.json:
+            mib_per_env = (used.trainer + used.workers) / num_envs / 2**20
+            print(f"memory, {num_envs:5} envs, {name:12} {mib_per_env:8.2f} MiB per env, {used.processes} processes")
 
 
-def _save_memory(arguments: argparse.Namespace, stem: str, memory: dict[Any, dict[str, suites.Memory]]) -> Iterator[Any]:
-    """Write the memory of all rows to a file. Yield the case, name and memory of each row, or nothing with ``--json``."""
-    kept = {case: {name: asdict(used) for name, used in by_name.items()} for case, by_name in memory.items()}
-    (arguments.out / f"{stem}-memory.json").write_text(json.dumps(kept, indent=1) + "\n")
-    if not arguments.json:
-        yield from ((case, name, used) for case, by_name in memory.items() for name, used in by_name.items())
+def _write_memory(path: Path, memory: dict[Any, dict[str, suites.Memory]]) -> list[tuple[Any, str, suites.Memory]]:
+    """Write the memory of all engines in all cases to a file; return a list of the case, the name and the memory of each."""
+    contents = {case: {name: asdict(used) for name, used in by_name.items()} for case, by_name in memory.items()}
+    path.write_text(json.dumps(contents, indent=1) + "\n")
+    return [(case, name, used) for case, by_name in memory.items() for name, used in by_name.items()]
 
 
-def _micro(arguments: argparse.Namespace, pace: Pace) -> None:
+def _micro(arguments: argparse.Namespace, sampling: SamplingOptions) -> None:
     reports = []
     for part in arguments.parts or MICRO:
-        report = MICRO[part](pace)
+        report = MICRO[part](sampling)
         reports.append(report)
         _write_reports(arguments, [report], f"micro-{part}")
         if arguments.json:
             continue
         if part == "copies":
             for name, times in micro.copying_times(report).items():
-                print(f"{name}: {times.median:.2f} times the duration of one memcpy" if times else f"{name}: not measured")
+                print(f"{name}: copying takes {times.median:.2f} times one memcpy" if times else f"{name}: not measured")
             for name, count in micro.count_copies().items():
                 print(f"{name}: every byte is copied {count:.2f} times")
         if part.startswith("batch-"):
-            for name, spent in micro.batch_overhead(report).items():
-                text = f"{spent.median:.1f} us ({spent.lower:.1f} - {spent.upper:.1f})" if spent else "not measured"
-                print(f"{report.num_envs} environments, {name}: {text} per batch, beyond the bare loop in as many processes")
+            for name, overhead in micro.batch_overhead(report).items():
+                text = "not measured"
+                if overhead:
+                    text = f"{overhead.median:.1f} us ({overhead.lower:.1f} - {overhead.upper:.1f})"
+                print(f"{report.num_envs} environments, {name}: {text} per batch more than the bare loop")
     if arguments.json:
         print(_to_json(reports))
 
 
-def _waits(arguments: argparse.Namespace, pace: Pace) -> None:
+def _waits(arguments: argparse.Namespace, sampling: SamplingOptions) -> None:
     suites.raise_descriptor_limit()
     memory: dict[str, dict[str, suites.Memory]] = {workload: {} for workload in arguments.workloads}
-    common = arguments.num_envs, arguments.workers, pace, arguments.engines
-    reports = [waits.waits(workload, *common, memory[workload]) for workload in arguments.workloads]
+    options = arguments.num_envs, arguments.workers, sampling, arguments.engines
+    reports = [waits.compare_waits(workload, *options, memory[workload]) for workload in arguments.workloads]
     _output_reports(arguments, reports, "waits")
-    for workload, name, used in _save_memory(arguments, "waits", memory):
-        whole = (used.trainer + used.workers) / 2**20
-        print(f"memory, {workload:12} {name:20} {whole:8.1f} MiB in {1 + used.processes} processes")
+    for workload, name, used in _write_memory(arguments.out / "waits-memory.json", memory):
+        if not arguments.json:
+            mib = (used.trainer + used.workers) / 2**20
+            print(f"memory, {workload:12} {name:20} {mib:8.1f} MiB in {1 + used.processes} processes")
 
 
-def _episodes(arguments: argparse.Namespace, pace: Pace) -> None:
-    _output_reports(arguments, [waits.episodes(arguments.num_envs, pace, arguments.engines)], "episodes")
+def _episodes(arguments: argparse.Namespace, sampling: SamplingOptions) -> None:
+    _output_reports(arguments, [waits.compare_episodes(arguments.num_envs, sampling, arguments.engines)], "episodes")
 
 
-def _train(arguments: argparse.Namespace, pace: Pace) -> None:
+def _train(arguments: argparse.Namespace, sampling: SamplingOptions) -> None:
     suites.raise_descriptor_limit()
     reports = []
     for name in arguments.workloads:
-        report, shares = train.train(name, arguments.num_envs, arguments.workers, pace, arguments.engines)
+        report, shares = train.compare_trainings(name, arguments.num_envs, arguments.workers, sampling, arguments.engines)
         train.draw_shares(report, shares, arguments.out / f"train-{name}-shares.png")
         reports.append(report)
-        for row, parts in {} if arguments.json else shares.items():
-            print(f"{name}, {row}: " + ", ".join(f"{part} {share:.0%}" for part, share in parts.items()))
+        if not arguments.json:
+            for row, parts in shares.items():
+                print(f"{name}, {row}: " + ", ".join(f"{part} {share:.0%}" for part, share in parts.items()))
     _output_reports(arguments, reports, "train")
 
 
-def _goals(arguments: argparse.Namespace, pace: Pace) -> None:
-    settings = goals.Settings(arguments.workers, pace, arguments.quick)
+def _goals(arguments: argparse.Namespace, sampling: SamplingOptions) -> None:
+    settings = goals.Settings(arguments.workers, sampling, arguments.quick)
     for part in arguments.parts or goals.PARTS:
         goals.run(part, settings, arguments.out)
 
 
-def _programs(arguments: argparse.Namespace, pace: Pace) -> None:
+def _programs(arguments: argparse.Namespace, sampling: SamplingOptions) -> None:
     programs.compare(arguments.names or list(PROGRAMS), arguments.sources, arguments.python, arguments.rounds, arguments.out)
 
 
-def _size(arguments: argparse.Namespace, pace: Pace) -> None:
+def _size(arguments: argparse.Namespace, sampling: SamplingOptions) -> None:
     size.show(as_json=arguments.json)
 
 
-def _figures(arguments: argparse.Namespace, pace: Pace) -> None:
-    """Measure the figures of README.md and of the first two tables of docs/benchmarks.md, and write them there."""
+def _figures(arguments: argparse.Namespace, sampling: SamplingOptions) -> None:
+    """Measure the figures in README.md and in the first two tables of docs/benchmarks.md, and update both pages."""
     options = {"num-envs": 64, "seconds": arguments.seconds, "repeats": arguments.repeats, "workers": arguments.workers}
     command = [sys.executable, "-m", "vecenv", "bench", "CartPole-v1", "--out", str(arguments.out)]
     subprocess.run([*command, *(f"--{name}={value}" for name, value in options.items())], check=True)
     arguments.workloads, arguments.num_envs, arguments.engines, arguments.json = list(WORKLOADS), [8], None, False
-    _compare(arguments, pace)
+    _compare(arguments, sampling)
     tables.write_tables(arguments.out)
 
 
-def _table(arguments: argparse.Namespace, pace: Pace) -> None:
+def _table(arguments: argparse.Namespace, sampling: SamplingOptions) -> None:
     tables.write_tables(arguments.out)
 
 
 def main() -> int:
     arguments = _build_parser().parse_args()
     with progress_bar() as progress:
-        pace = {}
-        if arguments.paced:
-            pace = {"seconds": arguments.seconds, "repeats": arguments.repeats, "progress": progress}
+        sampling = {}
+        if arguments.takes_samples:
+            sampling = {"seconds": arguments.seconds, "repeats": arguments.repeats, "progress": progress}
         try:
-            arguments.run(arguments, pace)
+            arguments.run(arguments, sampling)
         except Unavailable as error:
             raise SystemExit(f"python -m bench: {error}") from None
     return 0

@@ -1,16 +1,16 @@
 """Compares ``vecenv.aio.Pool`` with OpenEnv's server, and with ``send`` and ``recv``: ``python bench/aio.py``.
 
-64 environments wait for 50 ms in a step, or compute for 5 ms, in 2 and in 64 workers. Each row is a separate program, and
-the rounds of all rows are interleaved. The table shows steps per second and the delay of the event loop: the 99th percentile
-of the lateness of a timer of 2 ms.
+64 environments run in 2 and in 64 workers; a step waits for 50 ms or computes for 5 ms. Each row is a separate program, and
+the rounds of all rows are interleaved. The table shows the steps per second and the delay of the event loop, measured by a
+timer of 2 ms: the 99th percentile of its lateness.
 
     python bench/aio.py                                   # without OpenEnv, which is reported as missing
     python -m venv /tmp/openenv && /tmp/openenv/bin/pip install openenv==0.10.0
     python bench/aio.py --openenv-python /tmp/openenv/bin/python
 
-OpenEnv needs a separate environment of Python because it pins its dependencies. Its server is one process with a thread per
-session, so it ignores the number of workers. The row ``bare`` is an idle event loop, beside as many processes that do the
-same work without communication: the least delay that any loop can have on this machine.
+OpenEnv needs a separate Python environment because it pins its dependencies. Its server is one process with a thread per
+session, so it ignores the number of workers. The row ``bare`` is an idle event loop, while as many processes as workers do
+the same work without communication. It shows the lowest delay that is possible on this machine.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def work(kind: str) -> None:
     if kind == "wait":
         time.sleep(WAIT_SECONDS)
         return
-    until = time.thread_time() + COMPUTE_SECONDS
-    while time.thread_time() < until:
+    end = time.thread_time() + COMPUTE_SECONDS
+    while time.thread_time() < end:
         pass
 
 
-# -- programs that are measured ------------------------------------------------------------------------------------------
+# -- the measured programs -----------------------------------------------------------------------------------------------
 
 
 class Counter:
@@ -52,23 +52,23 @@ class Counter:
 
     def __init__(self, seconds: float) -> None:
         self.steps = 0
-        self.begins = time.perf_counter() + WARM_UP_SECONDS
-        self.ends = self.begins + seconds
+        self.start = time.perf_counter() + WARM_UP_SECONDS
+        self.end = self.start + seconds
 
     def add(self, steps: int = 1) -> bool:
         """Count steps; return False after the end of the period."""
         now = time.perf_counter()
-        if self.begins <= now < self.ends:
+        if self.start <= now < self.end:
             self.steps += steps
-        return now < self.ends
+        return now < self.end
 
     @property
     def rate(self) -> float:
-        return self.steps / (self.ends - self.begins)
+        return self.steps / (self.end - self.start)
 
 
 async def measure_loop(seconds: float, num_envs: int, play: Callable[[Counter], Awaitable[None]]) -> dict[str, float]:
-    """Run ``play`` for all environments at the same time, and measure the delay of the loop meanwhile."""
+    """Run ``play`` for all environments concurrently. Return the steps per second, and the delay of the event loop."""
     loop = asyncio.get_running_loop()
     counter, delays = Counter(seconds), list[float]()
 
@@ -76,18 +76,18 @@ async def measure_loop(seconds: float, num_envs: int, play: Callable[[Counter], 
         while True:
             due = loop.time() + 0.002
             await asyncio.sleep(0.002)
-            if time.perf_counter() >= counter.begins:
+            if time.perf_counter() >= counter.start:
                 delays.append(max(loop.time() - due, 0.0))
 
-    measuring = asyncio.create_task(measure_delays())
+    task = asyncio.create_task(measure_delays())
     await asyncio.gather(*(play(counter) for _ in range(num_envs)))
-    measuring.cancel()
+    task.cancel()
     delays.sort()
-    late, median = delays[int(0.99 * len(delays))], delays[len(delays) // 2]
-    return {"rate": counter.rate, "late_ms": 1000 * late, "median_ms": 1000 * median}
+    percentile_99, median = delays[int(0.99 * len(delays))], delays[len(delays) // 2]
+    return {"rate": counter.rate, "late_ms": 1000 * percentile_99, "median_ms": 1000 * median}
 
 
-def env_class_for(kind: str) -> Any:
+def make_env_class(kind: str) -> Any:
     from bench.workloads import EmptyEnv
 
     class WorkingEnv(EmptyEnv):
@@ -104,7 +104,7 @@ def run_pool(kind: str, workers: int, args: argparse.Namespace) -> dict[str, flo
     threads = args.num_envs // workers if kind == "wait" else 1
 
     async def main() -> dict[str, float]:
-        async with Pool(env_class_for(kind), args.num_envs, workers, env_threads=threads) as pool:
+        async with Pool(make_env_class(kind), args.num_envs, workers, env_threads=threads) as pool:
 
             async def play(counter: Counter) -> None:
                 async with pool.episode() as env:
@@ -129,16 +129,16 @@ def run_send_recv(kind: str, workers: int, args: argparse.Namespace, *, first_re
 
     threads = args.num_envs // workers if kind == "wait" else 1
     envs = vecenv.AsyncVectorEnv(
-        [env_class_for(kind)] * args.num_envs, num_workers=workers, env_threads=threads, use_caller=False,
+        [make_env_class(kind)] * args.num_envs, num_workers=workers, env_threads=threads, use_caller=False,
         autoreset_mode=AutoresetMode.DISABLED,
     )  # fmt: skip
     try:
         envs.reset()
-        counter, kwargs = Counter(args.seconds), {"at_least": 1} if first_ready else {}
+        counter, recv_options = Counter(args.seconds), {"at_least": 1} if first_ready else {}
         actions = np.zeros(args.num_envs, np.int64)
         envs.send(actions)
         while True:
-            *_, infos = envs.recv(**kwargs)
+            *_, infos = envs.recv(**recv_options)
             rows = infos["env_id"]
             if not counter.add(len(rows)):
                 break
@@ -172,20 +172,21 @@ def run_bare(kind: str, workers: int, args: argparse.Namespace) -> dict[str, flo
 
 
 def run_openenv(kind: str, args: argparse.Namespace) -> dict[str, float]:
-    """Run OpenEnv's client, with its server in another process. This runs in OpenEnv's environment of Python."""
+    """Run OpenEnv's client, and its server in another process. Must be called in OpenEnv's Python environment."""
     from openenv.core.generic_client import GenericEnvClient
 
-    with socket.socket() as probe:  # finds a free port
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     command = [sys.executable, __file__, "--serve", kind, "--port", str(port), "--num-envs", str(args.num_envs)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
-        until = time.monotonic() + 60
-        while time.monotonic() < until:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
             with socket.socket() as probe:
-                if not probe.connect_ex(("127.0.0.1", port)):
-                    break
+                server_accepts = probe.connect_ex(("127.0.0.1", port)) == 0
+            if server_accepts:
+                break
             time.sleep(0.1)
 
         async def play(counter: Counter) -> None:
@@ -206,7 +207,7 @@ def serve_openenv(kind: str, args: argparse.Namespace) -> None:
     from openenv.core.env_server.interfaces import Environment
     from openenv.core.env_server.types import Action, Observation, State
 
-    global EnvAction, EnvObservation  # pydantic finds them by their global names
+    global EnvAction, EnvObservation  # pydantic resolves the annotations by these global names
 
     class EnvAction(Action):
         action: int
@@ -236,7 +237,7 @@ def serve_openenv(kind: str, args: argparse.Namespace) -> None:
 
 
 def candidates(args: argparse.Namespace) -> dict[str, Callable[[str, int], dict[str, float]]]:
-    """Return functions by name that take the kind of work and the number of workers, and return the figures."""
+    """Return a function for each row, which measures it for a kind of work and a number of workers."""
     return {
         "pool": lambda kind, workers: run_pool(kind, workers, args),
         "recv": lambda kind, workers: run_send_recv(kind, workers, args, first_ready=False),
@@ -247,18 +248,18 @@ def candidates(args: argparse.Namespace) -> dict[str, Callable[[str, int], dict[
 
 
 def measure(name: str, kind: str, workers: int, args: argparse.Namespace) -> dict[str, float]:
-    """Run one candidate in a new process. Return its figures, or an empty dict if it cannot run here."""
+    """Run one candidate in a new process. Return its results, or an empty dict if it cannot run here."""
     python = args.openenv_python if name == "openenv" else sys.executable
-    command = [python, __file__, "--run", name, "--kind", kind, "--of-workers", str(workers)]
+    command = [python, __file__, "--run", name, "--kind", kind, "--num-workers", str(workers)]
     command += ["--seconds", str(args.seconds), "--num-envs", str(args.num_envs), *(["--uvloop"] if args.uvloop else [])]
     root = str(Path(__file__).parents[1])
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": root})
-    if done.returncode:
-        missing = "No module named 'openenv'" in done.stderr
-        print("openenv: missing, see --help" if missing else done.stderr, file=sys.stderr)
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": root})
+    if completed.returncode:
+        is_missing = "No module named 'openenv'" in completed.stderr
+        print("openenv: missing, see --help" if is_missing else completed.stderr, file=sys.stderr)
         return {}
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return figures
+    results: dict[str, float] = json.loads(completed.stdout.splitlines()[-1])
+    return results
 
 
 def format_spread(values: list[float], form: str) -> str:
@@ -266,28 +267,31 @@ def format_spread(values: list[float], form: str) -> str:
 
 
 def compare(args: argparse.Namespace) -> None:
-    from bench import take_turns
+    from bench import run_interleaved
 
-    print(f"{args.num_envs} environments, {args.repeats} interleaved rounds of {args.seconds:g} s: median (least - most)")
+    print(
+        f"{args.num_envs} environments, {args.repeats} interleaved rounds of {args.seconds:g} s: median (minimum - maximum)"
+    )
     print(f"{'':28}{'steps/s':>26}{'late, ms (99 %)':>22}{'pool / this':>24}")
     for kind, workers in itertools.product(args.kinds, args.workers):
         names = [name for name in candidates(args) if name in args.only]
-        found = take_turns({name: functools.partial(measure, name, kind, workers, args) for name in names}, args.repeats)
-        for name, rounds in found.items():
+        runs = {name: functools.partial(measure, name, kind, workers, args) for name in names}
+        results = run_interleaved(runs, args.repeats)
+        for name, rounds in results.items():
             if not all(rounds):
                 continue
-            late = [each["late_ms"] for each in rounds if "late_ms" in each]
-            ratios = [pool["rate"] / each["rate"] for pool, each in zip(found["pool"], rounds, strict=True)]
-            steps = "" if name == "bare" else format_spread([each["rate"] for each in rounds], ",.0f")
+            delays = [result["late_ms"] for result in rounds if "late_ms" in result]
+            ratios = [pool["rate"] / result["rate"] for pool, result in zip(results["pool"], rounds, strict=True)]
+            rate = "" if name == "bare" else format_spread([result["rate"] for result in rounds], ",.0f")
+            delay = format_spread(delays, ".1f") if delays else ""
             ratio = "" if name in ("pool", "bare") else format_spread(ratios, ".2f")
             row = f"{f'{kind}, {workers} workers':20}{name:8}"
-            shown_late = format_spread(late, ".1f") if late else ""
-            print(f"{row}{steps:>26}{shown_late:>22}{ratio:>24}", flush=True)
+            print(f"{row}{rate:>26}{delay:>22}{ratio:>24}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--openenv-python", default=sys.executable, help="a Python that has openenv")
+    parser.add_argument("--openenv-python", default=sys.executable, help="a Python with openenv")
     parser.add_argument("--kinds", nargs="+", default=["wait", "compute"], choices=["wait", "compute"])
     parser.add_argument("--workers", nargs="+", type=int, default=[2, 64])
     parser.add_argument("--num-envs", type=int, default=64)
@@ -297,13 +301,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=["pool", "recv", "first", "bare", "openenv"])
     for hidden in ("--run", "--kind", "--serve"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
-    for hidden in ("--of-workers", "--port"):
+    for hidden in ("--num-workers", "--port"):
         parser.add_argument(hidden, type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
         serve_openenv(args.serve, args)
     elif args.run:
-        print(json.dumps(candidates(args)[args.run](args.kind, args.of_workers)))
+        print(json.dumps(candidates(args)[args.run](args.kind, args.num_workers)))
     else:
         compare(args)
 

@@ -1,9 +1,9 @@
 """Measures environment steps per second with chunks of actions, relative to the bare loop: ``python -m bench.chunks``.
 
-For each environment, a bare loop (``env.step`` in one independent process per core) and the engine without chunks and with
-chunks of 4 and 16 actions take turns, each in a separate process. All executed steps and resets count, including resets
-within a step; unused actions of a chunk do not. A share is the rate of the engine divided by that of the bare loop in the
-same round; the table shows the median, minimum and maximum.
+For each environment, the bare loop (``env.step`` in one independent process per core), the engine without chunks, and the
+engine with chunks of 4 and 16 actions run alternately, each in a separate process. All executed steps and resets count,
+including resets within a step; unused actions of a chunk do not count. A share is the rate of the engine divided by that of
+the bare loop in the same round; the table shows the median, minimum and maximum.
 
     python -m bench.chunks CartPole-v1 HalfCheetah-v5 Ant-v5 --num-envs 8
 """
@@ -29,7 +29,7 @@ from vecenv.wrappers import ActionChunks
 
 
 class ChunkRunner(VectorRunner):
-    """A runner that steps a vector environment with random chunks, and counts steps and resets of environments."""
+    """A runner that steps a vector environment with random chunks, and counts the steps and resets of its environments."""
 
     def _step(self) -> float:
         _, _, terminations, truncations, infos = self.envs.step(self._next())
@@ -39,7 +39,7 @@ class ChunkRunner(VectorRunner):
         return steps + int(resets)
 
 
-def _name_column(horizon: int) -> str:
+def _column_title(horizon: int) -> str:
     return "no chunks" if horizon == 1 else f"chunks of {horizon}"
 
 
@@ -51,11 +51,11 @@ def make_candidates(env_id: str, num_envs: int, workers: int, horizons: Sequence
     """Return the bare loop, and the engine with chunks of each horizon; a horizon of 1 means no chunks."""
     env_fn = functools.partial(make_env, env_id)
     options: dict[str, Any] = {"runner": ChunkRunner, "num_workers": workers, "autoreset_mode": mode}
-    build = functools.partial(vecenv_candidate, num_envs=num_envs, **options)
+    make_candidate = functools.partial(vecenv_candidate, num_envs=num_envs, **options)
     candidates = [bound_candidate("bare-loop", env_fn, num_envs, workers)]
     for horizon in horizons:
         chunked_fn = env_fn if horizon == 1 else functools.partial(_make_chunked_env, env_fn, horizon)
-        candidates.append(build(str(horizon), _name_column(horizon), env_fn=chunked_fn))
+        candidates.append(make_candidate(str(horizon), _column_title(horizon), env_fn=chunked_fn))
     return candidates
 
 
@@ -67,9 +67,9 @@ def main() -> None:
     parser.add_argument("--horizons", type=int, nargs="+", default=[1, 4, 16], help="actions per chunk; 1: no chunks")
     parser.add_argument("--mode", default="SameStep", help="autoreset mode (default: SameStep)")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=0.5, help="seconds per turn")
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds per sample")
     options = parser.parse_args()
-    table = Table("share of the bare loop", *map(_name_column, options.horizons))
+    table = Table("share of the bare loop", *map(_column_title, options.horizons))
     for env_id in options.envs:
         candidates = make_candidates(env_id, options.num_envs, options.workers, options.horizons, options.mode)
         rates: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}

@@ -1,7 +1,7 @@
 """Checks engines with ``vecenv conform``: ``python -m bench.conformity`` prints the table of ``docs/generated/engines.md``.
 
-Each engine is built as its own documentation shows. Engines with their own environments run only the checks that work
-for any environment. Engines that are not installed are named and left out.
+Each engine is built as in its own documentation. Engines with their own environments run only the checks that work for any
+environment. Engines that are not installed are omitted, with a message.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from bench.engines import torchrl_env
+from bench.engines import make_torchrl_env
 from bench.tables import ROOT, replace_between
 from vecenv.tools import CliError
 from vecenv.tools.conform import BROKEN, KEPT, conform
@@ -25,65 +25,65 @@ SIGNS = {KEPT: "yes", BROKEN: "**no**"}
 ENGINES = {
     "Gymnasium SyncVectorEnv": ("gymnasium.vector:SyncVectorEnv", "gymnasium"),
     "Gymnasium AsyncVectorEnv": ("gymnasium.vector:AsyncVectorEnv", "gymnasium"),
-    "Gymnasium CartPoleVectorEnv": ("bench.conformity:cartpole", "gymnasium"),
-    "ALE AtariVectorEnv": ("bench.conformity:atari", "ale-py"),
-    "EnvPool": ("bench.conformity:envpool_cartpole", "envpool"),
-    "MuJoCo Playground": ("bench.conformity:playground_cartpole", "playground"),
+    "Gymnasium CartPoleVectorEnv": ("bench.conformity:make_cartpole", "gymnasium"),
+    "ALE AtariVectorEnv": ("bench.conformity:make_atari", "ale-py"),
+    "EnvPool": ("bench.conformity:make_envpool_cartpole", "envpool"),
+    "MuJoCo Playground": ("bench.conformity:make_playground_cartpole", "playground"),
     "SB3 DummyVecEnv": ("stable_baselines3.common.vec_env:DummyVecEnv", "stable-baselines3"),
     "SB3 SubprocVecEnv": ("stable_baselines3.common.vec_env:SubprocVecEnv", "stable-baselines3"),
     "Tianshou DummyVectorEnv": ("tianshou.env:DummyVectorEnv", "tianshou"),
     "Tianshou SubprocVectorEnv": ("tianshou.env:SubprocVectorEnv", "tianshou"),
-    "TorchRL SerialEnv": ("bench.conformity:torchrl_serial", "torchrl"),
-    "TorchRL ParallelEnv": ("bench.conformity:torchrl_parallel", "torchrl"),
+    "TorchRL SerialEnv": ("bench.conformity:make_torchrl_serial", "torchrl"),
+    "TorchRL ParallelEnv": ("bench.conformity:make_torchrl_parallel", "torchrl"),
     "vecenv AsyncVectorEnv": ("vecenv:AsyncVectorEnv", "vecenv"),
 }
 
 
-def cartpole(num_envs: int) -> Any:
-    """Build Gymnasium's own CartPole in NumPy."""
+def make_cartpole(num_envs: int) -> Any:
+    """Build Gymnasium's CartPole that is vectorized in NumPy."""
     import gymnasium
 
     return gymnasium.make_vec("CartPole-v1", num_envs, vectorization_mode="vector_entry_point")
 
 
-def atari(num_envs: int, autoreset_mode: AutoresetMode) -> Any:
-    """Build ALE's engine of C++ threads."""
+def make_atari(num_envs: int, autoreset_mode: AutoresetMode) -> Any:
+    """Build ALE's engine, which steps games in C++ threads."""
     from ale_py.vector_env import AtariVectorEnv
 
-    # the first versions of ALE's engine have only next-step autoreset, and no argument for it
+    # the first versions of ALE's engine have only next-step autoreset, and do not accept the argument
     options = {} if autoreset_mode is AutoresetMode.NEXT_STEP else {"autoreset_mode": autoreset_mode}
     return AtariVectorEnv("pong", num_envs, **options)
 
 
-def envpool_cartpole(num_envs: int) -> Any:
-    """Build EnvPool's engine of C++ threads, with its interface for Gymnasium."""
+def make_envpool_cartpole(num_envs: int) -> Any:
+    """Build EnvPool's engine, which steps environments in C++ threads, with its Gymnasium interface."""
     return _EnvPoolAdapter(num_envs)
 
 
 class _EnvPoolAdapter:
-    """An adapter for EnvPool, which has no metadata, no batched spaces, and one seed that is set when it is built."""
+    """An adapter for EnvPool, which has no metadata and no batched spaces, and takes its only seed when it is built."""
 
     def __init__(self, num_envs: int) -> None:
         from gymnasium.vector.utils import batch_space
 
         self.num_envs = num_envs
-        self._make(0)
+        self._build_envs(0)
         self.single_observation_space, self.single_action_space = self._envs.observation_space, self._envs.action_space
         self.observation_space = batch_space(self._envs.observation_space, num_envs)
         self.action_space = batch_space(self._envs.action_space, num_envs)
         self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
 
-    def _make(self, seed: int) -> None:
+    def _build_envs(self, seed: int) -> None:
         import envpool
 
         self._envs = envpool.make_gymnasium("CartPole-v1", num_envs=self.num_envs, seed=seed)
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         if options or isinstance(seed, list):
-            raise NotImplementedError("reset() takes no options, and make() takes one seed")
+            raise NotImplementedError("reset() takes no options, and make() takes only one seed")
         if seed is not None:
             self._envs.close()
-            self._make(seed)
+            self._build_envs(seed)
         return self._envs.reset()
 
     def step(self, actions: Any) -> Any:
@@ -93,13 +93,13 @@ class _EnvPoolAdapter:
         self._envs.close()
 
 
-def playground_cartpole(num_envs: int) -> Any:
+def make_playground_cartpole(num_envs: int) -> Any:
     """Build Playground's environments in the wrappers that its trainers use, with episodes of four steps."""
     return _PlaygroundAdapter(num_envs)
 
 
 class _PlaygroundAdapter:
-    """An adapter from Playground's states to results of steps. Environments are reset in the step that ends an episode."""
+    """An adapter that converts Playground's states to results of steps. The step that ends an episode also resets."""
 
     metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.SAME_STEP}
 
@@ -119,13 +119,13 @@ class _PlaygroundAdapter:
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         if options or isinstance(seed, list):
-            raise NotImplementedError("reset() takes keys, not a list of seeds, and no options")
+            raise NotImplementedError("reset() takes neither options nor a list of seeds")
         self._state = self._reset(self._random.split(self._random.PRNGKey(seed or 0), self.num_envs))
         return np.array(self._state.obs), {}
 
     def step(self, actions: Any) -> Any:
         if np.shape(actions) != self.action_space.shape:
-            raise ValueError(f"actions have the shape {np.shape(actions)}, expected {self.action_space.shape}")
+            raise ValueError(f"actions: got the shape {np.shape(actions)}, expected {self.action_space.shape}")
         self._state = state = self._step(self._state, actions)
         truncated = np.array(state.info["truncation"], bool)
         final_obs = [np.array(value) for name, value in state.info.items() if name.endswith("final_obs")]
@@ -133,27 +133,27 @@ class _PlaygroundAdapter:
         return np.array(state.obs), np.array(state.reward), np.array(state.done, bool) & ~truncated, truncated, infos
 
     def close(self) -> None:
-        """Do nothing, because there is nothing to close."""
+        """Do nothing, because compiled functions need not be closed."""
 
 
-def torchrl_serial(env_fns: Sequence[Callable[[], Any]]) -> Any:
-    """Build TorchRL's engine in this process."""
+def make_torchrl_serial(env_fns: Sequence[Callable[[], Any]]) -> Any:
+    """Build TorchRL's engine that steps in this process."""
     from torchrl.envs import SerialEnv
 
-    return SerialEnv(len(env_fns), [partial(torchrl_env, fn) for fn in env_fns])
+    return SerialEnv(len(env_fns), [partial(make_torchrl_env, env_fn) for env_fn in env_fns])
 
 
-def torchrl_parallel(env_fns: Sequence[Callable[[], Any]]) -> Any:
-    """Build TorchRL's engine of worker processes."""
+def make_torchrl_parallel(env_fns: Sequence[Callable[[], Any]]) -> Any:
+    """Build TorchRL's engine with worker processes."""
     from torchrl.envs import ParallelEnv
 
-    return ParallelEnv(len(env_fns), [partial(torchrl_env, fn) for fn in env_fns])
+    return ParallelEnv(len(env_fns), [partial(make_torchrl_env, env_fn) for env_fn in env_fns])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="check only engines with this text in their names")
-    parser.add_argument("--no-faults", action="store_true", help="omit the checks with exceptions, kills and timeouts")
+    parser.add_argument("--no-faults", action="store_true", help="omit the checks of exceptions, kills and timeouts")
     parser.add_argument("--write", action="store_true", help="write the table into docs/generated/engines.md")
     options = parser.parse_args()
     if options.write and (options.only or options.no_faults):
@@ -166,22 +166,22 @@ def main() -> None:
             title = "vecenv" if package == "vecenv" else f"{name} {importlib.metadata.version(package)}"
             rows = conform(engine, faults=not options.no_faults)
         except (CliError, importlib.metadata.PackageNotFoundError) as error:
-            print(f"{name} is left out: {error}")
+            print(f"{name} is omitted: {error}")
             continue
         columns[title] = {row.name: row.state for row in rows}
         for row in rows:
             if row.state == BROKEN:
                 mode = next(mode for mode, state in row.modes.items() if state == BROKEN)
                 print(f"{name}: {row.name}: {mode}: {row.why[mode]}")
-    lines = table(columns)
+    lines = format_table(columns)
     print("\n".join(["", *lines]))
     if options.write:
         page = ROOT / "docs" / "generated" / "engines.md"
         page.write_text(replace_between(page.read_text(), "engines", lines))
 
 
-def table(columns: dict[str, dict[str, str]]) -> list[str]:
-    """Return the lines of a table with a row per promise and a column per engine."""
+def format_table(columns: dict[str, dict[str, str]]) -> list[str]:
+    """Return the lines of a Markdown table with a row per promise and a column per engine."""
     names = list(dict.fromkeys(name for column in columns.values() for name in column))
     lines = [f"| promise | {' | '.join(columns)} |", f"|---|{':---:|' * len(columns)}"]
     for name in names:

@@ -1,4 +1,4 @@
-/* Counts the bytes that go through memcpy and memmove in this process, for bench/micro.py: preload it, then ask copied_bytes(). */
+/* Counts the bytes that memcpy and memmove copy in this process. bench/micro.py preloads this library and calls copied_bytes(). */
 #include <stdatomic.h>
 #include <stddef.h>
 
@@ -6,18 +6,19 @@ static _Atomic unsigned long long total;
 
 unsigned long long copied_bytes(void) { return total; }
 
-/* Forward or backward by whether the places overlap. Needs -fno-tree-loop-distribute-patterns, or the loops become calls again. */
+/* Copies backward if a forward copy would overwrite bytes before it reads them. Compile it with
+   -fno-tree-loop-distribute-patterns: otherwise the compiler may replace the loops with calls of memmove, which never return. */
 void *memmove(void *to, const void *from, size_t size)
 {
-    char *out = to;
-    const char *in = from;
+    char *target = to;
+    const char *source = from;
     total += size;
-    if (out <= in || out >= in + size)
+    if (target <= source || target >= source + size)
         for (size_t i = 0; i < size; i++)
-            out[i] = in[i];
+            target[i] = source[i];
     else
         for (size_t i = size; i-- > 0;)
-            out[i] = in[i];
+            target[i] = source[i];
     return to;
 }
 

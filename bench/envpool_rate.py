@@ -1,10 +1,10 @@
 """Compares the steps per second of vecenv's EnvPool backend with those of raw EnvPool or of vecenv's processes.
 
-Both step the same task with the same number of environments in short alternate turns, so that other load on the machine
-affects both. A repeat is one turn of each, and the result is the ratio within a repeat. Modes: ``sync`` is ``step()`` of all
-environments, ``first-ready`` is ``recv()`` and ``send()`` of half of them at a time. Raw EnvPool receives numpy actions in
-its own dtype, and checks only the actions of its first call. The processes step the same game of CartPole; for Pong, they
-use the same emulator, and Gymnasium's wrappers do the preprocessing that EnvPool does in C++.
+Both engines step the same task with the same number of environments, alternately for a short time, so that other load on
+the machine affects both. A repeat is one sample of each, and the result is the ratio within a repeat. In mode ``sync``, all
+environments step together by ``step()``; in mode ``first-ready``, half of them at a time by ``recv()`` and ``send()``. Raw
+EnvPool receives numpy actions in its own dtype, and checks only the actions of its first call. The processes step the same
+CartPole; for Pong they use the same emulator, and Gymnasium's wrappers do the preprocessing that EnvPool does in C++.
 
     python bench/envpool_rate.py                      # CartPole-v1, Ant-v4, Pong-v5 with 64 environments
     python bench/envpool_rate.py --task CartPole-v1 --seconds 1 --repeats 9 --json
@@ -27,7 +27,7 @@ import numpy as np
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
 import vecenv
-from bench import take_turns
+from bench import run_interleaved
 from vecenv.backends import EnvPoolVectorEnv
 from vecenv.tools.benchmark import Summary
 from vecenv.tools.runners import run_for
@@ -47,7 +47,10 @@ def make_step(envs: Any, actions: Any, batch: int) -> Callable[[], int]:
         envs.send(batch_actions, envs.recv()[4]["env_id"])
         return batch
 
-    (envs.async_reset if hasattr(envs, "async_reset") else envs.reset_async)()
+    if hasattr(envs, "async_reset"):  # raw EnvPool
+        envs.async_reset()
+    else:
+        envs.reset_async()
     return step
 
 
@@ -64,7 +67,7 @@ def make_process_envs(task: str, count: int, batch: int) -> Any:
 
 
 def compare(task: str, mode: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure both in alternate turns; return a row with the rates in environment steps per second."""
+    """Measure both engines alternately; return a row with the rates in environment steps per second."""
     count, threads = options.num_envs, options.threads
     batch = count if mode == "sync" else count // 2
     envs = EnvPoolVectorEnv(task, count, batch_size=batch, num_threads=threads, seed=0)
@@ -79,10 +82,10 @@ def compare(task: str, mode: str, options: argparse.Namespace) -> dict[str, Any]
     steps = {"other": make_step(other, actions, batch), "vecenv": make_step(envs, actions, batch)}
     for step in steps.values():
         run_for(step, options.seconds / 2)
-    rates = take_turns({name: partial(run_for, step, options.seconds) for name, step in steps.items()}, options.repeats)
+    rates = run_interleaved({name: partial(run_for, step, options.seconds) for name, step in steps.items()}, options.repeats)
     envs.close()
     other.close()
-    medians = {f"{name}_rate": statistics.median(found) for name, found in rates.items()}
+    medians = {f"{name}_rate": statistics.median(samples) for name, samples in rates.items()}
     ratio = Summary.from_ratios(rates["vecenv"], rates["other"])
     return {"task": task, "mode": mode, "num_envs": count, **medians, "ratio": asdict(ratio)}  # type: ignore[arg-type]
 
@@ -94,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--mode", choices=MODES, action="append", help="default: both")
     parser.add_argument("--num-envs", type=int, default=64)
     parser.add_argument("--threads", type=int, help="default: EnvPool's choice")
-    parser.add_argument("--seconds", type=float, default=0.5, help="seconds per turn")
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds per sample")
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)

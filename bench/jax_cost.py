@@ -1,14 +1,14 @@
 """Compares the JAX-native engine with the bare compiled physics: ``python bench/jax_cost.py``.
 
-All rows run interleaved in one process for each number of environments. The table shows medians of the repeats; ratios
-compare times of the same repeat.
+For each number of environments, all columns are measured alternately in one process. The table shows medians of the repeats;
+ratios compare times of the same repeat.
 
-* ``raw``      the limit: ``jit(vmap(step))`` without resets and time limit, of which only one flag is read;
+* ``raw``      the upper bound of steps: ``jit(vmap(step))`` without resets and time limit; only one flag is read;
 * ``numpy``    ``JaxVectorEnv(to="numpy").step``: time limits, fresh autoresets, statistics, infos, fresh numpy arrays;
 * ``jax``      the same with ``to="jax"``, with a wait after every step;
 * ``step``     ``FunctionalVectorEnv.step``, with a wait after every step;
 * ``scan``     the upper bound of rollouts: a compiled scan of ``vmap(step)`` that returns the same fields as a rollout;
-* ``rollout``  ``vecenv.jax.rollout`` of as many steps.
+* ``rollout``  ``vecenv.jax.rollout`` with as many steps as ``scan``.
 
 On a GPU: ``python bench/jax_cost.py --envs 4096 65536``.
 """
@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import seconds_per, take_turns
+from bench import run_interleaved, seconds_per_unit
 from vecenv.backends.jax_native import JaxVectorEnv
 from vecenv.jax import FunctionalVectorEnv, adapt, rollout, stateless
 
@@ -38,82 +38,88 @@ def main() -> None:
     env = adapt(options.env, **dict(pair.split("=", 1) for pair in options.kwargs))
     rows = []
     for count in options.envs:
-        rows.append(measure(env, count, options))
-        _print_row(rows[-1], first=len(rows) == 1)
+        row = measure(env, count, options)
+        _print_row(row, with_header=not rows)
+        rows.append(row)
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"device": str(jax.devices()[0]), "env": options.env, "rows": rows}, file, indent=1)
 
 
 def measure(env: Any, count: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Return a row of the table: the microseconds per vector step of each kind."""
+    """Return a row of the table: the microseconds per vector step in each column, and their ratios."""
     functional = FunctionalVectorEnv(env, count, options.mode, max_episode_steps=options.limit)
-    runs = {**_single_steps(env, functional, options.steps), **_scans(env, functional, options.length)}
+    runs = {**_make_step_runs(env, functional, options.steps), **_make_scan_runs(env, functional, options.length)}
     clock = time.process_time if options.cpu else time.perf_counter
 
     for run, _ in runs.values():
         run()  # compiles
-    timed = {name: functools.partial(seconds_per, steps / 1e6, run, clock) for name, (run, steps) in runs.items()}
-    times = take_turns(timed, options.repeats)
+    # with a unit of a millionth of a step, so that the results are microseconds per step
+    timed = {name: functools.partial(seconds_per_unit, steps / 1e6, run, clock) for name, (run, steps) in runs.items()}
+    times = run_interleaved(timed, options.repeats)
     row: dict[str, Any] = {"envs": count}
     row |= {name: statistics.median(values) for name, values in times.items()}
-    row["numpy / raw"] = statistics.median(n / r for n, r in zip(times["numpy"], times["raw"], strict=True))
-    row["rollout / scan"] = statistics.median(n / r for n, r in zip(times["rollout"], times["scan"], strict=True))
+    for name, bound in (("numpy", "raw"), ("rollout", "scan")):
+        pairs = zip(times[name], times[bound], strict=True)
+        row[f"{name} / {bound}"] = statistics.median(seconds / bound_seconds for seconds, bound_seconds in pairs)
     row["env steps / s"] = count / row["numpy"] * 1e6
     return row
 
 
-def _single_steps(env: Any, functional: FunctionalVectorEnv, steps: int) -> dict[str, tuple[Callable[[], None], int]]:
+def _make_step_runs(env: Any, functional: FunctionalVectorEnv, steps: int) -> dict[str, tuple[Callable[[], None], int]]:
+    """Return functions that call single steps, and the number of steps of one call, by column."""
     count = functional.num_envs
     actions = np.random.default_rng(0).uniform(-0.1, 0.1, (steps, *functional.action_space.shape)).astype(np.float32)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.PRNGKey(0), jnp.arange(count))
     state, _ = jax.jit(jax.vmap(env.init))(keys)
     key = jax.random.PRNGKey(0)
-    bare = jax.jit(jax.vmap(lambda state, action: env.step(state, action, key)[:4]))
-    envs = {to: JaxVectorEnv(functional, to=to) for to in ("numpy", "jax")}
-    for each in envs.values():
-        each.reset(seed=0)
-    latest = {"state": functional.reset(jax.random.key(0))}
+    raw_step = jax.jit(jax.vmap(lambda state, action: env.step(state, action, key)[:4]))
+    numpy_envs, jax_envs = JaxVectorEnv(functional, to="numpy"), JaxVectorEnv(functional, to="jax")
+    numpy_envs.reset(seed=0)
+    jax_envs.reset(seed=0)
+    functional_state = functional.reset(jax.random.key(0))
 
-    def raw() -> None:
-        now = state
+    def run_raw() -> None:
+        current = state
         for action in actions:
-            now, _, _, flag = bare(now, action)
-            flag.block_until_ready()
+            current, _, _, terminated = raw_step(current, action)
+            terminated.block_until_ready()
 
-    def numpy() -> None:
+    def run_numpy() -> None:
         for action in actions:
-            envs["numpy"].step(action)
+            numpy_envs.step(action)
 
-    def on_device() -> None:
+    def run_jax() -> None:
         for action in actions:
-            envs["jax"].step(action)[2].block_until_ready()
+            jax_envs.step(action)[2].block_until_ready()
 
-    def pure() -> None:
+    def run_functional() -> None:
+        nonlocal functional_state
         for action in actions:
-            latest["state"] = functional.step(latest["state"], action)
-            latest["state"].terminated.block_until_ready()
+            functional_state = functional.step(functional_state, action)
+            functional_state.terminated.block_until_ready()
 
-    return {name: (run, steps) for name, run in (("raw", raw), ("numpy", numpy), ("jax", on_device), ("step", pure))}
+    return {"raw": (run_raw, steps), "numpy": (run_numpy, steps), "jax": (run_jax, steps), "step": (run_functional, steps)}
 
 
-def _scans(env: Any, functional: FunctionalVectorEnv, length: int) -> dict[str, tuple[Callable[[], None], int]]:
+def _make_scan_runs(env: Any, functional: FunctionalVectorEnv, length: int) -> dict[str, tuple[Callable[[], None], int]]:
+    """Return functions that run compiled rollouts, and the number of steps of one call, by column."""
     count, shape = functional.num_envs, functional.single_action_space.shape or ()
     key = jax.random.PRNGKey(0)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
     state, obs = jax.jit(jax.vmap(env.init))(keys)
 
-    def choose(key: Any) -> Any:
+    def sample_actions(key: Any) -> Any:
         return 0.1 * jax.random.normal(key, (count, *shape))
 
-    def bare(carried: Any, t: Any) -> Any:
-        state, obs = carried
-        action = choose(jax.random.fold_in(key, t))
-        state, after, reward, terminated, truncated, _ = jax.vmap(lambda s, a: env.step(s, a, key))(state, action)
-        return (state, after), (obs, action, reward, terminated, truncated, after)
+    def step(carry: Any, t: Any) -> Any:
+        state, obs = carry
+        action = sample_actions(jax.random.fold_in(key, t))
+        state, next_obs, reward, terminated, truncated, _ = jax.vmap(lambda s, a: env.step(s, a, key))(state, action)
+        return (state, next_obs), (obs, action, reward, terminated, truncated, next_obs)
 
-    scan = jax.jit(lambda carried: jax.lax.scan(bare, carried, jnp.arange(length)))
-    policy = stateless(lambda params, obs, key: (choose(key), {}))
+    scan = jax.jit(lambda carry: jax.lax.scan(step, carry, jnp.arange(length)))
+    policy = stateless(lambda params, obs, key: (sample_actions(key), {}))
     compiled_rollout = jax.jit(lambda state: rollout(functional, policy, (), state, (), key, length)[:2])
     initial_state = functional.reset(jax.random.key(0))
 
@@ -126,8 +132,8 @@ def _scans(env: Any, functional: FunctionalVectorEnv, length: int) -> dict[str, 
     return {"scan": (run_scan, length), "rollout": (run_rollout, length)}
 
 
-def _print_row(row: dict[str, Any], first: bool) -> None:
-    if first:
+def _print_row(row: dict[str, Any], with_header: bool) -> None:
+    if with_header:
         print(f"device {jax.devices()[0]}; microseconds per vector step")
         print("  ".join(f"{name:>14}" for name in row))
     print("  ".join(f"{value:14.2f}" if isinstance(value, float) else f"{value:14d}" for value in row.values()), flush=True)
@@ -135,7 +141,7 @@ def _print_row(row: dict[str, Any], first: bool) -> None:
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--env", default="inverted_pendulum", help="a name of Brax or Playground")
+    parser.add_argument("--env", default="inverted_pendulum", help="name of an environment of Brax or Playground")
     parser.add_argument("--kwargs", nargs="*", default=["backend=spring"], help="environment arguments, name=value")
     parser.add_argument("--envs", nargs="*", type=int, default=[128, 1024])
     parser.add_argument("--mode", default="NextStep", choices=["NextStep", "SameStep", "Disabled"])

@@ -1,16 +1,16 @@
 """Simulates the caller as the bottleneck of many cores: ``python bench/many_cores.py``.
 
-The program needs only a few cores: it measures the cost of a batch for the calling process, with workers that sleep, and
-simulates the rest. The simulated caller is one server with a queue; a worker is busy while its environments step. The table
-shows the share of the rate that the cores alone would reach, for several durations of a step: by ``step``, by first-ready
-halves, by halves with two messages in flight per worker (``batch_size="auto"``), and by ``step`` of two engines in two
-programs.
+The program needs only a few cores: it measures how much processor time a batch takes in the calling process while workers
+sleep, and simulates the rest. The simulated caller is one server with a queue; a worker is busy while its environments step.
+For several durations of a step, the table shows the rate as a share of the rate of all cores without a caller: for ``step``,
+for first-ready halves, for halves with two messages in flight per worker (``batch_size="auto"``), and for ``step`` in two
+programs with one engine each.
 
     python bench/many_cores.py                       # measures, then simulates
     python bench/many_cores.py --costs 40 8 0.4      # simulates with these costs, in us per batch, worker and row
-    python bench/many_cores.py --bytes 28224         # observations of that many bytes, which the caller copies
+    python bench/many_cores.py --bytes 28224         # with observations of this size, which the caller copies
 
-It measures processor time, which depends less on other programs than wall time does.
+Processor time depends less on other programs than wall time does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import vecenv
-from bench import seconds_per
+from bench import seconds_per_unit
 from bench.workloads import WaitingEnv
 
 CORES = (8, 16, 32, 64, 128)
@@ -43,7 +43,7 @@ class Costs(NamedTuple):
 
 
 def measure_costs(size: int) -> Costs:
-    """Measure the caller's cost of ``step`` per batch, worker and row, with two numbers of workers and of rows."""
+    """Measure the caller's cost of ``step`` with few and many workers, and with few and many rows per worker."""
     few, many, rows = 8, 64, 256
     with_few, with_many = (caller_seconds(workers, workers, 0.004, size) for workers in (few, many))
     worker_and_row = (with_many - with_few) / (many - few)
@@ -58,7 +58,7 @@ def caller_seconds(workers: int, rows: int, seconds: float, size: int) -> float:
     try:
         envs.reset(seed=0)
         actions = np.zeros(rows, np.int64)
-        times = [seconds_per(1, lambda: envs.step(actions), time.process_time) for _ in range(150)]
+        times = [seconds_per_unit(1, lambda: envs.step(actions), time.process_time) for _ in range(150)]
         return statistics.median(times[20:])
     finally:
         envs.close()
@@ -69,11 +69,11 @@ def simulate_step(workers: int, envs_per_worker: int, seconds: float, costs: Cos
     sent = costs.batch / 2 + costs.worker / 2 * np.arange(1, workers + 1)
     now = 0.0
     for _ in range(BATCHES):
-        done = np.sort(now + sent + draw_step_times(workers, envs_per_worker, seconds, rng))
-        free = now + sent[-1]
-        for moment in done:
-            free = max(free, moment) + costs.worker / 2
-        now = free + costs.batch / 2 + costs.row * workers * envs_per_worker
+        finish_times = np.sort(now + sent + draw_step_times(workers, envs_per_worker, seconds, rng))
+        caller_free_at = now + sent[-1]
+        for finish_time in finish_times:
+            caller_free_at = max(caller_free_at, finish_time) + costs.worker / 2
+        now = caller_free_at + costs.batch / 2 + costs.row * workers * envs_per_worker
     return BATCHES * workers * envs_per_worker / now
 
 
@@ -82,14 +82,15 @@ def simulate_halves(
 ) -> float:
     """Simulate first-ready halves with ``messages`` in flight per worker; return environment steps per second."""
     rows, half = envs_per_worker // messages, max(workers * messages // 2, 1)
-    free = np.zeros(workers)  # when each worker has finished its messages
+    finish_times = np.zeros(workers)  # of each worker's latest message
     in_flight: list[tuple[float, int]] = []
 
     def send(batch: list[int], now: float) -> None:
-        lengths = draw_step_times(len(batch), rows, seconds, rng)
-        for place, (worker, length) in enumerate(zip(batch, lengths, strict=True)):
-            free[worker] = max(free[worker], now + costs.worker / 2 * (place + 1)) + length
-            heapq.heappush(in_flight, (float(free[worker]), worker))
+        durations = draw_step_times(len(batch), rows, seconds, rng)
+        for number, (worker, duration) in enumerate(zip(batch, durations, strict=True), 1):
+            sent = now + costs.worker / 2 * number
+            finish_times[worker] = max(finish_times[worker], sent) + duration
+            heapq.heappush(in_flight, (float(finish_times[worker]), worker))
 
     send(list(range(workers)) * messages, 0.0)
     now = 0.0
@@ -102,15 +103,15 @@ def simulate_halves(
 
 
 def draw_step_times(workers: int, envs_per_worker: int, seconds: float, rng: np.random.Generator) -> Any:
-    """Draw each worker's duration of a step of all its rows, in seconds."""
+    """Draw the seconds that each worker needs to step all its rows."""
     return rng.lognormal(np.log(seconds) - SPREAD**2 / 2, SPREAD, (workers, envs_per_worker)).sum(1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--costs", type=float, nargs=3, metavar=("BATCH", "WORKER", "ROW"), help="microseconds")
-    parser.add_argument("--bytes", type=int, default=128, help="size of an observation")
-    parser.add_argument("--envs-per-worker", type=int, default=4, help="environments per worker")
+    parser.add_argument("--bytes", type=int, default=128, help="bytes of an observation (default: 128)")
+    parser.add_argument("--envs-per-worker", type=int, default=4, help="environments per worker (default: 4)")
     options = parser.parse_args()
     costs = Costs(*(cost * 1e-6 for cost in options.costs)) if options.costs else measure_costs(options.bytes)
     print(f"A batch costs the caller {costs.batch * 1e6:.0f} us, {costs.worker * 1e6:.1f} us per worker and")

@@ -1,10 +1,10 @@
 """Compares the agent steps per second of ``MultiAgentVecEnv`` and SuperSuit's ``concat_vec_envs_v1`` on the same game.
 
-Both take short alternate turns, so that other load on the machine affects both. A repeat is one turn of each, and the result
-is the ratio within a repeat. A short trial selects the fastest mode of each: SuperSuit in this process or in 2 processes,
-vecenv in this process, with a worker per core, or with one worker fewer and the caller's share. Steps of ``pursuit`` take
-hardly any time, so its row shows the cost of the vectors. Steps of ``spread`` (MPE with 3 agents) take most of the time in
-its row. The upper bound is the rate of the bare loop over one environment, times the number of cores.
+Both run alternately for a short time, so that other load on the machine affects both. A repeat is one sample of each, and
+the result is the ratio within a repeat. A short trial selects the fastest mode of each: SuperSuit in this process or in 2
+processes; vecenv in this process, with one worker per core, or with one worker fewer and a share of the caller's. Steps of
+``pursuit`` take hardly any time, so its row shows the cost of the engines. Steps of ``spread`` (MPE with 3 agents) take most
+of the time in its row. The upper bound is the rate of the bare loop over one environment, times the number of cores.
 
     python bench/multi_agent_rate.py
     python bench/multi_agent_rate.py --game spread --num-envs 16 --seconds 1 --repeats 7 --json
@@ -25,7 +25,7 @@ import numpy as np
 from gymnasium import spaces
 from pettingzoo import ParallelEnv
 
-from bench import take_turns
+from bench import run_interleaved
 from vecenv.multi_agent import MultiAgentVecEnv
 from vecenv.system.cores import usable_cores
 from vecenv.tools.benchmark import Summary
@@ -33,7 +33,7 @@ from vecenv.tools.runners import run_for
 
 
 class Pursuit(ParallelEnv[str, Any, Any]):
-    """A game in which four agents on a line follow a moving goal for 200 steps."""
+    """A game of 200 steps: four agents on a line follow a moving goal."""
 
     metadata = {"name": "pursuit_on_a_line", "is_parallelizable": True}  # noqa: RUF012
     render_mode = None
@@ -52,26 +52,26 @@ class Pursuit(ParallelEnv[str, Any, Any]):
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         self.agents = self.possible_agents[:]
-        self.places = dict.fromkeys(self.agents, 0)
+        self.positions = dict.fromkeys(self.agents, 0)
         self.time = 0
-        self.seen = {agent: np.zeros(2, np.float32) for agent in self.agents}
-        return self.seen, {agent: {} for agent in self.agents}
+        self.observations = {agent: np.zeros(2, np.float32) for agent in self.agents}
+        return self.observations, {agent: {} for agent in self.agents}
 
     def step(self, actions: dict[str, Any]) -> Any:
         self.time += 1
         goal = self.time % 20
         rewards = {}
         for agent, action in actions.items():
-            place = self.places[agent] = self.places[agent] + int(action) - 1
-            seen = self.seen[agent]
-            seen[0], seen[1] = place, goal
-            rewards[agent] = -abs(place - goal)
-        over = self.time >= 200
+            position = self.positions[agent] = self.positions[agent] + int(action) - 1
+            observation = self.observations[agent]
+            observation[0], observation[1] = position, goal
+            rewards[agent] = -abs(position - goal)
+        is_over = self.time >= 200
         agents = self.agents
-        if over:
+        if is_over:
             self.agents = []
-        unfinished = dict.fromkeys(agents, False)
-        return self.seen, rewards, unfinished, dict.fromkeys(agents, over), {agent: {} for agent in agents}
+        terminations, truncations = dict.fromkeys(agents, False), dict.fromkeys(agents, is_over)
+        return self.observations, rewards, terminations, truncations, {agent: {} for agent in agents}
 
 
 def make_spread() -> Any:
@@ -85,7 +85,7 @@ GAMES: dict[str, Callable[[], Any]] = {"pursuit": Pursuit, "spread": make_spread
 
 
 def make_bare_step(game: Callable[[], Any]) -> Callable[[Any], None]:
-    """Return a function that steps one environment directly, and resets it when it has ended."""
+    """Return a function that steps one environment directly, and resets it after the end of an episode."""
     env = game()
     env.reset(seed=0)
     actions = {agent: env.action_space(agent).sample() for agent in env.possible_agents}
@@ -99,36 +99,39 @@ def make_bare_step(game: Callable[[], Any]) -> Callable[[Any], None]:
 
 
 def make_supersuit(game: Callable[[], Any], num_envs: int, processes: int) -> Any:
-    """Build SuperSuit's vector, in this process if ``processes`` is 0."""
+    """Build SuperSuit's vector environment; with 0 ``processes``, it steps in this process."""
     import supersuit
 
     single = supersuit.pettingzoo_env_to_vec_env_v1(game())
-    vector = supersuit.concat_vec_envs_v1(single, num_envs, num_cpus=processes, base_class="gymnasium")
-    vector.reset()
-    return vector
+    envs = supersuit.concat_vec_envs_v1(single, num_envs, num_cpus=processes, base_class="gymnasium")
+    envs.reset()
+    return envs
 
 
 def build_both(game: Callable[[], Any], num_envs: int, seconds: float, num_workers: Any) -> tuple[Any, Any, str, str]:
-    """Build both vectors in their fastest mode; ``num_workers`` fixes that of vecenv. Return them and their modes."""
-    vectors = {f"{processes} processes": make_supersuit(game, num_envs, processes) for processes in (0, 2)}
-    actions = np.zeros(next(iter(vectors.values())).num_envs, np.int64)
-    rates = {mode: run_for(make_counting_step(vector.step, actions), seconds) for mode, vector in vectors.items()}
-    best = max(rates, key=rates.__getitem__)
-    for mode, vector in vectors.items():
-        if mode != best:
-            vector.close()
+    """Build SuperSuit's and vecenv's engine in their fastest modes, and return both engines and both modes.
+
+    ``num_workers`` fixes vecenv's mode, unless it is None.
+    """
+    supersuit_envs = {f"{processes} processes": make_supersuit(game, num_envs, processes) for processes in (0, 2)}
+    actions = np.zeros(next(iter(supersuit_envs.values())).num_envs, np.int64)
+    rates = {mode: run_for(make_counting_step(envs.step, actions), seconds) for mode, envs in supersuit_envs.items()}
+    best_mode = max(rates, key=rates.__getitem__)
+    for mode, envs in supersuit_envs.items():
+        if mode != best_mode:
+            envs.close()
     modes = [{"num_workers": num_workers}] if num_workers is not None else [
         {"num_workers": usable_cores()}, {"num_workers": usable_cores() - 1, "use_caller": True}, {"num_workers": 0},
     ]  # fmt: skip
-    found: list[tuple[float, dict[str, Any]]] = []
+    trials: list[tuple[float, dict[str, Any]]] = []
     for options in modes:
         with MultiAgentVecEnv([game] * num_envs, **options) as envs:
             envs.reset(seed=0)
             vecenv_actions = np.zeros((num_envs, envs.num_agents), np.int64)
-            found.append((run_for(make_counting_step(envs.step, vecenv_actions), seconds), options))
-    options = max(found, key=lambda entry: entry[0])[1]
+            trials.append((run_for(make_counting_step(envs.step, vecenv_actions), seconds), options))
+    _, options = max(trials, key=lambda trial: trial[0])
     mode = ", ".join(f"{key}={value}" for key, value in options.items())
-    return vectors[best], MultiAgentVecEnv([game] * num_envs, **options), best, mode
+    return supersuit_envs[best_mode], MultiAgentVecEnv([game] * num_envs, **options), best_mode, mode
 
 
 def make_counting_step(step: Callable[[Any], Any], actions: np.ndarray) -> Callable[[], int]:
@@ -142,23 +145,25 @@ def make_counting_step(step: Callable[[Any], Any], actions: np.ndarray) -> Calla
 
 
 def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure both in alternate turns; return a row with the rates in agent steps per second."""
+    """Measure both engines alternately; return a row with the rates in agent steps per second."""
     game = GAMES[name]
-    theirs, envs, their_mode, mode = build_both(game, options.num_envs, options.seconds, options.num_workers)
+    supersuit_envs, envs, supersuit_mode, mode = build_both(game, options.num_envs, options.seconds, options.num_workers)
     envs.reset(seed=0)
     actions = np.zeros((options.num_envs, envs.num_agents), np.int64)
     steps = {
-        "supersuit": make_counting_step(theirs.step, actions.reshape(-1)), "vecenv": make_counting_step(envs.step, actions),
+        "supersuit": make_counting_step(supersuit_envs.step, actions.reshape(-1)),
+        "vecenv": make_counting_step(envs.step, actions),
         "bare loop": make_counting_step(make_bare_step(game), actions[0]),
     }  # fmt: skip
-    rates = take_turns(
+    rates = run_interleaved(
         {name: functools.partial(run_for, step, options.seconds) for name, step in steps.items()}, options.repeats
     )
-    theirs.close()
+    supersuit_envs.close()
     envs.close()
-    medians = {name: statistics.median(found) for name, found in rates.items()}
+    medians = {name: statistics.median(samples) for name, samples in rates.items()}
     return {
-        "game": name, "num_envs": options.num_envs, "agents": envs.num_agents, "mode": mode, "supersuit_mode": their_mode,
+        "game": name, "num_envs": options.num_envs, "agents": envs.num_agents,
+        "mode": mode, "supersuit_mode": supersuit_mode,
         "supersuit_rate": medians["supersuit"], "vecenv_rate": medians["vecenv"],
         "upper_bound": medians["bare loop"] * usable_cores(),
         "ratio": asdict(Summary.from_ratios(rates["vecenv"], rates["supersuit"])),  # type: ignore[arg-type]
@@ -169,7 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--game", action="append", choices=sorted(GAMES))
     parser.add_argument("--num-envs", type=int, default=16)
-    parser.add_argument("--num-workers", type=int, help="default: by a short trial")
+    parser.add_argument("--num-workers", type=int, help="number of workers (default: the fastest in a short trial)")
     parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", action="store_true")

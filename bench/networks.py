@@ -1,4 +1,4 @@
-"""The network of :mod:`bench.train`: convolutions and a dense layer for images, two dense layers for others. Needs flax."""
+"""The network of :mod:`bench.train`: convolutions and a dense layer for images, otherwise two dense layers. Needs flax."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Policy"]
 
 
 class Categorical(NamedTuple):
-    """A distribution over the actions of a Discrete space."""
+    """A distribution over the actions of a Discrete space, numbered from 0."""
 
     logits: jax.Array
 
@@ -54,13 +54,13 @@ class Policy(nn.Module):
     def for_spaces(cls, observations: gymnasium.Space[Any], actions: gymnasium.Space[Any]) -> Policy:
         discrete = isinstance(actions, gymnasium.spaces.Discrete)
         shape = observations.shape or ()
-        images = len(shape) == 3 and min(shape[1:]) >= 36  # smaller ones would leave less than 3 x 3 after the convolutions
+        images = len(shape) == 3 and min(shape[1:]) >= 36  # smaller images would be less than 3 x 3 after the convolutions
         return cls(int(actions.n) if discrete else actions.shape[0], discrete, images)
 
     @nn.compact
     def __call__(self, observations: jax.Array) -> tuple[Categorical | UnitNormal, jax.Array]:
         x = observations.astype(jnp.float32)
-        if self.images:  # the axes after the batch are frames, height and width
+        if self.images:  # [n, frames, height, width]
             x = jnp.moveaxis(x, 1, -1) / 255
             for features, size, stride in ((16, 8, 4), (32, 4, 2)):
                 x = nn.relu(nn.Conv(features, (size, size), (stride, stride), padding="VALID")(x))

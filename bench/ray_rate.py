@@ -1,15 +1,15 @@
 """Measures the cost of a Ray cluster, compared with the local engine and a bare ``ray.get``.
 
     python bench/ray_rate.py cost          # microseconds per step: local engine, 1 and 2 hosts, bare ray.get calls
-    python bench/ray_rate.py efficiency    # share of time in which hosts step, for batches of 1 to 100 ms; --plot draws it
+    python bench/ray_rate.py efficiency    # share of the time that hosts spend in steps of 1 to 100 ms; --plot draws it
     python bench/ray_rate.py driver        # the caller's own work per step for 8, 32 and 128 simulated hosts
 
-Everything runs on this machine, so the figures exclude the network. Candidates alternate in short turns; figures are medians
-over rounds, with minimum and maximum.
+Everything runs on this machine, so no result includes a network. All candidates run alternately for a short time; results
+are medians over the rounds, with minimum and maximum.
 
 A bare ``ray.get`` calls an actor with an array of actions; the actor returns four prepared arrays (rewards, terminations,
 truncations, observations), as a simple program would. ``bare_packed`` is the same with the objects that vecenv sends and
-returns, in which small arrays are joined into one ``bytes``.
+returns: small arrays are joined into one ``bytes``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 import vecenv
-from bench import take_turns
+from bench import run_interleaved
 from bench.workloads import WaitingEnv
 from vecenv.backends import RayVectorEnv
 from vecenv.backends.ray.host import Host, HostPlan
@@ -40,14 +40,14 @@ BATCH_MS = (1, 2, 5, 10, 20, 50, 100)
 STORE_BYTES = 400 * 1024 * 1024
 
 
-def env_fn_for(kind: str, seconds: float = 0.0) -> Callable[[], Any]:
-    """Return a function that builds environments with constant observations and steps of ``seconds``."""
+def make_env_fn(kind: str, seconds: float = 0.0) -> Callable[[], Any]:
+    """Return a function that builds an environment with constant observations and steps of ``seconds``."""
     shape, dtype = SHAPES[kind]
     return functools.partial(WaitingEnv, seconds, shape=shape, dtype=dtype)
 
 
 class BareActor:
-    """A bare actor that returns a prepared payload from each step."""
+    """A Ray actor that returns a prepared payload from each step."""
 
     def __init__(self, payload: Any) -> None:
         self._payload = payload
@@ -72,36 +72,38 @@ class LocalHost(Host):
         return []
 
 
-def host_reply(host: Host) -> Any:
-    """Return what a host replies to a step, as it is sent."""
+def step_host(host: Host) -> Any:
+    """Reset and step a host; return its reply to the step, packed for Ray."""
     host.reset(pickle.dumps(([None] * ENVS_PER_HOST, None)))
     return host.step(np.zeros(ENVS_PER_HOST, np.int64).tobytes())
 
 
 def make_reply(kind: str) -> Any:
-    """Return what a host with environments of this kind replies to a step."""
-    fns = PackedEnvFns.pack(range(ENVS_PER_HOST), [env_fn_for(kind)] * ENVS_PER_HOST, "travels")
+    """Return the reply to a step of a host with environments of this kind, packed for Ray."""
+    fns = PackedEnvFns.pack(range(ENVS_PER_HOST), [make_env_fn(kind)] * ENVS_PER_HOST, "travels")
     host = LocalHost(HostPlan(0, range(ENVS_PER_HOST), fns, 1, 0, {}, []))
     host.start()
-    reply = host_reply(host)
+    reply = step_host(host)
     host.close(0.0)
     return reply
 
 
-def microseconds(call: Callable[[], Any], seconds: float) -> float:
+def microseconds_per_call(call: Callable[[], Any], seconds: float) -> float:
     """Return the microseconds per call, measured over ``seconds``."""
 
-    def once() -> int:
+    def count_call() -> int:
         call()
         return 1
 
-    return 1e6 / run_for(once, seconds)
+    return 1e6 / run_for(count_call, seconds)
 
 
-def alternate(calls: dict[str, Callable[[], Any]], seconds: float, rounds: int) -> dict[str, list[float]]:
+def measure_alternately(calls: dict[str, Callable[[], Any]], seconds: float, rounds: int) -> dict[str, list[float]]:
+    """Return the microseconds per call in each round, by name."""
     for call in calls.values():
-        microseconds(call, seconds / 2)
-    return take_turns({name: functools.partial(microseconds, call, seconds) for name, call in calls.items()}, rounds)
+        microseconds_per_call(call, seconds / 2)  # warm-up
+    runs = {name: functools.partial(microseconds_per_call, call, seconds) for name, call in calls.items()}
+    return run_interleaved(runs, rounds)
 
 
 def summarize(values: Sequence[float]) -> dict[str, float]:
@@ -115,25 +117,25 @@ def make_step(envs: Any) -> Callable[[], Any]:
 
 
 def make_ray_envs(kind: str, hosts: int, **options: Any) -> Any:
-    fns = [env_fn_for(kind)] * (ENVS_PER_HOST * hosts)
+    fns = [make_env_fn(kind)] * (ENVS_PER_HOST * hosts)
     return RayVectorEnv(fns, num_hosts=hosts, workers_per_host=1, placement="PACK", **options)
 
 
-def cost(seconds: float, rounds: int) -> list[dict[str, Any]]:
+def measure_cost(seconds: float, rounds: int) -> list[dict[str, Any]]:
     rows = []
     for kind in SHAPES:
         for hosts in (1, 2):
-            local: Any = vecenv.AsyncVectorEnv([env_fn_for(kind)] * (ENVS_PER_HOST * hosts), num_workers=hosts)
+            local: Any = vecenv.AsyncVectorEnv([make_env_fn(kind)] * (ENVS_PER_HOST * hosts), num_workers=hosts)
             envs = make_ray_envs(kind, hosts)
             actions, arrays = np.zeros(ENVS_PER_HOST, np.int64), make_step_arrays(kind)
             bare_call, stop = start_bare_actors(hosts, actions, tuple(arrays))
             bare_packed, stop_packed = start_bare_actors(hosts, actions.tobytes(), make_reply(kind))
             calls = {"local": make_step(local), "ray": make_step(envs), "bare": bare_call, "bare_packed": bare_packed}
-            found = alternate(calls, seconds, rounds)
+            times = measure_alternately(calls, seconds, rounds)
             row: dict[str, Any] = {"observations": kind, "hosts": hosts, "envs": ENVS_PER_HOST * hosts}
             for name in ("bare", "bare_packed"):
-                row[f"over_{name}"] = summarize([ray / bare for ray, bare in zip(found["ray"], found[name], strict=True)])
-            rows.append(row | {f"{name}_us": summarize(values) for name, values in found.items()})
+                row[f"over_{name}"] = summarize([ray / bare for ray, bare in zip(times["ray"], times[name], strict=True)])
+            rows.append(row | {f"{name}_us": summarize(values) for name, values in times.items()})
             print(json.dumps(rows[-1]), flush=True)
             for end in (local.close, envs.close, stop, stop_packed):
                 end()
@@ -141,7 +143,7 @@ def cost(seconds: float, rounds: int) -> list[dict[str, Any]]:
 
 
 def start_bare_actors(hosts: int, actions: Any, payload: Any) -> tuple[Callable[[], Any], Callable[[], None]]:
-    """Return a function that steps that many bare actors, and one that ends them."""
+    """Start one bare actor per host. Return a function that steps them all, and one that ends them."""
     import ray
 
     actors = [ray.remote(BareActor).options(num_cpus=0).remote(payload) for _ in range(hosts)]
@@ -153,17 +155,19 @@ def start_bare_actors(hosts: int, actions: Any, payload: Any) -> tuple[Callable[
     return lambda: ray.get([actor.step.remote(actions) for actor in actors]), stop
 
 
-def efficiency(seconds: float, rounds: int) -> list[dict[str, Any]]:
-    """Measure with one sleeping environment per host, so that hosts do not compete for cores."""
+def measure_efficiency(seconds: float, rounds: int) -> list[dict[str, Any]]:
+    """Measure two hosts with one sleeping environment each, so that hosts do not compete for cores."""
     rows = []
     for milliseconds in BATCH_MS:
-        fns = [env_fn_for("small", milliseconds / 1000)] * 2
+        fns = [make_env_fn("small", milliseconds / 1000)] * 2
         envs: Any = RayVectorEnv(fns, num_hosts=2, workers_per_host=1, placement="PACK")
-        local: Any = vecenv.AsyncVectorEnv(fns[:1])  # measures how long the sleep really takes, with the engine of one host
-        found = alternate({"ray": make_step(envs), "local": make_step(local)}, max(seconds, milliseconds / 100), rounds)
-        shares = [milliseconds * 1000 / step for step in found["ray"]]
+        local: Any = vecenv.AsyncVectorEnv(fns[:1])  # one host without Ray, to show how long the sleep really takes
+        times = measure_alternately(
+            {"ray": make_step(envs), "local": make_step(local)}, max(seconds, milliseconds / 100), rounds
+        )
+        shares = [milliseconds * 1000 / step for step in times["ray"]]
         row = {"batch_ms": milliseconds, "efficiency": summarize(shares)}
-        rows.append(row | {"step_us": summarize(found["ray"]), "local_step_us": summarize(found["local"])})
+        rows.append(row | {"step_us": summarize(times["ray"]), "local_step_us": summarize(times["local"])})
         print(json.dumps(rows[-1]), flush=True)
         envs.close()
         local.close()
@@ -173,7 +177,8 @@ def efficiency(seconds: float, rounds: int) -> list[dict[str, Any]]:
 class InstantHosts:
     """Hosts with prepared replies, so that a step takes only the time of the caller's own work.
 
-    With ``in_store`` the replies are in Ray's object store, and one ``ray.get`` per step fetches them.
+    With ``in_store``, the replies are in Ray's object store, and one ``ray.get`` per step fetches them. The reference of a
+    step is the index of its host; those of other calls are negative.
     """
 
     own = True
@@ -204,7 +209,7 @@ class InstantHosts:
         host = self._hosts[index]
         self._results.append(getattr(host, method)(*args))
         if method == "start":
-            reply = host_reply(host)
+            reply = step_host(host)
             self._replies.append(self._ray.put(reply) if self._in_store else reply)
         return -len(self._results)
 
@@ -225,23 +230,26 @@ class InstantVectorEnv(RayVectorEnv[Any, Any]):
 
     def __init__(self, kind: str, hosts: int, in_store: bool) -> None:
         self._instant = InstantHosts(in_store)
-        super().__init__([env_fn_for(kind)] * (ENVS_PER_HOST * hosts), num_hosts=hosts, workers_per_host=0)
+        super().__init__([make_env_fn(kind)] * (ENVS_PER_HOST * hosts), num_hosts=hosts, workers_per_host=0)
 
     def _connect(self) -> Any:
         return self._instant
 
 
-def driver(seconds: float, rounds: int) -> list[dict[str, Any]]:
+def measure_driver(seconds: float, rounds: int) -> list[dict[str, Any]]:
     rows = []
     for kind in SHAPES:
         for hosts in (8, 32, 128):
-            pair = {name: InstantVectorEnv(kind, hosts, name == "ray.get") for name in ("own", "ray.get")}
-            found = alternate({name: make_step(envs) for name, envs in pair.items()}, seconds, rounds)
+            pair = {
+                "own": InstantVectorEnv(kind, hosts, in_store=False),
+                "ray.get": InstantVectorEnv(kind, hosts, in_store=True),
+            }
+            times = measure_alternately({name: make_step(envs) for name, envs in pair.items()}, seconds, rounds)
             size = make_step_arrays(kind)[-1].nbytes * hosts
             source = np.ones(size, np.uint8)
-            copying = summarize([microseconds(source.copy, seconds / 4) for _ in range(rounds)])
+            copying = summarize([microseconds_per_call(source.copy, seconds / 4) for _ in range(rounds)])
             row = {"observations": kind, "hosts": hosts, "envs": hosts * ENVS_PER_HOST, "bytes": size, "memcpy_us": copying}
-            rows.append(row | {"own_us": summarize(found["own"]), "with_ray_get_us": summarize(found["ray.get"])})
+            rows.append(row | {"own_us": summarize(times["own"]), "with_ray_get_us": summarize(times["ray.get"])})
             print(json.dumps(rows[-1]), flush=True)
             for envs in pair.values():
                 envs.close(terminate=True)
@@ -249,7 +257,7 @@ def driver(seconds: float, rounds: int) -> list[dict[str, Any]]:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the efficiency against the time of a batch, with a line where two hosts are only as fast as one machine."""
+    """Plot the efficiency over the duration of a batch, with a line at which two hosts are only as fast as one machine."""
     from vecenv.tools.benchmark import COLOURS, new_figure, save
 
     figure = new_figure(7.0, 4.2)
@@ -259,13 +267,13 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     low, high = ([row["efficiency"][key] for row in rows] for key in ("least", "greatest"))
     axes.fill_between(times, low, high, color=COLOURS["vecenv"], alpha=0.2, linewidth=0)
     axes.plot(times, values, "o-", color=COLOURS["vecenv"], label="2 hosts on one machine (band: minimum to maximum)")
-    axes.axhline(0.5, color=COLOURS["gymnasium"], linestyle="--", label="break-even: two hosts do as much as one machine")
+    axes.axhline(0.5, color=COLOURS["gymnasium"], linestyle="--", label="break-even: two hosts are as fast as one machine")
     axes.axvline(10, color=COLOURS["bound"], linestyle=":", label="10 ms")
     axes.set_xscale("log")
     axes.set_xticks(times, [str(value) for value in times])
     axes.set_ylim(0, 1)
-    axes.set_xlabel("time one host needs for its batch, ms")
-    axes.set_ylabel("share of the time in which hosts step")
+    axes.set_xlabel("duration of one host's batch, ms")
+    axes.set_ylabel("share of the time that hosts spend in steps")
     axes.legend(fontsize=8, loc="lower right")
     save(figure, path)
 
@@ -273,7 +281,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["cost", "efficiency", "driver"])
-    parser.add_argument("--seconds", type=float, default=0.4, help="seconds per turn")
+    parser.add_argument("--seconds", type=float, default=0.4, help="seconds per sample")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--plot", type=Path, help="draw the rows of `efficiency` to this file")
@@ -285,7 +293,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=STORE_BYTES, log_to_driver=False)
     try:
-        rows = {"cost": cost, "efficiency": efficiency, "driver": driver}[options.what](options.seconds, options.rounds)
+        measures = {"cost": measure_cost, "efficiency": measure_efficiency, "driver": measure_driver}
+        rows = measures[options.what](options.seconds, options.rounds)
     finally:
         ray.shutdown()
     if options.json is not None:

@@ -1,8 +1,8 @@
-"""Measures the size of this package, and of the code on the path of a step: ``python -m bench size``.
+"""Measures the sizes of this package and of the code that a step runs: ``python -m bench size``.
 
-Code lines exclude docstrings, comments and blank lines. Private words are those of :data:`PRIVATE` that are names of
-classes, functions, methods or attributes in ``vecenv/``; local names do not count. The path of a step consists of the files
-in ``vecenv/`` with functions that run in the caller or in a worker during one ``step`` of two workers.
+Code lines exclude docstrings, comments and blank lines. Only classes, functions, methods and attributes in ``vecenv/`` can
+have unusual names (:data:`UNUSUAL_NAMES`); local variables do not count. The path of a step consists of the files in
+``vecenv/`` with functions that run in the caller or in a worker during one ``step`` of two workers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
     "LIMITS",
     "MAX_FILE_LINES",
     "MAX_FUNCTION_LINES",
-    "PRIVATE",
+    "UNUSUAL_NAMES",
     "count_code_lines",
     "measure",
     "measure_step",
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).parents[1]
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 60  # comments count; docstrings count only in files
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 60  # with comments; lines of functions do not include docstrings
 LIMITS = {
     "code lines in vecenv/": 20_000,
     "files in vecenv/": 120,
@@ -43,17 +43,17 @@ LIMITS = {
     "Python calls of a step, caller's side": 22,
     "files on the path of a step": 9,
 }
-"""Upper limits of figures. The limit of the others is 0, except for ``bench/``, which has none."""
+"""The upper limits of figures. The limit of all others is 0, except for ``bench/``, which has none."""
 
-PRIVATE = frozenset({
+UNUSUAL_NAMES = frozenset({
     "Flight", "Part", "Owed", "owed", "Round", "land", "landed", "lose", "found", "verdict", "calm", "after", "AS_IT_IS",
     "Telling", "tell", "told", "Answering", "Reading", "one_call", "guarded", "_told", "_blame", "everybody", "everyone",
     "gather_any", "take_in", "Workplace", "Keeping", "KeptRows", "Book", "Wish", "Key", "Turn", "AheadRows", "Ward",
     "Patrol", "bell", "rope", "Holdings", "Patience", "resting_until", "Together", "Once", "say_it_was_closed", "Trial",
     "scout", "Scouted", "Described", "Probe", "works", "over", "cut", "_wary",
 })  # fmt: skip
-"""Unusual names, for each of which there is a common technical term."""
-_PUBLIC = {  # names of PRIVATE in the public API, by file
+"""Names that must not return, because there is a common technical term for each."""
+_PUBLIC_NAMES = {  # unusual names that belong to the public API, by file
     "aio/pool.py": {"over"}, "backends/envpool/vector_env.py": {"over"}, "planning/independence.py": {"verdict"},
 }  # fmt: skip
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -77,7 +77,7 @@ def count_code_lines(source: str) -> int:
     return len(code_lines - docstring_lines)
 
 
-def _names(tree: ast.Module) -> Iterator[str]:
+def _defined_names(tree: ast.Module) -> Iterator[str]:
     """Yield the names of the classes, functions, methods, fields and attributes that a module defines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -90,16 +90,17 @@ def _names(tree: ast.Module) -> Iterator[str]:
 
 
 def measure(root: Path = ROOT) -> dict[str, int]:
-    """Return the figures of the source files, by name."""
+    """Return all figures of the source files by name."""
     sources = {path: path.read_text() for path in sorted((root / "vecenv").rglob("*.py"))}
     trees = {path: ast.parse(text) for path, text in sources.items()}
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
-    private = {
+    unusual_names = {
         name
         for path, tree in trees.items()
-        for name in PRIVATE.intersection(_names(tree)) - _PUBLIC.get(path.relative_to(root / "vecenv").as_posix(), set())
+        for name in UNUSUAL_NAMES.intersection(_defined_names(tree))
+        - _PUBLIC_NAMES.get(path.relative_to(root / "vecenv").as_posix(), set())
     }
     return {
         "code lines in vecenv/": sum(map(count_code_lines, sources.values())),
@@ -114,7 +115,7 @@ def measure(root: Path = ROOT) -> dict[str, int]:
             len(_FENCED.sub("", path.read_text()).split()) for path in (root / "docs").glob("*.md")
         ),
         "class names defined twice": sum(count > 1 for count in classes.values()),
-        "private words in names": len(private),
+        "unusual names": len(unusual_names),
         "lines with whoever, nobody, somebody": sum(
             bool(_PERSONS.search(line)) for text in sources.values() for line in text.splitlines()
         ),
@@ -123,7 +124,7 @@ def measure(root: Path = ROOT) -> dict[str, int]:
 
 
 class ProfiledEnv(EmptyEnv):
-    """An environment that records the files of the code that its worker runs between the first two steps."""
+    """An environment that records the files of all code that its worker runs between the first two steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +134,7 @@ class ProfiledEnv(EmptyEnv):
         sys.setprofile(None)
         if not self.files:
             frame: FrameType | None = sys._getframe()
-            # the callers are running already, so no call event reports them
+            # the profiler does not report the calling functions, because they have already been called
             while frame is not None and frame.f_code.co_name != "main":
                 self.files.add(frame.f_code.co_filename)
                 frame = frame.f_back
@@ -142,25 +143,27 @@ class ProfiledEnv(EmptyEnv):
 
 
 def measure_step(root: Path = ROOT) -> dict[str, int]:
-    """Return the number of Python calls of a ``step`` in the caller, and of files on its path in caller and worker."""
+    """Return the number of Python calls that a ``step`` makes in the caller, and of files on its path."""
     import vecenv
 
     files: set[str] = set()
-    called: list[str] = []
-    counts = []
+    called_files: list[str] = []
+    call_counts = []
     with closing(vecenv.AsyncVectorEnv([ProfiledEnv] * 2, num_workers=2)) as envs:
         envs.reset(seed=0)
         actions = envs.action_space.sample()
         for _ in range(20):
-            called.clear()
-            sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_filename) if event == "call" else None)
+            called_files.clear()
+            sys.setprofile(
+                lambda frame, event, _: called_files.append(frame.f_code.co_filename) if event == "call" else None
+            )
             envs.step(actions)
             sys.setprofile(None)
-            counts.append(len(called))
-            files.update(called)
+            call_counts.append(len(called_files))
+            files.update(called_files)
         files.update(envs.get_attr("files")[0])
-    ours = {file for file in files if Path(file).is_relative_to(root / "vecenv")}
-    return {"Python calls of a step, caller's side": min(counts), "files on the path of a step": len(ours)}
+    own_files = {file for file in files if Path(file).is_relative_to(root / "vecenv")}
+    return {"Python calls of a step, caller's side": min(call_counts), "files on the path of a step": len(own_files)}
 
 
 def show(*, as_json: bool = False) -> None:

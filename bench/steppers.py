@@ -1,4 +1,4 @@
-"""Adapters that give the engines of :mod:`bench.train` a common interface with ``send`` and ``recv``."""
+"""Adapters with ``send`` and ``recv`` for the engines of :mod:`bench.train`, so that one training loop works for all."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from bench.waits import torchrl_pool
+from bench.waits import make_torchrl_pool
 from vecenv.tools.runners import SEED, EnvFn
 
 __all__ = ["AsyncEnvPool", "FirstReadyHalves", "StableBaselines3", "Stepper"]
 
 
 class Stepper:
-    """An adapter of vector environments with Gymnasium's interface, which steps all environments together.
+    """An adapter for vector environments with Gymnasium's interface, which steps all environments together.
 
     Attributes:
         batch: The maximum number of rows that :meth:`recv` returns.
-        next_step_autoreset: True if the step after an episode only resets the environment, so that its row is no transition.
+        next_step_autoreset: True if the step after an episode only resets the environment, so that it is no transition.
     """
 
     next_step_autoreset = True
@@ -55,7 +55,7 @@ class Stepper:
 
 
 class FirstReadyHalves(Stepper):
-    """An adapter of vecenv's first-ready batches: the policy acts for one half while the other half steps."""
+    """An adapter for vecenv's first-ready batches: the policy acts for one half while the other half steps."""
 
     def send(self, actions: np.ndarray, ids: np.ndarray) -> None:
         self.envs.send(self._clip(actions), ids)
@@ -66,7 +66,7 @@ class FirstReadyHalves(Stepper):
 
 
 class StableBaselines3(Stepper):
-    """An adapter of ``SubprocVecEnv``, which resets within the step."""
+    """An adapter for ``SubprocVecEnv``, which resets within the step."""
 
     next_step_autoreset = False
 
@@ -86,18 +86,18 @@ class StableBaselines3(Stepper):
 
 
 class AsyncEnvPool(Stepper):
-    """An adapter of TorchRL's ``AsyncEnvPool``: processes, shared memory, first-ready batches; resets within the step."""
+    """An adapter for TorchRL's ``AsyncEnvPool``: processes, shared memory, first-ready batches; resets within the step."""
 
     next_step_autoreset = False
 
     def __init__(self, env_fn: EnvFn, num_envs: int, envs_per_worker: int) -> None:
-        self.pool = torchrl_pool(env_fn, num_envs, envs_per_worker)
+        self.pool = make_torchrl_pool(env_fn, num_envs, envs_per_worker)
         self.num_envs, self.batch = num_envs, max(num_envs // 2, 1)
         env = env_fn()
         self._set_spaces(env.observation_space, env.action_space)
         env.close()
         self._torch = importlib.import_module("torch")
-        self._roots: dict[int, Any] = {}
+        self._roots: dict[int, Any] = {}  # the TensorDict that the next step of each environment starts from
 
     def reset(self) -> np.ndarray:
         self.pool.async_reset_send(env_index=list(range(self.num_envs)))
@@ -106,11 +106,11 @@ class AsyncEnvPool(Stepper):
         rows = self._read_observations(roots)
         observations = np.empty_like(rows)
         observations[ids] = rows
-        self._roots = {index: roots[position] for position, index in enumerate(ids.tolist())}
+        self._roots = {env_id: roots[row] for row, env_id in enumerate(ids.tolist())}
         return observations
 
     def _read_observations(self, rows: Any) -> np.ndarray:
-        key = "pixels" if "pixels" in rows.keys() else "observation"  # noqa: SIM118 - no dict; "pixels": an RGB image
+        key = "pixels" if "pixels" in rows.keys() else "observation"  # noqa: SIM118 - no dict; images have this key
         observations: np.ndarray = rows.get(key).numpy()
         return observations
 
@@ -118,14 +118,14 @@ class AsyncEnvPool(Stepper):
         return np.array(rows.get(self.pool._env_idx_key).tolist())
 
     def send(self, actions: np.ndarray, ids: np.ndarray) -> None:
-        roots = self._torch.stack([self._roots.pop(index) for index in ids.tolist()])
+        roots = self._torch.stack([self._roots.pop(env_id) for env_id in ids.tolist()])
         roots.set("action", self._torch.from_numpy(self._clip(actions)))
         self.pool.async_step_and_maybe_reset_send(roots)
 
     def recv(self, count: int) -> tuple[np.ndarray, ...]:
         stepped, roots = self.pool.async_step_and_maybe_reset_recv(min_get=count)
         ids = self._read_ids(roots)
-        self._roots |= {index: roots[position] for position, index in enumerate(ids.tolist())}
+        self._roots |= {env_id: roots[row] for row, env_id in enumerate(ids.tolist())}
         rewards, terminated, done = (stepped.get(("next", name)).numpy()[:, 0] for name in ("reward", "terminated", "done"))
         return ids, self._read_observations(roots), rewards, terminated, done
 

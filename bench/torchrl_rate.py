@@ -1,13 +1,13 @@
 """Measures TorchRL's collector over vecenv and over TorchRL's own classes: ``python bench/torchrl_rate.py``.
 
-All collectors are built first and take turns in one process. A ratio compares times of the same round; a row shows the
-median, minimum and maximum of its ratios.
-
 The table shows the frames per second of a collector with a small policy over
 
 * ``as_torchrl`` of vecenv's processes, of one process, and of EnvPool;
-* ``MultiThreadedEnvWrapper``, TorchRL's class over EnvPool; ``ParallelEnv``, its processes;
-* ``GymWrapper`` over vecenv's engine in one process and over Gymnasium's ``SyncVectorEnv``.
+* ``MultiThreadedEnvWrapper``, TorchRL's class for EnvPool, and ``ParallelEnv``, its class for processes;
+* ``GymWrapper`` of vecenv's engine in one process, and of Gymnasium's ``SyncVectorEnv``.
+
+One process builds all collectors first and runs them alternately. A ratio compares times of the same round; a row shows the
+median, minimum and maximum of its ratios.
 
     python bench/torchrl_rate.py --envs 8 64 --rounds 15 --json collector.json
     python bench/torchrl_rate.py --envs 16 --cpu --only "as_torchrl, one process" "GymWrapper, vecenv"
@@ -37,11 +37,9 @@ from torchrl.envs import GymEnv, GymWrapper, MultiThreadedEnvWrapper, ParallelEn
 from torchrl.modules import OneHotCategorical, ProbabilisticActor
 
 import vecenv
-from bench import seconds_per, take_turns
+from bench import run_interleaved, seconds_per_unit
 from vecenv.adapters import as_torchrl
 from vecenv.tools.benchmark import Summary
-
-Runs = Mapping[str, Callable[[], Any]]
 
 
 def main() -> None:
@@ -55,15 +53,17 @@ def main() -> None:
             json.dump(rows, file, indent=1)
 
 
-def compare(runs: Runs, first: str, units: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure all ``runs`` in turn. Return rows with the time per unit, and its ratio to the time of ``first``."""
+def compare(
+    runs: Mapping[str, Callable[[], Any]], first: str, units: int, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Measure all ``runs`` alternately. Return rows with the time per unit, and its ratio to the time of ``first``."""
     clock = time.process_time if options.cpu else time.perf_counter
 
     for run in runs.values():
+        run()  # warm-up
         run()
-        run()
-    timed = {name: functools.partial(seconds_per, units, run, clock) for name, run in runs.items()}
-    times = take_turns(timed, options.rounds)
+    timed = {name: functools.partial(seconds_per_unit, units, run, clock) for name, run in runs.items()}
+    times = run_interleaved(timed, options.rounds)
     rows = []
     for name, seconds in times.items():
         ratio: Any = Summary.from_ratios(seconds, times[first])
@@ -87,7 +87,7 @@ def _make_pool(task: str, count: int) -> Any:
     import envpool
     from torchrl.envs.libs.gym import convert_box_spec, convert_discrete_spec
 
-    # if the package gym is installed, TorchRL accepts only the spaces of gym, but a pool has those of Gymnasium
+    # if the package gym is installed, TorchRL accepts only its spaces, but EnvPool has those of Gymnasium
     register_gym_spec_conversion(gym.spaces.Discrete)(convert_discrete_spec)
     register_gym_spec_conversion(gym.spaces.Box)(convert_box_spec)
 
@@ -99,8 +99,8 @@ def _make_engine(task: str, count: int, mode: str) -> Any:
 
 
 def env_fns(task: str, count: int) -> dict[str, Callable[[], Any]]:
-    """Return a function that builds each environment of the comparison, by name."""
-    make = functools.partial(gym.make, task)
+    """Return the functions that build the environments of the comparison, by name."""
+    env_fn = functools.partial(gym.make, task)
     return {
         "as_torchrl, processes": lambda: as_torchrl(task, count),
         "as_torchrl, one process": lambda: as_torchrl(task, count, "serial"),
@@ -108,7 +108,7 @@ def env_fns(task: str, count: int) -> dict[str, Callable[[], Any]]:
         "MultiThreadedEnvWrapper": lambda: MultiThreadedEnvWrapper(_make_pool(task, count)),
         "ParallelEnv": lambda: ParallelEnv(count, functools.partial(GymEnv, task), mp_start_method="spawn"),
         "GymWrapper, vecenv": lambda: GymWrapper(_make_engine(task, count, "Disabled")),
-        "GymWrapper, Gymnasium": lambda: GymWrapper(gym.vector.SyncVectorEnv([make] * count, autoreset_mode="Disabled")),
+        "GymWrapper, Gymnasium": lambda: GymWrapper(gym.vector.SyncVectorEnv([env_fn] * count, autoreset_mode="Disabled")),
     }
 
 
@@ -121,33 +121,30 @@ def measure_collectors(count: int, options: argparse.Namespace) -> list[dict[str
         try:
             env = build()
         except (ImportError, KeyError) as error:  # MultiThreadedEnvWrapper needs the package gym and its spaces
-            print(f"{name} is left out: {error}")
+            print(f"{name} is omitted: {error}")
             continue
         collector = Collector(
             env, _make_policy(env), frames_per_batch=frames, total_frames=-1, auto_register_policy_transforms=False
         )
         collectors.append(collector)
         runs[name] = functools.partial(next, iter(collector))
-    rows = compare(runs, next(iter(runs)), frames, options)
+    first = next(iter(runs))
+    rows = compare(runs, first, frames, options)
     for row in rows:
-        _print_row(f"{options.task}, {count} environments, {row['name']}", f"{1 / row['seconds']:9,.0f} frames/s", row)
+        label, ratio_name = f"{options.task}, {count} environments, {row['name']}", f"times as long as {first}"
+        ratio = Summary(**row[ratio_name]).show()
+        print(f"{label:58} {1 / row['seconds']:9,.0f} frames/s   {ratio} {ratio_name}", flush=True)
     for collector in collectors:
         collector.shutdown()
     return [{"envs": count, "task": options.task, **row} for row in rows]
-
-
-def _print_row(label: str, rate: str, row: dict[str, Any]) -> None:
-    (name, spread), *_ = [(key, value) for key, value in row.items() if isinstance(value, dict)]
-    text = f"{Summary(**spread).show()} {name}"
-    print(f"{label:58} {rate}   {text}", flush=True)
 
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--envs", nargs="*", type=int, default=[8])
     parser.add_argument("--task", default="CartPole-v1", help="an id with discrete actions")
-    parser.add_argument("--only", nargs="*", help="only these rows; the others are compared with the first")
-    parser.add_argument("--steps", type=int, default=32, help="steps per environment and turn")
+    parser.add_argument("--only", nargs="*", help="measure only these rows; their times are compared with the first")
+    parser.add_argument("--steps", type=int, default=32, help="steps of each environment per sample")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--cpu", action="store_true", help="measure CPU time of this process, not wall time")
     parser.add_argument("--json", help="write the rows to this file")

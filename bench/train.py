@@ -1,8 +1,8 @@
-"""Training runs with different engines: frames per second, with the time of policy and learning included.
+"""Compares training runs with different engines: frames per second, including the time of policy and learning.
 
 ``python -m bench train`` runs proximal policy optimisation with the same network and updates for every row. The rows differ
 in the engine, and in whether the policy waits for all environments. The program also prints and draws the shares of the time
-in environments, policy and learning. A frame is a step that the training uses; resets do not count.
+that environments, policy and learning take. A frame is a step that the training uses; resets do not count.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import gymnasium
 import numpy as np
 
 import vecenv
-from bench.engines import Pace, sb3_envs
+from bench.engines import SamplingOptions, make_sb3_envs
 from bench.steppers import AsyncEnvPool, FirstReadyHalves, StableBaselines3, Stepper
 from bench.workloads import MINIGRID, Workload, make_minigrid
 from vecenv.tools.benchmark import CandidateProcess, Report, compare, new_figure, save
 from vecenv.tools.runners import SEED, Candidate, EnvFn, Unavailable, make_env, run_for
 
-__all__ = ["TRAININGS", "draw_shares", "train"]
+__all__ = ["TRAININGS", "compare_trainings", "draw_shares"]
 
 ROLLOUT_STEPS, EPOCHS, MINIBATCHES = 64, 3, 4
 PARTS = ("environments", "policy", "learning")
 
 
-def _pong() -> gymnasium.Env[Any, Any]:
+def _make_pong() -> gymnasium.Env[Any, Any]:
     import ale_py
     from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
@@ -41,7 +41,7 @@ def _pong() -> gymnasium.Env[Any, Any]:
 TRAININGS = {
     workload.name: workload
     for workload in (
-        Workload("pong", lambda: _pong, "Pong, 84 x 84, four frames"),
+        Workload("pong", lambda: _make_pong, "Pong, 84 x 84, four frames"),
         Workload("ant", lambda: partial(make_env, "Ant-v5"), "Ant-v5"),
         Workload("minigrid", lambda: partial(make_minigrid, MINIGRID), "MiniGrid-DoorKey-8x8"),
     )
@@ -56,8 +56,8 @@ class Learner:
     """A network, and its update by proximal policy optimisation as one compiled function.
 
     Args:
-        observations: The space of one environment; images pass through convolutions, other observations are flattened.
-        actions: The space of one environment, Discrete or a flat Box.
+        observations: The observation space of one environment; images go through convolutions, all others are flattened.
+        actions: The action space of one environment, Discrete or a flat Box.
     """
 
     def __init__(self, observations: gymnasium.spaces.Box, actions: gymnasium.Space[Any]) -> None:
@@ -88,14 +88,14 @@ class Learner:
             return (losses * rows["weight"]).sum() / jax.numpy.maximum(rows["weight"].sum(), 1)
 
         def advantages(rollout: dict[str, Any], last_value: Any) -> Any:
-            def accumulate(following: tuple[Any, Any], row: dict[str, Any]) -> tuple[tuple[Any, Any], Any]:
-                value, advantage = following
-                delta = row["reward"] + 0.99 * value * ~row["terminated"] - row["value"]
-                advantage = delta + 0.99 * 0.95 * advantage * ~row["done"]
+            def step_back(next_row: tuple[Any, Any], row: dict[str, Any]) -> tuple[tuple[Any, Any], Any]:
+                next_value, next_advantage = next_row
+                delta = row["reward"] + 0.99 * next_value * ~row["terminated"] - row["value"]
+                advantage = delta + 0.99 * 0.95 * next_advantage * ~row["done"]
                 return (row["value"], advantage), advantage
 
             inputs = {name: rollout[name] for name in ("reward", "terminated", "done", "value")}
-            return jax.lax.scan(accumulate, (last_value, jax.numpy.zeros_like(last_value)), inputs, reverse=True)[1]
+            return jax.lax.scan(step_back, (last_value, jax.numpy.zeros_like(last_value)), inputs, reverse=True)[1]
 
         @jax.jit
         def update(params: Any, state: Any, rollout: dict[str, Any], last_obs: Any, key: Any) -> tuple[Any, Any]:
@@ -104,20 +104,20 @@ class Learner:
             flat = {name: rows.reshape(-1, *rows.shape[2:]) for name, rows in rollout.items()}
             permutations = jax.vmap(lambda k: jax.random.permutation(k, advantage.size))(jax.random.split(key, EPOCHS))
 
-            def minibatch(carry: tuple[Any, Any], ids: Any) -> tuple[tuple[Any, Any], None]:
+            def update_on_minibatch(carry: tuple[Any, Any], indices: Any) -> tuple[tuple[Any, Any], None]:
                 params, state = carry
-                grads = jax.grad(loss)(params, {name: rows[ids] for name, rows in flat.items()})
+                grads = jax.grad(loss)(params, {name: rows[indices] for name, rows in flat.items()})
                 updates, state = optimizer.update(grads, state)
                 return (optax.apply_updates(params, updates), state), None
 
-            return jax.lax.scan(minibatch, (params, state), permutations.reshape(EPOCHS * MINIBATCHES, -1))[0]
+            return jax.lax.scan(update_on_minibatch, (params, state), permutations.reshape(EPOCHS * MINIBATCHES, -1))[0]
 
         self.policy, self._update = act, update
         self._act = jax.jit(lambda params, observation, key, count: act(params, observation, jax.random.fold_in(key, count)))
         self._act_count = 0
 
     def act(self, observations: np.ndarray, batch: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Return actions, and the arrays that learning needs. Pads to ``batch`` rows, so that JAX compiles only once."""
+        """Return actions, and the arrays that learning needs. Pad rows to ``batch``, so that JAX compiles only once."""
         self._act_count += 1
         rows = len(observations)
         if rows < batch:
@@ -127,7 +127,7 @@ class Learner:
         return actions, extras
 
     def learn(self, rollout: dict[str, Any], last_obs: Any) -> None:
-        """Learn from rows ``(ROLLOUT_STEPS, num_envs, ...)`` and the observations ``(num_envs, ...)`` that follow them."""
+        """Learn from a rollout ``(ROLLOUT_STEPS, num_envs, ...)`` and the next observations ``(num_envs, ...)``."""
         self.key, key = self.jax.random.split(self.key)
         self.params, self.optimizer_state = self._update(self.params, self.optimizer_state, rollout, last_obs, key)
         self.jax.block_until_ready(self.params)
@@ -138,31 +138,32 @@ class Learner:
 
 @dataclass
 class Rollout:
-    """A rollout in which each environment fills its own column."""
+    """The arrays of a rollout, ``(ROLLOUT_STEPS, num_envs, ...)``, which each environment fills at its own speed."""
 
     num_envs: int
     fields: dict[str, np.ndarray] = field(default_factory=dict)
 
-    def put(self, steps: np.ndarray, ids: np.ndarray, **rows: np.ndarray) -> None:
-        for name, value in rows.items():
+    def store(self, steps: np.ndarray, ids: np.ndarray, **rows: np.ndarray) -> None:
+        """Store one row for each of the environments ``ids``, at the positions ``steps``."""
+        for name, values in rows.items():
             if name not in self.fields:
-                self.fields[name] = np.zeros((ROLLOUT_STEPS, self.num_envs, *value.shape[1:]), value.dtype)
-            self.fields[name][steps, ids] = value
+                self.fields[name] = np.zeros((ROLLOUT_STEPS, self.num_envs, *values.shape[1:]), values.dtype)
+            self.fields[name][steps, ids] = values
 
 
 class Training:
     """A runner that collects rollouts and learns from them.
 
     Args:
-        make_stepper: Builds a :class:`bench.steppers.Stepper`.
+        make_stepper: A function that builds a :class:`bench.steppers.Stepper`.
     """
 
     def __init__(self, make_stepper: Callable[[], Any]) -> None:
         self.stepper = make_stepper()
         self.learner = Learner(self.stepper.observation_space, self.stepper.action_space)
-        self.spent = dict.fromkeys(PARTS, 0.0)
+        self.spent = dict.fromkeys(PARTS, 0.0)  # seconds
         self.latest: np.ndarray | None = None  # the latest observation of each environment
-        self.warm = False
+        self.is_compiled = False
 
     def describe(self) -> str:
         return str(self.stepper)
@@ -176,33 +177,35 @@ class Training:
         ready = [(ids, self.latest[ids]) for ids in batches]
         self.latest = np.empty_like(self.latest)
         while ready or in_flight:
-            before = clock()
+            start = clock()
             for ids, observations in ready:
-                began = clock()
+                policy_start = clock()
                 actions, extras = self.learner.act(observations, stepper.batch)
-                spent["policy"] += clock() - began
-                before += clock() - began  # the policy's time is counted separately
-                rollout.put(steps[ids], ids, observation=observations, action=actions, **extras, weight=~self.reset_due[ids])
+                spent["policy"] += clock() - policy_start
+                start += clock() - policy_start  # so that this time does not also count for the environments
+                rollout.store(
+                    steps[ids], ids, observation=observations, action=actions, **extras, weight=~self.reset_due[ids]
+                )
                 stepper.send(actions, ids)
                 in_flight += len(ids)
             ids, observations, rewards, terminated, done = stepper.recv(min(stepper.batch, in_flight))
-            spent["environments"] += clock() - before
+            spent["environments"] += clock() - start
             in_flight -= len(ids)
-            rollout.put(steps[ids], ids, reward=rewards.astype(np.float32), terminated=terminated, done=done)
+            rollout.store(steps[ids], ids, reward=rewards.astype(np.float32), terminated=terminated, done=done)
             self.reset_due[ids] = done & stepper.next_step_autoreset
             self.latest[ids] = observations
             steps[ids] += 1
             unfinished = steps[ids] < ROLLOUT_STEPS
             ready = [(ids[unfinished], observations[unfinished])] if unfinished.any() else []
-        before = clock()
+        start = clock()
         self.learner.learn(rollout.fields, self.latest)
-        spent["learning"] += clock() - before
+        spent["learning"] += clock() - start
         return float(rollout.fields["weight"].sum())
 
     def run(self, seconds: float) -> float:
-        if not self.warm:
-            self._step()  # compiles
-            self.warm, self.spent = True, dict.fromkeys(PARTS, 0.0)
+        if not self.is_compiled:
+            self._step()
+            self.is_compiled, self.spent = True, dict.fromkeys(PARTS, 0.0)
         return run_for(self._step, seconds)
 
     def shares(self) -> dict[str, float]:
@@ -214,7 +217,7 @@ class Training:
 
 
 class BridgeTraining:
-    """A runner like :class:`Training` with rollouts inside ``jit``, through the bridge."""
+    """A runner like :class:`Training`, with the bridge and compiled rollouts."""
 
     def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
         import vecenv.jax as vj
@@ -222,7 +225,7 @@ class BridgeTraining:
         self.engine = vecenv.AsyncVectorEnv([env_fn] * num_envs, num_workers=workers, context="forkserver")
         bridge, space = vj.bridge(self.engine), self.engine.single_action_space
         self.learner = learner = Learner(self.engine.single_observation_space, space)
-        self.spent, self.warm = dict.fromkeys(PARTS, 0.0), False
+        self.spent, self.is_compiled = dict.fromkeys(PARTS, 0.0), False
 
         def act(params: Any, observation: Any, key: Any) -> Any:
             action, extras = learner.policy(params, observation, key)
@@ -246,13 +249,13 @@ class BridgeTraining:
     def _step(self) -> float:
         learner, clock = self.learner, time.perf_counter
         jax = learner.jax
-        began = clock()
+        start = clock()
         learner.key, key = jax.random.split(learner.key)
         rows, self._state = jax.block_until_ready(self._rollout(learner.params, self._state, key))
-        collected = clock()
+        learning_start = clock()
         learner.learn(rows, self._state.obs)
-        self.spent["environments"] += collected - began  # includes the policy, because both run in one compiled program
-        self.spent["learning"] += clock() - collected
+        self.spent["environments"] += learning_start - start  # includes the policy, because one compiled program runs both
+        self.spent["learning"] += clock() - learning_start
         return float(rows["weight"].sum())
 
     run, shares = Training.run, Training.shares
@@ -264,73 +267,79 @@ class BridgeTraining:
 # --- the engines --------------------------------------------------------------------------------------------------------
 
 
-def _vecenv(env_fn: EnvFn, num_envs: int, batch: int | None, **options: Any) -> Stepper:
+def _make_vecenv_stepper(env_fn: EnvFn, num_envs: int, batch: int | None, **options: Any) -> Stepper:
     if batch is not None:
         return FirstReadyHalves(vecenv.AsyncVectorEnv([env_fn] * num_envs, batch_size=batch, **options), batch)
     return Stepper(vecenv.AsyncVectorEnv([env_fn] * num_envs, **options))
 
 
-def _gymnasium(kind: str, env_fn: EnvFn, num_envs: int) -> Stepper:
+def _make_gymnasium_stepper(kind: str, env_fn: EnvFn, num_envs: int) -> Stepper:
     return Stepper(getattr(gymnasium.vector, kind)([env_fn] * num_envs))
 
 
-def _envpool(env_id: str, options: dict[str, Any], num_envs: int) -> Stepper:
+def _make_envpool_stepper(env_id: str, options: dict[str, Any], num_envs: int) -> Stepper:
     try:
         return Stepper(vecenv.make_vec(env_id, num_envs, "envpool", vector_kwargs=options))
     except ImportError as error:
         raise Unavailable(f"envpool is not installed ({error})") from None
 
 
-def _sb3(env_fn: EnvFn, num_envs: int) -> Stepper:
-    return StableBaselines3(sb3_envs(env_fn, num_envs))
+def _make_sb3_stepper(env_fn: EnvFn, num_envs: int) -> Stepper:
+    return StableBaselines3(make_sb3_envs(env_fn, num_envs))
 
 
 def _candidates(name: str, num_envs: int, workers: int) -> list[Candidate]:
     env_fn = TRAININGS[name].prepare()
     workers = min(workers, num_envs)
 
-    def row(engine: str, label: str, make: Callable[[], Any], kind: Any = "vecenv") -> Candidate:
-        return Candidate(engine, label, partial(Training, make), kind=kind)
-
+    make_vecenv = partial(_make_vecenv_stepper, env_fn, num_envs)
+    make_gymnasium = partial(_make_gymnasium_stepper, env_fn=env_fn, num_envs=num_envs)
     half = max(num_envs // 2, 1)
 
+    def row(engine: str, label: str, make_stepper: Callable[[], Any], kind: Any = "vecenv") -> Candidate:
+        return Candidate(engine, label, partial(Training, make_stepper), kind=kind)
+
     rows = [
-        row("auto", "vecenv, auto", partial(_vecenv, env_fn, num_envs, None, num_workers="auto")),
-        row("workers", f"vecenv, {workers} workers", partial(_vecenv, env_fn, num_envs, None, num_workers=workers)),
-        row("halves", "vecenv, first-ready halves", partial(_vecenv, env_fn, num_envs, half, num_workers=workers)),
+        row("auto", "vecenv, auto", partial(make_vecenv, None, num_workers="auto")),
+        row("workers", f"vecenv, {workers} workers", partial(make_vecenv, None, num_workers=workers)),
+        row("halves", "vecenv, first-ready halves", partial(make_vecenv, half, num_workers=workers)),
         Candidate("bridge", "vecenv, JAX bridge", partial(BridgeTraining, env_fn, num_envs, workers), kind="vecenv"),
-        row("gym-sync", "Gymnasium SyncVectorEnv", partial(_gymnasium, "SyncVectorEnv", env_fn, num_envs), "gymnasium"),
-        row("gym-async", "Gymnasium AsyncVectorEnv", partial(_gymnasium, "AsyncVectorEnv", env_fn, num_envs), "gymnasium"),
-        row("sb3", "Stable-Baselines3 SubprocVecEnv", partial(_sb3, env_fn, num_envs), "other"),
+        row("gym-sync", "Gymnasium SyncVectorEnv", partial(make_gymnasium, "SyncVectorEnv"), "gymnasium"),
+        row("gym-async", "Gymnasium AsyncVectorEnv", partial(make_gymnasium, "AsyncVectorEnv"), "gymnasium"),
+        row("sb3", "Stable-Baselines3 SubprocVecEnv", partial(_make_sb3_stepper, env_fn, num_envs), "other"),
         row("torchrl-async", "TorchRL AsyncEnvPool", partial(AsyncEnvPool, env_fn, num_envs, num_envs // workers), "other"),
     ]
     if name in ENVPOOL_IDS:
-        rows.append(row("envpool", "EnvPool, through vecenv", partial(_envpool, *ENVPOOL_IDS[name], num_envs), "vecenv"))
+        make_envpool = partial(_make_envpool_stepper, *ENVPOOL_IDS[name], num_envs)
+        rows.append(row("envpool", "EnvPool, through vecenv", make_envpool, "vecenv"))
     return rows
 
 
 Shares = dict[str, dict[str, float]]
+"""For each row, the shares of its time in :data:`PARTS`."""
 
 
-def train(name: str, num_envs: int, workers: int, pace: Pace, names: Iterable[str] | None = None) -> tuple[Report, Shares]:
+def compare_trainings(
+    name: str, num_envs: int, workers: int, sampling: SamplingOptions, names: Iterable[str] | None = None
+) -> tuple[Report, Shares]:
     """Measure the frames per second of each row in one of :data:`TRAININGS`, and the shares of its time."""
     rows = [row for row in _candidates(name, num_envs, workers) if names is None or row.name in set(names)]
     shares: Shares = {}
 
     def record_shares(hosts: list[CandidateProcess]) -> None:
         for host in hosts:
-            if host.usable and (found := host.call("shares")):
-                shares[host.candidate.name] = found
+            if host.usable and (host_shares := host.call("shares")):
+                shares[host.candidate.name] = host_shares
 
     report = compare(
-        f"PPO on {TRAININGS[name].text}", TRAININGS[name].prepare(), num_envs, rows, check=False, unit="frames/s",
-        inspect=record_shares, **pace,
+        f"PPO on {TRAININGS[name].description}", TRAININGS[name].prepare(), num_envs, rows, check=False, unit="frames/s",
+        inspect=record_shares, **sampling,
     )  # fmt: skip
     return report, shares
 
 
 def draw_shares(report: Report, shares: Shares, path: Path) -> None:
-    """Draw the seconds per 1,000 frames of each row, divided into parts."""
+    """Draw the seconds per 1,000 frames of each row, divided into :data:`PARTS`."""
     rows = [(row, row.summary) for row in report.rows[::-1] if row.name in shares and row.summary]
     figure = new_figure(8.0, 1.4 + 0.42 * max(1, len(rows)))
     axes = figure.subplots()

@@ -1,8 +1,8 @@
-"""Environments that delay others: long resets, steps of very different duration, services, simulators with images.
+"""Compares engines with environments that delay others: long resets, steps of very different duration, services, simulators.
 
-``python -m bench waits`` compares the rates and the memory of engines with such environments: batches of all environments,
-of the first ready ones, or by deadline; spare workers; threads within workers; and TorchRL's ``AsyncEnvPool``, which has
-most of these. For long resets, the row ``free`` is the same engine with resets that take no time, for reference.
+``python -m bench waits`` compares rates and memory for batches of all environments, of the first ready ones, or of those
+that are ready at a deadline; for spare workers; for threads within workers; and for TorchRL's ``AsyncEnvPool``, which has
+most of these. For long resets, the row ``free`` shows the same engine with resets that take no time.
 ``python -m bench episodes`` runs a list of episodes of very different lengths: by :func:`vecenv.evaluate`, and in successive
 batches, as other libraries do.
 """
@@ -19,8 +19,8 @@ import numpy as np
 from gymnasium.vector import SyncVectorEnv
 
 import vecenv
-from bench.engines import OTHERS, Pace, Stepping, need, sb3_envs, torchrl_env
-from bench.suites import Memory, compare_named
+from bench.engines import OTHER_ENGINES, SamplingOptions, SteppingRunner, import_optional, make_sb3_envs, make_torchrl_env
+from bench.suites import Memory, compare_selected
 from bench.workloads import LogNormalWaitingEnv, WaitingEnv, Workload
 from vecenv.tools.benchmark import Report
 from vecenv.tools.runners import (
@@ -34,20 +34,20 @@ from vecenv.tools.runners import (
     vecenv_candidate,
 )
 
-__all__ = ["WAITS", "episodes", "torchrl_pool", "waits"]
+__all__ = ["WAITS", "compare_episodes", "compare_waits", "make_torchrl_pool"]
 
 
-def _waiting_workload(name: str, text: str, **kwargs: Any) -> Workload:
-    return Workload(name, lambda: partial(WaitingEnv, **kwargs), text)
+def _waiting_workload(name: str, description: str, **kwargs: Any) -> Workload:
+    return Workload(name, lambda: partial(WaitingEnv, **kwargs), description)
 
 
-# episodes of different length, because otherwise all environments would reset at the same time
+# with episodes of different length, because otherwise all environments would reset at the same time
 LONG_RESETS: dict[str, Any] = {"step": 0.001, "length": (150, 251)}
 WAITS = {
     workload.name: workload
     for workload in (
-        _waiting_workload("long-resets", "steps of 1 ms, a reset of 200 ms every 200 steps or so", **LONG_RESETS, reset=0.2),
-        _waiting_workload("free-resets", "the same without waiting in resets", **LONG_RESETS),
+        _waiting_workload("long-resets", "steps of 1 ms, a reset of 200 ms about every 200 steps", **LONG_RESETS, reset=0.2),
+        _waiting_workload("free-resets", "the same with resets that take no time", **LONG_RESETS),
         Workload("log-normal", lambda: LogNormalWaitingEnv, "log-normal steps, mean 10 ms, sigma 1"),
         _waiting_workload("waiting", "steps that wait 50 ms, as for a service", step=0.05, length=100),
         _waiting_workload(
@@ -59,51 +59,51 @@ WAITS = {
 
 
 class DeadlineRunner(VectorRunner):
-    """A runner that receives the environments that are ready after ``within`` seconds, at least one."""
+    """A runner that steps the environments that are ready after ``within`` seconds, but at least one."""
 
     _warm_up_steps = 1
 
     def __init__(self, make_envs: Callable[[], Any], within: float) -> None:
         super().__init__(make_envs)
         self._within = within
-        self._batches = {
+        self._next_actions = {
             count: itertools.cycle(sample_actions(self.envs.single_action_space, count)).__next__
             for count in range(1, self.num_envs + 1)
         }
 
     def _step(self) -> float:
         rows = self.envs.recv(count=self.num_envs, at_least=1, within=self._within)[4]["env_id"]
-        self.envs.send(self._batches[len(rows)](), rows)
+        self.envs.send(self._next_actions[len(rows)](), rows)
         return len(rows)
 
     def _begin(self) -> None:
         self.envs.reset_async(seed=0)
 
 
-def torchrl_pool(env_fn: EnvFn, num_envs: int, envs_per_worker: int) -> Any:
+def make_torchrl_pool(env_fn: EnvFn, num_envs: int, envs_per_worker: int) -> Any:
     """Build TorchRL's ``AsyncEnvPool`` with processes and shared memory."""
-    module, torch = need("torchrl.envs", "torchrl"), need("torch", "torch")
+    module, torch = import_optional("torchrl.envs", "torchrl"), import_optional("torch", "torch")
     if not hasattr(module, "AsyncEnvPool"):
         raise Unavailable("this torchrl has no AsyncEnvPool")
     torch.set_num_threads(1)
-    make = partial(torchrl_env, env_fn)
+    make = partial(make_torchrl_env, env_fn)
     return module.AsyncEnvPool([make] * num_envs, backend="multiprocessing", exchange="shm", envs_per_worker=envs_per_worker)
 
 
-class AsyncEnvPoolRunner(Stepping):
-    """A runner of TorchRL's pool.
+class AsyncEnvPoolRunner(SteppingRunner):
+    """A runner of TorchRL's pool, which receives either half of the environments or those that are ready at a deadline.
 
     Args:
         env_fn, num_envs: The environments.
-        envs_per_worker: The number of threads in a worker.
-        within: Seconds after which the ready environments are received, at least one; ``None``: the first half.
+        envs_per_worker: The number of environments per worker, each of which has a thread.
+        within: The deadline in seconds, after which at least one environment is received; ``None``: half of them.
     """
 
     def __init__(self, env_fn: EnvFn, num_envs: int, envs_per_worker: int, within: float | None = None) -> None:
-        self.pool = torchrl_pool(env_fn, num_envs, envs_per_worker)
-        self._enough: dict[str, Any] = {"min_get": max(num_envs // 2, 1)}
+        self.pool = make_torchrl_pool(env_fn, num_envs, envs_per_worker)
+        self._recv_options: dict[str, Any] = {"min_get": max(num_envs // 2, 1)}
         if within is not None:
-            self._enough = {"min_get": 1, "max_get": num_envs, "timeout": within}
+            self._recv_options = {"min_get": 1, "max_get": num_envs, "timeout": within}
         self.pool.async_reset_send(env_index=list(range(num_envs)))
         self._send(self.pool.async_reset_recv(min_get=num_envs))
 
@@ -114,9 +114,9 @@ class AsyncEnvPoolRunner(Stepping):
     def _step(self) -> int:
         while True:
             try:
-                stepped, roots = self.pool.async_step_and_maybe_reset_recv(**self._enough)
+                stepped, roots = self.pool.async_step_and_maybe_reset_recv(**self._recv_options)
                 break
-            except TimeoutError:  # no environment is ready
+            except TimeoutError:  # no environment is ready yet
                 pass
         self._send(roots)
         done = stepped.get(("next", "done"))
@@ -127,7 +127,7 @@ class AsyncEnvPoolRunner(Stepping):
 
 
 def _spare_candidates(workload: str, env_fn: EnvFn, num_envs: int) -> list[Candidate]:
-    """Return candidates with several numbers of spare workers, and with resets that take no time."""
+    """Return candidates with spare workers, and with resets that take no time; none for workloads without long resets."""
     if workload != "long-resets":
         return []
     rows = [
@@ -137,70 +137,71 @@ def _spare_candidates(workload: str, env_fn: EnvFn, num_envs: int) -> list[Candi
         for count in sorted({max(num_envs // 2, 1), num_envs, num_envs + max(num_envs // 4, 1)})
     ]
     free, half = WAITS["free-resets"].prepare(), max(num_envs // 2, 1)
-    ours = partial(vecenv_candidate, num_envs=num_envs, num_workers=None)
+    make_candidate = partial(vecenv_candidate, num_envs=num_envs, num_workers=None)
     return [
         *rows,
-        ours(
+        make_candidate(
             "spares-first-ready", f"vecenv, first {half} ready, {num_envs} spare workers", env_fn, spare_workers=num_envs,
             batch_size=half,
         ),
-        ours("free", "vecenv, resets that cost nothing", free),
-        ours("free-first-ready", f"vecenv, first {half} ready, resets that cost nothing", free, batch_size=half),
+        make_candidate("free", "vecenv, resets that take no time", free),
+        make_candidate("free-first-ready", f"vecenv, first {half} ready, resets that take no time", free, batch_size=half),
     ]  # fmt: skip
 
 
 def _candidates(workload: str, env_fn: EnvFn, num_envs: int, workers: int) -> list[Candidate]:
-    workers = min(workers, num_envs)
-    count = -(-num_envs // workers)  # environments per worker
-    own_rows = ("per-env", "gym-sync", "gym-async")
-    ours = partial(vecenv_candidate, env_fn=env_fn, num_envs=num_envs)
-    rows = [row for row in default_candidates(env_fn, num_envs, workers) if row.name in own_rows]
-    rows[:1] = [
-        rows[0],
-        ours("first-ready-per-env", f"vecenv, first {max(num_envs // 2, 1)} ready", batch_size=max(num_envs // 2, 1)),
-        ours("deadline", "vecenv, those ready within 2 ms", runner=partial(DeadlineRunner, within=0.002)),
+    workers, half = min(workers, num_envs), max(num_envs // 2, 1)
+    envs_per_worker = -(-num_envs // workers)
+    make_candidate = partial(vecenv_candidate, env_fn=env_fn, num_envs=num_envs)
+    names = ("per-env", "gym-sync", "gym-async")
+    per_env, *rows_of_gymnasium = [row for row in default_candidates(env_fn, num_envs, workers) if row.name in names]
+    rows = [
+        per_env,
+        make_candidate("first-ready-per-env", f"vecenv, first {half} ready", batch_size=half),
+        make_candidate("deadline", "vecenv, those ready within 2 ms", runner=partial(DeadlineRunner, within=0.002)),
     ]
-    rows += _spare_candidates(workload, env_fn, num_envs)
-    if count > 1:
-        rows.insert(3, ours("threads", f"vecenv, {workers} workers, threads", num_workers=workers, env_threads=count))
+    if envs_per_worker > 1:
+        label = f"vecenv, {workers} workers, threads"
+        rows.append(make_candidate("threads", label, num_workers=workers, env_threads=envs_per_worker))
+    rows += [*rows_of_gymnasium, *_spare_candidates(workload, env_fn, num_envs)]
+    builds: dict[str, tuple[str, Callable[[], Runner]]] = {}
     for name in ("sb3", "tianshou", "torchrl"):
-        label, build = OTHERS[name]
-        rows.append(Candidate(name, label, partial(build, env_fn, num_envs, workers), kind="other"))
-    for name, label, threads in (
-        ("torchrl-async", "TorchRL AsyncEnvPool, a process each", 1),
-        ("torchrl-threads", f"TorchRL AsyncEnvPool, {count} in a worker", count),
-    ):
-        if threads > 1 or name == "torchrl-async":
-            rows.append(Candidate(name, label, partial(AsyncEnvPoolRunner, env_fn, num_envs, threads), kind="other"))
-    by_deadline = partial(AsyncEnvPoolRunner, env_fn, num_envs, 1, 0.002)
-    rows.append(Candidate("torchrl-deadline", "TorchRL AsyncEnvPool, ready within 2 ms", by_deadline, kind="other"))
+        label, build = OTHER_ENGINES[name]
+        builds[name] = label, partial(build, env_fn, num_envs, workers)
+    build_pool = partial(AsyncEnvPoolRunner, env_fn, num_envs)
+    builds["torchrl-async"] = "TorchRL AsyncEnvPool, a process each", partial(build_pool, 1)
+    if envs_per_worker > 1:
+        label = f"TorchRL AsyncEnvPool, {envs_per_worker} in a worker"
+        builds["torchrl-threads"] = label, partial(build_pool, envs_per_worker)
+    builds["torchrl-deadline"] = "TorchRL AsyncEnvPool, ready within 2 ms", partial(build_pool, 1, 0.002)
+    rows += [Candidate(name, label, build, kind="other") for name, (label, build) in builds.items()]
     return rows
 
 
-def waits(
+def compare_waits(
     workload: str,
     num_envs: int,
     workers: int,
-    pace: Pace,
+    sampling: SamplingOptions,
     names: Iterable[str] | None = None,
     memory: dict[str, Memory] | None = None,
 ) -> Report:
-    """Measure all candidates, or those in ``names``, on one workload of :data:`WAITS`. Record their memory in ``memory``."""
+    """Compare all candidates, or those in ``names``, on one workload of :data:`WAITS`. Record their memory in ``memory``."""
     env_fn = WAITS[workload].prepare()
     rows = _candidates(workload, env_fn, num_envs, workers)
-    return compare_named(names, memory, workload, env_fn, num_envs, rows, check=False, **pace)
+    return compare_selected(names, memory, workload, env_fn, num_envs, rows, check=False, **sampling)
 
 
 # -- lists of episodes --------------------------------------------------------------------------------------------------
 
 
-class EpisodesRunner(Stepping):
+class EpisodesRunner(SteppingRunner):
     """A runner of lists of episodes, four per environment. It counts the steps that belong to these episodes.
 
     Args:
         make_envs: Builds a vector environment.
-        run_list: Takes the vector environment, a number of episodes and the first seed; runs the episodes and returns the
-            number of their steps.
+        run_list: A function that takes the vector environment, the number of episodes and the first seed, runs the
+            episodes and returns the number of their steps.
     """
 
     def __init__(self, make_envs: Callable[[], Any], run_list: Callable[[Any, int, int], int]) -> None:
@@ -218,11 +219,11 @@ def _zero_policy(observations: Any) -> Any:
     return np.zeros(len(observations), np.int64)
 
 
-def _run_by_evaluate(envs: Any, count: int, seed: int) -> int:
+def _evaluate_by_vecenv(envs: Any, count: int, seed: int) -> int:
     return sum(result.length for result in vecenv.evaluate(envs, _zero_policy, count, seed=seed))
 
 
-def _run_in_batches(envs: Any, count: int, seed: int) -> int:
+def _evaluate_in_batches(envs: Any, count: int, seed: int) -> int:
     """Run the episodes in successive batches, each of which takes as long as its longest episode."""
     counted_steps = 0
     for first in range(seed, seed + count, envs.num_envs):
@@ -240,7 +241,7 @@ class _ZeroPolicy:
         return _zero_policy(observations), None
 
 
-def _run_by_sb3(envs: Any, count: int, seed: int) -> int:
+def _evaluate_by_sb3(envs: Any, count: int, seed: int) -> int:
     from stable_baselines3.common.evaluation import evaluate_policy
 
     envs.seed(seed)
@@ -248,23 +249,23 @@ def _run_by_sb3(envs: Any, count: int, seed: int) -> int:
     return int(sum(lengths))
 
 
-def episodes(num_envs: int, pace: Pace, names: Iterable[str] | None = None) -> Report:
-    """Compare the rates at which lists of episodes run, of 20 to 200 steps of 1 ms. Only steps of these episodes count."""
+def compare_episodes(num_envs: int, sampling: SamplingOptions, names: Iterable[str] | None = None) -> Report:
+    """Compare the rates at which engines run lists of episodes with 20 to 200 steps of 1 ms. Other steps do not count."""
     env_fn: EnvFn = partial(WaitingEnv, step=0.001, length=(20, 201))
     make_vecenv = partial(vecenv.AsyncVectorEnv, [env_fn] * num_envs)
+    make_sync = partial(SyncVectorEnv, [env_fn] * num_envs)
+    make_async = partial(gymnasium.vector.AsyncVectorEnv, [env_fn] * num_envs)
+    make_sb3 = partial(make_sb3_envs, env_fn, num_envs)
 
-    def row(name: str, label: str, make: Callable[[], Any], run_list: Any, kind: Any = "vecenv") -> Candidate:
-        build: Callable[[], Runner] = partial(EpisodesRunner, make, run_list)
+    def row(name: str, label: str, make_envs: Callable[[], Any], run_list: Any, kind: Any = "vecenv") -> Candidate:
+        build: Callable[[], Runner] = partial(EpisodesRunner, make_envs, run_list)
         return Candidate(name, label, build, kind=kind, processes=num_envs)
 
     rows = [
-        row("evaluate", "vecenv.evaluate", make_vecenv, _run_by_evaluate),
-        row("batches", "vecenv, batch after batch", make_vecenv, _run_in_batches),
-        row("gym-sync", "SyncVectorEnv, batch after batch", partial(SyncVectorEnv, [env_fn] * num_envs), _run_in_batches,
-        "gymnasium"), row(
-            "gym-async", "AsyncVectorEnv, batch after batch",
-            partial(gymnasium.vector.AsyncVectorEnv, [env_fn] * num_envs), _run_in_batches, "gymnasium",
-        ),
-        row("sb3", "Stable-Baselines3 evaluate_policy", partial(sb3_envs, env_fn, num_envs), _run_by_sb3, "other"),
-    ]  # fmt: skip
-    return compare_named(names, None, "episodes of 20 to 200 steps", env_fn, num_envs, rows, check=False, **pace)
+        row("evaluate", "vecenv.evaluate", make_vecenv, _evaluate_by_vecenv),
+        row("batches", "vecenv, batch after batch", make_vecenv, _evaluate_in_batches),
+        row("gym-sync", "SyncVectorEnv, batch after batch", make_sync, _evaluate_in_batches, "gymnasium"),
+        row("gym-async", "AsyncVectorEnv, batch after batch", make_async, _evaluate_in_batches, "gymnasium"),
+        row("sb3", "Stable-Baselines3 evaluate_policy", make_sb3, _evaluate_by_sb3, "other"),
+    ]
+    return compare_selected(names, None, "episodes of 20 to 200 steps", env_fn, num_envs, rows, check=False, **sampling)

@@ -1,16 +1,16 @@
-"""Runs an unmodified program, and records the results of its vector environments and the time in their methods.
+"""Runs an unmodified program, and records the results of its vector environments and the duration of their methods.
 
     python bench/watched.py --report plain.json train.py --seed 1
     python -m vecenv run bench/watched.py --report ours.json train.py --seed 1
 
-It times the calls of ``gymnasium.vector.AsyncVectorEnv`` and ``SyncVectorEnv``, or of the classes that replace them, and
+It measures the calls of ``gymnasium.vector.AsyncVectorEnv`` and ``SyncVectorEnv``, or of the classes that replace them, and
 computes one checksum of all actions, observations, rewards and flags. Two runs with equal checksums had equal networks too,
 because the actions depend on every update.
 
-``--stop N`` ends the program by ``SystemExit`` at its N-th step, for programs that take hours. ``--seed N`` is for programs
-that have no seed or use the time of day: it seeds ``random``, NumPy and PyTorch, ignores the program's own seeds, and seeds
-every vector environment at its first reset. ``--import NAME`` imports a plugin first (such as ``ale_py``), for programs that
-were written for versions of Gymnasium that imported plugins.
+``--stop N`` ends the program with ``SystemExit`` at its N-th step, for programs that take hours. ``--seed N`` is for
+programs that have no seed or derive it from the time: it seeds ``random``, NumPy and PyTorch, ignores the program's own
+seeds, and seeds every vector environment at its first reset. ``--import NAME`` first imports a plugin, such as ``ale_py``,
+for programs that expect Gymnasium to import its plugins, as old versions did.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Statistics:
         self.stop, self.seed = stop, seed
         self.engines: list[str] = []
         self.environments = self.calls = self.steps = self.checksum = 0
-        self.making = self.resetting = self.stepping = self.closing = 0.0
+        self.init_seconds = self.reset_seconds = self.step_seconds = self.close_seconds = 0.0
         self.rewards = 0.0
-        self.depth = 0  # of nested calls; a method that calls the same method of its base class counts once
+        self.depth = 0  # of nested calls, because a method that calls its base class's method counts once
 
     def add_to_checksum(self, *values: Any) -> None:
-        """Add arrays and nested values of arrays to the checksum."""
+        """Add arrays, and nested dicts, tuples and lists of arrays, to the checksum."""
         for value in values:
             if isinstance(value, dict):
                 self.add_to_checksum(*(value[key] for key in sorted(value)))
@@ -58,12 +58,12 @@ class Statistics:
                 self.checksum = zlib.crc32(data, self.checksum)
 
     def figures(self) -> dict[str, Any]:
-        """Return the statistics for the report; times in seconds."""
+        """Return the statistics for the report."""
         return {name: value for name, value in vars(self).items() if name not in ("stop", "seed", "depth")}
 
 
 def record_calls(statistics: Statistics, cls: Any) -> None:
-    """Replace methods of a class of vector environments with versions that record their calls."""
+    """Replace the methods of a class of vector environments with wrappers that record their calls."""
 
     def wrap(name: str, field: str, on_result: Callable[..., None]) -> None:
         original = getattr(cls, name)
@@ -76,12 +76,12 @@ def record_calls(statistics: Statistics, cls: Any) -> None:
                 self._was_reset_before = True
                 args, kwargs = (), {"seed": statistics.seed} | kwargs
             statistics.depth += 1
-            begin = time.perf_counter()
+            start = time.perf_counter()
             try:
                 result = original(self, *args, **kwargs)
             finally:
                 statistics.depth -= 1
-                setattr(statistics, field, getattr(statistics, field) + time.perf_counter() - begin)
+                setattr(statistics, field, getattr(statistics, field) + time.perf_counter() - start)
             on_result(self, result, *args)
             return result
 
@@ -103,14 +103,14 @@ def record_calls(statistics: Statistics, cls: Any) -> None:
         if statistics.calls == statistics.stop:
             sys.exit(0)
 
-    wrap("__init__", "making", on_init)
-    wrap("reset", "resetting", on_reset)
-    wrap("step", "stepping", on_step)
-    wrap("close", "closing", lambda *args: None)
+    wrap("__init__", "init_seconds", on_init)
+    wrap("reset", "reset_seconds", on_reset)
+    wrap("step", "step_seconds", on_step)
+    wrap("close", "close_seconds", lambda *args: None)
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the global generators, and disable later calls that would seed them."""
+    """Seed the global generators, and make later calls that seed them have no effect."""
     import torch
 
     random.seed(seed)
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--stop", type=int, metavar="N")
     parser.add_argument("--seed", type=int, metavar="N")
     parser.add_argument("--import", dest="imports", action="append", default=[], metavar="NAME")
-    parser.add_argument("--module", action="store_true", help="PROGRAM is a module")
+    parser.add_argument("--module", action="store_true", help="PROGRAM is the name of a module")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ...")
     arguments = parser.parse_args()
     statistics = Statistics(arguments.stop, arguments.seed)

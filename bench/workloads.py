@@ -1,7 +1,7 @@
 """The environments of the benchmarks: real ones, and synthetic ones that isolate one cost each.
 
-An empty step shows the engine's own cost, large observations the copies, nested observations the bookkeeping, busy steps the
-balance between cores, and sleeping steps the cost of waiting for the slowest environment.
+Empty steps show the engine's own cost, large observations the cost of copies, nested observations that of many arrays, busy
+steps how evenly the work is divided among cores, and sleeping steps the cost of waiting for the slowest environment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vecenv.tools.runners import EnvFn, Unavailable, make_env
 
 
 class EmptyEnv(gymnasium.Env[np.ndarray, np.int64]):
-    """An environment with an empty step, a constant observation and endless episodes."""
+    """An environment with empty steps, a constant observation and endless episodes."""
 
     def __init__(self, shape: tuple[int, ...] = (4,), dtype: str = "float32") -> None:
         high = 255 if dtype == "uint8" else 1
@@ -38,14 +38,14 @@ class EmptyEnv(gymnasium.Env[np.ndarray, np.int64]):
 
 
 class BusyEnv(EmptyEnv):
-    """An environment with a step of ``loops`` iterations, the same work for any number of processes per core."""
+    """An environment with ``iterations`` of a loop in each step, so that its work does not depend on the load."""
 
-    def __init__(self, loops: int) -> None:
+    def __init__(self, iterations: int) -> None:
         super().__init__()
-        self._loops = loops
+        self._iterations = iterations
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        for _ in range(self._loops):
+        for _ in range(self._iterations):
             pass
         return super().step(action)
 
@@ -54,10 +54,10 @@ class WaitingEnv(EmptyEnv):
     """An environment with steps and resets that wait.
 
     Args:
-        step: Seconds per step, or the range from which they are drawn.
+        step: Seconds per step, or a range to draw them from.
         reset: Seconds per reset.
-        length: Steps per episode, or the range from which they are drawn; ``None``: endless.
-        shape, dtype: Those of observations.
+        length: Steps per episode, or a range to draw their number from; ``None``: endless.
+        shape, dtype: The shape and dtype of observations.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class LogNormalWaitingEnv(EmptyEnv):
 
 
 class NestedEnv(EmptyEnv):
-    """An environment with six leaves on three levels, as in robotics."""
+    """An environment with nested observations as in robotics: six leaves on three levels."""
 
     def __init__(self) -> None:
         box = partial(spaces.Box, -1, 1, dtype=np.float32)
@@ -115,7 +115,7 @@ class NestedEnv(EmptyEnv):
 
 
 class DropInfos(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """A wrapper that drops the infos of an environment, which still computes them."""
+    """A wrapper that replaces the infos of an environment with empty dicts. The environment still computes them."""
 
     def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
         observation, _ = self.env.reset(**options)
@@ -149,7 +149,7 @@ def make_minigrid(env_id: str) -> gymnasium.Env[Any, Any]:
 
 
 def _require(module: str, env_fn: EnvFn) -> EnvFn:
-    """Return ``env_fn`` if the module that it needs is installed.
+    """Return ``env_fn``, which needs a module.
 
     Raises:
         Unavailable: ``module`` is not installed.
@@ -160,53 +160,58 @@ def _require(module: str, env_fn: EnvFn) -> EnvFn:
 
 
 @cache
-def busy_loops(microseconds: float) -> int:
-    """Return the number of iterations of an empty loop that take this time on an idle core, by the fastest of 50 runs."""
+def count_iterations(microseconds: float) -> int:
+    """Return the number of iterations of an empty loop that an idle core does in this time, by the fastest of 50 runs."""
     iterations = 20_000
 
-    def once() -> float:
+    def time_loop() -> float:
         start = time.perf_counter()
         for _ in range(iterations):
             pass
         return time.perf_counter() - start
 
-    return max(1, round(iterations * microseconds * 1e-6 / min(once() for _ in range(50))))
+    return max(1, round(iterations * microseconds * 1e-6 / min(time_loop() for _ in range(50))))
 
 
-def _busy_env_fn(microseconds: float) -> EnvFn:
-    return partial(BusyEnv, busy_loops(microseconds))
+def _make_busy_env_fn(microseconds: float) -> EnvFn:
+    return partial(BusyEnv, count_iterations(microseconds))
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A named environment; ``prepare`` returns the function that builds it."""
+    """A named environment of the benchmarks.
+
+    Attributes:
+        prepare: Returns the function that builds the environment, or raises ``Unavailable``.
+        description: A short description, which also names the workload in tables of training runs.
+    """
 
     name: str
     prepare: Callable[[], EnvFn]
-    text: str
+    description: str
 
 
-def _registered(env_id: str, text: str, needs: str = "gymnasium") -> Workload:
-    """Return the workload of a registered environment that needs a module."""
-    return Workload(env_id, partial(_require, needs, partial(make_env, env_id)), text)
+def _registered_workload(env_id: str, description: str, module: str = "gymnasium") -> Workload:
+    """Return the workload of a registered environment that needs ``module``."""
+    return Workload(env_id, partial(_require, module, partial(make_env, env_id)), description)
 
 
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        _registered("CartPole-v1", "classic control, short episodes, a few microseconds per step"),
-        _registered("Pendulum-v1", "classic control, continuous actions"),
-        _registered("HalfCheetah-v5", "MuJoCo, 40 microseconds per step, four numeric info keys", "mujoco"),
-        _registered("LunarLander-v3", "Box2D physics", "Box2D"),
+        _registered_workload("CartPole-v1", "classic control, short episodes, a few microseconds per step"),
+        _registered_workload("Pendulum-v1", "classic control, continuous actions"),
+        _registered_workload("HalfCheetah-v5", "MuJoCo, 40 microseconds per step, four numeric info keys", "mujoco"),
+        _registered_workload("LunarLander-v3", "Box2D physics", "Box2D"),
         Workload(MINIGRID, partial(_require, "minigrid", partial(make_minigrid, MINIGRID)), "a grid world, (7, 7, 3)"),
-        _registered("Ant-v5", "MuJoCo, nine numeric info keys per step", "mujoco"),
-        _registered("ALE/Pong-v5", "Atari, observations (210, 160, 3) uint8", "ale_py"),
+        _registered_workload("Ant-v5", "MuJoCo, nine numeric info keys per step", "mujoco"),
+        _registered_workload("ALE/Pong-v5", "Atari, observations (210, 160, 3) uint8", "ale_py"),
         Workload("empty", lambda: EmptyEnv, "an empty step, observations (4,) float32"),
         Workload("images", lambda: partial(EmptyEnv, (84, 84, 4), "uint8"), "an empty step, (84, 84, 4) uint8"),
         Workload("nested", lambda: NestedEnv, "an empty step, nested Dict observations with six leaves"),
-        Workload("busy-10us", lambda: _busy_env_fn(10), "10 microseconds of computing"),
-        Workload("busy-100us", lambda: _busy_env_fn(100), "100 microseconds of computing"),
-        Workload("busy-1000us", lambda: _busy_env_fn(1000), "1 millisecond of computing"),
+        Workload("busy-10us", lambda: _make_busy_env_fn(10), "10 microseconds of computing"),
+        Workload("busy-100us", lambda: _make_busy_env_fn(100), "100 microseconds of computing"),
+        Workload("busy-1000us", lambda: _make_busy_env_fn(1000), "1 millisecond of computing"),
         Workload("sleeping", lambda: LogNormalWaitingEnv, "sleeps, log-normal times, mean 10 ms, sigma 1"),
     )
 }
@@ -215,11 +220,11 @@ WORKLOADS = {
 def installed_workloads() -> tuple[str, ...]:
     """Return the names of the workloads that can be built with the installed packages."""
 
-    def is_installed(workload: Workload) -> bool:
+    def is_available(workload: Workload) -> bool:
         try:
             workload.prepare()
         except Unavailable:
             return False
         return True
 
-    return tuple(name for name, workload in WORKLOADS.items() if is_installed(workload))
+    return tuple(name for name, workload in WORKLOADS.items() if is_available(workload))

@@ -1,11 +1,11 @@
-"""Compares a policy that plans 1, 4 or 16 actions per call of 50 ms: the returns are the same with fewer calls.
+"""Compares policies that plan 1, 4 or 16 actions per call of 50 ms: the returns are the same with fewer calls.
 
     pip install -e '.[examples]'
     python examples/action_chunks.py
     python examples/action_chunks.py --horizons 1 8 32 --episodes 32
 
-The policy stands in for a large model that predicts chunks of actions. It controls the energy of a pendulum to swing it up,
-and plans a chunk with a model of the pendulum. The program prints a table, and draws the returns of all episodes.
+The policy stands in for a large model that predicts chunks of actions. It swings a pendulum up by controlling its energy,
+and plans each chunk with a model of the pendulum. The program prints a table and plots the returns of all episodes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rich.table import Table
 import vecenv
 from vecenv.wrappers import ActionChunks
 
-DT, GRAVITY, MAX_SPEED, MAX_TORQUE = 0.05, 10.0, 8.0, 2.0  # from Pendulum-v1, with a mass and a length of 1
+TIME_STEP, GRAVITY, MAX_SPEED, MAX_TORQUE = 0.05, 10.0, 8.0, 2.0  # of Pendulum-v1, where mass and length are 1
 
 
-def torque(angle: Any, speed: Any) -> Any:
-    """Return the torque that adds energy until the pendulum is upright (an angle of 0), and then keeps it upright."""
-    energy = speed**2 / 6 + GRAVITY / 2 * (np.cos(angle) - 1)
-    swing = np.where(speed == 0, 1.0, np.sign(speed)) * np.clip(-energy * 4, -MAX_TORQUE, MAX_TORQUE)
+def choose_torque(angle: Any, speed: Any) -> Any:
+    """Return the torque that swings the pendulum up to an angle of 0, and then keeps it there."""
+    energy_error = speed**2 / 6 + GRAVITY / 2 * (np.cos(angle) - 1)
+    swing = np.where(speed == 0, 1.0, np.sign(speed)) * np.clip(-energy_error * 4, -MAX_TORQUE, MAX_TORQUE)
     hold = -12 * angle - 3 * speed
     return np.clip(np.where(np.abs(angle) < 0.4, hold, swing), -MAX_TORQUE, MAX_TORQUE)
 
@@ -39,8 +39,8 @@ class Planner:
     """A policy that plans chunks of actions with a model of the pendulum.
 
     Args:
-        horizon: Number of actions in a chunk.
-        seconds: Duration of a call, for any number of rows.
+        horizon: The number of actions in a chunk.
+        seconds: The duration of a call, with any number of rows.
     """
 
     def __init__(self, horizon: int, seconds: float) -> None:
@@ -53,15 +53,15 @@ class Planner:
         angle, speed = np.arctan2(observations[:, 1], observations[:, 0]), observations[:, 2].astype(np.float64)
         chunk = []
         for _ in range(self.horizon):
-            action = torque(angle, speed)
+            action = choose_torque(angle, speed)
             chunk.append(action)
-            speed = np.clip(speed + (1.5 * GRAVITY * np.sin(angle) + 3 * action) * DT, -MAX_SPEED, MAX_SPEED)
-            angle = (angle + speed * DT + np.pi) % (2 * np.pi) - np.pi
+            speed = np.clip(speed + (1.5 * GRAVITY * np.sin(angle) + 3 * action) * TIME_STEP, -MAX_SPEED, MAX_SPEED)
+            angle = (angle + speed * TIME_STEP + np.pi) % (2 * np.pi) - np.pi
         return np.stack(chunk, 1)[:, :, np.newaxis].astype(np.float32)
 
 
-def draw(results: dict[int, Any], path: Path) -> None:
-    """Draw the returns of all episodes, with a column per horizon."""
+def plot_returns(results: dict[int, Any], path: Path) -> None:
+    """Plot the returns of all episodes, with a column per horizon."""
     figure = Figure(figsize=(6.0, 3.4), layout="constrained")
     axes = figure.subplots()
     for x, episodes in enumerate(results.values()):
@@ -75,16 +75,18 @@ def draw(results: dict[int, Any], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Evaluate the policy with each horizon, print the table, and draw the plot."""
+    """Evaluate the policy with each horizon, print the table, and write the plot."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="python examples/action_chunks.py"
     )
     parser.add_argument("--horizons", type=int, nargs="+", default=[1, 4, 16], help="actions per chunk (default: 1 4 16)")
-    parser.add_argument("--episodes", type=int, default=16, help="episodes per chunk size (default: 16)")
+    parser.add_argument("--episodes", type=int, default=16, help="episodes with each number of actions (default: 16)")
     parser.add_argument("--num-envs", type=int, default=16, help="number of environments (default: 16)")
     parser.add_argument("--workers", type=int, default=2, help="number of worker processes (default: 2)")
-    parser.add_argument("--policy-seconds", type=float, default=0.05, help="seconds per call (default: 0.05)")
-    parser.add_argument("--plot", type=Path, default=Path("action_chunks.png"), help="plot file (default: %(default)s)")
+    parser.add_argument("--policy-seconds", type=float, default=0.05, help="seconds per call of the policy (default: 0.05)")
+    parser.add_argument(
+        "--plot", type=Path, default=Path("action_chunks.png"), help="file for the plot (default: %(default)s)"
+    )
     args = parser.parse_args(argv)
     table = Table("actions per chunk", "mean return", "policy calls", "seconds", "steps per second")
     results = {}
@@ -94,14 +96,14 @@ def main(argv: list[str] | None = None) -> None:
             num_workers=args.workers,
         )  # fmt: skip
         policy = Planner(horizon, args.policy_seconds)
-        began = time.perf_counter()
+        start = time.perf_counter()
         episodes = results[horizon] = vecenv.evaluate(envs, policy, args.episodes, seed=0, progress=True)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         envs.close()
         cells = f"{episodes.mean:.1f}", f"{policy.calls:,}", f"{seconds:.1f}", f"{episodes.lengths.sum() / seconds:,.0f}"
         table.add_row(str(horizon), *cells)
     Console().print(table)
-    draw(results, args.plot)
+    plot_returns(results, args.plot)
     print(f"wrote {args.plot}")
 
 

@@ -1,12 +1,12 @@
-"""An agent that plays many text games at the same time, each in a coroutine, with a slow policy.
+"""An agent with a slow policy that plays many text games at the same time, each in a coroutine.
 
     pip install -e '.[examples]'
     python examples/agent_pool.py
     python examples/agent_pool.py --episodes 2000 --size 64 --workers 4
 
 In the game, the agent guesses a number. The policy stands in for a language model behind a service: it reads and returns
-text, and some of its calls take longer than others. Meanwhile, the other games continue. A failed game is restarted without
-affecting the others: with ``--crash 0.01``, one guess in a hundred kills its worker.
+text, and some calls take longer than others. While a game waits for the policy, the others continue. A failed game restarts
+without affecting other games: with ``--crash 0.01``, one guess in a hundred kills its worker.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from vecenv.errors import EnvFailed, RestartsExhausted, StepTimeout, WorkerDied
 HIGHEST = 1000
 
 
-class Guess(gym.Env[str, str]):
+class GuessingGame(gym.Env[str, str]):
     """A game of guessing a number from 1 to ``HIGHEST``: a wrong guess costs 1, the right one earns 20.
 
     Args:
-        seconds: Duration of a step.
-        crash: Probability that a guess kills the process, as a faulty game would.
+        seconds: The duration of a step.
+        crash: The probability that a guess kills the process, as a faulty game would.
     """
 
     def __init__(self, seconds: float = 0.01, crash: float = 0.0) -> None:
@@ -53,7 +53,7 @@ class Guess(gym.Env[str, str]):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         time.sleep(self._seconds)
-        if random.SystemRandom().random() < self._crash:  # unseeded, because otherwise a restarted game would crash again
+        if random.SystemRandom().random() < self._crash:  # without a seed, or a restarted game would crash again
             os.kill(os.getpid(), signal.SIGKILL)
         guess = int(action)
         if guess == self._number:
@@ -69,14 +69,14 @@ class Guess(gym.Env[str, str]):
 
 
 async def policy(observation: str) -> str:
-    """Guess a number, probably near the middle, after 1 to 30 ms."""
+    """Return a guess, usually near the middle of the possible numbers, after 1 to 30 ms."""
     await asyncio.sleep(random.uniform(0.001, 0.03))
     low, high = map(int, re.findall(r"between (\d+) and (\d+)", observation)[0])
     return str(round(random.triangular(low, high)))
 
 
 async def play(pool: Pool, seed: int) -> float:
-    """Play one game, from its start again after each failure; return the sum of its rewards."""
+    """Play one game, from the start again after each failure, and return the sum of its rewards."""
     while True:
         try:
             async with pool.episode(seed=seed) as env:
@@ -86,16 +86,16 @@ async def play(pool: Pool, seed: int) -> float:
                     _, reward, *_ = await env.step(action)
                     total += reward
                 return total
-        except RestartsExhausted:  # a `WorkerDied` after which no worker is left
+        except RestartsExhausted:  # a subclass of `WorkerDied`, after which no worker is left
             raise
         except (WorkerDied, StepTimeout, EnvFailed):
             continue
 
 
 async def play_all(args: argparse.Namespace) -> list[float]:
-    """Play all games, ``args.size`` of them at the same time; return the sum of rewards of each."""
+    """Play all games, ``args.size`` of them at the same time, and return the sum of the rewards of each game."""
     pool = Pool(
-        lambda: Guess(args.game_seconds, args.crash), args.size, args.workers, env_threads=8, step_timeout=10.0,
+        lambda: GuessingGame(args.game_seconds, args.crash), args.size, args.workers, env_threads=8, step_timeout=10.0,
         on_failure=vecenv.Restart(args.episodes),
     )  # fmt: skip
     async with pool:
@@ -117,15 +117,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="python examples/agent_pool.py"
     )
-    parser.add_argument("--episodes", type=int, default=500, help="games (default: 500)")
-    parser.add_argument("--size", type=int, default=64, help="games at the same time (default: 64)")
-    parser.add_argument("--workers", type=int, default=4, help="processes (default: 4)")
-    parser.add_argument("--game-seconds", type=float, default=0.01, help="duration of a step (default: 0.01)")
+    parser.add_argument("--episodes", type=int, default=500, help="number of games (default: 500)")
+    parser.add_argument("--size", type=int, default=64, help="number of games at the same time (default: 64)")
+    parser.add_argument("--workers", type=int, default=4, help="number of worker processes (default: 4)")
+    parser.add_argument("--game-seconds", type=float, default=0.01, help="seconds per step of a game (default: 0.01)")
     parser.add_argument("--crash", type=float, default=0.0, help="probability that a guess kills its worker (default: 0)")
     args = parser.parse_args()
-    began = time.perf_counter()
+    start = time.perf_counter()
     returns = asyncio.run(play_all(args))
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     mean, deviation = statistics.mean(returns), statistics.pstdev(returns)
     print(f"{len(returns)} games in {seconds:.1f} s: mean return {mean:.2f}, standard deviation {deviation:.2f}")
 

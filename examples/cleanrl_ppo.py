@@ -4,7 +4,7 @@
     pip install -e .
     python examples/cleanrl_ppo.py
 
-On 2 cores without a GPU and with torch 2.13, its last lines were (other versions print other numbers):
+On 2 cores without a GPU, its last lines were, with torch 2.13 (other versions print other numbers):
 
      149504 steps, mean return of the last 100 episodes 500.000000
     31 s
@@ -38,7 +38,7 @@ def make_env():
     return gym.make("CartPole-v1")
 
 
-def network(inputs, outputs, gain):
+def make_network(inputs, outputs, gain):
     layers = [nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)]
     for layer, scale in zip(layers[::2], (2**0.5, 2**0.5, gain), strict=True):
         nn.init.orthogonal_(layer.weight, scale)
@@ -53,8 +53,8 @@ def main(args):
     # "forkserver", because a forked process would lack the threads that torch has started
     envs = AsyncVectorEnv([make_env] * args.num_envs, context="forkserver", autoreset_mode="SameStep")
     envs = RecordEpisodeStatistics(envs)
-    actor = network(envs.single_observation_space.shape[0], envs.single_action_space.n, 0.01)
-    critic = network(envs.single_observation_space.shape[0], 1, 1.0)
+    actor = make_network(envs.single_observation_space.shape[0], envs.single_action_space.n, 0.01)
+    critic = make_network(envs.single_observation_space.shape[0], 1, 1.0)
     parameters = [*actor.parameters(), *critic.parameters()]
     optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, eps=1e-5)
 
@@ -87,16 +87,16 @@ def main(args):
             next_value, advantage = critic(observation).squeeze(-1), torch.zeros(args.num_envs)
             advantages = torch.zeros(shape)
             for t in reversed(range(args.rollout)):
-                continues = 1 - ended[t]
-                delta = rewards[t] + args.discount * next_value * continues - values[t]
-                advantage = delta + args.discount * args.gae_lambda * continues * advantage
+                not_ended = 1 - ended[t]
+                delta = rewards[t] + args.discount * next_value * not_ended - values[t]
+                advantage = delta + args.discount * args.gae_lambda * not_ended * advantage
                 advantages[t], next_value = advantage, values[t]
             targets = (advantages + values).flatten()
-        flat = [x.flatten(0, 1) for x in (observations, actions, log_probs, advantages)]
+        flat = [field.flatten(0, 1) for field in (observations, actions, log_probs, advantages)]
 
         for _ in range(args.epochs):
             for rows in torch.randperm(len(targets)).split(args.minibatch):
-                old_observation, old_action, old_log_prob, advantage = (x[rows] for x in flat)
+                old_observation, old_action, old_log_prob, advantage = (field[rows] for field in flat)
                 advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
                 policy = Categorical(logits=actor(old_observation))
                 ratio = (policy.log_prob(old_action) - old_log_prob).exp()

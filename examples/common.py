@@ -1,4 +1,4 @@
-"""Shared code of ppo.py and ppo_jax.py: options from a dataclass, an actor-critic, and the learning curve."""
+"""Code that ppo.py and ppo_jax.py share: command-line options from a dataclass, an actor-critic, and the learning curve."""
 
 from __future__ import annotations
 
@@ -25,32 +25,34 @@ Config = TypeVar("Config")
 
 
 def option(default: Any, help: str) -> Any:
-    """Return a dataclass field that :func:`parse` converts to a command-line option; a bool becomes a switch."""
+    """Return a dataclass field that :func:`parse` reads from a command-line option; a bool becomes a switch."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 
 def parse(
-    kind: type[Config], doc: str | None, presets: Mapping[str, Mapping[str, Any]], key: str, argv: list[str] | None = None
+    cls: type[Config], doc: str | None, presets: Mapping[str, Mapping[str, Any]], key: str, argv: list[str] | None = None
 ) -> Config:
-    """Parse the command line. Omitted options have the values of the preset for ``key``, or their defaults."""
+    """Parse the command line. The option ``key`` selects a preset, which replaces the defaults of other options."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=formatter, allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
-    for field in dataclasses.fields(kind):
-        name, cast = "--" + field.name.replace("_", "-"), type(field.default)
-        has_default = field.default != float("inf")  # otherwise the help text describes the default
-        shown = f"{field.metadata['help']} (default: {field.default})" if has_default else field.metadata["help"]
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    for field in dataclasses.fields(cls):
+        name, default, help_text = "--" + field.name.replace("_", "-"), field.default, field.metadata["help"]
+        if default != float("inf"):  # otherwise the help text describes the default
+            help_text += f" (default: {default})"
         if field.name == "env_id":
-            parser.add_argument("env_id", nargs="?", help=shown)
+            parser.add_argument("env_id", nargs="?", help=help_text)
+        elif isinstance(default, bool):
+            parser.add_argument(name, help=help_text, action="store_true")
         else:
-            parser.add_argument(name, help=shown, **({"action": "store_true"} if cast is bool else {"type": cast}))
-    parser.epilog = "defaults by " + key + ":\n" + "\n".join(
-        f"  {name}: " + ", ".join(f"{k}={v}" for k, v in preset.items()) for name, preset in presets.items()
-    )
+            parser.add_argument(name, help=help_text, type=type(default))
+    lines = [f"  {name}: " + ", ".join(f"{k}={v}" for k, v in preset.items()) for name, preset in presets.items()]
+    parser.epilog = "\n".join([f"defaults by {key}:", *lines])
     given = vars(parser.parse_args(argv))
-    default = {field.name: field.default for field in dataclasses.fields(kind)}[key]
-    return kind(**{**presets.get(given.get(key, default), {}), **given})
+    preset = presets.get(given.get(key, defaults[key]), {})
+    return cls(**{**preset, **given})
 
 
 # --- the actor-critic ---------------------------------------------------------------------------------------------------
@@ -75,7 +77,7 @@ class Categorical(NamedTuple):
 
 
 class Gaussian(NamedTuple):
-    """A distribution over the actions of a flat Box, not yet clipped to its bounds."""
+    """A distribution over the actions of a flat Box, which are not clipped to its bounds yet."""
 
     mean: jax.Array
     log_std: jax.Array
@@ -115,7 +117,7 @@ class ActorCritic(nn.Module):
 
 
 class Agent:
-    """An actor-critic for the spaces of a vector environment; the caller keeps the parameters."""
+    """An actor-critic for the spaces of a vector environment. Its parameters are passed to each call."""
 
     def __init__(self, envs: Any, hidden: int) -> None:
         observations, self.space = envs.single_observation_space, envs.single_action_space
@@ -148,13 +150,13 @@ class Point(NamedTuple):
 
 
 class Curve:
-    """A learning curve, with a progress bar while it is recorded (``with``) and a plot at the end."""
+    """A learning curve, which shows a progress bar within a ``with`` block, and can be plotted at the end."""
 
     def __init__(self, total: int) -> None:
         columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
         self._bar = Progress(*columns, console=Console(stderr=True))
         self._task = self._bar.add_task("compiling", total=total)
-        self._began = time.perf_counter()
+        self._start = time.perf_counter()
         self.points: list[Point] = []
 
     def __enter__(self) -> Curve:
@@ -165,13 +167,13 @@ class Curve:
         self._bar.stop()
 
     def add(self, steps: int, mean_return: float) -> None:
-        seconds = time.perf_counter() - self._began
+        seconds = time.perf_counter() - self._start
         self.points.append(Point(steps, seconds, mean_return))
         text = f"mean return {mean_return:.1f}, {steps / seconds:,.0f} steps/s"
         self._bar.update(self._task, completed=steps, description=text)
 
     def draw(self, path: Path, title: str, episodes: str, level: float, level_name: str) -> None:
-        """Write the curve to a PNG. ``episodes`` describes the averaged episodes; a dashed line marks ``level``."""
+        """Write a plot of the curve. ``episodes`` describes the averaged episodes; a dashed line marks ``level``."""
         figure = Figure(figsize=(6.0, 3.4), layout="constrained")
         axes = figure.subplots()
         axes.plot([p.steps for p in self.points], [p.mean_return for p in self.points], color="#1b7f5c", linewidth=2)

@@ -4,7 +4,7 @@
     pip install -e ".[clients,multi-agent]" mpe2
     python examples/openrl_spread.py
 
-Three agents should cover three landmarks without collisions. After each update, the program prints the mean return per
+Three agents learn to cover three landmarks without collisions. After each update, the program prints the mean return per
 episode and agent over the last five updates; at the end, it prints the duration.
 
 Batches have OpenRL's shape, ``[environments, agents, ...]``. All agents share one policy; the input of the critic includes
@@ -26,7 +26,7 @@ except ModuleNotFoundError as missing:
     needed = commands.get(missing.name or "", "-e '.[clients,multi-agent]'")
     raise SystemExit(f"openrl_spread: {missing}: pip install {needed}") from None
 
-from vecenv.multi_agent import make_openrl  # was: from openrl.envs.vec_env.async_venv import AsyncVectorEnv
+from vecenv.multi_agent import make_openrl  # instead of: from openrl.envs.vec_env.async_venv import AsyncVectorEnv
 
 EPISODE_STEPS = 25
 
@@ -39,7 +39,7 @@ def make_env():
     return simple_spread_v3.parallel_env(max_cycles=EPISODE_STEPS)
 
 
-def network(inputs, outputs, gain):
+def make_network(inputs, outputs, gain):
     layers = [nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)]
     for layer, scale in zip(layers[::2], (2**0.5, 2**0.5, gain), strict=True):
         nn.init.orthogonal_(layer.weight, scale)
@@ -48,22 +48,22 @@ def network(inputs, outputs, gain):
 
 
 class Agents(nn.Module):
-    """One actor for all agents, and a critic of an agent's observation together with those of all agents."""
+    """An actor and a critic for all agents. The critic gets the observation of an agent, and then those of all agents."""
 
     def __init__(self, agents, inputs, actions):
         super().__init__()
-        self.actor = network(inputs, actions, 0.01)
-        self.critic = network(inputs * (agents + 1), 1, 1.0)
+        self.actor = make_network(inputs, actions, 0.01)
+        self.critic = make_network(inputs * (agents + 1), 1, 1.0)
 
     def forward(self, observations):
-        """Return the distribution and the value, ``[..., agents]``, of observations ``[..., agents, inputs]``."""
+        """Return the distributions and values ``[..., agents]`` for observations ``[..., agents, inputs]``."""
         shared = observations.flatten(-2).unsqueeze(-2).expand(*observations.shape[:-1], -1)
         values = self.critic(torch.cat([observations, shared], -1)).squeeze(-1)
         return Categorical(logits=self.actor(observations)), values
 
 
 def collect(envs, agents, observations):
-    """Return one episode per environment, ``[steps, environments, agents, ...]`` per field, and the next observations."""
+    """Return one episode per environment as fields ``[steps, environments, agents, ...]``, and the next observations."""
     rows = []
     for _ in range(EPISODE_STEPS):
         with torch.no_grad():
@@ -77,7 +77,7 @@ def collect(envs, agents, observations):
 
 
 def advantages(rewards, values, discount, gae_lambda):
-    """Return the generalised advantage estimates of whole episodes."""
+    """Return the generalised advantage estimates of complete episodes."""
     result, advantage = torch.zeros_like(rewards), torch.zeros_like(rewards[0])
     for t in reversed(range(len(rewards))):
         next_value = values[t + 1] if t + 1 < len(values) else torch.zeros_like(advantage)

@@ -3,26 +3,26 @@
     pip install -e ".[examples,envpool,ray]"
     python examples/ppo.py                                          # CartPole-v1 in worker processes
     python examples/ppo.py Pendulum-v1 --backend envpool            # in EnvPool's threads
-    python examples/ppo.py --backend ray --num-hosts 2              # over the hosts of a Ray cluster, or two on this machine
+    python examples/ppo.py --backend ray --num-hosts 2              # on two hosts of a Ray cluster, or on this machine
     python examples/ppo.py --resume run-one                         # saves the run, and continues it after a kill
     python examples/ppo.py --first-ready                            # the policy acts for one half while the other steps
 
 It trains until the mean return of the last 100 episodes reaches the target, shows a progress bar, and writes the learning
-curve as a PNG. CartPole-v1 over two hosts on one machine with 2 busy cores: 476.7 after 108,544 steps and 40.1 s; in worker
-processes, the same return after 39.5 s. docs/examples.md has further results.
+curve as a PNG. On CartPole-v1 with two hosts on one machine with 2 busy cores, the mean return was 476.7 after 108,544 steps
+and 40.1 s; in worker processes, it was the same after 39.5 s. docs/examples.md has more results.
 """
 
-# The end of an episode. vecenv's default is Gymnasium's next-step autoreset: the row that ends an episode contains its true
-# last observation, and the next row of that environment is its reset, for any action. So a truncated episode bootstraps from
-# the value of its true last state, and the row of a reset is no transition: it has weight 0.
+# The end of an episode: vecenv's default is Gymnasium's next-step autoreset. The row that ends an episode contains its true
+# last observation, and the environment's next step ignores its action and only resets. So a truncated episode bootstraps
+# from the value of its true last state, and the row of a reset is no transition: it has weight 0.
 #
-# --first-ready. recv returns the half of the environments that finishes first, and send sends new actions to these while the
+# --first-ready: recv returns the half of the environments that finishes first, and send sends new actions to these while the
 # others still step. Rows arrive in any order, so all data is stored by environment. Without this option, each step returns
 # the rows of all environments.
 #
-# --resume. After each update, the program saves the whole run in the folder: the learner, the collector's data by
-# environment, and the environments themselves (envs.state_dict()), in a new file that replaces the old one in one step. A
-# run that is killed at any moment and started again prints the same numbers as an uninterrupted one.
+# --resume: After each update, the program saves the whole run in the folder: the learner, the collector's data by
+# environment, and the environments themselves (envs.state_dict()). It writes a new file, which replaces the old one in one
+# step. If a run is killed at any moment and started again, it prints the same numbers as an uninterrupted one.
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Config:
     hidden: int = option(64, "units in each of the two hidden layers")
     seed: int = option(1, "seed of environments, policy and shuffling")
     out: str = option("ppo-results", "folder for the learning curve")
-    resume: str = option("", "folder in which to save the run, and from which to continue it")
+    resume: str = option("", "folder that the run is saved in, and continued from")
 
 
 PRESETS = {
@@ -98,19 +98,19 @@ def make_envs(config: Config) -> gym.vector.VectorEnv:
 
 
 def make_act(agent: Agent) -> Callable[..., Any]:
-    """Return ``act(params, observation, key, turn)``, which returns actions and the values that learning needs."""
+    """Return ``act(params, observation, key, index)``, which returns actions and the values that learning needs."""
 
     @jax.jit
-    def act(params: Any, observation: jax.Array, key: jax.Array, turn: int) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def act(params: Any, observation: jax.Array, key: jax.Array, index: int) -> tuple[jax.Array, dict[str, jax.Array]]:
         distribution, value = agent(params, observation)
-        choice = distribution.sample(jax.random.fold_in(key, turn))
+        choice = distribution.sample(jax.random.fold_in(key, index))
         return agent.action(choice), {"choice": choice, "log_prob": distribution.log_prob(choice), "value": value}
 
     return act
 
 
 class Collector:
-    """A collector that steps the environments and turns their rows into transitions."""
+    """A collector of transitions, which steps the environments with the policy's actions."""
 
     def __init__(self, envs: gym.vector.VectorEnv, agent: Agent, seed: int, first_ready: bool) -> None:
         if envs.metadata["autoreset_mode"] is not gym.vector.AutoresetMode.NEXT_STEP:
@@ -140,31 +140,31 @@ class Collector:
         return rows
 
     def collect(self, params: Any, key: jax.Array, batches: int) -> Rollout:
-        """Collect this many batches of rows. Every field of the result is ``(batches, rows, ...)``."""
-        found = []
-        for turn in range(batches):
-            action, decisions = jax.device_get(self.act(params, self.observation[self.ids], key, turn))
+        """Collect this many batches of rows. The fields of the result are ``(batches, rows, ...)``."""
+        collected = []
+        for index in range(batches):
+            action, decisions = jax.device_get(self.act(params, self.observation[self.ids], key, index))
             for name, rows in decisions.items():
                 by_env = self.decisions.setdefault(name, np.zeros((self.envs.num_envs, *rows.shape[1:]), rows.dtype))
                 by_env[self.ids] = rows
-            following, reward, terminated, truncated = self.step(action.astype(self.envs.single_action_space.dtype))
+            next_observation, reward, terminated, truncated = self.step(action.astype(self.envs.single_action_space.dtype))
             ids, done = self.ids, terminated | truncated
             row = {"env_id": ids, "observation": self.observation[ids]}
             row |= {name: by_env[ids] for name, by_env in self.decisions.items()}
             row |= {"reward": reward.astype(np.float32), "terminated": terminated, "done": done, "weight": ~self.resets[ids]}
-            found.append(row)
-            self.observation[ids], self.resets[ids] = following, done
+            collected.append(row)
+            self.observation[ids], self.resets[ids] = next_observation, done
             self.running_return[ids] += reward  # 0 in the row of a reset
             self.returns.extend(self.running_return[ids[done]])
             self.running_return[ids[done]] = 0.0
-        return {name: np.stack([row[name] for row in found]) for name in found[0]}
+        return {name: np.stack([row[name] for row in collected]) for name in collected[0]}
 
 
 SAVED_ATTRIBUTES = "observation", "decisions", "resets", "running_return", "returns"
 
 
 class Checkpoint:
-    """The latest state of a run in a folder; without a folder, it saves nothing."""
+    """The saved state of a run in a folder. Without a folder, nothing is saved."""
 
     def __init__(self, folder: str, envs: gym.vector.VectorEnv, first_ready: bool) -> None:
         self.path = Path(folder, "ppo.pickle") if folder else None
@@ -177,35 +177,35 @@ class Checkpoint:
     def load(self) -> dict[str, Any] | None:
         if self.path is None or not self.path.exists():
             return None
-        return pickle.loads(self.path.read_bytes())  # trusted, because a user who can write it can also change this program
+        return pickle.loads(self.path.read_bytes())  # safe: a user who can write this file can also change this program
 
     def save(self, envs: Any, collector: Collector, **others: Any) -> None:
         if self.path is None:
             return
         collector_state = {name: getattr(collector, name) for name in SAVED_ATTRIBUTES}
-        new = self.path.with_suffix(".new")
-        with new.open("wb") as file:
+        new_path = self.path.with_suffix(".new")
+        with new_path.open("wb") as file:
             pickle.dump({"envs": envs.state_dict(), "collector": collector_state, **others}, file)
             file.flush()
             os.fsync(file.fileno())
-        new.replace(self.path)
+        new_path.replace(self.path)
 
 
 def advantages(rollout: Rollout, last_value: np.ndarray, discount: float, gae_lambda: float) -> np.ndarray:
     """Return generalised advantage estimates, ``(batches, rows)``, computed backwards for each environment.
 
-    ``last_value`` is the value of each environment's latest observation, ``(num_envs,)``. After a terminated episode,
-    the next value is 0. After a truncated one, it is the value of the last state, which is
-    the observation in the row of the reset.
+    ``last_value`` is the value of each environment's latest observation, ``(num_envs,)``. After a terminated episode, the
+    next value is 0. After a truncated one, it is the value of its last state, which is the observation in the row of the
+    reset.
     """
     next_value, next_advantage = last_value.copy(), np.zeros_like(last_value)
-    found = np.zeros_like(rollout["reward"])
-    for t in reversed(range(len(found))):
+    result = np.zeros_like(rollout["reward"])
+    for t in reversed(range(len(result))):
         ids, value = rollout["env_id"][t], rollout["value"][t]
         delta = rollout["reward"][t] + discount * next_value[ids] * ~rollout["terminated"][t] - value
-        found[t] = delta + discount * gae_lambda * next_advantage[ids] * ~rollout["done"][t]
-        next_value[ids], next_advantage[ids] = value, found[t]
-    return found
+        result[t] = delta + discount * gae_lambda * next_advantage[ids] * ~rollout["done"][t]
+        next_value[ids], next_advantage[ids] = value, result[t]
+    return result
 
 
 # --- learning -----------------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def make_update(agent: Agent, optimizer: optax.GradientTransformation, config: C
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def update(params: Any, state: Any, batch: dict[str, jax.Array], key: jax.Array) -> tuple[Any, Any]:
-        def minibatch(carry: tuple[Any, Any], rows: jax.Array) -> tuple[tuple[Any, Any], None]:
+        def update_on_minibatch(carry: tuple[Any, Any], rows: jax.Array) -> tuple[tuple[Any, Any], None]:
             params, state = carry
             grads = jax.grad(loss)(params, jax.tree.map(lambda field: field[rows], batch))
             changes, state = optimizer.update(grads, state)
@@ -233,13 +233,14 @@ def make_update(agent: Agent, optimizer: optax.GradientTransformation, config: C
 
         size = len(batch["weight"]) // config.minibatches
         orders = jax.vmap(lambda k: jax.random.permutation(k, len(batch["weight"])))(jax.random.split(key, config.epochs))
-        return jax.lax.scan(minibatch, (params, state), orders[:, : size * config.minibatches].reshape(-1, size))[0]
+        minibatches = orders[:, : size * config.minibatches].reshape(-1, size)
+        return jax.lax.scan(update_on_minibatch, (params, state), minibatches)[0]
 
     return update
 
 
 def train(envs: gym.vector.VectorEnv, config: Config, curve: Curve) -> bool:
-    """Train for the given number of steps, or until the target is reached; return True if it was reached."""
+    """Train for ``config.steps``, or until the target is reached. Return True if it was reached."""
     agent = Agent(envs, config.hidden)
     init_key, key = jax.random.split(jax.random.key(config.seed))
     params = agent.init(init_key)
@@ -247,23 +248,24 @@ def train(envs: gym.vector.VectorEnv, config: Config, curve: Curve) -> bool:
     state, update = optimizer.init(params), make_update(agent, optimizer, config)
     values = jax.jit(lambda params, observation: agent(params, observation)[1])
     collector = Collector(envs, agent, config.seed, config.first_ready)
-    batches, done = config.rollout * envs.num_envs // len(collector.ids), 0
+    steps_per_update, steps_done = config.rollout * envs.num_envs, 0
+    batches = steps_per_update // len(collector.ids)
     checkpoint = Checkpoint(config.resume, envs, config.first_ready)
     if (saved := checkpoint.load()) is not None:
         envs.load_state_dict(saved["envs"])  # type: ignore[attr-defined]
         vars(collector).update(saved["collector"])
-        params, state, done = saved["params"], saved["optimizer"], saved["steps"]
+        params, state, steps_done = saved["params"], saved["optimizer"], saved["steps"]
         key = jax.random.wrap_key_data(saved["key"])
         for point in saved["curve"]:
             curve.add(*point)
     returns = collector.returns
 
-    def reached() -> bool:
+    def target_is_reached() -> bool:
         return len(returns) == returns.maxlen and np.mean(returns) >= config.target
 
-    if reached():  # the saved run was complete
+    if target_is_reached():  # by the saved run
         return True
-    for steps in range(done + config.rollout * envs.num_envs, config.steps + 1, config.rollout * envs.num_envs):
+    for steps in range(steps_done + steps_per_update, config.steps + 1, steps_per_update):
         key, act_key, update_key = jax.random.split(key, 3)
         rollout = collector.collect(params, act_key, batches)
         rollout["reward"] *= config.reward_scale
@@ -278,7 +280,7 @@ def train(envs: gym.vector.VectorEnv, config: Config, curve: Curve) -> bool:
             envs, collector, params=jax.device_get(params), optimizer=jax.device_get(state), steps=steps,
             key=jax.device_get(jax.random.key_data(key)), curve=[(point.steps, point.mean_return) for point in curve.points],
         )  # fmt: skip
-        if reached():
+        if target_is_reached():
             return True
     return False
 

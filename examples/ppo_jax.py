@@ -1,11 +1,11 @@
-"""PPO with the whole iteration in one jitted function: rollout, advantages, and every minibatch update.
+"""PPO with the whole iteration in one jitted function: rollout, advantages, and all minibatch updates.
 
     pip install -e ".[examples]"
     python examples/ppo_jax.py                   # CartPole-v1 in processes
     python examples/ppo_jax.py --backend brax    # inverted_pendulum on the device
 
-The environments are processes behind vecenv.jax.bridge, or physics on the device. At the end the program evaluates the
-policy without its noise, and writes the learning curve to a PNG. docs/examples.md has results and times.
+The environments run in processes, behind vecenv.jax.bridge, or are physics on the device. At the end, the program evaluates
+the policy without noise, and writes the learning curve as a PNG. docs/examples.md has results and times.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def make_env(config: Config, num_envs: int) -> Any:
 
 
 def make_policy(agent: Agent, greedy: bool = False) -> Any:
-    """Wrap the agent as a policy for rollouts; its extras are the inputs of the loss."""
+    """Wrap the agent as a policy for rollouts. The extras of the policy are inputs of the loss."""
 
     def act(params: Any, obs: jax.Array, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         distribution, _ = agent(params, obs)
@@ -96,7 +96,7 @@ class TrainState(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A batch of transitions; leaves ``[rows, ...]``. Rows that only reset an environment are not ``valid``."""
+    """A batch of transitions, with fields ``[rows, ...]``. Rows that only reset an environment are not ``valid``."""
 
     obs: jax.Array
     choice: jax.Array
@@ -109,7 +109,7 @@ class Batch(NamedTuple):
 def advantages(trajectory: vj.Trajectory, value: jax.Array, next_value: jax.Array, discount: float, lam: float) -> jax.Array:
     """Return generalised advantage estimates ``[T, n]``.
 
-    ``next_value`` is the value of the true next states, so a truncated episode has the value of its true last observation.
+    ``next_value`` has the values of the true next states; after a truncation, that of the true last observation.
     """
     done = trajectory.terminated | trajectory.truncated
     delta = trajectory.reward + discount * next_value * ~trajectory.terminated - value
@@ -146,7 +146,7 @@ def make_iteration(config: Config, env: Any, agent: Agent, optimizer: optax.Grad
         batch = Batch(trajectory.obs, extras["choice"], extras["log_prob"], advantage, advantage + value, trajectory.valid)
         return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)
 
-    def minibatch(carry: tuple[Any, Any], batch: Batch) -> tuple[tuple[Any, Any], None]:
+    def update_on_minibatch(carry: tuple[Any, Any], batch: Batch) -> tuple[tuple[Any, Any], None]:
         params, state = carry
         changes, state = optimizer.update(jax.grad(loss)(params, batch), state)
         return (optax.apply_updates(params, changes), state), None
@@ -156,12 +156,12 @@ def make_iteration(config: Config, env: Any, agent: Agent, optimizer: optax.Grad
         trajectory, env_state = collect(train, act_key)
         batch = make_batch(train.params, trajectory)
 
-        def epoch(carry: tuple[Any, Any], key: jax.Array) -> tuple[tuple[Any, Any], None]:
+        def run_epoch(carry: tuple[Any, Any], key: jax.Array) -> tuple[tuple[Any, Any], None]:
             order = jax.random.permutation(key, len(batch.valid)).reshape(config.minibatches, -1)
-            return jax.lax.scan(minibatch, carry, jax.tree.map(lambda leaf: leaf[order], batch))
+            return jax.lax.scan(update_on_minibatch, carry, jax.tree.map(lambda leaf: leaf[order], batch))
 
         keys = jax.random.split(shuffle_key, config.epochs)
-        (params, state), _ = jax.lax.scan(epoch, (train.params, train.optimizer), keys)
+        (params, state), _ = jax.lax.scan(run_epoch, (train.params, train.optimizer), keys)
         ended = trajectory.valid & (trajectory.terminated | trajectory.truncated)
         returns = trajectory.env_extras["last_return"]
         return TrainState(params, state, env_state), ended.sum(), jnp.sum(returns * ended)
@@ -174,8 +174,8 @@ def make_iteration(config: Config, env: Any, agent: Agent, optimizer: optax.Grad
 
 def learn(config: Config, env: Any, agent: Agent, curve: Curve) -> Any:
     """Train for ``config.steps`` and return the parameters."""
-    size = config.num_envs * config.rollout
-    iterations = config.steps // size
+    steps_per_iteration = config.num_envs * config.rollout
+    iterations = config.steps // steps_per_iteration
     schedule = optax.linear_schedule(config.learning_rate, 0.0, iterations * config.epochs * config.minibatches)
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(schedule))
     iteration = make_iteration(config, env, agent, optimizer)
@@ -185,18 +185,18 @@ def learn(config: Config, env: Any, agent: Agent, curve: Curve) -> Any:
     for i in range(iterations):
         train, episodes, total = iteration(train, jax.random.fold_in(key, i))
         if episodes > 0:
-            curve.add((i + 1) * size, float(total / episodes))
+            curve.add((i + 1) * steps_per_iteration, float(total / episodes))
     return train.params
 
 
 def evaluate(config: Config, env: Any, agent: Agent, params: Any) -> float:
-    """Return the mean return of the policy without its noise."""
+    """Return the mean return of the policy without noise."""
 
-    def episodes(params: Any, key: jax.Array) -> vj.EpisodeMetrics:
+    def run_episodes(params: Any, key: jax.Array) -> vj.EpisodeMetrics:
         greedy = make_policy(agent, greedy=True)
         return vj.fast_eval_rollout_episode(env, greedy, params, env.reset(key), (), key, 1000, config.episodes)[0]
 
-    return float(jax.jit(episodes)(params, jax.random.key(config.seed + 1)).episode_return.mean())
+    return float(jax.jit(run_episodes)(params, jax.random.key(config.seed + 1)).episode_return.mean())
 
 
 def main(argv: list[str] | None = None) -> float:

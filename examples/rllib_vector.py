@@ -1,16 +1,16 @@
-"""RLlib's PPO on CartPole-v1, with a vecenv vector environment in each runner.
+"""RLlib's PPO on CartPole-v1, with a vector environment of vecenv in each environment runner.
 
     pip install -e ".[rllib]"
     python examples/rllib_vector.py --steps 20000
 
-On 2 cores without a GPU its last lines are:
+On 2 cores without a GPU, its last lines are:
 
       18476 steps, mean return 304
       20525 steps, mean return 343
     21 s
 
-RLlib needs no adapter: with ``gym_env_vectorize_mode="vector_entry_point"``, it calls ``build`` in the process of
-every runner.
+RLlib needs no adapter: with ``gym_env_vectorize_mode="vector_entry_point"``, it calls ``make_envs`` in the process of each
+runner.
 """
 
 import argparse
@@ -27,15 +27,15 @@ except ModuleNotFoundError as missing:
 import vecenv
 
 
-def build(context: Any) -> Any:
-    """Build a vector environment of RLlib's size, or with one environment if RLlib only reads the spaces."""
+def make_envs(context: Any) -> Any:
+    """Build a vector environment of the size that RLlib needs, or of one environment if RLlib only reads the spaces."""
     return vecenv.make_vec("CartPole-v1", context.get("num_envs", 1))
 
 
 def main(steps: int, num_envs: int) -> None:
     start = time.perf_counter()
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    register_env("cartpole-by-vecenv", build)
+    register_env("cartpole-by-vecenv", make_envs)
     config = (
         PPOConfig()
         .environment("cartpole-by-vecenv")
@@ -44,11 +44,11 @@ def main(steps: int, num_envs: int) -> None:
         .debugging(seed=1)
     )
     algorithm = config.build_algo()
-    sampled = 0
-    while sampled < steps:
+    steps_done = 0
+    while steps_done < steps:
         metrics = algorithm.train()["env_runners"]
-        sampled = int(metrics["num_env_steps_sampled_lifetime"])
-        print(f"{sampled:7} steps, mean return {metrics['episode_return_mean']:.0f}", flush=True)
+        steps_done = int(metrics["num_env_steps_sampled_lifetime"])
+        print(f"{steps_done:7} steps, mean return {metrics['episode_return_mean']:.0f}", flush=True)
     algorithm.stop()
     ray.shutdown()
     print(f"{time.perf_counter() - start:.0f} s")

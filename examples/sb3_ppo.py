@@ -1,13 +1,13 @@
-"""Stable-Baselines3's PPO on CartPole-v1, stepped by vecenv.
+"""Stable-Baselines3's PPO on CartPole-v1, with environments of vecenv.
 
     pip install -e ".[sb3]"
     python examples/sb3_ppo.py
 
-On 2 cores without a GPU it prints:
+On 2 cores without a GPU, it prints:
 
     return 500 +- 0 over 20 episodes, after 100000 steps and 27 s
 
-Only the lines that build the environments use vecenv; everything else is SB3's own.
+Only the lines that build the environments use vecenv; all others are the same as in any SB3 program.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from vecenv.adapters import as_sb3
 def main(steps: int, num_envs: int) -> None:
     start = time.perf_counter()
     torch.set_num_threads(1)  # the networks are tiny, so leave the cores to the environments
-    envs = vecenv.make_vec("CartPole-v1", num_envs, autoreset_mode="SameStep")  # as in SB3
+    envs = vecenv.make_vec("CartPole-v1", num_envs, autoreset_mode="SameStep")  # SB3's autoreset mode
     model = PPO(
         "MlpPolicy",
         VecMonitor(as_sb3(envs)),
@@ -38,8 +38,8 @@ def main(steps: int, num_envs: int) -> None:
         n_epochs=20,
         gamma=0.98,
         gae_lambda=0.8,
-        learning_rate=lambda left: 1e-3 * left,
-        clip_range=lambda left: 0.2 * left,
+        learning_rate=lambda remaining: 1e-3 * remaining,
+        clip_range=lambda remaining: 0.2 * remaining,
         seed=1,
         device="cpu",
     )

@@ -1,10 +1,10 @@
-"""An environment crashes its process by a segmentation fault, and the program continues.
+"""An environment crashes its worker with a segmentation fault, and the program continues.
 
     python examples/survive_a_crash.py
 
-Sixteen environments run in eight worker processes. Environment 7 has the kind of bug that C extensions have: at its 40th
-step it reads from address 0. The kernel kills its worker, and the log names the environment and the line of Python. Both
-environments of that worker are rebuilt, their episodes count as truncated, and the next step is a normal one.
+Sixteen environments run in eight worker processes. Environment 7 has a bug as in a C extension: its 40th step reads from
+address 0. The kernel kills its worker, and the log names the environment and the line of Python. Both environments of that
+worker are rebuilt, their episodes count as truncated, and the next step is a normal one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Robot(gym.Env[np.ndarray, np.int64]):
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         self.steps += 1
         if self.index == 7 and self.steps == 40:
-            ctypes.string_at(0)
+            ctypes.string_at(0)  # a segmentation fault
         return np.full(3, self.steps / STEPS, np.float32), 1.0, False, False, {}
 
 

@@ -3,7 +3,7 @@
     pip install -e ".[clients]"
     python examples/tianshou_ppo.py
 
-On 2 cores without a GPU, with other programs running, it printed:
+On 2 cores without a GPU, while other programs ran, it printed:
 
     return 500 +- 0 over 20 episodes, after 61440 steps and 49 s
 
@@ -31,7 +31,7 @@ import vecenv
 from vecenv.adapters import as_tianshou
 
 
-def network(envs: Any) -> Net:
+def make_network(envs: Any) -> Net:
     shape = envs.single_observation_space.shape
     return Net(state_shape=shape, hidden_sizes=[64, 64], activation=torch.nn.Tanh)
 
@@ -44,8 +44,8 @@ def main(steps: int, num_envs: int) -> None:
 
     per_epoch, per_update = min(steps, 10_000), 64 * num_envs
     epochs = max(1, steps // per_epoch)
-    actor = DiscreteActor(preprocess_net=network(envs), action_shape=envs.single_action_space.n, softmax_output=False)
-    critic = DiscreteCritic(preprocess_net=network(envs))
+    actor = DiscreteActor(preprocess_net=make_network(envs), action_shape=envs.single_action_space.n, softmax_output=False)
+    critic = DiscreteCritic(preprocess_net=make_network(envs))
     for layer in [*actor.modules(), *critic.modules()]:
         if isinstance(layer, torch.nn.Linear):
             torch.nn.init.orthogonal_(layer.weight, 2**0.5)
@@ -71,7 +71,7 @@ def main(steps: int, num_envs: int) -> None:
             verbose=False,
         )
     )
-    # a new buffer, because unfinished episodes of the training would continue in the other one
+    # with a new buffer, because the other one contains unfinished episodes of the training
     evaluation = Collector(algorithm, tianshou_envs, VectorReplayBuffer(20_000, num_envs))
     with torch.no_grad():
         episodes = evaluation.collect(n_episode=20, reset_before_collect=True)

@@ -1,13 +1,13 @@
-"""Collects batches of CartPole-v1 steps as TensorDicts, with TorchRL's collector and environments of vecenv.
+"""Collects steps of CartPole-v1 as TensorDicts, with TorchRL's collector and environments of vecenv.
 
     pip install -e ".[clients]"
     python examples/torchrl_collect.py
 
-On 2 cores without a GPU it prints:
+On 2 cores without a GPU, it prints:
 
     20480 steps of 16 environments, 936 episodes, 4622 steps/s
 
-Workers start by "forkserver", although importing TorchRL makes "spawn" the default of ``multiprocessing``.
+Workers start by "forkserver", although the import of TorchRL makes "spawn" the default of ``multiprocessing``.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""Learning by the exact gradient through the physics of a Brax environment, with TorchRL and without a critic.
+"""Trains a policy with the exact gradient through the physics of a Brax environment, with TorchRL and without a critic.
 
     pip install -e ".[clients]"
     python examples/torchrl_gradient.py
 
-The policy should keep a pole upright on a cart. The loss depends on the angle of the pole and the position of the cart;
-`TensorDictEnv` propagates its gradient through Brax's physics to all earlier actions, so `backward` of a short rollout
-yields the policy gradient. Each rollout continues where the last one ended, without its gradient. In a minute on 2 cores
-without a GPU it prints:
+The policy learns to keep a pole upright on a cart. The loss depends on the angle of the pole and the position of the cart.
+`TensorDictEnv` propagates its gradient through Brax's physics to all earlier actions, so `backward` after a short rollout
+computes the policy gradient. Each rollout continues where the last one ended, but its gradient does not. On 2 cores without
+a GPU, it prints in a minute:
 
     before: 18 of 200 steps upright
     update 25: loss 0.0040, 604 steps/s
@@ -69,6 +69,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=100, help="number of policy updates (default: %(default)s)")
     parser.add_argument("--num-envs", type=int, default=32, help="number of environments (default: %(default)s)")
-    parser.add_argument("--horizon", type=int, default=16, help="steps that a gradient goes through (default: %(default)s)")
+    parser.add_argument(
+        "--horizon", type=int, default=16, help="steps per rollout, and so per gradient (default: %(default)s)"
+    )
     options = parser.parse_args()
     main(options.updates, options.num_envs, options.horizon)

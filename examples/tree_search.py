@@ -1,13 +1,13 @@
-"""Monte-Carlo tree search in an Atari game from snapshots, compared with the same search by replaying actions.
+"""Monte-Carlo tree search in an Atari game by snapshots, compared with the same search by replayed moves.
 
     pip install -e . ale-py
     python examples/tree_search.py                       # ALE/Breakout-v5
     python examples/tree_search.py CartPole-v1 --moves 40 --by snapshots,frozen,replay
     python examples/tree_search.py LunarLander-v3 --by frozen,replay   # pip install box2d
 
-A node of the tree is a state of the game. To expand a node, the program restores its state in all environments of one vector
-environment; each of them makes a different move and then plays at random for a while, and its return is the value of its
-move. Snapshots restore a state by ``envs.load(snapshot)``; frozen copies, which work for games with state in C, by
+A node of the tree is a state of the game. To expand a node, the program restores its state in all environments of a vector
+environment. Each environment makes a different move and then some random moves; the return is the value of its first move.
+Snapshots restore a state by ``envs.load(snapshot)``; frozen copies, which work for games with state in C, restore it by
 ``envs.thaw(frozen)``. Without these, the program resets the environments and repeats all moves since the beginning. The game
 is deterministic here, so the states and the search are the same.
 """
@@ -35,7 +35,7 @@ class Node:
     """A state, and the results of the search below it.
 
     Attributes:
-        saved: A value that restores the state in environments.
+        saved: The saved state, as the methods of :class:`Games` return it.
         reward: The reward of the move that led to the state.
         over: True if the game ended with that move.
         visits, total: The number of games played from the state, and the sum of their returns.
@@ -49,18 +49,18 @@ class Node:
     total: float = 0.0
     children: list[Node] = field(default_factory=list)
 
-    def worth(self, parents_visits: int) -> float:
+    def uct_score(self, parent_visits: int) -> float:
         """Return the mean return of the node, with a bonus for rarely tried moves (UCT)."""
         mean = self.reward + DISCOUNT * self.total / self.visits
-        return mean + EXPLORATION_WEIGHT * math.sqrt(math.log(parents_visits) / self.visits)
+        return mean + EXPLORATION_WEIGHT * math.sqrt(math.log(parent_visits) / self.visits)
 
 
 class Games:
-    """A vector environment with one game per possible move; subclasses save and restore states."""
+    """A vector environment with one game per possible move. Subclasses define how to save and restore states."""
 
     def __init__(self, envs: Any, seed: int) -> None:
         self.envs, self.seed = envs, seed
-        self.steps = 0  # of single environments
+        self.steps = 0  # of all environments
 
     def step(self, actions: Any) -> tuple[Any, Any]:
         _, rewards, terminations, truncations, _ = self.envs.step(np.asarray(actions))
@@ -83,7 +83,7 @@ class Snapshots(Games):
 
 
 class Frozen(Games):
-    """Games that save states as frozen copies of processes. Each copy ends with its node."""
+    """Games that save states as frozen copies of their processes. A copy ends when its node is deleted."""
 
     def begin(self) -> Any:
         self.envs.reset(seed=[self.seed] * self.envs.num_envs)
@@ -111,8 +111,8 @@ class Replay(Games):
         return [(*parent, action) for action in range(self.envs.num_envs)]
 
 
-def expand(games: Any, node: Node, horizon: int, chance: np.random.Generator) -> float:
-    """Make every move from a node, and continue at random. Return the mean of the returns."""
+def expand(games: Any, node: Node, horizon: int, rng: np.random.Generator) -> float:
+    """Make all moves from a node, and continue with random moves. Return the mean of the returns."""
     moves = games.envs.num_envs
     games.restore(node.saved)
     rewards, over = games.step(np.arange(moves))
@@ -122,44 +122,43 @@ def expand(games: Any, node: Node, horizon: int, chance: np.random.Generator) ->
     ]
     returns, weight = np.zeros(moves), 1.0
     for _ in range(horizon):
-        rewards, ended = games.step(chance.integers(moves, size=moves))
-        returns += weight * rewards * ~over  # results after the end of a game do not count
+        rewards, ended = games.step(rng.integers(moves, size=moves))
+        returns += weight * rewards * ~over  # rewards after the end of a game do not count
         weight, over = weight * DISCOUNT, over | ended
     for child, total in zip(node.children, returns, strict=True):
         child.total = float(total)
     return float(np.mean([child.reward + DISCOUNT * child.total for child in node.children]))
 
 
-def search(games: Any, root: Node, expansions: int, horizon: int, chance: np.random.Generator) -> int:
-    """Grow the tree below ``root``; return the move that was tried most often."""
+def search(games: Any, root: Node, expansions: int, horizon: int, rng: np.random.Generator) -> int:
+    """Expand the tree below ``root``, and return the move that was tried most often."""
     for _ in range(expansions):
         path = [root]
         while path[-1].children:
             parent = path[-1]
-            path.append(max(parent.children, key=lambda child: child.worth(parent.visits)))
+            path.append(max(parent.children, key=lambda child: child.uct_score(parent.visits)))
         leaf = path[-1]
-        value = 0.0 if leaf.over else expand(games, leaf, horizon, chance)
-        for node, parent in zip(reversed(path), [*reversed(path[:-1]), None], strict=True):
+        value = 0.0 if leaf.over else expand(games, leaf, horizon, rng)
+        for node in reversed(path):
             node.visits, node.total = node.visits + 1, node.total + value
-            if parent is not None:
-                value = node.reward + DISCOUNT * value
+            value = node.reward + DISCOUNT * value  # of the parent
     return max(range(len(root.children)), key=lambda move: root.children[move].visits)
 
 
 def play(games: Any, moves: int, expansions: int, horizon: int, seed: int) -> tuple[list[int], float, float]:
-    """Play a game of this many moves. Return the moves, the sum of their rewards, and the seconds."""
-    chance = np.random.default_rng(seed)
-    root, made, score = Node(games.begin()), [], 0.0
-    began = time.perf_counter()  # after the first snapshot, which takes longer because it is verified
-    while len(made) < moves and not root.over:
-        made.append(search(games, root, expansions, horizon, chance))
-        root = root.children[made[-1]]  # its subtree remains
+    """Play a game of at most this many moves. Return the moves, the sum of their rewards, and the seconds."""
+    rng = np.random.default_rng(seed)
+    root, played, score = Node(games.begin()), [], 0.0
+    start = time.perf_counter()  # after the first snapshot, which takes longer because it is verified
+    while len(played) < moves and not root.over:
+        played.append(search(games, root, expansions, horizon, rng))
+        root = root.children[played[-1]]  # the next search continues with the subtree of the move
         score += root.reward
-    return made, score, time.perf_counter() - began
+    return played, score, time.perf_counter() - start
 
 
-def make(env_id: str, num_workers: int | None) -> Any:
-    """Build one environment for each move of the game."""
+def make_envs(env_id: str, num_workers: int | None) -> Any:
+    """Build a vector environment with one environment per possible move of the game."""
     options: dict[str, Any] = {}
     if env_id.startswith("ALE/"):
         import ale_py
@@ -175,30 +174,36 @@ def make(env_id: str, num_workers: int | None) -> Any:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("env_id", nargs="?", default="ALE/Breakout-v5", help="a game (default: %(default)s)")
+    parser.add_argument("env_id", nargs="?", default="ALE/Breakout-v5", help="id of the game (default: %(default)s)")
     parser.add_argument("--moves", type=int, default=40, help="number of moves (default: %(default)s)")
-    parser.add_argument("--expansions", type=int, default=16, help="expanded nodes per move (default: %(default)s)")
-    parser.add_argument("--horizon", type=int, default=10, help="random moves after each (default: %(default)s)")
-    parser.add_argument("--by", default="snapshots,replay", help="snapshots, frozen, replay (default: %(default)s)")
-    parser.add_argument("--num-workers", type=int, default=0, help="processes; frozen: one per game (default: %(default)s)")
+    parser.add_argument("--expansions", type=int, default=16, help="nodes to expand per move (default: %(default)s)")
+    parser.add_argument("--horizon", type=int, default=10, help="random moves after each move (default: %(default)s)")
+    parser.add_argument(
+        "--by", default="snapshots,replay", help="ways to restore states: snapshots, frozen, replay (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--num-workers", type=int, default=0, help="number of worker processes, except for frozen (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the game and the search (default: %(default)s)")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     kinds = {"snapshots": Snapshots, "frozen": Frozen, "replay": Replay}
-    if wrong := set(given.by.split(",")) - set(kinds):
-        parser.error(f"--by has {', '.join(sorted(wrong))}, expected some of {', '.join(kinds)}")
-    found = {}
-    for name in given.by.split(","):
-        with closing(make(given.env_id, None if name == "frozen" else given.num_workers)) as envs:
-            games = kinds[name](envs, given.seed)
-            made, score, seconds = play(games, given.moves, given.expansions, given.horizon, given.seed)
-        print(f"{name:10}{len(made)} moves, score {score:g}: {games.steps:,} steps of environments, {seconds:.2f} s")
-        found[name] = made, games.steps, seconds
-    (first, (made, steps, seconds)), *others = found.items()
-    for other, (others_made, others_steps, others_seconds) in others:
-        same = "the same moves" if made == others_made else "OTHER MOVES: the game is not deterministic"
+    names = args.by.split(",")
+    if unknown := set(names) - set(kinds):
+        parser.error(f"--by: got {', '.join(sorted(unknown))}, expected some of {', '.join(kinds)}")
+    results = {}
+    for name in names:
+        num_workers = None if name == "frozen" else args.num_workers  # copies need one process per game
+        with closing(make_envs(args.env_id, num_workers)) as envs:
+            games = kinds[name](envs, args.seed)
+            played, score, seconds = play(games, args.moves, args.expansions, args.horizon, args.seed)
+        print(f"{name:10}{len(played)} moves, score {score:g}: {games.steps:,} steps of environments, {seconds:.2f} s")
+        results[name] = played, games.steps, seconds
+    (first, (played, steps, seconds)), *others = results.items()
+    for other, (other_played, other_steps, other_seconds) in others:
+        comparison = "the same moves" if played == other_played else "OTHER MOVES: the game is not deterministic"
         print(
-            f"{same}; {first} against {other}: {others_steps / steps:.1f} times fewer steps, "
-            f"{others_seconds / seconds:.1f} times faster"
+            f"{comparison}; {first} against {other}: {other_steps / steps:.1f} times fewer steps, "
+            f"{other_seconds / seconds:.1f} times faster"
         )
 
 

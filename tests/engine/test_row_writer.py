@@ -46,7 +46,7 @@ def test_100_000_random_results_are_stored_as_by_the_python_writer(monkeypatch: 
 def test_sanitizers_find_no_error_in_the_compiled_code(tmp_path: Path) -> None:
     """Random results are stored under AddressSanitizer and UBSan, with a separate allocation for each Python object."""
     build = pytest.importorskip("hatch_build")
-    module, compiler = tmp_path / "sanitized.so", build.compiler()
+    module, compiler = tmp_path / "sanitized.so", build.compiler_command()
     flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"]
     if problem := build.compile_extension(Path(row_writer.__file__).with_name("_row_writer.c"), module, *flags):
         pytest.skip(problem)

@@ -333,9 +333,9 @@ def test_show_prints_all_sizes_as_text_or_json(capsys: pytest.CaptureFixture[str
 
 CARTPOLE = partial(runners.make_env, "CartPole-v1")
 TRAININGS: dict[str, Any] = {
-    "all": partial(train.Training, partial(train._vecenv, CARTPOLE, 4, None, num_workers=2)),
-    "halves": partial(train.Training, partial(train._vecenv, CARTPOLE, 4, 2, num_workers=2)),
-    "gymnasium": partial(train.Training, partial(train._gymnasium, "SyncVectorEnv", CARTPOLE, 4)),
+    "all": partial(train.Training, partial(train._make_vecenv_stepper, CARTPOLE, 4, None, num_workers=2)),
+    "halves": partial(train.Training, partial(train._make_vecenv_stepper, CARTPOLE, 4, 2, num_workers=2)),
+    "gymnasium": partial(train.Training, partial(train._make_gymnasium_stepper, "SyncVectorEnv", CARTPOLE, 4)),
     "bridge": partial(train.BridgeTraining, CARTPOLE, 4, 2),
 }
 

@@ -281,10 +281,11 @@ def compare(args: argparse.Namespace) -> None:
             if not all(rounds):
                 continue
             delays = [result["late_ms"] for result in rounds if "late_ms" in result]
-            ratios = [pool["rate"] / result["rate"] for pool, result in zip(results["pool"], rounds, strict=True)]
+            pairs = zip(results.get("pool", []), rounds, strict=False)
+            ratios = [pool["rate"] / result["rate"] for pool, result in pairs if pool]
             rate = "" if name == "bare" else format_spread([result["rate"] for result in rounds], ",.0f")
             delay = format_spread(delays, ".1f") if delays else ""
-            ratio = "" if name in ("pool", "bare") else format_spread(ratios, ".2f")
+            ratio = "" if name in ("pool", "bare") or not ratios else format_spread(ratios, ".2f")
             row = f"{f'{kind}, {workers} workers':20}{name:8}"
             print(f"{row}{rate:>26}{delay:>22}{ratio:>24}", flush=True)
 

@@ -115,7 +115,7 @@ def compare_worker_counts(
 ) -> Report:
     """Compare ``num_workers="auto"``, fixed numbers of workers and ``SyncVectorEnv``, or only the rows in ``names``."""
     env_fn = WORKLOADS[workload].prepare()
-    excluded = ("first-ready", "gym-async", "bare-pipes", "bare-loop")
+    excluded = ("first-ready", "gym-async", "bare-pipes", "bare-lockstep", "bare-loop")
     rows = [c for c in default_candidates(env_fn, num_envs, workers) if c.name not in excluded]
     worker_counts = {0: "in-process", 1: "1 worker", 2 * workers: f"{2 * workers} workers"}
     rows += [

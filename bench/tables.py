@@ -196,7 +196,8 @@ def write_tables(out: Path) -> None:
             text = replace_between(text, name, compare_table(reports))
     page.write_text(text)
     if comparison:
-        _replace_lines(ROOT / "README.md", "headline", headline(comparison))
+        if _first_reports(comparison, GAINS):
+            _replace_lines(ROOT / "README.md", "headline", headline(comparison))
         _replace_lines(ROOT / "README.md", "gains", gains_table(comparison))
         _replace_lines(ROOT / "docs" / "benchmarks.md", "real", real_table(comparison))
         draw_gains(comparison, ROOT / "docs" / "gains.svg")

@@ -82,7 +82,7 @@ class StackedGame:
 @pytest.mark.parametrize("with_info", [True, False])
 @pytest.mark.parametrize("resets_itself", [True, False])
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_every_variant_of_a_stacked_game_steps(values: int, with_info: bool, resets_itself: bool, mode: AutoresetMode) -> None:
+def test_every_stacked_game_variant_steps(values: int, with_info: bool, resets_itself: bool, mode: AutoresetMode) -> None:
     env_fn = functools.partial(StackedGame, values, with_info, resets_itself)
     with MultiAgentVecEnv([env_fn] * 2, autoreset_mode=mode, num_workers=0) as envs:
         assert envs.possible_agents == ["agent_0", "agent_1"]

@@ -316,7 +316,7 @@ def test_close_ends_all_threads(make: Make, batch_size: int) -> None:
     envs.reset()
     envs.send(zeros(8), np.arange(8))
     envs.recv(timeout=10.0)
-    assert len(find_new_threads(before)) >= 4, "three threads of the pool, and one helper"
+    assert len(find_new_threads(before)) >= 4, "expected three threads of the pool, and one helper"
     envs.reset(seed=3 if batch_size == 8 else None)
     envs.close()
     assert not find_new_threads(before)

@@ -220,7 +220,7 @@ def collect_lives_at_resets(mode: AutoresetMode, steps: int = 400) -> list[int]:
 @pytest.mark.long
 def test_lost_life_continues_the_same_game_in_every_mode() -> None:
     lives = collect_lives_at_resets(AutoresetMode.NEXT_STEP)
-    assert lives[:5] == [4, 3, 2, 1, 5], "five lives per game, and a new game only after the last"
+    assert lives[:5] == [4, 3, 2, 1, 5], "a new game must start only after five lives"
     assert collect_lives_at_resets(AutoresetMode.SAME_STEP) == lives
     assert collect_lives_at_resets(AutoresetMode.DISABLED) == lives
 

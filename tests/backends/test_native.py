@@ -386,7 +386,7 @@ def test_library_error_is_raised_once_and_the_next_step_succeeds(make_counting: 
         envs.step([0, 0, 0])
     envs.library.error = None
     assert envs.step([0, 0, 0])[0]["count"].tolist() == [[1, 1]] * 3
-    assert envs.stats()["steps"] == 3, "the step that raised is not counted"
+    assert envs.stats()["steps"] == 3, "the step that raised was counted"
 
 
 def test_interrupted_wait_leaves_the_result_pending(make_counting: Any) -> None:

@@ -738,7 +738,7 @@ def test_ray_address_is_checked_like_an_argument(monkeypatch: pytest.MonkeyPatch
         _connect(ray, address)
     assert not ray.init.called
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    assert _connect(ray, address), "vecenv starts the cluster"
+    assert _connect(ray, address), "vecenv did not start the cluster"
     assert ray.init.call_args.kwargs["_node_ip_address"] == "127.0.0.1"
 
 

@@ -42,7 +42,7 @@ async def evaluate_with_pool(env_fn: Any, size: int, num_workers: int) -> Any:
 )
 def test_evaluate_equals_plain_loops(mixtures: Any, workers: Any) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # about infos that do not fit into one array
+        warnings.simplefilter("error")  # evaluate must not warn about infos that do not fit into one array
         for mixture in mixtures:
             mode = ("NextStep", "SameStep", "Disabled")[mixture % 3]
             env_fn = functools.partial(MixedInfosEnv, mixture, none=True)

@@ -125,7 +125,7 @@ def test_padded_batches_have_a_constant_number_of_rows() -> None:
 
     def policy(observations: Any, rows: Any, rngs: Any) -> Any:
         sizes.add(len(observations))
-        assert all(list(rows).count(row) == 1 for row in range(3) if row in rows), "row 3 is padding"
+        assert all(list(rows).count(row) == 1 for row in range(3) if row in rows), "a row is repeated that is not padding"
         return choose_actions(observations, rngs)
 
     with open_engine(make_walk_fns(3), num_workers=0) as envs:
@@ -234,7 +234,7 @@ def test_results_have_statistics_and_a_short_repr() -> None:
     assert len(repr(results)) < 100
     assert repr(results).startswith("EpisodeResults(7 episodes, mean=")
     failed = EpisodeResults([*results, replace(results[0], episode_return=float("nan"), error=RuntimeError())])
-    assert (failed.mean, failed.std) == (results.mean, results.std), "episodes that failed have no return"
+    assert (failed.mean, failed.std) == (results.mean, results.std), "the failed episode counts"
     assert "8 episodes, 1 failed" in repr(failed)
     assert np.isnan(EpisodeResults(failed[-1:]).mean)
 
@@ -364,7 +364,7 @@ def test_evaluate_with_workers_equals_a_plain_loop(engine: dict[str, Any]) -> No
         assert summarize(results) == expected_results(10)
         assert envs.stats()["steps"] == sum(result.length for result in results)
         assert all(result.attempts == 1 and result.seconds > 0 and not result.frames for result in results)
-        assert envs.reset(seed=1)[0].shape == (3, 3), "the engine is usable afterwards"
+        assert envs.reset(seed=1)[0].shape == (3, 3), "the engine is not usable after the evaluation"
 
 
 @pytest.mark.slow
@@ -437,7 +437,7 @@ def test_on_episode_receives_results_as_they_finish() -> None:
         results = vecenv.evaluate(envs, choose_actions, 7, seed=SEED, on_episode=received.append)
     assert [result.index for result in results] == list(range(7))
     assert sorted(received, key=lambda result: result.index) == results
-    assert received != results, "short episodes finish first"
+    assert received != results, "results were received in the order of their indices"
 
 
 def test_evaluate_of_record_episode_statistics_has_its_infos() -> None:
@@ -561,7 +561,7 @@ def test_hanging_episode_is_ended_after_the_timeout(tmp_path: Path) -> None:
     results = evaluate_with_faults({SEED + 3: "hang", SEED + 5: "hang once"}, tmp_path, 4, 8, retries=1, timeout=0.5)
     assert isinstance(results[3].error, WorkerDied)
     text = str(results[3].error)
-    assert "time.sleep(600)" in text or "_cause_fault" in text, "the error contains the stack"
+    assert "time.sleep(600)" in text or "_cause_fault" in text, "the error does not contain the stack"
     assert [result.index for result in results if result.error is not None] == [3]
 
 

@@ -82,7 +82,7 @@ class GymEnv(gym.Env[Any, Any]):
     Args:
         env: An argument of :func:`~vecenv.jax.adapt`.
         max_episode_steps: As for :class:`~vecenv.jax.FunctionalVectorEnv`.
-        lanes: The number of rows of the compiled batch; all rows are this environment. XLA rounds differently for
+        lanes: The number of rows of the compiled batch. All rows are this environment. XLA rounds differently for
             different numbers of rows: after 40 steps of ant, results with and without a batch differ by 3e-5. Use n lanes
             for results that equal those of a vector of n rows bit for bit.
         render_mode: ``"rgb_array"`` or ``None``.

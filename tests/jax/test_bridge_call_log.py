@@ -105,7 +105,10 @@ def step_in_while_loop(env: vj.Bridge, state: Any) -> Any:
 
 
 def differentiate_returns(env: vj.Bridge, state: Any) -> Any:
-    """Return the weight 2 times all rewards (2, 3, 4 and 5 in both rows), and the gradient with respect to the weight."""
+    """Return the weighted sum of all rewards, and its gradient with respect to the weight.
+
+    The weight is 2, and the rewards are 2, 3, 4 and 5 in both rows.
+    """
 
     def total(weight: Any) -> Any:
         action = jax.lax.stop_gradient(jnp.full((2, 1), weight))

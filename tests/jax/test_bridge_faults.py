@@ -353,7 +353,9 @@ class JaxAttributeEnv(gym.Env[Any, Any]):
 
 @pytest.mark.parametrize("cls", [JaxInResetEnv, JaxAttributeEnv])
 def test_bridge_over_environments_that_run_jax_in_this_process_raises(cls: type[gym.Env[Any, Any]]) -> None:
-    env_fn = lambda: gym.wrappers.TimeLimit(cls(), 5)  # noqa: E731
+    def env_fn() -> gym.Env[Any, Any]:
+        return gym.wrappers.TimeLimit(cls(), 5)
+
     with pytest.raises(ValueError, match=r"runs JAX in this process.*worker processes"):
         vj.bridge(SyncVectorEnv([env_fn]))
     for envs in (vecenv.AsyncVectorEnv([env_fn], num_workers=0), vecenv.backends.JaxVectorEnv(Counter(), 2)):

@@ -47,7 +47,7 @@ def test_rollouts_make_one_host_call_per_step() -> None:
             return env.envs.calls[1:]
 
     def rollout(*args: Any) -> Any:
-        return vj.rollout(*args, 6)[1].token  # not the trajectory, which makes no difference
+        return vj.rollout(*args, 6)[1].token  # the trajectory is unused, which must not remove steps
 
     assert get_host_calls(rollout) == "S" * 6
     assert get_host_calls(lambda *args: vj.eval_rollout_episode(*args, 6)) == "S" * 6

@@ -62,7 +62,7 @@ def test_gradients_do_not_pass_through_a_reset(make_counters: Any) -> None:
 
 
 class CliffEnv(Counter):
-    """An environment with a last position of 1. Beyond it, rewards and derivatives are nan, unless ``fence`` is true."""
+    """An environment that ends beyond position 1, where rewards and derivatives are nan unless ``fence`` is true."""
 
     def __init__(self, fence: bool) -> None:
         self.fence = fence

@@ -89,7 +89,7 @@ class RandomGame:
         self.death_times = self.birth_times + self.rng.integers(1, self.length, count)
         if self.end_together:
             self.death_times[:] = self.death_times.max()
-        if self.births:  # the first agent lives until all others are born, so that no episode ends before
+        if self.births:  # the first agent lives until all others are born, because an episode without agents ends
             self.death_times[0] = max(self.death_times[0], self.birth_times.max() + 1)
         self.end_kinds = self.rng.integers(0, 3, count)  # 0: termination, 1: truncation, 2: both
         self.agents = [agent for index, agent in enumerate(self.possible_agents) if self.birth_times[index] == 0]

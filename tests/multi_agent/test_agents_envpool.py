@@ -97,7 +97,7 @@ def test_highway_players_act_simultaneously_and_seeds_repeat_games() -> None:
         assert np.array_equal(one, other)
 
 
-def test_flatten_agents_makes_players_rows_and_render_raises() -> None:
+def test_flatten_agents_has_a_row_per_player_and_render_raises() -> None:
     envs = MultiAgentVecEnv.from_envpool("TicTacToe-v1", 2, num_threads=1)
     with pytest.raises(NotImplementedError, match="render"):
         envs.render()

@@ -92,7 +92,7 @@ def test_step_passes_only_actions_of_live_agents_to_the_environment() -> None:
     with open_games(make_fns(1), layout="agents", num_workers=0) as envs:
         for _ in range(2):
             envs.step({"a": [1], "b": [2], "c": np.array([[3]])})
-        envs.step({"b": [2], "c": [3]})  # the action of a, which is dead, may be missing
+        envs.step({"b": [2], "c": [3]})  # a is dead, so its action may be missing
         envs.step({"a": [99], "b": [2], "c": [3]})  # or invalid
         (received,) = envs.get_attr("actions")
     assert received == [{"a": 1, "b": 2, "c": 3}] * 2 + [{"b": 2, "c": 3}] * 2

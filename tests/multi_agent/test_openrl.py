@@ -48,7 +48,7 @@ def assert_env_name(env: Any, env_name: str) -> None:
     assert env.metadata["name"] == env_name
 
 
-def test_calls_of_openrls_test_of_its_async_env_succeed() -> None:
+def test_calls_from_the_tests_of_openrl_succeed() -> None:
     env = make_openrl([IdentityEnv] * 2, shared_memory=True)
     assert env._env_name == "IdentityEnv"
     env.exec_func(assert_env_name, indices=None, env_name="IdentityEnv")

@@ -1,4 +1,4 @@
-"""Replays repeat the failures at the end of random programs, as exactly the requests that reached environments are recorded.
+"""Replays repeat the failures of random programs, because exactly those requests are recorded that reached environments.
 
 A program is a random list of public calls to environments that return a checksum of everything they received. Some calls
 fail or are refused, and the program continues. Finally, all environments fail.

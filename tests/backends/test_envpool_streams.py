@@ -270,8 +270,8 @@ def test_large_integer_seeds_become_repeatable_31_bit_seeds(closes: Any) -> None
     assert envs.np_random_seed[0] == 2**31 - 1
     assert all(0 <= seed < 2**31 for seed in envs.np_random_seed)
     envs.reset(seed=np.int64(2**40))
-    again = envs.reset(seed=list(envs.np_random_seed))[0]
-    np.testing.assert_array_equal(first, again)
+    repeated = envs.reset(seed=list(envs.np_random_seed))[0]
+    np.testing.assert_array_equal(first, repeated)
 
 
 def test_none_in_a_list_of_seeds_does_not_change_the_others(closes: Any) -> None:

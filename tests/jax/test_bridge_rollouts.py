@@ -150,15 +150,15 @@ def iter_expected(fns: Any, mode: AutoresetMode, actions: list[Any]) -> Iterator
     envs = SyncVectorEnv(fns, autoreset_mode=mode)
     disabled = mode is AutoresetMode.DISABLED
     obs_leaves = flatten(envs.reset(seed=get_seeds(new_key(7)))[0])
-    over, terminated, truncated = np.zeros(ROWS, bool), np.zeros(ROWS, bool), np.zeros(ROWS, bool)
+    done, terminated, truncated = np.zeros(ROWS, bool), np.zeros(ROWS, bool), np.zeros(ROWS, bool)
     length, total, last_length, last_total = np.zeros(ROWS, int), np.zeros(ROWS), np.zeros(ROWS, int), np.zeros(ROWS)
     for action in actions:
-        was_over = over.copy()
+        was_done = done.copy()
         if disabled:  # SyncVectorEnv would also step the finished rows
             row_actions = list(gym.vector.utils.iterate(envs.action_space, action))
             infos, reward = {}, np.zeros(ROWS)
             obs_leaves = [leaf.copy() for leaf in obs_leaves]
-            for i in np.flatnonzero(~over):
+            for i in np.flatnonzero(~done):
                 observation, reward[i], terminated[i], truncated[i], _ = envs.envs[i].step(row_actions[i])
                 for leaf, value in zip(obs_leaves, flatten(observation), strict=True):
                     leaf[i] = value
@@ -166,20 +166,20 @@ def iter_expected(fns: Any, mode: AutoresetMode, actions: list[Any]) -> Iterator
             obs, reward, terminated, truncated, infos = envs.step(action)
             obs_leaves = [leaf.copy() for leaf in flatten(obs)]
         successor = [leaf.copy() for leaf in obs_leaves]
-        over = terminated | truncated
-        if mode is AutoresetMode.SAME_STEP and over.any():
-            for i in np.flatnonzero(over):
+        done = terminated | truncated
+        if mode is AutoresetMode.SAME_STEP and done.any():
+            for i in np.flatnonzero(done):
                 for leaf, value in zip(successor, flatten(infos["final_obs"][i]), strict=True):
                     leaf[i] = value
-        valid = ~was_over if mode is not AutoresetMode.SAME_STEP else np.ones(ROWS, bool)
-        first = {AutoresetMode.NEXT_STEP: was_over, AutoresetMode.SAME_STEP: over}.get(mode, np.zeros(ROWS, bool))
+        valid = ~was_done if mode is not AutoresetMode.SAME_STEP else np.ones(ROWS, bool)
+        first = {AutoresetMode.NEXT_STEP: was_done, AutoresetMode.SAME_STEP: done}.get(mode, np.zeros(ROWS, bool))
         length, total = length + valid, total + np.where(valid, reward, 0)
         if mode is AutoresetMode.NEXT_STEP:
-            length, total = np.where(was_over, 0, length), np.where(was_over, 0, total)
-        ended = over & valid
+            length, total = np.where(was_done, 0, length), np.where(was_done, 0, total)
+        ended = done & valid
         last_length, last_total = np.where(ended, length, last_length), np.where(ended, total, last_total)
         if mode is AutoresetMode.SAME_STEP:
-            length, total = np.where(over, 0, length), np.where(over, 0, total)
+            length, total = np.where(done, 0, length), np.where(done, 0, total)
         yield {
             "obs": obs_leaves, "next_obs": successor, "reward": reward,
             "terminated": terminated.copy(), "truncated": truncated.copy(),

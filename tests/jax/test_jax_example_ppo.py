@@ -87,15 +87,15 @@ def test_transitions_equal_those_of_the_environments(ppo: ModuleType, first_read
         positions = list(zip(*np.nonzero(rollout["env_id"] == env), strict=True))
         single = gymnasium.make("CartPole-v1", max_episode_steps=15)
         observation, _ = single.reset(seed=5 + env)
-        over = False
+        done = False
         for position in positions:
             row = {name: field[position] for name, field in rollout.items()}
-            if over:
+            if done:
                 assert row["weight"] == 0.0
                 assert row["reward"] == 0.0
                 np.testing.assert_array_equal(row["observation"], observation, "the last observation is repeated")
                 observation, _ = single.reset()
-                over, ends = False, ends + 1
+                done, ends = False, ends + 1
                 continue
             if row["weight"] == 0.0:  # the first row of an environment that was not in the first batch
                 assert first_ready
@@ -103,7 +103,7 @@ def test_transitions_equal_those_of_the_environments(ppo: ModuleType, first_read
             np.testing.assert_array_equal(row["observation"], observation)
             observation, reward, terminated, truncated, _ = single.step(int(row["choice"]))
             assert (row["reward"], row["terminated"], row["done"]) == (reward, terminated, terminated or truncated)
-            over = bool(row["done"])
+            done = bool(row["done"])
         single.close()
     assert ends >= 4
 

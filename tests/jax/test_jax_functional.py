@@ -70,12 +70,12 @@ def test_episode_statistics_equal_sums_over_steps(make_counters: Any, mode: Auto
         total += np.where(state.valid, state.reward, 0)
         discounted += np.where(state.valid, 0.5**length * state.reward, 0)
         length += state.valid
-        over = np.asarray(state.done & state.valid)
-        last[:, over] = np.stack([total, discounted, length])[:, over]
+        done = np.asarray(state.done & state.valid)
+        last[:, done] = np.stack([total, discounted, length])[:, done]
         np.testing.assert_allclose(state.last_return, last[0], rtol=1e-5)
         np.testing.assert_allclose(state.last_discounted_return, last[1], rtol=1e-5)
         np.testing.assert_array_equal(state.last_length, last[2])
-        begins = over if mode is AutoresetMode.SAME_STEP else np.zeros(5, bool)
+        begins = done if mode is AutoresetMode.SAME_STEP else np.zeros(5, bool)
         if mode is AutoresetMode.NEXT_STEP:
             begins = ~np.asarray(state.valid)
         for sums in (total, discounted, length):
@@ -84,7 +84,7 @@ def test_episode_statistics_equal_sums_over_steps(make_counters: Any, mode: Auto
         np.testing.assert_allclose(state.discounted_return, discounted, rtol=1e-5)
         np.testing.assert_array_equal(state.steps, length)
         np.testing.assert_array_equal(state.first, begins)
-        ended += over.sum()
+        ended += done.sum()
     assert ended >= 5
 
 

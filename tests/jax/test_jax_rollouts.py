@@ -111,9 +111,9 @@ def test_evaluations_equal_a_plain_loop_without_extra_steps(make: Any, mode: str
     env = make(mode, 0.5)
     expected = find_first_episodes(run_loop(env, 12))
     whole = jax.jit(lambda *args: eval_rollout_episode(env, policy, *args, 12))
-    part = jax.jit(lambda *args: eval_rollout_episode(env.step, policy, *args, 12, keep=("reward", "done"))[0])
+    keep_two_fields = jax.jit(lambda *args: eval_rollout_episode(env.step, policy, *args, 12, keep=("reward", "done"))[0])
     trajectory, metrics, state = whole(*make_arguments(env)[1:])
-    kept = part(*make_arguments(env)[1:])
+    partial = keep_two_fields(*make_arguments(env)[1:])
     fast, last = jax.jit(lambda *args: fast_eval_rollout_episode(env, policy, *args, 12))(*make_arguments(env)[1:])
     returns, lengths, finished = (np.array(column) for column in zip(*expected, strict=True))
     assert 1 < len(set(lengths)) <= max(lengths) < 12
@@ -130,8 +130,8 @@ def test_evaluations_equal_a_plain_loop_without_extra_steps(make: Any, mode: str
     np.testing.assert_allclose(trajectory.reward.sum(0), returns, rtol=1e-5)
     np.testing.assert_allclose((weights * trajectory.reward).sum(0), metrics.discounted_return, rtol=1e-5)
     np.testing.assert_array_equal(trajectory.done, np.arange(12)[:, None] >= lengths - 1)  # done stays true afterwards
-    assert (kept.obs, kept.action, kept.next_obs, kept.valid) == (None,) * 4
-    assert_close((kept.reward, kept.done), (trajectory.reward, trajectory.done))
+    assert (partial.obs, partial.action, partial.next_obs, partial.valid) == (None,) * 4
+    assert_close((partial.reward, partial.done), (trajectory.reward, trajectory.done))
 
 
 @pytest.mark.long

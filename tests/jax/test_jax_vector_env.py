@@ -190,12 +190,12 @@ def test_rows_without_a_loaded_state_need_a_reset(make: Any) -> None:
 def test_state_can_be_set_repeatedly_and_in_another_vector_env(make: Any) -> None:
     envs, other = make(), make(seed=None)
     collect_positions(envs, 5, 0)
-    kept, saved = envs.state, jax.tree.map(np.asarray, envs.state)
+    state, numpy_state = envs.state, jax.tree.map(np.asarray, envs.state)
     expected = collect_positions(envs, 20, 1)
     for _ in range(2):
-        envs.state = kept
+        envs.state = state
         assert_identical(collect_positions(envs, 20, 1), expected)
-    other.state = saved
+    other.state = numpy_state
     assert_identical(collect_positions(other, 20, 1), expected)
 
 
@@ -269,7 +269,7 @@ def test_render_returns_frames_of_the_given_rows(make: Any) -> None:
 def test_jax_arrays_equal_numpy_arrays(make: Any, mode: AutoresetMode) -> None:
     host, device = make(mode=mode), make(mode=mode, to="jax")
     first = device.reset(seed=0)[0]["position"]
-    kept = np.array(first)
+    first_copy = np.array(first)
     for _ in range(12):
         expected, found = host.step(PUSH), device.step(jnp.asarray(PUSH))
         for one, other in zip(expected[:4], found[:4], strict=True):
@@ -282,7 +282,7 @@ def test_jax_arrays_equal_numpy_arrays(make: Any, mode: AutoresetMode) -> None:
             for row in np.flatnonzero(expected[4]["_final_obs"]):
                 final = jax.tree.map(lambda x, row=row: np.asarray(x)[row], infos["final_obs"])
                 jax.tree.map(np.testing.assert_array_equal, expected[4]["final_obs"][row], final)
-    np.testing.assert_array_equal(first, kept)  # steps do not write into returned arrays
+    np.testing.assert_array_equal(first, first_copy)  # steps do not write into returned arrays
 
 
 @pytest.mark.long
@@ -530,19 +530,19 @@ def test_evaluate_from_snapshots_equals_whole_episodes(to: str, mode: AutoresetM
     observations, _ = source.reset(seed=3)
     before = np.zeros(5)
     for _ in range(2):
-        observations, rewards, *over, _ = source.step(np.asarray(policy(observations)))
+        observations, rewards, *flags, _ = source.step(np.asarray(policy(observations)))
         before += np.asarray(rewards)
-        assert not np.any(over), "walks must be longer than two steps"
+        assert not np.any(flags), "walks must be longer than two steps"
     snapshots = source.save()
     source.close()
     for num_envs in (1, 3):
         envs = JaxVectorEnv(FunctionalVectorEnv(Walk(0), num_envs, autoreset_mode=mode), to=to)
         episodes = [*snapshots, vecenv.Episode(seed=whole[1].seed)]
-        *rest, again = vecenv.evaluate(envs, policy, episodes, seed=3, batch="padded", arrays="jax")
+        *rest, from_reset = vecenv.evaluate(envs, policy, episodes, seed=3, batch="padded", arrays="jax")
         assert [result.length + 2 for result in rest] == [result.length for result in whole]
         assert [result.seed for result in rest] == [None] * 5
         assert np.allclose([result.episode_return for result in rest] + before, [result.episode_return for result in whole])
-        assert (again.episode_return, again.length) == (whole[1].episode_return, whole[1].length)
+        assert (from_reset.episode_return, from_reset.length) == (whole[1].episode_return, whole[1].length)
         envs.close()
 
 
@@ -674,14 +674,14 @@ def _unpickle_number(number: Any) -> Any:
 def test_interrupted_load_raises_and_can_be_repeated(closes: Any) -> None:
     envs = closes(JaxVectorEnv(FunctionalVectorEnv(Walk(), 2)))
     envs.reset(seed=3)
-    kept = envs.save()
-    (seed, leaves), row = pickle.loads(kept[1].body), kept[1].row
-    kept = (kept[0], Snapshot.of(row.kind, pickle.dumps((SignalOnUnpickling(seed), leaves))))
+    snapshots = envs.save()
+    (seed, leaves), row = pickle.loads(snapshots[1].body), snapshots[1].row
+    snapshots = (snapshots[0], Snapshot.of(row.kind, pickle.dumps((SignalOnUnpickling(seed), leaves))))
     actions = jnp.full((2, 1), 0.5)
     expected = np.asarray(envs.step(actions)[0])
     with signal_handler(signal.SIGUSR2, Alarm), pytest.raises(Alarm):
-        envs.load(kept)
-    envs.load(kept)
+        envs.load(snapshots)
+    envs.load(snapshots)
     assert np.array_equal(envs.step(actions)[0], expected)
 
 

@@ -628,10 +628,10 @@ def test_replay_with_frames_but_no_video_library_names_the_install_command(
 ) -> None:  # fmt: skip
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert cli.main(["replay", str(file), "--yes", "--frames", str(tmp_path / name)]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
+    output = capsys.readouterr()
+    assert output.out == ""
     needs = f"writing {Path(name).suffix} needs {library}, not installed here: pip install {command}"
-    assert shown.err == f"vecenv: --frames: {needs}\n"
+    assert output.err == f"vecenv: --frames: {needs}\n"
 
 
 class RenderingEnv(ShortEnv):

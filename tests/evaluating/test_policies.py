@@ -586,7 +586,7 @@ def test_failed_episodes_with_on_failure_restart_fail_alone(tmp_path: Path) -> N
 
 
 class AlarmEnv(gymnasium.Env[Any, Any]):
-    """An environment that raises a signal in its last step of ``steps_left``, or in a reset with options."""
+    """An environment that raises a signal after ``steps_left`` steps, or in a reset with options."""
 
     observation_space = gymnasium.spaces.Box(0, 1, (1,))
     action_space = gymnasium.spaces.Discrete(2)
@@ -683,7 +683,7 @@ def test_episodes_with_resets_and_snapshots_can_be_mixed() -> None:
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
 @pytest.mark.parametrize("fault", ["raise", "die"])
 def test_failed_episode_restarts_from_its_snapshot(num_envs: int, fault: str, tmp_path: Path) -> None:
-    """Walks have a fault in the middle, which occurs once, or for the third of them always."""
+    """Each walk has a fault in the middle, which occurs only once, except for one walk that always fails."""
     starts = save_midway(7)[1]
     faulty = [index for index, (seed, steps) in enumerate(starts) if steps <= _get_walk_length(seed) // 2]
     assert len(faulty) > 3, "too few snapshots precede the middle of the walk"

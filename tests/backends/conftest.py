@@ -1,4 +1,4 @@
-"""A fixture that builds vector environments over EnvPool and closes them after the test; importable without EnvPool."""
+"""The fixture ``make``, which builds vector environments over EnvPool. EnvPool is imported only when a test uses it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def zeros(n: int) -> np.ndarray:
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """``make(num_envs, task_id, **options)`` builds a vector environment; CartPole by default."""
+    """Yield a function that builds a vector environment, by default of four CartPoles. All are closed after the test."""
     from vecenv.backends import EnvPoolVectorEnv
 
     built: list[EnvPoolVectorEnv] = []

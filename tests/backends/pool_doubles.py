@@ -1,4 +1,4 @@
-"""A pool that is slower than EnvPool."""
+"""A helper that makes EnvPool slower."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from vecenv.backends import EnvPoolVectorEnv
 
 
-def slow_down(envs: EnvPoolVectorEnv, delay: float) -> None:
-    """Make the results of a pool take ``delay`` seconds longer."""
+def slow_down(envs: EnvPoolVectorEnv, seconds: float) -> None:
+    """Delay every batch of results that ``envs`` receives."""
     receiver = envs._driver.receiver
     recv = receiver._recv
 
     def delayed_recv() -> Any:
-        time.sleep(delay)
+        time.sleep(seconds)
         return recv()
 
     receiver._recv = delayed_recv

@@ -1,4 +1,4 @@
-"""``EnvPoolVectorEnv``: calls in and out of order, timeouts, refused input, evaluation, and the contract."""
+"""``EnvPoolVectorEnv``: first-ready batches, order of calls, timeouts, invalid input, evaluation, and the contract."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def test_any_number_of_rows_can_be_sent_at_a_time(make: Make) -> None:
             envs.send(zeros(len(chosen)), chosen)
             idle -= set(chosen.tolist())
         assert envs.stats()["in_flight"] == 6 - len(idle)
-        for busy in sorted(set(range(6)) - idle)[:1]:
-            with pytest.raises(AlreadyPendingCallError, match=f"env {busy}, still in flight"):
-                envs.send(zeros(1 + len(idle)), [*idle, busy])
+        if busy := sorted(set(range(6)) - idle):
+            with pytest.raises(AlreadyPendingCallError, match=f"env {busy[0]}, still in flight"):
+                envs.send(zeros(1 + len(idle)), [*idle, busy[0]])
     assert (counts > 10).all()
 
 
@@ -82,7 +82,7 @@ def test_full_reset_waits_for_rows_in_flight(make: Make, received: int, sent: in
     assert (envs.step(zeros(6))[4]["elapsed_step"] == 1).all()
 
 
-def test_full_reset_discards_the_rows_left_of_a_batch(make: Make) -> None:
+def test_full_reset_discards_the_remaining_rows_of_a_batch(make: Make) -> None:
     envs = make(8, batch_size=4)
     envs.reset()
     envs.send(zeros(8), np.arange(8))
@@ -124,20 +124,23 @@ def test_recv_returns_final_observations_of_same_step_resets(make: Make) -> None
 
 
 def test_actions_and_indices_are_copied_before_send_returns(make: Make) -> None:
-    """EnvPool's threads read them later."""
+    """EnvPool's threads read the arrays later."""
     envs, reference = make(64, batch_size=32), make(64, batch_size=32)
-    for each in (envs, reference):
-        each.reset()
+    envs.reset()
+    reference.reset()
     actions, ids = zeros(64), np.arange(64, dtype=np.int32)
     envs.send(actions, ids)
     actions[:], ids[:] = 1, 0
     reference.send(zeros(64))
-    rows = [{}, {}]
-    for observations_by_env, each in zip(rows, (envs, reference), strict=True):
+
+    def receive_all(envs: EnvPoolVectorEnv) -> dict[int, list[float]]:
+        observations_by_env = {}
         for _ in range(2):
-            observations, *_, infos = each.recv()
+            observations, *_, infos = envs.recv()
             observations_by_env |= dict(zip(infos["env_id"].tolist(), observations.tolist(), strict=True))
-    assert rows[0] == rows[1]
+        return observations_by_env
+
+    assert receive_all(envs) == receive_all(reference)
 
 
 # --- recv(count=) -------------------------------------------------------------------------------
@@ -146,7 +149,7 @@ def test_actions_and_indices_are_copied_before_send_returns(make: Make) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 8])
 def test_recv_of_any_count_keeps_the_other_rows(make: Make, count: int) -> None:
     lockstep = make(8)
-    stream = [(lockstep.reset()[0], *np.zeros((3, 8))), *(lockstep.step(zeros(8))[:4] for _ in range(30))]
+    expected_results = [(lockstep.reset()[0], *np.zeros((3, 8))), *(lockstep.step(zeros(8))[:4] for _ in range(30))]
     envs = make(8, batch_size=4, num_threads=2)
     envs.reset_async()
     received = [0] * 8
@@ -157,7 +160,7 @@ def test_recv_of_any_count_keeps_the_other_rows(make: Make, count: int) -> None:
         assert {len(part) for part in parts} == {count}
         assert envs.stats()["in_flight"] == 8 - count
         for row, i in enumerate(ids):
-            for part, expected in zip(parts, stream[received[i]], strict=True):
+            for part, expected in zip(parts, expected_results[received[i]], strict=True):
                 np.testing.assert_array_equal(part[row], expected[i])
             received[i] += 1
         envs.send(zeros(count))
@@ -219,20 +222,20 @@ def test_call_in_a_child_forked_during_another_threads_call_raises(make: Make) -
     thread.start()
     time.sleep(0.1)
 
-    def check() -> None:
+    def check_calls() -> None:
         for call in (envs.step, envs.send):
             with pytest.raises(ForkedError):
                 call(zeros(2))
-        envs.close()  # the pool's destructor would crash here
+        envs.close()  # without the pool's destructor, which would crash here
         new = EnvPoolVectorEnv("CartPole-v1", 2)
         new.reset()
         new.close()
 
-    assert run_in_fork(check) == 0
+    assert run_in_fork(check_calls) == 0
     thread.join()
 
 
-# --- phases -------------------------------------------------------------------------------------
+# --- finished episodes --------------------------------------------------------------------------
 
 
 def test_step_of_a_finished_episode_without_autoreset_raises(make: Make) -> None:
@@ -293,13 +296,13 @@ def test_forked_child_that_makes_no_calls_exits_cleanly() -> None:
 
 def test_copy_and_pickle_raise(make: Make) -> None:
     envs = make(2)
-    for copied in (pickle.dumps, copy.copy, copy.deepcopy):
+    for make_copy in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="cannot be copied or pickled"):
-            copied(envs)
+            make_copy(envs)
 
 
-def new_threads(before: set[str]) -> set[str]:
-    """Return the threads of this process that are not in ``before``. Threads of other tests may end at any time."""
+def find_new_threads(before: set[str]) -> set[str]:
+    """Return the threads of this process that are not in ``before``. Ends of other tests' threads do not matter."""
     return set(os.listdir("/proc/self/task")) - before
 
 
@@ -307,16 +310,16 @@ def new_threads(before: set[str]) -> set[str]:
 @pytest.mark.parametrize("batch_size", [8, 4])
 def test_close_ends_all_threads(make: Make, batch_size: int) -> None:
     make(8).reset()
-    before = new_threads(set())
+    before = find_new_threads(set())
     envs = make(8, batch_size=batch_size, num_threads=3)
-    assert not new_threads(before), "nothing is built before the first reset"
+    assert not find_new_threads(before), "threads were started before the first reset"
     envs.reset()
     envs.send(zeros(8), np.arange(8))
     envs.recv(timeout=10.0)
-    assert len(new_threads(before)) >= 4, "three threads of the pool, and one helper"
-    envs.reset(seed=3) if batch_size == 8 else envs.reset()
+    assert len(find_new_threads(before)) >= 4, "expected three threads of the pool, and one helper"
+    envs.reset(seed=3 if batch_size == 8 else None)
     envs.close()
-    assert not new_threads(before)
+    assert not find_new_threads(before)
     for call in (envs.render, envs.xla):
         with pytest.raises(ClosedEnvironmentError, match="after a call to `close"):
             call()
@@ -337,7 +340,7 @@ def test_repr_shows_the_state(make: Make) -> None:
     assert "phase=CLOSED" in repr(envs)
 
 
-# --- pictures and compiled code -----------------------------------------------------------------
+# --- rendering and compiled code ----------------------------------------------------------------
 
 
 def test_render_returns_one_frame_per_environment(make: Make) -> None:
@@ -417,16 +420,16 @@ def test_time_limit_truncates_without_terminating() -> None:
 
 # --- calls that crash the interpreter or read wrong memory on raw EnvPool -----------------------
 
-# actions that every backend refuses are tested in tests/contract
-INTEGERS = (np.int8, np.int16, np.int32, np.int64)
+# tests/contract tests the actions that are invalid for every backend
+INTEGER_DTYPES = (np.int8, np.int16, np.int32, np.int64)
 CRASHING_ACTIONS = [
-    # task, actions for two environments, the error and its text
+    # (task, actions for two environments, class of the error, part of its text)
     *(
         (task_id, np.array([0, wrong], dtype), ValueError, "envs [1]")
         for task_id, wrong in (
             ("CartPole-v1", 7), ("CartPole-v1", -1), ("Taxi-v3", 99), ("FrozenLake-v1", 9), ("MiniGrid-Empty-5x5-v0", 99)
         )
-        for dtype in INTEGERS
+        for dtype in INTEGER_DTYPES
     ),
     ("Pong-v5", [0, 99], ValueError, "from 0 to 5"),
     ("HighwayFast-v0", np.array([2**32, 0], np.uint64), ValueError, "envs [0]"),
@@ -449,7 +452,7 @@ CRASHING_ACTIONS = [
 def test_actions_that_crash_raw_envpool_raise(make: Make, task_id: str, actions: Any, error: Any, text: str) -> None:
     envs = make(2, task_id)
     envs.reset()
-    for _ in range(2):  # also after a valid step
+    for _ in range(2):  # the second time after a valid step
         with pytest.raises(error, match=re.escape(text)):
             envs.step(actions)
         envs.step(envs.action_space.sample())
@@ -466,7 +469,7 @@ def test_invalid_integer_actions_of_a_box_raise(make: Make) -> None:
             envs.step(wrong)
 
 
-def test_indices_beyond_32_bits_are_refused(make: Make) -> None:
+def test_indices_beyond_32_bits_raise(make: Make) -> None:
     envs = make(batch_size=2)
     envs.reset()
     for wrong in (np.array([2**31], np.int64), np.array([2**32], np.uint64)):
@@ -495,7 +498,7 @@ def test_close_while_environments_step_succeeds(make: Make) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)  # each trial is a process that imports EnvPool, which takes seconds, and more on a busy machine
+@pytest.mark.timeout(900)  # each case starts a process that imports EnvPool, which takes several seconds
 @pytest.mark.parametrize(
     ("task_id", "options", "text"),
     [
@@ -521,7 +524,7 @@ def test_close_while_environments_step_succeeds(make: Make) -> None:
     ],
     ids=str,
 )
-def test_options_that_crash_raw_envpool_are_refused(task_id: str, options: dict[str, Any], text: str) -> None:
+def test_options_that_crash_raw_envpool_raise(task_id: str, options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         EnvPoolVectorEnv(task_id, 1, **options)
 
@@ -535,7 +538,7 @@ def test_unusual_valid_options_are_accepted(make: Make) -> None:
         envs.step(envs.action_space.sample())
 
 
-# --- refusals of the constructor ----------------------------------------------------------------
+# --- errors of the constructor ------------------------------------------------------------------
 
 
 def test_unknown_task_raises_with_similar_names() -> None:
@@ -590,13 +593,13 @@ def test_option_of_a_wrong_type_raises_with_its_name(options: dict[str, Any], te
     ],
     ids=str,
 )
-def test_invalid_options_are_refused(options: dict[str, object], error: type[Exception], text: str) -> None:
+def test_constructor_with_invalid_options_raises(options: dict[str, object], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         EnvPoolVectorEnv("CartPole-v1", **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("task_id", ["CliffWalking-v1", "Game2048-v1", "Play2048-v1", "parking-v0"])
-def test_time_limit_that_envpool_ignores_is_refused(task_id: str) -> None:
+def test_time_limit_that_envpool_ignores_raises(task_id: str) -> None:
     with pytest.raises(NotImplementedError, match=f"{task_id}' ignores max_episode_steps"):
         EnvPoolVectorEnv(task_id, max_episode_steps=3)
 
@@ -657,24 +660,28 @@ def test_dict_actions_are_checked_leaf_by_leaf() -> None:
 
 
 def test_uncommon_options_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
+    trials = []
 
     class SuccessfulTrial:
         returncode, stdout, stderr = 0, b"survived", b""
 
-    monkeypatch.setattr(task.subprocess, "run", lambda *_, **__: tried.append(1) or SuccessfulTrial)
+    def run_trial(*_: Any, **__: Any) -> type[SuccessfulTrial]:
+        trials.append(1)
+        return SuccessfulTrial
+
+    monkeypatch.setattr(task.subprocess, "run", run_trial)
     task._run_trial.cache_clear()
     try:
         EnvPoolVectorEnv(
             "Pong-v5", 1, frame_skip=2, stack_num=2, noop_max=10, episodic_life=True, img_height=64, img_width=64
         )
         EnvPoolVectorEnv("FrozenLake-v1", 1, size=4)  # the default
-        assert not tried
+        assert not trials
         for _ in range(2):
             EnvPoolVectorEnv("Ant-v4", 1, ctrl_cost_weight=0.25)
-        assert tried == [1]
+        assert len(trials) == 1
         EnvPoolVectorEnv("Ant-v4", 1, ctrl_cost_weight=0.125)
-        assert tried == [1, 1]
+        assert len(trials) == 2
     finally:
         task._run_trial.cache_clear()
 
@@ -687,7 +694,7 @@ def test_options_with_a_hanging_trial_raise(monkeypatch: pytest.MonkeyPatch) -> 
     task._run_trial.cache_clear()
 
 
-# --- ``vecenv.evaluate`` over EnvPool: in waves, since it seeds all environments at once --------
+# --- ``vecenv.evaluate`` runs episodes in waves, because EnvPool seeds all environments at once --
 
 
 def balance(observations: Any) -> Any:
@@ -702,11 +709,11 @@ def test_evaluation_is_equal_for_every_number_of_environments(batch_size: int | 
         settings = {"batch_size": batch_size, "num_threads": 1}
         envs = vecenv.make_vec("CartPole-v1", num_envs, "envpool", vector_kwargs=settings)
         results = vecenv.evaluate(envs, balance, 7, seed=50)
-        episodes.append([(each.index, each.seed, each.episode_return, each.length, each.terminated) for each in results])
+        episodes.append([(one.index, one.seed, one.episode_return, one.length, one.terminated) for one in results])
         envs.close()
     assert episodes[0] == episodes[1]
-    assert [each[1] for each in episodes[0]] == list(range(50, 57))
-    assert len({each[3] for each in episodes[0]}) > 3
+    assert [seed for _, seed, _, _, _ in episodes[0]] == list(range(50, 57))
+    assert len({length for _, _, _, length, _ in episodes[0]}) > 3
 
 
 def test_evaluation_with_an_unsupported_seed_raises(closes: Any) -> None:
@@ -719,7 +726,7 @@ def test_evaluation_with_an_unsupported_seed_raises(closes: Any) -> None:
 
 
 class EnvPoolContract(VectorEnvContract):
-    """The contract over EnvPool, which seeds environments only when it builds them: masked resets cannot have seeds."""
+    """The contract over EnvPool. Masked resets cannot have seeds, because EnvPool seeds an environment only to build it."""
 
     task_id: str
     options: ClassVar[dict[str, Any]] = {}
@@ -735,7 +742,7 @@ class EnvPoolContract(VectorEnvContract):
             self.task_id, num_envs, autoreset_mode=autoreset_mode, num_threads=1, **self.options, **kwargs
         )
 
-    def test_masked_reset_with_a_seed_is_refused_and_changes_nothing(self) -> None:
+    def test_masked_reset_with_a_seed_raises_and_changes_nothing(self) -> None:
         self._skip_without("supports_reset_mask")
         with self.opened(3) as envs:
             envs.reset(seed=1)
@@ -766,7 +773,7 @@ class TestNestedDictObservations(EnvPoolContract):
 
 
 class TestFirstReady(EnvPoolContract):
-    """A pool with small batches, in which ``step`` sends to all environments and collects all results."""
+    """A pool with small batches. ``step`` sends actions to all environments and collects all results."""
 
     task_id = "CartPole-v1"
     autoreset_modes = (AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED)
@@ -779,12 +786,12 @@ class TestFirstReady(EnvPoolContract):
             with pytest.raises(NotImplementedError, match="reset_async"):
                 envs.reset(options={"reset_mask": np.array([False, True, False])})
 
-    def test_rows_are_reset_by_index_without_autoreset(self) -> None:
+    def test_reset_async_resets_finished_rows_without_autoreset(self) -> None:
         with self.opened(autoreset_mode=AutoresetMode.DISABLED) as envs:
             envs.reset(seed=1)
             for _ in range(3):
                 _, _, terminations, truncations, _ = self.step_until_done(envs)
-                over = np.flatnonzero(terminations | truncations)
-                envs.reset_async(env_id=over)
-                assert {int(envs.recv()[4]["env_id"][0]) for _ in over} == set(over.tolist())
+                finished = np.flatnonzero(terminations | truncations)
+                envs.reset_async(env_id=finished)
+                assert {int(envs.recv()[4]["env_id"][0]) for _ in finished} == set(finished.tolist())
 

@@ -1,7 +1,7 @@
 """Ctrl-C at any moment: nothing hangs, and no step returns the result of another.
 
-:func:`interruption.moments` raises at each moment in turn. Afterwards nothing was sent; or the result is pending, and is
-equal bit for bit when it arrives; or a reset is needed, and succeeds.
+:func:`interruption.moments` raises at each moment in turn. Afterwards there are three possibilities: the call sent nothing;
+its result is pending, and equals the expected one bit for bit; or a reset is needed, and succeeds.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from .pool_doubles import slow_down
 
 
 @pytest.fixture(autouse=True)
-def ctrl_c() -> Iterator[None]:
+def use_default_sigint_handler() -> Iterator[None]:
     with default_sigint_handler():
         yield
 
 
-def in_flight(envs: EnvPoolVectorEnv) -> int:
+def count_in_flight(envs: EnvPoolVectorEnv) -> int:
     return int(envs.stats()["in_flight"])
 
 
 def needs_reset(envs: EnvPoolVectorEnv) -> bool:
-    """True if the exception interrupted a change of the driver's state, so that the result is lost."""
+    """True if the interruption lost the result, because it occurred during a change of the driver's state."""
     try:
         envs.render()  # returns None without a render mode
     except ResetNeeded:
@@ -73,7 +73,7 @@ def test_interrupted_step_was_not_sent_or_is_pending(make: Make, mode: str, kind
             lost += 1
             assert_identical(envs.reset(seed=lost), reference.reset(seed=lost))
             continue
-        if result is None and not in_flight(envs):
+        if result is None and not count_in_flight(envs):
             with pytest.raises(NoAsyncCallError):
                 envs.step_wait()
             result = envs.step(zeros(4))
@@ -125,22 +125,23 @@ def test_interrupted_send_and_recv_lose_no_rows(
             while len(stream) <= received[i]:
                 stream.append(reference.step(zeros(num_envs))[0])
             np.testing.assert_array_equal(observations[row], stream[received[i]][i])
-        assert in_flight(envs) == num_envs - rows
+        assert count_in_flight(envs) == num_envs - rows
         assert envs.stats()["steps"] - before == sum(received)
+        # if recv was interrupted, also interrupt the send, at another moment in every round
         with Interruption(interruption.kind, interruption._left % 40 if interruption.fired else 10**6):
             envs.send(zeros(rows))  # to the environments of the latest recv
-        if in_flight(envs) < num_envs:
+        if count_in_flight(envs) < num_envs:
             envs.send(zeros(rows), infos["env_id"])
     assert lost < 60
     if batch_size < num_envs:
         envs.reset()
-        assert in_flight(envs) == 0
+        assert count_in_flight(envs) == 0
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("batch_size", "kind"), each_pair([4, 2], KINDS))
 def test_interrupted_reset_is_pending_or_can_be_repeated(make: Make, batch_size: int, kind: str) -> None:
-    """Resets with a seed (a new pool) and without. An interrupted reset is repeated if it was not submitted."""
+    """A reset with a seed builds a new pool. The test repeats an interrupted reset if it was not submitted."""
     envs, reference = make(batch_size=batch_size), make()
     for seed in (5, None):
         for interruption in moments(kind, least=20):
@@ -149,7 +150,7 @@ def test_interrupted_reset_is_pending_or_can_be_repeated(make: Make, batch_size:
                 result = envs.reset(seed=seed)
             if result is None and envs._driver.pool is not None and needs_reset(envs):
                 expected, result = reference.reset(seed=seed), envs.reset(seed=seed)
-            elif result is None and in_flight(envs):
+            elif result is None and count_in_flight(envs):
                 result = envs.reset_wait()
             elif result is None:
                 with pytest.raises((ResetNeeded, NoAsyncCallError)):
@@ -172,7 +173,7 @@ def test_interrupted_reset_after_an_interrupted_step_can_be_repeated(make: Make,
             result = envs.reset()
         _, infos = result or envs.reset()
         assert infos["elapsed_step"].tolist() == [0] * 4
-        assert in_flight(envs) == 0
+        assert count_in_flight(envs) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -191,7 +192,7 @@ def test_interrupted_masked_reset_is_pending_or_can_be_repeated(make: Make, kind
             assert_identical(envs.reset(seed=3), reference.reset(seed=3))
             continue
         if result is None:
-            result = envs.reset_wait() if in_flight(envs) else envs.reset(options={"reset_mask": mask})
+            result = envs.reset_wait() if count_in_flight(envs) else envs.reset(options={"reset_mask": mask})
         assert_identical(result, expected)
         assert_identical(envs.reset(options={"reset_mask": ~mask}), reference.reset(options={"reset_mask": ~mask}))
 
@@ -203,11 +204,11 @@ def test_interrupted_masked_reset_is_pending_or_can_be_repeated(make: Make, kind
 @pytest.mark.parametrize("timeout", [None, 30.0])
 @pytest.mark.parametrize("batch_size", [4, 2])
 def test_ctrl_c_during_recv_loses_no_rows(make: Make, batch_size: int, timeout: float | None) -> None:
-    """The signal interrupts a wait for results; the rows arrive afterwards."""
+    """The signal interrupts a wait for results, and the next calls return them."""
     envs, reference = make(4, batch_size=batch_size), make(4)
     envs.reset()
     reference.reset()
-    slow_down(envs, 0.4)  # longer than the delay of the signal, also on a busy machine
+    slow_down(envs, 0.4)  # longer than the delay of the signal, even on a busy machine
     for _ in range(3):
         envs.send(zeros(4), np.arange(4))
         rows: dict[int, list[float]] = {}
@@ -230,11 +231,12 @@ def test_ctrl_c_during_recv_loses_no_rows(make: Make, batch_size: int, timeout: 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a handler may run inside a finalizer
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
 def test_interrupts_at_random_moments_lose_no_step(make: Make, mode: str) -> None:
-    """Many signals at random moments; step_wait finishes an interrupted step that was sent."""
+    """``step_wait`` finishes an interrupted step that was sent, and ``step`` repeats any other."""
     envs, reference = (make(8, autoreset_mode=mode, max_episode_steps=9) for _ in range(2))
     envs.reset()
     reference.reset()
-    armed, stop, raised, steps = False, threading.Event(), 0, 0
+    armed, stop = False, threading.Event()
+    interrupts, steps = 0, 0
 
     def handler(number: int, frame: object) -> None:
         if armed:
@@ -254,24 +256,24 @@ def test_interrupts_at_random_moments_lose_no_step(make: Make, mode: str) -> Non
             actions = np.full(8, steps % 2)
             expected, result = reference.step(actions), None
             while result is None:
-                pending = in_flight(envs) > 0
+                pending = count_in_flight(envs) > 0
                 try:
                     armed = True
                     result = envs.step_wait() if pending else envs.step(actions)
                     armed = False
                 except KeyboardInterrupt:
                     armed = False
-                    raised += 1
+                    interrupts += 1
             assert_identical(result, expected, f"step {steps}")
             steps += 1
     finally:
         stop.set()
         thread.join()
     assert steps > 100
-    assert raised > 20
+    assert interrupts > 20
 
 
-PROGRAM = """
+PROGRAM_WITH_A_TIMED_OUT_STEP = """
 import sys, time
 sys.modules["jax"] = None
 
@@ -324,7 +326,7 @@ print("the end", flush=True)
     ],
 )
 def test_program_exits_cleanly_after_a_timed_out_step(seconds: float, batch_size: int, closes: bool) -> None:
-    script = PROGRAM.format(seconds=seconds, batch_size=batch_size, closes=closes)
+    script = PROGRAM_WITH_A_TIMED_OUT_STEP.format(seconds=seconds, batch_size=batch_size, closes=closes)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.split("\n")[-2:] == ["the end", ""], done.stderr
     assert "timed out" in done.stdout

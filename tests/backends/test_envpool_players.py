@@ -1,4 +1,4 @@
-"""Pools with several players: rows are sorted for the caller and back for the pool, and no call loses rows."""
+"""Pools with several players: rows are sorted by environment, and interrupted calls lose none of them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_absent_players_are_masked_and_zero() -> None:
     assert rows.players["reward"].tolist() == [[8, 9, 0], [7, 0, 0]]
 
 
-def test_absent_numbered_player_leaves_its_row_empty() -> None:
+def test_row_of_an_absent_player_is_masked_if_players_have_ids() -> None:
     arrays = [*make_states([0, 1], [0, 1, 1], [7, 8, 9]), np.array([1, 1, 0], np.int32)]
     rows = make_player_rows(2, {**KEYS, "info:players.id": [-1]}).sort_by_env(arrays)
     assert rows.mask.tolist() == [[False, True], [True, True]]
@@ -79,7 +79,7 @@ def test_payload_has_no_actions_of_absent_players() -> None:
 
 
 @pytest.mark.parametrize("wrong", [([0], [0, 0, 0]), ([0], [0, 1]), ([1], [0, 1])])
-def test_invalid_rows_are_refused(wrong: tuple[list[int], list[int]]) -> None:
+def test_invalid_rows_raise(wrong: tuple[list[int], list[int]]) -> None:
     with pytest.raises(ValueError, match="player"):
         make_player_rows(2).sort_by_env(make_states(*wrong, [0.0] * len(wrong[1])))
 
@@ -108,7 +108,7 @@ def test_rows_of_a_real_pool_are_in_order(task_id: str) -> None:
 
 @pytest.fixture
 def tic_tac_toe() -> Iterator[Callable[..., MultiAgentVecEnv]]:
-    """Yield a function that builds games, which are closed at the end of the test."""
+    """Yield a function that builds games. They are closed after the test."""
     built: list[MultiAgentVecEnv] = []
 
     def build(num_envs: int = 4, **options: Any) -> MultiAgentVecEnv:
@@ -143,12 +143,12 @@ def test_recv_of_any_count_returns_reset_and_stepped_games(tic_tac_toe: Any, bat
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batch_size", [4, 2])
-def test_interruptions_lose_and_repeat_no_rows(tic_tac_toe: Any, batch_size: int, kind: str) -> None:
-    """The test calls the pool directly: ``MultiAgentVecEnv`` has no state about rows that it has not received."""
+def test_interruptions_neither_lose_nor_repeat_rows(tic_tac_toe: Any, batch_size: int, kind: str) -> None:
+    """Call the pool directly, because ``MultiAgentVecEnv`` keeps no state about rows that it has not received."""
     pool, reference = tic_tac_toe(batch_size=batch_size)._rows, tic_tac_toe()._rows
-    for each in (pool, reference):
-        each.reset_async(seed=3)
-        each.reset_wait()
+    for player_pool in (pool, reference):
+        player_pool.reset_async(seed=3)
+        player_pool.reset_wait()
     for move, interruption in enumerate(moments(kind, least=10)):
         actions = np.full((4, 2), move % 9)
         reference.step_async(actions)
@@ -157,6 +157,7 @@ def test_interruptions_lose_and_repeat_no_rows(tic_tac_toe: Any, batch_size: int
             pool.send(actions, np.arange(4))
         if not pool.stats()["in_flight"]:
             pool.send(actions, np.arange(4))
+        # if send was interrupted, also interrupt the recv, at another moment in every round
         second_interruption = Interruption(kind, interruption._left % 60 if interruption.fired else 10**6)
         parts = []
         while sum(len(part[1]) for part in parts) < 4:

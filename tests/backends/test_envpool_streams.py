@@ -23,7 +23,7 @@ import envpool
 from vecenv.backends import EnvPoolVectorEnv
 from vecenv.testing import assert_identical
 
-# family -> one of its tasks, options that make episodes short
+# family -> (one of its tasks, options that make episodes short)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "classic_control": ("CartPole-v1", {}),
     "toy_text": ("FrozenLake-v1", {}),
@@ -54,10 +54,10 @@ IN_SEPARATE_PROCESS = "VECENV_TEST_ALONE"
 
 
 def run_in_separate_process(test: Callable[..., None]) -> Callable[..., None]:
-    """Run the case of vizdoom in another process, which can be killed.
+    """Decorate a test so that its case for vizdoom runs in another process, which can be killed.
 
-    ViZDoom starts a process for every environment. If that process dies, ViZDoom waits forever in C++ with the GIL held, so
-    that even the time limit of pytest has no effect.
+    ViZDoom starts a process for every environment. If that process dies, ViZDoom waits forever in C++ and holds the GIL, so
+    that pytest's timeout has no effect.
     """
 
     @functools.wraps(test)
@@ -78,11 +78,11 @@ def run_in_separate_process(test: Callable[..., None]) -> Callable[..., None]:
 
 @pytest.fixture(autouse=True)
 def change_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Change the working directory, because vizdoom writes a file there."""
+    """Change the working directory, because vizdoom writes a file into it."""
     monkeypatch.chdir(tmp_path)
 
 
-def make_raw(task_id: str, seeds: list[int], **options: Any) -> Any:
+def make_raw_pool(task_id: str, seeds: list[int], **options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return envpool.make_gymnasium(task_id, num_envs=len(seeds), num_threads=1, seed=seeds, **options)
@@ -92,12 +92,12 @@ def sample_actions(envs: EnvPoolVectorEnv, steps: int = STEPS) -> Iterator[Any]:
     envs.action_space.seed(1)
     for _ in range(steps):
         action = envs.action_space.sample()
-        # the Box of vizdoom's actions is unbounded, although they are button presses
+        # vizdoom's actions are button presses, although their Box is unbounded
         yield np.clip(action, -1, 1) if isinstance(envs.single_action_space, gymnasium.spaces.Box) else action
 
 
 def assert_same_observations(actual: Any, raw: Any) -> None:
-    """Assert equality, except for the dtypes of Discrete and MultiBinary: vecenv uses those of the space."""
+    """Assert that values are equal. Dtypes may differ, because vecenv uses those of Discrete and MultiBinary spaces."""
     if isinstance(raw, dict):
         assert list(actual) == sorted(raw)
         for key, value in raw.items():
@@ -119,7 +119,7 @@ def assert_same_infos(actual: dict[str, Any], raw: dict[str, Any]) -> None:
 @run_in_separate_process
 def test_trajectory_equals_raw_envpool(family: str, task_id: str, options: dict[str, Any]) -> None:
     assert task_id in EnvPoolVectorEnv.task_ids(family)
-    raw = make_raw(task_id, SEEDS, **options)
+    raw = make_raw_pool(task_id, SEEDS, **options)
     envs = EnvPoolVectorEnv(task_id, len(SEEDS), num_threads=2, seed=SEEDS, **options)
     dtype = raw.spec._action_spec[-1][0]
     ended = 0
@@ -146,7 +146,7 @@ def test_trajectory_equals_raw_envpool(family: str, task_id: str, options: dict[
 
 @pytest.mark.slow
 def test_every_installed_family_is_compared() -> None:
-    known = {where.removeprefix("envpool.") for where, _, _ in envpool.registration.registry.specs.values()}
+    known = {module.removeprefix("envpool.") for module, _, _ in envpool.registration.registry.specs.values()}
     assert known - {"procgen"} == set(FAMILIES) | set(SLOW_FAMILIES)  # procgen needs a system library, Qt 5
 
 
@@ -195,8 +195,8 @@ def test_final_observations_do_not_keep_whole_batches_in_memory(closes: Any) -> 
 # --- episodic life ------------------------------------------------------------------------------
 
 
-def lives_at_resets(mode: AutoresetMode, steps: int = 400) -> list[int]:
-    """Return the lives left at the beginning of each episode of Breakout after the first."""
+def collect_lives_at_resets(mode: AutoresetMode, steps: int = 400) -> list[int]:
+    """Return the number of lives at the start of each episode of Breakout, except for the first."""
     envs = EnvPoolVectorEnv(
         "Breakout-v5", 1, episodic_life=True, use_fire_reset=True, autoreset_mode=mode, seed=0, num_threads=1
     )
@@ -219,20 +219,20 @@ def lives_at_resets(mode: AutoresetMode, steps: int = 400) -> list[int]:
 
 @pytest.mark.long
 def test_lost_life_continues_the_same_game_in_every_mode() -> None:
-    lives = lives_at_resets(AutoresetMode.NEXT_STEP)
-    assert lives[:5] == [4, 3, 2, 1, 5], "five lives per game, and a new game only after the last"
-    assert lives_at_resets(AutoresetMode.SAME_STEP) == lives
-    assert lives_at_resets(AutoresetMode.DISABLED) == lives
+    lives = collect_lives_at_resets(AutoresetMode.NEXT_STEP)
+    assert lives[:5] == [4, 3, 2, 1, 5], "a new game must start only after five lives"
+    assert collect_lives_at_resets(AutoresetMode.SAME_STEP) == lives
+    assert collect_lives_at_resets(AutoresetMode.DISABLED) == lives
 
 
 @pytest.mark.long
 def test_masked_reset_within_an_episode_starts_a_new_game(closes: Any) -> None:
     envs = closes(EnvPoolVectorEnv("Breakout-v5", 2, episodic_life=True, use_fire_reset=True, seed=0, num_threads=1))
     envs.reset()
-    over = np.zeros(2, dtype=np.bool_)
-    while not over[0]:
+    done = np.zeros(2, dtype=np.bool_)
+    while not done[0]:
         _, _, terminations, truncations, infos = envs.step([1, 1])
-        over = terminations | truncations
+        done = terminations | truncations
     while infos["lives"].tolist() != [4, 4] or (terminations | truncations).any():
         _, _, terminations, truncations, infos = envs.step([1, 1])
     while not (terminations | truncations)[0]:
@@ -256,7 +256,7 @@ def test_time_limit_is_in_config_and_spec() -> None:
 
 
 def test_integer_seed_gives_the_same_observations_as_in_envpool(closes: Any) -> None:
-    raw = make_raw("CartPole-v1", [7, 8, 9])
+    raw = make_raw_pool("CartPole-v1", [7, 8, 9])
     envs = closes(EnvPoolVectorEnv("CartPole-v1", 3, num_threads=1))
     np.testing.assert_array_equal(envs.reset(seed=7)[0], raw.reset()[0])
     assert envs.np_random_seed == (7, 8, 9)
@@ -270,8 +270,8 @@ def test_large_integer_seeds_become_repeatable_31_bit_seeds(closes: Any) -> None
     assert envs.np_random_seed[0] == 2**31 - 1
     assert all(0 <= seed < 2**31 for seed in envs.np_random_seed)
     envs.reset(seed=np.int64(2**40))
-    again = envs.reset(seed=list(envs.np_random_seed))[0]
-    np.testing.assert_array_equal(first, again)
+    repeated = envs.reset(seed=list(envs.np_random_seed))[0]
+    np.testing.assert_array_equal(first, repeated)
 
 
 def test_none_in_a_list_of_seeds_does_not_change_the_others(closes: Any) -> None:

@@ -1,7 +1,7 @@
 """Native vector environments: their results, and the contract of every backend.
 
-ALE reloads its game for every environment that is built or seeded, which takes a quarter of a second. So its contract tests
-are slow, and other tests use :class:`CountingVectorEnv` where they can.
+ALE reloads its game for every environment that is built or seeded, which takes a quarter of a second. Therefore its contract
+tests are marked slow, and other tests use :class:`CountingVectorEnv` where possible.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CARTPOLE = "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"
 
 
 class CountingVectorEnv(VectorEnv[Any, Any, Any]):
-    """A fake library that counts steps. Environment ``i`` ends its episodes at ``length + i`` and resets in the same step.
+    """A fake library that counts steps. Episodes of environment ``i`` have ``length + i`` steps; it resets in the last one.
 
     ``step`` waits for ``gate``. ``received`` records the arguments of all calls. Final observations are a batch, like ALE's.
     """
@@ -69,17 +69,17 @@ class CountingVectorEnv(VectorEnv[Any, Any, Any]):
         if self.error is not None:
             raise self.error
         self._counts += 1
-        over = np.arange(self.num_envs) + self.length == self._counts[:, 0]
+        terminated = np.arange(self.num_envs) + self.length == self._counts[:, 0]
         infos: dict[str, Any] = {"half": self._counts[:, 0] / 2, "one for all": 7, "deep": {"word": ["a"] * self.num_envs}}
-        if over.any():
+        if terminated.any():
             infos["final_obs"] = {"count": self._counts.copy()}
-        self._counts[over] = 0
-        return {"count": self._counts}, np.ones(self.num_envs, np.int32), over, np.zeros_like(over), infos
+        self._counts[terminated] = 0
+        return {"count": self._counts}, np.ones(self.num_envs, np.int32), terminated, np.zeros_like(terminated), infos
 
 
 @pytest.fixture
 def make_counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NativeVectorEnv]]:
-    """``make_counting(features, **options)`` builds a vector environment over :class:`CountingVectorEnv`."""
+    """Yield a function that builds a vector environment over :class:`CountingVectorEnv` with the given features."""
     with contextlib.ExitStack() as stack:
 
         def build(features: Any = (), copy: bool = True, **options: Any) -> NativeVectorEnv:
@@ -107,7 +107,7 @@ def vector_only_id() -> Iterator[str]:
 
 
 class TestCartPole(VectorEnvContract):
-    """The contract over Gymnasium's CartPole: one generator, joint resets, next-step autoreset."""
+    """The contract over Gymnasium's CartPole, which has one generator, no masked resets, and only next-step autoreset."""
 
     autoreset_modes = (AutoresetMode.NEXT_STEP,)
     supports_reset_mask = False
@@ -144,19 +144,19 @@ class TestAtari(VectorEnvContract):
     ],
 )
 def test_frames_rewards_and_flags_equal_ale(game: str, mode: AutoresetMode, steps: int, options: dict[str, Any]) -> None:
-    theirs = gymnasium.make_vec(game, 2, vectorization_mode="vector_entry_point", autoreset_mode=mode, **options)
-    ours = vecenv.make_vec(game, 2, "native", vector_kwargs={"autoreset_mode": mode}, **options)
-    with contextlib.closing(ours), contextlib.closing(theirs):
-        frames, infos = theirs.reset(seed=7)
-        actual = ours.reset(seed=7)
+    reference = gymnasium.make_vec(game, 2, vectorization_mode="vector_entry_point", autoreset_mode=mode, **options)
+    envs = vecenv.make_vec(game, 2, "native", vector_kwargs={"autoreset_mode": mode}, **options)
+    with contextlib.closing(envs), contextlib.closing(reference):
+        frames, infos = reference.reset(seed=7)
+        actual = envs.reset(seed=7)
         assert_identical(actual[0], frames, "frames of the reset")
         assert_same_infos(actual[1], infos)
         ends = 0
-        theirs.action_space.seed(1)
+        reference.action_space.seed(1)
         for t in range(steps):
-            actions = theirs.action_space.sample()
-            frames, rewards, terminations, truncations, infos = theirs.step(actions.copy())
-            actual = ours.step(actions)
+            actions = reference.action_space.sample()
+            frames, rewards, terminations, truncations, infos = reference.step(actions.copy())
+            actual = envs.step(actions)
             assert_identical(actual[0], frames, f"frames of step {t}")
             assert_identical(actual[1], rewards.astype(np.float64), f"rewards of step {t}")
             assert_identical(actual[2], terminations, f"terminations of step {t}")
@@ -185,14 +185,13 @@ def assert_same_infos(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def test_cartpole_trajectory_equals_gymnasium() -> None:
-    theirs = gymnasium.make_vec("CartPole-v1", 5, vectorization_mode="vector_entry_point")
-    with contextlib.closing(vecenv.make_vec("CartPole-v1", 5, "native")) as ours:
-        assert_identical(
-            ours.reset(seed=3, options={"low": -0.1, "high": 0.0}), theirs.reset(seed=3, options={"low": -0.1, "high": 0.0})
-        )
+    reference = gymnasium.make_vec("CartPole-v1", 5, vectorization_mode="vector_entry_point")
+    with contextlib.closing(vecenv.make_vec("CartPole-v1", 5, "native")) as envs:
+        options = {"low": -0.1, "high": 0.0}
+        assert_identical(envs.reset(seed=3, options=options), reference.reset(seed=3, options=options))
         for _ in range(60):
-            actions = theirs.action_space.sample()
-            actual, expected = ours.step(actions), theirs.step(actions)
+            actions = reference.action_space.sample()
+            actual, expected = envs.step(actions), reference.step(actions)
             assert_identical(actual[0], expected[0])
             assert_identical(actual[1], expected[1].astype(np.float64))
             assert_identical(actual[2:4], expected[2:4])
@@ -229,7 +228,7 @@ def test_library_with_seeds_per_row_receives_31_bit_seeds(make_counting: Any) ->
 def test_library_with_one_generator_accepts_consecutive_seeds(make_counting: Any) -> None:
     envs = make_counting()
     mask = np.array([True, False, True])
-    for refused, text in (
+    for arguments, text in (
         ({"seed": [1, 5, 2]}, r"backend 'native': .*CountingVectorEnv resets all environments with one seed"),
         ({"seed": [1, None, None]}, r"backend 'native': .*CountingVectorEnv resets all environments with one seed"),
         (
@@ -238,7 +237,7 @@ def test_library_with_one_generator_accepts_consecutive_seeds(make_counting: Any
         ),
     ):
         with pytest.raises(NotImplementedError, match=text):
-            envs.reset(**refused)
+            envs.reset(**arguments)
     assert envs.library.received == []
     options_for_all = {"reset_mask": np.ones(3, np.bool_), "custom": 1}
     for seed, options in ((4, None), ([4, 5, 6], options_for_all), (None, {}), ([None] * 3, None)):
@@ -261,9 +260,7 @@ def test_library_with_one_generator_accepts_consecutive_seeds(make_counting: Any
         ([None, 1, 2], TypeError, "dtype int64, got object"),
     ],
 )
-def test_invalid_actions_are_refused_before_the_library_is_called(
-    make_counting: Any, actions: Any, error: Any, text: str
-) -> None:
+def test_invalid_actions_raise_before_the_library_is_called(make_counting: Any, actions: Any, error: Any, text: str) -> None:
     envs = make_counting()
     envs.reset()
     for call in (envs.step, envs.step_async, envs.send):
@@ -273,7 +270,7 @@ def test_invalid_actions_are_refused_before_the_library_is_called(
     assert envs.step([0, 1, 2])[1].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_actions_of_other_dtypes_are_cast_or_refused(make_counting: Any) -> None:
+def test_actions_of_other_dtypes_are_cast_or_raise(make_counting: Any) -> None:
     box = make_counting(action_space=spaces.Box(-1, 1, (2,), np.float32))
     box.reset()
     box.step(np.full((3, 2), 0.1))
@@ -316,7 +313,8 @@ def test_every_info_is_an_array_with_its_mask(make_counting: Any) -> None:
 def test_infos_of_any_key_and_shape_are_arrays_with_masks(make_counting: Any) -> None:
     envs = make_counting()
     envs.reset()
-    ragged, mask, step = [[1], [1, 2], [1, 2, 3]], np.array([True, False, True]), envs.library.step
+    ragged, mask = [[1], [1, 2], [1, 2, 3]], np.array([True, False, True])
+    step = envs.library.step
     library_infos = {"ragged": ragged, 1: np.arange(3), "deep": {"x": 5}, "_deep": mask}
     envs.library.step = lambda actions: (*step(actions)[:4], library_infos)
     infos = envs.step([0, 0, 0])[4]
@@ -357,7 +355,7 @@ def test_autoreset_mode_does_not_leak_into_the_next_vector_environment() -> None
             del self.metadata
 
     before = dict(VectorEnv.metadata)
-    VectorEnv.metadata["autoreset_mode"] = AutoresetMode.DISABLED  # ALE changes the shared dict like this
+    VectorEnv.metadata["autoreset_mode"] = AutoresetMode.DISABLED  # ALE changes the dict of the class in this way
     try:
         with contextlib.closing(NativeVectorEnv(WithoutMetadata())) as envs:
             assert envs.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
@@ -366,7 +364,7 @@ def test_autoreset_mode_does_not_leak_into_the_next_vector_environment() -> None
         VectorEnv.metadata.update(before)
 
 
-# --- calls in two halves --------------------------------------------------------------------------------------------
+# --- step_async and step_wait ---------------------------------------------------------------------------------------
 
 
 def test_library_without_threads_steps_in_step_wait(make_counting: Any) -> None:
@@ -388,7 +386,7 @@ def test_library_error_is_raised_once_and_the_next_step_succeeds(make_counting: 
         envs.step([0, 0, 0])
     envs.library.error = None
     assert envs.step([0, 0, 0])[0]["count"].tolist() == [[1, 1]] * 3
-    assert envs.stats()["steps"] == 3, "the step that raised is not counted"
+    assert envs.stats()["steps"] == 3, "the step that raised was counted"
 
 
 def test_interrupted_wait_leaves_the_result_pending(make_counting: Any) -> None:
@@ -418,22 +416,22 @@ def test_close_waits_for_a_call_of_another_thread_until_its_timeout(make_countin
     envs.reset()
     library = envs.library
     library.gate.clear()
-    refusals: list[str] = []
+    errors: list[str] = []
 
     def step() -> None:
-        with pytest.raises(ClosedEnvironmentError) as refused:
+        with pytest.raises(ClosedEnvironmentError) as caught:
             envs.step([0, 0, 0])
-        refusals.append(str(refused.value))
+        errors.append(str(caught.value))
 
     thread = threading.Thread(target=step)
     thread.start()
     wait_until_stepping(library)
     envs.close(timeout=0.05)
     assert envs.closed
-    assert not library.closed  # the pending call still needs it, and closes it
+    assert not library.closed  # the other thread's step still uses it, and closes it at its end
     library.gate.set()
     thread.join()
-    assert refusals
+    assert errors
     assert library.closed
     assert envs.library is None
 
@@ -449,7 +447,7 @@ def test_render_calls_the_library(make_counting: Any) -> None:
 # --- make_vec, register ---------------------------------------------------------------------------------------------
 
 
-def test_make_vec_uses_the_native_backend_only_if_requested_or_the_only_one(vector_only_id: str) -> None:
+def test_make_vec_uses_the_native_backend_if_requested_or_if_no_other_exists(vector_only_id: str) -> None:
     with contextlib.closing(vecenv.make_vec("CartPole-v1", 2)) as envs:
         assert type(envs) is vecenv.AsyncVectorEnv
     with contextlib.closing(vecenv.make_vec("CartPole-v1", 2, "native")) as envs:
@@ -458,9 +456,9 @@ def test_make_vec_uses_the_native_backend_only_if_requested_or_the_only_one(vect
         assert str(envs.plan).endswith("CartPoleVectorEnv: OnlyVector-v0 has only a vector entry point")
         assert envs.library.max_episode_steps == 30
         assert repr(envs) == "NativeVectorEnv(OnlyVector-v0, num_envs=2)"
-        with contextlib.closing(vecenv.make_vec(envs.spec)) as again:
-            assert again.num_envs == 2
-            assert_identical(again.reset(seed=1), envs.reset(seed=1))
+        with contextlib.closing(vecenv.make_vec(envs.spec)) as rebuilt:
+            assert rebuilt.num_envs == 2
+            assert_identical(rebuilt.reset(seed=1), envs.reset(seed=1))
     with pytest.raises(gymnasium.error.Error, match="backend='native'"):
         vecenv.make_vec(vector_only_id, 2, "serial")
 
@@ -475,8 +473,8 @@ def test_registered_names_build_their_environments(vector_only_id: str) -> None:
     try:
         with contextlib.closing(vecenv.make_vec(name, 2)) as envs:
             assert type(envs) is vecenv.AsyncVectorEnv
-            with contextlib.closing(vecenv.make_vec(gymnasium.make_vec(name, num_envs=2).spec)) as again:
-                assert type(again) is vecenv.AsyncVectorEnv
+            with contextlib.closing(vecenv.make_vec(gymnasium.make_vec(name, num_envs=2).spec)) as rebuilt:
+                assert type(rebuilt) is vecenv.AsyncVectorEnv
         with contextlib.closing(vecenv.make_vec(name, 2, vector_kwargs={"autoreset_mode": "SameStep"})) as envs:
             assert envs.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
             assert envs.num_workers == 0

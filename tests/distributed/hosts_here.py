@@ -1,6 +1,6 @@
-"""A double of a Ray cluster, with hosts in this process that reply when the caller waits for them.
+"""A double of a Ray cluster with hosts in this process, which execute calls when the caller waits for the replies.
 
-Values are pickled, and arrays arrive read-only, like from Ray's object store. ``crash`` and ``paused`` imitate failures of
+Values are pickled, and arrays arrive read-only, as from Ray's object store. ``crash`` and ``paused`` imitate failures of
 hosts and of the network.
 """
 
@@ -26,13 +26,13 @@ class InProcessCluster:
         self.hosts: list[Host] = []
         self.calls: dict[int, tuple[Host, str, bytes]] = {}
         self.done: dict[int, Any] = {}
-        self.paused: set[int] = set()  # indices of hosts that do not reply at present
+        self.paused: set[int] = set()  # indices of hosts that do not reply for now
         self.crashed: set[int] = set()  # ids of host objects
-        self.has_room = True
+        self.has_free_cores = True
         self.closed = False
         self.executed: list[tuple[int, str]] = []
 
-    # -- a cluster
+    # -- methods of a cluster
 
     def nodes(self) -> list[dict[str, Any]]:
         return [{"NodeID": "a"}, {"NodeID": "b"}]
@@ -45,10 +45,10 @@ class InProcessCluster:
         self.require_cores(timeout)
 
     def require_cores(self, timeout: float) -> None:
-        if not self.has_room:
+        if not self.has_free_cores:
             raise ClusterError("no room")
 
-    # -- hosts
+    # -- methods that concern hosts
 
     def launch(self, plan: HostPlan) -> None:
         self.hosts.append(Host(pickle.loads(pickle.dumps(plan))))
@@ -58,7 +58,7 @@ class InProcessCluster:
         return next(host for host in reversed(self.hosts) if host._plan.index == index)
 
     def crash(self, index: int) -> None:
-        """End a host silently, with whatever is pending there."""
+        """End a host without a reply to its pending calls."""
         host = self.host(index)
         self.crashed.add(id(host))
         if host.envs is not None:
@@ -66,12 +66,12 @@ class InProcessCluster:
 
     def submit(self, index: int, method: str, *args: Any) -> int:
         if self.closed:
-            raise KeyError(index)  # like a cluster that has forgotten its hosts
+            raise KeyError(index)  # as for a host that the cluster has removed
         number = len(self.calls)
         self.calls[number] = (self.host(index), method, pickle.dumps(args))
         return number
 
-    def _ready(self, reference: int) -> bool:
+    def _is_ready(self, reference: int) -> bool:
         host, method, _ = self.calls[reference]
         return method == "start" or id(host) in self.crashed or host._plan.index not in self.paused
 
@@ -85,8 +85,8 @@ class InProcessCluster:
         return self.done[reference]
 
     def collect(self, references: list[int], deadline: float | None, *, every: bool = False) -> list[tuple[int, Any]]:
-        assert deadline is not None or any(map(self._ready, references)), "this would wait forever"
-        return [(reference, self._run(reference)) for reference in references if self._ready(reference)]
+        assert deadline is not None or any(map(self._is_ready, references)), "this call would wait forever"
+        return [(reference, self._run(reference)) for reference in references if self._is_ready(reference)]
 
     def kill(self, index: int) -> None:
         if any(host._plan.index == index for host in self.hosts) and id(self.host(index)) not in self.crashed:
@@ -99,7 +99,7 @@ class InProcessCluster:
 
 
 def _transfer(value: Any) -> Any:
-    """Pickle and unpickle a value; its arrays become read-only, like views of an object store."""
+    """Pickle and unpickle a value. Its arrays become read-only, like views of an object store."""
     buffers: list[Any] = []
     data = pickle.dumps(value, 5, buffer_callback=buffers.append)
     received = pickle.loads(data, buffers=[bytes(buffer.raw()) for buffer in buffers])

@@ -1,4 +1,4 @@
-"""``RayVectorEnv`` on a running cluster of one node: values, faults, and clean-up."""
+"""``RayVectorEnv`` on a running cluster of one node: values, failures, and clean-up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,16 @@ from envs import CounterEnv, GymnasiumInfoMerger, SpaceEnv, counters, scripted_e
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from programs import python_output
-from walks import LONGEST, SEED, choose, expected_from, expected_results, numbers, snapshots_midway, walks
+from walks import (
+    LONGEST,
+    SEED,
+    choose_actions,
+    expected_results,
+    expected_results_from,
+    make_walk_fns,
+    save_midway,
+    summarize,
+)
 
 import vecenv
 from vecenv.backends import RayVectorEnv
@@ -37,7 +46,7 @@ def make_envs(env_fns: Any, num_hosts: int = 2, **options: Any) -> Any:
 
 
 def wait_for_cores(cluster: Any, count: int) -> None:
-    """Wait until that many cores are free, because Ray updates the number with a delay."""
+    """Wait until ``count`` cores are free. Ray updates the number with a delay."""
     deadline = time.monotonic() + 10
     while (free := cluster.available_resources().get("CPU", 0)) != count:
         assert time.monotonic() < deadline, f"{free} cores are free, not {count}"
@@ -45,7 +54,7 @@ def wait_for_cores(cluster: Any, count: int) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """True if a process runs and is not a zombie. This process adopts orphans of Ray, and does not reap them."""
+    """True if a process runs. Zombies do not count, because this process adopts Ray's orphans and does not reap them."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -60,9 +69,9 @@ def wait_until_ended(pids: Iterable[int], seconds: float = 10.0) -> None:
 
 
 class FileControlledEnv(CounterEnv):
-    """An environment that reads a file of ``folder``, named by its index, in each step.
+    """An environment that a file in ``folder`` controls while it exists. The index is the name of the file.
 
-    It dies if the text is "die", and otherwise waits until the file is removed.
+    If the text is "die", the process dies. Otherwise, the step waits until the file is removed.
     """
 
     def __init__(self, folder: Path, env_id: int = 0, **kwargs: Any) -> None:
@@ -117,7 +126,7 @@ def test_environments_are_built_only_on_hosts(tmp_path: Path) -> None:
 
 def test_close_frees_cores_and_keeps_an_existing_cluster(cluster: Any) -> None:
     envs = make_envs(counters(2))
-    wait_for_cores(cluster, 4)  # of 8: two hosts use a core for a worker and one for themselves
+    wait_for_cores(cluster, 4)  # of 8; each host uses one core for itself and one for its worker
     pids = {host["pid"] for host in envs.hosts} | set(envs.call("pid"))
     envs.close()
     assert cluster.is_initialized()
@@ -145,8 +154,8 @@ def test_program_uses_a_running_cluster_and_leaves_it_running(cluster: Any, tmp_
     program.write_text(textwrap.dedent(STEP_PROGRAM))
     address, tests = cluster.get_runtime_context().gcs_address, Path(__file__).parent.parent
     path = os.pathsep.join([str(tests), str(tests.parent)])
-    shown = python_output(program, timeout=200, RAY_ADDRESS=address, PYTHONPATH=path)
-    assert shown.splitlines()[-3:] == [f"{address} False", "[0.001, 1.001]", "False"]
+    output = python_output(program, timeout=200, RAY_ADDRESS=address, PYTHONPATH=path)
+    assert output.splitlines()[-3:] == [f"{address} False", "[0.001, 1.001]", "False"]
     wait_for_cores(cluster, 8)
     assert cluster.get(cluster.remote(lambda: 7).remote()) == 7  # the cluster still works
 
@@ -176,8 +185,8 @@ def test_hosts_end_after_their_trainer_is_killed(cluster: Any, tmp_path: Path) -
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     ) as trainer:  # fmt: skip
         assert trainer.stdout is not None
-        numbers = [line.split() for line in (trainer.stdout.readline(), trainer.stdout.readline())]
-        pids = [int(number) for line in numbers for number in line]
+        lines = [line.split() for line in (trainer.stdout.readline(), trainer.stdout.readline())]
+        pids = [int(number) for line in lines for number in line]
         assert len(pids) == 4
         assert all(is_running(pid) for pid in pids)
         trainer.kill()
@@ -185,7 +194,7 @@ def test_hosts_end_after_their_trainer_is_killed(cluster: Any, tmp_path: Path) -
     wait_for_cores(cluster, 8)
 
 
-def test_address_of_another_cluster_is_refused() -> None:
+def test_address_of_another_cluster_raises() -> None:
     with pytest.raises(ValueError, match="is connected to"):
         make_envs(counters(2), address="10.9.8.7:6379")
 
@@ -208,7 +217,7 @@ def test_spaces_without_a_fixed_size_are_pickled() -> None:
     envs.close()
 
 
-def test_two_groups_of_hosts_wait_concurrently() -> None:
+def test_first_ready_batches_have_every_step_of_each_row_in_order() -> None:
     envs = make_envs(counters(4, lengths=(500,)), batch_size=2)
     envs.reset_async(seed=0)
     steps = dict.fromkeys(range(4), 0)
@@ -222,7 +231,7 @@ def test_two_groups_of_hosts_wait_concurrently() -> None:
     envs.close()
 
 
-# -- faults ----------------------------------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------------------
 
 
 def test_killed_worker_is_reported_and_recovered_by_reset(tmp_path: Path) -> None:
@@ -251,10 +260,10 @@ def test_killed_worker_is_restarted_by_its_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["idle", "step"])
-def test_killed_host_is_noticed_within_seconds(tmp_path: Path, when: str) -> None:
+def test_killed_host_is_detected_within_seconds(tmp_path: Path, when: str) -> None:
     envs = make_envs(make_file_controlled_env_fns(tmp_path, 4))
     envs.reset(seed=1)
-    workers = envs.call("pid")[2:]
+    worker_pids = envs.call("pid")[2:]
     if when == "step":
         (tmp_path / "3").write_text("wait")
         envs.step_async([0] * 4)
@@ -266,7 +275,7 @@ def test_killed_host_is_noticed_within_seconds(tmp_path: Path, when: str) -> Non
         envs.step_wait()
     assert time.monotonic() - started_at < 8
     assert info.value.envs == (2, 3)
-    wait_until_ended(workers)  # they end with their host
+    wait_until_ended(worker_pids)  # workers end with their host
     (tmp_path / "3").unlink(missing_ok=True)
     assert envs.reset(seed=5)[0][:, 3].tolist() == [5, 6, 7, 8]
     assert envs.step([0] * 4)[0][:, 1].tolist() == [1] * 4
@@ -309,7 +318,7 @@ def test_rows_of_a_killed_host_are_truncated() -> None:
 
 
 def test_rows_of_a_killed_host_continue_from_snapshots(tmp_path: Path) -> None:
-    """The first host is killed; on the second, a worker dies and is restarted by its host."""
+    """The first host is killed. On the second one, a worker dies, and its host restarts it."""
     envs = make_envs(make_file_controlled_env_fns(tmp_path, 4), on_failure="restart")
     envs.reset(seed=1)
     envs.step([0] * 4)
@@ -344,7 +353,7 @@ def test_step_wait_can_be_repeated_after_a_host_times_out(tmp_path: Path) -> Non
     envs.close()
 
 
-def test_close_ends_despite_a_hanging_environment(tmp_path: Path) -> None:
+def test_close_ends_hosts_with_a_hanging_environment(tmp_path: Path) -> None:
     envs = make_envs(make_file_controlled_env_fns(tmp_path, 4))
     envs.reset(seed=1)
     pids = {host["pid"] for host in envs.hosts} | set(envs.call("pid"))
@@ -371,7 +380,7 @@ def test_missing_resources_are_reported_after_a_bounded_wait(cluster: Any) -> No
     wait_for_cores(cluster, 8)
 
 
-def test_hosts_that_disagree_on_spaces_are_named_and_ended(cluster: Any) -> None:
+def test_hosts_with_different_spaces_are_named_and_ended(cluster: Any) -> None:
     fns = [functools.partial(SpaceEnv, spaces.Box(0, 1, (2 + index // 2,))) for index in range(4)]
     with pytest.raises(RuntimeError, match=r"Env 2 has Box.*on host 1"):
         make_envs(fns)
@@ -379,7 +388,7 @@ def test_hosts_that_disagree_on_spaces_are_named_and_ended(cluster: Any) -> None
 
 
 class PricesEnv(CounterEnv):
-    """An environment with shared prices, which ``describe_prices`` describes."""
+    """An environment with an array of prices that all environments share."""
 
     def __init__(self, prices: Any) -> None:
         super().__init__()
@@ -414,27 +423,28 @@ def test_missing_module_of_a_host_is_named(cluster: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-def test_evaluation_with_faults_equals_a_plain_loop(tmp_path: Path) -> None:
+def test_evaluation_with_failures_equals_a_plain_loop(tmp_path: Path) -> None:
     """Episodes that raise, die or hang do not affect other episodes on the same or another host."""
     faults = {SEED + 2: "raise", SEED + 5: "die", SEED + 7: "hang once", SEED + 9: "die once"}
-    envs = make_envs(walks(4, faults=faults, marks=str(tmp_path)))
-    results = vecenv.evaluate(envs, choose, 12, seed=SEED, timeout=15.0)  # time enough to rebuild a host
-    assert [each.index for each in results if each.error is not None] == [2, 5]
-    for each, plain in zip(numbers(results), expected_results(12), strict=True):
-        assert each == plain or each[0] in (2, 5)
+    envs = make_envs(make_walk_fns(4, faults=faults, folder=str(tmp_path)))
+    results = vecenv.evaluate(envs, choose_actions, 12, seed=SEED, timeout=15.0)  # long enough to rebuild a host
+    assert [result.index for result in results if result.error is not None] == [2, 5]
+    for found, expected in zip(summarize(results), expected_results(12), strict=True):
+        index, *_ = found
+        assert found == expected or index in (2, 5)
     envs.close()
 
 
 def test_evaluation_makes_no_extra_steps() -> None:
-    envs = make_envs(walks(3))
-    results = vecenv.evaluate(envs, choose, 10, seed=SEED)
-    assert numbers(results) == expected_results(10)
-    assert envs.stats()["steps"] == sum(each.length for each in results)
+    envs = make_envs(make_walk_fns(3))
+    results = vecenv.evaluate(envs, choose_actions, 10, seed=SEED)
+    assert summarize(results) == expected_results(10)
+    assert envs.stats()["steps"] == sum(result.length for result in results)
     envs.close()
 
 
 def test_evaluation_continues_from_snapshots() -> None:
-    snapshots, starts = snapshots_midway(5)
-    envs = make_envs(walks(3, longest=LONGEST))
-    assert numbers(vecenv.evaluate(envs, choose, snapshots, seed=SEED)) == expected_from(starts)
+    snapshots, starts = save_midway(5)
+    envs = make_envs(make_walk_fns(3, longest=LONGEST))
+    assert summarize(vecenv.evaluate(envs, choose_actions, snapshots, seed=SEED)) == expected_results_from(starts)
     envs.close()

@@ -1,4 +1,4 @@
-"""``RayVectorEnv`` over two simulated nodes: placement, first-ready batches, a killed host, and a killed node."""
+"""``RayVectorEnv`` on two simulated nodes: placement, first-ready batches, and the ends of hosts and nodes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_default_workers_per_host_use_the_cores_of_a_node(nodes: Any) -> None:
     envs.close()
 
 
-def test_first_node_to_reply_is_received_first(nodes: Any, tmp_path: Path) -> None:
+def test_recv_returns_the_rows_of_the_first_node_to_reply(nodes: Any, tmp_path: Path) -> None:
     envs: Any = RayVectorEnv(make_file_controlled_env_fns(tmp_path, 4), num_hosts=2, workers_per_host=1, batch_size=2)
     envs.reset(seed=1)
     (tmp_path / "0").write_text("wait")
@@ -69,21 +69,21 @@ def test_killed_host_restarts_on_its_node(nodes: Any, on_failure: str) -> None:
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
-def test_host_of_a_killed_node_moves_to_another(nodes: Any, on_failure: str) -> None:
+def test_host_of_a_killed_node_restarts_on_another(nodes: Any, on_failure: str) -> None:
     third = nodes.add_node(num_cpus=3, object_store_memory=200 * 1024 * 1024)
     nodes.wait_for_nodes()
     envs: Any = RayVectorEnv(counters(6, lengths=(50,)), num_hosts=3, workers_per_host=1, on_failure=on_failure)
     envs.reset(seed=1)
     group = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"][-1]
-    (index,) = [int(at) for at, node in group["bundles_to_node_id"].items() if node == third.node_id]
+    (index,) = [int(host) for host, node in group["bundles_to_node_id"].items() if node == third.node_id]
     rows = [2 * index, 2 * index + 1]
     nodes.remove_node(third, allow_graceful=False)
     nodes.add_node(num_cpus=3, object_store_memory=200 * 1024 * 1024)
     started_at = time.monotonic()
     if on_failure == "raise":
-        with pytest.raises(HostDied) as info:
+        with pytest.raises(HostDied) as caught:
             envs.step([0] * 6)
-        assert list(info.value.envs) == rows
+        assert list(caught.value.envs) == rows
         print(f"detected after {time.monotonic() - started_at:.1f} s")
         assert time.monotonic() - started_at < 30
         assert envs.reset(seed=7)[0][:, 3].tolist() == list(range(7, 13))
@@ -94,5 +94,5 @@ def test_host_of_a_killed_node_moves_to_another(nodes: Any, on_failure: str) -> 
         assert infos["_restarted"].tolist() == lost.tolist()
     assert envs.step([0] * 6)[0].shape == (6, 4)
     envs.close()
-    fourth = [node for node in nodes.list_all_nodes() if node is not nodes.head_node][-1]
-    nodes.remove_node(fourth)
+    newest = [node for node in nodes.list_all_nodes() if node is not nodes.head_node][-1]
+    nodes.remove_node(newest)

@@ -1,4 +1,4 @@
-"""A cluster that vecenv starts for this machine only and stops again, in a separate program."""
+"""A program without a cluster: vecenv starts one for this machine only, and stops it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from programs import python_output
 pytest.importorskip("ray", reason="Ray is not installed (pip install 'vecenv[ray]')")
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
-LOOPBACK_PROGRAM = """
+OWN_CLUSTER_PROGRAM = """
     import json, time
     import psutil
     from envs import counters
@@ -27,12 +27,12 @@ LOOPBACK_PROGRAM = """
             return False
 
     if __name__ == "__main__":
-        me = psutil.Process()
+        this_process = psutil.Process()
         envs = RayVectorEnv(counters(4), num_hosts=2, address="local")  # placement is PACK, because there is one node
         second = RayVectorEnv(counters(2), num_hosts=1, workers_per_host=2)
-        ours = [me, *me.children(recursive=True)]
-        addresses = {c.laddr.ip for p in ours for c in p.net_connections("inet") if c.status == "LISTEN"}
-        commands = [" ".join(p.cmdline()) for p in ours]
+        processes = [this_process, *this_process.children(recursive=True)]
+        addresses = {c.laddr.ip for p in processes for c in p.net_connections("inet") if c.status == "LISTEN"}
+        commands = [" ".join(p.cmdline()) for p in processes]
         envs.reset(seed=1)
         envs.step([0] * 4)
         envs.close()
@@ -40,7 +40,7 @@ LOOPBACK_PROGRAM = """
         rewards = second.step([0] * 2)[1].tolist()
         second.close()
         deadline = time.monotonic() + 10
-        while (left := [p.pid for p in ours[1:] if is_running(p)]) and time.monotonic() < deadline:
+        while (left := [p.pid for p in processes[1:] if is_running(p)]) and time.monotonic() < deadline:
             time.sleep(0.1)
         import ray
         print(json.dumps({
@@ -50,26 +50,26 @@ LOOPBACK_PROGRAM = """
 """
 
 
-AFTER_SHUTDOWN = """
+SHUTDOWN_PROGRAM = """
     import json
     import ray
     from envs import counters
     from vecenv.backends import RayVectorEnv
     from vecenv.errors import ClusterError
 
-    def error_of_step(envs):
+    def get_step_error(envs):
         try:
             envs.step([0] * 2)
         except ClusterError as error:
             return str(error)
 
     if __name__ == "__main__":
-        # "local": other tests have clusters, which may end at any time
+        # "local", because the clusters of other tests may end at any time
         options = {"num_hosts": 1, "workers_per_host": 0, "address": "local"}
         one, other = (RayVectorEnv(counters(2), **options) for _ in range(2))
         one.reset(seed=1)
         ray.shutdown()
-        report = {"resets": one.stats()["resets"], "error": error_of_step(one)}
+        report = {"resets": one.stats()["resets"], "error": get_step_error(one)}
         one.close(terminate=True)
         report["restarted"] = ray.is_initialized()
         ray.init(address="local", num_cpus=2, include_dashboard=False)
@@ -81,26 +81,26 @@ AFTER_SHUTDOWN = """
 """
 
 
-def run(program: str, folder: Path) -> dict[str, Any]:
-    """Run a program that prints a JSON object as its last line, and return it."""
+def run_program(program: str, folder: Path) -> dict[str, Any]:
+    """Run a program and return the JSON object that it prints as its last line."""
     file = folder / "program.py"
     file.write_text(textwrap.dedent(program))
     tests = Path(__file__).parent.parent
-    shown = python_output(file, timeout=200, PYTHONPATH=os.pathsep.join([str(tests), str(tests.parent)]))
-    report: dict[str, Any] = json.loads(shown.strip().splitlines()[-1])
+    output = python_output(file, timeout=200, PYTHONPATH=os.pathsep.join([str(tests), str(tests.parent)]))
+    report: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     return report
 
 
 def test_step_after_ray_shutdown_raises_and_later_close_keeps_the_next_cluster(tmp_path: Path) -> None:
-    report = run(AFTER_SHUTDOWN, tmp_path)
+    report = run_program(SHUTDOWN_PROGRAM, tmp_path)
     assert report.pop("error").startswith("ray.shutdown() ended the hosts")
     assert report == {"resets": 2, "restarted": False, "rewards": [0.001, 1.001], "kept": True}
 
 
 def test_own_cluster_listens_on_loopback_only_and_is_stopped_by_close(tmp_path: Path) -> None:
-    report = run(LOOPBACK_PROGRAM, tmp_path)
+    report = run_program(OWN_CLUSTER_PROGRAM, tmp_path)
     assert set(report["addresses"]) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-    assert report["addresses"], "the cluster listens nowhere"
+    assert report["addresses"], "no process of the cluster listens"
     assert report["left"] == []
     assert report["initialized"] is False
     assert report["dashboard"] == []

@@ -1,4 +1,4 @@
-"""``RayVectorEnv`` over hosts in this process: values, first-ready batches, failures, refused options, copies."""
+"""``RayVectorEnv`` over hosts in this process: values, first-ready batches, failures, invalid options, and copies."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_any_space_gives_the_results_of_sync_vector_env(space: spaces.Space, mod
 
 
 class ProcessRandomEnv(gymnasium.Env[Any, Any]):
-    """An environment that draws from the generators of its process."""
+    """An environment that draws from the global generators of its process."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
     action_space = spaces.Discrete(2)
@@ -118,12 +118,12 @@ class ProcessRandomEnv(gymnasium.Env[Any, Any]):
 
 def test_own_generators_give_equal_results_on_hosts_and_locally() -> None:
     results = []
-    for engine, options in ((InProcessRayVectorEnv, {"num_hosts": 2}), (vecenv.AsyncVectorEnv, {"num_workers": 0})):
-        envs: Any = engine([ProcessRandomEnv] * 4, generators="own", **options)
+    for engine_class, options in ((InProcessRayVectorEnv, {"num_hosts": 2}), (vecenv.AsyncVectorEnv, {"num_workers": 0})):
+        envs: Any = engine_class([ProcessRandomEnv] * 4, generators="own", **options)
         results.append([envs.reset(seed=3)[0], *(envs.step(np.zeros(4, np.int64))[0] for _ in range(30))])
-        kept = envs.save()
+        snapshots = envs.save()
         results[-1] += [envs.step(np.zeros(4, np.int64))[0] for _ in range(9)]
-        envs.load(kept)
+        envs.load(snapshots)
         assert_identical([envs.step(np.zeros(4, np.int64))[0] for _ in range(9)], results[-1][-9:])
         envs.close()
     assert_identical(results[0], results[1])
@@ -172,15 +172,15 @@ def test_stats_sum_over_hosts(closes: Any) -> None:
 
 
 def test_stats_count_only_steps_with_results(closes: Any) -> None:
-    for engine in (InProcessRayVectorEnv, vecenv.AsyncVectorEnv):
-        envs: Any = closes(engine([*counters(3), functools.partial(MisshapenObservationEnv, 3)], context="fork"))
+    for engine_class in (InProcessRayVectorEnv, vecenv.AsyncVectorEnv):
+        envs: Any = closes(engine_class([*counters(3), functools.partial(MisshapenObservationEnv, 3)], context="fork"))
         envs.reset(seed=1)
         with pytest.raises(ObservationError):
             envs.step([0] * 4)
         assert (envs.stats()["steps"], envs.stats()["resets"]) == (3, 4)
 
 
-def test_timeout_names_the_first_late_hosts_in_order(closes: Any) -> None:
+def test_timeout_names_the_first_four_late_hosts_in_order(closes: Any) -> None:
     cluster = InProcessCluster()
     envs = closes(InProcessRayVectorEnv(counters(6), cluster, num_hosts=6))
     envs.reset(seed=0)
@@ -197,7 +197,7 @@ def test_timeout_names_the_first_late_hosts_in_order(closes: Any) -> None:
 # -- first-ready batches ---------------------------------------------------------------------------------------
 
 
-def test_first_host_to_reply_is_received_first(closes: Any) -> None:
+def test_recv_returns_the_rows_of_the_first_host_to_reply(closes: Any) -> None:
     cluster = InProcessCluster()
     envs = closes(InProcessRayVectorEnv(counters(6, lengths=(100,)), cluster, num_hosts=3, batch_size=2))
     envs.reset_async(seed=0)
@@ -233,8 +233,8 @@ def test_step_timeout_of_a_host_is_recorded(closes: Any) -> None:
     assert envs.step_wait()[1].shape == (4,)
 
 
-class SlowHosts(InProcessCluster):
-    """Hosts that take a while to restart. Each wait must have time left."""
+class SlowlyRestartingCluster(InProcessCluster):
+    """A cluster of hosts that restart slowly. It fails a test that begins to wait after the deadline."""
 
     def launch(self, plan: Any) -> None:
         if len(self.hosts) >= 2:
@@ -247,7 +247,7 @@ class SlowHosts(InProcessCluster):
 
 
 def test_start_of_a_new_host_does_not_count_towards_step_timeout(closes: Any) -> None:
-    cluster = SlowHosts()
+    cluster = SlowlyRestartingCluster()
     envs = closes(InProcessRayVectorEnv(counters(4, lengths=(100,)), cluster, on_failure="restart"))
     envs._driver.exchange.step_timeout = 0.2  # the option needs hosts with worker processes
     envs.reset(seed=0)
@@ -255,7 +255,7 @@ def test_start_of_a_new_host_does_not_count_towards_step_timeout(closes: Any) ->
     assert envs.step([1] * 4)[4]["restarted"].tolist() == [1, 1, 0, 0]
 
 
-def test_rows_sent_one_by_one_have_their_own_values(closes: Any) -> None:
+def test_rows_sent_one_by_one_have_the_results_of_sync_vector_env(closes: Any) -> None:
     envs = closes(InProcessRayVectorEnv(scripted_env_fns(5), num_hosts=2, batch_size=1))
     sync = closes(SyncVectorEnv(scripted_env_fns(5)))
     envs.reset(seed=4)
@@ -294,14 +294,14 @@ class RaisingEnv(CounterEnv):
         return super().step(action)
 
 
-def _make_one_raising(index: int, n: int = 4) -> list[Any]:
+def _make_fns_with_one_raising(index: int, n: int = 4) -> list[Any]:
     fns = counters(n, lengths=(50,))
     fns[index] = functools.partial(RaisingEnv, env_id=index, lengths=(50,))
     return fns
 
 
 def test_error_of_an_environment_is_raised_with_its_index(closes: Any) -> None:
-    envs = closes(InProcessRayVectorEnv(_make_one_raising(3)))
+    envs = closes(InProcessRayVectorEnv(_make_fns_with_one_raising(3)))
     envs.reset()
     envs.step([0] * 4)
     envs.step([0] * 4)
@@ -317,10 +317,10 @@ def test_error_of_an_environment_is_raised_with_its_index(closes: Any) -> None:
 
 
 def test_environment_that_raises_is_restarted_by_its_host(closes: Any) -> None:
-    envs = closes(InProcessRayVectorEnv(_make_one_raising(3), on_failure="restart"))
-    local: Any = closes(vecenv.AsyncVectorEnv(_make_one_raising(3), num_workers=0, on_failure="restart"))
-    for each in (envs, local):
-        each.reset(seed=1)
+    envs = closes(InProcessRayVectorEnv(_make_fns_with_one_raising(3), on_failure="restart"))
+    local: Any = closes(vecenv.AsyncVectorEnv(_make_fns_with_one_raising(3), num_workers=0, on_failure="restart"))
+    envs.reset(seed=1)
+    local.reset(seed=1)
     for t in range(4):
         actual, expected = envs.step([0] * 4), local.step([0] * 4)
         actual[0][:, 3] = expected[0][:, 3] = 0  # the new environment has a random seed
@@ -341,14 +341,14 @@ def test_reset_replaces_a_worker_that_died_while_idle(closes: Any) -> None:
 
 
 class UnpicklableInfoEnv(CounterEnv):
-    """An environment with an info in its second step that cannot be pickled."""
+    """An environment with an info that cannot be pickled, in its second step."""
 
     def step(self, action: Any) -> Any:
         *results, info = super().step(action)
         return *results, {"lock": threading.Lock()} if self.steps == 2 else info
 
 
-def test_info_that_cannot_be_pickled_affects_no_later_step(closes: Any) -> None:
+def test_info_that_cannot_be_pickled_does_not_affect_later_steps(closes: Any) -> None:
     fns = counters(2, lengths=(50,))
     fns[1] = functools.partial(UnpicklableInfoEnv, 1, lengths=(50,))
     envs = closes(InProcessRayVectorEnv(fns, num_hosts=1, workers_per_host=1, context="fork", batch_size=2))
@@ -362,11 +362,11 @@ def test_info_that_cannot_be_pickled_affects_no_later_step(closes: Any) -> None:
     envs.send([0] * 2)
     with pytest.raises(TypeError, match="cannot pickle"):
         envs.recv()
-    assert envs.recv()[0][:, 1].tolist() == [2, 2], "the rows must have results"
+    assert envs.recv()[0][:, 1].tolist() == [2, 2], "the rows have no results"
 
 
 class MisshapenObservationEnv(CounterEnv):
-    """An environment with an observation of another shape in each step."""
+    """An environment that returns an observation of a wrong shape in each step."""
 
     def step(self, action: Any) -> Any:
         return np.zeros(99), *super().step(action)[1:]
@@ -385,37 +385,38 @@ def test_errors_of_vecenv_contain_the_global_env_index(closes: Any) -> None:
 
 
 class SimulatorEnv(CounterEnv):
-    """An environment that raises an exception with numbers of its simulator in the text and the note."""
+    """An environment with errors that mention "env 0" of its simulator, in the text and in a note."""
 
-    def __init__(self, env_id: int, fails_in: str, kind: type[BaseException] = ValueError) -> None:
+    def __init__(self, env_id: int, fails_in: str, error_class: type[BaseException] = ValueError) -> None:
         if fails_in == "init":
             raise RuntimeError("Env 0 of the simulator is locked")
         super().__init__(env_id)
-        self.kind = kind
+        self.error_class = error_class
 
     def step(self, action: Any) -> Any:
-        error = self.kind("env 0 of the simulator broke")
+        error = self.error_class("env 0 of the simulator broke")
         error.add_note("env 0 of the simulator, joint 1, during landing")
         raise error
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_numbers_in_an_environments_error_text_stay(workers: int, closes: Any) -> None:
+def test_numbers_in_an_environments_error_text_do_not_change(workers: int, closes: Any) -> None:
     options = {"workers_per_host": workers, "context": "fork"}
-    for kind, text in ((ValueError, r"^env 0 of the"), (SystemExit, r"env 3, .*: SystemExit: env 0 of the")):
-        envs = closes(InProcessRayVectorEnv([*counters(3), functools.partial(SimulatorEnv, 3, "step", kind)], **options))
+    for error_class, text in ((ValueError, r"^env 0 of the"), (SystemExit, r"env 3, .*: SystemExit: env 0 of the")):
+        env_fns = [*counters(3), functools.partial(SimulatorEnv, 3, "step", error_class)]
+        envs = closes(InProcessRayVectorEnv(env_fns, **options))
         envs.reset(seed=1)
         with pytest.raises((ValueError, EnvError), match=text) as info:
             envs.step([0] * 4)
-        *own, note = info.value.__notes__
-        assert own == ["env 0 of the simulator, joint 1, during landing"] * (kind is ValueError)
+        *own_notes, note = info.value.__notes__
+        assert own_notes == ["env 0 of the simulator, joint 1, during landing"] * (error_class is ValueError)
         assert note.startswith("env 3, host 1 ")
     with pytest.raises(RuntimeError, match=r"^Env 0 of the simulator is locked"):
         InProcessRayVectorEnv([*counters(3), functools.partial(SimulatorEnv, 3, "init")], **options)
 
 
 def test_host_that_restarts_too_often_raises(closes: Any) -> None:
-    envs = closes(InProcessRayVectorEnv(_make_one_raising(1), on_failure=vecenv.Restart(0)))
+    envs = closes(InProcessRayVectorEnv(_make_fns_with_one_raising(1), on_failure=vecenv.Restart(0)))
     envs.reset()
     envs.step([0] * 4)
     envs.step([0] * 4)
@@ -447,8 +448,8 @@ def test_dead_host_is_named_and_restarted_by_reset(when: str) -> None:
     assert cluster.closed
 
 
-class HostsDyingInReset(InProcessCluster):
-    """Hosts of which number 1 dies in a reset, ``deaths`` times."""
+class ClusterWithDeathsInReset(InProcessCluster):
+    """A cluster that loses host 1 in each of the next ``deaths`` resets."""
 
     deaths = 0
 
@@ -460,8 +461,8 @@ class HostsDyingInReset(InProcessCluster):
         return number
 
 
-def test_reset_is_repeated_once_with_its_seeds_and_then_with_fresh_ones(closes: Any) -> None:
-    cluster = HostsDyingInReset()
+def test_reset_is_repeated_once_with_its_seeds_and_then_with_new_ones(closes: Any) -> None:
+    cluster = ClusterWithDeathsInReset()
     envs = closes(InProcessRayVectorEnv(counters(4), cluster, on_failure="restart"))
     for deaths, seed, first_seeds in ((1, 5, [5, 6, 7, 8]), (2, 5, [5, 6]), (1, None, [-1, -1])):
         cluster.deaths = deaths
@@ -496,10 +497,10 @@ def test_rows_of_a_dead_host_are_truncated_and_rebuilt(mode: AutoresetMode, clos
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_lost_rows_continue_from_a_snapshot(mode: AutoresetMode, closes: Any) -> None:
-    """This holds for a host that died, and for an environment that its host restarts."""
+def test_lost_rows_continue_from_a_loaded_snapshot(mode: AutoresetMode, closes: Any) -> None:
+    """One host dies, and the other one restarts an environment that raised."""
     cluster = InProcessCluster()
-    envs = closes(InProcessRayVectorEnv(_make_one_raising(3), cluster, on_failure="restart", autoreset_mode=mode))
+    envs = closes(InProcessRayVectorEnv(_make_fns_with_one_raising(3), cluster, on_failure="restart", autoreset_mode=mode))
     envs.reset(seed=1)
     envs.step([0] * 4)
     snapshots = envs.save(verify=False)
@@ -548,25 +549,25 @@ class ClusterInterruptedInClose(InProcessCluster):
         return super().collect(references, deadline, every=every)
 
 
-def test_close_can_be_repeated_after_an_interrupted_one() -> None:
+def test_close_succeeds_after_an_interrupted_close() -> None:
     cluster = ClusterInterruptedInClose()
     envs = InProcessRayVectorEnv(counters(2), cluster)
     with pytest.raises(KeyboardInterrupt):
         envs.close()
-    assert cluster.closed, "the interrupted close has ended the hosts"
+    assert cluster.closed, "the interrupted close did not end the hosts"
     envs.close()
     assert envs.closed
 
 
-def test_missing_room_for_a_new_host_raises_at_once(closes: Any) -> None:
+def test_missing_cores_for_a_new_host_raise_at_once(closes: Any) -> None:
     cluster = InProcessCluster()
     envs = closes(InProcessRayVectorEnv(counters(4), cluster, on_failure="restart"))
     envs.reset()
     cluster.crash(0)
-    cluster.has_room = False
+    cluster.has_free_cores = False
     with pytest.raises(ClusterError):
         envs.step([0] * 4)
-    cluster.has_room = True
+    cluster.has_free_cores = True
     assert envs.step([0] * 4)[3].tolist()[:2] == [True, True]
 
 
@@ -605,24 +606,24 @@ def test_workers_of_each_host_run_on_the_chosen_cores(closes: Any) -> None:
 def test_load_of_a_snapshot_that_does_not_fit_changes_nothing(rows: list[int], closes: Any) -> None:
     envs = closes(InProcessRayVectorEnv(counters(4, lengths=(50,))))
     envs.reset(seed=1)
-    kept = envs.save(verify=False)
+    snapshots = envs.save(verify=False)
     envs.step([0] * 4)
-    wrong = kept[3].having(kind=replace(kept[3].row.kind, env_id="Other-v0"))
+    wrong = snapshots[3].having(kind=replace(snapshots[3].row.kind, env_id="Other-v0"))
     with pytest.raises(vecenv.errors.SnapshotMismatch, match="does not fit: it is of Other-v0"):
-        envs.load([*kept[:3], wrong][-len(rows) :], rows)
+        envs.load([*snapshots[:3], wrong][-len(rows) :], rows)
     assert envs.step([0] * 4)[0][:, 1].tolist() == [2] * 4
-    assert envs.load(kept)[:, 1].tolist() == [0] * 4
+    assert envs.load(snapshots)[:, 1].tolist() == [0] * 4
     assert envs.step([0] * 4)[0][:, 1].tolist() == [1] * 4
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 def test_failures_by_row_do_not_affect_other_rows(on_failure: str, closes: Any) -> None:
-    """The failures are an environment that raises, and a host that dies."""
+    """An environment raises in its third step, and a host dies in the fourth."""
     cluster = InProcessCluster()
-    envs = closes(InProcessRayVectorEnv(_make_one_raising(1), cluster, on_failure=on_failure, batch_size=1))
+    envs = closes(InProcessRayVectorEnv(_make_fns_with_one_raising(1), cluster, on_failure=on_failure, batch_size=1))
     envs.reset(seed=1)
-    for failing in range(4):
-        if failing == 3:
+    for step in range(4):
+        if step == 3:
             cluster.crash(1)
         envs.send([0] * 4, range(4))
         rows, errors = [], []
@@ -631,9 +632,11 @@ def test_failures_by_row_do_not_affect_other_rows(on_failure: str, closes: Any) 
                 rows.append(int(envs.recv()[4]["env_id"][0]))
             except (KeyError, HostDied) as error:
                 errors.append(type(error))
-        lost = {2: [1], 3: [2, 3]}.get(failing, []) if on_failure == "raise" else []
+        lost, expected_errors = [], []
+        if on_failure == "raise" and step >= 2:
+            lost, expected_errors = ([1], [KeyError]) if step == 2 else ([2, 3], [HostDied])
         assert sorted(rows) == [row for row in range(4) if row not in lost]
-        assert errors == ([] if not lost else [KeyError] if failing == 2 else [HostDied])
+        assert errors == expected_errors
         if lost:
             envs.reset_async(env_id=lost)
             envs.recv(count=len(lost))
@@ -647,12 +650,12 @@ def test_interrupted_wait_can_be_repeated_or_dropped_by_a_reset(closes: Any) -> 
     envs.reset(seed=1)
     collect, interruptions = cluster.collect, [KeyboardInterrupt] * 2
 
-    def interrupted(*arguments: Any, **options: Any) -> Any:
+    def raise_or_collect(*arguments: Any, **options: Any) -> Any:
         if interruptions:
             raise interruptions.pop()
         return collect(*arguments, **options)
 
-    cluster.collect = interrupted  # type: ignore[method-assign]
+    cluster.collect = raise_or_collect  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         envs.step([0] * 4)
     with pytest.raises(AlreadyPendingCallError):
@@ -702,27 +705,28 @@ INVALID_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("options", "error", "text"), INVALID_OPTIONS, ids=lambda value: str(value)[:30])
-def test_invalid_options_are_refused(options: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_invalid_options_raise_before_hosts_start(options: dict[str, Any], error: type[Exception], text: str) -> None:
     cluster = InProcessCluster()
     with pytest.raises(error, match=text):
         InProcessRayVectorEnv(counters(3), cluster, **options)
     assert not cluster.hosts
 
 
-def test_empty_list_of_environments_is_refused() -> None:
+def test_empty_list_of_environments_raises() -> None:
     with pytest.raises(ValueError, match="at least one"):
         InProcessRayVectorEnv([])
 
 
 def test_unpicklable_env_fn_is_named_before_hosts_start() -> None:
     fns = counters(3)
-    fns[2] = functools.partial(CounterEnv, note := sys._getframe())
+    frame = sys._getframe()  # cannot be pickled
+    fns[2] = functools.partial(CounterEnv, frame)
     cluster = InProcessCluster()
     with pytest.raises(TypeError, match="frame") as info:
         InProcessRayVectorEnv(fns, cluster)
     assert any(text.startswith("env_fns[2]") for text in info.value.__notes__)
     assert not cluster.hosts
-    del note
+    del frame  # it refers to itself
 
 
 @pytest.mark.parametrize("address", [None, "auto"])
@@ -734,7 +738,7 @@ def test_ray_address_is_checked_like_an_argument(monkeypatch: pytest.MonkeyPatch
         _connect(ray, address)
     assert not ray.init.called
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    assert _connect(ray, address), "vecenv starts the cluster"
+    assert _connect(ray, address), "vecenv did not start the cluster"
     assert ray.init.call_args.kwargs["_node_ip_address"] == "127.0.0.1"
 
 
@@ -757,14 +761,15 @@ def test_error_of_an_env_fn_on_its_host_is_raised_unchanged() -> None:
     assert cluster.closed
 
 
-def test_hosts_that_disagree_on_spaces_are_named() -> None:
+def test_hosts_with_different_spaces_are_named() -> None:
     box = functools.partial(SpaceEnv, spaces.Box(0, 1, (2,)))
-    other = functools.partial(SpaceEnv, spaces.Box(0, 1, (3,)))
-    acts = functools.partial(SpaceEnv, spaces.Box(0, 1, (2,)), spaces.Discrete(9))
+    large_box = functools.partial(SpaceEnv, spaces.Box(0, 1, (3,)))
+    other_actions = functools.partial(SpaceEnv, spaces.Box(0, 1, (2,)), spaces.Discrete(9))
     for fns, text in (
-        ([box, box, other, other], r"Env 2 has Box.*host 1"), ([box, box, acts, acts], r"Env 2 has Discrete.*host 1"),
-        ([box, box, box, other], r"Env 3 has Box"),
-    ):  # fmt: skip
+        ([box, box, large_box, large_box], r"Env 2 has Box.*host 1"),
+        ([box, box, other_actions, other_actions], r"Env 2 has Discrete.*host 1"),
+        ([box, box, box, large_box], r"Env 3 has Box"),
+    ):
         cluster = InProcessCluster()
         with pytest.raises(RuntimeError, match=text):
             InProcessRayVectorEnv(fns, cluster)
@@ -783,7 +788,7 @@ def test_host_reserves_a_core_per_worker_and_one_more() -> None:
     cluster = InProcessCluster()
     InProcessRayVectorEnv(counters(3), cluster, workers_per_host=0).close()
     assert cluster.cpus == [1, 1]
-    cluster.has_room = False
+    cluster.has_free_cores = False
     with pytest.raises(ClusterError):
         InProcessRayVectorEnv(counters(5), cluster, workers_per_host=2)
     assert cluster.cpus == [3, 3]
@@ -792,7 +797,7 @@ def test_host_reserves_a_core_per_worker_and_one_more() -> None:
 # -- number of copies ------------------------------------------------------------------------------------------
 
 
-class SilentEnv(SpaceEnv):
+class EmptyInfosEnv(SpaceEnv):
     """An environment with empty infos."""
 
     def step(self, action: Any) -> Any:
@@ -800,10 +805,10 @@ class SilentEnv(SpaceEnv):
 
 
 @pytest.mark.parametrize("shape", [(2,), (96, 96, 2)], ids=["small", "large"])
-def test_plain_step_is_one_call_per_host_and_one_object_or_large_arrays(shape: tuple[int, ...]) -> None:
+def test_plain_step_makes_one_call_per_host_and_returns_one_object_or_arrays(shape: tuple[int, ...]) -> None:
     cluster = InProcessCluster()
     space = spaces.Box(0, 255, shape, np.uint8)
-    fns = [functools.partial(SilentEnv, space, spaces.Box(0, 1, shape), env_id=i, lengths=(3,)) for i in range(8)]
+    fns = [functools.partial(EmptyInfosEnv, space, spaces.Box(0, 1, shape), env_id=i, lengths=(3,)) for i in range(8)]
     envs = InProcessRayVectorEnv(fns, cluster)
     assert_same_trajectory(envs, SyncVectorEnv(fns), 9, seed=1)
     replies = [cluster.done[number] for number, (_, method, _) in cluster.calls.items() if method == "step"]
@@ -866,15 +871,15 @@ def test_recordings_of_failures_on_hosts_are_written_by_the_caller(fault: str, o
     envs = InProcessRayVectorEnv(_make_sixth_step_faults(fault), num_hosts=2, **options)
     with contextlib.closing(envs):
         envs.reset(seed=4)
-        names: list[str] = []
+        notes: list[str] = []
         for _ in range(8):
             try:
                 envs.step(envs.action_space.sample())
             except (ValueError, WorkerDied) as error:
-                names = error.__notes__
+                notes = error.__notes__
                 break
     file = next(tmp_path.glob("*-env3-*.vecenv"))
-    assert on_failure == "restart" or any(str(tmp_path) in name for name in names)
+    assert on_failure == "restart" or any(str(tmp_path) in note for note in notes)
     assert replay(file).status == "happened again"
 
 

@@ -1,4 +1,4 @@
-"""A vector environment in simulated time, in which the duration of steps depends on the seed of the episode."""
+"""A vector environment with simulated time. The duration of a step depends on the seed of its episode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vecenv.front.capabilities import Capabilities
 
 
 class SimulatedVectorEnv(VectorEnv[Any, Any, Any]):
-    """A vector environment of walks with the timing of one process per environment.
+    """A vector environment of walks that takes as long as if each environment had its own process.
 
     Attributes:
         now: The simulated time.
@@ -35,7 +35,7 @@ class SimulatedVectorEnv(VectorEnv[Any, Any, Any]):
         self.now, self.steps, self.errors = 0.0, 0, list[ErrorRecord]()
         self._envs = [Walk(**walks) for _ in range(num_envs)]
         self._step_durations = [1.0] * num_envs
-        self._in_flight: dict[int, tuple[float, Any]] = {}  # row -> when it is ready, and its result
+        self._in_flight: dict[int, tuple[float, Any]] = {}  # row -> (time when it is ready, its result)
 
     @property
     def in_flight(self) -> Any:
@@ -77,7 +77,8 @@ class SimulatedVectorEnv(VectorEnv[Any, Any, Any]):
         for position, (*_, info) in enumerate(results):
             infos = self._add_info(infos, info, position)
         infos["env_id"], infos["_env_id"] = np.array(rows), np.ones(len(rows), bool)
-        observations, rewards, terminations, truncations = (np.array(each) for each in list(zip(*results, strict=True))[:4])
+        *columns, _ = zip(*results, strict=True)
+        observations, rewards, terminations, truncations = map(np.array, columns)
         return observations, rewards, terminations, truncations, infos
 
     def _add_info(self, vector_infos: Any, env_info: Any, env_num: int) -> Any:
@@ -88,10 +89,10 @@ class SimulatedVectorEnv(VectorEnv[Any, Any, Any]):
         return vector_infos
 
     def abandon(self, env_id: Any) -> None:
-        raise AssertionError("nothing hangs here")
+        raise AssertionError("nothing hangs in simulated time")
 
 
-def minimum_time(results: Sequence[Any], num_envs: int) -> float:
+def find_minimum_time(results: Sequence[Any], num_envs: int) -> float:
     """Return a lower bound on the time that ``num_envs`` environments need for these episodes."""
-    durations = [each.length * (0.5 + each.seed % 8 / 8) for each in results]
+    durations = [result.length * (0.5 + result.seed % 8 / 8) for result in results]
     return max(*durations, sum(durations) / num_envs)

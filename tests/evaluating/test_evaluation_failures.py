@@ -1,4 +1,4 @@
-"""Failures of workers and time limits in evaluations are errors of only those episodes that cause them."""
+"""If a worker fails or a time limit is exceeded, only the episode that caused it has an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from envs import open_engine
 from gymnasium.vector import VectorWrapper
-from walks import SEED, Walk, choose, expected_results, numbers, walks
+from walks import SEED, Walk, choose_actions, expected_results, make_walk_fns, summarize
 
 import vecenv
 from vecenv.errors import WorkerDied
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 
 
 class SlowWalk(Walk):
-    """A walk that is slow to build and to reset. With ``lengths``, the length depends on the seed."""
+    """A walk that is slow to build and to reset. ``lengths`` are the lengths of the episodes in the order of their seeds."""
 
     def __init__(self, build_time: float = 0.0, pause: float = 0.0, lengths: tuple[int, ...] = (), **kwargs: Any) -> None:
         time.sleep(build_time)
@@ -41,10 +41,10 @@ def test_evaluate_warns_about_failed_episodes() -> None:
     walk = functools.partial(Walk, faults={SEED + 1: "raise", SEED + 3: "raise"})
     text = "2 of 4 episodes failed, the first is episode 1 with ArithmeticError: .*; mean and std leave them out"
     with open_engine([walk] * 2, num_workers=1) as envs, pytest.warns(UserWarning, match=text):
-        vecenv.evaluate(envs, choose, 4, seed=SEED)
+        vecenv.evaluate(envs, choose_actions, 4, seed=SEED)
 
 
-class RaisesInReset(Walk):
+class RaisingInResetWalk(Walk):
     """A walk that raises in a reset with the seed of episode 4."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -55,21 +55,21 @@ class RaisesInReset(Walk):
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 def test_evaluate_after_the_death_of_an_idle_worker_has_all_results(on_failure: Any) -> None:
-    with open_engine(walks(4), num_workers=2, on_failure=on_failure) as envs:
+    with open_engine(make_walk_fns(4), num_workers=2, on_failure=on_failure) as envs:
         envs.reset(seed=0)
         os.kill(envs.processes[1].pid, signal.SIGKILL)
         time.sleep(0.1)
-        assert numbers(vecenv.evaluate(envs, choose, 6, seed=SEED)) == expected_results(6)
+        assert summarize(vecenv.evaluate(envs, choose_actions, 6, seed=SEED)) == expected_results(6)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["hang", "die"])
 def test_failure_causes_one_restart_even_if_a_process_starts_slowly(fault: str, tmp_path: Path) -> None:
-    """The other worker returns results while the failed one starts."""
-    kwargs: dict[str, Any] = {"pause": 0.02, "faults": {SEED + 7: f"{fault} once"}, "marks": str(tmp_path)}
+    """The other worker returns results while the replacement of the failed one starts."""
+    kwargs: dict[str, Any] = {"pause": 0.02, "faults": {SEED + 7: f"{fault} once"}, "folder": str(tmp_path)}
     slow = functools.partial(SlowWalk, 1.0 if fault == "die" else 0.1, **kwargs)
     with open_engine([slow] * 4, num_workers=2, on_failure="restart", step_timeout=0.5) as envs:
-        assert numbers(vecenv.evaluate(envs, choose, 20, seed=SEED)) == expected_results(20)
+        assert summarize(vecenv.evaluate(envs, choose_actions, 20, seed=SEED)) == expected_results(20)
         assert envs.stats()["restarts"] == 1
 
 
@@ -77,27 +77,27 @@ def test_failure_causes_one_restart_even_if_a_process_starts_slowly(fault: str, 
 def test_step_timeout_of_a_reset_excludes_the_start_of_the_process() -> None:
     slow = functools.partial(SlowWalk, 1.0, faults={SEED + 5: "hang"})
     with open_engine([slow] * 2, num_workers=1, step_timeout=0.5) as envs:
-        results = vecenv.evaluate(envs, choose, 12, seed=SEED, retries=0)
-    assert [each.index for each in results if each.error is not None] == [5]
-    assert max(each.attempts for each in results if each.index != 5) <= 2
+        results = vecenv.evaluate(envs, choose_actions, 12, seed=SEED, retries=0)
+    assert [result.index for result in results if result.error is not None] == [5]
+    assert max(result.attempts for result in results if result.index != 5) <= 2
 
 
-def test_end_of_an_episode_does_not_shorten_the_timeout_of_others() -> None:
+def test_end_of_an_episode_does_not_shorten_the_timeout_of_another() -> None:
     """The last step of episode 2 waits for the last step of episode 1 in the same worker."""
     with open_engine([functools.partial(SlowWalk, pause=0.5, lengths=(1, 2, 1))] * 2, num_workers=1) as envs:
-        results = vecenv.evaluate(envs, choose, 3, seed=SEED, timeout=0.75)
-    assert [(each.error, each.attempts) for each in results] == [(None, 1)] * 3
+        results = vecenv.evaluate(envs, choose_actions, 3, seed=SEED, timeout=0.75)
+    assert [(result.error, result.attempts) for result in results] == [(None, 1)] * 3
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 def test_timeout_excludes_the_time_in_which_max_concurrency_holds_requests(on_failure: Any) -> None:
-    """A step takes 0.3 seconds, four in sequence 1.2 seconds. An episode that hangs is still ended."""
+    """A step takes 0.3 seconds, and four in sequence take 1.2 seconds. The timeout still ends the hanging episode."""
     slow = functools.partial(SlowWalk, pause=0.3, longest=1, faults={SEED + 3: "hang"})
     with open_engine([slow] * 4, max_concurrency=1, on_failure=on_failure) as envs:
-        results = vecenv.evaluate(envs, choose, 6, seed=SEED, retries=0, timeout=1.0)
-    assert [each.index for each in results if each.error is not None] == [3]
-    assert [each.attempts for each in results] == [1] * 6
+        results = vecenv.evaluate(envs, choose_actions, 6, seed=SEED, retries=0, timeout=1.0)
+    assert [result.index for result in results if result.error is not None] == [3]
+    assert [result.attempts for result in results] == [1] * 6
 
 
 @pytest.mark.parametrize(
@@ -105,14 +105,15 @@ def test_timeout_excludes_the_time_in_which_max_concurrency_holds_requests(on_fa
     [
         (functools.partial(Walk, faults={SEED + 4: "raise"}), ArithmeticError),
         (functools.partial(Walk, faults={SEED + 4: "die"}), WorkerDied),
-        (RaisesInReset, ArithmeticError),
+        (RaisingInResetWalk, ArithmeticError),
     ],
 )
 @pytest.mark.parametrize("num_envs", [2, 6])
 def test_failure_behind_a_wrapper_raises_despite_restarts(num_envs: int, env_fn: Any, error: type[Exception]) -> None:
     with open_engine([env_fn] * num_envs, num_workers=2, on_failure="restart") as envs:
         with pytest.raises(error):
-            vecenv.evaluate(VectorWrapper(envs), choose, 6, seed=SEED)
+            vecenv.evaluate(VectorWrapper(envs), choose_actions, 6, seed=SEED)
         envs.reset()
-        assert len(vecenv.evaluate(VectorWrapper(envs), choose, 4, seed=SEED)) == 4, "an earlier failure is not raised again"
-        assert np.all(np.isfinite(vecenv.evaluate(VectorWrapper(envs), choose, 4, seed=SEED).returns))
+        results = vecenv.evaluate(VectorWrapper(envs), choose_actions, 4, seed=SEED)
+        assert len(results) == 4, "the earlier failure was raised again"
+        assert np.all(np.isfinite(vecenv.evaluate(VectorWrapper(envs), choose_actions, 4, seed=SEED).returns))

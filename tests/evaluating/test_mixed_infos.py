@@ -1,4 +1,4 @@
-"""Evaluations have the same results if infos do not fit into one array."""
+"""Evaluations return the results of plain loops even if the infos of a step do not fit into one array."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONG = [pytest.mark.slow, pytest.mark.timeout(3600)]
 WORKERS = (0, 1, 2, 4, 8)
 
 
-def act_by_infos(observations: Any, infos: Any) -> Any:
+def choose_actions_with_infos(observations: Any, infos: Any) -> Any:
     return np.array([choose_action(observation, info) for observation, info in zip(observations, infos, strict=True)])
 
 
@@ -42,14 +42,14 @@ async def evaluate_with_pool(env_fn: Any, size: int, num_workers: int) -> Any:
 )
 def test_evaluate_equals_plain_loops(mixtures: Any, workers: Any) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # evaluate does not warn about infos that it does not merge
+        warnings.simplefilter("error")  # evaluate must not warn about infos that do not fit into one array
         for mixture in mixtures:
             mode = ("NextStep", "SameStep", "Disabled")[mixture % 3]
             env_fn = functools.partial(MixedInfosEnv, mixture, none=True)
             expected = [play_episode(env_fn(), SEED + index, True) for index in range(EPISODES)]
             for num_workers in workers:
                 with open_engine([env_fn] * max(3, num_workers), num_workers=num_workers, autoreset_mode=mode) as envs:
-                    results = vecenv.evaluate(envs, act_by_infos, EPISODES, seed=SEED)
+                    results = vecenv.evaluate(envs, choose_actions_with_infos, EPISODES, seed=SEED)
                 assert summarize_results(results) == expected, f"mixture {mixture}, {num_workers} workers, {mode}"
 
 

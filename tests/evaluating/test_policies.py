@@ -19,8 +19,19 @@ from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from signals import Alarm
-from simulated_time import SimulatedVectorEnv, minimum_time
-from walks import ENGINES, LONGEST, SEED, Walk, choose, expected_from, expected_results, numbers, snapshots_midway, walks
+from simulated_time import SimulatedVectorEnv, find_minimum_time
+from walks import (
+    ENGINES,
+    LONGEST,
+    SEED,
+    Walk,
+    choose_actions,
+    expected_results,
+    expected_results_from,
+    make_walk_fns,
+    save_midway,
+    summarize,
+)
 
 import vecenv
 from vecenv.errors import SnapshotMismatch, WorkerDied
@@ -55,10 +66,10 @@ class NestedSpacesWalk(gymnasium.Wrapper[Any, Any, Any, Any]):
 def test_evaluate_with_nested_spaces_equals_a_plain_loop(batch: str) -> None:
     def policy(observations: Any, rngs: Any) -> Any:
         assert (observations["time"][0] == observations["all"][:, 1]).all()
-        return {"go": choose(observations["all"], rngs), "say": (("yes",) * len(rngs),)}
+        return {"go": choose_actions(observations["all"], rngs), "say": (("yes",) * len(rngs),)}
 
     with open_engine([NestedSpacesWalk] * 3, num_workers=0) as envs:
-        assert numbers(vecenv.evaluate(envs, policy, 7, seed=SEED, batch=batch)) == expected_results(7)
+        assert summarize(vecenv.evaluate(envs, policy, 7, seed=SEED, batch=batch)) == expected_results(7)
 
 
 def test_policy_receives_arguments_by_parameter_name() -> None:
@@ -67,11 +78,11 @@ def test_policy_receives_arguments_by_parameter_name() -> None:
     def policy(observations: Any, *, begins: Any, rows: Any, episodes: Any, infos: Any) -> Any:
         assert len(observations) == len(begins) == len(rows) == len(episodes) == len(infos) <= 3
         assert len(set(rows.tolist())) == len(rows)
-        for episode, *each in zip(episodes.tolist(), begins.tolist(), rows.tolist(), infos, strict=True):
-            received.setdefault(episode, []).append(each)
+        for episode, *arguments in zip(episodes.tolist(), begins.tolist(), rows.tolist(), infos, strict=True):
+            received.setdefault(episode, []).append(arguments)
         return np.zeros(len(observations), int)
 
-    with open_engine(walks(3), num_workers=2) as envs:
+    with open_engine(make_walk_fns(3), num_workers=2) as envs:
         results = vecenv.evaluate(envs, policy, 6, seed=SEED)
     for result in results:
         begins, rows, infos = zip(*received[result.index], strict=True)
@@ -86,11 +97,11 @@ def test_optional_positional_only_parameters_keep_their_defaults() -> None:
         assert rows == "default"
         return np.zeros(len(observations), int)
 
-    with open_engine(walks(2), num_workers=0) as envs:
+    with open_engine(make_walk_fns(2), num_workers=0) as envs:
         assert len(vecenv.evaluate(envs, policy, 2, seed=SEED)) == 2
 
 
-def act_by_history(observations: Any, state: Any) -> Any:
+def choose_by_history(observations: Any, state: Any) -> Any:
     """Return actions that depend on all earlier observations of the episode."""
     sums = state["sums"][0] + observations[:, 2]
     return (np.abs(sums * 7).astype(int) % 7), {"sums": (sums,), "calls": state["calls"] + 1}
@@ -102,11 +113,11 @@ def test_recurrent_policy_has_a_state_for_each_episode(batch: str) -> None:
     state = {"sums": (np.float64(0),), "calls": np.zeros((), int)}
     found = []
     for num_envs, engine in ((1, {"num_workers": 0}), (3, {"num_workers": 0}), (5, {"num_workers": 2})):
-        with open_engine(walks(num_envs), **engine) as envs:
-            results = vecenv.evaluate(envs, act_by_history, 9, seed=SEED, initial_state=state, batch=batch)
-        found.append(numbers(results))
+        with open_engine(make_walk_fns(num_envs), **engine) as envs:
+            results = vecenv.evaluate(envs, choose_by_history, 9, seed=SEED, initial_state=state, batch=batch)
+        found.append(summarize(results))
     assert found[0] == found[1] == found[2]
-    assert len({each[2] for each in found[0]}) == 9
+    assert len({episode_return for _, _, episode_return, *_ in found[0]}) == 9
 
 
 def test_padded_batches_have_a_constant_number_of_rows() -> None:
@@ -114,11 +125,11 @@ def test_padded_batches_have_a_constant_number_of_rows() -> None:
 
     def policy(observations: Any, rows: Any, rngs: Any) -> Any:
         sizes.add(len(observations))
-        assert all(list(rows).count(row) == 1 for row in range(3) if row in rows), "row 3 is padding"
-        return choose(observations, rngs)
+        assert all(list(rows).count(row) == 1 for row in range(3) if row in rows), "a row is repeated that is not padding"
+        return choose_actions(observations, rngs)
 
-    with open_engine(walks(3), num_workers=0) as envs:
-        assert numbers(vecenv.evaluate(envs, policy, 7, seed=SEED, batch="padded")) == expected_results(7)
+    with open_engine(make_walk_fns(3), num_workers=0) as envs:
+        assert summarize(vecenv.evaluate(envs, policy, 7, seed=SEED, batch="padded")) == expected_results(7)
     assert sizes == {3}
 
 
@@ -161,7 +172,7 @@ def test_evaluate_with_wrong_arguments_raises_before_anything_runs(
     options: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     arguments = {"policy": lambda obs: np.zeros(len(obs), int), "episodes": 4, **options}
-    with open_engine(walks(2), num_workers=0) as envs:
+    with open_engine(make_walk_fns(2), num_workers=0) as envs:
         with pytest.raises(error, match=text):
             vecenv.evaluate(envs, **arguments)
         assert envs.stats()["resets"] == envs.stats()["in_flight"] == 0
@@ -177,7 +188,7 @@ def test_evaluate_with_wrong_arguments_raises_before_anything_runs(
     ],
 )
 def test_policy_with_a_wrong_number_of_actions_raises_before_a_step(actions: Any, error: type[Exception], text: str) -> None:
-    with open_engine(walks(3), num_workers=0) as envs:
+    with open_engine(make_walk_fns(3), num_workers=0) as envs:
         with pytest.raises(error, match=text):
             vecenv.evaluate(envs, lambda obs: actions(len(obs)), 4)
         assert envs.stats()["steps"] == envs.stats()["in_flight"] == 0
@@ -189,49 +200,49 @@ def test_error_of_a_policy_is_raised_and_a_reset_recovers() -> None:
             raise KeyError("policy")
         return np.zeros(len(observations), int)
 
-    with open_engine(walks(3), num_workers=2) as envs:
+    with open_engine(make_walk_fns(3), num_workers=2) as envs:
         with pytest.raises(KeyError, match="policy"):
             vecenv.evaluate(envs, policy, 9, seed=SEED)
         envs.reset(seed=1)
-        assert numbers(vecenv.evaluate(envs, choose, 5, seed=SEED)) == expected_results(5)
+        assert summarize(vecenv.evaluate(envs, choose_actions, 5, seed=SEED)) == expected_results(5)
 
 
 def test_evaluate_with_rows_in_flight_raises_and_keeps_the_rows() -> None:
-    with ready_engine(walks(3), num_workers=0) as envs:
+    with ready_engine(make_walk_fns(3), num_workers=0) as envs:
         envs.send([0], [2])
         with pytest.raises(AlreadyPendingCallError, match="Calling `evaluate` with env 2 in flight"):
-            vecenv.evaluate(envs, choose, 1, seed=SEED)
+            vecenv.evaluate(envs, choose_actions, 1, seed=SEED)
         assert envs.recv(count=1)[4]["env_id"].tolist() == [2]
         envs.step_async([0] * 3)
         with pytest.raises(AlreadyPendingCallError):
-            vecenv.evaluate(envs, choose, 1, seed=SEED)
+            vecenv.evaluate(envs, choose_actions, 1, seed=SEED)
         envs.step_wait()
 
 
 def test_evaluate_of_a_single_environment_raises() -> None:
     with pytest.raises(TypeError, match=r"needs a Gymnasium vector environment, such as one from vecenv\.make_vec"):
-        vecenv.evaluate(Walk(), choose, 3)  # type: ignore[arg-type]
+        vecenv.evaluate(Walk(), choose_actions, 3)  # type: ignore[arg-type]
 
 
 def test_results_have_statistics_and_a_short_repr() -> None:
-    with open_engine(walks(3), num_workers=0) as envs:
-        results = vecenv.evaluate(envs, choose, 7, seed=SEED)
-    returns = [each.episode_return for each in results]
+    with open_engine(make_walk_fns(3), num_workers=0) as envs:
+        results = vecenv.evaluate(envs, choose_actions, 7, seed=SEED)
+    returns = [result.episode_return for result in results]
     assert results.returns.tolist() == returns
-    assert results.lengths.tolist() == [each.length for each in results]
+    assert results.lengths.tolist() == [result.length for result in results]
     assert (results.mean, results.std) == (np.mean(returns), np.std(returns))
     assert len(repr(results)) < 100
     assert repr(results).startswith("EpisodeResults(7 episodes, mean=")
     failed = EpisodeResults([*results, replace(results[0], episode_return=float("nan"), error=RuntimeError())])
-    assert (failed.mean, failed.std) == (results.mean, results.std), "episodes that failed have no return"
+    assert (failed.mean, failed.std) == (results.mean, results.std), "the failed episode counts"
     assert "8 episodes, 1 failed" in repr(failed)
     assert np.isnan(EpisodeResults(failed[-1:]).mean)
 
 
 def test_evaluate_with_swapped_arguments_raises() -> None:
-    match = r"envs=.*choose.*policy=Async.*swapped\?"
-    with open_engine(walks(1), num_workers=0) as envs, pytest.raises(TypeError, match=match):
-        vecenv.evaluate(choose, envs, 3)  # type: ignore[arg-type]
+    match = r"envs=.*choose_actions.*policy=Async.*swapped\?"
+    with open_engine(make_walk_fns(1), num_workers=0) as envs, pytest.raises(TypeError, match=match):
+        vecenv.evaluate(choose_actions, envs, 3)  # type: ignore[arg-type]
 
 
 # --- ``vecenv.evaluate`` on engines that step all environments together has the same results ------
@@ -241,17 +252,17 @@ def test_evaluate_with_swapped_arguments_raises() -> None:
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
 def test_evaluate_with_sync_vector_env_equals_a_plain_loop(num_envs: int, mode: AutoresetMode, closes: Any) -> None:
-    envs = closes(SyncVectorEnv(walks(num_envs), autoreset_mode=mode))
+    envs = closes(SyncVectorEnv(make_walk_fns(num_envs), autoreset_mode=mode))
     for count in (10, 1):
-        assert numbers(vecenv.evaluate(envs, choose, count, seed=SEED)) == expected_results(count)
+        assert summarize(vecenv.evaluate(envs, choose_actions, count, seed=SEED)) == expected_results(count)
 
 
 def test_episodes_in_lock_step_have_their_own_options() -> None:
     episodes = [vecenv.Episode(options={"start": float(index % 3)}) for index in range(7)]
-    envs = SyncVectorEnv(walks(3))
+    envs = SyncVectorEnv(make_walk_fns(3))
     results = vecenv.evaluate(envs, lambda obs: np.zeros(len(obs), int), episodes, seed=SEED)
     envs.close()
-    assert [each.episode_return / each.length for each in results] == [0, 1, 2, 0, 1, 2, 0]
+    assert [result.episode_return / result.length for result in results] == [0, 1, 2, 0, 1, 2, 0]
 
 
 @pytest.mark.parametrize("start", [1.0, np.array([1.0]), np.array([[1.0, 0.0], [0.0, 0.0]])], ids=["float", "one", "many"])
@@ -263,14 +274,14 @@ def test_episodes_in_lock_step_may_have_options_with_arrays(start: Any, closes: 
     episodes = [vecenv.Episode(options={"start": start * index}) for index in range(5)]
     envs = closes(SyncVectorEnv([SummingWalk] * 3))
     results = vecenv.evaluate(envs, lambda obs: np.zeros(len(obs), int), episodes, seed=SEED)
-    assert [each.episode_return / each.length for each in results] == [0, 1, 2, 3, 4]
+    assert [result.episode_return / result.length for result in results] == [0, 1, 2, 3, 4]
 
 
 def test_different_options_raise_if_all_environments_reset_together(closes: Any) -> None:
     wrap = gymnasium.wrappers.vector.NormalizeObservation
     episodes = [vecenv.Episode(options={"start": float(index)}) for index in range(2)]
     text = "NormalizeObservation cannot evaluate episodes with different options or env=: all environments are reset"
-    two_rows, one_row = closes(wrap(SyncVectorEnv(walks(2)))), closes(wrap(SyncVectorEnv(walks(1))))
+    two_rows, one_row = closes(wrap(SyncVectorEnv(make_walk_fns(2)))), closes(wrap(SyncVectorEnv(make_walk_fns(1))))
     with pytest.raises(NotImplementedError, match=text):
         vecenv.evaluate(two_rows, lambda obs: 1 / 0, episodes)
     for envs, possible in ((two_rows, episodes[:1] * 2), (one_row, episodes)):
@@ -279,11 +290,14 @@ def test_different_options_raise_if_all_environments_reset_together(closes: Any)
 
 def test_policy_receives_the_latest_info_of_each_row(closes: Any) -> None:
     def policy(observations: Any, infos: Any, begins: Any) -> Any:
-        for observation, info, first in zip(observations, infos, begins, strict=True):
-            assert info == {"reset": True} if first else info["t"] == observation[1]
+        for observation, info, begin in zip(observations, infos, begins, strict=True):
+            if begin:
+                assert info == {"reset": True}
+            else:
+                assert info["t"] == observation[1]
         return np.zeros(len(observations), int)
 
-    envs = closes(SyncVectorEnv(walks(3)))
+    envs = closes(SyncVectorEnv(make_walk_fns(3)))
     assert len(vecenv.evaluate(envs, policy, 8, seed=SEED)) == 8
 
 
@@ -292,10 +306,10 @@ def test_evaluate_with_the_test_double_is_independent_of_num_envs(num_envs: int)
     results = []
     for count in (num_envs, 4):
         envs = DoubleVectorEnv(count)
-        results.append(numbers(vecenv.evaluate(envs, lambda obs: (obs[:, 0] % 5).astype(int), 7, seed=10)))
+        results.append(summarize(vecenv.evaluate(envs, lambda obs: (obs[:, 0] % 5).astype(int), 7, seed=10)))
         envs.close()
     assert results[0] == results[1]
-    assert {each[3] for each in results[0]} == {3, 4, 5}
+    assert {length for _, _, _, length, *_ in results[0]} == {3, 4, 5}
 
 
 def test_evaluate_names_missing_features_of_a_backend(closes: Any) -> None:
@@ -315,10 +329,10 @@ def test_evaluate_names_missing_features_of_a_backend(closes: Any) -> None:
 
 
 def test_evaluate_without_an_autoreset_mode_raises(closes: Any) -> None:
-    envs = closes(SyncVectorEnv(walks(2)))
+    envs = closes(SyncVectorEnv(make_walk_fns(2)))
     envs.metadata = {}
     with pytest.raises(NotImplementedError, match="SyncVectorEnv cannot be evaluated: its metadata has no autoreset mode"):
-        vecenv.evaluate(envs, choose, 3)
+        vecenv.evaluate(envs, choose_actions, 3)
 
 
 def test_evaluate_of_a_multi_agent_environment_raises(closes: Any) -> None:
@@ -327,7 +341,7 @@ def test_evaluate_of_a_multi_agent_environment_raises(closes: Any) -> None:
 
     envs = closes(Agents([lambda: gymnasium.make("CartPole-v1")]))
     with pytest.raises(NotImplementedError, match=r"several agents.*pass envs.flatten_agents\(\)"):
-        vecenv.evaluate(envs, choose, 3)
+        vecenv.evaluate(envs, choose_actions, 3)
 
 
 # --- ``vecenv.evaluate`` on engines that return rows one by one has the results of a plain loop ----
@@ -337,20 +351,20 @@ def test_evaluate_of_a_multi_agent_environment_raises(closes: Any) -> None:
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
 def test_evaluate_equals_a_plain_loop_for_every_number_of_rows(num_envs: int, mode: AutoresetMode) -> None:
-    with open_engine(walks(num_envs), num_workers=0, autoreset_mode=mode) as envs:
+    with open_engine(make_walk_fns(num_envs), num_workers=0, autoreset_mode=mode) as envs:
         for count in (10, 1, 3):
-            assert numbers(vecenv.evaluate(envs, choose, count, seed=SEED)) == expected_results(count)
+            assert summarize(vecenv.evaluate(envs, choose_actions, count, seed=SEED)) == expected_results(count)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", list(ENGINES.values())[1:], ids=list(ENGINES)[1:])
 def test_evaluate_with_workers_equals_a_plain_loop(engine: dict[str, Any]) -> None:
-    with open_engine(walks(3), **engine) as envs:
-        results = vecenv.evaluate(envs, choose, 10, seed=SEED)
-        assert numbers(results) == expected_results(10)
-        assert envs.stats()["steps"] == sum(each.length for each in results)
-        assert all(each.attempts == 1 and each.seconds > 0 and not each.frames for each in results)
-        assert envs.reset(seed=1)[0].shape == (3, 3), "the engine is usable afterwards"
+    with open_engine(make_walk_fns(3), **engine) as envs:
+        results = vecenv.evaluate(envs, choose_actions, 10, seed=SEED)
+        assert summarize(results) == expected_results(10)
+        assert envs.stats()["steps"] == sum(result.length for result in results)
+        assert all(result.attempts == 1 and result.seconds > 0 and not result.frames for result in results)
+        assert envs.reset(seed=1)[0].shape == (3, 3), "the engine is not usable after the evaluation"
 
 
 @pytest.mark.slow
@@ -360,83 +374,84 @@ def test_evaluate_with_workers_equals_a_plain_loop(engine: dict[str, Any]) -> No
 def test_evaluate_equals_a_plain_loop_for_any_engine_and_num_envs(
     num_envs: int, engine: dict[str, Any], mode: AutoresetMode
 ) -> None:
-    with open_engine(walks(num_envs, longest=1000), autoreset_mode=mode, **engine) as envs:
+    with open_engine(make_walk_fns(num_envs, longest=1000), autoreset_mode=mode, **engine) as envs:
         for count in (40, 5):
-            results = vecenv.evaluate(envs, choose, count, seed=SEED)
-            assert numbers(results) == expected_results(count, longest=1000)
-        assert max(each.length for each in results) > 100
+            results = vecenv.evaluate(envs, choose_actions, count, seed=SEED)
+            assert summarize(results) == expected_results(count, longest=1000)
+        assert max(result.length for result in results) > 100
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_evaluate_executes_no_more_steps_than_the_sum_of_lengths(mode: AutoresetMode, tmp_path: Path) -> None:
-    with open_engine(walks(4, marks=str(tmp_path)), num_workers=2, autoreset_mode=mode) as envs:
-        results = vecenv.evaluate(envs, choose, 11, seed=SEED)
+    with open_engine(make_walk_fns(4, folder=str(tmp_path)), num_workers=2, autoreset_mode=mode) as envs:
+        results = vecenv.evaluate(envs, choose_actions, 11, seed=SEED)
         steps = envs.stats()["steps"]
-    assert (tmp_path / "steps").stat().st_size == sum(each.length for each in results) == steps
+    assert (tmp_path / "steps").stat().st_size == sum(result.length for result in results) == steps
 
 
 @pytest.mark.parametrize("num_envs", [1, 3, 8, pytest.param(64, marks=pytest.mark.long)])
 def test_evaluate_is_close_to_the_minimum_time(num_envs: int) -> None:
-    """It takes at most 1.1 times the lower bound in simulated time, with episodes that raise or die in the middle."""
+    """The simulated time is at most 1.1 times the lower bound, with episodes that raise or die in the middle."""
     count = 22 * num_envs
     faults = {SEED + 2: "raise", SEED + 7: "raise", SEED + 11: "raise", SEED + 2 * num_envs: "raise"}
     envs = SimulatedVectorEnv(num_envs, faults=faults)
-    results = vecenv.evaluate(envs, choose, count, seed=SEED, retries=0)
-    assert [each.index for each in results] == list(range(count))
-    assert {each.seed for each in results if each.error is not None} == set(faults)
-    assert {type(each.error) for each in results} == {type(None), ArithmeticError, WorkerDied}
-    for each, plain in zip(numbers(results), expected_results(count), strict=True):
-        assert each == plain or each[1] in faults
-    assert envs.steps == sum(each.length for each in results)
-    assert envs.now <= 1.1 * minimum_time(results, num_envs)
+    results = vecenv.evaluate(envs, choose_actions, count, seed=SEED, retries=0)
+    assert [result.index for result in results] == list(range(count))
+    assert {result.seed for result in results if result.error is not None} == set(faults)
+    assert {type(result.error) for result in results} == {type(None), ArithmeticError, WorkerDied}
+    for found, expected in zip(summarize(results), expected_results(count), strict=True):
+        _, seed, *_ = found
+        assert found == expected or seed in faults
+    assert envs.steps == sum(result.length for result in results)
+    assert envs.now <= 1.1 * find_minimum_time(results, num_envs)
 
 
 @pytest.mark.parametrize("num_envs", [1, 3, 8, 64])
 def test_evaluate_executes_the_same_steps_in_any_number_of_rows(num_envs: int) -> None:
-    with open_engine(walks(num_envs), num_workers=0) as envs:
-        results = vecenv.evaluate(envs, choose, 70, seed=SEED)
-        assert envs.stats()["steps"] == sum(each.length for each in results)
-        assert numbers(results) == expected_results(70)
+    with open_engine(make_walk_fns(num_envs), num_workers=0) as envs:
+        results = vecenv.evaluate(envs, choose_actions, 70, seed=SEED)
+        assert envs.stats()["steps"] == sum(result.length for result in results)
+        assert summarize(results) == expected_results(70)
 
 
 def test_episodes_have_their_own_seeds_and_options() -> None:
     episodes = [vecenv.Episode(7, {"start": 5.0}), vecenv.Episode(), vecenv.Episode(options={"start": -1.0})]
-    with open_engine(walks(2), num_workers=0) as envs:
+    with open_engine(make_walk_fns(2), num_workers=0) as envs:
         results = vecenv.evaluate(envs, lambda obs: np.zeros(len(obs), int), episodes, seed=20)
-    assert [each.seed for each in results] == [7, 21, 22]
-    assert [each.options for each in results] == [{"start": 5.0}, None, {"start": -1.0}]
-    # with actions of 0, the sum of a walk, which is its reward, does not change
-    assert [each.episode_return / each.length for each in results] == [5.0, 0.0, -1.0]
+    assert [result.seed for result in results] == [7, 21, 22]
+    assert [result.options for result in results] == [{"start": 5.0}, None, {"start": -1.0}]
+    # the reward is the sum of the walk, which actions of 0 do not change
+    assert [result.episode_return / result.length for result in results] == [5.0, 0.0, -1.0]
 
 
 def test_results_contain_the_random_seed_for_a_repetition() -> None:
-    with open_engine(walks(2), num_workers=0) as envs:
-        first = vecenv.evaluate(envs, choose, 3)
-        assert numbers(vecenv.evaluate(envs, choose, 3, seed=first[0].seed)) == numbers(first)
-        assert vecenv.evaluate(envs, choose, 3)[0].seed != first[0].seed
+    with open_engine(make_walk_fns(2), num_workers=0) as envs:
+        first = vecenv.evaluate(envs, choose_actions, 3)
+        assert summarize(vecenv.evaluate(envs, choose_actions, 3, seed=first[0].seed)) == summarize(first)
+        assert vecenv.evaluate(envs, choose_actions, 3)[0].seed != first[0].seed
 
 
 def test_on_episode_receives_results_as_they_finish() -> None:
     received: list[Any] = []
-    with open_engine(walks(3), num_workers=0) as envs:
-        results = vecenv.evaluate(envs, choose, 7, seed=SEED, on_episode=received.append)
-    assert [each.index for each in results] == list(range(7))
-    assert sorted(received, key=lambda each: each.index) == results
-    assert received != results, "short episodes finish first"
+    with open_engine(make_walk_fns(3), num_workers=0) as envs:
+        results = vecenv.evaluate(envs, choose_actions, 7, seed=SEED, on_episode=received.append)
+    assert [result.index for result in results] == list(range(7))
+    assert sorted(received, key=lambda result: result.index) == results
+    assert received != results, "results were received in the order of their indices"
 
 
 def test_evaluate_of_record_episode_statistics_has_its_infos() -> None:
-    with open_engine(walks(3), num_workers=0) as envs:
+    with open_engine(make_walk_fns(3), num_workers=0) as envs:
         wrapped = vecenv.wrappers.RecordEpisodeStatistics(envs)
-        results = vecenv.evaluate(wrapped, choose, 5, seed=SEED)
-    for each, plain in zip(results, expected_results(5), strict=True):
-        statistics = each.info.pop("episode")
-        assert (statistics["l"], statistics["r"]) == (each.length, pytest.approx(each.episode_return))
-        assert each.info == plain[6]
+        results = vecenv.evaluate(wrapped, choose_actions, 5, seed=SEED)
+    for result, expected in zip(results, expected_results(5), strict=True):
+        statistics = result.info.pop("episode")
+        assert (statistics["l"], statistics["r"]) == (result.length, pytest.approx(result.episode_return))
+        assert result.info == expected[6]
 
 
 def test_observation_wrappers_transform_the_observations_of_the_policy() -> None:
-    with open_engine(walks(3), num_workers=0) as envs:
+    with open_engine(make_walk_fns(3), num_workers=0) as envs:
         scaled: Any = gymnasium.wrappers.vector.TransformObservation(envs, lambda obs: obs * 0 + 1)
         received: list[Any] = []
 
@@ -445,8 +460,8 @@ def test_observation_wrappers_transform_the_observations_of_the_policy() -> None
             return np.zeros(len(observations), int)
 
         results = vecenv.evaluate(scaled, policy, 4, seed=SEED)
-    assert all((each == 1).all() for each in received)
-    assert [each.length for each in results] == [each[3] for each in expected_results(4)]
+    assert all((observations == 1).all() for observations in received)
+    assert [result.length for result in results] == [length for _, _, _, length, *_ in expected_results(4)]
 
 
 def test_running_statistics_of_wrappers_are_not_updated_by_evaluate() -> None:
@@ -459,41 +474,45 @@ def test_running_statistics_of_wrappers_are_not_updated_by_evaluate() -> None:
         for _ in range(20):
             normalized.step(np.array([0, 1, 0]))
         wrappers: Any = normalized.env, inner, inner.env
-        before = [repr(vars(getattr(each, "obs_rms", None) or each.return_rms)) for each in wrappers]
+
+        def describe_statistics() -> list[str]:
+            return [repr(vars(getattr(wrapper, "obs_rms", None) or wrapper.return_rms)) for wrapper in wrappers]
+
+        before = describe_statistics()
 
         def policy(observations: Any) -> Any:
             return (observations[:, 2] > 0).astype(int)
 
         results = vecenv.evaluate(normalized, policy, 8, seed=SEED)
         assert vecenv.evaluate(normalized, policy, 8, seed=SEED).returns.tolist() == results.returns.tolist()
-        assert [repr(vars(getattr(each, "obs_rms", None) or each.return_rms)) for each in wrappers] == before
+        assert describe_statistics() == before
         with pytest.raises(ZeroDivisionError):
             vecenv.evaluate(normalized, lambda observations: 1 / 0, 3)
-        assert [each.update_running_mean for each in wrappers] == [False, True, True]
+        assert [wrapper.update_running_mean for wrapper in wrappers] == [False, True, True]
 
 
 def test_frames_are_rendered_for_the_requested_episodes() -> None:
-    with open_engine(walks(2, render_mode="rgb_array"), num_workers=1) as envs:
-        results = vecenv.evaluate(envs, choose, 5, seed=SEED, frames=[1, 4])
-    assert numbers(results) == expected_results(5)
-    for each in results:
-        expected = range(each.length + 1) if each.index in (1, 4) else ()
-        assert [int(frame[0, 0, 0]) for frame in each.frames] == list(expected)
+    with open_engine(make_walk_fns(2, render_mode="rgb_array"), num_workers=1) as envs:
+        results = vecenv.evaluate(envs, choose_actions, 5, seed=SEED, frames=[1, 4])
+    assert summarize(results) == expected_results(5)
+    for result in results:
+        expected = range(result.length + 1) if result.index in (1, 4) else ()
+        assert [int(frame[0, 0, 0]) for frame in result.frames] == list(expected)
 
 
 def test_frames_are_rendered_after_an_earlier_death_of_a_worker() -> None:
-    with ready_engine(walks(2, render_mode="rgb_array"), num_workers=2) as envs:
+    with ready_engine(make_walk_fns(2, render_mode="rgb_array"), num_workers=2) as envs:
         os.kill(envs.processes[1].pid, signal.SIGKILL)
         with pytest.raises(WorkerDied):
             envs.step(np.zeros(2, int))
-        results = vecenv.evaluate(envs, choose, 5, seed=SEED, frames=[0])
-    assert numbers(results) == expected_results(5)
+        results = vecenv.evaluate(envs, choose_actions, 5, seed=SEED, frames=[0])
+    assert summarize(results) == expected_results(5)
     assert len(results[0].frames) == results[0].length + 1
 
 
 def test_progress_bar_shows_finished_episodes(capsys: pytest.CaptureFixture[str]) -> None:
-    with open_engine(walks(2), num_workers=0) as envs:
-        vecenv.evaluate(envs, choose, 5, seed=SEED, progress=True)
+    with open_engine(make_walk_fns(2), num_workers=0) as envs:
+        vecenv.evaluate(envs, choose_actions, 5, seed=SEED, progress=True)
     assert "5/5" in capsys.readouterr().err
 
 
@@ -503,12 +522,13 @@ def test_progress_bar_shows_finished_episodes(capsys: pytest.CaptureFixture[str]
 def evaluate_with_faults(faults: dict[int, str], tmp_path: Path, num_envs: int, count: int, **kwargs: Any) -> list[Any]:
     """Return the results of walks with faults, after a check that all other results equal a plain loop."""
     engine = kwargs.pop("engine", {"num_workers": 2})
-    with open_engine(walks(num_envs, faults=faults, marks=str(tmp_path)), **engine) as envs:
-        results = vecenv.evaluate(envs, choose, count, seed=SEED, **kwargs)
-    assert [each.index for each in results] == list(range(count))
-    for each, plain in zip(numbers(results), expected_results(count), strict=True):
-        if faults.get(each[1], "once").endswith("once"):
-            assert each == plain
+    with open_engine(make_walk_fns(num_envs, faults=faults, folder=str(tmp_path)), **engine) as envs:
+        results = vecenv.evaluate(envs, choose_actions, count, seed=SEED, **kwargs)
+    assert [result.index for result in results] == list(range(count))
+    for found, expected in zip(summarize(results), expected_results(count), strict=True):
+        _, seed, *_ = found
+        if faults.get(seed, "once").endswith("once"):
+            assert found == expected
     return results
 
 
@@ -532,7 +552,7 @@ def test_death_of_a_worker_does_not_affect_other_episodes(num_envs: int, retries
     engine = {"num_workers": min(num_envs, 2)}
     results = evaluate_with_faults(faults, tmp_path, num_envs, 8, retries=retries, engine=engine)
     assert isinstance(results[1].error, WorkerDied)
-    assert [each.index for each in results if each.error is not None] == [1]
+    assert [result.index for result in results if result.error is not None] == [1]
 
 
 @pytest.mark.long
@@ -541,20 +561,20 @@ def test_hanging_episode_is_ended_after_the_timeout(tmp_path: Path) -> None:
     results = evaluate_with_faults({SEED + 3: "hang", SEED + 5: "hang once"}, tmp_path, 4, 8, retries=1, timeout=0.5)
     assert isinstance(results[3].error, WorkerDied)
     text = str(results[3].error)
-    assert "time.sleep(600)" in text or "_cause_fault" in text, "the error contains the stack"
-    assert [each.index for each in results if each.error is not None] == [3]
+    assert "time.sleep(600)" in text or "_cause_fault" in text, "the error does not contain the stack"
+    assert [result.index for result in results if result.error is not None] == [3]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-@pytest.mark.parametrize("policy", ["raise", "restart"])
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
 @pytest.mark.parametrize("num_envs", [1, 3, 8, 64])
-def test_episodes_with_all_faults_fail_alone_in_any_number_of_rows(num_envs: int, policy: str, tmp_path: Path) -> None:
+def test_episodes_with_all_faults_fail_alone_in_any_number_of_rows(num_envs: int, on_failure: str, tmp_path: Path) -> None:
     faults = {SEED + 2: "raise", SEED + 7: "die", SEED + 11: "hang", SEED + 13: "raise once", SEED + 17: "hang once"}
     faults[SEED + 19] = "die once"
-    engine = {"num_workers": min(num_envs, 4), "on_failure": vecenv.Restart(1000) if policy == "restart" else policy}
+    engine = {"num_workers": min(num_envs, 4), "on_failure": vecenv.Restart(1000) if on_failure == "restart" else "raise"}
     results = evaluate_with_faults(faults, tmp_path, num_envs, 30, timeout=0.5, retries=1, engine=engine)
-    assert [each.index for each in results if each.error is not None] == [2, 7, 11]
+    assert [result.index for result in results if result.error is not None] == [2, 7, 11]
 
 
 @pytest.mark.long
@@ -562,17 +582,17 @@ def test_episodes_with_all_faults_fail_alone_in_any_number_of_rows(num_envs: int
 def test_failed_episodes_with_on_failure_restart_fail_alone(tmp_path: Path) -> None:
     faults = {SEED + 1: "raise", SEED + 2: "die", SEED + 5: "die once"}
     results = evaluate_with_faults(faults, tmp_path, 4, 8, engine={"num_workers": 2, "on_failure": vecenv.Restart(100)})
-    assert [each.index for each in results if each.error is not None] == [1, 2]
+    assert [result.index for result in results if result.error is not None] == [1, 2]
 
 
 class AlarmEnv(gymnasium.Env[Any, Any]):
-    """An environment that raises a signal after ``left`` steps, or in a reset with options."""
+    """An environment that raises a signal after ``steps_left`` steps, or in a reset with options."""
 
     observation_space = gymnasium.spaces.Box(0, 1, (1,))
     action_space = gymnasium.spaces.Discrete(2)
 
-    def __init__(self, left: int) -> None:
-        self.left = left
+    def __init__(self, steps_left: int) -> None:
+        self.steps_left = steps_left
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         if options:
@@ -580,10 +600,10 @@ class AlarmEnv(gymnasium.Env[Any, Any]):
         return np.zeros(1, np.float32), {}
 
     def step(self, action: Any) -> Any:
-        self.left -= 1
-        if self.left == 0:
+        self.steps_left -= 1
+        if self.steps_left == 0:
             signal.raise_signal(signal.SIGUSR2)
-        return np.zeros(1, np.float32), 1.0, self.left % 7 == 0, False, {}
+        return np.zeros(1, np.float32), 1.0, self.steps_left % 7 == 0, False, {}
 
 
 @pytest.fixture
@@ -599,17 +619,17 @@ def alarm_handler() -> Iterator[None]:
 @pytest.mark.usefixtures("alarm_handler")
 @pytest.mark.parametrize("method", ["step", "reset"])
 def test_exception_of_a_signal_handler_is_not_a_failure_of_an_episode(method: str) -> None:
-    """In the calling process, a signal handler usually interrupts an environment."""
+    """If environments run in the calling process, a signal handler usually interrupts one of them."""
     raising = vecenv.Episode(options={"alarm": True})
     with open_engine([lambda: AlarmEnv(100 if method == "step" else 0)] * 2, num_workers=0) as envs:
         with pytest.raises(Alarm):
-            vecenv.evaluate(envs, act_zero, 1000 if method == "step" else [raising] * 9, seed=1, retries=1)
+            vecenv.evaluate(envs, choose_zero_actions, 1000 if method == "step" else [raising] * 9, seed=1, retries=1)
         if method == "reset":
             envs.reset()  # drops the rows in flight
-            assert len(vecenv.evaluate(envs, act_zero, 4, seed=1)) == 4
+            assert len(vecenv.evaluate(envs, choose_zero_actions, 4, seed=1)) == 4
 
 
-def act_zero(observations: Any) -> Any:
+def choose_zero_actions(observations: Any) -> Any:
     return np.zeros(len(observations), int)
 
 
@@ -629,93 +649,96 @@ def test_exception_of_a_signal_handler_in_a_dropped_step_is_raised() -> None:
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
 def test_evaluate_from_snapshots_equals_a_plain_loop(num_envs: int, mode: AutoresetMode) -> None:
-    snapshots, starts = snapshots_midway(10)
-    with open_engine(walks(num_envs, longest=LONGEST), num_workers=0, autoreset_mode=mode) as envs:
+    snapshots, starts = save_midway(10)
+    with open_engine(make_walk_fns(num_envs, longest=LONGEST), num_workers=0, autoreset_mode=mode) as envs:
         for count in (10, 1):
-            results = vecenv.evaluate(envs, choose, snapshots[:count], seed=SEED)
-            assert numbers(results) == expected_from(starts[:count])
+            results = vecenv.evaluate(envs, choose_actions, snapshots[:count], seed=SEED)
+            assert summarize(results) == expected_results_from(starts[:count])
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", list(ENGINES.values())[1:], ids=list(ENGINES)[1:])
 def test_evaluate_from_snapshots_with_workers_equals_a_plain_loop(engine: dict[str, Any]) -> None:
-    snapshots, starts = snapshots_midway(9)
-    with open_engine(walks(3, longest=LONGEST), **engine) as envs:
-        results = vecenv.evaluate(envs, choose, snapshots, seed=SEED)
-        assert numbers(results) == expected_from(starts)
-        assert envs.stats()["steps"] == sum(each.length for each in results)
-        assert all(each.attempts == 1 for each in results)
+    snapshots, starts = save_midway(9)
+    with open_engine(make_walk_fns(3, longest=LONGEST), **engine) as envs:
+        results = vecenv.evaluate(envs, choose_actions, snapshots, seed=SEED)
+        assert summarize(results) == expected_results_from(starts)
+        assert envs.stats()["steps"] == sum(result.length for result in results)
+        assert all(result.attempts == 1 for result in results)
 
 
 def test_episodes_with_resets_and_snapshots_can_be_mixed() -> None:
-    [snapshot], [start] = snapshots_midway(1)
+    [snapshot], [start] = save_midway(1)
     episodes = [snapshot, vecenv.Episode(), vecenv.Episode(snapshot=snapshot), vecenv.Episode(seed=SEED + 9)] * 2
-    with open_engine(walks(3, longest=LONGEST), num_workers=2) as envs:
-        results = vecenv.evaluate(envs, choose, episodes, seed=SEED)
+    with open_engine(make_walk_fns(3, longest=LONGEST), num_workers=2) as envs:
+        results = vecenv.evaluate(envs, choose_actions, episodes, seed=SEED)
         resets = [vecenv.Episode(SEED + 9 if index % 4 == 3 else None) for index in range(8)]
-        plain = vecenv.evaluate(envs, choose, resets, seed=SEED)
-    assert [each.seed for each in results] == [None, SEED + 1, None, SEED + 9, None, SEED + 5, None, SEED + 9]
-    from_snapshot, from_reset = expected_from([start] * 8), numbers(plain)
-    assert numbers(results) == [from_snapshot[index] if index % 2 == 0 else from_reset[index] for index in range(8)]
+        plain = vecenv.evaluate(envs, choose_actions, resets, seed=SEED)
+    assert [result.seed for result in results] == [None, SEED + 1, None, SEED + 9, None, SEED + 5, None, SEED + 9]
+    from_snapshot, from_reset = expected_results_from([start] * 8), summarize(plain)
+    assert summarize(results) == [from_snapshot[index] if index % 2 == 0 else from_reset[index] for index in range(8)]
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
 @pytest.mark.parametrize("fault", ["raise", "die"])
 def test_failed_episode_restarts_from_its_snapshot(num_envs: int, fault: str, tmp_path: Path) -> None:
-    """The fault in the middle of a walk happens once, but always in the third walk."""
-    starts = snapshots_midway(7)[1]
-    before = [index for index, (seed, steps) in enumerate(starts) if steps <= _find_length(seed) // 2]
-    assert len(before) > 3, "snapshots that precede the middle of the walk"
-    always = before[2]
-    faults = {starts[index][0]: fault if index == always else f"{fault} once" for index in before}
-    snapshots = snapshots_midway(7, faults=faults, marks=str(tmp_path))[0]
-    with open_engine(walks(num_envs, longest=LONGEST), num_workers=min(num_envs, 2)) as envs:
-        results = vecenv.evaluate(envs, choose, snapshots, seed=SEED)
-    assert isinstance(results[always].error, WorkerDied if fault == "die" else ArithmeticError)
-    assert {each.attempts for index, each in enumerate(results) if index in before} >= {2}
-    plain = expected_from(starts)
-    assert all(index == always or each == plain[index] for index, each in enumerate(numbers(results)))
+    """Each walk has a fault in the middle, which occurs only once, except for one walk that always fails."""
+    starts = save_midway(7)[1]
+    faulty = [index for index, (seed, steps) in enumerate(starts) if steps <= _get_walk_length(seed) // 2]
+    assert len(faulty) > 3, "too few snapshots precede the middle of the walk"
+    failing = faulty[2]
+    faults = {starts[index][0]: fault if index == failing else f"{fault} once" for index in faulty}
+    snapshots = save_midway(7, faults=faults, folder=str(tmp_path))[0]
+    with open_engine(make_walk_fns(num_envs, longest=LONGEST), num_workers=min(num_envs, 2)) as envs:
+        results = vecenv.evaluate(envs, choose_actions, snapshots, seed=SEED)
+    assert isinstance(results[failing].error, WorkerDied if fault == "die" else ArithmeticError)
+    assert 2 in {results[index].attempts for index in faulty}
+    for index, (found, expected) in enumerate(zip(summarize(results), expected_results_from(starts), strict=True)):
+        assert found == expected or index == failing
 
 
-def _find_length(seed: int) -> int:
+def _get_walk_length(seed: int) -> int:
     walk = Walk(longest=LONGEST)
     walk.reset(seed=seed)
     return walk.length
 
 
 def test_evaluate_from_snapshots_recovers_failed_rows() -> None:
-    snapshots, starts = snapshots_midway(4)
-    with open_engine(walks(3, longest=LONGEST), num_workers=2) as envs:
+    snapshots, starts = save_midway(4)
+    with open_engine(make_walk_fns(3, longest=LONGEST), num_workers=2) as envs:
         envs.reset(seed=SEED)
         os.kill(envs.exec_func(lambda env: os.getpid(), [0])[0], signal.SIGKILL)
         with pytest.raises(WorkerDied):
             envs.step([0] * 3)
-        assert numbers(vecenv.evaluate(envs, choose, snapshots, seed=SEED)) == expected_from(starts)
+        assert summarize(vecenv.evaluate(envs, choose_actions, snapshots, seed=SEED)) == expected_results_from(starts)
 
 
 def test_frames_of_an_episode_begin_with_the_state_of_its_snapshot() -> None:
-    snapshots, starts = snapshots_midway(3)
-    with open_engine(walks(2, longest=LONGEST, render_mode="rgb_array"), num_workers=2) as envs:
-        results = vecenv.evaluate(envs, choose, snapshots, seed=SEED, frames=[1])
+    snapshots, starts = save_midway(3)
+    with open_engine(make_walk_fns(2, longest=LONGEST, render_mode="rgb_array"), num_workers=2) as envs:
+        results = vecenv.evaluate(envs, choose_actions, snapshots, seed=SEED, frames=[1])
     first = starts[1][1]
     assert [int(frame[0, 0, 0]) for frame in results[1].frames] == [*range(first, first + results[1].length + 1)]
 
 
 def test_evaluate_of_a_wrapper_begins_with_snapshots() -> None:
-    snapshots, starts = snapshots_midway(4)
-    with open_engine(walks(2, longest=LONGEST), num_workers=0) as inner:
+    snapshots, starts = save_midway(4)
+    with open_engine(make_walk_fns(2, longest=LONGEST), num_workers=0) as inner:
         envs = vecenv.wrappers.RecordEpisodeStatistics(inner)
-        assert numbers(vecenv.evaluate(envs, choose, snapshots, seed=SEED))[0][:4] == expected_from(starts)[0][:4]
+        results = vecenv.evaluate(envs, choose_actions, snapshots, seed=SEED)
+    assert summarize(results)[0][:4] == expected_results_from(starts)[0][:4]
 
 
 def test_evaluate_with_wrong_snapshots_raises_before_anything_runs() -> None:
-    [snapshot], _ = snapshots_midway(1)
-    with open_engine(walks(2, longest=LONGEST), num_workers=0) as envs:
+    [snapshot], _ = save_midway(1)
+    with open_engine(make_walk_fns(2, longest=LONGEST), num_workers=0) as envs:
         fresh = envs.save(verify=False)[0]
         envs.reset(seed=[SEED, SEED])
-        while not any(np.any(flags[:1]) for flags in envs.step([0, 0])[2:4]):
-            pass
+        done = False
+        while not done:
+            _, _, terminations, truncations, _ = envs.step([0, 0])
+            done = terminations[0] or truncations[0]
         finished = envs.save([0], verify=False)[0]
         damaged = replace(snapshot, body=snapshot.body[:-1])
         for episodes, error, text in (
@@ -727,12 +750,12 @@ def test_evaluate_with_wrong_snapshots_raises_before_anything_runs() -> None:
             (snapshot, TypeError, "a list of vecenv.Episode or snapshots"),
         ):
             with pytest.raises(error, match=text):
-                vecenv.evaluate(envs, choose, episodes, seed=SEED)  # type: ignore[arg-type]
+                vecenv.evaluate(envs, choose_actions, episodes, seed=SEED)  # type: ignore[arg-type]
     text = r"episodes\[1\].snapshot: .*Walk"
     with open_engine(counters(2), num_workers=0) as others, pytest.raises(SnapshotMismatch, match=text):
-        vecenv.evaluate(others, choose, [vecenv.Episode(), snapshot], seed=SEED)
-    for envs in (SyncVectorEnv(walks(2)), DoubleVectorEnv(2)):
+        vecenv.evaluate(others, choose_actions, [vecenv.Episode(), snapshot], seed=SEED)
+    for envs in (SyncVectorEnv(make_walk_fns(2)), DoubleVectorEnv(2)):
         with pytest.raises(NotImplementedError, match="cannot begin episodes with snapshots"):
-            vecenv.evaluate(envs, choose, [snapshot])
+            vecenv.evaluate(envs, choose_actions, [snapshot])
         envs.close()
 

@@ -16,7 +16,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 SEED = 300
-LONGEST = 30  # steps of a walk that begins with a snapshot
+LONGEST = 30  # highest number of steps of the walks that begin with a snapshot
 ENGINES: dict[str, dict[str, Any]] = {
     "in-process": {"num_workers": 0},
     "two-workers": {"num_workers": 2},
@@ -26,12 +26,12 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 class Walk(gymnasium.Env[Any, Any]):
-    """A random walk. Its seed determines the length, from 1 to ``longest``; every fifth walk is truncated.
+    """A random walk of 1 to ``longest`` steps, as its seed determines. Walks with a seed that 5 divides are truncated.
 
     Args:
         longest: The highest number of steps.
-        faults: Seed -> fault in the middle: ``"raise"``, ``"die"`` or ``"hang"``; with ``" once"`` only the first time.
-        marks: A folder for marks of faults that happened once, and for a file ``steps``, to which each step appends a byte.
+        faults: Seed -> fault in the middle: ``"raise"``, ``"die"`` or ``"hang"``, or with ``" once"`` only the first time.
+        folder: A folder with an empty file per fault that occurred once, and a file ``steps`` with a byte per step.
         pause: Seconds per step.
     """
 
@@ -40,10 +40,10 @@ class Walk(gymnasium.Env[Any, Any]):
     metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012 - as Gymnasium's
 
     def __init__(
-        self, longest: int = 12, faults: dict[int, str] | None = None, marks: str = "", pause: float = 0.0,
+        self, longest: int = 12, faults: dict[int, str] | None = None, folder: str = "", pause: float = 0.0,
         render_mode: str | None = None,
     ) -> None:  # fmt: skip
-        self.longest, self.faults, self.marks, self.pause = longest, faults or {}, marks, pause
+        self.longest, self.faults, self.folder, self.pause = longest, faults or {}, folder, pause
         self.render_mode = render_mode
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -56,8 +56,8 @@ class Walk(gymnasium.Env[Any, Any]):
         return np.array([self.sum, self.t, self.np_random.normal()])
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        if self.marks:
-            with open(Path(self.marks) / "steps", "ab") as file:
+        if self.folder:
+            with open(Path(self.folder) / "steps", "ab") as file:
                 file.write(b".")
         if self.pause:
             time.sleep(self.pause)
@@ -65,16 +65,17 @@ class Walk(gymnasium.Env[Any, Any]):
             self._cause_fault()
         self.t += 1
         self.sum += float(action) * self.np_random.normal()
-        over, cut = self.t >= self.length, self.seed is not None and self.seed % 5 == 0
-        return self._observe(), self.sum, over and not cut, over and cut, {"t": self.t, "name": f"walk {self.seed}"}
+        done, is_cut_off = self.t >= self.length, self.seed is not None and self.seed % 5 == 0
+        info = {"t": self.t, "name": f"walk {self.seed}"}
+        return self._observe(), self.sum, done and not is_cut_off, done and is_cut_off, info
 
     def _cause_fault(self) -> None:
         fault, _, once = self.faults.get(self.seed or 0, "").partition(" ")
-        mark = Path(self.marks) / f"{self.seed}"
-        if not fault or (once and mark.exists()):
+        occurred = Path(self.folder) / f"{self.seed}"
+        if not fault or (once and occurred.exists()):
             return
         if once:
-            mark.touch()
+            occurred.touch()
         if fault == "raise":
             raise ArithmeticError(f"walk {self.seed} failed")
         if fault == "die":
@@ -85,57 +86,61 @@ class Walk(gymnasium.Env[Any, Any]):
         return np.full((2, 3, 3), self.t, np.uint8)
 
 
-def walks(count: int, **kwargs: Any) -> list[Any]:
-    """Return ``count`` functions that build walks."""
+def make_walk_fns(count: int, **kwargs: Any) -> list[Any]:
     return [functools.partial(Walk, **kwargs)] * count
 
 
-def choose(observations: Any, rngs: list[np.random.Generator]) -> Any:
-    """Return an action from the observation and a random number."""
+def choose_actions(observations: Any, rngs: list[np.random.Generator]) -> Any:
+    """Return actions that depend on the observations and on random numbers."""
     pairs = zip(observations, rngs, strict=True)
     return np.array([(int(abs(observation[2]) * 3) + int(rng.integers(4))) % 7 for observation, rng in pairs])
 
 
 def expected_results(count: int, seed: int = SEED, **kwargs: Any) -> list[Any]:
-    """Return the expected results, from a plain loop over one environment."""
+    """Return the results of a plain loop over one environment."""
     env = Walk(**kwargs)
     return [finish_walk(env, env.reset(seed=seed + index)[0], index, seed, seed + index) for index in range(count)]
 
 
 def finish_walk(env: Walk, observation: Any, index: int, seed: int, episode_seed: int | None) -> Any:
-    """Return the result of a walk, with the remaining steps from its current state."""
+    """Run a walk from its current state to its end, and return the result of the episode."""
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(index,)))
-    total, length, over = 0.0, 0, (False, False)
-    while not any(over):
-        observation, reward, *over, info = env.step(choose([observation], [rng])[0])  # type: ignore[assignment]
+    total, length, ends = 0.0, 0, (False, False)
+    while not any(ends):
+        observation, reward, *ends, info = env.step(choose_actions([observation], [rng])[0])  # type: ignore[assignment]
         total, length = total + reward, length + 1
-    return index, episode_seed, total, length, *over, info, None
+    return index, episode_seed, total, length, *ends, info, None
 
 
-def numbers(results: Any) -> list[Any]:
-    """Return the fields of results that do not depend on time."""
+def summarize(results: Any) -> list[Any]:
+    """Return the fields of each result that do not depend on time, in the order of :func:`finish_walk`."""
     return [
-        (each.index, each.seed, each.episode_return, each.length, each.terminated, each.truncated, each.info, each.error)
-        for each in results
+        (one.index, one.seed, one.episode_return, one.length, one.terminated, one.truncated, one.info, one.error)
+        for one in results
     ]
 
 
-def snapshots_midway(count: int, **kwargs: Any) -> tuple[list[Any], list[tuple[int, int]]]:
-    """Return snapshots in the middle of walks, and for each the seed and the number of steps before the snapshot."""
+def save_midway(count: int, **kwargs: Any) -> tuple[list[Any], list[tuple[int, int]]]:
+    """Return snapshots in the middle of walks, and the seed and the number of steps that lead to each."""
     snapshots, starts = [], []
-    with open_engine(walks(1, longest=LONGEST, **kwargs), num_workers=0, autoreset_mode=AutoresetMode.DISABLED) as envs:
+    fns = make_walk_fns(1, longest=LONGEST, **kwargs)
+    with open_engine(fns, num_workers=0, autoreset_mode=AutoresetMode.DISABLED) as envs:
         for seed in range(SEED, SEED + 3 * count):
             envs.reset(seed=seed)
             steps = (seed - SEED) % 5
-            if not any(np.any(envs.step([1])[2:4]) for _ in range(steps)) and len(starts) < count:
+            ended = False
+            for _ in range(steps):
+                if not ended:
+                    ended = np.any(envs.step([1])[2:4])
+            if not ended and len(starts) < count:
                 snapshots += envs.save(verify=False)
                 starts.append((seed, steps))
     assert len(starts) == count
     return snapshots, starts
 
 
-def expected_from(starts: list[tuple[int, int]], seed: int = SEED) -> list[Any]:
-    """Return the expected results, from a plain loop over one environment that steps to each start."""
+def expected_results_from(starts: list[tuple[int, int]], seed: int = SEED) -> list[Any]:
+    """Return the results of a plain loop over one environment. The steps that lead to a start are not part of the result."""
     env, results = Walk(longest=LONGEST), []
     for index, (episode_seed, steps) in enumerate(starts):
         observation = env.reset(seed=episode_seed)[0]

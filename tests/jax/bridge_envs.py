@@ -28,7 +28,7 @@ SPACES: dict[str, Callable[[], spaces.Space[Any]]] = {
 
 
 def flatten(value: Any) -> list[Any]:
-    """Return the leaves of a nested observation or action, with dicts in the order of their sorted keys."""
+    """Return the leaves of a nested observation or action. The keys of dicts are sorted."""
     if isinstance(value, dict):
         return [leaf for key in sorted(value) for leaf in flatten(value[key])]
     if isinstance(value, tuple):
@@ -37,9 +37,9 @@ def flatten(value: Any) -> list[Any]:
 
 
 class RandomEnv(gym.Env[Any, Any]):
-    """An environment with random observations of any space, episodes of 3 to 6 steps, and occasional infos.
+    """An environment of random observations from any space, with episodes of 3 to 6 steps and some infos.
 
-    Everything depends on the seed, and rewards also on the action. An episode ends with termination, truncation, or both.
+    All results depend on the seed, and rewards also on the action. Episodes end in termination, truncation, or both.
     """
 
     def __init__(self, observation: str = "box", action: str = "discrete") -> None:
@@ -49,20 +49,20 @@ class RandomEnv(gym.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self.observation_space.seed(int(self.np_random.integers(2**31)))
-        self.left = int(self.np_random.integers(3, 7))
-        self.ending = int(self.np_random.integers(1, 4))
+        self.steps_left = int(self.np_random.integers(3, 7))
+        self.end_bits = int(self.np_random.integers(1, 4))  # 1: termination, 2: truncation, 3: both
         return self.observation_space.sample(), {"start": float(self.np_random.random())}
 
     def step(self, action: Any) -> Any:
         assert action in self.action_space, action
-        self.left -= 1
+        self.steps_left -= 1
         reward = float(self.np_random.random()) + sum(float(np.sum(leaf)) for leaf in flatten(action))
-        over = self.left == 0
-        info: dict[str, Any] = {"left": self.left}
-        if self.left % 2 == 0:
+        done = self.steps_left == 0
+        info: dict[str, Any] = {"left": self.steps_left}
+        if self.steps_left % 2 == 0:
             info["score"] = reward * 2
-            info["deep"] = {"pair": np.array([self.left, reward])}
-        terminated, truncated = over and bool(self.ending & 1), over and bool(self.ending & 2)
+            info["deep"] = {"pair": np.array([self.steps_left, reward])}
+        terminated, truncated = done and bool(self.end_bits & 1), done and bool(self.end_bits & 2)
         return self.observation_space.sample(), reward, terminated, truncated, info
 
 
@@ -71,7 +71,7 @@ def make_fns(count: int, observation: str = "box", action: str = "discrete") -> 
 
 
 class FaultyEnv(RandomEnv):
-    """An environment that fails in its third step if ``index`` is 1."""
+    """An environment with a fault of :data:`FAULTS`, which occurs in the third step of the environment with index 1."""
 
     def __init__(self, fault: str, index: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class FaultyEnv(RandomEnv):
 
 
 def _raise() -> None:
-    raise ZeroDivisionError("three")
+    raise ZeroDivisionError("in step 3")
 
 
 FAULTS: dict[str, Callable[[], None]] = {
@@ -102,21 +102,21 @@ def make_faulty_fns(fault: str, count: int = 2) -> list[Callable[[], FaultyEnv]]
 
 
 class CallLogVectorEnv(VectorEnv[Any, Any, Any]):
-    """A vector environment that logs its calls; observations contain the number of calls.
+    """A vector environment that logs its calls. Observations and rewards equal the number of calls so far.
 
-    Episodes end after ``episode`` steps; with 0 they do not end.
+    Episodes end after ``episode_length`` steps, or never if it is 0.
     """
 
-    def __init__(self, num_envs: int = 2, size: int = 1, episode: int = 0) -> None:
+    def __init__(self, num_envs: int = 2, episode_length: int = 0) -> None:
         self.num_envs = num_envs
-        self.episode = episode
+        self.episode_length = episode_length
         self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
-        self.single_observation_space = spaces.Box(-np.inf, np.inf, (size,), np.float32)
+        self.single_observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
         self.single_action_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.log: list[str] = []
-        self.observations = np.zeros((num_envs, size), np.float32)  # one buffer, returned every time
+        self.observations = np.zeros((num_envs, 1), np.float32)  # all calls return this array
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         self.log.append("R")
@@ -126,10 +126,11 @@ class CallLogVectorEnv(VectorEnv[Any, Any, Any]):
     def step(self, actions: Any) -> Any:
         self.log.append("S")
         self.observations[:] = len(self.log)
-        over = np.full(self.num_envs, bool(self.episode) and len(self.log) % (self.episode + 1) == 0)
-        return self.observations, np.full(self.num_envs, float(len(self.log))), over, np.zeros_like(over), {}
+        is_last = bool(self.episode_length) and len(self.log) % (self.episode_length + 1) == 0
+        terminated = np.full(self.num_envs, is_last)
+        return self.observations, np.full(self.num_envs, float(len(self.log))), terminated, np.zeros_like(terminated), {}
 
     @property
     def calls(self) -> str:
-        """The calls since construction, for example ``"RSSR"`` for reset, step, step, reset."""
+        """The calls so far: ``"RSSR"`` means reset, step, step, reset."""
         return "".join(self.log)

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-# jaxlib, because this folder could be found as a package with the name jax
+# not `jax`, because find_spec() could find this folder, tests/jax
 HAS_JAX = importlib.util.find_spec("jaxlib") is not None
 
 if HAS_JAX:
     import jax
 
-    # physics programs take seconds to compile and are the same in every run
+    # physics programs take seconds to compile, and later runs compile the same programs
     _CACHE = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "vecenv-test-jax-cache"))
     jax.config.update("jax_compilation_cache_dir", _CACHE)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
@@ -35,7 +35,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def pendulum() -> Any:
-    """Return Brax's inverted_pendulum with the spring backend, the physics environment that is fastest to compile."""
+    """Return Brax's inverted_pendulum with the spring backend, which compiles faster than any other physics environment."""
     pytest.importorskip("brax", reason="needs Brax: pip install 'vecenv[brax]'")
     from vecenv.jax import adapt
 
@@ -43,8 +43,8 @@ def pendulum() -> Any:
 
 
 @pytest.fixture(scope="session")
-def counters() -> Any:
-    """``counters(**options)`` returns a vector of five :class:`Counter` environments, the same for equal options."""
+def make_counters() -> Any:
+    """Return a function that builds a vector of :class:`Counter` environments, or reuses one that has the same options."""
     from jax_envs import Counter
 
     from vecenv.jax import FunctionalVectorEnv
@@ -61,10 +61,10 @@ def counters() -> Any:
 
 
 @pytest.fixture(scope="session")
-def asymmetric() -> Any:
-    """Return a Playground environment with dict observations, one for the actor and one for the critic.
+def asymmetric_env() -> Any:
+    """Return a Playground environment with different observations for the actor and the critic, in a dict.
 
-    It is the cart-pole in the form of the locomotion environments, which themselves need a download of model files.
+    It is a cart-pole with the interface of the locomotion environments, which would need a download of model files.
     """
     playground = pytest.importorskip("mujoco_playground", reason="needs MuJoCo Playground")
     env = playground.registry.load("CartpoleBalance", config_overrides={"impl": "jax"})

@@ -17,8 +17,8 @@ from vecenv.jax.interop import keys_from, to_numpy
 class Counter:
     """An environment with a position that starts in [0, 1). The reward is the position; beyond 3, the episode ends.
 
-    Each step adds the action to the position, and noise below 0.01 from its key, so that results depend on the keys. The
-    observation is ``{"position": float32[2], "step": int32}``: the position twice, and the number of steps.
+    Each step adds the action to the position, and noise below 0.01, so that results also depend on the key. The observation
+    is ``{"position": float32[2], "step": int32}``: the position twice, and the number of steps.
     """
 
     name = "Counter"
@@ -34,9 +34,9 @@ class Counter:
         return state, self._obs(state)
 
     def step(self, state: Any, action: Any, key: Any) -> Any:
-        moved = {"x": state["x"] + action[0] + 0.01 * jax.random.uniform(key), "t": state["t"] + 1}
-        info = {"position": moved["x"], "odd": moved["t"] % 2 == 1, "deep": {"step": moved["t"]}}
-        return moved, self._obs(moved), moved["x"], moved["x"] > 3, False, info
+        new_state = {"x": state["x"] + action[0] + 0.01 * jax.random.uniform(key), "t": state["t"] + 1}
+        info = {"position": new_state["x"], "odd": new_state["t"] % 2 == 1, "deep": {"step": new_state["t"]}}
+        return new_state, self._obs(new_state), new_state["x"], new_state["x"] > 3, False, info
 
     def _obs(self, state: Any) -> Any:
         return {"position": jnp.stack([state["x"], state["x"]]), "step": state["t"]}
@@ -52,8 +52,8 @@ class FlatCounter(Counter):
     single_observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
 
     def step(self, state: Any, action: Any, key: Any) -> Any:
-        moved, obs, _, *rest = super().step(state, action, key)
-        return moved, obs, 1.0, *rest
+        new_state, obs, _, *rest = super().step(state, action, key)
+        return new_state, obs, 1.0, *rest
 
     def _obs(self, state: Any) -> Any:
         return jnp.stack([state["x"], state["x"]])
@@ -82,13 +82,10 @@ class GymEnv(gym.Env[Any, Any]):
     Args:
         env: An argument of :func:`~vecenv.jax.adapt`.
         max_episode_steps: As for :class:`~vecenv.jax.FunctionalVectorEnv`.
-        lanes: The number of rows of the compiled batch; all rows are this environment. XLA rounds differently for
-            different numbers of rows: after 40 steps of ant, results with and without a batch differ by 3e-5. For results
-            equal bit for bit to a vector of n rows, use n lanes.
+        lanes: The number of rows of the compiled batch. All rows are this environment. XLA rounds differently for
+            different numbers of rows: after 40 steps of ant, results with and without a batch differ by 3e-5. Use n lanes
+            for results that equal those of a vector of n rows bit for bit.
         render_mode: ``"rgb_array"`` or ``None``.
-
-    Raises:
-        Exception: Whatever :func:`~vecenv.jax.adapt` raises.
     """
 
     def __init__(
@@ -119,7 +116,7 @@ class GymEnv(gym.Env[Any, Any]):
         return clone
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Start the first episode of ``seed``; without a seed, the next episode of the previous seed."""
+        """Start the first episode of ``seed``, or without a seed the next episode of the previous seed."""
         super().reset(seed=seed)
         if seed is None and self._key is not None:
             self._episode += 1
@@ -155,7 +152,7 @@ class GymEnv(gym.Env[Any, Any]):
         return jax.random.fold_in(self._key, self._episode)
 
     def _repeat(self, tree: Any) -> Any:
-        """Repeat a tree in ``lanes`` rows, outside of the compiled function, because XLA would compute only one row."""
+        """Stack ``lanes`` copies of a tree. This is not compiled, because XLA would then compute only one of the rows."""
         return jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], self.lanes, 0), tree)
 
 
@@ -176,14 +173,14 @@ class _Params(NamedTuple):
 
 
 class Discrete:
-    """A fake of gymnax's ``Discrete``; adapters recognize the class by its name."""
+    """A fake of gymnax's ``Discrete``. Adapters recognize the class by its name."""
 
     def __init__(self, n: int) -> None:
         self.n = n
 
 
 class Box:
-    """A fake of gymnax's ``Box``; adapters recognize the class by its name."""
+    """A fake of gymnax's ``Box``. Adapters recognize the class by its name."""
 
     def __init__(self, low: float, high: float, shape: tuple[int, ...], dtype: Any = jnp.float32) -> None:
         self.low, self.high, self.shape, self.dtype = low, high, shape, dtype
@@ -194,10 +191,10 @@ class _GymnaxState(NamedTuple):
     time: Any
 
 
-class Gymnax:
-    """A fake of gymnax's environments, with the time limit in a separate method."""
+class FakeGymnaxEnv:
+    """A fake gymnax environment, with the time limit in a separate method."""
 
-    name = "Gymnax"
+    name = "FakeGymnaxEnv"
     default_params = _Params()
 
     def action_space(self, params: Any) -> Any:
@@ -242,8 +239,8 @@ class _TimeStep(NamedTuple):
         return self.step_type == 2
 
 
-class Jumanji:
-    """A fake of jumanji's environments: observations are named tuples, and a last step with discount 1 is a truncation."""
+class FakeJumanjiEnv:
+    """A fake jumanji environment: observations are named tuples, and an episode is truncated if its last discount is 1."""
 
     observation_spec = _Spec(
         _specs={

@@ -28,6 +28,7 @@ def env() -> Iterator[vj.Bridge]:
 
 
 def get_calls(env: vj.Bridge) -> str:
+    """Return the calls of the vector environment after all host calls have finished."""
     jax.effects_barrier()
     return str(env.envs.calls)
 
@@ -67,6 +68,11 @@ def test_step_of_a_used_state_without_compilation_raises() -> None:
             env.step(state, ACTION)
 
 
+def discard_step(env: vj.Bridge, state: Any) -> Any:
+    env.step(state, ACTION)
+    return 0
+
+
 def scan_steps(env: vj.Bridge, state: Any, length: int = 5) -> Any:
     return jax.lax.scan(lambda state, _: (env.step(state, ACTION), None), state, None, length=length)[0]
 
@@ -99,7 +105,10 @@ def step_in_while_loop(env: vj.Bridge, state: Any) -> Any:
 
 
 def differentiate_returns(env: vj.Bridge, state: Any) -> Any:
-    """Return the weighted sum of two rows of rewards 2, 3, 4, 5, and its gradient by the weight, which is no action."""
+    """Return the weighted sum of all rewards, and its gradient with respect to the weight.
+
+    The weight is 2, and the rewards are 2, 3, 4 and 5 in both rows.
+    """
 
     def total(weight: Any) -> Any:
         action = jax.lax.stop_gradient(jnp.full((2, 1), weight))
@@ -124,19 +133,19 @@ def step_in_vmap(env: vj.Bridge, state: Any) -> Any:
 
 PROGRAMS: dict[str, tuple[Any, str, Any]] = {
     # case -> the program, the calls after the reset, and the results
-    "a step without used results": (lambda env, state: (env.step(state, ACTION), 0)[1], "S", 0),
-    "a step with only its count used": (lambda env, state: env.step(state, ACTION).steps, "S", [1, 1]),
-    "a reset without used observations": (lambda env, state: env.reset(new_key(0)).steps, "R", [0, 0]),
+    "a step with unused results": (discard_step, "S", 0),
+    "a step of which only the count is used": (lambda env, state: env.step(state, ACTION).steps, "S", [1, 1]),
+    "a reset with unused observations": (lambda env, state: env.reset(new_key(0)).steps, "R", [0, 0]),
     "the same step twice": (step_twice, "SS", ([2, 2], [3, 3])),
     "a scan with a constant action": (lambda env, state: scan_steps(env, state).steps, "SSSSS", [5, 5]),
-    "a scan with only its token used": (lambda env, state: scan_steps(env, state).token[1], "SSSSS", 5),
+    "a scan of which only the token is used": (lambda env, state: scan_steps(env, state).token[1], "SSSSS", 5),
     "a while loop": (step_in_while_loop, "SSSSS", [5, 5]),
-    "calls in the order of the program": (step_and_reset, "SSR", ([[3], [3]], [[4], [4]])),
+    "two steps and a reset": (step_and_reset, "SSR", ([[3], [3]], [[4], [4]])),
     "a differentiated rollout": (differentiate_returns, "SSSS", (56, 28)),
-    "an action with a gradient is a constant": (differentiate_action, "S", 4),
+    "a differentiated action": (differentiate_action, "S", 4),
     "a branch that is not taken": (lambda env, state: step_if(env, state, False), "", [0, 0]),
     "a branch that is taken": (lambda env, state: step_if(env, state, True), "S", [1, 1]),
-    "a vmap over something else": (step_in_vmap, "S", [4, 4]),
+    "a vmap over a factor of the rewards": (step_in_vmap, "S", [4, 4]),
     "send and recv": (send_and_recv, "SSS", [[0, 0], [2, 2], [3, 3]]),
 }
 
@@ -175,7 +184,7 @@ def test_vmap_without_lanes_raises_during_tracing(env: vj.Bridge) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("loop", ["cond", "while"])
-def test_step_in_a_mapped_condition_raises(env: vj.Bridge, loop: str) -> None:
+def test_step_in_a_conditional_or_loop_under_vmap_raises(env: vj.Bridge, loop: str) -> None:
     state = env.reset(new_key(0))
 
     def step_if(condition: Any) -> Any:
@@ -190,7 +199,7 @@ def test_step_in_a_mapped_condition_raises(env: vj.Bridge, loop: str) -> None:
 
 
 def test_host_call_receives_large_arguments_completely() -> None:
-    """Arguments beyond 32 KiB are split into pieces."""
+    """Arguments of more than 32 KiB are split into pieces."""
     received: list[Any] = []
 
     def receive(*arrays: Any) -> list[Any]:
@@ -206,7 +215,7 @@ def test_host_call_receives_large_arguments_completely() -> None:
 
 @pytest.mark.long
 def test_states_do_not_share_memory_with_the_vector_env(env: vj.Bridge) -> None:
-    """The vector env returns the same array in every call."""
+    """The vector environment returns the same array from every call."""
     first = env.reset(new_key(0))
     second = env.step(first, ACTION)
     env.envs.observations[:] = -1

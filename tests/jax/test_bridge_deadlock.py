@@ -1,6 +1,6 @@
 """Programs with host calls finish with few cores, many threads, large arguments, and inputs that are not ready.
 
-A plain ``io_callback`` hangs in half of these cases, for example with 1 MiB on as many threads as cores.
+A plain ``io_callback`` hangs in half of these cases, for example with 1 MiB of arguments and one thread per core.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import pytest
 
 HERE = Path(__file__).parent
 KIB, MIB = 1 << 10, 1 << 20
-# A hang never ends, so the timeouts are long enough for a busy machine.
+# A hang never ends, so a long timeout detects it too, and does not fail on a busy machine.
 pytestmark = pytest.mark.timeout(400)
-HARDEST = {(1, 1, MIB), (2, 2, MIB), (2, 4, MIB)}
+HARDEST = {(1, 1, MIB), (2, 2, MIB), (2, 4, MIB)}  # (cores, threads, bytes of an action)
 
 
 def make_cases() -> list[Any]:
-    cells = itertools.product((1, 2), (1, 2, 4), (KIB, MIB))
-    return [pytest.param(*cell, marks=[] if cell in HARDEST else [pytest.mark.slow]) for cell in cells]
+    cases = itertools.product((1, 2), (1, 2, 4), (KIB, MIB))
+    return [pytest.param(*case, marks=[] if case in HARDEST else [pytest.mark.slow]) for case in cases]
 
 
 def run_on_cores(cores: int, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
@@ -42,13 +42,13 @@ needs_taskset = pytest.mark.skipif(shutil.which("taskset") is None, reason="need
 
 @pytest.mark.long
 @needs_taskset
-@pytest.mark.parametrize(("cores", "threads", "size"), make_cases())
-def test_programs_with_host_calls_finish(cores: int, threads: int, size: int) -> None:
-    process = run_on_cores(cores, str(HERE / "bridge_deadlock.py"), str(threads), str(size))
+@pytest.mark.parametrize(("cores", "threads", "action_bytes"), make_cases())
+def test_programs_with_host_calls_finish(cores: int, threads: int, action_bytes: int) -> None:
+    process = run_on_cores(cores, str(HERE / "bridge_deadlock.py"), str(threads), str(action_bytes))
     assert process.stdout.strip() == "done", process.stdout[-500:] + process.stderr[-3000:]
 
 
-LATER_PROGRAM = """
+PROGRAM_WITH_A_LATER_COMPUTATION = """
 import faulthandler; faulthandler.dump_traceback_later(240, exit=True)
 import jax, jax.numpy as jnp, numpy as np
 import vecenv.jax as vj
@@ -68,7 +68,7 @@ print("done")
 @pytest.mark.long
 @needs_taskset
 def test_host_call_does_not_wait_for_a_later_computation() -> None:
-    process = run_on_cores(1, "-c", LATER_PROGRAM)
+    process = run_on_cores(1, "-c", PROGRAM_WITH_A_LATER_COMPUTATION)
     assert process.stdout.strip() == "done", process.stderr[-3000:]
 
 

@@ -1,4 +1,4 @@
-"""The bridge uses only features that are in the capabilities of the vector env."""
+"""The bridge uses only features that the capabilities of the vector environment list."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEED = 0
 
 
 class ForeignVectorEnv(CallLogVectorEnv):
-    """A vector environment of another library, with some capabilities and with ``send`` and ``recv``."""
+    """A vector environment like one of another library, with the given capabilities and with ``send`` and ``recv``."""
 
     def __init__(self, capabilities: Capabilities | None, mode: AutoresetMode = AutoresetMode.DISABLED) -> None:
         super().__init__(3)
@@ -48,11 +48,11 @@ class ForeignVectorEnv(CallLogVectorEnv):
 
     def send(self, actions: Any, env_id: Any = None) -> None:
         self.log.append("s")
-        self.sent = np.asarray(env_id)
+        self.sent_rows = np.asarray(env_id)
 
     def recv(self, timeout: float | None = None, *, count: int | None = None) -> Any:
         self.log.append(f"r{count}")
-        rows, k = self.sent, len(self.sent)
+        rows, k = self.sent_rows, len(self.sent_rows)
         flags = np.zeros(k, bool)
         infos = {"env_id": rows, "_env_id": np.ones(k, bool)}
         return self.observations[rows], np.arange(k, dtype=float), flags, flags.copy(), infos
@@ -113,11 +113,11 @@ def test_finished_rows_are_not_stepped_in_disabled_mode(batch_size: int | None) 
     ("mode", "step_timeout", "options"),
     [("Disabled", 0.3, {}), ("NextStep", 0.3, {}), ("NextStep", 200, {"timeout": 0.3}), ("Disabled", 200, {"timeout": 0.3})],
 )
-def test_timeout_is_that_of_the_bridge_or_of_the_engine(mode: str, step_timeout: Any, options: Any) -> None:
-    """It applies to a step, and to the next reset, which waits for the pending step until that is abandoned."""
-    fns = make_faulty_fns("hang")
-    kwargs: dict[str, Any] = {"num_workers": 2, "context": "forkserver", "autoreset_mode": mode}
-    envs = vecenv.AsyncVectorEnv(fns, step_timeout=step_timeout, **kwargs)
+def test_timeout_of_the_bridge_or_the_engine_limits_steps_and_resets(mode: str, step_timeout: Any, options: Any) -> None:
+    """A reset waits for the pending step, so it times out too until the hanging worker is abandoned."""
+    envs = vecenv.AsyncVectorEnv(
+        make_faulty_fns("hang"), num_workers=2, context="forkserver", autoreset_mode=mode, step_timeout=step_timeout
+    )
     with vj.bridge(envs, **options) as env:
         action = jnp.zeros(2, jnp.int32)
         state = env.step(env.step(env.reset(jax.random.key(SEED)), action), action)
@@ -131,7 +131,7 @@ def test_timeout_is_that_of_the_bridge_or_of_the_engine(mode: str, step_timeout:
 
 
 @pytest.mark.long
-def test_step_with_a_hanging_row_returns_its_restart() -> None:
+def test_step_with_a_hanging_row_returns_after_its_restart() -> None:
     envs = vecenv.AsyncVectorEnv(
         make_faulty_fns("hang"), num_workers=2, context="forkserver", on_failure="restart", step_timeout=5.0
     )

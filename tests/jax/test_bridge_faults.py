@@ -38,12 +38,13 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(autouse=True)
 def disable_callback_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable JAX's log of errors in ``io_callback``: pytest would keep a record that refers to the test's environments."""
+    """Disable JAX's log of errors in ``io_callback``, because pytest's copy would keep the test's environments alive."""
     monkeypatch.setattr(logging.getLogger("jax._src.callback"), "disabled", True)
 
 
 @pytest.fixture
-def call_log() -> Iterator[vj.Bridge]:
+def log_bridge() -> Iterator[vj.Bridge]:
+    """Yield a bridge over a vector environment that logs its calls."""
     with vj.bridge(CallLogVectorEnv()) as env:
         yield env
 
@@ -66,22 +67,22 @@ def make_zero_actions(env: vj.Bridge) -> Any:
 
 
 @pytest.mark.long
-def test_second_step_of_a_state_raises(call_log: vj.Bridge) -> None:
-    state = call_log.reset(new_key(0))
-    newest = call_log.step(state, jnp.zeros((2, 1)))
+def test_second_step_of_a_state_raises(log_bridge: vj.Bridge) -> None:
+    state = log_bridge.reset(new_key(0))
+    newest = log_bridge.step(state, jnp.zeros((2, 1)))
     with pytest.raises(StaleStateError, match="used before"):
-        call_log.step(state, jnp.zeros((2, 1)))
+        log_bridge.step(state, jnp.zeros((2, 1)))
     with pytest.raises(StaleStateError, match="used before"):
-        vj.run(jax.jit(call_log.step), state, jnp.zeros((2, 1)))
-    assert call_log.envs.calls == "RS"
-    call_log.step(newest, jnp.zeros((2, 1)))  # the errors changed nothing
+        vj.run(jax.jit(log_bridge.step), state, jnp.zeros((2, 1)))
+    assert log_bridge.envs.calls == "RS"
+    log_bridge.step(newest, jnp.zeros((2, 1)))  # the errors did not change the bridge
 
 
 @pytest.mark.long
-def test_step_of_a_state_of_an_earlier_reset_or_another_bridge_raises(call_log: vj.Bridge) -> None:
-    old, new = call_log.reset(new_key(0)), call_log.reset(new_key(0))
+def test_step_with_a_state_of_an_earlier_reset_or_another_bridge_raises(log_bridge: vj.Bridge) -> None:
+    old, new = log_bridge.reset(new_key(0)), log_bridge.reset(new_key(0))
     with pytest.raises(StaleStateError, match="earlier reset"):
-        call_log.step(old, jnp.zeros((2, 1)))
+        log_bridge.step(old, jnp.zeros((2, 1)))
     with vj.bridge(CallLogVectorEnv()) as other, pytest.raises(StaleStateError, match="before the first reset"):
         other.step(new, jnp.zeros((2, 1)))
     with vj.bridge(CallLogVectorEnv()) as other:
@@ -103,15 +104,15 @@ def test_step_after_a_reset_by_another_bridge_raises(wrapped: bool) -> None:
         first.step(old, make_zero_actions(first))
     assert str(envs.calls) == calls
     assert second.step(new, make_zero_actions(second)).valid.all()
-    again = first.reset(new_key(0))
+    restarted = first.reset(new_key(0))
     with pytest.raises(StaleStateError, match="another bridge over the same vector env"):
         second.step(new, make_zero_actions(second))
-    newest = first.step(again, make_zero_actions(first))
+    newest = first.step(restarted, make_zero_actions(first))
     assert newest.valid.all()
     second.reset(new_key(0))
     del second, new
     gc.collect()
-    with pytest.raises(StaleStateError, match="another bridge"):  # although the other bridge was deleted
+    with pytest.raises(StaleStateError, match="another bridge"):  # even after the other bridge was deleted
         first.step(newest, make_zero_actions(first))
     first.close()
 
@@ -129,16 +130,16 @@ def test_reset_during_the_step_of_another_bridge_drops_the_step() -> None:
 
 
 @pytest.mark.long
-def test_pending_state_allows_only_recv(call_log: vj.Bridge) -> None:
-    state = call_log.reset(new_key(0))
+def test_pending_state_allows_only_recv(log_bridge: vj.Bridge) -> None:
+    state = log_bridge.reset(new_key(0))
     with pytest.raises(NoAsyncCallError):
-        call_log.recv(state)
-    pending = call_log.send(state, jnp.zeros((2, 1)))
+        log_bridge.recv(state)
+    pending = log_bridge.send(state, jnp.zeros((2, 1)))
     with pytest.raises(AlreadyPendingCallError):
-        call_log.step(pending, jnp.zeros((2, 1)))
+        log_bridge.step(pending, jnp.zeros((2, 1)))
     with pytest.raises(AlreadyPendingCallError):
-        call_log.send(pending, jnp.zeros((2, 1)))
-    assert call_log.recv(pending).reward.tolist() == [2.0, 2.0]
+        log_bridge.send(pending, jnp.zeros((2, 1)))
+    assert log_bridge.recv(pending).reward.tolist() == [2.0, 2.0]
 
 
 def test_reset_drops_a_pending_step() -> None:
@@ -156,9 +157,9 @@ def test_reset_drops_a_pending_step() -> None:
 def test_run_raises_the_error_of_an_environment_and_reset_recovers() -> None:
     with vj.bridge(make_async(make_faulty_fns("raise"))) as env:
         state, program = env.reset(new_key(0)), compile_five_steps(env)
-        with pytest.raises(ZeroDivisionError, match="three"):
+        with pytest.raises(ZeroDivisionError, match="in step 3"):
             vj.run(program, state)
-        assert float(jax.jit(lambda x: x + 1)(1.0)) == 2.0
+        assert float(jax.jit(lambda x: x + 1)(1.0)) == 2.0  # other programs still run
         with pytest.raises(StaleStateError, match="an earlier call failed"):
             env.step(state, jnp.zeros(2, jnp.int32))
         state = env.reset(new_key(0))
@@ -170,10 +171,9 @@ def test_run_raises_the_error_of_an_environment_and_reset_recovers() -> None:
 def test_error_without_run_is_a_jax_error_with_the_same_text() -> None:
     with vj.bridge(SyncVectorEnv(make_faulty_fns("raise"))) as env:
         state = env.reset(new_key(0))
-        with pytest.raises(jax.errors.JaxRuntimeError, match="ZeroDivisionError: three"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="ZeroDivisionError: in step 3"):
             jax.block_until_ready(compile_five_steps(env)(state))
-        state = env.reset(new_key(0))
-        state = env.step(state, jnp.zeros(2, jnp.int32))
+        env.step(env.reset(new_key(0)), jnp.zeros(2, jnp.int32))  # the bridge is usable again
 
 
 @pytest.mark.long
@@ -200,7 +200,7 @@ def test_slow_step_raises_after_the_timeout(split: bool) -> None:
         assert time.monotonic() - started_at < 60
         with pytest.raises(StepTimeout):  # the step is still pending
             env.reset(new_key(0))
-        time.sleep(2.5)
+        time.sleep(2.5)  # with the timeouts, longer than the pause
         state = env.step(env.reset(new_key(0)), action)
         assert state.steps.tolist() == [1, 1]
 
@@ -218,32 +218,32 @@ def test_reset_of_gymnasium_workers_after_a_timeout_raises() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ready", [True, False])
-def test_ctrl_c_during_run_raises_keyboard_interrupt(ready: bool) -> None:
-    """Inputs that are not ready make no difference, because ``run`` waits for them first."""
+@pytest.mark.parametrize("inputs_ready", [True, False])
+def test_ctrl_c_during_run_raises_keyboard_interrupt(inputs_ready: bool) -> None:
+    """Inputs that are not ready make no difference, because ``run`` waits for them before it starts the program."""
     with vj.bridge(make_async(make_faulty_fns("pause"))) as env:
         action = jnp.zeros(2, jnp.int32)
         state = env.step(env.step(env.reset(new_key(0)), action), action)
         program = jax.jit(lambda state, x: env.step(state, action + (x[0, 0] > 1e30)))
-        slow = jnp.ones((700, 700))
-        if not ready:
-            slow = jax.jit(lambda x: jax.lax.fori_loop(0, 10, lambda _, y: y @ x / 700.0, x))(slow)
+        matrix = jnp.ones((700, 700))
+        if inputs_ready:
+            jax.block_until_ready(matrix)
         else:
-            jax.block_until_ready(slow)
+            matrix = jax.jit(lambda x: jax.lax.fori_loop(0, 10, lambda _, y: y @ x / 700.0, x))(matrix)
         timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            vj.run(program, state, slow)
+            vj.run(program, state, matrix)
         timer.join()
         state = env.step(env.reset(new_key(0)), action)  # waits for the pending result
         assert state.steps.tolist() == [1, 1]
 
 
-def test_run_raises_other_exceptions_unchanged(call_log: vj.Bridge) -> None:
+def test_run_raises_other_exceptions_unchanged(log_bridge: vj.Bridge) -> None:
     def fail() -> None:
-        raise KeyError("mine")
+        raise KeyError("missing")
 
-    with pytest.raises(KeyError, match="mine"):
+    with pytest.raises(KeyError, match="missing"):
         vj.run(fail)
     assert vj.run(lambda x: x + 1, 1) == 2
 
@@ -300,15 +300,15 @@ def test_bridge_with_invalid_options_raises() -> None:
 
 
 @pytest.mark.long
-def test_calls_with_wrong_states_or_masks_raise(call_log: vj.Bridge) -> None:
-    state, action, mask = call_log.reset(new_key(0)), jnp.zeros((2, 1)), jnp.ones(2, bool)
+def test_calls_with_wrong_states_or_masks_raise(log_bridge: vj.Bridge) -> None:
+    state, action, mask = log_bridge.reset(new_key(0)), jnp.zeros((2, 1)), jnp.ones(2, bool)
     stacked = jax.tree.map(lambda x: jnp.stack([x] * 3), state)
     with vj.bridge(SyncVectorEnv(make_fns(2), autoreset_mode=AutoresetMode.DISABLED)) as env:
         for error, text, call in (
-            (TypeError, "got tuple", lambda: call_log.step((), action)),  # type: ignore[arg-type]
-            (TypeError, "JAX-native", lambda: call_log.step(state.replace(token=None), action)),
-            (ValueError, r"batch shape \(3, 2\)", lambda: call_log.step(stacked, action)),
-            (ValueError, "DISABLED", lambda: call_log.reset_mask(state, mask, new_key(0))),
+            (TypeError, "got tuple", lambda: log_bridge.step((), action)),  # type: ignore[arg-type]
+            (TypeError, "JAX-native", lambda: log_bridge.step(state.replace(token=None), action)),
+            (ValueError, r"batch shape \(3, 2\)", lambda: log_bridge.step(stacked, action)),
+            (ValueError, "DISABLED", lambda: log_bridge.reset_mask(state, mask, new_key(0))),
             (ValueError, r"mask must be bool\[2\], got bool\[3\]",
              lambda: env.reset_mask(env.reset(new_key(0)), jnp.ones(3, bool), new_key(0))),
         ):  # fmt: skip
@@ -324,7 +324,7 @@ def test_calls_after_close_raise() -> None:
     program.lower(state, jnp.zeros((2, 1))).compile()
     state = program(state, jnp.zeros((2, 1)))
     env.close()
-    env.close()
+    env.close()  # does nothing
     with pytest.raises(ClosedEnvironmentError):
         env.step(state, jnp.zeros((2, 1)))
     with pytest.raises(ClosedEnvironmentError):
@@ -353,7 +353,9 @@ class JaxAttributeEnv(gym.Env[Any, Any]):
 
 @pytest.mark.parametrize("cls", [JaxInResetEnv, JaxAttributeEnv])
 def test_bridge_over_environments_that_run_jax_in_this_process_raises(cls: type[gym.Env[Any, Any]]) -> None:
-    env_fn = lambda: gym.wrappers.TimeLimit(cls(), 5)  # noqa: E731
+    def env_fn() -> gym.Env[Any, Any]:
+        return gym.wrappers.TimeLimit(cls(), 5)
+
     with pytest.raises(ValueError, match=r"runs JAX in this process.*worker processes"):
         vj.bridge(SyncVectorEnv([env_fn]))
     for envs in (vecenv.AsyncVectorEnv([env_fn], num_workers=0), vecenv.backends.JaxVectorEnv(Counter(), 2)):

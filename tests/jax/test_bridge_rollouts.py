@@ -21,7 +21,7 @@ import vecenv.jax as vj
 
 # --- Rollouts and evaluations over bridged environments ----------------------------------------
 
-N, T = 4, 15
+NUM_ENVS, MAX_STEPS = 4, 15
 
 
 @vj.stateless
@@ -38,8 +38,8 @@ def make_constant_policy(env: vj.Bridge) -> Any:
 
 @pytest.mark.long
 def test_rollouts_make_one_host_call_per_step() -> None:
-    def get_host_calls(run: Any, episode: int = 0) -> str:
-        with vj.bridge(CallLogVectorEnv(episode=episode)) as env:
+    def get_host_calls(run: Any, episode_length: int = 0) -> str:
+        with vj.bridge(CallLogVectorEnv(episode_length=episode_length)) as env:
             program = jax.jit(lambda key: run(env, make_constant_policy(env), 1.0, env.reset(key), (), new_key(8)))
             jax.block_until_ready(program(new_key(7)))
             jax.effects_barrier()
@@ -47,15 +47,15 @@ def test_rollouts_make_one_host_call_per_step() -> None:
             return env.envs.calls[1:]
 
     def rollout(*args: Any) -> Any:
-        return vj.rollout(*args, 6)[1].token  # the trajectory is unused
+        return vj.rollout(*args, 6)[1].token  # the trajectory is unused, which must not remove steps
 
     assert get_host_calls(rollout) == "S" * 6
     assert get_host_calls(lambda *args: vj.eval_rollout_episode(*args, 6)) == "S" * 6
-    assert get_host_calls(lambda *args: vj.eval_rollout_episode(*args, 6), episode=3) == "S" * 3
+    assert get_host_calls(lambda *args: vj.eval_rollout_episode(*args, 6), episode_length=3) == "S" * 3
     assert get_host_calls(lambda *args: vj.fast_eval_rollout_episode(*args, 6)) == "S" * 6
-    assert get_host_calls(lambda *args: vj.fast_eval_rollout_episode(*args, 6), episode=3) == "S" * 3
-    # of four episodes, with one step that is a reset
-    assert get_host_calls(lambda *args: vj.fast_eval_rollout_episode(*args, 6, 4), episode=3) == "S" * 7
+    assert get_host_calls(lambda *args: vj.fast_eval_rollout_episode(*args, 6), episode_length=3) == "S" * 3
+    # two episodes of three steps in each row, with a reset between them
+    assert get_host_calls(lambda *args: vj.fast_eval_rollout_episode(*args, 6, 4), episode_length=3) == "S" * 7
 
 
 @pytest.mark.long
@@ -63,23 +63,24 @@ def test_evaluations_in_lanes_equal_separate_evaluations() -> None:
     keys, scales = jax.random.split(new_key(7), 2), jnp.array([1, 0])
 
     def evaluate(env: vj.Bridge, key: Any, scale: Any) -> Any:
-        args = (env, policy, scale, env.reset(key), (), new_key(8), T)
-        fast = dataclasses.replace(vj.fast_eval_rollout_episode(*args)[0], env_steps=0)  # all lanes stop together
-        whole = vj.eval_rollout_episode(env, policy, scale, env.reset(key), (), new_key(8), T)[1]
+        args = (env, policy, scale, env.reset(key), (), new_key(8), MAX_STEPS)
+        # env_steps differs, because all lanes stop together
+        fast = dataclasses.replace(vj.fast_eval_rollout_episode(*args)[0], env_steps=0)
+        whole = vj.eval_rollout_episode(env, policy, scale, env.reset(key), (), new_key(8), MAX_STEPS)[1]
         return fast, dataclasses.replace(whole, env_steps=0)
 
-    with vj.bridge(SyncVectorEnv(make_fns(2 * N)), lanes=2) as env:
+    with vj.bridge(SyncVectorEnv(make_fns(2 * NUM_ENVS)), lanes=2) as env:
         together = jax.jit(jax.vmap(lambda key, scale: evaluate(env, key, scale)))(keys, scales)
     for lane in range(2):
-        with vj.bridge(SyncVectorEnv(make_fns(N))) as env:
+        with vj.bridge(SyncVectorEnv(make_fns(NUM_ENVS))) as env:
             alone = jax.jit(lambda key, scale, env=env: evaluate(env, key, scale))(keys[lane], scales[lane])
-        mine = jax.tree.map(lambda leaf, lane=lane: leaf[lane], together)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), mine, alone)
+        lane_results = jax.tree.map(lambda leaf, lane=lane: leaf[lane], together)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), lane_results, alone)
 
 
 @pytest.mark.long
 def test_evaluations_in_lanes_stop_when_all_lanes_have_finished() -> None:
-    with vj.bridge(CallLogVectorEnv(4, episode=3), lanes=2) as env:
+    with vj.bridge(CallLogVectorEnv(4, episode_length=3), lanes=2) as env:
 
         def evaluate(key: Any) -> Any:
             fast, state = vj.fast_eval_rollout_episode(env, make_constant_policy(env), 1.0, env.reset(key), (), key, 9)
@@ -94,7 +95,7 @@ def test_evaluations_in_lanes_stop_when_all_lanes_have_finished() -> None:
 
 
 def test_rollouts_with_wrong_arguments_raise() -> None:
-    with vj.bridge(SyncVectorEnv(make_fns(N), autoreset_mode=AutoresetMode.DISABLED), {"left": np.int32}) as env:
+    with vj.bridge(SyncVectorEnv(make_fns(NUM_ENVS), autoreset_mode=AutoresetMode.DISABLED), {"left": np.int32}) as env:
         state = env.reset(new_key(7))
         with pytest.raises(ValueError, match=r"'speed'.*'steps'.*'left'"):
             vj.rollout(env, policy, 1, state, (), new_key(8), 2, ("speed",))
@@ -131,7 +132,8 @@ ENGINES: dict[str, Any] = {
 
 
 def get_seeds(key: Any, n: int = ROWS) -> list[int]:
-    return [int(word) >> 1 for word in jax.random.bits(key, (n,), jnp.uint32)]
+    """Return the seeds that a bridge derives from a key."""
+    return [int(bits) >> 1 for bits in jax.random.bits(key, (n,), jnp.uint32)]
 
 
 def sample_actions(space: gym.Space[Any]) -> list[Any]:
@@ -144,39 +146,40 @@ def stack(rows: list[Any]) -> Any:
 
 
 def iter_expected(fns: Any, mode: AutoresetMode, actions: list[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the results of a plain loop, with the masks and counts of ``EnvState``."""
+    """Yield the results of each step of a plain loop, with the masks and counts that ``EnvState`` has."""
     envs = SyncVectorEnv(fns, autoreset_mode=mode)
     disabled = mode is AutoresetMode.DISABLED
     obs_leaves = flatten(envs.reset(seed=get_seeds(new_key(7)))[0])
-    over, terminated, truncated = np.zeros(ROWS, bool), np.zeros(ROWS, bool), np.zeros(ROWS, bool)
+    done, terminated, truncated = np.zeros(ROWS, bool), np.zeros(ROWS, bool), np.zeros(ROWS, bool)
     length, total, last_length, last_total = np.zeros(ROWS, int), np.zeros(ROWS), np.zeros(ROWS, int), np.zeros(ROWS)
     for action in actions:
-        was_over = over.copy()
+        was_done = done.copy()
         if disabled:  # SyncVectorEnv would also step the finished rows
-            rows, infos, reward = list(gym.vector.utils.iterate(envs.action_space, action)), {}, np.zeros(ROWS)
+            row_actions = list(gym.vector.utils.iterate(envs.action_space, action))
+            infos, reward = {}, np.zeros(ROWS)
             obs_leaves = [leaf.copy() for leaf in obs_leaves]
-            for i in np.flatnonzero(~over):
-                observation, reward[i], terminated[i], truncated[i], _ = envs.envs[i].step(rows[i])
+            for i in np.flatnonzero(~done):
+                observation, reward[i], terminated[i], truncated[i], _ = envs.envs[i].step(row_actions[i])
                 for leaf, value in zip(obs_leaves, flatten(observation), strict=True):
                     leaf[i] = value
         else:
             obs, reward, terminated, truncated, infos = envs.step(action)
             obs_leaves = [leaf.copy() for leaf in flatten(obs)]
         successor = [leaf.copy() for leaf in obs_leaves]
-        over = terminated | truncated
-        if mode is AutoresetMode.SAME_STEP and over.any():
-            for i in np.flatnonzero(over):
+        done = terminated | truncated
+        if mode is AutoresetMode.SAME_STEP and done.any():
+            for i in np.flatnonzero(done):
                 for leaf, value in zip(successor, flatten(infos["final_obs"][i]), strict=True):
                     leaf[i] = value
-        valid = ~was_over if mode is not AutoresetMode.SAME_STEP else np.ones(ROWS, bool)
-        first = {AutoresetMode.NEXT_STEP: was_over, AutoresetMode.SAME_STEP: over}.get(mode, np.zeros(ROWS, bool))
+        valid = ~was_done if mode is not AutoresetMode.SAME_STEP else np.ones(ROWS, bool)
+        first = {AutoresetMode.NEXT_STEP: was_done, AutoresetMode.SAME_STEP: done}.get(mode, np.zeros(ROWS, bool))
         length, total = length + valid, total + np.where(valid, reward, 0)
         if mode is AutoresetMode.NEXT_STEP:
-            length, total = np.where(was_over, 0, length), np.where(was_over, 0, total)
-        ended = over & valid
+            length, total = np.where(was_done, 0, length), np.where(was_done, 0, total)
+        ended = done & valid
         last_length, last_total = np.where(ended, length, last_length), np.where(ended, total, last_total)
         if mode is AutoresetMode.SAME_STEP:
-            length, total = np.where(over, 0, length), np.where(over, 0, total)
+            length, total = np.where(done, 0, length), np.where(done, 0, total)
         yield {
             "obs": obs_leaves, "next_obs": successor, "reward": reward,
             "terminated": terminated.copy(), "truncated": truncated.copy(),
@@ -206,7 +209,7 @@ def assert_equals_loop(states: Any, fns: Any, mode: AutoresetMode, actions: list
 
 
 def assert_infos_equal(found: Any, expected: dict[str, Any], mode: AutoresetMode) -> int:
-    """Assert that infos equal those of the loop, ``final_info`` at ends of episodes; return the number of present values."""
+    """Compare infos with those of the loop, or with ``final_info`` where an episode ended. Return the number of values."""
     reported = 0
     for i in range(ROWS):
         infos = expected
@@ -299,7 +302,7 @@ def test_trajectories_of_every_space_equal_a_plain_loop(name: str, engine: str) 
 
 
 @pytest.mark.long
-def test_bridge_over_envpool_has_valid_rows_and_resets() -> None:
+def test_bridge_over_envpool_marks_valid_rows_and_resets_masked_rows() -> None:
     pytest.importorskip("envpool", reason="needs EnvPool: pip install 'vecenv[envpool]'")
     for mode in AutoresetMode:
         envs = vecenv.backends.EnvPoolVectorEnv("CartPole-v1", ROWS, autoreset_mode=mode)
@@ -373,7 +376,7 @@ class Float64Env(gym.Env[Any, Any]):
 
 @pytest.mark.long
 @pytest.mark.parametrize("x64", [False, True])
-def test_dtypes_have_32_or_64_bits_by_the_mode_of_jax(x64: bool) -> None:
+def test_dtypes_follow_the_32_or_64_bit_mode_of_jax(x64: bool) -> None:
     with jax.enable_x64(x64), vj.bridge(SyncVectorEnv([Float64Env] * 2), {"third": np.float64}) as env:
         program = jax.jit(lambda s, a: jax.lax.scan(lambda s, _: (env.step(s, a), None), s, None, length=3)[0])
         state = program(env.reset(jax.random.key(0)), jnp.zeros((2, 2)))
@@ -420,7 +423,7 @@ def make_three_keys() -> Any:
 
 
 @pytest.mark.long
-def test_mapped_scan_makes_one_host_call_per_step() -> None:
+def test_scan_under_vmap_makes_one_host_call_per_step() -> None:
     with vj.bridge(CallLogVectorEnv(6), lanes=3) as env:
         assert env.num_envs == 2
         assert env.action_space.shape == (2, 1)
@@ -455,8 +458,8 @@ def test_lanes_equal_separate_bridges(mode: AutoresetMode) -> None:
         with vj.bridge(SyncVectorEnv(make_fns(2), autoreset_mode=mode)) as env:
             program = jax.jit(lambda key, actions, env=env: step_all(env, key, actions))
             alone = program(make_three_keys()[lane], actions[lane])
-        mine = jax.tree.map(lambda leaf, lane=lane: leaf[lane], together)
-        jax.tree.map(np.testing.assert_array_equal, alone, mine)
+        lane_results = jax.tree.map(lambda leaf, lane=lane: leaf[lane], together)
+        jax.tree.map(np.testing.assert_array_equal, alone, lane_results)
 
 
 @pytest.mark.long
@@ -472,7 +475,7 @@ def test_reset_mask_in_lanes_resets_only_the_masked_rows() -> None:
 
 
 @pytest.mark.long
-def test_gradients_of_mapped_programs_treat_steps_as_constants() -> None:
+def test_gradients_under_vmap_treat_steps_as_constants() -> None:
     with vj.bridge(CallLogVectorEnv(6), lanes=3) as env:
         states = jax.vmap(env.reset)(make_three_keys())
 
@@ -489,7 +492,7 @@ def test_gradients_of_mapped_programs_treat_steps_as_constants() -> None:
 
 
 @pytest.mark.long
-def test_lanes_of_nested_maps_equal_those_of_a_flat_map() -> None:
+def test_lanes_of_nested_vmaps_equal_those_of_a_flat_vmap() -> None:
     keys = jax.random.split(jax.random.key(4), 6)
 
     def step_once(env: vj.Bridge, key: Any, action: Any) -> Any:
@@ -528,6 +531,6 @@ def test_wrong_use_of_lanes_raises_with_advice() -> None:
         with pytest.raises(ValueError, match=r"under jax.vmap over the lanes"):
             env.step(states, jnp.zeros((2, 1)))
         assert env.envs.calls == "R"
-    with vj.bridge(SyncVectorEnv(make_fns(12)), lanes=6) as env:  # as the error advises
+    with vj.bridge(SyncVectorEnv(make_fns(12)), lanes=6) as env:  # what the error above advises
         assert jax.vmap(env.reset)(keys).obs.shape[:2] == (6, 2)
 

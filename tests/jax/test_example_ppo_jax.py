@@ -1,10 +1,11 @@
-"""``examples/ppo_jax.py`` runs on both backends, and learns (slow)."""
+"""``examples/ppo_jax.py`` runs on both backends and, in a slow test, learns."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,14 +24,14 @@ EXAMPLE = EXAMPLES / "ppo_jax.py"
 def ppo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with import_program(EXAMPLE) as module:
         picture = tmp_path_factory.mktemp("warm") / "curve.png"
-        module.Curve(1).draw(picture, "", "", 0.0, "")  # opens the font files, which matplotlib keeps open
+        module.Curve(1).draw(picture, "", "", 0.0, "")  # before the first test, because matplotlib keeps font files open
         yield module
 
 
 SHORT_RUN = ["--steps", "512", "--num-envs", "4", "--rollout", "32", "--epochs", "1", "--episodes", "4"]
-PHYSICS = pytest.param(["--backend", "brax"], marks=[pytest.mark.slow, pytest.mark.timeout(1200)])  # compiles for a minute
-PLAIN = pytest.param(["--workers", "2"], marks=pytest.mark.slow)
-OPTIONS = [PLAIN, ["--workers", "1"], PHYSICS]
+BRAX = pytest.param(["--backend", "brax"], marks=[pytest.mark.slow, pytest.mark.timeout(1200)])  # compiles for a minute
+TWO_WORKERS = pytest.param(["--workers", "2"], marks=pytest.mark.slow)
+OPTIONS = [TWO_WORKERS, ["--workers", "1"], BRAX]
 
 
 @pytest.mark.long
@@ -64,19 +65,19 @@ def check_short_run(ppo: Any, options: list[str], tmp_path: Path, capsys: pytest
 
 
 def test_advantages_equal_a_plain_loop(ppo: Any) -> None:
-    """A truncation uses the value of the successor, a termination uses 0, and sums do not continue beyond either."""
+    """The last step of an episode uses the value of its successor if truncated, or 0 if terminated, and ends the sum."""
     generator = np.random.default_rng(0)
     reward, value, next_value = generator.normal(size=(3, 6, 2))
     terminated, truncated = np.zeros((2, 6, 2), bool)
     terminated[2, 0] = truncated[3, 1] = truncated[4, 0] = True
-    trajectory = type("T", (), {"reward": reward, "terminated": jnp.array(terminated), "truncated": jnp.array(truncated)})
+    trajectory = SimpleNamespace(reward=reward, terminated=jnp.array(terminated), truncated=jnp.array(truncated))
     found = ppo.advantages(trajectory, value, next_value, 0.9, 0.8)
     for i in range(2):
         expected = 0.0
         for t in reversed(range(6)):
             successor = 0.0 if terminated[t, i] else next_value[t, i]
-            over = terminated[t, i] or truncated[t, i]
-            expected = reward[t, i] + 0.9 * successor - value[t, i] + (0.0 if over else 0.72 * expected)
+            done = terminated[t, i] or truncated[t, i]
+            expected = reward[t, i] + 0.9 * successor - value[t, i] + (0.0 if done else 0.9 * 0.8 * expected)
             np.testing.assert_allclose(found[t, i], expected, rtol=1e-5)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.random import key as new_key
-from jax_envs import Box, Counter, Gymnax, Jumanji, Switch
+from jax_envs import Box, Counter, FakeGymnaxEnv, FakeJumanjiEnv, Switch
 
 from vecenv.backends import JaxVectorEnv
 from vecenv.jax import FunctionalVectorEnv, JaxEnv, adapt, available_envs, differentiability, make_env, require_gradient
@@ -41,7 +41,7 @@ _BRAX_ENVS = (
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["inverted_pendulum", *(pytest.param(n, marks=pytest.mark.slow) for n in _BRAX_ENVS)])
 def test_brax_action_space_is_minus_one_to_one(brax: Any, name: str) -> None:
-    """If the range of the actuators differs, Brax rescales the actions, so this range is not that of the action space."""
+    """Brax rescales the actions if the range of the actuators differs, so the action space does not depend on it."""
     env = brax.get_environment(name, backend="spring")
     assert adapt(env).single_action_space == gym.spaces.Box(-1, 1, (env.action_size,), np.float32)
     limits = np.abs(np.asarray(env.sys.actuator.ctrl_range))
@@ -55,19 +55,19 @@ def test_brax_adapter_steps_like_brax(brax: Any, pendulum: Any) -> None:
     original = jax.jit(env.reset)(jax.random.PRNGKey(3))
     np.testing.assert_array_equal(obs, original.obs)
     action = jnp.array([0.5])
-    result = jax.jit(pendulum.step)(state, action, new_key(0))
+    _, obs, reward, terminated, truncated, info = jax.jit(pendulum.step)(state, action, new_key(0))
     original = jax.jit(env.step)(original, action)
-    np.testing.assert_array_equal(result[1], original.obs)
-    assert float(result[2]) == float(original.reward)
-    assert bool(result[3]) == bool(original.done)
-    assert not result[4]
-    assert set(result[5]) == {"time_out"}
+    np.testing.assert_array_equal(obs, original.obs)
+    assert float(reward) == float(original.reward)
+    assert bool(terminated) == bool(original.done)
+    assert not truncated
+    assert set(info) == {"time_out"}
     assert isinstance(pendulum, JaxEnv)
     assert adapt(pendulum) is pendulum
 
 
 @pytest.mark.slow
-def test_rescale_changes_the_action_space_and_not_the_results(brax: Any, pendulum: Any) -> None:
+def test_rescale_changes_the_action_space_but_not_the_results(brax: Any, pendulum: Any) -> None:
     actuator = adapt(pendulum, rescale="actuator")
     assert actuator.single_action_space == gym.spaces.Box(-3, 3, (1,), np.float32)
     halved = adapt(pendulum, rescale=(0.0, [0.5]))
@@ -87,7 +87,7 @@ def test_adapt_with_an_unknown_rescale_raises() -> None:
         adapt(Counter(), rescale="min-max")
 
 
-@pytest.mark.parametrize("env", [Gymnax(), Counter()])
+@pytest.mark.parametrize("env", [FakeGymnaxEnv(), Counter()])
 def test_rescale_to_actuators_needs_a_physics_model(env: Any) -> None:
     with pytest.raises(ValueError, match=rf"{type(env).__name__} has no physics model .*: pass rescale=\(low, high\)"):
         adapt(env, rescale="actuator")
@@ -113,9 +113,9 @@ def test_adapt_removes_training_wrappers(brax: Any) -> None:
 def test_brax_fast_has_zero_gradients(brax: Any) -> None:
     env = adapt("fast")
     assert env.differentiable == "zero"
-    for given in (env, "fast", brax.get_environment("fast")):
+    for argument in (env, "fast", brax.get_environment("fast")):
         with pytest.raises(ValueError, match="a derivative of 0"):
-            require_gradient(given)
+            require_gradient(argument)
 
 
 def test_brax_dict_observations_have_a_dict_space(brax: Any) -> None:
@@ -139,7 +139,7 @@ def test_all_brax_backends_step(brax: Any, backend: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_mjx_error_names_a_backend_with_gradients(brax: Any) -> None:
+def test_gradient_error_for_mjx_names_the_options_that_enable_gradients(brax: Any) -> None:
     env = adapt("inverted_pendulum", backend="mjx")
     assert differentiability(env) == "forward"
     require_gradient(env, "forward")
@@ -192,18 +192,18 @@ def test_render_returns_a_frame_or_names_missing_packages(brax: Any, pendulum: A
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_playground_adapter_steps_like_playground(playground: Any, asymmetric: Any) -> None:
-    env = adapt(asymmetric)
+def test_playground_adapter_steps_like_playground(playground: Any, asymmetric_env: Any) -> None:
+    env = adapt(asymmetric_env)
     assert env.max_episode_steps == 1000
     assert set(env.single_observation_space) == {"state", "privileged_state"}  # type: ignore[call-overload]
     state, obs = jax.jit(env.init)(jax.random.PRNGKey(3))
-    original = jax.jit(asymmetric.reset)(jax.random.PRNGKey(3))
+    original = jax.jit(asymmetric_env.reset)(jax.random.PRNGKey(3))
     np.testing.assert_array_equal(obs["privileged_state"], original.obs["privileged_state"])
-    result = jax.jit(env.step)(state, jnp.array([0.5]), new_key(0))
-    original = jax.jit(asymmetric.step)(original, jnp.array([0.5]))
-    np.testing.assert_array_equal(result[1]["state"], original.obs["state"])
-    assert "reward/upright" in result[5]
-    assert "rng" not in result[5]
+    _, obs, _, _, _, info = jax.jit(env.step)(state, jnp.array([0.5]), new_key(0))
+    original = jax.jit(asymmetric_env.step)(original, jnp.array([0.5]))
+    np.testing.assert_array_equal(obs["state"], original.obs["state"])
+    assert "reward/upright" in info
+    assert "rng" not in info
 
 
 def test_playground_implementation_is_jax_by_default(playground: Any) -> None:
@@ -233,13 +233,13 @@ def test_playground_without_a_download_of_its_models_raises(
 
 
 def test_adapt_with_an_unknown_name_suggests_close_matches(brax: Any, playground: Any) -> None:
-    for wrong, right in (
+    for unknown, suggestion in (
         ("antt", "ant"),
         ("inverted-pendulum", "inverted_pendulum"),
         ("cartpolebalance", "CartpoleBalance"),
     ):
-        with pytest.raises(gym.error.NameNotFound, match=f"Did you mean.*{right}"):
-            adapt(wrong)
+        with pytest.raises(gym.error.NameNotFound, match=f"Did you mean.*{suggestion}"):
+            adapt(unknown)
     with pytest.raises(gym.error.NameNotFound, match="in playground"):
         make_env("ant", "playground")
     with pytest.raises(ValueError, match="Unknown library 'gymnax'"):
@@ -248,7 +248,7 @@ def test_adapt_with_an_unknown_name_suggests_close_matches(brax: Any, playground
     assert len(available_envs("playground")["playground"]) > 50
 
 
-def test_import_error_of_a_library_does_not_affect_names_of_another(
+def test_import_error_of_a_library_does_not_affect_the_names_of_another(
     brax: Any, playground: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import_module = importlib.import_module
@@ -267,7 +267,7 @@ def test_import_error_of_a_library_does_not_affect_names_of_another(
 
 @pytest.mark.long
 def test_arguments_unknown_to_brax_raise(brax: Any) -> None:
-    """Brax's ``fast`` accepts any argument, although it uses only two."""
+    """Brax's own ``fast`` accepts any argument, although it uses only two."""
     with pytest.raises(TypeError, match=r"ant has no arguments \['gravity'\]"):
         adapt("ant", gravity=3)
     with pytest.raises(ValueError, match="refuses backend='bullet'"):
@@ -304,7 +304,7 @@ class BraxState:
 
 
 class BraxLike:
-    """An object with the four members that the error message of ``adapt`` names for Brax, and no others."""
+    """An object with only the four members that the error message of ``adapt`` lists for Brax."""
 
     observation_size = action_size = 2
 
@@ -316,7 +316,7 @@ class BraxLike:
         return BraxState(obs, obs.sum(), jnp.zeros(()), {}, {})
 
 
-def test_object_with_the_methods_of_brax_is_stepped() -> None:
+def test_adapt_of_an_object_with_the_members_of_brax_steps_it() -> None:
     env = FunctionalVectorEnv(BraxLike(), 3)
     state = env.reset(new_key(0))
     np.testing.assert_allclose(env.step(state, jnp.ones((3, 2))).reward, (state.obs + 1).sum(1))
@@ -326,7 +326,7 @@ def test_object_with_the_methods_of_brax_is_stepped() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("env", [Gymnax(), (Gymnax(), Gymnax.default_params)])
+@pytest.mark.parametrize("env", [FakeGymnaxEnv(), (FakeGymnaxEnv(), FakeGymnaxEnv.default_params)])
 def test_gymnax_time_limit_is_a_truncation(env: Any) -> None:
     vector = FunctionalVectorEnv(env, 4, "SameStep")
     assert vector.single_action_space == gym.spaces.Discrete(2)
@@ -339,7 +339,7 @@ def test_gymnax_time_limit_is_a_truncation(env: Any) -> None:
 
 
 def test_gymnax_space_has_the_dtype_of_the_observations() -> None:
-    class WrongDtype(Gymnax):
+    class WrongDtype(FakeGymnaxEnv):
         def observation_space(self, params: Any) -> Any:
             return Box(0, 1, (1,), jnp.int32)
 
@@ -352,7 +352,7 @@ def test_gymnax_space_has_the_dtype_of_the_observations() -> None:
     ("bound", "dtype"), [(np.inf, np.int64), (np.float32(2**31), np.int32), (1e30, np.int8), (np.float32(2**64), np.uint64)]
 )
 def test_bounds_outside_of_an_integer_dtype_become_its_limits(bound: Any, dtype: Any) -> None:
-    class Bounded(Gymnax):
+    class Bounded(FakeGymnaxEnv):
         def action_space(self, params: Any) -> Any:
             return Box(-bound, bound, (2,), dtype)
 
@@ -361,7 +361,7 @@ def test_bounds_outside_of_an_integer_dtype_become_its_limits(bound: Any, dtype:
 
 
 def test_jumanji_last_step_is_a_termination_if_the_discount_is_0() -> None:
-    vector = FunctionalVectorEnv(Jumanji(), 3, "Disabled")
+    vector = FunctionalVectorEnv(FakeJumanjiEnv(), 3, "Disabled")
     assert vector.single_action_space == gym.spaces.Discrete(3)
     assert set(vector.single_observation_space) == {"grid", "action_mask"}  # type: ignore[call-overload]
     state = vector.reset(new_key(0))
@@ -373,7 +373,7 @@ def test_jumanji_last_step_is_a_termination_if_the_discount_is_0() -> None:
     assert "moves" in state.info
 
 
-NO_GYMNAX = "needs gymnax, which asks for an older Gymnasium than vecenv: pip install gymnax six, then gymnasium again"
+NO_GYMNAX = "needs gymnax, which requires an older Gymnasium than vecenv: pip install gymnax six, then gymnasium again"
 
 
 @pytest.mark.slow
@@ -423,7 +423,7 @@ def test_jumanji_adapter_steps_like_jumanji() -> None:
 
 
 def test_step_with_rewards_of_several_agents_raises() -> None:
-    class TwoRewards(Jumanji):
+    class TwoRewards(FakeJumanjiEnv):
         def step(self, state: Any, action: Any) -> Any:
             state, timestep = super().step(state, action)
             return state, timestep._replace(reward=jnp.zeros(2))

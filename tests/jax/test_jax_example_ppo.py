@@ -1,4 +1,4 @@
-"""``examples/ppo.py``: advantages equal their definition, transitions equal those of the environments, and it learns."""
+"""``examples/ppo.py`` computes correct advantages, collects the transitions of the environments, and learns."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def calculate_advantages(
 @pytest.mark.parametrize("first_ready", [False, True])
 def test_advantages_equal_their_definition_in_any_order_of_rows(ppo: ModuleType, first_ready: bool) -> None:
     rng = np.random.default_rng(0)
-    n, batches, rows = 6, 40, 3 if first_ready else 6
-    ids = np.stack([rng.permutation(n)[:rows] if first_ready else np.arange(n) for _ in range(batches)])
+    n, batches = 6, 40
+    ids = np.stack([rng.permutation(n)[:3] if first_ready else np.arange(n) for _ in range(batches)])
     shape = ids.shape
     rollout = {
         "env_id": ids,
@@ -60,19 +60,19 @@ def test_advantages_equal_their_definition_in_any_order_of_rows(ppo: ModuleType,
         "terminated": rng.random(shape) < 0.1,
     }
     rollout["done"] = rollout["terminated"] | (rng.random(shape) < 0.1)
-    last = rng.normal(size=n).astype(np.float32)
-    found = ppo.advantages(rollout, last, 0.97, 0.9)
+    last_values = rng.normal(size=n).astype(np.float32)
+    found = ppo.advantages(rollout, last_values, 0.97, 0.9)
     for env in range(n):
         positions = list(zip(*np.nonzero(ids == env), strict=True))
         transitions = [{name: field[position] for name, field in rollout.items()} for position in positions]
-        expected = calculate_advantages(transitions, float(last[env]), 0.97, 0.9)
+        expected = calculate_advantages(transitions, float(last_values[env]), 0.97, 0.9)
         np.testing.assert_allclose([found[position] for position in positions], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("first_ready", [False, True])
 def test_transitions_equal_those_of_the_environments(ppo: ModuleType, first_ready: bool) -> None:
-    """The rows of an environment are in order and complete, and resets have a weight of 0."""
+    """No transition of an environment is missing or out of order, and resets have a weight of 0."""
     import gymnasium
     import jax
 
@@ -87,15 +87,15 @@ def test_transitions_equal_those_of_the_environments(ppo: ModuleType, first_read
         positions = list(zip(*np.nonzero(rollout["env_id"] == env), strict=True))
         single = gymnasium.make("CartPole-v1", max_episode_steps=15)
         observation, _ = single.reset(seed=5 + env)
-        over = False
+        done = False
         for position in positions:
             row = {name: field[position] for name, field in rollout.items()}
-            if over:
+            if done:
                 assert row["weight"] == 0.0
                 assert row["reward"] == 0.0
-                np.testing.assert_array_equal(row["observation"], observation, "the last observation of the episode")
+                np.testing.assert_array_equal(row["observation"], observation, "the last observation is repeated")
                 observation, _ = single.reset()
-                over, ends = False, ends + 1
+                done, ends = False, ends + 1
                 continue
             if row["weight"] == 0.0:  # the first row of an environment that was not in the first batch
                 assert first_ready
@@ -103,19 +103,19 @@ def test_transitions_equal_those_of_the_environments(ppo: ModuleType, first_read
             np.testing.assert_array_equal(row["observation"], observation)
             observation, reward, terminated, truncated, _ = single.step(int(row["choice"]))
             assert (row["reward"], row["terminated"], row["done"]) == (reward, terminated, terminated or truncated)
-            over = bool(row["done"])
+            done = bool(row["done"])
         single.close()
     assert ends >= 4
 
 
-def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run_example(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return run_python(PROGRAM, *arguments, cwd=cwd, timeout=280)
 
 
 @pytest.mark.long
 @pytest.mark.slow
 def test_program_reaches_a_low_target_and_draws_a_plot(ppo: ModuleType, tmp_path: Path) -> None:
-    process = run("CartPole-v1", "--target", "60", cwd=tmp_path)
+    process = run_example("CartPole-v1", "--target", "60", cwd=tmp_path)
     assert process.returncode == 0, process.stderr[-3000:]
     assert "(target reached)" in process.stdout
     assert (tmp_path / "ppo-results" / "CartPole-v1-process.png").read_bytes().startswith(b"\x89PNG")
@@ -129,7 +129,7 @@ def test_program_reaches_a_low_target_and_draws_a_plot(ppo: ModuleType, tmp_path
 def test_program_reaches_its_target(ppo: ModuleType, env_id: str, backend: str, options: list[str], tmp_path: Path) -> None:
     if backend == "envpool" and not HAS_ENVPOOL:
         pytest.skip("needs envpool")
-    process = run(env_id, "--backend", backend, "--steps", "600000", *options, cwd=tmp_path)
+    process = run_example(env_id, "--backend", backend, "--steps", "600000", *options, cwd=tmp_path)
     assert process.returncode == 0, process.stdout + process.stderr[-3000:]
 
 
@@ -147,8 +147,8 @@ def test_program_reaches_its_target(ppo: ModuleType, env_id: str, backend: str, 
         pytest.param(["FrozenLake-v1"], "needs observations that are a flat array of numbers", marks=pytest.mark.slow),
     ],
 )
-def test_usage_errors_have_no_traceback(ppo: ModuleType, arguments: list[str], text: str, tmp_path: Path) -> None:
-    process = run(*arguments, cwd=tmp_path)
+def test_usage_errors_print_no_traceback(ppo: ModuleType, arguments: list[str], text: str, tmp_path: Path) -> None:
+    process = run_example(*arguments, cwd=tmp_path)
     assert process.returncode == 1
     assert text in process.stderr
     assert "Traceback" not in process.stderr

@@ -18,13 +18,13 @@ constant_policy = stateless(lambda params, obs, key: (jnp.broadcast_to(params, (
 
 
 def assert_gradient(function: Any, argument: Any, step: float, rtol: float) -> None:
-    """Assert that reverse, forward and central differences agree along one direction."""
+    """Assert that reverse-mode, forward-mode and numeric derivatives along one direction are equal."""
     direction = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), argument)
     function = jax.jit(function)
     leaves, directions = map(jax.tree.leaves, (jax.grad(function)(argument), direction))
-    reverse = sum(jnp.vdot(g, d) for g, d in zip(leaves, directions, strict=True))
+    reverse = sum(jnp.vdot(leaf, along) for leaf, along in zip(leaves, directions, strict=True))
     forward = jax.jvp(function, (argument,), (direction,))[1]
-    shifted = [jax.tree.map(lambda x, d, s=s: x + s * d, argument, direction) for s in (step, -step)]
+    shifted = [jax.tree.map(lambda x, d, size=size: x + size * d, argument, direction) for size in (step, -step)]
     numeric = (function(shifted[0]) - function(shifted[1])) / (2 * step)
     np.testing.assert_allclose(reverse, forward, rtol=1e-3)
     np.testing.assert_allclose(reverse, numeric, rtol=rtol)
@@ -34,8 +34,8 @@ def assert_gradient(function: Any, argument: Any, step: float, rtol: float) -> N
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
 @pytest.mark.parametrize("checkpoint", [False, True])
-def test_gradients_through_rollouts_with_resets_equal_finite_differences(counters: Any, mode: str, checkpoint: bool) -> None:
-    env = counters(autoreset_mode=mode)
+def test_gradients_of_rollouts_with_resets_equal_finite_differences(make_counters: Any, mode: str, checkpoint: bool) -> None:
+    env = make_counters(autoreset_mode=mode)
 
     def loss(push: Any) -> Any:
         state = env.reset(new_key(0))
@@ -46,32 +46,32 @@ def test_gradients_through_rollouts_with_resets_equal_finite_differences(counter
 
 
 @pytest.mark.long
-def test_gradients_do_not_pass_through_a_reset(counters: Any) -> None:
-    env = counters(autoreset_mode="SameStep")
+def test_gradients_do_not_pass_through_a_reset(make_counters: Any) -> None:
+    env = make_counters(autoreset_mode="SameStep")
 
     def position(push: Any, steps: int) -> Any:
         state = env.reset(new_key(0))
         for t in range(steps):
-            state = env.step(state, jnp.full((5, 1), push if t < 1 else 1.9))
+            state = env.step(state, jnp.full((5, 1), push if t == 0 else 1.9))
         return state.obs["position"][0, 0], state.first[0]
 
-    slope, ends = jax.grad(position, has_aux=True)(1.9, 1)
-    assert (float(slope), bool(ends)) == (1.0, False)
-    slope, ends = jax.grad(position, has_aux=True)(1.9, 2)
-    assert (float(slope), bool(ends)) == (0.0, True)
+    slope, was_reset = jax.grad(position, has_aux=True)(1.9, 1)
+    assert (float(slope), bool(was_reset)) == (1.0, False)
+    slope, was_reset = jax.grad(position, has_aux=True)(1.9, 2)
+    assert (float(slope), bool(was_reset)) == (0.0, True)
 
 
 class CliffEnv(Counter):
-    """An environment that ends at 1. Beyond, rewards and derivatives are nan, unless there is a ``fence``."""
+    """An environment that ends beyond position 1, where rewards and derivatives are nan unless ``fence`` is true."""
 
     def __init__(self, fence: bool) -> None:
         self.fence = fence
 
     def step(self, state: Any, action: Any, key: Any) -> Any:
-        left = 1.0 - state["x"] - 1e-3 * action[0]
-        left = jnp.sqrt(jnp.where(left > 0, left, 1.0) if self.fence else left)
-        moved = {"x": state["x"] + 0.2 + 0.3 * action[0], "t": state["t"] + 1}
-        return moved, self._obs(moved), left, moved["x"] > 1, False, {"left": left}
+        distance = 1.0 - state["x"] - 1e-3 * action[0]
+        distance = jnp.sqrt(jnp.where(distance > 0, distance, 1.0) if self.fence else distance)
+        new_state = {"x": state["x"] + 0.2 + 0.3 * action[0], "t": state["t"] + 1}
+        return new_state, self._obs(new_state), distance, new_state["x"] > 1, False, {"left": distance}
 
 
 @pytest.mark.long
@@ -132,7 +132,7 @@ class _PlaygroundState(NamedTuple):
 
 
 class ScanningEnv:
-    """An environment like Playground's, with a step that scans over a carry and replaces it by the action."""
+    """An environment with Playground's interface. Its step runs a scan that replaces the carry with the action."""
 
     mjx_model = None
     observation_size = action_size = 1
@@ -151,19 +151,19 @@ class ScanningEnv:
 
 
 @pytest.mark.sampled("True")
-@pytest.mark.parametrize("double", [False, True])
-def test_step_of_a_playground_environment_has_the_dtype_of_the_mode(double: bool) -> None:
-    with jax.enable_x64(double):
+@pytest.mark.parametrize("x64", [False, True])
+def test_step_of_a_playground_environment_has_the_dtype_of_jaxs_mode(x64: bool) -> None:
+    with jax.enable_x64(x64):
         env = FunctionalVectorEnv(adapt(ScanningEnv()), 3, "Disabled")
         assert differentiability(env) == "reverse"
         state = env.step(env.reset(new_key(0)), np.ones((3, 1), np.float32))
-        assert state.obs.dtype == (np.float64 if double else np.float32)
+        assert state.obs.dtype == (np.float64 if x64 else np.float32)
         assert state.obs.sum() == 3
 
 
 @pytest.mark.long
-def test_truncated_bptt_returns_the_mean_gradient_of_its_pieces(counters: Any) -> None:
-    env = counters(autoreset_mode="SameStep")
+def test_truncated_bptt_returns_the_mean_gradient_of_its_pieces(make_counters: Any) -> None:
+    env = make_counters(autoreset_mode="SameStep")
     state, push = env.reset(new_key(0)), jnp.float32(0.4)
 
     def loss(trajectory: Any) -> Any:

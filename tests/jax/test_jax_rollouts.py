@@ -21,24 +21,24 @@ PARAMS = np.float32(0.5)
 
 
 @pytest.fixture(params=["native", "bridge"])
-def make(request: pytest.FixtureRequest, counters: Any) -> Iterator[Any]:
-    """``make(mode, discount=1.0)`` returns five environments, JAX-native or bridged."""
+def make(request: pytest.FixtureRequest, make_counters: Any) -> Iterator[Any]:
+    """Yield a function that builds five environments, JAX-native or bridged."""
     bridges = []
 
     def build(mode: str, discount: float = 1.0) -> Any:
         if request.param == "native":
-            return counters(autoreset_mode=mode, discount=discount)
+            return make_counters(autoreset_mode=mode, discount=discount)
         envs = SyncVectorEnv(bridge_envs.make_fns(5), autoreset_mode=AutoresetMode(mode))
         bridges.append(bridge(envs, {"left": np.int32}, discount))
         return bridges[-1]
 
     yield build
-    for each in bridges:
-        each.close()
+    for env in bridges:
+        env.close()
 
 
 def policy(params: Any, carry: Any, obs: Any, first: Any, key: Any) -> Any:
-    """Return random actions, and count the steps of the episode in the carry."""
+    """Return the carry, which counts the steps of the episode, and random actions."""
     carry = reset_carry(first, carry, jnp.zeros((), jnp.int32)) + 1
     if isinstance(obs, dict):
         return carry, params + 0.3 * jax.random.normal(key, (5, 1)), {"obs": obs["step"], "memory": carry}
@@ -49,19 +49,19 @@ INITIAL_CARRY = np.full(5, 99, np.int32)
 
 
 def make_arguments(env: Any) -> tuple[Any, ...]:
-    """Return the arguments of rollouts and evaluations after ``env``."""
+    """Return the arguments that follow ``env`` in calls of rollouts and evaluations."""
     return policy, PARAMS, env.reset(new_key(0)), INITIAL_CARRY, new_key(1)
 
 
 def run_loop(env: Any, steps: int) -> list[tuple[Any, Any, Any]]:
     """Return ``(state, action, next state)`` for each step of a Python loop with the same keys."""
-    state, carry, steps_taken = env.reset(new_key(0)), INITIAL_CARRY, []
+    state, carry, transitions = env.reset(new_key(0)), INITIAL_CARRY, []
     for t in range(steps):
         carry, action, _ = policy(PARAMS, carry, state.obs, state.first, jax.random.fold_in(new_key(1), t))
         after = env.step(state, action)
-        steps_taken.append((state, action, after))
+        transitions.append((state, action, after))
         state = after
-    return steps_taken
+    return transitions
 
 
 def find_first_episodes(steps: list[tuple[Any, Any, Any]]) -> list[tuple[float, int, bool]]:
@@ -86,7 +86,7 @@ def assert_close(one: Any, other: Any, rtol: float = 1e-5) -> None:
 def test_rollout_equals_a_plain_loop_and_resets_the_carry(make: Any, mode: str) -> None:
     env = make(mode)
     info = "odd" if hasattr(env, "single_env") else "left"
-    program = jax.jit(lambda *some: rollout(env, policy, *some, 20, ("steps", "done", info)))
+    program = jax.jit(lambda *args: rollout(env, policy, *args, 20, ("steps", "done", info)))
     trajectory, state, _ = program(*make_arguments(env)[1:])
     memory = np.zeros(5, int)
     for t, (before, action, after) in enumerate(run_loop(env, 20)):
@@ -97,8 +97,9 @@ def test_rollout_equals_a_plain_loop_and_resets_the_carry(make: Any, mode: str) 
         assert_close((found.terminated, found.truncated, found.valid), (after.terminated, after.truncated, after.valid))
         assert_close(found.env_extras, {"steps": after.steps, "done": after.done, info: after.info[info]})
         np.testing.assert_array_equal(found.policy_extras["memory"], memory)
-        np.testing.assert_array_equal(memory[after.valid & ~after.done & (mode != "SameStep")],
-                                      after.steps[after.valid & ~after.done & (mode != "SameStep")])  # fmt: skip
+        if mode != "SameStep":
+            running = after.valid & ~after.done
+            np.testing.assert_array_equal(memory[running], after.steps[running])
     np.testing.assert_array_equal(state.steps, after.steps)
     assert trajectory.terminated.any()
     assert trajectory.truncated.any()
@@ -109,11 +110,11 @@ def test_rollout_equals_a_plain_loop_and_resets_the_carry(make: Any, mode: str) 
 def test_evaluations_equal_a_plain_loop_without_extra_steps(make: Any, mode: str) -> None:
     env = make(mode, 0.5)
     expected = find_first_episodes(run_loop(env, 12))
-    whole = jax.jit(lambda *some: eval_rollout_episode(env, policy, *some, 12))
-    part = jax.jit(lambda *some: eval_rollout_episode(env.step, policy, *some, 12, keep=("reward", "done"))[0])
+    whole = jax.jit(lambda *args: eval_rollout_episode(env, policy, *args, 12))
+    keep_two_fields = jax.jit(lambda *args: eval_rollout_episode(env.step, policy, *args, 12, keep=("reward", "done"))[0])
     trajectory, metrics, state = whole(*make_arguments(env)[1:])
-    kept = part(*make_arguments(env)[1:])
-    fast, last = jax.jit(lambda *some: fast_eval_rollout_episode(env, policy, *some, 12))(*make_arguments(env)[1:])
+    partial = keep_two_fields(*make_arguments(env)[1:])
+    fast, last = jax.jit(lambda *args: fast_eval_rollout_episode(env, policy, *args, 12))(*make_arguments(env)[1:])
     returns, lengths, finished = (np.array(column) for column in zip(*expected, strict=True))
     assert 1 < len(set(lengths)) <= max(lengths) < 12
     assert int(metrics.env_steps) == int(fast.env_steps) == max(lengths)
@@ -123,22 +124,22 @@ def test_evaluations_equal_a_plain_loop_without_extra_steps(make: Any, mode: str
         assert_close((found.episode_return, found.episode_length, found.finished), (returns, lengths, finished))
         assert (found.terminated | found.truncated).tolist() == found.finished.tolist()
     assert_close(metrics, fast)
-    over = np.arange(12)[:, None] >= lengths
+    after_end = np.arange(12)[:, None] >= lengths
     weights = 0.5 ** np.arange(12)[:, None]
-    np.testing.assert_array_equal(trajectory.valid, ~over)
+    np.testing.assert_array_equal(trajectory.valid, ~after_end)
     np.testing.assert_allclose(trajectory.reward.sum(0), returns, rtol=1e-5)
     np.testing.assert_allclose((weights * trajectory.reward).sum(0), metrics.discounted_return, rtol=1e-5)
     np.testing.assert_array_equal(trajectory.done, np.arange(12)[:, None] >= lengths - 1)  # done stays true afterwards
-    assert (kept.obs, kept.action, kept.next_obs, kept.valid) == (None,) * 4
-    assert_close((kept.reward, kept.done), (trajectory.reward, trajectory.done))
+    assert (partial.obs, partial.action, partial.next_obs, partial.valid) == (None,) * 4
+    assert_close((partial.reward, partial.done), (trajectory.reward, trajectory.done))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-def test_fast_eval_distributes_episodes_evenly_to_rows(make: Any, mode: str) -> None:
-    """Rows without autoreset are reset as long as they have remaining episodes."""
+def test_fast_eval_distributes_episodes_evenly_among_rows(make: Any, mode: str) -> None:
+    """Without autoreset, the evaluation resets the rows that have episodes left."""
     env = make(mode)
-    program = jax.jit(lambda *some: fast_eval_rollout_episode(env, policy, *some, 12, 13))
+    program = jax.jit(lambda *args: fast_eval_rollout_episode(env, policy, *args, 12, 13))
     (metrics, _), (again, _) = program(*make_arguments(env)[1:]), program(*make_arguments(env)[1:])
     assert metrics.finished.tolist() == [True] * 13
     assert_close(metrics, again)
@@ -147,16 +148,16 @@ def test_fast_eval_distributes_episodes_evenly_to_rows(make: Any, mode: str) -> 
     for _, _, after in run_loop(env, int(metrics.env_steps)):
         for row in np.flatnonzero(after.done & after.valid).tolist():
             ended[row].append((float(after.last_return[row]), int(after.last_length[row])))
-    for index in range(13 if mode != "Disabled" else 5):  # a masked reset starts in another state than the loop
+    for index in range(13 if mode != "Disabled" else 5):  # without autoreset, the loop runs one episode per row
         total, length = ended[index % 5][index // 5]
         assert int(metrics.episode_length[index]) == length
         assert abs(float(metrics.episode_return[index]) - total) < 1e-4
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_fast_eval_finishes_episodes_that_take_max_steps(counters: Any, mode: str) -> None:
-    """In next-step mode, the step between two episodes of a row is an additional one."""
-    env = counters(autoreset_mode=mode)
+def test_fast_eval_finishes_episodes_that_take_max_steps(make_counters: Any, mode: str) -> None:
+    """In next-step mode, the reset between two episodes of a row takes an additional step."""
+    env = make_counters(autoreset_mode=mode)
     constant_policy = stateless(lambda params, obs, key: (jnp.zeros((5, 1)), {}))
     metrics, _ = fast_eval_rollout_episode(env, constant_policy, PARAMS, env.reset(new_key(0)), (), new_key(1), 7, 13)
     assert metrics.finished.all()
@@ -164,8 +165,8 @@ def test_fast_eval_finishes_episodes_that_take_max_steps(counters: Any, mode: st
 
 
 @pytest.mark.long
-def test_two_rollouts_equal_one_long_one(counters: Any) -> None:
-    env = counters()
+def test_two_rollouts_equal_one_long_rollout(make_counters: Any) -> None:
+    env = make_counters()
     constant_policy = stateless(lambda params, obs, key: (jnp.full((5, 1), params), {}))
     whole, _, _ = rollout(env, constant_policy, PARAMS, env.reset(new_key(0)), (), new_key(1), 20)
     first, state, carry = rollout(env, constant_policy, PARAMS, env.reset(new_key(0)), (), new_key(1), 12)
@@ -175,8 +176,8 @@ def test_two_rollouts_equal_one_long_one(counters: Any) -> None:
 
 
 @pytest.mark.long
-def test_evaluation_with_too_few_steps_has_unfinished_episodes(counters: Any) -> None:
-    env = counters(discount=0.5)
+def test_evaluation_with_too_few_steps_has_unfinished_episodes(make_counters: Any) -> None:
+    env = make_counters(discount=0.5)
     whole = eval_rollout_episode(env, *make_arguments(env), 2)[1]
     fast = fast_eval_rollout_episode(env, *make_arguments(env), 2)[0]
     for metrics in (whole, fast):
@@ -187,8 +188,8 @@ def test_evaluation_with_too_few_steps_has_unfinished_episodes(counters: Any) ->
 
 
 @pytest.mark.long
-def test_evaluations_under_vmap_equal_separate_evaluations(counters: Any) -> None:
-    env = counters()
+def test_evaluations_under_vmap_equal_separate_evaluations(make_counters: Any) -> None:
+    env = make_counters()
     _, _, *rest = make_arguments(env)
 
     def evaluate(params: Any) -> Any:

@@ -20,6 +20,7 @@ from vecenv.jax import FunctionalVectorEnv, adapt  # noqa: E402
 
 
 def get_jax_gradient(env: Any, actions: Any, compute_loss: Any) -> Any:
+    """Return the loss of the last state, and its gradient with respect to the actions."""
     from vecenv.jax.interop import seed_keys
 
     def loss(actions: Any) -> Any:
@@ -32,6 +33,7 @@ def get_jax_gradient(env: Any, actions: Any, compute_loss: Any) -> Any:
 
 
 def get_torch_gradient(env: Any, actions: Any, compute_loss: Any) -> Any:
+    """Return the same as :func:`get_jax_gradient`, computed by PyTorch, and the last state."""
     tensor = torch.tensor(actions, requires_grad=True)
     differentiable = vecenv.torch.differentiable(env)
     state = differentiable.reset(seed=0)
@@ -47,8 +49,8 @@ def sample_actions(env: Any, steps: int) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
-def test_gradients_over_steps_and_resets_equal_those_of_jax(counters: Any, mode: str) -> None:
-    env = counters(autoreset_mode=mode)
+def test_gradients_over_steps_and_resets_equal_those_of_jax(make_counters: Any, mode: str) -> None:
+    env = make_counters(autoreset_mode=mode)
     actions = sample_actions(env, 12)
     expected = get_jax_gradient(env, actions, lambda s: jnp.mean(s.obs["position"] ** 2) + s.episode_return.sum())
     found = get_torch_gradient(env, actions, lambda s: (s.obs["position"] ** 2).mean() + s.episode_return.sum())
@@ -60,7 +62,7 @@ def test_gradients_over_steps_and_resets_equal_those_of_jax(counters: Any, mode:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_gradients_of_ant_equal_those_of_jax_for_every_action() -> None:
-    """If the cotangents of nested parts of the state were lost, only the last action would have a gradient."""
+    """Only the last action would have a gradient if the cotangents of nested parts of the state were lost."""
     pytest.importorskip("brax", reason="needs Brax")
     env = FunctionalVectorEnv(adapt("ant", backend="spring"), 3, "SameStep")
     actions = sample_actions(env, 3)
@@ -70,8 +72,8 @@ def test_gradients_of_ant_equal_those_of_jax_for_every_action() -> None:
     assert (np.abs(found[1]).max((1, 2)) > 1e-2).all()
 
 
-def test_infos_are_differentiable_and_flags_are_not(counters: Any) -> None:
-    env = counters()
+def test_infos_are_differentiable_and_flags_are_not(make_counters: Any) -> None:
+    env = make_counters()
     _, grad, state = get_torch_gradient(env, sample_actions(env, 2), lambda s: s.info["position"].sum())
     np.testing.assert_allclose(grad, 1.0)
     assert state.terminated.dtype == torch.bool
@@ -82,8 +84,8 @@ def test_infos_are_differentiable_and_flags_are_not(counters: Any) -> None:
         state.speed  # noqa: B018
 
 
-def test_gradients_are_right_after_a_second_backward_and_overwritten_actions(counters: Any) -> None:
-    env = vecenv.torch.differentiable(counters())
+def test_gradients_are_correct_after_overwritten_actions_and_a_second_backward(make_counters: Any) -> None:
+    env = vecenv.torch.differentiable(make_counters())
     start = torch.full((5, 1), 0.3, requires_grad=True)
     action = start * 1.0
     state = env.step(env.reset(0), action)
@@ -96,17 +98,17 @@ def test_gradients_are_right_after_a_second_backward_and_overwritten_actions(cou
     assert torch.allclose(gradient, 2 * state.reward.detach()[:, None])
 
 
-def test_bfloat16_actions_have_gradients(counters: Any) -> None:
-    env = vecenv.torch.differentiable(counters())
+def test_bfloat16_actions_have_gradients(make_counters: Any) -> None:
+    env = vecenv.torch.differentiable(make_counters())
     action = torch.full((5, 1), 0.5, dtype=torch.bfloat16, requires_grad=True)
     env.step(env.reset(0), action).reward.sum().backward()
-    same = torch.full((5, 1), 0.5, requires_grad=True)
-    env.step(env.reset(0), same).reward.sum().backward()
-    assert torch.equal(action.grad.float(), same.grad.bfloat16().float())
+    reference = torch.full((5, 1), 0.5, requires_grad=True)
+    env.step(env.reset(0), reference).reward.sum().backward()
+    assert torch.equal(action.grad.float(), reference.grad.bfloat16().float())
 
 
-def test_wrap_and_unwrap_preserve_states(counters: Any) -> None:
-    functional = counters()
+def test_wrap_and_unwrap_preserve_states(make_counters: Any) -> None:
+    functional = make_counters()
     env = vecenv.torch.differentiable(JaxVectorEnv(functional))
     state = functional.reset(jax.random.key(0))
     unwrapped = env.unwrap(env.wrap(state))
@@ -115,26 +117,27 @@ def test_wrap_and_unwrap_preserve_states(counters: Any) -> None:
     np.testing.assert_allclose(a.obs["position"], b.obs["position"])
 
 
-def test_differentiable_with_wrong_arguments_raises(counters: Any) -> None:
+def test_differentiable_with_wrong_arguments_raises(make_counters: Any) -> None:
     with pytest.raises(ValueError, match="no derivative"):
         vecenv.torch.differentiable(Switch(), 2)
     with pytest.raises(ValueError, match="already has its options"):
-        vecenv.torch.differentiable(counters(), 3)
-    env = vecenv.torch.differentiable(counters())
+        vecenv.torch.differentiable(make_counters(), 3)
+    env = vecenv.torch.differentiable(make_counters())
     with pytest.raises(ValueError, match="shape"):
         env.step(env.reset(0), torch.zeros(4, 1))
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
-def test_torch_results_equal_numpy_results_and_are_writeable(counters: Any, mode: str) -> None:
-    host, device = JaxVectorEnv(counters(autoreset_mode=mode)), JaxVectorEnv(counters(autoreset_mode=mode), to="torch")
+def test_torch_results_equal_numpy_results_and_are_writeable(make_counters: Any, mode: str) -> None:
+    counters = make_counters(autoreset_mode=mode)
+    host, device = JaxVectorEnv(counters), JaxVectorEnv(counters, to="torch")
     host.reset(seed=0)
     observations, _ = device.reset(seed=0)
     observations["position"].fill_(7.0)
     for number in range(10):
         actions = torch.full((5, 1), 0.6)
         expected = host.step(actions.numpy())
-        found = device.step(actions if number % 2 else actions.numpy())  # actions may be of either library
+        found = device.step(actions if number % 2 else actions.numpy())  # both libraries' arrays are valid actions
         actions.fill_(-5.0)
         for one, other in zip(expected[:4], found[:4], strict=True):
             jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y.numpy()), one, other)

@@ -20,7 +20,7 @@ from contract.jax_env import Walk
 from forks import run_in_fork
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
-from jax_envs import Counter, GymEnv, Gymnax, Jumanji, Switch, make_sync
+from jax_envs import Counter, FakeGymnaxEnv, FakeJumanjiEnv, GymEnv, Switch, make_sync
 from signals import Alarm, signal_handler
 
 import vecenv
@@ -39,7 +39,7 @@ PUSH = np.full((5, 1), 0.6, np.float32)
 
 @pytest.mark.long
 class TestContractOverCounter(VectorEnvContract):
-    """The contract with dict observations, nested infos, random starts and steps, and both kinds of ends."""
+    """The contract with dict observations, nested infos, random starts and steps, terminations and truncations."""
 
     _compiled: ClassVar[dict[Any, FunctionalVectorEnv]] = {}
 
@@ -56,23 +56,23 @@ class TestContractOverCounter(VectorEnvContract):
 # -- against SyncVectorEnv -----------------------------------------------------------------------------------------
 
 
-def make_brax(name: str) -> Any:
+def make_brax_env(name: str) -> Any:
     pytest.importorskip("brax", reason="needs Brax")
     return adapt(name, backend="spring")
 
 
-def make_from(library: str, name: str, reason: str) -> Any:
+def make_library_env(library: str, name: str, reason: str) -> Any:
     return adapt(pytest.importorskip(library, reason=reason).make(name))
 
 
-NO_GYMNAX = "needs gymnax, which asks for an older Gymnasium: nox -s gymnax"
-SMALL: list[Any] = [Counter, Switch, Gymnax, Jumanji]
-LIBRARIES = {  # name -> function that builds an environment, time limit
-    "inverted_pendulum": (lambda asymmetric: make_brax("inverted_pendulum"), 20),
-    "ant": (lambda asymmetric: make_brax("ant"), 15),
-    "playground": (lambda asymmetric: adapt(asymmetric()), 15),
-    "gymnax": (lambda asymmetric: make_from("gymnax", "CartPole-v1", NO_GYMNAX), 15),
-    "jumanji": (lambda asymmetric: make_from("jumanji", "Snake-v1", "needs jumanji"), 15),
+NO_GYMNAX = "needs gymnax, which requires an older Gymnasium: nox -s gymnax"
+SMALL_ENVS: list[Any] = [Counter, Switch, FakeGymnaxEnv, FakeJumanjiEnv]
+LIBRARY_ENVS = {  # name -> (function that builds an environment, time limit)
+    "inverted_pendulum": (lambda get_asymmetric_env: make_brax_env("inverted_pendulum"), 20),
+    "ant": (lambda get_asymmetric_env: make_brax_env("ant"), 15),
+    "playground": (lambda get_asymmetric_env: adapt(get_asymmetric_env()), 15),
+    "gymnax": (lambda get_asymmetric_env: make_library_env("gymnax", "CartPole-v1", NO_GYMNAX), 15),
+    "jumanji": (lambda get_asymmetric_env: make_library_env("jumanji", "Snake-v1", "needs jumanji"), 15),
 }
 
 
@@ -86,7 +86,7 @@ def assert_equals_sync(env: Any, limit: int | None, mode: AutoresetMode) -> None
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("env", SMALL)
+@pytest.mark.parametrize("env", SMALL_ENVS)
 def test_small_environments_equal_sync_vector_env(env: Any, mode: AutoresetMode) -> None:
     assert_equals_sync(adapt(env()), None, mode)
 
@@ -94,10 +94,10 @@ def test_small_environments_equal_sync_vector_env(env: Any, mode: AutoresetMode)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize("name", LIBRARY_ENVS)
 def test_library_environments_equal_sync_vector_env(request: Any, name: str, mode: AutoresetMode) -> None:
-    make, limit = LIBRARIES[name]
-    assert_equals_sync(make(lambda: request.getfixturevalue("asymmetric")), limit, mode)
+    make, limit = LIBRARY_ENVS[name]
+    assert_equals_sync(make(lambda: request.getfixturevalue("asymmetric_env")), limit, mode)
 
 
 @pytest.mark.long
@@ -113,11 +113,11 @@ def test_max_episode_steps_equals_the_time_limit_wrapper() -> None:
 
 
 @pytest.fixture
-def make(counters: Any) -> Callable[..., JaxVectorEnv]:
-    """``make(num_envs=5, mode=..., seed=..., **options)`` returns a vector of :class:`Counter`, reset with ``seed``."""
+def make(make_counters: Any) -> Callable[..., JaxVectorEnv]:
+    """Return a function that builds a vector of :class:`Counter` environments and resets it with ``seed``."""
 
     def build(num_envs: int = 5, *, mode: Any = "NextStep", seed: int | None = 0, **options: Any) -> JaxVectorEnv:
-        envs = JaxVectorEnv(counters(num_envs, autoreset_mode=mode), **options)
+        envs = JaxVectorEnv(make_counters(num_envs, autoreset_mode=mode), **options)
         if seed is not None:
             envs.reset(seed=seed)
         return envs
@@ -126,7 +126,7 @@ def make(counters: Any) -> Callable[..., JaxVectorEnv]:
 
 
 def collect_positions(envs: Any, steps: int, row: int) -> list[Any]:
-    """Return the positions of a row in steps with the same actions for all rows."""
+    """Step all rows with the same action, and return the positions of one row."""
     return [copy.deepcopy(envs.step(np.full((envs.num_envs, 1), 0.4, np.float32))[0]["position"][row]) for _ in range(steps)]
 
 
@@ -138,7 +138,7 @@ def test_reset_without_a_seed_starts_the_next_episode(make: Any) -> None:
     assert not np.array_equal(make(seed=None).reset()[0]["position"], another.reset()[0]["position"])
 
 
-def test_reset_accepts_seeds_of_rows_and_large_seeds(make: Any) -> None:
+def test_reset_accepts_seeds_for_masked_rows_and_large_seeds(make: Any) -> None:
     envs = make(seed=0)
     envs.reset(seed=10, options={"reset_mask": np.array([True, False, True, False, False])})
     assert envs.np_random_seed == (10, 1, 12, 3, 4)
@@ -171,8 +171,12 @@ def test_rows_without_a_loaded_state_need_a_reset(make: Any) -> None:
     other = make(seed=3)
     saved, envs = other.save(), make(seed=None, render_mode="rgb_array")
     envs.load([saved[0], saved[2]], [0, 2])
-    calls = lambda: envs.step(PUSH), lambda: envs.save([0, 1, 3, 4]), lambda: envs.state, lambda: envs.render([1, 3, 4])
-    for call in calls:
+    for call in (
+        lambda: envs.step(PUSH),
+        lambda: envs.save([0, 1, 3, 4]),
+        lambda: envs.state,
+        lambda: envs.render([1, 3, 4]),
+    ):
         with pytest.raises(ResetNeeded, match=r"no state was loaded into envs 1, 3-4\."):
             call()
     assert len(envs.save([2])) == len(envs.render([0])) == 1
@@ -186,16 +190,16 @@ def test_rows_without_a_loaded_state_need_a_reset(make: Any) -> None:
 def test_state_can_be_set_repeatedly_and_in_another_vector_env(make: Any) -> None:
     envs, other = make(), make(seed=None)
     collect_positions(envs, 5, 0)
-    kept, saved = envs.state, jax.tree.map(np.asarray, envs.state)
+    state, numpy_state = envs.state, jax.tree.map(np.asarray, envs.state)
     expected = collect_positions(envs, 20, 1)
     for _ in range(2):
-        envs.state = kept
+        envs.state = state
         assert_identical(collect_positions(envs, 20, 1), expected)
-    other.state = saved
+    other.state = numpy_state
     assert_identical(collect_positions(other, 20, 1), expected)
 
 
-def test_state_of_other_environments_is_refused(make: Any) -> None:
+def test_setting_the_state_of_other_environments_raises(make: Any) -> None:
     other = JaxVectorEnv(Walk(), 5)
     other.reset(seed=0)
     envs = make()
@@ -265,7 +269,7 @@ def test_render_returns_frames_of_the_given_rows(make: Any) -> None:
 def test_jax_arrays_equal_numpy_arrays(make: Any, mode: AutoresetMode) -> None:
     host, device = make(mode=mode), make(mode=mode, to="jax")
     first = device.reset(seed=0)[0]["position"]
-    kept = np.array(first)
+    first_copy = np.array(first)
     for _ in range(12):
         expected, found = host.step(PUSH), device.step(jnp.asarray(PUSH))
         for one, other in zip(expected[:4], found[:4], strict=True):
@@ -278,7 +282,7 @@ def test_jax_arrays_equal_numpy_arrays(make: Any, mode: AutoresetMode) -> None:
             for row in np.flatnonzero(expected[4]["_final_obs"]):
                 final = jax.tree.map(lambda x, row=row: np.asarray(x)[row], infos["final_obs"])
                 jax.tree.map(np.testing.assert_array_equal, expected[4]["final_obs"][row], final)
-    np.testing.assert_array_equal(first, kept)  # steps do not write into returned arrays
+    np.testing.assert_array_equal(first, first_copy)  # steps do not write into returned arrays
 
 
 @pytest.mark.long
@@ -320,7 +324,7 @@ def test_step_with_wrong_actions_raises_and_steps_nothing(make: Any, actions: An
 
 
 @pytest.mark.long
-def test_float64_and_lists_are_valid_for_box_actions_only(make: Any) -> None:
+def test_lists_are_valid_actions_and_float64_is_valid_only_for_box_spaces(make: Any) -> None:
     one, other = make(), make()
     assert_identical(one.step([[0.5]] * 5), other.step(np.full((5, 1), 0.5)))
     envs = JaxVectorEnv(Switch(), 2)
@@ -337,7 +341,7 @@ class DictActionWalk(Walk):
         return super().step(state, action["a"], key)
 
 
-def test_ordered_dict_is_a_dict_of_actions() -> None:
+def test_step_accepts_an_ordered_dict_of_actions() -> None:
     functional = FunctionalVectorEnv(DictActionWalk(), 2)
     one, other = JaxVectorEnv(functional), JaxVectorEnv(functional)
     one.reset(seed=0)
@@ -365,16 +369,16 @@ def test_seed_keys_equals_keys_of_the_default_generator(generator: str) -> None:
         ({"render_mode": "human"}, ValueError, "render_mode"),
     ],
 )
-def test_close_after_a_failed_constructor_works(counters: Any, options: Any, error: Any, text: str) -> None:
+def test_close_after_a_failed_constructor_works(make_counters: Any, options: Any, error: Any, text: str) -> None:
     envs = JaxVectorEnv.__new__(JaxVectorEnv)
     with pytest.raises(error, match=text):
         envs.__init__(Counter(), **options)  # type: ignore[misc]
     envs.close()
     assert repr(envs) == "JaxVectorEnv(closed)"
     with pytest.raises(ValueError, match="already has its options"):
-        JaxVectorEnv(counters(), 3)
+        JaxVectorEnv(make_counters(), 3)
     with pytest.raises(ValueError, match="library='brax'"):
-        JaxVectorEnv(counters(), library="brax")
+        JaxVectorEnv(make_counters(), library="brax")
 
 
 @pytest.mark.parametrize("missing", ["jax", "torch"])
@@ -391,20 +395,20 @@ def test_constructor_with_tensors_without_torch_raises(monkeypatch: pytest.Monke
         JaxVectorEnv(Counter(), to="torch")
 
 
-# -- calls of JaxVectorEnv only are guarded like the other calls (tests/contract) ----------------------------------------
+# -- calls that only JaxVectorEnv has are guarded like all others (see tests/contract) -------------------------------------
 
-OWN_CALLS: dict[str, Callable[[Any], Any]] = {
+JAX_ONLY_CALLS: dict[str, Callable[[Any], Any]] = {
     "state": lambda e: e.state, "step_chunk": lambda e: e.step_chunk(PUSH[None]), "warmup": lambda e: e.warmup(),
     "render": lambda e: e.render(),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("begin", ["step_async", "send"])
-def test_own_calls_during_a_pending_step_raise_and_change_nothing(make: Any, begin: str) -> None:
+def test_jax_only_calls_during_a_pending_step_raise_and_change_nothing(make: Any, begin: str) -> None:
     one, other = make(render_mode="rgb_array"), make()
     getattr(one, begin)(PUSH)
     text = "while waiting for a pending call to `step`" if begin == "step_async" else "for envs 0-4, still"
-    for name, call in OWN_CALLS.items():
+    for name, call in JAX_ONLY_CALLS.items():
         with pytest.raises(AlreadyPendingCallError, match=f"Calling `{name}` {text}"):
             call(one)
     result = one.step_wait() if begin == "step_async" else one.recv()
@@ -412,11 +416,11 @@ def test_own_calls_during_a_pending_step_raise_and_change_nothing(make: Any, beg
 
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning", "ignore:.*fork.*:DeprecationWarning")
-def test_own_calls_in_a_forked_child_and_after_close_raise(make: Any) -> None:
+def test_jax_only_calls_in_a_forked_child_and_after_close_raise(make: Any) -> None:
     envs = make(render_mode="rgb_array")
 
     def assert_calls_raise(error: type[Exception]) -> None:
-        for call in OWN_CALLS.values():
+        for call in JAX_ONLY_CALLS.values():
             with pytest.raises(error):
                 call(envs)
 
@@ -471,7 +475,7 @@ def test_reset_after_an_error_of_an_environment_recovers() -> None:
     envs = JaxVectorEnv(RaisingCounter(), 2)
     envs.reset(seed=0)
     envs.step(np.full((2, 1), 2, np.float32))
-    with pytest.raises((RuntimeError, ValueError), match="beyond"):  # JAX raises either
+    with pytest.raises((RuntimeError, ValueError), match="beyond"):  # JAX raises one or the other
         envs.step(np.zeros((2, 1), np.float32))
     with pytest.raises(ResetNeeded):
         envs.step(np.zeros((2, 1), np.float32))
@@ -484,7 +488,7 @@ def test_reset_after_an_error_of_an_environment_recovers() -> None:
 
 @pytest.mark.long
 def test_constructor_with_a_name_builds_the_environment(pendulum: Any) -> None:
-    del pendulum  # only needed because it skips without Brax
+    del pendulum  # requested only because it skips the test without Brax
     envs = JaxVectorEnv("inverted_pendulum", 2, library="brax", to="jax", backend="spring")
     assert isinstance(envs, VectorEnv)
     assert envs.num_envs == 2
@@ -509,10 +513,10 @@ def test_evaluate_is_independent_of_the_number_of_rows(to: str) -> None:
     for num_envs in (1, 3):
         envs = JaxVectorEnv(FunctionalVectorEnv(Walk(0), num_envs), to=to)
         results = vecenv.evaluate(envs, policy, 5, seed=3, batch="padded", arrays="jax")
-        found.append([(each.index, each.seed, each.episode_return, each.length) for each in results])
+        found.append([(result.index, result.seed, result.episode_return, result.length) for result in results])
         envs.close()
     assert found[0] == found[1]
-    assert all(each[3] > 1 for each in found[0])
+    assert all(length > 1 for _, _, _, length in found[0])
 
 
 @pytest.mark.long
@@ -526,19 +530,19 @@ def test_evaluate_from_snapshots_equals_whole_episodes(to: str, mode: AutoresetM
     observations, _ = source.reset(seed=3)
     before = np.zeros(5)
     for _ in range(2):
-        observations, rewards, *over, _ = source.step(np.asarray(policy(observations)))
+        observations, rewards, *flags, _ = source.step(np.asarray(policy(observations)))
         before += np.asarray(rewards)
-        assert not np.any(over), "walks must be longer than two steps"
+        assert not np.any(flags), "walks must be longer than two steps"
     snapshots = source.save()
     source.close()
     for num_envs in (1, 3):
         envs = JaxVectorEnv(FunctionalVectorEnv(Walk(0), num_envs, autoreset_mode=mode), to=to)
         episodes = [*snapshots, vecenv.Episode(seed=whole[1].seed)]
-        *rest, again = vecenv.evaluate(envs, policy, episodes, seed=3, batch="padded", arrays="jax")
-        assert [each.length + 2 for each in rest] == [each.length for each in whole]
-        assert [each.seed for each in rest] == [None] * 5
-        assert np.allclose([each.episode_return for each in rest] + before, [each.episode_return for each in whole])
-        assert (again.episode_return, again.length) == (whole[1].episode_return, whole[1].length)
+        *rest, from_reset = vecenv.evaluate(envs, policy, episodes, seed=3, batch="padded", arrays="jax")
+        assert [result.length + 2 for result in rest] == [result.length for result in whole]
+        assert [result.seed for result in rest] == [None] * 5
+        assert np.allclose([result.episode_return for result in rest] + before, [result.episode_return for result in whole])
+        assert (from_reset.episode_return, from_reset.length) == (whole[1].episode_return, whole[1].length)
         envs.close()
 
 
@@ -546,7 +550,7 @@ def test_evaluate_from_snapshots_equals_whole_episodes(to: str, mode: AutoresetM
 
 
 class Constants:
-    """Constants with equality by content and a repr with the address, like arrays that MJX keeps outside of the state."""
+    """Constants like the arrays that MJX keeps outside of the state: equal by content, but with an address in their repr."""
 
     def __init__(self, content: tuple[int, ...]) -> None:
         self.content = content
@@ -602,7 +606,7 @@ class KeyWalk(Walk):
         return ((position, jax.random.split(state[1])[0]), *rest)
 
 
-def test_snapshot_has_typed_random_keys() -> None:
+def test_snapshot_restores_typed_random_keys() -> None:
     functional = FunctionalVectorEnv(KeyWalk(), 2)
     one, other = JaxVectorEnv(functional), JaxVectorEnv(functional)
     one.reset(seed=3)
@@ -637,7 +641,7 @@ class ScaledWalk(Walk):
         ({"max_episode_steps": 5}, {"max_episode_steps": 9}, r"max_episode_steps=5, and this one with max_episode_steps=9"),
     ],
 )
-def test_load_names_the_difference_between_environments(one: Any, other: Any, text: str) -> None:
+def test_load_into_different_environments_names_the_difference(one: Any, other: Any, text: str) -> None:
     defaults = {"env": Walk(), "num_envs": 2}
     first, second = (JaxVectorEnv(FunctionalVectorEnv(**{**defaults, **options})) for options in (one, other))
     first.reset(seed=3)
@@ -648,7 +652,7 @@ def test_load_names_the_difference_between_environments(one: Any, other: Any, te
     second.close()
 
 
-class RaisesSignal:
+class SignalOnUnpickling:
     """A number that raises a signal when it is first unpickled."""
 
     raised = False
@@ -661,8 +665,8 @@ class RaisesSignal:
 
 
 def _unpickle_number(number: Any) -> Any:
-    if not RaisesSignal.raised:
-        RaisesSignal.raised = True
+    if not SignalOnUnpickling.raised:
+        SignalOnUnpickling.raised = True
         signal.raise_signal(signal.SIGUSR2)
     return number
 
@@ -670,14 +674,14 @@ def _unpickle_number(number: Any) -> Any:
 def test_interrupted_load_raises_and_can_be_repeated(closes: Any) -> None:
     envs = closes(JaxVectorEnv(FunctionalVectorEnv(Walk(), 2)))
     envs.reset(seed=3)
-    kept = envs.save()
-    (seed, leaves), row = pickle.loads(kept[1].body), kept[1].row
-    kept = (kept[0], Snapshot.of(row.kind, pickle.dumps((RaisesSignal(seed), leaves))))
+    snapshots = envs.save()
+    (seed, leaves), row = pickle.loads(snapshots[1].body), snapshots[1].row
+    snapshots = (snapshots[0], Snapshot.of(row.kind, pickle.dumps((SignalOnUnpickling(seed), leaves))))
     actions = jnp.full((2, 1), 0.5)
     expected = np.asarray(envs.step(actions)[0])
     with signal_handler(signal.SIGUSR2, Alarm), pytest.raises(Alarm):
-        envs.load(kept)
-    envs.load(kept)
+        envs.load(snapshots)
+    envs.load(snapshots)
     assert np.array_equal(envs.step(actions)[0], expected)
 
 
@@ -686,16 +690,16 @@ def test_actions_overwritten_after_a_call_do_not_change_its_results(call: str) -
     envs = JaxVectorEnv(Walk(), num_envs=20_000, to="jax")
     shape = (20_000, 1) if call == "step" else (16, 20_000, 1)
 
-    def play(overwrite: bool) -> np.ndarray[Any, Any]:
+    def run_call(overwrite: bool) -> np.ndarray[Any, Any]:
         envs.reset(seed=0)
         memory = np.ones(int(np.prod(shape)) + 16, np.float32)
-        first = -memory.ctypes.data % 64 // 4  # JAX shares memory that begins at a multiple of 64 bytes
-        actions = memory[first : first + int(np.prod(shape))].reshape(shape)
+        start = -memory.ctypes.data % 64 // 4  # JAX shares only memory at a multiple of 64 bytes
+        actions = memory[start : start + int(np.prod(shape))].reshape(shape)
         result = getattr(envs, call)(actions)
         if overwrite:
             actions[:] = -1
         return np.array(result[0])
 
-    expected = play(overwrite=False)
+    expected = run_call(overwrite=False)
     for _ in range(10):
-        np.testing.assert_array_equal(play(overwrite=True), expected)
+        np.testing.assert_array_equal(run_call(overwrite=True), expected)

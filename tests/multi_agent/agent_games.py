@@ -1,4 +1,4 @@
-"""Small parallel environments with agents that join, leave, have different spaces or have masks."""
+"""Small parallel environments with agents that join and leave, or that have different spaces or action masks."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def open_games(games: Any, **options: Any) -> Iterator[MultiAgentVecEnv]:
 
 
 class RandomGame:
-    """A game with births, deaths, observations, rewards and infos drawn from the seed.
+    """A game with random births, deaths, observations and rewards, which depend only on the seed and the actions.
 
     Args:
         count: The number of agents.
-        births: All agents except the first one join within the first steps, not at the reset.
-        together: All agents end at the same time.
-        differ: Every second agent has other spaces.
+        births: Agents other than the first may join in one of the first two steps instead of at the reset.
+        end_together: All agents end at the same time.
+        different_spaces: Every second agent has spaces that differ from those of the first.
         masks: Agents have action masks, in the observation (``"obs"``) or the info (``"info"``); a forbidden action raises.
-        infos: Agents have infos, and so has the environment.
+        infos: Agents and the environment have infos.
         length: Each agent lives for fewer steps than this.
         strict: ``step`` raises unless exactly the live agents have actions.
     """
@@ -39,8 +39,8 @@ class RandomGame:
         count: int = 3,
         *,
         births: bool = False,
-        together: bool = False,
-        differ: bool = False,
+        end_together: bool = False,
+        different_spaces: bool = False,
         masks: str | None = None,
         infos: bool = False,
         length: int = 6,
@@ -50,23 +50,23 @@ class RandomGame:
         self.render_mode = "rgb_array"
         self.possible_agents = [f"agent_{index}" for index in range(count)]
         self.agents: list[str] = []
-        self.births, self.together, self.masks = births, together, masks
+        self.births, self.end_together, self.masks = births, end_together, masks
         self.infos, self.length, self.strict = infos, length, strict
         self.closed = False
         self.observations: list[Any] = []
         self.rng = np.random.default_rng()
         self._observation_spaces = {
-            agent: self._make_observation_space(index, differ) for index, agent in enumerate(self.possible_agents)
+            agent: self._make_observation_space(index, different_spaces) for index, agent in enumerate(self.possible_agents)
         }
         self._action_spaces = {
-            agent: spaces.Box(-1, 1, (2,), np.float32) if differ and index % 2 else spaces.Discrete(4)
+            agent: spaces.Box(-1, 1, (2,), np.float32) if different_spaces and index % 2 else spaces.Discrete(4)
             for index, agent in enumerate(self.possible_agents)
         }
         self.state_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
 
-    def _make_observation_space(self, index: int, differ: bool) -> spaces.Space[Any]:
+    def _make_observation_space(self, index: int, different_spaces: bool) -> spaces.Space[Any]:
         space: spaces.Space[Any] = spaces.Box(-np.inf, np.inf, (3,), np.float32)
-        if differ and index % 2:
+        if different_spaces and index % 2:
             space = spaces.Dict({"picture": spaces.Box(0, 255, (2, 2), np.uint8), "place": spaces.Discrete(9)})
         if self.masks == "obs":
             return spaces.Dict({"observation": space, "action_mask": spaces.Box(0, 1, (4,), np.int8)})
@@ -87,11 +87,11 @@ class RandomGame:
         if self.births:
             self.birth_times[1:] = self.rng.integers(0, 3, count - 1)
         self.death_times = self.birth_times + self.rng.integers(1, self.length, count)
-        if self.together:
+        if self.end_together:
             self.death_times[:] = self.death_times.max()
-        if self.births:  # at least one agent is alive all the time
+        if self.births:  # the first agent lives until all others are born, because an episode without agents ends
             self.death_times[0] = max(self.death_times[0], self.birth_times.max() + 1)
-        self.endings = self.rng.integers(0, 3, count)
+        self.end_kinds = self.rng.integers(0, 3, count)  # 0: termination, 1: truncation, 2: both
         self.agents = [agent for index, agent in enumerate(self.possible_agents) if self.birth_times[index] == 0]
         self.options = options
         return self._observe(self.agents), self._infos(self.agents)
@@ -103,13 +103,13 @@ class RandomGame:
         self.time += 1
         acting = list(self.agents)
         get_index = self.possible_agents.index
-        ends = [agent for agent in acting if self.death_times[get_index(agent)] <= self.time]
+        ended = [agent for agent in acting if self.death_times[get_index(agent)] <= self.time]
         newborn = [agent for index, agent in enumerate(self.possible_agents) if self.birth_times[index] == self.time]
         reported = acting + newborn
-        rewards = {a: float(self.rng.normal()) + float(np.sum(actions.get(a, 0))) for a in reported}
-        terminations = {agent: agent in ends and self.endings[get_index(agent)] != 1 for agent in reported}
-        truncations = {agent: agent in ends and self.endings[get_index(agent)] != 0 for agent in reported}
-        self.agents = [agent for agent in reported if agent not in ends]
+        rewards = {agent: float(self.rng.normal()) + float(np.sum(actions.get(agent, 0))) for agent in reported}
+        terminations = {agent: agent in ended and self.end_kinds[get_index(agent)] != 1 for agent in reported}
+        truncations = {agent: agent in ended and self.end_kinds[get_index(agent)] != 0 for agent in reported}
+        self.agents = [agent for agent in reported if agent not in ended]
         return self._observe(reported), rewards, terminations, truncations, self._infos(reported)
 
     def _check_masks(self, actions: dict[str, Any]) -> None:
@@ -163,24 +163,25 @@ class RandomGame:
 
 
 class ScriptedGame:
-    """A game with fixed births and deaths, equal episodes, and the time as the observation.
+    """A game with fixed births and deaths. Observations are 100 plus the time, and rewards are 1.
 
     Args:
-        lives: Agent -> (time of birth, time of death). The reward is 1 per step.
+        lives: Agent -> (time of birth, time of death).
         truncated: Agents that are truncated instead of terminated.
-        silent: Agents without a last observation.
-        size: The length of an observation.
+        without_last_observation: Agents that have no observation in their last step.
+        observation_size: The length of an observation.
     """
 
     def __init__(
         self,
         lives: dict[Any, tuple[int, int]] | None = None,
         truncated: tuple[Any, ...] = (),
-        silent: tuple[Any, ...] = (),
-        size: int = 2,
+        without_last_observation: tuple[Any, ...] = (),
+        observation_size: int = 2,
     ) -> None:
         self.lives = lives or {"a": (0, 2), "b": (0, 4), "c": (0, 6)}
-        self.truncated, self.silent, self.size = truncated, silent, size
+        self.truncated, self.without_last_observation = truncated, without_last_observation
+        self.observation_size = observation_size
         self.possible_agents = list(self.lives)
         self.agents: list[Any] = []
         self.metadata = {"name": "scripted_v0"}
@@ -190,13 +191,13 @@ class ScriptedGame:
         self.speed = 1.0
 
     def observation_space(self, agent: Any) -> spaces.Space[Any]:
-        return spaces.Box(-1000, 1000, (self.size,), np.float32)
+        return spaces.Box(-1000, 1000, (self.observation_size,), np.float32)
 
     def action_space(self, agent: Any) -> spaces.Space[Any]:
         return spaces.Discrete(5)
 
     def _observe(self, agents: list[Any]) -> dict[Any, Any]:
-        return {agent: np.full(self.size, 100 + self.time, np.float32) for agent in agents}
+        return {agent: np.full(self.observation_size, 100 + self.time, np.float32) for agent in agents}
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         self.seeds.append(seed)
@@ -212,7 +213,7 @@ class ScriptedGame:
         ends = {agent: self.lives[agent][1] == self.time for agent in reported}
         self.agents = [agent for agent in reported if not ends[agent]]
         return (
-            self._observe([agent for agent in reported if not (ends[agent] and agent in self.silent)]),
+            self._observe([agent for agent in reported if not (ends[agent] and agent in self.without_last_observation)]),
             dict.fromkeys(reported, 1.0),
             {agent: ends[agent] and agent not in self.truncated for agent in reported},
             {agent: ends[agent] and agent in self.truncated for agent in reported},
@@ -224,7 +225,7 @@ class ScriptedGame:
 
 
 class FaultyGame(ScriptedGame):
-    """A game with a fault in its third step, selected by ``fault``."""
+    """A game with the given fault in its third step."""
 
     def __init__(self, fault: str) -> None:
         super().__init__({"a": (0, 9), "b": (0, 9)})
@@ -262,10 +263,10 @@ class FaultyGame(ScriptedGame):
 
 
 class AllFlagGame(ScriptedGame):
-    """A game that ends in its third step by ``"__all__"`` in its flags. Agent ``a`` dies before, ``d`` is never born.
+    """A game that sets ``"__all__"`` in its flags to end in the third step, after agent ``a`` died and before ``d`` is born.
 
     Args:
-        flags: The dicts that have ``"__all__"``: ``"terminations"``, ``"truncations"`` or both.
+        flags: The dicts in the third step with a true ``"__all__"``: ``"terminations"``, ``"truncations"`` or both.
         last_values: The third step has observations and rewards.
         removes_agents: ``agents`` is empty after the third step.
     """
@@ -276,11 +277,11 @@ class AllFlagGame(ScriptedGame):
 
     def step(self, actions: dict[Any, Any]) -> Any:
         observations, rewards, terminations, truncations, infos = super().step(actions)
-        over = self.time == 3
-        terminations["__all__"] = over and "terminations" in self.flags
-        truncations["__all__"] = over and "truncations" in self.flags
-        if over and self.removes_agents:
+        is_last = self.time == 3
+        terminations["__all__"] = is_last and "terminations" in self.flags
+        truncations["__all__"] = is_last and "truncations" in self.flags
+        if is_last and self.removes_agents:
             self.agents = []
-        if over and not self.last_values:
+        if is_last and not self.last_values:
             observations, rewards = {}, {}
         return observations, rewards, terminations, truncations, infos

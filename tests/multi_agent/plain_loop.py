@@ -18,8 +18,8 @@ class ExpectedRow:
     rewards: dict[Any, float] = field(default_factory=dict)
     terminations: dict[Any, bool] = field(default_factory=dict)
     truncations: dict[Any, bool] = field(default_factory=dict)
-    acted: list[Any] = field(default_factory=list)
-    acting: list[Any] = field(default_factory=list)
+    acted: list[Any] = field(default_factory=list)  # agents with an action in this step
+    to_act: list[Any] = field(default_factory=list)  # agents that need an action in the next step
     infos: dict[Any, Any] = field(default_factory=dict)
     done: bool = False
     terminated: bool = False
@@ -28,15 +28,15 @@ class ExpectedRow:
 
 
 class PlainLoop:
-    """A loop that steps environments one after the other."""
+    """A loop that steps environments one after the other, and resets them as ``mode`` requires."""
 
     def __init__(self, env_fns: Sequence[Callable[[], Any]], mode: AutoresetMode = AutoresetMode.NEXT_STEP) -> None:
         self.envs = [env_fn() for env_fn in env_fns]
         self.mode = mode
-        self.over = [False] * len(self.envs)
-        self.truncated = [False] * len(self.envs)  # whether an agent was truncated in this episode
+        self.needs_reset = [False] * len(self.envs)
+        self.truncated = [False] * len(self.envs)  # true if any agent was truncated in this episode
 
-    def _get_acting(self, env: Any) -> list[Any]:
+    def _get_agents_to_act(self, env: Any) -> list[Any]:
         return list(env.agents_to_act if hasattr(env, "agents_to_act") else env.agents)
 
     def reset(self, seeds: Sequence[Any], mask: Sequence[bool] | None = None) -> list[ExpectedRow | None]:
@@ -46,33 +46,34 @@ class PlainLoop:
                 rows.append(None)
                 continue
             observations, infos = env.reset(seed=seeds[index])
-            self.over[index] = False
-            rows.append(ExpectedRow(dict(observations), acting=self._get_acting(env), infos=infos))
+            self.needs_reset[index] = False
+            rows.append(ExpectedRow(dict(observations), to_act=self._get_agents_to_act(env), infos=infos))
         return rows
 
     def step(self, actions: Sequence[dict[Any, Any]]) -> list[ExpectedRow]:
-        return [self._step(index, env, actions[index]) for index, env in enumerate(self.envs)]
+        return [self.step_row(index, actions[index]) for index in range(len(self.envs))]
 
-    def _step(self, index: int, env: Any, actions: dict[Any, Any]) -> ExpectedRow:
-        if self.over[index]:
-            self.over[index] = False
+    def step_row(self, index: int, actions: dict[Any, Any]) -> ExpectedRow:
+        env = self.envs[index]
+        if self.needs_reset[index]:
+            self.needs_reset[index] = False
             observations, infos = env.reset()
-            return ExpectedRow(dict(observations), acting=self._get_acting(env), infos=infos)
-        acted = self._get_acting(env)
+            return ExpectedRow(dict(observations), to_act=self._get_agents_to_act(env), infos=infos)
+        acted = self._get_agents_to_act(env)
         observations, rewards, terminations, truncations, infos = env.step({agent: actions[agent] for agent in acted})
         expected = ExpectedRow(dict(observations), dict(rewards), dict(terminations), dict(truncations), acted, infos=infos)
         expected.done = not env.agents
         self.truncated[index] |= any(truncations.values())
         expected.terminated = expected.done and not self.truncated[index]
-        expected.acting = self._get_acting(env)
+        expected.to_act = self._get_agents_to_act(env)
         if expected.done:
             self.truncated[index] = False
             if self.mode is AutoresetMode.SAME_STEP:
                 expected.final, expected.final_infos = expected.observations, infos
                 expected.observations, expected.infos = env.reset()
-                expected.acting = self._get_acting(env)
+                expected.to_act = self._get_agents_to_act(env)
             else:
-                self.over[index] = self.mode is AutoresetMode.NEXT_STEP
+                self.needs_reset[index] = self.mode is AutoresetMode.NEXT_STEP
         return expected
 
     def close(self) -> None:
@@ -95,7 +96,7 @@ def is_padding(value: Any, pad: float = 0) -> bool:
 
 
 def select_agent(envs: Any, batch: Any, row: int, agent: Any) -> Any:
-    """Return the part of one agent from a batch in the layout of ``envs``."""
+    """Return the value of one agent of one environment from a batch in the layout of ``envs``."""
     if envs.layout == "stack":
         return _index_leaves(batch, row, envs.agent_index[agent])
     if envs.layout == "agents":
@@ -113,7 +114,7 @@ def _index_leaves(value: Any, *index: int) -> Any:
 
 
 def assert_row_equals(envs: Any, row: int, expected: ExpectedRow, result: tuple[Any, ...], pad: float = 0) -> None:
-    """Assert that row ``row`` of a result of ``MultiAgentVecEnv`` equals the values of the loop."""
+    """Assert that a row of a result of ``MultiAgentVecEnv`` equals the values of the loop."""
     obs, infos = result[0], result[-1]
     for column, agent in enumerate(envs.possible_agents):
         where = f"env {row}, {agent}"
@@ -121,8 +122,8 @@ def assert_row_equals(envs: Any, row: int, expected: ExpectedRow, result: tuple[
         if agent in expected.observations:
             assert is_identical(found, expected.observations[agent]), f"{where}: {found} != {expected.observations[agent]}"
         else:
-            assert is_padding(found, pad), f"{where}: {found} is no padding"
-        assert infos["agent_mask"][row, column] == (agent in expected.acting), where
+            assert is_padding(found, pad), f"{where}: {found} is not padding"
+        assert infos["agent_mask"][row, column] == (agent in expected.to_act), where
         assert infos["transition_mask"][row, column] == (agent in expected.acted), where
         if len(result) == 5:
             assert is_identical(result[1][row, column], np.float64(expected.rewards.get(agent, 0.0))), where
@@ -130,7 +131,10 @@ def assert_row_equals(envs: Any, row: int, expected: ExpectedRow, result: tuple[
             assert result[3][row, column] == expected.truncations.get(agent, False), where
         if expected.final is not None:
             last = select_agent(envs, infos["final_obs"], row, agent)
-            assert is_identical(last, expected.final[agent]) if agent in expected.final else is_padding(last, pad), where
+            if agent in expected.final:
+                assert is_identical(last, expected.final[agent]), where
+            else:
+                assert is_padding(last, pad), where
     if len(result) == 5:
         assert (infos["env_done"][row], infos["env_terminated"][row]) == (expected.done, expected.terminated)
         assert bool(infos.get("_final_obs", np.zeros(row + 1))[row]) == (expected.final is not None)
@@ -140,8 +144,9 @@ def assert_row_equals(envs: Any, row: int, expected: ExpectedRow, result: tuple[
 
 
 def assert_infos_equal(infos: Any, row: int, expected: dict[Any, Any], agents: Sequence[Any]) -> None:
-    """Assert that the infos of one environment, and their masks, equal the dicts by agent, except for action masks."""
-    common = {key: value for key, value in expected.items() if key not in (*agents, "common")} | expected.get("common", {})
+    """Assert that the infos of one environment and their masks equal the loop's dicts by agent. Ignores action masks."""
+    common = {key: value for key, value in expected.items() if key not in (*agents, "common")}
+    common.update(expected.get("common", {}))
     for key, value in common.items():
         assert infos["common"][f"_{key}"][row], key
         assert infos["common"][key][row] == value, key

@@ -1,4 +1,4 @@
-"""Mistakes of environments and callers raise errors that name each environment and agent."""
+"""Errors about mistakes of environments and callers name every environment and agent."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
 
 
 @WORKERS
-def test_constructor_names_different_agents_and_spaces_of_all_environments(num_workers: int) -> None:
+def test_constructor_names_all_environments_with_different_agents_or_spaces(num_workers: int) -> None:
     def make_other_space() -> Any:
-        return ScriptedGame(size=5)
+        return ScriptedGame(observation_size=5)
 
     def make_other_agents() -> Any:
         return ScriptedGame({"a": (0, 1), "x": (0, 1)})
@@ -57,15 +57,15 @@ def test_step_with_a_dict_of_actions_names_the_suitable_layout(as_list: bool) ->
         envs.step(np.zeros((2, 3), int))
 
 
-class NoAgents:
+class EnvWithoutAgents:
     def close(self) -> None:
         pass
 
 
-@pytest.mark.parametrize("kind", [NoAgents, object])
-def test_constructor_with_an_environment_without_agents_raises(kind: Any) -> None:
+@pytest.mark.parametrize("env_class", [EnvWithoutAgents, object])
+def test_constructor_with_an_environment_without_agents_raises(env_class: Any) -> None:
     with pytest.raises(TypeError, match=r"possible_agents.*from_aec"):
-        MultiAgentVecEnv([kind], num_workers=0)
+        MultiAgentVecEnv([env_class], num_workers=0)
 
 
 class GameWithoutClose(ScriptedGame):
@@ -86,7 +86,7 @@ class TurnBasedGame(ScriptedGame):
         raise NotImplementedError
 
 
-def test_turn_based_environment_is_refused() -> None:
+def test_constructor_with_a_turn_based_environment_names_from_aec() -> None:
     with pytest.raises(TypeError, match=r"is turn based \(AEC\): write vecenv\.multi_agent\.from_aec"):
         MultiAgentVecEnv([TurnBasedGame], num_workers=0)
 
@@ -136,7 +136,7 @@ def test_step_names_all_environments_with_the_same_mistake(fault: str, error: An
 
 
 class RequiredRewardsGame(ScriptedGame):
-    """A game with rewards only for the agents that need one, without newborn, vanished and dead agents."""
+    """A game that omits optional values: the rewards of newborn agents, and the last results of agents that die."""
 
     def step(self, actions: dict[Any, Any]) -> Any:
         observations, rewards, terminations, truncations, infos = super().step(actions)
@@ -144,8 +144,8 @@ class RequiredRewardsGame(ScriptedGame):
             if born == self.time and born:
                 del rewards[agent]
             if dies == self.time:
-                for each in (observations, rewards, terminations, truncations, infos):
-                    each.pop(agent)
+                for values in (observations, rewards, terminations, truncations, infos):
+                    values.pop(agent)
         return observations, rewards, terminations, truncations, infos
 
 
@@ -158,11 +158,12 @@ def test_rewards_of_newborn_and_vanished_agents_are_optional(num_workers: int) -
 
 
 class DefaultdictRewardsGame(ScriptedGame):
-    """A game with rewards in a defaultdict without zeros, like the conversions of PettingZoo."""
+    """A game that returns only the reward of ``a``, in a defaultdict, like PettingZoo's conversions."""
 
     def step(self, actions: dict[Any, Any]) -> Any:
         observations, rewards, *rest = super().step(actions)
-        return observations, collections.defaultdict(int, {"a": rewards["a"]} if "a" in rewards else {}), *rest
+        rewards_of_a = {agent: reward for agent, reward in rewards.items() if agent == "a"}
+        return observations, collections.defaultdict(int, rewards_of_a), *rest
 
 
 def test_missing_keys_of_a_defaultdict_are_rewards_of_zero() -> None:
@@ -182,14 +183,14 @@ def test_missing_keys_of_a_defaultdict_are_rewards_of_zero() -> None:
 def test_all_flag_ends_every_agent(
     flags: tuple[str, ...], last_values: bool, removes_agents: bool, num_workers: int
 ) -> None:
-    ending = functools.partial(AllFlagGame, flags, last_values, removes_agents)
-    fns = [ending, functools.partial(ScriptedGame, AllFlagGame(()).lives)]
+    all_flag_game = functools.partial(AllFlagGame, flags, last_values, removes_agents)
+    fns = [all_flag_game, functools.partial(ScriptedGame, AllFlagGame(()).lives)]
     with open_games(fns, num_workers=num_workers) as envs:
         actions = np.zeros((2, 4), np.int64)
         assert envs.step(actions)[2].tolist() == [[True, False, False, False]] * 2
         envs.step(actions)
         _, rewards, terminations, truncations, infos = envs.step(actions)
-        living = [False, True, True, False]  # a was dead, and d was not present
+        living = [False, True, True, False]  # a is dead, and d is not born
         no_agents = [False] * 4
         assert terminations.tolist() == [living if "terminations" in flags else no_agents, no_agents]
         assert truncations.tolist() == [living if "truncations" in flags else no_agents, no_agents]
@@ -207,7 +208,7 @@ def test_agent_named_all_ends_alone() -> None:
 
 
 class RewardGame(ScriptedGame):
-    """A game with ``reward`` for all agents from the second step on."""
+    """A game that returns ``reward`` for all agents from the second step on."""
 
     def __init__(self, reward: Any) -> None:
         super().__init__({"a": (0, 9), "b": (0, 9)})
@@ -219,7 +220,7 @@ class RewardGame(ScriptedGame):
 
 
 @pytest.mark.sampled(12)
-@pytest.mark.parametrize("general_path", [False, True], ids=["short", "long"])
+@pytest.mark.parametrize("general_path", [False, True], ids=["ordinary-path", "general-path"])
 @pytest.mark.parametrize(
     ("reward", "expected"),
     [
@@ -245,7 +246,7 @@ def test_both_code_paths_accept_the_same_rewards(
 
 
 def test_stack_layout_of_unequal_spaces_names_possible_layouts() -> None:
-    game = functools.partial(RandomGame, 4, differ=True)
+    game = functools.partial(RandomGame, 4, different_spaces=True)
     with pytest.raises(ValueError, match="layout='stack' needs equal spaces") as caught:
         MultiAgentVecEnv([game], layout="stack", num_workers=0)
     text = str(caught.value)
@@ -260,13 +261,13 @@ def test_stack_layout_of_unequal_spaces_names_possible_layouts() -> None:
         ({"g": ["agent_0"]}, "missing"),
         ({"g": ["agent_0", "agent_1", "agent_2", "agent_3"]}, r"group 'g' needs equal spaces.*'agent_1'"),
         ({"g": ["agent_0", "agent_0", "agent_2"], "h": ["agent_1", "agent_3"]}, r"named twice \['agent_0'\]"),
-        ({"g": ["agent_0", "agent_2", "who"], "h": ["agent_1", "agent_3"]}, r"unknown \['who'\]"),
+        ({"g": ["agent_0", "agent_2", "agent_9"], "h": ["agent_1", "agent_3"]}, r"unknown \['agent_9'\]"),
         ("rows", "must be 'auto', 'stack', 'agents'"),
     ],
 )
 def test_constructor_with_an_unsuitable_layout_raises(layout: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        MultiAgentVecEnv([functools.partial(RandomGame, 4, differ=True)], layout=layout, num_workers=0)
+        MultiAgentVecEnv([functools.partial(RandomGame, 4, different_spaces=True)], layout=layout, num_workers=0)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +288,7 @@ def test_constructor_with_invalid_options_raises(options: dict[str, Any], error:
         MultiAgentVecEnv([ScriptedGame], **{"num_workers": 0, **options})
 
 
-def test_id_with_a_number_of_environments_is_refused() -> None:
+def test_constructor_with_an_id_instead_of_functions_raises() -> None:
     create: Any = MultiAgentVecEnv
     with pytest.raises(TypeError, match=r"MultiAgentVecEnv takes a sequence of functions .*; got the id 'CartPole-v1'"):
         create("CartPole-v1", 2)
@@ -297,7 +298,7 @@ def test_constructor_without_environments_or_with_a_wrong_pad_value_raises() -> 
     with pytest.raises(ValueError, match="at least one"):
         MultiAgentVecEnv([])
     with pytest.raises(ValueError, match="pad_value -1"):
-        MultiAgentVecEnv([functools.partial(RandomGame, differ=True)], pad_value=-1, num_workers=0)
+        MultiAgentVecEnv([functools.partial(RandomGame, different_spaces=True)], pad_value=-1, num_workers=0)
 
 
 def test_constructor_with_a_space_without_a_fixed_size_raises() -> None:
@@ -319,7 +320,7 @@ def test_constructor_with_a_space_without_a_fixed_size_raises() -> None:
         ([["a"] * 3] * 2, TypeError, "expected int64"),
         ([[1, 2], [3]], ValueError, "actions"),
     ],
-    ids=["too few", "flat", "float", "text", "ragged"],
+    ids=["too few agents", "flat", "float", "text", "ragged"],
 )
 @WORKERS
 def test_step_with_wrong_actions_raises_and_sends_nothing(actions: Any, error: Any, match: str, num_workers: int) -> None:
@@ -335,7 +336,7 @@ class ByteGame(ScriptedGame):
         return spaces.Box(0, 255, (1,), np.uint8)
 
 
-def test_actions_that_do_not_fit_the_dtype_are_unchanged() -> None:
+def test_actions_that_do_not_fit_the_dtype_reach_the_game_unchanged() -> None:
     with open_games([ByteGame], num_workers=0) as envs:
         for number, dtype in ((300, np.int64), (-1, np.int64), (200, np.uint8)):
             envs.step(np.full((1, 3, 1), number))

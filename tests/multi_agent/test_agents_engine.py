@@ -42,7 +42,7 @@ def test_calls_and_attributes_apply_to_the_environments(num_workers: int) -> Non
         assert "random_game_v0, agents=3, layout='stack', num_envs=3" in repr(envs)
 
 
-def test_set_attr_sets_an_attribute_on_the_wrapper_that_has_it() -> None:
+def test_set_attr_sets_an_attribute_where_it_exists_or_on_the_game() -> None:
     class Wrapper:
         def __init__(self) -> None:
             self.env = ScriptedGame()
@@ -55,16 +55,12 @@ def test_set_attr_sets_an_attribute_on_the_wrapper_that_has_it() -> None:
         envs.set_attr("level", 2)
         envs.set_attr("speed", 3.0)
         envs.set_attr("new", 4)
-        assert envs.exec_func(lambda env: (env.level, env.env.speed, env.env.new, "speed" in vars(env)))[0] == (
-            2,
-            3.0,
-            4,
-            False,
-        )
+        (attributes,) = envs.exec_func(lambda env: (env.level, env.env.speed, env.env.new, "speed" in vars(env)))
+        assert attributes == (2, 3.0, 4, False)
 
 
 class FaultyUntilFlagExists(ScriptedGame):
-    """A game that ends its process, hangs or raises in its third step, unless the file ``flag`` exists, which it creates."""
+    """A game that creates the file ``flag`` in its third step and then exits, hangs or raises, unless the file exists."""
 
     def __init__(self, fault: str, flag: str) -> None:
         super().__init__({"a": (0, 2), "b": (0, 9)})
@@ -115,7 +111,7 @@ def test_restart_truncates_all_live_agents(mode: AutoresetMode, fault: str, tmp_
 
 
 def test_batches_of_every_layout_are_in_its_spaces() -> None:
-    game = functools.partial(RandomGame, 4, differ=True)
+    game = functools.partial(RandomGame, 4, different_spaces=True)
     groups = {"x": ["agent_0", "agent_2"], "y": ["agent_3", "agent_1"]}
     for layout in ("agents", groups):
         with MultiAgentVecEnv([game] * 2, layout=layout, num_workers=0) as envs:
@@ -157,7 +153,7 @@ def test_attributes_of_the_engine_are_available() -> None:
 # --- Nested observations, and ``exec_func`` of environments with ``agent_num`` --------------------
 
 LEAF = spaces.Box(-99, 99, (2,), np.float32)
-NESTED: dict[str, spaces.Space[Any]] = {
+NESTED_SPACES: dict[str, spaces.Space[Any]] = {
     "tuple": spaces.Tuple([LEAF, spaces.Discrete(5)]),
     "tuple of one": spaces.Tuple([LEAF]),
     "tuple with a dict": spaces.Tuple([LEAF, spaces.Dict({"deep": LEAF})]),
@@ -167,7 +163,7 @@ NESTED: dict[str, spaces.Space[Any]] = {
 
 
 def make_value(space: spaces.Space[Any], time: int) -> Any:
-    """Return a value of ``space`` in the form of OpenRL: a leaf has an axis of agents, and ``Discrete`` is one-hot."""
+    """Return a value as OpenRL's environments do: each leaf has an axis of agents, and ``Discrete`` is one-hot."""
     if isinstance(space, spaces.Dict):
         return {key: make_value(inner, time) for key, inner in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
@@ -178,13 +174,13 @@ def make_value(space: spaces.Space[Any], time: int) -> Any:
 
 
 class NestedGame:
-    """A game of two agents with the time as observation, in a nested space."""
+    """A game of two agents that observe the time, in a nested space."""
 
     agent_num = 2
     metadata: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self, kind: str, with_info: bool) -> None:
-        self.observation_space, self.with_info = NESTED[kind], with_info
+        self.observation_space, self.with_info = NESTED_SPACES[kind], with_info
         self.action_space = spaces.Discrete(2)
 
     def reset(self, seed: int | None = None) -> Any:
@@ -200,14 +196,15 @@ class NestedGame:
         pass
 
 
-def assert_batch(space: spaces.Space[Any], batch: Any, time: int) -> None:
+def assert_batch_at(space: spaces.Space[Any], batch: Any, time: int) -> None:
+    """Assert that a batch of three games contains the observations at ``time``."""
     if isinstance(space, spaces.Dict):
         for key, inner in space.spaces.items():
-            assert_batch(inner, batch[key], time)
+            assert_batch_at(inner, batch[key], time)
     elif isinstance(space, spaces.Tuple):
         assert isinstance(batch, tuple)
         for inner, part in zip(space.spaces, batch, strict=True):
-            assert_batch(inner, part, time)
+            assert_batch_at(inner, part, time)
     elif isinstance(space, spaces.Discrete):
         assert batch.tolist() == [[time, time + 1]] * 3
     else:
@@ -216,14 +213,14 @@ def assert_batch(space: spaces.Space[Any], batch: Any, time: int) -> None:
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("with_info", [True, False])
-@pytest.mark.parametrize("kind", NESTED)
+@pytest.mark.parametrize("kind", NESTED_SPACES)
 def test_nested_observations_are_batched_by_leaf(kind: str, with_info: bool) -> None:
     with MultiAgentVecEnv([functools.partial(NestedGame, kind, with_info)] * 3, num_workers=0) as envs:
-        space = NESTED[kind]
+        space = NESTED_SPACES[kind]
         obs, _ = envs.reset(seed=1)
-        assert_batch(space, obs, 0)
+        assert_batch_at(space, obs, 0)
         obs, *_ = envs.step(np.zeros((3, 2), np.int64))
-        assert_batch(space, obs, 1)
+        assert_batch_at(space, obs, 1)
         assert envs.observation_space.contains(obs)
 
 

@@ -1,4 +1,4 @@
-"""EnvPool's games of several players in ``MultiAgentVecEnv``: masks, turns, seeds and flat rows."""
+"""EnvPool's games of several players in ``MultiAgentVecEnv``: masks, turns, seeds, and players as rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("envpool")
 from vecenv.multi_agent import MultiAgentVecEnv
 
 
-def choose_allowed(infos: dict[str, np.ndarray]) -> np.ndarray:
+def choose_allowed_actions(infos: dict[str, np.ndarray]) -> np.ndarray:
     return infos["action_mask"].argmax(axis=-1)
 
 
@@ -24,27 +24,27 @@ def test_tic_tac_toe_has_turns_and_rewards_of_both_players() -> None:
         assert obs in envs.observation_space
         assert infos["board"].shape == (4, 3, 3)
         episodes = 0
-        over = np.zeros(4, np.bool_)
+        finished = np.zeros(4, np.bool_)
         for _ in range(40):
             acting = infos["agent_mask"]
-            assert (acting.sum(axis=1) == ~over).all()
+            assert (acting.sum(axis=1) == ~finished).all()
             mask = infos["action_mask"]
             assert mask.shape == (4, 2, 9)
             assert mask[~acting].all()
-            obs, rewards, terminations, truncations, infos = envs.step(choose_allowed(infos))
+            obs, rewards, terminations, truncations, infos = envs.step(choose_allowed_actions(infos))
             assert np.array_equal(infos["transition_mask"], acting)
             assert not truncations.any()
             assert np.array_equal(infos["env_done"], terminations.all(axis=1))
             assert (rewards.sum(axis=1) == 0).all()
-            assert not rewards[over].any()
-            assert not terminations[over].any()
-            over = infos["env_done"]
-            episodes += int(over.sum())
+            assert not rewards[finished].any()
+            assert not terminations[finished].any()
+            finished = infos["env_done"]
+            episodes += int(finished.sum())
         assert episodes > 8
 
 
 def test_step_of_go_moves_only_the_player_to_move() -> None:
-    """The pool accepts one action per environment, and ends the process if there are more."""
+    """If the pool received more than one action per environment, it would end the process."""
     with MultiAgentVecEnv.from_envpool("Go9x9-v1", 2, num_threads=1) as envs:
         _, infos = envs.reset(seed=0)
         for move in range(3):
@@ -75,11 +75,11 @@ def test_action_out_of_range_raises_and_sends_nothing(batch_size: int | None) ->
                 envs.step(np.full((4, 2), wrong))
         *_, infos = envs.step(np.where(infos["agent_mask"], 4, -1))  # -1 for the player that does not move
         assert not infos["env_done"].any()
-        envs.send(choose_allowed(infos))
+        envs.send(choose_allowed_actions(infos))
         *_, infos = envs.recv()
         with pytest.raises(ValueError, match="actions must be from 0 to 8"):
             envs.send(np.full((batch_size or 4, 2), 9))
-        envs.send(choose_allowed(infos))
+        envs.send(choose_allowed_actions(infos))
         assert not envs.recv()[-1]["env_done"].any()
 
 
@@ -97,7 +97,7 @@ def test_highway_players_act_simultaneously_and_seeds_repeat_games() -> None:
         assert np.array_equal(one, other)
 
 
-def test_players_can_be_rows_and_render_raises() -> None:
+def test_flatten_agents_has_a_row_per_player_and_render_raises() -> None:
     envs = MultiAgentVecEnv.from_envpool("TicTacToe-v1", 2, num_threads=1)
     with pytest.raises(NotImplementedError, match="render"):
         envs.render()

@@ -34,13 +34,14 @@ def make_fns(n: int = 2, **kwargs: Any) -> list[Any]:
     return [functools.partial(ScriptedGame, **kwargs)] * n
 
 
-def play(envs: MultiAgentVecEnv, steps: int) -> list[Any]:
+def run_steps(envs: MultiAgentVecEnv, steps: int) -> list[Any]:
+    """Return the results of some steps with the action 0 for every agent."""
     return [envs.step(np.zeros((envs.num_envs, envs.num_agents), np.int64)) for _ in range(steps)]
 
 
 def test_missing_last_observation_is_padding() -> None:
-    with open_games(make_fns(1, silent=("a",)), pad_value=-3, num_workers=0) as envs:
-        results = play(envs, 2)
+    with open_games(make_fns(1, without_last_observation=("a",)), pad_value=-3, num_workers=0) as envs:
+        results = run_steps(envs, 2)
     assert results[1][0][0, 0].tolist() == [-3, -3]
     assert results[1][2][0, 0]
     assert results[1][-1]["transition_mask"][0, 0]
@@ -49,7 +50,7 @@ def test_missing_last_observation_is_padding() -> None:
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_episode_end_any_truncates_the_other_agents(mode: AutoresetMode) -> None:
     with open_games(make_fns(2), episode_end="any", autoreset_mode=mode, num_workers=0) as envs:
-        results = play(envs, 2)
+        results = run_steps(envs, 2)
         _, rewards, terminations, truncations, infos = results[-1]
         assert terminations.tolist() == [[T, F, F]] * 2
         assert truncations.tolist() == [[F, T, T]] * 2
@@ -65,15 +66,15 @@ def test_episode_end_any_truncates_the_other_agents(mode: AutoresetMode) -> None
 def test_step_of_a_finished_env_without_autoreset_raises() -> None:
     fns = [*make_fns(1, lives={"a": (0, 1)}), *make_fns(1, lives={"a": (0, 3)})]
     with open_games(fns, autoreset_mode=AutoresetMode.DISABLED, num_workers=0) as envs:
-        (result,) = play(envs, 1)
+        (result,) = run_steps(envs, 1)
         with pytest.raises(ResetNeeded, match="env 0"):
-            play(envs, 1)
+            run_steps(envs, 1)
         options = {"reset_mask": result[-1]["env_done"]}
         obs, infos = envs.reset(options=options)
         assert list(options) == ["reset_mask"]
         assert obs[:, 0, 0].tolist() == [100, 101]
         assert not infos["transition_mask"].any()
-        play(envs, 1)
+        run_steps(envs, 1)
         with pytest.raises(ResetNeeded, match="env 0"):
             envs.send(np.zeros((1, 1), np.int64), [0])
 
@@ -81,25 +82,25 @@ def test_step_of_a_finished_env_without_autoreset_raises() -> None:
 def test_step_before_the_first_reset_raises() -> None:
     with MultiAgentVecEnv(make_fns(2), num_workers=0) as envs:
         with pytest.raises(ResetNeeded, match="envs 0-1"):
-            play(envs, 1)
+            run_steps(envs, 1)
         envs.reset(options={"reset_mask": np.array([True, False])})
         with pytest.raises(ResetNeeded, match="of env 1"):
-            play(envs, 1)
+            run_steps(envs, 1)
 
 
 def test_step_passes_only_actions_of_live_agents_to_the_environment() -> None:
     with open_games(make_fns(1), layout="agents", num_workers=0) as envs:
         for _ in range(2):
             envs.step({"a": [1], "b": [2], "c": np.array([[3]])})
-        envs.step({"b": [2], "c": [3]})  # a is dead and may be left out
-        envs.step({"a": [99], "b": [2], "c": [3]})
+        envs.step({"b": [2], "c": [3]})  # a is dead, so its action may be missing
+        envs.step({"a": [99], "b": [2], "c": [3]})  # or invalid
         (received,) = envs.get_attr("actions")
     assert received == [{"a": 1, "b": 2, "c": 3}] * 2 + [{"b": 2, "c": 3}] * 2
 
 
 @pytest.mark.parametrize("source", ["obs", "info"])
 @pytest.mark.parametrize("layout", ["stack", "agents"])
-def test_action_masks_have_the_same_form_from_every_source(source: str, layout: str) -> None:
+def test_action_masks_from_observations_and_infos_have_the_same_form(source: str, layout: str) -> None:
     game = functools.partial(RandomGame, masks=source, births=True, strict=False)
     reference = game()
     with MultiAgentVecEnv([game] * 2, layout=layout, num_workers=0) as envs:
@@ -125,7 +126,7 @@ def test_action_mask_none_leaves_the_masks_in_the_infos() -> None:
         assert infos["_action_mask"].all()
 
 
-def test_action_masks_of_different_sizes_are_a_dict_of_agents() -> None:
+def test_action_masks_of_different_sizes_are_a_dict_by_agent() -> None:
     class DifferentMasksGame(ScriptedGame):
         def reset(self, seed: int | None = None, options: Any = None) -> Any:
             observations, infos = super().reset(seed, options)
@@ -158,14 +159,14 @@ def test_state_option_adds_state_and_final_state_to_the_infos() -> None:
 
 def test_reward_dtype_is_the_dtype_of_rewards() -> None:
     with open_games(make_fns(1), reward_dtype=np.float32, num_workers=0) as envs:
-        assert play(envs, 1)[0][1].dtype == np.float32
+        assert run_steps(envs, 1)[0][1].dtype == np.float32
 
 
 def test_agent_mask_is_a_copy_of_the_latest_mask() -> None:
     with MultiAgentVecEnv(make_fns(1), num_workers=0) as envs:
         assert not envs.agent_mask.any()
         envs.reset(seed=0)
-        play(envs, 2)
+        run_steps(envs, 2)
         mask = envs.agent_mask
         assert mask.tolist() == [[F, T, T]]
         mask[:] = False
@@ -177,7 +178,7 @@ def test_agent_mask_is_a_copy_of_the_latest_mask() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_infos_of_agents_have_an_agent_axis_unlike_common_infos(num_workers: int) -> None:
-    game = functools.partial(RandomGame, infos=True, together=True, length=20)
+    game = functools.partial(RandomGame, infos=True, end_together=True, length=20)
     with MultiAgentVecEnv([game] * 2, num_workers=num_workers) as envs:
         envs.reset(seed=1)
         infos = envs.step(envs.action_space.sample())[-1]
@@ -225,7 +226,7 @@ def batch_infos(a: dict[Any, Any], b: dict[Any, Any], n: int = 2) -> dict[str, A
         return envs.reset(seed=0)[1]
 
 
-def test_info_dtype_holds_the_numbers_of_all_agents() -> None:
+def test_info_array_has_a_dtype_that_fits_all_agents() -> None:
     infos = batch_infos({"x": 1}, {"x": 2.5})
     assert infos["x"].dtype == np.float64
     assert infos["x"].tolist() == [[1.0, 2.5]] * 2
@@ -271,7 +272,7 @@ def test_list_of_dicts_equals_the_batched_infos() -> None:
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_infos_by_row_of_agents_are_those_of_list_of_dicts(mode: AutoresetMode) -> None:
+def test_infos_by_row_equal_list_of_dicts(mode: AutoresetMode) -> None:
     fns = [functools.partial(RandomGame, count=3, infos=True)] * 3
     options: dict[str, Any] = {"autoreset_mode": mode, "num_workers": 0}
     with open_games(fns, **options) as envs, open_games(fns, **options) as others:
@@ -283,7 +284,7 @@ def test_infos_by_row_of_agents_are_those_of_list_of_dicts(mode: AutoresetMode) 
                 np.testing.assert_equal(info, other)
 
 
-def test_single_agent_wrapper_of_agents_names_flatten_agents() -> None:
+def test_single_agent_wrapper_raises_and_names_flatten_agents() -> None:
     with open_games(make_fns(1), num_workers=0) as envs, pytest.raises(TypeError, match=r"wrap envs\.flatten_agents\(\)"):
         vecenv.wrappers.RecordEpisodeStatistics(envs)  # type: ignore[arg-type]
 
@@ -309,7 +310,7 @@ LAYOUTS = pytest.mark.parametrize("layout", ["stack", "agents", {"one": ["c", "a
 
 
 class NestedGame(ScriptedGame):
-    """A game with nested observations and actions, which it records."""
+    """A game that records its nested observations and actions."""
 
     def __init__(self) -> None:
         super().__init__({"a": (0, 2), "b": (0, 4), "c": (1, 4)})
@@ -366,13 +367,13 @@ def test_nested_observations_and_actions_are_unchanged_in_every_layout(layout: A
                 assert is_identical(tuples_to_dicts(received[row][-1][agent]), sent)
 
 
-def test_flatten_agents_with_nested_spaces_steps(closes: Any) -> None:
+def test_flatten_agents_accepts_nested_actions_and_rejects_wrong_ones(closes: Any) -> None:
     rows = closes(MultiAgentVecEnv([NestedGame] * 2, autoreset_mode="SameStep", num_workers=0).flatten_agents())
     obs, infos = rows.reset(seed=0)
-    for _ in range(6):  # padding need not be an element of the space
-        for row in np.flatnonzero(infos["agent_mask"]):
-            one = list(iterate(rows.observation_space, obs))[row]
-            assert one in rows.single_observation_space
+    for _ in range(6):
+        for row in np.flatnonzero(infos["agent_mask"]):  # the other rows are padding, which may be outside of the space
+            observation = list(iterate(rows.observation_space, obs))[row]
+            assert observation in rows.single_observation_space
         obs, *_, infos = rows.step(rows.action_space.sample())
     with pytest.raises(ValueError, match=r"actions: got ndarray, expected a dict with \['x', 'y'\]"):
         rows.step(np.zeros(6))
@@ -394,7 +395,7 @@ def test_step_with_a_wrong_structure_raises() -> None:
 
 
 class InvalidGame(ScriptedGame):
-    """A game with an invalid value, selected by ``fault``, in a reset or a step."""
+    """A game with the given fault in its resets or steps."""
 
     def __init__(self, fault: str) -> None:
         super().__init__({"a": (0, 9), "b": (0, 9)})
@@ -417,7 +418,7 @@ class InvalidGame(ScriptedGame):
         if self.fault == "large":
             observations["a"] = np.full(2, 1e300)
         if self.fault == "wrong name":
-            rewards["who"] = rewards.pop("b")
+            rewards["agent_9"] = rewards.pop("b")
         return observations, rewards, terminations, truncations, infos
 
 
@@ -436,7 +437,7 @@ def test_reset_with_an_invalid_result_raises(fault: str, error: Any, match: str)
 
 
 def test_reward_of_an_unknown_agent_raises_in_an_ordinary_step() -> None:
-    text = r"unknown agents \['who'\]"
+    text = r"unknown agents \['agent_9'\]"
     with open_games([lambda: InvalidGame("wrong name")], num_workers=0) as envs, pytest.raises(ValueError, match=text):
         envs.step(np.zeros((1, 2), np.int64))
 
@@ -451,24 +452,24 @@ def test_observation_that_overflows_its_dtype_warns() -> None:
 # --- Agents as rows of a Gymnasium vector environment --------------------------------------------
 
 
-def make_flat(env_fns: list[Any], padding_done: bool = True, **options: Any) -> FlattenAgents:
+def make_flat_env(env_fns: list[Any], padding_done: bool = True, **options: Any) -> FlattenAgents:
     return MultiAgentVecEnv(env_fns, **options).flatten_agents(padding_done=padding_done)
 
 
 class TestFlattenAgentsOfOneAgent(VectorEnvContract):
     def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> VectorEnv:
         env_fn = functools.partial(RandomGame, 1, infos=True)
-        return make_flat([env_fn] * num_envs, autoreset_mode=autoreset_mode, num_workers=0)
+        return make_flat_env([env_fn] * num_envs, autoreset_mode=autoreset_mode, num_workers=0)
 
 
-class TestFlattenAgentsThatDieApart(VectorEnvContract):
-    """The contract with agents that die two steps apart, so that padding ends in a later step."""
+class TestFlattenAgentsThatDieAtDifferentTimes(VectorEnvContract):
+    """The contract with agents that die at intervals of two steps. Padding is done when the last agent dies."""
 
     supports_reset_mask: ClassVar[bool] = False
 
     def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> VectorEnv:
         lives = {"a": (0, 2), "b": (0, 4), "c": (0, 6)} if num_envs == 3 else {"a": (0, 3)}
-        return make_flat([functools.partial(ScriptedGame, lives)], autoreset_mode=autoreset_mode, num_workers=0)
+        return make_flat_env([functools.partial(ScriptedGame, lives)], autoreset_mode=autoreset_mode, num_workers=0)
 
 
 def test_flatten_agents_shares_memory_with_the_batch() -> None:
@@ -483,25 +484,27 @@ def test_flatten_agents_shares_memory_with_the_batch() -> None:
     assert envs.closed
 
 
-def test_evaluate_of_flat_agents_has_an_episode_per_agent() -> None:
-    """Agents end separately but are reset together, and the last episodes do not fill the rows."""
-    rows = make_flat(make_fns(2), num_workers=0)
+def test_evaluate_of_flat_agents_returns_an_episode_per_agent() -> None:
+    """Agents end separately but are reset together, and the last reset starts more episodes than are left."""
+    rows = make_flat_env(make_fns(2), num_workers=0)
     results = vecenv.evaluate(rows, lambda observations: np.zeros(len(observations), np.int64), 10, seed=0)
     assert results.lengths.tolist() == results.returns.tolist() == [2, 4, 6] * 3 + [2]
     rows.close()
 
 
 def test_final_infos_in_same_step_mode_equal_the_infos_in_disabled_mode() -> None:
-    """An agent that dies before the others also has a ``final_info`` with its masks."""
+    """An agent that dies before the others has a ``final_info`` with its masks, too."""
     game = functools.partial(RandomGame, infos=True)
-    disabled, same_step = (make_flat([game] * 2, num_workers=0, autoreset_mode=mode) for mode in ("Disabled", "SameStep"))
+    disabled = make_flat_env([game] * 2, num_workers=0, autoreset_mode="Disabled")
+    same_step = make_flat_env([game] * 2, num_workers=0, autoreset_mode="SameStep")
     for rows in (disabled, same_step):
         rows.reset(seed=1)
     ends = []
     for _ in range(30):
         *_, terminations, truncations, expected = disabled.step(np.zeros(6, np.int64))
         infos = same_step.step(np.zeros(6, np.int64))[-1]
-        ended, final = terminations | truncations, infos.get("final_info", {})
+        ended = terminations | truncations
+        final = infos.get("final_info", {})
         assert_identical(infos.get("_final_info", ended), ended)
         expected_rows, final_rows = info_rows(expected, 6), info_rows(final, 6)
         for row in np.flatnonzero(ended):
@@ -517,7 +520,7 @@ def test_final_infos_in_same_step_mode_equal_the_infos_in_disabled_mode() -> Non
 def test_flat_rows_equal_the_agent_axis_of_the_batch() -> None:
     game = functools.partial(RandomGame, infos=True, births=True)
     with MultiAgentVecEnv([game] * 2, num_workers=0) as envs:
-        rows = make_flat([game] * 2, padding_done=False, num_workers=0)
+        rows = make_flat_env([game] * 2, padding_done=False, num_workers=0)
         obs, _ = envs.reset(seed=1)
         flat_obs, _ = rows.reset(seed=1)
         rng = np.random.default_rng(0)
@@ -537,7 +540,7 @@ def test_flat_rows_equal_the_agent_axis_of_the_batch() -> None:
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 def test_record_episode_statistics_has_an_episode_per_agent(mode: AutoresetMode) -> None:
-    envs = make_flat([ScriptedGame] * 2, autoreset_mode=mode, num_workers=0)
+    envs = make_flat_env([ScriptedGame] * 2, autoreset_mode=mode, num_workers=0)
     rows = gymnasium.wrappers.vector.RecordEpisodeStatistics(envs)
     rows.reset(seed=0)
     episodes: list[tuple[int, float, int]] = []
@@ -550,7 +553,7 @@ def test_record_episode_statistics_has_an_episode_per_agent(mode: AutoresetMode)
     rows.close()
     real = [episode for episode in episodes if episode[1] > 0]
     expected = {(0, 2.0, 2), (1, 4.0, 4), (2, 6.0, 6)}
-    if mode is AutoresetMode.SAME_STEP and not HAS_MAX_CONCURRENCY:  # before 1.4 the wrapper omits first steps
+    if mode is AutoresetMode.SAME_STEP and not HAS_MAX_CONCURRENCY:  # before Gymnasium 1.4, the wrapper omits first steps
         expected |= {(agent, total - 1, length - 1) for agent, total, length in expected}
     assert set(real) == expected
     assert len(real) == 18
@@ -558,7 +561,7 @@ def test_record_episode_statistics_has_an_episode_per_agent(mode: AutoresetMode)
 
 
 class CommonGame(ScriptedGame):
-    """A game with a common info that has the name of vecenv's dict of common infos."""
+    """A game with a common info named ``common``, the name of vecenv's dict of common infos."""
 
     def step(self, actions: dict[Any, Any]) -> Any:
         *results, infos = super().step(actions)
@@ -575,7 +578,7 @@ def test_flat_rows_have_a_common_info_named_common(closes: Any) -> None:
 
 def test_padding_done_ends_padding_with_the_episode() -> None:
     for padding_done in (True, False):
-        rows = make_flat([ScriptedGame], padding_done=padding_done, num_workers=0)
+        rows = make_flat_env([ScriptedGame], padding_done=padding_done, num_workers=0)
         rows.reset(seed=0)
         ends = [rows.step(np.zeros(3, np.int64))[2].tolist() for _ in range(6)]
         assert ends[1] == [True, False, False]
@@ -585,7 +588,7 @@ def test_padding_done_ends_padding_with_the_episode() -> None:
 
 
 def test_same_step_mode_has_the_last_observation_of_each_row(closes: Any) -> None:
-    rows = closes(make_flat([ScriptedGame], autoreset_mode="SameStep", num_workers=0))
+    rows = closes(make_flat_env([ScriptedGame], autoreset_mode="SameStep", num_workers=0))
     rows.reset(seed=0)
     for t in range(1, 7):
         *_, terminations, _, infos = rows.step(np.zeros(3, np.int64))
@@ -598,7 +601,7 @@ def test_same_step_mode_has_the_last_observation_of_each_row(closes: Any) -> Non
 
 
 def test_reset_mask_of_flat_rows_selects_whole_environments(closes: Any) -> None:
-    rows = closes(make_flat([ScriptedGame] * 2, num_workers=0))
+    rows = closes(make_flat_env([ScriptedGame] * 2, num_workers=0))
     rows.reset(seed=0)
     rows.step(np.zeros(6, np.int64))
     with pytest.raises(ValueError, match=r"reset_mask.*env 1 "):
@@ -613,7 +616,7 @@ def test_reset_mask_of_flat_rows_selects_whole_environments(closes: Any) -> None
 
 
 def test_attributes_of_flat_rows_are_those_of_their_environments(closes: Any) -> None:
-    rows = closes(make_flat([ScriptedGame] * 2, num_workers=0))
+    rows = closes(make_flat_env([ScriptedGame] * 2, num_workers=0))
     rows.set_attr("speed", 2.0)
     assert rows.get_attr("speed") == (2.0,) * 6
     rows.set_attr("speed", [1, 2, 3, 4, 5, 6])
@@ -631,7 +634,7 @@ def test_flatten_agents_of_another_layout_raises() -> None:
 
 
 class SlowGame(RandomGame):
-    """A game with steps of a second."""
+    """A game with steps that take a second."""
 
     def step(self, actions: Any) -> Any:
         time.sleep(1.0)
@@ -639,7 +642,7 @@ class SlowGame(RandomGame):
 
 
 def test_reset_after_a_step_timeout_drops_the_step(closes: Any) -> None:
-    envs = closes(make_flat([functools.partial(SlowGame, 1)], num_workers=1, step_timeout=0.5))
+    envs = closes(make_flat_env([functools.partial(SlowGame, 1)], num_workers=1, step_timeout=0.5))
     envs.reset(seed=3)
     first = envs.reset(seed=3)[0]
     with pytest.raises(StepTimeout):

@@ -1,4 +1,4 @@
-"""The convention of OpenRL, ``agent_num`` and stacked arrays: its environments, and its shapes by ``to_openrl``."""
+"""Environments with OpenRL's interface (``agent_num``, stacked arrays), and the view that ``to_openrl`` returns."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from vecenv.multi_agent import MultiAgentVecEnv
 
 
 class StackedGame:
-    """A game of two agents; agent 0 is done after 2 steps, agent 1 after 4.
+    """A game of two agents. Agent 0 is done after two steps, agent 1 after four.
 
     Args:
         values: The number of values that ``step`` returns, 4 or 5.
         with_info: ``reset`` returns an info.
-        resets_itself: The game resets itself, and has a true ``has_auto_reset``.
+        resets_itself: The game resets itself at the end of an episode, and ``has_auto_reset`` is true.
         masks: Infos have ``action_masks``.
     """
 
@@ -46,7 +46,10 @@ class StackedGame:
         return np.array([[self.time], [self.time + 10]], np.float32)
 
     def _info(self) -> dict[str, Any]:
-        return {"score": self.time, **({"action_masks": np.array([[1, 0, 1], [0, 1, 1]])} if self.masks else {})}
+        info: dict[str, Any] = {"score": self.time}
+        if self.masks:
+            info["action_masks"] = np.array([[1, 0, 1], [0, 1, 1]])
+        return info
 
     def reset(self, seed: int | None = None) -> Any:
         self.resets.append(seed)
@@ -79,7 +82,7 @@ class StackedGame:
 @pytest.mark.parametrize("with_info", [True, False])
 @pytest.mark.parametrize("resets_itself", [True, False])
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_stacked_games_of_every_variant_step(values: int, with_info: bool, resets_itself: bool, mode: AutoresetMode) -> None:
+def test_every_stacked_game_variant_steps(values: int, with_info: bool, resets_itself: bool, mode: AutoresetMode) -> None:
     env_fn = functools.partial(StackedGame, values, with_info, resets_itself)
     with MultiAgentVecEnv([env_fn] * 2, autoreset_mode=mode, num_workers=0) as envs:
         assert envs.possible_agents == ["agent_0", "agent_1"]
@@ -154,7 +157,7 @@ def test_render_returns_a_grid_or_a_single_frame(closes: Any) -> None:
         envs.render("sideways")
 
 
-def test_to_openrl_of_parallel_environments_steps(closes: Any) -> None:
+def test_to_openrl_of_parallel_environments_steps_and_resets_them(closes: Any) -> None:
     envs = closes(make_openrl_view(functools.partial(RandomGame, masks="info", infos=True)))
     _, infos = envs.reset(seed=0)
     ends = 0

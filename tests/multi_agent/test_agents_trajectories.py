@@ -1,4 +1,4 @@
-"""Trajectories of multi-agent environments equal a plain loop, also after a load."""
+"""Trajectories of multi-agent environments equal a plain loop, and loaded snapshots continue them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_ENVS = 3
 GAMES: dict[str, dict[str, Any]] = {
     "deaths": {"infos": True},
     "births": {"births": True, "count": 4},
-    "different spaces": {"differ": True, "count": 4},
+    "different spaces": {"different_spaces": True, "count": 4},
     "masks in observations": {"masks": "obs"},
     "masks in infos": {"masks": "info", "births": True},
 }
@@ -41,10 +41,10 @@ def sample_actions(envs: MultiAgentVecEnv, rng: np.random.Generator, infos: Any)
     if masks is not None and envs.layout == "stack":
         for row, column in np.ndindex(sampled.shape):
             sampled[row, column] = rng.choice(np.flatnonzero(masks[row, column]))
-    each = [
+    by_agent = [
         {agent: select_agent(envs, sampled, row, agent) for agent in envs.possible_agents} for row in range(envs.num_envs)
     ]
-    return sampled, each
+    return sampled, by_agent
 
 
 def assert_same_trajectory(envs: MultiAgentVecEnv, env_fns: list[Any], steps: int, seed: int = 7, pad: float = 0) -> None:
@@ -60,13 +60,13 @@ def assert_same_trajectory(envs: MultiAgentVecEnv, env_fns: list[Any], steps: in
     sums, expected_sums = np.zeros(envs.num_agents), np.zeros(envs.num_agents)
     episodes = 0
     for t in range(steps):
-        actions, each = sample_actions(envs, rng, result[-1])
+        actions, by_agent = sample_actions(envs, rng, result[-1])
         result = envs.step(actions)
-        expected = loop.step(each)
+        expected = loop.step(by_agent)
         for row, expected_row in enumerate(expected):
             assert_row_equals(envs, row, expected_row, result, pad)
             expected_sums += [expected_row.rewards.get(agent, 0.0) for agent in envs.possible_agents]
-        for rewards in result[1]:  # one row at a time, in the order of the loop: float sums depend on it
+        for rewards in result[1]:  # in the order of the expected sums, because float sums depend on it
             sums += rewards
         dones = result[-1]["env_done"]
         episodes += dones.sum()
@@ -114,12 +114,12 @@ def test_engine_options_do_not_change_trajectories(game: str, options: dict[str,
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_one_seed_gives_distinct_environments_for_any_num_workers(num_workers: int) -> None:
+def test_one_seed_gives_each_environment_another_seed_for_any_num_workers(num_workers: int) -> None:
     with MultiAgentVecEnv(make_fns("deaths", 4), num_workers=num_workers) as envs:
         obs, _ = envs.reset(seed=0)
         assert len(np.unique(obs[:, 0, 0])) == 4
-        again, _ = envs.reset(seed=[0, 1, 2, 3])
-        assert np.array_equal(obs, again)
+        expected, _ = envs.reset(seed=[0, 1, 2, 3])
+        assert np.array_equal(obs, expected)
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
@@ -142,7 +142,7 @@ def test_trajectories_of_first_ready_batches_equal_a_plain_loop(mode: AutoresetM
             actions = np.zeros((2, envs.num_agents), np.int64) + rows[:, None] % 4
             for position, row in enumerate(rows):
                 row_actions = dict(zip(envs.possible_agents, actions[position], strict=True))
-                expected[row] = loop._step(row, loop.envs[row], row_actions)
+                expected[row] = loop.step_row(row, row_actions)
             envs.send(actions)
         for _ in range(2):
             envs.recv(timeout=20)
@@ -153,11 +153,11 @@ def test_trajectories_of_first_ready_batches_equal_a_plain_loop(mode: AutoresetM
 SAVED_GAMES = {
     "births and masks": functools.partial(RandomGame, births=True, masks="obs", strict=False),
     "masks in infos": functools.partial(RandomGame, masks="info", infos=True, strict=False),
-    "all agents end together": functools.partial(RandomGame, together=True, strict=False),
+    "all agents end together": functools.partial(RandomGame, end_together=True, strict=False),
 }
 
 
-def choose_allowed(infos: Any) -> Any:
+def choose_allowed_actions(infos: Any) -> Any:
     """Return an allowed action for each agent."""
     if "action_mask" in infos:
         return np.argmax(infos["action_mask"], axis=-1)
@@ -175,12 +175,12 @@ def test_loaded_games_continue_like_the_saved_ones(game: str, mode: str, options
     _, infos = envs.reset(seed=4)
     other.reset(seed=77)
     for _ in range(9):
-        *_, infos = envs.step(choose_allowed(infos))
-    kept = pickle.loads(pickle.dumps(envs.save()))
-    other.load(kept)
+        *_, infos = envs.step(choose_allowed_actions(infos))
+    snapshots = pickle.loads(pickle.dumps(envs.save()))
+    other.load(snapshots)
     assert_identical(other.agent_mask, envs.agent_mask)
     for number in range(30):
-        expected = envs.step(choose_allowed(infos))
-        assert_identical(other.step(choose_allowed(infos)), expected, f"step {number}")
+        expected = envs.step(choose_allowed_actions(infos))
+        assert_identical(other.step(choose_allowed_actions(infos)), expected, f"step {number}")
         infos = expected[4]
 

@@ -1,4 +1,4 @@
-"""Turn-based and other games of PettingZoo equal a plain loop over the same environment."""
+"""Trajectories of PettingZoo's games, turn-based or parallel, equal a plain loop over the same game."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GAMES: dict[str, tuple[str, dict[str, Any], str]] = {  # name -> module, options
 
 
 def build_game(name: str) -> Any:
-    """Build a game; the classic games are turn-based."""
+    """Build a game. The classic games are turn-based."""
     module, options, _ = GAMES[name]
     library = importlib.import_module(module)
     return from_aec(library.env(**options)) if "classic" in module else library.parallel_env(**options)
@@ -91,7 +91,7 @@ def build_wrapped_tictactoe() -> Any:
     return BaseParallelWrapper(build_game("tictactoe"))
 
 
-def test_wrapped_turn_based_game_has_turns() -> None:
+def test_agents_of_a_wrapped_turn_based_game_act_in_turn() -> None:
     pytest.importorskip("pygame")
     with MultiAgentVecEnv([build_wrapped_tictactoe], num_workers=0) as envs:
         _, infos = envs.reset(seed=0)
@@ -130,12 +130,15 @@ def test_rewards_of_a_turn_based_game_equal_agent_iter(name: str) -> None:
 
 def test_from_aec_of_a_parallel_game_uses_the_conversion_of_pettingzoo() -> None:
     spread = pytest.importorskip("mpe2.simple_spread_v3")
-    fn = lambda: from_aec(spread.env(max_cycles=3))  # noqa: E731
-    game = fn()
+
+    def env_fn() -> Any:
+        return from_aec(spread.env(max_cycles=3))
+
+    game = env_fn()
     assert not isinstance(game, TurnBased)
     game.close()
-    with MultiAgentVecEnv([fn] * 2, num_workers=0) as envs:
-        assert_same_trajectory(envs, [fn] * 2, 12)
+    with MultiAgentVecEnv([env_fn] * 2, num_workers=0) as envs:
+        assert_same_trajectory(envs, [env_fn] * 2, 12)
 
 
 def test_step_without_the_action_of_the_agent_to_move_raises(closes: Any) -> None:

@@ -1,4 +1,4 @@
-"""``make_openrl`` supports the arguments of OpenRL's ``AsyncVectorEnv`` and the calls of its programs and tests."""
+"""``make_openrl`` accepts the arguments of OpenRL's ``AsyncVectorEnv`` and supports the calls of its programs and tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vecenv.multi_agent import MultiAgentVecEnv, list_of_dicts, make_openrl
 
 
 class IdentityEnv:
-    """A copy of OpenRL's ``IdentityEnv`` with one agent: the reward is 1 for the observed action."""
+    """A copy of OpenRL's ``IdentityEnv`` with one agent. The reward is 1 if the action equals the observation."""
 
     agent_num = 1
     observation_space = action_space = spaces.Discrete(2)
@@ -48,7 +48,7 @@ def assert_env_name(env: Any, env_name: str) -> None:
     assert env.metadata["name"] == env_name
 
 
-def test_calls_of_openrls_own_async_env_test_succeed() -> None:
+def test_calls_from_the_tests_of_openrl_succeed() -> None:
     env = make_openrl([IdentityEnv] * 2, shared_memory=True)
     assert env._env_name == "IdentityEnv"
     env.exec_func(assert_env_name, indices=None, env_name="IdentityEnv")
@@ -99,16 +99,16 @@ def test_step_returns_four_or_five_values_like_its_environments(values: int, clo
     assert last["score"] == 0
 
 
-class TruncatedNotDone(StackedGame):
-    """A game in which agents are truncated and never ``done``."""
+class TruncatedInsteadOfDone(StackedGame):
+    """A game that truncates its agents and never sets ``done``."""
 
     def step(self, actions: Any) -> Any:
         obs, rewards, done, _, info = super().step(actions)
-        return obs, rewards, done & False, done, info
+        return obs, rewards, np.zeros_like(done), done, info
 
 
 def test_truncations_and_dones_stay_separate(closes: Any) -> None:
-    env = closes(make_openrl([TruncatedNotDone] * 2, num_workers=0))
+    env = closes(make_openrl([TruncatedInsteadOfDone] * 2, num_workers=0))
     env.reset(seed=0)
     steps = [env.step(np.zeros((2, 2, 1), int)) for _ in range(4)]
     assert not any(step[2].any() for step in steps)
@@ -135,7 +135,7 @@ def test_gymnasium_environment_has_one_agent_and_equals_sync_vector_env(closes: 
     reference = closes(gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 2, autoreset_mode="SameStep"))
     assert (env.agent_num, env.env_name) == (1, "CartPole-v1")
     obs, _ = env.reset(seed=3)
-    expected, _ = reference.reset(seed=[3, 3 + 10086])  # OpenRL's distance between the seeds of two environments
+    expected, _ = reference.reset(seed=[3, 3 + 10086])  # 10086 is OpenRL's distance between the seeds of two environments
     for step in range(30):
         np.testing.assert_array_equal(obs[:, 0], expected)
         actions = np.full((2, 1, 1), step % 5 == 0, int)
@@ -211,13 +211,13 @@ def test_make_openrl_with_invalid_arguments_raises() -> None:
         make_openrl([IdentityEnv], worker=print)  # type: ignore[arg-type]
 
 
-def test_async_vector_env_refuses_the_positional_spaces_of_openrl() -> None:
+def test_async_vector_env_with_the_positional_spaces_of_openrl_raises() -> None:
     with pytest.raises(TypeError, match="`shared_memory` must be True or False"):
         vecenv.AsyncVectorEnv([IdentityEnv], spaces.Discrete(2))  # type: ignore[arg-type, list-item]
 
 
 class PairGame(gym.Env):  # type: ignore[type-arg]
-    """A game of two agents with tuples as observations, infos that fit into no array, and episodes of two steps."""
+    """A game of two agents with tuples as observations, infos of mixed types, and episodes of two steps."""
 
     agent_num = 2
     action_space = spaces.Discrete(2)
@@ -237,8 +237,8 @@ class PairGame(gym.Env):  # type: ignore[type-arg]
 
     def step(self, action: Any) -> Any:
         self.t += 1
-        over = np.array([self.t >= 2] * 2)
-        return self._observation(), np.ones((2, 1)), over, over & False, dict(self.info)
+        terminated = np.array([self.t >= 2] * 2)
+        return self._observation(), np.ones((2, 1)), terminated, np.zeros_like(terminated), dict(self.info)
 
 
 INFOS: list[dict[str, Any]] = [
@@ -246,7 +246,7 @@ INFOS: list[dict[str, Any]] = [
     {"score": 1.5, "nested": {"a": [2]}, "action_masks": np.array([[1, 1], [0, 1]])},
     {"score": None, "lap": np.int8(3), "action_masks": np.array([[1, 1], [1, 1]])},
 ]
-ADDED_KEYS = {  # of the vector environment, not of PairGame
+ADDED_KEYS = {  # infos that the vector environment adds to those of PairGame
     "agent_mask", "_agent_mask", "transition_mask", "env_done", "env_terminated", "active_masks", "final_observation",
 }  # fmt: skip
 
@@ -277,7 +277,7 @@ def test_list_of_dicts_contains_the_final_tuple_observation() -> None:
         assert [part.shape for part in list_of_dicts(infos)[1]["final_obs"]] == [(2, 3), (2, 1)]
 
 
-def test_attributes_and_errors_have_the_names_of_openrl() -> None:
+def test_view_has_the_attributes_and_error_messages_of_openrl() -> None:
     view = make_openrl([PairGame] * 2, num_workers=0)
     try:
         assert view.shared_memory is True

@@ -1,4 +1,4 @@
-"""A game with the interface of RLlib's environments, without RLlib."""
+"""A game with the interface of RLlib's environments works in ``MultiAgentVecEnv``, without RLlib."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vecenv import MultiAgentVecEnv
 
 
 class TurnsGame(gym.Env[Any, Any]):
-    """A game of four steps; ``"slow"`` has an observation in every second step, and ``"late"`` joins in the second step."""
+    """A game of four steps. ``"slow"`` has an observation in every second step, and ``"late"`` joins in the second."""
 
     observation_space = None  # type: ignore[assignment]
     possible_agents = ("quick", "slow", "late")

@@ -1,4 +1,4 @@
-"""Environments with rewards that depend on every call, so that an incomplete replay differs."""
+"""Environments with rewards that depend on all earlier calls, so that an incomplete replay returns other rewards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class HistoryEnv(gym.Env[Any, Any]):
     """An environment with rewards that depend on its generator, seed, options, attribute, calls and actions.
 
     Args:
-        fails_at: Number of the step, counted over all episodes, that raises; 0 for none.
+        fails_at: The number of the step that raises, counted over all episodes, or 0 for none.
     """
 
     observation_space = gym.spaces.Box(-1e9, 1e9, (3,), np.float32)
@@ -34,7 +34,7 @@ class HistoryEnv(gym.Env[Any, Any]):
     def step(self, action: Any) -> Any:
         self.step_count += 1
         if self.step_count == self.fails_at:
-            raise ValueError(f"the pen broke after {self.step_count} steps at {self.total:.6f}")
+            raise ValueError(f"the environment broke after {self.step_count} steps at {self.total:.6f}")
         draw = self.np_random.random()
         self.total += self.gain * (draw + float(np.sum(action)))
         return self._observation(), self.total, bool(draw < 0.06), bool(draw > 0.97), {}
@@ -61,13 +61,13 @@ class GlobalRandomEnv(HistoryEnv):
 
 
 class BoxActionEnv(HistoryEnv):
-    """A history environment with actions of several parts."""
+    """A history environment with arrays as actions."""
 
     action_space = gym.spaces.Box(-1, 1, (2, 2), np.float32)
 
 
 class TextActionEnv(HistoryEnv):
-    """A history environment with actions that are not in shared memory."""
+    """A history environment with texts as actions, which do not fit into shared memory."""
 
     action_space = gym.spaces.Text(6)
 
@@ -76,38 +76,38 @@ class TextActionEnv(HistoryEnv):
 
 
 class ChecksumEnv(gym.Env[Any, Any]):
-    """An environment with rewards, ends and failures that depend on a checksum of all that it received.
+    """An environment with rewards, ends and errors that depend on a checksum of everything that it received.
 
     Args:
-        reset_on_seed: Clear the checksum in each reset with a seed.
+        reset_on_seed: Resets with a seed clear the checksum.
     """
 
     observation_space = gym.spaces.Box(-1e9, 1e9, (1,), np.float32)
     action_space = gym.spaces.Discrete(10)
     UNPICKLABLE, DIES, RAISES = 7, 8, 9
-    """Actions after which its info cannot be pickled, its process ends, or it raises."""
+    """Actions with which ``step`` returns an info that cannot be pickled, ends the process, or raises."""
 
     def __init__(self, reset_on_seed: bool = False) -> None:
         self.reset_on_seed, self.knob, self.checksum = reset_on_seed, 0, 0
 
-    def note(self, *received: Any) -> int:
+    def update_checksum(self, *received: Any) -> int:
         self.checksum = zlib.crc32(repr((self.checksum, *received)).encode())
         return self.checksum
 
     def raise_after(self, number: int) -> None:
-        raise KeyError(self.note("raise_after", number))
+        raise KeyError(self.update_checksum("raise_after", number))
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         super().reset(seed=seed)
         if self.reset_on_seed and seed is not None:
             self.checksum = 0
-        self.note("reset", sorted((options or {}).items()), self.np_random.random())
+        self.update_checksum("reset", sorted((options or {}).items()), self.np_random.random())
         if options and "breaks" in options:
             raise ValueError(f"the reset broke at {self.checksum}")
         return self._observation(), {}
 
     def step(self, action: Any) -> Any:
-        self.note("step", int(action), self.knob, self.np_random.random())
+        self.update_checksum("step", int(action), self.knob, self.np_random.random())
         if action == self.RAISES:
             raise ValueError(f"the step broke at {self.checksum}")
         if action == self.DIES:

@@ -1,4 +1,4 @@
-"""Failures after 50,000 steps are replayed quickly, from the latest snapshot or reset."""
+"""A failure after 50,000 steps is replayed quickly, because the replay begins at the latest snapshot or reset."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FailingWrapper(gym.Wrapper[Any, Any, Any, Any]):
         self.steps_left -= 1
         result = self.env.step(action)
         if not self.steps_left:
-            raise ValueError(f"too old, at {float(np.sum(result[0])):.6f}")
+            raise ValueError(f"worn out, at {float(np.sum(result[0])):.6f}")
         return result
 
 
@@ -59,7 +59,7 @@ class FailingGame:
     def step(self, actions: Any) -> Any:
         self.steps_left -= 1
         if not self.steps_left:
-            raise ValueError(f"too old, with {sorted(actions.items())}")
+            raise ValueError(f"worn out, with {sorted(actions.items())}")
         return self.game.step(actions)
 
 
@@ -70,40 +70,40 @@ def make_failing_game() -> Any:
 
 
 def step_until_error(envs: Any, actions: list[Any]) -> None:
-    for at in range(STEPS + 60_000):
-        envs.step(actions[at % len(actions)])
+    for step in range(STEPS + 60_000):
+        envs.step(actions[step % len(actions)])
 
 
 def check_replay(envs: Any, seconds: float, folder: Path, begin: str) -> None:
-    """Step until the environment raises; check that a replay from ``begin`` takes less than that many seconds."""
+    """Step until the environment raises, and check that a replay from ``begin`` takes less than ``seconds``."""
     with contextlib.closing(envs):
         envs.reset(seed=3)
         envs.action_space.seed(3)
         actions = [envs.action_space.sample() for _ in range(97)]
-        with pytest.raises(ValueError, match=r"too old|the pen broke"):
+        with pytest.raises(ValueError, match=r"worn out|the environment broke"):
             step_until_error(envs, actions)
     (file,) = folder.glob("*.vecenv")
-    start = time.monotonic()
+    started_at = time.monotonic()
     result = replay(file, (begin,))
     assert result.status == "happened again", result.text
-    assert time.monotonic() - start < seconds
+    assert time.monotonic() - started_at < seconds
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "begin"),
+    ("env_fn", "options", "begin"),
     [
         pytest.param(functools.partial(make_failing_env, "Ant-v5"), {}, "snapshot", id="Ant", marks=pytest.mark.slow),
         pytest.param(
             make_random_env, {"generators": "own"}, "latest", id="own generators", marks=pytest.mark.long
-        ),  # a replay takes less time than a snapshot would save
+        ),  # without a snapshot, because replaying these fast steps takes less time than a snapshot
     ],
 )
 def test_replay_of_mujoco_and_python_environments_is_fast(
-    kind: Any, options: dict[str, Any], begin: str, tmp_path: Path
+    env_fn: Any, options: dict[str, Any], begin: str, tmp_path: Path
 ) -> None:
-    if "Ant" in str(kind):
+    if "Ant" in str(env_fn):
         pytest.importorskip("mujoco")
-    envs = vecenv.AsyncVectorEnv([kind], num_workers=1, record_failures=tmp_path, **options)
+    envs = vecenv.AsyncVectorEnv([env_fn], num_workers=1, record_failures=tmp_path, **options)
     check_replay(envs, 60.0, tmp_path, begin)
 
 

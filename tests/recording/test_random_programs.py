@@ -1,6 +1,6 @@
-"""Replays repeat failures at the end of random programs: exactly the requests that reached an environment are recorded.
+"""Replays repeat the failures of random programs, because exactly those requests are recorded that reached environments.
 
-A program is a random list of public calls to environments that return a checksum of all that they received. Some calls
+A program is a random list of public calls to environments that return a checksum of everything they received. Some calls
 fail or are refused, and the program continues. Finally, all environments fail.
 """
 
@@ -28,12 +28,12 @@ ENGINES: tuple[dict[str, Any], ...] = (
     {"num_workers": 0}, {"num_workers": 1}, {"num_workers": 2}, {"num_workers": 1, "env_threads": 2}, {},
     {"num_workers": 1, "use_caller": True},
 )  # fmt: skip
-STEPS = 7
-"""Actions below this number cause no fault."""
+NUM_HARMLESS_ACTIONS = 7
+"""Actions below this number cause no failure."""
 
 
-def note(env: Any, number: int) -> int:
-    return int(env.unwrapped.note("exec", number))
+def update_checksum(env: Any, number: int) -> int:
+    return int(env.unwrapped.update_checksum("exec", number))
 
 
 def raise_after(env: Any, number: int) -> None:
@@ -44,7 +44,7 @@ class Program:
     """A random program.
 
     Attributes:
-        call_names: The names of the calls so far, for messages of failed tests.
+        call_names: The names of the calls so far, for the messages of failed assertions.
     """
 
     def __init__(self, seed: int) -> None:
@@ -58,7 +58,7 @@ class Program:
         self.snapshots: list[Any] = []
         self.call_names: list[str] = []
 
-    def open(self, folder: Path) -> Any:
+    def build_envs(self, folder: Path) -> Any:
         every = None if self.mode == "Disabled" else self.random.choice([None, 5])
         return vecenv.AsyncVectorEnv(
             [partial(ChecksumEnv, self.reset_on_seed)] * self.count, autoreset_mode=self.mode,
@@ -68,26 +68,26 @@ class Program:
 
     def run(self, folder: Path) -> list[Path]:
         """Run the program, and return the files about its environments."""
-        with contextlib.closing(self.open(folder)) as envs:
+        with contextlib.closing(self.build_envs(folder)) as envs:
             self.envs = envs
-            self.attempt(partial(envs.reset, seed=self.seed()))
+            self.attempt(partial(envs.reset, seed=self.draw_seed()))
             for _ in range(self.random.randint(1, 12)):
                 envs._recorder._next_snapshot_time = 0.0
-                calls = self.calls() if self.random.random() < 0.7 else self.failures()
+                calls = self.list_calls() if self.random.random() < 0.7 else self.list_failing_calls()
                 name = self.random.choice(list(calls))
                 self.call_names.append(name)
                 if self.attempt(calls[name]):
-                    recover = [self.recover, self.recover_by_row, self.recover_by_load, list]  # `list` does nothing
-                    self.attempt(self.random.choice(recover))
-            self.attempt(partial(envs.step, self.actions()))
+                    recoveries = [self.recover, self.recover_by_row, self.recover_by_load, lambda: None]
+                    self.attempt(self.random.choice(recoveries))
+            self.attempt(partial(envs.step, self.draw_actions()))
             self.recover()
             files = [envs.record(row, folder / f"{row}.record") for row in range(self.count)]
-            for _ in range(2):  # the first may be an automatic reset
+            for _ in range(2):  # the first step may be an automatic reset
                 self.attempt(partial(envs.step, [ChecksumEnv.RAISES] * self.count))
             return files + [Path(record.recorded) for record in envs.errors if record.recorded]
 
     def attempt(self, call: Callable[[], object]) -> bool:
-        """Make a call, and return ``True`` if it fails or is refused. Afterwards, nothing is pending."""
+        """Make a call, and receive all pending results. Return ``True`` if the call or a result raises."""
         failed = False
         try:
             call()
@@ -105,133 +105,140 @@ class Program:
 
     # -- arguments --------------------------------------------------------------------------------------------------------
 
-    def actions(self, count: int | None = None) -> Any:
-        return np.array([self.random.randrange(STEPS) for _ in range(self.count if count is None else count)])
+    def draw_actions(self, count: int | None = None) -> Any:
+        return np.array([self.random.randrange(NUM_HARMLESS_ACTIONS) for _ in range(self.count if count is None else count)])
 
-    def actions_with(self, special: int) -> Any:
-        actions = self.actions()
-        actions[self.rows()] = special
+    def draw_actions_with(self, special: int) -> Any:
+        actions = self.draw_actions()
+        actions[self.draw_rows()] = special
         return actions
 
-    def rows(self) -> list[int]:
+    def draw_rows(self) -> list[int]:
         return self.random.sample(range(self.count), self.random.randint(1, self.count))
 
-    def mask(self, rows: Iterable[int] | None = None) -> Any:
-        return np.isin(np.arange(self.count), list(self.rows() if rows is None else rows))
+    def mask_rows(self, rows: Iterable[int] | None = None) -> Any:
+        """Return a mask of these rows, by default of random ones."""
+        return np.isin(np.arange(self.count), list(self.draw_rows() if rows is None else rows))
 
-    def seed(self) -> int | None:
+    def draw_seed(self) -> int | None:
         return self.random.choice([None, self.random.randrange(1000)])
 
     # -- calls ------------------------------------------------------------------------------------------------------------
 
-    def calls(self) -> dict[str, Callable[[], object]]:
-        envs, number, rows = self.envs, self.random.randrange(1000), self.rows()
-        found: dict[str, Callable[[], object]] = {
-            "step": lambda: [envs.step(self.actions()) for _ in range(self.random.randint(1, 5))],
-            "step with a list": lambda: envs.step(self.actions().tolist()),
-            "reset": lambda: envs.reset(seed=self.seed()),
-            "reset some": lambda: envs.reset(seed=self.seed(), options={"reset_mask": self.mask(), "start": number}),
+    def list_calls(self) -> dict[str, Callable[[], object]]:
+        envs, number, rows = self.envs, self.random.randrange(1000), self.draw_rows()
+        calls: dict[str, Callable[[], object]] = {
+            "step": lambda: [envs.step(self.draw_actions()) for _ in range(self.random.randint(1, 5))],
+            "step with a list": lambda: envs.step(self.draw_actions().tolist()),
+            "reset": lambda: envs.reset(seed=self.draw_seed()),
+            "reset some": lambda: envs.reset(
+                seed=self.draw_seed(), options={"reset_mask": self.mask_rows(), "start": number}
+            ),
             "reset with options": lambda: envs.reset(options=[{"start": number + row} for row in range(self.count)]),
             "set_attr": lambda: envs.set_attr("knob", [number + row for row in range(self.count)]),
-            "call": lambda: envs.call("note", number),
-            "exec": lambda: envs.exec_func(note, rows, number),
-            "next": lambda: envs.set_next_options({"start": number}, seed=self.seed(), env_id=rows),
+            "call": lambda: envs.call("update_checksum", number),
+            "exec": lambda: envs.exec_func(update_checksum, rows, number),
+            "next": lambda: envs.set_next_options({"start": number}, seed=self.draw_seed(), env_id=rows),
             "save": lambda: self.snapshots.append(envs.save(verify=False)),
-            "send": self.send,
-            "send, and drop by a reset": lambda: (self.send_only(), envs.reset(seed=self.seed())),
-            "send, and drop by a reset of some": lambda: (self.send_only(), envs.reset(options={"reset_mask": self.mask()})),
+            "send": self.send_and_receive,
+            "send, and reset": lambda: (self.send_actions(), envs.reset(seed=self.draw_seed())),
+            "send, and reset some": lambda: (self.send_actions(), envs.reset(options={"reset_mask": self.mask_rows()})),
         }
         if self.snapshots:
             saved = self.random.choice(self.snapshots)
-            found["load"] = lambda: envs.load(saved)
-            found["load some"] = lambda: envs.load([saved[row] for row in rows], env_id=rows)
-            found["load another row's"] = lambda: envs.load([saved[0]], env_id=rows[:1])
-        return found
+            calls["load"] = lambda: envs.load(saved)
+            calls["load some"] = lambda: envs.load([saved[row] for row in rows], env_id=rows)
+            calls["load another row's"] = lambda: envs.load([saved[0]], env_id=rows[:1])
+        return calls
 
-    def failures(self) -> dict[str, Callable[[], object]]:
-        """Return calls that fail or are refused."""
-        envs, number, rows = self.envs, self.random.randrange(1000), self.rows()
-        found: dict[str, Callable[[], object]] = {
-            "raise": lambda: envs.step(self.actions_with(ChecksumEnv.RAISES)),
-            "raise by recv": lambda: envs.send(self.actions_with(ChecksumEnv.RAISES), range(self.count)),
+    def list_failing_calls(self) -> dict[str, Callable[[], object]]:
+        """Return calls that fail or are refused, by name."""
+        envs, number, rows = self.envs, self.random.randrange(1000), self.draw_rows()
+        calls: dict[str, Callable[[], object]] = {
+            "raise": lambda: envs.step(self.draw_actions_with(ChecksumEnv.RAISES)),
+            "raise by recv": lambda: envs.send(self.draw_actions_with(ChecksumEnv.RAISES), range(self.count)),
             "raise in call": lambda: envs.call("raise_after", number),
             "raise in exec": lambda: envs.exec_func(raise_after, rows, number),
-            "too many actions": lambda: envs.step(self.actions(self.count + 1)),
+            "too many actions": lambda: envs.step(self.draw_actions(self.count + 1)),
             "no such row": lambda: envs.send([1], [self.count]),
             "bad mask": lambda: envs.reset(options={"reset_mask": np.ones(self.count + 1, bool)}),
-            "snapshot of another environment": lambda: envs.load([_cartpole()], env_id=rows[:1]),
-            "snapshots, one of another environment": lambda: envs.load([*self.snapshots[0][:-1], _cartpole()]),
-            "another call during a step": lambda: (envs.step_async(self.actions()), self.refused_call(rows)()),
-            "another call during send": lambda: (self.send_only(rows), self.refused_call(rows)()),
+            "snapshot of another environment": lambda: envs.load([_save_cartpole()], env_id=rows[:1]),
+            "snapshots, one of another environment": lambda: envs.load([*self.snapshots[0][:-1], _save_cartpole()]),
+            "another call during a step": lambda: (envs.step_async(self.draw_actions()), self.choose_refused_call(rows)()),
+            "another call during send": lambda: (self.send_actions(rows), self.choose_refused_call(rows)()),
         }
         if not self.restarts:  # with restarts, the reset would fail until they are exhausted
-            found["raise in reset"] = lambda: envs.reset(options={"breaks": True, "reset_mask": self.mask()})
+            calls["raise in reset"] = lambda: envs.reset(options={"breaks": True, "reset_mask": self.mask_rows()})
         if not self.is_local:
             lock = threading.Lock()
-            found |= {
-                "die": lambda: envs.step(self.actions_with(ChecksumEnv.DIES)),
-                "be abandoned": lambda: (envs.step_async(self.actions()), envs.abandon(rows), envs.step_wait()),
-                "info without pickle": lambda: envs.step(self.actions_with(ChecksumEnv.UNPICKLABLE)),
+            calls |= {
+                "die": lambda: envs.step(self.draw_actions_with(ChecksumEnv.DIES)),
+                "abandon": lambda: (envs.step_async(self.draw_actions()), envs.abandon(rows), envs.step_wait()),
+                "info without pickle": lambda: envs.step(self.draw_actions_with(ChecksumEnv.UNPICKLABLE)),
                 "info without pickle by recv": lambda: envs.send(
-                    self.actions_with(ChecksumEnv.UNPICKLABLE), range(self.count)
+                    self.draw_actions_with(ChecksumEnv.UNPICKLABLE), range(self.count)
                 ),
                 "options without pickle": lambda: envs.reset(seed=number, options={"lock": lock}),
-                "options of some without pickle": lambda: envs.reset(options={"lock": lock, "reset_mask": self.mask()}),
+                "options of some without pickle": lambda: envs.reset(options={"lock": lock, "reset_mask": self.mask_rows()}),
                 "next options without pickle": lambda: envs.set_next_options({"lock": lock}),
                 "actions without pickle": lambda: envs.step([lock] * self.count),
                 "actions of some without pickle": lambda: envs.send([lock] * len(rows), rows),
-                "argument without pickle": lambda: envs.call("note", lock),
+                "argument without pickle": lambda: envs.call("update_checksum", lock),
             }
-        return found
+        return calls
 
-    def refused_call(self, rows: list[int]) -> Callable[[], object]:
+    def choose_refused_call(self, rows: list[int]) -> Callable[[], object]:
         """Return a call that is refused while these rows are in flight."""
         envs = self.envs
         return self.random.choice([
-            lambda: envs.step(self.actions()), lambda: envs.call("note", 1), lambda: envs.set_attr("knob", 3),
-            lambda: envs.send(self.actions(len(rows)), rows), lambda: envs.exec_func(note, rows, 3),
+            lambda: envs.step(self.draw_actions()),
+            lambda: envs.call("update_checksum", 1),
+            lambda: envs.set_attr("knob", 3),
+            lambda: envs.send(self.draw_actions(len(rows)), rows),
+            lambda: envs.exec_func(update_checksum, rows, 3),
             lambda: envs.reset_async(env_id=rows),
         ])  # fmt: skip
 
-    def send_only(self, rows: list[int] | None = None) -> list[int]:
-        rows = self.rows() if rows is None else rows
-        self.envs.send(self.actions(len(rows)), rows)
+    def send_actions(self, rows: list[int] | None = None) -> list[int]:
+        rows = self.draw_rows() if rows is None else rows
+        self.envs.send(self.draw_actions(len(rows)), rows)
         return rows
 
-    def send(self) -> None:
-        """Step some rows and perhaps reset another one; receive them in any order, and step some of them again."""
-        sent = self.send_only()
+    def send_and_receive(self) -> None:
+        """Step some rows and perhaps reset another one. Receive them in any order, and step some of them again."""
+        sent = self.send_actions()
         others = [row for row in range(self.count) if row not in sent]
         if others and self.random.random() < 0.5:
-            self.envs.reset_async(seed=self.seed(), env_id=others[:1])
+            self.envs.reset_async(seed=self.draw_seed(), env_id=others[:1])
         while in_flight := len(self.envs.in_flight):
             received = self.envs.recv(count=self.random.randint(1, in_flight))[-1]["env_id"].tolist()
             if self.random.random() < 0.3:
-                self.send_only(received)
+                self.send_actions(received)
 
-    def failed_rows(self) -> list[int]:
+    def get_failed_rows(self) -> list[int]:
         return sorted(self.envs._driver.failures.failed)
 
     def recover(self) -> None:
-        if rows := self.failed_rows():
-            self.envs.reset(seed=self.seed(), options={"reset_mask": self.mask(rows)})
+        if rows := self.get_failed_rows():
+            self.envs.reset(seed=self.draw_seed(), options={"reset_mask": self.mask_rows(rows)})
 
     def recover_by_row(self) -> None:
-        if rows := self.failed_rows():
-            self.envs.reset_async(seed=self.seed(), env_id=rows)
+        if rows := self.get_failed_rows():
+            self.envs.reset_async(seed=self.draw_seed(), env_id=rows)
 
     def recover_by_load(self) -> None:
-        if (rows := self.failed_rows()) and self.snapshots:
+        if (rows := self.get_failed_rows()) and self.snapshots:
             self.envs.load([self.snapshots[-1][row] for row in rows], env_id=rows)
 
 
-def _cartpole() -> Any:
+def _save_cartpole() -> Any:
     with contextlib.closing(vecenv.AsyncVectorEnv([partial(gym.make, "CartPole-v1")], num_workers=0)) as envs:
         envs.reset(seed=1)
         return envs.save(verify=False)[0]
 
 
 def replay_file(path: Path, begin: str) -> tuple[str, str]:
+    """Replay a file in this process, and return the status and the text of the result."""
     header, body = read_header(path)
     try:
         with contextlib.closing(Replay(header, read(header, body), begin=begin)) as replay:
@@ -250,15 +257,15 @@ def require_failures_repeat(seed: int, folder: Path) -> None:
         if record.failed is not None and record.failed.how == "died":
             continue
         begins = ["latest", "first"]
-        found = {begin: replay_file(path, begin) for begin in begins}
+        results = {begin: replay_file(path, begin) for begin in begins}
         if program.reset_on_seed and not np.isnan(record.columns["rewards"][:-1]).any():
             begins.remove("first")
-        assert any(found[begin][0] == AGAIN for begin in begins), (seed, vars(program), path.name, found)
+        assert any(results[begin][0] == AGAIN for begin in begins), (seed, vars(program), path.name, results)
         if record.snapshot is not None:
             assert replay_file(path, "snapshot")[0] == AGAIN, (seed, vars(program), path.name)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # the log of the failures
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the engine logs the failures as warnings
 @pytest.mark.parametrize(
     ("first", "count"), [(0, 4), *(pytest.param(first, 12, marks=pytest.mark.long) for first in range(4, 112, 12))]
 )

@@ -58,10 +58,10 @@ class ShortEnv(gym.Env[Any, Any]):
         return np.array([draw, self.steps], np.float32), draw + int(action), False, self.steps == 40, {}
 
 
-def step_until_error(envs: Any, actions: Any) -> None:
-    """Step until an environment raises; ``actions`` returns the actions of a step."""
+def step_until_error(envs: Any, get_actions: Any) -> None:
+    """Step with the actions that ``get_actions(step)`` returns until an environment raises."""
     for step in range(10_000):
-        envs.step(actions(step))
+        envs.step(get_actions(step))
 
 
 def send_until_error(envs: Any) -> None:
@@ -78,7 +78,7 @@ def make_faulty_env(fault: str, **when: Any) -> Any:
 def record_failure(
     folder: Path, fault: str, *, when: dict[str, Any] | None = None, **options: Any
 ) -> tuple[list[Path], Any]:
-    """Step three environments until env 1 fails; return the files and the exception."""
+    """Step three environments until env 1 fails, and return the files and the exception."""
     when = when or {"step": FAILING_STEP}
     fns = [ShortEnv, functools.partial(make_faulty_env, fault, **when), ShortEnv]
     rng = np.random.default_rng(0)
@@ -94,9 +94,9 @@ def record_failure(
         envs.close(terminate=True)
     files = sorted(folder.glob("*.vecenv"))
     assert raised is not None
-    shown = "" if "unprintable" in fault else str(raised)
-    shown += "\n".join(getattr(raised, "__notes__", ()))
-    named = [file for file in files if str(file) in shown]
+    text = "" if "unprintable" in fault else str(raised)
+    text += "\n".join(getattr(raised, "__notes__", ()))
+    named = [file for file in files if str(file) in text]
     assert named, f"the exception names none of {files}"
     assert any(str(named[0]) in str(record) and str(named[0]) in record.recorded for record in records)
     return files, raised
@@ -171,7 +171,7 @@ def cause_fault_of_replay(result: Any) -> Any:
 
 
 def record_changed_env(folder: Path) -> Path:
-    """Record an environment that raises; in a replay it has the fault ``REPLAY_FAULT`` in an earlier step."""
+    """Record an environment that raises. A replay causes the fault ``REPLAY_FAULT`` in the step before."""
     fns = [lambda: FaultyEnv(make_faulty_env("raises", step=FAILING_STEP), cause_fault_of_replay, step=FAILING_STEP - 1)]
     with contextlib.closing(vecenv.AsyncVectorEnv(fns, record_failures=folder)) as envs:
         envs.reset(seed=1)
@@ -189,7 +189,7 @@ def test_replay_that_hangs_unlike_the_record_prints_that_it_waits(tmp_path: Path
     ) as replaying:
         assert replaying.stderr is not None
         has_printed = select.select([replaying.stderr], [], [], 60)[0]
-        line = replaying.stderr.readline() if has_printed else ""  # complete, before the signal interrupts the command
+        line = replaying.stderr.readline() if has_printed else ""  # before the signal, which could interrupt the output
         replaying.send_signal(signal.SIGINT)
         assert replaying.wait(60) == 130
     assert line == f"waiting for step {FAILING_STEP - 1}, without a time limit (--pdb: Ctrl-C shows where it is)\n"
@@ -200,7 +200,7 @@ def test_pdb_of_a_replay_that_crashes_unlike_the_record_shows_the_stack(
 ) -> None:
     file = record_changed_env(tmp_path)
     monkeypatch.setenv("REPLAY_FAULT", "segfault")
-    done = run(file, "--yes", "--pdb")
+    done = run_replay(file, "--yes", "--pdb")
     assert done.returncode == -signal.SIGSEGV
     assert "faulty.py" in done.stderr.partition("Fatal Python error: Segmentation fault")[2]
 
@@ -227,7 +227,7 @@ def test_second_run_in_a_folder_keeps_files_of_the_first(tmp_path: Path) -> None
 def test_replay_repeats_failing_reset(tmp_path: Path) -> None:
     files, _ = record_failure(tmp_path, "raises", when={"seed": 4})
     assert replay(files[0]).text.startswith("happened again in the reset before step 1: ")
-    found = json.loads(run(files[0], "--yes", "--json").stdout)
+    found = json.loads(run_replay(files[0], "--yes", "--json").stdout)
     assert (found["step"], found["recorded_step"]) == (0, 0)
 
 
@@ -244,7 +244,7 @@ def test_replay_of_external_kill_reports_no_failure(tmp_path: Path) -> None:
 
 
 class ProcessDependentEnv(ShortEnv):
-    """An environment with rewards and an exception that depend on its process, so that no replay repeats them."""
+    """An environment with rewards and an exception that contain the id of its process, so that replays differ."""
 
     def step(self, action: Any) -> Any:
         observation, _, terminated, truncated, info = super().step(action)
@@ -267,7 +267,7 @@ def test_replay_reports_first_difference_from_record(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def run_with_restarts(fns: list[Any], recording: Any, steps: int, num_workers: int) -> Iterator[Any]:
-    """Step an engine that restarts workers, then yield it."""
+    """Yield an engine that restarts workers, after some steps."""
     with contextlib.closing(
         vecenv.AsyncVectorEnv(fns, record_failures=recording, on_failure="restart", num_workers=num_workers)
     ) as envs:
@@ -285,12 +285,13 @@ def test_dead_worker_leaves_a_file_per_environment(tmp_path: Path) -> None:
     assert [file.name[:13] for file in files] == ["ShortEnv-env0", "ShortEnv-env1", "ShortEnv-env2"]
     results = [replay(file) for file in files]
     assert [result.status for result in results] == ["did not happen again", "happened again", "did not happen again"]
-    assert (results[1].step, results[1].location) == (FAILING_STEP, error_location(error))
+    assert (results[1].step, results[1].location) == (FAILING_STEP, parse_location(error))
     assert 'faulty.py", line ' in results[1].stack
-    assert [line.split(":")[0] for line in run(tmp_path).stderr.splitlines()[1:]] == [f"  {files[1]}"], "siblings are listed"
+    listed = [line.split(":")[0] for line in run_replay(tmp_path).stderr.splitlines()[1:]]
+    assert listed == [f"  {files[1]}"], "siblings are listed"
 
 
-def error_location(error: BaseException) -> str:
+def parse_location(error: BaseException) -> str:
     """Return the location at the end of the first line of a ``WorkerDied``."""
     return str(error).partition("\n")[0].rpartition(", at ")[2]
 
@@ -299,12 +300,12 @@ def error_location(error: BaseException) -> str:
 @pytest.mark.parametrize("fault", ["kill", pytest.param("sleep", marks=pytest.mark.slow)])
 def test_replay_of_sibling_names_file_of_running_environment(fault: str, tmp_path: Path) -> None:
     files, _ = record_failure(tmp_path, fault, num_workers=1, step_timeout=1.0)
-    done = run(files[2], "--yes")
+    done = run_replay(files[2], "--yes")
     assert done.returncode == 1, done.stderr
     assert done.stdout.splitlines()[-1] == (
         f"Env 2 only shared a worker with env 1, which was running when the worker failed: replay {files[1]}"
     )
-    assert json.loads(run(files[0], "--yes", "--json").stdout)["instead"] == str(files[1])
+    assert json.loads(run_replay(files[0], "--yes", "--json").stdout)["instead"] == str(files[1])
 
 
 def test_replay_of_sibling_without_a_reset_names_file_of_running_environment(tmp_path: Path) -> None:
@@ -317,7 +318,7 @@ def test_replay_of_sibling_without_a_reset_names_file_of_running_environment(tmp
         with pytest.raises(WorkerDied):
             envs.recv(count=1)
     files = sorted(tmp_path.glob("*.vecenv"))
-    cannot, advice = run(files[0], "--yes").stdout.splitlines()[-2:]
+    cannot, advice = run_replay(files[0], "--yes").stdout.splitlines()[-2:]
     assert cannot.startswith("Cannot be replayed, because the record has neither a reset with a seed nor a snapshot")
     assert advice.endswith(f"replay {files[1]}")
 
@@ -346,7 +347,7 @@ def test_replay_of_sibling_does_not_name_file_of_later_failure(tmp_path: Path) -
     (newest,) = {other.failure for other in headers.values()} - {header.failure}
     found = {_find_running(path, other) for path, other in headers.items() if other.failure == newest}
     assert found == {(1, files[1]), (None, None)}
-    done = run(files[0], "--yes")
+    done = run_replay(files[0], "--yes")
     assert done.stdout.splitlines()[-1].endswith("env 1, which was running when the worker failed: its file is gone")
 
 
@@ -403,10 +404,11 @@ def test_worker_out_of_memory_is_recorded_once(tmp_path: Path, caplog: pytest.Lo
 
 
 def step_until(envs: Any, is_last: Any) -> None:
+    """Step until ``is_last`` returns ``True`` for the infos of a step."""
     for _ in range(60):
         if is_last(envs.step(np.zeros(envs.num_envs, int))[4]):
             return
-    raise AssertionError("no step was the last")
+    raise AssertionError("no step returned such infos")
 
 
 @pytest.mark.sampled("{'num_workers': 1, 'use_caller': True}")
@@ -438,7 +440,7 @@ def test_keep_counts_the_files_of_the_latest_failure_as_one(tmp_path: Path) -> N
     recording = vecenv.FlightRecorder(tmp_path, keep=2)
     fns = [functools.partial(make_faulty_env, "kill", step=5)] * 3
     with run_with_restarts(fns, recording, 12, num_workers=1) as envs:
-        assert len(list(tmp_path.glob("*.vecenv"))) == 4, "not three files of the latest failure and an older one"
+        assert len(list(tmp_path.glob("*.vecenv"))) == 4, "expected three files of the latest failure, and an older one"
         note = next(note for note in envs.errors[-1].error.__notes__ if note.startswith("recorded: "))
         assert note.endswith(f"\nand 2 more in {tmp_path}")
         assert Path(envs.errors[-1].recorded) in tmp_path.glob("*-env0-*.vecenv")
@@ -459,7 +461,7 @@ def test_unwritable_folder_does_not_hide_the_failure(tmp_path: Path) -> None:
 
 
 class MatchingPennies:
-    """A game of two players that ends in an exception."""
+    """A game of two players that raises at a random time."""
 
     metadata = {"name": "pennies"}  # noqa: RUF012
     possible_agents = ["left", "right"]  # noqa: RUF012
@@ -479,21 +481,22 @@ class MatchingPennies:
         if seed is not None:
             self.rng = np.random.default_rng(seed)
         self.agents, self.rounds = list(self.possible_agents), 0
-        return self._all(lambda: self.rng.random(2).astype(np.float32)), self._all(dict)
+        return self._for_all_agents(lambda: self.rng.random(2).astype(np.float32)), self._for_all_agents(dict)
 
-    def _all(self, make: Any) -> dict[str, Any]:
-        return {agent: make() for agent in self.possible_agents}
+    def _for_all_agents(self, make_value: Any) -> dict[str, Any]:
+        return {agent: make_value() for agent in self.possible_agents}
 
     def step(self, actions: Any) -> Any:
         self.rounds += 1
         if self.rng.random() < 0.02:
             raise ValueError(f"a penny is lost after {self.rounds} throws of {sum(map(int, actions.values()))}")
-        over = self.rounds == 30
-        if over:
+        done = self.rounds == 30
+        if done:
             self.agents = []
-        rewards = self._all(lambda: float(self.rng.random()))
-        observations = self._all(lambda: self.rng.random(2).astype(np.float32))
-        return observations, rewards, self._all(lambda: over), self._all(lambda: False), self._all(dict)
+        rewards = self._for_all_agents(lambda: float(self.rng.random()))
+        observations = self._for_all_agents(lambda: self.rng.random(2).astype(np.float32))
+        terminations, truncations = self._for_all_agents(lambda: done), self._for_all_agents(lambda: False)
+        return observations, rewards, terminations, truncations, self._for_all_agents(dict)
 
     def close(self) -> None:
         pass
@@ -513,14 +516,14 @@ def test_replay_repeats_failure_of_multi_agent_env(tmp_path: Path) -> None:
 # -- the command ----------------------------------------------------------------------------------------------------------
 
 
-def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
+def run_replay(*arguments: Any) -> subprocess.CompletedProcess[str]:
     """Run ``vecenv replay`` with these arguments."""
     return run_python("-m", "vecenv", "replay", *arguments)
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Record an environment that raises in step 9; return the file, which has a snapshot."""
+    """Record an environment that raises in step 9, and return the file, which has a snapshot."""
     folder = tmp_path_factory.mktemp("records")
     recording = vecenv.FlightRecorder(folder, snapshot_every=4)
     with (
@@ -529,70 +532,70 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
             vecenv.AsyncVectorEnv([functools.partial(HistoryEnv, FAILING_STEP)], record_failures=recording, num_workers=0)
         ) as envs,
     ):
-        patch.setattr(recorder, "_LONG_REPLAY_SECONDS", -1.0)  # otherwise so short a record has no snapshot
+        patch.setattr(recorder, "_LONG_REPLAY_SECONDS", -1.0)  # otherwise, a record this short has no snapshot
         envs.reset(seed=1)
-        with pytest.raises(ValueError, match="the pen broke"):
+        with pytest.raises(ValueError, match="the environment broke"):
             step_until_error(envs, lambda step: [step % 5])
     (written,) = folder.glob("*.vecenv")
     return written
 
 
 def test_replay_prints_record_traceback_and_result(file: Path) -> None:
-    done = run(file, "--yes")
+    done = run_replay(file, "--yes")
     assert done.returncode == 0, done.stderr
     first, recorded, *traceback, result = done.stdout.splitlines()
     assert first.startswith("HistoryEnv, env 0, episode 1, step ")
-    assert recorded.startswith("Recorded: ValueError: the pen broke after 9 steps at ")
+    assert recorded.startswith("Recorded: ValueError: the environment broke after 9 steps at ")
     assert result.startswith("Happened again at step ")
-    assert "the pen broke after 9 steps at " in result
+    assert "the environment broke after 9 steps at " in result
     assert traceback[0] == "Traceback (most recent call last):"
     assert any(line.startswith("  File") and line.endswith("in step") and "history_envs.py" in line for line in traceback)
-    assert traceback[-1].startswith("ValueError: the pen broke after 9 steps at ")
+    assert traceback[-1].startswith("ValueError: the environment broke after 9 steps at ")
 
 
 def test_replay_json_has_environment_step_and_location(file: Path) -> None:
-    done = run(file, "--yes", "--json")
+    done = run_replay(file, "--yes", "--json")
     found = json.loads(done.stdout)
     step = int(file.stem.rpartition("step")[2])
     assert (found["result"], found["env_id"], found["env"], found["step"]) == ("happened again", "HistoryEnv", 0, step)
     assert (found["episode"], found["recorded_step"], found["instead"]) == (1, step, None)
     assert re.fullmatch(r"history_envs\.py:\d+ in step", found["location"])
     assert found["traceback"].startswith("Traceback (most recent call last):\n")
-    assert found["recorded"].startswith("ValueError: the pen broke")
+    assert found["recorded"].startswith("ValueError: the environment broke")
 
 
 @pytest.mark.long
 def test_replay_of_a_folder_lists_its_newest_files(file: Path, tmp_path: Path) -> None:
-    done = run(file.parent)
+    done = run_replay(file.parent)
     assert done.returncode == 2
     first, listed = done.stderr.splitlines()
     assert first == f"vecenv: {file.parent} is a folder; choose one of its files. The newest:"
-    assert listed.startswith(f"  {file}: ValueError: the pen broke after 9 steps")
-    done = run(tmp_path)
+    assert listed.startswith(f"  {file}: ValueError: the environment broke after 9 steps")
+    done = run_replay(tmp_path)
     assert (done.returncode, done.stderr) == (2, f"vecenv: {tmp_path} is a folder without recorded failures (*.vecenv)\n")
 
 
 @pytest.mark.long
 def test_replay_from_snapshot_repeats_and_until_stops_before_step(file: Path) -> None:
-    done = run(file, "--yes", "--json", "--from-snapshot")
+    done = run_replay(file, "--yes", "--json", "--from-snapshot")
     assert json.loads(done.stdout)["result"] == "happened again"
     step = int(file.stem.rpartition("step")[2])
-    done = run(file, "--yes", "--until", max(step - 1, 1))
+    done = run_replay(file, "--yes", "--until", max(step - 1, 1))
     assert done.stdout.splitlines()[-1] == f"Stopped before step {max(step - 1, 1)}: everything matched the record"
     assert done.returncode == 0
-    done = run(file, "--yes", "--json", "--until", max(step - 1, 1))
+    done = run_replay(file, "--yes", "--json", "--until", max(step - 1, 1))
     assert (json.loads(done.stdout)["result"], done.returncode) == ("stopped", 0)
 
 
 @pytest.mark.parametrize("options", [(), ("--pdb",)], ids=str)
-def test_replay_until_a_step_after_the_record_is_refused(options: Sequence[str], file: Path) -> None:
+def test_replay_until_a_step_after_the_record_exits_with_an_error(options: Sequence[str], file: Path) -> None:
     step = int(file.stem.rpartition("step")[2])
-    done = run(file, "--yes", "--until", step + 1, *options)
+    done = run_replay(file, "--yes", "--until", step + 1, *options)
     assert (done.returncode, done.stderr) == (2, f"vecenv: --until {step + 1}: the record ends at step {step}\n")
 
 
-def test_replay_with_pdb_and_json_is_refused(file: Path) -> None:
-    done = run(file, "--yes", "--pdb", "--json")
+def test_replay_with_pdb_and_json_exits_with_an_error(file: Path) -> None:
+    done = run_replay(file, "--yes", "--pdb", "--json")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "vecenv: --pdb and --json cannot be combined\n"
 
@@ -605,11 +608,11 @@ def test_replay_with_pdb_and_json_is_refused(file: Path) -> None:
         ("/proc/out.gif", "--frames: "),
     ],
 )
-def test_frames_that_cannot_be_written_are_refused_before_replaying(
+def test_replay_with_frames_that_cannot_be_written_exits_before_replaying(
     name: str, text: str, file: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "folder.gif").mkdir()
-    done = run(file, "--yes", "--frames", tmp_path / name)
+    done = run_replay(file, "--yes", "--frames", tmp_path / name)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"vecenv: {text}")
     assert name in done.stderr
@@ -619,16 +622,16 @@ def test_frames_that_cannot_be_written_are_refused_before_replaying(
 @pytest.mark.parametrize(
     ("name", "library", "command"), [("out.gif", "Pillow", "pillow"), ("out.mp4", "moviepy", "'moviepy>=2'")]
 )
-def test_frames_without_video_library_are_refused(
+def test_replay_with_frames_but_no_video_library_names_the_install_command(
     name: str, library: str, command: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert cli.main(["replay", str(file), "--yes", "--frames", str(tmp_path / name)]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
+    output = capsys.readouterr()
+    assert output.out == ""
     needs = f"writing {Path(name).suffix} needs {library}, not installed here: pip install {command}"
-    assert shown.err == f"vecenv: --frames: {needs}\n"
+    assert output.err == f"vecenv: --frames: {needs}\n"
 
 
 class RenderingEnv(ShortEnv):
@@ -654,7 +657,7 @@ class RenderingEnv(ShortEnv):
 
 
 def record_rendering_env(folder: Path, fault: str) -> Path:
-    """Record five steps; with the fault ``"step"``, the last one ends the process."""
+    """Record five steps. With the fault ``"step"``, the last one ends the process."""
     with contextlib.closing(
         vecenv.AsyncVectorEnv([functools.partial(RenderingEnv, fault)], record_failures=folder)
     ) as envs:
@@ -669,7 +672,7 @@ def record_rendering_env(folder: Path, fault: str) -> Path:
 def test_frames_before_a_crash_are_written(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     out = tmp_path / "out.gif"
-    done = run(record_rendering_env(tmp_path, "step"), "--yes", "--frames", out)
+    done = run_replay(record_rendering_env(tmp_path, "step"), "--yes", "--frames", out)
     assert done.returncode == 0, done.stderr
     *_, result, wrote = done.stdout.splitlines()
     assert result.startswith("Happened again at step 5: ")
@@ -688,7 +691,7 @@ def test_frames_before_a_crash_are_written(tmp_path: Path) -> None:
 )
 def test_frames_report_failing_render(fault: str, text: str, tmp_path: Path) -> None:
     pytest.importorskip("PIL")
-    done = run(record_rendering_env(tmp_path, fault), "--yes", "--frames", tmp_path / "out.gif")
+    done = run_replay(record_rendering_env(tmp_path, fault), "--yes", "--frames", tmp_path / "out.gif")
     assert (done.returncode, done.stdout.splitlines()[-1], done.stderr) == (2, text, "")
 
 
@@ -698,7 +701,7 @@ def test_frames_of_a_failing_reset_report_no_frames(tmp_path: Path) -> None:
         vecenv.AsyncVectorEnv([functools.partial(FaultyEnv, RenderingEnv(), "raises", seed=2)], record_failures=tmp_path)
     ) as envs, contextlib.suppress(ValueError):
         envs.reset(seed=2)
-    done = run(min(tmp_path.glob("*.vecenv")), "--yes", "--frames", tmp_path / "out.gif")
+    done = run_replay(min(tmp_path.glob("*.vecenv")), "--yes", "--frames", tmp_path / "out.gif")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "No frames: the environment failed before the first step"
 
@@ -730,7 +733,7 @@ def test_frames_are_rendered_if_recorded_without_a_render_mode(tmp_path: Path) -
 
 @pytest.mark.parametrize("env_kwargs", [{}, {"fault": ""}, {"render_mode": None}])
 @pytest.mark.parametrize("wrappers", [None, [functools.partial(gym.wrappers.TimeLimit, max_episode_steps=9)]])
-def test_frames_are_rendered_of_a_class_given_to_make_vec(
+def test_frames_of_a_class_passed_to_make_vec_are_rendered(
     tmp_path: Path, env_kwargs: dict[str, Any], wrappers: list[Any] | None
 ) -> None:
     options = {"record_failures": tmp_path, "num_workers": 0}
@@ -739,8 +742,8 @@ def test_frames_are_rendered_of_a_class_given_to_make_vec(
     )
 
 
-class SameFrameEnv(RenderingEnv):
-    """An environment that renders into the same array each time."""
+class ReusedFrameEnv(RenderingEnv):
+    """An environment that renders every frame into the same array."""
 
     frame = np.zeros((8, 8, 3), np.uint8)
 
@@ -750,7 +753,7 @@ class SameFrameEnv(RenderingEnv):
 
 
 def test_frames_of_a_reused_array_are_copied(tmp_path: Path) -> None:
-    with contextlib.closing(vecenv.AsyncVectorEnv([SameFrameEnv], record_failures=tmp_path, num_workers=0)) as envs:
+    with contextlib.closing(vecenv.AsyncVectorEnv([ReusedFrameEnv], record_failures=tmp_path, num_workers=0)) as envs:
         envs.reset(seed=1)
         envs.step([1])
         envs.step([1])
@@ -765,11 +768,11 @@ def test_frames_are_written_if_the_environment_can_be_rendered(file: Path, tmp_p
     pytest.importorskip("PIL")
     from PIL import Image
 
-    done = run(file, "--yes", "--frames", tmp_path / "out.gif")
+    done = run_replay(file, "--yes", "--frames", tmp_path / "out.gif")
     assert done.stdout.splitlines()[-1] == f"Wrote {tmp_path / 'out.gif'} ({FAILING_STEP} frames)"
     with contextlib.closing(vecenv.AsyncVectorEnv([ShortEnv], record_failures=tmp_path, num_workers=0)) as envs:
         envs.reset(seed=1)
-        done = run(envs.record(0), "--yes", "--frames", tmp_path / "out.gif")
+        done = run_replay(envs.record(0), "--yes", "--frames", tmp_path / "out.gif")
     assert done.returncode == 2
     assert "Cannot be rendered, because the environment is not registered: " in done.stdout
     recording = vecenv.FlightRecorder(tmp_path)
@@ -782,7 +785,7 @@ def test_frames_are_written_if_the_environment_can_be_rendered(file: Path, tmp_p
         written = envs.record(0)
     assert written.name == "CartPole-v1-env0-episode1-step6.vecenv"
     pytest.importorskip("pygame")
-    done = run(written, "--yes", "--frames", tmp_path / "out.gif")
+    done = run_replay(written, "--yes", "--frames", tmp_path / "out.gif")
     assert done.returncode == 0, done.stdout
     assert getattr(Image.open(tmp_path / "out.gif"), "n_frames", 0) > 1
     assert done.stdout.splitlines()[-1] == f"Wrote {tmp_path / 'out.gif'} (7 frames)"
@@ -805,36 +808,36 @@ def write_changed_copy(file: Path, target: Path, change: Any) -> Path:
         (lambda blob: blob.replace(b'"format": 6', b'"format": 9', 1), "has format 9, and this version of vecenv reads 6"),
     ],
 )
-def test_invalid_files_are_refused_before_unpickling(
+def test_replay_of_an_invalid_file_exits_before_unpickling(
     change: Any, text: str, file: Path, tmp_path: Path
 ) -> None:
-    done = run(write_changed_copy(file, tmp_path / "wrong.vecenv", change), "--yes")
+    done = run_replay(write_changed_copy(file, tmp_path / "wrong.vecenv", change), "--yes")
     assert done.returncode == 2
     assert text in done.stderr
     assert len(done.stderr.strip().splitlines()) <= 2, done.stderr
 
 
-def test_replay_of_several_files_is_refused(file: Path) -> None:
-    done = run(file, file, "--yes", file)
+def test_replay_of_several_files_exits_with_an_error(file: Path) -> None:
+    done = run_replay(file, file, "--yes", file)
     assert done.returncode == 2
     assert done.stderr.endswith(": error: replay takes one FILE, got 3\n")
 
 
-def test_replay_of_a_missing_file_is_refused() -> None:
-    done = run("nowhere.vecenv", "--yes")
+def test_replay_of_a_missing_file_exits_with_an_error() -> None:
+    done = run_replay("nowhere.vecenv", "--yes")
     assert done.returncode == 2
     assert "No such file" in done.stderr
     assert "keep=" not in done.stderr
 
 
 def test_replay_of_a_missing_recorder_file_mentions_keep(file: Path) -> None:
-    done = run(file.with_name("Ant-v5-env3-episode17-step412.vecenv"), "--yes")
+    done = run_replay(file.with_name("Ant-v5-env3-episode17-step412.vecenv"), "--yes")
     assert done.returncode == 2
     assert done.stderr.endswith("step412.vecenv' (the recorder keeps only the newest files; see keep=)\n")
 
 
 def test_replay_needs_confirmation_before_unpickling(file: Path) -> None:
-    done = run(file)
+    done = run_replay(file)
     assert done.returncode == 2
     reason = "the file contains a pickle, which can run arbitrary code; pass --yes if it is yours"
     assert done.stderr == f"vecenv: not replayed, because {reason}\n"
@@ -843,14 +846,14 @@ def test_replay_needs_confirmation_before_unpickling(file: Path) -> None:
 
 
 class PrintingEnv(ShortEnv):
-    """An environment that prints."""
+    """An environment that prints its actions."""
 
     def step(self, action: Any) -> Any:
         print("step", action)
         return super().step(action)
 
 
-def test_stdout_holds_only_json_if_replay_asks_and_the_environment_prints(tmp_path: Path) -> None:
+def test_stdout_contains_only_json_despite_a_prompt_and_an_environment_that_prints(tmp_path: Path) -> None:
     with contextlib.closing(vecenv.AsyncVectorEnv([PrintingEnv], record_failures=tmp_path, num_workers=0)) as envs:
         envs.reset(seed=1)
         envs.step([3])
@@ -896,9 +899,9 @@ def test_replay_needs_the_module_of_the_environment(tmp_path: Path) -> None:
         "    envs.reset(seed=1); envs.step([1]); print(envs.record(0)); envs.close()\n"
     )
     path = python_output("-c", program, cwd=tmp_path).strip()
-    assert run(path, "--yes").returncode == 0, "the module was not found in the recorded folder"
+    assert run_replay(path, "--yes").returncode == 0, "the module was not found in the recorded folder"
     module.unlink()
-    done = run(path, "--yes")
+    done = run_replay(path, "--yes")
     assert done.returncode == 2
     assert "Cannot be replayed, because " in done.stdout
     assert "No module named 'gone_world'" in done.stdout
@@ -912,7 +915,7 @@ def test_replay_uses_recorded_definitions_of_the_main_script(tmp_path: Path) -> 
         "    envs = vecenv.AsyncVectorEnv([make], num_workers=0, record_failures='records')\n"
         "    envs.reset(seed=1); envs.step([1]); print(envs.record(0)); envs.close()\n"
     )
-    done = run(tmp_path / python_output("-c", program, cwd=tmp_path).strip(), "--yes")
+    done = run_replay(tmp_path / python_output("-c", program, cwd=tmp_path).strip(), "--yes")
     assert done.stdout.splitlines()[-2].startswith("What the main script or notebook defined is replayed as it was recorded")
 
 
@@ -924,12 +927,12 @@ def test_replay_from_another_folder_finds_module_of_registered_class(tmp_path: P
         "envs = vecenv.make_vec('Odd-v0', 1, num_workers=0, record_failures='records')\n"
         "envs.reset(seed=1); envs.step([1]); print(envs.record(0)); envs.close()\n"
     )
-    done = run(python_output("-c", program, cwd=tmp_path).strip(), "--yes")
+    done = run_replay(python_output("-c", program, cwd=tmp_path).strip(), "--yes")
     assert done.returncode == 0, done.stdout
 
 
-class NeedsEngine(ShortEnv):
-    """An environment that cannot be built after its first failure: a variable marks its engine as missing."""
+class MissingEngineEnv(ShortEnv):
+    """An environment that cannot be built after its first failure, which sets a variable that its constructor checks."""
 
     def __init__(self) -> None:
         if missing := os.environ.get("MISSING_ENGINE"):
@@ -947,7 +950,7 @@ def test_replay_without_a_working_constructor_repeats_only_its_failure(
 ) -> None:
     monkeypatch.setenv("MISSING_ENGINE", "")
     recorded: Any = {"record_failures": tmp_path, "on_failure": vecenv.Restart(1), "num_workers": 0}
-    with contextlib.closing(vecenv.AsyncVectorEnv([NeedsEngine], **recorded)) as envs:
+    with contextlib.closing(vecenv.AsyncVectorEnv([MissingEngineEnv], **recorded)) as envs:
         envs.reset(seed=1)
         with contextlib.suppress(RestartsExhausted):
             for action in (0, 1, 0):
@@ -964,7 +967,7 @@ def test_replay_without_a_working_constructor_repeats_only_its_failure(
 def run_in_terminal(command: Sequence[str], *exchanges: tuple[str, str]) -> str:
     """Run a command in a terminal and return its output.
 
-    Each exchange is a text to wait for, and then a line, or Ctrl-C, to type.
+    Each exchange is a text in the output to wait for, and the line (or Ctrl-C) to type after it.
     """
     pid, terminal = pty.fork()
     if not pid:
@@ -984,7 +987,7 @@ def run_in_terminal(command: Sequence[str], *exchanges: tuple[str, str]) -> str:
             if remaining and remaining[0][0] in output.rpartition("\0")[2]:
                 text = remaining.pop(0)[1]
                 os.write(terminal, text.encode() + (b"" if text == "\x03" else b"\n"))
-                output += "\0"  # the next text is awaited after this mark
+                output += "\0"  # the next text must appear after this mark
     finally:
         os.close(terminal)
         with contextlib.suppress(ProcessLookupError):
@@ -999,7 +1002,7 @@ def test_pdb_stops_in_the_frame_that_raised(file: Path) -> None:
     output = run_in_terminal(
         command, ("[y/N]", "y"), ("(Pdb)", "p self.step_count, self.fails_at"), ("(9, 9)", ""), ("(Pdb)", "q")
     )
-    assert 'raise ValueError(f"the pen broke' in output
+    assert 'raise ValueError(f"the environment broke' in output
     assert "history_envs.py" in output
     assert output.count("Happened again at step ") == 1
 
@@ -1022,7 +1025,7 @@ def test_pdb_continues_to_the_end_of_the_record(file: Path) -> None:
 @pytest.mark.parametrize("fault", ["too_few_values", pytest.param("wrong_shape", marks=pytest.mark.long)])
 def test_pdb_names_the_option_that_stops_before_a_bad_result(fault: str, tmp_path: Path) -> None:
     files, _ = record_failure(tmp_path, fault)
-    done = run(files[0], "--yes", "--pdb")
+    done = run_replay(files[0], "--yes", "--pdb")
     assert done.returncode == 0, done.stderr
     advice = f"No frame of the environment is left: --pdb --until {FAILING_STEP} stops before that step"
     assert advice in done.stdout.splitlines()
@@ -1042,8 +1045,12 @@ def record_fatal_reset(folder: Path, trigger: str) -> Path:
     fns = [functools.partial(make_faulty_env, "exit_now", reset=2)]
     with contextlib.closing(vecenv.AsyncVectorEnv(fns, record_failures=folder)) as envs:
         envs.reset(seed=1)
+        if trigger == "requested":
+            reset = functools.partial(envs.reset, seed=2)
+        else:
+            reset = functools.partial(step_until_error, envs, lambda step: [0])
         with pytest.raises(WorkerDied):
-            envs.reset(seed=2) if trigger == "requested" else step_until_error(envs, lambda step: [0])
+            reset()
     return min(folder.glob("*.vecenv"))
 
 
@@ -1070,9 +1077,9 @@ def test_pdb_shows_the_stack_of_a_crash_and_the_prompt_in_a_hang(tmp_path: Path)
     assert "Fatal Python error: Segmentation fault" in output
     assert "faulty.py" in output.partition("Fatal Python error")[2]
     files, _ = record_failure(tmp_path / "sleep", "sleep", step_timeout=0.5)
-    # The debugger stops at the next line of Python code, so the hang must consist of many short sleeps.
-    naps = "import time; time.sleep = lambda s, nap=time.sleep: [(print('Zz'), nap(s / 72_000)) for _ in range(2000)]"
-    output = run_in_terminal([*command, str(files[0])], ("(Pdb)", naps), ("(Pdb)", "c"), ("Zz\r", "\x03"),
+    # the debugger stops at the next line of Python code, so the hang must consist of many short sleeps
+    many_sleeps = "import time; time.sleep = lambda s, nap=time.sleep: [(print('Zz'), nap(s / 72_000)) for _ in range(2000)]"
+    output = run_in_terminal([*command, str(files[0])], ("(Pdb)", many_sleeps), ("(Pdb)", "c"), ("Zz\r", "\x03"),
                              ("(Pdb)", "p 'frame', s"), ("('frame',", "q"))  # fmt: skip
     assert "Interrupted" in output
     assert "Traceback" not in output

@@ -69,7 +69,8 @@ def test_results_equal_directly_stepped_environments(
         rng = random.Random(0)
         async with Pool(env_class, 4, **options) as pool:
             for schedule in range(schedule_count):
-                await asyncio.gather(*(play(pool, random.Random(rng.random()), 100 * schedule + n) for n in range(6)))
+                seeds = range(100 * schedule, 100 * schedule + 6)
+                await asyncio.gather(*(play(pool, random.Random(rng.random()), seed) for seed in seeds))
 
     async def play(pool: Pool, rng: random.Random, seed: int) -> None:
         reference = env_class()
@@ -82,7 +83,7 @@ def test_results_equal_directly_stepped_environments(
             for action in actions:
                 await pause(rng)
                 results.append(await env.step(action))
-            assert env.over == (len(actions) == 6)
+            assert env.over == (len(actions) == 6)  # an episode has six steps
         expected = step_directly(reference, seed, actions)
         for episode in (results, expected):
             episode[0][1].pop("pid", None)  # the reference is in this process
@@ -462,8 +463,8 @@ async def make_every_call(pool: Pool) -> None:
 
 
 async def wait_for_a_slot(pool: Pool) -> None:
-    """Occupy all slots, and begin another episode, which waits until one of them is left."""
-    episodes = [pool.episode(seed=n) for n in range(pool.size)]
+    """Begin an episode while all slots are occupied. One of them becomes free after 0.01 seconds."""
+    episodes = [pool.episode(seed=seed) for seed in range(pool.size)]
     try:
         for episode in episodes:
             await episode.__aenter__()
@@ -486,7 +487,7 @@ async def evaluate_episodes(pool: Pool) -> None:
 def interrupt_every_await(
     program: Callable[[Pool], Coroutine[Any, Any, None]], size: int, options: dict[str, Any], interruption: Any
 ) -> int:
-    """Run a program repeatedly in one pool, and interrupt each run at the next await. Return the number of awaits."""
+    """Run a program repeatedly in one pool, and interrupt the n-th run at its n-th await. Return the number of awaits."""
 
     async def main() -> int:
         # no request hangs here, but a shorter timeout could kill the worker of a slow request, and end its other episodes

@@ -73,7 +73,7 @@ async def test_calls_on_a_closed_pool_raise() -> None:
     assert repr(pool) == "Pool(size=1, closed)"
 
 
-def test_pool_in_another_loop_or_without_one_raises() -> None:
+def test_pool_raises_in_another_loop_or_without_one() -> None:
     async def enter_pool(pool: Pool) -> None:
         with pytest.raises(LoopError, match="belongs to no event loop yet"):
             pool.episode()
@@ -95,7 +95,7 @@ def test_pool_in_another_loop_or_without_one_raises() -> None:
         first.run(pool.close())
 
 
-async def test_pool_in_a_forked_child_raises() -> None:
+async def test_pool_raises_in_a_forked_child() -> None:
     async def check_that_calls_raise(pool: Pool, env: Any) -> None:
         for call in (pool.__aenter__(), pool.close(), env.step("x")):
             with pytest.raises(ForkedError, match=r"belongs to another process \(pid \d+\); a forked child"):

@@ -107,7 +107,7 @@ def assert_equal_after_reset(envs: Any) -> None:
 
 # --- exceptions during a change of state ----------------------------------------------------------
 
-# name -> the method of the worker pool that is interrupted, and the call
+# name -> the method of the worker pool after which an exception is raised, and the call
 INTERRUPTED_CALLS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "step": ("queue_for_all", lambda envs: envs.step(ACTIONS)),
     "send": ("queue", lambda envs: envs.send(ACTIONS[:1], [0])),

@@ -215,7 +215,7 @@ def test_observer_receives_the_failure_and_the_reset_of_a_restart_before_the_res
     with caplog.at_level(logging.WARNING, "vecenv"), open_engine(fns, on_failure="restart") as envs:
         envs.add_observer(log)
         envs.reset(seed=5)
-        for _ in range(2):
+        for _ in range(2):  # the second step fails
             log.pop_events()
             if by_row:
                 envs.send([0, 0], [0, 1])

@@ -53,7 +53,7 @@ def assert_equal_results(
     """Make the same calls to both vector environments, and compare all results."""
     action_space = copy.deepcopy(reference.action_space)
     action_space.seed(action_seed)
-    disabled = reference.autoreset_mode is AutoresetMode.DISABLED
+    autoreset_disabled = reference.autoreset_mode is AutoresetMode.DISABLED
     ended = np.zeros(reference.num_envs, dtype=np.bool_)
 
     def reset_both(seed: Any, mask: np.ndarray | None = None) -> None:
@@ -68,7 +68,7 @@ def assert_equal_results(
         if move.kind == "reset":
             reset_both(move.seed, None if move.mask is None else np.array(move.mask))
             continue
-        if disabled and ended.any():
+        if autoreset_disabled and ended.any():
             reset_both(None, ended.copy())
         actions = action_space.sample()
         if move.as_list:
@@ -618,11 +618,11 @@ def test_assert_same_trajectory_detects_differences(mode: AutoresetMode) -> None
     fns = counters(2, lengths=(3,))
     reference = SyncVectorEnv(fns, autoreset_mode=mode)
     envs: Any = vecenv.AsyncVectorEnv(fns, autoreset_mode=mode, num_workers=0)
-    longer: Any = vecenv.AsyncVectorEnv(counters(2, lengths=(4,)), autoreset_mode=mode, num_workers=0)
+    longer_episodes: Any = vecenv.AsyncVectorEnv(counters(2, lengths=(4,)), autoreset_mode=mode, num_workers=0)
     assert_same_trajectory(envs, reference, 20, seed=3)
     new_reference = SyncVectorEnv(fns, autoreset_mode=mode)
     with pytest.raises(AssertionError, match="step 2"):
-        assert_same_trajectory(longer, new_reference, 20, seed=[1, 2])
-    for each in (envs, longer, reference, new_reference):
+        assert_same_trajectory(longer_episodes, new_reference, 20, seed=[1, 2])
+    for each in (envs, longer_episodes, reference, new_reference):
         each.close()
 

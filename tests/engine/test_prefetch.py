@@ -121,8 +121,8 @@ def test_steps_do_not_wait_for_prefetched_resets(mode: str, closes: Any) -> None
     envs = make_prefetcher(env_fn, 2, spare_workers=2, autoreset_mode=mode)
     assert measure_waiting_time(envs, 5) < 0.25
     envs.close()
-    plain = closes(vecenv.AsyncVectorEnv([env_fn] * 2, context="fork", autoreset_mode=mode))
-    assert measure_waiting_time(plain, 5) > 0.25, "the resets of the environment are too fast for this test"
+    engine = closes(vecenv.AsyncVectorEnv([env_fn] * 2, context="fork", autoreset_mode=mode))
+    assert measure_waiting_time(engine, 5) > 0.25, "the resets of the environment are too fast for this test"
 
 
 @pytest.mark.long
@@ -332,7 +332,7 @@ def test_rows_can_be_reset_one_by_one() -> None:
                 checker.send(rows)
 
 
-def test_full_reset_may_be_received_row_by_row() -> None:
+def test_full_reset_can_be_received_row_by_row() -> None:
     checker = RowByRowChecker(Walk, 3, batch_size=2)
     with contextlib.closing(checker.envs):
         checker.reset(seed=3)
@@ -391,10 +391,10 @@ def test_snapshots_contain_the_seeds_of_later_episodes(mode: str) -> None:
     with contextlib.closing(make_prefetcher(Walk, spare_workers=1, autoreset_mode=mode)) as other_envs:
         other_envs.load(snapshots)
         assert_identical(play(other_envs, 30, seed=None, action_seed=2), expected)
-    plain = vecenv.AsyncVectorEnv([Walk] * 3, context="fork", autoreset_mode=mode)
-    with contextlib.closing(plain), contextlib.closing(make_prefetcher(Walk, autoreset_mode=mode)) as envs:
-        plain.reset(seed=5)
-        envs.load(plain.save())  # these snapshots contain no seeds of later episodes
+    engine = vecenv.AsyncVectorEnv([Walk] * 3, context="fork", autoreset_mode=mode)
+    with contextlib.closing(engine), contextlib.closing(make_prefetcher(Walk, autoreset_mode=mode)) as envs:
+        engine.reset(seed=5)
+        envs.load(engine.save())  # these snapshots contain no seeds of later episodes
         play(envs, 30, seed=None)
 
 
@@ -414,7 +414,7 @@ class NoneInfoEnv(Walk):
 
 @pytest.mark.filterwarnings("ignore:.*it is dropped")
 @pytest.mark.parametrize("mode", MODES)
-def test_infos_of_none_are_in_the_result_of_the_error_or_in_final_infos(mode: str, closes: Any) -> None:
+def test_info_that_is_none_is_in_the_result_of_the_error_or_in_final_infos(mode: str, closes: Any) -> None:
     envs = closes(make_prefetcher(NoneInfoEnv, 2, spare_workers=1, autoreset_mode=mode))
     reference = closes(make_prefetcher(Walk, 2, spare_workers=1, autoreset_mode=mode))
     envs.reset(seed=1)

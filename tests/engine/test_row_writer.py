@@ -30,14 +30,14 @@ def assert_writers_agree(monkeypatch: pytest.MonkeyPatch, count: int, seed: int)
 
 @pytest.mark.usefixtures("compiled_writer")
 @pytest.mark.filterwarnings("ignore")
-def test_random_results_are_stored_as_by_the_python_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_writers_store_the_same_random_results(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_writers_agree(monkeypatch, 3000, int.from_bytes(os.urandom(3), "little"))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiled_writer")
 @pytest.mark.filterwarnings("ignore")
-def test_100_000_random_results_are_stored_as_by_the_python_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_writers_store_the_same_100_000_random_results(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_writers_agree(monkeypatch, 100_000, 1)
 
 
@@ -132,12 +132,12 @@ def test_vecenv_pure_selects_the_python_writer(value: str, expected: int, monkey
 
 
 @pytest.mark.usefixtures("compiled_writer")
-def test_python_writes_scalar_observations() -> None:
+def test_python_writer_is_used_for_scalar_observations() -> None:
     assert count_compiled_rows() == 0
 
 
 @pytest.mark.parametrize("incompatible_name", [None, "INTERFACE", "fields"])
-def test_python_writes_if_the_compiled_module_is_missing_or_incompatible(
+def test_python_writer_is_used_if_the_compiled_module_is_missing_or_incompatible(
     incompatible_name: str | None, compiled_writer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A module is incompatible if it was built from other sources, or for another memory layout of NumPy's arrays."""

@@ -80,7 +80,7 @@ def use_an_engine(context: str) -> None:
 
 @soak
 @pytest.mark.parametrize(("context", "cycles"), [("fork", CYCLES), ("forkserver", CYCLES), ("spawn", 20)])
-def test_many_engines_leave_no_resources(context: str, cycles: int) -> None:
+def test_many_engines_leak_no_resources(context: str, cycles: int) -> None:
     """Up to a thousand engines are opened, stepped and closed, one after the other."""
     for _ in range(5):
         use_an_engine(context)
@@ -101,7 +101,7 @@ def test_many_engines_leave_no_resources(context: str, cycles: int) -> None:
 
 
 @soak
-def test_constructors_that_raise_leave_no_resources() -> None:
+def test_constructors_that_raise_leak_no_resources() -> None:
     def raise_lookup_error() -> gym.Env:
         raise LookupError("no such environment")
 
@@ -139,7 +139,7 @@ def test_memory_is_flat_over_a_million_steps(workers: int) -> None:
 
 
 @soak
-def test_hundreds_of_restarts_leave_no_resources() -> None:
+def test_hundreds_of_restarts_leak_no_resources() -> None:
     def make_crashing_env() -> gym.Env:
         return FaultyEnv(CheapEnv(), "kill", step=2)
 

@@ -204,7 +204,7 @@ def test_probe_takes_few_steps(tmp_path: Path, env_class: Any, max_steps: int, m
         assert envs.num_workers == 4
 
 
-def test_time_of_waiting_for_a_core_is_not_step_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_step_time_excludes_waiting_for_a_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Otherwise fast steps would seem slow on a busy machine, and each environment would get its own process."""
     readings = itertools.count()
     monkeypatch.setattr("vecenv.planning.trial.seconds_waited", lambda: next(readings) * SlowEnv.step_seconds)
@@ -503,7 +503,7 @@ def _build_and_step(num_workers: Any) -> str:
         return str(envs.step([0, 0])[0].ravel().tolist())
 
 
-def test_daemonic_process_can_step_environments_only_itself() -> None:
+def test_daemonic_process_can_only_step_environments_itself() -> None:
     with multiprocessing.get_context("fork").Pool(1) as pool:
         error, *results = pool.map(_build_and_step, [None, 0, "auto"])
     assert error.startswith("NotImplementedError")

@@ -243,14 +243,13 @@ def test_stored_errors_do_not_keep_local_variables_alive(workers: int, failures:
     for _ in range(5):
         cause_failure()
     gc.collect()
-    before = resident_mib()
-    highest = 0.0
+    memory_before = resident_mib()
     for count in range(1, failures + 1):
         cause_failure()
         if count % 50 == 0:
             gc.collect()
-            highest = max(highest, resident_mib() - before)
-            assert highest < 100, f"{highest:.0f} MiB more after {count} failures with 8 MiB each"
+            growth = resident_mib() - memory_before
+            assert growth < 100, f"{growth:.0f} MiB more after {count} failures with 8 MiB each"
     assert len(envs.errors) <= 1000
 
 

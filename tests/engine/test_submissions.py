@@ -72,7 +72,7 @@ def reset_rows(submissions: Any, *rows: int) -> None:
     wait_for_results(submissions, len(rows))
 
 
-def test_rows_are_reset_and_stepped_one_by_one(envs: Any, submissions: Any) -> None:
+def test_rows_can_be_reset_and_stepped_one_by_one(envs: Any, submissions: Any) -> None:
     for row in range(3):
         submissions.submit(row, "reset", (row, None))
     assert envs.stats()["in_flight"] == 3
@@ -103,7 +103,7 @@ def test_env_that_raises_needs_a_reset(submissions: Any) -> None:
     assert not submissions.failed
 
 
-def test_worker_death_ends_its_request_and_start_does_not_wait(envs: Any, submissions: Any) -> None:
+def test_worker_death_ends_its_request_and_start_does_not_block(envs: Any, submissions: Any) -> None:
     reset_rows(submissions, 0, 1, 2)
     submissions.submit(0, "step", KILL)
     submissions.submit(2, "step", 2)

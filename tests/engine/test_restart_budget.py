@@ -289,6 +289,11 @@ def crash_one_row(env: Any, row: int) -> None:
         env.crash()
 
 
+def crash_in_send(envs: Any, row: int) -> None:
+    envs.send(np.array([0, 1]), [3, row])
+    envs.recv(count=2)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.linux
 @pytest.mark.parametrize("crashing_row", [4, 5, 6])
@@ -296,7 +301,7 @@ def crash_one_row(env: Any, row: int) -> None:
     ("command", "crash"),
     [
         ("step", lambda envs, row: envs.step(np.eye(7, dtype=int)[row])),
-        ("step", lambda envs, row: (envs.send(np.array([0, 1]), [3, row]), envs.recv(count=2))),
+        ("step", crash_in_send),
         ("reset", lambda envs, row: envs.reset(options=[{"crash": True} if env == row else None for env in range(7)])),
         ("exec_func", lambda envs, row: envs.exec_func(crash_one_row, None, row)),
     ],

@@ -50,12 +50,9 @@ class RaisingEnv(gym.Env[Any, Any]):
 
 
 def step_until_exhausted(failing_steps: list[int], steps: int, **options: Any) -> tuple[int, Exception | None]:
-    """Step until the budget is exhausted. Return the number of restarts, and the error or ``None``.
+    """Step until the budget is exhausted, at most ``steps`` times. Return the number of restarts, and the error or ``None``.
 
-    Args:
-        failing_steps: The number of the step in which each environment fails, counted since it was built.
-        steps: The maximal number of steps.
-        **options: Options of ``Restart``.
+    Each environment fails in its step with the number in ``failing_steps``, counted since it was built.
     """
     fns = [partial(RaisingEnv, failing_step) for failing_step in failing_steps]
     envs = vecenv.AsyncVectorEnv(fns, num_workers=1, on_failure=Restart(**options))

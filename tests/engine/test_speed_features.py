@@ -39,10 +39,7 @@ from vecenv.worker import rows
 class NumericInfoEnv(gymnasium.Env[Any, Any]):
     """An environment with numeric infos of every kind.
 
-    Args:
-        env: The row.
-        style: "regular" if all steps have the same keys; "by env" or "over time" if the keys differ between environments or
-            between steps; "mixed" if every second step also has a text.
+    Keys are always the same ("regular"), differ "by env" or "over time", or include a text in every second step ("mixed").
     """
 
     observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
@@ -554,14 +551,7 @@ def test_steps_in_short_messages_are_counted_and_their_times_sampled() -> None:
     ],
 )
 def test_batch_size_auto_depends_on_step_time_and_cores(
-    step: float,
-    cpu: float,
-    num_envs: int,
-    workers: int,
-    cores: int,
-    batch_size: int,
-    rows_at_once: int | None,
-    reason: str,
+    step: float, cpu: float, num_envs: int, workers: int, cores: int, batch_size: int, rows_at_once: int | None, reason: str
 ) -> None:
     plan = plan_batches(Plan(num_envs, workers, 0, "as requested", StepTimes(100, step, cpu), cores, {}))
     assert (plan.batch_size, plan.rows_at_once) == (batch_size, rows_at_once)

@@ -359,12 +359,9 @@ def test_guard_does_not_compare_right_after_a_reset() -> None:
 
 
 class DirectoryChangingEnv(BaseEnv):
-    """An environment that changes the working directory of its process.
+    """An environment that changes the directory of its process in one call: "init", "reset" or "step".
 
-    Args:
-        when: The call that changes the directory: "init", "reset" or "step".
-        folder: The new directory.
-        restores: The call also restores the previous directory.
+    With ``restores``, this call also restores the previous directory.
     """
 
     def __init__(self, when: str, folder: str, restores: bool) -> None:

@@ -13,7 +13,7 @@ from vecenv.testing import assert_identical  # noqa: F401 - before other imports
 with contextlib.suppress(ImportError):
     import uvloop
 
-    # libuv never closes a pipe of its first loop, so it is opened before a test counts descriptors
+    # libuv never closes a pipe that its first loop opens, so this loop opens it before a test counts descriptors
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(asyncio.sleep(0))
 

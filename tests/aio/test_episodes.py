@@ -1,4 +1,4 @@
-"""Episodes of an asynchronous pool, the example program, and cancelled awaits."""
+"""Tests of episodes of an asynchronous pool, of the example program, and of cancelled awaits."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from vecenv.wrappers import ActionChunks
 
 LOOPS = ["asyncio", *(["uvloop"] if importlib.util.find_spec("uvloop") else [])]
 WORKER_OPTIONS = [
-    pytest.param({}, id="each"),
-    pytest.param({"num_workers": 2}, id="two"),
+    pytest.param({}, id="process-per-env"),
+    pytest.param({"num_workers": 2}, id="two-workers"),
     pytest.param({"num_workers": 2, "env_threads": 3}, id="threads"),
 ]
-SCHEDULES = [
+SCHEDULE_COUNTS = [
     15,
     pytest.param(150, marks=pytest.mark.long),
     pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
@@ -49,25 +49,28 @@ def test_importing_the_package_does_not_import_asyncio() -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("kwargs", WORKER_OPTIONS)
-async def test_every_slot_returns_its_own_results(loop: str, kwargs: dict[str, Any]) -> None:
-    async with Pool(TextEnv, 6, **kwargs) as pool:
+@pytest.mark.parametrize("options", WORKER_OPTIONS)
+async def test_every_slot_returns_its_own_results(loop: str, options: dict[str, Any]) -> None:
+    async with Pool(TextEnv, 6, **options) as pool:
         await check_all_slots(pool)
-        await check_all_slots(pool)
+        await check_all_slots(pool)  # the slots can be used again
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("schedules", SCHEDULES)
+@pytest.mark.parametrize("schedule_count", SCHEDULE_COUNTS)
 @pytest.mark.parametrize("env_class", [TextEnv, RandomWalk])
-@pytest.mark.parametrize("kwargs", WORKER_OPTIONS)
-def test_results_equal_directly_stepped_environments(schedules: int, env_class: Any, kwargs: dict[str, Any]) -> None:
-    """Episodes that start and step at random moments return the results of an environment without a pool."""
+@pytest.mark.parametrize("options", WORKER_OPTIONS)
+def test_results_equal_directly_stepped_environments(
+    schedule_count: int, env_class: Any, options: dict[str, Any]
+) -> None:
+    """Episodes start and step at random moments, and return the results of an environment without a pool."""
 
     async def main() -> None:
         rng = random.Random(0)
-        async with Pool(env_class, 4, **kwargs) as pool:
-            for schedule in range(schedules):
-                await asyncio.gather(*(play(pool, random.Random(rng.random()), 100 * schedule + n) for n in range(6)))
+        async with Pool(env_class, 4, **options) as pool:
+            for schedule in range(schedule_count):
+                seeds = range(100 * schedule, 100 * schedule + 6)
+                await asyncio.gather(*(play(pool, random.Random(rng.random()), seed) for seed in seeds))
 
     async def play(pool: Pool, rng: random.Random, seed: int) -> None:
         reference = env_class()
@@ -80,10 +83,10 @@ def test_results_equal_directly_stepped_environments(schedules: int, env_class: 
             for action in actions:
                 await pause(rng)
                 results.append(await env.step(action))
-            assert env.over == (len(actions) == 6)
+            assert env.over == (len(actions) == 6)  # an episode has six steps
         expected = step_directly(reference, seed, actions)
         for episode in (results, expected):
-            episode[0][1].pop("pid", None)
+            episode[0][1].pop("pid", None)  # the reference is in this process
         assert_identical(results, expected, f"seed {seed}")
 
     async def pause(rng: random.Random) -> None:
@@ -100,15 +103,15 @@ def test_results_equal_directly_stepped_environments(schedules: int, env_class: 
 def test_blocking_environments_wait_concurrently_in_threads(loop: str) -> None:
     async def main() -> float:
         async with Pool(TextEnv, 16, num_workers=2, env_threads=8) as pool:
-            now = asyncio.get_running_loop().time
-            started_at = now()
-            await asyncio.gather(*(play(pool, n) for n in range(16)))
-            return now() - started_at
+            loop_time = asyncio.get_running_loop().time
+            started_at = loop_time()
+            await asyncio.gather(*(play(pool, number) for number in range(16)))
+            return loop_time() - started_at
 
     async def play(pool: Pool, number: int) -> None:
         async with pool.episode(seed=number) as env:
             for step in range(3):
-                await asyncio.sleep(0.01 * ((number + step) % 4))  # so that steps are not all sent at once
+                await asyncio.sleep(0.01 * ((number + step) % 4))  # so that not all steps are sent at once
                 await env.step("wait 0.1")
 
     seconds = run(main(), loop)
@@ -144,21 +147,21 @@ async def test_reset_starts_an_episode_in_the_same_slot_with_seed_and_options() 
 async def test_call_runs_in_one_environment_and_raises_its_error() -> None:
     async with Pool(TextEnv, 3, num_workers=1) as pool:
         async with pool.episode() as first, pool.episode() as second:
-            waiting = asyncio.create_task(second.step("wait 0.05"))
-            assert await first.call("twice", 4) == 8
-            assert await first.call("twice", number=5) == 10
+            step = asyncio.create_task(second.step("wait 0.05"))
+            assert await first.call("double", 4) == 8
+            assert await first.call("double", number=5) == 10
             assert await first.call("pid") == pool._envs.processes[0].pid
             with pytest.raises(KeyError, match="-1"):
-                await first.call("twice", -1)
+                await first.call("double", -1)
             await first.step("x")
-            await waiting
+            await step
         assert len(pool.errors) == 1
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("kwargs", [{"num_workers": 1}, {"num_workers": 1, "env_threads": 3}], ids=["plain", "threads"])
-async def test_many_branches_continue_from_one_saved_state(kwargs: dict[str, Any]) -> None:
-    async with Pool(partial(gym.make, "CartPole-v1"), 4, **kwargs) as pool:
+@pytest.mark.parametrize("options", [{"num_workers": 1}, {"num_workers": 1, "env_threads": 3}], ids=["plain", "threads"])
+async def test_many_branches_continue_from_one_saved_state(options: dict[str, Any]) -> None:
+    async with Pool(partial(gym.make, "CartPole-v1"), 4, **options) as pool:
         async with pool.episode(seed=3) as env:
             await env.step(1)
             snapshot = await env.save()
@@ -189,7 +192,7 @@ async def test_load_of_another_environments_snapshot_raises_and_the_episode_cont
         await cart.step(1)
 
 
-class Unsaveable(TextEnv):
+class UnsaveableEnv(TextEnv):
     """An environment that cannot be saved."""
 
     def __init__(self) -> None:
@@ -198,7 +201,7 @@ class Unsaveable(TextEnv):
 
 
 async def test_save_of_an_unsaveable_environment_raises_and_the_episode_continues() -> None:
-    async with Pool(Unsaveable, 1) as pool, pool.episode() as env:
+    async with Pool(UnsaveableEnv, 1) as pool, pool.episode() as env:
         with pytest.raises(NotRestorable, match="generator"):
             await env.save()
         await env.step("x")
@@ -218,8 +221,8 @@ def test_evaluate_equals_the_synchronous_evaluate() -> None:
     with closing(vecenv.make_vec("CartPole-v1", num_envs=3)) as envs:
         expected = vecenv.evaluate(envs, lambda observations: (observations[:, 2] > 0).astype(int), 12, seed=5)
     assert results.returns.tolist() == expected.returns.tolist()
-    assert [each.seed for each in results] == [each.seed for each in expected]
-    assert sorted(each.index for each in reported) == list(range(12))
+    assert [result.seed for result in results] == [result.seed for result in expected]
+    assert sorted(result.index for result in reported) == list(range(12))
 
 
 def test_evaluate_runs_named_environments_like_the_synchronous_evaluate() -> None:
@@ -231,12 +234,12 @@ def test_evaluate_runs_named_environments_like_the_synchronous_evaluate() -> Non
 
     async def main() -> Any:
         async with Pool(choice, 4, num_workers=2) as pool:
-            for wrong, text in [
+            for unknown_episode, text in [
                 (vecenv.Episode(env="walk-4"), r"episodes\[0\]: there is no environment 'walk-4'; did you mean"),
                 (vecenv.Episode(), r"episodes\[0\] names no environment"),
             ]:
                 with pytest.raises(ValueError, match=text):
-                    await pool.evaluate(policy, [wrong])
+                    await pool.evaluate(policy, [unknown_episode])
             assert pool.stats()["resets"] == 0
             return await pool.evaluate(policy, episodes)
 
@@ -245,10 +248,10 @@ def test_evaluate_runs_named_environments_like_the_synchronous_evaluate() -> Non
         expected = vecenv.evaluate(envs, np.sin, episodes)
     assert results.returns.tolist() == expected.returns.tolist()
     assert results.lengths.tolist() == expected.lengths.tolist() == [8, 3, 5] * 3
-    assert [each.env for each in results] == [episode.env for episode in episodes]
+    assert [result.env for result in results] == [episode.env for episode in episodes]
 
 
-async def test_evaluate_of_named_environments_without_env_choice_raises_after_a_death() -> None:
+async def test_evaluate_of_a_named_environment_without_env_choice_raises_after_a_death() -> None:
     async with Pool(TextEnv, 1) as pool:
         async with pool.episode() as env:
             os.kill(await env.call("pid"), signal.SIGKILL)
@@ -258,7 +261,7 @@ async def test_evaluate_of_named_environments_without_env_choice_raises_after_a_
 
 
 def test_evaluate_counts_the_steps_of_action_chunks() -> None:
-    make_env = partial(_chunked_walk, horizon=4)
+    make_env = partial(_make_chunked_walk, horizon=4)
 
     async def main() -> Any:
         async with Pool(make_env, 2) as pool:
@@ -273,7 +276,7 @@ def test_evaluate_counts_the_steps_of_action_chunks() -> None:
     assert results.returns.tolist() == expected.returns.tolist()
 
 
-def _chunked_walk(horizon: int) -> ActionChunks:
+def _make_chunked_walk(horizon: int) -> ActionChunks:
     return ActionChunks(RandomWalk(), horizon)
 
 
@@ -295,18 +298,18 @@ async def test_evaluate_retries_a_failed_episode_and_then_returns_its_error() ->
 
     async with Pool(TextEnv, 2) as pool:
         results = await pool.evaluate(policy, 3, seed=0, retries=1)
-        assert [(each.attempts, type(each.error)) for each in results] == [(2, vecenv.errors.EnvFailed)] * 3
+        assert [(result.attempts, type(result.error)) for result in results] == [(2, vecenv.errors.EnvFailed)] * 3
 
 
 async def test_large_messages_do_not_block_other_episodes() -> None:
-    """Messages longer than a pipe are sent and read in parts, while the loop continues."""
+    """Messages that do not fit into a pipe are sent and read in parts, while the loop continues."""
     async with Pool(TextEnv, 3, num_workers=2) as pool:
         async with pool.episode(seed=0) as first, pool.episode(seed=1) as second:
-            long = "x" * (5 << 20)
-            sent = asyncio.create_task(first.step(long))
+            long_action = "x" * (5 << 20)
+            step = asyncio.create_task(first.step(long_action))
             for _ in range(20):
                 await second.reset()
-            assert (await sent)[4]["action"] == [long]
+            assert (await step)[4]["action"] == [long_action]
         await check_all_slots(pool)
 
 
@@ -320,40 +323,40 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "agent_pool.py"
 def test_agent_pool_example_finishes_every_game(crash: float) -> None:
     pytest.importorskip("rich", reason="needs pip install 'vecenv[examples]'")
     options = ["--episodes=60", "--size=12", "--workers=3", f"--crash={crash}"]
-    done = subprocess.run([sys.executable, EXAMPLE, *options], capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"60 games in [\d.]+ s: mean return [\d.]+,", done.stdout), done.stdout
-    assert "100%" in done.stdout
-    restarts = int(re.findall(r"restarts: (\d+)", done.stdout)[0])
+    process = subprocess.run([sys.executable, EXAMPLE, *options], capture_output=True, text=True, timeout=200, check=False)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert re.search(r"60 games in [\d.]+ s: mean return [\d.]+,", process.stdout), process.stdout
+    assert "100%" in process.stdout
+    restarts = int(re.findall(r"restarts: (\d+)", process.stdout)[0])
     assert (restarts > 0) == (crash > 0)
 
 
 @pytest.mark.long
-def test_agent_pool_example_ends_when_every_guess_kills_its_worker() -> None:
+def test_agent_pool_example_ends_if_every_guess_kills_its_worker() -> None:
     pytest.importorskip("rich", reason="needs pip install 'vecenv[examples]'")
     options = ["--episodes=3", "--size=2", "--workers=1", "--crash=1"]
-    done = subprocess.run([sys.executable, EXAMPLE, *options], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert "RestartsExhausted: more than 3 restarts" in done.stderr
+    process = subprocess.run([sys.executable, EXAMPLE, *options], capture_output=True, text=True, timeout=60, check=False)
+    assert process.returncode == 1
+    assert "RestartsExhausted: more than 3 restarts" in process.stderr
 
 
 # --- CancelledError at every await of every call, alone and together with a reply or a worker's death
-# The program is cancelled at its n-th await, for every n. Afterwards no request is pending, and every slot returns correct
+# A program is interrupted at its n-th await, for every n. Afterwards no request is pending, and every slot returns correct
 # results.
 
 Act = Callable[[Any], None]
 
 
 class CountedAwaits:
-    """An awaitable that runs a coroutine and calls ``act`` with the awaited future, at the ``at``-th wait.
+    """An awaitable that runs a coroutine. Before wait number ``number``, it calls ``act`` with the awaited future.
 
     Attributes:
         act: The function to call.
         waits: The number of waits so far.
     """
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], at: int) -> None:
-        self._coroutine, self._at = coroutine, at
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], number: int) -> None:
+        self._coroutine, self._number = coroutine, number
         self.act: Act
         self.waits = 0
 
@@ -366,7 +369,7 @@ class CountedAwaits:
             except StopIteration as end:
                 return end.value
             self.waits += 1
-            if self.waits == self._at:
+            if self.waits == self._number:
                 self.act(future)
             value = error = None
             try:
@@ -380,6 +383,9 @@ def kill_all(pids: Iterable[int]) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+# Each of the following functions returns an ``act`` for :class:`CountedAwaits`, which its docstring describes.
+
+
 def cancel_at_once(task: asyncio.Task[Any], get_pids: Callable[[], list[int]]) -> Act:
     """Cancel the task as soon as it waits."""
 
@@ -390,10 +396,10 @@ def cancel_at_once(task: asyncio.Task[Any], get_pids: Callable[[], list[int]]) -
 
 
 def cancel_when_done(task: asyncio.Task[Any], get_pids: Callable[[], list[int]]) -> Act:
-    """Cancel the task when its future is done, before the task runs."""
+    """Cancel the task after its future is done and before the task continues."""
 
     def act(future: Any) -> None:
-        if future is None:  # a bare yield, as of `asyncio.sleep(0)`
+        if future is None:  # a plain `yield`, as in `asyncio.sleep(0)`
             task.cancel()
         else:
             future.add_done_callback(lambda _: task.cancel())
@@ -434,20 +440,20 @@ def kill_only(task: asyncio.Task[Any], get_pids: Callable[[], list[int]]) -> Act
 
 INTERRUPTIONS = [cancel_at_once, cancel_when_done, cancel_later, cancel_and_kill, cancel_during_restart, kill_only]
 INTERRUPTED_POOL_OPTIONS = [
-    pytest.param({"num_workers": 1}, id="one"),
-    pytest.param({}, id="each", marks=pytest.mark.long),
+    pytest.param({"num_workers": 1}, id="one-worker"),
+    pytest.param({}, id="process-per-env", marks=pytest.mark.long),
     pytest.param({"num_workers": 1, "env_threads": 2}, id="threads", marks=pytest.mark.long),
 ]
 
 
 async def make_every_call(pool: Pool) -> None:
-    """Make every call of a pool and check its result."""
+    """Make every kind of call in one episode, and check the results."""
     async with pool.episode(seed=7) as env:
         expected = step_directly(TextEnv(), 7, ["a", "wait 0.01", "b"])
         assert env.observation == expected[0][0]
         assert (await env.step("a"))[:4] == expected[1][:4]
         snapshot = await env.save()
-        assert await env.call("twice", 3) == 6
+        assert await env.call("double", 3) == 6
         assert (await env.step("wait 0.01"))[:4] == expected[2][:4]
         assert await env.load(snapshot) == expected[1][0]
         assert (await env.step("wait 0.01"))[:4] == expected[2][:4]
@@ -457,7 +463,8 @@ async def make_every_call(pool: Pool) -> None:
 
 
 async def wait_for_a_slot(pool: Pool) -> None:
-    episodes = [pool.episode(seed=n) for n in range(pool.size)]
+    """Begin an episode while all slots are occupied. One of them becomes free after 0.01 seconds."""
+    episodes = [pool.episode(seed=seed) for seed in range(pool.size)]
     try:
         for episode in episodes:
             await episode.__aenter__()
@@ -478,77 +485,77 @@ async def evaluate_episodes(pool: Pool) -> None:
 
 
 def interrupt_every_await(
-    program: Callable[[Pool], Coroutine[Any, Any, None]], size: int, kwargs: dict[str, Any], interruption: Any
+    program: Callable[[Pool], Coroutine[Any, Any, None]], size: int, options: dict[str, Any], interruption: Any
 ) -> int:
-    """Run a program once for each of its awaits, in one pool; return the number of awaits."""
+    """Run a program repeatedly in one pool, and interrupt the n-th run at its n-th await. Return the number of awaits."""
 
     async def main() -> int:
-        # no request hangs here, but a shorter timeout could kill the worker of a slow one, and end its other episodes
-        async with Pool(TextEnv, size, cancel_timeout=60, on_failure=vecenv.Restart(10_000), **kwargs) as pool:
-            at = 0
-            killed: set[int] = set()
+        # no request hangs here, but a shorter timeout could kill the worker of a slow request, and end its other episodes
+        async with Pool(TextEnv, size, cancel_timeout=60, on_failure=vecenv.Restart(10_000), **options) as pool:
+            number = 0
+            killed_pids: set[int] = set()
 
-            def pids() -> list[int]:
+            def get_pids() -> list[int]:
                 return [process.pid for process in pool._envs.processes]
 
-            def pids_to_kill() -> list[int]:
-                killed.update(pids())
-                return pids()
+            def get_pids_to_kill() -> list[int]:
+                killed_pids.update(get_pids())
+                return get_pids()
 
             while True:
-                at += 1
-                counted = CountedAwaits(program(pool), at)
+                number += 1
+                counted = CountedAwaits(program(pool), number)
                 task = asyncio.ensure_future(counted)
-                counted.act = interruption(task, pids_to_kill)
-                (end,) = await asyncio.gather(task, return_exceptions=True)
-                assert end is None or isinstance(end, asyncio.CancelledError | VecEnvError), repr(end)
-                while not killed.isdisjoint(pids()):  # an older death could otherwise fail a later episode
+                counted.act = interruption(task, get_pids_to_kill)
+                (outcome,) = await asyncio.gather(task, return_exceptions=True)
+                assert outcome is None or isinstance(outcome, asyncio.CancelledError | VecEnvError), repr(outcome)
+                while not killed_pids.isdisjoint(get_pids()):  # a death that is detected later could fail a later episode
                     await asyncio.sleep(0.001)
-                killed.clear()
+                killed_pids.clear()
                 await check_all_slots(pool)
                 assert not pool.stats()["in_flight"]
-                if counted.waits < at:
-                    return at - 1
+                if counted.waits < number:
+                    return number - 1
 
     return run(main(), seconds=100)
 
 
 @pytest.mark.sampled(
-    "make_every_call-9-one-cancel_at_once",
-    "wait_for_a_slot-4-one-cancel_and_kill",
-    "wait_for_a_slot-4-one-kill_only",
-    "evaluate_episodes-1-one-cancel_during_restart",
+    "make_every_call-9-one-worker-cancel_at_once",
+    "wait_for_a_slot-4-one-worker-cancel_and_kill",
+    "wait_for_a_slot-4-one-worker-kill_only",
+    "evaluate_episodes-1-one-worker-cancel_during_restart",
 )
 @pytest.mark.parametrize("interruption", INTERRUPTIONS)
-@pytest.mark.parametrize("kwargs", INTERRUPTED_POOL_OPTIONS)
+@pytest.mark.parametrize("options", INTERRUPTED_POOL_OPTIONS)
 @pytest.mark.parametrize(
-    ("program", "minimum"),
+    ("program", "min_awaits"),
     [
         (make_every_call, 9),
         (wait_for_a_slot, 4),
-        (evaluate_episodes, 1),  # Python 3.12 does not suspend at the second await, that of finished tasks
+        (evaluate_episodes, 1),  # Python 3.12 does not suspend at the second await, because its tasks have finished
     ],
 )
-def test_cancel_at_every_await_leaves_all_slots_usable(
-    program: Any, minimum: int, kwargs: dict[str, Any], interruption: Any
+def test_interruption_at_any_await_leaves_all_slots_usable(
+    program: Any, min_awaits: int, options: dict[str, Any], interruption: Any
 ) -> None:
-    assert interrupt_every_await(program, 2, kwargs, interruption) >= minimum
+    assert interrupt_every_await(program, 2, options, interruption) >= min_awaits
 
 
 @pytest.mark.parametrize("interruption", [cancel_at_once, cancel_later, cancel_and_kill])
 async def test_close_cancelled_at_its_first_await_closes_the_pool(interruption: Any) -> None:
-    """The fixture around every test looks for leaks."""
+    """The fixture around every test checks for leaks."""
     pool = Pool(TextEnv, 3, num_workers=2)
     await pool.__aenter__()
     async with pool.episode() as env:
-        busy = asyncio.create_task(env.step("wait 1"))
+        step = asyncio.create_task(env.step("wait 1"))
         await asyncio.sleep(0)
         counted = CountedAwaits(pool.close(), 1)
         task = asyncio.ensure_future(counted)
         counted.act = interruption(task, lambda: [process.pid for process in pool._envs.processes if process.pid])
-        (end,) = await asyncio.gather(task, return_exceptions=True)
-        assert isinstance(end, asyncio.CancelledError)
-        (error,) = await asyncio.gather(busy, return_exceptions=True)
+        (outcome,) = await asyncio.gather(task, return_exceptions=True)
+        assert isinstance(outcome, asyncio.CancelledError)
+        (error,) = await asyncio.gather(step, return_exceptions=True)
         assert "after a call to `close()`" in str(error)
     assert pool._envs.closed
     await pool.close()
@@ -558,7 +565,7 @@ async def test_close_cancelled_at_its_first_await_closes_the_pool(interruption: 
 async def test_leaving_the_with_block_always_closes_the_pool(way_out: str) -> None:
     pools: list[Pool] = []
 
-    async def leave() -> None:
+    async def enter_and_leave() -> None:
         async with Pool(TextEnv, 2) as pool:
             pools.append(pool)
             async with pool.episode() as env:
@@ -571,19 +578,19 @@ async def test_leaving_the_with_block_always_closes_the_pool(way_out: str) -> No
                     asyncio.current_task().cancel()  # type: ignore[union-attr]
                     await env.step("x")
 
-    task = asyncio.create_task(leave())
+    task = asyncio.create_task(enter_and_leave())
     if way_out == "cancel":
         await asyncio.sleep(0.3)
         task.cancel()
-    (end,) = await asyncio.gather(task, return_exceptions=True)
+    (outcome,) = await asyncio.gather(task, return_exceptions=True)
     expected = {"return": type(None), "raise": ZeroDivisionError}
-    assert type(end) is expected.get(way_out, asyncio.CancelledError)
+    assert type(outcome) is expected.get(way_out, asyncio.CancelledError)
     (pool,) = pools
     assert pool._envs.closed
 
 
 def test_end_of_the_loop_closes_the_pool_of_a_running_task() -> None:
-    """``asyncio.run`` cancels the tasks that still run when its coroutine returns."""
+    """``asyncio.run`` cancels the tasks that are still running when its coroutine returns."""
     pools: list[Pool] = []
 
     async def play(pool: Pool, number: int) -> None:
@@ -592,13 +599,13 @@ def test_end_of_the_loop_closes_the_pool_of_a_running_task() -> None:
                 while not env.over:
                     await env.step("wait 0.01")
 
-    async def forever() -> None:
+    async def play_forever() -> None:
         async with Pool(TextEnv, 4, num_workers=2) as pool:
             pools.append(pool)
             await asyncio.gather(*(play(pool, number) for number in range(8)))
 
     async def main() -> asyncio.Task[None]:
-        task = asyncio.create_task(forever())
+        task = asyncio.create_task(play_forever())
         while not pools:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
@@ -611,37 +618,42 @@ def test_end_of_the_loop_closes_the_pool_of_a_running_task() -> None:
 
 
 async def test_result_of_a_cancelled_step_is_not_returned_by_the_next_step() -> None:
-    """A late reply belongs to the cancelled request and must not be used for a later one."""
+    """The late reply belongs to the cancelled request."""
 
-    async def check(env: EpisodeEnv, number: int) -> None:
-        expected = step_directly(TextEnv(), number, ["y"])
+    async def check_episode(env: EpisodeEnv, seed: int) -> None:
+        expected = step_directly(TextEnv(), seed, ["y"])
         assert env.observation == expected[0][0]
         assert (await env.step("y"))[:4] == expected[1][:4]
 
     rng = np.random.default_rng(0)
     async with Pool(TextEnv, 2, num_workers=1) as pool:
-        for number in range(60):
-            async with pool.episode(seed=number) as env:
+        for seed in range(60):
+            async with pool.episode(seed=seed) as env:
                 task = asyncio.create_task(env.step("wait 0.001"))
                 await asyncio.sleep(rng.uniform(0, 0.003))
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-                await env.reset(seed=number)
-                await check(env, number)
+                await env.reset(seed=seed)
+                await check_episode(env, seed)
 
 
-async def test_cancelled_reset_leaves_other_resets_of_its_worker_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with Pool(TextEnv, 2, num_workers=1) as pool, pool.episode() as one, pool.episode() as other:
+async def test_cancelled_reset_does_not_stop_other_resets_of_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Pool(TextEnv, 2, num_workers=1) as pool, pool.episode() as first, pool.episode() as second:
         with pytest.raises(VecEnvError):
-            await one.step("kill")
+            await first.step("kill")
         with pytest.raises(VecEnvError):
-            await other.step("x")
-        first, second = (asyncio.create_task(env.reset(seed=5)) for env in (one, other))
+            await second.step("x")
+        first_reset, second_reset = (asyncio.create_task(env.reset(seed=5)) for env in (first, second))
         await asyncio.sleep(0)  # both wait for the new worker
         make_available = pool._slots._make_available
-        monkeypatch.setattr(pool._slots, "_make_available", lambda group: first.cancel() and make_available(group))
+
+        def cancel_and_make_available(group: Any) -> None:
+            if first_reset.cancel():
+                make_available(group)
+
+        monkeypatch.setattr(pool._slots, "_make_available", cancel_and_make_available)
         with pytest.raises(asyncio.CancelledError):
-            await first
-        observation, _ = await asyncio.wait_for(second, 20)
+            await first_reset
+        observation, _ = await asyncio.wait_for(second_reset, 20)
         assert observation == TextEnv().reset(seed=5)[0]
 

@@ -1,4 +1,4 @@
-"""One environment of many is killed, aborts, hangs, raises or is cancelled: only its episode is lost."""
+"""Tests of faults: if one of many environments dies, hangs, raises or is cancelled, only its episode is lost."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from vecenv.errors import EnvFailed, RestartsExhausted, StartupTimeout, StepTime
 from vecenv.testing.faulty import FaultyConstructor
 
 LARGE_SIZE = pytest.param(64, marks=[pytest.mark.long])
+# action, or "cancel" -> the error of the step
 FAULTS = {
     "kill": WorkerDied, "abort": WorkerDied, "hang": StepTimeout, "raise error": EnvFailed, "cancel": asyncio.CancelledError,
 }  # fmt: skip
 WORKER_OPTIONS = [
-    pytest.param({}, id="each"),
-    pytest.param({"num_workers": 2}, id="two"),
+    pytest.param({}, id="process-per-env"),
+    pytest.param({"num_workers": 2}, id="two-workers"),
     pytest.param({"num_workers": 2, "env_threads": 8}, id="threads"),
 ]
 
@@ -35,34 +36,37 @@ def is_worker_failure(error: BaseException) -> bool:
     return isinstance(error, WorkerDied | StepTimeout)
 
 
-@pytest.mark.sampled("each-kill-restart-6", "two-abort-restart-6", "threads-cancel-restart-6", "two-hang-restart-6")
+@pytest.mark.sampled(
+    "process-per-env-kill-restart-6", "two-workers-abort-restart-6", "threads-cancel-restart-6", "two-workers-hang-restart-6"
+)  # fmt: skip
 @pytest.mark.parametrize("size", [6, LARGE_SIZE])
 @pytest.mark.parametrize("on_failure", ["restart", pytest.param("raise", marks=pytest.mark.long)])
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("workers", ["each", "two", "threads"])
+@pytest.mark.parametrize("workers", ["process-per-env", "two-workers", "threads"])
 def test_one_fault_ends_only_its_episode(fault: str, workers: str, on_failure: Any, size: int) -> None:
     """If a worker with several environments dies, each of their episodes fails."""
-    kwargs: dict[str, Any] = {} if workers == "each" else {"num_workers": 2}
+    options: dict[str, Any] = {"step_timeout": 0.5, "cancel_timeout": 2.0, "on_failure": on_failure}
+    if workers != "process-per-env":
+        options["num_workers"] = 2
     if workers == "threads":
-        kwargs["env_threads"] = size
-    limit = 5.0 if size > 10 and workers == "two" else 0.5
+        options["env_threads"] = size
+    if workers == "two-workers" and size > 10:
+        options["step_timeout"] = 5.0
 
     async def main() -> None:
-        async with Pool(
-            partial(TextEnv, 8), size, step_timeout=limit, cancel_timeout=2.0, on_failure=on_failure, **kwargs
-        ) as pool:
-            errors = await asyncio.gather(*(play(pool, n) for n in range(size)))
-            lost = [n for n, error in enumerate(errors) if error is not None]
+        async with Pool(partial(TextEnv, 8), size, **options) as pool:
+            errors = await asyncio.gather(*(play(pool, number) for number in range(size)))
+            lost = [number for number, error in enumerate(errors) if error is not None]
             worker_rows = next(rows for rows in pool._envs.worker_rows if episodes[0].env_id in rows)
             if fault in ("raise error", "cancel"):
                 assert lost == [0]
             else:
-                failed_rows = {episodes[n].env_id for n in lost}
+                failed_rows = {episodes[number].env_id for number in lost}
                 if workers == "threads" and fault == "hang":  # other episodes may end before the worker is killed
                     assert failed_rows <= set(worker_rows), errors
                 else:
                     assert failed_rows == set(worker_rows), errors
-                assert all(is_worker_failure(errors[n]) for n in lost)
+                assert all(is_worker_failure(errors[number]) for number in lost)
             assert type(errors[0]) is FAULTS[fault], errors[0]
             await check_all_slots(pool)
 
@@ -135,7 +139,7 @@ async def test_each_failure_raises_its_own_message() -> None:
             assert hang.value.envs == (env.env_id,)
             await env.reset()
             step = asyncio.create_task(env.step("wait 0.05"))
-            await asyncio.sleep(0)  # long enough to submit it
+            await asyncio.sleep(0)  # the task submits the step
             step.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await step
@@ -152,9 +156,9 @@ async def test_each_failure_raises_its_own_message() -> None:
         await check_all_slots(pool)
 
 
-async def test_cancelled_step_that_hangs_has_its_worker_killed() -> None:
+async def test_worker_is_killed_if_a_cancelled_step_hangs() -> None:
     async with Pool(TextEnv, 3, cancel_timeout=0.2, on_failure=vecenv.Restart(0)) as pool:
-        for _ in range(3):  # such a restart does not count towards the limit
+        for _ in range(3):  # restarts after a cancelled step do not count towards the limit
             async with pool.episode() as env:
                 with pytest.raises(TimeoutError):
                     async with asyncio.timeout(0.05):
@@ -163,20 +167,20 @@ async def test_cancelled_step_that_hangs_has_its_worker_killed() -> None:
         assert pool.stats()["restarts"] == 3
 
 
-async def test_cancelled_step_that_hangs_is_named_in_the_failures_of_others() -> None:
+async def test_failures_of_other_episodes_name_the_cancelled_step_that_hangs() -> None:
     async with Pool(TextEnv, 2, num_workers=1, step_timeout=0.3, cancel_timeout=5) as pool:
-        async with pool.episode() as one:
+        async with pool.episode() as env:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.05):
-                    await one.step("hang")
-        with pytest.raises(WorkerDied, match=f"env {one.env_id} hung for more than 0.3 s.* at text_envs.py") as death:
+                    await env.step("hang")
+        with pytest.raises(WorkerDied, match=f"env {env.env_id} hung for more than 0.3 s.* at text_envs.py") as death:
             async with pool.episode():
                 raise AssertionError
         assert not isinstance(death.value, StepTimeout)
         await check_all_slots(pool)
 
 
-async def test_cancelled_step_that_returns_in_time_keeps_its_worker() -> None:
+async def test_worker_is_kept_if_a_cancelled_step_returns_in_time() -> None:
     async with Pool(TextEnv, 1, cancel_timeout=5) as pool:
         (process,) = pool._envs.processes
         with pytest.raises(TimeoutError):
@@ -186,7 +190,7 @@ async def test_cancelled_step_that_returns_in_time_keeps_its_worker() -> None:
         assert pool._envs.processes == [process]
 
 
-async def test_cancelled_step_that_waits_for_other_steps_keeps_the_worker() -> None:
+async def test_worker_is_kept_if_a_cancelled_step_waits_for_other_steps() -> None:
     async with Pool(TextEnv, 4, num_workers=1, cancel_timeout=0.1) as pool:
         async with pool.episode() as first, pool.episode() as second, pool.episode() as third:
             running = asyncio.create_task(first.step("wait 0.3"))
@@ -202,28 +206,29 @@ async def test_cancelled_step_that_waits_for_other_steps_keeps_the_worker() -> N
 
 async def test_failed_start_of_a_process_counts_as_one_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     async with Pool(TextEnv, 1, num_workers=1, on_failure=vecenv.Restart(1)) as pool:
-        replace, refused = pool._envs._pool.replace, []
+        replace = pool._envs._pool.replace
+        refused_workers = []
 
-        def refuse_once(worker: Any) -> Any:
-            if refused:
+        def fail_once(worker: Any) -> Any:
+            if refused_workers:
                 return replace(worker)
-            refused.append(worker)
+            refused_workers.append(worker)
             raise BlockingIOError
 
-        monkeypatch.setattr(pool._envs._pool, "replace", refuse_once)
+        monkeypatch.setattr(pool._envs._pool, "replace", fail_once)
         async with pool.episode() as env:
             with pytest.raises(WorkerDied):
                 await env.step("kill")
         await check_all_slots(pool)
-        assert refused
+        assert refused_workers
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 async def test_deaths_are_detected_without_pidfd_open(on_failure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> int:
+    def raise_os_error(*_: Any) -> int:
         raise OSError
 
-    monkeypatch.setattr(os, "pidfd_open", refuse, raising=False)
+    monkeypatch.setattr(os, "pidfd_open", raise_os_error, raising=False)
 
     async with Pool(TextEnv, 4, num_workers=2, on_failure=on_failure) as pool:
         async with pool.episode() as first, pool.episode() as second:
@@ -259,19 +264,19 @@ async def test_death_between_calls_raises_in_the_next_call(on_failure: Any) -> N
 
 
 @pytest.mark.parametrize("fault", ["kill", "hang"])
-@pytest.mark.parametrize("kwargs", WORKER_OPTIONS)
-async def test_evaluate_reports_only_the_episode_that_ends_its_worker(fault: str, kwargs: dict[str, Any]) -> None:
-    first = step_directly(TextEnv(), 2, [])[0][0]
+@pytest.mark.parametrize("options", WORKER_OPTIONS)
+async def test_evaluate_reports_only_the_episode_that_ends_its_worker(fault: str, options: dict[str, Any]) -> None:
+    first_observation = step_directly(TextEnv(), 2, [])[0][0]
 
     async def policy(observation: str) -> str:
         await asyncio.sleep(0.01)
-        return fault if observation == first else "x"
+        return fault if observation == first_observation else "x"
 
     reported: list[int] = []
-    async with Pool(TextEnv, 6, step_timeout=1.0, **kwargs) as pool:
-        results = await pool.evaluate(policy, 8, seed=0, retries=0, on_episode=lambda each: reported.append(each.index))
+    async with Pool(TextEnv, 6, step_timeout=1.0, **options) as pool:
+        results = await pool.evaluate(policy, 8, seed=0, retries=0, on_episode=lambda result: reported.append(result.index))
         await check_all_slots(pool)
-    assert [each.index for each in results if each.error is not None] == [2]
+    assert [result.index for result in results if result.error is not None] == [2]
     assert type(results[2].error) is FAULTS[fault]
     assert sorted(reported) == list(range(8))
     for index, result in enumerate(results):
@@ -282,32 +287,32 @@ async def test_evaluate_reports_only_the_episode_that_ends_its_worker(fault: str
 
 async def test_worker_that_dies_too_often_is_abandoned_and_others_continue() -> None:
     async with Pool(TextEnv, 2, on_failure=vecenv.Restart(1)) as pool:
-        async with pool.episode() as bad:
+        async with pool.episode() as abandoned_env:
             with pytest.raises(WorkerDied):
-                await bad.step("kill")
-            await bad.reset()
+                await abandoned_env.step("kill")
+            await abandoned_env.reset()
             with pytest.raises(WorkerDied):
-                await bad.step("kill")
+                await abandoned_env.step("kill")
             with pytest.raises(RestartsExhausted, match="more than 1 restarts"):
-                await bad.reset()
+                await abandoned_env.reset()
         for _ in range(4):
-            async with pool.episode() as good:
-                await good.step("x")
-                assert good.env_id != bad.env_id
+            async with pool.episode() as other_env:
+                await other_env.step("x")
+                assert other_env.env_id != abandoned_env.env_id
         assert "abandoned=1" in repr(pool)
-        async with pool.episode() as good:
-            waiter = asyncio.create_task(pool.episode().__aenter__())
+        async with pool.episode() as other_env:
+            waiting_task = asyncio.create_task(pool.episode().__aenter__())
             with pytest.raises(WorkerDied):
-                await good.step("kill")
+                await other_env.step("kill")
         with pytest.raises(RestartsExhausted):
-            await waiter
+            await waiting_task
         with pytest.raises(RestartsExhausted):
             async with pool.episode():
                 raise AssertionError
 
 
-class HangingBuilder:
-    """A function that builds an environment, or hangs while a file exists."""
+class EnvFnThatMayHang:
+    """A function that builds a :class:`TextEnv`, but hangs while a file exists."""
 
     def __init__(self, flag: Path) -> None:
         self._flag = flag
@@ -319,9 +324,9 @@ class HangingBuilder:
 
 
 @pytest.mark.long
-def test_worker_that_cannot_rebuild_its_environment_raises_until_it_can() -> None:
+def test_reset_raises_until_the_worker_can_build_its_environment() -> None:
     async def main(flag: Path) -> None:
-        async with Pool(HangingBuilder(flag), 1, worker_options=vecenv.WorkerOptions(start_timeout=4)) as pool:
+        async with Pool(EnvFnThatMayHang(flag), 1, worker_options=vecenv.WorkerOptions(start_timeout=4)) as pool:
             flag.touch()
             async with pool.episode() as env:
                 with pytest.raises(WorkerDied):
@@ -337,7 +342,7 @@ def test_worker_that_cannot_rebuild_its_environment_raises_until_it_can() -> Non
         run(main(Path(folder) / "flag"))
 
 
-def test_failed_start_of_a_pool_raises_and_leaves_nothing_behind() -> None:
+def test_failed_start_of_a_pool_raises_and_leaks_nothing() -> None:
     with pytest.raises(StartupTimeout):
         Pool(FaultyConstructor(TextEnv, "sleep"), 2, worker_options=vecenv.WorkerOptions(start_timeout=0.5, dummy_env=True))
     with pytest.raises(ZeroDivisionError):
@@ -345,16 +350,16 @@ def test_failed_start_of_a_pool_raises_and_leaves_nothing_behind() -> None:
 
 
 def test_loop_keeps_running_while_workers_restart_and_close() -> None:
-    """Environments that are rebuilt or closed wait for a file that only the running loop writes."""
+    """Environments that are rebuilt or closed wait for a file that only a running loop can write."""
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
-        def wait_for_the_loop(moment: str) -> None:
-            (folder / f"{moment} began").touch()
-            until = time.monotonic() + 60
-            while not (folder / f"{moment} may end").exists():
-                if time.monotonic() > until:
+        def wait_for_the_loop(call: str) -> None:
+            (folder / f"{call} began").touch()
+            deadline = time.monotonic() + 60
+            while not (folder / f"{call} may end").exists():
+                if time.monotonic() > deadline:
                     os._exit(1)
                 time.sleep(0.01)
 
@@ -368,20 +373,20 @@ def test_loop_keeps_running_while_workers_restart_and_close() -> None:
                 if (folder / "started").exists():
                     wait_for_the_loop("close")
 
-        async def release(moment: str) -> None:
-            while not (folder / f"{moment} began").exists():
+        async def let_call_end(call: str) -> None:
+            while not (folder / f"{call} began").exists():
                 await asyncio.sleep(0.01)
-            (folder / f"{moment} may end").touch()
+            (folder / f"{call} may end").touch()
 
         async def main() -> None:
             async with Pool(LoopDependentEnv, 2, on_failure="restart") as pool:
                 (folder / "started").touch()
-                releases = [asyncio.create_task(release(moment)) for moment in ("build", "close")]
+                tasks = [asyncio.create_task(let_call_end(call)) for call in ("build", "close")]
                 async with pool.episode() as env:
                     with pytest.raises(WorkerDied):
                         await env.step("kill")
                     await env.reset()
-            await asyncio.gather(*releases)
+            await asyncio.gather(*tasks)
 
         run(main())
 
@@ -395,10 +400,9 @@ def test_loop_keeps_running_while_workers_restart_and_close() -> None:
         pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )
-@pytest.mark.parametrize("kwargs", WORKER_OPTIONS)
-def test_random_cancels_leak_no_slot_process_or_descriptor(episodes: int, kwargs: dict[str, Any]) -> None:
-    """Calls that are not cancelled return correct results. The fixture around every test counts processes and descriptors.
-    """
+@pytest.mark.parametrize("options", WORKER_OPTIONS)
+def test_random_cancels_leak_no_slot_process_or_descriptor(episodes: int, options: dict[str, Any]) -> None:
+    """Calls that are not cancelled return correct results. The fixture around every test also checks for leaks."""
 
     async def play(pool: Pool, number: int) -> None:
         rng = random.Random(number)
@@ -411,14 +415,14 @@ def test_random_cancels_leak_no_slot_process_or_descriptor(episodes: int, kwargs
                 results.append((await env.step(action))[:4])
         expected = step_directly(TextEnv(), number, actions)
         assert results == [expected[0][0], *(each[:4] for each in expected[1:])]
-        done.append(number)
+        completed.append(number)
 
-    done: list[int] = []
+    completed: list[int] = []
 
     async def main() -> None:
         rng = random.Random(1)
-        async with Pool(TextEnv, 8, **kwargs) as pool:
-            before = len(os.listdir("/proc/self/fd"))
+        async with Pool(TextEnv, 8, **options) as pool:
+            descriptors = len(os.listdir("/proc/self/fd"))
             remaining = iter(range(episodes))
 
             async def play_and_cancel() -> None:
@@ -432,9 +436,9 @@ def test_random_cancels_leak_no_slot_process_or_descriptor(episodes: int, kwargs
 
             await asyncio.gather(*(play_and_cancel() for _ in range(16)))
             await check_all_slots(pool)
-            assert len(os.listdir("/proc/self/fd")) == before
+            assert len(os.listdir("/proc/self/fd")) == descriptors
             assert pool.stats()["restarts"] == 0
             assert not pool.stats()["in_flight"]
 
     run(main(), seconds=800)
-    assert episodes * 0.4 < len(done) < episodes
+    assert episodes * 0.4 < len(completed) < episodes

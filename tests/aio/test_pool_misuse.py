@@ -1,4 +1,4 @@
-"""Misuse of a pool: each kind raises its own error, with the text that the synchronous engine uses."""
+"""Tests of misuse of a pool: each kind raises its own error, with the text that the synchronous engine uses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_step_after_the_end_of_the_episode_raises() -> None:
             await env.__aenter__()
 
 
-async def test_pending_step_raises_if_its_episode_is_left() -> None:
+async def test_pending_step_raises_if_its_block_is_left() -> None:
     async with Pool(TextEnv, 1) as pool:
         async with pool.episode() as env:
             step = asyncio.create_task(env.step("wait 0.05"))
@@ -59,11 +59,12 @@ async def test_calls_on_a_closed_pool_raise() -> None:
     async with Pool(TextEnv, 1) as pool:
         env = pool.episode()
         await env.__aenter__()
-        another = pool.episode()
-        waiting = asyncio.create_task(pool.episode().__aenter__())
+        unentered_episode = pool.episode()
+        waiting_task = asyncio.create_task(pool.episode().__aenter__())
         await asyncio.sleep(0)
     text = r"Trying to operate on `Pool`, after a call to `close\(\)`"
-    for call in (waiting, env.step("x"), pool.evaluate(env.step, 1), pool.__aenter__(), another.__aenter__()):
+    calls = waiting_task, env.step("x"), pool.evaluate(env.step, 1), pool.__aenter__(), unentered_episode.__aenter__()
+    for call in calls:
         with pytest.raises(ClosedEnvironmentError, match=text):
             await call
     with pytest.raises(ClosedEnvironmentError, match=text):
@@ -72,14 +73,14 @@ async def test_calls_on_a_closed_pool_raise() -> None:
     assert repr(pool) == "Pool(size=1, closed)"
 
 
-def test_pool_in_another_loop_or_without_one_raises() -> None:
-    async def enter(pool: Pool) -> None:
+def test_pool_raises_in_another_loop_or_without_one() -> None:
+    async def enter_pool(pool: Pool) -> None:
         with pytest.raises(LoopError, match="belongs to no event loop yet"):
             pool.episode()
         await pool.__aenter__()
         await check_all_slots(pool)
 
-    async def use(pool: Pool) -> None:
+    async def check_that_calls_raise(pool: Pool) -> None:
         for call in (pool.__aenter__(), pool.close()):
             with pytest.raises(LoopError, match=r"this Pool belongs to another event loop; `.*` was refused"):
                 await call
@@ -88,14 +89,14 @@ def test_pool_in_another_loop_or_without_one_raises() -> None:
 
     with asyncio.Runner() as first, asyncio.Runner() as second:
         pool = Pool(TextEnv, 2)
-        first.run(enter(pool))
-        second.run(use(pool))
+        first.run(enter_pool(pool))
+        second.run(check_that_calls_raise(pool))
         first.run(check_all_slots(pool))
         first.run(pool.close())
 
 
-async def test_pool_in_a_forked_child_raises() -> None:
-    async def use(pool: Pool, env: Any) -> None:
+async def test_pool_raises_in_a_forked_child() -> None:
+    async def check_that_calls_raise(pool: Pool, env: Any) -> None:
         for call in (pool.__aenter__(), pool.close(), env.step("x")):
             with pytest.raises(ForkedError, match=r"belongs to another process \(pid \d+\); a forked child"):
                 await call
@@ -104,16 +105,18 @@ async def test_pool_in_a_forked_child_raises() -> None:
         async with pool.episode() as env:
             child = os.fork()
             if not child:
-                code = 1
+                exit_code = 1
                 try:
-                    asyncio.new_event_loop().run_until_complete(use(pool, env))
-                    code = 0
+                    asyncio.new_event_loop().run_until_complete(check_that_calls_raise(pool, env))
+                    exit_code = 0
                 except BaseException:
                     traceback.print_exc()
-                os._exit(code)
-            while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+                os._exit(exit_code)
+            ended_pid = 0
+            while not ended_pid:
                 await asyncio.sleep(0.01)
-            assert ended[1] == 0
+                ended_pid, status = os.waitpid(child, os.WNOHANG)
+            assert status == 0
             await env.step("x")
         await check_all_slots(pool)
 
@@ -128,7 +131,7 @@ async def test_unpicklable_arguments_raise_before_anything_is_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "text"),
+    ("options", "text"),
     [
         ({"size": 0}, "size must be"),
         ({"size": True}, "size must be"),
@@ -140,9 +143,9 @@ async def test_unpicklable_arguments_raise_before_anything_is_sent() -> None:
         ({"record_failures": "failures"}, "AsyncVectorEnv, MultiAgentVecEnv and RayVectorEnv record failures"),
     ],
 )
-def test_invalid_options_raise(kwargs: dict[str, Any], text: str) -> None:
+def test_invalid_options_raise(options: dict[str, Any], text: str) -> None:
     with pytest.raises((TypeError, ValueError), match=text):
-        Pool(TextEnv, **{"size": 2, **kwargs})
+        Pool(TextEnv, **{"size": 2, **options})
 
 
 async def test_policy_that_is_not_async_raises() -> None:

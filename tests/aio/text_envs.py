@@ -20,8 +20,8 @@ T = TypeVar("T")
 class TextEnv(gym.Env[str, str]):
     """An environment with text observations, which contain the actions so far and a random number from the seed.
 
-    Some actions are faults: "kill", "abort", "hang", "raise TEXT", "wait SECONDS" and "compute SECONDS". So is the option
-    ``begin`` of a reset.
+    Some actions are faults: "kill", "abort", "hang", "raise TEXT", "wait SECONDS" and "compute SECONDS". The option
+    ``begin`` of a reset may be a fault, too.
 
     Args:
         length: The number of steps per episode.
@@ -37,16 +37,16 @@ class TextEnv(gym.Env[str, str]):
         super().reset(seed=seed)
         self._actions: list[str] = []
         self._apply(str((options or {}).get("begin", "")))
-        return self._line(), {"options": options, "pid": os.getpid()}
+        return self._observe(), {"options": options, "pid": os.getpid()}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self._actions.append(action)
         self._apply(action)
         reward = float(self.np_random.normal())
         steps = len(self._actions)
-        return self._line(), reward, steps >= self._length, False, {"step": steps, "action": [action]}
+        return self._observe(), reward, steps >= self._length, False, {"step": steps, "action": [action]}
 
-    def _line(self) -> str:
+    def _observe(self) -> str:
         return f"{len(self._actions)} {''.join(self._actions)[-20:]} {self.np_random.integers(1 << 30)}"
 
     def _apply(self, action: str) -> None:
@@ -62,19 +62,19 @@ class TextEnv(gym.Env[str, str]):
         elif fault == "wait":
             time.sleep(float(argument))
         elif fault == "compute":
-            until = time.perf_counter() + float(argument)
-            while time.perf_counter() < until:
+            deadline = time.perf_counter() + float(argument)
+            while time.perf_counter() < deadline:
                 pass
 
-    def twice(self, number: int) -> int:
-        """Double a number, as a method for ``call``."""
+    def double(self, number: int) -> int:
+        """Return twice a non-negative number. Tests of ``call`` use this method."""
         if number < 0:
             raise KeyError(number)
         return 2 * number
 
 
 class RandomWalk(gym.Env[np.ndarray, np.ndarray]):
-    """A random walk in shared memory, with some infos that fit there and some that do not."""
+    """A random walk with observations in shared memory. Some of its infos fit there, and others do not."""
 
     def __init__(self, length: int = 6) -> None:
         self.observation_space = gym.spaces.Box(-1e6, 1e6, (3,), np.float64)

@@ -1,4 +1,4 @@
-"""Calls that an exception in a signal handler interrupts, and restarts of rows that are received one by one."""
+"""Tests of calls that an exception from a signal handler interrupts, and of restarts of rows received one by one."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from vecenv.link.messages import encode
 from vecenv.system.descriptors import DescriptorOwner
 from vecenv.testing import FaultyEnv, assert_identical
 
-KILL = 9
+KILL = 9  # the action that kills the process of a CountingEnv
 
 
 class CountingEnv(gymnasium.Env[Any, Any]):
-    """An environment with observations (row, steps, total); action 9 kills the process."""
+    """An environment with observations (row, steps, total), where ``total`` is the seed plus the sum of the actions."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (3,), np.float64)
     action_space = gymnasium.spaces.Discrete(10)
@@ -62,6 +62,7 @@ class CountingEnv(gymnasium.Env[Any, Any]):
 
     @property
     def slow_mark(self) -> int:
+        """The value of ``mark``. Setting it takes 0.3 seconds."""
         return self.mark
 
     @slow_mark.setter
@@ -87,13 +88,13 @@ ACTIONS = np.array([1, 2, 3, 4])
 
 
 @pytest.fixture(autouse=True)
-def alarm() -> Iterator[None]:
+def raise_timeout_error_on_alarm() -> Iterator[None]:
     with signal_handler(signal.SIGALRM, TimeoutError):
         yield
 
 
-def open_engine(fns: Any = ENV_FNS, **options: Any) -> Any:
-    return closing(vecenv.AsyncVectorEnv(fns, **{"num_workers": 2, "context": "fork", **options}))
+def open_engine(env_fns: Any = ENV_FNS, **options: Any) -> Any:
+    return closing(vecenv.AsyncVectorEnv(env_fns, **{"num_workers": 2, "context": "fork", **options}))
 
 
 def assert_equal_after_reset(envs: Any) -> None:
@@ -104,8 +105,9 @@ def assert_equal_after_reset(envs: Any) -> None:
             assert_identical(envs.step(actions), reference.step(actions), "step")
 
 
-# --- an exception in the middle of a change of state ----------------------------------------------
+# --- exceptions during a change of state ----------------------------------------------------------
 
+# name -> the method of the worker pool after which an exception is raised, and the call
 INTERRUPTED_CALLS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "step": ("queue_for_all", lambda envs: envs.step(ACTIONS)),
     "send": ("queue", lambda envs: envs.send(ACTIONS[:1], [0])),
@@ -126,23 +128,23 @@ def test_interrupted_change_of_state_needs_a_reset(
         envs.step(ACTIONS)
         original = getattr(envs._pool, method)
 
-        def interrupted(*arguments: Any) -> None:
+        def call_and_interrupt(*arguments: Any) -> None:
             original(*arguments)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(envs._pool, method, interrupted)
+        monkeypatch.setattr(envs._pool, method, call_and_interrupt)
         with pytest.raises(KeyboardInterrupt):
             make_call(envs)
         monkeypatch.undo()
         assert "phase=RESET_NEEDED" in repr(envs)
         calls = [make_call for _, make_call in INTERRUPTED_CALLS.values()]
-        for refused in (*calls, lambda envs: envs.recv(), lambda envs: envs.save()):
+        for later_call in (*calls, lambda envs: envs.recv(), lambda envs: envs.save()):
             with pytest.raises(ResetNeeded, match="reset"):
-                refused(envs)
+                later_call(envs)
         assert_equal_after_reset(envs)
 
 
-def raise_after(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str) -> None:
+def raise_alarm_after(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str) -> None:
     """Raise SIGALRM after every call of ``method``."""
     original = getattr(owner, method)
 
@@ -157,7 +159,7 @@ def raise_after(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str) -> Non
 def test_worker_death_is_recorded_if_its_handling_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_engine() as envs:
         envs.reset(seed=1)
-        raise_after(monkeypatch, WorkerProcess, "_describe_death")
+        raise_alarm_after(monkeypatch, WorkerProcess, "_describe_death")
         with pytest.raises(TimeoutError):
             envs.step(np.array([1, KILL, 3, 4]))
         monkeypatch.undo()
@@ -166,8 +168,8 @@ def test_worker_death_is_recorded_if_its_handling_is_interrupted(monkeypatch: py
         assert len(envs.errors) == 1
 
 
-class HangsIfFileExists:
-    """A function that builds an environment, and hangs if a file exists."""
+class EnvFnThatMayHang:
+    """A function that builds a :class:`CountingEnv`, but hangs while a file exists."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -180,12 +182,12 @@ class HangsIfFileExists:
 
 def test_interrupted_worker_start_keeps_its_time_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     options = vecenv.WorkerOptions(start_timeout=2.0)
-    with open_engine([HangsIfFileExists(tmp_path / "file")], num_workers=1, worker_options=options) as envs:
+    with open_engine([EnvFnThatMayHang(tmp_path / "hang")], num_workers=1, worker_options=options) as envs:
         envs.reset(seed=1)
         with pytest.raises(WorkerDied):
             envs.step([KILL])
-        (tmp_path / "file").touch()
-        raise_after(monkeypatch, envs._pool, "_start")
+        (tmp_path / "hang").touch()
+        raise_alarm_after(monkeypatch, envs._pool, "_start")
         with pytest.raises(TimeoutError):
             envs.reset()
         monkeypatch.undo()
@@ -193,19 +195,19 @@ def test_interrupted_worker_start_keeps_its_time_limit(monkeypatch: pytest.Monke
             envs.reset()
 
 
-# --- an exception in a wait -----------------------------------------------------------------------
+# --- exceptions during a wait ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_infos_are_complete_after_a_reply_was_lost(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker describes the columns of its infos once, and again after a reset."""
+def test_infos_are_complete_after_a_lost_reply_and_a_reset(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker describes the columns of its infos only once, but repeats the description after a reset."""
 
-    def interrupt(*_: Any) -> Any:
+    def raise_timeout_error(*_: Any) -> Any:
         raise TimeoutError
 
     with open_engine(num_workers=num_workers) as envs:
         envs.reset(seed=0)
-        monkeypatch.setattr(PendingMessages, "apply", interrupt)
+        monkeypatch.setattr(PendingMessages, "apply", raise_timeout_error)
         with pytest.raises(TimeoutError):
             envs.step(ACTIONS)
         monkeypatch.undo()
@@ -226,11 +228,11 @@ def test_interrupted_wait_for_a_step_can_be_repeated() -> None:
             envs.step(ACTIONS)
         os.kill(pid, signal.SIGCONT)
         assert_identical(envs.step_wait(), reference.step(ACTIONS), "the interrupted step")
-        assert_identical(envs.step(ACTIONS), reference.step(ACTIONS), "the next one")
+        assert_identical(envs.step(ACTIONS), reference.step(ACTIONS), "the next step")
 
 
 class Delay:
-    """A fault that delays the result."""
+    """A fault for :class:`FaultyEnv`: it delays the result of a call."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -257,8 +259,8 @@ def test_failure_in_a_dropped_step_is_recorded(options: dict[str, Any]) -> None:
 
 
 def test_failure_in_a_dropped_reset_is_recorded_as_a_reset_failure() -> None:
-    slow = FaultyEnv(FaultyEnv(ENV_FNS[0](), Delay(0.3), reset=2), "raises", reset=2)
-    with open_engine([lambda: slow], num_workers=1) as envs:
+    slow_env = FaultyEnv(FaultyEnv(ENV_FNS[0](), Delay(0.3), reset=2), "raises", reset=2)
+    with open_engine([lambda: slow_env], num_workers=1) as envs:
         envs.reset(seed=1)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(TimeoutError):
@@ -268,18 +270,24 @@ def test_failure_in_a_dropped_reset_is_recorded_as_a_reset_failure() -> None:
         assert not envs._pool.processes[0].dropped
 
 
-CALLS: dict[str, tuple[float, Callable[[Any], Any], Any]] = {
+def set_and_get_mark(envs: Any) -> Any:
+    envs.set_attr("slow_mark", 7)
+    return envs.get_attr("mark")
+
+
+# name -> seconds until the interruption, the call, and its result
+REPEATED_CALLS: dict[str, tuple[float, Callable[[Any], Any], Any]] = {
     "call": (0.1, lambda envs: envs.call("sleep", 0.15), (0, 1, 2, 3)),
     "exec_func": (0.1, lambda envs: envs.exec_func(CountingEnv.sleep, None, 0.15), (0, 1, 2, 3)),
-    "set_attr": (0.1, lambda envs: (envs.set_attr("slow_mark", 7), envs.get_attr("mark"))[1], (7, 7, 7, 7)),
+    "set_attr": (0.1, set_and_get_mark, (7, 7, 7, 7)),
 }
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", REPEATED_CALLS)
 def test_interrupted_call_can_be_repeated(call: str) -> None:
     """Late replies to the interrupted call affect neither the next call nor the next step."""
-    seconds, make_call, expected = CALLS[call]
+    seconds, make_call, expected = REPEATED_CALLS[call]
     with open_engine() as envs:
         envs.reset(seed=1)
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -325,7 +333,8 @@ def test_worker_that_dies_with_rows_in_flight_is_restarted(mode: str) -> None:
             assert infos["final_obs"][0].tolist() == last[row].tolist()
             assert observation[0][:2].tolist() == ([row, 0] if mode == "SameStep" else last[row][:2].tolist())
         for row in (2, 3):
-            assert rows[row][0][0].tolist() == [row, 2, 1 + row + 2 * (row + 1)]
+            seed, action = 1 + row, ACTIONS[row]
+            assert rows[row][0][0].tolist() == [row, 2, seed + 2 * action]
             assert "restarted" not in rows[row][4]
         assert envs.stats()["restarts"] == 1
         assert_equal_after_reset(envs)
@@ -336,14 +345,14 @@ def test_recv_raises_a_worker_death_once_and_returns_the_other_rows() -> None:
         envs.reset(seed=1)
         envs.send(np.array([1, KILL, 3, 4]), range(4))
         received: list[int] = []
-        died = []
+        errors = []
         for _ in range(3):
             try:
                 received += envs.recv(count=1)[4]["env_id"].tolist()
             except WorkerDied as error:
-                died.append(error)
+                errors.append(error)
         assert sorted(received) == [2, 3]
-        (error,) = died
+        (error,) = errors
         assert error.envs == (0, 1)
         assert len(envs.in_flight) == 0
         envs.reset(seed=2, options={"reset_mask": np.array([True, True, False, False])})
@@ -354,8 +363,8 @@ class InterruptedRead(Exception):
     pass
 
 
-def receive_interrupted(channel: Channel, moment: int) -> bytes | None:
-    """Receive, and raise before instruction number ``moment`` of ``receive`` or of a function that it calls."""
+def receive_and_interrupt(channel: Channel, instruction: int) -> bytes | None:
+    """Call ``channel.receive``, and raise before the given instruction, counted over ``receive`` and all that it calls."""
     count = 0
 
     def trace(frame: Any, event: str, argument: Any) -> Any:
@@ -363,37 +372,37 @@ def receive_interrupted(channel: Channel, moment: int) -> bytes | None:
         frame.f_trace_opcodes = True
         if event == "opcode":
             count += 1
-            if count == moment:
+            if count == instruction:
                 raise InterruptedRead
         return trace
 
-    before = sys.gettrace()
+    previous_trace = sys.gettrace()
     sys._getframe().f_trace_opcodes = True  # Python 3.12 traces instructions only if this is set before settrace()
     sys.settrace(trace)
     try:
         return channel.receive()
     finally:
-        sys.settrace(before)
+        sys.settrace(previous_trace)
 
 
 def test_interrupted_read_affects_no_later_message() -> None:
     first, later = encode(1, 1, b"first" * 9), encode(1, 2, b"later")
     interruptions = 0
-    for moment in range(1, 1000):
+    for instruction in range(1, 1000):
         owner = DescriptorOwner(None)
         channel = Channel(owner)
         writer = channel.worker_ends[1].number
         os.write(writer, first)
         received = None
         try:
-            received = receive_interrupted(channel, moment)
+            received = receive_and_interrupt(channel, instruction)
         except InterruptedRead:
             interruptions += 1
             received = channel.receive()
         os.write(writer, later)
         assert received in (first, None)
-        assert channel.receive() == later, moment
+        assert channel.receive() == later, f"instruction {instruction}"
         owner.close()
-        if interruptions < moment:
+        if interruptions < instruction:  # the read ended before this instruction
             break
     assert interruptions > 100

@@ -1,4 +1,4 @@
-"""Observers are notified of resets, steps, calls, results and failures; their own exceptions do not replace a failure."""
+"""Tests of observers: they receive resets, steps, calls, results and failures, and their own exceptions hide no failure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vecenv.testing import FaultyEnv
 
 
 class EventLog(vecenv.Observer):
-    """An observer that keeps a list of all events and their arguments; those of ``on_dropped`` only with ``logs_drops``."""
+    """An observer that lists all events with their arguments. It lists dropped rows only if ``logs_drops`` is true."""
 
     logs_drops = False
 
@@ -73,6 +73,12 @@ def names_and_rows(events: list[Any]) -> list[Any]:
     return [event[:2] for event in events]
 
 
+def assert_same_objects(observed: Any, result: Any) -> None:
+    """Check that an observer received the arrays that the caller received, not copies of them."""
+    for observed_array, array in zip(observed[:4], result[:4], strict=True):
+        assert observed_array is array
+
+
 def make_faulty_env(fault: str, step: int) -> Any:
     return FaultyEnv(CounterEnv(), fault, step=step)
 
@@ -91,10 +97,10 @@ def test_observer_receives_each_call_and_its_result(engine: str) -> None:
         submitted, (_, rows, observed) = log.pop_events()
         assert submitted == ("step", None, [0, 1, 0])
         assert rows is None
-        assert all(one is other for one, other in zip(observed[:4], result[:4], strict=True))
+        assert_same_objects(observed, result)
         assert observed[4].rows() == info_rows_without_env_ids(result[4], 3)
 
-        envs.step([1, 1, 0])  # a list: one action for each environment
+        envs.step([1, 1, 0])  # actions may also be a list
         assert log.pop_events()[0] == ("step", None, [1, 1, 0])
 
         envs.reset(seed=[None, 9, None], options={"reset_mask": np.array([False, True, False])})
@@ -111,17 +117,17 @@ def test_observer_receives_the_rows_of_send_reset_async_and_recv(engine: str) ->
         ((_, rows, observed),) = log.pop_events()
         assert sorted(rows) == [0, 1, 2]
         assert rows == result[4]["env_id"].tolist()
-        assert all(one is other for one, other in zip(observed[:4], result[:4], strict=True))
+        assert_same_objects(observed, result)
         assert observed[4].rows() == info_rows_without_env_ids(result[4], 3)
 
 
-def test_observer_receives_calls_that_may_change_environments() -> None:
+def test_observer_receives_only_calls_that_may_change_environments() -> None:
     with logged_engine(counters(3), num_workers=2) as (envs, log):
         envs.call("get_wrapper_attr", "unwrapped")
         envs.set_attr("extra", [4, 5, 6])
         envs.exec_func(str, [2])
         envs.set_next_options({"a": 1}, seed=3, env_id=[1])
-        snapshots = envs.save([0], verify=False)  # changes nothing
+        snapshots = envs.save([0], verify=False)  # not reported, because it changes nothing
         envs.load(snapshots, [2])
     events = log.pop_events()
     assert names_and_rows(events) == [
@@ -133,25 +139,25 @@ def test_observer_receives_calls_that_may_change_environments() -> None:
     ]  # fmt: skip
 
 
-def test_observer_does_not_receive_refused_calls() -> None:
+def test_observer_receives_no_refused_calls() -> None:
     with logged_engine(counters(2), num_workers=1) as (envs, log):
-        for refused in ([0], [0, 0, 0]):
+        for actions in ([0], [0, 0, 0]):
             with pytest.raises(ValueError, match="nothing was sent"):
-                envs.step(refused)
+                envs.step(actions)
         with pytest.raises(ValueError, match="must match num_envs"):
             envs.reset(seed=[1, 2, 3])
         assert log.pop_events() == []
 
 
 class SeedFiller(vecenv.Observer):
-    """An observer that replaces missing seeds by 40 plus the row."""
+    """An observer that replaces each missing seed with 40 plus the row."""
 
     def on_reset(self, rows: Any, seeds: Any, options: Any) -> None:
         seeds[:] = [40 + row if seed is None else seed for row, seed in zip(rows, seeds, strict=True)]
 
 
 class SeedInfoEnv(CounterEnv):
-    """An environment with the seed of each reset in its info."""
+    """An environment that returns the seed of each reset in the info; -1 if there was none."""
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         observation, _ = super().reset(seed=seed, options=options)
@@ -169,9 +175,10 @@ def test_observer_may_fill_in_missing_seeds(engine: str) -> None:
         assert envs.recv(count=1)[4]["seed"].tolist() == [41]
 
 
+# name -> the kind of fault, options of the engine, the rows that fail, and whether a worker dies
 FAULTS = {
     "raises": ("raises", {"num_workers": 1}, [1], False),
-    "raises in process": ("raises", {"num_workers": 0}, [1], False),
+    "raises in this process": ("raises", {"num_workers": 0}, [1], False),
     "kills a shared worker": ("kill", {"num_workers": 1}, [0, 1], True),
     "kills its own worker": ("kill", {}, [1], True),
 }
@@ -180,17 +187,17 @@ FAULTS = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_text_returned_by_on_failure_becomes_a_note(fault: str) -> None:
-    kind, options, rows, died = FAULTS[fault]
+    kind, options, rows, worker_dies = FAULTS[fault]
     log = EventLog()
     with open_engine([CounterEnv, functools.partial(make_faulty_env, kind, 2)], **options) as envs:
         envs.add_observer(log)
         envs.reset(seed=5)
         envs.step([0, 0])
         log.pop_events()
-        with pytest.raises(WorkerDied if died else ValueError, match=r"died|out of order") as caught:
+        with pytest.raises(WorkerDied if worker_dies else ValueError, match=r"died|out of order") as caught:
             envs.step([0, 0])
         (record,) = envs.errors
-        assert log.pop_events()[1:] == [("failure", rows, type(caught.value), died)]
+        assert log.pop_events()[1:] == [("failure", rows, type(caught.value), worker_dies)]
         for error in (caught.value, record.error):
             assert error.__notes__.count(f"noted for {rows}") == 1
         envs.reset(seed=1)
@@ -200,7 +207,7 @@ def test_text_returned_by_on_failure_becomes_a_note(fault: str) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("kind", ["raises", "kill"])
-def test_observer_receives_failure_and_reset_of_a_restart_before_the_result(
+def test_observer_receives_the_failure_and_the_reset_of_a_restart_before_the_result(
     kind: str, by_row: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = EventLog()
@@ -208,26 +215,29 @@ def test_observer_receives_failure_and_reset_of_a_restart_before_the_result(
     with caplog.at_level(logging.WARNING, "vecenv"), open_engine(fns, on_failure="restart") as envs:
         envs.add_observer(log)
         envs.reset(seed=5)
-        for _ in range(2):
+        for _ in range(2):  # the second step fails
             log.pop_events()
             if by_row:
                 envs.send([0, 0], [0, 1])
                 result: Any = envs.recv(count=2)
+                step_rows, result_rows = [0, 1], result[4]["env_id"].tolist()
+                truncated = result[3][result_rows.index(1)]
             else:
                 result = envs.step([0, 0])
-    assert result[3][result[4]["env_id"] == 1 if by_row else 1].all()
+                step_rows = result_rows = None
+                truncated = result[3][1]
+    assert truncated
     assert names_and_rows(log.pop_events()) == [
-        ("step", [0, 1] if by_row else None), ("failure", [1]), ("reset", [1]),
-        ("result", result[4]["env_id"].tolist() if by_row else None),
+        ("step", step_rows), ("failure", [1]), ("reset", [1]), ("result", result_rows),
     ]  # fmt: skip
     assert "(noted for [1])" in caplog.text
 
 
 class FailingObserver(vecenv.Observer):
-    """An observer that raises in one method."""
+    """An observer that raises in one method while ``raises`` is true."""
 
     def __init__(self, method: str) -> None:
-        self.method, self.raises = method, True
+        self.raises = True
         setattr(self, method, self._raise)
 
     def _raise(self, *_: Any, **__: Any) -> None:
@@ -270,7 +280,7 @@ def test_exception_in_an_observer_is_raised_and_loses_no_result(method: str) -> 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_observer_receives_the_steps_that_a_reset_drops(engine: str) -> None:
-    """If an observer raises, the step of which the others were notified is not submitted; the next reset drops it."""
+    """An observer raises after another one has received a step. The step is not submitted, and the next reset drops it."""
     failing_observer = FailingObserver("on_step")
     with logged_engine(counters(3), **ENGINES[engine]) as (envs, log):
         log.logs_drops = True
@@ -288,9 +298,13 @@ def test_observer_receives_the_steps_that_a_reset_drops(engine: str) -> None:
         assert log.pop_events()[0] == ("dropped", [0, 1, 2], pending)
 
 
+class EmptyObserver(vecenv.Observer):
+    """An observer that overrides no method."""
+
+
 def test_observer_methods_are_optional() -> None:
     with open_engine(counters(1), num_workers=0) as envs:
-        envs.add_observer(type("Nothing", (vecenv.Observer,), {})())
+        envs.add_observer(EmptyObserver())
         envs.reset(seed=1)
         envs.step([0])
 

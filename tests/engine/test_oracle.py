@@ -38,6 +38,7 @@ few_examples = settings(
 
 
 def _parse_num_workers(name: str, num_envs: int) -> int | None:
+    """Return the option for a name, because the number of environments is drawn only when the test runs."""
     return {"0": 0, "1": 1, "2": 2, "num_envs": num_envs, "None": None}[name]
 
 
@@ -52,35 +53,35 @@ def assert_equal_results(
     """Make the same calls to both vector environments, and compare all results."""
     action_space = copy.deepcopy(reference.action_space)
     action_space.seed(action_seed)
-    disabled = reference.autoreset_mode is AutoresetMode.DISABLED
+    autoreset_disabled = reference.autoreset_mode is AutoresetMode.DISABLED
     ended = np.zeros(reference.num_envs, dtype=np.bool_)
 
-    def reset(seed: Any, mask: np.ndarray | None = None) -> None:
+    def reset_both(seed: Any, mask: np.ndarray | None = None) -> None:
         options = [None if mask is None else {"reset_mask": mask.copy()} for _ in range(2)]
         result = envs.reset(seed=copy.copy(seed), options=options[0])
         expected = reference.reset(seed=copy.copy(seed), options=options[1])
         assert_identical(result, expected, f"reset(seed={seed}, mask={mask})")
         ended[slice(None) if mask is None else mask] = False
 
-    reset(first_seed)
+    reset_both(first_seed)
     for t, move in enumerate(plan):
         if move.kind == "reset":
-            reset(move.seed, None if move.mask is None else np.array(move.mask))
+            reset_both(move.seed, None if move.mask is None else np.array(move.mask))
             continue
-        if disabled and ended.any():
-            reset(None, ended.copy())
+        if autoreset_disabled and ended.any():
+            reset_both(None, ended.copy())
         actions = action_space.sample()
         if move.as_list:
             actions = _as_list(actions)
         result, expected = envs.step(copy.deepcopy(actions)), reference.step(copy.deepcopy(actions))
-        for name, one, other in zip(
-            ("observations", "rewards", "terminations", "truncations", "infos"), result, expected, strict=True
-        ):
-            assert_identical(one, other, f"move {t}: {name}")
+        names = "observations", "rewards", "terminations", "truncations", "infos"
+        for name, values, expected_values in zip(names, result, expected, strict=True):
+            assert_identical(values, expected_values, f"move {t}: {name}")
         ended[:] = expected[2] | expected[3]
 
 
-def assert_equal_streams(data: st.DataObject, vector: Vector, mode: AutoresetMode, **options: Any) -> None:
+def assert_random_calls_match_sync(data: st.DataObject, vector: Vector, mode: AutoresetMode, **options: Any) -> None:
+    """Draw calls, and compare spaces and results of an engine with those of a ``SyncVectorEnv``."""
     num_envs = len(vector.env_fns)
     plan = data.draw(moves(num_envs), label="plan")
     first_seed = data.draw(seed_arguments(num_envs), label="first seed")
@@ -98,28 +99,28 @@ def assert_equal_streams(data: st.DataObject, vector: Vector, mode: AutoresetMod
 
 @pytest.mark.sampled("compiled-0-shared-copy-AutoresetMode.NEXT_STEP")
 @pytest.mark.parametrize(
-    ("num_workers", "shared_memory", "copied", "mode"),
+    ("num_workers", "shared_memory", "copy_results", "mode"),
     each_once(
         ["0", "1", "2", "num_envs"], {"shared": True, "pickled": False}, {"copy": True, "no-copy": False}, AutoresetMode
     ),
 )
 @few_examples
 @given(data=st.data(), vector=vectors())
-def test_random_environments_give_the_same_results_as_in_sync_vector_env(
+def test_results_of_random_environments_equal_sync_vector_env(
     num_workers: str,
     shared_memory: bool,
-    copied: bool,
+    copy_results: bool,
     mode: AutoresetMode,
     data: st.DataObject,
     vector: Vector,
 ) -> None:
-    assert_equal_streams(
+    assert_random_calls_match_sync(
         data,
         vector,
         mode,
         num_workers=_parse_num_workers(num_workers, len(vector.env_fns)),
         shared_memory=shared_memory,
-        copy=copied,
+        copy=copy_results,
     )
 
 
@@ -132,7 +133,7 @@ def test_values_of_all_gymnasium_spaces_arrive_unchanged(
     num_workers: str, shared_memory: bool, data: st.DataObject, vector: Vector, mode: AutoresetMode
 ) -> None:
     workers = _parse_num_workers(num_workers, len(vector.env_fns))
-    assert_equal_streams(data, vector, mode, num_workers=workers, shared_memory=shared_memory)
+    assert_random_calls_match_sync(data, vector, mode, num_workers=workers, shared_memory=shared_memory)
 
 
 @pytest.mark.long
@@ -142,7 +143,7 @@ def test_values_of_all_gymnasium_spaces_arrive_unchanged(
 def test_many_random_examples_in_process_equal_sync_vector_env(
     mode: AutoresetMode, data: st.DataObject, vector: Vector
 ) -> None:
-    assert_equal_streams(data, vector, mode, num_workers=0, copy=data.draw(st.booleans(), label="copy"))
+    assert_random_calls_match_sync(data, vector, mode, num_workers=0, copy=data.draw(st.booleans(), label="copy"))
 
 
 @pytest.mark.long
@@ -152,25 +153,25 @@ def test_many_random_examples_in_process_equal_sync_vector_env(
 def test_infos_of_changing_types_are_returned_unchanged(
     num_workers: str, data: st.DataObject, vector: Vector
 ) -> None:
-    """Infos are compared by row, because Gymnasium's merge refuses or changes such infos.
+    """Infos are compared by row, because Gymnasium cannot merge such infos or changes them.
 
     The test ends with the first episode, because single environments are not reset automatically.
     """
-    singles = [env_fn() for env_fn in vector.env_fns]
+    single_envs = [env_fn() for env_fn in vector.env_fns]
     workers = _parse_num_workers(num_workers, len(vector.env_fns))
     actions = [get_legal_action(vector)] * len(vector.env_fns)
     with open_engine(vector.env_fns, num_workers=workers) as envs:
         by_row = vecenv.infos_by_row(envs)
-        assert_identical(list(by_row.reset(seed=1)[1]), [env.reset(seed=1 + k)[1] for k, env in enumerate(singles)])
+        assert_identical(list(by_row.reset(seed=1)[1]), [env.reset(seed=1 + k)[1] for k, env in enumerate(single_envs)])
         for t in range(5):
             *_, terminations, truncations, infos = by_row.step(actions)
-            assert_identical(list(infos), [env.step(np.int64(actions[0]))[4] for env in singles], f"step {t}")
+            assert_identical(list(infos), [env.step(np.int64(actions[0]))[4] for env in single_envs], f"step {t}")
             if (terminations | truncations).any():
                 break
 
 
 def get_legal_action(vector: Vector) -> Any:
-    """Return a legal action. The action space has to be Discrete."""
+    """Return an action of the action space, which must be Discrete."""
     return vector.action_space.start
 
 
@@ -181,12 +182,12 @@ def get_legal_action(vector: Vector) -> Any:
 def test_start_method_does_not_change_results(
     context: str, mode: AutoresetMode, data: st.DataObject, vector: Vector
 ) -> None:
-    assert_equal_streams(data, vector, mode, num_workers=2, context=context)
+    assert_random_calls_match_sync(data, vector, mode, num_workers=2, context=context)
 
 
 # --- real environments: trajectories equal those of SyncVectorEnv, also with each of Gymnasium's vector wrappers
 # There is one environment of each kind: a small Box, continuous actions, Discrete observations, a Tuple, MuJoCo with
-# ten numbers of info at every step, images, and nested dicts.
+# ten numbers in every info, images, and nested dicts.
 
 
 def make_env(env_id: str, **kwargs: Any) -> gymnasium.Env:
@@ -232,9 +233,10 @@ SLOW_TO_BUILD = {"Ant-v5", "ALE/Pong-v5"}
 )
 def test_trajectories_equal_those_of_sync_vector_env(name: str, mode: AutoresetMode) -> None:
     steps = 15 if name in SLOW_TO_BUILD else 60
-    # its resets return {"prob": 1} and its steps {"prob": 0.333}, which Gymnasium's merge of both truncates to 0
-    truncates = name == "FrozenLake-v1"
-    assert_matches_sync([REAL_ENV_FNS[name]] * 3, steps, autoreset_mode=mode, merge_by_gymnasium=truncates, num_workers=2)
+    # its resets return {"prob": 1} and its steps {"prob": 0.333}, which Gymnasium truncates to 0 if a batch has both
+    truncated_infos = name == "FrozenLake-v1"
+    fns = [REAL_ENV_FNS[name]] * 3
+    assert_matches_sync(fns, steps, autoreset_mode=mode, merge_by_gymnasium=truncated_infos, num_workers=2)
 
 
 @pytest.mark.sampled(5)
@@ -268,7 +270,7 @@ def _unbounded_box(*, single: bool) -> spaces.Box:
     return spaces.Box(-np.inf, np.inf, (4,) if single else (3, 4), np.float32)
 
 
-# name -> environment, modes that the wrapper supports, function that wraps
+# name -> environment, modes that the wrapper supports, function that applies the wrapper
 WRAPPERS: dict[str, tuple[str, tuple[AutoresetMode, ...], WrapFn]] = {
     "RecordEpisodeStatistics": ("CartPole-v1", ALL_MODES, wrappers.RecordEpisodeStatistics),
     "DictInfoToList": ("Ant-v5", ALL_MODES, wrappers.DictInfoToList),
@@ -318,16 +320,16 @@ WRAPPERS: dict[str, tuple[str, tuple[AutoresetMode, ...], WrapFn]] = {
 }
 
 
-def without_times(infos: Any) -> Any:
+def remove_durations(infos: Any) -> Any:
     """Remove the durations of episodes, which never repeat, from the infos of RecordEpisodeStatistics."""
     if isinstance(infos, list):
-        return [without_times(info) for info in infos]
+        return [remove_durations(info) for info in infos]
     if "episode" in infos:
         infos["episode"].pop("t", None)
     return infos
 
 
-class OptionKeepingSync(SyncVectorEnv):
+class OptionKeepingSyncVectorEnv(SyncVectorEnv):
     """A ``SyncVectorEnv`` that does not remove ``reset_mask`` from the caller's options, because wrappers read it later."""
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
@@ -340,10 +342,12 @@ class OptionKeepingSync(SyncVectorEnv):
     [(name, mode) for name, (_, modes, _) in WRAPPERS.items() for mode in modes],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_wrapper_results_equal_those_over_sync_vector_env(name: str, mode: AutoresetMode, closes: Any) -> None:
+def test_results_of_wrapped_engine_equal_those_of_wrapped_sync_vector_env(
+    name: str, mode: AutoresetMode, closes: Any
+) -> None:
     env, _, wrap = WRAPPERS[name]
     fns = [REAL_ENV_FNS[env]] * 3
-    reference = closes(wrap(OptionKeepingSync(fns, autoreset_mode=mode)))
+    reference = closes(wrap(OptionKeepingSyncVectorEnv(fns, autoreset_mode=mode)))
     with open_engine(fns, autoreset_mode=mode, num_workers=2) as inner:
         envs = wrap(inner)
         assert envs.observation_space == reference.observation_space
@@ -354,11 +358,11 @@ def test_wrapper_results_equal_those_over_sync_vector_env(name: str, mode: Autor
             actions = reference.action_space.sample()
             result, expected = envs.step(actions), reference.step(actions)
             assert_identical(result[:4], expected[:4], f"step {t}")
-            assert_identical(without_times(result[4]), without_times(expected[4]), f"infos of step {t}")
+            assert_identical(remove_durations(result[4]), remove_durations(expected[4]), f"infos of step {t}")
             dones = expected[2] | expected[3]
             if mode is AutoresetMode.DISABLED and dones.any():
-                both = [one.reset(options={"reset_mask": dones.copy()}) for one in (envs, reference)]
-                assert_identical(*both, f"reset after step {t}")
+                result, expected = (each.reset(options={"reset_mask": dones.copy()}) for each in (envs, reference))
+                assert_identical(result, expected, f"reset after step {t}")
         envs.close()
         assert inner.closed
 
@@ -406,18 +410,18 @@ def test_episode_statistics_add_up_over_many_episodes(mode: AutoresetMode) -> No
 
 @pytest.mark.long
 def test_frame_stack_in_workers_equals_sync_vector_env() -> None:
-    def build() -> gymnasium.Env:
+    def build_env() -> gymnasium.Env:
         env = gymnasium.wrappers.GrayscaleObservation(make_env("ALE/Pong-v5", frameskip=4))
         return gymnasium.wrappers.FrameStackObservation(gymnasium.wrappers.ResizeObservation(env, (84, 84)), 4)
 
-    assert_matches_sync([build] * 2, 5)
+    assert_matches_sync([build_env] * 2, 5)
 
 
 # --- ``VectorEnvContract`` with several configurations of the engine, and with faulty vector environments
-# ``FAULTS`` names, for each fault, the test of the contract that must fail.
+# ``FAULTS`` lists each fault with the test of the contract that must fail, and the arguments of that test.
 
 
-class _Contract(VectorEnvContract):
+class _EngineContract(VectorEnvContract):
     options: ClassVar[dict[str, Any]] = {}
 
     def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> VectorEnv:
@@ -426,11 +430,11 @@ class _Contract(VectorEnvContract):
 
 
 @pytest.mark.long
-class TestProcessPerEnv(_Contract):
+class TestProcessPerEnv(_EngineContract):
     pass
 
 
-class TestInProcess(_Contract):
+class TestInProcess(_EngineContract):
     options: ClassVar[dict[str, Any]] = {"num_workers": 0}
 
 
@@ -443,7 +447,7 @@ class TestShortEpisodesWithoutAutoreset(VectorEnvContract):
 
 
 @pytest.mark.long
-class TestWithoutSharedMemory(_Contract):
+class TestWithoutSharedMemory(_EngineContract):
     options: ClassVar[dict[str, Any]] = {"num_workers": 2, "shared_memory": False}
 
 
@@ -458,7 +462,7 @@ class TestNestedObservationsAndActionsInTwoWorkers(VectorEnvContract):
 
 
 class FaultyVectorEnv(gymnasium.vector.VectorWrapper):
-    """A vector environment with a fault: ``change`` modifies the result of ``step``."""
+    """A vector environment with a fault: ``change`` is called with it and the result of each step, which it modifies."""
 
     def __init__(self, envs: Any, change: Callable[[Any, list[Any]], None]) -> None:
         super().__init__(envs)
@@ -470,77 +474,77 @@ class FaultyVectorEnv(gymnasium.vector.VectorWrapper):
         return tuple(result)
 
 
-class IgnoresSeeds(gymnasium.vector.VectorWrapper):
+class SeedIgnoringVectorEnv(gymnasium.vector.VectorWrapper):
     count = 0
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        IgnoresSeeds.count += 100
-        return self.env.reset(seed=IgnoresSeeds.count, options=options)
+        SeedIgnoringVectorEnv.count += 100
+        return self.env.reset(seed=SeedIgnoringVectorEnv.count, options=options)
 
 
-class IgnoresMasks(gymnasium.vector.VectorWrapper):
+class MaskIgnoringVectorEnv(gymnasium.vector.VectorWrapper):
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         return self.env.reset(seed=seed)
 
 
-class StepsFirst(gymnasium.vector.VectorWrapper):
-    """A vector environment that steps before it checks the number of actions."""
+class LateCheckingVectorEnv(gymnasium.vector.VectorWrapper):
+    """A vector environment that checks the number of actions only after the step."""
 
     def step(self, actions: Any) -> Any:
         result = self.env.step(np.resize(actions, (self.num_envs, 2)))
         if len(actions) != self.num_envs:
-            raise ValueError("too late")
+            raise ValueError("wrong number of actions")
         return result
 
 
-def _float32_rewards(self: Any, result: list[Any]) -> None:
+def _cast_rewards_to_float32(envs: Any, result: list[Any]) -> None:
     result[1] = result[1].astype(np.float32)
 
 
-def _integer_flags(self: Any, result: list[Any]) -> None:
+def _cast_terminations_to_int(envs: Any, result: list[Any]) -> None:
     result[2] = result[2].astype(np.int64)
 
 
-def _same_reward_array(self: Any, result: list[Any]) -> None:
-    self.kept = getattr(self, "kept", result[1])
-    self.kept[:] = result[1]
-    result[1] = self.kept
+def _reuse_reward_array(envs: Any, result: list[Any]) -> None:
+    envs.reused = getattr(envs, "reused", result[1])
+    envs.reused[:] = result[1]
+    result[1] = envs.reused
 
 
-def _same_observation_array(self: Any, result: list[Any]) -> None:
-    self.kept = getattr(self, "kept", result[0])
-    self.kept["x"][:] = result[0]["x"]
-    result[0] = self.kept
+def _reuse_observation_array(envs: Any, result: list[Any]) -> None:
+    envs.reused = getattr(envs, "reused", result[0])
+    envs.reused["x"][:] = result[0]["x"]
+    result[0] = envs.reused
 
 
-def _two_dimensional_rewards(self: Any, result: list[Any]) -> None:
+def _make_rewards_two_dimensional(envs: Any, result: list[Any]) -> None:
     result[1] = result[1][:, None]
 
 
-def _no_masks(self: Any, result: list[Any]) -> None:
+def _remove_info_masks(envs: Any, result: list[Any]) -> None:
     for key in [key for key in result[4] if key.startswith("_")]:
         del result[4][key]
 
 
-def _infos_in_a_list(self: Any, result: list[Any]) -> None:
-    result[4] = [{}] * self.num_envs
+def _replace_infos_with_a_list(envs: Any, result: list[Any]) -> None:
+    result[4] = [{}] * envs.num_envs
 
 
-def _noise(self: Any, result: list[Any]) -> None:
+def _randomize_observations(envs: Any, result: list[Any]) -> None:
     result[0]["x"] = np.random.default_rng().random(result[0]["x"].shape, dtype=np.float32)
 
 
-def _rewards_the_reset(self: Any, result: list[Any]) -> None:
+def _set_all_rewards_to_one(envs: Any, result: list[Any]) -> None:
     result[1] = np.ones_like(result[1])
 
 
-def _no_final_observation(self: Any, result: list[Any]) -> None:
+def _remove_final_observations(envs: Any, result: list[Any]) -> None:
     result[4].pop("final_obs", None)
 
 
-def _final_observation_for_all(self: Any, result: list[Any]) -> None:
+def _add_final_observations_to_all_rows(envs: Any, result: list[Any]) -> None:
     if "final_obs" in result[4]:
-        result[4]["final_obs"][:] = [self.single_observation_space.sample() for _ in range(self.num_envs)]
+        result[4]["final_obs"][:] = [envs.single_observation_space.sample() for _ in range(envs.num_envs)]
         result[4]["_final_obs"][:] = True
 
 
@@ -548,28 +552,28 @@ NEXT, SAME, DISABLED = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, Autores
 SHAPES_TEST = "test_step_returns_five_values_of_the_right_shapes_and_dtypes"
 FINAL_OBSERVATION_TEST = "test_same_step_autoreset_reports_the_final_observation_and_info"
 FAULTS: list[tuple[Any, str, dict[str, Any]]] = [
-    (_float32_rewards, SHAPES_TEST, {"mode": NEXT, "num_envs": 3}),
-    (_integer_flags, SHAPES_TEST, {"mode": DISABLED, "num_envs": 1}),
-    (_two_dimensional_rewards, SHAPES_TEST, {"mode": SAME, "num_envs": 3}),
-    (_infos_in_a_list, SHAPES_TEST, {"mode": NEXT, "num_envs": 3}),
-    (_same_reward_array, "test_rewards_and_flags_are_fresh_arrays_at_every_step", {}),
-    (_same_observation_array, "test_observations_of_an_earlier_step_do_not_change", {}),
-    (_no_masks, "test_every_info_has_a_mask_with_one_flag_for_each_environment", {"mode": NEXT}),
-    (_noise, "test_the_same_seed_gives_the_same_trajectory", {"mode": NEXT}),
-    (_noise, "test_seeding_again_starts_the_same_trajectory_again", {}),
-    (_rewards_the_reset, "test_next_step_autoreset_ignores_one_action_and_gives_zero_reward", {}),
-    (_no_final_observation, FINAL_OBSERVATION_TEST, {}),
-    (_final_observation_for_all, FINAL_OBSERVATION_TEST, {}),
-    (IgnoresSeeds, "test_an_integer_seed_gives_consecutive_seeds", {}),
-    (IgnoresSeeds, "test_a_masked_reset_gives_the_chosen_rows_their_own_seeds", {}),
-    (IgnoresMasks, "test_a_masked_reset_does_not_change_the_other_rows", {"mode": NEXT}),
-    (StepsFirst, "test_the_wrong_number_of_actions_is_refused_before_anything_happens", {"count": 2}),
+    (_cast_rewards_to_float32, SHAPES_TEST, {"mode": NEXT, "num_envs": 3}),
+    (_cast_terminations_to_int, SHAPES_TEST, {"mode": DISABLED, "num_envs": 1}),
+    (_make_rewards_two_dimensional, SHAPES_TEST, {"mode": SAME, "num_envs": 3}),
+    (_replace_infos_with_a_list, SHAPES_TEST, {"mode": NEXT, "num_envs": 3}),
+    (_reuse_reward_array, "test_rewards_and_flags_are_fresh_arrays_at_every_step", {}),
+    (_reuse_observation_array, "test_observations_of_an_earlier_step_do_not_change", {}),
+    (_remove_info_masks, "test_every_info_has_a_mask_with_one_flag_for_each_environment", {"mode": NEXT}),
+    (_randomize_observations, "test_the_same_seed_gives_the_same_trajectory", {"mode": NEXT}),
+    (_randomize_observations, "test_seeding_again_starts_the_same_trajectory_again", {}),
+    (_set_all_rewards_to_one, "test_next_step_autoreset_ignores_one_action_and_gives_zero_reward", {}),
+    (_remove_final_observations, FINAL_OBSERVATION_TEST, {}),
+    (_add_final_observations_to_all_rows, FINAL_OBSERVATION_TEST, {}),
+    (SeedIgnoringVectorEnv, "test_an_integer_seed_gives_consecutive_seeds", {}),
+    (SeedIgnoringVectorEnv, "test_a_masked_reset_gives_the_chosen_rows_their_own_seeds", {}),
+    (MaskIgnoringVectorEnv, "test_a_masked_reset_does_not_change_the_other_rows", {"mode": NEXT}),
+    (LateCheckingVectorEnv, "test_the_wrong_number_of_actions_is_refused_before_anything_happens", {"count": 2}),
 ]
 
 
 @pytest.mark.parametrize(("fault", "test", "arguments"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
 def test_contract_detects_a_faulty_vector_env(fault: Any, test: str, arguments: dict[str, Any]) -> None:
-    class Contract(_Contract):
+    class Contract(_EngineContract):
         options: ClassVar[dict[str, Any]] = {"num_workers": 0}
 
         def make(self, *args: Any, **kwargs: Any) -> Any:
@@ -589,8 +593,8 @@ def test_contract_fails_if_calls_work_after_close() -> None:
         Contract().test_use_after_close_raises()
 
 
-def test_unsupported_features_are_skipped_with_a_reason() -> None:
-    class Contract(_Contract):
+def test_contract_skips_unsupported_features_with_a_reason() -> None:
+    class Contract(_EngineContract):
         options: ClassVar[dict[str, Any]] = {"num_workers": 0}
         autoreset_modes: ClassVar[tuple[AutoresetMode, ...]] = (AutoresetMode.NEXT_STEP,)
         honours_seeds: ClassVar[bool] = False
@@ -614,11 +618,11 @@ def test_assert_same_trajectory_detects_differences(mode: AutoresetMode) -> None
     fns = counters(2, lengths=(3,))
     reference = SyncVectorEnv(fns, autoreset_mode=mode)
     envs: Any = vecenv.AsyncVectorEnv(fns, autoreset_mode=mode, num_workers=0)
-    other: Any = vecenv.AsyncVectorEnv(counters(2, lengths=(4,)), autoreset_mode=mode, num_workers=0)
+    longer_episodes: Any = vecenv.AsyncVectorEnv(counters(2, lengths=(4,)), autoreset_mode=mode, num_workers=0)
     assert_same_trajectory(envs, reference, 20, seed=3)
-    fresh = SyncVectorEnv(fns, autoreset_mode=mode)
+    new_reference = SyncVectorEnv(fns, autoreset_mode=mode)
     with pytest.raises(AssertionError, match="step 2"):
-        assert_same_trajectory(other, fresh, 20, seed=[1, 2])
-    for one in (envs, other, reference, fresh):
-        one.close()
+        assert_same_trajectory(longer_episodes, new_reference, 20, seed=[1, 2])
+    for each in (envs, longer_episodes, reference, new_reference):
+        each.close()
 

@@ -1,4 +1,4 @@
-"""Budgets of restarts with ``on_failure="restart"``, the log lines about restarts, and records of failures."""
+"""Tests of restart budgets (``on_failure="restart"``), of log lines about restarts, and of records of failures."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from vecenv.system.supervision import innermost_location
 
 
 class RaisingEnv(gym.Env[Any, Any]):
-    """An environment that raises in step number ``fails_at``."""
+    """An environment that raises in its step number ``failing_step`` and in all later ones."""
 
     observation_space = Box(-1.0, 1.0, (2,), np.float32)
     action_space = Discrete(2)
 
-    def __init__(self, fails_at: int) -> None:
-        self._steps_left = fails_at
+    def __init__(self, failing_step: int) -> None:
+        self._steps_left = failing_step
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
@@ -49,12 +49,17 @@ class RaisingEnv(gym.Env[Any, Any]):
         return np.zeros(2, np.float32), 0.0, False, False, {}
 
 
-def step_until_exhausted(fails_at: list[int], steps: int, **options: Any) -> tuple[int, Exception | None]:
-    envs = vecenv.AsyncVectorEnv([partial(RaisingEnv, at) for at in fails_at], num_workers=1, on_failure=Restart(**options))
+def step_until_exhausted(failing_steps: list[int], steps: int, **options: Any) -> tuple[int, Exception | None]:
+    """Step until the budget is exhausted, at most ``steps`` times. Return the number of restarts, and the error or ``None``.
+
+    Each environment fails in its step with the number in ``failing_steps``, counted since it was built.
+    """
+    fns = [partial(RaisingEnv, failing_step) for failing_step in failing_steps]
+    envs = vecenv.AsyncVectorEnv(fns, num_workers=1, on_failure=Restart(**options))
     try:
         envs.reset(seed=1)
         for _ in range(steps):
-            envs.step(np.zeros(len(fails_at), np.int64))
+            envs.step(np.zeros(len(fns), np.int64))
     except RestartsExhausted as error:
         return int(envs.stats()["restarts"]), error
     else:
@@ -65,12 +70,13 @@ def step_until_exhausted(fails_at: list[int], steps: int, **options: Any) -> tup
 
 def test_many_occasionally_failing_environments_continue() -> None:
     """Each environment has its own budget, so there is no common limit of five restarts per minute."""
-    restarts, error = step_until_exhausted([60 + 5 * index for index in range(8)], 200)
+    failing_steps = [60 + 5 * index for index in range(8)]
+    restarts, error = step_until_exhausted(failing_steps, 200)
     assert error is None
-    assert restarts == sum(200 // (60 + 5 * index) for index in range(8)) > 5
+    assert restarts == sum(200 // failing_step for failing_step in failing_steps) > 5
 
 
-def test_always_failing_environment_exhausts_its_budget_soon() -> None:
+def test_always_failing_environment_exhausts_its_budget_after_five_restarts() -> None:
     restarts, error = step_until_exhausted([10**9] * 7 + [1], 100)
     assert restarts == 5
     text = str(error)
@@ -81,7 +87,7 @@ def test_always_failing_environment_exhausts_its_budget_soon() -> None:
     assert error.envs == (7,)
 
 
-def test_explicit_limit_applies_to_all_and_is_named() -> None:
+def test_explicit_limit_is_shared_by_all_environments_and_named_in_the_error() -> None:
     restarts, error = step_until_exhausted([3] * 2, 100, limit=6, period=30.0)
     assert restarts == 6
     text = "more than 6 restarts within 30 seconds, which is the budget that on_failure=Restart(limit=, period=) sets"
@@ -89,7 +95,7 @@ def test_explicit_limit_applies_to_all_and_is_named() -> None:
 
 
 def test_restarts_that_exceed_the_budget_together_are_neither_counted_nor_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """Four environments fail together twice. The second time, the budget allows only two restarts, so none is restarted."""
+    """Four environments fail together twice. The second time, only two restarts are left, so none is restarted."""
     with caplog.at_level(logging.WARNING, "vecenv"):
         restarts, error = step_until_exhausted([3] * 4, 100, limit=6)
     assert isinstance(error, RestartsExhausted)
@@ -119,7 +125,7 @@ def test_restarts_that_exceed_the_budget_together_leave_it_unchanged() -> None:
             envs.step([0, 1])
 
 
-def test_infinite_limit_is_no_limit() -> None:
+def test_infinite_limit_never_exhausts_the_budget() -> None:
     restarts, error = step_until_exhausted([1], 20, limit=math.inf)
     assert (restarts, error) == (10, None)
 
@@ -131,7 +137,7 @@ def test_refunded_restart_can_be_spent_again() -> None:
     assert [budget.spend(f"cause {index}") for index in range(2)] == [True, False]
 
 
-def test_steps_earn_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_budget_grows_with_the_steps_of_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget is five restarts, plus one per 1,000 steps of these environments since the oldest restart in the period."""
     now, steps = 0.0, 0
     monkeypatch.setattr("vecenv.system.restart_budget.time", SimpleNamespace(monotonic=lambda: now))
@@ -150,7 +156,7 @@ def test_steps_earn_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert budget.spend("env 3", [3])
 
 
-def test_exhaustion_names_only_causes_of_its_environment() -> None:
+def test_exhausted_budget_lists_only_the_causes_of_one_environment() -> None:
     budget = RestartBudget(None, 60.0, lambda: 0.0)
     for index in range(5):
         assert budget.spend(f"env 1: {index}", [1])
@@ -163,16 +169,14 @@ def test_exhaustion_names_only_causes_of_its_environment() -> None:
 def test_each_restart_is_logged_once_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "vecenv"):
         assert step_until_exhausted([10**9, 4], 9)[0] == 2
-    text = [record.getMessage() for record in caplog.records if record.name == "vecenv"]
+    messages = [record.getMessage() for record in caplog.records if record.name == "vecenv"]
     line = inspect.getsourcelines(RaisingEnv.step)[1] + 3
     location = f"{Path(__file__).name}:{line} in step"
     cause = f"env 1: ConnectionError: simulator lost its connection, at {location}"
-    assert text == [f"vecenv restarts after a failure: {cause}"] * 2
+    assert messages == [f"vecenv restarts after a failure: {cause}"] * 2
 
 
-def test_restart_log_is_rate_limited(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restart_log_is_rate_limited(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("vecenv.system.reporting.time", SimpleNamespace(monotonic=lambda: now))
     log = RestartLog()
@@ -193,7 +197,7 @@ def test_closing_the_log_reports_unlogged_restarts(
     for index in range(restarts):
         log.log(f"env {index}")
     log.close()
-    log.close()
+    log.close()  # logs nothing
     lines = [record.getMessage() for record in caplog.records][5:]
     latest = f" since the last such line; the latest: env {restarts - 1}"
     assert lines == ([] if last_line is None else [f"vecenv restarts after {last_line}{latest}"])
@@ -222,9 +226,9 @@ def test_str_of_an_error_record_names_time_place_and_error() -> None:
     assert str(row_record).endswith(" env 0 (in the calling process), step: ValueError: observation: got None")
 
 
-def test_environment_is_named_once_in_the_reason_of_a_restart(caplog: pytest.LogCaptureFixture) -> None:
-    reset, step = (np.zeros(4, np.float32), {}), (np.zeros(9, np.float32), 0.0, False, False, {})
-    with ready_engine([lambda: ReturningEnv([reset], [step])], on_failure="restart") as envs:
+def test_log_line_of_a_restart_names_the_environment_once(caplog: pytest.LogCaptureFixture) -> None:
+    reset_result, wrong_step_result = (np.zeros(4, np.float32), {}), (np.zeros(9, np.float32), 0.0, False, False, {})
+    with ready_engine([lambda: ReturningEnv([reset_result], [wrong_step_result])], on_failure="restart") as envs:
         envs.step([0])
     assert [record.getMessage().count("env 0") for record in caplog.records if record.name == "vecenv"] == [1]
 
@@ -240,18 +244,18 @@ class HangingEnv(RaisingEnv):
 
 
 @pytest.mark.linux
-def test_first_line_about_a_hang_has_the_location(caplog: pytest.LogCaptureFixture) -> None:
-    """The log and ``print(record)`` show only the first line. The stack follows in later lines."""
+def test_first_line_about_a_hang_contains_the_location(caplog: pytest.LogCaptureFixture) -> None:
+    """The log and ``print(record)`` show only the first line; the stack is in the following lines."""
     options = {"on_failure": Restart(0), "step_timeout": 0.3}
     with ready_engine([partial(HangingEnv, 1)] * 2, num_workers=1, **options) as envs:
         with pytest.raises(RestartsExhausted) as caught:
             envs.step([0, 0])
         (record,) = envs.errors
     line = HangingEnv.step.__code__.co_firstlineno + 3
-    where = f"it hung for more than 0.3 seconds at test_restart_budget.py:{line} in step, and was killed"
-    assert str(record).endswith(where)
+    reason = f"it hung for more than 0.3 seconds at test_restart_budget.py:{line} in step, and was killed"
+    assert str(record).endswith(reason)
     assert "env 0, of envs 0-1) died during step: " in str(record)
-    assert where in str(caught.value)
+    assert reason in str(caught.value)
     location = rf"env 0, of envs 0-1, worker 0, pid \d+, during step, at test_restart_budget.py:{line} in step"
     assert [bool(re.fullmatch(location, text)) for text in caught.value.where.values()] == [True, True]
     assert "threading.py" in record.traceback.partition("its stack:")[2]
@@ -277,6 +281,16 @@ class CrashingEnv(RaisingEnv):
         return super().step(action)
 
 
+def crash_one_row(env: Any, row: int) -> None:
+    if env.index == row:
+        env.crash()
+
+
+def crash_in_send(envs: Any, row: int) -> None:
+    envs.send(np.array([0, 1]), [3, row])
+    envs.recv(count=2)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.linux
 @pytest.mark.parametrize("crashing_row", [4, 5, 6])
@@ -284,13 +298,13 @@ class CrashingEnv(RaisingEnv):
     ("command", "crash"),
     [
         ("step", lambda envs, row: envs.step(np.eye(7, dtype=int)[row])),
-        ("step", lambda envs, row: (envs.send(np.array([0, 1]), [3, row]), envs.recv(count=2))),
+        ("step", crash_in_send),
         ("reset", lambda envs, row: envs.reset(options=[{"crash": True} if env == row else None for env in range(7)])),
-        ("exec_func", lambda envs, row: envs.exec_func(lambda env, bad: env.index == bad and env.crash(), None, row)),
+        ("exec_func", lambda envs, row: envs.exec_func(crash_one_row, None, row)),
     ],
     ids=["step", "send", "reset", "exec_func"],
 )
-def test_first_line_about_a_crash_names_the_environment_and_the_code_line(
+def test_first_line_about_a_crash_contains_the_environment_and_the_location(
     command: str, crash: Any, crashing_row: int
 ) -> None:
     with ready_engine([CrashingEnv] * 7, num_workers=2) as envs:
@@ -300,8 +314,8 @@ def test_first_line_about_a_crash_names_the_environment_and_the_code_line(
             crash(envs, crashing_row)
         envs.close(terminate=True)
     line = CrashingEnv.crash.__code__.co_firstlineno + 1
-    where = f"env {crashing_row}, of envs {rows[0]}-{rows[-1]}) died during {command}: killed by SIGSEGV"
-    assert f"{where}, at test_restart_budget.py:{line} in crash" in str(caught.value)
+    reason = f"env {crashing_row}, of envs {rows[0]}-{rows[-1]}) died during {command}: killed by SIGSEGV"
+    assert f"{reason}, at test_restart_budget.py:{line} in crash" in str(caught.value)
     location = f"during {command}, at test_restart_budget.py:{line} in crash"
     assert list(caught.value.where) == list(rows)
     texts = caught.value.where.values()
@@ -309,7 +323,7 @@ def test_first_line_about_a_crash_names_the_environment_and_the_code_line(
 
 
 @pytest.mark.parametrize(
-    ("frames", "text"),
+    ("frames", "location"),
     [
         ([(threading.__file__, 327, "wait"), ("/a/my env.py", 22, "step"), ("/a/b.py", 9, "step")], "my env.py:22 in step"),
         ([("/usr/site-packages/gymnasium/core.py", 7, "step")], "core.py:7 in step"),
@@ -320,6 +334,6 @@ def test_first_line_about_a_crash_names_the_environment_and_the_code_line(
         ([], ""),
     ],
 )
-def test_innermost_location_of_a_stack(frames: list[tuple[str, int, str]], text: str) -> None:
+def test_innermost_location_is_outside_of_libraries_if_possible(frames: list[tuple[str, int, str]], location: str) -> None:
     lines = [f'  File "{file}", line {line} in {function}' for file, line, function in frames]
-    assert innermost_location("\n".join(["Current thread 0x00007f37 (most recent call first):", *lines])) == text
+    assert innermost_location("\n".join(["Current thread 0x00007f37 (most recent call first):", *lines])) == location

@@ -1,4 +1,4 @@
-"""Slow leaks, row 45 of the table in ``FAULTS.md``. ``pytest -m soak`` runs the tests; short versions are ``long``."""
+"""Tests for slow leaks (row 45 of ``FAULTS.md``). Run them with ``pytest -m soak``; short versions are ``long``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import pytest
 from envs import ready_engine
 
 import vecenv
+from vecenv.testing import FaultyEnv
 
 pytestmark = pytest.mark.timeout(1800, method="signal")
 soak = pytest.mark.soak
@@ -27,7 +28,7 @@ STEPS = 1_000_000
 MIB = 2**20
 
 
-def resource_counts() -> dict[str, int]:
+def count_resources() -> dict[str, int]:
     """Return the counts of resources that must not grow."""
     gc.collect()
     process = psutil.Process()
@@ -46,10 +47,10 @@ def resident_mib() -> float:
     return psutil.Process().memory_info().rss / MIB
 
 
-def is_flat(samples: list[float], allowed: float) -> bool:
-    """True if the median of the second half of a series exceeds that of the first by at most ``allowed``."""
+def is_flat(samples: list[float], max_growth: float) -> bool:
+    """True if the median of the second half of a series exceeds that of the first by at most ``max_growth``."""
     middle = len(samples) // 2
-    return float(np.median(samples[middle:]) - np.median(samples[:middle])) <= allowed
+    return float(np.median(samples[middle:]) - np.median(samples[:middle])) <= max_growth
 
 
 class CheapEnv(gym.Env):
@@ -70,7 +71,7 @@ class CheapEnv(gym.Env):
         return self.row, 1.0, self.count % 100 == 0, False, {"count": self.count} if self.count % 10 == 0 else {}
 
 
-def open_and_close(context: str) -> None:
+def use_an_engine(context: str) -> None:
     envs = vecenv.AsyncVectorEnv([CheapEnv] * 2, context=context)
     envs.reset(seed=1)
     envs.step([0, 1])
@@ -79,43 +80,41 @@ def open_and_close(context: str) -> None:
 
 @soak
 @pytest.mark.parametrize(("context", "cycles"), [("fork", CYCLES), ("forkserver", CYCLES), ("spawn", 20)])
-def test_soak(context: str, cycles: int) -> None:
-    """A thousand engines are opened, stepped and closed. Afterwards no resource count has grown."""
+def test_many_engines_leak_no_resources(context: str, cycles: int) -> None:
+    """Up to a thousand engines are opened, stepped and closed, one after the other."""
     for _ in range(5):
-        open_and_close(context)
-    before = resource_counts()
+        use_an_engine(context)
+    before = count_resources()
     memory = []
     for cycle in range(cycles):
-        open_and_close(context)
+        use_an_engine(context)
         if cycle % max(1, cycles // 50) == 0:
             memory.append(resident_mib())
-    after = resource_counts()
+    after = count_resources()
     growth = {name: after[name] - before[name] for name in before if after[name] > before[name]}
     # the allocator may add arenas, and other programs may add files to /dev/shm
     for name, tolerated in (("mappings", 4), ("/dev/shm entries", cycles // 10)):
         if growth.get(name, 0) <= tolerated:
             growth.pop(name, None)
     assert not growth, f"after {cycles} cycles: {growth}"
-    assert is_flat(memory, allowed=4), f"resident memory over time, MiB: {[round(size) for size in memory]}"
+    assert is_flat(memory, max_growth=4), f"resident memory over time, MiB: {[round(size) for size in memory]}"
 
 
 @soak
-def test_soak_in_a_failing_constructor() -> None:
-    """Engines leave no resource if their constructor raises."""
-
-    def fail() -> gym.Env:
+def test_constructors_that_raise_leak_no_resources() -> None:
+    def raise_lookup_error() -> gym.Env:
         raise LookupError("no such environment")
 
-    def attempt() -> None:
+    def fail_to_construct() -> None:
         with pytest.raises(LookupError):
-            vecenv.AsyncVectorEnv([CheapEnv, fail], context="fork")
+            vecenv.AsyncVectorEnv([CheapEnv, raise_lookup_error], context="fork")
 
     for _ in range(5):
-        attempt()
-    before = resource_counts()
+        fail_to_construct()
+    before = count_resources()
     for _ in range(CYCLES // 5):
-        attempt()
-    after = resource_counts()
+        fail_to_construct()
+    after = count_resources()
     assert {name: after[name] for name in after if name != "mappings"} == {
         name: before[name] for name in before if name != "mappings"
     }
@@ -123,10 +122,9 @@ def test_soak_in_a_failing_constructor() -> None:
 
 @soak
 @pytest.mark.parametrize("workers", [0, 2])
-def test_soak_steps(workers: int) -> None:
-    """Over a million steps, the memory of the caller and of every worker stays flat."""
+def test_memory_is_flat_over_a_million_steps(workers: int) -> None:
     with ready_engine([CheapEnv] * 8, num_workers=workers, context="fork") as envs:
-        pids = [pid for worker in envs._pool.workers if (pid := worker.pid) != os.getpid()] if workers else []
+        pids = [process.pid for process in envs.processes]
         actions = np.zeros(8, np.int64)
         series: dict[int, list[float]] = {pid: [] for pid in (os.getpid(), *pids)}
         steps = STEPS // 8
@@ -135,29 +133,26 @@ def test_soak_steps(workers: int) -> None:
             if step % (steps // 50) == 0:
                 for pid, samples in series.items():
                     samples.append(psutil.Process(pid).memory_info().rss / MIB)
-        assert [worker.pid for worker in envs._pool.workers if worker.pid != os.getpid()] == pids or not workers
+        assert [process.pid for process in envs.processes] == pids
         for pid, samples in series.items():
-            assert is_flat(samples[5:], allowed=2), f"pid {pid}: {[round(size, 1) for size in samples]}"
+            assert is_flat(samples[5:], max_growth=2), f"pid {pid}: {[round(size, 1) for size in samples]}"
 
 
 @soak
-def test_soak_restarts(tmp_path: Any) -> None:
-    """Hundreds of restarts in one engine leave no descriptor, process or thread."""
-    from vecenv.testing.faulty import FaultyEnv
-
-    def crashing() -> gym.Env:
+def test_hundreds_of_restarts_leak_no_resources() -> None:
+    def make_crashing_env() -> gym.Env:
         return FaultyEnv(CheapEnv(), "kill", step=2)
 
-    with ready_engine([CheapEnv, crashing], context="fork", on_failure=vecenv.Restart(10**6, 1e6)) as envs:
-        step(envs, 20)
-        before = resource_counts()
-        step(envs, 400)
-        assert resource_counts()["descriptors"] <= before["descriptors"]
-        assert resource_counts()["processes"] <= before["processes"]
-        assert resource_counts()["threads"] <= before["threads"]
+    with ready_engine([CheapEnv, make_crashing_env], context="fork", on_failure=vecenv.Restart(10**6, 1e6)) as envs:
+        take_steps(envs, 20)
+        before = count_resources()
+        take_steps(envs, 400)
+        assert count_resources()["descriptors"] <= before["descriptors"]
+        assert count_resources()["processes"] <= before["processes"]
+        assert count_resources()["threads"] <= before["threads"]
 
 
-def step(envs: Any, count: int) -> None:
+def take_steps(envs: Any, count: int) -> None:
     for _ in range(count):
         envs.step([0, 0])
 
@@ -166,7 +161,7 @@ def step(envs: Any, count: int) -> None:
 
 
 class RandomInfoKeys(CheapEnv):
-    """An environment with a random subset of five keys in its infos. The sets of keys in a batch hardly ever repeat."""
+    """An environment with a random subset of five keys in each info, so that batches hardly ever have the same keys."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -208,17 +203,17 @@ def test_memory_is_flat_with_changing_info_keys(workers: int, steps: int) -> Non
         pids = [os.getpid(), *(process.pid for process in envs.processes)]
         series: dict[int, list[float]] = {pid: [] for pid in (pids[:1] if short else pids)}
         actions = np.zeros(8, np.int64)
-        rounds = steps // 8
-        every = 1 if short else rounds // 40  # a short run compares the peaks, because caches are emptied at times
-        for step in range(rounds):
+        batches = steps // 8
+        batches_per_sample = 1 if short else batches // 40
+        for batch in range(batches):
             envs.step(actions)
-            if step % every == 0:
+            if batch % batches_per_sample == 0:
                 for pid, samples in series.items():
                     size = tracemalloc.get_traced_memory()[0] if short else psutil.Process(pid).memory_info().rss
                     samples.append(size / MIB)
         for pid, samples in series.items():
             later_samples = samples[len(samples) * 2 // 5 :]
-            if short:
+            if short:  # the peaks are compared, because caches are emptied at times
                 half = len(later_samples) // 2
                 later_samples = [max(later_samples[:half]), max(later_samples[half:])]
             assert is_flat(later_samples, 0.1 if short else 4.0), f"pid {pid}: {[round(size, 2) for size in later_samples]}"
@@ -232,10 +227,10 @@ def test_memory_is_flat_with_changing_info_keys(workers: int, steps: int) -> Non
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("failures", [pytest.param(10_000, marks=soak), 150])
 def test_stored_errors_do_not_keep_local_variables_alive(workers: int, failures: int, closes: Any) -> None:
-    """The traceback of a stored error must not keep the frames of the program and their variables."""
+    """The traceback of a stored error must not refer to frames of the program, which hold its local variables."""
     envs = closes(vecenv.AsyncVectorEnv([RaisingEnv, RaisingEnv], num_workers=workers, context="fork"))
 
-    def fail() -> None:
+    def cause_failure() -> None:
         large = np.ones(MIB)  # 8 MiB
         try:
             envs.step(np.array([0, 1]))
@@ -246,16 +241,15 @@ def test_stored_errors_do_not_keep_local_variables_alive(workers: int, failures:
 
     envs.reset(seed=1)
     for _ in range(5):
-        fail()
+        cause_failure()
     gc.collect()
-    before = resident_mib()
-    highest = 0.0
-    for count in range(failures):
-        fail()
-        if count % 50 == 49:
+    memory_before = resident_mib()
+    for count in range(1, failures + 1):
+        cause_failure()
+        if count % 50 == 0:
             gc.collect()
-            highest = max(highest, resident_mib() - before)
-            assert highest < 100, f"{highest:.0f} MiB more after {count + 1} failures with 8 MiB each"
+            growth = resident_mib() - memory_before
+            assert growth < 100, f"{growth:.0f} MiB more after {count} failures with 8 MiB each"
     assert len(envs.errors) <= 1000
 
 
@@ -263,7 +257,7 @@ def test_stored_errors_do_not_keep_local_variables_alive(workers: int, failures:
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("cycles", [pytest.param(2_000, marks=soak), 25])
 def test_closed_engine_is_freed_without_garbage_collection(workers: int, cycles: int) -> None:
-    """With the cyclic collector off, as in some trainers, memory, descriptors and mappings stay flat."""
+    """Some training programs disable the cyclic collector."""
 
     def run_engine() -> Any:
         envs = vecenv.AsyncVectorEnv([CheapEnv] * 2, num_workers=workers, context="fork")
@@ -272,7 +266,7 @@ def test_closed_engine_is_freed_without_garbage_collection(workers: int, cycles:
         envs.close()
         return weakref.ref(envs._driver)
 
-    def mappings() -> int:
+    def count_mappings() -> int:
         with open("/proc/self/maps") as file:
             return sum("memfd:" in line or "/dev/shm" in line for line in file)
 
@@ -282,12 +276,13 @@ def test_closed_engine_is_freed_without_garbage_collection(workers: int, cycles:
     gc.disable()
     try:
         process = psutil.Process()
-        descriptors, mapped, memory = process.num_fds(), mappings(), []
+        descriptors, mappings, memory = process.num_fds(), count_mappings(), []
         for cycle in range(cycles):
             assert run_engine()() is None, "the engine has a reference cycle"
-            assert (process.num_fds() - descriptors, mappings() - mapped) == (0, 0), f"more after engine {cycle + 1}"
+            assert process.num_fds() == descriptors, f"engine {cycle + 1} changed the number of descriptors"
+            assert count_mappings() == mappings, f"engine {cycle + 1} changed the number of mappings"
             memory.append(resident_mib())
-        middle = memory[cycles // 3 :]
-        assert is_flat(middle, allowed=4), f"MiB: {[round(size, 1) for size in memory[:: max(1, cycles // 40)]]}"
+        later_memory = memory[cycles // 3 :]
+        assert is_flat(later_memory, max_growth=4), f"MiB: {[round(size, 1) for size in memory[:: max(1, cycles // 40)]]}"
     finally:
         gc.enable()

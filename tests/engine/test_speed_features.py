@@ -1,4 +1,4 @@
-"""Features that make an engine faster, and ``vecenv.share``, by which all workers use one copy of read-only data."""
+"""Tests of features that make an engine faster, and of ``vecenv.share``, which gives all workers one copy of their data."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ from vecenv.worker import rows
 
 
 class NumericInfoEnv(gymnasium.Env[Any, Any]):
-    """An environment with numeric infos of every kind. With ``style="regular"``, every step has the same keys."""
+    """An environment with numeric infos of every kind.
+
+    Keys are always the same ("regular"), differ "by env" or "over time", or include a text in every second step ("mixed").
+    """
 
     observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
     action_space = spaces.Box(-1, 1, (2,), np.float32)
@@ -85,12 +88,12 @@ ENGINES = [{"num_workers": 2}, {"num_workers": 0}, {"use_caller": True}, {"use_c
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ids=str)
 @pytest.mark.parametrize("style", ["regular", "by env", "mixed"])
-def test_infos_equal_sync_vector_env(engine: Options, mode: AutoresetMode, style: str) -> None:
+def test_numeric_infos_equal_sync_vector_env(engine: Options, mode: AutoresetMode, style: str) -> None:
     assert_matches_sync(make_numeric_env_fns(4, style), 14, autoreset_mode=mode, **engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES[:2], ids=str)
-def test_changing_infos_equal_sync_vector_env(engine: Options) -> None:
+def test_infos_with_changing_keys_equal_sync_vector_env(engine: Options) -> None:
     assert_matches_sync(make_numeric_env_fns(3, "over time"), 14, merge_by_gymnasium=True, **engine)
 
 
@@ -98,16 +101,16 @@ def test_changing_infos_equal_sync_vector_env(engine: Options) -> None:
 def test_repeated_infos_are_not_pickled(mode: AutoresetMode) -> None:
     with ready_engine(make_numeric_env_fns(4), num_workers=2, autoreset_mode=mode) as envs:
         actions = np.zeros((4, 2), np.float32)
-        for _ in range(20):  # every kind of info occurs: of steps, ends of episodes, and resets
+        for _ in range(20):  # long enough for infos of steps, of ends of episodes, and of resets
             envs.step(actions)
-        before = envs.stats()["bytes_pickled"]
+        bytes_before = envs.stats()["bytes_pickled"]
         for _ in range(40):
             envs.step(actions)
-        assert envs.stats()["bytes_pickled"] == before
+        assert envs.stats()["bytes_pickled"] == bytes_before
 
 
-class WritesIntoRow(gymnasium.Env[Any, Any]):
-    """An environment that writes its observation directly into its row."""
+class RowWritingEnv(gymnasium.Env[Any, Any]):
+    """An environment that writes its observations directly into its row of the batch."""
 
     observation_space = spaces.Box(0, 255, (8, 8), np.uint8)
     action_space = spaces.Discrete(2)
@@ -132,8 +135,8 @@ class WritesIntoRow(gymnasium.Env[Any, Any]):
 
 
 @pytest.mark.parametrize("engine", ENGINES[:2], ids=str)
-def test_env_may_write_into_its_row(engine: Options) -> None:
-    with ready_engine([WritesIntoRow] * 3, autoreset_mode=AutoresetMode.SAME_STEP, **engine) as envs:
+def test_env_that_writes_into_its_row_returns_correct_observations(engine: Options) -> None:
+    with ready_engine([RowWritingEnv] * 3, autoreset_mode=AutoresetMode.SAME_STEP, **engine) as envs:
         assert envs.get_attr("has_row") == (True,) * 3
         for t in (1, 2):
             assert (envs.step(np.zeros(3, np.int64))[0] == t).all()
@@ -143,10 +146,10 @@ def test_env_may_write_into_its_row(engine: Options) -> None:
         assert all((final == 3).all() for final in infos["final_obs"])
 
 
-class UnpickledSpaces(WritesIntoRow):
-    """An environment with unpickled spaces. Their dtypes equal NumPy's dtypes but are different objects."""
+class UnpickledSpacesEnv(RowWritingEnv):
+    """An environment with unpickled spaces. Their dtypes equal NumPy's dtypes, but are other objects."""
 
-    observation_space = pickle.loads(pickle.dumps(WritesIntoRow.observation_space))
+    observation_space = pickle.loads(pickle.dumps(RowWritingEnv.observation_space))
     action_space = pickle.loads(pickle.dumps(spaces.Box(-1, 1, (2,), np.float32)))
 
     def __init__(self) -> None:
@@ -157,10 +160,11 @@ class UnpickledSpaces(WritesIntoRow):
 
 
 def test_unpickled_dtypes_use_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ready_engine([UnpickledSpaces] * 2, num_workers=0) as envs:
+    with ready_engine([UnpickledSpacesEnv] * 2, num_workers=0) as envs:
         actions = envs.action_space.sample()
-        assert actions.dtype is not np.dtype(np.float32), "this case tests nothing if the dtypes are identical"
-        for rows in (vars(worker).get("env_rows") or worker._rows for worker in envs._driver.pool.workers):
+        assert actions.dtype is not np.dtype(np.float32), "this test is useless if the dtypes are the same object"
+        for worker in envs._driver.pool.workers:
+            rows = worker.env_rows
             monkeypatch.setattr(rows, "_write_row", lambda k, observation: pytest.fail("observations used the slow path"))
         monkeypatch.setattr(Tree, "match", lambda *args: pytest.fail("actions used the slow path"))
         assert (envs.step(actions)[0] == 1).all()
@@ -169,7 +173,7 @@ def test_unpickled_dtypes_use_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> 
 # -- plans ----------------------------------------------------------------------------------------------------------
 
 
-class SleepingRowEnv(WritesIntoRow):
+class SleepingRowEnv(RowWritingEnv):
     """An environment with steps that sleep 4 ms."""
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -212,26 +216,25 @@ def test_choose_returns_a_valid_plan(cores: int, step: float, num_envs: int) -> 
 @pytest.mark.parametrize("step", [1e-6, 5e-6, 2e-5, 1e-4, 5e-4, 1e-2])
 def test_plan_uses_only_workers_if_that_costs_less_than_a_tenth(step: float, cores: int, num_envs: int) -> None:
     step_times = StepTimes(100, step, step)
-    free, forced, chosen = (choose(step_times, num_envs, cores, use_caller=use) for use in (True, False, None))
-    cost = min(forced.estimates.values()) / min(free.estimates.values())
-    in_reach = free.num_workers == 0 or free.use_caller
-    assert (chosen.num_workers, chosen.use_caller) == (
-        (forced.num_workers, False) if in_reach and cost < 1.1 else (free.num_workers, free.use_caller)
-    )
+    fastest, only_workers, chosen = (choose(step_times, num_envs, cores, use_caller=use) for use in (True, False, None))
+    cost = min(only_workers.estimates.values()) / min(fastest.estimates.values())
+    fastest_uses_caller = fastest.num_workers == 0 or fastest.use_caller
+    expected = only_workers if fastest_uses_caller and cost < 1.1 else fastest
+    assert (chosen.num_workers, chosen.use_caller) == (expected.num_workers, expected.use_caller)
     assert ("ends the program" in chosen.reason) == (chosen.num_workers == 0 or chosen.use_caller)
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("options", "cause"),
     [
         ({"on_failure": "restart", "step_timeout": 60}, "on_failure and step_timeout"),
         ({"worker_options": vecenv.WorkerOptions(env={"A_NAME": "1"})}, "WorkerOptions(env)"),
         ({"use_caller": False}, "use_caller=False"),
     ],
 )
-def test_plan_names_the_options_that_exclude_this_process(options: Any, named: str, closes: Any) -> None:
+def test_plan_names_the_options_that_exclude_this_process(options: Any, cause: str, closes: Any) -> None:
     envs = closes(vecenv.AsyncVectorEnv([lambda: NumericInfoEnv(0)] * 2, num_workers="auto", **options))
-    assert envs.plan.reason == f"one process per usable core, because of {named}"
+    assert envs.plan.reason == f"one process per usable core, because of {cause}"
 
 
 def test_use_caller_false_steps_all_envs_in_workers(closes: Any) -> None:
@@ -257,7 +260,7 @@ def test_only_slow_steps_are_shared_between_cores() -> None:
     ("step", "num_envs", "without_workers"), [(1e-6, 8, True), (5e-6, 2, True), (5e-6, 8, False), (1e-6, 64, False)]
 )
 def test_batch_is_shared_only_if_that_is_faster(step: float, num_envs: int, without_workers: bool) -> None:
-    """On two cores, 8 empty steps took 9 us in the caller and 16 us shared with a worker; 8 of CartPole 46 and 34 us."""
+    """On two cores, 8 empty steps took 9 us in the caller, and 16 us if shared with a worker. CartPole took 46 and 34 us."""
     plan = choose(StepTimes(100, step, step), num_envs, 2)
     assert (plan.num_workers == 0) == without_workers
     assert plan.use_caller != without_workers
@@ -267,14 +270,14 @@ def test_sharing_must_gain_more_on_slow_machines_or_shared_cores() -> None:
     """On a slow machine, 3 steps of CartPole took 28 us in the caller and 42 us shared. 64 steps are always shared."""
     step = 6.7e-6
 
-    def steps_without_workers(num_envs: int, **machine: float) -> bool:
+    def plans_no_workers(num_envs: int, **machine: float) -> bool:
         return choose(StepTimes(100, step, step, **machine), num_envs, 2).num_workers == 0
 
-    assert not steps_without_workers(4)
-    assert steps_without_workers(4, pace=1.2, crowding=1.7)
-    assert steps_without_workers(2, pace=1.9)
-    assert not steps_without_workers(64, pace=1.2, crowding=1.7)
-    assert not steps_without_workers(64, crowding=9.0), "one moment of high load must not decide for many environments"
+    assert not plans_no_workers(4)
+    assert plans_no_workers(4, pace=1.2, crowding=1.7)
+    assert plans_no_workers(2, pace=1.9)
+    assert not plans_no_workers(64, pace=1.2, crowding=1.7)
+    assert not plans_no_workers(64, crowding=9.0), "a moment of high load must not change the plan for many environments"
 
 
 def test_probe_measures_the_speed_of_the_machine() -> None:
@@ -283,7 +286,7 @@ def test_probe_measures_the_speed_of_the_machine() -> None:
     assert 1.0 <= probe.crowding < 10
 
 
-def test_callers_share_accounts_for_its_own_work() -> None:
+def test_callers_share_is_smaller_if_steps_are_short() -> None:
     assert caller_share(64, 1, 0.01) == 32
     assert caller_share(64, 1, 5e-7) == 31
     assert caller_share(2, 1, 1e-6) == 1
@@ -335,16 +338,16 @@ def test_placements_leave_the_caller_a_core_and_spin_only_if_they_fit(monkeypatc
 
 
 def test_affinity_of_the_caller_is_unchanged() -> None:
-    before = os.sched_getaffinity(0)
+    affinity = os.sched_getaffinity(0)
     with ready_engine(make_numeric_env_fns(2), num_workers=1) as envs:
         for _ in range(200):
             envs.step(np.zeros((2, 2), np.float32))
-        assert os.sched_getaffinity(0) == before
-    assert os.sched_getaffinity(0) == before
+        assert os.sched_getaffinity(0) == affinity
+    assert os.sched_getaffinity(0) == affinity
 
 
 class FakeKernel:
-    """A clock that advances by a microsecond per reading, and a simulated time in which other processes have the core."""
+    """A clock that advances by a microsecond per reading, and a counter of the seconds that other processes use the core."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1.0
@@ -357,12 +360,12 @@ class FakeKernel:
         return self.now
 
     def run(self, policy: cores.SpinPolicy, seconds: float, lost: float) -> int:
-        """Alternate between spins and steps of a millisecond, and return the number of spins.
+        """Spin before each of many steps of a millisecond. Return the number of successful spins.
 
         Args:
             policy: The policy that decides whether to spin.
             seconds: The total time of the steps.
-            lost: The share of each step in which another process has the core.
+            lost: The fraction of each step in which another process has the core.
         """
         spins = 0
         for _ in range(int(seconds * 1e3)):
@@ -374,22 +377,22 @@ class FakeKernel:
 
 def test_spinning_stops_under_load_and_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, no_spin_until = FakeKernel(monkeypatch), np.zeros(1)
-    policy, other = cores.SpinPolicy(1e-2, no_spin_until), cores.SpinPolicy(1e-2, no_spin_until)
+    policy, other_policy = cores.SpinPolicy(1e-2, no_spin_until), cores.SpinPolicy(1e-2, no_spin_until)
     assert kernel.run(policy, 1.0, lost=0.2) == 1000
     kernel.run(policy, 0.2, lost=0.5)
     assert policy.pauses == 1
-    assert not policy.spin(lambda timeout: pytest.fail("it polls during a pause"))
-    assert not other.spin(lambda timeout: pytest.fail("another process of the engine polls"))
+    assert not policy.spin(lambda timeout: pytest.fail("the process polls during a pause"))
+    assert not other_policy.spin(lambda timeout: pytest.fail("another process of the engine polls during the pause"))
     kernel.run(policy, 60.0, lost=0.5)
-    assert kernel.run(policy, 60.0, lost=0.5) < 0.05 * 60_000, "it spins too often on a busy machine"
+    assert kernel.run(policy, 60.0, lost=0.5) < 0.05 * 60_000, "the process spins too often on a busy machine"
     kernel.run(policy, cores._MAX_PAUSE_SECONDS, lost=0.0)
     pauses = policy.pauses
     assert kernel.run(policy, 1.0, lost=0.0) == 1000
-    assert other.spin(lambda timeout: 1)
-    assert (policy.pauses, other.pauses) == (pauses, 0)
+    assert other_policy.spin(lambda timeout: 1)
+    assert (policy.pauses, other_policy.pauses) == (pauses, 0)
     kernel.run(policy, 0.2, lost=0.5)
     assert not kernel.run(policy, 0.1, lost=0.0)
-    assert kernel.run(policy, 0.2, lost=0.0), "the first pause after a quiet time is not short"
+    assert kernel.run(policy, 0.2, lost=0.0), "the first pause after a quiet period is too long"
 
 
 def test_caller_on_a_workers_core_keeps_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,52 +400,52 @@ def test_caller_on_a_workers_core_keeps_spinning(monkeypatch: pytest.MonkeyPatch
     assert kernel.run(cores.SpinPolicy(1e-2, np.zeros(1), shares_core=True), 2.0, lost=0.5) == 2000
 
 
-def test_spin_stops_after_its_time() -> None:
+def test_spin_ends_after_its_time_limit() -> None:
     started_at = time.perf_counter()
     assert not cores.SpinPolicy(2e-3, np.zeros(1)).spin(lambda timeout: 0)
     assert 2e-3 <= time.perf_counter() - started_at < 20
-    assert not cores.SpinPolicy(0.0, np.zeros(1)).spin(lambda timeout: pytest.fail("it polls without spin time"))
+    assert not cores.SpinPolicy(0.0, np.zeros(1)).spin(lambda timeout: pytest.fail("the process polls without spin time"))
 
 
 @pytest.mark.parametrize("content", [b"0 0 0\n", b"", b"what?"])
-def test_unknown_waiting_time_is_none(content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_waited_is_none_if_the_kernel_does_not_report_it(content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "FileIO", lambda name: io.BytesIO(content))
     assert cores.seconds_waited() is None
 
 
 @pytest.mark.linux
-def test_seconds_waited_on_a_contended_core() -> None:
-    before = os.sched_getaffinity(0)
-    core = {min(before)}
+def test_seconds_waited_grows_on_a_contended_core() -> None:
+    affinity = os.sched_getaffinity(0)
+    core = {min(affinity)}
     program = f"import os; os.sched_setaffinity(0, {core})\nprint(flush=True)\nwhile True: pass"
     busy_process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     try:
         os.sched_setaffinity(0, core)
         assert busy_process.stdout is not None
         busy_process.stdout.readline()
-        waiting_time, started_at = cores.seconds_waited(), time.perf_counter()
+        waited_before, started_at = cores.seconds_waited(), time.perf_counter()
         while time.perf_counter() - started_at < 0.5:
             pass
-        now = cores.seconds_waited()
-        assert waiting_time is not None
-        assert now is not None
-        assert 0.1 < now - waiting_time < time.perf_counter() - started_at
+        waited_after = cores.seconds_waited()
+        assert waited_before is not None
+        assert waited_after is not None
+        assert 0.1 < waited_after - waited_before < time.perf_counter() - started_at
     finally:
-        os.sched_setaffinity(0, before)
+        os.sched_setaffinity(0, affinity)
         busy_process.kill()
         busy_process.communicate()
 
 
 @pytest.mark.linux
 @pytest.mark.skipif(cores.usable_cores() != 2, reason="needs one core for the caller and one for the worker")
-def test_engine_releases_contended_cores_and_binds_them_again() -> None:
+def test_worker_is_unbound_from_a_contended_core_and_bound_again() -> None:
     envs = vecenv.AsyncVectorEnv(make_numeric_env_fns(4), num_workers=1, use_caller=True)
-    free = os.sched_getaffinity(0)
+    all_cores = os.sched_getaffinity(0)
     busy_processes: list[subprocess.Popen[bytes]] = []
 
     def step_until(bound: bool) -> None:
         deadline = time.monotonic() + 20
-        while (os.sched_getaffinity(pid) != free) != bound:
+        while (os.sched_getaffinity(pid) != all_cores) != bound:
             assert time.monotonic() < deadline, f"the worker is on {os.sched_getaffinity(pid)}"
             envs.step(np.zeros((4, 2), np.float32))
 
@@ -475,20 +478,20 @@ def test_stats_are_floats_and_count_steps_and_resets() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("slow", "share"), [(0.03, 0.0), (0.09, 4 / 9)], ids=["all-alike", "one-is-slow"])
-def test_stats_show_the_slow_environment(slow: float, share: float) -> None:
-    """Two environments take 30 ms per step, and the third takes 30 or 90 ms."""
+@pytest.mark.parametrize(("slow_step", "straggler_share"), [(0.03, 0.0), (0.09, 4 / 9)], ids=["equal-steps", "one-slow-env"])
+def test_stats_show_the_slow_environment(slow_step: float, straggler_share: float) -> None:
+    """Two environments take 30 ms per step, and one takes 30 or 90 ms."""
     with ready_engine([SleepingEnv] * 3) as envs:
         for _ in range(10):
-            envs.step(np.array([0.03, slow, 0.03]))
+            envs.step(np.array([0.03, slow_step, 0.03]))
         stats = envs.stats()
     assert stats["steps"] == 30
-    assert stats["step_time_mean"] == pytest.approx((0.06 + slow) / 3, rel=0.2)
-    assert stats["step_time_slowest_env"] == pytest.approx(slow, rel=0.3)
-    assert stats["straggler_share"] == pytest.approx(share, abs=0.1)
+    assert stats["step_time_mean"] == pytest.approx((0.06 + slow_step) / 3, rel=0.2)
+    assert stats["step_time_slowest_env"] == pytest.approx(slow_step, rel=0.3)
+    assert stats["straggler_share"] == pytest.approx(straggler_share, abs=0.1)
 
 
-def test_worker_stats_soon_show_the_slow_environment() -> None:
+def test_worker_stats_show_the_slow_environment_after_three_steps() -> None:
     with ready_engine([SleepingEnv] * 3, num_workers=1) as envs:
         for _ in range(3):
             envs.step(np.array([0.0, 0.02, 0.0]))
@@ -504,40 +507,42 @@ def test_untimed_messages_are_extrapolated(monkeypatch: pytest.MonkeyPatch) -> N
     with ready_engine(make_numeric_env_fns(4), num_workers=0) as envs:
         for _ in range(1000):
             envs.step(np.zeros((4, 2), np.float32))
-        (counted,), (spent,) = envs._driver.batch.worker_steps, envs._driver.batch.worker_time
-    assert 1000 - 31 <= counted / 4 <= 1000
-    single = 8  # one message in 32 also reads the clock twice for each environment, and counts for all 32
-    assert spent == pytest.approx((counted / 4 + 32 * single) * 1e-5)
-    assert next(ticks) < 2 * (1000 / 32 + 2) + single, "it reads the clock too often"
+        (env_steps,), (seconds,) = envs._driver.batch.worker_steps, envs._driver.batch.worker_time
+    messages = env_steps / 4
+    assert 1000 - 31 <= messages <= 1000
+    extra_readings = 8  # one message in 32 also reads the clock twice per environment; it counts for all 32
+    assert seconds == pytest.approx((messages + 32 * extra_readings) * 1e-5)
+    assert next(ticks) < 2 * (1000 / 32 + 2) + extra_readings, "the clock is read too often"
 
 
 @pytest.mark.long
-def test_short_messages_are_counted_and_sampled() -> None:
+def test_steps_in_short_messages_are_counted_and_their_times_sampled() -> None:
     with ready_engine(make_numeric_env_fns(4), num_workers=2, batch_size=3) as envs:
         for _ in range(1000):
             envs.step(np.zeros((4, 2), np.float32))
-        counted, spent = (np.array(column) for column in (envs._driver.batch.worker_steps, envs._driver.batch.worker_time))
+        batch = envs._driver.batch
+        env_steps, seconds = np.array(batch.worker_steps), np.array(batch.worker_time)
         stats = envs.stats()
         assert stats["steps"] == 4000
-        assert [2000 - 2 * 31 <= steps <= 2000 for steps in counted] == [True, True, False]
-        assert counted[2] == spent[2] == 0, "the caller has no share"
-        assert stats["step_time_mean"] == pytest.approx(spent.sum() / counted.sum())
+        assert [2000 - 2 * 31 <= steps <= 2000 for steps in env_steps] == [True, True, False]
+        assert env_steps[2] == seconds[2] == 0, "the caller has no share"
+        assert stats["step_time_mean"] == pytest.approx(seconds.sum() / env_steps.sum())
         envs.reset_async()
-        for _ in range(1000):  # some messages are about one environment, some about two
+        for _ in range(1000):  # each message is about one or two environments
             *_, infos = envs.recv()
             envs.send(np.zeros((3, 2), np.float32), infos["env_id"])
         envs.recv()
-        more = float(envs._driver.batch.worker_steps.sum() - counted.sum())
+        new_steps = float(batch.worker_steps.sum() - env_steps.sum())
         assert 4000 + 2999 <= envs.stats()["steps"] <= 4000 + 3000  # the last step may still be pending
-    assert more == pytest.approx(3000, rel=0.2)
+    assert new_steps == pytest.approx(3000, rel=0.2)
 
 
 @pytest.mark.parametrize(
-    ("step", "cpu", "num_envs", "workers", "cores", "batch", "at_once", "why"),
+    ("step", "cpu", "num_envs", "workers", "cores", "batch_size", "rows_at_once", "reason"),
     [
         (5e-6, 5e-6, 64, 2, 2, 64, None, "lock-step: half of them are stepped in 80 us"),
         (2e-4, 2e-4, 8, 2, 2, 4, None, "halves: half of them are stepped in 400 us"),
-        (2e-4, 2e-4, 8, 2, 16, 4, 2, "2 of a worker's 4 in one message"),  # a core for the caller
+        (2e-4, 2e-4, 8, 2, 16, 4, 2, "2 of a worker's 4 in one message"),  # the caller has a core
         (1e-4, 1e-4, 256, 64, 65, 256, None, "lock-step: half of them are stepped in 200 us"),  # the caller is too slow
         (5e-3, 1e-4, 64, 16, 2, 32, 2, "2 of a worker's 4 in one message"),  # steps that wait
         (5e-3, 1e-4, 64, 64, 2, 32, None, "halves"),  # one environment per worker cannot be split
@@ -546,15 +551,15 @@ def test_short_messages_are_counted_and_sampled() -> None:
     ],
 )
 def test_batch_size_auto_depends_on_step_time_and_cores(
-    step: float, cpu: float, num_envs: int, workers: int, cores: int, batch: int, at_once: int | None, why: str
+    step: float, cpu: float, num_envs: int, workers: int, cores: int, batch_size: int, rows_at_once: int | None, reason: str
 ) -> None:
     plan = plan_batches(Plan(num_envs, workers, 0, "as requested", StepTimes(100, step, cpu), cores, {}))
-    assert (plan.batch_size, plan.rows_at_once) == (batch, at_once)
-    assert why in plan.batch_reason
+    assert (plan.batch_size, plan.rows_at_once) == (batch_size, rows_at_once)
+    assert reason in plan.batch_reason
     assert (plan.num_workers, plan.reason) == (workers, "as requested")
 
 
-def test_batch_size_auto_leaves_the_caller_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_size_auto_gives_the_caller_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
     step_times = StepTimes(100, 3e-4, 3e-4)
     assert choose(step_times, 8, 2, use_caller=True).use_caller
     monkeypatch.setattr("vecenv.planning.plan.usable_cores", lambda: 2)
@@ -567,8 +572,8 @@ def test_batch_size_auto_leaves_the_caller_no_share(monkeypatch: pytest.MonkeyPa
 def test_engine_and_pool_have_at_most_30_attributes() -> None:
     """CPython 3.11 shares at most 30 keys per class. With more, all lookups are slower: 2 % of a step, 5 % of recv."""
     with ready_engine([SleepingEnv] * 2, num_workers=2) as envs:
-        for thing in (envs._driver, envs._pool):
-            assert len(vars(thing)) <= 30, f"{type(thing).__name__}: {sorted(vars(thing))}"
+        for instance in (envs._driver, envs._pool):
+            assert len(vars(instance)) <= 30, f"{type(instance).__name__}: {sorted(vars(instance))}"
 
 
 # --- ``vecenv.share``: one copy of read-only data for all workers, with every start method ------
@@ -578,27 +583,31 @@ MIB = 2**20
 
 
 class PriceEnv(gymnasium.Env):
-    """An environment that observes four prices, each step one further on. Action 1 writes into them, 2 kills the process."""
+    """An environment that observes four consecutive prices, and moves on by one price per step.
+
+    Action 1 writes into the prices. Action 2 kills the process.
+    """
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (4,), np.float64)
     action_space = gymnasium.spaces.Discrete(3)
 
     def __init__(self, prices: Any) -> None:
         self.prices = prices["close"] if isinstance(prices, dict) else prices
-        self.at = 0
+        self.position = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         super().reset(seed=seed)
-        self.at = int(self.np_random.integers(100))
-        return self.prices[self.at : self.at + 4].copy(), {}
+        self.position = int(self.np_random.integers(100))
+        return self.prices[self.position : self.position + 4].copy(), {}
 
     def step(self, action: int) -> Any:
         if action == 1:
             self.prices[0] = 0.0
         if action == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        self.at += 1
-        return self.prices[self.at : self.at + 4].copy(), float(self.prices[self.at]), self.at % 50 == 0, False, {}
+        self.position += 1
+        observation, reward = self.prices[self.position : self.position + 4].copy(), float(self.prices[self.position])
+        return observation, reward, self.position % 50 == 0, False, {}
 
     def private_mib(self) -> float:
         """Return the memory in MiB that only this process uses."""
@@ -616,13 +625,13 @@ def prices() -> np.ndarray:
 
 @pytest.mark.sampled("fork")
 @pytest.mark.parametrize("context", START_METHODS)
-def test_shared_data_is_not_copied_and_gives_the_same_results(context: str, prices: np.ndarray, closes: Any) -> None:
+def test_workers_do_not_copy_shared_data_and_return_the_same_results(context: str, prices: np.ndarray, closes: Any) -> None:
     shared = vecenv.share({"close": prices, "volume": np.arange(3)})
     assert shared["close"].flags.writeable is False
     reference = SyncVectorEnv(make_price_env_fns(prices))
     envs = closes(vecenv.AsyncVectorEnv(make_price_env_fns(shared), num_workers=2, context=context))
-    small = make_price_env_fns(prices[:1000].copy())
-    with contextlib.closing(vecenv.AsyncVectorEnv(small, num_workers=2, context=context)) as baseline:
+    small_env_fns = make_price_env_fns(prices[:1000].copy())
+    with contextlib.closing(vecenv.AsyncVectorEnv(small_env_fns, num_workers=2, context=context)) as baseline:
         baseline_mib = min(baseline.call("private_mib"))
     np.testing.assert_array_equal(envs.reset(seed=1)[0], reference.reset(seed=1)[0])
     for _ in range(60):
@@ -650,11 +659,11 @@ def test_shared_data_is_read_only_and_available_after_a_restart(context: str, pr
 @pytest.mark.long
 def test_shared_data_is_available_in_spare_workers_and_the_probe(prices: np.ndarray) -> None:
     shared = vecenv.share(prices[:10_000])
-    for build in (
+    for build_envs in (
         lambda: vecenv.EpisodePrefetcher.from_env_fns(make_price_env_fns(shared, 2), 1, context="spawn"),
         lambda: vecenv.AsyncVectorEnv(make_price_env_fns(shared, 2), context="spawn", num_workers="auto"),
     ):
-        with contextlib.closing(build()) as envs:
+        with contextlib.closing(build_envs()) as envs:
             envs.reset(seed=1)
             for _ in range(60):
                 envs.step(np.zeros(2, np.int64))
@@ -668,16 +677,16 @@ def test_shared_arrays_and_views_of_every_kind_reach_workers(prices: np.ndarray)
         "steps": np.arange(20)[::3],
     }  # fmt: skip
     shared = vecenv.share(data)
-    views = [shared["rows"][1:, ::-2], shared["columns"].T[2:], shared["rows"][:, 3], shared["steps"][::-1]]
-    views = [*shared.values(), *views]
-    plain = [np.array(view) for view in views]
+    parts = [shared["rows"][1:, ::-2], shared["columns"].T[2:], shared["rows"][:, 3], shared["steps"][::-1]]
+    views = [*shared.values(), *parts]
+    expected_arrays = [np.array(view) for view in views]
 
-    def build(views: list[Any] = views) -> Any:
+    def build_env(views: list[Any] = views) -> Any:
         return ViewsEnv(views)
 
-    with contextlib.closing(vecenv.AsyncVectorEnv([build] * 2, num_workers=1, context="spawn")) as envs:
+    with contextlib.closing(vecenv.AsyncVectorEnv([build_env] * 2, num_workers=1, context="spawn")) as envs:
         for copies in envs.get_attr("copies"):
-            for result, expected in zip(copies, plain, strict=True):
+            for result, expected in zip(copies, expected_arrays, strict=True):
                 assert result.dtype == expected.dtype
                 np.testing.assert_array_equal(result, expected)
         assert envs.get_attr("shared") == (True, True)
@@ -703,7 +712,7 @@ class ViewsEnv(PriceEnv):
 
 def test_shared_data_is_freed_with_its_last_array(prices: np.ndarray) -> None:
     def count_blocks() -> int:
-        """Return the number of mappings and descriptors of shared memory in this process."""
+        """Return the number of mappings plus the number of descriptors of shared memory in this process."""
         with open("/proc/self/maps") as maps:
             mapped = sum("memfd:vecenv" in line for line in maps)
         return mapped + sum("memfd:vecenv" in os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists())
@@ -722,7 +731,7 @@ def test_shared_data_is_freed_with_its_last_array(prices: np.ndarray) -> None:
     assert count_blocks() == before
 
 
-def test_unshareable_values_are_named() -> None:
+def test_share_names_the_value_that_it_refuses() -> None:
     with pytest.raises(TypeError, match=r"share\(\): 'x': expected a NumPy array or a dict of arrays, got list"):
         vecenv.share({"x": [1, 2]})
     with pytest.raises(TypeError, match=r"share\(\): expected a NumPy array or a dict of arrays, got int"):
@@ -737,7 +746,7 @@ def test_unshareable_values_are_named() -> None:
         shared[0] = 1
     with pytest.raises(ValueError, match="WRITEABLE"):
         shared.flags.writeable = True
-    too_much = np.lib.stride_tricks.as_strided(np.zeros(1), (2**45,), (0,))
+    too_large = np.lib.stride_tricks.as_strided(np.zeros(1), (2**45,), (0,))
     with pytest.raises(vecenv.errors.ArenaError, match=r"share\(\) needs .* bytes of shared memory"):
-        vecenv.share(too_much)
+        vecenv.share(too_large)
 

@@ -1,9 +1,10 @@
-"""Requests about single rows that do not block, for event loops."""
+"""Tests of ``submissions()``: requests about single rows for event loops, which must not block."""
 
 from __future__ import annotations
 
 import os
 import select
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -22,7 +23,7 @@ from vecenv.system.restart_budget import RestartBudget
 
 
 class RaisingEnv(CountingEnv):
-    """An environment that raises in a step with action 8."""
+    """An environment that raises for action 8."""
 
     action_space = gymnasium.spaces.Discrete(8)
 
@@ -35,13 +36,13 @@ class RaisingEnv(CountingEnv):
         return int(array.nbytes)
 
 
-def open_envs(num_workers: int | None = None, **options: Any) -> Any:
+def make_envs(num_workers: int | None = None, **options: Any) -> Any:
     return AsyncVectorEnv([partial(RaisingEnv, row) for row in range(3)], num_workers=num_workers, context="fork", **options)
 
 
 @pytest.fixture
 def envs() -> Iterator[Any]:
-    envs = open_envs()
+    envs = make_envs()
     yield envs
     envs.close(terminate=True)
 
@@ -53,7 +54,7 @@ def submissions(envs: Any) -> Iterator[Any]:
 
 
 def wait_for_results(submissions: Any, count: int, *, starts: bool = False) -> dict[int, Any]:
-    """Wait, as an event loop does, until ``count`` requests (or starts) have finished. Return results or errors by row."""
+    """Wait as an event loop does until ``count`` requests (or starts) have finished. Return results or errors by row."""
     results: dict[int, Any] = {}
     deadline = time.monotonic() + 40
     while len(results) < count:
@@ -71,7 +72,7 @@ def reset_rows(submissions: Any, *rows: int) -> None:
     wait_for_results(submissions, len(rows))
 
 
-def test_rows_are_reset_and_stepped_one_by_one(envs: Any, submissions: Any) -> None:
+def test_rows_can_be_reset_and_stepped_one_by_one(envs: Any, submissions: Any) -> None:
     for row in range(3):
         submissions.submit(row, "reset", (row, None))
     assert envs.stats()["in_flight"] == 3
@@ -102,7 +103,7 @@ def test_env_that_raises_needs_a_reset(submissions: Any) -> None:
     assert not submissions.failed
 
 
-def test_worker_death_finishes_its_request_and_start_does_not_wait(envs: Any, submissions: Any) -> None:
+def test_worker_death_ends_its_request_and_start_does_not_block(envs: Any, submissions: Any) -> None:
     reset_rows(submissions, 0, 1, 2)
     submissions.submit(0, "step", KILL)
     submissions.submit(2, "step", 2)
@@ -135,20 +136,20 @@ def test_death_of_an_idle_worker_is_collected_once(envs: Any, submissions: Any) 
     assert submissions.collect() == []
     (death,) = submissions.deaths
     assert "died while idle" in death.text
-    # the descriptor is not readable any more, although forked processes have copies of the one that reported the death
+    # nothing else is readable, although forked processes hold copies of the descriptor that reported the death
     assert select.select([submissions.fileno()], [], [], 0.1)[0] == []
     submissions.start(1)
     assert wait_for_results(submissions, 1, starts=True) == {1: None}
     assert select.select([submissions.fileno()], [], [], 0.1)[0] == []
 
 
-def test_kill_ends_a_hanging_request_with_the_reason(submissions: Any) -> None:
+def test_kill_ends_a_hanging_request_with_the_given_reason(submissions: Any) -> None:
     reset_rows(submissions, 1)
     submissions.submit(1, "call", ("sleep", (60.0,), {}))
     assert submissions.collect() == []
-    submissions.kill(1, "the loop has cancelled it")
+    submissions.kill(1, "the request was cancelled")
     (error,) = wait_for_results(submissions, 1).values()
-    assert "died during call: the loop has cancelled it" in str(error)
+    assert "died during call: the request was cancelled" in str(error)
 
 
 def test_message_larger_than_the_pipe_is_sent_completely(submissions: Any) -> None:
@@ -171,11 +172,11 @@ def test_states_are_saved_and_loaded_by_row(submissions: Any) -> None:
     submissions.submit(1, "load", snapshot)
     assert wait_for_results(submissions, 1)[1].tolist() == [0, 1, 3]
     with pytest.raises(SnapshotMismatch):
-        submissions.submit(1, "check", snapshot.having(observation="none of it"))
+        submissions.submit(1, "check", snapshot.having(observation="another observation"))
 
 
-def test_env_threads_may_reply_in_another_order() -> None:
-    envs = open_envs(1, env_threads=3)
+def test_requests_to_env_threads_finish_in_any_order() -> None:
+    envs = make_envs(1, env_threads=3)
     try:
         with closing(envs.submissions()) as submissions:
             reset_rows(submissions, 0, 1, 2)
@@ -187,15 +188,15 @@ def test_env_threads_may_reply_in_another_order() -> None:
             assert wait_for_results(submissions, 1)[2][0].tolist() == [2, 1, 6]
             assert list(wait_for_results(submissions, 1)) == [1]
             assert time.monotonic() - started < 30
-            os.kill(envs.processes[0].pid, 9)
+            os.kill(envs.processes[0].pid, signal.SIGKILL)
             assert isinstance(wait_for_results(submissions, 1)[0], WorkerDied)
     finally:
         envs.close(terminate=True)
 
 
 @pytest.mark.parametrize("env_threads", [1, 3])
-def test_argument_that_cannot_be_unpickled_is_an_error_of_one_row(env_threads: int) -> None:
-    envs = open_envs(1, env_threads=env_threads)
+def test_argument_that_cannot_be_unpickled_fails_only_its_request(env_threads: int) -> None:
+    envs = make_envs(1, env_threads=env_threads)
     try:
         with closing(envs.submissions()) as submissions:
             reset_rows(submissions, 0, 1, 2)

@@ -1,4 +1,4 @@
-"""With filters that turn warnings into exceptions, calls keep their results and ``close`` ends the workers."""
+"""Tests with filters that turn warnings into exceptions: calls return their results, and ``close`` ends the workers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from programs import run_python
 
 
 @pytest.fixture(autouse=True)
-def warnings_are_errors() -> Any:
+def raise_user_warnings() -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", category=UserWarning)
         yield
 
 
 class OverflowingEnv(CounterEnv):
-    """An environment with observations that become infinite when they are cast to the dtype of the space."""
+    """An environment with observations that overflow to infinity in the dtype of the space."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class OverflowingEnv(CounterEnv):
         return np.array([1e300]), *super().step(action)[1:]
 
 
-class RaisesInCloseEnv(CounterEnv):
+class RaisingInCloseEnv(CounterEnv):
     """An environment that raises in ``close``, in worker processes only."""
 
     def close(self) -> None:
@@ -52,27 +52,25 @@ def test_close_with_a_pending_step_ends_the_workers(caplog: pytest.LogCaptureFix
         envs.close()
         assert envs.closed
         for process in processes:
-            with pytest.raises(ValueError, match="closed"):
+            with pytest.raises(ValueError, match="closed"):  # only an ended process can be closed
                 process.is_alive()
     assert "Calling `close` while waiting for a pending call to `step`" in caplog.text
 
 
 def test_exception_in_the_close_of_an_env_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with ready_engine([RaisesInCloseEnv] * 2, num_workers=1) as envs:
+    with ready_engine([RaisingInCloseEnv] * 2, num_workers=1) as envs:
         envs.close()
     assert "env 1 raised in close(): OSError: the simulator does not answer" in caplog.text
 
 
 @pytest.mark.parametrize("num_workers", [1, 0])
-def test_warning_about_environments_is_logged_and_step_returns(
-    caplog: pytest.LogCaptureFixture, num_workers: int
-) -> None:
+def test_warning_about_environments_is_logged_and_step_returns(caplog: pytest.LogCaptureFixture, num_workers: int) -> None:
     with ready_engine([OverflowingEnv] * 2, num_workers=num_workers) as envs:
         assert envs.step(np.zeros(2, int))[0].tolist() == [[np.inf], [np.inf]]
     assert "became infinite" in caplog.text
 
 
-def test_exception_of_an_env_is_raised_instead_of_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_exception_of_an_env_is_raised_and_the_warning_about_it_logged(caplog: pytest.LogCaptureFixture) -> None:
     with ready_engine([CounterEnv, partial(RaisingEnv, error=KeyError("door"))]) as envs:
         with pytest.raises(KeyError, match="door"):
             envs.step(np.zeros(2, int))
@@ -89,7 +87,7 @@ class CloseMarker(gymnasium.Wrapper):
     def close(self):
         Path(sys.argv[2]).touch()
 
-builtins.kept = sys.modules["__main__"]  # as torch and jax do; then other modules are cleared before this one
+builtins.kept = sys.modules["__main__"]  # as torch and jax do; Python then clears other modules first
 first = vecenv.AsyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
 envs = vecenv.AsyncVectorEnv([lambda: CloseMarker(gymnasium.make("CartPole-v1"))] * 2, num_workers=int(sys.argv[1]))
 envs.reset(seed=1)
@@ -98,14 +96,16 @@ envs.reset(seed=1)
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_workers", [2, 0])
-@pytest.mark.parametrize(("filters", "reports"), [("ignore", 0), ("error::ResourceWarning", 2)])
+@pytest.mark.parametrize(("warning_filter", "warning_count"), [("ignore", 0), ("error::ResourceWarning", 2)])
 def test_program_without_close_ends_without_a_traceback(
-    num_workers: int, filters: str, reports: int, tmp_path: Path
+    num_workers: int, warning_filter: str, warning_count: int, tmp_path: Path
 ) -> None:
-    closed = tmp_path / "closed"
-    process = run_python("-W", filters, "-c", UNCLOSED_PROGRAM, str(num_workers), closed, cwd=tmp_path)
+    closed_file = tmp_path / "closed"
+    process = run_python("-W", warning_filter, "-c", UNCLOSED_PROGRAM, str(num_workers), closed_file, cwd=tmp_path)
     assert process.returncode == 0
     assert "Exception ignored" not in process.stderr
-    assert process.stderr.count("ResourceWarning: unclosed AsyncVectorEnv") == reports
-    assert not process.stderr or reports
-    assert closed.exists() or num_workers
+    assert process.stderr.count("ResourceWarning: unclosed AsyncVectorEnv") == warning_count
+    if warning_count == 0:
+        assert process.stderr == ""
+    if num_workers == 0:
+        assert closed_file.exists()

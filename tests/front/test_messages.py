@@ -1,4 +1,4 @@
-"""Errors for common mistakes name the wrong value, the expected one, and what to do."""
+"""Tests of errors for common mistakes: they contain the wrong value, the expected one, and what to do."""
 
 from __future__ import annotations
 
@@ -102,12 +102,12 @@ class Game:
     def action_space(self, agent: str) -> Any: ...
 
 
-ENGINES = pytest.mark.parametrize("workers", [0, 2], ids=["in process", "two workers"])
+with_both_engines = pytest.mark.parametrize("num_workers", [0, 2], ids=["in-process", "two-workers"])
 
 
-@ENGINES
+@with_both_engines
 @pytest.mark.parametrize(
-    ("actions", "kind", "text"),
+    ("actions", "error", "text"),
     [
         (0, TypeError, "actions: got int 0, expected 3, one per environment; nothing was sent"),
         (None, TypeError, "actions: got NoneType None, expected 3, one per environment; nothing was sent"),
@@ -117,18 +117,18 @@ ENGINES = pytest.mark.parametrize("workers", [0, 2], ids=["in process", "two wor
         (np.zeros((2, 1)), ValueError, "actions: got 2, expected 3, one per environment; nothing was sent"),
     ],
 )
-def test_invalid_actions_are_refused(workers: int, actions: Any, kind: type[Exception], text: str) -> None:
-    with contextlib.closing(vecenv.AsyncVectorEnv([BasicEnv] * 3, num_workers=workers)) as envs:
+def test_invalid_actions_are_refused(num_workers: int, actions: Any, error: type[Exception], text: str) -> None:
+    with contextlib.closing(vecenv.AsyncVectorEnv([BasicEnv] * 3, num_workers=num_workers)) as envs:
         envs.reset()
         for submit in (envs.step, lambda actions: envs.send(actions, np.arange(3))):
-            with pytest.raises(kind, match=re.escape(text)):
+            with pytest.raises(error, match=re.escape(text)):
                 submit(actions)
-        for accepted in ([[0.5], (0.5,), np.array([0.5])], [0.5, 0.5, 0.5]):  # Gymnasium's tests require lists
-            assert envs.step(accepted)[1].tolist() == [0.5] * 3
+        for valid_actions in ([[0.5], (0.5,), np.array([0.5])], [0.5, 0.5, 0.5]):  # Gymnasium's tests pass such lists
+            assert envs.step(valid_actions)[1].tolist() == [0.5] * 3
 
 
 class IndexedSequence:
-    """A sequence with ``__getitem__`` only, which ``iter`` accepts."""
+    """A sequence without ``__iter__``. ``iter`` accepts it, because it has ``__getitem__``."""
 
     def __len__(self) -> int:
         return 3
@@ -137,16 +137,16 @@ class IndexedSequence:
         return [[0.5], [1.0], [0.25]][index]
 
 
-@ENGINES
-def test_sequence_without_iter_is_accepted_as_by_gymnasium(workers: int) -> None:
-    with contextlib.closing(vecenv.AsyncVectorEnv([BasicEnv] * 3, num_workers=workers)) as envs:
+@with_both_engines
+def test_actions_without_iter_are_accepted_as_by_gymnasium(num_workers: int) -> None:
+    with contextlib.closing(vecenv.AsyncVectorEnv([BasicEnv] * 3, num_workers=num_workers)) as envs:
         envs.reset()
         assert envs.step(IndexedSequence())[1].tolist() == [0.5, 1.0, 0.25]
 
 
-@ENGINES
+@with_both_engines
 @pytest.mark.parametrize(
-    ("kind", "call", "text"),
+    ("env_class", "call", "text"),
     [
         (OldResetEnv, "reset", "env 0: reset returned one ndarray, expected (observation, info)"),
         (OldStepEnv, "step", "env 0: step returned 4 values, expected (observation, reward, terminated, truncated, info)"),
@@ -158,8 +158,8 @@ def test_sequence_without_iter_is_accepted_as_by_gymnasium(workers: int) -> None
         (OldSecondResetEnv, "two steps", "env 0: reset returned one ndarray, expected (observation, info)"),
     ],
 )  # fmt: skip
-def test_return_values_of_old_interfaces_are_refused(workers: int, kind: Any, call: str, text: str) -> None:
-    with contextlib.closing(vecenv.AsyncVectorEnv([kind] * 2, num_workers=workers)) as envs:
+def test_invalid_return_values_are_refused(num_workers: int, env_class: Any, call: str, text: str) -> None:
+    with contextlib.closing(vecenv.AsyncVectorEnv([env_class] * 2, num_workers=num_workers)) as envs:
         if call == "reset":
             with pytest.raises(TypeError, match=re.escape(text)):
                 envs.reset()
@@ -208,13 +208,13 @@ def test_duck_typed_environment_is_accepted() -> None:
         envs.step(np.zeros((2, 1)))
 
 
-@ENGINES
-def test_spaces_that_no_mode_can_batch_are_refused(workers: int) -> None:
+@with_both_engines
+def test_spaces_that_no_mode_can_batch_are_refused(num_workers: int) -> None:
     with pytest.raises(RuntimeError, match="Their shapes or dtypes differ: no mode can batch these") as caught:
-        vecenv.AsyncVectorEnv([BasicEnv, WideEnv], num_workers=workers)
-    assert "observation_mode='different'" not in str(caught.value)  # this advice would fail too
+        vecenv.AsyncVectorEnv([BasicEnv, WideEnv], num_workers=num_workers)
+    assert "observation_mode='different'" not in str(caught.value)  # with this mode, the call would also fail
     with pytest.raises(RuntimeError, match="If this is intentional, use `observation_mode='different'` instead"):
-        vecenv.AsyncVectorEnv([BasicEnv, LargeRangeEnv], num_workers=workers)
+        vecenv.AsyncVectorEnv([BasicEnv, LargeRangeEnv], num_workers=num_workers)
     with pytest.raises(ValueError, match="the observation spaces of these environments cannot be batched: "):
         vecenv.AsyncVectorEnv([BasicEnv, WideEnv], num_workers=0, observation_mode="different")
 
@@ -227,10 +227,10 @@ def test_how_to_install_suggests_a_checkout_first() -> None:
 def test_unknown_atari_id_suggests_importing_ale_py(env_id: str, installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     original = importlib.util.find_spec
 
-    def find_spec(name: str, *rest: Any) -> Any:
+    def find_spec(name: str, *arguments: Any) -> Any:
         if name == "ale_py":
             return SimpleNamespace() if installed else None
-        return original(name, *rest)
+        return original(name, *arguments)
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     text = f"`import ale_py`, or 'ale_py:{env_id}'" if installed else "registered by `import ale_py`: pip install"
@@ -238,7 +238,7 @@ def test_unknown_atari_id_suggests_importing_ale_py(env_id: str, installed: bool
         vecenv.make_vec(env_id, 2)
 
 
-def test_arguments_of_other_libraries_and_swapped_arguments_are_explained() -> None:
+def test_errors_explain_swapped_arguments_and_those_of_other_libraries() -> None:
     with pytest.raises(TypeError, match=r"got a list: write vecenv\.AsyncVectorEnv\(env_fns\)"):
         vecenv.make_vec([gym.Env] * 2)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"no option 'num_envs'\. Pass that many functions: \[env_fn\] \* num_envs\."):
@@ -255,7 +255,7 @@ def test_arguments_of_other_libraries_and_swapped_arguments_are_explained() -> N
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 15), reason="EnvPool does not support this Python")
-def test_envpool_suggests_only_similar_names() -> None:
+def test_error_about_an_unknown_task_suggests_only_similar_names() -> None:
     pytest.importorskip("envpool")
     with pytest.raises(gym.error.UnregisteredEnv, match=r"no task 'Foo-v1': see EnvPoolVectorEnv.task_ids"):
         vecenv.make_vec("Foo-v1", 2, "envpool")

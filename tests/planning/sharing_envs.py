@@ -1,7 +1,7 @@
 """A program that steps environments of :mod:`planning.cases` with ``gymnasium.vector.AsyncVectorEnv``.
 
-``python sharing_envs.py NAME`` prints a digest of their results, so that ``vecenv run sharing_envs.py NAME`` can be
-compared with it. ``PYTHONPATH`` must contain the folder ``tests``.
+``python sharing_envs.py NAME`` prints a digest of the results of a case. ``vecenv run sharing_envs.py NAME`` should print
+the same one. ``PYTHONPATH`` must contain the folder ``tests``.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import gymnasium as gym
 from planning.cases import healthy, settings, sharing
 from planning.cases.registry import CASES, CHANGES, CLEAN
 
-# importing these modules adds their cases to CASES
+# these modules add their cases to CASES when they are imported
 __all__ = ["CASES", "healthy", "settings", "sharing"]
 
-MISSED = ("shares_after_20_steps", "shares_after_30_step_episode")
-"""Cases that the check misses, because they show only after many steps (docs/workers.md, *What is not found*)."""
-SLOW = ("slow_steps", "pygame_window", "highway-v0", "parking-v0", "CarRacing-v3")
-"""Cases with steps above 10 ms, some only on a slow machine. They get one process per environment without a check."""
-OWN_SUFFIX = "_with_own_generators"
+MISSED_CASES = ("shares_after_20_steps", "shares_after_30_step_episode")
+"""Cases that the check misses, because they share state only after many steps (docs/workers.md, *What is not found*)."""
+SLOW_CASES = ("slow_steps", "pygame_window", "highway-v0", "parking-v0", "CarRacing-v3")
+"""Cases with steps that take more than 10 ms, some only on slow machines. They get one process per environment unchecked."""
+OWN_GENERATORS_SUFFIX = "_with_own_generators"
 """Suffix of the names of cases that run with ``generators="own"``."""
 
 DIFFERENT_RESULTS = {
-    "rejected: several functions return one object, of which each of Gymnasium's processes has a copy": (
+    "vecenv refuses functions that return the same object; with Gymnasium, each process has a copy": (
         "same_instance", "same_instance_in_wrappers", "pool_of_two_objects",
     ),
     "Gymnasium builds an environment in the program, from which workers inherit; vecenv builds it in a temporary process": (
@@ -36,25 +36,25 @@ DIFFERENT_RESULTS = {
     ),
     "multiprocessing numbers processes, and the temporary process gets the first number": ("rank_from_process_identity",),
     "each worker has its own state of the global generators; Gymnasium's workers inherit the program's": (
-        "draws", "draws_from_torch", "draws_with_own_generators", "module_generator_unseeded", "gym_trading_env_package",
-        "gym_trading_env_package_with_own_generators",
+        "draws_from_global_generators", "draws_from_torch", "draws_with_own_generators", "module_generator_unseeded",
+        "gym_trading_env_package", "gym_trading_env_package_with_own_generators",
     ),
     "the results of Gymnasium differ between runs": (
         "ignores_seeds", "clock_in_observation", "unseeded_python_generator", "unseeded_space_sample",
         "unseeded_class_space_sample", "unseeded_and_working_directory", "rank_from_process_id", "simulation_in_real_time",
         "set_order_by_address",
     ),
-    "an error or a timeout that names the environment, instead of EOFError or a hang": ("crashes_always", "hangs"),
+    "an error or a timeout that names the environment, instead of EOFError or a hang": ("crashes_in_step", "hangs_in_step"),
     "Text observations, for which Gymnasium has no shared memory": (
         "MiniGrid-Empty-5x5-v0", "MiniGrid-Dynamic-Obstacles-6x6-v0",
     ),
 }  # fmt: skip
-"""Cases with results that differ from those of Gymnasium, by reason."""
+"""Cases with results that differ from those of Gymnasium: reason -> names."""
 DIFFERS_FROM_GYMNASIUM = tuple(name for names in DIFFERENT_RESULTS.values() for name in names)
 
 
-def digest(envs: Any, steps: int = 12) -> str:
-    """Reset and step ``envs``; return a digest of all observations, rewards and flags."""
+def digest_results(envs: Any, steps: int = 12) -> str:
+    """Reset and step ``envs``. Return a digest of all observations, rewards and flags."""
     envs.action_space.seed(1)
     values = [envs.reset(seed=3)[0]]
     values += [envs.step(envs.action_space.sample())[:4] for _ in range(steps)]
@@ -70,19 +70,19 @@ def main(name: str) -> None:
     envs: Any = gym.vector.AsyncVectorEnv(env_fns)
     if (plan := getattr(envs, "plan", None)) is not None:
         print(plan, file=sys.stderr)
-        print("VERDICT", json.dumps([verdict(plan), plan.num_workers, plan.use_caller]), file=sys.stderr)
+        print("VERDICT", json.dumps([get_verdict(plan), plan.num_workers, plan.use_caller]), file=sys.stderr)
     try:
-        print(digest(envs))
+        print(digest_results(envs))
     except Exception as error:
         print(type(error).__name__)
     finally:
         envs.close(terminate=True)
 
 
-def verdict(plan: Any) -> str:
-    """Return the verdict of a plan in the form of the verdicts in CASES."""
-    found = plan.independence
-    return CHANGES if found.verdict == CLEAN and found.changes else str(found.verdict)
+def get_verdict(plan: Any) -> str:
+    """Return the verdict of a plan as one of the verdicts in CASES."""
+    independence = plan.independence
+    return CHANGES if independence.verdict == CLEAN and independence.changes else str(independence.verdict)
 
 
 if __name__ == "__main__":

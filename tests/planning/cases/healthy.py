@@ -1,4 +1,4 @@
-"""Environments that may share a process."""
+"""Cases of environments that may share a process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from planning.cases.registry import CASES, CLEAN, SHARES, UNKNOWN, Base, BulletBall, EnvFns, case
+from planning.cases.registry import CASES, CLEAN, SHARES, UNKNOWN, BaseEnv, BulletBallEnv, EnvFns, case
 
 
 @case(CLEAN)
 def pybullet_own_client():
-    class Ball(BulletBall):
+    class BallEnv(BulletBallEnv):
         def __init__(self):
             import pybullet
             from pybullet_utils.bullet_client import BulletClient
@@ -30,48 +30,47 @@ def pybullet_own_client():
         def close(self):
             self.p.disconnect()
 
-    return [Ball] * 4
+    return [BallEnv] * 4
 
 
 @case(CLEAN)
-def signal_in_trainer_thread():  # a separate rule: outside of the main thread the caller never steps environments
+def signal_in_trainer_thread():  # outside of the main thread, the caller steps no environments anyway
     import signal
 
-    class Guarded(Base):
+    class SignalHandlingEnv(BaseEnv):
         def step(self, action):
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
             return super().step(action)
 
-    return [Guarded] * 4
+    return [SignalHandlingEnv] * 4
 
 
 @case(CLEAN)
 def class_counter_not_observed():
-    class Counted(Base):
+    class CountingEnv(BaseEnv):
         total = 0
 
         def observe(self):
             type(self).total += 1
             return super().observe()
 
-    return [Counted] * 4
+    return [CountingEnv] * 4
 
 
 @case(CLEAN)
 def harmless_cache():
-
     cache = {}
 
-    class Cached(Base):
+    class CachingEnv(BaseEnv):
         def observe(self):
             return np.array([cache.setdefault(self.t, self.t * 2.0)])
 
-    return [Cached] * 4
+    return [CachingEnv] * 4
 
 
 @case(CLEAN)
 def draws_with_own_generators():
-    return CASES["draws"][1]()
+    return CASES["draws_from_global_generators"][1]()
 
 
 @case(CLEAN)
@@ -79,43 +78,47 @@ def seeds_numpy_in_reset_with_own_generators():
     return CASES["seeds_numpy_in_reset"][1]()
 
 
-PLAIN = (
+GYMNASIUM_IDS = (
     "CartPole-v1", "Pendulum-v1", "MountainCarContinuous-v0", "Acrobot-v1", "Ant-v5", "HalfCheetah-v5", "Humanoid-v5",
     "LunarLander-v3", "BipedalWalker-v3", "FrozenLake-v1", "Blackjack-v1", "Taxi-v4", "CliffWalking-v1", "CarRacing-v3",
 )  # fmt: skip
+RENDERED_IDS = ("CartPole-v1", "FrozenLake-v1", "LunarLander-v3", "Taxi-v4", "Blackjack-v1")
 
 
-RENDERED = ("CartPole-v1", "FrozenLake-v1", "LunarLander-v3", "Taxi-v4", "Blackjack-v1")
+def gymnasium_case(env_id: str, **kwargs: Any) -> tuple[Any, Callable[[], EnvFns]]:
+    return CLEAN, lambda: [functools.partial(gym.make, env_id, **kwargs)] * 4
 
 
-def registered_env_fns(name: str, **kwargs: Any) -> Callable[[], EnvFns]:
-    return lambda: [functools.partial(gym.make, name, **kwargs)] * 4
-CASES.update({name: (CLEAN, registered_env_fns(name)) for name in PLAIN})
-CASES.update({f"{name} rgb_array": (CLEAN, registered_env_fns(name, render_mode="rgb_array")) for name in RENDERED})
+CASES.update({env_id: gymnasium_case(env_id) for env_id in GYMNASIUM_IDS})
+CASES.update({f"{env_id} rgb_array": gymnasium_case(env_id, render_mode="rgb_array") for env_id in RENDERED_IDS})
 
 
-def atari(**kwargs):
-    def build():
+def make_atari_env_fns(**kwargs):
+    def build_env():
         import ale_py
 
         gym.register_envs(ale_py)
         return gym.make("ALE/Pong-v5", **kwargs)
 
-    return [build] * 4
-CASES["ALE/Pong-v5 sticky"] = CLEAN, atari
-CASES["ALE/Pong-v5"] = CLEAN, lambda: atari(repeat_action_probability=0.0)
-CASES["ALE/Pong-v5 rgb_array"] = CLEAN, lambda: atari(render_mode="rgb_array")
+    return [build_env] * 4
 
 
-def minigrid(name="MiniGrid-Empty-5x5-v0"):
-    def build():
+CASES["ALE/Pong-v5 sticky"] = CLEAN, make_atari_env_fns
+CASES["ALE/Pong-v5"] = CLEAN, lambda: make_atari_env_fns(repeat_action_probability=0.0)
+CASES["ALE/Pong-v5 rgb_array"] = CLEAN, lambda: make_atari_env_fns(render_mode="rgb_array")
+
+
+def make_minigrid_env_fns(env_id="MiniGrid-Empty-5x5-v0"):
+    def build_env():
         import minigrid  # noqa: F401
 
-        return gym.make(name)
+        return gym.make(env_id)
 
-    return [build] * 4
-CASES["MiniGrid-Empty-5x5-v0"] = CLEAN, minigrid
-CASES["MiniGrid-Dynamic-Obstacles-6x6-v0"] = CLEAN, lambda: minigrid("MiniGrid-Dynamic-Obstacles-6x6-v0")
+    return [build_env] * 4
+
+
+CASES["MiniGrid-Empty-5x5-v0"] = CLEAN, make_minigrid_env_fns
+CASES["MiniGrid-Dynamic-Obstacles-6x6-v0"] = CLEAN, lambda: make_minigrid_env_fns("MiniGrid-Dynamic-Obstacles-6x6-v0")
 
 
 @case(CLEAN)
@@ -130,28 +133,28 @@ def record_episode_statistics():
 
 @case(CLEAN)
 def clock_and_pid_in_info():
-    class Clock(Base):
+    class ClockEnv(BaseEnv):
         def step(self, action):
             return *super().step(action)[:4], {"t": round(time.perf_counter(), 3), "pid": os.getpid(), "id": id(self)}
 
-    return [Clock] * 4
+    return [ClockEnv] * 4
 
 
 @case(CLEAN)
 def unseeded_space_sample():
-    class Sampled(Base):
+    class SamplingEnv(BaseEnv):
         def __init__(self):
             self.observation_space = gym.spaces.Box(-1, 1, (3,))
 
         def observe(self):
             return self.observation_space.sample()
 
-    return [Sampled] * 4
+    return [SamplingEnv] * 4
 
 
 @case(CLEAN)
 def counts_episodes_across_resets():
-    class Counting(Base):
+    class EpisodeCountingEnv(BaseEnv):
         def __init__(self):
             self.episodes = 0
 
@@ -162,7 +165,7 @@ def counts_episodes_across_resets():
         def observe(self):
             return np.array([float(self.episodes)])
 
-    return [Counting] * 4
+    return [EpisodeCountingEnv] * 4
 
 
 @case(CLEAN)
@@ -170,7 +173,7 @@ def helper_thread():
     import queue
     import threading
 
-    class Threaded(Base):
+    class ThreadEnv(BaseEnv):
         def __init__(self):
             self.tasks, self.results = queue.Queue(), queue.Queue()
             self.thread = threading.Thread(target=self.work, daemon=True)
@@ -188,12 +191,12 @@ def helper_thread():
             self.tasks.put(None)
             self.thread.join()
 
-    return [Threaded] * 4
+    return [ThreadEnv] * 4
 
 
 @case(CLEAN)
 def child_process():
-    class Remote(Base):
+    class ChildProcessEnv(BaseEnv):
         def __init__(self):
             code = "import sys\nfor line in sys.stdin: print(int(line) * 2, flush=True)"
             pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -208,15 +211,15 @@ def child_process():
             self.child.stdin.close()
             self.child.wait()
 
-    return [Remote] * 4
+    return [ChildProcessEnv] * 4
 
 
 @case(CLEAN)
 def pettingzoo_as_gym():
-    def build():
+    def build_env():
         from pettingzoo.classic import rps_v2
 
-        class Single(gym.Env):
+        class SingleAgentEnv(gym.Env):
             def __init__(self):
                 self.env = rps_v2.parallel_env(max_cycles=5)
                 self.agent = self.env.possible_agents[0]
@@ -229,23 +232,23 @@ def pettingzoo_as_gym():
                 return observations[self.agent], infos[self.agent]
 
             def step(self, action):
-                other = int(self.np_random.integers(3))
-                results = self.env.step(dict(zip(self.env.possible_agents, (action, other), strict=True)))
+                other_action = int(self.np_random.integers(3))
+                results = self.env.step(dict(zip(self.env.possible_agents, (action, other_action), strict=True)))
                 return tuple(part[self.agent] for part in results)
 
-        return Single()
+        return SingleAgentEnv()
 
-    return [build] * 4
+    return [build_env] * 4
 
 
 @case(CLEAN)
 def slow_steps():
-    class Slow(Base):
+    class SlowEnv(BaseEnv):
         def observe(self):
             time.sleep(0.03)
             return super().observe()
 
-    return [Slow] * 4
+    return [SlowEnv] * 4
 
 
 @case(CLEAN)
@@ -253,7 +256,7 @@ def draws_with_jax():
     import jax
     import jax.numpy as jnp
 
-    class Jaxed(Base):
+    class JaxEnv(BaseEnv):
         def reset(self, *, seed=None, options=None):
             self.key = jax.random.key(seed if seed is not None else 0)
             return super().reset(seed=seed)
@@ -262,7 +265,7 @@ def draws_with_jax():
             self.key, key = jax.random.split(self.key)
             return np.asarray(jnp.sin(jax.random.normal(key, (1,))), np.float64)
 
-    return [Jaxed] * 4
+    return [JaxEnv] * 4
 
 
 @case(CLEAN)
@@ -274,7 +277,7 @@ def single_environment():
 def event_loop_per_environment():
     import asyncio
 
-    class Loop(Base):
+    class EventLoopEnv(BaseEnv):
         def __init__(self):
             self.loop = asyncio.new_event_loop()
 
@@ -285,7 +288,7 @@ def event_loop_per_environment():
             await asyncio.sleep(0)
             return float(self.t)
 
-    return [Loop] * 4
+    return [EventLoopEnv] * 4
 
 
 @case(CLEAN)
@@ -293,27 +296,29 @@ def gym_trading_env_package_with_own_generators():
     return CASES["gym_trading_env_package"][1]()
 
 
-def package_env_fns(module, name, **kwargs):
-    def build():
+def package_case(module, env_id, **kwargs):
+    def build_env():
         importlib.import_module(module)
-        return gym.make(name, **kwargs)
+        return gym.make(env_id, **kwargs)
 
-    def env_fns():
+    def make_env_fns():
         if importlib.util.find_spec(module) is None:
             raise ModuleNotFoundError(module)
-        return [build] * 4
+        return [build_env] * 4
 
-    return env_fns
-CASES["highway-v0"] = CLEAN, package_env_fns("highway_env", "highway-v0")
-CASES["parking-v0"] = CLEAN, package_env_fns("highway_env", "parking-v0")
-CASES["PandaReach-v3"] = CLEAN, package_env_fns("panda_gym", "PandaReach-v3")
-CASES["FlappyBird-v0"] = CLEAN, package_env_fns("flappy_bird_gymnasium", "FlappyBird-v0")
-CASES["FlappyBird-v0 rgb_array"] = CLEAN, package_env_fns("flappy_bird_gymnasium", "FlappyBird-v0", render_mode="rgb_array")
+    return CLEAN, make_env_fns
+
+
+CASES["highway-v0"] = package_case("highway_env", "highway-v0")
+CASES["parking-v0"] = package_case("highway_env", "parking-v0")
+CASES["PandaReach-v3"] = package_case("panda_gym", "PandaReach-v3")
+CASES["FlappyBird-v0"] = package_case("flappy_bird_gymnasium", "FlappyBird-v0")
+CASES["FlappyBird-v0 rgb_array"] = package_case("flappy_bird_gymnasium", "FlappyBird-v0", render_mode="rgb_array")
 
 
 @case(CLEAN)
 def ignores_seeds():
-    class Ignoring(Base):
+    class UnseededEnv(BaseEnv):
         def reset(self, *, seed=None, options=None):
             self.rng = np.random.default_rng()
             self.t = 0
@@ -322,32 +327,32 @@ def ignores_seeds():
         def observe(self):
             return self.rng.normal(size=1)
 
-    return [Ignoring] * 4
+    return [UnseededEnv] * 4
 
 
 @case((CLEAN, UNKNOWN, SHARES))  # depends on addresses, which another environment may change
 def set_order_by_address():
-    class Thing:
+    class Item:
         pass
 
-    class Ordered(Base):
+    class SetOrderEnv(BaseEnv):
         def __init__(self):
-            self.things = {Thing(): i for i in range(9)}
+            self.items = {Item(): i for i in range(9)}
 
         def observe(self):
-            return np.array([float(self.things[next(iter(set(self.things)))])])
+            first_item = next(iter(set(self.items)))
+            return np.array([float(self.items[first_item])])
 
-    return [Ordered] * 4
+    return [SetOrderEnv] * 4
 
 
 @case(CLEAN)
 def cache_of_seeded_layouts():
-
     @functools.lru_cache(8)
     def layout(seed):
         return np.random.default_rng(seed).normal(size=3)
 
-    class Cached(Base):
+    class CachingEnv(BaseEnv):
         observation_space = gym.spaces.Box(-9, 9, (3,))
 
         def reset(self, *, seed=None, options=None):
@@ -358,35 +363,35 @@ def cache_of_seeded_layouts():
         def observe(self):
             return self.layout + self.t
 
-    return [Cached] * 4
+    return [CachingEnv] * 4
 
 
 @case(CLEAN)
 def uninitialized_array_in_info():
-    class Garbage(Base):  # the array is never filled
+    class UninitializedInfoEnv(BaseEnv):
         def step(self, action):
             return *super().step(action)[:4], {"scratch": np.empty(1000)}
 
-    return [Garbage] * 4
+    return [UninitializedInfoEnv] * 4
 
 
 @case(CLEAN)
 def raises_in_second_reset():
-    class Raises(Base):
+    class RaisingEnv(BaseEnv):
         def reset(self, *, seed=None, options=None):
             if seed is None:
                 raise RuntimeError("a seed is needed")
             return super().reset(seed=seed)
 
-    return [Raises] * 4
+    return [RaisingEnv] * 4
 
 
 @case(CLEAN)
 def raises_in_step():
-    class Raises(Base):
+    class RaisingEnv(BaseEnv):
         def step(self, action):
             if self.t == 5:
                 raise RuntimeError("no more")
             return super().step(action)
 
-    return [Raises] * 4
+    return [RaisingEnv] * 4

@@ -1,4 +1,4 @@
-"""The table of test environments: name, expected verdict, and a function that returns the environment functions."""
+"""The table of cases: name, expected verdict, and a function that returns the functions that build the environments."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def case(expected: Any) -> Callable[[Callable[[], EnvFns]], Callable[[], EnvFns]
     return register
 
 
-class Base(gym.Env):
-    """An environment that returns the number of its steps in the episode."""
+class BaseEnv(gym.Env):
+    """An environment that returns the number of steps in the episode as observation."""
 
     observation_space = gym.spaces.Box(-1e9, 1e9, (1,), np.float64)
     action_space = gym.spaces.Discrete(2)
-    ends = 10**9
+    episode_length = 10**9
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -39,14 +39,14 @@ class Base(gym.Env):
 
     def step(self, action):
         self.t += 1
-        return self.observe(), 1.0, self.t >= self.ends, False, {}
+        return self.observe(), 1.0, self.t >= self.episode_length, False, {}
 
     def observe(self):
         return np.array([float(self.t)])
 
 
-class BulletBall(Base):
-    """A ball that falls, in the simulation of the client ``p`` of PyBullet."""
+class BulletBallEnv(BaseEnv):
+    """An environment with a falling ball, which the PyBullet client ``p`` simulates."""
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)

@@ -1,4 +1,4 @@
-"""Environments that change settings of their process, or depend on its name, number or environment variables."""
+"""Cases that change settings of their process, or depend on its name, number or environment variables."""
 
 from __future__ import annotations
 
@@ -12,69 +12,69 @@ from typing import Any, ClassVar
 import gymnasium as gym
 import numpy as np
 
-from planning.cases.registry import CASES, CHANGES, SHARES, UNKNOWN, Base, case
+from planning.cases.registry import CASES, CHANGES, SHARES, UNKNOWN, BaseEnv, case
 
 
 @case(SHARES)
 def working_directory():
-    class Solver(Base):
+    class SolverEnv(BaseEnv):
         def __init__(self):
             self.folder = tempfile.mkdtemp()
             os.chdir(self.folder)
 
         def reset(self, **kwargs):
-            with open("state.txt", "w") as f:
-                f.write("0")
+            with open("state.txt", "w") as file:
+                file.write("0")
             return super().reset(**kwargs)
 
         def observe(self):
-            with open("state.txt") as f:
-                t = int(f.read()) + 1
-            with open("state.txt", "w") as f:
-                f.write(str(t))
-            return np.array([float(t)])
+            with open("state.txt") as file:
+                steps = int(file.read()) + 1
+            with open("state.txt", "w") as file:
+                file.write(str(steps))
+            return np.array([float(steps)])
 
-    return [Solver] * 4
+    return [SolverEnv] * 4
 
 
 @case(SHARES)
 def rank_from_process_name():
     import multiprocessing
 
-    class Ported(Base):
+    class RankEnv(BaseEnv):
         def __init__(self):
             self.rank = multiprocessing.current_process().name.rpartition("-")[2]
 
         def observe(self):
             return np.array([float(self.rank) if self.rank.isdigit() else -1.0])
 
-    return [Ported] * 4
+    return [RankEnv] * 4
 
 
 @case(SHARES)
 def rank_from_process_identity():
     import multiprocessing
 
-    class Ported(Base):
+    class RankEnv(BaseEnv):
         def observe(self):
             return np.array([float((multiprocessing.current_process()._identity or (0,))[0])])
 
-    return [Ported] * 4
+    return [RankEnv] * 4
 
 
 @case(CHANGES)
-def numpy_errors_leak():
-    class Strict(Base):
+def numpy_errors_same_for_all():
+    class StrictEnv(BaseEnv):
         def reset(self, **kwargs):
             np.seterr(all="raise")
             return super().reset(**kwargs)
 
-    return [Strict] * 4
+    return [StrictEnv] * 4
 
 
 @case(SHARES)
 def current_figure():
-    class Plot(Base):
+    class PlottingEnv(BaseEnv):
         metadata: ClassVar[Any] = {"render_modes": ["rgb_array"], "render_fps": 5}
         render_mode = "rgb_array"
 
@@ -99,66 +99,66 @@ def current_figure():
 
             return np.full((2, 2, 3), len(plt.gca().lines), np.uint8)
 
-    return [Plot] * 4
+    return [PlottingEnv] * 4
 
 
 @case(SHARES)
 def environment_variable_in_init():
-    class Display(Base):
+    class DisplayEnv(BaseEnv):
         def __init__(self, i):
             os.environ["SIM_PORT"] = str(5000 + i)
 
         def observe(self):
             return np.array([float(os.environ["SIM_PORT"])])
 
-    return [lambda i=i: Display(i) for i in range(4)]
+    return [lambda i=i: DisplayEnv(i) for i in range(4)]
 
 
 @case(SHARES)
 def environment_variable_not_observed():
-    class Display(Base):
+    class DisplayEnv(BaseEnv):
         def __init__(self, i):
             os.environ["SIM_PORT"] = str(5000 + i)
 
-    return [lambda i=i: Display(i) for i in range(4)]
+    return [lambda i=i: DisplayEnv(i) for i in range(4)]
 
 
 @case(CHANGES)
 def environment_variable_same_for_all():
-    class Display(Base):
+    class DisplayEnv(BaseEnv):
         def __init__(self):
             os.environ["SIM_MODE"] = "fast"
 
-    return [Display] * 4
+    return [DisplayEnv] * 4
 
 
 @case(SHARES)
 def signal_handler_per_environment():
     import signal
 
-    class Guarded(Base):
+    class SignalHandlingEnv(BaseEnv):
         def __init__(self):
             signal.signal(signal.SIGUSR1, self.stop)
 
         def stop(self, *_):
             self.t = -1
 
-    return [Guarded] * 4
+    return [SignalHandlingEnv] * 4
 
 
 @case(CHANGES)
 def umask_same_for_all():
-    class Private(Base):
+    class UmaskEnv(BaseEnv):
         def __init__(self):
             os.umask(0o077)
 
-    return [Private] * 4
+    return [UmaskEnv] * 4
 
 
 @case(SHARES)
 def numpy_errors_in_some_environments():
-    strict = CASES["numpy_errors_leak"][1]()[0]
-    return [Base, Base, strict, strict]
+    strict_env_fn = CASES["numpy_errors_same_for_all"][1]()[0]
+    return [BaseEnv, BaseEnv, strict_env_fn, strict_env_fn]
 
 
 @case(CHANGES)
@@ -167,14 +167,14 @@ def several_settings():
     import socket
     import warnings
 
-    class Set(Base):
+    class SettingsEnv(BaseEnv):
         def __init__(self):
             decimal.getcontext().prec = 7
             socket.setdefaulttimeout(3)
             warnings.simplefilter("error")
             sys.path.insert(0, "/nowhere")
 
-    return [Set] * 4
+    return [SettingsEnv] * 4
 
 
 @case(SHARES)
@@ -187,23 +187,23 @@ def pygame_window():
 def torch_dtype_by_kind():
     import torch
 
-    class Double(Base):
+    class DoubleEnv(BaseEnv):
         def __init__(self):
             torch.set_default_dtype(torch.float64)
 
         def observe(self):
             return torch.ones(1).numpy()
 
-    class Single(Base):
+    class SingleEnv(BaseEnv):
         def observe(self):
             return torch.ones(1).numpy()
 
-    return [Single, Double]
+    return [SingleEnv, DoubleEnv]
 
 
 @case(SHARES)
 def unseeded_and_working_directory():
-    class Noisy(Base):
+    class NoisyEnv(BaseEnv):
         def __init__(self):
             self.rng = random.Random()
             os.chdir(tempfile.mkdtemp())
@@ -211,21 +211,21 @@ def unseeded_and_working_directory():
         def observe(self):
             return np.array([self.rng.random()])
 
-    return [Noisy] * 4
+    return [NoisyEnv] * 4
 
 
 @case(UNKNOWN)
 def rank_from_process_id():
-    class Ported(Base):
+    class RankEnv(BaseEnv):
         def observe(self):
             return np.array([float(os.getpid())])
 
-    return [Ported] * 4
+    return [RankEnv] * 4
 
 
-@case(CHANGES)  # pyplot keeps its figures in a list of the process
+@case(CHANGES)  # pyplot has one list of figures per process
 def own_pyplot_figures():
-    class Plot(Base):
+    class PlottingEnv(BaseEnv):
         metadata: ClassVar[Any] = {"render_modes": ["rgb_array"], "render_fps": 5}
         render_mode = "rgb_array"
 
@@ -242,20 +242,20 @@ def own_pyplot_figures():
             self.figure.canvas.draw()
             return np.asarray(self.figure.canvas.buffer_rgba())[..., :3].copy()
 
-    return [Plot] * 4
+    return [PlottingEnv] * 4
 
 
 @case(SHARES)
 def alarm_per_environment():
     import signal
 
-    class Timed(Base):
+    class AlarmEnv(BaseEnv):
         def step(self, action):
             signal.signal(signal.SIGALRM, signal.SIG_IGN)
             signal.setitimer(signal.ITIMER_REAL, 60)
             return super().step(action)
 
-    return [Timed] * 4
+    return [AlarmEnv] * 4
 
 
 @case(SHARES)
@@ -263,42 +263,42 @@ def jax_x64_by_kind():
     import jax
     import jax.numpy as jnp
 
-    class Single(Base):
+    class SingleEnv(BaseEnv):
         observation_space = gym.spaces.Box(-9, 9, (3,), np.float64)
 
         def observe(self):
             return np.asarray(jnp.arange(3.0) / 3)
 
-    class Double(Single):
+    class DoubleEnv(SingleEnv):
         def __init__(self):
             jax.config.update("jax_enable_x64", True)
 
-    return [Single, Double]
+    return [SingleEnv, DoubleEnv]
 
 
 @case(SHARES)
 def stdout_per_environment():
-    class Quiet(Base):
+    class StdoutEnv(BaseEnv):
         def __init__(self):
             import io
 
             sys.stdout = io.StringIO()
 
-    return [Quiet] * 4
+    return [StdoutEnv] * 4
 
 
 @case(SHARES)
 def thread_hook_per_environment():
     import threading
 
-    class Hooked(Base):
+    class HookEnv(BaseEnv):
         def __init__(self):
             threading.excepthook = self.hook
 
         def hook(self, *_):
             pass
 
-    return [Hooked] * 4
+    return [HookEnv] * 4
 
 
 @case(CHANGES)
@@ -306,31 +306,34 @@ def locale_and_logging():
     import locale
     import logging
 
-    class Local(Base):
+    class LocaleEnv(BaseEnv):
         def __init__(self):
             locale.setlocale(locale.LC_ALL, "C.UTF-8")
             logging.basicConfig(level=10)
 
-    return [Local] * 4
+    return [LocaleEnv] * 4
 
 
 @case(SHARES)
 def file_named_after_process_id():
-    class Filed(Base):
+    def get_path():
+        return f"{tempfile.gettempdir()}/independence-{os.getpid()}"
+
+    class FileEnv(BaseEnv):
         def reset(self, **kwargs):
-            with open(f"{tempfile.gettempdir()}/independence-{os.getpid()}", "w") as f:
-                f.write("0")
+            with open(get_path(), "w") as file:
+                file.write("0")
             return super().reset(**kwargs)
 
         def observe(self):
-            with open(f"{tempfile.gettempdir()}/independence-{os.getpid()}", "r+") as f:
-                t = int(f.read()) + 1
-                f.seek(0)
-                f.write(str(t))
-            return np.array([float(t)])
+            with open(get_path(), "r+") as file:
+                steps = int(file.read()) + 1
+                file.seek(0)
+                file.write(str(steps))
+            return np.array([float(steps)])
 
         def close(self):
             with contextlib.suppress(FileNotFoundError):
-                os.remove(f"{tempfile.gettempdir()}/independence-{os.getpid()}")
+                os.remove(get_path())
 
-    return [Filed] * 4
+    return [FileEnv] * 4

@@ -1,4 +1,4 @@
-"""Environments that share objects, generators or a library in their process, and some for which no verdict is possible."""
+"""Cases that share objects, generators or a library in their process, and some for which no verdict is possible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import ClassVar
 import gymnasium as gym
 import numpy as np
 
-from planning.cases.registry import SAME_OBJECT, SHARES, UNKNOWN, Base, BulletBall, case
+from planning.cases.registry import SAME_OBJECT, SHARES, UNKNOWN, BaseEnv, BulletBallEnv, case
 
 
 @case(SHARES)
@@ -20,7 +20,7 @@ def default_client():
     class Library:
         worlds: ClassVar[list[float]] = []
 
-    class Robot(Base):
+    class RobotEnv(BaseEnv):
         def __init__(self):
             Library.worlds.append(0.0)
 
@@ -32,24 +32,24 @@ def default_client():
             Library.worlds[0] += 1
             return np.array([Library.worlds[0]])
 
-    return [Robot] * 4
+    return [RobotEnv] * 4
 
 
 @case(SHARES)
 def pybullet_default_client():
-    class Ball(BulletBall):
+    class BallEnv(BulletBallEnv):
         def __init__(self):
             import pybullet
 
             self.p = pybullet
             pybullet.connect(pybullet.DIRECT)
 
-    return [Ball] * 4
+    return [BallEnv] * 4
 
 
 @case(SAME_OBJECT)
 def same_instance():
-    instance = Base()
+    instance = BaseEnv()
     return [lambda: instance for _ in range(4)]
 
 
@@ -61,55 +61,55 @@ def same_instance_in_wrappers():
 
 @case(SHARES)
 def class_counter_as_rank():
-    class Counted(Base):
+    class CountingEnv(BaseEnv):
         count = 0
 
         def __init__(self):
-            self.rank = Counted.count
-            Counted.count += 1
+            self.rank = CountingEnv.count
+            CountingEnv.count += 1
 
         def observe(self):
             return np.array([float(self.rank)])
 
-    return [Counted] * 4
+    return [CountingEnv] * 4
 
 
 @case(SHARES)
 def class_counter_of_steps():
-    class Counted(Base):
+    class CountingEnv(BaseEnv):
         total = 0
 
         def observe(self):
             type(self).total += 1
             return np.array([float(self.total)])
 
-    return [Counted] * 4
+    return [CountingEnv] * 4
 
 
 @case(SHARES)
 def class_attribute_set_by_first_instance():
-    class Port(Base):
+    class PortEnv(BaseEnv):
         port = None
 
         def __init__(self, i):
-            Port.port = Port.port or 5000 + i
+            PortEnv.port = PortEnv.port or 5000 + i
 
         def observe(self):
-            return np.array([float(Port.port)])
+            return np.array([float(PortEnv.port)])
 
-    return [lambda i=i: Port(i) for i in range(4)]
+    return [lambda i=i: PortEnv(i) for i in range(4)]
 
 
 @case(SHARES)
 def class_attribute_set_by_last_instance():
-    class Port(Base):
+    class PortEnv(BaseEnv):
         def __init__(self, i):
-            Port.port = 5000 + i
+            PortEnv.port = 5000 + i
 
         def observe(self):
-            return np.array([float(Port.port)])
+            return np.array([float(PortEnv.port)])
 
-    return [lambda i=i: Port(i) for i in range(4)]
+    return [lambda i=i: PortEnv(i) for i in range(4)]
 
 
 RNG = np.random.default_rng(0)
@@ -117,29 +117,29 @@ RNG = np.random.default_rng(0)
 
 @case(SHARES)
 def module_generator():
-    class Noisy(Base):
+    class NoisyEnv(BaseEnv):
         def observe(self):
             return RNG.normal(size=1)
 
-    return [Noisy] * 4
+    return [NoisyEnv] * 4
 
 
 @case(SHARES)
 def module_generator_unseeded():
     rng = np.random.default_rng()
 
-    class Noisy(Base):
+    class NoisyEnv(BaseEnv):
         def observe(self):
             return rng.normal(size=1)
 
-    return [Noisy] * 4
+    return [NoisyEnv] * 4
 
 
 @case(SHARES)
 def module_generator_seeded_in_reset():
     holder = {}
 
-    class Noisy(Base):
+    class NoisyEnv(BaseEnv):
         def reset(self, *, seed=None, options=None):
             if seed is not None:
                 holder["rng"] = np.random.default_rng(seed)
@@ -148,25 +148,25 @@ def module_generator_seeded_in_reset():
         def observe(self):
             return holder["rng"].normal(size=1)
 
-    return [Noisy] * 4
+    return [NoisyEnv] * 4
 
 
 @case(SHARES)
 def list_in_closure():
     shared = []
 
-    class Listed(Base):
+    class ListEnv(BaseEnv):
         def observe(self):
             shared.append(1)
             return np.array([float(len(shared))])
 
-    return [Listed] * 4
+    return [ListEnv] * 4
 
 
 @case(SHARES)
 def mutable_default_argument():
-    class Level(Base):
-        def __init__(self, state={"x": 0}):  # noqa: B006  # the mistake itself
+    class LevelEnv(BaseEnv):
+        def __init__(self, state={"x": 0}):  # noqa: B006  # the mistake of this case
             self.state = state
 
         def reset(self, **kwargs):
@@ -177,23 +177,21 @@ def mutable_default_argument():
             self.state["x"] += 1
             return np.array([float(self.state["x"])])
 
-    return [Level] * 4
+    return [LevelEnv] * 4
 
 
-def draws():
-    class Drawing(Base):
+@case(SHARES)
+def draws_from_global_generators():
+    class DrawingEnv(BaseEnv):
         def observe(self):
             return np.array([np.random.normal() + random.random()])
 
-    return [Drawing] * 4
-
-
-case(SHARES)(draws)
+    return [DrawingEnv] * 4
 
 
 @case(SHARES)
 def seeds_numpy_in_reset():
-    class Drawing(Base):
+    class DrawingEnv(BaseEnv):
         def reset(self, *, seed=None, options=None):
             np.random.seed(seed)
             return super().reset(seed=seed)
@@ -201,25 +199,25 @@ def seeds_numpy_in_reset():
         def observe(self):
             return np.array([np.random.normal()])
 
-    return [Drawing] * 4
+    return [DrawingEnv] * 4
 
 
 @case(SHARES)
 def draws_from_torch():
     import torch
 
-    class Noisy(Base):
+    class NoisyEnv(BaseEnv):
         def observe(self):
             return torch.randn(1).numpy()
 
-    return [Noisy] * 4
+    return [NoisyEnv] * 4
 
 
 @case(SHARES)
 def closing_ends_the_library():
     library = {"open": 0}
 
-    class LibraryUser(Base):
+    class LibraryEnv(BaseEnv):
         def __init__(self):
             library["open"] = 1
 
@@ -231,87 +229,87 @@ def closing_ends_the_library():
         def close(self):
             library["open"] = 0
 
-    return [LibraryUser] * 4
+    return [LibraryEnv] * 4
 
 
 @case(UNKNOWN)
 def clock_in_observation():
-    class Clock(Base):
+    class ClockEnv(BaseEnv):
         def observe(self):
             return np.array([time.perf_counter()])
 
-    return [Clock] * 4
+    return [ClockEnv] * 4
 
 
 @case(UNKNOWN)
 def unseeded_python_generator():
-    class Noisy(Base):
+    class NoisyEnv(BaseEnv):
         def __init__(self):
             self.rng = random.Random()
 
         def observe(self):
             return np.array([self.rng.random()])
 
-    return [Noisy] * 4
+    return [NoisyEnv] * 4
 
 
 @case(SHARES)
 def one_instance_per_process():
-    held = []
+    licenses = []
 
-    class Licensed(Base):
+    class LicensedEnv(BaseEnv):
         def __init__(self):
-            if held:
+            if licenses:
                 raise RuntimeError("one simulator per process")
-            held.append(1)
+            licenses.append(1)
 
         def close(self):
-            held.clear()
+            licenses.clear()
 
-    return [Licensed] * 4
+    return [LicensedEnv] * 4
 
 
-# These two share state only after more steps than the check makes, so it misses them.
+# The check misses the next two cases, because they share state only after more steps than it takes.
 @case(SHARES)
 def shares_after_20_steps():
     shared = []
 
-    class Late(Base):
+    class LateSharingEnv(BaseEnv):
         def observe(self):
             if self.t > 20:
                 shared.append(1)
             return np.array([float(len(shared))])
 
-    return [Late] * 4
+    return [LateSharingEnv] * 4
 
 
 @case(SHARES)
 def shares_after_30_step_episode():
-    class Curriculum(Base):
-        level, ends = 0, 30
+    class CurriculumEnv(BaseEnv):
+        level, episode_length = 0, 30
 
         def step(self, action):
             results = super().step(action)
-            Curriculum.level += results[2]
-            return np.array([float(Curriculum.level)]), *results[1:]
+            CurriculumEnv.level += results[2]
+            return np.array([float(CurriculumEnv.level)]), *results[1:]
 
-    return [Curriculum] * 4
+    return [CurriculumEnv] * 4
 
 
 @case(SHARES)
 def unseeded_class_space_sample():
-    class Sampled(Base):
+    class SamplingEnv(BaseEnv):
         observation_space = gym.spaces.Box(-1, 1, (3,))
 
         def observe(self):
             return self.observation_space.sample()
 
-    return [Sampled] * 4
+    return [SamplingEnv] * 4
 
 
-@case(SHARES)  # the real package draws the start of an episode from numpy.random
+@case(SHARES)  # this package draws the start of an episode from numpy.random
 def gym_trading_env_package():
-    def build():
+    def build_env():
         import gym_trading_env  # noqa: F401
         import pandas as pd
 
@@ -323,41 +321,40 @@ def gym_trading_env_package():
 
     if importlib.util.find_spec("gym_trading_env") is None:
         raise ModuleNotFoundError("gym_trading_env")
-    return [build] * 4
+    return [build_env] * 4
 
 
 @case(UNKNOWN)
 def simulation_in_real_time():
     import threading
 
-    class Live(Base):
+    class RealTimeEnv(BaseEnv):
         def __init__(self):
-            self.now, self.open = 0, True
+            self.ticks, self.open = 0, True
             threading.Thread(target=self.run, daemon=True).start()
 
         def run(self):
             while self.open:
-                self.now += 1
+                self.ticks += 1
                 time.sleep(0.0003)
 
         def observe(self):
             time.sleep(0.001)
-            return np.array([float(self.now)])
+            return np.array([float(self.ticks)])
 
         def close(self):
             self.open = False
 
-    return [Live] * 4
+    return [RealTimeEnv] * 4
 
 
 @case(SHARES)
 def cached_array_is_changed_in_place():
-
     @functools.lru_cache(8)
     def layout():
         return np.zeros(3)
 
-    class Cached(Base):
+    class CachingEnv(BaseEnv):
         observation_space = gym.spaces.Box(-9, 9, (3,))
 
         def reset(self, **kwargs):
@@ -370,33 +367,33 @@ def cached_array_is_changed_in_place():
             self.layout += 1
             return self.layout.copy()
 
-    return [Cached] * 4
+    return [CachingEnv] * 4
 
 
 @case(SHARES)
 def shared_simulator_object():
     class Simulator:
-        x = 0
+        time = 0
 
     simulator = Simulator()
 
-    class Remote(Base):
+    class SimulatorEnv(BaseEnv):
         def reset(self, **kwargs):
-            simulator.x = 0
+            simulator.time = 0
             return super().reset(**kwargs)
 
         def observe(self):
-            simulator.x += 1
-            return np.array([float(simulator.x)])
+            simulator.time += 1
+            return np.array([float(simulator.time)])
 
-    return [Remote] * 4
+    return [SimulatorEnv] * 4
 
 
 @case(SHARES)
 def crashes_with_second_instance():
     alive = []
 
-    class Fragile(Base):
+    class CrashingEnv(BaseEnv):
         def __init__(self):
             alive.append(self)
             if len(alive) > 1:
@@ -405,40 +402,40 @@ def crashes_with_second_instance():
         def close(self):
             alive.clear()
 
-    return [Fragile] * 4
+    return [CrashingEnv] * 4
 
 
 @case(UNKNOWN)
-def crashes_always():
-    class Fragile(Base):
+def crashes_in_step():
+    class CrashingEnv(BaseEnv):
         def step(self, action):
             os.kill(os.getpid(), 9)
 
-    return [Fragile] * 4
+    return [CrashingEnv] * 4
 
 
 @case(UNKNOWN)
-def hangs():
-    class Hangs(Base):
+def hangs_in_step():
+    class HangingEnv(BaseEnv):
         def step(self, action):
             time.sleep(1000)
 
-    return [Hangs] * 4
+    return [HangingEnv] * 4
 
 
 @case(SAME_OBJECT)
 def pool_of_two_objects():
-    pool = [Base(), Base()]
+    pool = [BaseEnv(), BaseEnv()]
     return [lambda i=i: pool[i % 2] for i in range(4)]
 
 
 @case(SHARES)
 def info_counts_all_steps():
-    class Counted(Base):
+    class CountingEnv(BaseEnv):
         total = 0
 
         def step(self, action):
-            Counted.total += 1
-            return *super().step(action)[:4], {"total": Counted.total}
+            CountingEnv.total += 1
+            return *super().step(action)[:4], {"total": CountingEnv.total}
 
-    return [Counted] * 4
+    return [CountingEnv] * 4

@@ -16,11 +16,13 @@ import random
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from typing import Any
 
 import numpy as np
 import pytest
 from counting import DIE, HANG, RAISE, CountingEnv
+from gymnasium import spaces
 from gymnasium.error import ResetNeeded
 from gymnasium.vector import SyncVectorEnv
 from interrupted_calls import (
@@ -40,12 +42,13 @@ from interrupted_calls import (
     needs_reset,
 )
 from interrupted_close import CLOSE_SETTINGS, CLOSE_STATES, check_interrupted_close, check_nothing_left, warm_up
-from interruption import KINDS, Interruption, Stopped, moments, run_in_generator
+from interruption import KINDS, PACKAGE, Interruption, Stopped, moments, run_in_generator
 from observe import FAULT_MARKS
 from signals import default_sigint_handler
 from streams import FIRST_READY, RowStream
 
 import vecenv
+from vecenv.errors import ObservationError
 from vecenv.testing import assert_identical
 
 pytestmark = [
@@ -214,6 +217,37 @@ def test_interrupted_send_sends_all_rows_or_none_and_recv_returns_each_once(
         ).check()  # fmt: skip
     finally:
         stream.end()
+
+
+class IncompleteObservationEnv(CountingEnv):
+    """An environment with steps that omit a key of the observation. Only the caller can detect that, in ``recv``."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.observation_space = spaces.Dict({"text": spaces.Text(9), "steps": spaces.Box(0, 9, (1,))})
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return {"text": "a", "steps": np.zeros(1, np.float32)}, {}
+
+    def step(self, action: Any) -> Any:
+        return {"text": "a"}, 0.0, False, False, {}
+
+
+def test_interrupted_recv_of_wrong_observations_loses_no_row() -> None:
+    def attempt(interruption: Interruption) -> None:
+        envs.send([0, 0], [0, 1])
+        with suppress(ObservationError), interruption:
+            envs.recv(count=2)
+        if needs_reset(envs):
+            envs.reset()
+        if envs.in_flight.size:
+            with pytest.raises(ObservationError):
+                envs.recv(5.0, count=2)
+        assert envs.in_flight.tolist() == []
+
+    with closing(vecenv.AsyncVectorEnv([functools.partial(IncompleteObservationEnv, row) for row in (0, 1)])) as envs:
+        envs.reset()
+        interrupt_at_moments(attempt, envs.reset, ("wrong observations",), every=1, within=(f"{PACKAGE}/engine/",)).check()
 
 
 # --- environments that fail in the interrupted step ---------------------------------------------

@@ -1,7 +1,7 @@
 """The pending messages of an engine: queues messages, applies replies, and handles failures.
 
-Nothing here writes messages or waits for replies. All methods are called inside blocks of state changes (see
-:mod:`vecenv.engine.exchange`), which end before the queued messages are written.
+Nothing here writes messages or waits for replies. All methods, except ``limit_rebuild`` (a single store), are called inside
+blocks of state changes (see :mod:`vecenv.engine.exchange`), which end before the queued messages are written.
 
 docs/architecture.md describes replies and restarts: *The life of a step*, *The life of a failure*.
 """

@@ -274,7 +274,9 @@ class Engine(WorkerDriver):
         except Exception:
             if succeeds_when_repeated(lambda: self.store.take(rows)):
                 raise  # a signal handler raised it
+            self.state.changing = True
             messages.remove_received(row_list)
+            self.state.changing = False
             raise
         infos = self._read_row_infos(row_list, rows)
         columns = batch.rewards, batch.terminations, batch.truncations

@@ -296,9 +296,13 @@ def test_disabled_mode_without_workers_refuses_steps_of_a_finished_env() -> None
     reference.close()
 
 
-def test_recv_raises_for_a_finished_env_and_then_returns_the_others() -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_recv_raises_for_a_finished_env_and_then_returns_the_others(
+    num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vecenv.AsyncVectorEnv, "_refuses_finished", True)  # as in a replacement of `SyncVectorEnv`
     fns = [partial(CounterEnv, k, lengths=(1 if k == 0 else 9,)) for k in range(3)]
-    with open_engine(fns, autoreset_mode="Disabled", num_workers=0) as envs:
+    with open_engine(fns, autoreset_mode="Disabled", num_workers=num_workers) as envs:
         envs.reset(seed=1)
         envs.step([0] * 3)
         envs.send([0] * 3, [0, 1, 2])

@@ -322,7 +322,7 @@ class PendingMessages:
             The exception or ``None``, and the rows that failed, except those that have a result nevertheless.
         """
         rebuilds = self.policy.restart and request.command in ("step", "reset") and not self._lacks_reset(request)
-        failed = self._find_rows_to_settle(request)  # before `record`, which packs the errors
+        failed = self._find_rows_to_settle(request)
         self.store.keep_rows(failed)
         raised = self.failures.record(request.command, request.failures, mark="all" if rebuilds else "fatal")
         error: Exception | None

@@ -31,7 +31,7 @@ from typing import Any, Final, TypeAlias
 
 import cloudpickle
 
-from vecenv.errors import EnvError, EpisodeOver, InfoError, RemoteTraceback, envs_text
+from vecenv.errors import EnvError, InfoError, RemoteTraceback, envs_text
 from vecenv.front.infos import short_repr
 from vecenv.shm.arena import Place, SharedBlock, find_place
 from vecenv.system.signals import call_with_fallback
@@ -134,12 +134,14 @@ def missing_bytes(data: bytes | bytearray, received: int | None = None) -> int:
 class Failure:
     """An exception of one environment. In a message, ``error`` is a :class:`PackedError`.
 
-    With ``fatal``, the environment has to be rebuilt: it was closed, or it has not executed the request.
+    With ``fatal``, the environment has to be rebuilt: it was closed, or it has not executed the request. With ``refused``, it
+    was not called, because its episode is over.
     """
 
     env: int
     error: Any
     fatal: bool = True
+    refused: bool = False
 
     @property
     def text(self) -> str:
@@ -149,7 +151,7 @@ class Failure:
     @property
     def has_result(self) -> bool:
         """True if the row has a result nevertheless, because only one of its values could not be sent."""
-        return not self.fatal and not isinstance(self.error, EpisodeOver)
+        return not (self.fatal or self.refused)
 
 
 @dataclass(slots=True)

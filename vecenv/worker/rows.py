@@ -589,8 +589,8 @@ class EnvRows:
     def _record_failure(self, k: int, error: BaseException, out: Outcome) -> None:
         self.exit_if_forked()
         row = self.first + k
-        if isinstance(error, EpisodeOver):  # the environment was not called
-            out.failures.append(Failure(row, error, fatal=False))
+        if isinstance(error, EpisodeOver):
+            out.failures.append(Failure(row, error, fatal=False, refused=True))
             return
         self._discard_env(k)
         self._reraise_interrupt(error)

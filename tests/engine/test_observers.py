@@ -278,6 +278,41 @@ def test_exception_in_an_observer_is_raised_and_loses_no_result(method: str) -> 
         np.testing.assert_array_equal(result[0], reference.step([0, 1])[0])
 
 
+class FailingAfterFailure(FailingObserver):
+    """An observer that raises in the first ``on_reset`` of each restart, but not in the program's own resets."""
+
+    def __init__(self) -> None:
+        super().__init__("on_reset")
+        self.raises = False
+
+    def on_failure(self, rows: Any, error: Exception, *, worker_died: bool) -> None:
+        self.raises = True
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("kind", ["raises", "kill"])
+def test_exception_in_on_reset_of_a_restart_is_raised_and_the_next_step_restarts(kind: str, by_row: bool) -> None:
+    observer = FailingAfterFailure()
+
+    def step() -> Any:
+        if by_row:
+            envs.send([0], [0])
+            return envs.recv(5.0, count=1)
+        return envs.step([0, 0])
+
+    with open_engine([functools.partial(make_faulty_env, kind, 2)] * 2, on_failure="restart") as envs:
+        envs.add_observer(observer)
+        envs.reset(seed=5)
+        step()
+        with pytest.raises(OSError, match="the disk is full"):
+            step()
+        observer.raises = False
+        assert step()[3].all()
+        assert not step()[3].any()
+        assert envs.stats()["restarts"] == (1 if by_row else 2)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_observer_receives_the_steps_that_a_reset_drops(engine: str) -> None:
     """An observer raises after another one has received a step. The step is not submitted, and the next reset drops it."""

@@ -372,7 +372,17 @@ class Rebuilder:
             envs=failed, command="restart", where=where,
         )  # fmt: skip
 
-    def prepare_rebuild(self, request: Request, rows: Sequence[int]) -> tuple[list[Any], Any, bool]:
+    def prepare_rebuilds(
+        self, request: Request, parts: Iterable[Sequence[int]]
+    ) -> list[tuple[list[Any], Any, bool]] | Exception:
+        """Prepare a rebuild message for each part of the rows. Return the payloads, or the exception of an observer."""
+        with deferred_signals():  # so that the exception is none of a signal handler
+            try:
+                return [self._prepare_rebuild(request, rows) for rows in parts]
+            except Exception as error:
+                return error
+
+    def _prepare_rebuild(self, request: Request, rows: Sequence[int]) -> tuple[list[Any], Any, bool]:
         """Mark rows as being rebuilt for a request; return the payload: seeds, options, True if the next step resets.
 
         In next-step mode, the result is a truncated step, so the next step resets the row again, as after any truncation.

@@ -31,7 +31,8 @@ class Observer(Protocol):
     def on_reset(self, rows: Rows, seeds: list[int | None], options: Any) -> None:
         """Observe a reset of these rows before it is submitted.
 
-        With ``on_failure="restart"`` this includes the first reset of environments that replace failed ones.
+        With ``on_failure="restart"`` this includes the first reset of environments that replace failed ones. An exception
+        then ends the step or reset in which they failed, and the next one rebuilds them.
 
         Args:
             rows: Indices of the environments. Those that failed are rebuilt.

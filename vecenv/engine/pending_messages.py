@@ -363,12 +363,16 @@ class PendingMessages:
         error: Exception | None = self.rebuilder.count_restarts(rows, self.pool.workers)
         if error is None:
             error = self.replace_dead(rows)
-        if error is None:
-            for worker, worker_rows in self.pool.split(rows):
-                payload = self.pool.pickle_for(worker, self.rebuilder.prepare_rebuild(request, worker_rows))
-                self.queue(worker, Op.REBUILD_SOME, worker_rows, request, payload)
-                self.limit_rebuild(worker)
-        return error
+        if error is not None:
+            return error
+        parts = self.pool.split(rows)
+        payloads = self.rebuilder.prepare_rebuilds(request, [worker_rows for _, worker_rows in parts])
+        if isinstance(payloads, Exception):
+            return payloads
+        for (worker, worker_rows), payload in zip(parts, payloads, strict=True):
+            self.queue(worker, Op.REBUILD_SOME, worker_rows, request, self.pool.pickle_for(worker, payload))
+            self.limit_rebuild(worker)
+        return None
 
     def handle_undetected_deaths(self, rows: Collection[int]) -> None:
         """Handle the deaths of these rows' workers that no wait has detected."""

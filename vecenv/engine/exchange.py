@@ -3,9 +3,12 @@
 A signal handler can raise between any two bytecodes. So state changes only in short blocks between ``state.changing = True``
 and ``state.changing = False``, and no block waits for a reply. An exception during a *wait* loses nothing, and the wait can
 be repeated. An exception in a *block* may lose a request or a result: ``changing`` stays set, every call but ``reset()``
-raises ``ResetNeeded``, and ``reset()`` drops all pending requests. Blocks only queue messages, which are written afterwards:
-a write can wake a worker that then takes the caller's core for a whole step, and Ctrl-C in that time must not require a
-reset. The caller's own environments are stepped inside a block.
+raises ``ResetNeeded``, and ``reset()`` drops all pending requests. A block is no ``with`` statement, because an exception
+must leave ``changing`` set.
+
+Blocks queue messages, which are written afterwards: a write can wake a worker that then takes the caller's core for a whole
+step, and Ctrl-C in that time must not require a reset. Those that handle a failure also reap and start processes, and call
+observers. The caller's own environments are stepped inside a block.
 
 This module has most of the blocks. They mainly call methods of :mod:`vecenv.engine.pending_messages`.
 """
@@ -363,7 +366,7 @@ class Exchange:
         return True
 
     def _wait_for_any(self, deadline: float | None) -> bool:
-        """Write what is queued, wait for any reply, and apply all that have arrived; ``False`` if the deadline passes first.
+        """Write what is queued, wait, and apply one reply of each worker that has replied; ``False`` after the deadline.
 
         Alternates between the caller's own share and the replies of worker processes.
         """

@@ -435,9 +435,11 @@ class WorkerPool:
         return worker.channel.fd not in dict(events)
 
     def wait(self, deadline: float | None) -> list[tuple[WorkerProcess, bool]] | None:
-        """Wait for workers to write or end; return (worker, True if it has ended) for each, or ``None`` after the deadline.
+        """Wait for workers to write, to end, or to accept queued bytes; return ``None`` after the deadline.
 
-        The list is empty if the wait was cut short for the watchdog.
+        Returns:
+            (worker, True if it has ended) for each event. So a worker may occur twice, and may have written nothing. The
+            list is empty if the wait was cut short for the watchdog.
         """
         poll, worker_by_fd = self._make_poll() if self.unflushed or self._poll is None else self._poll
         began = time.perf_counter()

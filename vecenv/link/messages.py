@@ -134,8 +134,8 @@ def missing_bytes(data: bytes | bytearray, received: int | None = None) -> int:
 class Failure:
     """An exception of one environment. In a message, ``error`` is a :class:`PackedError`.
 
-    With ``fatal``, the environment has to be rebuilt: it was closed, or it has not executed the request. With ``refused``, it
-    was not called, because its episode is over.
+    With ``fatal``, the environment has to be rebuilt: it was closed, or it has not executed the request. With ``refused``,
+    it was not called, because its episode is over.
     """
 
     env: int

@@ -376,7 +376,7 @@ class Exchange:
         if local is not None and local.unexecuted:
             if self._own_share_deferred or not (pool.processes and pool.has_reply()):
                 self._own_share_deferred = False
-                self._step_own_share(local)
+                self._execute_own_message(local)
                 return True
             self._own_share_deferred = True  # only once: workers that always have a reply would starve it
         if not pool.processes:
@@ -414,9 +414,9 @@ class Exchange:
     def execute_own_messages(self) -> None:
         """Execute all messages to the caller's own share."""
         while (local := self.pool.local) is not None and local.unexecuted:
-            self._step_own_share(local)
+            self._execute_own_message(local)
 
-    def _step_own_share(self, local: LocalWorker) -> None:
+    def _execute_own_message(self, local: LocalWorker) -> None:
         """Execute the next message to the caller's own share. An interrupted step leaves it in an undefined state."""
         op, seq, _ = local.unexecuted[0]
         is_call = op > LAST_STEP_OP  # an interrupted call leaves the environments usable

@@ -90,7 +90,7 @@ class LocalWorker:
         op, seq, payload = self.unexecuted.popleft()
         if op == _STEP and payload is None:  # nearly always
             rows = self.env_rows
-            return rows.step(None, rows.actions(None))
+            return rows.step(None, rows.read_actions(None))
         if op <= LAST_STEP_OP:
             return execute(self.env_rows, op, seq, payload)
         with watched_handlers():

@@ -171,7 +171,7 @@ class Replay:
             raise UnreadableRecord("cannot be replayed, because the action of a step could not be pickled")
         for index, leaf in enumerate(self._batch.actions):
             leaf[self.record.row] = self.record.columns[f"actions/{index}"][self.place]
-        return self._rows.actions(None)[0]
+        return self._rows.read_actions(None)[0]
 
     def run(self) -> Iterator[int]:
         """Replay the record and set :attr:`result`.

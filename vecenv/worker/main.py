@@ -114,7 +114,7 @@ def execute(rows: SnapshotRows, op: int, seq: int, payload: Any) -> Outcome:
     """
     if op == Op.STEP or op == Op.STEP_SOME:
         requested = None if op == Op.STEP else rows.requested_rows(seq)
-        actions = rows.actions(requested) if payload is None else payload
+        actions = rows.read_actions(requested) if payload is None else payload
         return rows.step(None if requested is None else requested.tolist(), actions)
     if op == Op.RESET or op == Op.RESET_SOME:
         ks = None if op == Op.RESET else rows.requested_rows(seq).tolist()
@@ -146,13 +146,13 @@ def serve(process: WorkerState) -> bool:
 def _serve_channel(process: WorkerState, rows: SnapshotRows, channel: WorkerEnd, policy: SpinPolicy) -> bool | None:
     """Serve as :func:`serve` does, but return ``None`` if this process is now a copy of the worker, with another channel."""
     pid = os.getpid()
-    wait, send, step, actions = channel.wait, channel.send, rows.step, rows.actions
+    wait, send, step, read_actions = channel.wait, channel.send, rows.step, rows.read_actions
     plain_step = int(Op.STEP), None
     plain = int(Reply.PLAIN)
     while True:
         op, seq, payload = wait(policy)
         if (op, payload) == plain_step:  # the usual request: all rows, with actions in shared memory
-            outcome = step(None, actions(None))
+            outcome = step(None, read_actions(None))
             if outcome is PLAIN_OUTCOME and os.getpid() == pid:
                 send(plain, seq)
                 continue

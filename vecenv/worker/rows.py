@@ -87,7 +87,8 @@ class EnvRows:
         if self._tree is not None and batch.final_observations is not None:
             finals = [leaf[mine] for leaf in batch.final_observations]
             self._write_final_row = make_observation_writer(self._tree, finals, first, self._warn)
-        self.actions = _make_action_reader(plan.layout.actions, [leaf[mine] for leaf in batch.actions or ()], self.count)
+        actions = [leaf[mine] for leaf in batch.actions or ()]
+        self.read_actions = _make_action_reader(plan.layout.actions, actions, self.count)
         # memoryviews, which read and write single numbers in a fraction of the time that arrays take
         self._cells: Any = [each[mine].data for each in (batch.rewards, batch.terminations, batch.truncations)]
         self._requested = batch.requested[mine]

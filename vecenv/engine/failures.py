@@ -407,7 +407,7 @@ class Rebuilder:
         """Write the results of rebuilt rows: truncated, with the last good observations, as docs/failures.md describes."""
         batch, stepping = self._batch, request.command == "step"
         same_step = self._mode is AutoresetMode.SAME_STEP
-        request.has_infos = True
+        request.may_have_infos = True
         for row in rows:
             last = request.rebuilding.pop(row)
             info: dict[Any, Any] = {"restarted": True}

@@ -253,10 +253,10 @@ class PendingMessages:
             outcome = None if payload is None else decode_outcome(payload)
             self.apply(worker, message[1:HEAD], outcome, code != PLAIN)
 
-    def apply(self, worker: Worker, number: bytes, outcome: Outcome | None, has_infos: bool) -> None:
+    def apply(self, worker: Worker, number: bytes, outcome: Outcome | None, may_have_infos: bool) -> None:
         """Apply a reply to its request. ``number`` is the sequence number in bytes, as in the head of a message.
 
-        ``has_infos``: infos or final observations lie in shared memory, or in ``outcome``, the pickled part of the reply.
+        ``outcome`` is the pickled part of the reply. ``may_have_infos`` is False if the reply is plain.
         """
         if outcome is not None:
             self.infos.learn(outcome.schemas)  # even for a dropped request: a worker rarely repeats them
@@ -282,8 +282,8 @@ class PendingMessages:
             if any(other[0] == MATCHES_NO_REPLY for other, *_ in pending):
                 self.limit_rebuild(worker)
         request.remaining -= 1
-        if has_infos:
-            request.has_infos = True
+        if may_have_infos:
+            request.may_have_infos = True
         if outcome is not None:
             request.create_containers()
             for row, observation in outcome.observations.items():

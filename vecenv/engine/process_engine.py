@@ -193,7 +193,7 @@ class Engine(WorkerDriver):
                     del error, request  # break a reference cycle: the exception's traceback refers to this frame
             exchange.flush()  # write the messages that rebuild the failed rows, then wait for the replies
         batch = self.batch
-        infos: RowInfos | dict[Any, Any] = self._read_infos(request) if request.has_infos else {}
+        infos: RowInfos | dict[Any, Any] = self._read_infos(request) if request.may_have_infos else {}
         try:
             observations = self.store.batch(self.copies)
         except Exception:

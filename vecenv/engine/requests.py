@@ -65,7 +65,7 @@ class Request:
         droppable: True for a call that one method submits and waits for: after an interruption, the next call drops it.
         interrupted: True if an exception interrupted the wait for its result.
         convert_result: A function that converts the result of a call to its method's return value; ``None``: no conversion.
-        has_infos: True if some infos or final observations lie in shared memory, or were pickled.
+        may_have_infos: False if all replies were plain, so that there are no infos and final observations.
         infos, finals: By row: infos and final observations that were pickled.
         results: By row: the results of a call.
         failures: Exceptions of environments, each with the worker that reported it.
@@ -80,7 +80,7 @@ class Request:
     options: Any = None
     droppable = interrupted = False
     convert_result: Any = None
-    has_infos = False
+    may_have_infos = False
     infos: dict[int, Any] = _NOTHING  # type: ignore[assignment]
     finals: dict[int, Any] = _NOTHING  # type: ignore[assignment]
     results: dict[int, Any] = _NOTHING  # type: ignore[assignment]

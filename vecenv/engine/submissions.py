@@ -188,7 +188,7 @@ class Submissions:
         if row in request.infos:
             info = request.infos[row]
         else:
-            info = messages.infos.row_info(row) if request.has_infos else {}
+            info = messages.infos.row_info(row) if request.may_have_infos else {}
         observation = messages.store.row(row)
         if request.command == "reset":
             messages.counters.resets += 1

@@ -104,7 +104,7 @@ class Exchange:
             if (error := messages.queue_rebuilds(request, failed)) is not None:
                 self.state.changing = False
                 raise error
-            messages.not_counted.update(failed)
+            messages.not_stepped.update(failed)
         for (worker, worker_rows), payload in zip(parts, payloads, strict=True):
             messages.queue(worker, _STEP_SOME, worker_rows, request, payload)
         if for_recv:

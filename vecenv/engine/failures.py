@@ -49,7 +49,7 @@ class FailureLog:
         errors: Records, oldest first.
         failed: Row -> description of the failure, for rows that have to be rebuilt.
         deaths: Row -> the death of its worker, for failed rows of dead workers, even after the worker was replaced.
-        counted: Failed rows with a restart that the budget has already counted.
+        restart_counted: Failed rows with a restart that the budget has already counted.
         restarts: The number of restarts.
         restart_log: The log lines about restarts.
         latest_death: The latest death of a worker.
@@ -61,7 +61,7 @@ class FailureLog:
         self.errors: deque[ErrorRecord] = deque(maxlen=_MAX_ERRORS)
         self.failed: dict[int, str] = {}
         self.deaths: dict[int, Death] = {}
-        self.counted: set[int] = set()
+        self.restart_counted: set[int] = set()
         self.restarts = 0
         self.restart_log = RestartLog()
         self.latest_death: Death | None = None
@@ -172,7 +172,7 @@ class FailureLog:
         for row in rows:
             self.failed.pop(row, None)
             self.deaths.pop(row, None)
-            self.counted.discard(row)
+            self.restart_counted.discard(row)
 
 
 def _combine_deaths(deaths: Sequence[Death]) -> Exception:
@@ -336,7 +336,7 @@ class Rebuilder:
 
         A dead worker counts as one restart, regardless of the number of its rows.
         """
-        failures, uncounted, budget = self._failures, set(rows) - self._failures.counted, budget or self.budget
+        failures, uncounted, budget = self._failures, set(rows) - self._failures.restart_counted, budget or self.budget
         causes: list[tuple[str, Sequence[int]]] = []
         for death in {id(death): death for row in sorted(uncounted) if (death := failures.deaths.get(row))}.values():
             causes.append((death.first_line, list(death.envs)))
@@ -351,7 +351,7 @@ class Rebuilder:
                 return self._exhausted_error(cause, cause_rows, workers, budget)
         for cause, cause_rows in causes:
             failures.restarts += 1
-            failures.counted |= failures.failed.keys() & set(cause_rows)
+            failures.restart_counted |= failures.failed.keys() & set(cause_rows)
             failures.restart_log.log(cause)
         return None
 

@@ -62,7 +62,7 @@ class PendingMessages:
         in_flight: Rows that were sent and that ``recv`` has not returned yet. This set and ``ready`` are never replaced.
         ready: Rows in flight that ``recv`` may return, in the order in which they finished.
         resetting: Rows in flight that were reset, not stepped.
-        not_counted: Rows that are rebuilt instead of stepped, because they failed earlier; this is not counted as a step.
+        not_stepped: Rows that are rebuilt instead of stepped, because they failed earlier; this is not counted as a step.
         ready_infos, ready_finals: By row: pickled infos and final observations of ready rows.
         unsettled: Requests for ``recv`` with failures that :meth:`settle_for_recv` has to handle.
         unraised: Exceptions that the next calls of ``recv`` raise, each with its rows, which are in flight until then.
@@ -79,7 +79,7 @@ class PendingMessages:
         self.in_flight: set[int] = set()
         self.ready: list[int] = []
         self.resetting: set[int] = set()
-        self.not_counted: set[int] = set()
+        self.not_stepped: set[int] = set()
         self.ready_infos: dict[int, Any] = {}
         self.ready_finals: dict[int, Any] = {}
         self.unsettled: list[Request] = []
@@ -110,7 +110,7 @@ class PendingMessages:
     def drop_all(self) -> None:
         """Drop all pending messages, and all results not returned yet. Sequence numbers identify late replies."""
         for container in (
-            self.in_flight, self.ready, self.resetting, self.not_counted, self.ready_infos, self.ready_finals,
+            self.in_flight, self.ready, self.resetting, self.not_stepped, self.ready_infos, self.ready_finals,
             self.unsettled, self.unraised,
         ):  # fmt: skip
             container.clear()
@@ -191,7 +191,7 @@ class PendingMessages:
         error, rows = self.unraised.popleft()
         self.in_flight -= rows
         self.resetting -= rows
-        self.not_counted -= rows
+        self.not_stepped -= rows
         return error
 
     def remove_received(self, rows: list[int]) -> None:
@@ -204,9 +204,9 @@ class PendingMessages:
             self.resetting.difference_update(rows)
             self.counters.resets += resets
             steps -= resets
-        if self.not_counted:
-            steps -= len(self.not_counted.intersection(rows))
-            self.not_counted.difference_update(rows)
+        if self.not_stepped:
+            steps -= len(self.not_stepped.intersection(rows))
+            self.not_stepped.difference_update(rows)
         self.counters.steps += steps
         if self.ready_infos or self.ready_finals:
             for row in rows:
@@ -216,8 +216,8 @@ class PendingMessages:
     def count_results(self, request: Request, failed: Collection[int] = ()) -> None:
         """Count the steps or the resets of a request that one call returns, except those of rows that failed."""
         if request.command == "step":
-            self.counters.steps += self.num_envs - len(self.not_counted.union(failed))
-            self.not_counted.clear()
+            self.counters.steps += self.num_envs - len(self.not_stepped.union(failed))
+            self.not_stepped.clear()
         elif request.command == "reset":
             self.counters.resets += (self.num_envs if request.rows is None else len(request.rows)) - len(failed)
 
@@ -304,7 +304,7 @@ class PendingMessages:
         failed = {failure.env for failure, _ in request.failures}
         rebuilt = [row for row in rows if row in request.rebuilding and row not in failed]
         self.failures.forget(rebuilt)
-        self.failures.counted -= failed
+        self.failures.restart_counted -= failed
         self.rebuilder.end_episodes(request, rebuilt)
 
     # -- failures ----------------------------------------------------------------------------------------------------
@@ -420,7 +420,7 @@ class PendingMessages:
             request.remaining -= 1
             request.lost.update(rows)
             rebuilt = request.rebuilding.keys() & set(rows)
-            self.failures.counted -= rebuilt  # a death during their rebuild counts as another restart
+            self.failures.restart_counted -= rebuilt  # a death during their rebuild counts as another restart
             for row in rebuilt:
                 del request.rebuilding[row]
             if death not in request.deaths:

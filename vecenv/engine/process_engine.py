@@ -210,7 +210,7 @@ class Engine(WorkerDriver):
                 observer.on_result(None, observed)
         self.state.changing = True  # until the guard has returned the result
         exchange.request, self.last_received = None, self._all_rows
-        if request.command == "step" and not exchange.messages.not_counted:  # the usual case
+        if request.command == "step" and not exchange.messages.not_stepped:  # the usual case
             self.counters.steps += self.num_envs
         else:
             exchange.messages.count_results(request)

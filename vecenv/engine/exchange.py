@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from vecenv.engine.pending_messages import PLAIN, PendingMessages
+from vecenv.engine.pending_messages import PLAIN_REPLY, PendingMessages
 from vecenv.engine.requests import Request
 from vecenv.engine.worker_process import LocalWorker, Worker, WorkerProcess
 from vecenv.errors import failed_earlier_error, format_seconds
@@ -31,7 +31,7 @@ from vecenv.front.arguments import ResetOptions, deadline_after, select_options
 from vecenv.front.driver import require_no_step, require_order, too_few_in_flight_error, wait_method
 from vecenv.front.guard import CallState
 from vecenv.link.infos import NO_INFO
-from vecenv.link.messages import LAST_STEP_OP, PLAIN_OUTCOME, Op, pack_head
+from vecenv.link.messages import LAST_STEP_OP, PLAIN_OUTCOME, Op, pack_head, pack_number
 from vecenv.system.supervision import innermost_location
 
 _STEP, _STEP_SOME = int(Op.STEP), int(Op.STEP_SOME)  # packing an enum is slower
@@ -72,9 +72,9 @@ class Exchange:
             messages.store.renew(keep=for_recv)  # `recv` may return some rows before others fail
         seq = messages.next_number()
         request = Request("step", for_recv, len(workers))
-        head = pack_head(PLAIN, seq)
+        expected_reply = pack_head(PLAIN_REPLY, seq)
         for worker in workers:
-            worker.pending.append((head, worker.rows, request))
+            worker.pending.append((expected_reply, worker.rows, request))
         if for_recv:
             self.in_flight.update(range(self.num_envs))
         else:
@@ -425,7 +425,8 @@ class Exchange:
             outcome = local.execute_next()
         except BaseException:
             if is_call:  # there will be no reply, so the next call drops the request
-                local.pending[0][2].droppable = True
+                _, _, request = local.pending[0]
+                request.droppable = True
             raise
         self.state.changing = True
         if op == _STEP and outcome is PLAIN_OUTCOME:  # nearly always; the shortcut of `apply_next`
@@ -435,8 +436,8 @@ class Exchange:
                 self.ready += rows
         else:
             has_payload = outcome.has_payload()
-            number = pack_head(PLAIN, seq)[1:]
-            self.messages.apply(local, number, outcome if has_payload else None, outcome.columns or has_payload)
+            payload, may_have_infos = outcome if has_payload else None, outcome.columns or has_payload
+            self.messages.apply(local, pack_number(seq), payload, may_have_infos)
             self.messages.settle_for_recv()
         self.state.changing = False
 
@@ -448,7 +449,7 @@ class Exchange:
         assert limit is not None  # it is the deadline that has passed
         late = self.pool.find_late_workers(limit)
         if call is not None:  # only the workers that have to finish a step before this call
-            late = [worker for worker in late if any(message[2] is call for message in islice(worker.pending, 1, None))]
+            late = [worker for worker in late if any(request is call for _, _, request in islice(worker.pending, 1, None))]
         if late and not self.policy.restart:
             error = self.pool.timeout_error(method, limit, late)
             self.failures.record_late(error, late)

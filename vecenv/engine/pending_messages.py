@@ -42,10 +42,10 @@ from vecenv.shm import Batch
 from vecenv.system.reporting import warn
 from vecenv.system.signals import deferred_signals
 
-PLAIN: Final = int(Reply.PLAIN)  # packing an enum is slower
+PLAIN_REPLY: Final = int(Reply.PLAIN)  # packing an enum is slower
 MATCHES_NO_REPLY: Final = 0
-"""The code, in place of ``PLAIN``, of a pending message that ``apply_next`` has to pass to ``apply``, even if the reply is
-plain: because it rebuilds environments, or because the reply ends ``rebuild_deadline``. No reply has this code."""
+"""The code, in place of ``PLAIN_REPLY``, of the expected reply if ``apply_next`` has to pass the reply to ``apply``, even if
+it is plain: because it rebuilds environments, or because it ends ``rebuild_deadline``. No reply has this code."""
 _FOR_ALL_ROWS: Final = {int(Op.STEP_SOME): int(Op.STEP), int(Op.RESET_SOME): int(Op.RESET)}
 
 
@@ -103,7 +103,8 @@ class PendingMessages:
         else:
             self.batch.requested[rows] = seq  # marks the rows of this message for the worker
         request.remaining += 1
-        code = MATCHES_NO_REPLY if rebuilds or worker.rebuild_deadline else PLAIN
+        # `apply` must get the reply if it ends `rebuild_deadline`
+        code = MATCHES_NO_REPLY if rebuilds or worker.rebuild_deadline else PLAIN_REPLY
         worker.pending.append((pack_head(code, seq), rows, request))
         self.pool.queue(worker, op, seq, payload)
 
@@ -116,7 +117,7 @@ class PendingMessages:
             container.clear()
         for worker in self.pool.workers:
             if worker.pending:
-                worker.dropped.update((head[1:], request.command) for head, _, request in worker.pending)
+                worker.dropped.update((expected_reply[1:], request.command) for expected_reply, _, request in worker.pending)
                 worker.pending.clear()
             if worker.rebuild_deadline or not worker.has_started:
                 # it is executing a dropped message or still starting, without a limit if `replace_dead` was interrupted
@@ -132,7 +133,8 @@ class PendingMessages:
         self.record_dropped(request.command, request.failures)
         for worker in self.pool.workers:
             others = [pending for pending in worker.pending if pending[2] is not request]
-            worker.dropped.update((head[1:], request.command) for head, _, other in worker.pending if other is request)
+            dropped = [expected_reply for expected_reply, _, other in worker.pending if other is request]
+            worker.dropped.update((expected_reply[1:], request.command) for expected_reply in dropped)
             worker.pending.clear()
             worker.pending.extend(others)
         if (local := self.pool.local) is not None:
@@ -251,7 +253,7 @@ class PendingMessages:
         else:
             worker.start_failures = []  # it has built its environments by now
             outcome = None if payload is None else decode_outcome(payload)
-            self.apply(worker, message[1:HEAD], outcome, code != PLAIN)
+            self.apply(worker, message[1:HEAD], outcome, code != PLAIN_REPLY)
 
     def apply(self, worker: Worker, number: bytes, outcome: Outcome | None, may_have_infos: bool) -> None:
         """Apply a reply to its request. ``number`` is the sequence number in bytes, as in the head of a message.
@@ -275,9 +277,9 @@ class PendingMessages:
             if outcome is not None:
                 self.record_dropped(command, [(failure, worker) for failure in outcome.failures])
             return
-        head, rows, request = pending[index]
+        expected_reply, rows, request = pending[index]
         del pending[index]
-        if head[0] == MATCHES_NO_REPLY:
+        if expected_reply[0] == MATCHES_NO_REPLY:
             worker.rebuild_deadline = 0.0
             if any(other[0] == MATCHES_NO_REPLY for other, *_ in pending):
                 self.limit_rebuild(worker)

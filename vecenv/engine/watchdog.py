@@ -39,7 +39,7 @@ class Watchdog:
         self._reports_steps = reports_steps
         self.next_check = 0.0
         self.interval_ms = CHECK_INTERVAL_SECONDS[0] * 1000
-        self._busy: dict[tuple[int, bytes], tuple[float, int]] = {}  # (worker, head) -> time first found, times logged
+        self._busy: dict[tuple[int, bytes], tuple[float, int]] = {}  # (worker, expected reply) -> first found, times logged
 
     def check(self, workers: Sequence[WorkerProcess]) -> None:
         """Log those of ``workers``, all with pending messages, that have been busy with one request for too long."""
@@ -49,10 +49,10 @@ class Watchdog:
         for worker in workers:
             if worker.channel.poll(0):
                 continue
-            head, rows, request = worker.pending[0]
-            began, logged = before.get((worker.index, head), (now, 0))
+            expected_reply, rows, request = worker.pending[0]
+            began, logged = before.get((worker.index, expected_reply), (now, 0))
             late = logged < len(REPORT_AFTER_SECONDS) and now - began >= REPORT_AFTER_SECONDS[logged]
-            self._busy[worker.index, head] = began, logged + late
+            self._busy[worker.index, expected_reply] = began, logged + late
             if late and (self._reports_steps or request.command not in _ACTIVITIES):
                 self._report(worker, sorted(rows), request.command, now - began)
 

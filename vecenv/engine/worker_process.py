@@ -38,10 +38,10 @@ from vecenv.worker.main import execute
 from vecenv.worker.snapshot_rows import SnapshotRows
 
 PendingMessage: TypeAlias = tuple[bytes, Sequence[int], Request]
-"""A message without a reply so far: the head of a plain reply to it, its rows, and its request.
+"""A message without a reply so far: the expected reply, its rows, and its request.
 
-``PendingMessages.apply_next`` need not decode a reply that equals the head. If the message rebuilds environments, or was
-queued while the worker had a ``rebuild_deadline``, the head has code 0, which no reply has, so that the reply is decoded."""
+``PendingMessages.apply_next`` decodes only other replies than the expected one, which is a plain reply, or has the code
+``MATCHES_NO_REPLY``, so that every reply is decoded."""
 
 _log = logging.getLogger("vecenv")
 _STEP: Final = int(Op.STEP)
@@ -114,15 +114,14 @@ class WorkerProcess:
 
     Attributes:
         pending: Messages without a reply, oldest first.
-        dropped: The bytes of a dropped message's number, as in its head -> the command of its request. The reply to it
-            removes the entry.
+        dropped: The bytes of a dropped message's number -> the command of its request. The reply to it removes the entry.
         has_started: True if it has built its environments.
         start_failures: The failures of environments that raised while they were built.
         death: How it ended; ``None`` while it is alive.
         overdue: True if a reply was late; ``close()`` then waits less for this worker.
         sent_at: When its latest message that ``max_concurrency`` held back was sent; minus infinity if there was none.
-        rebuild_deadline: The ``time.monotonic()`` by which it must have started, or have replied to a message of code 0 (see
-            :data:`PendingMessage`); 0.0: no limit. Set for a replacement and for each rebuild; renewed after the reply to
+        rebuild_deadline: The deadline for its start, or for its reply to a message with the code ``MATCHES_NO_REPLY``, as a
+            ``time.monotonic()``; 0.0: no limit. Set for a replacement and for each rebuild; renewed after the reply to
             one of several rebuilds, and when messages are dropped. Without ``step_timeout``, only a start has a limit.
         forked: True if it was forked, and so has the caller's own classes.
         shares_core: True if it is bound to the caller's core, and so runs only while the caller sleeps.
@@ -214,8 +213,9 @@ class WorkerProcess:
         stack = env_frames(self.stack_file.read()) if (self.exitcode or 0) < 0 else ""
         envs = envs_text(self.rows, running)
         activity = {"idle": "while idle", "start": "during its start"}.get(command, f"during {command}")
-        if self.has_started and self.pending and self.pending[0][1][0] in self.pending[0][2].rebuilding:
-            activity += ", in a restart"
+        if self.has_started and self.pending:
+            _, rows, request = self.pending[0]
+            activity += ", in a restart" if rows[0] in request.rebuilding else ""
         text = f"worker {self.index} (pid {self.pid}, {envs}) died {activity}: {reason or describe_exit(self.exitcode)}"
         if location := innermost_location(stack):
             text += f", at {location}"
@@ -320,8 +320,8 @@ class WorkerProcess:
 
     def closing_deadline(self, deadline: float, step_timeout: float | None) -> float:
         """Return the time at which to kill it: ``deadline``, or the earlier time limit of a pending step or reset."""
-        unanswered = list(self.pending)[self._drained :]
-        if step_timeout is None or not unanswered or unanswered[0][2].command not in ("step", "reset"):
+        unanswered = [request for _, _, request in self.pending][self._drained :]
+        if step_timeout is None or not unanswered or unanswered[0].command not in ("step", "reset"):
             return deadline
         return min(deadline, max(self._drained_at + step_timeout, self.rebuild_deadline))
 

@@ -92,6 +92,8 @@ FULL_HEAD: Final = HEAD + _LENGTH.size
 
 pack_head: Final = _HEADER.pack
 """``(operation, number) -> bytes``: a message without a payload. Pass plain ints: packing an enum takes longer."""
+pack_number: Final = struct.Struct("<I").pack
+"""``number -> bytes``: a sequence number, as at the end of such a message."""
 
 
 def encode(code: int, seq: int, payload: bytes | None = None) -> bytes:

@@ -106,7 +106,7 @@ class Exchange:
                 raise error
             messages.not_stepped.update(failed)
         for (worker, worker_rows), payload in zip(parts, payloads, strict=True):
-            messages.queue(worker, _STEP_SOME, worker_rows, request, payload)
+            messages.add(worker, _STEP_SOME, worker_rows, request, payload)
         if for_recv:
             self.in_flight.update(rows)
         else:
@@ -147,7 +147,7 @@ class Exchange:
         request = Request("reset", for_recv)
         request.seeds, request.options, request.rows = seeds, options, rows
         for (worker, worker_rows), payload in zip(self.pool.split(rows), payloads, strict=True):
-            messages.queue(worker, Op.RESET_SOME, worker_rows, request, payload)
+            messages.add(worker, Op.RESET_SOME, worker_rows, request, payload)
         if for_recv:
             messages.put_reset_in_flight(rows)
         else:
@@ -189,7 +189,7 @@ class Exchange:
         request = Request(command)
         request.droppable = True
         for (worker, _), payload in zip(parts, payloads, strict=True):
-            self.messages.queue(worker, op, worker.rows, request, payload)
+            self.messages.add(worker, op, worker.rows, request, payload)
         self.request = request
         self.state.changing = False
         self.flush()

@@ -50,7 +50,7 @@ _FOR_ALL_ROWS: Final = {int(Op.STEP_SOME): int(Op.STEP), int(Op.RESET_SOME): int
 
 
 class PendingMessages:
-    """One engine's messages without a reply, and the rows for ``recv`` that the replies make ready.
+    """The pending messages of one engine, which its workers hold, their replies, and the rows for ``recv``.
 
     Args:
         pool: The workers.
@@ -93,8 +93,8 @@ class PendingMessages:
         self._seq = self._seq % 0xFFFFFFFF + 1
         return self._seq
 
-    def queue(self, worker: Worker, op: int, rows: Sequence[int], request: Request, payload: Any) -> None:
-        """Queue a message with a new number. If it is for all rows of the worker, ``*_SOME`` loses its suffix."""
+    def add(self, worker: Worker, op: int, rows: Sequence[int], request: Request, payload: Any) -> None:
+        """Add a pending message with a new number and queue it. For all rows of the worker, ``*_SOME`` loses its suffix."""
         if self.store.in_use and op <= LAST_STEP_OP:
             self.store.renew()
         seq, rebuilds = self.next_number(), op == Op.REBUILD_SOME
@@ -372,7 +372,7 @@ class PendingMessages:
         if isinstance(payloads, Exception):
             return payloads
         for (worker, worker_rows), payload in zip(parts, payloads, strict=True):
-            self.queue(worker, Op.REBUILD_SOME, worker_rows, request, self.pool.pickle_for(worker, payload))
+            self.add(worker, Op.REBUILD_SOME, worker_rows, request, self.pool.pickle_for(worker, payload))
             self.limit_rebuild(worker)
         return None
 

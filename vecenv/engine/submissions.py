@@ -108,7 +108,7 @@ class Submissions:
         elif command == "reset":
             messages.failures.forget([row])
         self._state.changing = True
-        messages.queue(worker, op | OVERLAPS if len(worker.rows) > 1 else op, [row], request, packed)
+        messages.add(worker, op | OVERLAPS if len(worker.rows) > 1 else op, [row], request, packed)
         messages.in_flight.add(row)
         self._state.changing = False
         self._flush()

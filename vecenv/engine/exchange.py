@@ -297,7 +297,7 @@ class Exchange:
     def flush(self) -> None:
         """Write queued messages, as far as the pipes and ``max_concurrency`` allow. An interrupted flush can be repeated."""
         pool = self.pool
-        if len(pool.written) < len(pool.processes) or pool.held:
+        if len(pool.written_to) < len(pool.processes) or pool.held:
             self.state.changing = True
             pool.queue_rest()
             pool.release_held()
@@ -343,7 +343,7 @@ class Exchange:
             while (worker := workers[index]).pending:  # a dead worker may be replaced meanwhile
                 ended: bool | None = False
                 if not may_have_replied:
-                    if pool.unflushed or pool.held or len(pool.written) < len(workers):
+                    if pool.unflushed or pool.held or len(pool.written_to) < len(workers):
                         if not self._wait_for_any(deadline):
                             return False
                         continue

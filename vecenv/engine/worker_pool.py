@@ -104,8 +104,9 @@ class WorkerPool:
         workers: ``local`` and ``processes`` together, in the order of their rows.
         wait_order: Indices of ``processes``, in the order in which to wait for their replies.
         unflushed: Workers with bytes in their channels that :meth:`flush` has yet to write.
-        written: One entry for each process, from the first, to which :meth:`write_to_all` has written the latest message to
-            all. Only its length matters. It is a list because ``list.extend`` keeps the entries added before an exception.
+        written_to: One entry for each process, from the first, to which :meth:`write_to_all` has written the latest message
+            to all. Only its length matters: below that of ``processes``, a part of this message is in no channel. It is a
+            list because ``list.extend`` keeps the entries added before an exception.
         held: Messages that wait until fewer than ``max_concurrency`` workers are busy: (worker, bytes, True if the message
             makes the worker busy).
         seconds_waited: The total time of all waits.
@@ -135,7 +136,7 @@ class WorkerPool:
         self.workers: list[Worker] = []
         self.wait_order: list[int] = []
         self.unflushed: set[WorkerProcess] = set()
-        self.written: list[int] = []
+        self.written_to: list[int] = []
         self.max_concurrency = options.max_concurrency
         self.held: deque[tuple[WorkerProcess, bytes, bool]] = deque()
         self.failures_in_close: list[Failure] = []
@@ -226,7 +227,7 @@ class WorkerPool:
     def _refresh_workers(self) -> None:
         self.workers = [*([] if self.local is None else [self.local]), *self.processes]
         self._write_fds = [worker.channel.out for worker in self.processes]
-        self.written = [0] * len(self.processes)
+        self.written_to = [0] * len(self.processes)
         self._poll = None
 
     def get_placement(self, index: int) -> Placement:
@@ -375,23 +376,23 @@ class WorkerPool:
         if self.local is not None:
             self.local.unexecuted.append((op, seq, None))
         if self.processes:
-            self._message_to_all, self.written = pack_head(op, seq), []
+            self._message_to_all, self.written_to = pack_head(op, seq), []
 
     def write_to_all(self) -> None:
         """Write the message to all in one call into C. A pipe accepts such a short message whole or not at all."""
         if not self.unflushed:  # otherwise other bytes go first: `queue_rest` queues this message behind them
             try:
-                self.written.extend(map(write, self._write_fds, repeat(self._message_to_all)))
+                self.written_to.extend(map(write, self._write_fds, repeat(self._message_to_all)))
             except OSError:  # a pipe is full, or a worker has ended: `queue_rest` continues there
                 return
 
     def queue_rest(self) -> None:
         """Queue the message to all in the channels of the workers to which it was not written, if there are any."""
-        for worker in self.processes[len(self.written) :]:
+        for worker in self.processes[len(self.written_to) :]:
             if worker.death is None:
                 worker.channel.queue(self._message_to_all)
                 self.unflushed.add(worker)
-        self.written = [0] * len(self.processes)
+        self.written_to = [0] * len(self.processes)
 
     def drop_unqueued(self) -> None:
         """Drop messages that are in no channel yet. Bytes queued in a channel stay, and precede its next message."""

@@ -212,8 +212,8 @@ class Exchange:
             try:
                 raise error
             finally:
-                del error, request
-        self.state.changing = not request.droppable  # until the guard has returned the results
+                del error, request  # break a reference cycle: the exception's traceback refers to this frame
+        self.state.changing = not request.droppable  # a lost result of `call_wait` requires a reset, one of `call` does not
         self.request = None
         return request.results
 
@@ -230,8 +230,8 @@ class Exchange:
     def wait_until_idle(self) -> None:
         """Wait for all replies. Required before a reset of some rows, and before one of all rows if messages are held.
 
-        Such a reset drops all results. A worker reads the rows of a message from shared memory when it begins to execute it,
-        so a reset before that would overwrite them. ``StepTimeout`` names ``recv``, not the reset that called this.
+        Such a reset drops all results. A worker reads the rows of a message from ``Batch.requested`` when it begins to
+        execute it, so an earlier reset would overwrite them. ``StepTimeout`` names ``recv``, not the reset that called this.
         """
         deadline = deadline_after(self.policy.step_timeout)
         while any(worker.pending for worker in self.pool.workers):
@@ -271,7 +271,7 @@ class Exchange:
                 try:
                     raise error
                 finally:
-                    del error
+                    del error  # break the same cycle as in `finish_call`
             ready, in_flight = len(self.ready), len(self.in_flight)
             if ready >= count:
                 return True
@@ -314,7 +314,8 @@ class Exchange:
         Raises:
             StepTimeout: There is no deadline, replies are missing after ``step_timeout``, and workers are not restarted.
         """
-        rows_in_flight = bool(self.in_flight)  # then this is a call, and the steps of these rows come first and may hang
+        # with rows in flight this is a call (a step or reset refuses or drops them), and their steps come first and may hang
+        rows_in_flight = bool(self.in_flight)
         has_limit = deadline is None and (rows_in_flight or request.command in ("step", "reset"))
         limit = self.policy.step_timeout if has_limit else None
         if limit is not None:
@@ -338,25 +339,26 @@ class Exchange:
         pool, messages, workers = self.pool, self.messages, self.pool.processes
         if pool.local is not None:
             self.execute_own_messages()
+        # wait, then read; from the second worker on, first try to read, because most have replied by then
         for position, index in enumerate(pool.wait_order):
-            may_have_replied = position > 0
+            read_first = position > 0
             while (worker := workers[index]).pending:  # a dead worker may be replaced meanwhile
-                ended: bool | None = False
-                if not may_have_replied:
+                ended_silently: bool | None = False
+                if not read_first:
                     if pool.unflushed or pool.held or len(pool.written_to) < len(workers):
                         if not self._wait_for_any(deadline):
                             return False
                         continue
                     until = _earlier_deadline(deadline, worker.rebuild_deadline) if worker.rebuild_deadline else deadline
-                    ended = pool.wait_for_one(worker, until)
-                    if ended is None:
+                    ended_silently = pool.wait_for_one(worker, until)
+                    if ended_silently is None:
                         if until == deadline:
                             return False
                         self._kill_late_rebuild(worker)
                         continue
                 self.state.changing = True
-                received = may_have_replied = messages.apply_next(worker)
-                if ended and not received:
+                received = read_first = messages.apply_next(worker)
+                if ended_silently and not received:
                     messages.handle_death(worker)
                 if messages.unsettled:
                     messages.settle_for_recv()

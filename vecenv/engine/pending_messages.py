@@ -246,7 +246,7 @@ class PendingMessages:
 
     def _apply_message(self, worker: WorkerProcess, message: bytes) -> None:
         code, _, payload = decode(message)
-        if code == Reply.READY:
+        if code == Reply.READY:  # of a replacement; `WorkerPool.start` reads those of the first processes
             worker.has_started, worker.start_failures = True, pickle.loads(payload or b"").failures
             if self.policy.step_timeout is None:
                 worker.rebuild_deadline = 0.0
@@ -408,9 +408,10 @@ class PendingMessages:
         """
         if worker.death is not None:
             return
-        with contextlib.suppress(ChannelClosed):  # after the replies that it wrote before it ended
-            while worker.timeout is None and (message := worker.channel.receive()) is not None:
-                self._apply_message(worker, message)
+        if worker.timeout is None:
+            with contextlib.suppress(ChannelClosed):  # after the replies that it wrote before it ended
+                while (message := worker.channel.receive()) is not None:
+                    self._apply_message(worker, message)
         pending = list(worker.pending)
         with deferred_signals():  # an exception between these lines would leave the death unrecorded
             death = worker.reap()

@@ -156,10 +156,11 @@ class Engine(WorkerDriver):
             require_order(self.exchange.request.phase, "reset_async", self)
         if for_recv:
             self.require_not_in_flight("reset_async", rows)
-        elif not self.state.changing:
+        elif not self.state.changing:  # otherwise a change was interrupted, and `send_reset` drops everything
+            # worker processes execute dropped messages, so held ones and the caller's own have to be executed, too
             if ids is not None or self.pool.held:
                 self.exchange.wait_until_idle()
-            else:  # worker processes execute theirs, too: even a dropped step advances every environment
+            else:
                 self.exchange.execute_own_messages()
         if self.observers and options is not None:
             self.exchange.pickle_reset(rows, seeds, options)  # if it cannot be pickled, raise before announcing it

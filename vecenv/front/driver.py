@@ -187,8 +187,8 @@ class Driver:
 
     A request is pending until its result has been returned. A driver changes its state by a single store, or by several
     while ``state.changing`` is set. It never waits for a reply while that is set, but the process engine does step the
-    caller's own environments. For the change that returns a result, :meth:`finish` sets it, or drivers with workers set it
-    themselves; the guard clears it. See :mod:`vecenv.front.guard`.
+    caller's own environments. For the change that returns a result, drivers without workers set it by :meth:`finish`,
+    others set it themselves; the guard clears it. See :mod:`vecenv.front.guard`.
 
     Attributes:
         capabilities: The backend's capabilities.

@@ -378,9 +378,9 @@ class EnvRows:
                 truncations[k] = truncated
                 if terminated or truncated:
                     observation, info = on_episode_end(k, observation, info, out)
-                try:
+                try:  # a fast path for observations of exactly the space's dtype and shape, except scalars
                     targets[k][:] = observation
-                except (TypeError, ValueError):  # another dtype or shape, not an array, or an error that is raised below
+                except (TypeError, ValueError):  # `_store_observation` converts the observation, or raises
                     misfit = True
                 if misfit:  # outside `except`, so that its errors have no misleading context
                     misfit = False

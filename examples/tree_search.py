@@ -1,4 +1,4 @@
-"""Monte-Carlo tree search in an Atari game by snapshots, compared with the same search by replayed moves.
+"""Monte Carlo tree search in an Atari game with snapshots, compared with the same search by replaying moves.
 
     pip install -e . ale-py
     python examples/tree_search.py                       # ALE/Breakout-v5
@@ -7,9 +7,9 @@
 
 A node of the tree is a state of the game. To expand a node, the program restores its state in all environments of a vector
 environment. Each environment makes a different move and then some random moves; the return is the value of its first move.
-Snapshots restore a state by ``envs.load(snapshot)``; frozen copies, which work for games with state in C, restore it by
-``envs.thaw(frozen)``. Without these, the program resets the environments and repeats all moves since the beginning. The game
-is deterministic here, so the states and the search are the same.
+Snapshots restore a state with ``envs.load(snapshot)``; frozen copies, which also work for games that keep state in C,
+restore it with ``envs.thaw(frozen)``. Without these, the program resets the environments and repeats all moves since the
+beginning. The game is deterministic here, so all ways restore the same states and find the same moves.
 """
 
 from __future__ import annotations
@@ -175,14 +175,17 @@ def make_envs(env_id: str, num_workers: int | None) -> Any:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("env_id", nargs="?", default="ALE/Breakout-v5", help="id of the game (default: %(default)s)")
-    parser.add_argument("--moves", type=int, default=40, help="number of moves (default: %(default)s)")
+    parser.add_argument("--moves", type=int, default=40, help="maximum number of moves (default: %(default)s)")
     parser.add_argument("--expansions", type=int, default=16, help="nodes to expand per move (default: %(default)s)")
     parser.add_argument("--horizon", type=int, default=10, help="random moves after each move (default: %(default)s)")
     parser.add_argument(
         "--by", default="snapshots,replay", help="ways to restore states: snapshots, frozen, replay (default: %(default)s)"
     )
     parser.add_argument(
-        "--num-workers", type=int, default=0, help="number of worker processes, except for frozen (default: %(default)s)"
+        "--num-workers",
+        type=int,
+        default=0,
+        help="number of worker processes; frozen always uses one per game (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the game and the search (default: %(default)s)")
     args = parser.parse_args(argv)
@@ -196,11 +199,11 @@ def main(argv: list[str] | None = None) -> None:
         with closing(make_envs(args.env_id, num_workers)) as envs:
             games = kinds[name](envs, args.seed)
             played, score, seconds = play(games, args.moves, args.expansions, args.horizon, args.seed)
-        print(f"{name:10}{len(played)} moves, score {score:g}: {games.steps:,} steps of environments, {seconds:.2f} s")
+        print(f"{name:10}{len(played)} moves, score {score:g}: {games.steps:,} environment steps, {seconds:.2f} s")
         results[name] = played, games.steps, seconds
     (first, (played, steps, seconds)), *others = results.items()
     for other, (other_played, other_steps, other_seconds) in others:
-        comparison = "the same moves" if played == other_played else "OTHER MOVES: the game is not deterministic"
+        comparison = "the same moves" if played == other_played else "DIFFERENT MOVES: the game is not deterministic"
         print(
             f"{comparison}; {first} against {other}: {other_steps / steps:.1f} times fewer steps, "
             f"{other_seconds / seconds:.1f} times faster"

@@ -1,4 +1,4 @@
-"""Environments of the contract: a slow one, and a small game of two players with options."""
+"""Environments for the contract tests: a slow CartPole, and a small two-player game with reset options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SlowCartPole(CartPoleEnv):
 
 
 class TwoPlayerGame:
-    """An endless game of two players. Options of a reset set the bounds of its random observations.
+    """An endless two-player game. The options of a reset set the bounds of its first observations, which are random.
 
     Args:
         pause: The minimum duration of a step in seconds.

@@ -1,4 +1,4 @@
-"""Concurrency: ``max_concurrency``, several environments in one worker, and ``env_threads``."""
+"""Concurrency: ``max_concurrency``, several environments in one worker, ``env_threads``; and what is sent to workers."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_failed_env_does_not_block_others_at_max_concurrency() -> None:
 
 
 class WaitsForSecondEnv(OverlapEnv):
-    """An environment that waits in a step, up to 0.5 s, until two environments are inside. Infos have the greatest count."""
+    """An environment that waits in a step, up to 0.5 s, until two are inside. Infos contain the largest number inside."""
 
     def step(self, action: Any) -> Any:
         with self._inside():
@@ -136,7 +136,7 @@ def test_large_pickled_reply_does_not_block_others() -> None:
 
 
 @pytest.mark.parametrize(("on_failure", "by_row"), [("raise", False), ("restart", True)])
-def test_time_limits_exclude_steps_that_wait_for_max_concurrency(on_failure: str, by_row: bool) -> None:
+def test_time_limits_of_steps_exclude_the_wait_for_max_concurrency(on_failure: str, by_row: bool) -> None:
     """The time limit of a step begins when the step begins, not when it is sent."""
     with ready_engine([SleepingEnv] * 4, max_concurrency=1, step_timeout=1.0, on_failure=on_failure) as envs:
         if by_row:
@@ -180,7 +180,7 @@ class DiesInStep(SleepingEnv):
 
 
 @pytest.mark.long
-def test_time_limits_exclude_rebuilds_that_wait_for_max_concurrency(tmp_path: Path) -> None:
+def test_time_limits_of_rebuilds_exclude_the_wait_for_max_concurrency(tmp_path: Path) -> None:
     fns = [functools.partial(DiesInStep, tmp_path / str(env)) for env in range(4)]
     options: Options = {"step_timeout": 1.0, "worker_options": vecenv.WorkerOptions(start_timeout=1.0)}
     with ready_engine(fns, max_concurrency=1, on_failure="restart", **options) as envs:
@@ -356,7 +356,7 @@ def test_results_in_threads_equal_sync_vector_env(mode: AutoresetMode, threads: 
     with open_engine(make_faulty_env_fns(5), num_workers=2, env_threads=threads, autoreset_mode=mode) as envs:
         assert_identical(envs.reset(seed=3), reference.reset(seed=3))
         for t in range(12):
-            actions = np.arange(4, 9)  # no action that is a fault
+            actions = np.arange(4, 9)  # none of these actions causes a fault
             result = envs.step(actions)
             assert_identical(result, reference.step(actions))
             ended = result[2] | result[3]

@@ -322,8 +322,8 @@ class StepsUnderSemaphore(CounterEnv):
 @pytest.mark.parametrize("context", [pytest.param("spawn", marks=pytest.mark.long), "forkserver"])
 @pytest.mark.parametrize("options", [{}, NO_DUMMY_ENV], ids=["", "dummy_env=False"])
 def test_env_fns_may_contain_multiprocessing_locks_events_and_arrays(context: Any, options: Options) -> None:
-    start_method = multiprocessing.get_context(context)
-    semaphore, stepped, steps = start_method.Semaphore(1), start_method.Event(), start_method.Array("i", 1)
+    mp_context = multiprocessing.get_context(context)
+    semaphore, stepped, steps = mp_context.Semaphore(1), mp_context.Event(), mp_context.Array("i", 1)
     env_fns = [functools.partial(StepsUnderSemaphore, semaphore, stepped, steps)] * 2
     with open_engine(env_fns, context=context, on_failure="restart", **options) as envs:
         envs.reset(seed=0)
@@ -485,14 +485,13 @@ def test_usable_cores_are_limited_by_the_smallest_cgroup_quota(
 # --- ``WorkerOptions(env=)``: environment variables that workers set before they import anything
 
 LONG_START_METHODS = [pytest.param(name, marks=pytest.mark.long) for name in ("spawn", "forkserver")]
-every_start_method_fork_by_default = pytest.mark.parametrize("context", ["fork", *LONG_START_METHODS])
 
 
 def get_variables(envs: Any, *names: str) -> list[tuple[str | None, ...]]:
     return [tuple(found) for found in envs.exec_func(lambda env: [os.environ.get(name) for name in names])]
 
 
-@every_start_method_fork_by_default
+@pytest.mark.parametrize("context", ["fork", *LONG_START_METHODS])
 def test_each_worker_has_its_own_variables(context: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VECENV_TEST_GONE", "here")
     before = dict(os.environ)

@@ -125,7 +125,7 @@ def test_padded_batches_have_a_constant_number_of_rows() -> None:
 
     def policy(observations: Any, rows: Any, rngs: Any) -> Any:
         sizes.add(len(observations))
-        assert all(list(rows).count(row) == 1 for row in range(3) if row in rows), "a row is repeated that is not padding"
+        assert all(list(rows).count(row) == 1 for row in range(3) if row in rows), "a row that is not padding is repeated"
         return choose_actions(observations, rngs)
 
     with open_engine(make_walk_fns(3), num_workers=0) as envs:
@@ -234,7 +234,7 @@ def test_results_have_statistics_and_a_short_repr() -> None:
     assert len(repr(results)) < 100
     assert repr(results).startswith("EpisodeResults(7 episodes, mean=")
     failed = EpisodeResults([*results, replace(results[0], episode_return=float("nan"), error=RuntimeError())])
-    assert (failed.mean, failed.std) == (results.mean, results.std), "the failed episode counts"
+    assert (failed.mean, failed.std) == (results.mean, results.std), "the statistics include the failed episode"
     assert "8 episodes, 1 failed" in repr(failed)
     assert np.isnan(EpisodeResults(failed[-1:]).mean)
 
@@ -520,7 +520,7 @@ def test_progress_bar_shows_finished_episodes(capsys: pytest.CaptureFixture[str]
 
 
 def evaluate_with_faults(faults: dict[int, str], tmp_path: Path, num_envs: int, count: int, **kwargs: Any) -> list[Any]:
-    """Return the results of walks with faults, after a check that all other results equal a plain loop."""
+    """Return the results of walks with faults. Check that walks that do not always fail have the results of a plain loop."""
     engine = kwargs.pop("engine", {"num_workers": 2})
     with open_engine(make_walk_fns(num_envs, faults=faults, folder=str(tmp_path)), **engine) as envs:
         results = vecenv.evaluate(envs, choose_actions, count, seed=SEED, **kwargs)
@@ -569,7 +569,7 @@ def test_hanging_episode_is_ended_after_the_timeout(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 @pytest.mark.parametrize("num_envs", [1, 3, 8, 64])
-def test_episodes_with_all_faults_fail_alone_in_any_number_of_rows(num_envs: int, on_failure: str, tmp_path: Path) -> None:
+def test_each_kind_of_fault_fails_only_its_own_episode(num_envs: int, on_failure: str, tmp_path: Path) -> None:
     faults = {SEED + 2: "raise", SEED + 7: "die", SEED + 11: "hang", SEED + 13: "raise once", SEED + 17: "hang once"}
     faults[SEED + 19] = "die once"
     engine = {"num_workers": min(num_envs, 4), "on_failure": vecenv.Restart(1000) if on_failure == "restart" else "raise"}
@@ -579,7 +579,7 @@ def test_episodes_with_all_faults_fail_alone_in_any_number_of_rows(num_envs: int
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-def test_failed_episodes_with_on_failure_restart_fail_alone(tmp_path: Path) -> None:
+def test_faults_with_on_failure_restart_fail_only_their_own_episodes(tmp_path: Path) -> None:
     faults = {SEED + 1: "raise", SEED + 2: "die", SEED + 5: "die once"}
     results = evaluate_with_faults(faults, tmp_path, 4, 8, engine={"num_workers": 2, "on_failure": vecenv.Restart(100)})
     assert [result.index for result in results if result.error is not None] == [1, 2]
@@ -683,7 +683,7 @@ def test_episodes_with_resets_and_snapshots_can_be_mixed() -> None:
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
 @pytest.mark.parametrize("fault", ["raise", "die"])
 def test_failed_episode_restarts_from_its_snapshot(num_envs: int, fault: str, tmp_path: Path) -> None:
-    """Each walk has a fault in the middle, which occurs only once, except for one walk that always fails."""
+    """Walks with a snapshot before their middle have a fault there. It occurs once, except in one walk that always fails."""
     starts = save_midway(7)[1]
     faulty = [index for index, (seed, steps) in enumerate(starts) if steps <= _get_walk_length(seed) // 2]
     assert len(faulty) > 3, "too few snapshots precede the middle of the walk"

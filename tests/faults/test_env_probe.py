@@ -437,5 +437,5 @@ def test_probe_samples_actions_that_the_mask_allows(where: str, start: int) -> N
 
 
 def test_probe_reports_why_there_are_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "explain_missing_processes", lambda: "no processes in this test")
+    monkeypatch.setattr(probe, "explain_unsupported_processes", lambda: "no processes in this test")
     assert probe.EnvProbe([raise_error]).measure()[0].failure == "no processes in this test"

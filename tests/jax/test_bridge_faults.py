@@ -200,7 +200,7 @@ def test_slow_step_raises_after_the_timeout(split: bool) -> None:
         assert time.monotonic() - started_at < 60
         with pytest.raises(StepTimeout):  # the step is still pending
             env.reset(new_key(0))
-        time.sleep(2.5)  # with the timeouts, longer than the pause
+        time.sleep(2.5)  # longer than the pause, together with the two timeouts above
         state = env.step(env.reset(new_key(0)), action)
         assert state.steps.tolist() == [1, 1]
 

@@ -241,7 +241,7 @@ def test_replay_starts_at_snapshot_after_old_steps_are_dropped(tmp_path: Path, m
             assert path.name == f"HistoryEnv-env{row}-episode{episode}-step{step}.vecenv"
 
 
-def test_replay_without_old_steps_and_snapshot_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_without_old_steps_or_a_snapshot_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder_module, "_BLOCK_TICKS", 16)
     monkeypatch.setattr(recorder_module, "_RING_BYTES", 0)
     with open_recorded_envs(HistoryEnv, tmp_path, num_workers=0) as envs:
@@ -263,7 +263,7 @@ class UnsaveableEnv(HistoryEnv):
         raise TypeError("not picklable")
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise TypeError("not picklable")
+        raise TypeError("not copyable")
 
     __reduce_ex__ = __getstate__  # type: ignore[assignment]
 
@@ -379,7 +379,7 @@ def open_failing_envs(folder: Path, **options: Any) -> Iterator[Any]:
         yield envs
 
 
-def step_until_error(envs: Any) -> None:
+def take_nine_steps(envs: Any) -> None:
     for _ in range(9):
         envs.step([1, 2])
 
@@ -387,7 +387,7 @@ def step_until_error(envs: Any) -> None:
 def step_until_failure(envs: Any) -> Path:
     """Step until both environments raise, and return the file about the first failure."""
     with pytest.raises(ValueError, match="the environment broke"):
-        step_until_error(envs)
+        take_nine_steps(envs)
     return Path(envs.errors[-2].recorded)
 
 
@@ -435,7 +435,7 @@ def test_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with open_failing_envs(tmp_path) as envs:
         monkeypatch.setattr("os.replace", raise_disk_full)
         with pytest.raises(ValueError, match="the environment broke") as caught:
-            step_until_error(envs)
+            take_nine_steps(envs)
         assert any(note.startswith("not recorded: OSError") for note in caught.value.__notes__)
         assert envs.errors[0].recorded == ""
     assert list(tmp_path.iterdir()) == []

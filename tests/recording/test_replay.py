@@ -33,7 +33,7 @@ from vecenv.recording import recorder
 from vecenv.recording.file import read_header
 from vecenv.testing.faulty import FAULTS, FaultyEnv
 from vecenv.tools import cli
-from vecenv.tools.replay import _find_running, _replay_here, replay
+from vecenv.tools.replay import _find_running_env, _replay_here, replay
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -342,10 +342,10 @@ def test_replay_of_sibling_does_not_name_file_of_later_failure(tmp_path: Path) -
     files[1].unlink()
     later, _ = record_failure(tmp_path, "kill", num_workers=1)
     header, _ = read_header(files[0])
-    assert _find_running(files[0], header) == (1, None)
+    assert _find_running_env(files[0], header) == (1, None)
     headers = {path: read_header(path)[0] for path in later}
     (newest,) = {other.failure for other in headers.values()} - {header.failure}
-    found = {_find_running(path, other) for path, other in headers.items() if other.failure == newest}
+    found = {_find_running_env(path, other) for path, other in headers.items() if other.failure == newest}
     assert found == {(1, files[1]), (None, None)}
     done = run_replay(files[0], "--yes")
     assert done.stdout.splitlines()[-1].endswith("env 1, which was running when the worker failed: its file is gone")
@@ -400,7 +400,7 @@ def test_worker_out_of_memory_is_recorded_once(tmp_path: Path, caplog: pytest.Lo
     assert raised.recorded == died.recorded == str(files[1])
     assert str(files[1]) in caplog.text
     assert replay(files[1]).text == f"happened again at step {FAILING_STEP}: MemoryError"
-    assert _find_running(files[2], read_header(files[2])[0]) == (1, files[1])
+    assert _find_running_env(files[2], read_header(files[2])[0]) == (1, files[1])
 
 
 def step_until(envs: Any, is_last: Any) -> None:

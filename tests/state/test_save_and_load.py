@@ -567,7 +567,7 @@ def test_tree_search_by_snapshots_equals_replay_with_fewer_steps() -> None:
     options.append("--by=snapshots,replay,frozen")
     command = [sys.executable, TREE_SEARCH, *options]
     output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
-    numbers = re.findall(r"([\d,]+) steps of", output)
+    numbers = re.findall(r"([\d,]+) environment steps", output)
     with_snapshots, with_replay, with_copies = (int(number.replace(",", "")) for number in numbers)
     assert re.search(r"snapshots +20 moves, score 20:", output)
     assert output.count("the same moves") == 2

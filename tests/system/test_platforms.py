@@ -25,7 +25,7 @@ from vecenv.recording.file import read, read_header
 from vecenv.recording.replay import DIFFERENT, Replay
 from vecenv.system import cores
 from vecenv.system.helper_process import HelperProcess
-from vecenv.system.spawning import explain_missing_processes
+from vecenv.system.spawning import explain_unsupported_processes
 from vecenv.testing import FaultyEnv
 
 HERE = Path(__file__).parent
@@ -125,7 +125,7 @@ def test_macos_has_no_stack_signals(macos_report: dict[str, Any]) -> None:
 
 
 def test_this_system_supports_worker_processes() -> None:
-    assert explain_missing_processes() is None
+    assert explain_unsupported_processes() is None
 
 
 # -- without pidfds -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.recording.recorder import FlightRecorder
 from vecenv.system.generators import GeneratorsOption
-from vecenv.system.spawning import WorkerEnv, check_variables, require_processes
+from vecenv.system.spawning import WorkerVariables, check_variables, require_processes
 
 NumWorkers: TypeAlias = int | Literal["auto"] | None
 BatchSize: TypeAlias = int | Literal["auto"] | None
@@ -75,7 +75,7 @@ class WorkerOptions:
 
     threads: int | None = None
     cores: Sequence[int | Sequence[int]] | None = None
-    env: WorkerEnv | None = None
+    env: WorkerVariables | None = None
     preload: Sequence[str] | None = None
     start_timeout: float = 60.0
     dummy_env: Any = None

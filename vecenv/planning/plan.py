@@ -26,7 +26,7 @@ from vecenv.planning.options import check_option
 from vecenv.planning.probe import EnvProbe
 from vecenv.planning.trial import SLOW_STEP_SECONDS, StepTimes
 from vecenv.system.cores import usable_cores
-from vecenv.system.spawning import explain_missing_processes, require_processes
+from vecenv.system.spawning import explain_unsupported_processes, require_processes
 
 __all__ = ["Plan", "caller_share", "choose", "plan", "plan_batches", "workers_and_share"]
 
@@ -136,7 +136,7 @@ def choose(
     """
     independence = independence or Independence()
     make_plan = partial(Plan, num_envs, probe=times, cores=cores, independence=independence)
-    if (obstacle := explain_missing_processes()) is not None and use_caller is not False:
+    if (obstacle := explain_unsupported_processes()) is not None and use_caller is not False:
         return make_plan(num_workers=0, caller_share=0, reason=f"in this process: {obstacle}")
     if not independence.may_share:
         doubt = "" if independence.verdict == SHARES_STATE else "they may not be independent: "
@@ -192,7 +192,7 @@ def _estimate_choices(
     choices: dict[str, tuple[float, int, int]] = {}
     if not processes_only:
         choices["in this process"] = (IN_PROCESS_SECONDS * single + num_envs * single_step, 0, num_envs)
-        if explain_missing_processes() is not None:
+        if explain_unsupported_processes() is not None:
             return choices
         if cores > 1 and num_envs > 1:
             workers = min(cores - 1, num_envs - 1)

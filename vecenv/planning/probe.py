@@ -29,7 +29,7 @@ from vecenv.link.own_generators import with_own_generators
 from vecenv.planning.independence import CANNOT_TELL, Independence, IndependenceCheck, Run, choose_pairs
 from vecenv.planning.trial import CLOSE_SECONDS, ChildEnd, StepTimes
 from vecenv.system.helper_process import HelperProcess
-from vecenv.system.spawning import NO_GUARD, Variables, explain_missing_guard, explain_missing_processes
+from vecenv.system.spawning import NO_GUARD, Variables, explain_missing_guard, explain_unsupported_processes
 from vecenv.system.supervision import describe_exit
 
 __all__ = ["EnvDescription", "EnvProbe", "StepTimes"]
@@ -106,7 +106,7 @@ class EnvProbe:
         if self.example is not None:
             example = _describe(self.example)
             return replace(example, observation_spaces=example.observation_spaces * len(env_fns))
-        if not (self.in_this_process or (self.in_this_process is None and not self.step) or explain_missing_processes()):
+        if not (self.in_this_process or (self.in_this_process is None and not self.step) or explain_unsupported_processes()):
             if self.step and not all_envs and not find_process_object(self.env_fns):
                 description = self._try_envs()
             else:
@@ -128,7 +128,7 @@ class EnvProbe:
             Exception: The errors of :meth:`describe`.
         """
         if self._measured is None:
-            if obstacle := explain_missing_processes():
+            if obstacle := explain_unsupported_processes():
                 self._measured = StepTimes.failed(obstacle), Independence()
             elif found := find_process_object(self.env_fns):
                 reason = f"they were not tried, because their functions use a {found}, which other processes share"

@@ -28,7 +28,7 @@ from vecenv.errors import ArenaError
 from vecenv.shm.layout import ALIGNMENT, Array
 from vecenv.system.cores import control_groups, read_kernel_file
 from vecenv.system.descriptors import Descriptor, DescriptorOwner, open_unnamed_file
-from vecenv.system.spawning import explain_missing_processes
+from vecenv.system.spawning import explain_unsupported_processes
 
 if sys.platform != "win32":
     import fcntl
@@ -73,7 +73,7 @@ def _create_memory_file(size: int, owner: DescriptorOwner, message_start: str, a
         )
     if hasattr(os, "memfd_create"):
         file = owner.open(os.memfd_create, "vecenv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    elif explain_missing_processes() is None:
+    elif explain_unsupported_processes() is None:
         file = owner.open(open_unnamed_file, "/dev/shm" if os.path.isdir("/dev/shm") else None)
     else:
         return Descriptor()
@@ -258,7 +258,7 @@ def share(data: _Data) -> _Data:
     if not places:
         return data.copy()
     shared: list[Array]
-    if explain_missing_processes():  # no other process can share it
+    if explain_unsupported_processes():  # no other process can share it
         shared = [array.copy() for array in named.values()]
         for array in shared:
             array.flags.writeable = False

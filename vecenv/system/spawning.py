@@ -38,7 +38,7 @@ _TORCH_LIBRARIES: Final = {"torch", "sb3_contrib", "stable_baselines3", "tiansho
 # -- support for worker processes ---------------------------------------------------------------------------------------
 
 
-def explain_missing_processes() -> str | None:
+def explain_unsupported_processes() -> str | None:
     """Return the reason why worker processes are not possible here, or ``None`` if they are.
 
     Windows lacks ``poll()``, which the engine uses to wait for workers, and process groups, which it uses to end the helpers
@@ -63,7 +63,7 @@ def require_processes(what: str) -> None:
     Raises:
         NotImplementedError: They are not possible; the message names the alternatives.
     """
-    reason = explain_missing_processes()
+    reason = explain_unsupported_processes()
     if reason is not None:
         raise NotImplementedError(
             f"{what}: {reason}. Use num_workers=0, which steps all environments in this process, or, for environments of "
@@ -73,7 +73,7 @@ def require_processes(what: str) -> None:
 
 # -- environment variables ----------------------------------------------------------------------------------------------
 
-WorkerEnv: TypeAlias = Mapping[str, str | int | float | Callable[[int], str | int | float | None] | None]
+WorkerVariables: TypeAlias = Mapping[str, str | int | float | Callable[[int], str | int | float | None] | None]
 """Name -> value, or a function of a worker's index that returns it. ``None`` removes a variable."""
 
 Variables: TypeAlias = dict[str, str | None]
@@ -111,7 +111,7 @@ def check_variables(variables: Any) -> None:
             _as_text(name, value, "")
 
 
-def resolve_variables(variables: WorkerEnv | None, index: int) -> Variables:
+def resolve_variables(variables: WorkerVariables | None, index: int) -> Variables:
     """Return the variables of worker ``index``.
 
     Raises:
@@ -431,7 +431,7 @@ def end_unclosed(lifeline: Lifeline, processes: list[Any], owner: int) -> None:
     """End the processes of a pool that was garbage-collected, or was still open when the program ended."""
     if os.getpid() != owner or not processes:
         return
-    lifeline.close()  # the kernel kills the process at the other end
+    lifeline.close()  # the kernel kills the processes at the other end
     deadline = time.monotonic() + 1.0
     ignored_errors = ValueError, OSError, AttributeError, AssertionError  # for example, the process object is closed
     for process in processes:

@@ -1,8 +1,8 @@
 """``assert_isolated``, which checks that nothing outside an environment affects its results.
 
-One environment runs alone. A second one repeats the run while others are stepped between its steps and the shared random
-generators are disturbed. If the results differ, the run is repeated with one disturbance at a time to find the cause. The
-error names the generator, or the changed attributes of classes and modules.
+Two environments, one after the other, do the same run alone. A third one repeats it while others are stepped between its
+steps and the shared random generators are disturbed. If the results differ, the run is repeated with one disturbance at a
+time to find the cause. The error names the generator, or the changed attributes of classes and modules.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ def assert_isolated(env_fn: Callable[[], Any], *, steps: int = 64, seed: int = 0
             when = f"after other code has drawn from that generator ({advice})"
             raise AssertionError(comparison.describe(found, [description], when))
     found = comparison.find_difference(reference_results, comparison.run(("others",)))
-    when = "with other environments of its kind" if found else "with other environments, and the shared generators reseeded"
+    if found:
+        when = "when other environments of its kind are stepped between its steps"
+    else:
+        when = "when other environments are stepped and the shared generators are reseeded between its steps"
     raise AssertionError(comparison.describe(found or difference, comparison.find_changed_attributes(), when))
 
 
@@ -75,24 +78,24 @@ class _Comparison:
         if seeded:
             _reseed(tuple(GENERATORS), 0)
         first_states = read_states()
-        with ExitStack() as scratch:
-            scratch.callback(restore_states, saved_states)  # runs last
+        with ExitStack() as cleanups:
+            cleanups.callback(restore_states, saved_states)  # runs last
             try:
                 _reseed(disturbances, 3000)
-                env = self._build(scratch)
+                env = self._build(cleanups)
                 self._name = describe_kind(env).env_id
                 self._shared = SharedState(env)
                 space = copy.deepcopy(env.action_space)
                 space.seed(self._seed)
-                others = [self._build(scratch), self._build(scratch)] if "others" in disturbances else []
+                others = [self._build(cleanups), self._build(cleanups)] if "others" in disturbances else []
                 with watched_handlers():
                     return self._take_steps(env, others, [space.sample() for _ in range(self._steps)], disturbances)
             finally:
                 self._drawn.update(find_draws(first_states))
 
-    def _build(self, scratch: ExitStack) -> Any:
+    def _build(self, cleanups: ExitStack) -> Any:
         env = self._env_fn()
-        scratch.callback(env.close)
+        cleanups.callback(env.close)
         return env
 
     def _take_steps(self, env: Any, others: list[Any], actions: list[Any], disturbances: tuple[str, ...]) -> dict[str, Any]:

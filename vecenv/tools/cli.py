@@ -25,7 +25,7 @@ from vecenv._version import __version__
 from vecenv.front.arguments import MAX_TIMEOUT_SECONDS
 from vecenv.planning.plan import plan as make_plan
 from vecenv.system.cores import usable_cores
-from vecenv.system.spawning import explain_missing_processes
+from vecenv.system.spawning import explain_unsupported_processes
 from vecenv.tools import benchmark, conform, replay, run, runners, top
 
 _ENV_ID = (
@@ -184,7 +184,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     3 an engine died while it was measured. Try: vecenv bench CartPole-v1 --num-envs 64
     """
     tools.require("vecenv bench", "rich", "matplotlib")
-    if (reason := explain_missing_processes()) is not None:
+    if (reason := explain_unsupported_processes()) is not None:
         raise tools.CliError(f"vecenv bench runs each engine in a separate process: {reason}")
     env_fn = runners.resolve(arguments.env_id)
     try:

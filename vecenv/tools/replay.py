@@ -60,9 +60,9 @@ _MAX_LISTED_FILES: Final = 5
 _STACK_TIMEOUT_SECONDS: Final = 1.0
 _NOTICE_DELAY_SECONDS: Final = 1.0
 _UNEXPECTED_NOTICE_DELAY_SECONDS: Final = 5.0
-"""The delay if the recorded failure was no hang: it is longer, because each slow step of the environment causes a notice."""
+"""The delay if the recorded failure was not a hang: longer, because otherwise every slow step would cause a notice."""
 _GRACE_SECONDS: Final = 5.0
-"""Seconds added to the recorded limit of a step, because the process has just started; also the time for it to end."""
+"""Seconds added to the recorded limit of a step, because the process has just started. Also how long it may take to end."""
 _FILE_NAME: Final = re.compile(rf".+-env\d+-episode\d+-step\d+(-\d+)?{re.escape(SUFFIX)}")
 _EXIT_CODES: Final = {AGAIN: 0, STOPPED: 0, DIFFERENT: WRONG, CANNOT: USAGE}
 
@@ -94,7 +94,7 @@ def main(arguments: argparse.Namespace) -> int:
         result = _debug(path, begin=starting_points[0], until=arguments.until, frames=arguments.frames)
     else:
         result, images = _replay_from(path, starting_points, until=arguments.until, render=arguments.frames is not None)
-    running, running_file = (None, None) if _EXIT_CODES[result.status] == 0 else _find_running(path, header)
+    running_env, running_file = (None, None) if _EXIT_CODES[result.status] == 0 else _find_running_env(path, header)
     if arguments.json:
         print(json.dumps({
             "result": result.status, "text": result.text, "env_id": header.env_id, "env": header.env,
@@ -103,9 +103,9 @@ def main(arguments: argparse.Namespace) -> int:
         }))  # fmt: skip
     elif not arguments.pdb or result.status == CANNOT:  # with --pdb it was printed before the debugger
         _print_result(result)
-    if running is not None and not arguments.json:
+    if running_env is not None and not arguments.json:
         advice = f"replay {running_file}" if running_file else "its file is gone"
-        shared = f"Env {header.env} only shared a worker with env {running}"
+        shared = f"Env {header.env} only shared a worker with env {running_env}"
         print(f"{shared}, which was running when the worker failed: {advice}")
     if arguments.frames is not None and images is not None and result.status != CANNOT:
         print(_write_frames(images, arguments.frames), file=sys.stderr if arguments.json else sys.stdout)
@@ -153,13 +153,14 @@ def _print_result(result: ReplayResult) -> None:
     print(result.text[0].upper() + result.text[1:])
 
 
-def _find_running(path: Path, header: Header) -> tuple[int | None, Path | None]:
+def _find_running_env(path: Path, header: Header) -> tuple[int | None, Path | None]:
     """Return the other environment that was running when the worker failed, and its file, if they are known."""
-    running = header.other_running_env
-    if running is None:
+    running_env = header.other_running_env
+    if running_env is None:
         return None, None
     files = newest_files(path.parent)
-    return running, next((file for file, other in files if (other.failure, other.env) == (header.failure, running)), None)
+    key = header.failure, running_env
+    return running_env, next((file for file, other in files if (other.failure, other.env) == key), None)
 
 
 def _describe_folder(folder: Path) -> str:
@@ -349,7 +350,7 @@ def _replay_here(
     report: Callable[[_Message], object],
     debug: Callable[[Replay, Iterator[int], ReplayResult], ReplayResult] | None = None,
 ) -> ReplayResult:
-    """Replay a file in this process; a crash of the environment ends it.
+    """Replay a file in this process; a crash of the environment ends this process.
 
     Args:
         path, begin, until: The arguments of :func:`replay`.

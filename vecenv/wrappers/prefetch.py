@@ -1,4 +1,4 @@
-"""A wrapper that resets environments ahead of time, on the public interface of ``AsyncVectorEnv``.
+"""A wrapper that resets environments ahead of time, built on the public interface of ``AsyncVectorEnv``.
 
 The wrapped vector environment has ``num_envs + spares`` environments, called *places* here, with one process each and
 without autoreset. Each of the ``num_envs`` rows occupies one place. A place without a row is a spare: it begins an episode
@@ -394,7 +394,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._require_open()
         if self._changing:
             reason = "A call was interrupted while it changed the state of the rows, or a reset of all of them was refused"
-            raise ResetNeeded(f"{reason}: reset() all of them")
+            raise ResetNeeded(f"{reason}: call reset() for all rows")
 
     def _require_call(self, call: str) -> None:
         self._require_consistent()
@@ -669,7 +669,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def set_next_options(self, *_: Any, **__: Any) -> NoReturn:
         """Raise ``NotImplementedError``, because the next episodes have already begun."""
         reason = "the next episodes have begun already: pass the options to reset(), with a reset_mask"
-        _raise_unsupported("set_next_options", reason)
+        _raise_unsupported("`set_next_options`", reason)
 
     def freeze(self, *_: Any, **__: Any) -> NoReturn:
         """Raise ``NotImplementedError``: a frozen copy would replace the environment at one place, but rows move."""

@@ -1,4 +1,7 @@
-"""Lists public methods of exported classes without an anchor in the built site: ``python .ci/anchors.py SITE``."""
+"""Lists the public members of exported classes that have no anchor in the built site: ``python .ci/anchors.py SITE``.
+
+Members are methods and properties.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pathlib import Path
 MODULES = ("vecenv", "vecenv.aio", "vecenv.backends", "vecenv.multi_agent", "vecenv.wrappers")
 
 
-def public_methods(cls: type) -> set[str]:
+def public_members(cls: type) -> set[str]:
     """Return the names of the public methods and properties that vecenv defines for a class, without aliases."""
     names = set()
     for base in cls.__mro__:
@@ -27,7 +30,7 @@ def public_methods(cls: type) -> set[str]:
 
 
 def main() -> int:
-    """Print ``class.method`` for each missing anchor; return 1 if there are any."""
+    """Print ``class.member`` for each missing anchor; return 1 if there are any."""
     pages = "".join(page.read_text() for page in Path(sys.argv[1], "reference").rglob("*.html"))
     anchors = set(re.findall(r'id="(?:[\w.]+\.)?(\w+\.\w+)"', pages))
     missing = set()
@@ -35,9 +38,9 @@ def main() -> int:
         for name in module.__all__:
             exported = getattr(module, name)
             if isinstance(exported, type) and not issubclass(exported, Exception):
-                missing |= {f"{exported.__name__}.{method}" for method in public_methods(exported)} - anchors
+                missing |= {f"{exported.__name__}.{member}" for member in public_members(exported)} - anchors
     print(*sorted(missing), sep="\n")
-    print(f"{len(missing)} public methods without an anchor")
+    print(f"{len(missing)} public methods and properties without an anchor")
     return bool(missing)
 
 

@@ -3,11 +3,14 @@
 For each number of environments, all columns are measured alternately in one process. The table shows medians of the repeats;
 ratios compare times of the same repeat.
 
-* ``raw``      the upper bound of steps: ``jit(vmap(step))`` without resets and time limit; only one flag is read;
-* ``numpy``    ``JaxVectorEnv(to="numpy").step``: time limits, fresh autoresets, statistics, infos, fresh numpy arrays;
+* ``raw``      the upper bound on the speed of steps: ``jit(vmap(step))`` without resets or a time limit, with a wait
+  for ``terminated`` only;
+* ``numpy``    ``JaxVectorEnv(to="numpy").step``: time limits, autoresets with ``reset="fresh"``, statistics, infos, new
+  NumPy arrays;
 * ``jax``      the same with ``to="jax"``, with a wait after every step;
 * ``step``     ``FunctionalVectorEnv.step``, with a wait after every step;
-* ``scan``     the upper bound of rollouts: a compiled scan of ``vmap(step)`` that returns the same fields as a rollout;
+* ``scan``     the upper bound on the speed of rollouts: a compiled scan of ``vmap(step)`` that returns the same fields as a
+  rollout;
 * ``rollout``  ``vecenv.jax.rollout`` with as many steps as ``scan``.
 
 On a GPU: ``python bench/jax_cost.py --envs 4096 65536``.
@@ -54,20 +57,20 @@ def measure(env: Any, count: int, options: argparse.Namespace) -> dict[str, Any]
 
     for run, _ in runs.values():
         run()  # compiles
-    # with a unit of a millionth of a step, so that the results are microseconds per step
+    # the unit is a million steps, so that the results are microseconds per step
     timed = {name: functools.partial(seconds_per_unit, steps / 1e6, run, clock) for name, (run, steps) in runs.items()}
     times = run_interleaved(timed, options.repeats)
     row: dict[str, Any] = {"envs": count}
     row |= {name: statistics.median(values) for name, values in times.items()}
     for name, bound in (("numpy", "raw"), ("rollout", "scan")):
         pairs = zip(times[name], times[bound], strict=True)
-        row[f"{name} / {bound}"] = statistics.median(seconds / bound_seconds for seconds, bound_seconds in pairs)
+        row[f"{name} / {bound}"] = statistics.median(value / bound_value for value, bound_value in pairs)
     row["env steps / s"] = count / row["numpy"] * 1e6
     return row
 
 
 def _make_step_runs(env: Any, functional: FunctionalVectorEnv, steps: int) -> dict[str, tuple[Callable[[], None], int]]:
-    """Return functions that call single steps, and the number of steps of one call, by column."""
+    """Return, by column, a function that runs single steps and the number of steps per call."""
     count = functional.num_envs
     actions = np.random.default_rng(0).uniform(-0.1, 0.1, (steps, *functional.action_space.shape)).astype(np.float32)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.PRNGKey(0), jnp.arange(count))
@@ -103,7 +106,7 @@ def _make_step_runs(env: Any, functional: FunctionalVectorEnv, steps: int) -> di
 
 
 def _make_scan_runs(env: Any, functional: FunctionalVectorEnv, length: int) -> dict[str, tuple[Callable[[], None], int]]:
-    """Return functions that run compiled rollouts, and the number of steps of one call, by column."""
+    """Return, by column, a function that runs a compiled rollout and the number of steps per call."""
     count, shape = functional.num_envs, functional.single_action_space.shape or ()
     key = jax.random.PRNGKey(0)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))

@@ -7,9 +7,9 @@
 Everything runs on this machine, so no result includes a network. All candidates run alternately for a short time; results
 are medians over the rounds, with minimum and maximum.
 
-A bare ``ray.get`` calls an actor with an array of actions; the actor returns four prepared arrays (rewards, terminations,
-truncations, observations), as a simple program would. ``bare_packed`` is the same with the objects that vecenv sends and
-returns: small arrays are joined into one ``bytes``.
+``bare`` is what a simple program would do: it calls an actor with an array of actions, and fetches four prepared arrays
+(rewards, terminations, truncations, observations) with ``ray.get``. ``bare_packed`` is the same with the objects that vecenv
+sends and returns: small arrays are joined into one ``bytes``.
 """
 
 from __future__ import annotations
@@ -174,11 +174,11 @@ def measure_efficiency(seconds: float, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-class InstantHosts:
-    """Hosts with prepared replies, so that a step takes only the time of the caller's own work.
+class InstantCluster:
+    """A substitute for ``Cluster`` with prepared replies, so that a step takes only the time of the caller's own work.
 
-    With ``in_store``, the replies are in Ray's object store, and one ``ray.get`` per step fetches them. The reference of a
-    step is the index of its host; those of other calls are negative.
+    With ``in_store``, the replies are in Ray's object store, and one ``ray.get`` per step fetches them. The reference for a
+    step or a reset is the index of the host; those for other calls are negative.
     """
 
     own = True
@@ -226,14 +226,14 @@ class InstantHosts:
 
 
 class InstantVectorEnv(RayVectorEnv[Any, Any]):
-    """A vector environment with :class:`InstantHosts`."""
+    """A vector environment that uses :class:`InstantCluster`."""
 
     def __init__(self, kind: str, hosts: int, in_store: bool) -> None:
-        self._instant = InstantHosts(in_store)
+        self._instant_cluster = InstantCluster(in_store)
         super().__init__([make_env_fn(kind)] * (ENVS_PER_HOST * hosts), num_hosts=hosts, workers_per_host=0)
 
     def _connect(self) -> Any:
-        return self._instant
+        return self._instant_cluster
 
 
 def measure_driver(seconds: float, rounds: int) -> list[dict[str, Any]]:
@@ -257,7 +257,7 @@ def measure_driver(seconds: float, rounds: int) -> list[dict[str, Any]]:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot the efficiency over the duration of a batch, with a line at which two hosts are only as fast as one machine."""
+    """Plot the efficiency against the duration of a batch, with a line where two hosts are as fast as one local engine."""
     from vecenv.tools.benchmark import COLOURS, new_figure, save
 
     figure = new_figure(7.0, 4.2)
@@ -267,7 +267,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     low, high = ([row["efficiency"][key] for row in rows] for key in ("least", "greatest"))
     axes.fill_between(times, low, high, color=COLOURS["vecenv"], alpha=0.2, linewidth=0)
     axes.plot(times, values, "o-", color=COLOURS["vecenv"], label="2 hosts on one machine (band: minimum to maximum)")
-    axes.axhline(0.5, color=COLOURS["gymnasium"], linestyle="--", label="break-even: two hosts are as fast as one machine")
+    axes.axhline(0.5, color=COLOURS["gymnasium"], linestyle="--", label="break-even: 2 hosts as fast as one local engine")
     axes.axvline(10, color=COLOURS["bound"], linestyle=":", label="10 ms")
     axes.set_xscale("log")
     axes.set_xticks(times, [str(value) for value in times])

@@ -12,7 +12,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from double import DoubleVectorEnv
+from fake_vector_env import FakeVectorEnv
 
 import vecenv
 from vecenv.wrappers import ActionChunks
@@ -259,7 +259,7 @@ BACKENDS = (
     ),
     _jax_backend("numpy"),
     _jax_backend("jax"),
-    Backend("double", functools.partial(DoubleVectorEnv, ROWS), functools.partial(DoubleVectorEnv, ROWS, delay=PAUSE)),
+    Backend("fake", functools.partial(FakeVectorEnv, ROWS), functools.partial(FakeVectorEnv, ROWS, delay=PAUSE)),
 )
 
 CONFIGURATIONS = (

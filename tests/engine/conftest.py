@@ -13,22 +13,28 @@ from sampling import sample_parameter
 
 from vecenv.worker import row_writer
 
-# Modules that test the data that workers store. By default, each test runs with one of the two writers; the other is slow.
+# Modules that test the data that workers store. By default, each test runs with one of the two writers; its cases with the
+# other one are marked `slow`.
 TESTED_WITH_BOTH_WRITERS = (
     "test_autoreset", "test_engine_infos", "test_engine_observations", "test_engine_step", "test_oracle",
 )  # fmt: skip
 
-# Files with many cases that hardly depend on the engine. Each case runs with one engine; its other engines are slow.
+# Files with many cases that hardly depend on the engine. By default, each case runs with one engine; with the other engines,
+# it is marked `slow`.
 ONE_ENGINE_PER_CASE = ("test_engine_step.py", "test_engine_infos.py")
 HERE = Path(__file__).parent
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Choose the engines of the default run. Other cases are ``slow`` in :data:`ONE_ENGINE_PER_CASE`, else ``long``.
+    """Choose the engines of the default run.
 
-    With the fixture ``engine``, each case of a test runs with one engine. With ``process_engine``, it runs with one of the
-    engines that start processes, which alternate from test to test; with ``every_engine``, also with the in-process engine.
+    Cases with other engines are marked ``slow`` in the files of :data:`ONE_ENGINE_PER_CASE`. In other files, they are marked
+    ``long``, and the choice depends on the fixture:
+
+    * ``engine``: each engine is chosen for some cases of a test, and each case runs with at least one engine.
+    * ``process_engine``: each case runs with one engine, and the next test begins with the next engine.
+    * ``every_engine``: as ``process_engine``, and also with the in-process engine.
     """
     own_items = [item for item in items if item.path.parent == HERE and isinstance(item, pytest.Function)]
     candidates = [item for item in own_items if not item.get_closest_marker("slow") and hasattr(item, "callspec")]
@@ -55,7 +61,7 @@ def process_engine(request: pytest.FixtureRequest) -> Options:
 
 @pytest.fixture(params=VALUE_ENGINES.values(), ids=list(VALUE_ENGINES))
 def engine(request: pytest.FixtureRequest) -> Options:
-    """Options for tests of values. There are fewer, because a process takes long to start."""
+    """Options for tests of returned values. They omit one process per environment, which takes long to start."""
     return request.param
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from double import DoubleVectorEnv
 from envs import ENGINES, CounterEnv, counters, open_engine
+from fake_vector_env import FakeVectorEnv
 
 import vecenv
 from vecenv.errors import WorkerDied
@@ -345,5 +345,5 @@ def test_observer_methods_are_optional() -> None:
 
 
 def test_backend_without_workers_refuses_observers() -> None:
-    with closing(DoubleVectorEnv(1)) as envs, pytest.raises(NotImplementedError, match="cannot `add_observer`"):
+    with closing(FakeVectorEnv(1)) as envs, pytest.raises(NotImplementedError, match="cannot `add_observer`"):
         envs.add_observer(EventLog())

@@ -13,8 +13,8 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from double import DoubleVectorEnv
 from envs import counters, open_engine, ready_engine
+from fake_vector_env import FakeVectorEnv
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
@@ -305,7 +305,7 @@ def test_policy_receives_the_latest_info_of_each_row(closes: Any) -> None:
 def test_evaluate_with_the_test_double_is_independent_of_num_envs(num_envs: int) -> None:
     results = []
     for count in (num_envs, 4):
-        envs = DoubleVectorEnv(count)
+        envs = FakeVectorEnv(count)
         results.append(summarize(vecenv.evaluate(envs, lambda obs: (obs[:, 0] % 5).astype(int), 7, seed=10)))
         envs.close()
     assert results[0] == results[1]
@@ -313,11 +313,11 @@ def test_evaluate_with_the_test_double_is_independent_of_num_envs(num_envs: int)
 
 
 def test_evaluate_names_missing_features_of_a_backend(closes: Any) -> None:
-    envs = DoubleVectorEnv(2)
+    envs = FakeVectorEnv(2)
     for options, text in (
-        ({"timeout": 1}, "DoubleVectorEnv cannot end environments that hang"),
-        ({"frames": [0]}, "DoubleVectorEnv cannot render single environments"),
-        ({"episodes": [vecenv.Episode(options={"a": 1})]}, "DoubleVectorEnv cannot evaluate episodes with options"),
+        ({"timeout": 1}, "FakeVectorEnv cannot end environments that hang"),
+        ({"frames": [0]}, "FakeVectorEnv cannot render single environments"),
+        ({"episodes": [vecenv.Episode(options={"a": 1})]}, "FakeVectorEnv cannot evaluate episodes with options"),
     ):
         arguments: dict[str, Any] = {"episodes": 3, **options}
         with pytest.raises(NotImplementedError, match=text):
@@ -754,7 +754,7 @@ def test_evaluate_with_wrong_snapshots_raises_before_anything_runs() -> None:
     text = r"episodes\[1\].snapshot: .*Walk"
     with open_engine(counters(2), num_workers=0) as others, pytest.raises(SnapshotMismatch, match=text):
         vecenv.evaluate(others, choose_actions, [vecenv.Episode(), snapshot], seed=SEED)
-    for envs in (SyncVectorEnv(make_walk_fns(2)), DoubleVectorEnv(2)):
+    for envs in (SyncVectorEnv(make_walk_fns(2)), FakeVectorEnv(2)):
         with pytest.raises(NotImplementedError, match="cannot begin episodes with snapshots"):
             vecenv.evaluate(envs, choose_actions, [snapshot])
         envs.close()

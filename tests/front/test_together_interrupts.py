@@ -1,4 +1,7 @@
-"""Tests of backends that step all environments together: an interrupted call is pending, not submitted, or needs a reset."""
+"""Tests of backends that step all environments together, with interrupted calls.
+
+An interrupted call is pending, was not submitted, or makes a reset necessary.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from double import DoubleVectorEnv
+from fake_vector_env import FakeVectorEnv
 from gymnasium.error import ResetNeeded
 from interruption import Interruption, Stopped, moments
 from signals import default_sigint_handler
@@ -18,7 +21,7 @@ import vecenv
 from vecenv.testing import assert_identical
 
 pytestmark = pytest.mark.timeout(300)
-TRACED_PATHS = str(Path(vecenv.__file__).parent / "front"), str(Path(__file__).parents[1] / "double.py")
+TRACED_PATHS = str(Path(vecenv.__file__).parent / "front"), str(Path(__file__).parents[1] / "fake_vector_env.py")
 ROWS = 3
 
 # name -> the call, and the method that returns its result if it is pending
@@ -42,7 +45,7 @@ def raise_keyboard_interrupt_on_ctrl_c() -> Iterator[None]:
 def test_interrupted_call_is_pending_or_not_submitted_or_needs_a_reset(name: str, kind: str) -> None:
     call, wait_method = CALLS[name]
     rng = random.Random(4)
-    envs, reference = DoubleVectorEnv(ROWS), DoubleVectorEnv(ROWS)
+    envs, reference = FakeVectorEnv(ROWS), FakeVectorEnv(ROWS)
     for instance in (envs, reference):
         instance.reset(seed=1)
     resets_needed = interruptions = 0
@@ -55,7 +58,7 @@ def test_interrupted_call_is_pending_or_not_submitted_or_needs_a_reset(name: str
         with interruption:
             result = call(envs, actions)
         assert not interruption.swallowed, f"{interruption} was swallowed"
-        # the first retry may be interrupted as well, the others are not
+        # the first retry may be interrupted as well; later ones are not
         first_retry = retry = Interruption(kind, rng.randrange(60), Stopped, TRACED_PATHS)
         try:
             while result is None:
@@ -88,7 +91,7 @@ def test_interrupted_call_is_pending_or_not_submitted_or_needs_a_reset(name: str
 
 
 def test_reset_after_an_interrupted_change_leaves_nothing_pending() -> None:
-    envs = DoubleVectorEnv(ROWS)
+    envs = FakeVectorEnv(ROWS)
     envs.reset(seed=1)
     envs._driver.state.changing = True  # as after an exception inside of `finish`
     with pytest.raises(ResetNeeded):

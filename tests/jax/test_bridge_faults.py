@@ -287,7 +287,7 @@ def test_bridge_with_invalid_options_raises() -> None:
         (TypeError, "must be str", {"info_spec": {3: np.float32}}),
         (ValueError, "underscore", {"info_spec": {"_a": np.float32}}),
         (TypeError, "numbers or bools", {"info_spec": {"a": object}}),
-        (TypeError, "dict of names", {"info_spec": np.float32}),
+        (TypeError, "dict with names as keys", {"info_spec": np.float32}),
     ):
         with pytest.raises(error, match=text):
             vj.bridge(envs, **options)

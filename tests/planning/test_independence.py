@@ -324,7 +324,7 @@ SETTING_CHANGES: dict[str, Callable[[], object]] = {
 
 @pytest.fixture
 def restore_settings(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Undo the changes of the test to settings of this process."""
+    """Undo the test's changes to the settings of this process."""
     folder, errors, handler = os.getcwd(), np.geterr(), signal.getsignal(signal.SIGUSR1)
     precision, timeout = decimal.getcontext().prec, socket.getdefaulttimeout()
     monkeypatch.setenv("SIM_PORT", "0")
@@ -431,7 +431,7 @@ class FakePybullet:
 
 
 class PhysicsEnv(BaseEnv):
-    """An environment with a body in its own physics client, in the first one, or in none: "own", "first" or "none"."""
+    """An environment that puts a body into a physics client: its "own", the "first" one, or "none"."""
 
     def __init__(self, client: str) -> None:
         self.client = client

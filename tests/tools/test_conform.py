@@ -1,4 +1,4 @@
-"""``vecenv conform`` accepts correct engines, and reports the promise that another engine breaks."""
+"""``vecenv conform`` accepts correct engines, and reports the promise that an incorrect engine breaks."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_broken_promise_is_reported_with_a_program_that_fails(engine: str, tmp_p
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 def test_program_of_a_kept_promise_succeeds(check: Check) -> None:
-    """So the programs themselves contain no errors, such as undefined names."""
+    """The programs themselves contain no errors, such as undefined names."""
     engine = "vecenv:AsyncVectorEnv" if check.fault else "gymnasium.vector:SyncVectorEnv"
     text = make_program(check, engine, f"{engine.partition(':')[2]}(make_env_fns(3), autoreset_mode={check.modes[0]})")
     names: dict[str, Any] = {}

@@ -168,7 +168,7 @@ def test_error_about_an_unknown_name_suggests_similar_names() -> None:
         assert envs.reset(options={"env": "task-1"})[0][:, 0].tolist() == [1, 1]
 
 
-def test_error_about_an_unknown_name_has_the_only_name() -> None:
+def test_error_about_an_unknown_name_states_the_only_name() -> None:
     with (
         open_engine([vecenv.EnvChoice({"task": CounterEnv})], num_workers=1) as envs,
         pytest.raises(ValueError, match=r"there is no environment 'x'; the only one is 'task'"),
@@ -177,7 +177,7 @@ def test_error_about_an_unknown_name_has_the_only_name() -> None:
 
 
 class WideEnv(CounterEnv):
-    """An environment with observations of five numbers. It records calls of ``close`` in a list of the class."""
+    """An environment with observations of five numbers. It records calls to ``close`` in a class attribute."""
 
     closed: list[bool] = []  # noqa: RUF012 - the test has no access to the instance
 

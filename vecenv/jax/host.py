@@ -60,7 +60,7 @@ class CallbackHost:
         timeout: Seconds to wait for a reply; ``None`` waits forever. ``"auto"``: see :func:`vecenv.jax.bridge`.
 
     Attributes:
-        failure: The number and the exception of the last failed call; see :func:`vecenv.jax.run`.
+        failure: The number by which the last failed call is found, and its exception; see :func:`vecenv.jax.run`.
     """
 
     def __init__(self, envs: VectorEnv[Any, Any, Any], infos: InfoColumns, timeout: float | str | None) -> None:
@@ -119,7 +119,7 @@ class CallbackHost:
         mask = mask.reshape(-1)
         if not mask.any():
             return self._zeros(stepped=False)
-        seeded = seeds.reshape(-1).tolist() if self._requests.seeded_masks else None
+        seeded = seeds.reshape(-1).tolist() if self._requests.masked_seeds else None
         arrays = self._reset_arrays(self._requests.reset(seeded, mask.copy()))
         self._ended[mask] = False
         return arrays
@@ -178,7 +178,7 @@ class CallbackHost:
         if not ended.any():
             return leaves
         if "final_obs" not in infos:
-            raise ObservationError("an episode ended in same-step mode and infos['final_obs'] is missing")
+            raise ObservationError("an episode ended in same-step mode, but infos['final_obs'] is missing")
         successors = [leaf.copy() for leaf in leaves]
         for row in np.flatnonzero(ended).tolist():
             for leaf, value in zip(successors, flatten(self.observation_tree, infos["final_obs"][row]), strict=True):
@@ -239,9 +239,9 @@ class CallbackHost:
                     problem = f"belongs to another bridge or an earlier reset {epochs}"
                 raise StaleStateError(f"This state {problem}. Step the newest one, and only once: processes cannot go back.")
         if pending and self._pending is None:
-            raise NoAsyncCallError("Calling `recv` of a state that was not returned by `send`.", "recv")
+            raise NoAsyncCallError("Calling `recv` with a state that was not returned by `send`.", "recv")
         if self._pending is not None and not pending:
-            raise AlreadyPendingCallError("This state was returned by `send`: call `recv` of it first.", "send")
+            raise AlreadyPendingCallError("This state was returned by `send`: pass it to `recv` first.", "send")
         self._invalid_reason = "because an earlier call failed"
 
 
@@ -256,7 +256,7 @@ def _convert(array: Array, spec: ArraySpec) -> Array:
     if array.dtype != dtype:
         converted = array.astype(dtype)
         if array.dtype.kind in "iu" and not np.array_equal(converted, array):
-            raise OverflowError(f"an integer of the environments does not fit {dtype}: enable JAX's 64-bit mode")
+            raise OverflowError(f"an integer from the environments does not fit into {dtype}: enable JAX's 64-bit mode")
         array = converted
     return array if array.shape == shape else array.reshape(shape)
 
@@ -264,8 +264,8 @@ def _convert(array: Array, spec: ArraySpec) -> Array:
 class Requests:
     """An adapter that resets and steps a vector env through the calls that the env supports; at most one request is pending.
 
-    An env with ``step_async`` and ``step_wait`` steps while the program computes, and a wait can time out. For others, and
-    for wrappers, only ``reset`` and ``step`` are used, and a step runs when its result is fetched. An env with
+    If an env has ``step_async`` and ``step_wait``, it steps while the program computes, and a wait can time out. For other
+    envs, and for wrappers, only ``reset`` and ``step`` are used, and a step runs when its result is fetched. An env with
     ``first_ready`` can step some rows; in other envs, ended rows are reset and stepped too, and their results are ignored.
 
     Args:
@@ -278,7 +278,7 @@ class Requests:
     Attributes:
         mode: The autoreset mode of the env.
         timeout: Seconds that a wait may take; ``None``: no limit except the env's own.
-        seeded_masks: True if a reset of some rows accepts seeds.
+        masked_seeds: True if a reset of some rows accepts seeds.
     """
 
     def __init__(self, envs: VectorEnv[Any, Any, Any], timeout: float | str | None) -> None:
@@ -295,7 +295,7 @@ class Requests:
         self._is_async = hasattr(envs, "step_async") and not isinstance(envs, VectorWrapper)
         self._can_step_some = self._is_async and capabilities is not None and capabilities.first_ready
         inner = capabilities_of(envs.unwrapped)
-        self.seeded_masks = inner is None or inner.masked_seeds
+        self.masked_seeds = inner is None or inner.masked_seeds
         self._all_rows = np.arange(envs.num_envs)
         self._ended = np.zeros(envs.num_envs, np.bool_)  # DISABLED: rows of `envs` that have ended and have not been reset
         self._pending: Callable[..., Any] | None = None  # waits for the reply, if a request is pending
@@ -425,7 +425,7 @@ class InfoColumns:
                 self._collect(part, (*path, key))
             return
         if not path:
-            raise TypeError(f"info_spec must be a dict of names, got {type(spec).__name__}.")
+            raise TypeError(f"info_spec must be a dict with names as keys, got {type(spec).__name__}.")
         is_dtype = isinstance(spec, type | str | np.dtype)  # scalar types also have attributes named shape and dtype
         try:
             shape, dtype = () if is_dtype else tuple(spec.shape), np.dtype(spec if is_dtype else spec.dtype)
@@ -469,7 +469,7 @@ def _fill(column: InfoColumn, infos: Mapping[str, Any], values: Array, mask: Arr
     """Write the values of a column that are in ``infos``, and set their mask."""
     present = np.ones(len(mask), np.bool_)
     for key in column.path[:-1]:
-        present &= infos.get(f"_{key}", True)  # Gymnasium's vector wrappers add masks at this level only
+        present &= infos.get(f"_{key}", True)  # Gymnasium's vector wrappers add a mask for the outermost key only
         infos = infos.get(key, {})
         if not isinstance(infos, Mapping):
             raise ObservationError(f"{column.name}: got {type(infos).__name__} at {key!r}, expected a dict.")

@@ -1,16 +1,16 @@
 """Detects how a worker process ended, and which code it was running when it crashed or hung.
 
-Neither mechanism needs the cooperation of a worker that is already gone:
+There are two mechanisms, which work even if the worker is already gone:
 
-* :class:`ProcessWatch` reports the end of a process. Its pipe may not: a helper that an environment forked may still hold it
-  open.
+* :class:`ProcessWatch` reports the end of a process. The worker's pipe is no reliable sign of it: a helper that an
+  environment forked may still hold the pipe open.
 * :class:`StackFile` is an unnamed file, one per worker. ``faulthandler`` writes the Python stack into it on a fatal signal,
   and on request (:data:`STACK_SIGNALS`) when a reply is late.
 
 Requesting a stack
 ------------------
 
-No single signal works in both states of a worker, so there are two:
+No single signal works both while the main thread runs Python code and while it is in C code, so there are two:
 
 * ``SIGRTMAX`` runs a Python signal handler in the main thread, between two bytecodes, while no frame changes. It does not
   run while the main thread is in C code.
@@ -27,9 +27,9 @@ What does not work
 * Sending the C-level signal first: ``faulthandler`` does not restore ``errno``. If it interrupts a thread that is acquiring
   a lock, the lock appears to be held, and a thread pool fails with ``TimeoutError``. A thread that sleeps in the kernel is
   not affected.
-* Interrupting system calls: many libraries report ``EINTR`` as an error, so both handlers restart them. The first signal
-  interrupts them only where environments run in other threads: the main thread then sleeps in CPython's own wait, which
-  resumes by itself.
+* Interrupting system calls: many libraries report ``EINTR`` as an error, so interrupted calls are restarted
+  (``SA_RESTART``). The only exception is the first signal where environments run in other threads: the main thread then
+  sleeps in CPython's own wait, which resumes by itself.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _MAX_STACK_BYTES: Final = 64 * 1024
 
 
 class ProcessWatch:
-    """A watch on one ``multiprocessing`` process, which reports its end and sends it signals.
+    """Watches one ``multiprocessing`` process: reports its end and sends it signals.
 
     A pidfd becomes readable at the exit, no matter which process holds which pipe, and never refers to a later process with
     the same pid. Without pidfds (macOS, some sandboxes) there is only the sentinel of ``multiprocessing``, a pipe that a
@@ -141,8 +141,8 @@ class ProcessWatch:
 class StackFile:
     """The file that receives a worker's Python stack and outlives the worker.
 
-    The caller creates it and passes it to the worker. A non-empty file is also the permission to write on request: the
-    handler of the first signal leaves an empty file empty, so a stack requested before :meth:`clear` cannot arrive after it.
+    The caller creates it and passes it to the worker. The file is also a flag: the handler of the first signal writes only
+    if the file is not empty, so a stack requested before :meth:`clear` cannot arrive after it.
 
     Args:
         owner: Owner of the descriptor.
@@ -169,7 +169,7 @@ class StackFile:
         return self._file.number
 
     def install_handlers(self, *, env_threads: bool) -> None:
-        """Write the stack of this process here on fatal signals and on :data:`STACK_SIGNALS`.
+        """Make this process write its stack here on fatal signals and on :data:`STACK_SIGNALS`.
 
         Args:
             env_threads: True if environments run in threads other than the main one.
@@ -245,7 +245,7 @@ def env_frames(stack: str) -> str:
     """Return the frames of the environment's own code from a dump, at most 12 lines."""
     threads = stack.split("\n\n")
     worker_threads = [thread for thread in threads if _WORKER_FOLDER in thread]
-    # the main thread is last in a dump, and only waits if other threads step environments
+    # the main thread is last in a dump, and does nothing but wait if other threads step environments
     stepping = worker_threads[:-1] or worker_threads or threads
     return "\n".join([line for thread in stepping for line in _frames_above_worker(thread)][:12])
 
@@ -262,7 +262,7 @@ def _frames_above_worker(thread: str) -> list[str]:
 
 
 def innermost_location(stack: str) -> str:
-    """Return ``file:line in function`` of the innermost frame, if possible one of the user's own code."""
+    """Return ``file:line in function`` of the innermost frame, preferably of one in the user's own code."""
     return _choose_location(_FRAME_PATTERN.findall(stack))
 
 

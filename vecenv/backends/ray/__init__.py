@@ -5,7 +5,7 @@ calls over hosts, merges their replies, and replaces lost hosts:
 
 * :mod:`~vecenv.backends.ray.host` runs on a host, without using Ray;
 * :mod:`~vecenv.backends.ray.driver` and :mod:`~vecenv.backends.ray.exchange` run in the caller: calls, and their replies;
-* :mod:`~vecenv.backends.ray.hosts` and :mod:`~vecenv.backends.ray.failures` too: handles of hosts, and the log of failures;
+* :mod:`~vecenv.backends.ray.hosts` and :mod:`~vecenv.backends.ray.failures` too: handles to hosts, and the log of failures;
 * :mod:`~vecenv.backends.ray.cluster` contains all uses of Ray;
 * :mod:`~vecenv.backends.ray.vector_env` is :class:`RayVectorEnv`.
 """

@@ -1,4 +1,4 @@
-"""The caller's handles of Ray hosts: starting, calling, replacing and ending them."""
+"""The caller's handles to Ray hosts: starting, calling, replacing and ending them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _START_GRACE_SECONDS: Final = 30.0  # for a process to start and to import its m
 
 
 class RemoteHost:
-    """The caller's handle of a host.
+    """The caller's handle to a host.
 
     Attributes:
         death: A text that names the host and describes its end; empty while it is alive.

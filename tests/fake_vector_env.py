@@ -1,6 +1,6 @@
-"""A test double of a vector environment with workers, which computes everything in this process.
+"""A test double for a vector environment with workers. It computes everything in this process, and can delay its results.
 
-It is one of the backends of the contract, and tests of ``vecenv.front`` use it. Its results can be delayed.
+It is one of the backends of the contract tests (``tests/contract``), and tests of ``vecenv.front`` use it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STEPS_PER_EPISODE: Final = 5
 _Result: TypeAlias = tuple[npt.NDArray[np.float32], Any, Any, Any]
 
 
-class DoubleVectorEnv(VectorEnvBase[Any, Any, Any]):
+class FakeVectorEnv(VectorEnvBase[Any, Any, Any]):
     """A vector environment of counters. Observations: (seed modulo 1,000, steps, sum of actions), float32 ``(3,)``.
 
     Actions are ints from 0 to 4, and the reward equals the action. An episode is truncated after five steps and terminated
@@ -40,7 +40,7 @@ class DoubleVectorEnv(VectorEnvBase[Any, Any, Any]):
         ready: A ``threading.Event``; while it is cleared, no result becomes ready.
     """
 
-    _driver: _DoubleDriver
+    _driver: _FakeDriver
 
     def __init__(self, num_envs: int = 1, *, delay: float = 0.0) -> None:
         self.num_envs = num_envs
@@ -50,25 +50,25 @@ class DoubleVectorEnv(VectorEnvBase[Any, Any, Any]):
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.autoreset_mode = AutoresetMode.NEXT_STEP
         self.metadata = {"autoreset_mode": self.autoreset_mode}
-        self._open(_DoubleDriver(num_envs, delay))
+        self._open(_FakeDriver(num_envs, delay))
         self.ready = self._driver.ready
 
 
-class _DoubleDriver(LockstepDriver):
+class _FakeDriver(LockstepDriver):
     """A driver that computes each result at once, and returns it after the delay."""
 
     missing_reasons: ClassVar[Mapping[str, str]] = {
         **LockstepDriver.missing_reasons, "attributes": "its environments are rows of arrays"
     }  # fmt: skip
     capabilities = Capabilities(
-        "double", attributes=False, first_ready=False, reset_options=False, row_options=False, in_this_process=True
+        "fake", attributes=False, first_ready=False, reset_options=False, row_options=False, in_this_process=True
     )
 
     def __init__(self, num_envs: int, delay: float) -> None:
         super().__init__(num_envs)
         self._delay = delay
         self._ready_at = 0.0
-        # the call, its result, and a mask of the rows with ended episodes
+        # the request, its result, and a mask of the rows with ended episodes
         self._latest: tuple[RequestSummary, _Result, npt.NDArray[np.bool_]] | None = None
         self.ready = threading.Event()
         self.ready.set()
@@ -78,7 +78,7 @@ class _DoubleDriver(LockstepDriver):
         return self._latest[0] if self._latest is not None else None
 
     def begin_reset(
-        self, call: RequestSummary, seeds: list[Any], mask: npt.NDArray[np.bool_] | None, options: ResetOptions
+        self, request: RequestSummary, seeds: list[Any], mask: npt.NDArray[np.bool_] | None, options: ResetOptions
     ) -> None:
         count = len(seeds)
         rows = np.ones(count, np.bool_) if mask is None else mask
@@ -93,9 +93,9 @@ class _DoubleDriver(LockstepDriver):
             observations[row] = seed % 1000, 0, 0
         result = observations, np.zeros(count), np.zeros(count, np.bool_), np.zeros(count, np.bool_)
         self._ready_at = time.monotonic() + self._delay
-        self._latest = call, result, ended & ~rows
+        self._latest = request, result, ended & ~rows
 
-    def begin_step(self, call: RequestSummary, actions: Any) -> None:
+    def begin_step(self, request: RequestSummary, actions: Any) -> None:
         if self._latest is None:
             raise ResetNeeded("Call reset first.")
         values = np.asarray(actions)
@@ -112,7 +112,7 @@ class _DoubleDriver(LockstepDriver):
         observations[must_reset] = np.stack([observations[must_reset, 0] % 1000, zeros, zeros], axis=1)
         terminated, truncated = observations[:, 2] >= 10, observations[:, 1] >= _STEPS_PER_EPISODE
         self._ready_at = time.monotonic() + self._delay
-        self._latest = call, (observations, rewards, terminated, truncated), terminated | truncated
+        self._latest = request, (observations, rewards, terminated, truncated), terminated | truncated
 
     def wait(self, deadline: float) -> bool:
         return self._wait_until_ready(max(deadline - time.monotonic(), 0.0))

@@ -5,7 +5,7 @@ import nox
 nox.options.sessions = ["tests", "lint", "docs"]
 nox.options.reuse_existing_virtualenvs = True
 
-TORCH = "torch==2.13.0"  # a fixed version, so that an index with its CPU build can be chosen
+TORCH = "torch==2.13.0"  # pinned, so that an extra index can provide its CPU build
 TEST_LIBRARIES = (
     "mpe2>=1",
     "pymunk>=6.2",
@@ -56,7 +56,7 @@ def lowest(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def rllib(session: nox.Session) -> None:
-    """Run the tests of RLlib with the version of Gymnasium that Ray pins, installed as a user would."""
+    """Run the RLlib tests with RLlib installed as a user installs it, and the version of Gymnasium that Ray pins."""
     session.install("-e", ".[rllib]", TORCH, *TEST_TOOLS)
     session.run("pytest", "-n", "0", *(session.posargs or RLLIB_TESTS))
 

@@ -1,4 +1,4 @@
-"""``docs/generated/capabilities.md`` equals the output of ``docs/capabilities_table.py`` and lists all capabilities."""
+"""The table in ``docs/generated/capabilities.md`` is up to date and lists all capabilities."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="an installed packag
 
 @pytest.fixture(scope="module")
 def script() -> Iterator[Any]:
-    pytest.importorskip("jaxlib", reason="the column of JAX needs jaxlib")
+    pytest.importorskip("jaxlib", reason="the JAX column needs jaxlib")
     with import_program(SCRIPT) as module:
         yield module
 

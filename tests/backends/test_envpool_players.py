@@ -37,7 +37,7 @@ def make_states(env_id: list[int], players_env_id: list[int], reward: list[float
     return [ids, owners, ids % 2 == 0, np.array(reward, np.float32), owners]
 
 
-def test_vector_env_of_a_multi_player_task_raises_with_the_multi_agent_class() -> None:
+def test_error_for_a_multi_player_task_names_the_multi_agent_class() -> None:
     with pytest.raises(ValueError, match=r"2 players.*MultiAgentVecEnv"):
         EnvPoolVectorEnv("TicTacToe-v1", 4)
 
@@ -157,7 +157,7 @@ def test_interruptions_neither_lose_nor_repeat_rows(tic_tac_toe: Any, batch_size
             pool.send(actions, np.arange(4))
         if not pool.stats()["in_flight"]:
             pool.send(actions, np.arange(4))
-        # if send was interrupted, also interrupt the recv, at another moment in every round
+        # if send was interrupted, also interrupt recv, at a different moment in each round
         second_interruption = Interruption(kind, interruption._left % 60 if interruption.fired else 10**6)
         parts = []
         while sum(len(part[1]) for part in parts) < 4:

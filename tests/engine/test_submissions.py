@@ -1,4 +1,4 @@
-"""Tests of ``submissions()``: requests about single rows for event loops, which must not block."""
+"""Tests of ``submissions()``: non-blocking requests to single rows, made by event loops."""
 
 from __future__ import annotations
 

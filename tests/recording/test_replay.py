@@ -215,7 +215,7 @@ def test_step_timeout_names_file_of_hanging_environment(tmp_path: Path) -> None:
     assert [header.other_running_env for header in headers] == [1, None, 1]
 
 
-def test_second_run_in_a_folder_keeps_files_of_the_first(tmp_path: Path) -> None:
+def test_later_runs_in_a_folder_keep_files_of_earlier_ones(tmp_path: Path) -> None:
     for _ in range(3):
         files, error = record_failure(tmp_path, "raises")
     name = f"ShortEnv-env1-episode1-step{FAILING_STEP}"
@@ -267,7 +267,7 @@ def test_replay_reports_first_difference_from_record(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def run_with_restarts(fns: list[Any], recording: Any, steps: int, num_workers: int) -> Iterator[Any]:
-    """Yield an engine that restarts workers, after some steps."""
+    """Yield an engine that restarts workers and has taken this many steps."""
     with contextlib.closing(
         vecenv.AsyncVectorEnv(fns, record_failures=recording, on_failure="restart", num_workers=num_workers)
     ) as envs:
@@ -318,8 +318,8 @@ def test_replay_of_sibling_without_a_reset_names_file_of_running_environment(tmp
         with pytest.raises(WorkerDied):
             envs.recv(count=1)
     files = sorted(tmp_path.glob("*.vecenv"))
-    cannot, advice = run_replay(files[0], "--yes").stdout.splitlines()[-2:]
-    assert cannot.startswith("Cannot be replayed, because the record has neither a reset with a seed nor a snapshot")
+    reason, advice = run_replay(files[0], "--yes").stdout.splitlines()[-2:]
+    assert reason.startswith("Cannot be replayed, because the record has neither a reset with a seed nor a snapshot")
     assert advice.endswith(f"replay {files[1]}")
 
 
@@ -871,7 +871,7 @@ def test_stdout_contains_only_json_despite_a_prompt_and_an_environment_that_prin
 
 
 class LongTextEnv(ShortEnv):
-    """An environment that raises an exception with a text of 2 MiB."""
+    """An environment that raises an exception with a text of two million characters."""
 
     def step(self, action: Any) -> Any:
         raise ValueError("\N{RAISED HAND}" * 2**21)

@@ -56,7 +56,7 @@ def open_envs(env_fn: Any = make_wrapped_cartpole, mode: str = "NextStep", **opt
 
 
 def advance(envs: Any, mode: str, actions: Any) -> Any:
-    """Make a step and, in Disabled mode, reset the rows that ended. Return the results of both; ``None``: no reset."""
+    """Take a step and, in Disabled mode, reset the rows that ended. Return both results (the reset's may be ``None``)."""
     step = envs.step(actions)
     reset = None
     ended = step[4].get("env_done", step[2] | step[3])
@@ -155,7 +155,7 @@ UNSUITABLE: dict[str, tuple[Any, str]] = {
     ),
     "format": (lambda snapshots: [replace(snapshot, format=99) for snapshot in snapshots], "its format is 99"),
     "version": (
-        lambda snapshots: [*snapshots[:3], set_gymnasium_version(snapshots[3], "0.1")],
+        lambda snapshots: [*snapshots[:3], with_gymnasium_version(snapshots[3], "0.1")],
         "the snapshot does not fit: it was saved with gymnasium 0.1",
     ),
     "environment": (lambda snapshots: save_new(lambda: gymnasium.make("Acrobot-v1")), "it is of Acrobot-v1, and "),
@@ -169,7 +169,7 @@ UNSUITABLE: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-def set_gymnasium_version(snapshot: Any, version: str) -> Any:
+def with_gymnasium_version(snapshot: Any, version: str) -> Any:
     return snapshot.having(kind=replace(snapshot.row.kind, versions=(("gymnasium", version),)))
 
 
@@ -354,7 +354,7 @@ def reset_and_step(envs: Any) -> Any:
 
 
 def iter_damaged(intact: bytes, every_byte: bool) -> Any:
-    """Yield (position, damaged bytes) for each byte, which is changed, or for 10,000 random bits, which are flipped."""
+    """Yield (position, damaged bytes), with each byte changed in turn, or each of 10,000 random bits flipped in turn."""
     rng = random.Random(5)
     for number in range(len(intact) if every_byte else 10_000):
         position = number if every_byte else rng.randrange(len(intact))
@@ -379,7 +379,7 @@ def test_load_of_damaged_bytes_raises_or_has_the_result_of_the_intact_ones(metho
                 unpickled = pickle.loads(damaged)
             except SnapshotMismatch:
                 continue
-            except Exception:  # raised by pickle itself, which has a few bytes around the sealed ones
+            except Exception:  # raised by pickle itself, for one of its few bytes around the sealed ones
                 num_pickle_errors += 1
                 assert position <= sealed_start or position >= len(intact) - 8, f"byte {position} of {len(intact)}"
                 continue
@@ -417,13 +417,13 @@ DAMAGED_STATES: dict[str, dict[str, Any]] = {
     "text in counters": {"counters": ("a", "b", "c")},
     "too few counters": {"counters": (1, 2)},
     "negative counters": {"counters": (-1, 2, 0)},
-    "counters": {"counters": None},
-    "seeds": {"seeds": {"entropy": "x"}},
+    "no counters": {"counters": None},
+    "text in seeds": {"seeds": {"entropy": "x"}},
     "no seeds": {"seeds": None},
     "too few spaces": {"spaces": [None]},
-    "spaces": {"spaces": ["x", "y", "z", "w"]},
+    "text in spaces": {"spaces": ["x", "y", "z", "w"]},
     "another generator": {"spaces": [[({"bit_generator": "MT19937"}, None)], None, None, None]},
-    "snapshots": {"snapshots": None},
+    "no snapshots": {"snapshots": None},
     "an array of num_envs": {"num_envs": np.array([2, 2])},
 }
 
@@ -503,7 +503,7 @@ def count_steps(folder: Path) -> int:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_run_resumed_after_a_kill_equals_an_uninterrupted_run(tmp_path: Path) -> None:
-    """A stopped run leaves its files as a SIGKILL would. The run and a copy of its files continue."""
+    """A stopped run leaves its files as a SIGKILL would. It continues, and another run resumes from a copy of the files."""
     for number in range(3):
         original, copied = tmp_path / f"original {number}", tmp_path / f"copied {number}"
         run = start_run(original)

@@ -116,7 +116,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         row_seeds = [seed] * len(ids) if seed is None or isinstance(seed, (int, np.integer)) else list(seed)
         if len(row_seeds) != len(ids):
             raise ValueError(f"got {len(row_seeds)} seeds for {len(ids)} environments")
-        # one `None` instead of a list of `None`s: some environments accept a seed only for all rows at once
+        # one `None` instead of a list of `None`s: some vector environments accept a single seed, but no list
         seeds = None if all(one is None for one in row_seeds) else [None if one is None else int(one) for one in row_seeds]
         all_rows = len(ids) == self.env_num
         if self.is_async and not all_rows:
@@ -183,7 +183,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         return self._join_rows(rows)
 
     def _join_rows(self, rows: Sequence[Row], env_ids: Any = None) -> Columns:
-        """Join rows into columns; ``env_ids`` are their indices in the caller's types, as in Tianshou's own classes."""
+        """Join rows into columns; ``env_ids`` are the indices as the caller passed them, which Tianshou puts into infos."""
         observations, *numbers, infos, ids = zip(*rows, strict=True)
         rewards, terminations, truncations = map(np.stack, numbers)
         for info, index in zip(infos, ids if env_ids is None else env_ids, strict=True):

@@ -51,7 +51,7 @@ def prove(env_fn: Callable[[], Any], *, steps: int = _MAX_STEPS, seed: int = 0) 
 
     Args:
         env_fn: A function that builds the environment.
-        steps: Maximum number of steps that are compared before the episode is ended by a reset; more follow.
+        steps: Maximum number of steps that are compared before a reset ends the episode; a few more steps follow.
         seed: Seed of resets and actions.
 
     Raises:
@@ -69,7 +69,7 @@ def open_proof(env_fn: Callable[[], Any], **options: Any) -> Iterator[Proof]:
     with ExitStack() as scratch:
         scratch.callback(restore_states, shared)  # runs last
         try:
-            gymnasium.logger.min_level = gymnasium.logger.ERROR  # steps after an episode's end are not the user's fault
+            gymnasium.logger.min_level = gymnasium.logger.ERROR  # the user does not step the scratch environments
             with watched_handlers():
                 yield Proof([_build(env_fn, scratch) for _ in range(3)], **options)
         finally:
@@ -86,7 +86,7 @@ def _build(env_fn: Callable[[], Any], scratch: ExitStack) -> Any:
         if raised_by_handler(error):
             raise
         raise NotRestorable(
-            f"the proof needs more environments of {getattr(env_fn, '__name__', env_fn)!s}, and one could not be built: "
+            f"the proof needs more environments from {getattr(env_fn, '__name__', env_fn)!s}, and one could not be built: "
             f"{type(error).__name__}: {error} (verify=False saves without proof)"
         ) from error
 
@@ -130,9 +130,9 @@ class Proof:
         try:
             self._require_unshared(env, "the environments that its env_fn builds")
             if difference := describe_kind(env).differs_from(self._kind):
-                raise NotRestorable(f"its env_fn builds other environments than this one: {difference}")
+                raise NotRestorable(f"its env_fn builds environments of another kind: {difference}")
             self._space.seed(self._seed)
-            self._load_state(self._first, state, "an environment of its env_fn")
+            self._load_state(self._first, state, "an environment from its env_fn")
             actions = [self._space.sample() for _ in range(_CHECK_STEPS)]
             if over:
                 self._reset(self._first)
@@ -159,15 +159,15 @@ class Proof:
         first, second, seed = self._first, self._second, self._seed + 17 * number
         self._space.seed(seed)
         shared = SharedState(first)
-        self._run(first, seed, 7 + 14 * (number % 3))
-        self._run(second, seed + 1, 5)
-        if number:  # shortly after the end of an episode
+        self._step_randomly(first, seed, 7 + 14 * (number % 3))
+        self._step_randomly(second, seed + 1, 5)
+        if number:  # later rounds save shortly after a reset
             self._reset(first)
-            self._run(first, None, 3)
+            self._step_randomly(first, None, 3)
         shared.find_changes()
         branch = self._record_branch(self._steps + _STEPS_AFTER_END)
         shared.find_changes()
-        self._run(self._third, seed + 2, 9)
+        self._step_randomly(self._third, seed + 2, 9)
         changed = shared.find_changes()
         for env, target in ((second, "another environment"), (first, "the same environment")):
             self._compare(env, target, branch, changed)
@@ -177,8 +177,9 @@ class Proof:
         """Save and load repeatedly, and compare the first steps: some differences occur only after one load in ten."""
         until = time.monotonic() + _MAX_SECONDS
         for number in range(_NUM_BRANCHES):
-            self._run(self._first, None, 1 + number % 3)
-            self._run(self._second, None, 1 + number % 2)  # so that any state that loading misses differs from the first
+            self._step_randomly(self._first, None, 1 + number % 3)
+            # steps of its own, so that any state that a load misses differs between the two
+            self._step_randomly(self._second, None, 1 + number % 2)
             self._compare(self._second, "another environment", self._record_branch(_BRANCH_STEPS), [], alone=True)
             if time.monotonic() > until:
                 break
@@ -211,7 +212,7 @@ class Proof:
             text = f"loaded into {target}, it continues differently: {to_one_line(str(error))}"
             raise NotRestorable(text + _describe_cause(changed, env)) from None
 
-    def _run(self, env: Any, seed: int | None, steps: int) -> None:
+    def _step_randomly(self, env: Any, seed: int | None, steps: int) -> None:
         if seed is not None:
             self._reset(env, seed)
         for _ in range(steps):
@@ -233,30 +234,32 @@ class Proof:
         ``interleaved`` is an environment that is stepped in between.
         """
         results: dict[str, Any] = {}
-        ended = -1
+        end_step = -1
         for number, action in enumerate(actions):
             if interleaved is not None:
-                self._run(interleaved, None, 1)
+                self._step_randomly(interleaved, None, 1)
             fields, over = step_env(env, action)
             results.update((f"step {number}, {field}", value) for field, value in fields.items())
             if over or number == self._steps - 1:
                 results[f"reset after step {number}"] = copy.deepcopy(self._reset(env))
-                ended = number if ended < 0 else ended
-            if 0 <= ended <= number - _STEPS_AFTER_END:
+                end_step = number if end_step < 0 else end_step
+            if 0 <= end_step <= number - _STEPS_AFTER_END:
                 break
         return results
 
 
 def step_env(env: Any, action: Any) -> tuple[dict[str, Any], bool]:
-    """Call ``env.step`` (within :func:`watched_handlers`); return copies of its results, and ``True`` if the episode ended.
+    """Call ``env.step``. Return copies of its results, and ``True`` if the episode ended.
 
     The wall-clock times of ``RecordEpisodeStatistics`` are left out. If the environment rejects an action (some are masked),
     the result is the text of the exception, and the episode counts as ended.
+
+    The caller must be within :func:`watched_handlers`.
     """
     try:
         *others, info = env.step(copy.deepcopy(action))
     except Exception as error:
-        if raised_by_handler(error):  # in the calling process, such as a time limit
+        if raised_by_handler(error):  # such as a time limit
             raise
         return {"exception": f"{type(error).__name__}: {error}"}, True
     if len(others) != 4:
@@ -278,10 +281,10 @@ class SharedState:
     def __init__(self, env: Any) -> None:
         self._namespaces: dict[str, Mapping[str, Any]] = {}
         for layer in find_layers(env):
-            for kind in type(layer).__mro__:
-                if kind.__module__.partition(".")[0] not in ("builtins", "abc", "typing", "gymnasium"):
-                    self._namespaces[kind.__name__] = vars(kind)
-                    module = sys.modules.get(kind.__module__)
+            for cls in type(layer).__mro__:
+                if cls.__module__.partition(".")[0] not in ("builtins", "abc", "typing", "gymnasium"):
+                    self._namespaces[cls.__name__] = vars(cls)
+                    module = sys.modules.get(cls.__module__)
                     if isinstance(module, ModuleType):
                         self._namespaces[module.__name__] = vars(module)
         self._before = self._read_values()
@@ -294,7 +297,7 @@ class SharedState:
             for name, value in names.items()
             if not name.startswith("__") and (text := _comparable_text(value))
         }
-        values["the generator of the module random"] = str(hash(random.getstate()))
+        values["random's global generator"] = str(hash(random.getstate()))
         state: Any = np.random.get_state()
         values["numpy's global generator"] = str((state[1].tobytes(), *state[2:]))
         return values
@@ -325,7 +328,7 @@ def _comparable_text(value: Any) -> str:
 
 def _describe_cause(changed: list[str], env: Any) -> str:
     if changed:
-        return f" (environments share {', '.join(changed[:4])}, and steps change it)"
+        return f" (environments share state that steps change: {', '.join(changed[:4])})"
     suspects = [
         f"{type(layer).__name__}.{name}"
         for layer in find_layers(env)

@@ -93,8 +93,8 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         snapshots: tuple[Snapshot, ...] = self.env.save(env_id, verify=verify)  # type: ignore[attr-defined]
         statistics = self._running_statistics(parse_rows(env_id, self.num_envs))
         return Snapshots(
-            snapshot.having(beside={**(snapshot.row.beside or {}), self._key: row})
-            for snapshot, row in zip(snapshots, statistics, strict=True)
+            snapshot.having(beside={**(snapshot.row.beside or {}), self._key: row_statistics})
+            for snapshot, row_statistics in zip(snapshots, statistics, strict=True)
         )
 
     def load(self, snapshots: Any, env_id: Any = None) -> Any:
@@ -106,7 +106,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         snapshot_by_row = [snapshots] * len(rows) if isinstance(snapshots, Snapshot) else snapshots
         observations = self.env.load(snapshots, env_id)  # type: ignore[attr-defined]
         saved = [snapshot.row for snapshot in snapshot_by_row]
-        self._restore_statistics(rows, saved, [(row.beside or {}).get(self._key) for row in saved])
+        self._restore_statistics(rows, saved, [(saved_row.beside or {}).get(self._key) for saved_row in saved])
         return observations
 
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
@@ -140,7 +140,8 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     def _restore_statistics(self, rows: list[int], saved: list[Row], statistics: list[Any]) -> None:
         """Restore statistics from :meth:`_running_statistics`. Rows with ``None`` begin at zero."""
         self._begin_episodes(rows)
-        if any(found is None and row.used and not row.pending for found, row in zip(statistics, saved, strict=True)):
+        pairs = zip(saved, statistics, strict=True)
+        if any(found is None and saved_row.used and not saved_row.pending for saved_row, found in pairs):
             warn("RecordEpisodeStatistics counts from here: the state was saved without it. Use save() and state_dict() of "
                  "the wrapper, not of the vector environment inside")  # fmt: skip
         for row, saved_row, row_statistics in zip(rows, saved, statistics, strict=True):

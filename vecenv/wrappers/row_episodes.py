@@ -20,8 +20,8 @@ class RowEpisode:
 
     Attributes:
         origin, seed: The row that was reset with a seed, and the seed; a snapshot can move both to another row.
-        num_resets: The number of resets by the caller.
-        episode: The number of episodes since the seed.
+        num_resets: The number of resets and loads by the caller.
+        episode: The index of the episode since the seed: 0 for the first one.
         order: A number that is lower for older episodes.
     """
 
@@ -50,5 +50,5 @@ class RowEpisode:
 
 
 def without_pending(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
-    """Return snapshots of rows without a pending reset: the prefetcher begins it, not its engine."""
+    """Return the snapshots without their pending resets, which the prefetcher begins, not its engine."""
     return [one.having(pending=False) if one.row.pending else one for one in snapshots]

@@ -585,7 +585,7 @@ class WorkerDriver(Driver):
 class LockstepDriver(Driver):
     """A driver of environments that step together: each call has one result for all of them.
 
-    It is the base for JAX on a device, a library's own vector environment, and the test double of :mod:`vecenv.testing`. A
+    It is the base for JAX on a device, a library's own vector environment, and the fake of the tests. A
     subclass implements :attr:`capabilities`, ``close``, and the five abstract members. ``latest_request`` is ``None`` before
     the first call. After that, the latest request is pending unless it is ``returned``.
 

@@ -82,6 +82,7 @@ class EnvRows:
         leaf = self._tree.leaf if self._tree is not None else None
         batches = batch.observations, *batch.spare_observations
         self._places = [self._make_place(leaf, leaves, batch, mine) for leaves in batches]
+        self._has_spares = len(self._places) > 1
         self._use_current_batch()
         self._write_final_row: ObservationWriter | None = None
         if self._tree is not None and batch.final_observations is not None:
@@ -339,7 +340,7 @@ class EnvRows:
 
     def step(self, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
         """Step the environments of rows ``ks`` (``None``: all), in order."""
-        if self._current[0] != self._number:  # not in the method, because a call takes longer
+        if self._has_spares and self._current[0] != self._number:
             self._use_current_batch()
         steps, step_clock, began = self._steps, self._step_clock, None
         if step_clock.untimed:
@@ -443,7 +444,7 @@ class EnvRows:
             reset_due: True if the next step is an automatic reset (after a restart in next-step mode).
         """
         out = self._out = Outcome()  # an interrupted step may have left results in the previous one
-        if self._current[0] != self._number:
+        if self._has_spares and self._current[0] != self._number:
             self._use_current_batch()
         if self._has_old_results:
             self._clear_results(ks)

@@ -6,6 +6,7 @@ import ctypes
 import inspect
 import logging
 import math
+import os
 import re
 import threading
 import time
@@ -337,3 +338,60 @@ def test_first_line_about_a_crash_contains_the_environment_and_the_location(
 def test_innermost_location_is_outside_of_libraries_if_possible(frames: list[tuple[str, int, str]], location: str) -> None:
     lines = [f'  File "{file}", line {line} in {function}' for file, line, function in frames]
     assert innermost_location("\n".join(["Current thread 0x00007f37 (most recent call first):", *lines])) == location
+
+
+class ActionEnv(RaisingEnv):
+    """An environment that raises for action 1, and ends its process for action 2."""
+
+    action_space = Discrete(3)
+
+    def __init__(self) -> None:
+        super().__init__(10**6)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if action == 2:
+            os._exit(7)
+        self._steps_left = 0 if action == 1 else 2
+        return super().step(action)
+
+
+@pytest.mark.parametrize("use_caller", [False, True])
+def test_exhausted_budget_names_the_worker_of_the_environment_that_raised(use_caller: bool) -> None:
+    options = {"num_workers": 2, "use_caller": use_caller, "on_failure": Restart(1)}
+    with ready_engine([ActionEnv] * 4, **options) as envs:
+        pid = os.getpid() if use_caller else envs.processes[0].pid
+        envs.step([0, 0, 0, 2])
+        with pytest.raises(RestartsExhausted) as caught:
+            envs.step([1, 0, 0, 0])
+    error = caught.value
+    assert (error.worker, error.pid, error.exitcode, error.envs) == (-1 if use_caller else 0, pid, None, (0,))
+
+
+class StepCountingEnv(RaisingEnv):
+    """An environment that counts its steps over all episodes."""
+
+    steps = 0
+
+    def __init__(self) -> None:
+        super().__init__(10**6)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        return super().step(action)
+
+
+@pytest.mark.parametrize("use_caller", [False, True])
+def test_reset_after_an_interrupted_write_has_every_environment_execute_the_step(
+    use_caller: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ready_engine([StepCountingEnv] * 4, num_workers=2, use_caller=use_caller) as envs:
+
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(envs._driver.pool, "write_to_all", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                envs.step(np.zeros(4, np.int64))
+        envs.reset()
+        assert envs.get_attr("steps") == (1, 1, 1, 1)

@@ -52,7 +52,6 @@ class FailureLog:
         restart_counted: Failed rows with a restart that the budget has already counted.
         restarts: The number of restarts.
         restart_log: The log lines about restarts.
-        latest_death: The latest death of a worker.
         notes: Row -> the observers' notes about its latest failure.
         observers: The observers of the engine.
     """
@@ -64,14 +63,12 @@ class FailureLog:
         self.restart_counted: set[int] = set()
         self.restarts = 0
         self.restart_log = RestartLog()
-        self.latest_death: Death | None = None
         self.notes: dict[int, list[str]] = {}
         self.observers = observers
         self._logs_like_gymnasium = logs_like_gymnasium
 
     def record_death(self, death: Death) -> None:
         """Record a death. All rows of the worker fail, including idle ones."""
-        self.latest_death = death
         self.failed.update(dict.fromkeys(death.envs, death.first_line))
         self.deaths.update(dict.fromkeys(death.envs, death))
         pid, error, now = death.pid or 0, death.error(), time.monotonic()
@@ -360,13 +357,13 @@ class Rebuilder:
     ) -> RestartsExhausted:
         """Return the error for ``rows`` that exceed the budget; it names all failed rows of ``workers``."""
         failed = sorted(row for worker in workers for row in worker.rows if row in self._failures.failed)
-        worker = next(worker for worker in workers if failed[0] in worker.rows)
-        death = worker.death or self._failures.latest_death
+        worker = next(worker for worker in workers if rows[0] in worker.rows)
         deaths = self._failures.deaths
+        death = deaths.get(rows[0])
         where = {row: deaths[row].where[row] for row in failed if row in deaths}
         return RestartsExhausted(
             budget.explain_exhaustion(cause, rows),
-            worker=death.worker if death else worker.index,
+            worker=worker.index if isinstance(worker, WorkerProcess) else -1,
             pid=death.pid if death else worker.pid,
             exitcode=death.exitcode if death else None,
             envs=failed, command="restart", where=where,

@@ -27,7 +27,7 @@ from vecenv.engine.worker_process import LocalWorker, Worker
 from vecenv.errors import NotRestorable, StepTimeout, WorkerDied, failed_earlier_error
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
-from vecenv.front.driver import Stepped, WorkerDriver, closed_in_child, require_order
+from vecenv.front.driver import Stepped, WorkerDriver, closed_in_child
 from vecenv.front.infos import RowInfos
 from vecenv.link.actions import ActionStage
 from vecenv.link.envs import WorkerPlan
@@ -152,15 +152,16 @@ class Engine(WorkerDriver):
             for_recv: True if ``recv`` returns the rows as they become ready; others may be in flight meanwhile.
         """
         rows = list(range(self.num_envs)) if ids is None else sorted(ids.tolist())
-        if ids is not None and self.exchange.request is not None and not self.exchange.drop_if_droppable():
-            require_order(self.exchange.request.phase, "reset_async", self)
+        if ids is not None:
+            self.exchange.drop_if_droppable()
         if for_recv:
             self.require_not_in_flight("reset_async", rows)
         elif not self.state.changing:  # otherwise a change was interrupted, and `send_reset` drops everything
-            # worker processes execute dropped messages, so held ones and the caller's own have to be executed, too
+            # all rows execute a dropped message, or none: so unwritten ones are written, and the others executed, too
             if ids is not None or self.pool.held:
                 self.exchange.wait_until_idle()
             else:
+                self.exchange.flush()
                 self.exchange.execute_own_messages()
         if self.observers and options is not None:
             self.exchange.pickle_reset(rows, seeds, options)  # if it cannot be pickled, raise before announcing it
@@ -377,7 +378,7 @@ class Engine(WorkerDriver):
         return snapshot.having(observation=self.store.row(row)) if snapshot.row.used else snapshot
 
     def snapshots(self) -> list[Snapshot]:
-        """Return the states of all rows, even in the middle of another call. Failures are not recorded.
+        """Return the states of all rows. Failures are not recorded. An observer may call this in ``on_step``.
 
         Raises:
             NotRestorable: An environment cannot be saved, or its worker has died.

@@ -184,6 +184,7 @@ class WorkerPool:
         # once the worker that got its message last has replied, most have, so the caller wakes up once or twice per step.
         self.wait_order = sorted(range(len(started)), key=lambda index: (not started[index].shares_core, -index))
         self._refresh_workers()
+        self.written_to = [0] * len(self.processes)  # no message to all is waiting
         return ready_messages
 
     def replace(self, worker: WorkerProcess, new: WorkerProcess | None = None) -> WorkerProcess:
@@ -197,7 +198,7 @@ class WorkerPool:
             OSError: No process could be started; the worker keeps its place.
         """
         with deferred_signals():
-            self.queue_rest()  # `_refresh_workers` drops an unqueued message, which the new process must not get
+            self.queue_rest()  # a message to all that was not written yet must not reach the new process
             if worker.death is not None:
                 worker.release()
                 self._forget_process(worker.process)
@@ -227,7 +228,6 @@ class WorkerPool:
     def _refresh_workers(self) -> None:
         self.workers = [*([] if self.local is None else [self.local]), *self.processes]
         self._write_fds = [worker.channel.out for worker in self.processes]
-        self.written_to = [0] * len(self.processes)
         self._poll = None
 
     def get_placement(self, index: int) -> Placement:
@@ -397,7 +397,8 @@ class WorkerPool:
     def drop_unqueued(self) -> None:
         """Drop messages that are in no channel yet. Bytes queued in a channel stay, and precede its next message."""
         self.held.clear()
-        self._refresh_workers()  # drops a message to all; an interruption of `replace` may have skipped this
+        self._refresh_workers()  # an interruption of `replace` may have skipped this
+        self.written_to = [0] * len(self.processes)  # drops a message to all
         if self.local is not None:
             self.local.unexecuted.clear()
 

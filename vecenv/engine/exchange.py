@@ -1,10 +1,10 @@
 """The exchange of messages with workers: submits requests, writes their messages, and waits for replies.
 
-A signal handler can raise between any two bytecodes. So state changes only in short blocks between ``state.changing = True``
-and ``state.changing = False``, and no block waits for a reply. An exception during a *wait* loses nothing, and the wait can
-be repeated. An exception in a *block* may lose a request or a result: ``changing`` stays set, every call but ``reset()``
-raises ``ResetNeeded``, and ``reset()`` drops all pending requests. A block is no ``with`` statement, because an exception
-must leave ``changing`` set.
+A signal handler can raise after any call and at any jump (see :mod:`vecenv.front.guard`). So state changes only in short
+blocks between ``state.changing = True`` and ``state.changing = False``, and no block waits for a reply. An exception during
+a *wait* loses nothing, and the wait can be repeated. An exception in a *block* may lose a request or a result: ``changing``
+stays set, every call but ``reset()`` raises ``ResetNeeded``, and ``reset()`` drops all pending requests. A block is no
+``with`` statement, because an exception must leave ``changing`` set.
 
 Blocks queue messages, which are written afterwards: a write can wake a worker that then takes the caller's core for a whole
 step, and Ctrl-C in that time must not require a reset. Those that handle a failure also reap and start processes, and call

@@ -140,7 +140,7 @@ class WorkerProcess:
         self, index: int, rows: range, process: Any, channel: Channel, stack_file: StackFile, descriptors: DescriptorOwner,
         token: int, running: Any, shares_core: bool,
     ) -> None:  # fmt: skip
-        self._running = running  # one int32 in shared memory: the position of the environment called last
+        self._running = running  # the worker's cell of `Batch.running`
         self.index, self.rows, self.process, self.channel, self.token = index, rows, process, channel, token
         self.pid, self.label = process.pid, f"worker {index}, pid {process.pid}"
         self.stack_file, self.descriptors = stack_file, descriptors

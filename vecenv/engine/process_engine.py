@@ -159,7 +159,7 @@ class Engine(WorkerDriver):
         elif not self.state.changing:  # otherwise a change was interrupted, and `send_reset` drops everything
             # worker processes execute dropped messages, so held ones and the caller's own have to be executed, too
             if ids is not None or self.pool.held:
-                self.exchange.wait_until_idle()
+                self.exchange.wait_until_idle()  # a reset of some rows would overwrite `Batch.requested`, see there
             else:
                 self.exchange.execute_own_messages()
         if self.observers and options is not None:

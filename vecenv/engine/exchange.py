@@ -87,7 +87,7 @@ class Exchange:
     def send_step(self, rows: Sequence[int], actions: list[Any] | None, *, for_recv: bool) -> None:
         """Send a step of some rows. ``actions`` are in the order of ``rows``, or ``None`` if they lie in shared memory."""
         action_by_row = None if actions is None else dict(zip(rows, actions, strict=True))
-        failed = self._update_failed(rows)
+        failed = self._find_rows_to_rebuild(rows)
         healthy = sorted(set(rows).difference(failed) if failed else rows)
         size = self.rows_at_once if for_recv else None
         parts = list(self.pool.split_into_rounds(healthy, size))
@@ -114,8 +114,11 @@ class Exchange:
         self.state.changing = False
         self.flush()
 
-    def _update_failed(self, rows: Sequence[int]) -> list[int]:
-        """Record deaths since some of these rows failed, and return the rows that have to be rebuilt."""
+    def _find_rows_to_rebuild(self, rows: Sequence[int]) -> list[int]:
+        """Return those of ``rows`` that failed.
+
+        First detect deaths of their workers since then, so that no rebuild message goes to a dead process.
+        """
         failed = self.failures.failed
         if not failed:
             return []

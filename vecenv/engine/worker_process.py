@@ -114,7 +114,8 @@ class WorkerProcess:
 
     Attributes:
         pending: Messages without a reply, oldest first.
-        dropped: The bytes of a dropped message's number -> the command of its request. The reply to it removes the entry.
+        dropped: The bytes of a dropped message's number -> the command of its request. The reply to it, if
+            there is one, removes the entry.
         has_started: True if it has built its environments.
         start_failures: The failures of environments that raised while they were built.
         death: How it ended; ``None`` while it is alive.

@@ -1,10 +1,10 @@
 """The exchange of messages with workers: submits requests, writes their messages, and waits for replies.
 
-A signal handler can raise between any two bytecodes. So state changes only in short blocks between ``state.changing = True``
-and ``state.changing = False``, and no block waits for a reply. An exception during a *wait* loses nothing, and the wait can
-be repeated. An exception in a *block* may lose a request or a result: ``changing`` stays set, every call but ``reset()``
-raises ``ResetNeeded``, and ``reset()`` drops all pending requests. A block is no ``with`` statement, because an exception
-must leave ``changing`` set.
+A signal handler can raise after any call and at any jump (see :mod:`vecenv.front.guard`). So state changes only in short
+blocks between ``state.changing = True`` and ``state.changing = False``, and no block waits for a reply. An exception during
+a *wait* loses nothing, and the wait can be repeated. An exception in a *block* may lose a request or a result: ``changing``
+stays set, every call but ``reset()`` raises ``ResetNeeded``, and ``reset()`` drops all pending requests. A block is no
+``with`` statement, because an exception must leave ``changing`` set.
 
 Blocks queue messages, which are written afterwards: a write can wake a worker that then takes the caller's core for a whole
 step, and Ctrl-C in that time must not require a reset. Those that handle a failure also reap and start processes, and call
@@ -87,7 +87,7 @@ class Exchange:
     def send_step(self, rows: Sequence[int], actions: list[Any] | None, *, for_recv: bool) -> None:
         """Send a step of some rows. ``actions`` are in the order of ``rows``, or ``None`` if they lie in shared memory."""
         action_by_row = None if actions is None else dict(zip(rows, actions, strict=True))
-        failed = self._update_failed(rows)
+        failed = self._find_rows_to_rebuild(rows)
         healthy = sorted(set(rows).difference(failed) if failed else rows)
         size = self.rows_at_once if for_recv else None
         parts = list(self.pool.split_into_rounds(healthy, size))
@@ -114,8 +114,11 @@ class Exchange:
         self.state.changing = False
         self.flush()
 
-    def _update_failed(self, rows: Sequence[int]) -> list[int]:
-        """Record deaths since some of these rows failed, and return the rows that have to be rebuilt."""
+    def _find_rows_to_rebuild(self, rows: Sequence[int]) -> list[int]:
+        """Return those of ``rows`` that failed.
+
+        First detect deaths of their workers since then, so that no rebuild message goes to a dead process.
+        """
         failed = self.failures.failed
         if not failed:
             return []

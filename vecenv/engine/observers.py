@@ -76,6 +76,8 @@ class Observer(Protocol):
     def on_result(self, rows: Rows | None, result: tuple[Any, ...]) -> None:
         """Observe a result before it is returned.
 
+        After an interruption or an observer's exception, the same result may be reported again.
+
         Args:
             rows: Indices of the environments, from ``recv``; ``None``: all, from ``step`` or ``reset``.
             result: ``(observations, rewards, terminations, truncations, infos)``, or ``(observations, infos)`` from

@@ -159,7 +159,7 @@ class Engine(WorkerDriver):
         elif not self.state.changing:  # otherwise a change was interrupted, and `send_reset` drops everything
             # all rows execute a dropped message, or none: so unwritten ones are written, and the others executed, too
             if ids is not None or self.pool.held:
-                self.exchange.wait_until_idle()
+                self.exchange.wait_until_idle()  # a reset of some rows would overwrite `Batch.requested`, see there
             else:
                 self.exchange.flush()
                 self.exchange.execute_own_messages()

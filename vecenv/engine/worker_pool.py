@@ -73,7 +73,7 @@ class PoolOptions:
         context: A ``multiprocessing`` context.
         daemon: ``Process.daemon`` of every worker.
         name: Process names are ``Worker<name>-index``.
-        max_concurrency: The largest number of workers that are busy at a time; ``None``: all of them.
+        max_concurrency: Steps and resets are sent only while fewer messages than this have no reply; ``None``: no limit.
         caller_spin: Seconds for which the caller may poll before it sleeps.
         placements: The cores of each worker.
         variables: Environment variables of each worker.
@@ -107,8 +107,8 @@ class WorkerPool:
         written_to: One entry for each process, from the first, to which :meth:`write_to_all` has written the latest message
             to all. Only its length matters: below that of ``processes``, a part of this message is in no channel. It is a
             list because ``list.extend`` keeps the entries added before an exception.
-        held: Messages that wait until fewer than ``max_concurrency`` workers are busy: (worker, bytes, True if the message
-            makes the worker busy).
+        held: Messages that wait until fewer than ``max_concurrency`` sent ones have no reply: (worker, bytes, False if the
+            message waits only for held ones before it).
         seconds_waited: The total time of all waits.
         started: Every process that was started and has not been joined.
         closing: True once ``close()`` has begun.
@@ -362,7 +362,7 @@ class WorkerPool:
             self.unflushed.add(worker)
 
     def release_held(self) -> None:
-        """Queue held messages while fewer than ``max_concurrency`` workers are busy."""
+        """Queue held messages while fewer than ``max_concurrency`` sent ones, including calls, have no reply."""
         busy = sum(len(worker.pending) for worker in self.processes) - len(self.held)
         while self.held and (not self.held[0][2] or busy < (self.max_concurrency or 0)):
             worker, data, makes_busy = self.held.popleft()

@@ -114,7 +114,8 @@ class WorkerProcess:
 
     Attributes:
         pending: Messages without a reply, oldest first.
-        dropped: The bytes of a dropped message's number -> the command of its request. The reply to it removes the entry.
+        dropped: The bytes of a dropped message's number -> the command of its request. The reply to it, if
+            there is one, removes the entry.
         has_started: True if it has built its environments.
         start_failures: The failures of environments that raised while they were built.
         death: How it ended; ``None`` while it is alive.
@@ -140,7 +141,7 @@ class WorkerProcess:
         self, index: int, rows: range, process: Any, channel: Channel, stack_file: StackFile, descriptors: DescriptorOwner,
         token: int, running: Any, shares_core: bool,
     ) -> None:  # fmt: skip
-        self._running = running  # one int32 in shared memory: the position of the environment called last
+        self._running = running  # the worker's cell of `Batch.running`
         self.index, self.rows, self.process, self.channel, self.token = index, rows, process, channel, token
         self.pid, self.label = process.pid, f"worker {index}, pid {process.pid}"
         self.stack_file, self.descriptors = stack_file, descriptors

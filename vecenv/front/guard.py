@@ -88,7 +88,7 @@ def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
             if error is self._driver.result_error:  # the exception is the result, so the call has ended
                 self._driver.result_error, state.changing = None, False
             elif name in _RESULT_METHODS and not isinstance(error, _OWN_ERRORS) and type(error) not in _ARGUMENT_ERRORS:
-                self._driver.record_interruption()  # an environment's exception has ended its request, so it has no effect
+                self._driver.record_interruption()  # no effect if an environment raised: its request has then ended
             raise
         state.changing = False; return result  # noqa: E702 - no call and no jump between the two
 

@@ -31,9 +31,9 @@ class ChannelClosed(Exception):
 class Channel:
     """The caller's end of the two pipes to one worker: whole messages in, queued messages out.
 
-    Reads and writes never block. A signal handler can raise between any two bytecodes, so a system call and the store that
-    records its effect happen inside one call into C: ``list.extend(map(read, ...))``. Bytes are therefore neither lost nor
-    sent twice, and other modules need no precautions.
+    Reads and writes never block. A signal handler can raise after any call and at any jump (see :mod:`vecenv.front.guard`),
+    so a system call and the store that records its effect happen inside one call into C: ``list.extend(map(read, ...))``.
+    Bytes are therefore neither lost nor sent twice, and other modules need no precautions.
 
     Args:
         owner: Owner of the descriptors.

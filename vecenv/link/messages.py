@@ -2,7 +2,7 @@
 
 A message begins with five bytes: an operation and a sequence number. If the operation's high bit is set, a pickled payload
 follows. Most steps and resets need none, as their data lies in shared memory. A late reply cannot be assigned to another
-request, because it carries the number of its own request.
+message, because it carries the number of its own message.
 
 In a reply's payload (:class:`Outcome`) each info value, result and observation is pickled separately: one that cannot be
 pickled or unpickled is reported with its environment and key, and the others arrive. Classes and functions of ``__main__``

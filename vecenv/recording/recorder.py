@@ -398,7 +398,7 @@ class Recorder:
         if rows is None and staged is not None and len(result) == 5:
             number = self._num_logged
             self._log[number] = b"".join((staged, result[1], result[2], result[3]))  # slicing `result` costs as much as this
-            self._num_logged, self._staged = number + 1, None  # a signal handler cannot run between these three stores
+            self._num_logged, self._staged = number + 1, None  # no call or jump between these stores, so no signal handler
             if number == self._last_log_index:
                 self._is_logging = False
         elif rows is None:

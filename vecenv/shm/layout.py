@@ -154,8 +154,9 @@ class Batch:
         infos: uint8 ``(n, INFO_BYTES)``: the values.
         worker_time, worker_steps: float64 seconds and steps spent inside environments, a row per worker. Short messages are
             sampled, and the latest of them may not be included yet.
-        running: int32, a row per worker: the environment that it called last, as an index among its own; -1: none since it
-            started or began its latest message. It identifies the environment in which a worker died or hangs.
+        running: int32, a row per worker: the environment that it is calling, or called last in the message that it is
+            executing, as an index among its own; -1: none. After building, the last one built, until the first message. With
+            several ``env_threads`` always -1. It identifies the environment in which a worker died or hangs.
         step_time: float64 ``(n,)``: seconds of the last sampled step of each environment.
         no_spin_until: float64 ``(1,)``: no process spins before this time (:class:`vecenv.system.cores.SpinPolicy`).
     """

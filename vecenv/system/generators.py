@@ -11,8 +11,8 @@ until the first draw:
   own ``random.Random``; the two functions written in C are replaced in all modules that have imported them.
 - torch offers no such hook. If it has been imported, its state is swapped whenever another environment is called.
 
-A signal handler may raise between any two bytecodes. So numpy, ``random`` and torch are changed only inside
-:func:`~vecenv.system.signals.deferred_signals`, and a change that a handler prevented is repeated.
+A signal handler may raise after any call and at any jump (see :mod:`vecenv.front.guard`). So numpy, ``random`` and torch are
+changed only inside :func:`~vecenv.system.signals.deferred_signals`, and a change that a handler prevented is repeated.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Defers Python's signal handlers during changes of state that must not be interrupted.
 
-A handler can run between any two bytecodes of the main thread, and can raise there: Ctrl-C does, and so do time limits with
-``SIGALRM``. Blocking signals does not help: the kernel then delivers them to another thread, and Python runs the handler in
-the main thread anyway. So the handlers themselves are replaced during a block; this costs 7 us per block.
+A handler can run in the main thread after any call and at any jump (see :mod:`vecenv.front.guard`), and can raise there:
+Ctrl-C does, and so do time limits with ``SIGALRM``. Blocking signals does not help: the kernel then delivers them to another
+thread, and Python runs the handler in the main thread anyway. So the handlers themselves are replaced during a block; this
+costs 7 us per block.
 
 One call of ``map`` replaces all handlers, and another one restores them. A handler that has been restored may raise
 before that call ends; in that case it is repeated.

@@ -1,6 +1,6 @@
-"""The main loop of a worker process, which receives requests, executes them and replies.
+"""The main loop of a worker process, which receives messages, executes them and replies.
 
-:func:`execute` executes one request on :class:`~vecenv.worker.snapshot_rows.SnapshotRows`. The caller uses it too, for its
+:func:`execute` executes one message on :class:`~vecenv.worker.snapshot_rows.SnapshotRows`. The caller uses it too, for its
 own share of the environments. :func:`main` is the entry point of a worker process. It installs the signal handlers of
 :mod:`vecenv.system.supervision` before it builds environments, so that even a crash in a constructor is reported.
 """
@@ -108,7 +108,7 @@ def make_rows(
 
 
 def execute(rows: SnapshotRows, op: int, seq: int, payload: Any) -> Outcome:
-    """Execute one request on ``rows``.
+    """Execute one message on ``rows``.
 
     Without a payload, a step reads its actions from shared memory, and a reset has no seeds or options.
     """
@@ -129,7 +129,7 @@ def execute(rows: SnapshotRows, op: int, seq: int, payload: Any) -> Outcome:
 
 
 def serve(process: WorkerState) -> bool:
-    """Execute requests and reply until a request to close. Return ``True`` if every environment closed cleanly.
+    """Execute messages and reply until the message to close. Return ``True`` if every environment closed cleanly.
 
     Raises:
         ChannelClosed: The caller is gone.
@@ -151,7 +151,7 @@ def _serve_channel(process: WorkerState, rows: SnapshotRows, channel: WorkerEnd,
     plain = int(Reply.PLAIN)
     while True:
         op, seq, payload = wait(policy)
-        if (op, payload) == plain_step:  # the usual request: all rows, with actions in shared memory
+        if (op, payload) == plain_step:  # the usual message: all rows, with actions in shared memory
             outcome = step(None, read_actions(None))
             if outcome is PLAIN_OUTCOME and os.getpid() == pid:
                 send(plain, seq)
@@ -176,7 +176,7 @@ def _serve_channel(process: WorkerState, rows: SnapshotRows, channel: WorkerEnd,
 
 
 def _unpickle(rows: SnapshotRows, op: int, seq: int, payload: bytes | None) -> tuple[Any, Outcome | None]:
-    """Return the unpickled payload and ``None``; or ``None`` and a reply in which all rows of the request have failed."""
+    """Return the unpickled payload and ``None``; or ``None`` and a reply in which all rows of the message have failed."""
     try:
         return None if payload is None else pickle.loads(payload), None
     except Exception as error:
@@ -188,13 +188,13 @@ def _unpickle(rows: SnapshotRows, op: int, seq: int, payload: bytes | None) -> t
 
 
 def execute_in_thread(channel: WorkerEnd, rows: ThreadedRows, op: int, seq: int, payload: bytes | None) -> None:
-    """Execute an overlapping request in a thread, while other environments are still running, and reply."""
+    """Execute an overlapping message in a thread, while other environments are still running, and reply."""
     try:
         arguments, error_outcome = _unpickle(rows, op, seq, payload)
         op &= ~OVERLAPS
         if error_outcome is None:
             rows.run(op, seq, arguments)
-        with rows.request_lock:
+        with rows.message_lock:
             reply(channel, seq, error_outcome or execute(rows, op, seq, arguments))
     except ChannelClosed:  # the main thread receives this exception too
         pass
@@ -205,7 +205,7 @@ def execute_in_thread(channel: WorkerEnd, rows: ThreadedRows, op: int, seq: int,
 
 
 def reply(channel: WorkerEnd, seq: int, outcome: Outcome) -> None:
-    """Reply to a request."""
+    """Reply to a message."""
     if not outcome.has_payload():
         channel.send(Reply.COLUMNS if outcome.columns else Reply.PLAIN, seq)
     else:
@@ -268,7 +268,7 @@ def main(start: Start) -> None:
 
 
 def _serve_until_exit(process: WorkerState, ready: Ready) -> int:
-    """Serve requests, and return the exit code. If the caller is gone, end the processes that environments started."""
+    """Run :func:`serve`, and return the exit code. If the caller is gone, end the processes that environments started."""
     clean = caller_is_gone = False
     try:
         process.channel.send(Reply.READY, 0, pickle.dumps(ready))

@@ -69,7 +69,7 @@ class EnvRows:
         self._in_caller = in_caller
         self._steps: list[Callable[[Any], Any]] = [partial(self._step_failed, k) for k in range(self.count)]
         self._used = [False] * self.count
-        self._next_episodes: dict[int, tuple[Any, Any]] = {}  # row -> seed and options for the next automatic reset
+        self._next_episodes: dict[int, tuple[Any, Any]] = {}  # k -> seed and options for the next automatic reset
         self._buffers: list[Any] = [None] * self.count  # buffers of environments that write observations in place
         self._on_episode_end = {
             AutoresetMode.NEXT_STEP: self._reset_next_step,

@@ -24,9 +24,9 @@ class SnapshotRows(EnvRows):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._prepared: dict[int, tuple[Callable[[], None], Snapshot]] = {}
-        """Row -> the function that loads the row's snapshot, and the snapshot."""
+        """``k`` -> the function that loads the row's snapshot, and the snapshot."""
         self._kinds: dict[int, tuple[list[Any], Kind]] = {}
-        """Row -> the layers and spaces that its kind was determined for, and the kind."""
+        """``k`` -> the layers and spaces that its kind was determined for, and the kind."""
         self._proved_fns: list[Callable[[], Any]] = []
         """The ``env_fns`` that have passed the proof."""
 

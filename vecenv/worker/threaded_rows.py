@@ -49,28 +49,28 @@ class RecordedCall:
 class ThreadedRows(SnapshotRows):
     """A :class:`SnapshotRows` with at most ``env_threads`` environments running at once. For worker processes only.
 
-    Each overlapping request is about one row, and the worker replies before the next one about that row arrives. :meth:`run`
-    runs its environment in the calling thread. The rest is done for one request at a time, under :attr:`request_lock`.
+    Each overlapping message is about one row, and the worker replies before the next one about that row arrives. :meth:`run`
+    runs its environment in the calling thread. The rest is done for one message at a time, under :attr:`message_lock`.
 
     Attributes:
-        request_lock: A lock that is held while an overlapping request is executed, except while its environment runs.
+        message_lock: A lock that is held while an overlapping message is executed, except while its environment runs.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._running_cell = memoryview(bytearray(4)).cast("i")  # not shared: several environments run at once
-        self.request_lock = Lock()
+        self.message_lock = Lock()
         self._pool = ThreadPoolExecutor(self.plan.env_threads, "environment")
         self._resets_in_thread = self.plan.autoreset_mode is AutoresetMode.SAME_STEP
-        self._recorded_steps: dict[int, RecordedCall] = {}  # row -> outcome of its step
-        self._recorded_calls: dict[int, RecordedCall] = {}  # row -> outcome of its reset or call
+        self._recorded_steps: dict[int, RecordedCall] = {}  # k -> outcome of its step
+        self._recorded_calls: dict[int, RecordedCall] = {}  # k -> outcome of its reset or call
 
     def submit(self, function: Callable[..., None], *args: Any) -> None:
         """Call a function in the next free thread of the pool."""
         self._pool.submit(function, *args)
 
     def run(self, op: int, seq: int, payload: Any) -> None:
-        """Run the environment that a request is about, and record the outcome."""
+        """Run the environment that a message is about, and record the outcome."""
         if op == Op.STEP_SOME:
             (k,), (action,) = self.requested_rows(seq).tolist(), payload
             self._run_step(k, action)

@@ -204,7 +204,8 @@ class Program:
 
     def hold_pickled(self) -> None:
         first, second = self.choose_held()
-        self.held.append((pickle.loads(pickle.dumps(first)), deepcopy(second)))
+        if first:
+            self.held.append((pickle.loads(pickle.dumps(first)), deepcopy(second)))
 
     def drop(self) -> None:
         self.held = self.random.sample(self.held, self.random.randint(1, min(3, len(self.held))))

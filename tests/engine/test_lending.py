@@ -216,6 +216,7 @@ class Program:
         if not (child := os.fork()):
             os.read(reader, 1)
             try:
+                assert not lending._lenders, "a child would separate the batches of its parent"
                 self.check_held()
             except BaseException:
                 os._exit(1)

@@ -173,4 +173,4 @@ def _separate_all() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_separate_all)
+    os.register_at_fork(before=_separate_all, after_in_child=_lenders.clear)

@@ -337,6 +337,8 @@ def test_env_fns_may_contain_multiprocessing_locks_events_and_arrays(context: An
 
 def test_lock_of_another_start_method_raises_and_names_the_env_fn() -> None:
     lock = multiprocessing.get_context("fork").Lock()
+    if not hasattr(lock, "_is_fork_ctx"):
+        pytest.skip("Python before 3.11.5 does not detect this")
     with pytest.raises(RuntimeError, match="fork context") as caught:
         vecenv.AsyncVectorEnv([functools.partial(StepsUnderSemaphore, lock, None, None)] * 2, context="spawn")
     assert "env_fns[0]" in caught.value.__notes__[0]

@@ -229,9 +229,9 @@ class WriterRun:
         self.counts = [0, 0, 0]  # results that the compiled writer refused, wrote without an info, and wrote with one
         self.record_sizes = {NO_INFO: 0, BY_PICKLE: 0}  # in bytes, by the number of the schema
         if not pure:
-            self.rows._places = [
+            self.rows._batch_writers = [
                 place._replace(write_results=[write and self.make_counting_writer(write) for write in place.write_results])
-                for place in self.rows._places
+                for place in self.rows._batch_writers
             ]
             self.rows._use_current_batch()
         self.rows.build()

@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 
-import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
+from envs import SpaceEnv
+from gymnasium.spaces import Box
 
 import vecenv
 
-
-class ImageEnv(gym.Env):
-    """An environment with random images as observations."""
-
-    observation_space = gym.spaces.Box(0, 255, (160, 120), np.uint8)
-    action_space = gym.spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: object = None) -> tuple[np.ndarray, dict[str, object]]:
-        super().reset(seed=seed)
-        return self.observe(), {}
-
-    def observe(self) -> np.ndarray:
-        return self.np_random.integers(0, 256, (160, 120), np.uint8)
-
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, object]]:
-        return self.observe(), 0.0, False, False, {}
+IMAGE = Box(0, 255, (160, 120), np.uint8)
 
 
 def test_jax_arrays_over_lent_observations_keep_their_values() -> None:
-    envs = vecenv.AsyncVectorEnv([ImageEnv] * 4, num_workers=2, context="forkserver")
+    envs = vecenv.AsyncVectorEnv([functools.partial(SpaceEnv, IMAGE)] * 4, num_workers=2, context="forkserver")
     envs.reset(seed=1)
     held: list[tuple[jax.Array, np.ndarray]] = []
     for step in range(60):
-        observations = envs.step([0] * 4)[0]
+        observations = envs.step(envs.action_space.sample())[0]
         array = jnp.asarray(observations)  # JAX decides whether it copies
         held = [*held[-(step % 5) :], (array, observations.copy())]
         del observations, array

@@ -157,7 +157,7 @@ class Engine(WorkerDriver):
         if for_recv:
             self.require_not_in_flight("reset_async", rows)
         elif not self.state.changing:  # otherwise a change was interrupted, and `send_reset` drops everything
-            # all rows execute a dropped message, or none: so unwritten ones are written, and the others executed, too
+            # either all rows execute a dropped message or none does, so the rest of it is written and executed
             if ids is not None or self.pool.held:
                 self.exchange.wait_until_idle()  # a reset of some rows would overwrite `Batch.requested`, see there
             else:

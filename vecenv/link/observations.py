@@ -71,7 +71,7 @@ class Store(Protocol):
         """Replace the observation of one row."""
 
     def renew(self, *, keep: bool = True) -> None:
-        """Turn to another batch. Unless ``keep``, its rows are undefined until workers or :meth:`keep_rows` write them."""
+        """Switch to a free batch. Unless ``keep``, its rows are undefined until workers or :meth:`keep_rows` write them."""
         return
 
     def pin(self) -> Any:

@@ -37,7 +37,7 @@ _UNWRITTEN: Final = b"\xa0\xa1\0"  # the highest bytes of entries of the page ma
 
 
 def count_spare_batches(tree: Tree | None, num_envs: int) -> int:
-    """Return the number of additional batches of observations to allocate; 0 if lending is impossible or does not pay."""
+    """Return the number of additional batches of observations to allocate; 0 if lending is impossible or not worthwhile."""
     size = 0 if tree is None else num_envs * sum(leaf.dtype.itemsize * int(np.prod(leaf.shape)) for leaf in tree.leaves())
     if size < _MIN_BYTES or _SPARE_BATCHES * size > _MAX_SHARE * (available_memory() or 0) or not is_possible():
         return 0

@@ -78,11 +78,11 @@ class EnvRows:
         }[plan.autoreset_mode]
         mine = slice(first, first + self.count)
         self._tree = plan.layout.observations
-        self._current, self._in_place = batch.current.data, batch.in_place
+        self._current_cell, self._in_place = batch.current.data, batch.in_place
         leaf = self._tree.leaf if self._tree is not None else None
         batches = batch.observations, *batch.spare_observations
-        self._places = [self._make_place(leaf, leaves, batch, mine) for leaves in batches]
-        self._has_spares = len(self._places) > 1
+        self._batch_writers = [self._make_batch_writer(leaf, leaves, batch, mine) for leaves in batches]
+        self._has_spares = len(self._batch_writers) > 1
         self._use_current_batch()
         self._write_final_row: ObservationWriter | None = None
         if self._tree is not None and batch.final_observations is not None:
@@ -99,24 +99,27 @@ class EnvRows:
         self._step_clock = StepClock(batch.step_time[mine], *cells)
         self._running_cell = batch.running[worker : worker + 1].data
         self.note_running(-1)
-        learners = [partial(_learn, rows) for rows in zip(*[place.compiled for place in self._places], strict=True)]
+        compiled = [writer.compiled for writer in self._batch_writers]
+        learners = [partial(_learn, rows) for rows in zip(*compiled, strict=True)]
         self._infos = InfoWriter(self._schemas, batch.infos[mine], learners)
         self._out = Outcome()
         self._has_old_results = True  # True if info columns or final flags may be set, for example by a worker that died
 
-    def _make_place(self, leaf: Leaf | None, batch_leaves: list[Array] | None, batch: Batch, mine: slice) -> _Place:
+    def _make_batch_writer(
+        self, leaf: Leaf | None, batch_leaves: list[Array] | None, batch: Batch, mine: slice
+    ) -> _BatchWriter:
         leaves = [each[mine] for each in batch_leaves or ()]
         targets: list[Any] = [_ObservationTarget(self, k) for k in range(self.count)]
         if leaf is not None and leaves:  # one array, the common case
             targets = make_exact_rows(leaf, leaves[0])
         compiled = make_compiled_rows(leaf, leaves, batch, mine)
-        write_results: list[Callable[[Any], int] | None] = [row.write for row in compiled]
-        return _Place(leaves, self._make_writer(leaves, batch), targets, write_results or [None] * self.count, compiled)
+        write_results: list[Callable[[Any], int] | None] = [row.write for row in compiled] or [None] * self.count
+        return _BatchWriter(leaves, self._make_writer(leaves, batch), targets, write_results, compiled)
 
     def _use_current_batch(self) -> None:
         """Write observations into the batch that the caller has chosen."""
-        self._number = self._current[0]
-        self._leaves, self._write_row, self._targets, self._write_results, _ = self._places[self._number]
+        self._current_batch = self._current_cell[0]
+        self._leaves, self._write_row, self._targets, self._write_results, _ = self._batch_writers[self._current_batch]
 
     def _make_writer(self, leaves: list[Array], batch: Batch) -> ObservationWriter:
         """Return a function that writes an observation into row k, or returns it to be sent in the outcome."""
@@ -340,7 +343,7 @@ class EnvRows:
 
     def step(self, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
         """Step the environments of rows ``ks`` (``None``: all), in order."""
-        if self._has_spares and self._current[0] != self._number:
+        if self._has_spares and self._current_cell[0] != self._current_batch:
             self._use_current_batch()
         steps, step_clock, began = self._steps, self._step_clock, None
         if step_clock.untimed:
@@ -444,7 +447,7 @@ class EnvRows:
             reset_due: True if the next step is an automatic reset (after a restart in next-step mode).
         """
         out = self._out = Outcome()  # an interrupted step may have left results in the previous one
-        if self._has_spares and self._current[0] != self._number:
+        if self._has_spares and self._current_cell[0] != self._current_batch:
             self._use_current_batch()
         if self._has_old_results:
             self._clear_results(ks)
@@ -624,7 +627,7 @@ class EnvRows:
         return None
 
 
-class _Place(NamedTuple):
+class _BatchWriter(NamedTuple):
     """One of the batches of observations, with functions that write into the worker's rows of it.
 
     Attributes:

@@ -113,8 +113,7 @@ class EnvRows:
         if leaf is not None and leaves:  # one array, the common case
             targets = make_exact_rows(leaf, leaves[0])
         compiled = make_compiled_rows(leaf, leaves, batch, mine)
-        write_results: list[Callable[[Any], int] | None] = [row.write for row in compiled] or [None] * self.count
-        return _BatchWriter(leaves, self._make_writer(leaves, batch), targets, write_results, compiled)
+        return _BatchWriter(leaves, self._make_writer(leaves, batch), targets, [row.write for row in compiled], compiled)
 
     def _use_current_batch(self) -> None:
         """Write observations into the batch that the caller has chosen."""
@@ -353,23 +352,26 @@ class EnvRows:
         if self._has_old_results:
             self._clear_results(ks)
         where: Sequence[int] = range(self.count)
-        targets, writers = self._targets, self._write_results
+        targets, compiled = self._targets, bool(self._write_results)
+        writers: Sequence[Any] = self._write_results if compiled else targets
         if ks is not None:
             where, steps, writers = ks, [steps[k] for k in ks], [writers[k] for k in ks]
         out, on_episode_end, running = self._out, self._on_episode_end, self._running_cell
         forked = self.forked
         rewards, terminations, truncations = self._cells
         misfit = False
-        for k, step, write_result, action in zip(where, steps, writers, actions, strict=True):
+        for k, step, writer, action in zip(where, steps, writers, actions, strict=True):
             try:
                 running[0] = k
                 result = step(action)
                 if forked:
                     os._exit(0)
-                if write_result is not None and (written := write_result(result)):
-                    if written == 2:  # with an info
-                        self._has_old_results = out.columns = True
-                    continue
+                if compiled:
+                    if written := writer(result):
+                        if written == 2:  # with an info
+                            self._has_old_results = out.columns = True
+                        continue
+                    writer = targets[k]
                 observation, reward, terminated, truncated, info = result
                 # written first, because a reset in the same step may change the objects that the environment returned
                 if reward.__class__ is not float:
@@ -383,7 +385,7 @@ class EnvRows:
                 if terminated or truncated:
                     observation, info = on_episode_end(k, observation, info, out)
                 try:  # a fast path for observations of exactly the space's dtype and shape, except scalars
-                    targets[k][:] = observation
+                    writer[:] = observation
                 except (TypeError, ValueError):  # `_store_observation` converts the observation, or raises
                     misfit = True
                 if misfit:  # outside `except`, so that its errors have no misleading context
@@ -641,7 +643,7 @@ class _BatchWriter(NamedTuple):
     leaves: list[Array]
     write_row: ObservationWriter
     targets: list[Any]
-    write_results: Sequence[Callable[[Any], int] | None]
+    write_results: Sequence[Callable[[Any], int]]
     compiled: Sequence[CompiledRow]
 
 

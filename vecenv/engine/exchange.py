@@ -31,7 +31,7 @@ from vecenv.front.arguments import ResetOptions, deadline_after, select_options
 from vecenv.front.driver import require_no_step, require_order, too_few_in_flight_error, wait_method
 from vecenv.front.guard import CallState
 from vecenv.link.infos import NO_INFO
-from vecenv.link.messages import LAST_STEP_OP, PLAIN_OUTCOME, Op, pack_head, pack_number
+from vecenv.link.messages import COLUMNS_OUTCOME, LAST_STEP_OP, PLAIN_OUTCOME, Op, pack_head, pack_number
 from vecenv.system.supervision import innermost_location
 
 _STEP, _STEP_SOME = int(Op.STEP), int(Op.STEP_SOME)  # packing an enum is slower
@@ -434,9 +434,11 @@ class Exchange:
                 request.droppable = True
             raise
         self.state.changing = True
-        if op == _STEP and outcome is PLAIN_OUTCOME:  # nearly always; the shortcut of `apply_next`
+        if op == _STEP and (outcome is PLAIN_OUTCOME or outcome is COLUMNS_OUTCOME):  # the shortcut of `apply_next`
             _, rows, request = local.pending.popleft()
             request.remaining -= 1
+            if outcome.columns:
+                request.may_have_infos = True
             if request.for_recv:
                 self.ready += rows
         else:

@@ -46,6 +46,7 @@ PLAIN_REPLY: Final = int(Reply.PLAIN)  # packing an enum is slower
 MATCHES_NO_REPLY: Final = 0
 """The code, in place of ``PLAIN_REPLY``, of the expected reply if ``apply_next`` has to pass the reply to ``apply``, even if
 it is plain: because it rebuilds environments, or because it ends ``rebuild_deadline``. No reply has this code."""
+_COLUMNS_REPLY: Final = bytes([Reply.COLUMNS])
 _FOR_ALL_ROWS: Final = {int(Op.STEP_SOME): int(Op.STEP), int(Op.RESET_SOME): int(Op.RESET)}
 
 
@@ -235,9 +236,11 @@ class PendingMessages:
         if message is None:
             return False
         pending = worker.pending
-        if pending and message == pending[0][0]:  # nearly always
+        if pending and (message == pending[0][0] or message == _with_columns(pending[0][0])):  # nearly always
             _, rows, request = pending.popleft()
             request.remaining -= 1
+            if message[0] != PLAIN_REPLY:
+                request.may_have_infos = True
             if request.for_recv:
                 self.ready += rows
         else:
@@ -432,3 +435,8 @@ class PendingMessages:
                 request.failures += [(failure, worker) for failure in worker.start_failures if failure.env in rows]
         for request in dict.fromkeys(request for _, _, request in pending if request.for_recv):
             self._make_ready(request, [])
+
+
+def _with_columns(expected_reply: bytes) -> bytes:
+    """Return the reply in place of a plain one if there are infos or final observations."""
+    return _COLUMNS_REPLY + expected_reply[1:] if expected_reply[0] == PLAIN_REPLY else expected_reply

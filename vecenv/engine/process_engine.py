@@ -222,9 +222,10 @@ class Engine(WorkerDriver):
 
     def _read_infos(self, request: Request) -> RowInfos:
         finals: Mapping[int, Any] = request.finals
-        ended = self.batch.final
-        if b"\1" in ended.tobytes():  # 10x faster than `any()`
-            finals = self._shared_finals(np.flatnonzero(ended).tolist()) | request.finals
+        if self.batch.final_observations is not None:
+            ended = self.batch.final
+            if b"\1" in ended.tobytes():  # 10x faster than `any()`
+                finals = self._shared_finals(np.flatnonzero(ended).tolist()) | request.finals
         return WorkerInfos(self.infos, None, self.num_envs, request.infos, finals)
 
     def _shared_finals(self, rows: Iterable[int]) -> dict[int, Any]:

@@ -188,6 +188,8 @@ class Outcome:
 
 PLAIN_OUTCOME: Final = Outcome()
 """The outcome of a step or a reset without payload and columns. The object is shared: never modify it."""
+COLUMNS_OUTCOME: Final = Outcome(columns=True)
+"""The outcome of a step or a reset with columns and without payload. The object is shared: never modify it."""
 
 
 def find_bad_infos(outcome: Outcome) -> list[Failure]:

@@ -27,6 +27,7 @@ from vecenv.errors import EnvError
 from vecenv.link.channel import ChannelClosed, Ends, WorkerEnd
 from vecenv.link.envs import WorkerPlan
 from vecenv.link.messages import (
+    COLUMNS_OUTCOME,
     LAST_STEP_OP,
     OVERLAPS,
     PLAIN_OUTCOME,
@@ -148,13 +149,13 @@ def _serve_channel(process: WorkerState, rows: SnapshotRows, channel: WorkerEnd,
     pid = os.getpid()
     wait, send, step, read_actions = channel.wait, channel.send, rows.step, rows.read_actions
     plain_step = int(Op.STEP), None
-    plain = int(Reply.PLAIN)
+    plain, columns = int(Reply.PLAIN), int(Reply.COLUMNS)
     while True:
         op, seq, payload = wait(policy)
         if (op, payload) == plain_step:  # the usual message: all rows, with actions in shared memory
             outcome = step(None, read_actions(None))
-            if outcome is PLAIN_OUTCOME and os.getpid() == pid:
-                send(plain, seq)
+            if (outcome is PLAIN_OUTCOME or outcome is COLUMNS_OUTCOME) and os.getpid() == pid:
+                send(plain if outcome is PLAIN_OUTCOME else columns, seq)
                 continue
         elif op == Op.CLOSE:
             return close_rows(channel, rows, seq)

@@ -26,7 +26,7 @@ from gymnasium.vector.utils import write_to_shared_memory
 from vecenv.errors import EnvFailed, EpisodeOver, ObservationError, VecEnvError, envs_text
 from vecenv.link.envs import WorkerPlan, build_env, call_env, explain_bad_step, same_object_error, unpack_reset
 from vecenv.link.infos import BY_PICKLE, NO_INFO, InfoWriter, Places
-from vecenv.link.messages import PLAIN_OUTCOME, Failure, Outcome
+from vecenv.link.messages import COLUMNS_OUTCOME, PLAIN_OUTCOME, Failure, Outcome
 from vecenv.link.observations import WRITTEN, ObservationWriter, make_exact_rows, make_observation_writer, make_row_caster
 from vecenv.shm.layout import Array, Batch, Leaf, Tree, fixed_tree
 from vecenv.system.process_settings import SettingsGuard, describe_shared_clients
@@ -578,7 +578,7 @@ class EnvRows:
             self._has_old_results = bool(self._schemas.any() or self._final.any())
 
     def _finish(self) -> Outcome:
-        """Return the outcome of this message. Without a payload, it is valid until the next message."""
+        """Return the outcome of this message. Only one with a payload is a new object."""
         if self.guard is not None and self.guard.due:
             self._check_settings(self.guard)
         self._running_cell[0] = -1  # the death of an idle worker is no environment's fault
@@ -591,7 +591,7 @@ class EnvRows:
         if out.has_payload():
             self._out = Outcome()
             return out
-        return out if out.columns else PLAIN_OUTCOME
+        return COLUMNS_OUTCOME if out.columns else PLAIN_OUTCOME
 
     def _record_failure(self, k: int, error: BaseException, out: Outcome) -> None:
         self.exit_if_forked()

@@ -145,7 +145,7 @@ def run_trials(call: str, kind: str, setting: str, trials: int, rng: random.Rand
             if call == "close":
                 check_interrupted_close(close_setting, rng.choice(["idle", "a step pending"]), interruptions)
             elif isinstance(subject, RowStream):
-                subject.cycle(call, interruptions[0], trial)
+                subject.cycle(call, interruptions, trial)
             else:
                 subject.attempt(call, "whole", interruptions)
         except (Exception, KeyboardInterrupt) as error:

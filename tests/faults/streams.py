@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from interrupted_calls import (
     kill_children,
     needs_reset,
 )
-from interruption import Interruption, Stopped
 
 from vecenv.testing import assert_identical
 
@@ -134,10 +134,13 @@ class RowStream:
                 self.envs.recv()
             raise ResetNeeded
 
-    def cycle(self, interrupted_call: str, interruption: Interruption, tick: int) -> None:
-        """Send and receive all rows, then reset and receive them; interrupt one of these calls."""
+    def cycle(self, interrupted_call: str, interruptions: Sequence[Any], tick: int) -> None:
+        """Send and receive all rows, then reset and receive them. Interrupt one of these calls.
+
+        The second of ``interruptions``, if there is one, interrupts a repeated ``recv``.
+        """
         rows = list(range(self.count)) if tick % 2 else list(reversed(range(self.count)))
-        interruptions = [interruption, Interruption(interruption.kind, tick * 11 % 40, Stopped)]
+        interruption = interruptions[0]
         timeout = None if tick % 2 else 30.0
         with Watchdog(self.known) as watchdog:
             try:

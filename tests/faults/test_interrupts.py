@@ -193,6 +193,11 @@ def test_call_interrupted_before_a_bytecode_was_not_submitted_or_is_pending(sett
 # --- first-ready batches ------------------------------------------------------------------------
 
 
+def interrupt_cycle(stream: RowStream, call: str, interruption: Interruption, tick: int) -> None:
+    """Run a cycle of the stream, and interrupt one call, and its repetition too."""
+    stream.cycle(call, [interruption, Interruption(interruption.kind, tick * 11 % 40, Stopped)], tick)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "interrupted", ["send", "recv", "recv of the rest", "recv at least", "reset_async", "recv of a reset"]
@@ -212,8 +217,8 @@ def test_interrupted_send_sends_all_rows_or_none_and_recv_returns_each_once(
     ticks = itertools.count()
     try:
         interrupt_at_moments(
-            lambda interruption: stream.cycle(interrupted, interruption, next(ticks)), stream.renew, (setting, interrupted),
-            every=every,
+            lambda interruption: interrupt_cycle(stream, interrupted, interruption, next(ticks)),
+            stream.renew, (setting, interrupted), every=every,
         ).check()  # fmt: skip
     finally:
         stream.end()
@@ -488,8 +493,8 @@ def test_send_or_recv_interrupted_before_a_bytecode_loses_no_row(interrupted: st
     ticks = itertools.count()
     try:
         interrupt_at_moments(
-            lambda interruption: stream.cycle(interrupted, interruption, next(ticks)), stream.renew, (interrupted,),
-            every=3, kinds=("opcode",),
+            lambda interruption: interrupt_cycle(stream, interrupted, interruption, next(ticks)),
+            stream.renew, (interrupted,), every=3, kinds=("opcode",),
         ).check()  # fmt: skip
     finally:
         stream.end()
@@ -539,7 +544,7 @@ def test_uninterrupted_send_and_recv_pass_the_checks(setting: str) -> None:
     stream = RowStream(FIRST_READY[setting])
     try:
         for tick in range(6):
-            stream.cycle(["send", "recv", "reset_async"][tick % 3], Interruption("line", NEVER), tick)
+            stream.cycle(["send", "recv", "reset_async"][tick % 3], [Interruption("line", NEVER)], tick)
     finally:
         stream.end()
 

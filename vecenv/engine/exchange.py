@@ -339,35 +339,34 @@ class Exchange:
 
         Waits for one worker after another: most reply during the first wait, so the caller wakes up once or twice per step.
         """
-        pool, messages, workers = self.pool, self.messages, self.pool.processes
+        pool, messages, processes = self.pool, self.messages, self.pool.processes
         if pool.local is not None:
             self.execute_own_messages()
         # wait, then read; from the second worker on, first try to read, because most have replied by then
         for position, index in enumerate(pool.wait_order):
             read_first = position > 0
-            while (worker := workers[index]).pending:  # a dead worker may be replaced meanwhile
-                ended_silently: bool | None = False
+            while (worker := processes[index]).pending:  # a dead worker may be replaced meanwhile
+                if messages.unraised and self.in_flight:  # without rows in flight, this is no `recv`
+                    return True
                 if not read_first:
-                    if pool.unflushed or pool.held or len(pool.written_to) < len(workers):
+                    if pool.unflushed or pool.held or len(pool.written_to) < len(processes):
                         if not self._wait_for_any(deadline):
                             return False
                         continue
                     until = _earlier_deadline(deadline, worker.rebuild_deadline) if worker.rebuild_deadline else deadline
-                    ended_silently = pool.wait_for_one(worker, until)
-                    if ended_silently is None:
+                    if not pool.wait_for_one(worker, until):
                         if until == deadline:
                             return False
                         self._kill_late_rebuild(worker)
                         continue
                 self.state.changing = True
-                received = read_first = messages.apply_next(worker)
-                if ended_silently and not received:
+                received = messages.apply_next(worker)
+                if not received and not read_first and worker.has_ended():  # its pipe may be held open
                     messages.handle_death(worker)
+                read_first = received
                 if messages.unsettled:
                     messages.settle_for_recv()
                 self.state.changing = False
-                if messages.unraised:
-                    return True
         return True
 
     def _wait_for_any(self, deadline: float | None) -> bool:

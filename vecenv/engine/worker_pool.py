@@ -415,12 +415,10 @@ class WorkerPool:
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
-    def wait_for_one(self, worker: WorkerProcess, deadline: float | None) -> bool | None:
-        """Wait for a worker to write or end. Spin before sleeping, if the spin policy allows that.
+    def wait_for_one(self, worker: WorkerProcess, deadline: float | None) -> bool:
+        """Wait for a worker to write or end; return ``False`` if the deadline passes first.
 
-        Returns:
-            ``False``: its pipe has bytes or is at its end, or the wait was cut short for the watchdog. ``True``: the process
-            has ended, and nothing has arrived in its pipe. ``None``: the deadline has passed.
+        Spin before sleeping, if the spin policy allows that. A check by the watchdog may end the wait early.
         """
         began = time.perf_counter()
         spun = not worker.shares_core and self._spin(worker.channel.poll)
@@ -429,12 +427,10 @@ class WorkerPool:
         self.seconds_waited += now - began
         if self.closing:
             raise closed_error()
-        if spun:
-            return False
-        if not events:
-            self.watchdog.check(self.find_late_workers())
-            return None if deadline is not None and time.monotonic() >= deadline else False
-        return worker.channel.fd not in dict(events)
+        if spun or events:
+            return True
+        self.watchdog.check(self.find_late_workers())
+        return deadline is None or time.monotonic() < deadline
 
     def wait(self, deadline: float | None) -> list[tuple[WorkerProcess, bool]] | None:
         """Wait for workers to write, to end, or to accept queued bytes; return ``None`` after the deadline.

@@ -378,6 +378,42 @@ def test_half_of_a_workers_rows_is_received_while_the_other_half_steps(tmp_path:
         envs.close()
 
 
+class RaisesOrBlocks(StepCountEnv):
+    """An environment that raises for action 1. For action 2, its step waits until a file exists, or for 30 seconds."""
+
+    def __init__(self, row: int, file: str) -> None:
+        super().__init__(row, 10**6)
+        self.file = file
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if action == 1:
+            raise ArithmeticError(f"env {self.row}")
+        deadline = time.monotonic() + 30
+        while action == 2 and not os.path.exists(self.file):
+            if time.monotonic() > deadline:
+                return (*super().step(action)[:4], {"late": True})
+            time.sleep(0.005)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 1, "use_caller": True}, {"max_concurrency": 2}], ids=str)
+def test_recv_of_all_rows_raises_without_waiting_for_the_others(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vecenv.engine.watchdog.CHECK_INTERVAL_SECONDS", [600.0])  # a check would end the wait
+    file = tmp_path / "continue"
+    num_envs = 2 if "use_caller" in options else 3
+    with killable_engine([partial(RaisesOrBlocks, row, str(file)) for row in range(num_envs)], **options) as envs:
+        envs.reset(seed=1)
+        envs.send(np.array([1, 2, 2][:num_envs]))
+        with pytest.raises(ArithmeticError, match="env 0"):
+            envs.recv()
+        file.touch()
+        *_, infos = envs.recv(count=num_envs - 1)
+        assert sorted(infos["env_id"].tolist()) == list(range(1, num_envs))
+        assert "late" not in infos
+
+
 def test_recv_steps_the_callers_rows_at_once_while_workers_are_idle() -> None:
     with ready_engine(make_env_fns([50] * 4), num_workers=2, use_caller=True, batch_size=1) as envs:
         assert envs.worker_rows[0] == range(1)

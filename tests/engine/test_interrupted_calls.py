@@ -109,7 +109,7 @@ def assert_equal_after_reset(envs: Any) -> None:
 
 # name -> the method of the worker pool after which an exception is raised, and the call
 INTERRUPTED_CALLS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "step": ("queue_for_all", lambda envs: envs.step(ACTIONS)),
+    "step": ("set_message_to_all", lambda envs: envs.step(ACTIONS)),
     "send": ("queue", lambda envs: envs.send(ACTIONS[:1], [0])),
     "masked reset": ("queue", lambda envs: envs.reset(options={"reset_mask": np.array([True, False, False, False])})),
     "call": ("queue", lambda envs: envs.get_attr("steps")),

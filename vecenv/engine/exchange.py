@@ -10,7 +10,8 @@ Blocks queue messages, which are written afterwards: a write can wake a worker t
 step, and Ctrl-C in that time must not require a reset. Those that handle a failure also reap and start processes, and call
 observers. The caller's own environments are stepped inside a block.
 
-This module has most of the blocks. They mainly call methods of :mod:`vecenv.engine.pending_messages`.
+This module has most of the blocks. They mainly call methods of :class:`~vecenv.engine.pending_messages.PendingMessages`. A
+method here with the name of such a method calls it in a block.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from vecenv.engine.requests import Request
 from vecenv.engine.worker_process import LocalWorker, Worker, WorkerProcess
 from vecenv.errors import failed_earlier_error, format_seconds
 from vecenv.front.arguments import ResetOptions, deadline_after, select_options
-from vecenv.front.driver import require_no_step, require_order, too_few_in_flight_error, wait_method
+from vecenv.front.driver import pending_call_error, require_no_step, too_few_in_flight_error, wait_method
 from vecenv.front.guard import CallState
 from vecenv.link.infos import NO_INFO
 from vecenv.link.messages import COLUMNS_OUTCOME, LAST_STEP_OP, PLAIN_OUTCOME, Op, pack_head, pack_number
@@ -56,7 +57,7 @@ class Exchange:
         self.pool, self.policy, self.failures = messages.pool, messages.policy, messages.failures
         self.request: Request | None = None
         self.rows_at_once: int | None = None
-        self._own_share_deferred = False  # the last wait deferred the caller's own share, because a worker had a reply
+        self._local_deferred = False  # the last wait deferred the caller's own share, because a worker had a reply
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
@@ -79,7 +80,7 @@ class Exchange:
             self.in_flight.update(range(self.num_envs))
         else:
             self.request = request
-        pool.queue_for_all(_STEP, seq)
+        pool.set_message_to_all(_STEP, seq)
         self.state.changing = False
         if pool.processes:
             pool.write_to_all()
@@ -89,6 +90,9 @@ class Exchange:
         action_by_row = None if actions is None else dict(zip(rows, actions, strict=True))
         failed = self._find_rows_to_rebuild(rows)
         healthy = sorted(set(rows).difference(failed) if failed else rows)
+        if failed and not self.policy.restart:
+            # a worker died since the engine's check: the flight recorder saves states in `on_step` (`Engine.snapshots`)
+            raise failed_earlier_error({row: self.failures.failed[row] for row in failed})
         size = self.rows_at_once if for_recv else None
         parts = list(self.pool.split_into_rounds(healthy, size))
         payloads = [
@@ -98,9 +102,6 @@ class Exchange:
         self.state.changing = True
         messages, request = self.messages, Request("step", for_recv)
         if failed:
-            if not self.policy.restart:  # they failed after the engine's check, during an observer's call
-                self.state.changing = False
-                raise failed_earlier_error({row: self.failures.failed[row] for row in failed})
             if (error := messages.queue_rebuilds(request, failed)) is not None:
                 self.state.changing = False
                 raise error
@@ -211,16 +212,17 @@ class Exchange:
         assert request is not None
         if not self.wait_for(request, deadline_after(timeout)):
             raise self.pool.timeout_error(wait_method(request.command), timeout)
-        if (request.failures or request.deaths) and (error := self.settle(request)) is not None:
+        if (request.failures or request.deaths) and (error := self.settle_request(request)) is not None:
             try:
                 raise error
             finally:
                 del error, request  # break a reference cycle: the exception's traceback refers to this frame
-        self.state.changing = not request.droppable  # a lost result of `call_wait` requires a reset, one of `call` does not
+        if not request.droppable:  # `call_wait`: a lost result requires a reset; `call` can be repeated
+            self.state.changing = True  # until the guard has returned the result
         self.request = None
         return request.results
 
-    def settle(self, request: Request) -> Exception | None:
+    def settle_request(self, request: Request) -> Exception | None:
         """Settle the failures of the pending request: return the exception that ends it, or queue rebuild messages."""
         self.state.changing = True
         error, failed = self.messages.settle(request)
@@ -238,7 +240,7 @@ class Exchange:
         """
         deadline = deadline_after(self.policy.step_timeout)
         while any(worker.pending for worker in self.pool.workers):
-            if not self._wait_for_any(deadline):
+            if not self._wait_for_next_replies(deadline):
                 deadline = self._kill_hanging("recv")
 
     def convert_for_recv(self, request: Request) -> None:
@@ -249,7 +251,7 @@ class Exchange:
         """
         if request.command != "reset":
             require_no_step(request.phase)
-            require_order(request.phase, "reset_async", self, name="recv")
+            raise pending_call_error("recv", request.phase)
         self.state.changing = True
         self.request = None
         self.messages.convert_for_recv(request)
@@ -259,8 +261,8 @@ class Exchange:
     def wait_for_rows(self, count: int, deadline: float | None, enough: int | None, enough_from: float) -> bool:
         """Wait until ``count`` rows are ready; return ``False`` if the deadline passes first.
 
-        From ``enough_from`` on, or if all rows in flight are ready, ``enough`` (``None``: ``count``) of them suffice. Raises
-        the oldest exception in ``unraised``.
+        From ``enough_from`` on, at the deadline, or if all rows in flight are ready, ``enough`` rows suffice (``None``:
+        ``count``). Raises the oldest exception in ``unraised``.
         """
         limit = self.policy.step_timeout if deadline is None else None
         deadline = deadline_after(limit) if deadline is None else deadline
@@ -280,7 +282,7 @@ class Exchange:
                 return True
             if in_flight < enough:
                 raise too_few_in_flight_error(enough, in_flight, ready)
-            wait = self._wait_for_all if wants_all and in_flight == count else self._wait_for_any
+            wait = self._wait_worker_by_worker if wants_all and in_flight == count else self._wait_for_next_replies
             if ready >= enough:
                 until = enough_from if deadline is None else min(enough_from, deadline)
                 if ready == in_flight or not wait(None if until == math.inf else until):
@@ -289,7 +291,7 @@ class Exchange:
                     return True
             elif not wait(deadline):
                 self._apply_arrived_replies()
-                if self.messages.unraised or len(self.ready) >= count:
+                if self.messages.unraised or len(self.ready) >= enough:
                     continue
                 if limit is None:
                     return False
@@ -317,13 +319,14 @@ class Exchange:
         Raises:
             StepTimeout: There is no deadline, replies are missing after ``step_timeout``, and workers are not restarted.
         """
-        # with rows in flight this is a call (a step or reset refuses or drops them), and their steps come first and may hang
+        # With rows in flight, the request is a call: no step or reset is submitted then. Workers finish those rows first,
+        # which may take forever, so `step_timeout` applies.
         rows_in_flight = bool(self.in_flight)
         has_limit = deadline is None and (rows_in_flight or request.command in ("step", "reset"))
         limit = self.policy.step_timeout if has_limit else None
         if limit is not None:
             deadline = time.monotonic() + limit
-        wait = self._wait_for_any if rows_in_flight else self._wait_for_all
+        wait = self._wait_for_next_replies if rows_in_flight else self._wait_worker_by_worker
         while request.remaining:
             if wait(deadline):
                 continue
@@ -334,43 +337,42 @@ class Exchange:
             deadline = self._kill_hanging(method, request if rows_in_flight else None)
         return True
 
-    def _wait_for_all(self, deadline: float | None) -> bool:
+    def _wait_worker_by_worker(self, deadline: float | None) -> bool:
         """Wait until no message is pending, or until ``recv`` has to raise; return ``False`` if the deadline passes first.
 
         Waits for one worker after another: most reply during the first wait, so the caller wakes up once or twice per step.
         """
-        pool, messages, workers = self.pool, self.messages, self.pool.processes
+        pool, messages, processes = self.pool, self.messages, self.pool.processes
         if pool.local is not None:
-            self.execute_own_messages()
+            self.execute_local_messages()
         # wait, then read; from the second worker on, first try to read, because most have replied by then
         for position, index in enumerate(pool.wait_order):
             read_first = position > 0
-            while (worker := workers[index]).pending:  # a dead worker may be replaced meanwhile
-                ended_silently: bool | None = False
+            while (worker := processes[index]).pending:  # a dead worker may be replaced meanwhile
+                if messages.unraised and self.in_flight:  # without rows in flight, this is no `recv`
+                    return True
                 if not read_first:
-                    if pool.unflushed or pool.held or len(pool.written_to) < len(workers):
-                        if not self._wait_for_any(deadline):
+                    if pool.unflushed or pool.held or len(pool.written_to) < len(processes):
+                        if not self._wait_for_next_replies(deadline):
                             return False
                         continue
                     until = _earlier_deadline(deadline, worker.rebuild_deadline) if worker.rebuild_deadline else deadline
-                    ended_silently = pool.wait_for_one(worker, until)
-                    if ended_silently is None:
+                    if not pool.wait_for_one(worker, until):
                         if until == deadline:
                             return False
                         self._kill_late_rebuild(worker)
                         continue
                 self.state.changing = True
-                received = read_first = messages.apply_next(worker)
-                if ended_silently and not received:
+                received = messages.apply_next(worker)
+                if not received and not read_first and worker.has_ended():  # its pipe may be held open
                     messages.handle_death(worker)
+                read_first = received
                 if messages.unsettled:
                     messages.settle_for_recv()
                 self.state.changing = False
-                if messages.unraised:
-                    return True
         return True
 
-    def _wait_for_any(self, deadline: float | None) -> bool:
+    def _wait_for_next_replies(self, deadline: float | None) -> bool:
         """Write what is queued, wait, and apply one reply of each worker that has replied; ``False`` after the deadline.
 
         Alternates between the caller's own share and the replies of worker processes.
@@ -379,11 +381,11 @@ class Exchange:
         pool, messages = self.pool, self.messages
         local = pool.local
         if local is not None and local.unexecuted:
-            if self._own_share_deferred or not (pool.processes and pool.has_reply()):
-                self._own_share_deferred = False
-                self._execute_own_message(local)
+            if self._local_deferred or not (pool.processes and pool.has_reply()):
+                self._local_deferred = False
+                self._execute_local_message(local)
                 return True
-            self._own_share_deferred = True  # only once: workers that always have a reply would starve it
+            self._local_deferred = True  # only once: workers that always have a reply would starve it
         if not pool.processes:
             return True
         rebuilding = [worker for worker in pool.processes if worker.rebuild_deadline and worker.death is None]
@@ -416,12 +418,12 @@ class Exchange:
             self.messages.settle_for_recv()
             self.state.changing = False
 
-    def execute_own_messages(self) -> None:
+    def execute_local_messages(self) -> None:
         """Execute all messages to the caller's own share."""
         while (local := self.pool.local) is not None and local.unexecuted:
-            self._execute_own_message(local)
+            self._execute_local_message(local)
 
-    def _execute_own_message(self, local: LocalWorker) -> None:
+    def _execute_local_message(self, local: LocalWorker) -> None:
         """Execute the next message to the caller's own share. An interrupted step leaves it in an undefined state."""
         op, seq, _ = local.unexecuted[0]
         is_call = op > LAST_STEP_OP  # an interrupted call leaves the environments usable
@@ -443,8 +445,7 @@ class Exchange:
                 self.ready += rows
         else:
             has_payload = outcome.has_payload()
-            payload, may_have_infos = outcome if has_payload else None, outcome.columns or has_payload
-            self.messages.apply(local, pack_number(seq), payload, may_have_infos)
+            self.messages.apply(local, pack_number(seq), outcome if has_payload else None, outcome.columns or has_payload)
             self.messages.settle_for_recv()
         self.state.changing = False
 
@@ -454,7 +455,7 @@ class Exchange:
         """Kill workers that exceeded ``step_timeout``, or raise if restarts are off; return the time of the next check."""
         limit = self.policy.step_timeout
         assert limit is not None  # it is the deadline that has passed
-        late = self.pool.find_late_workers(limit)
+        late = self.pool.find_busy_workers(sent_for=limit)
         if call is not None:  # only the workers that have to finish a step before this call
             late = [worker for worker in late if any(request is call for _, _, request in islice(worker.pending, 1, None))]
         if late and not self.policy.restart:
@@ -468,7 +469,7 @@ class Exchange:
     def _kill_late_rebuild(self, worker: WorkerProcess) -> None:
         """Kill a worker that took too long to rebuild environments, unless its message was held back for a while."""
         seconds = self.policy.start_timeout + (self.policy.step_timeout or 0.0)
-        if worker.has_started and worker.pending and worker not in self.pool.find_late_workers(seconds):
+        if worker.has_started and worker.pending and worker not in self.pool.find_busy_workers(sent_for=seconds):
             self.messages.limit_rebuild(worker)
         else:
             self._kill([worker], f"it hung for more than {format_seconds(seconds)}", seconds)
@@ -479,7 +480,8 @@ class Exchange:
             stack = worker.read_stack()
             where = f" at {location}" if (location := innermost_location(stack)) else ""
             text = f"{reason}{where}, and was killed" + (f"\nits stack:\n{stack}" if stack else "")
-            # a reset after an interruption replaces workers with a `kill_reason`, so no signal handler may run in between
+            # One statement, so that no signal handler runs between the stores: a `kill_reason` without `changing` would make
+            # a later reset kill a worker that is in use again.
             self.state.changing, worker.kill_reason, worker.timeout = True, text, timeout
             worker.watch.signal(9)
             self.messages.handle_death(worker)
@@ -488,8 +490,8 @@ class Exchange:
 
     def kill_pending(self, rows: Collection[int]) -> None:
         """Kill the workers of these rows that have not replied to a message."""
-        late = [worker for worker in self.pool.find_late_workers() if not set(rows).isdisjoint(worker.rows)]
-        self._kill(late, "it was abandoned")
+        busy = [worker for worker in self.pool.find_busy_workers() if not set(rows).isdisjoint(worker.rows)]
+        self._kill(busy, "it was abandoned")
 
 
 def _earlier_deadline(deadline: float | None, other: float) -> float:

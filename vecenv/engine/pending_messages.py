@@ -51,7 +51,9 @@ _FOR_ALL_ROWS: Final = {int(Op.STEP_SOME): int(Op.STEP), int(Op.RESET_SOME): int
 
 
 class PendingMessages:
-    """The pending messages of one engine, which its workers hold, their replies, and the rows for ``recv``.
+    """The changes of state of one engine: queues messages, applies replies, handles failures, has the rows for ``recv``.
+
+    The workers hold the pending messages themselves (``Worker.pending``).
 
     Args:
         pool: The workers.
@@ -123,7 +125,8 @@ class PendingMessages:
             if worker.rebuild_deadline or not worker.has_started:
                 # it is executing a dropped message or still starting, without a limit if `replace_dead` was interrupted
                 self.limit_rebuild(worker)
-        self.pool.drop_unqueued()
+        self.pool.drop_outside_channels()
+        self.pool.refresh_workers()  # an interruption of `replace` may have skipped this
 
     def record_dropped(self, command: str, failures: Iterable[tuple[Failure, Worker]]) -> None:
         """Record the fatal failures of a request that is about to be dropped, or was dropped before the reply."""
@@ -168,14 +171,17 @@ class PendingMessages:
     def _make_ready(self, request: Request, rows: Sequence[int]) -> None:
         """Make rows with a reply ready for ``recv``, except for those that failed, which are settled later."""
         if request.failures or request.deaths:
-            if request not in self.unsettled:
-                self.unsettled.append(request)
+            self._note_unsettled(request)
             failed = self._find_rows_to_settle(request)
             rows = [row for row in rows if row not in failed]
         if request.infos or request.finals:
             self.ready_infos.update((row, request.infos.pop(row)) for row in rows if row in request.infos)
             self.ready_finals.update((row, request.finals.pop(row)) for row in rows if row in request.finals)
         self.ready += rows
+
+    def _note_unsettled(self, request: Request) -> None:
+        if request not in self.unsettled:
+            self.unsettled.append(request)
 
     def _find_rows_to_settle(self, request: Request) -> set[int]:
         """Return the rows that ``settle`` rebuilds or raises for; they do not become ready yet."""
@@ -274,7 +280,7 @@ class PendingMessages:
         while index < len(pending) and pending[index][0][1:] != number:
             index += 1
         if index == len(pending):  # the request was dropped
-            if not pending:
+            if not pending:  # this was the last message that `drop_all` has limited
                 worker.rebuild_deadline = 0.0
             command = worker.dropped.pop(number, "step")
             if outcome is not None:
@@ -434,7 +440,7 @@ class PendingMessages:
             if worker.start_failures:  # its own report is better than its exit code
                 request.failures += [(failure, worker) for failure in worker.start_failures if failure.env in rows]
         for request in dict.fromkeys(request for _, _, request in pending if request.for_recv):
-            self._make_ready(request, [])
+            self._note_unsettled(request)
 
 
 def _with_columns(expected_reply: bytes) -> bytes:

@@ -159,10 +159,10 @@ class Engine(WorkerDriver):
         elif not self.state.changing:  # otherwise a change was interrupted, and `send_reset` drops everything
             # either all rows execute a dropped message or none does, so the rest of it is written and executed
             if ids is not None or self.pool.held:
-                self.exchange.wait_until_idle()  # a reset of some rows would overwrite `Batch.requested`, see there
+                self.exchange.wait_until_idle()  # its docstring explains why
             else:
                 self.exchange.flush()
-                self.exchange.execute_own_messages()
+                self.exchange.execute_local_messages()
         if self.observers and options is not None:
             self.exchange.pickle_reset(rows, seeds, options)  # if it cannot be pickled, raise before announcing it
         seeds = self.announce_reset(rows, seeds, options, drops=not for_recv)
@@ -188,7 +188,7 @@ class Engine(WorkerDriver):
                 return None
             if not (request.failures or request.deaths):
                 break
-            if (error := exchange.settle(request)) is not None:
+            if (error := exchange.settle_request(request)) is not None:
                 try:
                     raise error
                 finally:
@@ -293,7 +293,7 @@ class Engine(WorkerDriver):
             self.rebuilder.last_good.keep(row_list)
         return result
 
-    recv_enough = recv
+    recv_enough = recv  # which has the parameters of both
 
     def _read_row_infos(self, row_list: list[int], rows: Array) -> RowInfos:
         messages = self.exchange.messages

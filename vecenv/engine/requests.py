@@ -60,8 +60,9 @@ class Request:
         command: ``"step"``, ``"reset"`` or the name of a call.
         remaining: The number of messages without a reply.
         for_recv: True if ``recv`` returns the rows, which become ready message by message; False if one call returns all.
-            Only its pending messages refer to such a request, and ``PendingMessages.unsettled``.
-        rows: The rows of a reset or of a call; ``None`` for all.
+            If True, ``Exchange.request`` does not refer to it, only its pending messages and
+            ``PendingMessages.unsettled``.
+        rows: The rows of a reset, or the row of a request of ``Submissions``; ``None``: all, or a call (not used).
         seeds, options: The arguments of a reset, for all environments and not only for ``rows``.
         droppable: True for a call that one method submits and waits for: after an interruption, the next call drops it.
         interrupted: True if an exception interrupted the wait for its result.

@@ -183,7 +183,7 @@ class WorkerPool:
         # A worker on the caller's core runs only while the caller sleeps, so it comes first. The others follow in reverse:
         # once the worker that got its message last has replied, most have, so the caller wakes up once or twice per step.
         self.wait_order = sorted(range(len(started)), key=lambda index: (not started[index].shares_core, -index))
-        self._refresh_workers()
+        self.refresh_workers()
         self.written_to = [0] * len(self.processes)  # no message to all is waiting
         return ready_messages
 
@@ -214,7 +214,7 @@ class WorkerPool:
             if worker.death is None:
                 worker.request_close()
                 self._retire(worker)
-            self._refresh_workers()
+            self.refresh_workers()
         return new
 
     def wrap_process(
@@ -225,7 +225,8 @@ class WorkerPool:
         running, shares_core = self._running[index : index + 1], self.get_placement(index).shares_core
         return WorkerProcess(index, rows, process, channel, stack_file, descriptors, token, running, shares_core)
 
-    def _refresh_workers(self) -> None:
+    def refresh_workers(self) -> None:
+        """Update the lists that depend on ``processes``."""
         self.workers = [*([] if self.local is None else [self.local]), *self.processes]
         self._write_fds = [worker.channel.out for worker in self.processes]
         self._poll = None
@@ -371,8 +372,8 @@ class WorkerPool:
             worker.channel.queue(data)
             self.unflushed.add(worker)
 
-    def queue_for_all(self, op: int, seq: int) -> None:
-        """Queue one message without a payload for all workers. :meth:`write_to_all` writes it, without any channel."""
+    def set_message_to_all(self, op: int, seq: int) -> None:
+        """Set the message without payload that :meth:`write_to_all` writes to all workers, without any channel."""
         if self.local is not None:
             self.local.unexecuted.append((op, seq, None))
         if self.processes:
@@ -394,10 +395,9 @@ class WorkerPool:
                 self.unflushed.add(worker)
         self.written_to = [0] * len(self.processes)
 
-    def drop_unqueued(self) -> None:
+    def drop_outside_channels(self) -> None:
         """Drop messages that are in no channel yet. Bytes queued in a channel stay, and precede its next message."""
         self.held.clear()
-        self._refresh_workers()  # an interruption of `replace` may have skipped this
         self.written_to = [0] * len(self.processes)  # drops a message to all
         if self.local is not None:
             self.local.unexecuted.clear()
@@ -415,12 +415,10 @@ class WorkerPool:
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
-    def wait_for_one(self, worker: WorkerProcess, deadline: float | None) -> bool | None:
-        """Wait for a worker to write or end. Spin before sleeping, if the spin policy allows that.
+    def wait_for_one(self, worker: WorkerProcess, deadline: float | None) -> bool:
+        """Wait for a worker to write or end; return ``False`` if the deadline passes first.
 
-        Returns:
-            ``False``: its pipe has bytes or is at its end, or the wait was cut short for the watchdog. ``True``: the process
-            has ended, and nothing has arrived in its pipe. ``None``: the deadline has passed.
+        Spin before sleeping, if the spin policy allows that. A check by the watchdog may end the wait early.
         """
         began = time.perf_counter()
         spun = not worker.shares_core and self._spin(worker.channel.poll)
@@ -429,12 +427,10 @@ class WorkerPool:
         self.seconds_waited += now - began
         if self.closing:
             raise closed_error()
-        if spun:
-            return False
-        if not events:
-            self.watchdog.check(self.find_late_workers())
-            return None if deadline is not None and time.monotonic() >= deadline else False
-        return worker.channel.fd not in dict(events)
+        if spun or events:
+            return True
+        self.watchdog.check(self.find_busy_workers())
+        return deadline is None or time.monotonic() < deadline
 
     def wait(self, deadline: float | None) -> list[tuple[WorkerProcess, bool]] | None:
         """Wait for workers to write, to end, or to accept queued bytes; return ``None`` after the deadline.
@@ -457,7 +453,7 @@ class WorkerPool:
         if self.closing:
             raise closed_error()
         if now > self.watchdog.next_check:
-            self.watchdog.check(self.find_late_workers())
+            self.watchdog.check(self.find_busy_workers())
         if not events:
             alive = [worker for worker in self.processes if worker.death is None]
             if must_poll and (ended := [(worker, True) for worker in alive if worker.has_ended()]):
@@ -494,24 +490,24 @@ class WorkerPool:
         self.held = deque(message for message in self.held if message[0] is not worker)
         self._poll = None
 
-    def find_late_workers(self, seconds: float = 0.0) -> list[WorkerProcess]:
-        """Return the workers that have not replied to a message. Messages that are still held do not count.
+    def find_busy_workers(self, sent_for: float = 0.0) -> list[WorkerProcess]:
+        """Return the workers that are executing a message, late or not. Messages that are still held do not count.
 
-        With ``max_concurrency``, only those with a ``sent_at`` at least ``seconds`` ago. Otherwise ``sent_at`` is minus
-        infinity, so ``seconds`` has no effect, and the deadline of the caller's wait decides.
+        With ``max_concurrency``, only those with a ``sent_at`` at least ``sent_for`` seconds ago. Otherwise ``sent_at`` is
+        minus infinity, so ``sent_for`` has no effect, and the deadline of the caller's wait decides.
         """
-        held, latest = Counter(worker for worker, *_ in self.held), time.monotonic() - seconds
+        held, latest = Counter(worker for worker, *_ in self.held), time.monotonic() - sent_for
         return [worker for worker in self.processes if len(worker.pending) > held[worker] and worker.sent_at <= latest]
 
     def next_check(self, seconds: float) -> float:
-        """Return the time at which :meth:`find_late_workers` may find another worker."""
+        """Return the time at which :meth:`find_busy_workers` may find another worker."""
         now = time.monotonic()
         return min((worker.sent_at for worker in self.processes if worker.sent_at + seconds > now), default=now) + seconds
 
     def timeout_error(self, method: str, timeout: Any, late: Sequence[WorkerProcess] = ()) -> StepTimeout:
-        """Return the exception for a call without a reply in time. ``late``: the workers to name (default: all late)."""
+        """Return the exception for a call without a reply in time. ``late``: the workers to name (default: all busy)."""
         seconds = parse_timeout(timeout)
-        return step_timeout_error(method, seconds, self._describe_late(seconds, late or self.find_late_workers()))
+        return step_timeout_error(method, seconds, self._describe_late(seconds, late or self.find_busy_workers()))
 
     def _describe_late(self, seconds: float | None, late: Sequence[WorkerProcess]) -> LateReplies:
         """Describe the workers that have not replied within ``seconds``. The text names only the first few of them."""

@@ -40,8 +40,8 @@ from vecenv.worker.snapshot_rows import SnapshotRows
 PendingMessage: TypeAlias = tuple[bytes, Sequence[int], Request]
 """A message without a reply so far: the expected reply, its rows, and its request.
 
-``PendingMessages.apply_next`` decodes only other replies than the expected one, which is a plain reply, or has the code
-``MATCHES_NO_REPLY``, so that every reply is decoded."""
+``PendingMessages.apply_next`` handles two replies without decoding them: the expected one, and the same with the code
+COLUMNS. If the reply must be decoded in any case, the expected one has the code ``MATCHES_NO_REPLY``, which no reply has."""
 
 _log = logging.getLogger("vecenv")
 _STEP: Final = int(Op.STEP)

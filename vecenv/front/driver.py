@@ -69,14 +69,13 @@ def wait_method(command: str) -> str:
     return _FETCH_METHODS.get(command, f"{command}_wait")
 
 
-def require_order(phase: Phase, method: str, owner: object, name: str = "") -> None:
+def require_order(phase: Phase, method: str, owner: object) -> None:
     """Raise Gymnasium's error for a call that is out of order.
 
     Args:
         phase: The current phase.
         method: One of the names in :data:`REQUIRED_PHASES`.
         owner: The vector environment. The message after ``close()`` names its class.
-        name: The name of the called method, if it is not ``method`` (for example ``send``).
 
     Raises:
         ClosedEnvironmentError: After ``close()``.
@@ -90,7 +89,7 @@ def require_order(phase: Phase, method: str, owner: object, name: str = "") -> N
     verb, _, kind = method.partition("_")
     if kind == "wait":
         raise NoAsyncCallError(f"Calling `{method}` without any prior call to `{verb}_async`.", verb)
-    raise pending_call_error(name or method, phase)
+    raise pending_call_error(method, phase)
 
 
 def pending_call_error(name: str, phase: Phase) -> AlreadyPendingCallError:
@@ -345,7 +344,8 @@ class Driver:
     def recv_enough(self, count: int | None, deadline: float | None, enough: int, enough_from: float) -> Stepped | None:
         """Wait for the next ``count`` rows; from ``enough_from`` (``time.monotonic()``) on, ``enough`` of them suffice.
 
-        A wait that times out changes nothing, so decreasing numbers are tried until that many rows are ready.
+        A wait that times out changes nothing, so decreasing numbers are tried until that many rows are ready. The process
+        engine and Ray's driver override this.
 
         Raises:
             NotImplementedError: The backend does not finish rows one by one.
@@ -531,7 +531,7 @@ class WorkerDriver(Driver):
         """Submit a step of some rows, for ``recv``. Errors are raised before anything is sent."""
         exchange = self.exchange
         if exchange.request is not None and not exchange.drop_if_droppable():
-            require_order(exchange.request.phase, "step_async", self, name="send")
+            raise pending_call_error("send", exchange.request.phase)
         rows = self.last_received if env_id is None else parse_env_ids(env_id, self.num_envs)
         listed: list[int] = rows.tolist()
         self.require_not_in_flight("send", listed)

@@ -87,12 +87,20 @@ def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
                 _replace_error(self, error)
             if error is self._driver.result_error:  # the exception is the result, so the call has ended
                 self._driver.result_error, state.changing = None, False
-            elif name in _RESULT_METHODS and not isinstance(error, _OWN_ERRORS) and type(error) not in _ARGUMENT_ERRORS:
-                self._driver.record_interruption()  # no effect if an environment raised: its request has then ended
+            elif name in _RESULT_METHODS and _may_be_interruption(error):
+                self._driver.record_interruption()
             raise
         state.changing = False; return result  # noqa: E702 - no call and no jump between the two
 
     return guarded
+
+
+def _may_be_interruption(error: BaseException) -> bool:
+    """True for every exception that this package does not raise on purpose.
+
+    That includes exceptions of environments, which do no harm: their request has ended, so there is none to interrupt.
+    """
+    return not isinstance(error, _OWN_ERRORS) and type(error) not in _ARGUMENT_ERRORS
 
 
 def _replace_error(envs: Any, error: BaseException) -> None:
@@ -135,7 +143,7 @@ def _check_usable(envs: Any, method: str) -> None:
             raise BusyError(f"another thread is in a call on this {name}; `{method}` was refused")
         if is_inside_call(envs, 3):  # 3: above this function and the refused call
             raise BusyError(f"a call on this {name} is under way in this thread; `{method}` was refused")
-    if state.changing and method not in _RESET_METHODS:
+    if state.changing and method not in _RESET_METHODS:  # these refuse a reset of some environments themselves
         raise ResetNeeded(f"an exception interrupted an earlier call on this {name}, and its result is lost: call reset()")
 
 

@@ -137,7 +137,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         seeds = parse_seeds(seed, self.num_envs, rows)
         resets_all = ids is None and not (isinstance(options, Mapping) and "reset_mask" in options)
         if not (resets_all and self._driver.is_interrupted):
-            require_order(self._phase, "reset_async", self)
+            require_order(self._phase, "reset_async", self)  # passes after an interrupted change: the phase is DEFAULT
         mask, others = split_reset_mask(options, self.num_envs, rows)
         if others is not None:
             capabilities = self.capabilities

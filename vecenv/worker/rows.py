@@ -353,6 +353,7 @@ class EnvRows:
             self._clear_results(ks)
         where: Sequence[int] = range(self.count)
         targets, compiled = self._targets, bool(self._write_results)
+        # compiled: functions that write a whole result, or refuse it; otherwise targets for an observation
         writers: Sequence[Any] = self._write_results if compiled else targets
         if ks is not None:
             where, steps, writers = ks, [steps[k] for k in ks], [writers[k] for k in ks]
@@ -477,7 +478,10 @@ class EnvRows:
         return self._finish()
 
     def rebuild(self, ks: list[int], seeds: Sequence[Any], options: Any, *, reset_due: bool) -> Outcome:
-        """Replace the environments of rows ``ks`` by new ones, unless they are unused, and reset them."""
+        """Close the environments of rows ``ks`` that have been used, and reset all: that builds the missing ones.
+
+        Those of a new process are unused and only reset.
+        """
         for k in ks:
             if self._used[k]:
                 self._discard_env(k)
@@ -566,7 +570,10 @@ class EnvRows:
             raise RecursionError("info: it contains itself, or is nested too deeply") from None
 
     def _clear_results(self, ks: Sequence[int] | None) -> None:
-        """Clear the infos and final flags of rows (``None``: all) before their next step or reset."""
+        """Clear the infos and final flags of rows (``None``: all) before their next step or reset.
+
+        Also clears ``columns`` of the outcome, which is reused.
+        """
         self._out.columns = False
         if ks is None:
             self._schemas.fill(NO_INFO)
@@ -578,7 +585,10 @@ class EnvRows:
             self._has_old_results = bool(self._schemas.any() or self._final.any())
 
     def _finish(self) -> Outcome:
-        """Return the outcome of this message. Only one with a payload is a new object."""
+        """Return the outcome of this message: ``_out`` if it has a payload, otherwise a shared constant.
+
+        In the first case, the next message gets a new ``_out``.
+        """
         if self.guard is not None and self.guard.due:
             self._check_settings(self.guard)
         self._running_cell[0] = -1  # the death of an idle worker is no environment's fault

@@ -414,6 +414,34 @@ def test_recv_of_all_rows_raises_without_waiting_for_the_others(
         assert "late" not in infos
 
 
+class UnpicklableInfoEnv(StepCountEnv):
+    """An environment that returns an info that cannot be pickled for action 1. For action 2 it creates a file."""
+
+    def __init__(self, row: int, file: Path) -> None:
+        super().__init__(row, 10**6)
+        self.file = file
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if action == 2:
+            self.file.touch()
+        info = {"lock": threading.Lock()} if action == 1 else {}
+        return (*super().step(action)[:4], info)
+
+
+def test_recv_at_least_raises_an_error_that_arrives_after_enough_rows(tmp_path: Path) -> None:
+    file = tmp_path / "all replies but the last are written"
+    with ready_engine([partial(UnpicklableInfoEnv, row, file) for row in range(3)], num_workers=1) as envs:
+        for row in range(3):
+            envs.send([row], [row])
+        deadline = time.monotonic() + 30
+        while not file.exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        with pytest.raises(TypeError, match="lock"):
+            envs.recv(count=3, at_least=1)
+        *_, infos = envs.recv(count=3)
+        assert sorted(infos["env_id"].tolist()) == [0, 1, 2]
+
+
 def test_recv_steps_the_callers_rows_at_once_while_workers_are_idle() -> None:
     with ready_engine(make_env_fns([50] * 4), num_workers=2, use_caller=True, batch_size=1) as envs:
         assert envs.worker_rows[0] == range(1)

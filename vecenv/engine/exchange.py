@@ -287,7 +287,7 @@ class Exchange:
                 until = enough_from if deadline is None else min(enough_from, deadline)
                 if ready == in_flight or not wait(None if until == math.inf else until):
                     return True
-                if time.monotonic() >= until:
+                if time.monotonic() >= until and not self.messages.unraised:
                     return True
             elif not wait(deadline):
                 self._apply_arrived_replies()

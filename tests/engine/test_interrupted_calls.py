@@ -21,7 +21,7 @@ from gymnasium.vector import SyncVectorEnv
 from signals import signal_handler
 
 import vecenv
-from vecenv.engine.pending_messages import PendingMessages
+from vecenv.engine.state_changes import StateChanges
 from vecenv.engine.worker_process import WorkerProcess
 from vecenv.errors import WorkerDied
 from vecenv.link.channel import Channel
@@ -207,7 +207,7 @@ def test_infos_are_complete_after_a_lost_reply_and_a_reset(num_workers: int, mon
 
     with open_engine(num_workers=num_workers) as envs:
         envs.reset(seed=0)
-        monkeypatch.setattr(PendingMessages, "apply", raise_timeout_error)
+        monkeypatch.setattr(StateChanges, "apply", raise_timeout_error)
         with pytest.raises(TimeoutError):
             envs.step(ACTIONS)
         monkeypatch.undo()

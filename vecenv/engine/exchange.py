@@ -10,8 +10,7 @@ Blocks queue messages, which are written afterwards: a write can wake a worker t
 step, and Ctrl-C in that time must not require a reset. Those that handle a failure also reap and start processes, and call
 observers. The caller's own environments are stepped inside a block.
 
-This module has most of the blocks. They mainly call methods of :class:`~vecenv.engine.pending_messages.PendingMessages`. A
-method here with the name of such a method calls it in a block.
+This module has most of the blocks. They mainly call methods of :class:`~vecenv.engine.state_changes.StateChanges`.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from vecenv.engine.pending_messages import PLAIN_REPLY, PendingMessages
 from vecenv.engine.requests import Request
+from vecenv.engine.state_changes import PLAIN_REPLY, StateChanges
 from vecenv.engine.worker_process import LocalWorker, Worker, WorkerProcess
 from vecenv.errors import failed_earlier_error, format_seconds
 from vecenv.front.arguments import ResetOptions, deadline_after, select_options
@@ -43,18 +42,18 @@ class Exchange:
 
     Args:
         state: The state of the current call, shared with the guard.
-        messages: The pending messages, with the workers, the results and the handling of failures.
+        changes: The changes of state, with the workers, the results and the handling of failures.
 
     Attributes:
         request: The pending request, if one method returns all its results together; otherwise ``None``.
-        in_flight, ready: Those of ``messages``: the rows that ``recv`` has not returned yet, and those that it may return.
+        in_flight, ready: Those of ``changes``: the rows that ``recv`` has not returned yet, and those that it may return.
         rows_at_once: The maximum number of rows in one message of ``send``; ``None`` for no limit.
     """
 
-    def __init__(self, state: CallState, messages: PendingMessages) -> None:
-        self.state, self.messages, self.num_envs = state, messages, messages.num_envs
-        self.in_flight, self.ready = messages.in_flight, messages.ready
-        self.pool, self.policy, self.failures = messages.pool, messages.policy, messages.failures
+    def __init__(self, state: CallState, changes: StateChanges) -> None:
+        self.state, self.changes, self.num_envs = state, changes, changes.num_envs
+        self.in_flight, self.ready = changes.in_flight, changes.ready
+        self.pool, self.policy, self.failures = changes.pool, changes.policy, changes.failures
         self.request: Request | None = None
         self.rows_at_once: int | None = None
         self._local_deferred = False  # the last wait deferred the caller's own share, because a worker had a reply
@@ -63,15 +62,15 @@ class Exchange:
 
     def send_plain_step(self, *, for_recv: bool) -> None:
         """Send a step of all rows, with the actions in shared memory."""
-        pool, messages = self.pool, self.messages
+        pool, changes = self.pool, self.changes
         if pool.max_concurrency is not None:
             self.send_step(range(self.num_envs), None, for_recv=for_recv)
             return
         workers = pool.workers
         self.state.changing = True
-        if messages.store.in_use:
-            messages.store.renew(keep=for_recv)  # `recv` may return some rows before others fail
-        seq = messages.next_number()
+        if changes.store.in_use:
+            changes.store.renew(keep=for_recv)  # `recv` may return some rows before others fail
+        seq = changes.next_number()
         request = Request("step", for_recv, len(workers))
         expected_reply = pack_head(PLAIN_REPLY, seq)
         for worker in workers:
@@ -100,14 +99,14 @@ class Exchange:
             for worker, worker_rows in parts
         ]
         self.state.changing = True
-        messages, request = self.messages, Request("step", for_recv)
+        changes, request = self.changes, Request("step", for_recv)
         if failed:
-            if (error := messages.queue_rebuilds(request, failed)) is not None:
+            if (error := changes.queue_rebuilds(request, failed)) is not None:
                 self.state.changing = False
                 raise error
-            messages.not_stepped.update(failed)
+            changes.not_stepped.update(failed)
         for (worker, worker_rows), payload in zip(parts, payloads, strict=True):
-            messages.add(worker, _STEP_SOME, worker_rows, request, payload)
+            changes.add(worker, _STEP_SOME, worker_rows, request, payload)
         if for_recv:
             self.in_flight.update(rows)
         else:
@@ -124,36 +123,36 @@ class Exchange:
         if not failed:
             return []
         self.state.changing = True
-        self.messages.handle_undetected_deaths(failed.keys() & set(rows))
+        self.changes.handle_undetected_deaths(failed.keys() & set(rows))
         self.state.changing = False
         return sorted(failed.keys() & set(rows))
 
     def send_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions, *, for_recv: bool) -> None:
         """Send a reset of some rows and replace their dead workers. Unless ``for_recv``, first drop all pending requests."""
-        messages, payloads = self.messages, self.pickle_reset(rows, seeds, options)  # may raise
+        changes, payloads = self.changes, self.pickle_reset(rows, seeds, options)  # may raise
         # after an interrupted change, `settle` may already have recorded the failures of the request
         dropped = None if for_recv or self.state.changing else self.request
         self.state.changing = True
         if dropped is not None:
-            messages.record_dropped(dropped.command, dropped.failures)
+            changes.record_dropped(dropped.command, dropped.failures)
         if not for_recv:
             self.request = None
-            messages.drop_all()
+            changes.drop_all()
         if not for_recv and len(rows) < self.num_envs:
             others = np.isin(np.arange(self.num_envs), rows, invert=True)
-            messages.batch.info_schemas[others], messages.batch.final[others] = NO_INFO, False
-            messages.rebuilder.last_good.restore(self.failures.failed.keys() - set(rows))
-        messages.handle_undetected_deaths(rows)
-        if (error := messages.replace_dead(rows)) is not None:
+            changes.batch.info_schemas[others], changes.batch.final[others] = NO_INFO, False
+            changes.rebuilder.last_good.restore(self.failures.failed.keys() - set(rows))
+        changes.handle_undetected_deaths(rows)
+        if (error := changes.replace_dead(rows)) is not None:
             self.state.changing = False
             raise error
         self.failures.forget(rows)
         request = Request("reset", for_recv)
         request.seeds, request.options, request.rows = seeds, options, rows
         for (worker, worker_rows), payload in zip(self.pool.split(rows), payloads, strict=True):
-            messages.add(worker, Op.RESET_SOME, worker_rows, request, payload)
+            changes.add(worker, Op.RESET_SOME, worker_rows, request, payload)
         if for_recv:
-            messages.put_reset_in_flight(rows)
+            changes.put_reset_in_flight(rows)
         else:
             self.request = request
         self.state.changing = False
@@ -174,7 +173,7 @@ class Exchange:
         if self.request is None or not self.request.droppable:
             return False
         self.state.changing = True
-        self.messages.drop_request(self.request)
+        self.changes.drop_request(self.request)
         self.request = None
         self.state.changing = False
         return True
@@ -193,7 +192,7 @@ class Exchange:
         request = Request(command)
         request.droppable = True
         for (worker, _), payload in zip(parts, payloads, strict=True):
-            self.messages.add(worker, op, worker.rows, request, payload)
+            self.changes.add(worker, op, worker.rows, request, payload)
         self.request = request
         self.state.changing = False
         self.flush()
@@ -225,10 +224,10 @@ class Exchange:
     def settle_request(self, request: Request) -> Exception | None:
         """Settle the failures of the pending request: return the exception that ends it, or queue rebuild messages."""
         self.state.changing = True
-        error, failed = self.messages.settle(request)
+        error, failed = self.changes.settle(request)
         if error is not None:
             self.request = None
-            self.messages.count_results(request, failed)
+            self.changes.count_results(request, failed)
         self.state.changing = False
         return error
 
@@ -254,7 +253,7 @@ class Exchange:
             raise pending_call_error("recv", request.phase)
         self.state.changing = True
         self.request = None
-        self.messages.convert_for_recv(request)
+        self.changes.convert_for_recv(request)
         self.state.changing = False
         self.flush()
 
@@ -269,9 +268,9 @@ class Exchange:
         wants_all = enough is None and count == self.num_envs
         enough = count if enough is None else enough
         while True:
-            if self.messages.unraised:
+            if self.changes.unraised:
                 self.state.changing = True
-                error = self.messages.take_unraised()
+                error = self.changes.take_unraised()
                 self.state.changing = False
                 try:
                     raise error
@@ -287,11 +286,11 @@ class Exchange:
                 until = enough_from if deadline is None else min(enough_from, deadline)
                 if ready == in_flight or not wait(None if until == math.inf else until):
                     return True
-                if time.monotonic() >= until and not self.messages.unraised:
+                if time.monotonic() >= until and not self.changes.unraised:
                     return True
             elif not wait(deadline):
                 self._apply_arrived_replies()
-                if self.messages.unraised or len(self.ready) >= enough:
+                if self.changes.unraised or len(self.ready) >= enough:
                     continue
                 if limit is None:
                     return False
@@ -309,8 +308,8 @@ class Exchange:
             self.state.changing = False
         for worker in pool.flush():
             self.state.changing = True
-            self.messages.handle_death(worker)
-            self.messages.settle_for_recv()
+            self.changes.handle_death(worker)
+            self.changes.settle_for_recv()
             self.state.changing = False
 
     def wait_for(self, request: Request, deadline: float | None) -> bool:
@@ -342,14 +341,14 @@ class Exchange:
 
         Waits for one worker after another: most reply during the first wait, so the caller wakes up once or twice per step.
         """
-        pool, messages, processes = self.pool, self.messages, self.pool.processes
+        pool, changes, processes = self.pool, self.changes, self.pool.processes
         if pool.local is not None:
             self.execute_local_messages()
         # wait, then read; from the second worker on, first try to read, because most have replied by then
         for position, index in enumerate(pool.wait_order):
             read_first = position > 0
             while (worker := processes[index]).pending:  # a dead worker may be replaced meanwhile
-                if messages.unraised and self.in_flight:  # without rows in flight, this is no `recv`
+                if changes.unraised and self.in_flight:  # without rows in flight, this is no `recv`
                     return True
                 if not read_first:
                     if pool.unflushed or pool.held or len(pool.written_to) < len(processes):
@@ -363,12 +362,12 @@ class Exchange:
                         self._kill_late_rebuild(worker)
                         continue
                 self.state.changing = True
-                received = messages.apply_next(worker)
+                received = changes.apply_next(worker)
                 if not received and not read_first and worker.has_ended():  # its pipe may be held open
-                    messages.handle_death(worker)
+                    changes.handle_death(worker)
                 read_first = received
-                if messages.unsettled:
-                    messages.settle_for_recv()
+                if changes.unsettled:
+                    changes.settle_for_recv()
                 self.state.changing = False
         return True
 
@@ -378,7 +377,7 @@ class Exchange:
         Alternates between the caller's own share and the replies of worker processes.
         """
         self.flush()
-        pool, messages = self.pool, self.messages
+        pool, changes = self.pool, self.changes
         local = pool.local
         if local is not None and local.unexecuted:
             if self._local_deferred or not (pool.processes and pool.has_reply()):
@@ -399,9 +398,9 @@ class Exchange:
             return True
         self.state.changing = True
         for worker, ended in events:
-            if worker.death is None and not messages.apply_next(worker) and ended:
-                messages.handle_death(worker)
-        messages.settle_for_recv()
+            if worker.death is None and not changes.apply_next(worker) and ended:
+                changes.handle_death(worker)
+        changes.settle_for_recv()
         self.state.changing = False
         if pool.unflushed:  # rebuild messages, which have a time limit
             self.flush()
@@ -413,9 +412,9 @@ class Exchange:
         """Apply all replies that have arrived, including those of workers that were not waited for."""
         for worker in self.pool.processes:
             self.state.changing = True
-            while worker.pending and self.messages.apply_next(worker):
+            while worker.pending and self.changes.apply_next(worker):
                 pass
-            self.messages.settle_for_recv()
+            self.changes.settle_for_recv()
             self.state.changing = False
 
     def execute_local_messages(self) -> None:
@@ -445,8 +444,8 @@ class Exchange:
                 self.ready += rows
         else:
             has_payload = outcome.has_payload()
-            self.messages.apply(local, pack_number(seq), outcome if has_payload else None, outcome.columns or has_payload)
-            self.messages.settle_for_recv()
+            self.changes.apply(local, pack_number(seq), outcome if has_payload else None, outcome.columns or has_payload)
+            self.changes.settle_for_recv()
         self.state.changing = False
 
     # -- late replies ------------------------------------------------------------------------------------------------
@@ -470,7 +469,7 @@ class Exchange:
         """Kill a worker that took too long to rebuild environments, unless its message was held back for a while."""
         seconds = self.policy.start_timeout + (self.policy.step_timeout or 0.0)
         if worker.has_started and worker.pending and worker not in self.pool.find_busy_workers(sent_for=seconds):
-            self.messages.limit_rebuild(worker)
+            self.changes.limit_rebuild(worker)
         else:
             self._kill([worker], f"it hung for more than {format_seconds(seconds)}", seconds)
 
@@ -484,8 +483,8 @@ class Exchange:
             # a later reset kill a worker that is in use again.
             self.state.changing, worker.kill_reason, worker.timeout = True, text, timeout
             worker.watch.signal(9)
-            self.messages.handle_death(worker)
-            self.messages.settle_for_recv()
+            self.changes.handle_death(worker)
+            self.changes.settle_for_recv()
             self.state.changing = False
 
     def kill_pending(self, rows: Collection[int]) -> None:

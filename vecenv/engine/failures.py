@@ -1,4 +1,4 @@
-"""Records of failures, and the data for rebuilding failed rows. ``vecenv.engine.pending_messages`` handles failures.
+"""Records of failures, and the data for rebuilding failed rows. ``vecenv.engine.state_changes`` handles failures.
 
 A failed row cannot be used until its environment has been rebuilt. A reset rebuilds it; with ``on_failure="restart"``, so
 does the step in which it failed or its next step.

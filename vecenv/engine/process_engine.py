@@ -19,8 +19,8 @@ from vecenv import freezing
 from vecenv.engine.exchange import Exchange
 from vecenv.engine.failures import FailureLog, Policy, Rebuilder
 from vecenv.engine.observers import Observer
-from vecenv.engine.pending_messages import PendingMessages
 from vecenv.engine.requests import Request
+from vecenv.engine.state_changes import StateChanges
 from vecenv.engine.stats import measure_workers
 from vecenv.engine.worker_pool import PoolOptions, WorkerPool
 from vecenv.engine.worker_process import LocalWorker, Worker
@@ -97,10 +97,10 @@ class Engine(WorkerDriver):
         if not options.placements:
             options.placements, options.caller_spin = placements(num_workers)
         self.pool = WorkerPool(plan, self.arena, batch, options, policy)
-        messages = PendingMessages(
+        changes = StateChanges(
             self.pool, policy, self.failures, self.rebuilder, batch, self.store, self.infos, self.counters
         )
-        self.exchange = Exchange(self.state, messages)
+        self.exchange = Exchange(self.state, changes)
         try:
             self.mismatches = self._start(env_fns, plan, num_workers, caller_share)
         except BaseException:
@@ -212,10 +212,10 @@ class Engine(WorkerDriver):
                 observer.on_result(None, observed)
         self.state.changing = True  # until the guard has returned the result
         exchange.request, self.last_received = None, self._all_rows
-        if request.command == "step" and not exchange.messages.not_stepped:  # the usual case
+        if request.command == "step" and not exchange.changes.not_stepped:  # the usual case
             self.counters.steps += self.num_envs
         else:
-            exchange.messages.count_results(request)
+            exchange.changes.count_results(request)
         if self.restarts_rows:
             self.rebuilder.last_good.keep(range(self.num_envs))
         return result
@@ -261,7 +261,7 @@ class Engine(WorkerDriver):
             StepTimeout: The rows did not finish within ``step_timeout``.
             Exception: The exception of an environment, or the death of a worker; rows that did not fail stay ready.
         """
-        exchange, messages = self.exchange, self.exchange.messages
+        exchange, changes = self.exchange, self.exchange.changes
         if exchange.request is not None and not exchange.drop_if_droppable():
             exchange.convert_for_recv(exchange.request)
         if count is None:
@@ -278,7 +278,7 @@ class Engine(WorkerDriver):
             if succeeds_when_repeated(lambda: self.store.take(rows)):
                 raise  # a signal handler raised it
             self.state.changing = True
-            messages.remove_received(row_list)
+            changes.remove_received(row_list)
             self.state.changing = False
             raise
         infos = self._read_row_infos(row_list, rows)
@@ -287,7 +287,7 @@ class Engine(WorkerDriver):
         for observer in self.observers:
             observer.on_result(rows, result)
         self.state.changing = True  # until the guard has returned the result
-        messages.remove_received(row_list)
+        changes.remove_received(row_list)
         self.last_received = rows
         if self.restarts_rows:
             self.rebuilder.last_good.keep(row_list)
@@ -296,12 +296,12 @@ class Engine(WorkerDriver):
     recv_enough = recv  # which has the parameters of both
 
     def _read_row_infos(self, row_list: list[int], rows: Array) -> RowInfos:
-        messages = self.exchange.messages
+        changes = self.exchange.changes
         finals: dict[int, Any] = {} if self.batch.final_observations is None else self._shared_finals(row_list)
         infos: dict[int, Any] = {}
-        if messages.ready_infos or messages.ready_finals:
-            infos = {row: messages.ready_infos[row] for row in row_list if row in messages.ready_infos}
-            finals |= {row: messages.ready_finals[row] for row in row_list if row in messages.ready_finals}
+        if changes.ready_infos or changes.ready_finals:
+            infos = {row: changes.ready_infos[row] for row in row_list if row in changes.ready_infos}
+            finals |= {row: changes.ready_finals[row] for row in row_list if row in changes.ready_finals}
         return WorkerInfos(self.infos, rows, len(rows), infos, finals)
 
     def freeze(self, rows: list[int]) -> list[freezing.Frozen]:
@@ -512,7 +512,7 @@ class Engine(WorkerDriver):
         self.exchange.request = None
         self.observers.clear()
         closed_in_child.discard(self)
-        for owner in (self, self.exchange.messages):  # memory is unmapped once the program holds no array that refers to it
+        for owner in (self, self.exchange.changes):  # memory is unmapped once the program holds no array that refers to it
             for name in ("arena", "batch", "store", "infos", "_no_infos", "rebuilder", "stage"):
                 owner.__dict__.pop(name, None)
 

@@ -54,10 +54,10 @@ class Submissions:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._state, self._messages = engine, engine.state, engine.exchange.messages
+        self._engine, self._state, self._changes = engine, engine.state, engine.exchange.changes
         self.failed, self.verified = engine.failures.failed, engine.verified
         self.deaths: deque[Death] = deque()
-        workers = self._messages.pool.processes
+        workers = self._changes.pool.processes
         self._worker_index = {row: worker.index for worker in workers for row in worker.rows}
         self._selector = selectors.DefaultSelector()
         self._descriptors = DescriptorOwner(self)
@@ -90,13 +90,13 @@ class Submissions:
             SnapshotMismatch: The observation of the snapshot does not fit.
             Exception: The payload cannot be pickled.
         """
-        messages, worker = self._messages, self._find_worker(row)
+        changes, worker = self._changes, self._find_worker(row)
         if worker.death is not None or (command != "reset" and row in self.failed):
             raise failed_earlier_error({row: self.failed[row]})
         if command == "check":
-            require_observation(messages.store, row, payload.row)
+            require_observation(changes.store, row, payload.row)
         op, name, pack = _COMMANDS[command]
-        packed = messages.pool.pickle_for(worker, pack(row - worker.rows[0], payload))
+        packed = changes.pool.pickle_for(worker, pack(row - worker.rows[0], payload))
         request = Request(name)
         request.rows = [row]
         if command == "save":
@@ -106,10 +106,10 @@ class Submissions:
         elif command == "load":
             request.convert_result = partial(self._accept_loaded, row, payload)
         elif command == "reset":
-            messages.failures.forget([row])
+            changes.failures.forget([row])
         self._state.changing = True
-        messages.add(worker, op | OVERLAPS if len(worker.rows) > 1 else op, [row], request, packed)
-        messages.in_flight.add(row)
+        changes.add(worker, op | OVERLAPS if len(worker.rows) > 1 else op, [row], request, packed)
+        changes.in_flight.add(row)
         self._state.changing = False
         self._flush()
         return request
@@ -140,11 +140,11 @@ class Submissions:
 
     def _receive(self, worker: WorkerProcess, ended: bool) -> list[Request]:
         """Apply the replies of a worker or its death, and return the requests that are now finished."""
-        messages, submitted = self._messages, list(worker.pending)
+        changes, submitted = self._changes, list(worker.pending)
         if ended:
-            messages.handle_death(worker)
+            changes.handle_death(worker)
         else:
-            while messages.apply_next(worker) and worker.pending:
+            while changes.apply_next(worker) and worker.pending:
                 pass
         finished = [request for _, _, request in submitted if not request.remaining]
         if worker.death is not None and worker in self._watched:
@@ -160,16 +160,16 @@ class Submissions:
 
     def _take_result(self, request: Request) -> tuple[Any, Exception | None]:
         """Return the result of a finished request, or its error."""
-        messages, command = self._messages, request.command
+        changes, command = self._changes, request.command
         assert request.rows is not None
         row = request.rows[0]
         if command != "start":
-            messages.in_flight.discard(row)
+            changes.in_flight.discard(row)
         if request.deaths:
             return None, request.deaths[0].error()
         if request.failures:
             ((_, worker), *_) = request.failures
-            ((_, error), *_) = messages.failures.record(command, request.failures)
+            ((_, error), *_) = changes.failures.record(command, request.failures)
             if command not in ("step", "reset"):
                 return None, error
             failure = EnvFailed(f"env {row}, {worker.label}, during {command}: {summary(error)}")
@@ -181,25 +181,25 @@ class Submissions:
             return None, error
 
     def _read(self, request: Request, row: int) -> Any:
-        messages, batch = self._messages, self._messages.batch
+        changes, batch = self._changes, self._changes.batch
         if request.command not in ("step", "reset"):
             result = request.results.get(row)
             return result if request.convert_result is None else request.convert_result(result)
         if row in request.infos:
             info = request.infos[row]
         else:
-            info = messages.infos.row_info(row) if request.may_have_infos else {}
-        observation = messages.store.row(row)
+            info = changes.infos.row_info(row) if request.may_have_infos else {}
+        observation = changes.store.row(row)
         if request.command == "reset":
-            messages.counters.resets += 1
+            changes.counters.resets += 1
             return observation, info
-        messages.counters.steps += count_steps(info)
+        changes.counters.steps += count_steps(info)
         flags = bool(batch.terminations[row]), bool(batch.truncations[row])
         return observation, float(batch.rewards[row]), *flags, info
 
     def _accept_loaded(self, row: int, snapshot: Snapshot, _: Any) -> Any:
         self._engine.accept_loaded(row, snapshot)
-        return self._messages.store.row(row)
+        return self._changes.store.row(row)
 
     # -- workers ---------------------------------------------------------------------------------------------------------
 
@@ -224,21 +224,21 @@ class Submissions:
             RestartsExhausted: The budget is exhausted.
             OSError: The system lacks resources at the moment. Further attempts are not counted again.
         """
-        messages, worker = self._messages, self._find_worker(row)
+        changes, worker = self._changes, self._find_worker(row)
         if (death := worker.death) is None:
             raise ValueError(f"{worker.label}, is alive")
-        if budget is not None and (error := messages.rebuilder.count_restarts(worker.rows, [worker], budget)) is not None:
+        if budget is not None and (error := changes.rebuilder.count_restarts(worker.rows, [worker], budget)) is not None:
             raise error
         try:
-            new = messages.pool.replace(worker)
+            new = changes.pool.replace(worker)
         except OSError as error:
             if budget is not None:
                 cause = f"{death.first_line}; a new process cannot be started: {error}"
-                messages.failures.restart_log.log(cause)
+                changes.failures.restart_log.log(cause)
             raise
         if budget is None:
-            messages.failures.restarts += 1
-        messages.failures.forget(worker.rows)
+            changes.failures.restarts += 1
+        changes.failures.forget(worker.rows)
         request = self._starting[new] = Request("start")
         request.rows = list(new.rows)
         self._watch(new)
@@ -263,7 +263,7 @@ class Submissions:
         self._selector.close()
 
     def _find_worker(self, row: int) -> WorkerProcess:
-        return self._messages.pool.processes[self._worker_index[row]]
+        return self._changes.pool.processes[self._worker_index[row]]
 
     def _watch(self, worker: WorkerProcess) -> None:
         # A duplicate, because the original is closed before `_unwatch` can unregister it, and a copy of it in a forked child
@@ -283,7 +283,7 @@ class Submissions:
 
     def _flush(self) -> None:
         """Write queued messages as far as pipes accept them, and watch full pipes."""
-        pool = self._messages.pool
+        pool = self._changes.pool
         if pool.held:
             pool.release_held()
         pool.flush()  # collect() detects workers that have closed their pipes

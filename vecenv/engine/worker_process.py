@@ -40,7 +40,7 @@ from vecenv.worker.snapshot_rows import SnapshotRows
 PendingMessage: TypeAlias = tuple[bytes, Sequence[int], Request]
 """A message without a reply so far: the expected reply, its rows, and its request.
 
-``PendingMessages.apply_next`` handles two replies without decoding them: the expected one, and the same with the code
+``StateChanges.apply_next`` handles two replies without decoding them: the expected one, and the same with the code
 COLUMNS. If the reply must be decoded in any case, the expected one has the code ``MATCHES_NO_REPLY``, which no reply has."""
 
 _log = logging.getLogger("vecenv")

@@ -1,4 +1,4 @@
-"""The pending messages of an engine: queues messages, applies replies, and handles failures.
+"""The changes of an engine's state: queued messages, applied replies, and handled failures.
 
 Nothing here writes messages or waits for replies. All methods, except ``limit_rebuild`` (a single store), are called inside
 blocks of state changes (see :mod:`vecenv.engine.exchange`), which end before the queued messages are written.
@@ -50,10 +50,10 @@ _COLUMNS_REPLY: Final = bytes([Reply.COLUMNS])
 _FOR_ALL_ROWS: Final = {int(Op.STEP_SOME): int(Op.STEP), int(Op.RESET_SOME): int(Op.RESET)}
 
 
-class PendingMessages:
-    """The changes of state of one engine: queues messages, applies replies, handles failures, has the rows for ``recv``.
+class StateChanges:
+    """The changes of state of one engine: queues messages, applies replies, handles failures, keeps the rows for ``recv``.
 
-    The workers hold the pending messages themselves (``Worker.pending``).
+    The workers hold the pending messages (``Worker.pending``).
 
     Args:
         pool: The workers.

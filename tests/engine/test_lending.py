@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import resource
+import select
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -287,6 +288,27 @@ def test_row_that_fails_keeps_the_observation_of_its_latest_step() -> None:
         envs.recv(count=3)
     assert_identical(envs.observations[row], received[0])
     assert (held[row] != received[0]).any()
+    envs.close()
+
+
+@pytest.mark.parametrize("env_threads", [1, 2])
+def test_submitted_steps_leave_an_observation_of_an_earlier_reset_as_it_was(env_threads: int) -> None:
+    envs = open_envs(num_workers=1, env_threads=env_threads)
+    assert lends(envs)
+    lent, _ = envs.reset(seed=1)
+    expected = lent.copy()
+    submissions = envs.submissions()
+    for row in range(COUNT):
+        submissions.submit(row, "step", 0)
+    finished: list[Any] = []
+    while len(finished) < COUNT:
+        assert select.select([submissions], [], [], 40.0)[0]
+        finished += submissions.collect()
+    assert [error for _, _, error in finished] == [None] * COUNT
+    assert_identical(lent, expected)
+    for request, (observation, *_), _ in finished:
+        assert (observation != lent[request.rows[0]]).any()
+    submissions.close()
     envs.close()
 
 

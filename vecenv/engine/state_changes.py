@@ -28,6 +28,7 @@ from vecenv.link.infos import InfoReader
 from vecenv.link.messages import (
     HEAD,
     LAST_STEP_OP,
+    OVERLAPS,
     Failure,
     Op,
     Outcome,
@@ -98,7 +99,7 @@ class StateChanges:
 
     def add(self, worker: Worker, op: int, rows: Sequence[int], request: Request, payload: Any) -> None:
         """Add a pending message with a new number and queue it. For all rows of the worker, ``*_SOME`` loses its suffix."""
-        if self.store.in_use and op <= LAST_STEP_OP:
+        if self.store.in_use and op & ~OVERLAPS <= LAST_STEP_OP:
             self.store.renew()
         seq, rebuilds = self.next_number(), op == Op.REBUILD_SOME
         if len(rows) == len(worker.rows) and not rebuilds:

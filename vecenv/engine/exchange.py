@@ -1,10 +1,10 @@
 """The exchange of messages with workers: submits requests, writes their messages, and waits for replies.
 
-A signal handler can raise after any call and at any jump (see :mod:`vecenv.front.guard`). So state changes only in short
-blocks between ``state.changing = True`` and ``state.changing = False``, and no block waits for a reply. An exception during
-a *wait* loses nothing, and the wait can be repeated. An exception in a *block* may lose a request or a result: ``changing``
-stays set, every call but ``reset()`` raises ``ResetNeeded``, and ``reset()`` drops all pending requests. A block is no
-``with`` statement, because an exception must leave ``changing`` set.
+A signal handler can raise after any call and at any jump (see :mod:`vecenv.front.guard`). So state changes by a single
+store, or in short blocks between ``state.changing = True`` and ``state.changing = False``, and no block waits for a reply.
+An exception during a *wait* loses nothing, and the wait can be repeated. An exception in a *block* may lose a request or a
+result: ``changing`` stays set, every call but ``reset()`` raises ``ResetNeeded``, and ``reset()`` drops all pending
+requests. A block is no ``with`` statement, because an exception must leave ``changing`` set.
 
 Blocks queue messages, which are written afterwards: a write can wake a worker that then takes the caller's core for a whole
 step, and Ctrl-C in that time must not require a reset. Those that handle a failure also reap and start processes, and call
@@ -69,7 +69,9 @@ class Exchange:
         workers = pool.workers
         self.state.changing = True
         if changes.store.in_use:
-            changes.store.renew(keep=for_recv)  # `recv` may return some rows before others fail
+            # for `recv`, copy the rows: one may be returned, sent again and fail; `keep_rows` would then restore its
+            # observation from before this step
+            changes.store.renew(keep=for_recv)
         seq = changes.next_number()
         request = Request("step", for_recv, len(workers))
         expected_reply = pack_head(PLAIN_REPLY, seq)
@@ -234,8 +236,9 @@ class Exchange:
     def wait_until_idle(self) -> None:
         """Wait for all replies. Required before a reset of some rows, and before one of all rows if messages are held.
 
-        Such a reset drops all results. A worker reads the rows of a message from ``Batch.requested`` when it begins to
-        execute it, so an earlier reset would overwrite them. ``StepTimeout`` names ``recv``, not the reset that called this.
+        A reset of some rows marks them in ``Batch.requested``, where workers read the rows of earlier messages only when
+        they execute them. A reset of all rows would drop held messages, so that only some rows would execute the request.
+        Both resets drop all results. ``StepTimeout`` names ``recv``, not the reset that called this.
         """
         deadline = deadline_after(self.policy.step_timeout)
         while any(worker.pending for worker in self.pool.workers):
@@ -266,6 +269,7 @@ class Exchange:
         limit = self.policy.step_timeout if deadline is None else None
         deadline = deadline_after(limit) if deadline is None else deadline
         wants_all = enough is None and count == self.num_envs
+        wait = self._wait_worker_by_worker if wants_all else self._wait_for_next_replies
         enough = count if enough is None else enough
         while True:
             if self.changes.unraised:
@@ -281,11 +285,11 @@ class Exchange:
                 return True
             if in_flight < enough:
                 raise too_few_in_flight_error(enough, in_flight, ready)
-            wait = self._wait_worker_by_worker if wants_all and in_flight == count else self._wait_for_next_replies
-            if ready >= enough:
+            if ready >= enough:  # wait for more, but only until `enough_from`
                 until = enough_from if deadline is None else min(enough_from, deadline)
                 if ready == in_flight or not wait(None if until == math.inf else until):
                     return True
+                # a reply may have arrived, but it is too late for another wait; a new exception is raised first
                 if time.monotonic() >= until and not self.changes.unraised:
                     return True
             elif not wait(deadline):
@@ -299,7 +303,10 @@ class Exchange:
     # -- writing and waiting -----------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Write queued messages, as far as the pipes and ``max_concurrency`` allow. An interrupted flush can be repeated."""
+        """Write queued messages, as far as the pipes and ``max_concurrency`` allow.
+
+        The next flush continues one that was interrupted outside of its blocks.
+        """
         pool = self.pool
         if len(pool.written_to) < len(pool.processes) or pool.held:
             self.state.changing = True
@@ -348,7 +355,9 @@ class Exchange:
         for position, index in enumerate(pool.wait_order):
             read_first = position > 0
             while (worker := processes[index]).pending:  # a dead worker may be replaced meanwhile
-                if changes.unraised and self.in_flight:  # without rows in flight, this is no `recv`
+                # Rows in flight: this is `recv`. Without any, `unraised` may still have an exception about rows that were
+                # returned since, which must not end the wait for a call.
+                if changes.unraised and self.in_flight:
                     return True
                 if not read_first:
                     if pool.unflushed or pool.held or len(pool.written_to) < len(processes):
@@ -426,7 +435,8 @@ class Exchange:
         """Execute the next message to the caller's own share. An interrupted step leaves it in an undefined state."""
         op, seq, _ = local.unexecuted[0]
         is_call = op > LAST_STEP_OP  # an interrupted call leaves the environments usable
-        self.state.changing = not is_call
+        if not is_call:
+            self.state.changing = True
         try:
             outcome = local.execute_next()
         except BaseException:

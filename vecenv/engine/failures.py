@@ -392,7 +392,8 @@ class Rebuilder:
             request.rebuilding[row] = self.last_good.copy_row(row) if stepping else None
         seeds: list[Any] = [int(child.generate_state(1)[0]) for child in self.seeds.spawn(len(rows))]
         if request.seeds is not None:
-            reseeded = set(rows if request.rows is None else request.rows) - request.repeated
+            assert request.rows is not None  # every reset has rows
+            reseeded = set(request.rows) - request.repeated
             given = [request.seeds[row] if row in reseeded else None for row in rows]
             seeds = [fresh if seed is None else seed for seed, fresh in zip(given, seeds, strict=True)]
             request.repeated.update(rows)

@@ -159,7 +159,7 @@ class Engine(WorkerDriver):
         elif not self.state.changing:  # otherwise a change was interrupted, and `send_reset` drops everything
             # either all rows execute a dropped message or none does, so the rest of it is written and executed
             if ids is not None or self.pool.held:
-                self.exchange.wait_until_idle()  # its docstring explains why
+                self.exchange.wait_until_idle()
             else:
                 self.exchange.flush()
                 self.exchange.execute_local_messages()

@@ -62,7 +62,7 @@ class Request:
         for_recv: True if ``recv`` returns the rows, which become ready message by message; False if one call returns all.
             If True, ``Exchange.request`` does not refer to it, only its pending messages and
             ``StateChanges.unsettled``.
-        rows: The rows of a reset, or the row of a request of ``Submissions``; ``None``: all, or a call (not used).
+        rows: The rows of a reset, or the row of a request of ``Submissions``; ``None`` for other steps and calls.
         seeds, options: The arguments of a reset, for all environments and not only for ``rows``.
         droppable: True for a call that one method submits and waits for: after an interruption, the next call drops it.
         interrupted: True if an exception interrupted the wait for its result.

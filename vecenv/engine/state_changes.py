@@ -156,7 +156,8 @@ class StateChanges:
 
     def convert_for_recv(self, request: Request) -> None:
         """Convert a reset, so that ``recv`` returns its rows as they become ready."""
-        rows = list(range(self.num_envs)) if request.rows is None else list(request.rows)
+        assert request.rows is not None  # every reset has rows
+        rows = list(request.rows)
         request.for_recv = True
         self.put_reset_in_flight(rows)
         unanswered = {
@@ -229,7 +230,8 @@ class StateChanges:
             self.counters.steps += self.num_envs - len(self.not_stepped.union(failed))
             self.not_stepped.clear()
         elif request.command == "reset":
-            self.counters.resets += (self.num_envs if request.rows is None else len(request.rows)) - len(failed)
+            assert request.rows is not None
+            self.counters.resets += len(request.rows) - len(failed)
 
     # -- replies -----------------------------------------------------------------------------------------------------
 
@@ -281,8 +283,9 @@ class StateChanges:
         while index < len(pending) and pending[index][0][1:] != number:
             index += 1
         if index == len(pending):  # the request was dropped
-            if not pending:  # this was the last message that `drop_all` has limited
+            if not pending:  # otherwise the reply to a later message ends the limit that `drop_all` has set: see `add`
                 worker.rebuild_deadline = 0.0
+            # no entry if an exception interrupted `drop_request` before it put the other messages back
             command = worker.dropped.pop(number, "step")
             if outcome is not None:
                 self.record_dropped(command, [(failure, worker) for failure in outcome.failures])
@@ -340,7 +343,7 @@ class StateChanges:
         error: Exception | None
         if rebuilds:
             self._end_workers_out_of_memory(request.command, raised)
-            failed |= self._find_rows_to_settle(request)  # with the rows of workers that have just been killed
+            failed |= self._find_rows_to_settle(request)  # with unanswered rows of the workers just killed
             error = self.queue_rebuilds(request, sorted(failed))
         else:
             error = self.failures.combine(request, raised)
@@ -383,7 +386,7 @@ class StateChanges:
             return payloads
         for (worker, worker_rows), payload in zip(parts, payloads, strict=True):
             self.add(worker, Op.REBUILD_SOME, worker_rows, request, self.pool.pickle_for(worker, payload))
-            self.limit_rebuild(worker)
+            self.limit_rebuild(worker)  # for a worker that is alive; `replace_dead` has limited new ones
         return None
 
     def handle_undetected_deaths(self, rows: Collection[int]) -> None:
@@ -398,6 +401,7 @@ class StateChanges:
         for worker in list(self.pool.processes):
             if worker.death is not None and not set(rows).isdisjoint(worker.rows):
                 try:
+                    # here, because `send_reset` queues no rebuild message
                     self.limit_rebuild(self.pool.replace(worker))
                 except OSError as error:
                     if isinstance(error, TimeoutError):  # from a signal handler with a time limit, not from the start
@@ -432,9 +436,9 @@ class StateChanges:
             request.create_containers()
             request.remaining -= 1
             request.lost.update(rows)
-            rebuilt = request.rebuilding.keys() & set(rows)
-            self.failures.restart_counted -= rebuilt  # a death during their rebuild counts as another restart
-            for row in rebuilt:
+            unfinished = request.rebuilding.keys() & set(rows)
+            self.failures.restart_counted -= unfinished  # a death during their rebuild counts as another restart
+            for row in unfinished:
                 del request.rebuilding[row]
             if death not in request.deaths:
                 request.deaths.append(death)

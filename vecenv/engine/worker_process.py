@@ -113,6 +113,9 @@ class WorkerProcess:
     """A process that steps ``rows``. It replies to messages in order, except with ``env_threads``.
 
     Attributes:
+        channel: The pipes to it. ``channel.poll(milliseconds)`` returns events of these.
+        poll: ``poll(milliseconds)`` returns events of ``channel`` and of its exit.
+        watch: Reports its end, and sends it signals.
         pending: Messages without a reply, oldest first.
         dropped: The bytes of a dropped message's number -> the command of its request. The reply to it, if
             there is one, removes the entry.

@@ -501,7 +501,10 @@ class WorkerDriver(Driver):
             self.exchange.request.interrupted = True
 
     def require_idle(self, method: str, rows: Collection[int] | None = None) -> None:
-        """Raise if a request is pending, or one of ``rows`` (``None``: of all rows) is in flight."""
+        """Drop a call that an interrupted method left behind; then raise if a request is pending, or ``rows`` are in flight.
+
+        With ``rows=None``, raise if any row is in flight.
+        """
         exchange = self.exchange
         if exchange.request is not None and not exchange.drop_if_droppable():
             raise pending_call_error(method, exchange.request.phase)

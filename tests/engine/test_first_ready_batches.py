@@ -200,8 +200,11 @@ def test_results_with_random_options_and_order_equal_a_plain_loop(context: str, 
                 expected[row] = loops[row].step(int(action))
 
 
-def test_rows_are_received_in_the_order_in_which_they_finish() -> None:
-    with ready_engine(make_env_fns([9, 9, 9]), num_workers=0) as envs:
+@pytest.mark.parametrize("has_infos", [True, False])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_rows_are_received_in_the_order_in_which_they_finish(num_workers: int, has_infos: bool) -> None:
+    env_fns = make_env_fns([9, 9, 9]) if has_infos else [TotalStepsEnv] * 3
+    with ready_engine(env_fns, num_workers=num_workers) as envs:
         envs.send([1], [2])
         envs.send([1, 1], [0, 1])
         assert envs.recv(timeout=20, count=3)[4]["env_id"].tolist() == [2, 0, 1]

@@ -144,6 +144,29 @@ def test_interrupted_change_of_state_needs_a_reset(
         assert_equal_after_reset(envs)
 
 
+def test_reset_that_cannot_start_a_process_leaves_the_need_for_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse_start(*_: Any) -> Any:
+        raise OSError("no more processes")
+
+    with open_engine(on_failure="restart") as envs:
+        envs.reset(seed=1)
+        raise_alarm_after(monkeypatch, envs._pool, "set_message_to_all")
+        with pytest.raises(TimeoutError):
+            envs.step(ACTIONS)
+        monkeypatch.undo()
+        process = envs.processes[0]
+        process.kill()
+        process.join()
+        monkeypatch.setattr(envs._pool, "replace", refuse_start)
+        with pytest.raises(OSError, match="no more processes"):
+            envs.reset(seed=2)
+        monkeypatch.undo()
+        for call in (envs.step, envs.send):
+            with pytest.raises(ResetNeeded):
+                call(ACTIONS)
+        assert_equal_after_reset(envs)
+
+
 def raise_alarm_after(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str) -> None:
     """Raise SIGALRM after every call of ``method``."""
     original = getattr(owner, method)

@@ -201,7 +201,11 @@ class Engine(WorkerDriver):
         except Exception:
             if succeeds_when_repeated(lambda: self.store.batch(self.copies)):
                 raise  # a signal handler raised it
+            misfits = self._find_misfits(self._all_row_list if request.rows is None else request.rows)
+            self.state.changing = True
             exchange.request = None
+            exchange.changes.count_results(request, misfits)
+            self.state.changing = False
             raise
         result = observations, batch.rewards.copy(), batch.terminations.copy(), batch.truncations.copy(), infos
         if self.observers:
@@ -219,6 +223,15 @@ class Engine(WorkerDriver):
         if self.restarts_rows:
             self.rebuilder.last_good.keep(range(self.num_envs))
         return result
+
+    def _find_misfits(self, rows: Iterable[int]) -> list[int]:
+        """Return the rows with an observation that does not fit the space. Only pickled ones are not checked earlier."""
+
+        def fits(row: int) -> bool:
+            take = partial(self.store.take, np.array([row], np.intp))
+            return succeeds_when_repeated(take) or succeeds_when_repeated(take)  # a signal handler may raise in one of them
+
+        return [row for row in rows if not fits(row)]
 
     def _read_infos(self, request: Request) -> RowInfos:
         finals: Mapping[int, Any] = request.finals

@@ -361,6 +361,29 @@ def test_rebuilt_environments_are_not_subtracted_from_the_count_of_a_later_step(
         assert envs.stats()["steps"] == before + 3
 
 
+@pytest.mark.parametrize("method", ["step", "reset"])
+def test_recv_raises_for_each_observation_that_does_not_fit_and_returns_the_other_rows(method: str) -> None:
+    with ready_engine(MISFITS, num_workers=2) as envs:
+        before = envs.stats()
+        if method == "step":
+            envs.send([3, 0, 3], range(3))
+        else:
+            envs.reset_async(options=[{"misfit": 0}, None, {"misfit": 2}], env_id=range(3))
+        rows, errors = [], []
+        for count in (3, 2, 1):
+            try:
+                rows += envs.recv(count=count)[4]["env_id"].tolist()
+            except ObservationError as error:
+                errors.append(str(error)[:5])
+        assert rows == [1]
+        assert sorted(errors) == ["env 0", "env 2"]
+        assert envs.in_flight.tolist() == []
+        after = envs.stats()
+        assert [after[name] - before[name] for name in ("steps", "resets")] == ([1, 0] if method == "step" else [0, 1])
+        envs.send([0, 0, 0], range(3))
+        assert sorted(envs.recv(count=3)[0]["text"]) == ["0", "1", "2"]
+
+
 def test_step_of_a_failed_environment_raises_and_steps_no_other(every_engine: Options) -> None:
     with failed_engine(every_engine) as (envs, *_):
         before = envs.exec_func(lambda env: env.steps, [0, 1])

@@ -290,8 +290,12 @@ class Engine(WorkerDriver):
         except Exception:
             if succeeds_when_repeated(lambda: self.store.take(rows)):
                 raise  # a signal handler raised it
+            misfits = self._find_misfits(row_list)
             self.state.changing = True
-            changes.remove_received(row_list)
+            if misfits:
+                changes.remove_misfit(misfits[0])  # the row that the error names; the next call raises for another one
+            else:  # they do not fit together
+                changes.remove_received(row_list)
             self.state.changing = False
             raise
         infos = self._read_row_infos(row_list, rows)

@@ -254,6 +254,23 @@ def test_interrupted_wait_for_a_step_can_be_repeated() -> None:
         assert_identical(envs.step(ACTIONS), reference.step(ACTIONS), "the next step")
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_interrupted_reset_keeps_the_seeds_of_restarts(interrupted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_engine(on_failure="restart", autoreset_mode="SameStep") as envs:
+        if interrupted:
+            raise_alarm_after(monkeypatch, Channel, "flush")
+            with pytest.raises(TimeoutError):
+                envs.reset(seed=1)
+            monkeypatch.undo()
+            envs.reset_wait()
+        else:
+            envs.reset(seed=1)
+        observations, *_, truncations, _ = envs.step(np.array([1, KILL, 3, 4]))
+        assert truncations.tolist() == [True, True, False, False]
+        expected = [int(child.generate_state(1)[0]) for child in np.random.SeedSequence(1).spawn(2)]
+        assert observations[:2, 2].tolist() == expected
+
+
 class Delay:
     """A fault for :class:`FaultyEnv`: it delays the result of a call."""
 

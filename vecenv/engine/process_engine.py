@@ -167,11 +167,10 @@ class Engine(WorkerDriver):
             self.exchange.pickle_reset(rows, seeds, options)  # if it cannot be pickled, raise before announcing it
         seeds = self.announce_reset(rows, seeds, options, drops=not for_recv)
         if ids is None and isinstance(seeds[0], (int, np.integer)):
-            new_seeds = np.random.SeedSequence(abs(int(seeds[0])))
+            restart_seeds = np.random.SeedSequence(abs(int(seeds[0])))
         else:
-            new_seeds = self.rebuilder.seeds
-        self.exchange.send_reset(rows, seeds, options, for_recv=for_recv)
-        self.rebuilder.seeds = new_seeds
+            restart_seeds = self.rebuilder.seeds
+        self.exchange.send_reset(rows, seeds, options, restart_seeds, for_recv=for_recv)
 
     def wait_for_result(self, deadline: float | None) -> Stepped | None:
         """Return the result of the pending step or reset. At the deadline, return ``None``; the request stays pending.

@@ -167,6 +167,18 @@ def test_reset_that_cannot_start_a_process_leaves_the_need_for_a_reset(monkeypat
         assert_equal_after_reset(envs)
 
 
+def test_stats_and_in_flight_agree_after_an_interrupted_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_engine() as envs:
+        envs.reset(seed=1)
+        envs.send(ACTIONS[:1], [0])
+        raise_alarm_after(monkeypatch, envs._pool, "queue")
+        with pytest.raises(TimeoutError):
+            envs.send(ACTIONS[:1], [2])
+        monkeypatch.undo()
+        assert (envs.in_flight.tolist(), envs.stats()["in_flight"]) == ([], 0)
+        assert_equal_after_reset(envs)
+
+
 def raise_alarm_after(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str) -> None:
     """Raise SIGALRM after every call of ``method``."""
     original = getattr(owner, method)

@@ -400,7 +400,8 @@ class Engine(WorkerDriver):
         """Return the states of all rows. Failures are not recorded. An observer may call this in ``on_step``.
 
         Raises:
-            NotRestorable: An environment cannot be saved, or its worker has died.
+            NotRestorable: An environment cannot be saved, or its worker died meanwhile.
+            EnvFailed: The death of a worker was known before.
         """
         exchange, rows = self.exchange, range(self.num_envs)
         exchange.send_call("save", Op.SAVE, _select_positions(rows))

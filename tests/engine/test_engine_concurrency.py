@@ -30,6 +30,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from programs import python_output
 from sampling import each_once
+from signals import signal_handler
 
 import vecenv
 from vecenv.errors import EnvError, StepTimeout, WorkerDied
@@ -135,6 +136,15 @@ def test_large_pickled_reply_does_not_block_others() -> None:
         assert (envs.step([0] * 4)[0] == 1).all()
 
 
+class TimedEnv(SleepingEnv):
+    """An environment that reports when a step began and ended, by ``time.monotonic()``."""
+
+    def step(self, action: Any) -> Any:
+        began = time.monotonic()
+        *result, info = super().step(action)
+        return *result, {**info, "began": began, "ended": time.monotonic()}
+
+
 @pytest.mark.parametrize(("on_failure", "by_row"), [("raise", False), ("restart", True)])
 def test_time_limits_of_steps_exclude_the_wait_for_max_concurrency(on_failure: str, by_row: bool) -> None:
     """The time limit of a step begins when the step begins, not when it is sent."""
@@ -147,6 +157,19 @@ def test_time_limits_of_steps_exclude_the_wait_for_max_concurrency(on_failure: s
         assert rewards.shape == (4,)
         assert not envs.errors
         assert envs.stats()["restarts"] == 0
+
+
+def test_max_concurrency_limits_steps_after_an_interrupted_call() -> None:
+    """The call waits behind the step of env 2, which waits for that of env 0."""
+    options: Options = {"num_workers": 2, "max_concurrency": 1}
+    with signal_handler(signal.SIGALRM, TimeoutError), ready_engine([TimedEnv] * 4, **options) as envs:
+        envs.send([0.4, 0.0], [0, 2])
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(TimeoutError):
+            envs.exec_func(TimedEnv.sleep, [3], 0.0)
+        infos = envs.recv(20.0, count=2)[4]
+    (first, second) = np.argsort(infos["env_id"])
+    assert infos["began"][second] >= infos["ended"][first]
 
 
 def test_hanging_env_is_reported_while_others_wait_for_max_concurrency() -> None:

@@ -32,6 +32,7 @@ from envs import (
     raises_and_warns,
     ready_engine,
 )
+from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, ResetNeeded
 
 import vecenv
@@ -313,6 +314,74 @@ def test_stats_count_all_but_the_failed_environment(every_engine: Options, metho
                 envs.step([0, 0, 0]) if method == "step" else envs.reset()
         after = envs.stats()
         assert [after[name] - before[name] for name in ("steps", "resets")] == ([2, 0] if method == "step" else [0, 2])
+
+
+class MisfitEnv(CounterEnv):
+    """An environment with pickled observations. Action 3 returns one without keys, which only the caller detects."""
+
+    def __init__(self, env_id: int = 0) -> None:
+        super().__init__(env_id, lengths=(1000,))
+        self.observation_space = spaces.Dict({"text": spaces.Text(20), "steps": spaces.Discrete(1000)})
+
+    def _observe(self) -> Any:
+        return {"text": f"{self.env_id}", "steps": self.steps}
+
+    def reset(self, **kwargs: Any) -> Any:
+        observation, info = super().reset(**kwargs)
+        return ({} if kwargs.get("options") == {"misfit": self.env_id} else observation), info
+
+    def step(self, action: Any) -> Any:
+        observation, *others = super().step(action)
+        return {} if action == 3 else observation, *others
+
+
+MISFITS = [functools.partial(MisfitEnv, row) for row in range(3)]
+
+
+@pytest.mark.parametrize("method", ["step", "reset"])
+def test_stats_count_all_but_the_environment_whose_observation_does_not_fit(method: str) -> None:
+    with ready_engine(MISFITS, num_workers=2) as envs:
+        before = envs.stats()
+        with pytest.raises(ObservationError, match="env 1"):
+            envs.step([0, 3, 0]) if method == "step" else envs.reset(options={"misfit": 1})
+        after = envs.stats()
+        assert [after[name] - before[name] for name in ("steps", "resets")] == ([2, 0] if method == "step" else [0, 2])
+
+
+def test_rebuilt_environments_are_not_subtracted_from_the_count_of_a_later_step() -> None:
+    """The step that rebuilds them raises, because the observation of another environment does not fit."""
+    with ready_engine(MISFITS, num_workers=2, on_failure="restart") as envs:
+        envs.processes[1].kill()
+        with pytest.raises(WorkerDied):
+            envs.call("sleep", 0.0)
+        with pytest.raises(ObservationError, match="env 0"):
+            envs.step([3, 0, 0])
+        before = envs.stats()["steps"]
+        envs.step([0, 0, 0])
+        assert envs.stats()["steps"] == before + 3
+
+
+@pytest.mark.parametrize("method", ["step", "reset"])
+def test_recv_raises_for_each_observation_that_does_not_fit_and_returns_the_other_rows(method: str) -> None:
+    with ready_engine(MISFITS, num_workers=2) as envs:
+        before = envs.stats()
+        if method == "step":
+            envs.send([3, 0, 3], range(3))
+        else:
+            envs.reset_async(options=[{"misfit": 0}, None, {"misfit": 2}], env_id=range(3))
+        rows, errors = [], []
+        for count in (3, 2, 1):
+            try:
+                rows += envs.recv(count=count)[4]["env_id"].tolist()
+            except ObservationError as error:
+                errors.append(str(error)[:5])
+        assert rows == [1]
+        assert sorted(errors) == ["env 0", "env 2"]
+        assert envs.in_flight.tolist() == []
+        after = envs.stats()
+        assert [after[name] - before[name] for name in ("steps", "resets")] == ([1, 0] if method == "step" else [0, 1])
+        envs.send([0, 0, 0], range(3))
+        assert sorted(envs.recv(count=3)[0]["text"]) == ["0", "1", "2"]
 
 
 def test_step_of_a_failed_environment_raises_and_steps_no_other(every_engine: Options) -> None:

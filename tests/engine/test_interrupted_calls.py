@@ -144,6 +144,41 @@ def test_interrupted_change_of_state_needs_a_reset(
         assert_equal_after_reset(envs)
 
 
+def test_reset_that_cannot_start_a_process_leaves_the_need_for_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse_start(*_: Any) -> Any:
+        raise OSError("no more processes")
+
+    with open_engine(on_failure="restart") as envs:
+        envs.reset(seed=1)
+        raise_alarm_after(monkeypatch, envs._pool, "set_message_to_all")
+        with pytest.raises(TimeoutError):
+            envs.step(ACTIONS)
+        monkeypatch.undo()
+        process = envs.processes[0]
+        process.kill()
+        process.join()
+        monkeypatch.setattr(envs._pool, "replace", refuse_start)
+        with pytest.raises(OSError, match="no more processes"):
+            envs.reset(seed=2)
+        monkeypatch.undo()
+        for call in (envs.step, envs.send):
+            with pytest.raises(ResetNeeded):
+                call(ACTIONS)
+        assert_equal_after_reset(envs)
+
+
+def test_stats_and_in_flight_agree_after_an_interrupted_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_engine() as envs:
+        envs.reset(seed=1)
+        envs.send(ACTIONS[:1], [0])
+        raise_alarm_after(monkeypatch, envs._pool, "queue")
+        with pytest.raises(TimeoutError):
+            envs.send(ACTIONS[:1], [2])
+        monkeypatch.undo()
+        assert (envs.in_flight.tolist(), envs.stats()["in_flight"]) == ([], 0)
+        assert_equal_after_reset(envs)
+
+
 def raise_alarm_after(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str) -> None:
     """Raise SIGALRM after every call of ``method``."""
     original = getattr(owner, method)
@@ -229,6 +264,23 @@ def test_interrupted_wait_for_a_step_can_be_repeated() -> None:
         os.kill(pid, signal.SIGCONT)
         assert_identical(envs.step_wait(), reference.step(ACTIONS), "the interrupted step")
         assert_identical(envs.step(ACTIONS), reference.step(ACTIONS), "the next step")
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_interrupted_reset_keeps_the_seeds_of_restarts(interrupted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_engine(on_failure="restart", autoreset_mode="SameStep") as envs:
+        if interrupted:
+            raise_alarm_after(monkeypatch, Channel, "flush")
+            with pytest.raises(TimeoutError):
+                envs.reset(seed=1)
+            monkeypatch.undo()
+            envs.reset_wait()
+        else:
+            envs.reset(seed=1)
+        observations, *_, truncations, _ = envs.step(np.array([1, KILL, 3, 4]))
+        assert truncations.tolist() == [True, True, False, False]
+        expected = [int(child.generate_state(1)[0]) for child in np.random.SeedSequence(1).spawn(2)]
+        assert observations[:2, 2].tolist() == expected
 
 
 class Delay:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from envs import ENGINES, CounterEnv, counters, open_engine
 from fake_vector_env import FakeVectorEnv
+from gymnasium.error import AlreadyPendingCallError
 
 import vecenv
 from vecenv.errors import WorkerDied
@@ -276,6 +277,32 @@ def test_exception_in_an_observer_is_raised_and_loses_no_result(method: str) -> 
         failing_observer.raises = False
         result = envs.step([0, 1]) if method == "on_step" else envs.step_wait()
         np.testing.assert_array_equal(result[0], reference.step([0, 1])[0])
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError, OSError])
+def test_reset_drops_a_result_for_which_an_observer_raises(error: type[Exception]) -> None:
+    """``reset`` itself raises the first two for wrong arguments, which do not interrupt a pending step."""
+
+    class WrongObserver(vecenv.Observer):
+        raises = True
+
+        def on_result(self, rows: Any, result: Any) -> None:
+            if self.raises:
+                raise error("a mistake")
+
+    observer = WrongObserver()
+    with open_engine(counters(2), num_workers=1) as envs:
+        envs.reset(seed=5)
+        envs.step_async([0, 0])
+        with pytest.raises(ValueError, match="seed"):
+            envs.reset(seed=[1, 2, 3])
+        with pytest.raises(AlreadyPendingCallError):
+            envs.reset(seed=5)
+        envs.add_observer(observer)
+        with pytest.raises(error, match="a mistake"):
+            envs.step_wait()
+        observer.raises = False
+        assert envs.reset(seed=5)[0][:, 3].tolist() == [5, 6]
 
 
 class FailingAfterFailure(FailingObserver):

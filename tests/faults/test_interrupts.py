@@ -245,10 +245,10 @@ def test_interrupted_recv_of_wrong_observations_loses_no_row() -> None:
             envs.recv(count=2)
         if needs_reset(envs):
             envs.reset()
-        if envs.in_flight.size:
+        while (count := envs.in_flight.size) > 0:
             with pytest.raises(ObservationError):
-                envs.recv(5.0, count=2)
-        assert envs.in_flight.tolist() == []
+                envs.recv(5.0, count=count)
+            assert envs.in_flight.size == count - 1
 
     with closing(vecenv.AsyncVectorEnv([functools.partial(IncompleteObservationEnv, row) for row in (0, 1)])) as envs:
         envs.reset()

@@ -129,11 +129,18 @@ class Exchange:
         self.state.changing = False
         return sorted(failed.keys() & set(rows))
 
-    def send_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions, *, for_recv: bool) -> None:
-        """Send a reset of some rows and replace their dead workers. Unless ``for_recv``, first drop all pending requests."""
+    def send_reset(
+        self, rows: Sequence[int], seeds: list[Any], options: ResetOptions, restart_seeds: np.random.SeedSequence, *,
+        for_recv: bool,
+    ) -> None:  # fmt: skip
+        """Send a reset of some rows and replace their dead workers. Unless ``for_recv``, first drop all pending requests.
+
+        ``restart_seeds`` is the source of seeds for later rebuilds.
+        """
         changes, payloads = self.changes, self.pickle_reset(rows, seeds, options)  # may raise
-        # after an interrupted change, `settle` may already have recorded the failures of the request
-        dropped = None if for_recv or self.state.changing else self.request
+        was_changing = self.state.changing  # True after an interrupted change
+        # after such a change, `settle` may already have recorded the failures of the request
+        dropped = None if for_recv or was_changing else self.request
         self.state.changing = True
         if dropped is not None:
             changes.record_dropped(dropped.command, dropped.failures)
@@ -146,9 +153,10 @@ class Exchange:
             changes.rebuilder.last_good.restore(self.failures.failed.keys() - set(rows))
         changes.handle_undetected_deaths(rows)
         if (error := changes.replace_dead(rows)) is not None:
-            self.state.changing = False
+            self.state.changing = was_changing  # without this reset, an interrupted change still needs one
             raise error
         self.failures.forget(rows)
+        changes.rebuilder.seeds = restart_seeds
         request = Request("reset", for_recv)
         request.seeds, request.options, request.rows = seeds, options, rows
         for (worker, worker_rows), payload in zip(self.pool.split(rows), payloads, strict=True):

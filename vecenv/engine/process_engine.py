@@ -167,11 +167,10 @@ class Engine(WorkerDriver):
             self.exchange.pickle_reset(rows, seeds, options)  # if it cannot be pickled, raise before announcing it
         seeds = self.announce_reset(rows, seeds, options, drops=not for_recv)
         if ids is None and isinstance(seeds[0], (int, np.integer)):
-            new_seeds = np.random.SeedSequence(abs(int(seeds[0])))
+            restart_seeds = np.random.SeedSequence(abs(int(seeds[0])))
         else:
-            new_seeds = self.rebuilder.seeds
-        self.exchange.send_reset(rows, seeds, options, for_recv=for_recv)
-        self.rebuilder.seeds = new_seeds
+            restart_seeds = self.rebuilder.seeds
+        self.exchange.send_reset(rows, seeds, options, restart_seeds, for_recv=for_recv)
 
     def wait_for_result(self, deadline: float | None) -> Stepped | None:
         """Return the result of the pending step or reset. At the deadline, return ``None``; the request stays pending.
@@ -201,13 +200,19 @@ class Engine(WorkerDriver):
         except Exception:
             if succeeds_when_repeated(lambda: self.store.batch(self.copies)):
                 raise  # a signal handler raised it
+            misfits = self._find_misfits(self._all_row_list if request.rows is None else request.rows)
+            self.state.changing = True
             exchange.request = None
+            exchange.changes.count_results(request, misfits)
+            self.state.changing = False
             raise
         result = observations, batch.rewards.copy(), batch.terminations.copy(), batch.truncations.copy(), infos
         if self.observers:
             row_infos = infos or self._no_infos
             is_step = request.command == "step"
             observed = (observations, result[1], result[2], result[3], row_infos) if is_step else (observations, row_infos)
+            # if one raises, a reset may drop the request; the guard would take a `TypeError` for a wrong argument
+            request.interrupted = True
             for observer in self.observers:
                 observer.on_result(None, observed)
         self.state.changing = True  # until the guard has returned the result
@@ -219,6 +224,15 @@ class Engine(WorkerDriver):
         if self.restarts_rows:
             self.rebuilder.last_good.keep(range(self.num_envs))
         return result
+
+    def _find_misfits(self, rows: Iterable[int]) -> list[int]:
+        """Return the rows with an observation that does not fit the space. Only pickled ones are not checked earlier."""
+
+        def fits(row: int) -> bool:
+            take = partial(self.store.take, np.array([row], np.intp))
+            return succeeds_when_repeated(take) or succeeds_when_repeated(take)  # a signal handler may raise in one of them
+
+        return [row for row in rows if not fits(row)]
 
     def _read_infos(self, request: Request) -> RowInfos:
         finals: Mapping[int, Any] = request.finals
@@ -277,8 +291,12 @@ class Engine(WorkerDriver):
         except Exception:
             if succeeds_when_repeated(lambda: self.store.take(rows)):
                 raise  # a signal handler raised it
+            misfits = self._find_misfits(row_list)
             self.state.changing = True
-            changes.remove_received(row_list)
+            if misfits:
+                changes.remove_misfit(misfits[0])  # the row that the error names; the next call raises for another one
+            else:  # they do not fit together
+                changes.remove_received(row_list)
             self.state.changing = False
             raise
         infos = self._read_row_infos(row_list, rows)
@@ -382,7 +400,8 @@ class Engine(WorkerDriver):
         """Return the states of all rows. Failures are not recorded. An observer may call this in ``on_step``.
 
         Raises:
-            NotRestorable: An environment cannot be saved, or its worker has died.
+            NotRestorable: An environment cannot be saved, or its worker died meanwhile.
+            EnvFailed: The death of a worker was known before.
         """
         exchange, rows = self.exchange, range(self.num_envs)
         exchange.send_call("save", Op.SAVE, _select_positions(rows))

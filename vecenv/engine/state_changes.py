@@ -224,6 +224,14 @@ class StateChanges:
                 self.ready_infos.pop(row, None)
                 self.ready_finals.pop(row, None)
 
+    def remove_misfit(self, row: int) -> None:
+        """Remove a ready row for which ``recv`` raises, because its observation does not fit the space."""
+        self.ready.remove(row)
+        for rows in (self.in_flight, self.resetting, self.not_stepped):
+            rows.discard(row)
+        self.ready_infos.pop(row, None)
+        self.ready_finals.pop(row, None)
+
     def count_results(self, request: Request, failed: Collection[int] = ()) -> None:
         """Count the steps or the resets of a request that one call returns, except those of rows that failed."""
         if request.command == "step":

@@ -32,6 +32,7 @@ from vecenv.front.guard import closed_error
 from vecenv.link.channel import Channel, ChannelClosed
 from vecenv.link.envs import WorkerPlan
 from vecenv.link.messages import (
+    HEAD,
     LAST_STEP_OP,
     OVERLAPS,
     EnvFnsToStart,
@@ -364,7 +365,8 @@ class WorkerPool:
 
     def release_held(self) -> None:
         """Queue held messages while fewer than ``max_concurrency`` sent ones, including calls, have no reply."""
-        busy = sum(len(worker.pending) for worker in self.processes) - len(self.held)
+        held = {data[1:HEAD] for _, data, _ in self.held}  # their numbers; that of a dropped call is not pending any more
+        busy = sum(reply[1:] not in held for worker in self.processes for reply, *_ in worker.pending)
         while self.held and (not self.held[0][2] or busy < (self.max_concurrency or 0)):
             worker, data, makes_busy = self.held.popleft()
             busy += makes_busy

@@ -481,6 +481,8 @@ class WorkerDriver(Driver):
 
     @property
     def pending_request(self) -> RequestSummary:
+        if self.state.changing and not self.state.active_thread:
+            return NO_REQUEST  # an exception interrupted a change: the reset that is needed drops everything
         request = self.exchange.request
         if request is not None and request.command in PHASES:
             rows = self.num_envs if request.rows is None else len(request.rows)

@@ -115,9 +115,9 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             seed: An int gives environment i the seed ``seed + i``; a sequence has one seed per environment. ``None`` sets no
                 seeds: the environments continue their sequences of random numbers, which begin with unpredictable seeds.
             options: Passed to every environment, except ``"reset_mask"``, a bool array ``(num_envs,)``: only the selected
-                environments are reset, and the others keep their last observation. Selected environments that failed are
-                rebuilt. Others that failed have observations of zeros until they are reset, as their last ones may be
-                incomplete. A sequence of ``num_envs`` dicts (or ``None``) has one per environment. The dict is not modified.
+                environments are reset, the others keep their last observation. Selected ones that failed are rebuilt; others
+                that failed have zeros or, with restarts or pickled observations, their last complete observation. A sequence
+                of ``num_envs`` dicts (or ``None``) has one per environment. The dict is not modified.
             env_id: Reset only these environments, none of which may be in flight; others may be. A sequence of seeds, or of
                 options, then has one for each index, in the order of ``env_id``. On backends that step all environments
                 together: all indices in order.

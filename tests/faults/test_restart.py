@@ -30,6 +30,7 @@ from observe import (
     still_running,
     worker_pids,
 )
+from signals import Alarm, signal_handler
 
 from vecenv import Restart, WorkerOptions
 from vecenv.errors import EnvFailed, RestartsExhausted, StepTimeout, WorkerDied
@@ -649,6 +650,53 @@ def test_failed_reset_is_repeated_once_with_its_seed_and_then_with_another(launc
     envs = launch([functools.partial(FailingResetEnv, 0, kind, 5), healthy_env_fn(1)], on_failure="restart")
     envs.reset(seed=[5, 6])
     assert envs.stats()["restarts"] == 2
+
+
+class SlowRebuildEnv(EchoEnv):
+    """An environment that raises in its first step if it is row 0, and then takes a second to be built again."""
+
+    def __init__(self, index: int, file: Path) -> None:
+        time.sleep(1.0 if file.exists() else 0.0)
+        super().__init__(index)
+        self._file = file
+
+    def step(self, action: Any) -> Any:
+        if self.witness_id == 0 and not self._file.exists():
+            self._file.touch()
+            raise ValueError("it raises once")
+        time.sleep(0.1)
+        return super().step(action)
+
+
+def interrupt_caller_and_sleep(_: Any) -> None:
+    """Send the caller a signal, a little later than the reply to the rebuild that was before this call."""
+    time.sleep(0.3)
+    os.kill(os.getppid(), signal.SIGALRM)
+    time.sleep(0.5)
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize("method", ["fork"], indirect=True)
+def test_time_limit_of_a_rebuild_ends_with_the_call_behind_it_if_that_is_interrupted(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A minute after a rebuild, a call and Ctrl-C, an old version killed the healthy worker in a step, as hanging."""
+    env_fns = [functools.partial(SlowRebuildEnv, index, tmp_path / "raised") for index in range(2)]
+    envs = launch(env_fns, num_workers=1, on_failure="restart", step_timeout=30.0)
+    envs.reset(seed=1)
+    envs.send([1], [0])
+    with pytest.raises(StepTimeout):
+        envs.recv(count=1, timeout=0.5)  # it is being rebuilt
+    with signal_handler(signal.SIGALRM, Alarm), pytest.raises(Alarm):
+        envs.exec_func(interrupt_caller_and_sleep, [1])
+    *_, truncations, _ = envs.recv(count=1)
+    assert truncations.tolist() == [True]
+    envs.step(np.array(ACTIONS[:2]))
+    pids, monotonic = worker_pids(envs), time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 10_000)  # after each deadline
+    *_, truncations, _ = envs.step(np.array(ACTIONS[:2]))
+    assert worker_pids(envs) == pids
+    assert not truncations.any()
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])

@@ -142,6 +142,9 @@ class StateChanges:
             worker.dropped.update((expected_reply[1:], request.command) for expected_reply in dropped)
             worker.pending.clear()
             worker.pending.extend(others)
+            # no other reply ends a limit that was renewed for this call: the next message may be a plain step
+            if dropped and worker.has_started and not any(reply[0] == MATCHES_NO_REPLY for reply, *_ in others):
+                worker.rebuild_deadline = 0.0
         if (local := self.pool.local) is not None:
             local.drop_calls()
 

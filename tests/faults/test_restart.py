@@ -950,6 +950,54 @@ def test_rows_loaded_while_another_worker_dies_keep_their_state(launch: Launch) 
     np.testing.assert_array_equal(observations[0], first[0])
 
 
+def end_other_worker_in_next_check(_: Any, pid: int) -> None:
+    """Kill another worker while this one checks its next snapshots, when that one has checked its own."""
+    from vecenv.worker.snapshot_rows import SnapshotRows
+
+    check = SnapshotRows.check
+
+    def check_later(*args: Any) -> Any:
+        time.sleep(0.5)
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(0.5)  # the caller notices it
+        return check(*args)
+
+    SnapshotRows.check = check_later  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_worker_that_dies_before_a_load_is_sent_to_it_is_not_taken_for_loaded(launch: Launch, on_failure: str) -> None:
+    """The row of ``send`` makes the caller wait for all workers at once, so that it notices the death during the check."""
+    envs = launch(make_env_fns(3), num_workers=3, on_failure=on_failure)
+    envs.reset(seed=1)
+    snapshots = envs.save(verify=False)
+    envs.send([1], [2])
+    envs.exec_func(end_other_worker_in_next_check, [1], worker_pids(envs)[0])
+    with pytest.raises((EnvFailed, WorkerDied), match=r"env 0.* died"):
+        envs.load(snapshots[:2], [0, 1])
+    envs.recv(count=1)
+    actions = np.array(ACTIONS[:3])
+    if on_failure == "restart":
+        assert envs.step(actions)[3].tolist() == [True, False, False]
+        return
+    with pytest.raises(EnvFailed, match="died"):
+        envs.step(actions)
+    envs.reset(options={"reset_mask": np.array([True, False, False])})
+    assert not envs.step(actions)[3].any()
+
+
+def test_step_sent_to_a_dead_worker_ends(launch: Launch) -> None:
+    """No known fault of the engine takes the rows of a dead worker for healthy. If one does, the step must not hang."""
+    envs = launch(make_env_fns(2), num_workers=2)
+    envs.reset(seed=1)
+    kill_worker(envs, 0)
+    with pytest.raises(WorkerDied):
+        envs.step(ACTIONS[:2])
+    envs._driver.failures.forget([0])
+    with pytest.raises(WorkerDied, match="env 0"):
+        envs.step(np.array(ACTIONS[:2]))
+
+
 def test_reset_of_some_rows_drops_an_interrupted_call(launch: Launch) -> None:
     envs = launch(make_env_fns(2))
     envs.reset(seed=1)

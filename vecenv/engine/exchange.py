@@ -310,7 +310,9 @@ class Exchange:
         pool = self.pool
         if len(pool.written_to) < len(pool.processes) or pool.held:
             self.state.changing = True
-            pool.queue_rest()
+            for worker in pool.queue_rest():
+                self.changes.handle_death(worker)  # ends a message to it
+            self.changes.settle_for_recv()
             pool.release_held()
             self.state.changing = False
         for worker in pool.flush():

@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 from gymnasium.error import ResetNeeded
 from gymnasium.vector import SyncVectorEnv
-from signals import signal_handler
+from signals import Alarm, interrupt_at, signal_handler
 
 import vecenv
+from vecenv.engine import exchange, process_engine
 from vecenv.engine.state_changes import StateChanges
 from vecenv.engine.worker_process import WorkerProcess
-from vecenv.errors import WorkerDied
+from vecenv.errors import EnvFailed, WorkerDied
 from vecenv.link.channel import Channel
 from vecenv.link.messages import encode
 from vecenv.system.descriptors import DescriptorOwner
@@ -365,6 +366,24 @@ def test_interrupted_save_or_load_leaves_envs_usable(call: str) -> None:
         make_call()
         envs.load(snapshots)
         assert_identical(envs.step(ACTIONS), expected, "the step after the load")
+
+
+def test_interrupted_load_leaves_rows_loaded_unchanged_or_failed() -> None:
+    """The observation of each row, which ``save`` returns, is the one of its state, unless the row counts as failed."""
+    files = [module.__file__ for module in (exchange, process_engine)]
+    with open_engine() as envs, signal_handler(signal.SIGUSR2, Alarm):
+        envs.reset(seed=1)
+        snapshots = envs.save(verify=False)
+        event, fired = 0, True
+        while fired:
+            event += 1
+            envs.reset(seed=1)
+            envs.step(ACTIONS)
+            fired, _ = interrupt_at(event, partial(envs.load, snapshots), *files)
+            with contextlib.suppress(EnvFailed, ResetNeeded):
+                observations = [snapshot.row.observation for snapshot in envs.save(verify=False)]
+                assert_identical(observations, list(envs.call("observe")), f"observations after event {event}")
+        assert event > 20
 
 
 # --- restarts of rows that are received one by one ------------------------------------------------

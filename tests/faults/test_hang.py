@@ -22,7 +22,7 @@ import gymnasium
 import numpy as np
 import pytest
 from envs import killable_engine, open_engine, ready_engine
-from faulty_envs import Pause, RowChecker, WritePid, faulty_env_fn, healthy_env_fn, make_env_fns, write_pid_then
+from faulty_envs import EchoEnv, Pause, RowChecker, WritePid, faulty_env_fn, healthy_env_fn, make_env_fns, write_pid_then
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from observe import (
     FAULT_MARKS,
@@ -42,6 +42,7 @@ import vecenv
 from vecenv.engine.worker_process import WorkerProcess
 from vecenv.errors import StepTimeout, WorkerDied
 from vecenv.system.supervision import StackFile
+from vecenv.testing import FaultyEnv
 
 pytestmark = FAULT_MARKS
 
@@ -417,6 +418,27 @@ def test_abandon_with_restarts_returns_rows_of_new_environments() -> None:
         envs.abandon([0])
         *_, truncations, infos = envs.recv(count=1)
         assert (infos["env_id"].tolist(), truncations.tolist(), infos["restarted"].tolist()) == ([0], [True], [True])
+
+
+def test_abandon_with_restarts_rebuilds_the_environment_before_the_next_recv(tmp_path: Path) -> None:
+    """The time limit of the rebuild begins with it: a program that trains before ``recv`` must not exceed it."""
+    resets = tmp_path / "resets"
+
+    class RecordingEnv(EchoEnv):
+        def reset(self, **kwargs: Any) -> Any:
+            with resets.open("a") as file:
+                file.write("reset\n")
+            return super().reset(**kwargs)
+
+    env_fn = functools.partial(FaultyEnv, RecordingEnv(0), "sleep", step=1)
+    with ready_engine([env_fn], num_workers=1, context="fork", on_failure="restart", step_timeout=60.0) as envs:
+        envs.send([1], [0])
+        envs.abandon([0])
+        deadline = time.monotonic() + WAIT_SECONDS
+        while resets.read_text().count("reset") < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert resets.read_text().count("reset") == 2
+        assert envs.recv(count=1)[-1]["restarted"].tolist() == [True]
 
 
 def test_death_after_an_interrupted_timeout_is_not_recorded_as_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:

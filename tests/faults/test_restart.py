@@ -30,6 +30,7 @@ from observe import (
     still_running,
     worker_pids,
 )
+from signals import Alarm, signal_handler
 
 from vecenv import Restart, WorkerOptions
 from vecenv.errors import EnvFailed, RestartsExhausted, StepTimeout, WorkerDied
@@ -651,6 +652,53 @@ def test_failed_reset_is_repeated_once_with_its_seed_and_then_with_another(launc
     assert envs.stats()["restarts"] == 2
 
 
+class SlowRebuildEnv(EchoEnv):
+    """An environment that raises in its first step if it is row 0, and then takes a second to be built again."""
+
+    def __init__(self, index: int, file: Path) -> None:
+        time.sleep(1.0 if file.exists() else 0.0)
+        super().__init__(index)
+        self._file = file
+
+    def step(self, action: Any) -> Any:
+        if self.witness_id == 0 and not self._file.exists():
+            self._file.touch()
+            raise ValueError("it raises once")
+        time.sleep(0.1)
+        return super().step(action)
+
+
+def interrupt_caller_and_sleep(_: Any) -> None:
+    """Send the caller a signal, a little later than the reply to the rebuild that was before this call."""
+    time.sleep(0.3)
+    os.kill(os.getppid(), signal.SIGALRM)
+    time.sleep(0.5)
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize("method", ["fork"], indirect=True)
+def test_time_limit_of_a_rebuild_ends_with_the_call_behind_it_if_that_is_interrupted(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A minute after a rebuild, a call and Ctrl-C, an old version killed the healthy worker in a step, as hanging."""
+    env_fns = [functools.partial(SlowRebuildEnv, index, tmp_path / "raised") for index in range(2)]
+    envs = launch(env_fns, num_workers=1, on_failure="restart", step_timeout=30.0)
+    envs.reset(seed=1)
+    envs.send([1], [0])
+    with pytest.raises(StepTimeout):
+        envs.recv(count=1, timeout=0.5)  # it is being rebuilt
+    with signal_handler(signal.SIGALRM, Alarm), pytest.raises(Alarm):
+        envs.exec_func(interrupt_caller_and_sleep, [1])
+    *_, truncations, _ = envs.recv(count=1)
+    assert truncations.tolist() == [True]
+    envs.step(np.array(ACTIONS[:2]))
+    pids, monotonic = worker_pids(envs), time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 10_000)  # after each deadline
+    *_, truncations, _ = envs.step(np.array(ACTIONS[:2]))
+    assert worker_pids(envs) == pids
+    assert not truncations.any()
+
+
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 def test_start_timeout_does_not_limit_steps_of_a_replaced_worker(
     launch: Launch, on_failure: str, monkeypatch: pytest.MonkeyPatch
@@ -900,6 +948,54 @@ def test_rows_loaded_while_another_worker_dies_keep_their_state(launch: Launch) 
         envs.load(snapshots)
     observations, _ = envs.reset(options={"reset_mask": np.array([False, True])})
     np.testing.assert_array_equal(observations[0], first[0])
+
+
+def end_other_worker_in_next_check(_: Any, pid: int) -> None:
+    """Kill another worker while this one checks its next snapshots, when that one has checked its own."""
+    from vecenv.worker.snapshot_rows import SnapshotRows
+
+    check = SnapshotRows.check
+
+    def check_later(*args: Any) -> Any:
+        time.sleep(0.5)
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(0.5)  # the caller notices it
+        return check(*args)
+
+    SnapshotRows.check = check_later  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_worker_that_dies_before_a_load_is_sent_to_it_is_not_taken_for_loaded(launch: Launch, on_failure: str) -> None:
+    """The row of ``send`` makes the caller wait for all workers at once, so that it notices the death during the check."""
+    envs = launch(make_env_fns(3), num_workers=3, on_failure=on_failure)
+    envs.reset(seed=1)
+    snapshots = envs.save(verify=False)
+    envs.send([1], [2])
+    envs.exec_func(end_other_worker_in_next_check, [1], worker_pids(envs)[0])
+    with pytest.raises((EnvFailed, WorkerDied), match=r"env 0.* died"):
+        envs.load(snapshots[:2], [0, 1])
+    envs.recv(count=1)
+    actions = np.array(ACTIONS[:3])
+    if on_failure == "restart":
+        assert envs.step(actions)[3].tolist() == [True, False, False]
+        return
+    with pytest.raises(EnvFailed, match="died"):
+        envs.step(actions)
+    envs.reset(options={"reset_mask": np.array([True, False, False])})
+    assert not envs.step(actions)[3].any()
+
+
+def test_step_sent_to_a_dead_worker_ends(launch: Launch) -> None:
+    """No known fault of the engine takes the rows of a dead worker for healthy. If one does, the step must not hang."""
+    envs = launch(make_env_fns(2), num_workers=2)
+    envs.reset(seed=1)
+    kill_worker(envs, 0)
+    with pytest.raises(WorkerDied):
+        envs.step(ACTIONS[:2])
+    envs._driver.failures.forget([0])
+    with pytest.raises(WorkerDied, match="env 0"):
+        envs.step(np.array(ACTIONS[:2]))
 
 
 def test_reset_of_some_rows_drops_an_interrupted_call(launch: Launch) -> None:

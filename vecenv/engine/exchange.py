@@ -318,7 +318,9 @@ class Exchange:
         pool = self.pool
         if len(pool.written_to) < len(pool.processes) or pool.held:
             self.state.changing = True
-            pool.queue_rest()
+            for worker in pool.queue_rest():
+                self.changes.handle_death(worker)  # ends a message to it
+            self.changes.settle_for_recv()
             pool.release_held()
             self.state.changing = False
         for worker in pool.flush():
@@ -366,6 +368,7 @@ class Exchange:
                 # Rows in flight: this is `recv`. Without any, `unraised` may still have an exception about rows that were
                 # returned since, which must not end the wait for a call.
                 if changes.unraised and self.in_flight:
+                    self.flush()  # rebuild messages, before the program handles the exception
                     return True
                 if not read_first:
                     if pool.unflushed or pool.held or len(pool.written_to) < len(processes):
@@ -433,6 +436,7 @@ class Exchange:
                 pass
             self.changes.settle_for_recv()
             self.state.changing = False
+        self.flush()  # rebuild messages: their time limit runs, and the next wait may begin much later
 
     def execute_local_messages(self) -> None:
         """Execute all messages to the caller's own share."""
@@ -492,6 +496,7 @@ class Exchange:
             self._kill([worker], f"it hung for more than {format_seconds(seconds)}", seconds)
 
     def _kill(self, workers: Sequence[WorkerProcess], reason: str, timeout: float | None = None) -> None:
+        """Kill workers, and write the messages that rebuild their environments: the time limit of these runs from now on."""
         for worker in workers:
             worker.note_activity()
             stack = worker.read_stack()
@@ -504,6 +509,7 @@ class Exchange:
             self.changes.handle_death(worker)
             self.changes.settle_for_recv()
             self.state.changing = False
+        self.flush()
 
     def kill_pending(self, rows: Collection[int]) -> None:
         """Kill the workers of these rows that have not replied to a message."""

@@ -428,10 +428,14 @@ class Engine(WorkerDriver):
 
         self._call("load", Op.CHECK, build_payload)
         self.announce_call(rows, "load", (parsed,))
-        for row in rows:  # an interrupted load may have changed any of these environments
-            failed[row] = _INTERRUPTED_LOAD
+
+        def mark_rows() -> None:  # an interrupted load may have changed any of these environments
+            failed.update(dict.fromkeys(rows, _INTERRUPTED_LOAD))
+
+        # outside of `try`: if it raises, nothing is loaded, or the load is still pending
+        self.exchange.send_call("load", Op.LOAD, _select_positions(rows), mark_rows)
         try:
-            self._call("load", Op.LOAD, _select_positions(rows))
+            self.exchange.finish_call()
         except Exception:
             if self.exchange.request is None:  # it was not interrupted: the other environments are loaded
                 self._accept_all(snapshot_by_row)

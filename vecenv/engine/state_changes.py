@@ -142,6 +142,9 @@ class StateChanges:
             worker.dropped.update((expected_reply[1:], request.command) for expected_reply in dropped)
             worker.pending.clear()
             worker.pending.extend(others)
+            # no other reply ends a limit that was renewed for this call: the next message may be a plain step
+            if dropped and worker.has_started and not any(reply[0] == MATCHES_NO_REPLY for reply, *_ in others):
+                worker.rebuild_deadline = 0.0
         if (local := self.pool.local) is not None:
             local.drop_calls()
 
@@ -427,17 +430,19 @@ class StateChanges:
         """Record the death of a worker, once. Its pending messages are lost.
 
         A worker killed for a hang may have replied since, because the signal for its stack ended the hang: that is lost too.
+        So are messages to a worker that is known to be dead: there should be none, but no wait for them would end.
         """
-        if worker.death is not None:
+        if worker.death is not None and not worker.pending:
             return
-        if worker.timeout is None:
+        if worker.timeout is None and worker.death is None:
             with contextlib.suppress(ChannelClosed):  # after the replies that it wrote before it ended
                 while (message := worker.channel.receive()) is not None:
                     self._apply_message(worker, message)
         pending = list(worker.pending)
         with deferred_signals():  # an exception between these lines would leave the death unrecorded
-            death = worker.reap()
-            self.failures.record_death(death)
+            is_new, death = worker.death is None, worker.reap()
+            if is_new:
+                self.failures.record_death(death)
         self.pool.drop_messages(worker)
         worker.pending.clear()
         for _, rows, request in pending:

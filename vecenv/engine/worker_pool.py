@@ -389,13 +389,15 @@ class WorkerPool:
             except OSError:  # a pipe is full, or a worker has ended: `queue_rest` continues there
                 return
 
-    def queue_rest(self) -> None:
-        """Queue the message to all in the channels of the workers to which it was not written, if there are any."""
-        for worker in self.processes[len(self.written_to) :]:
+    def queue_rest(self) -> list[WorkerProcess]:
+        """Queue the message to all for the workers to which it was not written; return those of them that are dead."""
+        rest = self.processes[len(self.written_to) :]
+        for worker in rest:
             if worker.death is None:
                 worker.channel.queue(self._message_to_all)
                 self.unflushed.add(worker)
         self.written_to = [0] * len(self.processes)
+        return [worker for worker in rest if worker.death is not None]
 
     def drop_outside_channels(self) -> None:
         """Drop messages that are in no channel yet. Bytes queued in a channel stay, and precede its next message."""
@@ -490,7 +492,7 @@ class WorkerPool:
         """Drop the messages that are queued for a dead worker."""
         self.unflushed.discard(worker)
         self.held = deque(message for message in self.held if message[0] is not worker)
-        self._poll = None
+        self.refresh_workers()  # its descriptors are closed: other files may get their numbers
 
     def find_busy_workers(self, sent_for: float = 0.0) -> list[WorkerProcess]:
         """Return the workers that are executing a message, late or not. Messages that are still held do not count.

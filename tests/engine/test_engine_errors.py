@@ -109,6 +109,17 @@ def test_close_waits_for_a_pending_step_no_longer_than_step_timeout(method: str)
         assert envs.closed is True
 
 
+def test_step_timeout_is_the_limit_of_step_and_recv() -> None:
+    actions = np.array([0.0, 1.5])  # seconds
+    with ready_engine([SleepingEnv] * 2, num_workers=2, step_timeout=1.0) as envs:
+        with pytest.raises(StepTimeout):
+            envs.step(actions)
+        envs.step_wait(timeout=30)
+        envs.send(actions)
+        with pytest.raises(StepTimeout):
+            envs.recv(count=2)
+
+
 @pytest.mark.filterwarnings("ignore:.*Calling `close` while waiting for a pending call:UserWarning")
 def test_step_timeout_does_not_limit_the_close_of_an_environment(tmp_path: Path) -> None:
     file = tmp_path / "closed"

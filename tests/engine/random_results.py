@@ -230,8 +230,8 @@ class WriterRun:
         self.record_sizes = {NO_INFO: 0, BY_PICKLE: 0}  # in bytes, by the number of the schema
         if not pure:
             self.rows._batch_writers = [
-                place._replace(write_results=[write and self.make_counting_writer(write) for write in place.write_results])
-                for place in self.rows._batch_writers
+                writer._replace(write_results=[self.make_counting_writer(write) for write in writer.write_results])
+                for writer in self.rows._batch_writers
             ]
             self.rows._use_current_batch()
         self.rows.build()

@@ -211,7 +211,7 @@ class Engine(WorkerDriver):
             row_infos = infos or self._no_infos
             is_step = request.command == "step"
             observed = (observations, result[1], result[2], result[3], row_infos) if is_step else (observations, row_infos)
-            # if one raises, a reset may drop the request; the guard would take a `TypeError` for a wrong argument
+            # in case one raises: the guard does not note it, because it takes a `TypeError` for a wrong argument
             request.interrupted = True
             for observer in self.observers:
                 observer.on_result(None, observed)

@@ -65,7 +65,8 @@ class Request:
         rows: The rows of a reset, or the row of a request of ``Submissions``; ``None`` for other steps and calls.
         seeds, options: The arguments of a reset, for all environments and not only for ``rows``.
         droppable: True for a call that one method submits and waits for: after an interruption, the next call drops it.
-        interrupted: True if an exception interrupted the wait for its result.
+        interrupted: True if an exception interrupted the wait for its result, or may do so now, in an observer; a reset may
+            then drop it.
         convert_result: A function that converts the result of a call to its method's return value; ``None``: no conversion.
         may_have_infos: False if all replies were plain, so that there are no infos and final observations.
         infos, finals: By row: infos and final observations that were pickled.

@@ -127,7 +127,7 @@ class WorkerProcess:
         rebuild_deadline: The deadline for its start, or for its reply to a message with the code ``MATCHES_NO_REPLY``, as a
             ``time.monotonic()``; 0.0: no limit. Set for a replacement and for each rebuild; renewed after the reply to
             one of several rebuilds, and when messages are dropped. Without ``step_timeout``, only a start has a limit.
-            Calls of methods and states count too: one that precedes a rebuild takes of its time, one behind it has as much.
+            It limits calls too: the time of one before a rebuild counts for the rebuild; one after it has the same limit.
         forked: True if it was forked, and so has the caller's own classes.
         shares_core: True if it is bound to the caller's core, and so runs only while the caller sleeps.
         token: The token that marks all processes that its environments start.

@@ -646,8 +646,9 @@ class _BatchWriter(NamedTuple):
         leaves: The rows, one array per leaf.
         write_row: Checks an observation and writes it.
         targets: One per row, for assignments ``target[:] = observation``.
-        write_results: One per row, which writes the result of a step if it is of the usual kind; or ``None``.
-        compiled: The objects of ``write_results``, or an empty list.
+        write_results: One per row, which writes the result of a step if it is of the usual kind. Empty without the compiled
+            writer.
+        compiled: The objects of ``write_results``.
     """
 
     leaves: list[Array]

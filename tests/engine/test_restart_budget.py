@@ -27,7 +27,7 @@ from vecenv import Restart
 from vecenv.errors import ErrorRecord, RestartsExhausted, WorkerDied
 from vecenv.system.reporting import RestartLog
 from vecenv.system.restart_budget import RestartBudget
-from vecenv.system.supervision import innermost_location
+from vecenv.system.supervision import StackFile, innermost_location
 
 
 class RaisingEnv(gym.Env[Any, Any]):
@@ -260,6 +260,27 @@ def test_first_line_about_a_hang_contains_the_location(caplog: pytest.LogCapture
     location = rf"env 0, of envs 0-1, worker 0, pid \d+, during step, at test_restart_budget.py:{line} in step"
     assert [bool(re.fullmatch(location, text)) for text in caught.value.where.values()] == [True, True]
     assert "threading.py" in record.traceback.partition("its stack:")[2]
+
+
+@pytest.mark.linux
+def test_rest_of_a_stack_that_arrives_late_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker is killed when its environment's frames have been read; it may still be writing its own frames."""
+
+    def clear_then_write_the_rest(stack_file: StackFile) -> None:
+        has_stack = bool(stack_file.read())
+        clear(stack_file)
+        if has_stack:
+            os.write(stack_file.fd, b'  File "<frozen runpy>", line 88 in _run_code\n')
+
+    clear = StackFile.clear
+    monkeypatch.setattr(StackFile, "clear", clear_then_write_the_rest)
+    options = {"on_failure": Restart(0), "step_timeout": 0.3}
+    with ready_engine([partial(HangingEnv, 1)], num_workers=1, **options) as envs:
+        with pytest.raises(RestartsExhausted) as caught:
+            envs.step([0])
+        (record,) = envs.errors
+    assert caught.value.where[0].endswith(f"at test_restart_budget.py:{HangingEnv.step.__code__.co_firstlineno + 3} in step")
+    assert "runpy" not in record.traceback
 
 
 class CrashingEnv(RaisingEnv):

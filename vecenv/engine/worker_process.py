@@ -215,7 +215,7 @@ class WorkerProcess:
         self.exitcode = self.watch.exit_code()
         command, running = self.noted_activity if self.kill_reason else (self.command, self.running_row)
         running = None if command == "idle" else running
-        stack = env_frames(self.stack_file.read()) if (self.exitcode or 0) < 0 else ""
+        stack = env_frames(self.stack_file.read_fatal()) if (self.exitcode or 0) < 0 else ""
         envs = envs_text(self.rows, running)
         activity = {"idle": "while idle", "start": "during its start"}.get(command, f"during {command}")
         if self.has_started and self.pending:
@@ -226,7 +226,7 @@ class WorkerProcess:
             text += f", at {location}"
         if stack:
             text += f"\nits last Python stack:\n{stack}"
-        location = innermost_location(text)  # `reason` may have a stack, too
+        location = innermost_location(reason or "") or location  # `reason` may have a stack, too
         where = dict.fromkeys(self.rows, f"{envs}, {self.label}, {activity}" + (f", at {location}" if location else ""))
         return Death(text, self.index, tuple(self.rows), self.pid, self.exitcode, command, self.timeout, running, where)
 

@@ -61,7 +61,7 @@ EXIT_CODE_UNKNOWN: Final = 256
 """The exit code of a process that has ended, if only another process can learn the real one."""
 
 _REAP_TIMEOUT_SECONDS: Final = 0.5
-_MAX_STACK_BYTES: Final = 64 * 1024
+_MAX_STACK_BYTES: Final = 1024 * 1024
 
 
 class ProcessWatch:
@@ -201,8 +201,12 @@ class StackFile:
         with contextlib.suppress(OSError):
             os.ftruncate(self.fd, 0)
 
+    def read_fatal(self) -> str:
+        """Return the stack that a fatal signal wrote; not the rest of another dump, which may arrive after :meth:`clear`."""
+        return self.read().partition("Fatal Python error: ")[2]
+
     def read(self) -> str:
-        """Return the last stack, or its last 64 KiB if it is longer."""
+        """Return everything in the file, or its last MiB if there is more."""
         with contextlib.suppress(OSError):
             size = os.fstat(self.fd).st_size
             start = max(size - _MAX_STACK_BYTES, 0)

@@ -375,7 +375,7 @@ class Exchange:
                         if not self._wait_for_next_replies(deadline):
                             return False
                         continue
-                    until = _earlier_deadline(deadline, worker.rebuild_deadline) if worker.rebuild_deadline else deadline
+                    until = _earlier_deadline(deadline, worker.deadline) if worker.deadline else deadline
                     if not pool.wait_for_one(worker, until):
                         if until == deadline:
                             return False
@@ -407,9 +407,9 @@ class Exchange:
             self._local_deferred = True  # only once: workers that always have a reply would starve it
         if not pool.processes:
             return True
-        rebuilding = [worker for worker in pool.processes if worker.rebuild_deadline and worker.death is None]
-        first_due = min(rebuilding, key=lambda worker: worker.rebuild_deadline, default=None)
-        until = deadline if first_due is None else _earlier_deadline(deadline, first_due.rebuild_deadline)
+        rebuilding = [worker for worker in pool.processes if worker.deadline and worker.death is None]
+        first_due = min(rebuilding, key=lambda worker: worker.deadline, default=None)
+        until = deadline if first_due is None else _earlier_deadline(deadline, first_due.deadline)
         events = pool.wait(until)
         if events is None:
             if until == deadline or first_due is None:
@@ -483,15 +483,15 @@ class Exchange:
             error = self.pool.timeout_error(method, limit, late)
             self.failures.record_late(error, late)
             raise error
-        hanging = [worker for worker in late if not worker.rebuild_deadline]
+        hanging = [worker for worker in late if not worker.deadline]
         self._kill(hanging, f"it hung for more than {format_seconds(limit)}", limit)
         return self.pool.next_check(limit)
 
     def _kill_late_rebuild(self, worker: WorkerProcess) -> None:
         """Kill a worker that took too long to rebuild environments, unless its message was held back for a while."""
         seconds = self.policy.start_timeout + (self.policy.step_timeout or 0.0)
-        if worker.has_started and worker.pending and worker not in self.pool.find_busy_workers(sent_for=seconds):
-            self.changes.limit_rebuild(worker)
+        if worker.has_started and worker not in self.pool.find_busy_workers(sent_for=seconds):
+            self.changes.set_deadline(worker)
         else:
             self._kill([worker], f"it hung for more than {format_seconds(seconds)}", seconds)
 

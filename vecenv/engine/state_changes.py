@@ -1,6 +1,6 @@
 """The changes of an engine's state: queued messages, applied replies, and handled failures.
 
-Nothing here writes messages or waits for replies. All methods, except ``limit_rebuild`` (a single store), are called inside
+Nothing here writes messages or waits for replies. All methods, except ``set_deadline`` (a single store), are called inside
 blocks of state changes (see :mod:`vecenv.engine.exchange`), which end before the queued messages are written.
 
 docs/architecture.md describes replies and restarts: *The life of a step*, *The life of a failure*.
@@ -44,9 +44,9 @@ from vecenv.system.reporting import warn
 from vecenv.system.signals import deferred_signals
 
 PLAIN_REPLY: Final = int(Reply.PLAIN)  # packing an enum is slower
-MATCHES_NO_REPLY: Final = 0
-"""The code, in place of ``PLAIN_REPLY``, of the expected reply if ``apply_next`` has to pass the reply to ``apply``, even if
-it is plain: because it rebuilds environments, or because it ends ``rebuild_deadline``. No reply has this code."""
+LIMITED: Final = 0
+"""The code, in place of ``PLAIN_REPLY``, of the expected reply to a message that ``WorkerProcess.deadline`` limits. No reply
+has this code, so ``apply_next`` passes even a plain one to ``apply``, which sets the next deadline."""
 _COLUMNS_REPLY: Final = bytes([Reply.COLUMNS])
 _FOR_ALL_ROWS: Final = {int(Op.STEP_SOME): int(Op.STEP), int(Op.RESET_SOME): int(Op.RESET)}
 
@@ -107,9 +107,11 @@ class StateChanges:
         else:
             self.batch.requested[rows] = seq  # marks the rows of this message for the worker
         request.remaining += 1
-        # `apply` must get the reply if it ends `rebuild_deadline`
-        code = MATCHES_NO_REPLY if rebuilds or worker.rebuild_deadline else PLAIN_REPLY
+        # a message behind a limited one is limited too: it may begin much later than the caller's wait
+        code = LIMITED if rebuilds or worker.deadline else PLAIN_REPLY
         worker.pending.append((pack_head(code, seq), rows, request))
+        if rebuilds:
+            self.set_deadline(worker)
         self.pool.queue(worker, op, seq, payload)
 
     def drop_all(self) -> None:
@@ -123,9 +125,7 @@ class StateChanges:
             if worker.pending:
                 worker.dropped.update((expected_reply[1:], request.command) for expected_reply, _, request in worker.pending)
                 worker.pending.clear()
-            if worker.rebuild_deadline or not worker.has_started:
-                # it is executing a dropped message or still starting, without a limit if `replace_dead` was interrupted
-                self.limit_rebuild(worker)
+            self.set_deadline(worker)  # of one that is still starting: `replace_dead` may have been interrupted
         self.pool.drop_outside_channels()
         self.pool.refresh_workers()  # an interruption of `replace` may have skipped this
 
@@ -142,9 +142,8 @@ class StateChanges:
             worker.dropped.update((expected_reply[1:], request.command) for expected_reply in dropped)
             worker.pending.clear()
             worker.pending.extend(others)
-            # no other reply ends a limit that was renewed for this call: the next message may be a plain step
-            if dropped and worker.has_started and not any(reply[0] == MATCHES_NO_REPLY for reply, *_ in others):
-                worker.rebuild_deadline = 0.0
+            if dropped:
+                self.set_deadline(worker)
         if (local := self.pool.local) is not None:
             local.drop_calls()
 
@@ -271,8 +270,7 @@ class StateChanges:
         code, _, payload = decode(message)
         if code == Reply.READY:  # of a replacement; `WorkerPool.start` reads those of the first processes
             worker.has_started, worker.start_failures = True, pickle.loads(payload or b"").failures
-            if self.policy.step_timeout is None:
-                worker.rebuild_deadline = 0.0
+            self.set_deadline(worker)
         else:
             worker.start_failures = []  # it has built its environments by now
             outcome = None if payload is None else decode_outcome(payload)
@@ -294,8 +292,6 @@ class StateChanges:
         while index < len(pending) and pending[index][0][1:] != number:
             index += 1
         if index == len(pending):  # the request was dropped
-            if not pending:  # otherwise the reply to a later message ends the limit that `drop_all` has set: see `add`
-                worker.rebuild_deadline = 0.0
             # no entry if an exception interrupted `drop_request` before it put the other messages back
             command = worker.dropped.pop(number, "step")
             if outcome is not None:
@@ -303,10 +299,8 @@ class StateChanges:
             return
         expected_reply, rows, request = pending[index]
         del pending[index]
-        if expected_reply[0] == MATCHES_NO_REPLY:
-            worker.rebuild_deadline = 0.0
-            if any(other[0] == MATCHES_NO_REPLY for other, *_ in pending):
-                self.limit_rebuild(worker)
+        if expected_reply[0] == LIMITED:
+            self.set_deadline(worker)
         request.remaining -= 1
         if may_have_infos:
             request.may_have_infos = True
@@ -397,7 +391,6 @@ class StateChanges:
             return payloads
         for (worker, worker_rows), payload in zip(parts, payloads, strict=True):
             self.add(worker, Op.REBUILD_SOME, worker_rows, request, self.pool.pickle_for(worker, payload))
-            self.limit_rebuild(worker)  # for a worker that is alive; `replace_dead` has limited new ones
         return None
 
     def handle_undetected_deaths(self, rows: Collection[int]) -> None:
@@ -412,19 +405,20 @@ class StateChanges:
         for worker in list(self.pool.processes):
             if worker.death is not None and not set(rows).isdisjoint(worker.rows):
                 try:
-                    # here, because `send_reset` queues no rebuild message
-                    self.limit_rebuild(self.pool.replace(worker))
+                    self.set_deadline(self.pool.replace(worker))
                 except OSError as error:
                     if isinstance(error, TimeoutError):  # from a signal handler with a time limit, not from the start
                         raise
                     return error
         return None
 
-    def limit_rebuild(self, worker: Worker) -> None:
-        """Limit the time that a process has to start and, with ``step_timeout``, to rebuild and reset environments."""
-        start, step = self.policy.start_timeout, self.policy.step_timeout
-        if isinstance(worker, WorkerProcess) and (step is not None or not worker.has_started):
-            worker.rebuild_deadline = time.monotonic() + start + (step or 0.0)
+    def set_deadline(self, worker: Worker) -> None:
+        """Set the deadline of a process that starts or, with ``step_timeout``, has a limited message; else remove it."""
+        if isinstance(worker, WorkerProcess):
+            start, step = self.policy.start_timeout, self.policy.step_timeout
+            has_limited = step is not None and any(expected_reply[0] == LIMITED for expected_reply, *_ in worker.pending)
+            is_limited = has_limited or not worker.has_started
+            worker.deadline = time.monotonic() + start + (step or 0.0) if is_limited else 0.0
 
     def handle_death(self, worker: WorkerProcess) -> None:
         """Record the death of a worker, once. Its pending messages are lost.

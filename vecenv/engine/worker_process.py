@@ -41,7 +41,7 @@ PendingMessage: TypeAlias = tuple[bytes, Sequence[int], Request]
 """A message without a reply so far: the expected reply, its rows, and its request.
 
 ``StateChanges.apply_next`` handles two replies without decoding them: the expected one, and the same with the code
-COLUMNS. If the reply must be decoded in any case, the expected one has the code ``MATCHES_NO_REPLY``, which no reply has."""
+COLUMNS. If the message is limited, the expected reply has the code ``LIMITED``, which no reply has."""
 
 _log = logging.getLogger("vecenv")
 _STEP: Final = int(Op.STEP)
@@ -67,7 +67,7 @@ class LocalWorker:
     """
 
     death, has_started = None, True
-    rebuild_deadline = 0.0
+    deadline = 0.0
 
     def __init__(self, index: int, rows: range, env_rows: SnapshotRows) -> None:
         self.index, self.rows, self.env_rows = index, rows, env_rows
@@ -124,10 +124,9 @@ class WorkerProcess:
         death: How it ended; ``None`` while it is alive.
         overdue: True if a reply was late; ``close()`` then waits less for this worker.
         sent_at: When its latest message that ``max_concurrency`` held back was sent; minus infinity if there was none.
-        rebuild_deadline: The deadline for its start, or for its reply to a message with the code ``MATCHES_NO_REPLY``, as a
-            ``time.monotonic()``; 0.0: no limit. Set for a replacement and for each rebuild; renewed after the reply to
-            one of several rebuilds, and when messages are dropped. Without ``step_timeout``, only a start has a limit.
-            It limits calls too: the time of one before a rebuild counts for the rebuild; one after it has the same limit.
+        deadline: The ``time.monotonic()`` until which a replacement has to start or, with ``step_timeout``, to reply to its
+            oldest message if a *limited* one is pending; 0.0: none. Limited are rebuilds, and messages queued while a
+            deadline is set. ``StateChanges.set_deadline`` sets it anew after each reply to one of them.
         forked: True if it was forked, and so has the caller's own classes.
         shares_core: True if it is bound to the caller's core, and so runs only while the caller sleeps.
         token: The token that marks all processes that its environments start.
@@ -157,7 +156,7 @@ class WorkerProcess:
         self.start_failures: list[Failure] = []
         self.death: Death | None = None
         self.exitcode: int | None = None
-        self.rebuild_deadline = self._drained_at = 0.0
+        self.deadline = self._drained_at = 0.0
         self._drained = 0  # replies that `drain` has read, the latest at `_drained_at`
         self.watch = ProcessWatch(process, descriptors)
         poll = select.poll()
@@ -328,7 +327,7 @@ class WorkerProcess:
         unanswered = [request for _, _, request in self.pending][self._drained :]
         if step_timeout is None or not unanswered or unanswered[0].command not in ("step", "reset"):
             return deadline
-        return min(deadline, max(self._drained_at + step_timeout, self.rebuild_deadline))
+        return min(deadline, max(self._drained_at + step_timeout, self.deadline))
 
     def release(self) -> None:
         """Close every descriptor of an ended process. Idempotent."""

@@ -361,16 +361,15 @@ class Exchange:
         pool, changes, processes = self.pool, self.changes, self.pool.processes
         if pool.local is not None:
             self.execute_local_messages()
-        # wait, then read; from the second worker on, first try to read, because most have replied by then
         for position, index in enumerate(pool.wait_order):
-            read_first = position > 0
+            must_wait = position == 0  # most of the others have replied by then, so try to read first
             while (worker := processes[index]).pending:  # a dead worker may be replaced meanwhile
                 # Rows in flight: this is `recv`. Without any, `unraised` may still have an exception about rows that were
                 # returned since, which must not end the wait for a call.
                 if changes.unraised and self.in_flight:
                     self.flush()  # rebuild messages, before the program handles the exception
                     return True
-                if not read_first:
+                if must_wait:
                     if pool.unflushed or pool.held or len(pool.written_to) < len(processes):
                         if not self._wait_for_next_replies(deadline):
                             return False
@@ -383,9 +382,9 @@ class Exchange:
                         continue
                 self.state.changing = True
                 received = changes.apply_next(worker)
-                if not received and not read_first and worker.has_ended():  # its pipe may be held open
+                if not received and must_wait and worker.has_ended():  # its pipe may be held open
                     changes.handle_death(worker)
-                read_first = received
+                must_wait = not received
                 if changes.unsettled:
                     changes.settle_for_recv()
                 self.state.changing = False

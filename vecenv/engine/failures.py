@@ -153,7 +153,7 @@ class FailureLog:
         for death in deaths:
             for note in self.notes.get(death.envs[0], ()):
                 note_once(error, note)
-        if deaths and request.command in ("step", "reset"):  # only without restarts
+        if deaths and request.command in ("step", "reset"):  # with restarts, these have no deaths here
             note_once(error, "reset() rebuilds the environments of dead workers; on_failure='restart' does so automatically")
         if raised and self._logs_like_gymnasium and request.command in ("step", "reset"):
             _log_like_gymnasium(request.failures)
@@ -179,7 +179,7 @@ def _combine_deaths(deaths: Sequence[Death]) -> Exception:
         return first.error()
     text = f"{len(deaths)} workers died:\n" + "\n".join(death.text for death in deaths)
     envs = tuple(sorted(row for death in deaths for row in death.envs))
-    where = {row: text for death in deaths for row, text in death.where.items()}
+    where = {row: place for death in deaths for row, place in death.where.items()}
     return Death(
         text, first.worker, envs, first.pid, first.exitcode, first.command, first.timeout, where=where
     ).error()  # fmt: skip

@@ -437,7 +437,7 @@ class Engine(WorkerDriver):
         try:
             self.exchange.finish_call()
         except Exception:
-            if self.exchange.request is None:  # it was not interrupted: the other environments are loaded
+            if self.exchange.request is None:  # the load has ended: the environments that did not fail are loaded
                 self._accept_all(snapshot_by_row)
             raise
         self._accept_all(snapshot_by_row)

@@ -1,7 +1,8 @@
 """The changes of an engine's state: queued messages, applied replies, and handled failures.
 
-Nothing here writes messages or waits for replies. All methods, except ``set_deadline`` (a single store), are called inside
-blocks of state changes (see :mod:`vecenv.engine.exchange`), which end before the queued messages are written.
+Nothing here writes messages or waits for replies; handling a death may wait for the process to end. All methods, except
+``set_deadline`` (a single store), are called inside blocks of state changes (see :mod:`vecenv.engine.exchange`), which end
+before the queued messages are written.
 
 docs/architecture.md describes replies and restarts: *The life of a step*, *The life of a failure*.
 """

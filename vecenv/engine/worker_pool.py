@@ -470,7 +470,7 @@ class WorkerPool:
         return longest if deadline is None else min(max(deadline - time.monotonic(), 0.0) * 1000, longest)
 
     def has_reply(self) -> bool:
-        """True if a worker process has written something or has ended."""
+        """True if :meth:`wait` would return at once: a worker has written, has ended, or accepts queued bytes."""
         poll, _ = self._poll or self._make_poll()
         return bool(poll.poll(0))
 

@@ -347,14 +347,14 @@ ROWS = (
 )
 TABLE = """\
 Trajectories: fine.
-CartPole-v1, 64 environments: 3 interleaved rounds of 1 s
+CartPole-v1, 64 environments: 3 interleaved rounds, samples of 1 s
 engine                      steps/s      min - max  x Async  of bare loop
 vecenv, auto              1,234,567  1.13M - 1.33M        -         0.526
 Gymnasium AsyncVectorEnv       died
 bare loop, 2 processes    2,345,678  2.15M - 2.55M        -         1.000
 another library            left out
 a processor, 2 usable cores; Python 3, Gymnasium 1, row writer compiled
-The bare loop is the upper bound: env.step and nothing else, on all cores.
+The bare loop is the upper bound: independent processes that only step environments.
 Gymnasium AsyncVectorEnv died: its process was killed by SIGKILL
 another library left out: it is not installed
 """

@@ -52,8 +52,8 @@ def evaluate(
     """Run each episode of a list exactly once, and return the results in the order of the list.
 
     Results do not depend on the number of environments or workers, unless environments share random generators, which causes
-    a warning (``generators="own"`` separates them), or a network rounds a row differently in another batch size
-    (``batch="single"`` prevents it). ``docs/evaluation.md`` describes the behaviour on each engine.
+    a warning (``generators="own"`` separates them), a network rounds a row differently in another batch size
+    (``batch="single"`` prevents it), or episodes depend on earlier ones. See ``docs/evaluation.md`` for each engine.
 
     Args:
         envs: A vector environment of single-agent environments, in any autoreset mode, with no request in flight. Reset it
@@ -236,7 +236,8 @@ def _needs_waves(envs: Any, capabilities: Capabilities | None, todo: Episodes) -
     if capabilities is None:
         if not isinstance(envs.metadata.get("autoreset_mode"), AutoresetMode):
             raise_unsupported(envs, "be evaluated", "its metadata has no autoreset mode")
-        without_masked_resets = FlattenAgents, NormalizeObservation  # the former resets agents of an environment together
+        # the agents of an environment are reset together; NormalizeObservation rejects masks
+        without_masked_resets = FlattenAgents, NormalizeObservation
         return any(isinstance(each, without_masked_resets) for each in (*wrappers_around(envs), envs.unwrapped))
     if not capabilities.row_seeds:
         raise_unsupported(envs, "seed each episode separately", "its environments share one generator")
@@ -250,7 +251,7 @@ def _needs_waves(envs: Any, capabilities: Capabilities | None, todo: Episodes) -
 
 @contextlib.contextmanager
 def _fixed_statistics(envs: Any) -> Iterator[None]:
-    """Freeze running statistics, as of ``NormalizeObservation``, so that results do not depend on earlier episodes."""
+    """Freeze the running statistics of normalizing wrappers, so that results do not depend on earlier episodes."""
     updating = [wrapper for wrapper in wrappers_around(envs) if getattr(wrapper, "update_running_mean", False)]
     try:
         for wrapper in updating:
@@ -311,7 +312,7 @@ class EpisodeRunner:
         self._by_row = infos_by_row(envs)
         self._mode = envs.metadata.get("autoreset_mode")
         self._waiting = WaitingEpisodes(episodes.episodes, getattr(envs, "worker_rows", ()))
-        self._running: dict[int, Attempt] = {}  # by environment
+        self._running: dict[int, Attempt] = {}  # by row
 
     def _begin_attempts(self, rows: Iterable[int]) -> list[Attempt]:
         """Begin the next episodes in these rows, until rows or episodes run out."""
@@ -324,7 +325,7 @@ class EpisodeRunner:
         return attempts
 
     def _worker_is_idle(self, row: int) -> bool:
-        """True if no row of this row's worker runs an episode."""
+        """True if no row of this row's worker runs an episode. Always True in lockstep, where a row never waits."""
         return True
 
     def _end(self, attempt: Attempt, terminated: Any, truncated: Any, info: Any) -> None:

@@ -60,11 +60,12 @@ class EpisodeResult:
         episode_return: The sum of its rewards, added in their order as float64; nan if it failed.
         length: The number of steps; with :class:`vecenv.wrappers.ActionChunks`, the number of executed actions.
         terminated, truncated: How it ended; both ``False`` if it failed.
-        info: The last info.
+        info: The last info; empty if it failed.
         error: The exception that ended the last attempt; ``None`` if it did not fail.
-        seconds: The duration of the last attempt, from the submission of its reset to its end.
-        attempts: The number of attempts, with those that failed because a shared worker died.
-        frames: The frames after its reset and after each step, uint8 ``(height, width, 3)``, if they were requested.
+        seconds: The duration of the last attempt, including its reset or the loading of its snapshot.
+        attempts: The number of attempts, including those that ended because a shared worker died.
+        frames: The frames after its reset and after each step, uint8 ``(height, width, 3)``, if they were requested. With
+            same-step autoreset, the frame of the last step is missing.
         env: The name of its environment, if :class:`Episode` has one.
     """
 
@@ -123,11 +124,11 @@ class EpisodeResults(list[EpisodeResult]):
         return groups
 
     def table(self, by: str = "env") -> Any:
-        """Build a ``rich.table.Table`` with one row per group, see :meth:`group`, and one for all episodes.
+        """Build a ``rich.table.Table`` with one row per group; see :meth:`group`.
 
-        Its columns are the number of episodes, the mean return with its 95% confidence interval (Student's t), the mean
-        length, and the number of failures. The means are over episodes that did not fail. ``rich.print(results.table())``
-        prints it.
+        Several groups are followed by a row for all episodes. The columns are the number of episodes, the mean return with
+        its 95% confidence interval (Student's t), the mean length, and the number of failures. The means are over episodes
+        that did not fail. ``rich.print(results.table())`` prints the table.
 
         Raises:
             ValueError: See :meth:`group`.
@@ -235,7 +236,7 @@ def parse_episodes(episodes: Any, seed: Any) -> tuple[list[Episode], int]:
 
     Raises:
         TypeError: ``episodes`` is neither a number nor a list of episodes, or a field of an episode has a wrong type.
-        ValueError: There are no episodes, a seed is negative, or an episode cannot begin with its snapshot.
+        ValueError: There are no episodes, a seed is negative, options have a reset mask, or a snapshot is unsuitable.
         SnapshotMismatch: The bytes of a snapshot are damaged.
     """
     base = secrets.randbelow(_RANDOM_SEED_LIMIT) if seed is None else _parse_non_negative(seed, "seed")

@@ -1,8 +1,7 @@
 """A file of results, one JSON line per finished episode, from which a killed evaluation continues.
 
-The first line identifies the list of episodes. Each line is appended by one write; an incomplete last line comes from a
-killed program, and is removed. A failed episode is recorded, and the next evaluation runs it again, so only the last line
-of an episode counts.
+The first line identifies the evaluation. An incomplete last line comes from a killed program, and is removed. A failed
+episode is recorded, and the next evaluation runs it again, so only the last line of an episode counts.
 
 Values of infos without a JSON type are stored as objects with one key: ``!array``, ``!scalar``, ``!tuple``, ``!dict``,
 ``!float`` for nan and infinities; ``!repr`` for any other object, which is read back as that text.
@@ -44,8 +43,8 @@ class Journal:
         name: The name of the policy.
 
     Raises:
-        TypeError: Options of an episode cannot be hashed exactly.
-        ValueError: The folder has results of another list, seed or name, or a damaged file.
+        TypeError: Options of an episode have no exact encoding.
+        ValueError: The folder has results of another list, seed or name, or a damaged file, or is not a folder.
     """
 
     def __init__(self, folder: str | os.PathLike[str], episodes: Sequence[Episode], seed: int, name: str | None) -> None:

@@ -75,9 +75,7 @@ class PolicyCaller:
         self._initial_state = initial_state
         self._states: list[Any] = [initial_state] * self._num_envs
 
-    def __call__(
-        self, observations: Any, attempts: Sequence[Attempt], infos: Sequence[Any]
-    ) -> Any:
+    def __call__(self, observations: Any, attempts: Sequence[Attempt], infos: Sequence[Any]) -> Any:
         """Return one action per attempt, in the same order. Arrays of torch and JAX become numpy arrays.
 
         Args:
@@ -112,9 +110,7 @@ class PolicyCaller:
             observations = take_rows(self._observation_space, observations, [*range(count), *[0] * padding])
             padding_attempts = [Attempt(Episode(), -1, self._num_envs, np.random.default_rng(0)) for _ in range(padding)]
             attempts, infos = [*attempts, *padding_attempts], [*infos, *({} for _ in range(padding))]
-        arguments: dict[str, Any] = {
-            name: get(attempts) for name, get in _ATTEMPT_ARGUMENTS.items() if name in parameters
-        }  # fmt: skip
+        arguments: dict[str, Any] = {name: get(attempts) for name, get in _ATTEMPT_ARGUMENTS.items() if name in parameters}
         if "infos" in parameters:
             arguments["infos"] = list(infos)
         if "state" in parameters:

@@ -13,7 +13,7 @@ from vecenv.errors import how_to_install
 
 
 def make_table(by: str, groups: Mapping[Any, Sequence[Any]]) -> Any:
-    """Build a ``rich.table.Table`` with one row per group, and one for all episodes.
+    """Build a ``rich.table.Table`` with one row per group, and one for all episodes if there are several groups.
 
     Raises:
         ImportError: rich is not installed.

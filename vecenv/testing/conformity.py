@@ -2,8 +2,8 @@
 
 Each check is a function of one or two open vector environments; :func:`make_program` turns its body into a program that
 shows the defect. ``vecenv conform`` runs the checks (:mod:`vecenv.tools.conform`). Checks with an :class:`InputReportingEnv`
-compare exact results; the others also fit engines that build their own environments. Each check lists issues about engines
-with the defect.
+compare exact results; the others also fit engines that build their own environments. :attr:`Check.known` lists issues about
+engines with the defect.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ NEXT, SAME, DISABLED = (AutoresetMode.NEXT_STEP,), (AutoresetMode.SAME_STEP,), (
 
 
 class InputReportingEnv(gymnasium.Env[Any, Any]):
-    """An environment that reports its inputs: its observation is (latest seed or -1, episode, step, latest action).
+    """An environment that reports its inputs: its observation is (seed of the latest reset or -1, episode, step, action).
 
-    The reward is 100 times the episode plus the step. Episodes end by termination, truncation, or both, in turn. Within an
-    episode it returns the same array and the same dict every time, as many environments do. After a reset with the options
-    ``{"given": -1}``, steps raise.
+    The reward is 100 times the episode plus the step. Episodes end by termination, truncation, or both, in turn. Until the
+    last step of an episode, it returns the same array and the same dict every time, as many environments do. After a reset
+    with the options ``{"given": -1}``, steps raise.
 
     Args:
         length: The number of steps in an episode.
@@ -105,7 +105,7 @@ class Check:
         modes: The autoreset modes to check.
         about: The documented promise, and its source.
         known: The issues about engines that broke it.
-        fault: True if the environments fail on purpose.
+        fault: True if the check involves an exception, a killed worker or a timeout.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """The contract of a Gymnasium vector environment, as a test class for backends to inherit from.
 
-The tests apply wherever environments run: in processes, in threads, on devices or hosts. They build a vector
+The tests apply wherever environments run: in processes, in threads, on devices or on other machines. They build a vector
 environment through one factory, use only the interface of :class:`gymnasium.vector.VectorEnv`, and check its results.
 A backend declares missing abilities in class attributes, and the tests of these abilities are skipped::
 
@@ -101,7 +101,7 @@ class Subject:
         return envs.step(self.sample_actions(envs) if actions is None else actions)
 
     def step_and_reset(self, envs: AnyVectorEnv, actions: Any = None) -> Step:
-        """Take one step; without autoreset, then reset the environments in which an episode has ended."""
+        """Take one step. Without autoreset, then reset ended environments, or all if masked resets are not supported."""
         result = self.step(envs, actions)
         if envs.metadata["autoreset_mode"] is AutoresetMode.DISABLED and (ended := result[2] | result[3]).any():
             envs.reset(options={"reset_mask": ended} if self.supports_reset_mask else None)
@@ -138,7 +138,7 @@ class Subject:
 
 
 class VectorEnvContract(Subject):
-    """The promises of a Gymnasium vector environment to its users.
+    """Tests of the promises that a Gymnasium vector environment makes to its users.
 
     Inherit, override :meth:`make`, and declare missing abilities of the backend in the class attributes.
     """

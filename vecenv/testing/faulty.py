@@ -119,7 +119,7 @@ def arithmetic_error(result: Any) -> NoReturn:
 
 @fault
 def kill(result: Any) -> NoReturn:
-    """Send SIGKILL, as the kernel does when memory runs out."""
+    """Send this process SIGKILL, as the kernel does when memory runs out."""
     _signal_self("SIGKILL")
 
 
@@ -159,7 +159,7 @@ def sleep(result: Any) -> Any:
 def hold_gil(result: Any) -> Any:
     """Hang in C with the GIL held: no Python code of this process runs any more.
 
-    One thread locks a mutex twice. Unlike a sleep, this is not interrupted by a signal.
+    On Linux, a thread locks a mutex twice. Unlike a sleep, this is not interrupted by a signal.
     """
     if sys.platform == "linux":
         libc = ctypes.PyDLL(None)  # unlike CDLL, keeps the GIL during a call
@@ -445,7 +445,7 @@ class FaultyEnv(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
             fault occurs in the reset itself.
         action: Limits the fault to steps with this action (compared with ``numpy.array_equal``, dicts and tuples by their
             entries). Without ``step``, it occurs in every such step.
-        close: Trigger the fault in ``close()`` instead, with ``None`` as its argument.
+        close: Trigger the fault in ``close()``, with ``None`` as its argument.
         once: Path of a file that does not exist yet. All processes and restarts together trigger the fault only once: in the
             process that creates the file.
 
@@ -598,11 +598,10 @@ class NestedEnv(gym.Env[Any, Any]):
 class WitnessEnv(gym.Env[np.ndarray[Any, np.dtype[np.int64]], Any]):
     """An environment that identifies itself and its history in every observation.
 
-    The observation is ``int64``, shape ``(width,)``. Its first entries are :data:`WitnessEnv.FIELDS`; every
-    further entry is a checksum of them and of its own position, so that a row that mixes two
-    observations is detected. :meth:`read` parses and checks a row. The reward of a step is
-    ``tick + actions / 1024``. Infos contain ``witness_id``, ``episode`` and ``tick``, and ``last_action`` on every
-    third tick only, so that missing keys are exercised too.
+    The observation is ``int64``, shape ``(width,)``. Its first entries are :data:`WitnessEnv.FIELDS`; every further entry is
+    a checksum of them and of its own position, so that a row that mixes two observations is detected. :meth:`read` parses
+    and checks a row. The reward of a step is ``tick + actions / 1024``. Infos contain ``witness_id``, ``episode`` and
+    ``tick``, and ``last_action`` on every third tick only, so that missing keys are tested too.
 
     Args:
         witness_id: A number of your choice, such as the environment's index.
@@ -614,9 +613,9 @@ class WitnessEnv(gym.Env[np.ndarray[Any, np.dtype[np.int64]], Any]):
     """
 
     FIELDS = ("witness_id", "life", "episode", "tick", "steps", "seed", "last_action", "actions")
-    """The environment's number; a random number chosen at construction; episodes begun (resets), from 1;
-    steps in this episode; steps in this life; the seed of the last seeded reset or -1; the last action or -1;
-    the sum of all actions of this episode.
+    """The environment's number; a random number chosen at construction; episodes begun (resets), from 1; steps in this
+    episode; steps in this life; the seed of the last seeded reset or -1; the last action of this episode or -1; the sum of
+    its actions.
     """
 
     def __init__(

@@ -36,8 +36,8 @@ def assert_isolated(env_fn: Callable[[], Any], *, steps: int = 64, seed: int = 0
         seed: The seed of the first reset, and of the actions.
 
     Raises:
-        AssertionError: The results depend on something outside the environment. The message names the generator or the
-            changed attribute of a class or module, and the first difference.
+        AssertionError: The results depend on something outside the environment. The message has the first difference, and
+            names the generators, or the changed attributes of classes and modules, if they are found.
     """
     comparison = _Comparison(env_fn, steps, seed)
     reference_results = comparison.run()

@@ -55,7 +55,7 @@ def require(feature: str, *libraries: str, install: str | None = None) -> None:
 
 
 def import_module_or_exit(name: str) -> ModuleType:
-    """Import a module, which may be in the current folder."""
+    """Import a module, which may be in the current folder. An ``ImportError`` becomes a :class:`CliError`."""
     if not name or name.startswith("."):
         raise CliError(f"{name!r} is not the full name of a module")
     if "" not in sys.path:
@@ -69,7 +69,10 @@ def import_module_or_exit(name: str) -> ModuleType:
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """Show a progress bar on stderr, so that stdout holds only results. Without a terminal, print a line per stage."""
+    """Show a progress bar on stderr, so that stdout holds only results.
+
+    Without a terminal, print a line per stage with a known total.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar

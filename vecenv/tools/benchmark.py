@@ -1,15 +1,16 @@
 """Measures vector environments in interleaved rounds.
 
 Throughput on a shared machine drifts by tens of percent within a minute, so figures measured one after another cannot
-be compared. Here all candidates are built first and stay alive. Each round then runs all of them for a moment, in a new
-random order, and ratios are only formed between samples of the same round. Each candidate has a process of its own, its
-*host*, in place of a training program: a candidate that dies, hangs or binds itself to a core spoils only its own row.
+be compared. Here all candidates are built first and stay alive (those with many processes only while they are measured).
+Each round then runs all of them for a moment, in a new random order, and ratios are only formed between samples of the same
+round. Each candidate has a process of its own, its *host*, in place of a training program: a candidate that dies, hangs or
+binds itself to a core spoils only its own row.
 
 One unit of work is one ``env.step`` or ``env.reset``. The *bare loop* is the upper bound: the same environments and
-actions, run by one independent process per usable core.
+actions, in independent processes.
 
-Before anything is timed, all candidates of vecenv must reproduce the trajectories of ``gymnasium.vector.SyncVectorEnv`` for
-the same seeds and actions, bit for bit.
+Before anything is timed, the trajectories of vecenv's candidates are compared, bit for bit, with those of
+``gymnasium.vector.SyncVectorEnv`` for the same seeds and actions.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ BASELINES: Final = {"gym-async": ("x Async", ".2f"), "bare-loop": ("of bare loop
 """Baseline -> the heading of its column in tables, and the format of a ratio."""
 CHECK_STEPS: Final = 256
 CHECK_SECONDS: Final = 1.5
-START_TIMEOUT: Final = 300.0
-WARM_UP: Final = 0.3  # seconds for caches, allocators and the first reset
+START_TIMEOUT_SECONDS: Final = 300.0
+WARM_UP_SECONDS: Final = 0.3  # for caches, allocators and the first reset
 
 
 # --- hosts ------------------------------------------------------------------------------------------
@@ -89,7 +90,7 @@ class CandidateProcess:
     """A process that runs one candidate and serves one request at a time, each with a timeout.
 
     The :class:`~vecenv.system.helper_process.HelperProcess` and everything that it started end when the calling process
-    ends, even while an engine is being built. The process writes its output to a file.
+    ends, even while an engine is being built. Its output goes to a file.
 
     Attributes:
         failed, missing: The reason, if the process has failed or the candidate cannot run here.
@@ -129,10 +130,10 @@ class CandidateProcess:
 
     def wait_until_ready(self) -> None:
         """Wait until the runner is built."""
-        self.description = self._wait_for_reply(START_TIMEOUT) or ""
+        self.description = self._wait_for_reply(START_TIMEOUT_SECONDS) or ""
 
     def call(self, method: str, *arguments: Any, timeout: float = 60.0) -> Any:
-        """Call a method of the runner, which is rebuilt first if it was suspended. Return ``None`` after a failure."""
+        """Call a method of the runner, which is rebuilt first if its process was ended. Return ``None`` after a failure."""
         if self.usable and not self.running:
             self.start()
             self.wait_until_ready()
@@ -148,7 +149,7 @@ class CandidateProcess:
         status, value = "failed", f"no reply within {timeout:.0f} s"
         if has_replied := helper.wait(time.monotonic() + timeout):
             message = helper.receive()
-            # without a message the host has ended, even if a process that it started still holds the pipe
+            # no message: the host has ended (a process that it started may still hold the pipe), or has closed its pipe
             status, value = pickle.loads(message) if message else ("failed", _describe_end(helper))
         if status == "ok":
             return value
@@ -171,14 +172,14 @@ class CandidateProcess:
 
     def trajectory(self, steps: int, seconds: float = math.inf) -> list[Step]:
         """Return the trajectory for the fixed seeds and actions; empty if the candidate failed."""
-        trajectory = self.call("trajectory", steps, seconds, timeout=START_TIMEOUT)
+        trajectory = self.call("trajectory", steps, seconds, timeout=START_TIMEOUT_SECONDS)
         self.suspend()
         return trajectory or []
 
     def rate(self, seconds: float) -> float:
         """Measure one sample, in units per second; NaN if the candidate failed."""
         if not self.running:
-            self.call("run", min(seconds, WARM_UP))
+            self.call("run", min(seconds, WARM_UP_SECONDS))
         rate = self.call("run", seconds, timeout=60 + 10 * seconds)
         return math.nan if rate is None else float(rate)
 
@@ -200,7 +201,7 @@ def _describe_end(helper: HelperProcess) -> str:
 
 
 def _start_order(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
-    """Return groups to start in turn: those that start first, the others, then each one with many processes."""
+    """Return groups to start in turn: those that start first, the others, then each with many processes on its own."""
     others = [c for c in candidates if not c.has_many_processes]
     first, rest = [c for c in others if c.starts_first], [c for c in others if not c.starts_first]
     return [first, rest, *([c] for c in candidates if c.has_many_processes)]
@@ -279,13 +280,13 @@ class Summary:
         return cls.from_samples(a / b for a, b in zip(ours, theirs, strict=True) if b)
 
     def show(self, form: str = ".2f") -> str:
-        """Format the median, with the minimum and maximum in brackets."""
+        """Format the median, with the minimum and maximum in parentheses."""
         return f"{self.median:{form}} ({self.minimum:{form}} - {self.maximum:{form}})"
 
 
 @dataclass
 class ResultRow:
-    """One candidate's samples, one per round, or the reason why there are none."""
+    """One candidate's samples, one per round (NaN after a failure), and the reason why some are missing."""
 
     name: str
     label: str
@@ -347,7 +348,10 @@ def _run_reference(env: str, env_fn: EnvFn, num_envs: int, steps: int, seconds: 
 def _check_trajectories(
     hosts: list[CandidateProcess], expected: list[Step], rerun: Callable[[int, float], list[Step]], progress: Progress
 ) -> str:
-    """Compare every checked candidate with ``SyncVectorEnv`` and describe the result; raise if one differs."""
+    """Compare every checked candidate with ``SyncVectorEnv``, and describe the result.
+
+    Raise if one differs, unless ``SyncVectorEnv`` also differs from itself in a second run.
+    """
     checked_hosts = [host for host in hosts if host.candidate.checked]
     steps, num_envs = len(expected) - 1, len(expected[0]["reward"])
     for number, host in enumerate(checked_hosts, 1):
@@ -377,7 +381,7 @@ def compare(
     progress: Progress = lambda *_: None,
     inspect: Callable[[list[CandidateProcess]], None] | None = None,
 ) -> Report:
-    """Check, warm up, then measure all candidates in ``repeats`` interleaved rounds of ``seconds`` each.
+    """Check, warm up, then measure all candidates in interleaved rounds.
 
     Args:
         env: Name of the environment.
@@ -398,14 +402,14 @@ def compare(
     expected, checked = None, "nothing to check" if check else "not requested"
     if check and any(candidate.checked for candidate in candidates):
         progress("checking the environment in SyncVectorEnv", 0, 0)
-        expected = reference(CHECK_STEPS, CHECK_SECONDS)  # before the candidates start
+        expected = reference(CHECK_STEPS, CHECK_SECONDS)
     with started(candidates, progress) as hosts:
         if expected is not None:
             checked = _check_trajectories(hosts, expected, reference, progress)
         rates = _measure_rates(hosts, num_envs, seconds, repeats, progress)
         if inspect:
             for host in hosts:
-                host.rate(min(seconds, WARM_UP))
+                host.rate(min(seconds, WARM_UP_SECONDS))
             inspect(hosts)
         rows = [_make_result_row(host, rates[host.candidate.name]) for host in hosts]
     return Report(env, num_envs, seconds, repeats, checked, machine, rows, unit)
@@ -418,7 +422,7 @@ def _measure_rates(
     order = random.Random(SEED)
     for host in hosts:
         if not host.candidate.has_many_processes:
-            host.rate(min(seconds, WARM_UP))
+            host.rate(min(seconds, WARM_UP_SECONDS))
     for round_number in range(repeats):
         for i, host in enumerate(order.sample(hosts, len(hosts))):
             stage = f"{num_envs} environments, round {round_number + 1} of {repeats}"
@@ -470,7 +474,7 @@ def _style(row: ResultRow) -> str | None:
 
 
 def print_report(report: Report) -> None:
-    """Print the table of one comparison, and below it the reasons for empty rows."""
+    """Print the table of one comparison, and below it the reasons for rows without figures."""
     machine, baselines = report.machine, [name for name in BASELINES if report.row(name)]
     table = _table(report.unit, "min - max", *(BASELINES[name][0] for name in baselines))
     for row in report.rows:
@@ -487,13 +491,13 @@ def print_report(report: Report) -> None:
             style=_style(row),
         )
     print(f"Trajectories: {report.check}.")
-    rounds = f"{report.repeats} interleaved rounds of {report.seconds:g} s"
+    rounds = f"{report.repeats} interleaved rounds, samples of {report.seconds:g} s"
     print(f"{report.env}, {report.num_envs} environments: {rounds}")
     _print_table(table)
     versions = f"Python {machine['python']}, Gymnasium {machine['gymnasium']}, row writer {machine['row_writer']}"
     print(f"{machine['cpu']}, {machine['usable_cores']} usable cores; {versions}")
     if "bare-loop" in baselines:
-        print("The bare loop is the upper bound: env.step and nothing else, on all cores.")
+        print("The bare loop is the upper bound: independent processes that only step environments.")
     auto = report.row("auto")
     if auto and auto.description:
         print(f"auto chose {auto.description}")

@@ -3,7 +3,8 @@
 A command is a function of the parsed arguments. Its docstring is its help: a line for the list of commands, a description,
 and an epilog. Errors print one line instead of a traceback, and every command except ``run`` takes ``--json``. Exit codes:
 0 success; 1 a negative result, such as wrong results of an engine, a failure that did not happen again, or no program for
-``top``; 2 wrong usage, or a missing library; 3 an engine died while it was measured; 130 interrupted.
+``top``; 2 the command could not run: wrong usage, a missing library, or an environment or file that cannot be used; 3 an
+engine failed while it was measured; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = _build_parser().parse_args(argv)
     try:
-        code: int | Callable[[], None] = arguments.run(arguments)
+        result: int | Callable[[], None] = arguments.run(arguments)
         sys.stdout.flush()
     except tools.CliError as error:
         print(f"vecenv: {error}", file=sys.stderr)
@@ -81,10 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # such as `vecenv bench | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    if callable(code):
-        code()  # the user's program, outside `try`: its exceptions pass through unchanged
+    if callable(result):
+        result()  # the user's program, outside `try`: its exceptions pass through unchanged
         return 0
-    return code
+    return result
 
 
 def _build_parser() -> _Parser:
@@ -115,7 +116,7 @@ def _build_parser() -> _Parser:
     option("engine", metavar="MODULE:ENGINE", help="the class or function that builds the engine")
     text = "autoreset modes to check, separated by commas, such as NextStep,SameStep (default: all)"
     option("--modes", default="all", help=text)
-    option("--faults", action="store_true", help="also check environments that raise, die or hang")
+    option("--faults", action="store_true", help="also check exceptions, a killed worker and a timeout")
     option("--json", action="store_true", help="print the results as JSON instead of a table")
     option = add("replay", replay.main)
     option("file", type=Path, metavar="FILE", help="a file that record_failures= wrote")
@@ -132,7 +133,7 @@ def _build_parser() -> _Parser:
     option("--json", action="store_true", help="print the result as JSON instead of text")
     option = add("top", top.main)
     option("--pid", type=_positive_int, metavar="PID", help="show only the program with this process id")
-    option("--interval", type=_positive_float, default=1.0, metavar="S", help="seconds between updates (default: 1)")
+    option("--interval", type=_positive_float, default=1.0, metavar="S", help="seconds between readings (default: 1)")
     option("--once", action="store_true", help="print one table and exit")
     option("--json", action="store_true", help="print one table as JSON and exit")
     return parser
@@ -177,11 +178,11 @@ def _bench(arguments: argparse.Namespace) -> int:
     """measure vecenv on an environment, next to Gymnasium's engines and a bare loop
 
     First checks that vecenv's trajectories equal SyncVectorEnv's for the same seeds and actions, then measures all
-    engines in interleaved rounds. The bare loop, which only steps environments on all cores, is the upper bound. Prints a
-    table, and writes JSON and a PNG. The defaults take about two minutes.
+    engines in interleaved rounds. The bare loop, independent processes that only step environments, is the upper
+    bound. Prints a table, and writes JSON and a PNG. The defaults take about two minutes.
 
-    Exit codes: 0 success; 1 an engine's trajectories differ from SyncVectorEnv's; 2 wrong usage, or a library is missing;
-    3 an engine died while it was measured. Try: vecenv bench CartPole-v1 --num-envs 64
+    Exit codes: 0 success; 1 an engine's trajectories differ from SyncVectorEnv's; 2 wrong usage, a library is missing, or
+    the environment fails; 3 an engine died, raised or hung. Try: vecenv bench CartPole-v1 --num-envs 64
     """
     tools.require("vecenv bench", "rich", "matplotlib")
     if (reason := explain_unsupported_processes()) is not None:
@@ -214,7 +215,7 @@ def _measure(arguments: argparse.Namespace, env_fn: runners.EnvFn) -> list[bench
 
 
 def _powers_of_two(top: int) -> list[int]:
-    """Return 1, 2, 4 and so on, up to and including ``top``."""
+    """Return the powers of two below ``top``, and ``top``."""
     return [1 << k for k in range(top.bit_length()) if 1 << k < top] + [top]
 
 
@@ -243,9 +244,10 @@ def _select_engines(candidates: list[runners.Candidate], arguments: argparse.Nam
         if unknown := selected - set(known):
             raise tools.CliError(f"no engine {min(unknown)!r}. The engines are: {', '.join(known)}")
         candidates = [candidate for candidate in candidates if candidate.name in selected]
-    most_processes = max((many.processes + 1 for many in candidates if many.has_many_processes), default=0)
-    others = sum(other.processes + 1 for other in candidates if not other.has_many_processes)
-    if (reason := shortage(others + most_processes)) is not None:
+    # + 1 for the host of each candidate; of those with many processes, only one runs at a time
+    largest = max((candidate.processes + 1 for candidate in candidates if candidate.has_many_processes), default=0)
+    others = sum(candidate.processes + 1 for candidate in candidates if not candidate.has_many_processes)
+    if (reason := shortage(others + largest)) is not None:
         raise tools.CliError(f"{reason}; use fewer environments or workers, or only some --engines")
     arguments.out.mkdir(parents=True, exist_ok=True)
     return {candidate.name for candidate in candidates}

@@ -38,8 +38,8 @@ class Result:
 
     Attributes:
         name, about, known: As in :class:`~vecenv.testing.conformity.Check`.
-        modes: Autoreset mode -> ``"kept"``, ``"broken"`` or ``"refused"``.
-        why: Autoreset mode -> the error or the reason for the refusal; empty if kept.
+        modes: Name of a mode -> ``"kept"``, ``"broken"`` or ``"refused"``.
+        why: Name of a mode -> the error or the reason for the refusal; empty if kept.
         program: A program that shows a broken promise.
         draws: The shared generators that the engine, or environments in its process, drew from.
     """
@@ -54,7 +54,7 @@ class Result:
 
     @property
     def state(self) -> str:
-        """The state over all modes: broken in any, else kept in any, else refused."""
+        """``"broken"`` if broken in any mode, else ``"kept"`` if kept in any, else ``"refused"``."""
         for state in (BROKEN, KEPT):
             if state in self.modes.values():
                 return state
@@ -68,7 +68,7 @@ def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), 
         engine: ``"module:name"`` of a class or function, which is called with functions that build environments, or with
             ``num_envs=``.
         modes: Autoreset modes to check.
-        faults: Also check with failing environments.
+        faults: Also run the checks that involve a failure.
 
     Raises:
         CliError: The engine does not exist, could not be built, or has none of the modes.
@@ -192,11 +192,12 @@ def _describe_error(error: BaseException) -> str:
 def main(arguments: argparse.Namespace) -> int:
     """check which promises of Gymnasium's vector interface an engine keeps
 
-    Checks each promise of Gymnasium's documentation, and prints a short program for each one that is broken.
-    MODULE:ENGINE is called with functions that build environments or, if it has a parameter num_envs, with their number,
-    and with autoreset_mode, if it has that parameter.
+    Checks the promises of Gymnasium's documentation, and prints a short program for each one that is broken. MODULE:ENGINE
+    is called with functions that build environments or, if it has a parameter num_envs, with their number, and with
+    autoreset_mode, if it accepts that argument.
 
-    Exit codes: 0 no promise is broken; 1 some are; 2 wrong usage. Try: vecenv conform gymnasium.vector:AsyncVectorEnv
+    Exit codes: 0 no promise is broken; 1 some are; 2 wrong usage, or the engine cannot be built.
+    Try: vecenv conform gymnasium.vector:AsyncVectorEnv
     """
     rows = conform(arguments.engine, parse_modes(arguments.modes), faults=arguments.faults)
     counts = {state: sum(row.state == state for row in rows) for state in (KEPT, BROKEN, REFUSED)}

@@ -25,7 +25,7 @@ def shortage(processes: int) -> str | None:
     limit = _process_limit()
     if limit is not None and processes > limit[0]:
         return f"{processes} processes exceed the limit of {limit[0]} ({limit[1]})"
-    known = [number for number in (available_memory(), *(limit[1] for limit in memory_limits())) if number is not None]
+    known = [number for number in (available_memory(), *(left for _, left, _ in memory_limits())) if number is not None]
     need, free = processes * MIN_PROCESS_BYTES, min(known, default=None)
     if free is not None and need > free:
         return f"{processes} processes need {need // MIB} MiB of memory or more, and {free // MIB} MiB are available"

@@ -60,7 +60,7 @@ _MAX_LISTED_FILES: Final = 5
 _STACK_TIMEOUT_SECONDS: Final = 1.0
 _NOTICE_DELAY_SECONDS: Final = 1.0
 _UNEXPECTED_NOTICE_DELAY_SECONDS: Final = 5.0
-"""The delay if the recorded failure was not a hang: longer, because otherwise every slow step would cause a notice."""
+"""The delay if the recorded failure cannot be a hang: longer, because otherwise every slow step would cause a notice."""
 _GRACE_SECONDS: Final = 5.0
 """Seconds added to the recorded limit of a step, because the process has just started. Also how long it may take to end."""
 _FILE_NAME: Final = re.compile(rf".+-env\d+-episode\d+-step\d+(-\d+)?{re.escape(SUFFIX)}")
@@ -353,7 +353,8 @@ def _replay_here(
     """Replay a file in this process; a crash of the environment ends this process.
 
     Args:
-        path, begin, until: The arguments of :func:`replay`.
+        path, until: The arguments of :func:`replay`.
+        begin: One of its starting points.
         render: Render an image before each step, and one after the last.
         report: A function that receives the recorded failure, each request and each image.
         debug: A function that starts the debugger and returns the final result. It is called when the replay has stopped or
@@ -438,7 +439,7 @@ def _debug(path: Path, *, begin: str, until: int | None, frames: Path | None) ->
         if has_stopped:
             if replay_run.record.failed is not None and replay_run.record.failed.how != "raised":
                 print("Continuing repeats the failure in this process, and may end it")
-            _EnvDebugger().runcall(deque, requests, 0)
+            _EnvDebugger().runcall(deque, requests, 0)  # exhausts the iterator
             if replay_run.result is None or isinstance(replay_run.failure, bdb.BdbQuit):
                 return result
             result = replay_run.result

@@ -24,7 +24,7 @@ from vecenv.recording.recorder import FlightRecorder
 from vecenv.system.spawning import explain_missing_guard
 from vecenv.tools import CliError, one_line
 
-_DEFAULTS: Final = ("num_workers", "on_failure", "step_timeout", "record_failures", "context", "generators")
+_DEFAULT_OPTIONS: Final = ("num_workers", "on_failure", "step_timeout", "record_failures", "context", "generators")
 
 
 def main(arguments: argparse.Namespace) -> Callable[[], None]:
@@ -47,7 +47,7 @@ def main(arguments: argparse.Namespace) -> Callable[[], None]:
         FlightRecorder.from_option(arguments.record_failures)
     except ValueError as error:
         raise CliError(str(error)) from None
-    defaults = {name: value for name in _DEFAULTS if (value := getattr(arguments, name)) is not None}
+    defaults = {name: value for name in _DEFAULT_OPTIONS if (value := getattr(arguments, name)) is not None}
     install(sync=arguments.sync, **defaults)
     sys.argv = list(program_arguments) if arguments.module is None else ["-m", *program_arguments[1:]]
     # last, because finding a module imports its package, which may use Gymnasium's class or sys.argv
@@ -182,7 +182,7 @@ def _execute(code: Callable[[], CodeType], **names: Any) -> None:
 
 
 def _has_main_guard(program: CodeType) -> bool:
-    """True if a program compares with ``"__main__"``, alone or among other names, outside of its functions."""
+    """True if a program contains the string ``"__main__"``, alone or in a tuple or set, outside of its functions."""
     return any("__main__" in (value if isinstance(value, tuple | frozenset) else (value,)) for value in program.co_consts)
 
 

@@ -1,6 +1,6 @@
 """The candidates of a benchmark: vector environments stepped with random actions, and bare loops over the same environments.
 
-All runners use the same seeds and the same actions, so that they do the same work.
+All runners use fixed seeds and actions, so that they do the same work in every run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MANY_PROCESSES: Final = 16  # a candidate with more processes than this, and tha
 
 
 class Unavailable(Exception):
-    """The error for a candidate that cannot run here, such as for lack of a library. It counts as missing, not as failed."""
+    """The error for a candidate that cannot run here, for example without a library. It counts as missing, not as failed."""
 
 
 class Runner(Protocol):
@@ -51,7 +51,7 @@ class Runner(Protocol):
 def make_env(env_id: str) -> gymnasium.Env[Any, Any]:
     """Build an environment with ``gymnasium.make``; import the package that registers ``ALE/`` ids.
 
-    Gymnasium's own warnings are silenced: 64 workers would each print them over the progress bar.
+    Gymnasium's own warnings are silenced, because each of 64 workers would repeat them.
     """
     level, gymnasium.logger.min_level = gymnasium.logger.min_level, logging.ERROR
     try:
@@ -135,7 +135,10 @@ Step = dict[str, Any]
 
 
 def digest(value: Any) -> bytes:
-    """Return a 16-byte digest, equal only for values that are identical in type and bit for bit. Lists count as tuples."""
+    """Return a 16-byte digest of a tree.
+
+    It covers dtype, shape and bits of arrays, and type and ``repr`` of other leaves. Lists count as tuples.
+    """
     hasher = hashlib.blake2b(digest_size=16)
     _update_digest(hasher, value)
     return hasher.digest()
@@ -163,7 +166,7 @@ def _update_digest(hasher: Any, value: Any) -> None:
 
 
 def first_difference(reference: Sequence[Step], other: Sequence[Step]) -> str | None:
-    """Describe the first difference between two trajectories; ``None`` if they are equal."""
+    """Describe the first difference between two trajectories; ``None`` if all steps that both have are equal."""
     for number, (expected, actual) in enumerate(zip(reference, other, strict=False)):
         where = f"at step {number}" if number else "at the reset"
         for name in ("reward", "termination", "truncation", "observation"):
@@ -213,7 +216,7 @@ class VectorRunner:
         return run_for(self._step, seconds)
 
     def trajectory(self, steps: int, seconds: float = math.inf) -> list[Step]:
-        """Reset with the seed, then take ``steps`` steps, or as many as ``seconds`` allow."""
+        """Return the results of a seeded reset and of ``steps`` steps, or of as many as ``seconds`` allow."""
         self._needs_reset = False
         observations, infos = self.envs.reset(seed=SEED)
         zeros = np.zeros(self.num_envs)
@@ -253,7 +256,7 @@ class FirstReadyVectorRunner(VectorRunner):
         self.envs.reset_async(seed=SEED)
 
     def trajectory(self, steps: int, seconds: float = math.inf) -> list[Step]:
-        """Return the trajectory without infos. Each environment gets the same sequence of actions as in the base class."""
+        """Return the trajectory without infos; ``seconds`` has no effect. Environments get the actions of the base class."""
         self._needs_reset = False
         space = self.envs.single_action_space
         actions = [list(iterate(batch_space(space, self.num_envs), batch)) for batch in self.actions]
@@ -275,7 +278,7 @@ class FirstReadyVectorRunner(VectorRunner):
         ]
 
 
-# --- upper bounds -----------------------------------------------------------------------------------
+# --- bounds -----------------------------------------------------------------------------------------
 
 
 class BareLoop:
@@ -328,7 +331,7 @@ class BarePipes:
         shares: The indices of the environments of each process.
     """
 
-    _polls = False
+    _polls = False  # True: each process is bound to a core, and polls its pipe
 
     def __init__(self, env_fn: EnvFn, num_envs: int, shares: Sequence[range]) -> None:
         context = multiprocessing.get_context()
@@ -378,13 +381,13 @@ class BareLoops(BarePipes):
 
 
 class BareLockstep(BarePipes):
-    """A lower bound on the cost of a step that waits for all environments: one process per core, including the caller.
+    """A lower bound on the cost of a step that waits for all environments: one process per share, including the caller.
 
-    Each process steps its share of the environments. The caller writes to each of the others, steps its own share, and
-    reads from each; both sides poll instead of sleeping. No observations or rewards are sent.
+    Each process is bound to a core. The caller writes to each of the others, steps its own share, and reads from each; both
+    sides poll for up to 20 ms before they sleep. No observations or rewards are sent.
     """
 
-    _polls = True  # the caller polls too, as one of the processes
+    _polls = True
 
     def __init__(self, env_fn: EnvFn, num_envs: int, shares: Sequence[range]) -> None:
         own, *others = shares
@@ -445,7 +448,7 @@ def _serve(env_fn: EnvFn, num_envs: int, share: range, core: int | None, reader:
         _pin_to_core(core)
         os.set_blocking(source, False)
         read = partial(_read_polling, source)
-    os.write(sink, _ONE_STEP)
+    os.write(sink, _ONE_STEP)  # the caller waits for any number: the environments are built
     while True:
         seconds = _unpack_number(read())
         os.write(sink, struct.pack("d", loop.run(seconds) if seconds else loop.step()))

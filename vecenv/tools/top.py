@@ -1,8 +1,8 @@
 """``vecenv top``: the workers of running programs, as a live table or as one snapshot.
 
-Rates are computed from two readings of the file that a program writes (:mod:`vecenv.engine.published`); a worker's state
-comes from the kernel. The programs receive no requests, so a program that hangs is visible too. Drawing depends only on the
-rows, the view and the height, so that tests need no terminal.
+Rates are computed from two readings of the file that a program writes (:mod:`vecenv.engine.published`), and a worker's
+state from these and from the kernel's. The programs receive no requests, so a program that hangs is visible too. Drawing
+depends only on the rows, the view and the height, so that tests need no terminal.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WorkerRow:
         envs: The indices of its first and last environments.
         steps_per_second: The steps of all its environments.
         waiting: The share of the time that it was not inside an environment, 0 to 1.
-        slowest_env: The environment that took longest in its latest sampled step; ``None`` before the first sample.
+        slowest_env: The environment that took longest in the worker's latest sampled step; ``None`` before the first sample.
         slowest_env_seconds: The duration of that step.
         restarts: The number of times its process was replaced since the program began to publish.
     """

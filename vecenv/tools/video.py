@@ -32,12 +32,12 @@ def render_grid(envs: VectorEnv[Any, Any, Any], *, columns: int | None = None, g
         gap: The number of black pixels between frames.
 
     Returns:
-        uint8 ``(rows * height + gaps, columns * width + gaps, 3)``. Grey frames become RGB, frames smaller than the
+        uint8 ``(rows * height + gaps, columns * width + gaps, 3)``. Grey and RGBA frames become RGB, frames smaller than the
         largest are centred, and the last of a list of frames (``"rgb_array_list"``) is used.
 
     Raises:
-        ValueError: ``envs`` have another ``render_mode``, return another number of frames, or a frame is not an image; the
-            error names the environment.
+        ValueError: ``envs`` have another ``render_mode``, or return another number of frames; a frame is not an image (the
+            error names its environment); ``columns`` is below 1, or ``gap`` below 0.
     """
     mode = getattr(envs, "render_mode", None)
     if mode not in ("rgb_array", "rgb_array_list"):
@@ -117,9 +117,10 @@ def write_video(images: Iterable[Frame], path: str | Path, *, fps: float = 30.0)
     Args:
         images: Frames ``uint8 (height, width, 3)`` of one size, such as those of :func:`vecenv.render_grid`.
         path: The file, which ends in ``.gif`` or ``.mp4``.
-        fps: Frames per second.
+        fps: Frames per second; a GIF shows at most 50.
 
     Raises:
+        TypeError: ``images`` is not iterable.
         ValueError: The file has another suffix, there are no images, one is no such frame, ``fps`` is not positive, or a
             GIF would show one image for more than 655 seconds, which the format cannot express.
         ImportError: The library for this format is missing; the error names the command that installs it.
@@ -152,10 +153,10 @@ def _write_gif(images: list[Frame], path: Path, fps: float) -> None:
 
     def with_palette(image: Frame) -> Image.Image:
         picture = Image.fromarray(image)
-        is_exact = picture.getcolors(256) is not None  # with more colors, MEDIANCUT takes up to 2 s per frame
+        is_exact = picture.getcolors(256) is not None  # with more colours, MEDIANCUT takes up to 2 s per frame
         return picture.quantize(256, Image.Quantize.MEDIANCUT if is_exact else Image.Quantize.FASTOCTREE)
 
-    # a palette per frame: a common one lacks colors that only a few frames have
+    # a palette per frame: a common one lacks colours that only a few frames have
     first, *rest = [with_palette(image) for image in images]
     try:
         first.save(path, save_all=True, append_images=rest, duration=max(round(1000 / fps), 20), loop=0, optimize=False)

@@ -44,7 +44,7 @@ MASK_KEYS: Final = ("action_mask", "action_masks")
 
 
 def as_parallel(env: Any) -> Any:
-    """Wrap an environment of RLlib, with ``agent_num`` or of Gymnasium in its adapter; return any other unchanged."""
+    """Wrap an RLlib, ``agent_num`` or Gymnasium environment in its adapter; return any other unchanged."""
     inner = getattr(env, "unwrapped", env)
     has_getter, has_space = (callable(getattr(inner, name, None)) for name in ("get_observation_space", "observation_space"))
     if has_getter and not has_space:

@@ -21,7 +21,7 @@ from gymnasium import Env, Space
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 
-from vecenv.aio.slots import Slot, Slots, outside_of_block
+from vecenv.aio.slots import Slot, Slots, outside_of_block_error
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import BusyError, EnvFailed, ErrorRecord, StepTimeout, VecEnvError, WorkerDied
 from vecenv.evaluating.episodes import Attempt, EpisodeList, EpisodeResult, EpisodeResults, Episodes, parse_episodes
@@ -54,9 +54,9 @@ class Pool:
         step_timeout: The time limit of a step or a reset, in seconds; a worker that exceeds it is killed. If a worker has
             several environments, the limit includes the time that one environment waits for the others.
         cancel_timeout: Seconds that a cancelled call may still take before its worker is killed.
-        on_failure: ``"raise"``: a worker that died is restarted when the next episode begins in one of its slots.
+        on_failure: ``"raise"``: a worker that died is restarted by the next reset of one of its environments.
             ``"restart"``, or a :class:`vecenv.Restart`: it is restarted immediately, within a budget. A worker that exceeds
-            the budget is abandoned together with its slots.
+            the budget is abandoned together with its environments.
         context, daemon, generators, shared_memory, worker_options: See :class:`vecenv.AsyncVectorEnv`. An environment is
             built in this process only with ``WorkerOptions(dummy_env=True)``.
 
@@ -134,7 +134,7 @@ class Pool:
 
     @property
     def errors(self) -> deque[ErrorRecord]:
-        """The failures so far, oldest first, at most 1,000 records."""
+        """The last 1,000 failures, oldest first."""
         return self._envs.errors
 
     def stats(self) -> dict[str, float]:
@@ -205,6 +205,7 @@ class Pool:
             seed, options: The arguments of the reset.
 
         Raises:
+            TypeError: ``seed`` or ``options`` has the wrong type.
             EnvFailed, WorkerDied, StepTimeout: On entering: the reset failed.
             RestartsExhausted: On entering: all workers were abandoned.
             ClosedEnvironmentError, LoopError, ForkedError: The pool cannot be used here.
@@ -236,6 +237,7 @@ class Pool:
         Raises:
             TypeError, ValueError: An argument is invalid, or an episode names an environment that is not offered; no
                 episode was run.
+            TypeError: ``policy`` does not return an awaitable; the other episodes are cancelled.
             Exception: Raised by the policy or ``on_episode``; the other episodes are cancelled.
         """
         self._slots.require_usable("evaluate")
@@ -389,7 +391,7 @@ class EpisodeEnv:
             StepTimeout: The step took longer than ``step_timeout``; its worker was killed.
             gymnasium.error.ResetNeeded: The episode has ended.
             BusyError: Another task's call is pending.
-            gymnasium.error.ClosedEnvironmentError: The ``async with`` block has been left, or the pool is closed.
+            gymnasium.error.ClosedEnvironmentError: Called outside of the ``async with`` block, or the pool is closed.
         """
         with self._calling("step") as slot:
             if self.over and not slot.lost_reason:
@@ -456,7 +458,7 @@ class EpisodeEnv:
         self._slots.require_usable(method)
         slot = self._slot
         if slot is None:
-            raise outside_of_block()
+            raise outside_of_block_error()
         if self._pending_method:
             raise BusyError(
                 f"another task is in `{self._pending_method}` of this EpisodeEnv (env {slot.row}); `{method}` was refused"

@@ -4,8 +4,9 @@ A *slot* is a row of the engine: one environment, in its current process. An epi
 one pending request, so the destination of a reply is unique. The request of a cancelled task stays pending: no other episode
 gets the slot until the reply arrives or the worker is killed for taking too long.
 
-Everything runs in non-blocking callbacks of one event loop, which watches the descriptor of the engine's
-:class:`~vecenv.engine.submissions.Submissions`. The descriptor is readable when a worker has replied, died or become ready.
+Everything runs in one event loop, without blocking it. The loop watches the descriptor of the engine's
+:class:`~vecenv.engine.submissions.Submissions`, which is readable when a worker has replied, died or become ready, or when
+its pipe, which was full, accepts messages again.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class WorkerSlots:
         killed_by_cancel: True if it was killed because a task was cancelled, which the restart budget does not count.
         exhausted: The error that its slots raise, if it will not be restarted.
         start_timer: The timer that kills a new process if it is not ready in time.
-        search_lock: A lock that is held while a hang is located, so that only the first request to time out is blamed.
+        search_lock: A lock that is held while a hang is located, so that only one request is blamed.
     """
 
     index: int
@@ -236,7 +237,7 @@ class Slots:
         """Free the slot of an episode that has ended."""
         slot.owner = None
         if slot.request is not None and not slot.reply.done():  # another task waits for it
-            slot.finish(None, outside_of_block())
+            slot.finish(None, outside_of_block_error())
             self.abandon(slot, slot.request)
         slot.wake()  # another task may wait for it
         self._update(slot)
@@ -259,7 +260,7 @@ class Slots:
     async def _wait_until_ready(self, slot: Slot) -> None:
         """Wait until a slot accepts requests: its last request is complete, and its worker is ready.
 
-        Raises ``WorkerDied`` if the worker cannot be restarted.
+        Raises ``RestartsExhausted`` if the worker was abandoned, ``WorkerDied`` if it was restarted and died again.
         """
         group, episode, was_restarted = slot.group, slot.owner, False
         while True:
@@ -281,7 +282,7 @@ class Slots:
                     slot.ready = None
             self.require_usable("reset")
             if slot.owner is not episode:
-                raise outside_of_block()
+                raise outside_of_block_error()
 
     # -- requests -------------------------------------------------------------------------------------------------------
 
@@ -373,7 +374,7 @@ class Slots:
         if error is not None and not slot.lost_reason:
             slot.lost_reason = self.submissions.failed.get(slot.row, "")
         slot.finish(result, error)
-        if slot.group.death is None:  # otherwise :meth:`_handle_death` updates the slot
+        if slot.group.death is None:  # otherwise `_handle_death` updates the slot
             self._update(slot)
 
     # -- workers that hang or die -----------------------------------------------------------------------------------------
@@ -392,7 +393,7 @@ class Slots:
             pid, stack = self._envs.processes[group.index].pid, await self._find_stack(slot)
             if slot.request is not request or slot.reply.done():
                 return
-            if self._one_by_one:  # a cancelled request, which has no timer, may be running
+            if self._one_by_one:  # the oldest request is running; it may be a cancelled one, which has no timer
                 request = next(iter(group.pending))
                 slot = self._slots[request.rows[0]]
             location = f" at {found}" if (found := innermost_location(stack)) else ""
@@ -410,13 +411,13 @@ class Slots:
                 return str(found.value)
 
     def _kill(self, slot: Slot, reason: str) -> None:
-        """Kill the worker of a slot, and withhold all its slots until it is ready again."""
+        """Kill the worker of a slot, unless it has died."""
         if slot.group.death is None:
             self._make_unavailable(slot.group)
             self.submissions.kill(slot.row, f"env {slot.row} {reason}")
 
     def _make_unavailable(self, group: WorkerSlots) -> None:
-        """Withhold the slots of a worker that has ended, or is being killed, until it is ready again."""
+        """Withhold the slots of a worker that has ended, or is being killed, from episodes."""
         group.unavailable = True
         self.free = deque(slot for slot in self.free if slot.group is not group)
 
@@ -470,6 +471,6 @@ class Slots:
             self._refuse_waiters(partial(copy.copy, error))
 
 
-def outside_of_block() -> ClosedEnvironmentError:
+def outside_of_block_error() -> ClosedEnvironmentError:
     """Return the error for a call outside the episode's ``async with`` block."""
     return ClosedEnvironmentError("Trying to operate on `EpisodeEnv`, outside of its `async with` block.")

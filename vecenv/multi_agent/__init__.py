@@ -1,4 +1,4 @@
-"""Vectors of PettingZoo parallel environments, with many agents, on the engine. See ``docs/multi_agent.md``."""
+"""Vector environments of PettingZoo parallel environments, with an axis of agents. See ``docs/multi_agent.md``."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 The engine steps environments that return one observation, one reward and two flags. :class:`AgentsEnv` turns a PettingZoo
 parallel environment into such an environment. Its observation holds the observations, rewards, flags and masks of all agents
 (see :meth:`vecenv.multi_agent.roster.Roster.observation_space`) and is written directly into shared memory; its flags are
-those of the episode. Only this module decides which agents are alive, which must act, and which rows are padding.
+those of the episode. This module decides which agents are alive, which must act, and which rows are padding.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from vecenv.system import reporting
 # * :class:`RLlibGame`: RLlib's ``MultiAgentEnv``;
 # * :class:`OneAgent`: Gymnasium environments.
 #
-# The rest of the package uses only PettingZoo's convention. The adapters do not import RLlib, and import PettingZoo only to
-# convert a parallelizable AEC game.
+# The rest of the package uses only PettingZoo's convention and the attribute ``agents_to_act``, which some adapters have.
+# This module does not import RLlib, and imports PettingZoo only to convert a parallelizable AEC game.
 
 ALL_AGENTS: Final = "__all__"
 """RLlib's key for the flag of all agents, in a dict of flags."""
@@ -44,7 +44,7 @@ MASK_KEYS: Final = ("action_mask", "action_masks")
 
 
 def as_parallel(env: Any) -> Any:
-    """Return ``env`` if it is parallel, otherwise an adapter for its convention (RLlib, ``agent_num`` or Gymnasium)."""
+    """Wrap an RLlib, ``agent_num`` or Gymnasium environment in its adapter; return any other unchanged."""
     inner = getattr(env, "unwrapped", env)
     has_getter, has_space = (callable(getattr(inner, name, None)) for name in ("get_observation_space", "observation_space"))
     if has_getter and not has_space:
@@ -118,10 +118,10 @@ class AgentsAdapter:
 class TurnBased(AgentsAdapter):
     """A turn-based game: every step is one agent's move.
 
-    ``agents_to_act`` holds the agent to move; in ``MultiAgentVecEnv`` only its row is True in ``agent_mask``, and after its
-    move in ``transition_mask``. Every step returns observations and rewards for all agents, so an agent that did not move
-    can have a reward too, for example if another agent's move made it lose. Its row then has a False
-    ``transition_mask``, and the reward belongs to its last move.
+    ``agents_to_act`` holds the agent to move. In ``MultiAgentVecEnv``, only this agent has a True ``agent_mask``, and after
+    its move a True ``transition_mask``. Every step returns observations and rewards for all agents in the game, so an agent
+    that did not move can have a reward too, for example if another agent's move made it lose. Its ``transition_mask`` is
+    then False, and the reward belongs to its last move.
     """
 
     def __init__(self, env: Any) -> None:
@@ -145,7 +145,7 @@ class TurnBased(AgentsAdapter):
         return {agent: self.env.observe(agent) for agent in self.agents}, dict(self.env.infos)
 
     def step(self, actions: Mapping[Any, Any]) -> Step:
-        """Make one move; return its results for each agent that was in the game."""
+        """Make one move; return the results of all agents that were in the game before or after it."""
         game = self.env
         before, mover = list(game.agents), game.agent_selection
         if mover not in actions:
@@ -173,18 +173,19 @@ class StackedAgents(AgentsAdapter):
     Its ``reset`` returns observations ``[A, *s]``, with or without an info; in ``Dict`` and ``Tuple`` spaces every leaf has
     the axis of agents. Its ``step`` takes actions ``[A, *a]`` and returns four values (observations, rewards ``[A]`` or
     ``[A, 1]``, dones ``[A]``, info) or five. Agents are named ``agent_0`` and so on. An info dict's ``"action_masks"``
-    ``[A, k]`` become the agents' masks, and all its values are common infos; an info list has one info per agent.
+    ``[A, k]`` become the agents' masks. All its values but ``"final_observation"`` are common infos. An info list has one
+    info per agent.
 
     An environment with a true ``has_auto_reset`` has already begun its next episode when it reports the end of one:
     ``info["final_observation"]`` is then the last observation, and the next reset without a seed or options returns the
-    observation of that step. Observations of a ``Discrete`` space may be one-hot rows.
+    observation and the info of that step. Observations of a ``Discrete`` space may be one-hot rows.
     """
 
     def __init__(self, env: Any) -> None:
         self.agent_num = _agent_num(env)
         super().__init__(env, [f"agent_{index}" for index in range(self.agent_num)])
         self._next_episode: Any = None  # the start of the episode that `has_auto_reset` began
-        self.num_step_values = 4  # of the latest step
+        self.num_step_values = 4  # the number of values that the latest step returned
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
         """Start an episode with all agents."""
@@ -225,7 +226,7 @@ class StackedAgents(AgentsAdapter):
         return np.array([bool(isinstance(one, dict) and one.get("TimeLimit.truncated", False)) for one in infos])
 
     def _parse_reset(self, result: Any) -> tuple[Any, Any]:
-        """Return observations and info from the result of ``reset``, which may lack the info or be a tuple of length one."""
+        """Parse the result of ``reset``, which may lack the info, and may have the observations in a tuple of length one."""
         with_info = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], (dict, list))
         is_tuple_space = isinstance(self.env.observation_space, spaces.Tuple)
         if with_info and is_tuple_space:  # without an info, the observations are a tuple too, which may end in a dict
@@ -247,7 +248,7 @@ class StackedAgents(AgentsAdapter):
         return {agent: select_agent(index) for index, agent in enumerate(self.possible_agents)}
 
     def _leaf_rows(self, space: spaces.Space[Any], observations: Any) -> Any:
-        """Return a leaf with one row per agent; a ``Discrete`` leaf may be one-hot."""
+        """Return a leaf with one row per agent; one-hot rows of a ``Discrete`` leaf become numbers."""
         if not isinstance(space, spaces.Discrete):
             return observations
         array = np.asarray(observations).reshape(self.agent_num, -1)
@@ -265,7 +266,7 @@ class StackedAgents(AgentsAdapter):
 class OneAgent(AgentsAdapter):
     """A Gymnasium environment with the single agent ``agent_0``.
 
-    Its infos belong to the environment, except ``"action_mask"`` and ``"action_masks"``, which belong to the agent.
+    Its infos are common infos; an ``"action_mask"`` or ``"action_masks"`` among them is also the agent's mask.
     """
 
     num_step_values = 5
@@ -293,7 +294,7 @@ class OneAgent(AgentsAdapter):
 class RLlibGame(AgentsAdapter):
     """RLlib's ``MultiAgentEnv``: agents with an observation act next, and ``"__all__"`` ends the episode of all agents.
 
-    The results of a step determine which agents are in the game and which act next, since RLlib's list of agents is not
+    The results of a step determine which agents are in the game and which act next, because RLlib's list of agents is not
     reliable. An agent in the game without an observation waits: it keeps its last observation and does not act.
     ``infos["__common__"]`` holds infos of the environment. A missing reward is 0.
     """
@@ -330,7 +331,7 @@ class RLlibGame(AgentsAdapter):
 
 
 def _join_infos(common: dict[Any, Any], masks: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return an environment's common infos, with the agents' action masks."""
+    """Return infos with the common infos of an environment and the action masks of its agents."""
     return {**({"common": common} if common else {}), **{agent: {"action_mask": mask} for agent, mask in masks.items()}}
 
 
@@ -339,7 +340,7 @@ _PLAIN_REWARD_TYPES = frozenset({float, int, bool, np.float64, np.float32, np.fl
 
 @dataclass(eq=False, repr=False)
 class EnvFn:
-    """A function that builds environment ``index`` of a vector environment: an ``env_fn`` for the engine."""
+    """An ``env_fn`` for the engine: builds environment ``index`` and wraps it in an :class:`AgentsEnv`."""
 
     env_fn: Callable[[], Any]
     index: int
@@ -392,7 +393,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         self._force_full_write()
         self._observation_writers: list[Callable[[Any], None]] = []
         self._leaves: list[list[Array]] = []
-        self._single_arrays: list[tuple[Any, Any, Callable[[Any], None]]] = []  # agents with a single array as observation
+        self._single_arrays: list[tuple[Any, Any, Callable[[Any], None]]] = []  # agents with one array as observation
         for (part, place), name in zip(roster.places(), self._names, strict=True):
             tree = build_tree(part.observation_space, "observation")
             row_observations = row["obs"] if roster.layout == "stack" else row["obs"][part.key]
@@ -408,9 +409,9 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
             self._write_state = self._make_writer(tree, [leaf[None] for leaf in flatten(tree, row["state"])], 0, None)
 
     def _force_full_write(self) -> None:
-        """Make the next step write every flag and all padding, regardless of the memory's contents."""
+        """Make the next reset or step write every flag and all padding, regardless of the memory's contents."""
         self._written_flags: Any = None
-        self._all_acted = False  # True if every agent acted and is alive, according to the flags in memory
+        self._may_be_ordinary = False  # True if the next step may be one for `_apply_ordinary_step`
         self._needs_padding = [True] * len(self._names)
 
     def _begin_episode(self) -> None:
@@ -435,7 +436,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         return write
 
     def take_snapshot(self) -> Any:
-        """Return the flags of alive, acting and dead agents; the wrapped environment saves its own state."""
+        """Return the flags of the agents and of the episode; the wrapped environment saves its own state."""
         return self._alive[:], self._acting[:], self._dead[:], self._truncated
 
     def restore_snapshot(self, state: Any) -> None:
@@ -468,7 +469,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Step all agents that act; the actions of others are ignored."""
         acting = self._acting
-        if self._all_acted and self._can_zip_actions:
+        if self._may_be_ordinary and self._can_zip_actions:
             actions = dict(zip(self._names, action))  # noqa: B905 - the engine checks the length; `strict` takes 10% longer
         else:
             pickers = zip(self._names, acting, self._action_pickers, strict=True)
@@ -476,7 +477,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         result = self.env.step(actions)
         if not isinstance(result, tuple) or len(result) != 5:
             raise ValueError(f"env {self.index}: step must return five dicts, got {_describe_type(result)}")
-        if self._all_acted and self._apply_ordinary_step(result):
+        if self._may_be_ordinary and self._apply_ordinary_step(result):
             return self._build_observation() if self._needs_building else self._row, 0.0, False, False, {}
         observations, rewards, terminations, truncations, infos = result
         present = self._present_agents()
@@ -492,11 +493,11 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         self._acting = self._read_acting()
         self._write_signals(agent_rewards, terminated, truncated, acting)
         all_single = len(self._single_arrays) == len(self._names)
-        self._all_acted = all(acting) and all(self._acting) and not self._takes_turns and all_single
+        self._may_be_ordinary = all(acting) and all(self._acting) and not self._takes_turns and all_single
         return self._build_observation(), 0.0, ended and not by_truncation, ended and by_truncation, self._parse_infos(infos)
 
     def _apply_ordinary_step(self, result: tuple[Any, ...]) -> bool:
-        """Apply the results of an ordinary step: all agents are still present, nothing ended, and infos are empty.
+        """Apply the results of an ordinary step: all agents acted and are still present, nothing ended, infos are empty.
 
         Flags and masks then stay unchanged. Return False for any other step, which needs :meth:`_apply_results`.
         """
@@ -531,7 +532,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
     ) -> tuple[list[Any], list[bool], list[bool]]:  # fmt: skip
         """Write observations, record which agents are alive, and return each agent's reward and flags.
 
-        ``"__all__"`` among the flags, as in RLlib's games, ends the episode of every agent that is present.
+        ``"__all__"`` among the flags, as in RLlib's games, ends the episode of every agent that was alive or is present.
         """
         all_terminated, all_truncated = self._read_all_flag(terminations), self._read_all_flag(truncations)
         count = len(self._names)
@@ -701,7 +702,7 @@ def _action_picker(part: AgentGroup, place: int) -> Callable[[Any], Any]:
 
 
 def has_wrapper(env: Any, name: str) -> bool:
-    """True if an environment has a wrapper of this class; compared by name, so that workers need not import the class."""
+    """True if an environment has a wrapper of the class ``name`` or of a subclass; workers need not import the class."""
     while env is not None:
         if any(class_name(kind) == name for kind in type(env).__mro__):
             return True

@@ -1,9 +1,9 @@
 """EnvPool's multi-player pools, as rows for ``MultiAgentVecEnv``.
 
-:class:`PlayerPool` replaces the engine for Python environments: it accepts batches of actions of all agents and returns
-batches of rows (:meth:`vecenv.multi_agent.roster.Roster.observation_space`). Players are the agents ``player_0``,
-``player_1`` and so on. A pool ends an episode for all players at once and begins the next one in the following step. It
-cannot be seeded again, so a reset with a seed builds a new pool.
+:class:`PlayerPool` takes the place of :class:`~vecenv.multi_agent.vector_env.AgentRows`: it accepts actions of all agents
+and returns batches of rows (:meth:`vecenv.multi_agent.roster.Roster.observation_space`). Players are the agents
+``player_0``, ``player_1`` and so on. A pool ends an episode for all players at once and begins the next one in the
+following step. It cannot be seeded again, so a reset with a seed builds a new pool.
 """
 
 from __future__ import annotations
@@ -131,9 +131,10 @@ class PlayerRows(PoolRows):
         self.begin()
 
     def begin(self) -> None:
-        # the players with an action in a payload, and the players that act
+        # the players with an action in the next payload, and the players that act
         self._sent, self._acting = np.zeros((2, *self._shape), np.bool_)
-        self._sent[:, 0] = True  # EnvPool uses this action as the current player's; Go aborts if there are more
+        # in turn-based games, EnvPool uses this one action as the current player's, and Go aborts if there are more
+        self._sent[:, 0] = True
 
     def store_held(self, held: Any) -> None:
         ids, present, acting = held

@@ -132,7 +132,7 @@ def read_agents(env: Any) -> tuple[Any, ...]:
     if agents is None:
         raise TypeError(
             f"{env!r} has no `possible_agents`: MultiAgentVecEnv needs PettingZoo parallel environments (or environments "
-            "with `agent_num`, or Gymnasium's); turn-based ones go through vecenv.multi_agent.from_aec"
+            "with `agent_num`, RLlib's or Gymnasium's); convert turn-based ones with vecenv.multi_agent.from_aec"
         )
     if hasattr(type(env), "agent_iter"):  # the class, because adapters forward attributes
         raise TypeError(f"{env!r} is turn based (AEC): write vecenv.multi_agent.from_aec(env), or use its parallel_env()")
@@ -291,20 +291,20 @@ class AgentActionConverter:
     """A converter that checks batches of actions against a roster and puts them into the engine's format.
 
     Environments get the caller's actions unchanged, except that integers are cast to the integer type of their space if
-    all of them fit, and ``[n, A, 1]`` for ``Discrete`` becomes ``[n, A]``.
+    all of them fit, and ``[n, A, 1]`` for ``Discrete`` becomes ``[n, A]``. Actions that a dict omits are zeros.
     """
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self._parts = [(part, build_tree(part.action_space, "actions")) for part in roster.parts]
 
-    def convert(self, actions: Any, rows: Array, alive: Array) -> Any:
+    def convert(self, actions: Any, rows: Array, acting: Array) -> Any:
         """Return the actions of environments ``rows`` in the engine's format.
 
         Args:
             actions: Actions in the layout of the roster.
             rows: Environment indices, in the order of the batch.
-            alive: bool ``[n, A]``: agents that must act.
+            acting: The agents that must act, bool, for all environments and agents of the vector environment.
 
         Raises:
             ValueError, TypeError: An action is missing, or has the wrong shape or dtype.
@@ -327,9 +327,9 @@ class AgentActionConverter:
         if unknown := [key for key in actions if key not in keys]:
             raise ValueError(f"actions: unknown keys {unknown}, expected {keys}; nothing was sent")
         missing = [index for part, _ in self._parts if part.key not in actions for index in part.agents]
-        envs_by_agent = {self._roster.agents[index]: rows[alive[rows, index]].tolist() for index in missing}
+        envs_by_agent = {self._roster.agents[index]: rows[acting[rows, index]].tolist() for index in missing}
         if texts := [f"agent {agent!r} in {envs_text(envs)}" for agent, envs in envs_by_agent.items() if envs]:
-            raise ValueError(f"actions of live agents are missing: {'; '.join(texts)}; nothing was sent")
+            raise ValueError(f"actions of agents that must act are missing: {'; '.join(texts)}; nothing was sent")
         out = {}
         for part, tree in self._parts:
             axes = (count, len(part.agents)) if part.has_axis else (count,)

@@ -2,7 +2,7 @@
 
 :mod:`vecenv.multi_agent.adapter` turns every environment into an ordinary one with a single observation for all agents, and
 :class:`~vecenv.AsyncVectorEnv` runs them. ``MultiAgentVecEnv`` unpacks the batches, and records for each environment
-which agents are alive and whether its episode has ended.
+which agents act next and whether its episode has ended.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _EXAMPLE: Final = "simple_spread_v3.parallel_env()"  # for error messages
 
 
 class AgentRows(AsyncVectorEnv[Any, Any]):
-    """An engine that runs adapted environments, with the spaces of the roster."""
+    """The vector environment inside a ``MultiAgentVecEnv``: adapted environments, with the spaces of their roster."""
 
     @classmethod
     def build(cls, env_fns: Sequence[EnvFn], roster: Roster, template: Any, options: dict[str, Any]) -> AgentRows:
-        """Build the engine.
+        """Build the vector environment.
 
         Args:
             env_fns: Functions that build adapted environments.
@@ -70,7 +70,7 @@ class AgentRows(AsyncVectorEnv[Any, Any]):
         return cls(env_fns, observation_mode=(space, space), **{**options, "worker_options": worker_options})
 
 
-AgentRows.__name__ = "MultiAgentVecEnv"  # the name in the engine's messages
+AgentRows.__name__ = "MultiAgentVecEnv"  # messages name the class that the caller uses
 
 
 @forwarding(
@@ -96,8 +96,8 @@ class MultiAgentVecEnv:
     then on, its row is padding: observation ``pad_value``, reward 0, flags and masks False. See ``docs/multi_agent.md``.
 
     Args:
-        env_fns: Functions that build the environments: PettingZoo's parallel ones, RLlib's ``MultiAgentEnv``, or ones with
-            ``agent_num`` (:class:`vecenv.multi_agent.StackedAgents`).
+        env_fns: Functions that build the environments: PettingZoo's parallel ones, RLlib's ``MultiAgentEnv``, ones with
+            ``agent_num`` (:class:`vecenv.multi_agent.StackedAgents`), or Gymnasium's, with one agent.
         layout: ``"stack"``: observations and actions are arrays ``[n, A, ...]``; all spaces must be equal. ``"agents"``: a
             dict with an array ``[n, ...]`` per agent. ``{group: [agents]}``: a dict with an array ``[n, k, ...]`` per group;
             spaces must be equal within a group. ``"auto"``: stack if all spaces are equal, else agents.
@@ -168,7 +168,7 @@ class MultiAgentVecEnv:
         cls, task_id: str, num_envs: int, *, reward_dtype: npt.DTypeLike = np.float64, seed_stride: int = 1,
         batch_size: int | None = None, num_threads: int | None = None, **config: Any,
     ) -> MultiAgentVecEnv:  # fmt: skip
-        """Build an EnvPool pool with several players per environment, such as ``"TicTacToe-v1"``; players are the agents.
+        """Build environments of EnvPool with several players, such as ``"TicTacToe-v1"``; the players are the agents.
 
         It always has ``layout="stack"`` and next-step autoreset; turn-based games have masks like
         :class:`~vecenv.multi_agent.TurnBased`. ``reset_mask``, ``call``, ``exec_func``, attributes and ``render`` raise
@@ -184,7 +184,7 @@ class MultiAgentVecEnv:
 
         Raises:
             ImportError: EnvPool is not installed.
-            ValueError: An option has an invalid value.
+            UnregisteredEnv, TypeError, ValueError: See :class:`~vecenv.backends.EnvPoolVectorEnv`.
         """
         from vecenv.multi_agent.player_pool import PlayerPool
 
@@ -219,7 +219,7 @@ class MultiAgentVecEnv:
         self._actions = AgentActionConverter(roster)
         self._masks = ActionMasks(roster, with_masks, self.num_envs)
         self._tree = build_tree(roster.observation_space(), "observation")
-        self._alive = np.zeros((self.num_envs, self.num_agents), np.bool_)
+        self._acting = np.zeros((self.num_envs, self.num_agents), np.bool_)  # the latest `agent_mask`
         self._ended = np.zeros(self.num_envs, np.bool_)
         self._begun = np.zeros(self.num_envs, np.bool_)
         self._reset_mask: Bools | None = None  # None if the latest reset had no mask
@@ -259,7 +259,7 @@ class MultiAgentVecEnv:
     @property
     def agent_mask(self) -> Bools:
         """The latest ``infos["agent_mask"]`` of all environments, bool ``[n, A]``."""
-        return self._alive.copy()
+        return self._acting.copy()
 
     # -- reset ------------------------------------------------------------------------------------------------------
 
@@ -323,7 +323,7 @@ class MultiAgentVecEnv:
 
         Raises:
             ResetNeeded: An environment has not been reset yet, or its episode has ended under ``AutoresetMode.DISABLED``.
-            ValueError, TypeError: A shape or dtype is wrong, or the action of a live agent is missing; nothing was sent.
+            ValueError, TypeError: A shape or dtype is wrong, or an action is missing; nothing was sent.
             Exception: The errors of ``AsyncVectorEnv.step``.
         """
         self.step_async(actions)
@@ -332,7 +332,7 @@ class MultiAgentVecEnv:
     def step_async(self, actions: Any) -> None:
         """Begin a step."""
         self._require_running(self._all_rows)
-        self._rows.step_async(self._actions.convert(actions, self._all_rows, self._alive))
+        self._rows.step_async(self._actions.convert(actions, self._all_rows, self._acting))
 
     def step_wait(self, timeout: float | None = None) -> Step:
         """Wait for the result of :meth:`step_async` and return it."""
@@ -346,7 +346,7 @@ class MultiAgentVecEnv:
         """
         rows = self._rows.last_received if env_id is None else parse_env_ids(env_id, self.num_envs)
         self._require_running(rows)
-        self._rows.send(self._actions.convert(actions, rows, self._alive), rows)
+        self._rows.send(self._actions.convert(actions, rows, self._acting), rows)
 
     def recv(
         self, timeout: float | None = None, *, count: int | None = None, at_least: int | None = None,
@@ -412,9 +412,9 @@ class MultiAgentVecEnv:
         infos.pop("_final_obs", None)
         final_infos = {} if final_observations is None else self._final_infos(final_observations, rewards, flags)
         if "restarted" in infos:
-            self._truncate_restarted(infos["_restarted"] & truncated, rewards, flags, self._alive[rows])
-        if untouched is not None:  # the engine's rows of restarted environments are those before the failure
-            flags["agent_mask"][untouched] &= self._alive[untouched]
+            self._truncate_restarted(infos["_restarted"] & truncated, rewards, flags, self._acting[rows])
+        if untouched is not None:  # for a restarted environment, the engine still has the row from before the failure
+            flags["agent_mask"][untouched] &= self._acting[untouched]
         out = agents_to_axis(infos, self.num_agents, len(rows)) if infos else {}
         mask, obs = flags["agent_mask"], batch["obs"]
         out["agent_mask"], out["transition_mask"] = mask, flags["transition_mask"]
@@ -424,7 +424,7 @@ class MultiAgentVecEnv:
             out["state"] = batch["state"]
         out.update(final_infos)
         where: Any = slice(None) if rows is self._all_rows else rows
-        self._alive[where] = mask
+        self._acting[where] = mask
         self._ended[where] = done if untouched is None else untouched & self._ended
         return obs, rewards, flags["terminations"], flags["truncations"], out
 
@@ -445,11 +445,11 @@ class MultiAgentVecEnv:
             infos["final_state"], infos["_final_state"] = final_batch["state"], ended.copy()
         return infos
 
-    def _truncate_restarted(self, restarted: Bools, rewards: Array, flags: dict[str, Bools], alive: Bools) -> None:
-        """Truncate the agents that were ``alive`` before this step in the environments that it restarted."""
+    def _truncate_restarted(self, restarted: Bools, rewards: Array, flags: dict[str, Bools], acting: Bools) -> None:
+        """Truncate the agents of restarted environments that had to act in this step, which ``acting`` marks."""
         rewards[restarted] = 0.0
         flags["terminations"][restarted] = False
-        flags["truncations"][restarted] = flags["transition_mask"][restarted] = alive[restarted]
+        flags["truncations"][restarted] = flags["transition_mask"][restarted] = acting[restarted]
         if self.autoreset_mode is not AutoresetMode.SAME_STEP:
             flags["agent_mask"][restarted] = False
 
@@ -464,8 +464,8 @@ class MultiAgentVecEnv:
     def exec_func(self, func: Callable[..., Any], indices: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Return ``func(env, *args, **kwargs)`` for the environments ``indices``, and ``None`` for the others.
 
-        ``env`` is the object that the ``env_fn`` returned, so changes that ``func`` makes persist; for
-        :class:`StackedAgents`, :class:`TurnBased` and RLlib's environments, it is the environment inside the adapter.
+        ``env`` is the object that the ``env_fn`` returned, or the environment inside if that object is an adapter of this
+        package, such as :class:`~vecenv.multi_agent.TurnBased`. Changes that ``func`` makes to it persist.
         """
         self.exec_func_send(func, indices, *args, **kwargs)
         results: tuple[Any, ...] = self.exec_func_fetch()
@@ -519,7 +519,7 @@ class MultiAgentVecEnv:
 
     def _agent_state(self, row: int) -> Any:
         """Return the state that this object, not the environment, holds for the environment's agents."""
-        return self._alive[row].copy(), bool(self._ended[row]), bool(self._begun[row]), self._masks.copy_masks(row)
+        return self._acting[row].copy(), bool(self._ended[row]), bool(self._begun[row]), self._masks.copy_masks(row)
 
     def _add_agent_states(self, snapshots: Sequence[Snapshot], env_id: Any) -> tuple[Snapshot, ...]:
         rows = parse_rows(env_id, self.num_envs)
@@ -531,9 +531,9 @@ class MultiAgentVecEnv:
         for index, saved in enumerate(saved_rows):
             agent_state = saved.beside
             is_state = isinstance(agent_state, tuple) and len(agent_state) == 4
-            if not is_state or np.shape(agent_state[0]) != self._alive.shape[1:]:
+            if not is_state or np.shape(agent_state[0]) != self._acting.shape[1:]:
                 raise SnapshotMismatch(
-                    f"snapshots[{index}] was not saved by a MultiAgentVecEnv with {self._alive.shape[1]} agents"
+                    f"snapshots[{index}] was not saved by a MultiAgentVecEnv with {self._acting.shape[1]} agents"
                 )
         batch = load()
         self._restore_agent_states(rows, [saved.beside for saved in saved_rows])
@@ -541,7 +541,7 @@ class MultiAgentVecEnv:
 
     def _restore_agent_states(self, rows: Sequence[int], states: Sequence[Any]) -> None:
         for row, agent_state in zip(rows, states, strict=True):
-            self._alive[row], self._ended[row], self._begun[row], masks = agent_state
+            self._acting[row], self._ended[row], self._begun[row], masks = agent_state
             self._masks.restore_masks(row, masks)
 
     # -- views and close() ------------------------------------------------------------------------------------------
@@ -572,7 +572,7 @@ class MultiAgentVecEnv:
 
 
 class DifferentEnvs(ValueError):
-    """An error about environments that differ from the first one in their agents or spaces."""
+    """Environments differ from the first one in their agents or spaces."""
 
 
 def _call_inside_adapter(env: AgentsEnv, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -593,7 +593,7 @@ def make_openrl(
         shared_memory, copy, context, daemon: See :class:`~vecenv.AsyncVectorEnv`.
         worker: Must be ``None``: OpenRL's worker functions use their own protocol.
         render_mode: The render mode of the view.
-        auto_reset: ``False``: environments are reset only by ``reset(options={"reset_mask": ...})``.
+        auto_reset: ``False``: after an episode, an environment waits for ``reset(options={"reset_mask": ...})``.
         **engine: Options of :class:`~vecenv.MultiAgentVecEnv`: ``num_workers``, ``on_failure``, ``step_timeout`` ...
 
     Raises:

@@ -1,10 +1,10 @@
-"""Two views of a ``MultiAgentVecEnv``: rows for single-agent trainers, and the shapes of the ``agent_num`` convention.
+"""Infos and action masks of agents, and two views of a ``MultiAgentVecEnv``.
 
-Both reshape the environments' results and forward everything else. :class:`FlattenAgents` makes every agent a row,
+The views reshape the environments' results and forward everything else. :class:`FlattenAgents` makes every agent a row,
 ``env * A + agent``, of an ordinary Gymnasium vector environment, without copying. A trainer that ignores masks gets the
-episodes of each agent unchanged, and rows of padding after its death. Padding ends with the environment's episode, so no
-value is bootstrapped from it into the next episode, and episode statistics are correct. :class:`OpenRLView` is for OpenRL
-and similar on-policy trainers.
+episodes of each agent unchanged, and rows of padding after its death. By default, padding ends with the environment's
+episode, so no value of the next episode is bootstrapped into it. :class:`OpenRLView` has the shapes of the ``agent_num``
+convention, for OpenRL and similar on-policy trainers.
 """
 
 from __future__ import annotations
@@ -268,19 +268,19 @@ def _make_forwarder(inner: str, name: str) -> Any:
 class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
     """The agents of a :class:`~vecenv.MultiAgentVecEnv` with stacked layout as rows of one vector environment.
 
+    Infos of environments are repeated for their agents; every key has a mask ``_key``, bool ``(num_envs,)``.
+    ``final_obs`` is an object array of single observations as in Gymnasium; under same-step autoreset an agent that dies
+    before the others has one too.
+
     Args:
         envs: The vector environment to flatten, which ``close`` closes too.
-        padding_done: On the last step of an environment, rows of missing agents (dead, or not yet present) get
+        padding_done: On the last step of an environment's episode, rows of missing agents (dead, or not yet present) get
             ``terminated=True``. Padding is then visible as episodes of return 0 in rows with a False
             ``infos["transition_mask"]``. With ``False`` the flags are the agents' own, and programs that split episodes at
             the flags count the padding as part of the next episode.
 
     Raises:
         ValueError: The layout is not ``"stack"``.
-
-    Infos of environments are repeated for their agents; every key has a mask ``_key``, bool ``(num_envs,)``.
-    ``final_obs`` is an object array of single observations as in Gymnasium; under same-step autoreset an agent that dies
-    before the others has one too.
     """
 
     def __init__(self, envs: Any, *, padding_done: bool = True) -> None:
@@ -375,7 +375,10 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
         return out
 
     def _final_infos(self, infos: dict[str, Any], last: dict[str, Any], final: Bools, env_ended: Bools) -> dict[str, Any]:
-        """Return the last infos of rows ``final``, from ``last`` where ``env_ended`` (``infos`` are of the next episode)."""
+        """Return the last infos of rows ``final``.
+
+        Where ``env_ended``, they come from ``last``, because ``infos`` are of the next episode there.
+        """
         found: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         now, ended = info_rows(infos, self.num_envs), info_rows(last, self.num_envs)
         for row in np.flatnonzero(final).tolist():
@@ -433,7 +436,7 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
         return f"FlattenAgents({name}num_envs={self.num_envs}, {self.envs!r})"
 
 
-SEED_STRIDE: Final = 10086
+SEED_STRIDE: Final = 10086  # OpenRL's distance between the seeds of two environments
 RENDER_MODES: Final = tuple(f"{kind}{mode}" for kind in ("", "group_", "single_") for mode in ("human", "rgb_array"))
 
 
@@ -445,10 +448,10 @@ RENDER_MODES: Final = tuple(f"{kind}{mode}" for kind in ("", "group_", "single_"
 class OpenRLView:
     """A view in the shapes of the ``agent_num`` convention: rewards ``[n, A, 1]``, dones ``[n, A]``, and n info dicts.
 
-    ``step`` returns four values, or five (separate terminations and truncations) if the environments do.
+    ``step`` returns four values, or five (separate terminations and truncations) if all environments do.
 
     ``infos[i]`` has the infos of environment i (``infos[i]["key"]``), and also ``active_masks`` float32 ``[A, 1]`` (1 for
-    agents that are alive, and for all after the environment's episode ended), ``action_masks`` bool ``[A, k]`` if there are
+    agents that act next, and for all after the environment's episode ended), ``action_masks`` bool ``[A, k]`` if there are
     masks, and after the end ``final_observation`` and ``final_info``. A dead agent stays done until its environment's
     episode ends, and then all are done. Observations of a ``Discrete`` space are one-hot ``[n, A, k]``. Environment i is
     seeded with ``seed + i * 10086``.
@@ -578,7 +581,7 @@ class OpenRLView:
         info.update({key: value for key, value in common.items() if key not in info})
 
     def random_action(self, infos: Sequence[dict[str, Any]] | None = None) -> Array:
-        """Draw random actions ``[n, A, ...]`` (``Discrete``: ``[n, A, 1]``); with ``infos``, only allowed ones."""
+        """Draw random actions ``[n, A, ...]``. For ``Discrete``, ``[n, A, 1]``; with ``infos``, only allowed ones."""
         space = self.action_space
         shape = (self.env_num, self.agent_num)
         if not isinstance(space, spaces.Discrete):
@@ -593,7 +596,7 @@ class OpenRLView:
     # -- rendering --------------------------------------------------------------------------------------------------
 
     def render(self, mode: str | None = None) -> Any:
-        """Return frames of the environments in their own ``render_mode``.
+        """Render the environments in their own ``render_mode``, and return one image or ``None``.
 
         Args:
             mode: ``"rgb_array"``, ``"group_rgb_array"``: one tiled image of all environments; ``"single_rgb_array"``: the
@@ -651,7 +654,7 @@ class OpenRLView:
         return results
 
     def env_is_wrapped(self, wrapper_class: type[Any], indices: int | Sequence[int] | None = None) -> list[bool]:
-        """Return one bool per environment: True if it has a wrapper of this class or a subclass."""
+        """Return one bool per chosen environment: True if it has a wrapper of this class or a subclass."""
         chosen = [indices] if isinstance(indices, (int, np.integer)) else indices
         results = self.envs.exec_func(has_wrapper, chosen, class_name(wrapper_class))
         return [results[index] for index in (range(self.env_num) if chosen is None else chosen)]
@@ -690,7 +693,7 @@ class ErrorQueue:
         self._envs = envs
         self._last: Any = None
 
-    def _unread(self) -> list[Any]:
+    def _unread_records(self) -> list[Any]:
         records = list(self._envs.errors)
         known = [index for index, record in enumerate(records) if record is self._last]
         return records[known[0] + 1 :] if known else records
@@ -701,21 +704,21 @@ class ErrorQueue:
         Raises:
             queue.Empty: There is none; this never waits, regardless of the arguments.
         """
-        new = self._unread()
-        if not new:
+        unread = self._unread_records()
+        if not unread:
             raise queue.Empty
-        self._last = new[0]
-        return new[0].env, type(new[0].error), new[0].error
+        self._last = record = unread[0]
+        return record.env, type(record.error), record.error
 
     get_nowait = get
 
     def empty(self) -> bool:
         """True if all failures have been returned."""
-        return not self._unread()
+        return not self._unread_records()
 
     def qsize(self) -> int:
         """Return the number of failures that have not been returned."""
-        return len(self._unread())
+        return len(self._unread_records())
 
 
 @contextlib.contextmanager

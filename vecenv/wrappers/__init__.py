@@ -1,7 +1,7 @@
-"""Wrappers of vector environments and of single environments, and an environment that is one of several.
+"""Wrappers of vector environments and of single environments, and an environment that switches between several others.
 
 ``RecordEpisodeStatistics`` and ``EpisodePrefetcher`` wrap a vector environment. ``ActionChunks`` wraps a single environment,
-and ``EnvChoice`` builds one: they work in every engine without any support from it.
+and ``EnvChoice`` builds one: they work in every engine that steps Python environments.
 """
 
 from __future__ import annotations

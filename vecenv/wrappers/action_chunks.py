@@ -42,10 +42,10 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
             ``steps`` actions are executed.
 
     Raises:
-        ValueError: An invalid ``horizon``, ``discount`` or ``observations``. In ``step``: a chunk of another length, or a
-            number of steps out of range; nothing was executed.
+        ValueError: An invalid ``horizon``, ``discount`` or ``observations``. In ``step``: a chunk of another length, or an
+            invalid number of steps; nothing was executed.
         TypeError: The environment's action space is not a Gymnasium space; ``horizon`` is not an integer. In ``step``: a
-            chunk that is not a sequence or, with ``variable``, an action that is not a dict with both keys.
+            chunk that has no length or, with ``variable``, an action that is not a dict with both keys.
     """
 
     def __init__(

@@ -183,4 +183,3 @@ class ChosenEnv(gymnasium.Env[Any, Any]):
         if difference := kind.differs_from(describe_kind(env)):
             raise SnapshotMismatch(difference)
         prepare_restore(env, body)()
-

@@ -33,6 +33,10 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         env: A vector environment of any engine that returns NumPy arrays.
         buffer_length: The maximum number of episodes in ``return_queue``, ``length_queue`` and ``time_queue``.
         stats_key: The key in infos.
+
+    Raises:
+        TypeError: ``env`` is a ``MultiAgentVecEnv``.
+        ValueError: In ``step``, ``step_wait`` and ``recv``: infos already have the key.
     """
 
     def __init__(self, env: VectorEnv[Any, Any, Any], buffer_length: int = 100, stats_key: str = "episode") -> None:

@@ -1,4 +1,4 @@
-"""Functions that require equal environments, and keep them equal after ``set_attr``."""
+"""A check that environments are equal, and a builder that keeps them equal after ``set_attr``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EqualEnvBuilder:
     def __init__(self, env_fn: Callable[[], Any]) -> None:
         self._env_fn = env_fn
         self._attributes: dict[str, bytes] = {}  # name -> pickled value, in the order of the calls
-        self.token = secrets.token_hex(8)
+        self.token = secrets.token_hex(8)  # of this builder and of its copies in the workers
 
     def __call__(self) -> Any:
         _BUILDERS[self.token] = self
@@ -66,5 +66,5 @@ _BUILDERS: Final[weakref.WeakValueDictionary[str, EqualEnvBuilder]] = weakref.We
 
 
 def keep_attribute(env: Any, token: str, name: str, value: Any) -> None:
-    """Set an attribute in the environments that replace ``env`` after a failure. ``exec_func`` calls this in the worker."""
+    """Store an attribute for the environments that replace ``env`` after a failure. ``exec_func`` calls this in workers."""
     _BUILDERS[token].keep(name, value)

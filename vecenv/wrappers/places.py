@@ -60,7 +60,7 @@ def name_rows(error: Exception, places: Sequence[int]) -> None:
 
 @contextmanager
 def naming_rows(places: Sequence[int]) -> Iterator[None]:
-    """Name rows instead of places in errors that the block raises. ``places`` has the place of each row."""
+    """Name rows instead of places in errors from the ``with`` block. ``places`` has the place of each row."""
     try:
         yield
     except (WorkerDied, EnvFailed) as error:
@@ -68,7 +68,7 @@ def naming_rows(places: Sequence[int]) -> Iterator[None]:
         raise
 
 
-def records_of_rows(records: Iterable[ErrorRecord]) -> deque[ErrorRecord]:
+def name_rows_in_records(records: Iterable[ErrorRecord]) -> deque[ErrorRecord]:
     """Return copies of records with the row from the note of :class:`PlaceNotes` as ``env``; ``None`` if it names no row."""
     return deque(replace(record, env=_noted_row(record.error)) for record in records)
 

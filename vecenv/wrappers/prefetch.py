@@ -55,18 +55,19 @@ from vecenv.state.snapshots import Snapshot, Snapshots, StateDict, parse_snapsho
 from vecenv.state.vector_state import require_entries
 from vecenv.system.reporting import warn
 from vecenv.wrappers.equal_envs import EqualEnvBuilder, keep_attribute, require_equal
-from vecenv.wrappers.places import PlaceNotes, name_rows, naming_rows, records_of_rows
+from vecenv.wrappers.places import PlaceNotes, name_rows, name_rows_in_records, naming_rows
 from vecenv.wrappers.row_episodes import RowEpisode, without_pending
 
 __all__ = ["EpisodePrefetcher"]
 
 Array = npt.NDArray[Any]
 EpisodeKey = tuple[int, int, int]
-"""An episode: the row, the number of resets by the caller, and the number of episodes since its seed."""
+"""An episode: the row, the number of resets and loads by the caller, and the number of episodes since its seed."""
 
-_ARGUMENT_ERRORS: Final[tuple[type[Exception], ...]] = (
+_REFUSALS: Final[tuple[type[Exception], ...]] = (
     AlreadyPendingCallError, ClosedEnvironmentError, ValueError, TypeError, EnvFailed,
 )  # fmt: skip
+"""Errors with which a call is refused, before anything is sent."""
 _CALL_ERRORS: Final[tuple[type[Exception], ...]] = (VecEnvError, AttributeError, pickle.PicklingError)
 
 
@@ -132,8 +133,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._final_results: dict[int, tuple[Any, ...]] = {}  # SameStep: row -> reward, flags, final infos of its last step
         self._results: dict[int, tuple[Any, ...]] = {}  # row -> result not yet returned to the caller
         self._full_batch: tuple[Any, ...] | None = None  # the result of a step of all rows, received together
-        self._call = ""  # the pending call: "step", "reset" or none
-        self._changing = False  # True during a change of this state, and after an interrupted one
+        self._call = ""  # the pending call: "step" or "reset"; "" if there is none
+        self._changing = False  # True during a change of this object's state, and after an interrupted one
         self._interrupted = False  # a wait was interrupted: reset() may drop the pending call
         envs.add_observer(PlaceNotes(self))
 
@@ -161,9 +162,9 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         require_equal(env_fns)
         defaults = {"num_workers": None, "use_caller": False, "max_concurrency": None, "env_threads": 1}
         mode = parse_autoreset_mode(autoreset_mode)
-        spares = parse_spares(spares, len(env_fns), mode, **{name: options.get(name, defaults[name]) for name in defaults})
+        spares = parse_spares(spares, n, mode, **{name: options.get(name, defaults[name]) for name in defaults})
         builder = EqualEnvBuilder(env_fns[0])
-        envs = AsyncVectorEnv([builder] * (len(env_fns) + spares), autoreset_mode="Disabled", **options)
+        envs = AsyncVectorEnv([builder] * (n + spares), autoreset_mode="Disabled", **options)
         try:
             self = cls(envs, spares, mode)
             self._builder = builder
@@ -216,7 +217,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     @property
     def errors(self) -> deque[ErrorRecord]:
         """The failures of ``envs``, with their rows as ``env``, or ``None`` for a spare without an episode."""
-        return records_of_rows(self.envs.errors)
+        return name_rows_in_records(self.envs.errors)
 
     error_queue = errors
 
@@ -372,14 +373,14 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
         Args:
             force: True for a reset of all rows. If that is refused, another one is needed.
-            recoverable: Exceptions, besides those about arguments, that leave the state consistent.
+            recoverable: Exceptions, besides refusals, that leave the state consistent.
         """
         if not force:
             self._require_consistent()
         self._changing = True
         try:
             yield
-        except (*_ARGUMENT_ERRORS, *recoverable) as error:
+        except (*_REFUSALS, *recoverable) as error:
             self._changing = force and not self.closed
             name_rows(error, self.places)
             raise
@@ -468,9 +469,12 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._prefetched, self._ready, self._steps, self._resets, self._failed = {}, {}, {}, {}, set()
         self._full_batch, self._results, self._final_results, self._call = None, {}, {}, ""
 
-    def _free_outdated(self, all_rows: bool = False) -> None:
-        """Free the spares with an episode that no row will need. A resetting spare becomes free when its reset ends."""
-        for key in [key for key in self._prefetched if all_rows or key[1] != self._rows[key[0]].num_resets]:
+    def _free_outdated(self, all_spares: bool = False) -> None:
+        """Free the spares with an episode that no row will need, or with any episode.
+
+        A spare that is resetting becomes free when its reset ends.
+        """
+        for key in [key for key in self._prefetched if all_spares or key[1] != self._rows[key[0]].num_resets]:
             place = self._prefetched.pop(key)
             if self._ready.pop(place, None) is not None:
                 self._free.append(place)
@@ -478,7 +482,10 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     # -- results ------------------------------------------------------------------------------------------------------------
 
     def _collect(self, count: int, timeout: Any, enough: int = 0, enough_from: float | None = None) -> None:
-        """Receive until ``count`` rows are ready, or ``enough`` after ``enough_from``; raise the last failure, if any."""
+        """Receive until ``count`` rows are ready, or ``enough`` at or after the time ``enough_from``.
+
+        Raise the last failure of a row, if there was one.
+        """
         seconds = parse_timeout(timeout)
         deadline = None if seconds is None else time.monotonic() + seconds
         failure: Exception | None = None
@@ -633,7 +640,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """Call ``func(env, *args, **kwargs)`` for rows, with the arguments and result of ``AsyncVectorEnv.exec_func``."""
         env_ids = [indices] if isinstance(indices, (int, np.integer)) else indices
         rows = parse_rows(env_ids if env_ids is None else list(env_ids), self.num_envs)
-        self._wait_until_idle()
+        self._wait_until_idle("exec_func")
         self._require_not_failed(rows)
         with naming_rows(self.places):
             results = self.envs.exec_func(func, [self.places[row] for row in rows], *args, **kwargs)
@@ -657,13 +664,13 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """Set an attribute of all environments to one value; spares begin their episodes anew."""
         if isinstance(values, (list, tuple)):
             _raise_unsupported("set one value per row", "any environment may run the episodes of any row")
-        self._wait_until_idle()
+        self._wait_until_idle("set_attr")
         with self._changing_state(recoverable=_CALL_ERRORS):
             self.envs.set_attr(name, [values] * self.envs.num_envs)
             if self._builder is not None:
                 self._builder.keep(name, values)
                 self.envs.exec_func(keep_attribute, None, self._builder.token, name, values)
-            self._free_outdated(all_rows=True)
+            self._free_outdated(all_spares=True)
             self._prefetch()
 
     def set_next_options(self, *_: Any, **__: Any) -> NoReturn:
@@ -684,14 +691,14 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     call_wait = exec_func_send = exec_func_fetch = call_async
 
     def record(self, env_id: int, path: Any) -> Any:
-        """Write a file about the environment of a row; see ``AsyncVectorEnv.record``."""
+        """Write a file for ``vecenv replay`` about the environment of a row; see ``AsyncVectorEnv.record``."""
         (row,) = parse_env_ids([env_id], self.num_envs).tolist()
         return self.envs.record(self.places[row], path)
 
     def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Snapshot, ...]:
         """Return the state of all rows, or of some; see ``AsyncVectorEnv.save``."""
         rows = parse_rows(env_id, self.num_envs)
-        self._wait_until_idle()
+        self._wait_until_idle("save")
         self._require_not_failed(rows)
         with naming_rows(self.places):
             snapshots = self.envs.save([self.places[row] for row in rows], verify=verify)
@@ -707,7 +714,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """
         rows = parse_rows(env_id, self.num_envs)
         listed = parse_snapshots(snapshots, rows)
-        self._wait_until_idle()
+        self._wait_until_idle("load")
         with self._changing_state(recoverable=_CALL_ERRORS):
             plain = without_pending(listed)
             observations = self.envs.load(plain, [self.places[row] for row in rows])
@@ -726,7 +733,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
         """Return the whole state in one dict; see ``AsyncVectorEnv.state_dict``."""
-        self._wait_until_idle()
+        self._wait_until_idle("state_dict")
         with naming_rows(self.places):
             state = self.envs.state_dict(verify=verify)
         rows = [self._with_episode(state["snapshots"][place], row) for row, place in enumerate(self.places)]
@@ -743,13 +750,13 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         require_entries(state, {"num_envs": self.num_envs, "autoreset_mode": self._mode_name}, "snapshots")
         rows = list(range(self.num_envs))
         listed = parse_snapshots(state["snapshots"], rows)
-        self._wait_until_idle()
+        self._wait_until_idle("load_state_dict")
         with self._changing_state(recoverable=_CALL_ERRORS):
             plain = without_pending(listed)
             every = [plain[0]] * self.envs.num_envs
             for row, place in enumerate(self.places):
                 every[place] = plain[row]
-            self._free_outdated(all_rows=True)
+            self._free_outdated(all_spares=True)
             whole = {**state, "num_envs": self.envs.num_envs, "snapshots": Snapshots(every), "autoreset_mode": "DISABLED"}
             observations = self.envs.load_state_dict(whole)
             if observations is not None:
@@ -757,14 +764,14 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             self._set_episodes(rows, listed)
         return observations
 
-    def _wait_until_idle(self) -> None:
-        """Wait until no spare is resetting.
+    def _wait_until_idle(self, method: str) -> None:
+        """Wait until no spare is resetting. ``method`` is the method that requires it, for errors.
 
         Raises:
             AlreadyPendingCallError: Rows are in flight.
         """
         self._require_consistent()
-        self._require_not_in_flight("a call of the environments", range(self.num_envs))
+        self._require_not_in_flight(method, range(self.num_envs))
         while in_flight := self.envs.in_flight.size:
             self._receive(in_flight, None)
 

@@ -1,4 +1,4 @@
-"""The current episodes of an ``EpisodePrefetcher``'s rows, and their place in snapshots."""
+"""The current episodes of an ``EpisodePrefetcher``'s rows, which its snapshots contain."""
 
 from __future__ import annotations
 

@@ -726,7 +726,7 @@ def require_row_resets(envs: Any) -> AutoresetMode:
 
 def _is_pool(source: Any) -> bool:
     """True if the argument is one of EnvPool's own pools."""
-    return hasattr(source, "_recv") and hasattr(source, "_send") and type(source).__module__ != "vecenv"
+    return hasattr(source, "_recv") and hasattr(source, "_send")
 
 
 def _to_mask(flags: Any) -> Mask:

@@ -171,7 +171,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         return self._single_envs.call(method_name, self._get_indices(indices), *method_args, **method_kwargs)
 
     def env_is_wrapped(self, wrapper_class: type[Any], indices: Indices = None) -> list[bool]:
-        """Return a list that is True for each environment with a wrapper of this class."""
+        """Return a bool per environment: True if it has a wrapper of this class."""
         return self._single_envs.is_wrapped(wrapper_class, self._get_indices(indices))
 
     # -- frames, close() and repr() -----------------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ class SingleEnvs:
         return self._run(name, _call, rows, name, args, kwargs)
 
     def is_wrapped(self, wrapper: type[Any], rows: Iterable[int]) -> list[bool]:
-        """Return True for each row with a wrapper of this class or a subclass."""
+        """Return a bool per row: True if its environment has a wrapper of this class or a subclass."""
         if not self._are_python:
             return [False for _ in rows]
         return self._run("", has_wrapper, rows, class_name(wrapper))

@@ -79,7 +79,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         self._resetting: set[int] = set()  # rows with a submitted reset that has not finished
         self.timeout = None
 
-    # both lists are computed from the engine's rows in flight, which exclude failed environments
+    # `waiting_id` and `ready_id` are computed from the engine's rows in flight, which exclude failed environments
 
     @property
     def waiting_id(self) -> list[int]:

@@ -268,9 +268,9 @@ def as_torchrl(
 class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (EnvBase is Any if TorchRL is not installed)
     """A TorchRL environment over a vector environment, built by :func:`as_torchrl`.
 
-    The first step resets all rows if no reset came before it; after ``close`` the next reset reopens the environments. A
-    ``"_reset"`` mask without any True does nothing. A row with an ended episode stays unchanged, with reward 0, until its
-    reset. ``set_seed(s)`` applies to the next reset of all environments: environment i gets ``s + i``.
+    The first step resets all rows if no reset came before it; after ``close`` the next reset or step reopens the
+    environments. A ``"_reset"`` mask without any True does nothing. A row with an ended episode stays unchanged, with
+    reward 0, until its reset. ``set_seed(s)`` applies to the next reset of all environments: environment i gets ``s + i``.
     ``reset(seed=..., options=...)`` sets both for one reset.
 
     Attributes:
@@ -726,7 +726,7 @@ def require_row_resets(envs: Any) -> AutoresetMode:
 
 def _is_pool(source: Any) -> bool:
     """True if the argument is one of EnvPool's own pools."""
-    return hasattr(source, "_recv") and hasattr(source, "_send") and type(source).__module__ != "vecenv"
+    return hasattr(source, "_recv") and hasattr(source, "_send")
 
 
 def _to_mask(flags: Any) -> Mask:

@@ -1,6 +1,6 @@
-"""Vector environments that are stepped by other engines than vecenv's worker processes.
+"""The vector environments of the backends other than worker processes: EnvPool, JAX, a library's own, and Ray.
 
-Each needs an optional library, so each is imported on first use.
+Each is imported on first use, because most need an optional library.
 """
 
 from __future__ import annotations

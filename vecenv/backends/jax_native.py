@@ -1,7 +1,7 @@
 """``JaxVectorEnv``: functional environments behind Gymnasium's vector interface.
 
 A compiled :class:`vecenv.jax.FunctionalVectorEnv` steps the environments, and :class:`JaxDriver` holds the state that
-Gymnasium's interface hides. A call starts a computation on the device and returns; only reading results waits. Results are
+Gymnasium's interface hides. A request starts a computation on the device; only reading its results waits. Results are
 NumPy, JAX or torch arrays. Seeds, masks and infos are Gymnasium's. ``envs.state`` is a checkpoint; assign it to go back.
 """
 
@@ -55,8 +55,8 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
     """Thousands of JAX-native environments stepped by one compiled call, with Gymnasium's vector interface.
 
     After ``reset(seed=s)``, environment i has the key ``jax.random.key(s + i)``. Its trajectory is the same for every
-    ``num_envs``, up to rounding differences between XLA's programs. It is bit-identical to that of a loop over single
-    environments that are compiled for the same number of rows.
+    ``num_envs``, up to rounding differences between XLA's programs. It equals that of a loop over single environments bit
+    for bit if their steps are compiled for the same number of rows.
 
     A reset without a seed begins the next episode of each environment's own random sequence. Actions are NumPy, JAX or
     torch arrays, or lists, and are not clipped to bounds. ``step_async`` and ``send`` return immediately, while the device
@@ -109,7 +109,9 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
 
     @exclusive
     def render(self, indices: Sequence[int] | None = None) -> tuple[Any, ...] | None:
-        """Render the environments ``indices`` (default: all), one by one, each as ``uint8[height, width, 3]``.
+        """Return a frame ``uint8[height, width, 3]`` for each of ``indices`` (default: all), drawn one after the other.
+
+        Without a render mode, return ``None``.
 
         Raises:
             gymnasium.error.ResetNeeded: Before the first ``reset``.
@@ -173,9 +175,9 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
             actions: A pytree with leaves ``[T, num_envs, ...]``. The program is compiled once for each ``T``.
 
         Returns:
-            The results of ``step``, with a leading axis ``T`` everywhere. ``infos`` holds the metrics, and ``"next_obs"``
-            (the true successors, in every autoreset mode) and ``"valid"`` (``bool[T, num_envs]``, false on steps that only
-            reset).
+            The results of ``step``, with a leading axis ``T`` everywhere. ``infos`` holds the environments' infos without
+            masks, and ``"next_obs"`` (the true successors, in every autoreset mode) and ``"valid"`` (``bool[T, num_envs]``,
+            false where no transition happened).
         """
         self._driver.require_idle("step_chunk")
         length, stepped = self._driver.step_chunk(actions)
@@ -437,7 +439,7 @@ class JaxDriver(LockstepDriver):
         return observations, np.asarray(state.reward).astype(np.float64), terminated, truncated, infos_by_key
 
     def _infos(self, state: EnvState, ended: Any) -> dict[str, Any]:
-        """Return the infos of a step; ``ended`` has the array type of ``to``. JAX arrays are not read: that would wait."""
+        """Return the infos of a step. ``ended`` is a NumPy array if ``to="numpy"``; otherwise no JAX array may be read."""
         on_host = self._to == "numpy"
         info, valid = jax.tree.map(np.asarray, (state.info, state.valid)) if on_host else (state.info, state.valid)
         if not self._same_step:

@@ -141,7 +141,7 @@ class _LibraryDriver(LockstepDriver):
         self._submit(request, np.ones(self.num_envs, np.bool_), lambda: self.library.step(checked))
 
     def _submit(self, request: RequestSummary, mask: Any, library_call: Callable[[], Any]) -> None:
-        """Store the request. Begin it if the library steps in its own threads; otherwise :meth:`read` makes it."""
+        """Store the request. Begin it if the library steps in its own threads; otherwise :meth:`read` executes it."""
         self.state.changing = True
         self._request, self._mask, self._library_call = request, mask, library_call
         self._future = Future() if self._waiter is None else self._waiter.submit(library_call)
@@ -202,7 +202,7 @@ class _LibraryDriver(LockstepDriver):
         return self._copy_observations(observations), np.array(rewards, np.float64), terminations, truncations, columns
 
     def _expand_infos(self, infos: Mapping[str, Any], mask: Any) -> dict[str, Any]:
-        """Return infos as fresh arrays with a row per environment, each with its mask. A value for all rows is repeated."""
+        """Return infos as fresh arrays with a row per environment, each with its mask. Repeat a value for all rows."""
         columns: dict[str, Any] = {}
         for key in own_keys(infos):
             value, own_mask = infos[key], np.array(infos.get(f"_{key}", mask))

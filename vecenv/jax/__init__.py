@@ -1,4 +1,4 @@
-"""Environments in compiled JAX programs: JAX-native ones, differentiable where their physics is, and bridged ones.
+"""Environments in compiled JAX programs: JAX-native ones, with gradients if their steps have them, and bridged ones.
 
 Each name is loaded on first access, so ``import vecenv.jax`` does not import JAX.
 """

@@ -1,16 +1,16 @@
 """The bridge: any Gymnasium vector env as functions of an :class:`~vecenv.jax.EnvState`, for use in compiled programs.
 
-Each step is one host call, executed by :mod:`vecenv.jax.host`. A call takes ``state.token`` as its first argument (a reset
-takes none) and returns a new token as its first result. The token orders calls where JAX's effects do not, and the host
-refuses a stale one. Counts, returns and masks are computed in the program.
+Each call of a bridge is one host call, executed by :mod:`vecenv.jax.host`. It takes ``state.token`` as its first argument
+(a reset takes none) and returns a new token as its first result. The token orders calls where JAX's effects do not, and the
+host refuses a stale one. Counts, returns and masks are computed in the program.
 
 Only the ordered ``io_callback`` runs exactly once and in program order: ``pure_callback`` may be dropped, merged, hoisted or
 repeated, and the unordered ``io_callback`` reordered. The ordered one costs about 80 us per call, because it converts the
 arguments to JAX arrays inside the callback. JAX queues the copy of an argument larger than 100 kB on the thread pool that
 the callback blocks, so large arguments are split into pieces.
 
-A callback with constant arguments may be hoisted out of a differentiated ``scan`` (jax-ml/jax#16637): pass an argument that
-changes from step to step, such as a count.
+JAX may hoist a callback with constant arguments out of a differentiated ``scan`` (jax-ml/jax#16637). The token, which is new
+in every call, prevents that. A reset has no token, so its key must depend on the step there.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ _CALL_NUMBER = re.compile(r"\[vecenv host call (\d+)\]")
 
 @contextlib.contextmanager
 def _original_errors() -> Iterator[None]:
-    """Replace JAX's error with the exception that a compiled program raised on the host."""
+    """Replace JAX's error with the exception that was raised in the host call."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -167,8 +167,8 @@ def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     not arrive, or the user presses Ctrl-C. JAX reports all of these as a ``JaxRuntimeError`` that contains only the text.
     This function raises ``WorkerDied``, ``StepTimeout``, ``KeyboardInterrupt``, or the environment's own exception instead.
 
-    It first waits until the arguments are computed. A program with finished inputs calls the host from the thread that
-    started it, and Ctrl-C interrupts only that thread.
+    It first waits until the arguments are computed. A program with finished inputs calls the host in the thread that started
+    it. Ctrl-C interrupts only the main thread, so start the program there.
     """
     wait: Any = jax.block_until_ready
     wait((args, kwargs))
@@ -187,7 +187,7 @@ def _call_in_lanes(call: Any, results: list[Any], args: list[Array], lanes: int 
     """
     # Without a batching rule, JAX would refuse, or make one host call per lane that does not identify the lane. The rule
     # makes the mapped axis an axis of the arrays. A call over too few lanes is refused only at compilation, because another
-    # `vmap` may be applied before.
+    # `vmap` may be applied until then.
 
     def build_call(sizes: tuple[int, ...]) -> Any:
         """Return the call under maps over ``sizes``, the outermost first."""
@@ -235,7 +235,7 @@ def _unmapped_call_primitive() -> Any:
     """Return a primitive for a call that is mapped over too few lanes. It can be traced, but not compiled or run."""
     from jax.interpreters import mlir
 
-    primitive: Any = Primitive("vecenv_one_lane")
+    primitive: Any = Primitive("vecenv_unmapped_call")
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *_, results, **__: [jax.core.ShapedArray(r.shape, r.dtype) for r in results])
 
@@ -259,7 +259,8 @@ class Bridge:
     ``StaleStateError``. Gradients do not flow through the environments.
 
     Calls outside of compiled programs, and :func:`vecenv.jax.run`, raise the environments' own exceptions. Any other
-    compiled program fails with JAX's ``JaxRuntimeError``. After any of these exceptions the next call must be ``reset``.
+    compiled program fails with JAX's ``JaxRuntimeError``. After an exception of the environments, the next call must be
+    ``reset``; after a ``StaleStateError``, the newest state can still be stepped.
 
     Args:
         envs: Any Gymnasium vector env: vecenv's (processes or EnvPool) or Gymnasium's, wrapped or not. The bridge owns it
@@ -270,14 +271,16 @@ class Bridge:
         discount: The discount factor of ``EnvState.discounted_return``.
         float64: The conversion of float64 observations and infos. ``"cast"``: to float32, except in JAX's 64-bit
             mode. ``"keep"``: no conversion; an error outside of that mode.
-        timeout: Seconds that a step or a reset may take before it raises ``StepTimeout``; ``None`` waits forever.
-            ``"auto"``: the vector env's own ``step_timeout``, which may also restart a hanging worker, or 60 if it has none.
-            Vector envs without ``step_wait``, such as ``SyncVectorEnv``, step in this process and cannot time out.
+        timeout: Seconds that a step or a reset may take before it raises ``StepTimeout`` (``multiprocessing.TimeoutError``
+            with Gymnasium's ``AsyncVectorEnv``). ``None``: no limit but the vector env's own ``step_timeout``, which may
+            also restart a hanging worker. ``"auto"``: that limit, or 60 if there is none. Vector envs without ``step_wait``,
+            such as ``SyncVectorEnv``, and vector wrappers have no limit but their own.
         lanes: The number of equal groups of environments, one for each lane of the ``jax.vmap`` around the calls.
 
     Raises:
         TypeError: ``envs`` is not a vector env; its spaces have no fixed size; ``info_spec`` is malformed.
         ValueError: An option has an invalid value, or the environments run JAX in this process.
+        ClosedEnvironmentError: ``envs`` is closed.
 
     Attributes:
         num_envs: The number of environments in one state; with ``lanes``, those of one lane.
@@ -330,12 +333,13 @@ class Bridge:
 
         Args:
             state: The newest state; it cannot be used again.
-            action: Leaves ``[num_envs, ...]`` as in the action space; other dtypes of the same kind are cast.
+            action: Leaves ``[num_envs, ...]`` as in the action space; other dtypes are cast as by NumPy's ``"same_kind"``.
 
         Raises:
             ValueError: Wrong shape or structure of the action or the state; ``vmap`` without ``lanes``.
             TypeError: Wrong dtype; ``state`` does not come from a bridge.
-            StaleStateError: ``state`` is not the newest one, or belongs to another bridge.
+            StaleStateError: ``state`` is not the newest one, precedes an exception, or belongs to another bridge.
+            AlreadyPendingCallError: ``state`` comes from :meth:`send`.
             Exception: An environment's own exception; ``WorkerDied``, ``StepTimeout``, ``KeyboardInterrupt``.
         """
         return self._run(self._step, self._check_state(state), self._check_action(action))
@@ -395,7 +399,7 @@ class Bridge:
     # -- guards ------------------------------------------------------------------------------------------------------
 
     def _run(self, function: Callable[..., EnvState], *args: Any) -> EnvState:
-        """Run one of the functions below, as part of the program being traced if there is one; else compile it and wait."""
+        """Run one of the functions below as part of the program being traced; outside of one, compile it and wait."""
         name = function.__name__
         if self._host.closed:
             raise ClosedEnvironmentError(f"Calling `{name.removeprefix('_')}` of a bridge that was closed.")

@@ -65,7 +65,8 @@ class EnvState:
         last_return: ``float[*B]``: return of the last episode that ended; 0 before there was one.
         last_length: ``int32[*B]``: its length in steps.
         last_discounted_return: ``float[*B]``: its discounted return.
-        info: A dict of arrays ``[*B, ...]`` of fixed structure, reported by the last step; meaningful where ``valid``.
+        info: A dict of arrays ``[*B, ...]`` of fixed structure: the infos of the last call. Meaningful where ``valid``, and
+            in bridged environments where the mask ``_name`` is True.
         token: For bridged environments: ``int32[2]``, the token for the next call. Otherwise ``None``.
         inner: For JAX-native environments: a :class:`NativeState`. Otherwise ``None``.
     """
@@ -126,7 +127,8 @@ class EnvState:
             mode: NEXT_STEP: rows that had ended have begun their next episode instead of stepping. SAME_STEP: in rows that
                 end, ``obs`` already belongs to the next episode. DISABLED: rows that had ended stay as they are.
             discount: For ``discounted_return``.
-            obs, next_obs, reward, terminated, truncated, info: The results of the step; arbitrary in rows that did not step.
+            obs, next_obs, reward, terminated, truncated, info: The results of the step. In rows that did not step, the
+                reward and the flags are ignored; under DISABLED, everything is.
         """
         false = jnp.zeros_like(self.terminated)
         idle = false if mode is AutoresetMode.SAME_STEP else self.done  # rows that did not step
@@ -154,7 +156,7 @@ class EnvState:
         )  # fmt: skip
         if mode is AutoresetMode.DISABLED:
             merged: EnvState = merge_rows(idle, self, after)
-            # without autoreset, obs and next_obs are equal
+            # obs and next_obs are equal without autoreset, so one merged array is enough
             return merged.replace(next_obs=merged.obs, reward=reward, valid=~idle, first=false)
         return after
 
@@ -392,7 +394,7 @@ class FrameSkip(Wrapper):
 
 
 class Rescaled(Wrapper):
-    """An environment that maps actions in ``[low, high]`` linearly onto the bounds of its own Box."""
+    """An environment with actions in ``[low, high]``, which it maps linearly onto the bounds of the inner environment."""
 
     def __init__(self, env: JaxEnv, low: Any, high: Any) -> None:
         super().__init__(env)

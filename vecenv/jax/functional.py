@@ -1,7 +1,7 @@
 """``FunctionalVectorEnv``: a batch of JAX-native environments as pure functions, ``reset`` and ``step``.
 
 :class:`FunctionalEpisodes` is the batch logic, as pure functions of ``n`` rows; :class:`FunctionalVectorEnv` compiles them,
-reshapes batches, spreads them over devices, and checks arguments while tracing, at no cost for compiled steps. Main
+reshapes batches, spreads them over devices, and checks arguments (inside a compiled program only while it is traced). Main
 decisions:
 
 * Resetting every row at every step costs a reset per row and step; restoring a stored start makes all episodes begin alike.
@@ -72,7 +72,7 @@ class FunctionalVectorEnv:
         max_episode_steps: Time limit in calls of ``step``, after which ``truncated`` is set; ``None`` uses the
             environment's own, divided by ``frame_skip``; -1 means none. As in ``gymnasium.wrappers.TimeLimit``,
             ``terminated`` may be set as well.
-        reset: The source of the start states of later episodes. ``"fresh"``: a new one is computed for every episode.
+        reset: The source of start states. ``"fresh"``: a new one is computed for every episode.
             ``"cached"``: each row returns to its first one, as in Brax's training wrapper. ``"pool"``: each row draws from
             its own ``pool_size`` states, computed at ``reset``; needs memory for that many states per row.
         stagger: Begin the first episode of each row with a random share of the time limit already used up, so that the rows
@@ -164,8 +164,8 @@ class FunctionalVectorEnv:
 
         Args:
             state: From ``reset``, ``step`` or ``reset_mask`` of this environment; it stays usable.
-            action: Leaves ``[*B, ...]`` as in the action space. Another dtype of the same kind is cast, except that in
-                64-bit mode a float64 JAX array stays float64 for a float32 space.
+            action: Leaves ``[*B, ...]`` as in the action space. Other dtypes are cast as by NumPy's ``"same_kind"``, except
+                that in 64-bit mode a float64 JAX array stays float64 for a float32 space.
 
         Raises:
             ValueError: Wrong shape or structure.
@@ -238,7 +238,7 @@ class FunctionalVectorEnv:
     # -- checks ----------------------------------------------------------------------------------------------------
 
     def check_action(self, action: PyTree) -> PyTree:
-        """Convert ``action`` to the dtypes of the space; raises like :meth:`step`."""
+        """Convert ``action`` to the dtypes of the space, or raise like :meth:`step`."""
         return check_action(action, self._action_spec, self.batch_shape, self.single_action_space)
 
     def check_state(self, state: Any) -> None:
@@ -385,8 +385,8 @@ class FunctionalEpisodes:
     def step(self, state: EnvState, action: PyTree) -> EnvState:
         """Step every row with an unfinished episode once. For finished rows see :meth:`EnvState.advanced`."""
         ended, mode = state.done, self.mode
-        # Finished rows are stepped as well, and their results are discarded: writing a few rows in place is cheaper than
-        # selecting between two whole states.
+        # Finished rows are stepped as well, and their results are discarded: in next-step mode, restarting a few rows in
+        # place is cheaper than selecting between two whole states.
         idle = None if mode is AutoresetMode.SAME_STEP else ended
         steps = jnp.where(ended, 0, state.steps) if mode is AutoresetMode.NEXT_STEP else state.steps
         stepped = self._advance(_stop_gradient(idle, state.inner), steps, _stop_gradient(idle, action))
@@ -493,7 +493,7 @@ class FunctionalEpisodes:
     # -- domain randomisation --------------------------------------------------------------------------------------
 
     def _draw_models(self, key: Array) -> list[Array] | None:
-        """Draw the leaves of the physics model that differ from row to row, each ``[n, ...]``."""
+        """Draw the leaves of the physics model that differ from row to row, each ``[n, ...]``; store their indices."""
         if self.randomize is None:
             return None
         keys = jax.vmap(lambda k: jax.random.fold_in(k, _MODEL))(key)

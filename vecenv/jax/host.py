@@ -57,10 +57,10 @@ class CallbackHost:
     Args:
         envs: Any Gymnasium vector env.
         infos: The infos to report.
-        timeout: Seconds to wait for a reply; ``None`` waits forever. ``"auto"``: see :func:`vecenv.jax.bridge`.
+        timeout: Seconds to wait for a reply, ``None`` or ``"auto"``; see :func:`vecenv.jax.bridge`.
 
     Attributes:
-        failure: The number by which the last failed call is found, and its exception; see :func:`vecenv.jax.run`.
+        failure: The number of the last failed call in JAX's error text, and its exception; see :func:`vecenv.jax.run`.
     """
 
     def __init__(self, envs: VectorEnv[Any, Any, Any], infos: InfoColumns, timeout: float | str | None) -> None:
@@ -135,7 +135,7 @@ class CallbackHost:
         return self._recv()
 
     def _send(self, *actions: Array) -> list[Array]:
-        # Copies, in the dtypes of the space: arguments are read-only, and environments may write to their actions.
+        # copies, because arguments are read-only and environments may write to their actions
         specs = self._action_specs
         copies = [np.array(array, dtype).reshape(shape) for array, (shape, dtype) in zip(actions, specs, strict=True)]
         build, rows = self.action_tree.build, np.flatnonzero(~self._ended)
@@ -237,7 +237,8 @@ class CallbackHost:
                 if epoch != self._epoch:
                     epochs = f"(epoch {epoch}, the environments are in {self._epoch})"
                     problem = f"belongs to another bridge or an earlier reset {epochs}"
-                raise StaleStateError(f"This state {problem}. Step the newest one, and only once: processes cannot go back.")
+                advice = "Step the newest one, and only once: environments cannot go back."
+                raise StaleStateError(f"This state {problem}. {advice}")
         if pending and self._pending is None:
             raise NoAsyncCallError("Calling `recv` with a state that was not returned by `send`.", "recv")
         if self._pending is not None and not pending:
@@ -298,9 +299,9 @@ class Requests:
         self.masked_seeds = inner is None or inner.masked_seeds
         self._all_rows = np.arange(envs.num_envs)
         self._ended = np.zeros(envs.num_envs, np.bool_)  # DISABLED: rows of `envs` that have ended and have not been reset
-        self._pending: Callable[..., Any] | None = None  # waits for the reply, if a request is pending
+        self._pending: Callable[..., Any] | None = None  # the function that waits for the pending reply
         self._is_partial = False  # True if the pending request is about some rows only
-        self._interruption: BaseException | None = None
+        self._interruption: BaseException | None = None  # after it, Gymnasium's engine may return late results
 
     def reset(self, seeds: list[int] | None, mask: npt.NDArray[np.bool_] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset all rows, or those that ``mask`` selects."""

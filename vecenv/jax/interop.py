@@ -39,9 +39,9 @@ def masked_infos(info: dict[str, Any], mask: Any) -> dict[str, Any]:
     """Return infos in Gymnasium's form: each key gets a mask ``_key`` beside its column, at every level.
 
     Args:
-        info: Columns ``[n, ...]``, NumPy or JAX, nested or not.
-        mask: ``bool[n]``: the rows that report infos. NumPy columns are copied, with zeros in the other rows; if no row
-            reports infos, the dict is empty. JAX columns are returned unchanged.
+        info: Columns ``[n, ...]``, nested or not.
+        mask: ``bool[n]``: the rows that report infos. With a NumPy mask, columns are copied to NumPy, with zeros in other
+            rows; if no row reports infos, the dict is empty. With a JAX mask, columns are returned unchanged.
     """
     on_host = isinstance(mask, np.ndarray)
     if on_host and not mask.any():

@@ -448,7 +448,7 @@ def to_plain_tree(value: Any) -> PyTree:
 
 
 def space_like(obs: PyTree) -> gym.Space[Any]:
-    """Return an unbounded space for observations of given shapes and dtypes (arrays or ``ShapeDtypeStruct``)."""
+    """Return the space of all observations with the shapes and dtypes of ``obs`` (arrays or ``ShapeDtypeStruct``)."""
     if isinstance(obs, dict):
         return spaces.Dict({key: space_like(value) for key, value in obs.items()})
     if isinstance(obs, tuple):

@@ -1,7 +1,6 @@
 """Rollouts over any environment with ``reset(key)`` and ``step(state, action)`` on :class:`~vecenv.jax.EnvState`.
 
-``env.step`` is executed once per transition: never to determine a shape, never after the last transition, and never for a
-result that is discarded.
+``env.step`` is executed once per transition: never to determine a shape, and never after the last transition.
 
 A policy is ``policy(params, carry, obs, first, key) -> (carry, action, extras)``. ``carry`` is the memory of a recurrent
 policy (``()`` for others), which the policy resets (:func:`reset_carry`) in rows where ``first`` (``bool[n]``) is True:
@@ -37,7 +36,10 @@ Policy = Callable[[PyTree, PyTree, PyTree, Array, Array], tuple[PyTree, PyTree, 
 
 
 class FunctionalEnv(Protocol):
-    """The interface of an environment for rollouts. Evaluations also use its ``discount``, if it has one."""
+    """The interface of an environment for rollouts.
+
+    Evaluations also use ``discount``, ``autoreset_mode`` and, for several episodes per row, ``reset_mask`` if they exist.
+    """
 
     def step(self, state: EnvState, action: PyTree) -> EnvState: ...
 
@@ -73,7 +75,7 @@ class Trajectory:
         return self.terminated | self.truncated
 
     def keeping(self, names: Sequence[str]) -> Trajectory:
-        """Return a copy with only these fields; the others are ``None`` and are not computed.
+        """Return a copy with only these fields; the others are ``None``, so compiled programs do not compute them.
 
         ``"done"`` stands for both flags.
 
@@ -372,7 +374,7 @@ _EvalCarry: TypeAlias = tuple[EnvState, PyTree, _Tally]
 def _counted_step(
     env: FunctionalEnv | StepFunction, policy: Policy, params: PyTree, key: Array
 ) -> Callable[[_EvalCarry], tuple[_EvalCarry, Trajectory]]:
-    """Return a function that takes one step of an evaluation, in which rows without episodes left count for nothing."""
+    """Return a function that takes one step of an evaluation and masks the rows without episodes left."""
     discount = float(getattr(env, "discount", 1.0))
 
     def act(carried: _EvalCarry) -> tuple[_EvalCarry, Trajectory]:

@@ -48,7 +48,7 @@ class TorchState:
     """The state of a differentiable environment: the fields of :class:`vecenv.jax.EnvState` as torch tensors.
 
     ``obs``, ``reward``, ``next_obs``, ``episode_return``, ``info``, ``inner`` and the other floating-point fields are
-    differentiable with respect to all actions before them; flags and counters are plain tensors. Do not write to any of
+    differentiable with respect to all actions before them; flags and counters have no gradient. Do not write to any of
     these tensors. A state can be pickled and copied, but the copy has no gradient history.
 
     Attributes:
@@ -266,7 +266,7 @@ def differentiable(env: Any, num_envs: int = 1, **options: Any) -> Differentiabl
         gradient flows from one episode into the previous one.
 
     Raises:
-        ValueError: The environment has no reverse-mode derivative; the message names a remedy.
+        ValueError: The environment has no reverse-mode derivative; the message names the remedy if there is one.
 
     Example::
 

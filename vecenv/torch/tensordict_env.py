@@ -55,7 +55,8 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
 
     Args:
         env: A name in Brax or Playground, an environment that :func:`vecenv.jax.adapt` accepts, or a
-            :class:`vecenv.jax.FunctionalVectorEnv` with one row per element of the batch (then without other options).
+            :class:`vecenv.jax.FunctionalVectorEnv` with mode DISABLED and one row per element of the batch (then without
+            other options).
         batch_size: Any shape, including ``()``.
         requires_grad: ``True``: raise for an environment without a gradient, and warn if the gradient is 0 for every
             action; ``False``: compute no gradients; ``None``: compute gradients if the environment has any.
@@ -73,7 +74,7 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     Raises:
         gymnasium.error.NameNotFound: No library has an environment of this name.
         ValueError: ``requires_grad=True``, and the environment has no gradient; the message names the remedy if there is
-            one. Or options are given for a ``FunctionalVectorEnv``.
+            one. Or a ``FunctionalVectorEnv`` has another mode or number of rows, or options are given with it.
         NotImplementedError: The actions are a Dict or a Tuple, or ``from_pixels=True``.
 
     Example::
@@ -230,15 +231,16 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
 
     def __deepcopy__(self, memo: Any) -> TensorDictEnv:
         arguments = {**self._constructor_arguments, "device": self.device, "env": self.functional}  # already compiled
-        copied = _rebuild(type(self), arguments, self._reset_progress())
+        copied = _rebuild(type(self), arguments, self._copy_progress())
         copied._constructor_arguments, copied._options = self._constructor_arguments, self._options
         return copied  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         arguments = {**self._constructor_arguments, **self._options, "device": self.device}
-        return _rebuild, (type(self), arguments, self._reset_progress())
+        return _rebuild, (type(self), arguments, self._copy_progress())
 
-    def _reset_progress(self) -> Any:
+    def _copy_progress(self) -> Any:
+        """Return the next seed and the state after the latest reset, for :func:`_rebuild`."""
         return self._next_seed, jax.tree.map(np.asarray, self._reset_state)
 
     def __repr__(self) -> str:

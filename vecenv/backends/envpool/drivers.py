@@ -318,7 +318,7 @@ class PoolDriver(Driver):
         return functions
 
     def close(self, *, terminate: bool = False) -> None:
-        """Release the pool. Its environments and threads have ended when this returns."""
+        """Release the pool. Its environments and threads end with the last reference to it, which is usually this one."""
         self.pool = self.compiled_pool = None
         self.receiver.close()
         self._reset_state(None)

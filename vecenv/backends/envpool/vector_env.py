@@ -188,5 +188,5 @@ class EnvPoolVectorEnv(PoolVectorEnv):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The task's whole configuration, with EnvPool's defaults and the given time limit."""
+        """The task's whole configuration: the given options, and EnvPool's defaults for the others."""
         return dict(self.task.config)

@@ -271,7 +271,7 @@ class HostsDriver(WorkerDriver):
         try:
             return self.save(list(range(self.num_envs)), verify=False)
         except VecEnvError as error:
-            if isinstance(error, NotRestorable):  # the environments have not failed, so drop its records
+            if isinstance(error, NotRestorable):  # no environment has failed, so drop the records of this error
                 self.exchange.failures.errors.clear()
                 self.exchange.failures.errors.extend(earlier_errors)
             raise NotRestorable(str(error)) from error

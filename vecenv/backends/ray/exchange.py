@@ -157,7 +157,8 @@ class HostExchange:
         return [RequestPart(request, host, host_rows, rebuilds) for host, host_rows in shares if host_rows]
 
     def submit(self, part: RequestPart, method: str, data: bytes, *options: Any) -> None:
-        """Call ``method`` of the part's host with ``data``, the part's rows if they are not all, and ``options``."""
+        """Call ``method`` of the part's host with ``data``, the part's rows and ``options``."""
+        # without options, all rows are left out: they are the default, and every argument takes time
         args = [part.local, *options] if options or len(part.rows) < len(part.host.rows) else []
         self.parts[self.pool.cluster.submit(part.host.index, method, data, *args)] = part
 
@@ -246,7 +247,7 @@ class HostExchange:
         return request.results
 
     def convert_for_recv(self) -> None:
-        """Let ``recv`` return the rows of a pending ``reset`` one by one; raise for other pending calls."""
+        """Let ``recv`` return the rows of a pending ``reset``. Drop a droppable call; raise for any other."""
         if self.request is not None and not self.drop_if_droppable():
             if self.request.command != "reset":
                 require_order(self.request.phase, "reset_async", self)

@@ -56,7 +56,7 @@ class HostPlan:
         index: The index of the host.
         rows: The environments of the host.
         env_fns: The functions that build them.
-        cpus: The number of cores it may use if ``workers`` is ``"auto"``.
+        cpus: The number of cores reserved for it, which it may use if ``workers`` is ``"auto"``.
         workers: ``num_workers`` of :class:`~vecenv.AsyncVectorEnv`.
         options: Other options of :class:`~vecenv.AsyncVectorEnv`.
         path: The caller's import path; entries that exist on the host's node are added, as for a local worker.
@@ -361,9 +361,9 @@ class Host:
                 failure = RemoteFailure(collector.callers_rows([record.env]), collector.pack(record.error), fatal=False)
                 collector.events.append(failure)
         records.clear()  # the caller keeps them
-        reported_nothing = not (outcome.has_payload() or collector.events or collector.failed or errors)
+        has_only_arrays = not (outcome.has_payload() or collector.events or collector.failed or errors)
         is_short = sum(array.nbytes for array in arrays) < _MAX_RECORD_BYTES
-        if reported_nothing and len(rows) == self.envs.num_envs:
+        if has_only_arrays and len(rows) == self.envs.num_envs:
             batch = np.empty(len(rows), self._records if is_short else NUMBERS)
             for name, array in zip(batch.dtype.names or (), arrays, strict=False):
                 batch[name] = array

@@ -265,7 +265,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
 
         Args:
             timeout: Seconds for a pending reply and for the environments' own ``close()``; then hosts are killed. Default: a
-                minute, or a second if a host was late or a call was interrupted.
+                minute, or a second if a host was late before, an earlier close was interrupted, or another call is running.
             terminate: Kill the hosts immediately; the environments' ``close()`` is not called.
         """
         driver, state, thread = self._driver, self._driver.state, get_ident()

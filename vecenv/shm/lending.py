@@ -46,7 +46,7 @@ def count_spare_batches(tree: Tree | None, num_envs: int) -> int:
 
 @functools.cache
 def is_possible() -> bool:
-    """True if private mappings show later writes of others, and the page map those of this process: on Linux since 5.14."""
+    """True if private mappings show later writes to the file, and the page map shows their own: on Linux since 5.14."""
     try:
         arena = Arena(mmap.PAGESIZE)
         memory = PrivateMemory(arena)

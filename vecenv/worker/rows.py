@@ -182,8 +182,8 @@ class EnvRows:
         if found := describe_shared_clients(self.count):
             self.warnings.append((
                 "physics clients",
-                f"{self.span} influence each other: {found}. Pass `physicsClientId` to every call, for example by "
-                "pybullet_utils.bullet_client.BulletClient; or num_workers=None gives each environment a process of its own",
+                f"{self.span} influence each other: {found}. Pass `physicsClientId` to every call, for example with "
+                "pybullet_utils.bullet_client.BulletClient, or give each environment its own process with num_workers=None",
             ))  # fmt: skip
 
     def build(self) -> tuple[list[Failure], list[tuple[int, str, str]]]:

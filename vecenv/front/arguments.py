@@ -30,7 +30,6 @@ from vecenv.front.capabilities import raise_unsupported
 # * Before 1.4, wrong seeds, reset masks and observation spaces raise AssertionError; since 1.4, ValueError and TypeError.
 #   Programs may catch either, so with older versions our exceptions inherit from both.
 # * Before 1.3, a vector environment is closed when it is garbage-collected, even if its constructor failed.
-# * Since 1.4, a custom worker function receives an eighth argument, for `max_concurrency`.
 
 GymnasiumAsync: TypeAlias = AsyncVectorEnv  # Gymnasium's own classes, even after vecenv.patching has replaced them
 GymnasiumSync: TypeAlias = SyncVectorEnv
@@ -206,8 +205,8 @@ def check_start_method(context: Any) -> None:
 def check_flags(**flags: Any) -> None:
     """Raise for an option that must be True or False and is neither.
 
-    A truthy value is not enough: OpenRL's class of the same name takes ``(env_fns, observation_space, action_space)``, so
-    its users would pass spaces as the second and third argument without noticing.
+    A truthy value is not enough: OpenRL's ``AsyncVectorEnv`` takes ``(env_fns, observation_space, action_space)``, so its
+    users would pass spaces as the second and third argument without noticing.
 
     Raises:
         TypeError: An option is not a boolean.
@@ -304,8 +303,8 @@ def split_reset_mask(
         rows: The environment of each entry of a sequence; ``None``: all, in order. Other environments get ``None``.
 
     Returns:
-        A copy of the mask, bool ``(num_envs,)``, or ``None``; and the options without it, or ``None`` if there were none. A
-        sequence is returned as a list with an entry for every environment.
+        A copy of the mask, bool ``(num_envs,)``, or ``None``; and the options without it, ``None`` if they were ``None``
+        or a :class:`MaskOnlyOptions` of only the mask. A sequence is returned as a list with an entry for every environment.
 
     Raises:
         TypeError: The mask is not a bool array (of NumPy, JAX or torch), or the options are neither a dict nor a sequence of

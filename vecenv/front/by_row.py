@@ -12,7 +12,7 @@ from vecenv.front.vector_env import VectorEnvBase
 
 
 def infos_by_row(envs: Any) -> InfosByRow:
-    """Return a view of a vector environment with the infos of single environments.
+    """Return a view of a vector environment, with methods that return one info per row.
 
     ``infos_by_row(envs).step(actions)`` is ``envs.step(actions)`` with a list instead of the dict of arrays: ``infos[i]`` is
     the info that environment i returned, with its original types, not merged. With same-step autoreset, the info of a
@@ -128,5 +128,5 @@ def _is_same(before: Any, after: Any) -> bool:
 
 
 def _is_same_value(before: Any, after: Any) -> bool:
-    """True if a wrapper left an object unchanged. Equal numbers and strings count, because unpickling copies them."""
+    """True if a wrapper left an object unchanged. Equal values count: each merge reads new objects from shared memory."""
     return before is after or (type(before) is type(after) and isinstance(before, (int, float, str)) and before == after)

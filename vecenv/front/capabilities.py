@@ -30,7 +30,7 @@ class Capabilities:
         freezing: ``freeze``, ``thaw``.
         recording: ``record``, and files about failures (``record_failures=``).
         spare_workers: Spare workers, which begin the next episodes of rows ahead of time.
-        in_this_process: The calling process steps the environments.
+        in_this_process: The calling process steps the environments, or some of them.
         runs_jax: The environments are JAX programs that run in the calling process.
     """
 
@@ -86,7 +86,7 @@ class _UnsupportedAttribute(NotImplementedError, AttributeError):
 
 
 class WorkerOnlyAttribute:
-    """An attribute that requires a capability. Reading it on a backend without it raises ``NotImplementedError``."""
+    """An attribute that requires a capability. Without the capability, reading it raises ``NotImplementedError``."""
 
     def __init__(self, capability: str = "workers") -> None:
         self._capability = capability

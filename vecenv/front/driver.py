@@ -80,7 +80,7 @@ def require_order(phase: Phase, method: str, owner: object) -> None:
     Raises:
         ClosedEnvironmentError: After ``close()``.
         AlreadyPendingCallError: A new request while a call is pending.
-        NoAsyncCallError: Waiting for the result of a call that was never made.
+        NoAsyncCallError: A wait for the result of a call that is not pending.
     """
     if phase is REQUIRED_PHASES[method]:
         return
@@ -107,10 +107,10 @@ def pending_call_error(name: str, phase: Phase) -> AlreadyPendingCallError:
 
 
 def drop_pending_and_retry(envs: Any, begin: Callable[[], R]) -> R:
-    """Call ``begin``, a reset of all environments. If a call is pending, fetch and drop its result first.
+    """Call ``begin``, a reset of all environments. If a call is pending, fetch and drop its result, then try again.
 
-    A step that timed out, or was interrupted by Ctrl-C, is still pending. Other libraries' interfaces have no method that
-    fetches its result, so every later reset would otherwise raise.
+    A step that timed out is still pending, and so is one that was interrupted before the wait for its result. Other
+    libraries' interfaces have no method that fetches its result, so every later reset would otherwise raise.
 
     Raises:
         StepTimeout: The pending result has still not arrived; it stays pending.
@@ -127,7 +127,7 @@ def drop_pending_and_retry(envs: Any, begin: Callable[[], R]) -> R:
             wait()
         except StepTimeout:
             raise
-        except Exception as error:  # the dropped result was an error; it is in `errors`
+        except Exception as error:  # the result is an error, which is dropped too
             if raised_by_handler(error):
                 raise
     return begin()
@@ -185,8 +185,8 @@ class Driver:
     """The interface of backends.
 
     A request is pending until its result has been returned. A driver changes its state by a single store, or by several
-    while ``state.changing`` is set. It never waits for a reply while that is set, but the process engine does step the
-    caller's own environments. For the change that returns a result, drivers without workers set it by :meth:`finish`,
+    while ``state.changing`` is set. Meanwhile it never waits for a reply, although the process engine steps the caller's
+    own environments. For the change that returns a result, drivers without workers set ``changing`` by :meth:`finish`,
     others set it themselves; the guard clears it. See :mod:`vecenv.front.guard`.
 
     Attributes:
@@ -199,7 +199,7 @@ class Driver:
         owned_resource: The resources that a forked child lacks, for error texts.
         can_be_closed_during_call: True if another thread may close the driver in the middle of a call.
         seconds_waited: Seconds spent waiting.
-        began: ``time.monotonic()`` at the start.
+        began: ``time.monotonic()`` when the driver began to admit calls.
         state: The state shared with the guard, which decides whether a call can begin.
         counters: The numbers of steps and resets that were returned.
         result_error: The exception that is the result of the current call, such as an ``InfoError``; raising it ends the
@@ -278,20 +278,20 @@ class Driver:
 
     @property
     def phase(self) -> Phase:
-        """The pending operation on all environments, not counting a request with results for :meth:`recv`."""
+        """The pending operation, not counting a request with results for :meth:`recv`."""
         request = self.pending_request
         return Phase.DEFAULT if request.for_recv or self.state.changing else request.phase
 
     @property
     def in_flight(self) -> npt.NDArray[np.intp]:
-        """The environments with rows that ``recv`` has yet to return, in no particular order."""
+        """The rows that ``recv`` has yet to return, in no particular order."""
         request = self.pending_request
         if request.for_recv and 0 < request.rows < self.num_envs:
             raise_unsupported(self.name, "`in_flight`", f"its library reports only their number, {request.rows}")
         return np.arange(request.rows if request.for_recv else 0, dtype=np.intp)
 
     def require_idle(self, method: str, rows: Collection[int] | None = None) -> None:
-        """Raise if a call is pending that forbids a method for ``rows`` (``None``: all). Here, any pending call does.
+        """Raise if a pending call forbids a method for ``rows`` (``None``: all). By default, every pending call does.
 
         Raises:
             AlreadyPendingCallError: There is such a call.
@@ -369,7 +369,7 @@ class Driver:
             return None
 
     def timeout_error(self, method: str, timeout: Any) -> StepTimeout:
-        """Return the exception for a call that has timed out."""
+        """Return the exception for a call that has timed out, with a description of the late replies."""
         seconds = parse_timeout(timeout)
         return step_timeout_error(method, seconds, self._describe_late(seconds))
 
@@ -475,7 +475,7 @@ class WorkerDriver(Driver):
 
     @property
     def phase(self) -> Phase:
-        """The pending operation on all environments, not counting rows that ``recv`` returns."""
+        """The pending operation, not counting calls that may be dropped and rows that ``recv`` returns."""
         request = self.exchange.request
         return Phase.DEFAULT if request is None or request.droppable or self.state.changing else request.phase
 
@@ -491,7 +491,7 @@ class WorkerDriver(Driver):
 
     @property
     def in_flight(self) -> npt.NDArray[np.intp]:
-        """The environments with rows that ``recv`` has yet to return; empty if a reset is needed, which drops them."""
+        """The rows that ``recv`` has yet to return, in order; empty if a reset is needed, which drops them."""
         return np.array([] if self.state.changing else sorted(self.exchange.in_flight), np.intp)
 
     @property
@@ -503,9 +503,9 @@ class WorkerDriver(Driver):
             self.exchange.request.interrupted = True
 
     def require_idle(self, method: str, rows: Collection[int] | None = None) -> None:
-        """Drop a call that an interrupted method left behind; then raise if a request is pending, or ``rows`` are in flight.
+        """Drop a call that an interrupted method left behind; then raise if a request is pending.
 
-        With ``rows=None``, raise if any row is in flight.
+        Also raise if one of ``rows`` (``None``: all) is in flight.
         """
         exchange = self.exchange
         if exchange.request is not None and not exchange.drop_if_droppable():
@@ -590,9 +590,9 @@ class WorkerDriver(Driver):
 class LockstepDriver(Driver):
     """A driver of environments that step together: each call has one result for all of them.
 
-    It is the base for JAX on a device, a library's own vector environment, and the fake of the tests. A
-    subclass implements :attr:`capabilities`, ``close``, and the five abstract members. ``latest_request`` is ``None`` before
-    the first call. After that, the latest request is pending unless it is ``returned``.
+    It is the base for JAX on a device, a library's own vector environment, and the fake of the tests. A subclass implements
+    :attr:`capabilities`, ``close``, and the five abstract members. ``latest_request`` is ``None`` before the first call.
+    After that, the latest request is pending unless it is ``returned``.
 
     Attributes:
         all_or_none_reason: The reason why a call must be about all environments.

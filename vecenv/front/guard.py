@@ -49,7 +49,7 @@ class CallState:
         self.changing, self.active_thread, self.unusable, self.owner_pid = False, 0, "", 0
 
     def wait_for_other_thread(self) -> None:
-        """Wait, up to a time limit, until the call in another thread has ended; its caller has killed the workers."""
+        """Wait, up to a time limit, until the call in another thread has ended. Kill the workers first, so that it ends."""
         deadline = time.monotonic() + _OTHER_THREAD_SECONDS
         while self.active_thread and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -64,7 +64,7 @@ def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
         ForkedError: The process is a forked child of the one that built the vector environment.
         ClosedEnvironmentError: The vector environment is closed.
         BusyError: Another call is in progress, in another thread or further up the stack of this one.
-        ResetNeeded: An exception interrupted an earlier call.
+        ResetNeeded: An exception interrupted an earlier call's change of state.
     """
     name = method.__name__
 
@@ -104,7 +104,7 @@ def _may_be_interruption(error: BaseException) -> bool:
 
 
 def _replace_error(envs: Any, error: BaseException) -> None:
-    """Raise ``ClosedEnvironmentError`` instead of an error that ``close()`` caused during the call.
+    """Release the driver, and raise ``ClosedEnvironmentError`` instead of an error that ``close()`` caused during the call.
 
     Only ``_OWN_ERRORS`` and exact classes of ``_BUILTIN_ERRORS`` are replaced: others may come from a signal handler.
     """
@@ -143,7 +143,7 @@ def _check_usable(envs: Any, method: str) -> None:
             raise BusyError(f"another thread is in a call on this {name}; `{method}` was refused")
         if is_inside_call(envs, 3):  # 3: above this function and the refused call
             raise BusyError(f"a call on this {name} is under way in this thread; `{method}` was refused")
-    if state.changing and method not in _RESET_METHODS:  # these refuse a reset of some environments themselves
+    if state.changing and method not in _RESET_METHODS:  # resets check for themselves that they are of all rows
         raise ResetNeeded(f"an exception interrupted an earlier call on this {name}, and its result is lost: call reset()")
 
 

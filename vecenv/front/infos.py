@@ -97,7 +97,7 @@ class ColumnInfos(RowInfos):
 
 
 class ListedInfos(RowInfos):
-    """Infos in a list, one per row."""
+    """Infos in a list, one per row. :meth:`rows` returns this list, not new dicts."""
 
     __slots__ = ("_listed",)
 
@@ -324,7 +324,7 @@ def info_rows(infos: Mapping[Any, Any], count: int) -> list[dict[Any, Any]]:
         mask = infos.get(f"_{key}")
         for row in range(count) if mask is None else _rows_with_values(mask):
             rows[row][key] = _value_at(infos[key], row)
-            if mask is not None and np.ndim(mask) == 2:  # of agents
+            if mask is not None and np.ndim(mask) == 2:  # a flag per agent
                 rows[row][f"_{key}"] = mask[row].copy()
     return rows
 

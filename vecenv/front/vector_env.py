@@ -46,9 +46,9 @@ from vecenv.front.results import as_row_infos, finish_result
 from vecenv.system.reporting import warn
 
 CLOSE_TIMEOUT: Final = 60.0
-"""Seconds that ``close()`` waits by default, for the environments' own ``close()`` and for a call in another thread."""
+"""Seconds that ``close()`` waits by default, for the environments' own ``close()`` or for a call in another thread."""
 SHORT_CLOSE_TIMEOUT: Final = 1.0
-"""Seconds that ``close()`` waits for environments instead, after a worker was late or a call was interrupted."""
+"""Seconds that ``close()`` waits if a worker was late, if it interrupts a call, or after an interrupted ``close()``."""
 
 _RESERVED_METHODS: Final = ("reset", "step", "close", "_setattr", "_check_spaces")
 _SPACE_ATTRIBUTES: Final = "single_action_space", "action_space", "single_observation_space", "observation_space"
@@ -63,8 +63,8 @@ _METHODS_WITH_INFOS: Final = ("reset", "reset_wait", "step", "step_wait", "recv"
 class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Generic[ObsType, ActType, ArrayType]):
     """The common base of the vector environments of all backends.
 
-    A subclass sets Gymnasium's attributes and passes its driver to :meth:`_open`. The methods in :data:`HALVES` have
-    two halves each. If a subclass overrides a half, the guard calls both halves instead of the method.
+    A subclass sets Gymnasium's attributes and passes its driver to :meth:`_open`. The methods in :data:`HALVES` have two
+    halves each. If a subclass overrides a half, the guard calls both halves instead of the method.
     """
 
     autoreset_mode: AutoresetMode
@@ -125,7 +125,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         Raises:
             NotImplementedError: The backend lacks a capability, see :attr:`capabilities`.
             TypeError, ValueError: Seeds, options, mask or indices of the wrong length, type or shape; nothing was sent.
-            gymnasium.error.ResetNeeded: EnvPool and JAX, if the first reset is not of all environments.
+            gymnasium.error.ResetNeeded: EnvPool, JAX and ALE, if the first reset is not of all environments.
             gymnasium.error.AlreadyPendingCallError: A call is pending, or an environment in ``env_id`` is in flight. If
                 an exception (Ctrl-C) interrupted the wait for the call's result, a reset of all environments drops it.
         """
@@ -191,7 +191,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         Raises:
             TypeError, ValueError: Wrong number, shape, structure or dtype; nothing was sent.
             EnvFailed: A failed environment has not been reset since.
-            gymnasium.error.ResetNeeded: EnvPool and JAX, before the first reset; without autoreset, after an episode's end.
+            gymnasium.error.ResetNeeded: No reset yet (EnvPool, JAX, native); an ended episode, without autoreset (EnvPool).
             gymnasium.error.AlreadyPendingCallError: A call is pending, or an environment is in flight.
         """
         self._driver.submit_step(actions)
@@ -246,8 +246,8 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
                 is given. If fewer than ``count`` environments are in flight, the call waits only for those.
 
         Returns:
-            The values of ``step``, with ``count`` rows instead of ``num_envs``, all of them new arrays. ``infos["env_id"]``,
-            int ``(count,)``, has the indices of the environments. Rows of a reset have reward 0 and both flags False.
+            The values of ``step`` for ``count`` rows (with ``at_least``, for that many or more), all of them new arrays.
+            ``infos["env_id"]``, int, has the environment of each row. Rows of a reset have reward 0 and both flags False.
 
         Raises:
             NoAsyncCallError: Fewer environments than ``count``, or than a given ``at_least``, are in flight or ready.
@@ -346,7 +346,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     @exclusive
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """Return an attribute of every environment, from the outermost wrapper that has it."""
+        """Return an attribute of every environment, from the outermost wrapper that has it; the same as ``call(name)``."""
         self._begin_call("get_attr", name, (), {})
         return self._driver.wait_for_call(None)  # type: ignore[no-any-return]
 
@@ -627,12 +627,12 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         """Return statistics since construction.
 
         ``steps`` and ``resets`` of single environments, counted when their results are returned, or when an exception of
-        another one is raised in their place; ``steps_per_second``; ``wait_fraction`` (share of the time that the caller
-        spent waiting); ``step_time_mean`` and ``step_time_slowest_env`` in seconds; ``straggler_share`` (share of their time
-        that workers were idle because another one took longer); ``restarts``; ``errors``; ``bytes_pickled``; ``in_flight``
-        (environments with a step or reset that has not been fetched). Counts are exact; times inside environments are
-        extrapolated if a worker's share of a batch takes less than a millisecond. Values unknown to a backend are nan. After
-        :meth:`close` they stay unchanged.
+        another one is raised in their place; ``seconds`` and ``steps_per_second``; ``wait_fraction`` (share of the time that
+        the caller spent waiting); ``step_time_mean`` and ``step_time_slowest_env`` in seconds; ``straggler_share`` (share of
+        their time that workers were idle because another one took longer); ``restarts``; ``errors``; ``bytes_pickled``;
+        ``in_flight`` (environments with a step or reset that has not been fetched). Counts are exact; times inside
+        environments are extrapolated if a worker's share of a batch takes less than a millisecond. Values unknown to a
+        backend are nan. After :meth:`close` they stay unchanged.
         """
         return self._driver.stats()  # type: ignore[no-any-return]
 
@@ -720,7 +720,7 @@ class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
         self.action_space = batch_space(description.action_space, self.num_envs)
 
     def _warn_about_pending_call(self) -> None:
-        """Warn that ``close`` was called while a call is pending."""
+        """Warn if a call is pending, because ``close`` was called."""
         if (phase := self._driver.phase) is not Phase.DEFAULT:
             warn(f"Calling `close` while waiting for a pending call to `{phase.value}` to complete.")
 
@@ -785,11 +785,11 @@ class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
 
     @exclusive
     def abandon(self, env_id: Any) -> None:
-        """Stop waiting for some environments: kill the workers with pending requests about them.
+        """Stop waiting for some environments: kill those of their workers that have pending requests.
 
         All environments of such a worker then raise :class:`~vecenv.errors.WorkerDied`, or are rebuilt with
-        ``on_failure="restart"``. Workers without pending requests, and the calling process, are left alone; so are
-        requests that ``max_concurrency`` still holds back. On other machines, the whole host is killed.
+        ``on_failure="restart"``. The calling process is never killed. Requests that ``max_concurrency`` still holds back do
+        not count. On other machines, whole hosts are killed, if they have pending requests about these environments.
 
         Args:
             env_id: Distinct indices of environments.

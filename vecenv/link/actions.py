@@ -92,7 +92,7 @@ class ActionStage:
 
 
 def _check_batch(single: Space[Any], space: Space[Any], actions: Any, count: int, name: str) -> None:
-    """Raise unless a batch has the structure of its space and one row per environment; ``zip`` would drop surplus rows.
+    """Raise unless a batch has the structure of its space and one row per environment.
 
     As in ``iterate``, any container that can be indexed by the keys is accepted, for example a list in place of a tuple.
     """

@@ -3,8 +3,8 @@
 Each worker has two pipes, one per direction. As no other process shares them, messages keep their order, and end-of-file
 means that the other side is gone. A round trip over a socket pair takes twice as long (9 instead of 5 us on one core).
 
-The caller's end (:class:`Channel`) never blocks. The worker's end (:class:`WorkerEnd`) may block, which saves system calls:
-the caller reads while it sends, so a worker's blocking write always ends.
+The caller's end (:class:`Channel`) never blocks. The worker's end (:class:`WorkerEnd`) may block, which saves system calls.
+Its blocking writes always end, because the caller reads replies even while its own messages do not fit into the pipe.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vecenv.system.descriptors import Descriptor, DescriptorOwner
 _CHUNK_BYTES: Final = 1 << 20
 _HEAD_SIZES: Final = (HEAD,)
 Ends: TypeAlias = tuple[Descriptor, Descriptor]
-"""A worker's descriptors, for reading and for writing. They can be pickled while its process is being started."""
+"""A worker's descriptors, for reading and for writing. They can be pickled only while its process is being started."""
 
 
 class ChannelClosed(Exception):
@@ -85,7 +85,7 @@ class Channel:
             raise ChannelClosed from error
         message = b"".join(chunks)
         self.bytes_pickled += max(len(message) - FULL_HEAD, 0)
-        self._counted = 0, 0  # first, because counts without their chunks would be those of another message
+        self._counted = 0, 0  # first: counts that outlive their chunks would be applied to the next message
         self._chunks = []
         return message
 

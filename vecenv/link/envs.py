@@ -143,7 +143,7 @@ def same_object_error(indices: Sequence[int], env: Any) -> ValueError:
 
 
 def call_env(env: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Call a method of an environment or one of its wrappers. If ``name`` is not callable, return its value."""
+    """Call an attribute of an environment or of one of its wrappers; return it if it is not callable."""
     attribute = env.get_wrapper_attr(name)
     return attribute(*args, **kwargs) if callable(attribute) else attribute
 

@@ -79,7 +79,7 @@ class Schema:
     Attributes:
         number: A 64-bit hash, equal in all processes, never :data:`NO_INFO` or :data:`BY_PICKLE`.
         columns: ((dtype, shape), offset) of each value in a record, in the order of the info and its nested dicts.
-        pack: A function that writes the values into a record, beginning at an offset.
+        pack: A function that writes the values into a buffer, beginning at an offset.
     """
 
     def __init__(self, definition: Definition) -> None:

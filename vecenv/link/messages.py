@@ -1,8 +1,8 @@
 """The messages between the caller and its workers, and their encoding, without I/O.
 
-A message begins with five bytes: an operation and a sequence number. If the operation's high bit is set, a pickled payload
-follows. Most steps and resets need none, as their data lies in shared memory. A late reply cannot be assigned to another
-message, because it carries the number of its own message.
+A message begins with five bytes: an operation and a sequence number. If the operation's high bit is set, a length and a
+pickled payload follow. Most steps and resets need none, as their data lies in shared memory. A late reply cannot be assigned
+to another message, because it carries the number of its own message.
 
 In a reply's payload (:class:`Outcome`) each info value, result and observation is pickled separately: one that cannot be
 pickled or unpickled is reported with its environment and key, and the others arrive. Classes and functions of ``__main__``
@@ -40,7 +40,7 @@ from vecenv.system.signals import call_with_fallback
 
 
 class Op(IntEnum):
-    """The operation of a message. ``*_SOME`` applies to the rows that ``requested`` marks with the message's number.
+    """The operation of a message. ``*_SOME`` applies to the rows that ``Batch.requested`` marks with its number.
 
     Operations and replies have different numbers.
     """
@@ -57,7 +57,7 @@ class Op(IntEnum):
     SET_NEXT = 10  # options and seeds for the episodes that autoreset begins
     SAVE = 11
     PROVE = 12
-    CHECK = 13  # read the snapshots to be loaded and reject those that do not fit; changes nothing
+    CHECK = 13  # read the snapshots to be loaded and reject those that do not fit; no environment changes
     LOAD = 14  # load the checked snapshots, after all workers have accepted theirs
     RUN = 21  # (function, argument): call function(process, argument), which may replace the worker
 
@@ -74,11 +74,13 @@ class Reply(IntEnum):
 Message = tuple[int, int, bytes | None]  # operation, sequence number, pickled payload
 
 Definition: TypeAlias = tuple[tuple[Any, Any], ...]
-"""Info types: key -> ``("s", type name)`` for a scalar, ``("a", dtype, shape)`` for an array, or a nested definition."""
+"""The keys and types of an info. A type is ``("s", type name)`` for a scalar, ``("a", dtype, shape)`` for an array,
+or ``("d", definition)`` for a dict."""
 
 LAST_STEP_OP: Final = int(Op.REBUILD_SOME)
 """The last operation that steps or resets environments; those with higher numbers are calls."""
 PAYLOAD: Final = 0x80
+"""Added to the operation of a message with a payload."""
 OVERLAPS: Final = 0x40
 """Added to the operation of a message about one row. A worker with ``env_threads`` executes such messages concurrently,
 and may reply to them in another order."""
@@ -88,7 +90,6 @@ HEAD: Final = _HEADER.size
 """Bytes of a message without a payload."""
 FULL_HEAD: Final = HEAD + _LENGTH.size
 """Bytes before a payload."""
-
 
 pack_head: Final = _HEADER.pack
 """``(operation, number) -> bytes``: a message without a payload. Pass plain ints: packing an enum takes longer."""
@@ -158,15 +159,15 @@ class Failure:
 
 @dataclass(slots=True)
 class Outcome:
-    """The results of a request, except those in shared memory. All keys are environment indices.
+    """The results of a message, except those in shared memory. Keys are environment indices, except in ``schemas``.
 
     Attributes:
         infos: Infos that could not be written as columns.
         observations: Observations of spaces without a fixed size.
         finals: Last observations of ended episodes, if they are not in shared memory.
         failures: Exceptions of environments.
-        results: Results of ``call`` and functions.
-        schemas: Definitions of info columns used for the first time.
+        results: Results of calls.
+        schemas: Schema number -> definition, for info columns used for the first time.
         warnings: (field, text) pairs; the caller logs one per field.
         columns: True if some infos or final observations lie in shared memory.
     """
@@ -271,7 +272,7 @@ def _unpickle_value(outcome: Outcome, row: int, kind: str, blob: bytes) -> Any:
 
 
 def _find_key(blob: bytes) -> str:
-    """Return the key of an info value that cannot be unpickled, for an error text: its pickle's first string or number."""
+    """Return the key of a pickled info item, for an error text: the pickle's first string or number; empty if unknown."""
     import pickletools
 
     for opcode, argument, _ in pickletools.genops(blob):

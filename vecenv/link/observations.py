@@ -44,7 +44,7 @@ _WarnFn: TypeAlias = Callable[[str, str], None]
 
 
 class Store(Protocol):
-    """The interface of the three stores."""
+    """The interface of all stores."""
 
     observations: Any
     in_use: bool = False
@@ -55,7 +55,7 @@ class Store(Protocol):
         raise AssertionError("observations in shared memory are never part of a reply")
 
     def batch(self, copy: bool) -> Any:
-        """Return the whole batch, in the containers of Gymnasium's batched space."""
+        """Return the whole batch, in the containers of Gymnasium's batched space; with ``copy``, one that never changes."""
 
     def copy(self) -> Any:
         """Return a copy of the whole batch, in memory of its own."""
@@ -75,7 +75,7 @@ class Store(Protocol):
         return
 
     def pin(self) -> Any:
-        """Return the whole batch, which stays as it is until the next call; ``None`` if only a copy would."""
+        """Return the whole batch, which does not change until the next :meth:`pin`; ``None`` if that is impossible."""
         return None
 
     def keep_rows(self, rows: Collection[int]) -> None:
@@ -306,8 +306,8 @@ def make_observation_writer(tree: Tree, leaves: Sequence[Array], first_env: int,
     """Return a function that checks an observation and writes it into row k of every leaf.
 
     It raises :class:`~vecenv.errors.ObservationError` for a wrong structure or shape, and for a value that the dtype of the
-    space cannot hold (2.7 for an int, 300 for a uint8), like SyncVectorEnv. It calls ``warn`` if the cast to a smaller float
-    makes a value infinite.
+    space cannot hold (2.7 for an int, 300 for a uint8). It calls ``warn`` if the cast to a smaller float makes a value
+    infinite.
 
     Args:
         tree: Structure of one observation.

@@ -16,7 +16,7 @@ from vecenv.system.generators import Generators, is_imported, switch
 class OwnGenerators(gymnasium.Wrapper[Any, Any, Any, Any]):
     """A wrapper that runs an environment with its own states of the shared generators.
 
-    ``get_wrapper_attr`` and ``set_wrapper_attr`` skip it, so callers find only the environment's attributes.
+    ``get_wrapper_attr`` and ``set_wrapper_attr`` skip it, so they find only the environment's attributes.
 
     Args:
         env: The environment.
@@ -97,7 +97,7 @@ class OwnGenerators(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def with_own_generators(env_fns: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
-    """Return functions that build the environments in :class:`OwnGenerators`: the same one for each repeated function."""
+    """Return functions that build the environments in :class:`OwnGenerators`. A repeated function is wrapped once."""
     wrapped = {id(env_fn): functools.partial(_build, env_fn) for env_fn in env_fns}
     return [wrapped[id(env_fn)] for env_fn in env_fns]
 

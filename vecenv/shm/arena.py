@@ -1,7 +1,7 @@
 """Anonymous shared memory: the block that holds a batch, and read-only arrays that all processes share.
 
-A memfd is accessible only by inheritance, is not limited by the size of ``/dev/shm`` (64 MB in a Docker container), and is
-freed when the last process that holds it ends. All of its memory is allocated on creation, so that a lack of memory is an
+A memfd has no path, is not limited by the size of ``/dev/shm`` (64 MB in a Docker container), and is freed when the last
+process that holds it ends. All of its memory is allocated on creation, so that a lack of memory is an
 error at the start and not a SIGBUS hours later. Then it is sealed, so that no worker can truncate it. Systems without memfds
 use an unlinked file, which has no seals; on systems without worker processes, the block is private memory without a file.
 
@@ -53,7 +53,7 @@ def memory_limits() -> Iterator[tuple[str, int, int]]:
 
 
 def available_memory() -> int | None:
-    """Return the number of bytes that the machine and its cgroup have left; ``None`` if it is unknown."""
+    """Return the number of bytes that the machine and the control groups have left; ``None`` if it is unknown."""
     lines = [line.split() for line in read_kernel_file("/proc/meminfo").splitlines()]
     found = [int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"]
     found += [free for _, free, _ in memory_limits()]
@@ -63,7 +63,8 @@ def available_memory() -> int | None:
 def _create_memory_file(size: int, owner: DescriptorOwner, message_start: str, advice: str = "") -> Descriptor:
     """Create a zeroed, fully allocated memory file of ``size`` bytes. Without worker processes, return a closed descriptor.
 
-    Raises ``ArenaError`` if ``size`` exceeds the memory that is left; ``message_start`` and ``advice`` frame its message.
+    Raise ``ArenaError`` if the allocation fails, or if ``size`` exceeds the memory that is left. In the latter case, the
+    message begins with ``message_start`` and ends with ``advice``.
     """
     free = available_memory()
     if free is not None and size > free:
@@ -113,7 +114,7 @@ class Arena:
         size: Bytes.
 
     Raises:
-        ArenaError: ``size`` exceeds the memory that the machine or its cgroup has left; the message gives both.
+        ArenaError: ``size`` exceeds the memory that the machine or its control group has left, or the allocation fails.
     """
 
     def __init__(self, size: int) -> None:
@@ -138,7 +139,7 @@ class Arena:
         return self._file.number
 
     def close(self) -> None:
-        """Close the descriptor. In each process, the mapping lives as long as a NumPy view of it."""
+        """Close the descriptor. The mapping lives as long as this object or a NumPy view of it."""
         self._file.close()
 
 
@@ -235,8 +236,8 @@ def share(data: _Data) -> _Data:
     Returns:
         The same data in plain, read-only arrays. Functions that build environments may refer to them, or to views of them:
         all workers, including restarted and spare ones, read the same memory, with every start method. A Ray host gets one
-        copy, which its workers share. The memory is freed when no process has an array over it. An array that
-        is pickled in another way, for example by ``set_attr``, is copied.
+        copy, which its workers share. The memory is freed when no process has an array over it. An array that is pickled in
+        another way, for example by ``set_attr``, is copied.
 
     Raises:
         TypeError: ``data`` is not an array or a dict of arrays, or an array contains objects or has a mask.

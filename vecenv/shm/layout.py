@@ -64,7 +64,7 @@ class Tree:
         return parts if self.keyed else tuple(parts.values())
 
     def map(self, function: Callable[[Array], Array], value: Any) -> Any:
-        """Apply ``function`` to every array of a value that :meth:`build` returned."""
+        """Apply ``function`` to every leaf of a value, and return the results in the containers of the space."""
         if self.leaf is not None:
             return function(value)
         parts = {key: child.map(function, value[key]) for key, child in self.children}
@@ -143,17 +143,17 @@ class Batch:
     Attributes:
         actions: Leaves of the batched action space, or ``None`` if actions are pickled.
         observations: Leaves of the batched observation space, or ``None`` if observations are pickled.
-        spare_observations: The same of each spare batch.
+        spare_observations: The leaves of each spare batch.
         current: int32 ``(1,)``: the number of the batch that workers write observations to; 0: ``observations``.
         in_place: bool ``(1,)``: True if an environment writes observations into the shared memory itself.
         final_observations: The last observations of episodes, for same-step autoreset, or ``None``.
         final: bool ``(n,)``: True if a row's ``final_observations`` belong to the current reply.
         rewards, terminations, truncations: float64, bool, bool ``(n,)``.
-        requested: uint32 ``(n,)``: the sequence number of the message that a row belongs to (``Op.*_SOME``).
+        requested: uint32 ``(n,)``: the number of the row's latest rebuild, or message about only some rows of its worker.
         info_schemas: uint64 ``(n,)``: the schema of a row's info; 0: no info; 1: a pickled info.
-        infos: uint8 ``(n, INFO_BYTES)``: the values.
-        worker_time, worker_steps: float64 seconds and steps spent inside environments, a row per worker. Short messages are
-            sampled, and the latest of them may not be included yet.
+        infos: uint8 ``(n, INFO_BYTES)``: the values of these infos.
+        worker_time, worker_steps: float64, a row per worker: seconds spent inside environments, and their steps. Short
+            messages are sampled, and the latest of them may not be included yet.
         running: int32, a row per worker: the environment that it is calling, or called last in the message that it is
             executing, as an index among its own; -1: none. After building, the last one built, until the first message. With
             several ``env_threads`` always -1. It identifies the environment in which a worker died or hangs.
@@ -193,7 +193,7 @@ class Layout:
         fields: Name -> field, in the order of their offsets.
         size: Bytes of the whole block.
         batches: The fields of each batch of observations, first the usual one, then spare ones.
-        pages: The bytes of each of these batches, which are whole pages if there are spare ones.
+        pages: The range of bytes of each of these batches; whole pages if there are spare ones.
         recorded: Bytes of actions, rewards and flags. Unused, but flight records of format 6 contain it.
     """
 

@@ -27,7 +27,7 @@ from vecenv.shm.arena import Arena, available_memory
 from vecenv.shm.layout import Array, Field, Layout, Tree
 from vecenv.system.descriptors import DescriptorOwner
 
-_SPARE_BATCHES: Final = 3  # a program that holds the latest two results while it waits for the next one needs three batches
+_SPARE_BATCHES: Final = 3  # of four: two results that the program keeps, the result to lend, and a batch for the next step
 _MIN_BYTES: Final = 1 << 16  # copying less is as fast as lending
 _MAX_SHARE: Final = 1 / 16  # of the memory that is left
 _MAX_WRITES: Final = 8  # batches in succession that the program has written to
@@ -46,7 +46,7 @@ def count_spare_batches(tree: Tree | None, num_envs: int) -> int:
 
 @functools.cache
 def is_possible() -> bool:
-    """True if private mappings show later writes of others, and the page map those of this process: on Linux since 5.14."""
+    """True if private mappings show later writes to the file, and the page map shows their own: on Linux since 5.14."""
     try:
         arena = Arena(mmap.PAGESIZE)
         memory = PrivateMemory(arena)
@@ -105,7 +105,7 @@ class _Loan:
 
 
 class Lender:
-    """The batches of observations in one block of shared memory, as a program may hold them.
+    """The lender of the batches of observations in one block of shared memory.
 
     Args:
         arena: The block.
@@ -139,7 +139,10 @@ class Lender:
         return any(batch not in excluded and self._is_free(batch) for batch in range(len(self._loans)))
 
     def take_free(self, preferred: int, excluded: int | None) -> int:
-        """Return the number of a free batch other than ``excluded``, without what the program has written into it."""
+        """Return the number of a free batch that is not ``excluded``, and discard what the program has written into it.
+
+        This is ``preferred`` if that batch is free.
+        """
         candidates = (batch for batch in (preferred, *range(len(self._loans))) if batch != excluded)
         batch: int = next(filter(self._is_free, candidates))
         if self._loans[batch]:

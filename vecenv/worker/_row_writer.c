@@ -1,5 +1,5 @@
-/* Writes results of env.step into shared memory, if each of their values has exactly the expected type. Every other result
-   is refused and left to the Python code in rows.py, which alone defines the semantics. See row_writer.py. */
+/* Writes results of env.step into shared memory, if the types of their values are the usual ones. Every other result is
+   refused and left to the Python code in rows.py, which alone defines the semantics. See row_writer.py. */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
@@ -32,13 +32,14 @@ typedef struct {
     PyObject *known, *infos; /* tuples that keep the objects below alive */
     Py_buffer cells[CELLS];
     PyTypeObject *array, *float32, *float64;
-    PyObject *no; /* numpy.False_ */
+    PyObject *numpy_false;
     Column observation;
     unsigned long long schema;
     Py_ssize_t count;
     Column *columns; /* of an info */
 } Row;
 
+/* The copy functions return 0 if they refuse what they are given. */
 static int copy_array(const Column *column, PyObject *value, void *to)
 {
     const Array *a = (Array *)value, *b = (Array *)column->example;
@@ -94,13 +95,13 @@ static int copy_info(Row *self, PyObject *info)
 
 static int copy_result(Row *self, PyObject *result)
 {
-    PyObject *values[5], *no = self->no;
+    PyObject *values[5], *numpy_false = self->numpy_false;
     if (Py_TYPE(result) != &PyTuple_Type || PyTuple_Size(result) != 5)
         return 0;
     for (int i = 0; i < 5; i++)
         values[i] = PyTuple_GetItem(result, i);
     /* the end of an episode, or a flag that is not a bool, is left to Python */
-    if ((values[2] != Py_False && values[2] != no) || (values[3] != Py_False && values[3] != no))
+    if ((values[2] != Py_False && values[2] != numpy_false) || (values[3] != Py_False && values[3] != numpy_false))
         return 0;
     PyTypeObject *type = Py_TYPE(values[1]);
     int number = type == &PyFloat_Type || type == &PyLong_Type || type == self->float64 || type == self->float32;
@@ -165,7 +166,7 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *Py_UN
     Row *self = (Row *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     int failed = !self || !(self->known = Py_NewRef(arguments))
         || !PyArg_ParseTuple(arguments, "(OOOOOO)(OOOO)", &cells[0], &cells[1], &cells[2], &cells[3], &cells[4], &cells[5],
-                             &self->array, &self->float32, &self->float64, &self->no);
+                             &self->array, &self->float32, &self->float64, &self->numpy_false);
     for (int i = 0; !failed && i < CELLS; i++)
         failed = PyObject_GetBuffer(cells[i], &self->cells[i], PyBUF_CONTIG) < 0;
     if (failed)

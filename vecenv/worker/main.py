@@ -56,7 +56,7 @@ _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_
 
 @dataclass(slots=True)
 class Start:
-    """The arguments of a worker process. They can be pickled only while a process is being spawned."""
+    """The arguments of a worker process. They can be pickled only while the process is being started."""
 
     index: int
     first: int
@@ -177,7 +177,7 @@ def _serve_channel(process: WorkerState, rows: SnapshotRows, channel: WorkerEnd,
 
 
 def _unpickle(rows: SnapshotRows, op: int, seq: int, payload: bytes | None) -> tuple[Any, Outcome | None]:
-    """Return the unpickled payload and ``None``; or ``None`` and a reply in which all rows of the message have failed."""
+    """Return the unpickled payload and ``None``; or ``None`` and an outcome in which all rows of the message have failed."""
     try:
         return None if payload is None else pickle.loads(payload), None
     except Exception as error:

@@ -1,9 +1,9 @@
 """The compiled writer of step results, an optional accelerator.
 
-Most results consist of an array of the space's dtype and shape, a float, two flags that are false, and an info with the keys
-and types of the previous one. ``_row_writer.c`` writes these into shared memory in a fraction of the time. It refuses every
-other result; the step loop of :mod:`vecenv.worker.rows` then processes that result in Python. Only that loop defines the
-semantics.
+Most results consist of an array of the space's dtype and shape, a float, two flags that are false, and an info that is empty
+or has the keys and types of the previous ones. ``_row_writer.c`` writes these into shared memory in a fraction of the time.
+It refuses every other result; the step loop of :mod:`vecenv.worker.rows` then processes that result in Python. Only that
+loop defines the semantics.
 
 ``hatch_build.py`` compiles ``_row_writer.c`` when the package is built, if there is a C compiler.
 """

@@ -76,43 +76,43 @@ class EnvRows:
             AutoresetMode.SAME_STEP: self._reset_same_step,
             AutoresetMode.DISABLED: self._reset_never,
         }[plan.autoreset_mode]
-        mine = slice(first, first + self.count)
+        own_rows = slice(first, first + self.count)
         self._tree = plan.layout.observations
         self._current_cell, self._in_place = batch.current.data, batch.in_place
         leaf = self._tree.leaf if self._tree is not None else None
         batches = batch.observations, *batch.spare_observations
-        self._batch_writers = [self._make_batch_writer(leaf, leaves, batch, mine) for leaves in batches]
+        self._batch_writers = [self._make_batch_writer(leaf, leaves, batch, own_rows) for leaves in batches]
         self._has_spares = len(self._batch_writers) > 1
         self._use_current_batch()
         self._write_final_row: ObservationWriter | None = None
         if self._tree is not None and batch.final_observations is not None:
-            finals = [leaf[mine] for leaf in batch.final_observations]
+            finals = [leaf[own_rows] for leaf in batch.final_observations]
             self._write_final_row = make_observation_writer(self._tree, finals, first, self._warn)
-        actions = [leaf[mine] for leaf in batch.actions or ()]
+        actions = [leaf[own_rows] for leaf in batch.actions or ()]
         self.read_actions = _make_action_reader(plan.layout.actions, actions, self.count)
         # memoryviews, which read and write single numbers in a fraction of the time that arrays take
-        self._cells: Any = [each[mine].data for each in (batch.rewards, batch.terminations, batch.truncations)]
-        self._requested = batch.requested[mine]
-        self._schemas = batch.info_schemas[mine]
-        self._final = batch.final[mine]
+        self._cells: Any = [each[own_rows].data for each in (batch.rewards, batch.terminations, batch.truncations)]
+        self._requested = batch.requested[own_rows]
+        self._schemas = batch.info_schemas[own_rows]
+        self._final = batch.final[own_rows]
         cells = (counter[worker : worker + 1].data for counter in (batch.worker_time, batch.worker_steps))
-        self._step_clock = StepClock(batch.step_time[mine], *cells)
+        self._step_clock = StepClock(batch.step_time[own_rows], *cells)
         self._running_cell = batch.running[worker : worker + 1].data
         self.note_running(-1)
         compiled = [writer.compiled for writer in self._batch_writers]
         learners = [partial(_learn, rows) for rows in zip(*compiled, strict=True)]
-        self._infos = InfoWriter(self._schemas, batch.infos[mine], learners)
+        self._infos = InfoWriter(self._schemas, batch.infos[own_rows], learners)
         self._out = Outcome()
         self._has_old_results = True  # True if info columns or final flags may be set, for example by a worker that died
 
     def _make_batch_writer(
-        self, leaf: Leaf | None, batch_leaves: list[Array] | None, batch: Batch, mine: slice
+        self, leaf: Leaf | None, batch_leaves: list[Array] | None, batch: Batch, own_rows: slice
     ) -> _BatchWriter:
-        leaves = [each[mine] for each in batch_leaves or ()]
+        leaves = [each[own_rows] for each in batch_leaves or ()]
         targets: list[Any] = [_ObservationTarget(self, k) for k in range(self.count)]
         if leaf is not None and leaves:  # one array, the common case
             targets = make_exact_rows(leaf, leaves[0])
-        compiled = make_compiled_rows(leaf, leaves, batch, mine)
+        compiled = make_compiled_rows(leaf, leaves, batch, own_rows)
         return _BatchWriter(leaves, self._make_writer(leaves, batch), targets, [row.write for row in compiled], compiled)
 
     def _use_current_batch(self) -> None:
@@ -182,8 +182,8 @@ class EnvRows:
         if found := describe_shared_clients(self.count):
             self.warnings.append((
                 "physics clients",
-                f"{self.span} influence each other: {found}. Pass `physicsClientId` to every call, for example by "
-                "pybullet_utils.bullet_client.BulletClient; or num_workers=None gives each environment a process of its own",
+                f"{self.span} influence each other: {found}. Pass `physicsClientId` to every call, for example with "
+                "pybullet_utils.bullet_client.BulletClient, or give each environment its own process with num_workers=None",
             ))  # fmt: skip
 
     def build(self) -> tuple[list[Failure], list[tuple[int, str, str]]]:
@@ -237,7 +237,7 @@ class EnvRows:
             raise EnvFailed(f"env {self.first + k} failed earlier; reset() rebuilds it")
         return env
 
-    # Replacements of a row's `env.step`, for rows that must not be stepped.
+    # Replacements of a row's `env.step`, after a failure or the end of an episode.
 
     def _step_failed(self, k: int, _: Any) -> Any:
         return self._env(k)  # raises EnvFailed
@@ -478,9 +478,9 @@ class EnvRows:
         return self._finish()
 
     def rebuild(self, ks: list[int], seeds: Sequence[Any], options: Any, *, reset_due: bool) -> Outcome:
-        """Close the environments of rows ``ks`` that have been used, and reset all: that builds the missing ones.
+        """Close the used environments of rows ``ks``; then reset all of ``ks``, which builds the missing environments.
 
-        Those of a new process are unused and only reset.
+        The environments of a new process are unused, so they are only reset.
         """
         for k in ks:
             if self._used[k]:
@@ -504,9 +504,9 @@ class EnvRows:
         return self._call_each(range(self.count), lambda k: self._env(k).set_wrapper_attr(name, self._own_value(k, values)))
 
     def _own_value(self, k: int, values: Sequence[Any]) -> Any:
-        """Return the value of row ``k``. In a worker it is a copy if a later row has the same one.
+        """Return the value of row ``k``. In a worker process it is a copy if a later row has the same object.
 
-        So environments never share it, for any number of workers, as in Gymnasium's class. What cannot be copied is shared.
+        So environments in workers never share it, as in Gymnasium's class. What cannot be copied is shared.
         """
         if self._in_caller or all(later is not values[k] for later in values[k + 1 :]):
             return values[k]
@@ -648,7 +648,7 @@ class _BatchWriter(NamedTuple):
         targets: One per row, for assignments ``target[:] = observation``.
         write_results: One per row, which writes the result of a step if it is of the usual kind. Empty without the compiled
             writer.
-        compiled: The objects of ``write_results``.
+        compiled: The compiled writers with the methods in ``write_results``.
     """
 
     leaves: list[Array]
@@ -739,16 +739,16 @@ class StepClock:
     counts for more than 32.
 
     Args:
-        each: Seconds of each row's latest timed step.
+        row_seconds: Seconds of each row's latest timed step.
         seconds, steps: Cells of shared memory: this worker's time in steps, and the number of steps.
 
     Attributes:
         untimed: The number of messages to skip before the next timed one.
     """
 
-    def __init__(self, each: Array, seconds: Any, steps: Any) -> None:
+    def __init__(self, row_seconds: Array, seconds: Any, steps: Any) -> None:
         self.untimed = 0
-        self._each, self._seconds, self._steps = each, seconds, steps
+        self._row_seconds, self._seconds, self._steps = row_seconds, seconds, steps
         self._counted = 0  # number of timed messages
         self._weight = 1  # number of messages that the next timed one represents
 
@@ -766,19 +766,19 @@ class StepClock:
         self._weight = self.untimed + 1
         self._counted += 1
 
-    def add(self, elapsed: float, each: Iterable[tuple[int, float]]) -> None:
-        """Add time spent outside of counted messages, and the times of single rows' steps in it."""
+    def add(self, elapsed: float, row_seconds: Iterable[tuple[int, float]]) -> None:
+        """Add time spent outside of counted messages, and the seconds that the steps of single rows took in it."""
         self._seconds[0] += elapsed
-        for k, seconds in each:
-            self._each[k] = seconds
+        for k, seconds in row_seconds:
+            self._row_seconds[k] = seconds
 
     def _timed(self, k: int, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        times = self._each
+        row_seconds = self._row_seconds
 
         def timed(action: Any) -> Any:
             began = clock()
             result = step(action)
-            times[k] = clock() - began
+            row_seconds[k] = clock() - began
             return result
 
         return timed

@@ -108,7 +108,7 @@ class SnapshotRows(EnvRows):
         return proof
 
     def check(self, snapshots: Sequence[tuple[int, Snapshot]]) -> Outcome:
-        """Prepare to load snapshots, without changing the rows. A snapshot that does not fit is a failure in the outcome."""
+        """Prepare to load snapshots, and build missing environments. A misfit is a failure in the outcome."""
         snapshot_by_row = dict(snapshots)
 
         def prepare_row(k: int) -> None:

@@ -25,7 +25,7 @@ _FLAGS: Final = ("terminated", "truncated")
 
 
 class RecordedCall:
-    """A finished call. It returns its result, or raises its exception, later; ``seconds`` is its duration."""
+    """A finished call, which took ``seconds``. Calling this object returns the result or raises the exception."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         began = clock()
@@ -62,15 +62,15 @@ class ThreadedRows(SnapshotRows):
         self.message_lock = Lock()
         self._pool = ThreadPoolExecutor(self.plan.env_threads, "environment")
         self._resets_in_thread = self.plan.autoreset_mode is AutoresetMode.SAME_STEP
-        self._recorded_steps: dict[int, RecordedCall] = {}  # k -> outcome of its step
-        self._recorded_calls: dict[int, RecordedCall] = {}  # k -> outcome of its reset or call
+        self._recorded_steps: dict[int, RecordedCall] = {}  # k -> its step
+        self._recorded_calls: dict[int, RecordedCall] = {}  # k -> its reset or call
 
     def submit(self, function: Callable[..., None], *args: Any) -> None:
         """Call a function in the next free thread of the pool."""
         self._pool.submit(function, *args)
 
     def run(self, op: int, seq: int, payload: Any) -> None:
-        """Run the environment that a message is about, and record the outcome."""
+        """Run the environment that a message is about, and record its step, reset or call."""
         if op == Op.STEP_SOME:
             (k,), (action,) = self.requested_rows(seq).tolist(), payload
             self._run_step(k, action)
@@ -104,7 +104,7 @@ class ThreadedRows(SnapshotRows):
         return result
 
     def step(self, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
-        """Run the step loop over recorded outcomes. If there are none, step the environments in threads first."""
+        """Run the step loop over recorded steps. If there are none, step the environments in threads first."""
         rows = range(self.count) if ks is None else ks
         began = clock()
         if ks is None or ks[0] not in self._recorded_steps:
@@ -138,9 +138,9 @@ class ThreadedRows(SnapshotRows):
         result: tuple[Any, Any] = self._recorded_calls.pop(k)()
         return result
 
-    def exec(self, ks: Sequence[int], *function: Any) -> Outcome:
+    def exec(self, ks: Sequence[int], *arguments: Any) -> Outcome:
         if ks[0] not in self._recorded_calls:
-            return super().exec(ks, *function)
+            return super().exec(ks, *arguments)
         return self._call_each(ks, lambda k: self._recorded_calls.pop(k)())
 
     def close(self) -> Outcome:

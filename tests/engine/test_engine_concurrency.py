@@ -485,6 +485,13 @@ class CannotBeUnpickled:
         return int, ("not a number",)
 
 
+def test_result_that_cannot_be_unpickled_raises() -> None:
+    with ready_engine(counters(2), num_workers=1) as envs:
+        with pytest.raises(EnvError, match="env 0: its result cannot be unpickled: ValueError"):
+            envs.exec_func(lambda env: CannotBeUnpickled())
+        envs.step(np.zeros(2, int))
+
+
 def test_argument_that_cannot_be_unpickled_raises_and_workers_continue() -> None:
     with ready_engine(counters(3), num_workers=2) as envs:
         pids = [process.pid for process in envs.processes]

@@ -16,7 +16,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.error import ResetNeeded
+from gymnasium.error import AlreadyPendingCallError, ResetNeeded
 from gymnasium.vector import SyncVectorEnv
 from signals import Alarm, interrupt_at, signal_handler
 
@@ -25,6 +25,7 @@ from vecenv.engine import exchange, process_engine
 from vecenv.engine.state_changes import StateChanges
 from vecenv.engine.worker_process import WorkerProcess
 from vecenv.errors import EnvFailed, WorkerDied
+from vecenv.front import arguments
 from vecenv.link.channel import Channel
 from vecenv.link.messages import encode
 from vecenv.system.descriptors import DescriptorOwner
@@ -265,6 +266,19 @@ def test_interrupted_wait_for_a_step_can_be_repeated() -> None:
         os.kill(pid, signal.SIGCONT)
         assert_identical(envs.step_wait(), reference.step(ACTIONS), "the interrupted step")
         assert_identical(envs.step(ACTIONS), reference.step(ACTIONS), "the next step")
+
+
+def test_wrong_argument_with_the_class_of_older_gymnasium_is_no_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Gymnasium 1.4, a wrong argument raised an ``AssertionError``, so vecenv's exception is one, too, there."""
+    monkeypatch.setattr(arguments, "CompatValueError", arguments.AssertionValueError)
+    with vecenv.AsyncVectorEnv(ENV_FNS[:1]) as envs:
+        envs.reset()
+        envs.step_async(envs.action_space.sample())
+        with pytest.raises(ValueError, match="seed"):
+            envs.reset(seed=[1, 2])
+        with pytest.raises(AlreadyPendingCallError):
+            envs.reset()
+        envs.step_wait()
 
 
 @pytest.mark.parametrize("interrupted", [False, True])

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gymnasium.spaces import Box
 from jax_envs import Switch
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
@@ -17,6 +18,7 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
 import vecenv.torch  # noqa: E402
 from vecenv.backends.jax_native import JaxVectorEnv  # noqa: E402
 from vecenv.jax import FunctionalVectorEnv, adapt  # noqa: E402
+from vecenv.jax.env import Adapter  # noqa: E402
 
 
 def get_jax_gradient(env: Any, actions: Any, compute_loss: Any) -> Any:
@@ -161,3 +163,30 @@ def test_differentiable_by_name_has_options_and_copyable_states() -> None:
         assert torch.equal(duplicate.inner.key.view(torch.int32), state.inner.key.view(torch.int32))
     with pytest.raises(ValueError, match=r"expected a tensor of shape \[.*\], got"):
         env.state(state.packed, state.packed)
+
+
+class Slow(Adapter):
+    """An environment whose step takes long, and whose reward is the sum of its 4,096 actions."""
+
+    name = "slow"
+    single_observation_space = Box(-9, 9, (1,), np.float32)
+    single_action_space = Box(-1, 1, (4096,), np.float32)
+
+    def init(self, key: Any) -> Any:
+        return jnp.zeros((64, 64)), jnp.zeros(1)
+
+    def step(self, state: Any, action: Any, key: Any) -> Any:
+        after = jax.lax.fori_loop(0, 3000, lambda _, matrix: jnp.tanh(matrix @ matrix + 1e-3), state)
+        return after, jnp.zeros(1), action.sum() + 0 * after.sum(), False, False, {}
+
+
+@pytest.mark.parametrize("to", ["numpy", "jax", "torch"])
+def test_writing_into_action_tensors_during_a_step_does_not_change_it(to: str) -> None:
+    envs = JaxVectorEnv(Slow(), 8, to=to)
+    envs.reset(seed=0)
+    envs.step(torch.zeros(8, 4096))  # compiles
+    actions = torch.zeros(8, 4096)
+    envs.step_async(actions)
+    actions[:] = 1
+    assert np.asarray(envs.step_wait()[1]).tolist() == [0.0] * 8
+    envs.close()

@@ -220,6 +220,8 @@ def test_use_of_a_donated_state_raises(make: Any) -> None:
     for step in (envs.functional.step, envs.functional.step_donating):
         with pytest.raises(StaleStateError, match="donated"):
             step(state, PUSH)
+    with pytest.raises(StaleStateError, match="donated"):
+        envs.functional.reset_mask(state, np.ones(envs.num_envs, np.bool_))
 
 
 @pytest.mark.long

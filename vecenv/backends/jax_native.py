@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import pickle
 import re
+import sys
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -337,7 +338,7 @@ class JaxDriver(LockstepDriver):
 
     def _copy_actions(self, actions: Any) -> Any:
         """Return a copy of NumPy arrays and CPU tensors, which JAX may read even after the call has returned."""
-        leaves = from_torch(actions) if self._to == "torch" else actions
+        leaves = from_torch(actions) if "torch" in sys.modules else actions
         return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, leaves)
 
     def step_chunk(self, actions: Any) -> tuple[int, Stepped]:

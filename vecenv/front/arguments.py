@@ -46,16 +46,16 @@ class NoCloseOnCollect:
             pass
 
 
-class _AssertionValueError(ValueError, AssertionError):
+class AssertionValueError(ValueError, AssertionError):
     """A ``ValueError`` that is also the ``AssertionError`` of Gymnasium before 1.4."""
 
 
-class _AssertionTypeError(TypeError, AssertionError):
+class AssertionTypeError(TypeError, AssertionError):
     """A ``TypeError`` that is also the ``AssertionError`` of Gymnasium before 1.4."""
 
 
-CompatValueError: Final[type[ValueError]] = ValueError if HAS_MAX_CONCURRENCY else _AssertionValueError
-CompatTypeError: Final[type[TypeError]] = TypeError if HAS_MAX_CONCURRENCY else _AssertionTypeError
+CompatValueError: Final[type[ValueError]] = ValueError if HAS_MAX_CONCURRENCY else AssertionValueError
+CompatTypeError: Final[type[TypeError]] = TypeError if HAS_MAX_CONCURRENCY else AssertionTypeError
 
 RESET_MASK_NAME: Final = "`options['reset_mask']`" if HAS_MAX_CONCURRENCY else "`options['reset_mask': mask]`"
 """The name of the reset mask in the error messages of the installed Gymnasium."""

@@ -19,6 +19,7 @@ import gymnasium
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 
 from vecenv.errors import BusyError, ForkedError, VecEnvError
+from vecenv.front.arguments import AssertionTypeError, AssertionValueError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,7 +30,7 @@ _OTHER_THREAD_SECONDS: Final = 10.0
 _RESET_METHODS: Final = ("reset", "reset_async")
 _RESULT_METHODS: Final = ("reset", "reset_wait", "step", "step_wait", "recv", "call_wait", "exec_func_fetch")
 """Methods with a result that stays pending if an exception interrupts the wait for it."""
-_ARGUMENT_ERRORS: Final = (TypeError, ValueError)
+_ARGUMENT_ERRORS: Final = {TypeError, ValueError, AssertionTypeError, AssertionValueError}
 """Exactly these classes report wrong arguments. An exception of a subclass may be an interruption."""
 
 

@@ -174,7 +174,7 @@ class FunctionalVectorEnv:
             StaleStateError: The arrays of ``state`` have been donated to another computation.
         """
         self.check_state(state)
-        return self._call_step(self._step, state, self.check_action(action))
+        return self._call(self._step, state, self.check_action(action))
 
     def step_donating(self, state: EnvState, action: PyTree) -> EnvState:
         """Step every row and reuse the memory of ``state.inner`` for the result.
@@ -182,12 +182,12 @@ class FunctionalVectorEnv:
         Stepping ``state`` again raises ``StaleStateError``. Everything else in ``state`` stays readable.
         """
         self.check_state(state)
-        return self._call_step(self._step_donating, state.inner, state.replace(inner=None), self.check_action(action))
+        return self._call(self._step_donating, state.inner, state.replace(inner=None), self.check_action(action))
 
     @staticmethod
-    def _call_step(step: Callable[..., EnvState], *args: Any) -> EnvState:
+    def _call(function: Callable[..., EnvState], *args: Any) -> EnvState:
         try:
-            return step(*args)
+            return function(*args)
         except (RuntimeError, ValueError) as error:
             if "deleted" in str(error) or "donated" in str(error):
                 raise StaleStateError(DONATED_MESSAGE) from error
@@ -204,14 +204,14 @@ class FunctionalVectorEnv:
 
         Raises:
             ValueError: ``mask`` is not ``bool[*B]``.
+            StaleStateError: The arrays of ``state`` have been donated to another computation.
         """
         self.check_state(state)
         if jnp.shape(mask) != self.batch_shape or not jnp.issubdtype(jnp.result_type(mask), jnp.bool_):
             raise ValueError(
                 f"mask must be bool{list(self.batch_shape)}, got {jnp.result_type(mask)}{list(jnp.shape(mask))}."
             )
-        after: EnvState = self._restart(state, jnp.asarray(mask), None if key is None else self.row_keys(key))
-        return after
+        return self._call(self._restart, state, jnp.asarray(mask), None if key is None else self.row_keys(key))
 
     def row_keys(self, key: Array) -> Array:
         """Return one raw key per row, ``uint32[*B, k]``, of the default generator; see :meth:`reset`."""

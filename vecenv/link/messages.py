@@ -263,7 +263,8 @@ def _unpickle_value(outcome: Outcome, row: int, kind: str, blob: bytes) -> Any:
     """Unpickle a value of an outcome; if that fails, add a failure to the outcome and return ``None``."""
 
     def add_failure(error: BaseException) -> None:
-        replacement = EnvError(f"env {row}: its {kind}{_find_key(blob)} cannot be unpickled: {summary(error)}")
+        key = _find_key(blob) if kind == "info" else ""
+        replacement = EnvError(f"env {row}: its {kind}{key} cannot be unpickled: {summary(error)}")
         replacement.__cause__ = error if isinstance(error, Exception) else None
         outcome.failures.append(Failure(row, replacement, fatal=False))
 

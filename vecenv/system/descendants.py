@@ -74,7 +74,10 @@ def mark(token: int) -> None:
 
 
 def end_own_descendants() -> int:
-    """End every process with this worker's mark. Call this after closing the environments. Return the number killed."""
+    """End every process with this worker's mark, or outside of Linux its process group; return the number killed.
+
+    Call this after closing the environments.
+    """
     if not _LINUX:
         _terminate_group()
     return end_marked([_own_token] if _own_token else [])

@@ -1,6 +1,6 @@
 """The exception classes of vecenv.
 
-Each class identifies the part that failed. If programs already catch a class of the standard library or of Gymnasium in the
+Each class stands for one kind of failure. If programs already catch a class of the standard library or of Gymnasium in the
 same situation, the class here is derived from it: a timeout is both a ``multiprocessing.TimeoutError``, as in Gymnasium, and
 the builtin ``TimeoutError``; a dead worker is a ``RuntimeError``. Protocol errors (a call out of order, a call after
 ``close``) are Gymnasium's own classes, from ``gymnasium.error``. An environment's exception is raised again unchanged, with

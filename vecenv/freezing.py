@@ -70,7 +70,7 @@ CallersFile: TypeAlias = tuple[int, int, int]
 
 @dataclass(slots=True)
 class CopyPlan:
-    """The arguments of a copy. The caller holds its files open, and the copy reopens them.
+    """The arguments of a copy. The caller holds the files open, and the copy reopens them.
 
     Attributes:
         caller: The caller's pid.

@@ -82,8 +82,8 @@ class FlightRecorder:
     Args:
         folder: Folder of the files, created if it does not exist.
         snapshot_every: Minimum number of steps between two snapshots, for environments that can be saved. They are taken
-            only if a replay without a new one would take more than five seconds or its steps would soon be dropped, and
-            they take at most 0.2 % of the time. ``None``: never.
+            only if a replay would otherwise take more than five seconds or its steps would soon be dropped, and they take
+            at most 0.2 % of the time. ``None``: never.
         keep: Maximum number of files in the folder, where those of the latest failure count as one. Files about environments
             that only shared a worker with the failed one are removed first, then the oldest, those of earlier runs too.
 

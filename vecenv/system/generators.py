@@ -271,7 +271,9 @@ class _DelegatingRandom(random.Random, _DelegatingBase):  # in this order, so th
 
 
 class _Switch:
-    """The generator states of this process. Environments change all of it except ``active`` inside ``deferred_signals``.
+    """The generator states of this process.
+
+    All attributes except ``active`` are changed inside ``deferred_signals``, apart from the start of a worker.
 
     Attributes:
         outside: The process's own states. (That of ``random`` stays in the hidden object.)

@@ -172,8 +172,8 @@ class SpinPolicy:
     Spinning is harmful if another process needs the core. A process that never sleeps uses up its share of the core and then
     waits for whole time slices, while one that sleeps now and then runs as soon as it wakes up. Besides, the process that it
     waits for may be the one that needs the core. So each process regularly reviews how long it has waited for its core.
-    After a bad review, all processes of the engine stop spinning and are unbound from their cores for a while. This pause
-    doubles as long as the reviews stay bad.
+    After a bad review, no process of the engine spins for a while, and those that spun are unbound from their cores. This
+    pause doubles as long as the reviews stay bad.
 
     Args:
         spin: Seconds to spin while the reviews are good.

@@ -74,7 +74,7 @@ def mark(token: int) -> None:
 
 
 def end_own_descendants() -> int:
-    """End every process with this worker's mark, or outside of Linux its process group; return the number killed.
+    """End every process with this worker's mark, and return their number. Outside of Linux, send SIGTERM to its group.
 
     Call this after closing the environments.
     """

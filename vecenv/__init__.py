@@ -49,8 +49,7 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = ("adapters", "aio", "backends", "errors", "jax", "state", "testing", "torch", "wrappers")
-_HOMES = {
-    # module -> its public names
+_NAMES_BY_MODULE = {
     "freezing": ("Frozen",),
     "engine.vector_env": ("AsyncVectorEnv", "Observer"),
     "evaluating": ("evaluate",),
@@ -67,4 +66,4 @@ _HOMES = {
     "wrappers.env_choice": ("EnvChoice",),
     "wrappers.prefetch": ("EpisodePrefetcher",),
 }
-__getattr__, __dir__ = lazy(__name__, _HOMES, _MODULES)
+__getattr__, __dir__ = lazy(__name__, _NAMES_BY_MODULE, _MODULES)

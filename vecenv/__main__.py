@@ -1,4 +1,4 @@
-"""The command ``vecenv``, and ``python -m vecenv``: ready for Ctrl-C before anything large is imported."""
+"""The command ``vecenv``, also ``python -m vecenv``. It handles Ctrl-C before it imports anything large."""
 
 import os
 import signal

@@ -1,6 +1,6 @@
 """The exception classes of vecenv.
 
-Each class identifies the part that failed. If programs already catch a class of the standard library or of Gymnasium in the
+Each class stands for one kind of failure. If programs already catch a class of the standard library or of Gymnasium in the
 same situation, the class here is derived from it: a timeout is both a ``multiprocessing.TimeoutError``, as in Gymnasium, and
 the builtin ``TimeoutError``; a dead worker is a ``RuntimeError``. Protocol errors (a call out of order, a call after
 ``close``) are Gymnasium's own classes, from ``gymnasium.error``. An environment's exception is raised again unchanged, with
@@ -88,8 +88,8 @@ class VecEnvError(Exception):
 class EnvError(VecEnvError, RuntimeError):
     """A replacement for an environment's exception that cannot be sent between processes, or is not an ``Exception``.
 
-    ``SystemExit`` from ``sys.exit()`` is not an ``Exception``. The message contains the original type, text and location;
-    ``__cause__`` is the :class:`RemoteTraceback`.
+    ``SystemExit`` from ``sys.exit()`` is not an ``Exception``. The message contains the environment and the original type
+    and text; ``__cause__`` is the :class:`RemoteTraceback`. Data that its receiver cannot unpickle raises this class too.
 
     Attributes:
         original: The type and the text of the original exception, as ``"Type: text"``; empty if there was none.
@@ -124,7 +124,8 @@ class InfoError(VecEnvError, AttributeError):
 class EpisodeOver(VecEnvError, ResetNeeded, AssertionError):
     """An environment was stepped after the end of its episode, with ``autoreset_mode="Disabled"`` and ``num_workers=0``.
 
-    It is an ``AssertionError`` because ``gymnasium.vector.SyncVectorEnv`` raises one.
+    It is an ``AssertionError`` because ``gymnasium.vector.SyncVectorEnv`` raises one. In place of that class
+    (:func:`vecenv.install`), any number of workers raises it.
     """
 
 
@@ -133,10 +134,10 @@ class WorkerDied(VecEnvError, RuntimeError):
 
     Attributes:
         worker: Index of the (first) dead worker.
-        envs: Indices of the environments that lived in the dead workers.
+        envs: Indices of the environments of the dead workers.
         pid: Process id of the (first) dead worker.
         exitcode: The value of ``multiprocessing.Process.exitcode``: negative for a signal. ``None`` if it is unknown.
-        command: The worker's task: ``"step"``, ``"reset"``, ``"call"``, ``"start"`` or ``"idle"``.
+        command: The worker's task: ``"step"``, ``"reset"``, ``"call"``, ``"start"``, ``"idle"`` and others.
         timeout: The timeout in seconds after which it was killed because it hung; ``None`` if it did not hang.
         where: Environment -> its worker, request and last line of Python, as :attr:`StepTimeout.where`; empty if unknown.
     """
@@ -181,9 +182,10 @@ class ClusterError(VecEnvError, RuntimeError):
 
 
 class StepTimeout(VecEnvError, multiprocessing.TimeoutError, TimeoutError):
-    """A reply did not arrive within the timeout. It is still pending: call the same ``*_wait`` again, or ``close()``.
+    """A reply did not arrive in time. The request is still pending: call the same ``*_wait`` again, or ``close()``.
 
-    ``abandon(error.envs)`` kills the late worker processes, so that the same ``*_wait`` ends and ``reset()`` works.
+    After ``recv``, call ``recv`` again. ``abandon(error.envs)`` kills the late worker processes, so that the call ends and
+    ``reset()`` works.
 
     Attributes:
         timeout: The timeout in seconds; ``None`` if it is unknown.

@@ -8,8 +8,8 @@ writing raises an error that names them. Files open for reading are reopened in 
 otherwise both processes would share one position. ``random`` reseeds its generator in each fork, so the copy restores the
 generator's state.
 
-Copies are children neither of the caller nor of the worker, because an environment's ``os.wait()`` would reap them there.
-They end with the caller through the workers' lifeline. Each has its own token, stack file and pidfd.
+A copy is not a child of the worker, because an environment's ``os.wait()`` could reap it there. It ends with the caller
+through the workers' lifeline, and has its own token, stack file and pidfd.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from vecenv.worker.main import Ready, WorkerState, make_rows
 
 _READY_SECONDS: Final = 10.0  # a copy takes milliseconds
 _CLOSE_SECONDS: Final = 2.0
-_DEVICES: Final = ("/dev/nvidia", "/dev/dri", "/dev/kfd")
-_STATELESS: Final = frozenset({"/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty"})
+_GPU_DEVICES: Final = ("/dev/nvidia", "/dev/dri", "/dev/kfd")
+_STATELESS_DEVICES: Final = frozenset({"/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty"})
 _MAX_NAMES: Final = 5  # in an error message
 _PF_EXITING: Final = 4
 
@@ -70,7 +70,7 @@ CallersFile: TypeAlias = tuple[int, int, int]
 
 @dataclass(slots=True)
 class CopyPlan:
-    """The arguments of a copy. The caller holds its files open, and the copy reopens them.
+    """The arguments of a copy. The caller holds the files open, and the copy reopens them.
 
     Attributes:
         caller: The caller's pid.
@@ -272,7 +272,7 @@ def _explain_unsafe_fork(process: WorkerState) -> str:
         return f"it has {threads} threads, and a copy would have only one"
     acquired = list_open_resources() - process.inherited
     for _, file in acquired:
-        if file.startswith(_DEVICES):
+        if file.startswith(_GPU_DEVICES):
             return f"it uses a GPU ({file}), and a copy of its memory lacks the GPU's state"
     files = {file for number, file in acquired if number.isdigit() and _is_shared(int(number), file)}
     if files:
@@ -301,13 +301,13 @@ def _is_shared(number: int, file: str) -> bool:
         return False
     with contextlib.suppress(OSError, IndexError):
         if stat.S_ISCHR(os.fstat(number).st_mode):
-            return file not in _STATELESS and not file.startswith("/dev/pts/")
+            return file not in _STATELESS_DEVICES and not file.startswith("/dev/pts/")
         return _open_flags(number) & os.O_ACCMODE != os.O_RDONLY
     return False
 
 
 def _objects_in_shared_memory(process: WorkerState) -> Iterator[str]:
-    """Yield the places in an environment that refer to memory shared before it was built."""
+    """Yield the places in an environment that refer to shared memory mapped before it was built."""
     arena_address = np.frombuffer(process.start.arena.buffer, np.uint8).ctypes.data
     mapped = [tuple(int(end, 16) for end in addresses.split("-")) for addresses, _ in process.inherited if "-" in addresses]
     ranges = [(low, high) for low, high in mapped if not low <= arena_address < high]
@@ -431,7 +431,7 @@ class _Copy:
             source: The process that forks it.
 
         Raises:
-            WorkerDied: It was not ready in time, or the process that forks it has ended.
+            WorkerDied: It ended or was not ready in time, or the process that forks it has ended.
         """
         message, deadline = None, time.monotonic() + _READY_SECONDS
         poll = select.poll()

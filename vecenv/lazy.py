@@ -9,19 +9,22 @@ from typing import Any
 
 
 def lazy(
-    package: str, homes: Mapping[str, Sequence[str]], modules: Sequence[str] = (), needs: Mapping[str, str] | None = None
+    package: str,
+    names_by_module: Mapping[str, Sequence[str]],
+    modules: Sequence[str] = (),
+    needs: Mapping[str, str] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the functions ``__getattr__`` and ``__dir__`` of a package.
 
     Args:
         package: The name of the package.
-        homes: Module in the package -> public names that it contains. No public name may equal the name of a module of the
-            package, because importing the module would hide it.
+        names_by_module: Module in the package -> public names that it contains. No public name may equal the name of a
+            module of the package, because importing the module would hide it.
         modules: Modules of the package that are public names too.
         needs: Library -> error text if it is not installed; ``{name}`` in it stands for the public name.
     """
     names = vars(sys.modules[package])
-    module_of = {name: module for module, public_names in homes.items() for name in public_names}
+    module_of = {name: module for module, public_names in names_by_module.items() for name in public_names}
 
     def load(name: str) -> Any:
         if name in modules:

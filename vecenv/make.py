@@ -1,8 +1,8 @@
 """Construction of every kind of vector environment: :func:`make_vec`, like Gymnasium's, and :func:`register`.
 
-A backend is one row of a table: the function that builds it, the libraries that it needs and the extra that installs them.
-Wrong arguments (an unknown id, backend or option) and missing libraries are reported before anything is built, and the error
-names the alternatives.
+A backend is one entry of a table: a function that builds a vector environment, the libraries that it needs, and the extra
+that installs them. Wrong arguments (an unknown id, backend or option) and missing libraries are reported before anything is
+built, and the error names the alternatives.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def find_spec(env_id: str) -> EnvSpec:
     """Return the spec of an id in Gymnasium's registry.
 
     Raises:
-        gymnasium.error.UnregisteredEnv: There is no such id (may be a subclass of this error). The message names similar
-            ids, and libraries that may have the environment.
+        gymnasium.error.UnregisteredEnv: There is no such id. The message names similar ids, and libraries that
+            may have the environment.
         ModuleNotFoundError: The module of a ``module:Env`` id cannot be imported.
     """
     try:
@@ -89,7 +89,7 @@ def engine_options() -> tuple[str, ...]:
 
 
 def check_env_options(spec: EnvSpec, env_kwargs: Mapping[str, Any], *, vector: bool = False) -> None:
-    """Raise for options that the constructor of the environment, or of the vector environment, does not have."""
+    """Raise if the environment, or the vector environment, has no constructor, or one that lacks some of the options."""
     entry_point = spec.vector_entry_point if vector else spec.entry_point
     if entry_point is None and vector:
         raise gymnasium.error.Error(f"{spec.id!r} has no vector entry point, so backend 'native' has nothing to build")
@@ -204,13 +204,13 @@ def make_vec(
         TypeError: There is no such option (the message lists all), the vector environment and the environment both have it,
             or an argument has a wrong type.
         ImportError: A library is missing. The message contains the command that installs it.
-        NotImplementedError: The backend does not support ``spare_workers``.
+        NotImplementedError: The backend does not support ``spare_workers``, or the library not the ``autoreset_mode``.
     """
     is_chosen, backend = backend is not None, "process" if backend is None else backend
     entry = _find_backend(backend)
     spec = entry.spec(id_or_env_fn)
     vector_options, kwargs = _parse_kwargs("vector_kwargs", vector_kwargs), _parse_kwargs("env_kwargs", env_kwargs)
-    _sort_options(options, vector_options, kwargs, entry.options(), _parameter_names(spec or id_or_env_fn))
+    _separate_options(options, vector_options, kwargs, entry.options(), _parameter_names(spec or id_or_env_fn))
     if {**options, **vector_options}.get("spare_workers") and backend not in ("process", "serial"):
         reason = "only worker processes on this machine can move between rows, those of backend='process'"
         raise_unsupported(f"backend {backend!r}", "have spare workers", reason)
@@ -238,7 +238,7 @@ def make_vec(
 def _merge_recorded(
     spec: EnvSpec, num_envs: int, vector_kwargs: dict[str, Any], wrappers: Wrappers | None, kwargs: dict[str, Any]
 ) -> tuple[int, dict[str, Any], Wrappers | None, dict[str, Any]]:
-    """Merge the arguments recorded in a vector environment's spec. Options override them; as in Gymnasium, no others do."""
+    """Merge the arguments recorded in a vector environment's spec. As in Gymnasium, only options override recorded ones."""
     recorded = copy.deepcopy(spec.kwargs)
     recorded.pop("vectorization_mode", None)
     num_envs = recorded.pop("num_envs", num_envs)
@@ -271,7 +271,7 @@ def register(
         raise TypeError(f"register needs an id, got {id!r}")
     found = entry.find(id)
     vector_options, env_options = _parse_kwargs("vector_kwargs", vector_kwargs), _parse_kwargs("env_kwargs", env_kwargs)
-    _sort_options(options, vector_options, env_options, entry.options(), _parameter_names(found))
+    _separate_options(options, vector_options, env_options, entry.options(), _parameter_names(found))
     if isinstance(found, EnvSpec):
         check_env_options(found, env_options, vector=backend == "native" or (backend == "process" and is_vector_only(found)))
     name = f"vecenv/{id.rpartition(':')[2].replace('/', '-')}"
@@ -348,11 +348,12 @@ class Backend:
 
     Attributes:
         build: Builds a vector environment.
-        find: Raises if the backend has no environment of this name.
+        find: Name -> its spec in Gymnasium's registry, or any other value. Raises for an unknown name, except for Brax and
+            Playground.
         needs: Required modules.
         extra: The extra that installs them: ``pip install 'vecenv[extra]'``.
         mode: Gymnasium's name for the kind of vectorization, recorded in the spec.
-        options: Returns the names of the vector environment's options; empty if the backend sorts the options itself.
+        options: Returns the names of the vector environment's options; empty if the backend separates the options itself.
     """
 
     build: Callable[[MakeRequest], AnyVectorEnv]
@@ -416,14 +417,14 @@ def _parameter_names(env: Any) -> frozenset[str]:
     return frozenset(name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD)
 
 
-def _sort_options(
+def _separate_options(
     options: Mapping[str, Any], vector: dict[str, Any], env: dict[str, Any], vector_options: Collection[str],
     env_options: Collection[str],
 ) -> None:  # fmt: skip
-    """Sort ``options`` into those of the vector environment and those of the environment.
+    """Add each of ``options`` to ``vector``, the options of the vector environment, or else to ``env``.
 
     Raises:
-        TypeError: Both have an option of this name, or an option is given twice.
+        TypeError: Both have the option, or it is given twice.
     """
     for name, value in options.items():
         if name in vector_options and name in env_options:

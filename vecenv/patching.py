@@ -29,13 +29,13 @@ DEFAULTS: dict[str, Any] = {}
 
 
 class PatchReport:
-    """Counts of the vector environments that were built in place of Gymnasium's in this process.
+    """Statistics of the vector environments that were built in place of Gymnasium's in this process.
 
     Attributes:
         engines, environments: The numbers of vector environments and of environments that were built.
         steps: Environment steps of vector environments that were closed or garbage-collected.
         restarts, failures: The restarts and failures of these vector environments.
-        began: ``time.monotonic()`` at the first construction.
+        began: ``time.monotonic()`` at the end of the first construction; ``None`` before.
         kept: Names of classes that still derive from Gymnasium's, because they use its private attributes.
         refused: The error of the latest construction that failed, in one line.
     """
@@ -92,13 +92,13 @@ class PatchReport:
 
 
 REPORT = PatchReport()
-_FUNCTIONS_OF_DESCRIPTORS: Final = "fget", "fset", "fdel", "__func__", "func"
+_FUNCTION_ATTRIBUTES: Final = "fget", "fset", "fdel", "__func__", "func"
 """The attributes of properties, class methods, cached properties and partial methods that hold their functions."""
 
 
 def _iter_functions(names: Mapping[str, Any]) -> Iterator[FunctionType]:
     for value in names.values():
-        parts = (value, *(getattr(value, name, None) for name in _FUNCTIONS_OF_DESCRIPTORS))
+        parts = (value, *(getattr(value, name, None) for name in _FUNCTION_ATTRIBUTES))
         yield from (inspect.unwrap(part) for part in parts if isinstance(part, FunctionType))
 
 

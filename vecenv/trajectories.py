@@ -23,7 +23,7 @@ def assert_identical(actual: Any, expected: Any, where: str = "value") -> None:
 
     Arrays, including those of JAX and torch, must agree in dtype, shape and bytes (so that ``nan`` equals ``nan`` and
     ``-0.0`` differs from ``0.0``), object arrays entry by entry, containers in type, length and keys (in any order),
-    anything else in type and value.
+    anything else in type and value (a Python ``nan`` equals ``nan``, and ``-0.0`` equals ``0.0``).
 
     Args:
         actual: Arrays, NumPy or Python scalars, strings, or dicts, tuples and lists of them.

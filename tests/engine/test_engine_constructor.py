@@ -369,7 +369,7 @@ def test_signature_shows_all_arguments_and_dir_all_public_names() -> None:
     all_parameters = list(inspect.signature(vecenv.AsyncVectorEnv.__init__).parameters)
     assert list(inspect.signature(vecenv.AsyncVectorEnv).parameters) == all_parameters[1:]
     assert list(inspect.signature(Subclass).parameters) == ["count"]
-    public = {*vecenv.__all__, *vecenv._MODULES, *sum(vecenv._HOMES.values(), ())} - {"__version__"}
+    public = {*vecenv.__all__, *vecenv._MODULES, *sum(vecenv._NAMES_BY_MODULE.values(), ())} - {"__version__"}
     assert [name for name in dir(vecenv) if not name.startswith("__")] == sorted(public)
 
 

@@ -145,7 +145,7 @@ MISMATCHES: dict[str, tuple[tuple[EnvFn, EnvFn], str]] = {
     "space": (bind_pair(make_env_with_space, 1.0, 2.0), "OrderEnforcing.extra_space"),
     "argument of make()": (bind_pair(lambda g: make_pendulum(g=g), 9.0, 3.0), r"g=9.0, and this one with g=3.0"),
     "bit generator": (
-        bind_pair(make_random_state_env, np.random.MT19937, np.random.PCG64), "PCG64, that of the snapshot a MT19937",
+        bind_pair(make_random_state_env, np.random.MT19937, np.random.PCG64), "MT19937, and the environment's is PCG64",
     ),
     "module": (bind_pair(make_module_env, math, cmath), "module math, and here it is module cmath"),
 }  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 from vecenv.errors import how_to_install
 from vecenv.lazy import lazy
 
-_HOMES = {
+_NAMES_BY_MODULE = {
     # module -> the public names that it holds
     "bridging": ("Bridge", "bridge", "run"),
     "env": ("EnvState", "JaxEnv", "NativeState"),
@@ -20,7 +20,7 @@ _HOMES = {
         "stateless", "truncated_bptt",
     ),
 }  # fmt: skip
-__all__ = sorted(name for names in _HOMES.values() for name in names)  # noqa: PLE0605
+__all__ = sorted(name for names in _NAMES_BY_MODULE.values() for name in names)  # noqa: PLE0605
 __getattr__, __dir__ = lazy(
-    __name__, _HOMES, needs=dict.fromkeys(("jax", "jaxlib"), f"vecenv.jax needs JAX: {how_to_install('jax')}")
+    __name__, _NAMES_BY_MODULE, needs=dict.fromkeys(("jax", "jaxlib"), f"vecenv.jax needs JAX: {how_to_install('jax')}")
 )

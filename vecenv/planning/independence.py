@@ -6,7 +6,8 @@ Every run happens in a fork of the probe's process, which has built no environme
 2. In another process, a second environment first runs alone. Then the first is built too, and their calls alternate, with
    the same seeds and actions as before. Finally the second is closed, and the first runs again.
 3. If an environment returned other values than alone, it runs alone twice more, with delays and with its objects at other
-   addresses. Values that differ between its runs alone (clocks, process ids) are ignored.
+   addresses. Values that differ between its runs alone (clocks, process ids) are not compared; unless they are infos, the
+   verdict is then :data:`CANNOT_TELL` at best.
 4. The process settings after these runs are compared with each other and with those at the start.
 
 Repeated runs make exactly the same calls: two phases of up to three steps per environment. `MAX_STEPS` limits the steps of

@@ -55,8 +55,8 @@ class WorkerOptions:
 
     Args:
         threads: Maximum number of BLAS, OpenMP and torch threads in a worker; ``None``: usable cores divided by workers.
-        cores: The cores of the workers: a list with one entry per worker, each a core or a list of cores. ``None``: workers
-            that have a core to themselves are bound to it, and the system's scheduler places the others.
+        cores: The cores of the workers: a list with one entry per worker, each a core or a list of cores. ``None``: each
+            worker is bound to one core if there are enough, except while other programs need the cores.
         env: Environment variables of the workers: name -> value, or a function of the worker's index that returns it
             (``{"CUDA_VISIBLE_DEVICES": lambda worker: worker % 4}``); the value ``None`` removes a variable. ``spawn`` sets
             them before any import; under ``fork``, modules already imported here have read the old values.
@@ -65,9 +65,10 @@ class WorkerOptions:
         start_timeout: Time limit, in seconds, for a worker to build its environments.
         dummy_env: The source of metadata and spaces. ``True``: an environment that is built and closed in this process, as
             in Gymnasium. ``False``: one in a process of its own; none is built here. ``None``: like ``False`` if an
-            environment is tried in a separate process anyway (``num_workers="auto"``, ``use_caller=True``), otherwise like
-            ``True``. An object, such as an environment, with the ``observation_space``, ``action_space``, ``metadata`` and
-            ``render_mode`` of all environments: no environment is built to read them.
+            environment is tried in a separate process anyway (``num_workers`` or ``batch_size`` is ``"auto"``, or
+            ``use_caller=True``), otherwise like ``True``. An object, such as an environment, with the
+            ``observation_space``, ``action_space``, ``metadata`` and ``render_mode`` of all environments: no environment is
+            built to read them.
 
     Raises:
         TypeError, ValueError: A value has the wrong type or is out of range.

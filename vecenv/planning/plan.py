@@ -251,7 +251,7 @@ def workers_and_share(
     """Return the numbers of worker processes and of environments that the caller steps, and the plan if one was made.
 
     ``measure`` probes environments; it is called only if the result depends on it. With ``num_workers="auto"`` the caller
-    steps environments only in its main thread, and only if they are independent. ``cause``: see :func:`choose`.
+    steps environments only in its main thread, and only if they may share its process. ``cause``: see :func:`choose`.
     """
     cores, share = usable_cores(), 0
     found: Plan | None = None

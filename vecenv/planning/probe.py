@@ -121,7 +121,7 @@ class EnvProbe:
     def measure(self) -> tuple[StepTimes, Independence]:
         """Return the times of random steps, and the verdict on whether environments may share a process.
 
-        If stepping an environment raises, the exception is returned as a ``failure``. Environments are not tried where
+        If stepping an environment raises, the exception is the ``failure`` of the times. Environments are not tried where
         worker processes are not possible, or if their functions use an object of ``multiprocessing``, such as a counter.
 
         Raises:

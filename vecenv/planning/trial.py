@@ -1,6 +1,6 @@
 """Trials of environments: recorded calls, digests of the returned values, and step times.
 
-Everything here except :func:`run_in_child` runs in a child of the probe's process. Calls are recorded as
+The trials run in children of the probe's process (:func:`run_in_child`). Calls are recorded as
 ``(call, {name of a value: digest})``, so that runs in different processes can be compared value by value.
 """
 
@@ -60,8 +60,8 @@ class StepTimes:
             :mod:`vecenv.planning.plan` were measured.
         crowding: The factor by which that work slows down while another process computes: 1 if each has its own core, up
             to 2 if two usable cores are hardware threads of one core.
-        failure: The error of a step, or how the process ended; if set, nothing was measured.
-        draws: Names of the process-wide generators from which the environment drew.
+        failure: The reason why nothing was measured, such as the error of a step; empty if there is none.
+        draws: Names of the shared generators from which the environment drew.
     """
 
     steps: int

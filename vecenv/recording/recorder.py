@@ -66,7 +66,7 @@ _BLOCK_TICKS: Final = 512
 _PICKLED_ACTION_BYTES: Final = 100
 """An estimate per row, for actions without a fixed size."""
 _MAX_MESSAGES: Final = 10_000
-_NUMBERS: Final = "rewards", "terminations", "truncations"
+_RESULT_COLUMNS: Final = "rewards", "terminations", "truncations"
 _ARRAY: Final = np.ndarray  # looked up in every step, where an attribute of `np` would cost more
 _SNAPSHOT_TIME_SHARE: Final = 0.002
 _LONG_REPLAY_SECONDS: Final = 5.0
@@ -82,8 +82,8 @@ class FlightRecorder:
     Args:
         folder: Folder of the files, created if it does not exist.
         snapshot_every: Minimum number of steps between two snapshots, for environments that can be saved. They are taken
-            only if a replay from the reset would take more than five seconds or its steps would soon be dropped, and they
-            take at most 0.2 % of the time. ``None``: never.
+            only if a replay would otherwise take more than five seconds or its steps would soon be dropped, and they take
+            at most 0.2 % of the time. ``None``: never.
         keep: Maximum number of files in the folder, where those of the latest failure count as one. Files about environments
             that only shared a worker with the failed one are removed first, then the oldest, those of earlier runs too.
 
@@ -216,7 +216,7 @@ class Recorder:
         memory = np.zeros(capacity * tick.itemsize, np.uint8)
         self._bytes, ring = memory.data, memory.view(tick)
         self._actions = [ring[name] for name in actions.names or ()]
-        self._rewards, self._terminations, self._truncations = (ring[name] for name in _NUMBERS)
+        self._rewards, self._terminations, self._truncations = (ring[name] for name in _RESULT_COLUMNS)
         self._stepped: Array | None = None  # bool (capacity, rows), the rows that each tick steps; None: all
         self._log: list[bytes] = [b""] * _BLOCK_TICKS  # complete ticks that follow those in the ring
         self._num_logged = 0
@@ -592,7 +592,7 @@ class Recorder:
                 copied[:, tick - first : tick - first + count] = np.moveaxis(piece, 0, 1)
             return copied
 
-        fields = dict(zip(_NUMBERS, (self._rewards, self._terminations, self._truncations), strict=True))
+        fields = dict(zip(_RESULT_COLUMNS, (self._rewards, self._terminations, self._truncations), strict=True))
         fields |= {f"actions/{index}": leaf for index, leaf in enumerate(self._actions)}
         columns = {name: column(values) for name, values in fields.items()}
         stepped = np.ones_like(columns["terminations"]) if self._stepped is None else column(self._stepped)

@@ -29,7 +29,7 @@ from vecenv.worker.main import make_rows
 
 AGAIN, STOPPED = "happened again", "stopped"
 DIFFERENT, CANNOT = "did not happen again", "cannot be replayed"
-_NUMBERS: Final = ("rewards", "terminations", "truncations")
+_RESULT_COLUMNS: Final = ("rewards", "terminations", "truncations")
 
 
 class ReplayResult(NamedTuple):
@@ -274,7 +274,7 @@ class Replay:
             return self._find_failures(outcome)
         if outcome.failures:
             return outcome.failures
-        for name in _NUMBERS:
+        for name in _RESULT_COLUMNS:
             actual, expected = getattr(self._batch, name), record.columns[name][place]
             if actual[row].tobytes() != expected.tobytes() and not self._first_difference:
                 text = f"{name[:-1]} {actual[row]!s}, but the record has {expected!s}"

@@ -3,7 +3,7 @@
 All layers of an environment go into one pickle, so that shared objects stay shared. An object that has a codec, or stays in
 place, is stored as its path from a layer through attributes and items. The reader finds the counterpart at this path in the
 environment that is being restored. The class of an attribute's value determines its treatment (:func:`_treatment`).
-References to layers and to such objects, and numeric arrays, are all pickled as calls of one function,
+References to layers and to such objects, and numeric arrays and scalars, are all pickled as calls of one function,
 :func:`stands_for_`, because pickling the names of many functions and classes would double the time.
 
 :func:`prepare_restore` reads everything, and raises if the state does not fit, without changing the environment. The

@@ -134,7 +134,7 @@ def _save_generator(generator: np.random.Generator) -> Any:
 def _open_generator(generator: np.random.Generator, state: Any) -> Any:
     saved, found = state[0]["bit_generator"], type(generator.bit_generator).__name__
     if saved != found:
-        raise SnapshotMismatch(f"its generator is a {found}, that of the snapshot a {saved}")
+        raise SnapshotMismatch(f"its generator is {saved}, and the environment's is {found}")
     return state
 
 
@@ -165,7 +165,7 @@ def _save_random_state(generator: Any) -> Any:
 def _open_random_state(generator: Any, state: Any) -> Any:
     saved, found = state["bit_generator"], generator.get_state(legacy=False)["bit_generator"]
     if saved != found:
-        raise SnapshotMismatch(f"its generator is a {found}, that of the snapshot a {saved}")
+        raise SnapshotMismatch(f"its generator is {saved}, and the environment's is {found}")
     np.random.RandomState(getattr(np.random, saved)(0)).set_state(state)
     return state
 

@@ -69,7 +69,7 @@ def open_proof(env_fn: Callable[[], Any], **options: Any) -> Iterator[Proof]:
     with ExitStack() as scratch:
         scratch.callback(restore_states, shared)  # runs last
         try:
-            gymnasium.logger.min_level = gymnasium.logger.ERROR  # the user does not step the scratch environments
+            gymnasium.logger.min_level = gymnasium.logger.ERROR  # warnings about scratch environments would mislead the user
             with watched_handlers():
                 yield Proof([_build(env_fn, scratch) for _ in range(3)], **options)
         finally:
@@ -151,7 +151,7 @@ class Proof:
                 raise NotRestorable(f"{path} ({type(obj).__name__}) is the same object as in {others}")
 
     def _run_round(self, number: int) -> bool:
-        """Save, continue, load, and continue again. Return ``True`` if environments share anything.
+        """Save, continue, load, and continue again. Return ``True`` if state that they may share changed.
 
         Raises:
             NotRestorable: The results differ.

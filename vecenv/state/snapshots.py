@@ -33,10 +33,11 @@ class Kind:
     Attributes:
         env_id: The id of the registered environment, or else the class of the innermost layer.
         arguments: (name, description) of the constructor arguments that the layers have recorded (``EnvSpec.kwargs``,
-            ``RecordConstructorArgs``, ``EzPickle``), except those that concern only rendering.
+            ``RecordConstructorArgs``, ``EzPickle``), except those that concern only rendering; and of classes of layers that
+            cannot be imported.
         layers: The classes of the wrapper stack, the outermost first.
         versions: (package, version) of all packages that define the layers.
-        spaces: (owner, description) of the spaces of the outermost layer, and of those that inner layers define.
+        spaces: (name, description) of the outermost layer's spaces, and of each space that is an attribute of a layer.
     """
 
     env_id: str

@@ -35,7 +35,7 @@ class VectorState(NamedTuple):
     generators: list[tuple[Any, Any]]
 
     def load(self, counters: Counters, failures: Any) -> None:
-        """Load the counts and the generators; the caller loads the snapshots and the seeds."""
+        """Load the counts and the generators, but not the snapshots and the seeds."""
         steps, resets, failures.restarts = self.counts
         counters.load(steps, resets)
         for space, state in self.generators:
@@ -64,7 +64,7 @@ def require_entries(state: Any, own: Mapping[str, Any], *names: str) -> None:
             raise SnapshotMismatch(f"this is not a state_dict() of a vector environment: it has no {key!r}")
     for key, value in own.items():
         if not np.array_equal(state[key], value):  # a damaged entry may be an array
-            raise SnapshotMismatch(f"the saved {key} is {state[key]!r}, that of this vector environment is {value!r}")
+            raise SnapshotMismatch(f"the saved {key} is {state[key]!r}, and that of this vector environment {value!r}")
 
 
 def read_state(state: Any, num_envs: int, mode: AutoresetMode, spaces: Sequence[Any]) -> VectorState:

@@ -74,7 +74,10 @@ def mark(token: int) -> None:
 
 
 def end_own_descendants() -> int:
-    """End every process with this worker's mark. Call this after closing the environments. Return the number killed."""
+    """End every process with this worker's mark, and return their number. Outside of Linux, send SIGTERM to its group.
+
+    Call this after closing the environments.
+    """
     if not _LINUX:
         _terminate_group()
     return end_marked([_own_token] if _own_token else [])

@@ -43,6 +43,7 @@ class Generators:
     """The generator states of one environment. Each state is created when it is first needed.
 
     Attributes:
+        entropy: The source of the states until a reset has a seed.
         seed: The seed of the latest reset that had one.
         episode: The number of resets after that one.
         numpy: The bit generator.
@@ -140,8 +141,10 @@ def _seed_as_int(seed: Any) -> int:
 
 
 class _BitGenerator(np.random.MT19937):
-    """numpy's default bit generator. While ``brief`` is True, ``RandomState`` reads and writes only ``gauss`` and
-    ``has_gauss``, not the rest of the state, which saves 0.1 ms.
+    """The kind of bit generator that ``numpy.random``'s functions use by default.
+
+    While ``brief`` is True, ``RandomState`` reads and writes only ``gauss`` and ``has_gauss``, not the rest of the state,
+    which saves 0.1 ms.
     """
 
     brief = False
@@ -268,7 +271,9 @@ class _DelegatingRandom(random.Random, _DelegatingBase):  # in this order, so th
 
 
 class _Switch:
-    """The generator states of this process. All attributes except ``active`` are changed inside ``deferred_signals``.
+    """The generator states of this process.
+
+    All attributes except ``active`` are changed inside ``deferred_signals``, apart from the start of a worker.
 
     Attributes:
         outside: The process's own states. (That of ``random`` stays in the hidden object.)
@@ -276,9 +281,10 @@ class _Switch:
         skip_restoring: States that are not swapped back in after a call. In a worker, where only environments draw, these
             are ``outside``: an environment's states stay in place until another one is called. ``None`` elsewhere.
         numpy_owner: The owner of the active numpy state; ``None`` while the trap is set.
-        torch_owner: The owner of the active torch state; ``None``: an environment that has ended.
+        torch_owner: The owner of the active torch state; ``None`` once that state has been stored in its owner.
         in_use: False while the trap is set and torch has the process's own state.
         original: The process's bit generator before the traps were set.
+        trap: The trap; ``None`` without users.
         users: The states of the environments for which traps are set.
         replaced: (namespace of a module, name, function written in C) of each replaced reference.
     """
@@ -330,7 +336,7 @@ class _Switch:
     def swap_out(self, states: Generators) -> None:
         """Store the active numpy and torch states in ``states``, if they are its own."""
         if self.numpy_owner is not states and self.torch_owner is not states:
-            return  # the usual case; `deferred_signals` takes 10 us
+            return  # the usual case, without the cost of `deferred_signals`
         generator = torch_generator()
         with deferred_signals():
             if self.numpy_owner is states:

@@ -106,7 +106,7 @@ class HelperProcess:
         return self._watch is not None and self._watch.has_ended(min(max(seconds, 0.0), _MAX_POLL_SECONDS))
 
     def exit_code(self) -> int | None:
-        """Kill the rest of the process group, and return the exit code after a wait of at most 5 seconds."""
+        """Kill the rest of the process group. Return the exit code; ``None`` if it is unknown after 5 seconds."""
         if self._watch is None:
             return None
         (process,) = self._processes

@@ -1,8 +1,8 @@
-"""The settings that all environments of a process share: a complete list, and a cheap guard for workers.
+"""The settings that all environments of a process share: a long list, and a cheap guard for workers.
 
-The probe compares the complete list between processes (:mod:`vecenv.planning.independence`). In a worker with several
-environments, `SettingsGuard` checks the common ones while they run. Neither covers the state of C libraries, the settings of
-tensorflow, or most of those of jax.
+The probe compares the long list between processes (:mod:`vecenv.planning.independence`). In a worker with several
+environments, :class:`SettingsGuard` checks the common ones at runtime. Neither covers the state of C libraries, the settings
+of tensorflow, or most of those of jax.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class SettingsGuard:
 
     Attributes:
         due: True if a comparison has to follow the current request.
-        first_reset: True until the first reset of all environments begins.
+        first_reset: True until an environment has been reset for the first time.
         draws: Names of the shared generators that were used between the last two comparisons.
     """
 

@@ -1,8 +1,8 @@
 """Warnings and log messages that cannot interrupt a call.
 
-A filter may turn warnings into exceptions, for example ``python -W error``, or a filter that a package sets on import.
+A filter may turn warnings into exceptions, for example that of ``python -W error``, or one that a package sets on import.
 Raised in the middle of a call, such an exception would lose the call's result or leave workers running. So the engine uses
-:func:`warn`, which logs instead of raising, while a result is pending. Warnings about arguments may raise, because nothing
+:func:`warn`, which logs instead of raising, while a request is pending. Warnings about arguments may raise, because nothing
 has changed yet.
 """
 
@@ -62,7 +62,7 @@ class RestartLog:
         _log.warning("vecenv restarts after a failure: %s%s", cause, more)
 
     def close(self) -> None:
-        """Log the number of restarts since the last line, if there were any."""
+        """Log the number and latest cause of the restarts since the last line, if there were any."""
         num_suppressed, self._num_suppressed = self._num_suppressed, 0
         if num_suppressed:
             failures = f"{num_suppressed} more failures" if num_suppressed > 1 else "another failure"

@@ -32,7 +32,7 @@ class RestartBudget:
     Args:
         limit: Restarts of all environments together within ``period``; infinite: no limit; ``None``: as above.
         period: Seconds.
-        mean_steps: Returns the mean number of steps per environment.
+        mean_steps: Returns the mean number of steps per environment, which serves as each environment's number.
     """
 
     def __init__(self, limit: float | None, period: float, mean_steps: Callable[[], float]) -> None:

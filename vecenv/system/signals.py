@@ -6,7 +6,7 @@ thread, and Python runs the handler in the main thread anyway. So the handlers t
 costs 7 us per block.
 
 One call of ``map`` replaces all handlers, and another one restores them. A handler that has been restored may raise
-before that call ends; in that case it is repeated.
+before that call ends; the call is then repeated.
 """
 
 from __future__ import annotations

@@ -193,10 +193,11 @@ def main(arguments: argparse.Namespace) -> int:
     """check which promises of Gymnasium's vector interface an engine keeps
 
     Checks each promise of Gymnasium's documentation, and prints a short program for each one that is broken.
-    MODULE:ENGINE is called with functions that build environments or, if it has a parameter num_envs, with their number,
-    and with autoreset_mode, if it has that parameter.
+    MODULE:ENGINE is called with a list of functions that build environments, or with num_envs= if it has that parameter. It
+    also gets autoreset_mode= if it accepts that.
 
-    Exit codes: 0 no promise is broken; 1 some are; 2 wrong usage. Try: vecenv conform gymnasium.vector:AsyncVectorEnv
+    Exit codes: 0 no promise is broken; 1 some are; 2 wrong usage, or the engine cannot be built.
+    Try: vecenv conform gymnasium.vector:AsyncVectorEnv
     """
     rows = conform(arguments.engine, parse_modes(arguments.modes), faults=arguments.faults)
     counts = {state: sum(row.state == state for row in rows) for state in (KEPT, BROKEN, REFUSED)}

@@ -1,4 +1,4 @@
-"""Compares policies that plan 1, 4 or 16 actions per call of 50 ms: the returns are the same with fewer calls.
+"""Compares policies that plan 1, 4 or 16 actions per call of 50 ms: with fewer calls, the returns are the same.
 
     pip install -e '.[examples]'
     python examples/action_chunks.py

@@ -5,8 +5,8 @@
     python examples/agent_pool.py --episodes 2000 --size 64 --workers 4
 
 In the game, the agent guesses a number. The policy stands in for a language model behind a service: it reads and returns
-text, and some calls take longer than others. While a game waits for the policy, the others continue. A failed game restarts
-without affecting other games: with ``--crash 0.01``, one guess in a hundred kills its worker.
+text, and some calls take longer than others. While a game waits for the policy, the others continue. With ``--crash 0.01``,
+one guess in a hundred kills its worker: the games of that worker start again, and all others continue.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ async def policy(observation: str) -> str:
 
 
 async def play(pool: Pool, seed: int) -> float:
-    """Play one game, from the start again after each failure, and return the sum of its rewards."""
+    """Play one game, starting again after each failure, and return the sum of its rewards."""
     while True:
         try:
             async with pool.episode(seed=seed) as env:
@@ -86,14 +86,14 @@ async def play(pool: Pool, seed: int) -> float:
                     _, reward, *_ = await env.step(action)
                     total += reward
                 return total
-        except RestartsExhausted:  # a subclass of `WorkerDied`, after which no worker is left
+        except RestartsExhausted:  # a subclass of `WorkerDied`: no worker is left
             raise
         except (WorkerDied, StepTimeout, EnvFailed):
             continue
 
 
 async def play_all(args: argparse.Namespace) -> list[float]:
-    """Play all games, ``args.size`` of them at the same time, and return the sum of the rewards of each game."""
+    """Play all games, ``args.size`` of them at a time, and return the sum of the rewards of each game."""
     pool = Pool(
         lambda: GuessingGame(args.game_seconds, args.crash), args.size, args.workers, env_threads=8, step_timeout=10.0,
         on_failure=vecenv.Restart(args.episodes),

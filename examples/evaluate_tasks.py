@@ -2,7 +2,7 @@
 
     pip install -e '.[examples]'
     python examples/evaluate_tasks.py
-    python examples/evaluate_tasks.py --episodes 100 --folder runs/explorer   # a second call runs only missing episodes
+    python examples/evaluate_tasks.py --episodes 100 --folder runs/explorer   # a second run adds only missing episodes
 
 The policy walks to the goal if it is visible, and otherwise explores at random. The program prints a table and plots the
 returns of all episodes, with a column per task.
@@ -38,7 +38,7 @@ def make_task(name: str) -> gymnasium.Env[Any, Any]:
 
 
 def explore(observations: Any, rngs: list[np.random.Generator]) -> Any:
-    """Walk to a visible goal, otherwise walk ahead or turn. The agent is at (3, 6), and row 5 is in front of it."""
+    """Walk to a visible goal, otherwise walk ahead or turn. The agent is at (3, 6); the cell in front of it is (3, 5)."""
     actions = []
     for cells, rng in zip(observations[..., 0], rngs, strict=True):
         goals = np.argwhere(cells == GOAL)

@@ -17,8 +17,8 @@ and 40.1 s; in worker processes, it was the same after 39.5 s. docs/examples.md 
 # from the value of its true last state, and the row of a reset is no transition: it has weight 0.
 #
 # --first-ready: recv returns the half of the environments that finishes first, and send sends new actions to these while the
-# others still step. Rows arrive in any order, so all data is stored by environment. Without this option, each step returns
-# the rows of all environments.
+# others are still stepping. Rows arrive in any order, so all data is stored by environment. Without this option, each step
+# returns the rows of all environments.
 #
 # --resume: After each update, the program saves the whole run in the folder: the learner, the collector's data by
 # environment, and the environments themselves (envs.state_dict()). It writes a new file, which replaces the old one in one
@@ -74,7 +74,7 @@ class Config:
     hidden: int = option(64, "units in each of the two hidden layers")
     seed: int = option(1, "seed of environments, policy and shuffling")
     out: str = option("ppo-results", "folder for the learning curve")
-    resume: str = option("", "folder that the run is saved in, and continued from")
+    resume: str = option("", "folder in which the run is saved, and from which it continues")
 
 
 PRESETS = {
@@ -164,7 +164,7 @@ SAVED_ATTRIBUTES = "observation", "decisions", "resets", "running_return", "retu
 
 
 class Checkpoint:
-    """The saved state of a run in a folder. Without a folder, nothing is saved."""
+    """The file in a folder that holds the saved state of a run. Without a folder, nothing is saved."""
 
     def __init__(self, folder: str, envs: gym.vector.VectorEnv, first_ready: bool) -> None:
         self.path = Path(folder, "ppo.pickle") if folder else None

@@ -2,9 +2,9 @@
 
     python examples/survive_a_crash.py
 
-Sixteen environments run in eight worker processes. Environment 7 has a bug as in a C extension: its 40th step reads from
-address 0. The kernel kills its worker, and the log names the environment and the line of Python. Both environments of that
-worker are rebuilt, their episodes count as truncated, and the next step is a normal one.
+Sixteen environments run in eight worker processes. Environment 7 has a bug like those of C extensions: its 40th step reads
+from address 0. The kernel kills its worker, and the log names the environment and the line of Python. Both environments of
+that worker are rebuilt, their episodes count as truncated, and the next step is a normal one.
 """
 
 from __future__ import annotations

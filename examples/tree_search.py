@@ -1,4 +1,4 @@
-"""Monte Carlo tree search in an Atari game with snapshots, compared with the same search by replaying moves.
+"""Monte Carlo tree search in an Atari game with snapshots, compared with the same search that replays moves instead.
 
     pip install -e . ale-py
     python examples/tree_search.py                       # ALE/Breakout-v5
@@ -6,7 +6,7 @@
     python examples/tree_search.py LunarLander-v3 --by frozen,replay   # pip install box2d
 
 A node of the tree is a state of the game. To expand a node, the program restores its state in all environments of a vector
-environment. Each environment makes a different move and then some random moves; the return is the value of its first move.
+environment. Each environment makes a different move and then random moves; their return is the value of the first move.
 Snapshots restore a state with ``envs.load(snapshot)``; frozen copies, which also work for games that keep state in C,
 restore it with ``envs.thaw(frozen)``. Without these, the program resets the environments and repeats all moves since the
 beginning. The game is deterministic here, so all ways restore the same states and find the same moves.

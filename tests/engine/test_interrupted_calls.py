@@ -271,7 +271,7 @@ def test_interrupted_wait_for_a_step_can_be_repeated() -> None:
 def test_wrong_argument_with_the_class_of_older_gymnasium_is_no_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before Gymnasium 1.4, a wrong argument raised an ``AssertionError``, so vecenv's exception is one, too, there."""
     monkeypatch.setattr(arguments, "CompatValueError", arguments.AssertionValueError)
-    with vecenv.AsyncVectorEnv(ENV_FNS[:1]) as envs:
+    with closing(vecenv.AsyncVectorEnv(ENV_FNS[:1])) as envs:
         envs.reset()
         envs.step_async(envs.action_space.sample())
         with pytest.raises(ValueError, match="seed"):

@@ -140,7 +140,7 @@ def _build_parser() -> _Parser:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    """recommend a number of workers from a few steps of an environment
+    """recommend a number of workers, based on a few steps of an environment
 
     Times a few steps in temporary processes. Prints the expected steps per second of each way to run such environments, and
     the way that num_workers="auto" chooses.
@@ -168,14 +168,14 @@ def _add_bench_options(option: Callable[..., Any]) -> None:
     option("--repeats", type=_positive_int, metavar="N", help="number of interleaved rounds (default: 7, or 3 with --scale)")
     text = "only these engines, separated by commas, such as auto,gym-sync (default: all; an unknown name lists them)"
     option("--engines", metavar="NAMES", help=text)
-    option("--scale", action="store_true", help="measure 1, 2, 4, ... environments and workers, and draw the throughput")
+    option("--scale", action="store_true", help="measure 1, 2, 4, ... environments and workers, and plot the throughput")
     text = "folder for the results (default: bench-results)"
     option("--out", type=Path, default=Path("bench-results"), metavar="DIR", help=text)
     option("--json", action="store_true", help="print the results as JSON instead of a table")
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    """measure vecenv on an environment, next to Gymnasium's engines and a bare loop
+    """measure vecenv on an environment, beside Gymnasium's engines and a bare loop
 
     First checks that vecenv's trajectories equal SyncVectorEnv's for the same seeds and actions, then measures all
     engines in interleaved rounds. The bare loop, independent processes that only step environments, is the upper

@@ -192,9 +192,9 @@ def _describe_error(error: BaseException) -> str:
 def main(arguments: argparse.Namespace) -> int:
     """check which promises of Gymnasium's vector interface an engine keeps
 
-    Checks the promises of Gymnasium's documentation, and prints a short program for each one that is broken. MODULE:ENGINE
-    is called with functions that build environments or, if it has a parameter num_envs, with their number, and with
-    autoreset_mode, if it accepts that argument.
+    Checks each promise of Gymnasium's documentation, and prints a short program for each one that is broken.
+    MODULE:ENGINE is called with a list of functions that build environments, or with num_envs= if it has that parameter. It
+    also gets autoreset_mode= if it accepts that.
 
     Exit codes: 0 no promise is broken; 1 some are; 2 wrong usage, or the engine cannot be built.
     Try: vecenv conform gymnasium.vector:AsyncVectorEnv

@@ -30,11 +30,11 @@ _DEFAULT_OPTIONS: Final = ("num_workers", "on_failure", "step_timeout", "record_
 def main(arguments: argparse.Namespace) -> Callable[[], None]:
     """run an unmodified program with vecenv in place of Gymnasium's AsyncVectorEnv
 
-    Runs a Python program with vecenv's AsyncVectorEnv in place of Gymnasium's, also where gymnasium.make_vec(...,
+    Runs a Python program with vecenv's AsyncVectorEnv in place of Gymnasium's, even where gymnasium.make_vec(...,
     vectorization_mode="async") builds it. The options set arguments that the program does not pass itself. The exit code and
     tracebacks are the program's own.
 
-    Exit codes: those of the program; 2 wrong usage, or there is no such program.
+    Exit codes: those of the program; 2 wrong usage, or no such program.
     Try: vecenv run --on-failure restart train.py --seed 1
     """
     # Returns a function that runs the program, and raises its exceptions with tracebacks that begin in the program.
@@ -215,7 +215,7 @@ def add_options(option: Callable[..., Any]) -> None:
     text = "whether environments share the global random generators of their process or have their own (default: shared)"
     option("--generators", choices=("shared", "own"), help=text)
     option("--sync", action="store_true", help="also replace gymnasium.vector.SyncVectorEnv")
-    option("--quiet", action="store_true", help="print no reports on stderr at the start and the end")
+    option("--quiet", action="store_true", help="suppress the reports on stderr at the start and the end")
     text = "run a module with its arguments, as python -m does"
     option("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help=text)
     text = "a Python file, folder or archive, and its arguments"

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 
-class Alarm(Exception):
-    """An exception that a signal handler raises, for example at a time limit."""
+class Alarm(TimeoutError):
+    """An exception that a signal handler raises at a time limit; its base class is an ``OSError``, as of a broken pipe."""
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from typing import Final, TypeAlias
 from vecenv.link.messages import FULL_HEAD, HEAD, PAYLOAD, Message, decode, encode, missing_bytes
 from vecenv.system.cores import SpinPolicy
 from vecenv.system.descriptors import Descriptor, DescriptorOwner
+from vecenv.system.signals import is_system_error
 
 _CHUNK_BYTES: Final = 1 << 20
 _HEAD_SIZES: Final = (HEAD,)
@@ -82,6 +83,8 @@ class Channel:
         except BlockingIOError:
             return None
         except OSError as error:
+            if not is_system_error(error):
+                raise
             raise ChannelClosed from error
         message = b"".join(chunks)
         self.bytes_pickled += max(len(message) - FULL_HEAD, 0)
@@ -121,6 +124,8 @@ class Channel:
         except BlockingIOError:
             return False
         except OSError as error:
+            if not is_system_error(error):
+                raise
             raise ChannelClosed from error
         return True
 

@@ -117,6 +117,21 @@ def succeeds_when_repeated(function: Callable[[], object]) -> bool:
     return True
 
 
+def is_system_error(error: BaseException) -> bool:
+    """True for an error of the operating system, not for a ``TimeoutError`` from a signal handler."""
+    return isinstance(error, OSError) and error.errno is not None and not isinstance(error, TimeoutError)
+
+
+@contextlib.contextmanager
+def suppressed_system_errors(*others: type[Exception]) -> Iterator[None]:
+    """Suppress :func:`system errors <is_system_error>` and ``others``."""
+    try:
+        yield
+    except (OSError, *others) as error:
+        if isinstance(error, OSError) and not is_system_error(error):
+            raise
+
+
 def call_with_fallback(
     function: Callable[[], _Result], fallback: Callable[[_Error], _Result], kind: type[_Error]
 ) -> _Result:

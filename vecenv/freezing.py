@@ -48,7 +48,7 @@ from vecenv.system.cores import Placement, SpinPolicy, read_kernel_file
 from vecenv.system.descendants import new_token
 from vecenv.system.descriptors import Descriptor, DescriptorOwner, list_open_resources
 from vecenv.system.shared_generators import seed_process
-from vecenv.system.signals import deferred_signals, suppressed_system_errors
+from vecenv.system.signals import deferred_signals, suppress_os_errors
 from vecenv.system.spawning import set_up_copy
 from vecenv.system.supervision import EXIT_CODE_UNKNOWN, ProcessWatch, StackFile, flush_output
 from vecenv.worker.main import Ready, WorkerState, make_rows
@@ -381,7 +381,7 @@ class _CopyPopen:
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
-        with suppressed_system_errors():
+        with suppress_os_errors():
             if self._pidfd:
                 signal.pidfd_send_signal(self._pidfd.number, number)
 
@@ -495,7 +495,7 @@ class Frozen:
     @property
     def bytes(self) -> int:
         """Bytes of memory that only this copy has."""
-        with suppressed_system_errors():
+        with suppress_os_errors():
             lines = Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines()
             return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
         return 0

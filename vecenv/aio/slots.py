@@ -439,10 +439,9 @@ class Slots:
             self._start(group, None if group.killed_by_cancel else self._budget)
         except RestartsExhausted as error:
             self._give_up(group, error)
-        except OSError as error:
-            if isinstance(error, TimeoutError):  # from a signal handler with a time limit
-                raise
-            # the system lacks resources at the moment, so try again later
+        except TimeoutError:  # from a signal handler
+            raise
+        except OSError:  # the system lacks resources at the moment, so try again later
             asyncio.get_running_loop().call_later(1.0, self._restart, group)
 
     def _start(self, group: WorkerSlots, budget: RestartBudget | None = None) -> None:

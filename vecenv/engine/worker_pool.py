@@ -49,7 +49,7 @@ from vecenv.system.cores import Placement, SpinPolicy
 from vecenv.system.descendants import end_marked, new_token
 from vecenv.system.descriptors import DescriptorOwner, require_descriptors, too_few_descriptors_error
 from vecenv.system.shared_generators import fingerprint
-from vecenv.system.signals import deferred_signals, is_system_error
+from vecenv.system.signals import deferred_signals
 from vecenv.system.spawning import (
     NO_GUARD,
     Lifeline,
@@ -386,10 +386,10 @@ class WorkerPool:
         if not self.unflushed:  # otherwise other bytes go first: `queue_rest` queues this message behind them
             try:
                 self.written_to.extend(map(write, self._write_fds, repeat(self._message_to_all)))
-            except OSError as error:
-                if not is_system_error(error):
-                    raise
-                # a pipe is full, or a worker has ended: `queue_rest` continues there
+            except TimeoutError:  # from a signal handler
+                raise
+            except OSError:  # a pipe is full, or a worker has ended: `queue_rest` continues there
+                return
 
     def queue_rest(self) -> list[WorkerProcess]:
         """Queue the message to all for the workers to which it was not written; return those of them that are dead."""

@@ -21,7 +21,7 @@ from vecenv.link.messages import LAST_STEP_OP, Failure, Op, Outcome, Reply, deco
 from vecenv.system.descendants import end_group, end_marked
 from vecenv.system.descriptors import DescriptorOwner
 from vecenv.system.reporting import warn
-from vecenv.system.signals import call_with_fallback, deferred_signals, suppressed_system_errors, watched_handlers
+from vecenv.system.signals import call_with_fallback, deferred_signals, suppress_os_errors, watched_handlers
 from vecenv.system.supervision import (
     STACK_SIGNALS,
     ProcessWatch,
@@ -264,7 +264,7 @@ class WorkerProcess:
 
     def _cpu_seconds(self) -> float:
         """Return the CPU seconds of its main thread; 0 if the kernel does not report them."""
-        with suppressed_system_errors(IndexError, ValueError, NameError), open(f"/proc/{self.pid}/schedstat") as file:
+        with suppress_os_errors(IndexError, ValueError, NameError), open(f"/proc/{self.pid}/schedstat") as file:
             return int(file.read().split()[0]) * 1e-9
         return 0.0
 
@@ -275,7 +275,7 @@ class WorkerProcess:
     def _state(self) -> str:
         """Return the kernel's letter for the state of the process, or ``""``."""
         # NameError: open() no longer exists at the interpreter's exit
-        with suppressed_system_errors(IndexError, NameError), open(f"/proc/{self.pid}/stat") as stat:
+        with suppress_os_errors(IndexError, NameError), open(f"/proc/{self.pid}/stat") as stat:
             return stat.read().rpartition(")")[2].split()[0]
         return ""
 

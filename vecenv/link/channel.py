@@ -17,7 +17,6 @@ from typing import Final, TypeAlias
 from vecenv.link.messages import FULL_HEAD, HEAD, PAYLOAD, Message, decode, encode, missing_bytes
 from vecenv.system.cores import SpinPolicy
 from vecenv.system.descriptors import Descriptor, DescriptorOwner
-from vecenv.system.signals import is_system_error
 
 _CHUNK_BYTES: Final = 1 << 20
 _HEAD_SIZES: Final = (HEAD,)
@@ -82,9 +81,9 @@ class Channel:
                 chunks.extend(map(read, self._read_fds, (min(missing, _CHUNK_BYTES),)))
         except BlockingIOError:
             return None
+        except TimeoutError:  # from a signal handler, not from the pipe
+            raise
         except OSError as error:
-            if not is_system_error(error):
-                raise
             raise ChannelClosed from error
         message = b"".join(chunks)
         self.bytes_pickled += max(len(message) - FULL_HEAD, 0)
@@ -123,9 +122,9 @@ class Channel:
                 accepted.extend(map(write, self._write_fds, (memoryview(data)[sent:],)))
         except BlockingIOError:
             return False
+        except TimeoutError:  # from a signal handler, not from the pipe
+            raise
         except OSError as error:
-            if not is_system_error(error):
-                raise
             raise ChannelClosed from error
         return True
 

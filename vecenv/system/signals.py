@@ -117,19 +117,14 @@ def succeeds_when_repeated(function: Callable[[], object]) -> bool:
     return True
 
 
-def is_system_error(error: BaseException) -> bool:
-    """True for an error of the operating system, not for a ``TimeoutError`` from a signal handler."""
-    return isinstance(error, OSError) and error.errno is not None and not isinstance(error, TimeoutError)
+class suppress_os_errors(contextlib.suppress):  # noqa: N801 - like `contextlib.suppress`
+    """A context manager that suppresses ``OSError`` and ``others``, but not a ``TimeoutError`` from a signal handler."""
 
+    def __init__(self, *others: type[Exception]) -> None:
+        super().__init__(OSError, *others)
 
-@contextlib.contextmanager
-def suppressed_system_errors(*others: type[Exception]) -> Iterator[None]:
-    """Suppress :func:`system errors <is_system_error>` and ``others``."""
-    try:
-        yield
-    except (OSError, *others) as error:
-        if isinstance(error, OSError) and not is_system_error(error):
-            raise
+    def __exit__(self, kind: type[BaseException] | None, *args: Any) -> bool:
+        return kind is not None and not issubclass(kind, TimeoutError) and super().__exit__(kind, *args)
 
 
 def call_with_fallback(

@@ -48,7 +48,7 @@ from typing import Any, Final
 
 from vecenv.system.cores import read_kernel_file
 from vecenv.system.descriptors import Descriptor, DescriptorOwner, open_unnamed_file
-from vecenv.system.signals import deferred_signals, suppressed_system_errors
+from vecenv.system.signals import deferred_signals, suppress_os_errors
 
 if sys.platform != "win32":
     import fcntl
@@ -83,7 +83,7 @@ class ProcessWatch:
     def __init__(self, process: Any, owner: DescriptorOwner) -> None:
         self._process, self._pid = process, process.pid
         self._pidfd = Descriptor()
-        with suppressed_system_errors(AttributeError):
+        with suppress_os_errors(AttributeError):
             self._pidfd = owner.open(os.pidfd_open, process.pid)
         self.must_poll_for_exit = not self._pidfd
         self.descriptor: int = process.sentinel if self.must_poll_for_exit else self._pidfd.number
@@ -126,7 +126,7 @@ class ProcessWatch:
 
     def signal(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
-        with suppressed_system_errors():  # it ended, or another thread closed this watch
+        with suppress_os_errors():  # it ended, or another thread closed this watch
             if self._pidfd:
                 signal.pidfd_send_signal(self._pidfd.number, number)
             elif self.descriptor >= 0:
@@ -193,12 +193,12 @@ class StackFile:
     def allow_dump(self) -> None:
         """Empty the file and let the worker write its stack on the next of :data:`STACK_SIGNALS`."""
         self.clear()
-        with suppressed_system_errors():
+        with suppress_os_errors():
             os.pwrite(self.fd, b"\0", 0)
 
     def clear(self) -> None:
         """Empty the file, so that the handler of the first signal writes nothing if it runs later."""
-        with suppressed_system_errors():
+        with suppress_os_errors():
             os.ftruncate(self.fd, 0)
 
     def read_fatal(self) -> str:
@@ -207,7 +207,7 @@ class StackFile:
 
     def read(self) -> str:
         """Return everything in the file, or its last MiB if there is more."""
-        with suppressed_system_errors():
+        with suppress_os_errors():
             size = os.fstat(self.fd).st_size
             start = max(size - _MAX_STACK_BYTES, 0)
             return os.pread(self.fd, size - start, start).lstrip(b"\0").decode(errors="replace")

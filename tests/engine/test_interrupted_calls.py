@@ -21,11 +21,12 @@ from gymnasium.vector import SyncVectorEnv
 from signals import Alarm, interrupt_at, signal_handler
 
 import vecenv
-from vecenv.engine import exchange, process_engine
+from vecenv.engine import exchange, process_engine, worker_pool
 from vecenv.engine.state_changes import StateChanges
 from vecenv.engine.worker_process import WorkerProcess
 from vecenv.errors import EnvFailed, WorkerDied
 from vecenv.front import arguments
+from vecenv.link import channel
 from vecenv.link.channel import Channel
 from vecenv.link.messages import encode
 from vecenv.system.descriptors import DescriptorOwner
@@ -266,6 +267,33 @@ def test_interrupted_wait_for_a_step_can_be_repeated() -> None:
         os.kill(pid, signal.SIGCONT)
         assert_identical(envs.step_wait(), reference.step(ACTIONS), "the interrupted step")
         assert_identical(envs.step(ACTIONS), reference.step(ACTIONS), "the next step")
+
+
+@pytest.mark.parametrize(("module", "function"), [(channel, "read"), (channel, "write"), (worker_pool, "write")])
+def test_time_limit_during_a_pipe_access_is_raised_and_not_taken_for_a_death(
+    module: Any, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ``TimeoutError`` is an ``OSError``, as the error of a broken pipe is."""
+    called = False
+
+    def time_out(*args: Any) -> Any:
+        nonlocal called
+        if not called:
+            called = True
+            raise TimeoutError("time limit")
+        return getattr(os, function)(*args)
+
+    with closing(vecenv.AsyncVectorEnv(ENV_FNS[:2], num_workers=2)) as envs:
+        expected = envs.reset(seed=0)
+        pids = [process.pid for process in envs.processes]
+        monkeypatch.setattr(module, function, time_out)
+        with pytest.raises(TimeoutError, match="time limit"):
+            envs.step([0, 0]) if module is channel else envs.step(np.zeros(2, np.int64))
+        monkeypatch.undo()
+        assert called
+        assert not envs.errors
+        assert_identical(envs.reset(seed=0), expected)
+        assert [process.pid for process in envs.processes] == pids
 
 
 def test_wrong_argument_with_the_class_of_older_gymnasium_is_no_interruption(monkeypatch: pytest.MonkeyPatch) -> None:

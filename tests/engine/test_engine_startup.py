@@ -454,7 +454,7 @@ def test_cores_may_be_numpy_integers() -> None:
 
 
 @requires_affinity
-@pytest.mark.parametrize("wrong", [3, [0], [0, []], [0, "x"], [0, 10_000], "01"], ids=str)
+@pytest.mark.parametrize("wrong", [3, [0], [0, []], [0, "x"], [0, [[0]]], [0, 10_000], "01"], ids=str)
 def test_invalid_cores_are_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"WorkerOptions\(cores\)(\[1\])? must be .*, got "):
         vecenv.AsyncVectorEnv(counters(2), num_workers=2, worker_options=WorkerOptions(cores=wrong))

@@ -428,6 +428,38 @@ def test_files_are_private_and_replace_links(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*")), "an unfinished file is left"
 
 
+def test_exception_of_a_signal_handler_after_a_write_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace(*paths: Any) -> None:
+        monkeypatch.undo()
+        os.replace(*paths)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(KeyboardInterrupt):
+        file_module.write(tmp_path / "record.vecenv", b"content")
+    assert (tmp_path / "record.vecenv").read_bytes() == b"content"
+
+
+class AlarmWhenPickled:
+    """A value during whose first pickling a signal arrives."""
+
+    pickled = False
+
+    def __reduce__(self) -> Any:
+        if not AlarmWhenPickled.pickled:
+            AlarmWhenPickled.pickled = True
+            signal.raise_signal(signal.SIGALRM)
+        return AlarmWhenPickled, ()
+
+
+def test_time_limit_while_arguments_are_recorded_is_raised(tmp_path: Path) -> None:
+    with contextlib.closing(vecenv.AsyncVectorEnv([HistoryEnv], num_workers=0, record_failures=tmp_path)) as envs:
+        envs.reset(seed=0)
+        with signal_handler(signal.SIGALRM, Alarm), pytest.raises(Alarm):
+            envs.exec_func(lambda env, value: None, None, AlarmWhenPickled())
+        assert AlarmWhenPickled.pickled
+
+
 def test_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def raise_disk_full(source: Any, target: Any) -> None:
         raise OSError(28, "No space left on device")

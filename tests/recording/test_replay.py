@@ -27,10 +27,10 @@ from programs import python_output, run_python
 from sampling import each_once
 
 import vecenv
-from vecenv.errors import RestartsExhausted, StepTimeout, WorkerDied
+from vecenv.errors import RestartsExhausted, StepTimeout, WorkerDied, envs_text
 from vecenv.multi_agent import MultiAgentVecEnv
 from vecenv.recording import recorder
-from vecenv.recording.file import read_header
+from vecenv.recording.file import read_header, running_env
 from vecenv.testing.faulty import FAULTS, FaultyEnv
 from vecenv.tools import cli
 from vecenv.tools.replay import _find_running_env, _replay_here, replay
@@ -335,6 +335,14 @@ def test_environment_that_failed_before_its_worker_died_leaves_one_file(tmp_path
         raised, died = envs.errors
     files = sorted(tmp_path.glob("*.vecenv"))
     assert [raised.recorded, died.recorded] == [str(file) for file in files]
+
+
+@pytest.mark.parametrize("rows", [[1], [1, 3], [0, 1, 3, 4], [4, 5, 9]], ids=str)
+def test_running_environment_is_read_from_the_text_of_a_failure(rows: list[int]) -> None:
+    text = f"it hung: {envs_text(rows, rows[-1])}, worker 0, pid 12"
+    for row in rows:
+        assert running_env(text, row) == ((rows[-1], rows) if len(rows) > 1 else None)
+    assert running_env(text, 2) is None
 
 
 def test_replay_of_sibling_does_not_name_file_of_later_failure(tmp_path: Path) -> None:

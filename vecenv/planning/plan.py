@@ -84,7 +84,8 @@ class Plan:
         times, independence = self.probe, self.independence
         lines = [f"Plan for {self.num_envs} environments on {self.cores} usable cores:"]
         if independence.steps:
-            tried = f"{independence.builds} environments, {independence.steps} steps in all"
+            environments = f"{independence.builds} environment{'s' * (independence.builds != 1)}"
+            tried = f"{environments}, {independence.steps} steps in all"
             lines.append(f"  tried in temporary processes: {tried}")
             lines.append(f"  environments in one process: {independence}")
         if times.failure:

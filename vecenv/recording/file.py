@@ -45,7 +45,7 @@ _MAX_HEADER_BYTES: Final = 2**20
 _MAX_FAILED_CHARACTERS: Final = 10_000  # in the header; the record has the whole text
 _RUN_ID: Final = secrets.token_hex(8)
 """Identifies this run of the program in the names of failures. A process id would not: ids repeat, as in containers."""
-_RUNNING_ENV: Final = re.compile(r"env (\d+), of envs (?:(\d+)-(\d+)|\[([\d, ]+)\])")
+_RUNNING_ENV: Final = re.compile(r"env (\d+), of envs (\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*)")  # see `errors.envs_text`
 
 
 class UnreadableRecord(VecEnvError, ValueError):
@@ -212,7 +212,8 @@ def write(path: Path, content: bytes) -> None:
             file.write(content)
         os.replace(unfinished, path)
     except BaseException:
-        os.unlink(unfinished)
+        with contextlib.suppress(FileNotFoundError):  # a signal handler raised after it had been renamed
+            os.unlink(unfinished)
         raise
 
 
@@ -257,8 +258,9 @@ def running_env(text: str, env: int) -> tuple[int, list[int]] | None:
         text: The message of a worker's death, or of a hang.
         env: Index of an environment.
     """
-    for running, first, last, listed in _RUNNING_ENV.findall(text):
-        envs = [int(each) for each in listed.split(",")] if listed else list(range(int(first), int(last) + 1))
+    for running, listed in _RUNNING_ENV.findall(text):
+        spans = [span.split("-") for span in listed.split(", ")]
+        envs = [row for span in spans for row in range(int(span[0]), int(span[-1]) + 1)]
         if env in envs:
             return int(running), envs
     return None

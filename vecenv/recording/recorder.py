@@ -27,6 +27,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -56,7 +57,7 @@ from vecenv.recording.file import (
 from vecenv.shm import Layout, fixed_tree
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot
-from vecenv.system.signals import deferred_signals
+from vecenv.system.signals import call_with_fallback, deferred_signals
 
 _log = logging.getLogger("vecenv")
 _RING_BYTES: Final = 128 * 2**20
@@ -694,11 +695,12 @@ def _compact(values: Array) -> Array:
 
 def _pickle(value: Any) -> bytes:
     """Pickle a value, or return empty bytes if it cannot be pickled."""
-    for dumps in (pickle.dumps, cloudpickle.dumps):
-        with contextlib.suppress(Exception):
-            blob: bytes = dumps(value)
-            return blob
-    return b""
+
+    def pickle_by_value(_: Exception) -> bytes:
+        dumps: Callable[[], bytes] = partial(cloudpickle.dumps, value)
+        return call_with_fallback(dumps, lambda _: b"", Exception)
+
+    return call_with_fallback(partial(pickle.dumps, value), pickle_by_value, Exception)
 
 
 def _unpickle(blob: bytes) -> Any:

@@ -138,8 +138,8 @@ def bound_placements(affinity: Any, workers: int) -> list[Placement]:
     usable = os.sched_getaffinity(0)
     found = []
     for worker, entry in enumerate(affinity):
-        cores = frozenset([entry] if isinstance(entry, (int, np.integer)) else entry if isinstance(entry, Iterable) else ())
-        if not cores or not cores <= usable:
+        cores = list(entry) if isinstance(entry, Iterable) else [entry]
+        if not cores or not all(isinstance(core, (int, np.integer)) and core in usable for core in cores):
             raise ValueError(f"WorkerOptions(cores)[{worker}] must be some of the cores {sorted(usable)}, got {entry!r}.")
         found.append(Placement(frozenset(map(int, cores)), bound=True))
     return found

@@ -133,6 +133,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._results: dict[int, tuple[Any, ...]] = {}  # row -> result not yet returned to the caller
         self._full_batch: tuple[Any, ...] | None = None  # the result of a step of all rows, received together
         self._call = ""  # the pending call: "step", "reset" or none
+        self._failure: Exception | None = None  # the latest failure of a row that no call has raised yet
         self._changing = False  # True during a change of this state, and after an interrupted one
         self._interrupted = False  # a wait was interrupted: reset() may drop the pending call
         envs.add_observer(PlaceNotes(self))
@@ -270,7 +271,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             )
             if ids is None:
                 self._full_batch, self._results, self._final_results = None, {}, {}
-                self._call, self._interrupted = "reset", False
+                self._call, self._interrupted, self._failure = "reset", False, None
             for row, episode in episodes.items():
                 self._rows[row] = episode
             self._ended.difference_update(rows)
@@ -328,6 +329,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 self.envs.send(actions, places)
                 self._steps.update(zip(places, stepped, strict=True))
             self._call = call
+            if call:
+                self._failure = None  # of a row that was reset since
             for row in self._ended.intersection(rows):
                 self._ended.remove(row)
                 self._begin_next(row)
@@ -346,7 +349,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         if not (at_least is within is None):
             enough, enough_from = parse_at_least(at_least, count), parse_within(within)
         in_flight = len(self.in_flight)
-        if in_flight < enough or (in_flight < count and enough_from is None):
+        if self._failure is None and (in_flight < enough or (in_flight < count and enough_from is None)):
             raise NoAsyncCallError(f"Calling `recv` for {enough} environments: only {in_flight} are in flight.", "recv")
         self._call = ""  # from now on, `recv` returns the rows of a pending reset
         self._collect(min(count, in_flight), timeout, enough, enough_from)
@@ -466,7 +469,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                     raise
         self.places, self._free = list(range(self.num_envs)), list(range(self.num_envs, self.envs.num_envs))
         self._prefetched, self._ready, self._steps, self._resets, self._failed = {}, {}, {}, {}, set()
-        self._full_batch, self._results, self._final_results, self._call = None, {}, {}, ""
+        self._full_batch, self._results, self._final_results, self._call, self._failure = None, {}, {}, "", None
 
     def _free_outdated(self, all_rows: bool = False) -> None:
         """Free the spares with an episode that no row will need. A resetting spare becomes free when its reset ends."""
@@ -478,31 +481,36 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     # -- results ------------------------------------------------------------------------------------------------------------
 
     def _collect(self, count: int, timeout: Any, enough: int = 0, enough_from: float | None = None) -> None:
-        """Receive until ``count`` rows are ready, or ``enough`` after ``enough_from``; raise the last failure, if any."""
+        """Receive until ``count`` rows are ready, or ``enough`` after ``enough_from``.
+
+        Raise the failure of a row: for ``recv`` at once, otherwise the last one, after all rows have finished.
+        """
         seconds = parse_timeout(timeout)
         deadline = None if seconds is None else time.monotonic() + seconds
-        failure: Exception | None = None
         while (waiting := len(self._steps) + len(self._resets)) and len(self._results) < count and not self._full_batch:
+            if self._failure is not None and not self._call:
+                break
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
             if enough_from is not None and len(self._results) >= enough:
                 until_enough = max(enough_from - time.monotonic(), 0.0)
                 try:
-                    failure = self._receive(1, until_enough if left is None else min(until_enough, left)) or failure
+                    self._receive(1, until_enough if left is None else min(until_enough, left))
                 except StepTimeout:
                     break
                 continue
             only_resets, started = not self._steps, time.monotonic()
             needed = 1 if enough_from is not None else min(count - len(self._results), waiting)
-            failure = self._receive(needed, left) or failure
+            self._receive(needed, left)
             self.counts["seconds"] += only_resets * (time.monotonic() - started)
-        if failure is not None:
-            if self._call:
-                with self._changing_state():
+        if (failure := self._failure) is not None:
+            with self._changing_state():
+                if self._call:
                     self._call, self._full_batch, self._results = "", None, {}
+                self._failure = None
             raise failure
 
-    def _receive(self, count: int, timeout: float | None) -> Exception | None:
-        """Receive ``count`` results of rows or spares; return the failure of a row, if any. A failed spare becomes free."""
+    def _receive(self, count: int, timeout: float | None) -> None:
+        """Receive ``count`` results of rows or spares; store the failure of a row, if any. A failed spare becomes free."""
         before = self.envs.in_flight
         self._changing = True
         try:
@@ -516,15 +524,14 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             if not places or not places <= self._recorded_places():  # a signal handler raised it
                 self._changing, self._interrupted = bool(places), True
                 raise
-            failure = self._record_failures(places, error)
+            self._record_failures(places, error)
             self._changing = False
-            return failure
+            return
         except BaseException:
             self._changing, self._interrupted = self.envs.in_flight.size != before.size, True
             raise
         self._apply_results(env_ids.tolist(), observations, columns, infos)
         self._changing = False
-        return None
 
     def _recorded_places(self) -> set[int]:
         """Return the places with recorded failures. A death may have been recorded before the ``recv`` that raises it."""
@@ -543,8 +550,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             return self.places.index(place)
         return next((row for (row, *_), spare in self._prefetched.items() if spare == place), None)
 
-    def _record_failures(self, places: set[int], error: Exception) -> Exception | None:
-        """Record failures of rows and of spares; return ``error`` if a row failed."""
+    def _record_failures(self, places: set[int], error: Exception) -> None:
+        """Record failures of rows and of spares; store ``error`` if a row failed."""
         for key in [key for key, place in self._prefetched.items() if place in places]:
             self._failed.add(key)
             self._free.append(self._prefetched.pop(key))
@@ -553,7 +560,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         for row in rows:
             self._final_results.pop(row, None)
         name_rows(error, self.places)
-        return error if rows else None
+        if rows:
+            self._failure = error
 
     def _apply_results(self, places: list[int], observations: Any, columns: list[Any], infos: list[Any]) -> None:
         """Apply received results to the rows and spares that wait for them."""

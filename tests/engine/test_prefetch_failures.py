@@ -1,0 +1,65 @@
+"""``vecenv.EpisodePrefetcher`` after failures, interruptions and refused calls: it behaves like ``AsyncVectorEnv``."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from without_spares import Walk
+
+import vecenv
+
+
+def make_prefetcher(env_fn: Any, num_envs: int = 3, **options: Any) -> Any:
+    return vecenv.make_vec(env_fn, num_envs, vector_kwargs={"context": "fork", "spare_workers": 2, **options})
+
+
+class FaultyWalk(Walk):
+    """A walk in which action 1 raises, and action 2 takes a second."""
+
+    def step(self, action: Any) -> Any:
+        if action == 1:
+            raise ArithmeticError("action 1")
+        time.sleep(float(action == 2))
+        return super().step(0)
+
+
+def test_failure_before_a_timeout_is_raised_by_the_next_wait(closes: Any) -> None:
+    envs = closes(make_prefetcher(FaultyWalk, 2))
+    envs.reset(seed=1)
+    envs.step_async(np.array([1, 2]))
+    with pytest.raises(vecenv.errors.StepTimeout):
+        envs.step_wait(timeout=0.3)
+    with pytest.raises(ArithmeticError, match="action 1"):
+        envs.step_wait()
+    envs.reset(options={"reset_mask": np.array([True, False])})
+    assert len(envs.step(np.zeros(2, np.int64))[0]) == 2
+
+
+def test_failure_before_a_timeout_of_a_reset_is_raised_by_recv(closes: Any) -> None:
+    envs = closes(make_prefetcher(lambda: Walk(reset=0.5, raises=1), 2, step_timeout=10.0))
+    envs.reset(seed=5)
+    envs.reset_async(seed=[2, 1])
+    with pytest.raises(vecenv.errors.StepTimeout):
+        envs.reset_wait(timeout=0.2)
+    with pytest.raises(ValueError, match="no such level"):
+        envs.recv(count=2)
+    assert envs.recv(count=1)[-1]["env_id"].tolist() == [0]
+
+
+def test_each_failure_is_raised_by_one_recv(closes: Any) -> None:
+    envs = closes(make_prefetcher(FaultyWalk))
+    envs.reset(seed=1)
+    for row, action in enumerate([1, 1, 0]):
+        envs.send(np.array([action]), [row])
+    time.sleep(0.3)  # until all have been stepped
+    for in_flight in (3, 2):
+        assert len(envs.in_flight) == in_flight
+        with pytest.raises(ArithmeticError, match="action 1"):
+            envs.recv(count=in_flight)
+    assert envs.recv(count=1)[-1]["env_id"].tolist() == [2]
+    with pytest.raises(gymnasium.error.NoAsyncCallError):
+        envs.recv(count=1)

@@ -63,3 +63,27 @@ def test_each_failure_is_raised_by_one_recv(closes: Any) -> None:
     assert envs.recv(count=1)[-1]["env_id"].tolist() == [2]
     with pytest.raises(gymnasium.error.NoAsyncCallError):
         envs.recv(count=1)
+
+
+class FailingResets(Walk):
+    """A walk with resets that take 0.3 seconds, and then fail if the seed was derived."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        result = super().reset(seed=seed, options=options)
+        time.sleep(0.3)
+        if seed is not None and seed > 100:
+            raise ValueError("no such level")
+        return result
+
+
+def test_spare_prefetches_again_after_a_failure_in_an_outdated_reset(closes: Any) -> None:
+    """The caller's second reset replaces the episode that the spare is beginning."""
+    envs = closes(make_prefetcher(FailingResets, 1, spare_workers=1))
+    for seed in (1, 2):
+        envs.reset_async(seed=seed, env_id=[0])
+        envs.recv()
+    envs.get_attr("level")  # waits for the spare
+    failures = len(envs.errors)
+    envs.step(np.zeros(1, np.int64))
+    envs.get_attr("level")
+    assert len(envs.errors) == failures + 1

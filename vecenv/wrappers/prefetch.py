@@ -554,7 +554,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """Record failures of rows and of spares; store ``error`` if a row failed."""
         for key in [key for key, place in self._prefetched.items() if place in places]:
             self._failed.add(key)
-            self._free.append(self._prefetched.pop(key))
+            del self._prefetched[key]
+        self._free += places - self._steps.keys() - self._resets.keys()
         rows = {waiting.pop(place) for waiting in (self._steps, self._resets) for place in places & waiting.keys()}
         self._failed_rows |= rows
         for row in rows:

@@ -11,6 +11,7 @@ import pytest
 from without_spares import Walk
 
 import vecenv
+from vecenv.testing import assert_identical
 
 
 def make_prefetcher(env_fn: Any, num_envs: int = 3, **options: Any) -> Any:
@@ -87,3 +88,27 @@ def test_spare_prefetches_again_after_a_failure_in_an_outdated_reset(closes: Any
     envs.step(np.zeros(1, np.int64))
     envs.get_attr("level")
     assert len(envs.errors) == failures + 1
+
+
+@pytest.mark.parametrize("fault", ["raised", "died"])
+def test_state_can_be_saved_and_loaded_after_a_spare_has_failed(fault: str, closes: Any) -> None:
+    envs = closes(make_prefetcher(FailingResets if fault == "raised" else Walk, 2))
+    envs.reset(seed=1)
+    if fault == "died":
+        envs.get_attr("level")  # waits for the spares
+        envs.processes[2].kill()
+        envs.processes[2].join()
+    state = envs.state_dict(verify=False)
+    expected = envs.step(np.ones(2, np.int64))
+    envs.load_state_dict(state)
+    assert_identical(envs.step(np.ones(2, np.int64)), expected)
+
+
+def test_loaded_state_has_the_generators_of_the_spaces(closes: Any) -> None:
+    envs = closes(make_prefetcher(Walk, 2))
+    envs.reset(seed=1)
+    envs.action_space.seed(5)
+    state = envs.state_dict()
+    expected = [envs.action_space.sample().tolist() for _ in range(20)]
+    envs.load_state_dict(state)
+    assert [envs.action_space.sample().tolist() for _ in range(20)] == expected

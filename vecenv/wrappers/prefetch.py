@@ -51,8 +51,8 @@ from vecenv.front.driver import still_in_flight_error
 from vecenv.front.infos import InfoMerger
 from vecenv.link.envs import call_env
 from vecenv.planning.options import check_option, choice_check, int_check, parse_spares
-from vecenv.state.snapshots import Snapshot, Snapshots, StateDict, parse_snapshots
-from vecenv.state.vector_state import require_entries
+from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
+from vecenv.state.vector_state import pack_state, read_state
 from vecenv.system.reporting import warn
 from vecenv.wrappers.equal_envs import EqualEnvBuilder, keep_attribute, require_equal
 from vecenv.wrappers.places import PlaceNotes, name_rows, naming_rows, records_of_rows
@@ -735,35 +735,20 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
         """Return the whole state in one dict; see ``AsyncVectorEnv.state_dict``."""
-        self._wait_until_idle()
-        with naming_rows(self.places):
-            state = self.envs.state_dict(verify=verify)
-        rows = [self._with_episode(state["snapshots"][place], row) for row, place in enumerate(self.places)]
-        return StateDict(
-            {**state, "num_envs": self.num_envs, "snapshots": Snapshots(rows), "autoreset_mode": self._mode_name}
-        )
+        snapshots, driver = self.save(verify=verify), self.envs._driver
+        counts = driver.counters.steps, driver.counters.resets, driver.failures.restarts
+        return pack_state(snapshots, self.autoreset_mode, counts, driver.rebuilder.seeds, self._spaces)
 
     @property
-    def _mode_name(self) -> str:
-        return self.autoreset_mode.name
+    def _spaces(self) -> list[Space[Any]]:
+        return [self.single_action_space, self.action_space, self.single_observation_space, self.observation_space]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
         """Continue from the result of :meth:`state_dict`, and return the observations."""
-        require_entries(state, {"num_envs": self.num_envs, "autoreset_mode": self._mode_name}, "snapshots")
-        rows = list(range(self.num_envs))
-        listed = parse_snapshots(state["snapshots"], rows)
-        self._wait_until_idle()
-        with self._changing_state(recoverable=_CALL_ERRORS):
-            plain = without_pending(listed)
-            every = [plain[0]] * self.envs.num_envs
-            for row, place in enumerate(self.places):
-                every[place] = plain[row]
-            self._free_outdated(all_rows=True)
-            whole = {**state, "num_envs": self.envs.num_envs, "snapshots": Snapshots(every), "autoreset_mode": "DISABLED"}
-            observations = self.envs.load_state_dict(whole)
-            if observations is not None:
-                observations = _select(self.single_observation_space, observations, self.places, self.envs.num_envs)
-            self._set_episodes(rows, listed)
+        saved, driver = read_state(state, self.num_envs, self.autoreset_mode, self._spaces), self.envs._driver
+        observations = self.load(saved.snapshots)
+        driver.rebuilder.seeds = saved.seeds
+        saved.load(driver.counters, driver.failures)
         return observations
 
     def _wait_until_idle(self) -> None:

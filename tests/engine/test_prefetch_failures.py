@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
+from signals import Alarm, signal_handler
 from without_spares import Walk
 
 import vecenv
@@ -112,3 +114,18 @@ def test_loaded_state_has_the_generators_of_the_spaces(closes: Any) -> None:
     expected = [envs.action_space.sample().tolist() for _ in range(20)]
     envs.load_state_dict(state)
     assert [envs.action_space.sample().tolist() for _ in range(20)] == expected
+
+
+def test_pending_step_is_not_dropped_if_only_an_earlier_wait_was_interrupted(closes: Any) -> None:
+    envs = closes(make_prefetcher(FaultyWalk, 2))
+    envs.reset(seed=1)
+    envs.send(np.array([2, 2]))
+    with signal_handler(signal.SIGALRM, Alarm):
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(Alarm):
+            envs.recv()
+    envs.recv()
+    envs.step_async(np.zeros(2, np.int64))
+    with pytest.raises(gymnasium.error.AlreadyPendingCallError):
+        envs.reset()
+    envs.step_wait()

@@ -328,7 +328,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 places = [self.places[row] for row in stepped]
                 self.envs.send(actions, places)
                 self._steps.update(zip(places, stepped, strict=True))
-            self._call = call
+            self._call, self._interrupted = call, False
             if call:
                 self._failure = None  # of a row that was reset since
             for row in self._ended.intersection(rows):

@@ -129,3 +129,42 @@ def test_pending_step_is_not_dropped_if_only_an_earlier_wait_was_interrupted(clo
     with pytest.raises(gymnasium.error.AlreadyPendingCallError):
         envs.reset()
     envs.step_wait()
+
+
+class DictWalk(Walk):
+    """A walk with actions of two parts."""
+
+    def __init__(self) -> None:
+        super().__init__(lengths=(2, 3))
+        self.action_space = gymnasium.spaces.Dict(  # type: ignore[assignment]
+            a=gymnasium.spaces.Discrete(3), b=gymnasium.spaces.Tuple([gymnasium.spaces.Discrete(3)] * 2)
+        )
+
+    def step(self, action: Any) -> Any:
+        return super().step(action["a"])
+
+
+@pytest.mark.parametrize("num_ended", [1, 2])
+def test_invalid_actions_change_nothing_if_rows_have_ended(num_ended: int, closes: Any) -> None:
+    envs, zeros = closes(make_prefetcher(DictWalk, 2)), np.zeros(2, np.int64)
+    envs.reset(seed=1)
+    valid = {"a": zeros, "b": (zeros, zeros)}
+    for _ in range(2):  # until the episodes of these rows have ended
+        envs.send({"a": zeros[:num_ended], "b": (zeros[:num_ended],) * 2}, range(num_ended))
+        envs.recv(count=num_ended)
+    for actions in (
+        {"a": zeros}, {"a": zeros, "b": (zeros,)}, {"a": zeros[:1], "b": (zeros, zeros)}, {"a": zeros, "b": (zeros,) * 3},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="nothing was sent"):
+            envs.step(actions)
+    with pytest.raises(ValueError, match="nothing was sent"):
+        envs.step(None)
+    assert envs.step(valid)[0][:num_ended, 0].tolist() == [0.0] * num_ended
+
+
+def test_actions_from_an_iterator_step_if_a_row_has_ended(closes: Any) -> None:
+    envs = closes(make_prefetcher(Walk, 2))
+    envs.reset(seed=1)
+    while not envs.step(iter(np.ones(2, np.int64)))[2].any():
+        pass
+    envs.step(iter(np.ones(2, np.int64)))

@@ -49,6 +49,7 @@ from vecenv.front.by_row import infos_by_row
 from vecenv.front.capabilities import Capabilities, raise_unsupported
 from vecenv.front.driver import still_in_flight_error
 from vecenv.front.infos import InfoMerger
+from vecenv.link.actions import check_batch
 from vecenv.link.envs import call_env
 from vecenv.planning.options import check_option, choice_check, int_check, parse_spares
 from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
@@ -212,7 +213,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     @property
     def observations(self) -> Any:
         """The latest observations of all rows."""
-        return _select(self.single_observation_space, self.envs.observations, self.places, self.envs.num_envs)
+        return _select(self.single_observation_space, self.envs.observations, self.places)
 
     @property
     def errors(self) -> deque[ErrorRecord]:
@@ -320,10 +321,11 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._require_consistent()
         self._require_not_in_flight(f"{call}_async" if call else "send", rows)
         self._require_not_failed(rows)
+        stepped = [row for row in rows if row not in self._ended] if self._ended else rows
+        if len(stepped) < len(rows):
+            check_batch(self.single_action_space, self.single_action_space, actions, len(rows), "actions")
+            actions = _select(self.single_action_space, actions, [rows.index(row) for row in stepped])
         with self._changing_state():
-            stepped = [row for row in rows if row not in self._ended] if self._ended else rows
-            if len(stepped) < len(rows):
-                actions = _select(self.single_action_space, actions, [rows.index(row) for row in stepped], len(rows))
             if stepped:
                 places = [self.places[row] for row in stepped]
                 self.envs.send(actions, places)
@@ -616,7 +618,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             (received, observations, columns, infos), self._full_batch = self._full_batch, None
             if received != (rows := list(rows)):
                 order = [received.index(row) for row in rows]
-                observations = _select(space, observations, order, len(received))
+                observations = _select(space, observations, order)
                 columns, infos = [column[order] for column in columns], [infos[position] for position in order]
             return self._merge(infos, rows, observations, *columns)
         results = [self._results.pop(row) for row in rows]
@@ -767,16 +769,13 @@ def _raise_unsupported(action: str, reason: str) -> NoReturn:
     raise_unsupported("EpisodePrefetcher", action, reason)
 
 
-def _select(space: Space[Any], batch: Any, order: list[int], count: int) -> Any:
-    """Select the rows ``order`` from a batch of ``count`` rows.
-
-    Raises:
-        ValueError: The batch has another number of rows.
-    """
+def _select(space: Space[Any], batch: Any, order: list[int]) -> Any:
+    """Select the rows ``order`` from a batch."""
     if isinstance(space, Dict):
-        return {key: _select(part, batch[key], order, count) for key, part in space.items()}
+        return {key: _select(part, batch[key], order) for key, part in space.items()}
     if isinstance(space, Tuple):
-        return tuple(_select(part, batch[index], order, count) for index, part in enumerate(space))
-    if len(batch) != count:
-        raise ValueError(f"got {len(batch)} actions for {count} environments; nothing was sent")
-    return batch[order] if isinstance(batch, np.ndarray) else tuple(batch[row] for row in order)
+        return tuple(_select(part, batch[index], order) for index, part in enumerate(space))
+    if isinstance(batch, np.ndarray):
+        return batch[order]
+    listed = list(batch)  # it may be an iterator
+    return tuple(listed[row] for row in order)

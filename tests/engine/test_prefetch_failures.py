@@ -9,10 +9,11 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from signals import Alarm, signal_handler
-from without_spares import Walk
+from signals import Alarm, interrupt_at, signal_handler
+from without_spares import Walk, make_reference
 
 import vecenv
+from vecenv.engine import state_changes
 from vecenv.testing import assert_identical
 
 
@@ -168,3 +169,23 @@ def test_actions_from_an_iterator_step_if_a_row_has_ended(closes: Any) -> None:
     while not envs.step(iter(np.ones(2, np.int64)))[2].any():
         pass
     envs.step(iter(np.ones(2, np.int64)))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("method", ["step", "reset", "set_attr"])
+def test_reset_recovers_after_an_interruption_inside_the_engine(method: str, closes: Any) -> None:
+    envs, reference = closes(make_prefetcher(Walk, 2)), make_reference([Walk] * 2)
+    calls = {
+        "step": lambda: envs.step(np.ones(2, np.int64)), "reset": envs.reset, "set_attr": lambda: envs.set_attr("x", 1),
+    }  # fmt: skip
+    reset_needed = 0
+    event, fired = 1, True
+    while fired and event < 1000:
+        assert_identical(envs.reset(seed=event), reference.reset(seed=event), f"event {event}")
+        assert_identical(envs.step(np.ones(2, np.int64)), reference.step(np.ones(2, np.int64)))
+        with signal_handler(signal.SIGUSR2, Alarm):
+            fired, _ = interrupt_at(event, calls[method], state_changes.__file__)
+        reset_needed += "RESET_NEEDED" in repr(envs)
+        event += 5
+    assert event > 15
+    assert reset_needed > 0

@@ -267,9 +267,15 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         with self._changing_state(force=all_rows):
             episodes = {row: self._episode_after_reset(row, seeds[row]) for row in rows}
             places = [self.places[row] for row in rows]
-            self.envs.reset_async(
-                [each.derive_seed(each.episode) for each in episodes.values()], select_options(others, rows), env_id=places
-            )
+            arguments = [each.derive_seed(each.episode) for each in episodes.values()], select_options(others, rows)
+            try:
+                self.envs.reset_async(*arguments, env_id=places)
+            except ResetNeeded:  # a change of the state of `envs` was interrupted: only a reset of all places ends that
+                if not all_rows:
+                    raise
+                self.envs.reset_async()
+                self._drop_all()
+                self.envs.reset_async(*arguments, env_id=places)
             if ids is None:
                 self._full_batch, self._results, self._final_results = None, {}, {}
                 self._call, self._interrupted, self._failure = "reset", False, None
@@ -460,14 +466,14 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def _drop_all(self) -> None:
         """Receive and drop everything in flight. The state is consistent afterwards, even if a call was interrupted."""
-        while waiting := len(self.envs.in_flight):
+        while waiting := int(self.envs.stats()["in_flight"]):
             try:
                 self.envs.recv(count=waiting)
             except StepTimeout as error:
                 self._name_late_rows(error)
                 raise
             except Exception:
-                if len(self.envs.in_flight) == waiting:  # the call failed, not an environment
+                if self.envs.stats()["in_flight"] == waiting:  # the call failed, not an environment
                     raise
         self.places, self._free = list(range(self.num_envs)), list(range(self.num_envs, self.envs.num_envs))
         self._prefetched, self._ready, self._steps, self._resets, self._failed = {}, {}, {}, {}, set()

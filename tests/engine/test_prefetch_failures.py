@@ -189,3 +189,24 @@ def test_reset_recovers_after_an_interruption_inside_the_engine(method: str, clo
         event += 5
     assert event > 15
     assert reset_needed > 0
+
+
+class CheckedWalk(Walk):
+    """A walk that refuses a negative speed."""
+
+    @property
+    def speed(self) -> float:
+        return 1.0
+
+    @speed.setter
+    def speed(self, speed: float) -> None:
+        if speed < 0:
+            raise ArithmeticError("negative speed")
+
+
+def test_envs_can_be_stepped_after_they_refused_an_attribute(closes: Any) -> None:
+    envs = closes(make_prefetcher(CheckedWalk, 2))
+    envs.reset(seed=1)
+    with pytest.raises(ArithmeticError, match="negative speed"):
+        envs.set_attr("speed", -1.0)
+    assert len(envs.step(np.zeros(2, np.int64))[0]) == 2

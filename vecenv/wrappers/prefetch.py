@@ -675,8 +675,9 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         if isinstance(values, (list, tuple)):
             _raise_unsupported("set one value per row", "any environment may run the episodes of any row")
         self._wait_until_idle()
-        with self._changing_state(recoverable=_CALL_ERRORS):
+        with naming_rows(self.places):
             self.envs.set_attr(name, [values] * self.envs.num_envs)
+        with self._changing_state(recoverable=_CALL_ERRORS):
             if self._builder is not None:
                 self._builder.keep(name, values)
                 self.envs.exec_func(keep_attribute, None, self._builder.token, name, values)

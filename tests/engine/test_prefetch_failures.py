@@ -210,3 +210,33 @@ def test_envs_can_be_stepped_after_they_refused_an_attribute(closes: Any) -> Non
     with pytest.raises(ArithmeticError, match="negative speed"):
         envs.set_attr("speed", -1.0)
     assert len(envs.step(np.zeros(2, np.int64))[0]) == 2
+
+
+class TextWalk(Walk):
+    """A walk with pickled observations, which do not fit the space after action 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = {"text": gymnasium.spaces.Text(5), "position": self.observation_space}
+        self.observation_space = gymnasium.spaces.Dict(parts)  # type: ignore[assignment]
+
+    def reset(self, **arguments: Any) -> Any:
+        position, info = super().reset(**arguments)
+        return {"text": "abc", "position": position}, info
+
+    def step(self, action: Any) -> Any:
+        position, *others = super().step(0)
+        return {"text": "abc", "position": position[:2] if action == 1 else position}, *others
+
+
+def test_observation_that_does_not_fit_fails_only_its_row(closes: Any) -> None:
+    envs = closes(make_prefetcher(TextWalk))
+    envs.reset(seed=1)
+    envs.send(np.array([0, 1, 0]))
+    with pytest.raises(vecenv.errors.ObservationError, match="env 1"):
+        envs.recv()
+    assert sorted(envs.recv(count=2)[-1]["env_id"]) == [0, 2]
+    envs.send(np.zeros(2, np.int64))
+    envs.recv(count=2)
+    envs.reset(options={"reset_mask": np.array([False, True, False])})
+    assert len(envs.step(np.zeros(3, np.int64))[1]) == 3

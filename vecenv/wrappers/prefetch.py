@@ -30,7 +30,7 @@ from gymnasium.spaces import Dict, Space, Tuple
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from vecenv.errors import EnvFailed, ErrorRecord, InfoError, StepTimeout, VecEnvError
+from vecenv.errors import EnvFailed, ErrorRecord, InfoError, ObservationError, StepTimeout, VecEnvError
 from vecenv.front.arguments import (
     ResetOptions,
     parse_at_least,
@@ -529,7 +529,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             raise
         except Exception as error:
             places = set(before.tolist()) - set(self.envs.in_flight.tolist())
-            if not places or not places <= self._recorded_places():  # a signal handler raised it
+            is_failure = isinstance(error, ObservationError) or places <= self._recorded_places()
+            if not places or not is_failure:  # a signal handler raised it
                 self._changing, self._interrupted = bool(places), True
                 raise
             self._record_failures(places, error)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -15,6 +17,7 @@ from without_spares import Walk, make_reference
 import vecenv
 from vecenv.engine import state_changes
 from vecenv.testing import assert_identical
+from vecenv.wrappers import prefetch
 
 
 def make_prefetcher(env_fn: Any, num_envs: int = 3, **options: Any) -> Any:
@@ -240,3 +243,23 @@ def test_observation_that_does_not_fit_fails_only_its_row(closes: Any) -> None:
     envs.recv(count=2)
     envs.reset(options={"reset_mask": np.array([False, True, False])})
     assert len(envs.step(np.zeros(3, np.int64))[1]) == 3
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_no_row_is_lost_if_fewer_are_received_after_an_interruption(count: int, closes: Any) -> None:
+    envs = closes(make_prefetcher(partial(Walk, lengths=(5, 6))))
+    pending = 0
+    event, fired = 1, True
+    while fired and event < 200:
+        envs.reset(seed=1)
+        envs.send(np.zeros(3, np.int64))
+        with signal_handler(signal.SIGUSR2, Alarm):
+            fired, _ = interrupt_at(event, envs.recv, prefetch.__file__)
+        with contextlib.suppress(gymnasium.error.ResetNeeded):
+            for in_flight in range(len(envs.in_flight), 0, -count):
+                assert len(envs.in_flight) == in_flight
+                envs.recv(count=min(count, in_flight))
+                pending += 1
+        event += 1
+    assert 10 < event < 200
+    assert pending

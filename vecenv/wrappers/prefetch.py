@@ -132,7 +132,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._ended: set[int] = set()  # NextStep: rows that begin an episode in their next step
         self._final_results: dict[int, tuple[Any, ...]] = {}  # SameStep: row -> reward, flags, final infos of its last step
         self._results: dict[int, tuple[Any, ...]] = {}  # row -> result not yet returned to the caller
-        self._full_batch: tuple[Any, ...] | None = None  # the result of a step of all rows, received together
+        self._full_batch: tuple[Any, ...] | None = None  # the result of `step`, if all rows were received together
         self._call = ""  # the pending call: "step", "reset" or none
         self._failure: Exception | None = None  # the latest failure of a row that no call has raised yet
         self._changing = False  # True during a change of this state, and after an interrupted one
@@ -263,7 +263,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 self._drop_all()
         else:
             while self._steps or self._resets:
-                self._receive(1, None)  # more at once could become a full batch, which `recv` could not return in parts
+                self._receive(1, None)
         with self._changing_state(force=all_rows):
             episodes = {row: self._episode_after_reset(row, seeds[row]) for row in rows}
             places = [self.places[row] for row in rows]
@@ -362,7 +362,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._call = ""  # from now on, `recv` returns the rows of a pending reset
         self._collect(min(count, in_flight), timeout, enough, enough_from)
         with self._changing_state(recoverable=(InfoError,)):
-            rows = self._last_received = list(self._full_batch[0] if self._full_batch else self._results)[:count]
+            rows = self._last_received = list(self._results)[:count]
             *results, infos = self._combine(rows)
         return (*results, {**infos, "env_id": np.array(rows), "_env_id": np.ones(len(rows), np.bool_)})
 
@@ -576,7 +576,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def _apply_results(self, places: list[int], observations: Any, columns: list[Any], infos: list[Any]) -> None:
         """Apply received results to the rows and spares that wait for them."""
         ended = columns[1] | columns[2]
-        if len(places) == self.num_envs and self._steps.keys() == set(places) and not (self._same_step and ended.any()):
+        is_whole_step = self._call and len(places) == self.num_envs and self._steps.keys() == set(places)
+        if is_whole_step and not (self._same_step and ended.any()):
             rows = [self._steps.pop(place) for place in places]
             self._ended.update(itertools.compress(rows, ended))
             self._full_batch = rows, observations, columns, infos

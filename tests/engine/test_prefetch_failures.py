@@ -263,3 +263,19 @@ def test_no_row_is_lost_if_fewer_are_received_after_an_interruption(count: int, 
         event += 1
     assert 10 < event < 200
     assert pending
+
+
+class StartedWalk(Walk):
+    """A walk that can be stepped without a reset."""
+
+    def __init__(self) -> None:
+        super().__init__(lengths=(3, 4))
+        self.reset()
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+def test_row_without_a_reset_begins_another_episode(mode: str, closes: Any) -> None:
+    envs = closes(make_prefetcher(StartedWalk, 2, autoreset_mode=mode))
+    envs.reset(seed=1, options={"reset_mask": np.array([True, False])})
+    terminations = [envs.step(np.zeros(2, np.int64))[2].tolist() for _ in range(7)]
+    assert terminations.count([True, True]) == 2

@@ -435,7 +435,10 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def _begin_next(self, row: int) -> None:
         """Begin the next episode of a row: move it to the spare that began the episode, or reset it at its place."""
-        current = self._rows[row] = replace(self._rows[row], episode=self._rows[row].episode + 1, order=next(self._order))
+        current = self._rows[row]
+        if current.seed is None:  # it has never been reset by the caller
+            current = replace(current, seed=random_seed())
+        current = self._rows[row] = replace(current, episode=current.episode + 1, order=next(self._order))
         place = self._prefetched.pop((row, current.num_resets, current.episode), None)
         self.counts["missed" if place is None else "ready" if place in self._ready else "late"] += 1
         if place is None:

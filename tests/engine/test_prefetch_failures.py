@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 import time
 from functools import partial
 from typing import Any
@@ -279,3 +280,24 @@ def test_row_without_a_reset_begins_another_episode(mode: str, closes: Any) -> N
     envs.reset(seed=1, options={"reset_mask": np.array([True, False])})
     terminations = [envs.step(np.zeros(2, np.int64))[2].tolist() for _ in range(7)]
     assert terminations.count([True, True]) == 2
+
+
+def test_calls_during_another_call_raise_busy_error(closes: Any) -> None:
+    envs, errors = closes(make_prefetcher(FaultyWalk, 2)), []
+    envs.reset(seed=1)
+
+    def call_again(*_: object) -> None:
+        for call in (lambda: envs.step(np.zeros(2, np.int64)), envs.reset, lambda: envs.get_attr("level"), envs.recv):
+            try:
+                call()
+            except Exception as error:
+                errors.append(type(error))
+
+    timer = threading.Timer(0.6, call_again)
+    timer.start()
+    with signal_handler(signal.SIGALRM, call_again):
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        assert len(envs.step(np.array([2, 2]))[0]) == 2
+    timer.join()
+    assert errors == [vecenv.errors.BusyError] * 8
+    assert len(envs.step(np.zeros(2, np.int64))[0]) == 2

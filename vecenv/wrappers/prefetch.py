@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from threading import get_ident
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -30,7 +31,7 @@ from gymnasium.spaces import Dict, Space, Tuple
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from vecenv.errors import EnvFailed, ErrorRecord, InfoError, ObservationError, StepTimeout, VecEnvError
+from vecenv.errors import BusyError, EnvFailed, ErrorRecord, InfoError, ObservationError, StepTimeout, VecEnvError
 from vecenv.front.arguments import (
     ResetOptions,
     parse_at_least,
@@ -48,6 +49,7 @@ from vecenv.front.arguments import (
 from vecenv.front.by_row import infos_by_row
 from vecenv.front.capabilities import Capabilities, raise_unsupported
 from vecenv.front.driver import still_in_flight_error
+from vecenv.front.guard import is_inside_call
 from vecenv.front.infos import InfoMerger
 from vecenv.link.actions import check_batch
 from vecenv.link.envs import call_env
@@ -250,7 +252,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 raise TypeError(f"env {row}: its seed must be an integer or None, got {seeds[row]!r}")
             if seeds[row] is not None and seeds[row] < 0:
                 raise ValueError(f"seeds must not be negative, got {seeds[row]}")
-        self._require_open()
+        self._require_usable()
         all_rows = len(rows) == self.num_envs and ids is None
         if self._call and not (all_rows and (self._interrupted or self._changing)):
             raise AlreadyPendingCallError(f"Calling `reset_async` while waiting for `{self._call}_wait`.", self._call)
@@ -396,13 +398,17 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             raise
         self._changing = False
 
-    def _require_open(self) -> None:
+    def _require_usable(self) -> None:
+        """Raise if this object is closed, or inside a call."""
         if self.closed:
             raise ClosedEnvironmentError("Trying to operate on `EpisodePrefetcher`, after a call to `close()`.")
+        thread = self.envs._driver.state.active_thread
+        if thread and (thread != get_ident() or is_inside_call(self.envs)):
+            raise BusyError("a call on this EpisodePrefetcher is under way, in another thread or around this function")
 
     def _require_consistent(self) -> None:
-        """Raise if this object is closed, or a change of its state was interrupted."""
-        self._require_open()
+        """Raise if this object is closed, inside a call, or a change of its state was interrupted."""
+        self._require_usable()
         if self._changing:
             reason = "A call was interrupted while it changed the state of the rows, or a reset of all of them was refused"
             raise ResetNeeded(f"{reason}: call reset() for all rows")

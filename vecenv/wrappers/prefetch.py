@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from threading import get_ident
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -31,6 +30,7 @@ from gymnasium.spaces import Dict, Space, Tuple
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
+from vecenv.engine.vector_env import load_except_snapshots, state_with
 from vecenv.errors import BusyError, EnvFailed, ErrorRecord, InfoError, ObservationError, StepTimeout, VecEnvError
 from vecenv.front.arguments import (
     ResetOptions,
@@ -49,13 +49,13 @@ from vecenv.front.arguments import (
 from vecenv.front.by_row import infos_by_row
 from vecenv.front.capabilities import Capabilities, raise_unsupported
 from vecenv.front.driver import still_in_flight_error
-from vecenv.front.guard import is_inside_call
+from vecenv.front.guard import is_busy
 from vecenv.front.infos import InfoMerger
 from vecenv.link.actions import check_batch
 from vecenv.link.envs import call_env
 from vecenv.planning.options import check_option, choice_check, int_check, parse_spares
 from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
-from vecenv.state.vector_state import pack_state, read_state
+from vecenv.state.vector_state import read_state
 from vecenv.system.reporting import warn
 from vecenv.wrappers.equal_envs import EqualEnvBuilder, keep_attribute, require_equal
 from vecenv.wrappers.places import PlaceNotes, name_rows, naming_rows, records_of_rows
@@ -402,8 +402,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """Raise if this object is closed, or inside a call."""
         if self.closed:
             raise ClosedEnvironmentError("Trying to operate on `EpisodePrefetcher`, after a call to `close()`.")
-        thread = self.envs._driver.state.active_thread
-        if thread and (thread != get_ident() or is_inside_call(self.envs)):
+        if is_busy(self.envs):
             raise BusyError("a call on this EpisodePrefetcher is under way, in another thread or around this function")
 
     def _require_consistent(self) -> None:
@@ -755,9 +754,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
         """Return the whole state in one dict; see ``AsyncVectorEnv.state_dict``."""
-        snapshots, driver = self.save(verify=verify), self.envs._driver
-        counts = driver.counters.steps, driver.counters.resets, driver.failures.restarts
-        return pack_state(snapshots, self.autoreset_mode, counts, driver.rebuilder.seeds, self._spaces)
+        return state_with(self.envs, self.save(verify=verify), self.autoreset_mode, self._spaces)
 
     @property
     def _spaces(self) -> list[Space[Any]]:
@@ -765,10 +762,9 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
         """Continue from the result of :meth:`state_dict`, and return the observations."""
-        saved, driver = read_state(state, self.num_envs, self.autoreset_mode, self._spaces), self.envs._driver
+        saved = read_state(state, self.num_envs, self.autoreset_mode, self._spaces)
         observations = self.load(saved.snapshots)
-        driver.rebuilder.seeds = saved.seeds
-        saved.load(driver.counters, driver.failures)
+        load_except_snapshots(self.envs, saved)
         return observations
 
     def _wait_until_idle(self) -> None:

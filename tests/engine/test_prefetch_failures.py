@@ -301,3 +301,19 @@ def test_calls_during_another_call_raise_busy_error(closes: Any) -> None:
     timer.join()
     assert errors == [vecenv.errors.BusyError] * 8
     assert len(envs.step(np.zeros(2, np.int64))[0]) == 2
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_set_attr_restarts_a_dead_spare(on_failure: str, closes: Any) -> None:
+    envs = closes(make_prefetcher(Walk, 2, on_failure=on_failure))
+    envs.reset(seed=1)
+    envs.get_attr("level")  # waits for the spares
+    envs.processes[2].kill()
+    envs.processes[2].join()
+    with pytest.raises(vecenv.errors.WorkerDied):
+        envs.set_attr("level", 2.0)
+    envs.set_attr("level", 2.0)
+    for _ in range(20):
+        observations, *_, infos = envs.step(np.ones(2, np.int64))
+        assert "restarted" not in infos
+    assert observations[:, 2].tolist() == [2.0, 2.0]

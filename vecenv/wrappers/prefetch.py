@@ -30,7 +30,7 @@ from gymnasium.spaces import Dict, Space, Tuple
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from vecenv.engine.vector_env import load_except_snapshots, state_with
+from vecenv.engine.vector_env import AsyncVectorEnv, load_except_snapshots, state_with
 from vecenv.errors import BusyError, EnvFailed, ErrorRecord, InfoError, ObservationError, StepTimeout, VecEnvError
 from vecenv.front.arguments import (
     ResetOptions,
@@ -157,8 +157,6 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         Raises:
             ValueError: Functions differ, or options do not fit.
         """
-        from vecenv.engine.vector_env import AsyncVectorEnv
-
         n = len(env_fns)
         sizes = choice_check(None, or_=int_check(1, n)), f"None or an int within 1..{n} with spare workers"
         check_option("batch_size", batch_size, sizes)
@@ -685,8 +683,14 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         if isinstance(values, (list, tuple)):
             _raise_unsupported("set one value per row", "any environment may run the episodes of any row")
         self._wait_until_idle()
-        with naming_rows(self.places):
-            self.envs.set_attr(name, [values] * self.envs.num_envs)
+        try:
+            with naming_rows(self.places):
+                self.envs.set_attr(name, [values] * self.envs.num_envs)
+        except VecEnvError:  # such as `WorkerDied`
+            with self._changing_state():
+                self._free_outdated(all_rows=True)
+                self._prefetch()  # in spares that have died too, which restarts them
+            raise
         with self._changing_state(recoverable=_CALL_ERRORS):
             if self._builder is not None:
                 self._builder.keep(name, values)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import gymnasium.wrappers.vector
 import numpy as np
 import pytest
-from envs import counters, open_engine
+from envs import CounterEnv, counters, open_engine
 from gymnasium.vector import AutoresetMode
 
 import vecenv
@@ -212,3 +213,63 @@ def test_info_with_the_key_of_the_statistics_raises() -> None:
         recorded.reset(seed=1)
         with pytest.raises(ValueError, match="infos already have a key 'episode': set another stats_key"):
             recorded.step(np.array([0]))
+
+
+class SlowResetEnv(CounterEnv):
+    """A counter with episodes of five steps. A reset with options takes some time or raises."""
+
+    def __init__(self, env_id: int) -> None:
+        super().__init__(env_id, lengths=(5,))
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        if options:
+            time.sleep(options["seconds"])
+            if options["raises"] == self.env_id:
+                raise ArithmeticError("this reset raises")
+        return super().reset(seed=seed, options=None)
+
+
+def play_two_steps(envs: Any) -> None:
+    envs.reset(seed=1)
+    for _ in range(2):
+        envs.step(np.zeros(2, np.int64))
+
+
+def play_until_the_end(envs: Any) -> Any:
+    infos: dict[str, Any] = {}
+    while "episode" not in infos:
+        *_, infos = envs.step(np.zeros(2, np.int64))
+    return infos["episode"]["l"].tolist()
+
+
+def test_statistics_begin_with_a_reset_that_timed_out() -> None:
+    with open_engine([partial(SlowResetEnv, 0), partial(SlowResetEnv, 1)], num_workers=2, step_timeout=0.3) as engine:
+        envs = RecordEpisodeStatistics(engine)
+        play_two_steps(envs)
+        with pytest.raises(vecenv.errors.StepTimeout):
+            envs.reset(options={"seconds": 0.6, "raises": -1})
+        envs.reset_wait(timeout=5)
+        assert play_until_the_end(envs) == [5, 5]
+
+
+@pytest.mark.parametrize("in_two_calls", [False, True])
+def test_statistics_begin_with_a_reset_that_fails_in_another_row(in_two_calls: bool) -> None:
+    with open_engine([partial(SlowResetEnv, 0), partial(SlowResetEnv, 1)], num_workers=2) as engine:
+        envs = RecordEpisodeStatistics(engine)
+        play_two_steps(envs)
+        options = {"seconds": 0.0, "raises": 1}
+        if in_two_calls:
+            envs.reset_async(options=options)
+        with pytest.raises(ArithmeticError, match="this reset raises"):
+            envs.reset_wait() if in_two_calls else envs.reset(options=options)
+        envs.reset(options={"reset_mask": np.array([False, True])})
+        assert play_until_the_end(envs) == [5, 5]
+
+
+def test_statistics_continue_after_a_refused_reset() -> None:
+    with open_engine(counters(2, lengths=(5,)), num_workers=2) as engine:
+        envs = RecordEpisodeStatistics(engine)
+        play_two_steps(envs)
+        with pytest.raises(ValueError, match="seed"):
+            envs.reset(seed=[1, 2, 3])
+        assert play_until_the_end(envs) == [5, 5]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from envs import open_engine
+from gymnasium import spaces
 from gymnasium.vector import VectorWrapper
 from walks import SEED, Walk, choose_actions, expected_results, make_walk_fns, summarize
 
@@ -117,3 +118,30 @@ def test_failure_behind_a_wrapper_raises_despite_restarts(num_envs: int, env_fn:
         results = vecenv.evaluate(VectorWrapper(envs), choose_actions, 4, seed=SEED)
         assert len(results) == 4, "the earlier failure was raised again"
         assert np.all(np.isfinite(vecenv.evaluate(VectorWrapper(envs), choose_actions, 4, seed=SEED).returns))
+
+
+class TextWalk(Walk):
+    """A walk with pickled observations, which do not fit the space in the episode with seed ``SEED + 1``."""
+
+    def __init__(self) -> None:
+        super().__init__(faults={SEED: "raise"})
+        self.observation_space = spaces.Dict(  # type: ignore[assignment]
+            {"text": spaces.Text(5), "number": spaces.Box(0, 1, (1,), np.float64)}
+        )
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        _, info = super().reset(seed=seed, options=options)
+        self.size = 2 if seed == SEED + 1 else 1
+        return {"text": "a", "number": np.zeros(1)}, info
+
+    def step(self, action: Any) -> Any:
+        _, *others = super().step(action)
+        return {"text": "a", "number": np.zeros(self.size)}, *others
+
+
+def test_error_of_an_episode_is_its_own_after_another_failure_of_its_environment() -> None:
+    with open_engine([TextWalk], num_workers=1) as envs:
+        results = vecenv.evaluate(envs, lambda observations: np.zeros(1, np.int64), 3, seed=SEED, retries=0)
+    assert isinstance(results[0].error, ArithmeticError)
+    assert isinstance(results[1].error, vecenv.errors.ObservationError)
+    assert results[2].error is None

@@ -134,9 +134,13 @@ def test_snapshot_continues_in_another_row() -> None:
             for part, expected_part in zip(envs.step(np.array([1, step % 2]))[:4], results[:4], strict=True):
                 assert_identical(part[::-1].copy(), expected_part)
     with open_engine([vecenv.EnvChoice({"cart": tasks["cart"]})] * 2, num_workers=0) as other_envs:
-        other_envs.reset()
+        other_envs.reset(seed=5)
+        first = other_envs.step(np.array([0, 0]))[0]
+        other_envs.reset(seed=5)
         with pytest.raises(SnapshotMismatch, match="it was saved in 'short', which this EnvChoice does not offer"):
-            other_envs.load(snapshots)
+            other_envs.load(snapshots[::-1])
+        assert "failed" not in repr(other_envs)
+        assert_identical(other_envs.step(np.array([0, 0]))[0], first)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,8 @@ from vecenv.planning.probe import EnvProbe
 from vecenv.recording.recorder import FlightRecorder, Recorder
 from vecenv.shm import Arena, Batch, Layout, fixed_tree
 from vecenv.shm.lending import Lender, count_spare_batches
+from vecenv.state.snapshots import Snapshot
+from vecenv.state.vector_state import VectorState, pack_state
 from vecenv.system.cores import bound_placements, usable_cores
 from vecenv.system.generators import GeneratorsOption
 from vecenv.system.reporting import warn
@@ -589,6 +591,19 @@ def _make_gymnasium_env(*args: Any, **options: Any) -> Any:
             "gymnasium.vector.AsyncVectorEnv; leave one of them out"
         )
     return GymnasiumAsync(*args, **options)
+
+
+def state_with(envs: Any, snapshots: Sequence[Snapshot], mode: AutoresetMode, spaces: Sequence[Any]) -> dict[str, Any]:
+    """Return the state of ``envs`` for ``state_dict()``, but with these snapshots, autoreset mode and spaces."""
+    driver = envs._driver
+    counts = driver.counters.steps, driver.counters.resets, driver.failures.restarts
+    return pack_state(snapshots, mode, counts, driver.rebuilder.seeds, spaces)
+
+
+def load_except_snapshots(envs: Any, saved: VectorState) -> None:
+    """Load the parts of a state that are neither snapshots nor observations."""
+    envs._driver.rebuilder.seeds = saved.seeds
+    saved.load(envs._driver.counters, envs._driver.failures)
 
 
 UNCLOSED: weakref.WeakSet[Any] = weakref.WeakSet()

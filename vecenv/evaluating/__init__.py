@@ -602,7 +602,8 @@ class FirstReadyRunner(EpisodeRunner):
         """Record the failure of the attempts that an environment's exception ended."""
         for row in self._failed_rows(error):
             record = next((record for record in reversed(self._envs.errors) if record.env == row), None)
-            cause = record.error if record is not None and isinstance(record.error, Exception) else error
+            is_recorded = record is not None and record.time > self._in_flight[row][0]  # since the request was sent
+            cause = record.error if record is not None and is_recorded and isinstance(record.error, Exception) else error
             self._fail_or_requeue(row, cause)
 
     def _handle_restart(self, row: int) -> None:

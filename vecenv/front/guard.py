@@ -161,5 +161,11 @@ def is_inside_call(envs: object, depth: int = 1) -> bool:
     return False
 
 
+def is_busy(envs: Any) -> bool:
+    """True if a call on ``envs`` is in progress, in another thread or further up the stack of this one."""
+    thread = envs._driver.state.active_thread
+    return bool(thread) and (thread != get_ident() or is_inside_call(envs))
+
+
 _GUARDED_CODE: Final = exclusive(is_inside_call).__code__
 """The code object that all decorated methods share."""

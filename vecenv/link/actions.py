@@ -72,7 +72,7 @@ class ActionStage:
         space = self._spaces.get(count)
         if space is None:
             space = self._spaces[count] = batch_space(self._single_space, count)
-        _check_batch(self._single_space, space, actions, count, "actions")
+        check_batch(self._single_space, space, actions, count, "actions")
         if not self._warned and hasattr(actions, "__array__") and not isinstance(actions, np.ndarray):
             self._warned = True
             logger.warn(
@@ -91,7 +91,7 @@ class ActionStage:
         return items
 
 
-def _check_batch(single: Space[Any], space: Space[Any], actions: Any, count: int, name: str) -> None:
+def check_batch(single: Space[Any], space: Space[Any], actions: Any, count: int, name: str) -> None:
     """Raise unless a batch has the structure of its space and one row per environment.
 
     As in ``iterate``, any container that can be indexed by the keys is accepted, for example a list in place of a tuple.
@@ -102,7 +102,7 @@ def _check_batch(single: Space[Any], space: Space[Any], actions: Any, count: int
             got = f"a dict with {list(actions)}" if isinstance(actions, dict) else type(actions).__name__
             raise ValueError(f"{name}: got {got}, expected a dict with {list(space.spaces)}; nothing was sent")
         for key, part in zip(space.spaces, parts, strict=True):
-            _check_batch(single.spaces[key], space.spaces[key], part, count, f"{name}[{key!r}]")
+            check_batch(single.spaces[key], space.spaces[key], part, count, f"{name}[{key!r}]")
     elif isinstance(space, spaces.Tuple) and isinstance(single, spaces.Tuple):  # other spaces can have Tuple batches
         size = len(space.spaces)
         parts = [_get_part(actions, index) for index in range(size)]
@@ -110,7 +110,7 @@ def _check_batch(single: Space[Any], space: Space[Any], actions: Any, count: int
             length = f" of {len(actions)}" if isinstance(actions, Sized) else ""
             raise ValueError(f"{name}: got a {type(actions).__name__}{length}, expected a tuple of {size}; nothing was sent")
         for index, part in enumerate(parts):
-            _check_batch(single.spaces[index], space.spaces[index], part, count, f"{name}[{index}]")
+            check_batch(single.spaces[index], space.spaces[index], part, count, f"{name}[{index}]")
     elif not _can_iterate(actions) or getattr(actions, "shape", None) == ():
         got = "a scalar" if getattr(actions, "shape", None) == () else f"{type(actions).__name__} {actions!r}"
         raise TypeError(f"{name}: got {got}, expected {count}, one per environment; nothing was sent")

@@ -108,9 +108,16 @@ def register_rule(name: str, rule: Rule) -> None:
 def rule_for(kind: type) -> Rule | None:
     """Return the rule for objects of a class; ``None`` if their attributes are saved instead."""
     if callable(getattr(kind, "take_snapshot", None)) and callable(getattr(kind, "restore_snapshot", None)):
-        return Codec(lambda obj: obj.take_snapshot(), lambda obj, state: obj.restore_snapshot(state))
+        check = _check_snapshot if hasattr(kind, "check_snapshot") else lambda obj, state: state
+        return Codec(lambda obj: obj.take_snapshot(), lambda obj, state: obj.restore_snapshot(state), check)
     names = map(name_of, kind.__mro__)
     return next((_BY_NAME[name] for name in names if name in _BY_NAME), None)
+
+
+def _check_snapshot(obj: Any, state: Any) -> Any:
+    """Return the state. The object's method ``check_snapshot(state)`` raises ``SnapshotMismatch`` if it does not fit."""
+    obj.check_snapshot(state)
+    return state
 
 
 def make_from_state(state: Any) -> Any:

@@ -170,16 +170,26 @@ class ChosenEnv(gymnasium.Env[Any, Any]):
         env = self.current
         return self.env_name, describe_kind(env), capture_state(env)
 
-    def restore_snapshot(self, state: Any) -> None:
-        """Continue from a state that :meth:`take_snapshot` returned.
-
-        Raises:
-            SnapshotMismatch: There is no such environment, or it is of another kind.
-        """
-        name, kind, body = state
+    def check_snapshot(self, state: Any) -> None:
+        """Raise ``SnapshotMismatch`` if there is no such environment, or an open one of another kind."""
+        name, _, _ = state
         if name not in self._factories:
             raise SnapshotMismatch(f"it was saved in {name!r}, which this EnvChoice does not offer")
-        env = self._choose(name)
-        if difference := kind.differs_from(describe_kind(env)):
-            raise SnapshotMismatch(difference)
-        prepare_restore(env, body)()
+        if name in self._open:
+            _prepare_restore(self._open[name], state)
+
+    def restore_snapshot(self, state: Any) -> None:
+        """Continue from a state that :meth:`take_snapshot` returned, after :meth:`check_snapshot`.
+
+        Raises:
+            SnapshotMismatch: The environment is of another kind.
+        """
+        _prepare_restore(self._choose(state[0]), state)()
+
+
+def _prepare_restore(env: gymnasium.Env[Any, Any], state: Any) -> Callable[[], None]:
+    """Return a function that restores a state of :meth:`ChosenEnv.take_snapshot`, or raise ``SnapshotMismatch``."""
+    _, kind, body = state
+    if difference := kind.differs_from(describe_kind(env)):
+        raise SnapshotMismatch(difference)
+    return prepare_restore(env, body)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from vecenv.errors import BusyError, StepTimeout
 from vecenv.front.arguments import ResetOptions, parse_env_ids, parse_rows, split_reset_mask
 from vecenv.front.infos import executed_steps
 from vecenv.state.snapshots import Row, Snapshot, Snapshots, StateDict
@@ -57,10 +58,16 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     def reset(self, *, seed: Any = None, options: ResetOptions = None) -> tuple[Any, dict[str, Any]]:  # type: ignore[override]
         """Reset the vector environment; new episodes begin in the environments that were reset."""
         rows = self._selected_rows(options)
-        result = self.env.reset(seed=seed, options=options)  # type: ignore[arg-type]
-        self._resetting[:] = False
-        self._begin_episodes(rows)
-        return result
+        begins = True
+        try:
+            return self.env.reset(seed=seed, options=options)  # type: ignore[arg-type]
+        except BaseException as error:  # a failure in some rows; or the result is still pending, for `reset_wait`
+            begins = not _is_refusal(error)
+            raise
+        finally:
+            if begins:
+                self._resetting[:] = False
+                self._begin_episodes(rows)
 
     def reset_async(self, seed: Any = None, options: ResetOptions = None, *, env_id: Any = None) -> None:
         """Begin a reset of the vector environment."""
@@ -74,9 +81,15 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Wait for the reset of the vector environment."""
-        result: tuple[Any, dict[str, Any]] = self.env.reset_wait(timeout)  # type: ignore[attr-defined]
-        self._begin_episodes(np.flatnonzero(self._resetting))
-        return result
+        begins = True
+        try:
+            return self.env.reset_wait(timeout)  # type: ignore[attr-defined, no-any-return]
+        except BaseException as error:
+            begins = not (_is_refusal(error) or isinstance(error, StepTimeout))
+            raise
+        finally:
+            if begins:
+                self._begin_episodes(np.flatnonzero(self._resetting))
 
     def _selected_rows(self, options: ResetOptions) -> npt.NDArray[np.intp]:
         mask, _ = split_reset_mask(options, self.num_envs)
@@ -207,3 +220,10 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         self.time_queue.extend(seconds[over])
         if self._same_step:
             self._begin_episodes(ended)
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """True if a call raised this before it changed anything."""
+    if type(error) in (TypeError, ValueError):  # exactly these classes report wrong arguments
+        return True
+    return isinstance(error, (gymnasium.error.Error, BusyError, NotImplementedError))

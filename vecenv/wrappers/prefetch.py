@@ -30,7 +30,8 @@ from gymnasium.spaces import Dict, Space, Tuple
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from vecenv.errors import EnvFailed, ErrorRecord, InfoError, StepTimeout, VecEnvError
+from vecenv.engine.vector_env import AsyncVectorEnv, load_except_snapshots, state_with
+from vecenv.errors import BusyError, EnvFailed, ErrorRecord, InfoError, ObservationError, StepTimeout, VecEnvError
 from vecenv.front.arguments import (
     ResetOptions,
     parse_at_least,
@@ -48,11 +49,13 @@ from vecenv.front.arguments import (
 from vecenv.front.by_row import infos_by_row
 from vecenv.front.capabilities import Capabilities, raise_unsupported
 from vecenv.front.driver import still_in_flight_error
+from vecenv.front.guard import is_busy
 from vecenv.front.infos import InfoMerger
+from vecenv.link.actions import check_batch
 from vecenv.link.envs import call_env
 from vecenv.planning.options import check_option, choice_check, int_check, parse_spares
-from vecenv.state.snapshots import Snapshot, Snapshots, StateDict, parse_snapshots
-from vecenv.state.vector_state import require_entries
+from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
+from vecenv.state.vector_state import read_state
 from vecenv.system.reporting import warn
 from vecenv.wrappers.equal_envs import EqualEnvBuilder, keep_attribute, require_equal
 from vecenv.wrappers.places import PlaceNotes, name_rows, name_rows_in_records, naming_rows
@@ -132,8 +135,9 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._ended: set[int] = set()  # NextStep: rows that begin an episode in their next step
         self._final_results: dict[int, tuple[Any, ...]] = {}  # SameStep: row -> reward, flags, final infos of its last step
         self._results: dict[int, tuple[Any, ...]] = {}  # row -> result not yet returned to the caller
-        self._full_batch: tuple[Any, ...] | None = None  # the result of a step of all rows, received together
+        self._full_batch: tuple[Any, ...] | None = None  # the result of `step`, if all rows were received together
         self._call = ""  # the pending call: "step" or "reset"; "" if there is none
+        self._failure: Exception | None = None  # the latest failure of a row that no call has raised yet
         self._changing = False  # True during a change of this object's state, and after an interrupted one
         self._interrupted = False  # a wait was interrupted: reset() may drop the pending call
         envs.add_observer(PlaceNotes(self))
@@ -154,8 +158,6 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         Raises:
             ValueError: Functions differ, or options do not fit.
         """
-        from vecenv.engine.vector_env import AsyncVectorEnv
-
         n = len(env_fns)
         sizes = choice_check(None, or_=int_check(1, n)), f"None or an int within 1..{n} with spare workers"
         check_option("batch_size", batch_size, sizes)
@@ -212,7 +214,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     @property
     def observations(self) -> Any:
         """The latest observations of all rows."""
-        return _select(self.single_observation_space, self.envs.observations, self.places, self.envs.num_envs)
+        return _select(self.single_observation_space, self.envs.observations, self.places)
 
     @property
     def errors(self) -> deque[ErrorRecord]:
@@ -249,7 +251,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 raise TypeError(f"env {row}: its seed must be an integer or None, got {seeds[row]!r}")
             if seeds[row] is not None and seeds[row] < 0:
                 raise ValueError(f"seeds must not be negative, got {seeds[row]}")
-        self._require_open()
+        self._require_usable()
         all_rows = len(rows) == self.num_envs and ids is None
         if self._call and not (all_rows and (self._interrupted or self._changing)):
             raise AlreadyPendingCallError(f"Calling `reset_async` while waiting for `{self._call}_wait`.", self._call)
@@ -262,16 +264,22 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 self._drop_all()
         else:
             while self._steps or self._resets:
-                self._receive(1, None)  # more at once could become a full batch, which `recv` could not return in parts
+                self._receive(1, None)
         with self._changing_state(force=all_rows):
             episodes = {row: self._episode_after_reset(row, seeds[row]) for row in rows}
             places = [self.places[row] for row in rows]
-            self.envs.reset_async(
-                [each.derive_seed(each.episode) for each in episodes.values()], select_options(others, rows), env_id=places
-            )
+            arguments = [each.derive_seed(each.episode) for each in episodes.values()], select_options(others, rows)
+            try:
+                self.envs.reset_async(*arguments, env_id=places)
+            except ResetNeeded:  # a change of the state of `envs` was interrupted: only a reset of all places ends that
+                if not all_rows:
+                    raise
+                self.envs.reset_async()
+                self._drop_all()
+                self.envs.reset_async(*arguments, env_id=places)
             if ids is None:
                 self._full_batch, self._results, self._final_results = None, {}, {}
-                self._call, self._interrupted = "reset", False
+                self._call, self._interrupted, self._failure = "reset", False, None
             for row, episode in episodes.items():
                 self._rows[row] = episode
             self._ended.difference_update(rows)
@@ -320,15 +328,18 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._require_consistent()
         self._require_not_in_flight(f"{call}_async" if call else "send", rows)
         self._require_not_failed(rows)
+        stepped = [row for row in rows if row not in self._ended] if self._ended else rows
+        if len(stepped) < len(rows):
+            check_batch(self.single_action_space, self.single_action_space, actions, len(rows), "actions")
+            actions = _select(self.single_action_space, actions, [rows.index(row) for row in stepped])
         with self._changing_state():
-            stepped = [row for row in rows if row not in self._ended] if self._ended else rows
-            if len(stepped) < len(rows):
-                actions = _select(self.single_action_space, actions, [rows.index(row) for row in stepped], len(rows))
             if stepped:
                 places = [self.places[row] for row in stepped]
                 self.envs.send(actions, places)
                 self._steps.update(zip(places, stepped, strict=True))
-            self._call = call
+            self._call, self._interrupted = call, False
+            if call:
+                self._failure = None  # of a row that was reset since
             for row in self._ended.intersection(rows):
                 self._ended.remove(row)
                 self._begin_next(row)
@@ -347,12 +358,12 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         if not (at_least is within is None):
             enough, enough_from = parse_at_least(at_least, count), parse_within(within)
         in_flight = len(self.in_flight)
-        if in_flight < enough or (in_flight < count and enough_from is None):
+        if self._failure is None and (in_flight < enough or (in_flight < count and enough_from is None)):
             raise NoAsyncCallError(f"Calling `recv` for {enough} environments: only {in_flight} are in flight.", "recv")
         self._call = ""  # from now on, `recv` returns the rows of a pending reset
         self._collect(min(count, in_flight), timeout, enough, enough_from)
         with self._changing_state(recoverable=(InfoError,)):
-            rows = self._last_received = list(self._full_batch[0] if self._full_batch else self._results)[:count]
+            rows = self._last_received = list(self._results)[:count]
             *results, infos = self._combine(rows)
         return (*results, {**infos, "env_id": np.array(rows), "_env_id": np.ones(len(rows), np.bool_)})
 
@@ -386,13 +397,16 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             raise
         self._changing = False
 
-    def _require_open(self) -> None:
+    def _require_usable(self) -> None:
+        """Raise if this object is closed, or inside a call."""
         if self.closed:
             raise ClosedEnvironmentError("Trying to operate on `EpisodePrefetcher`, after a call to `close()`.")
+        if is_busy(self.envs):
+            raise BusyError("a call on this EpisodePrefetcher is under way, in another thread or around this function")
 
     def _require_consistent(self) -> None:
-        """Raise if this object is closed, or a change of its state was interrupted."""
-        self._require_open()
+        """Raise if this object is closed, inside a call, or a change of its state was interrupted."""
+        self._require_usable()
         if self._changing:
             reason = "A call was interrupted while it changed the state of the rows, or a reset of all of them was refused"
             raise ResetNeeded(f"{reason}: call reset() for all rows")
@@ -425,7 +439,10 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def _begin_next(self, row: int) -> None:
         """Begin the next episode of a row: move it to the spare that began the episode, or reset it at its place."""
-        current = self._rows[row] = replace(self._rows[row], episode=self._rows[row].episode + 1, order=next(self._order))
+        current = self._rows[row]
+        if current.seed is None:  # it has never been reset by the caller
+            current = replace(current, seed=random_seed())
+        current = self._rows[row] = replace(current, episode=current.episode + 1, order=next(self._order))
         place = self._prefetched.pop((row, current.num_resets, current.episode), None)
         self.counts["missed" if place is None else "ready" if place in self._ready else "late"] += 1
         if place is None:
@@ -456,24 +473,21 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def _drop_all(self) -> None:
         """Receive and drop everything in flight. The state is consistent afterwards, even if a call was interrupted."""
-        while waiting := len(self.envs.in_flight):
+        while waiting := int(self.envs.stats()["in_flight"]):
             try:
                 self.envs.recv(count=waiting)
             except StepTimeout as error:
                 self._name_late_rows(error)
                 raise
             except Exception:
-                if len(self.envs.in_flight) == waiting:  # the call failed, not an environment
+                if self.envs.stats()["in_flight"] == waiting:  # the call failed, not an environment
                     raise
         self.places, self._free = list(range(self.num_envs)), list(range(self.num_envs, self.envs.num_envs))
         self._prefetched, self._ready, self._steps, self._resets, self._failed = {}, {}, {}, {}, set()
-        self._full_batch, self._results, self._final_results, self._call = None, {}, {}, ""
+        self._full_batch, self._results, self._final_results, self._call, self._failure = None, {}, {}, "", None
 
     def _free_outdated(self, all_spares: bool = False) -> None:
-        """Free the spares with an episode that no row will need, or with any episode.
-
-        A spare that is resetting becomes free when its reset ends.
-        """
+        """Free the spares with an episode that no row will need, or all. One that is resetting becomes free when it ends."""
         for key in [key for key in self._prefetched if all_spares or key[1] != self._rows[key[0]].num_resets]:
             place = self._prefetched.pop(key)
             if self._ready.pop(place, None) is not None:
@@ -484,32 +498,34 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def _collect(self, count: int, timeout: Any, enough: int = 0, enough_from: float | None = None) -> None:
         """Receive until ``count`` rows are ready, or ``enough`` at or after the time ``enough_from``.
 
-        Raise the last failure of a row, if there was one.
+        Raise the failure of a row: for ``recv`` at once, otherwise the last one, after all rows have finished.
         """
         seconds = parse_timeout(timeout)
         deadline = None if seconds is None else time.monotonic() + seconds
-        failure: Exception | None = None
         while (waiting := len(self._steps) + len(self._resets)) and len(self._results) < count and not self._full_batch:
+            if self._failure is not None and not self._call:
+                break
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
             if enough_from is not None and len(self._results) >= enough:
                 until_enough = max(enough_from - time.monotonic(), 0.0)
                 try:
-                    failure = self._receive(1, until_enough if left is None else min(until_enough, left)) or failure
+                    self._receive(1, until_enough if left is None else min(until_enough, left))
                 except StepTimeout:
                     break
                 continue
             only_resets, started = not self._steps, time.monotonic()
             needed = 1 if enough_from is not None else min(count - len(self._results), waiting)
-            failure = self._receive(needed, left) or failure
+            self._receive(needed, left)
             self.counts["seconds"] += only_resets * (time.monotonic() - started)
-        if failure is not None:
-            if self._call:
-                with self._changing_state():
+        if (failure := self._failure) is not None:
+            with self._changing_state():
+                if self._call:
                     self._call, self._full_batch, self._results = "", None, {}
+                self._failure = None
             raise failure
 
-    def _receive(self, count: int, timeout: float | None) -> Exception | None:
-        """Receive ``count`` results of rows or spares; return the failure of a row, if any. A failed spare becomes free."""
+    def _receive(self, count: int, timeout: float | None) -> None:
+        """Receive ``count`` results of rows or spares; store the failure of a row, if any. A failed spare becomes free."""
         before = self.envs.in_flight
         self._changing = True
         try:
@@ -520,18 +536,18 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             raise
         except Exception as error:
             places = set(before.tolist()) - set(self.envs.in_flight.tolist())
-            if not places or not places <= self._recorded_places():  # a signal handler raised it
+            is_failure = isinstance(error, ObservationError) or places <= self._recorded_places()
+            if not places or not is_failure:  # a signal handler raised it
                 self._changing, self._interrupted = bool(places), True
                 raise
-            failure = self._record_failures(places, error)
+            self._record_failures(places, error)
             self._changing = False
-            return failure
+            return
         except BaseException:
             self._changing, self._interrupted = self.envs.in_flight.size != before.size, True
             raise
         self._apply_results(env_ids.tolist(), observations, columns, infos)
         self._changing = False
-        return None
 
     def _recorded_places(self) -> set[int]:
         """Return the places with recorded failures. A death may have been recorded before the ``recv`` that raises it."""
@@ -550,22 +566,25 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             return self.places.index(place)
         return next((row for (row, *_), spare in self._prefetched.items() if spare == place), None)
 
-    def _record_failures(self, places: set[int], error: Exception) -> Exception | None:
-        """Record failures of rows and of spares; return ``error`` if a row failed."""
+    def _record_failures(self, places: set[int], error: Exception) -> None:
+        """Record failures of rows and of spares; store ``error`` if a row failed."""
         for key in [key for key, place in self._prefetched.items() if place in places]:
             self._failed.add(key)
-            self._free.append(self._prefetched.pop(key))
+            del self._prefetched[key]
+        self._free += places - self._steps.keys() - self._resets.keys()
         rows = {waiting.pop(place) for waiting in (self._steps, self._resets) for place in places & waiting.keys()}
         self._failed_rows |= rows
         for row in rows:
             self._final_results.pop(row, None)
         name_rows(error, self.places)
-        return error if rows else None
+        if rows:
+            self._failure = error
 
     def _apply_results(self, places: list[int], observations: Any, columns: list[Any], infos: list[Any]) -> None:
         """Apply received results to the rows and spares that wait for them."""
         ended = columns[1] | columns[2]
-        if len(places) == self.num_envs and self._steps.keys() == set(places) and not (self._same_step and ended.any()):
+        is_whole_step = self._call and len(places) == self.num_envs and self._steps.keys() == set(places)
+        if is_whole_step and not (self._same_step and ended.any()):
             rows = [self._steps.pop(place) for place in places]
             self._ended.update(itertools.compress(rows, ended))
             self._full_batch = rows, observations, columns, infos
@@ -614,7 +633,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             (received, observations, columns, infos), self._full_batch = self._full_batch, None
             if received != (rows := list(rows)):
                 order = [received.index(row) for row in rows]
-                observations = _select(space, observations, order, len(received))
+                observations = _select(space, observations, order)
                 columns, infos = [column[order] for column in columns], [infos[position] for position in order]
             return self._merge(infos, rows, observations, *columns)
         results = [self._results.pop(row) for row in rows]
@@ -665,8 +684,15 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         if isinstance(values, (list, tuple)):
             _raise_unsupported("set one value per row", "any environment may run the episodes of any row")
         self._wait_until_idle("set_attr")
+        try:
+            with naming_rows(self.places):
+                self.envs.set_attr(name, [values] * self.envs.num_envs)
+        except VecEnvError:  # such as `WorkerDied`
+            with self._changing_state():
+                self._free_outdated(all_spares=True)
+                self._prefetch()  # in spares that have died too, which restarts them
+            raise
         with self._changing_state(recoverable=_CALL_ERRORS):
-            self.envs.set_attr(name, [values] * self.envs.num_envs)
             if self._builder is not None:
                 self._builder.keep(name, values)
                 self.envs.exec_func(keep_attribute, None, self._builder.token, name, values)
@@ -733,35 +759,17 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
         """Return the whole state in one dict; see ``AsyncVectorEnv.state_dict``."""
-        self._wait_until_idle("state_dict")
-        with naming_rows(self.places):
-            state = self.envs.state_dict(verify=verify)
-        rows = [self._with_episode(state["snapshots"][place], row) for row, place in enumerate(self.places)]
-        return StateDict(
-            {**state, "num_envs": self.num_envs, "snapshots": Snapshots(rows), "autoreset_mode": self._mode_name}
-        )
+        return state_with(self.envs, self.save(verify=verify), self.autoreset_mode, self._spaces)
 
     @property
-    def _mode_name(self) -> str:
-        return self.autoreset_mode.name
+    def _spaces(self) -> list[Space[Any]]:
+        return [self.single_action_space, self.action_space, self.single_observation_space, self.observation_space]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
         """Continue from the result of :meth:`state_dict`, and return the observations."""
-        require_entries(state, {"num_envs": self.num_envs, "autoreset_mode": self._mode_name}, "snapshots")
-        rows = list(range(self.num_envs))
-        listed = parse_snapshots(state["snapshots"], rows)
-        self._wait_until_idle("load_state_dict")
-        with self._changing_state(recoverable=_CALL_ERRORS):
-            plain = without_pending(listed)
-            every = [plain[0]] * self.envs.num_envs
-            for row, place in enumerate(self.places):
-                every[place] = plain[row]
-            self._free_outdated(all_spares=True)
-            whole = {**state, "num_envs": self.envs.num_envs, "snapshots": Snapshots(every), "autoreset_mode": "DISABLED"}
-            observations = self.envs.load_state_dict(whole)
-            if observations is not None:
-                observations = _select(self.single_observation_space, observations, self.places, self.envs.num_envs)
-            self._set_episodes(rows, listed)
+        saved = read_state(state, self.num_envs, self.autoreset_mode, self._spaces)
+        observations = self.load(saved.snapshots)
+        load_except_snapshots(self.envs, saved)
         return observations
 
     def _wait_until_idle(self, method: str) -> None:
@@ -780,16 +788,13 @@ def _raise_unsupported(action: str, reason: str) -> NoReturn:
     raise_unsupported("EpisodePrefetcher", action, reason)
 
 
-def _select(space: Space[Any], batch: Any, order: list[int], count: int) -> Any:
-    """Select the rows ``order`` from a batch of ``count`` rows.
-
-    Raises:
-        ValueError: The batch has another number of rows.
-    """
+def _select(space: Space[Any], batch: Any, order: list[int]) -> Any:
+    """Select the rows ``order`` from a batch."""
     if isinstance(space, Dict):
-        return {key: _select(part, batch[key], order, count) for key, part in space.items()}
+        return {key: _select(part, batch[key], order) for key, part in space.items()}
     if isinstance(space, Tuple):
-        return tuple(_select(part, batch[index], order, count) for index, part in enumerate(space))
-    if len(batch) != count:
-        raise ValueError(f"got {len(batch)} actions for {count} environments; nothing was sent")
-    return batch[order] if isinstance(batch, np.ndarray) else tuple(batch[row] for row in order)
+        return tuple(_select(part, batch[index], order) for index, part in enumerate(space))
+    if isinstance(batch, np.ndarray):
+        return batch[order]
+    listed = list(batch)  # it may be an iterator
+    return tuple(listed[row] for row in order)

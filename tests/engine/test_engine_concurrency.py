@@ -186,6 +186,22 @@ def test_hanging_env_is_reported_while_others_wait_for_max_concurrency() -> None
         assert envs.get_attr("steps") == (1, 0, 1)
 
 
+def test_hanging_env_is_reported_if_an_interrupted_call_waits_behind_it() -> None:
+    """The dropped call to env 3 is behind the step of env 4, which waits for the hanging one of env 2."""
+    options: Options = {"num_workers": 3, "max_concurrency": 1, "step_timeout": 0.5}
+    with signal_handler(signal.SIGALRM, TimeoutError), ready_engine([SleepingEnv] * 6, **options) as envs:
+        envs.send([0.3, 100.0, 0.0], [0, 2, 4])
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(TimeoutError):
+            envs.exec_func(SleepingEnv.sleep, [3], 0.0)
+        assert envs.recv(20.0, count=1)[4]["env_id"].tolist() == [0]
+        signal.setitimer(signal.ITIMER_REAL, 20.0)  # ends the wait if the timeout does not
+        with pytest.raises(StepTimeout) as caught:
+            envs.recv(count=1)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        assert caught.value.envs == (2,)
+
+
 class DiesInStep(SleepingEnv):
     """An environment that creates a file and ends its process in every step. If the file exists, resets take 0.6 s."""
 

@@ -64,6 +64,14 @@ def test_max_concurrency_limits_first_ready_batches(every_engine: Options, limit
     assert set(env_ids) == {0, 1, 2, 3}
 
 
+def test_max_concurrency_limits_a_reset_during_steps_that_it_drops(tmp_path: Path) -> None:
+    fns = [functools.partial(OverlapEnv, tmp_path, index) for index in range(4)]
+    with ready_engine(fns, max_concurrency=2) as envs:
+        envs.send(np.zeros(2), env_id=[2, 3])
+        _, infos = envs.reset(seed=1)
+        assert infos["inside"].max() <= 2
+
+
 def test_steps_overlap_without_max_concurrency(tmp_path: Path) -> None:
     fns = [functools.partial(OverlapEnv, tmp_path, index) for index in range(3)]
     with ready_engine(fns) as envs:

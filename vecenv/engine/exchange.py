@@ -242,11 +242,11 @@ class Exchange:
         return error
 
     def wait_until_idle(self) -> None:
-        """Wait for all replies. Required before a reset of some rows, and before one of all rows if messages are held.
+        """Wait for all replies. Required before a reset of some rows, and with ``max_concurrency`` before one of all rows.
 
         A reset of some rows marks them in ``Batch.requested``, where workers read the rows of earlier messages only when
-        they execute them. A reset of all rows would drop held messages, so that only some rows would execute the request.
-        Both resets drop all results. ``StepTimeout`` names ``recv``, not the reset that called this.
+        they execute them. A reset of all rows would drop held messages, so that only some rows would execute the request,
+        and would begin beside dropped steps. Both drop all results. ``StepTimeout`` names ``recv``, not the reset.
         """
         deadline = deadline_after(self.policy.step_timeout)
         while any(worker.pending for worker in self.pool.workers):

@@ -158,7 +158,7 @@ class Engine(WorkerDriver):
             self.require_not_in_flight("reset_async", rows)
         elif not self.state.changing:  # otherwise a change was interrupted, and `send_reset` drops everything
             # either all rows execute a dropped message or none does, so the rest of it is written and executed
-            if ids is not None or self.pool.held:
+            if ids is not None or self.pool.max_concurrency is not None:
                 self.exchange.wait_until_idle()
             else:
                 self.exchange.flush()

@@ -519,8 +519,8 @@ class EnvRows:
         """Set the seed and options of the next automatic reset, one pair per row; ``None``: no change."""
 
         def set_row(k: int) -> None:
-            self._env(k)
             if (pair := pairs[k]) is not None:
+                self._env(k)  # raises if it failed
                 self._next_episodes[k] = pair
 
         return self._call_each(range(self.count), set_row)

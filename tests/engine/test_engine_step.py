@@ -126,6 +126,16 @@ def test_reset_mask_may_be_changed_while_the_reset_is_pending(engine: Options) -
         assert envs.reset_wait()[1]["_reset_kwargs"].tolist() == [True, False]
 
 
+def test_options_may_be_changed_while_the_reset_is_pending(engine: Options) -> None:
+    with open_engine(counters(2), **engine) as envs:
+        for options in ({"level": 1}, [{"level": 1}, {"level": 1}]):
+            envs.reset_async(options=options)
+            for changed in options if isinstance(options, list) else [options]:
+                changed["level"] = 2
+            _, infos = envs.reset_wait()
+            assert infos["reset_kwargs"].tolist() == [describe({"seed": None, "options": {"level": 1}})] * 2
+
+
 def test_first_masked_reset_returns_zeros_for_the_others(engine: Options) -> None:
     with open_engine(counters(2), **engine) as envs:
         observations, _ = envs.reset(seed=1, options={"reset_mask": np.array([False, True])})

@@ -652,8 +652,27 @@ def test_each_environment_of_a_worker_receives_a_copy_of_a_shared_value(num_work
             set_notes()
             envs.exec_func(lambda env: env.get_wrapper_attr("note")["steps"].append(1))
             assert envs.get_attr("note") == ({"steps": [0, 1]},) * 4
+        assert envs.exec_func(lambda env, numbers: numbers.pop(), None, [1, 2, 3]) == (3,) * 4
         envs.set_attr("note", {"uncopyable": re})  # deepcopy cannot copy modules, but cloudpickle can
         assert envs.exec_func(lambda env: env.get_wrapper_attr("note")["uncopyable"].__name__) == ("re",) * 4
+
+
+class OptionPoppingEnv(CounterEnv):
+    """An environment that removes the last of ``options["numbers"]`` in a reset."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        observation, _ = super().reset(seed=seed)
+        return observation, {} if options is None else {"popped": options["numbers"].pop()}
+
+
+@pytest.mark.parametrize("num_workers", [None, 1, 2])
+def test_environment_that_changes_values_in_its_options_does_not_affect_others(num_workers: int | None) -> None:
+    with open_engine([OptionPoppingEnv] * 4, num_workers=num_workers, autoreset_mode="SameStep") as envs:
+        assert envs.reset(options={"numbers": [1, 2, 3]})[1]["popped"].tolist() == [3] * 4
+        envs.set_next_options({"numbers": [1, 2, 3]})
+        while "popped" not in (infos := envs.step([0] * 4)[4]):
+            pass
+        assert infos["popped"].tolist() == [3] * 4
 
 
 @pytest.mark.parametrize("values", [["a"], ["a", "b", "c"], (), []], ids=len)

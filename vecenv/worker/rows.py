@@ -281,7 +281,8 @@ class EnvRows:
         return self._call_reset(k, self._env(k), seed, options)
 
     def _call_reset(self, k: int, env: Any, seed: Any, options: Any) -> tuple[Any, Any]:
-        return unpack_reset(env.reset(seed=seed, options=None if options is None else dict(options)), self.first + k)
+        own_options = None if options is None else dict(self._own_copy(options))
+        return unpack_reset(env.reset(seed=seed, options=own_options), self.first + k)
 
     def _is_reset_due(self, k: int) -> bool:
         """True if the row's next step is an automatic reset."""
@@ -504,16 +505,20 @@ class EnvRows:
         return self._call_each(range(self.count), lambda k: self._env(k).set_wrapper_attr(name, self._own_value(k, values)))
 
     def _own_value(self, k: int, values: Sequence[Any]) -> Any:
-        """Return the value of row ``k``. In a worker it is a copy if a later row has the same one.
+        """Return the value of row ``k``: its own copy if a later row has the same one."""
+        return self._own_copy(values[k]) if any(later is values[k] for later in values[k + 1 :]) else values[k]
+
+    def _own_copy(self, value: Any) -> Any:
+        """Return a copy of a value for one environment of a worker, or the value itself in the caller's own process.
 
         So environments never share it, for any number of workers, as in Gymnasium's class. What cannot be copied is shared.
         """
-        if self._in_caller or all(later is not values[k] for later in values[k + 1 :]):
-            return values[k]
+        if self._in_caller or self.count == 1:
+            return value
         try:
-            return deepcopy(values[k])
+            return deepcopy(value)
         except Exception:
-            return values[k]
+            return value
 
     def set_next(self, pairs: Sequence[tuple[Any, Any] | None]) -> Outcome:
         """Set the seed and options of the next automatic reset, one pair per row; ``None``: no change."""
@@ -527,7 +532,13 @@ class EnvRows:
 
     def exec(self, ks: Sequence[int], function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Outcome:
         """Call ``function(env, *args, **kwargs)`` for the rows ``ks``."""
-        return self._call_each(ks, lambda k: function(self._env(k), *args, **kwargs))
+        arguments = args, kwargs
+
+        def call_row(k: int) -> Any:
+            own_args, own_kwargs = arguments if k == ks[-1] else self._own_copy(arguments)
+            return function(self._env(k), *own_args, **own_kwargs)
+
+        return self._call_each(ks, call_row)
 
     def _call_each(self, ks: Sequence[int], function: Callable[[int], Any], *, fatal: bool = False) -> Outcome:
         """Call ``function(k)`` for each of the rows ``ks``, and return the results.

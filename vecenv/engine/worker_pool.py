@@ -211,6 +211,7 @@ class WorkerPool:
                 with clear_mpi_env_vars():
                     self._start(worker.index, worker.rows, 1, started)
                 new = started[0]
+            new.channel.bytes_pickled += worker.channel.bytes_pickled  # `stats()` counts both
             self.processes[worker.index] = new
             if worker.death is None:
                 worker.request_close()

@@ -62,6 +62,22 @@ def test_final_info_in_a_reset_info_replaces_the_info_of_the_last_step(engine: O
         assert "step" not in infos["final_info"]
 
 
+class FinalInfoEnv(ReusingEnv):
+    """A :class:`ReusingEnv` with a ``final_info`` in the infos of its resets."""
+
+    def reset(self, **kwargs: Any) -> Any:
+        observation, info = super().reset(**kwargs)
+        return observation, info | {"final_info": {"own": 1}}
+
+
+def test_final_obs_is_unaffected_by_a_reset_with_final_info(engine: Options) -> None:
+    with ready_engine([FinalInfoEnv] * 2, autoreset_mode="SameStep", **engine) as envs:
+        envs.step([0, 0])
+        infos = envs.step([0, 0])[4]
+        assert infos["final_info"]["own"].tolist() == [1, 1]
+        assert [observation[1] for observation in infos["final_obs"]] == [2, 2]
+
+
 def test_final_observations_are_unchanged_by_later_episodes(engine: Options) -> None:
     with ready_engine(counters(2, lengths=(1,)), autoreset_mode="SameStep", **engine) as envs:
         first = envs.step([0, 0])[4]["final_obs"]

@@ -422,14 +422,12 @@ class EnvRows:
             text = f"env {self.first + k}: reset() returned an info that is not a dict but a {kind}"
             self.warnings.append(("reset info", f"{text}; with same-step autoreset it is dropped"))
             reset_info = {}
-        if "final_obs" in reset_info or "final_info" in reset_info:  # the reset's own keys win, as in Gymnasium
-            final_obs = deepcopy(observation) if final is WRITTEN else final
-            return reset_observation, {"final_info": info, "final_obs": final_obs, **reset_info}
-        if final is WRITTEN:
-            self._final[k] = True
-            self._has_old_results = out.columns = True
-        else:
-            out.finals[self.first + k] = final
+        if "final_obs" not in reset_info:  # otherwise the reset's own wins, as in Gymnasium
+            if final is WRITTEN:
+                self._final[k] = True
+                self._has_old_results = out.columns = True
+            else:
+                out.finals[self.first + k] = final
         return reset_observation, {"final_info": info, **reset_info}
 
     def _keep_final(self, k: int, observation: Any) -> Any:

@@ -575,6 +575,8 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         if self._driver.state.unusable == "forked":
             return
         self._pool.end_unclosed()
+        if self._stats_file is not None:
+            self._stats_file.close()
         self.closed, self._driver.state.unusable = True, "closed"
         warnings.warn(f"unclosed {type(self).__name__}", ResourceWarning, source=self, stacklevel=2)
 

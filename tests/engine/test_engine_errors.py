@@ -327,6 +327,16 @@ def test_stats_count_all_but_the_failed_environment(every_engine: Options, metho
         assert [after[name] - before[name] for name in ("steps", "resets")] == ([2, 0] if method == "step" else [0, 2])
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_stats_count_all_errors_though_only_the_last_1000_are_kept() -> None:
+    with ready_engine([raising_env_fn(row, ValueError("x"), at=1) for row in range(300)], num_workers=0) as envs:
+        for _ in range(4):
+            with pytest.raises(ValueError, match="x"):
+                envs.step([0] * 300)
+            envs.reset()
+        assert (len(envs.errors), envs.stats()["errors"]) == (1000, 1200)
+
+
 class MisfitEnv(CounterEnv):
     """An environment with pickled observations. Action 3 returns one without keys, which only the caller detects."""
 

@@ -509,7 +509,7 @@ class Engine(WorkerDriver):
             **super()._compute_stats(),
             **measure_workers(self.batch),
             "restarts": float(self.failures.restarts),
-            "errors": float(len(self.failures.errors)),
+            "errors": float(self.failures.num_errors),
             "bytes_pickled": float(sum(worker.channel.bytes_pickled for worker in self.pool.processes)),
             **freezing.frozen_stats(self),
         }

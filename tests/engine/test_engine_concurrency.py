@@ -64,6 +64,27 @@ def test_max_concurrency_limits_first_ready_batches(every_engine: Options, limit
     assert set(env_ids) == {0, 1, 2, 3}
 
 
+class ShortOverlapEnv(OverlapEnv):
+    """An :class:`OverlapEnv` with short steps for all actions, for the trial of an environment."""
+
+    def __init__(self, folder: Path, env_id: int = 0) -> None:
+        super().__init__(folder, env_id)
+        self.action_space = spaces.Box(0.0, 1e-3, (), np.float64)
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_max_concurrency_includes_envs_of_the_calling_process(limit: int, tmp_path: Path) -> None:
+    fns = [functools.partial(ShortOverlapEnv, tmp_path, index) for index in range(6)]
+    with ready_engine(fns, max_concurrency=limit, num_workers=2, use_caller=True) as envs:
+        insides = [envs.reset()[1]["inside"], *[envs.step(np.zeros(6))[4]["inside"] for _ in range(3)]]
+        envs.send(np.zeros(6), range(6))
+        for _ in range(30):
+            infos = envs.recv(20.0, count=2)[4]
+            insides.append(infos["inside"])
+            envs.send(np.zeros(2), infos["env_id"])
+        assert max(inside.max() for inside in insides) == limit
+
+
 def test_max_concurrency_limits_a_reset_during_steps_that_it_drops(tmp_path: Path) -> None:
     fns = [functools.partial(OverlapEnv, tmp_path, index) for index in range(4)]
     with ready_engine(fns, max_concurrency=2) as envs:

@@ -365,15 +365,25 @@ class WorkerPool:
             self.unflushed.add(worker)
 
     def release_held(self) -> None:
-        """Queue held messages while fewer than ``max_concurrency`` sent ones, including calls, have no reply."""
-        held = self._held_numbers()
-        busy = sum(reply[1:] not in held for worker in self.processes for reply, *_ in worker.pending)
+        """Queue held messages while fewer than ``max_concurrency`` sent ones, including calls, have no reply.
+
+        A step or reset of the caller's own share that was not executed yet takes one place.
+        """
+        busy = self._count_busy() + (self.local is not None and self.local.has_step())
         while self.held and (not self.held[0][2] or busy < (self.max_concurrency or 0)):
             worker, data, makes_busy = self.held.popleft()
             busy += makes_busy
             worker.sent_at = time.monotonic()
             worker.channel.queue(data)
             self.unflushed.add(worker)
+
+    def can_execute_local(self, local: LocalWorker) -> bool:
+        """True if ``max_concurrency`` allows to execute the next message to the caller's own share."""
+        return self.max_concurrency is None or not local.has_step() or self._count_busy() < self.max_concurrency
+
+    def _count_busy(self) -> int:
+        held = self._held_numbers()
+        return sum(reply[1:] not in held for worker in self.processes for reply, *_ in worker.pending)
 
     def _held_numbers(self) -> set[bytes]:
         """Return the numbers of held messages; that of a dropped call is not pending any more."""

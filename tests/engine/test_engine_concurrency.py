@@ -470,6 +470,7 @@ def test_invalid_thread_options_are_refused() -> None:
         ({"env_threads": 0, "num_workers": 1}, "`env_threads` must be a positive int, got 0"),
         ({"env_threads": 2, "num_workers": 0}, "`env_threads` needs worker processes"),
         ({"env_threads": 2, "use_caller": True}, "`env_threads` needs worker processes"),
+        ({"env_threads": 2, "max_concurrency": 1}, "`max_concurrency` must be None with env_threads"),
         ({"env_threads": 2, "num_workers": "auto"}, "`num_workers` must be None or a positive int with env_threads"),
     ):
         with pytest.raises(ValueError, match=text):

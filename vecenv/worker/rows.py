@@ -135,6 +135,8 @@ class EnvRows:
             return write
         if (fixed := fixed_tree(self.plan.expected.observation_space)) is not None:
             return make_row_caster(fixed, first, self._warn, self.count)
+        if self._in_caller:  # nothing is pickled, and the environment may change its object later
+            return lambda k, value: call_with_fallback(partial(deepcopy, value), lambda _: value, Exception)
         return lambda k, observation: observation
 
     def _warn(self, field: str, text: str) -> None:

@@ -25,7 +25,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import vecenv
-from vecenv.errors import EpisodeOver, ObservationError
+from vecenv.errors import EnvFailed, EpisodeOver, ObservationError
 
 # --- the end of an episode in each of the three modes --------------------------------------------
 
@@ -60,6 +60,22 @@ def test_final_info_in_a_reset_info_replaces_the_info_of_the_last_step(engine: O
         infos = envs.step([0, 0])[4]
         assert infos["final_info"]["reset"].tolist() == [1, 1]
         assert "step" not in infos["final_info"]
+
+
+class FinalInfoEnv(ReusingEnv):
+    """A :class:`ReusingEnv` with a ``final_info`` in the infos of its resets."""
+
+    def reset(self, **kwargs: Any) -> Any:
+        observation, info = super().reset(**kwargs)
+        return observation, info | {"final_info": {"own": 1}}
+
+
+def test_final_obs_is_unaffected_by_a_reset_with_final_info(engine: Options) -> None:
+    with ready_engine([FinalInfoEnv] * 2, autoreset_mode="SameStep", **engine) as envs:
+        envs.step([0, 0])
+        infos = envs.step([0, 0])[4]
+        assert infos["final_info"]["own"].tolist() == [1, 1]
+        assert [observation[1] for observation in infos["final_obs"]] == [2, 2]
 
 
 def test_final_observations_are_unchanged_by_later_episodes(engine: Options) -> None:
@@ -236,6 +252,15 @@ def test_failed_rows_drop_their_next_options(engine: Options) -> None:
             envs.step([1, 0])
         envs.reset(options={"reset_mask": np.array([True, False])})
         assert step_and_collect_resets(envs, 4) == [[describe_reset(None)], [describe_reset({"level": 1})]]
+
+
+def test_next_options_of_other_rows_can_be_set_after_a_failure(engine: Options) -> None:
+    with ready_engine([RaisesForActionOne, counters(2, lengths=(3,))[1]], **engine) as envs:
+        with raises_and_warns(ArithmeticError):
+            envs.step([1, 0])
+        envs.set_next_options({"level": 1}, env_id=[1])
+        with pytest.raises(EnvFailed, match="env 0"):
+            envs.set_next_options({"level": 2})
 
 
 def test_next_options_without_autoreset_raise() -> None:

@@ -64,6 +64,35 @@ def test_max_concurrency_limits_first_ready_batches(every_engine: Options, limit
     assert set(env_ids) == {0, 1, 2, 3}
 
 
+class ShortOverlapEnv(OverlapEnv):
+    """An :class:`OverlapEnv` with short steps for all actions, for the trial of an environment."""
+
+    def __init__(self, folder: Path, env_id: int = 0) -> None:
+        super().__init__(folder, env_id)
+        self.action_space = spaces.Box(0.0, 1e-3, (), np.float64)
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_max_concurrency_includes_envs_of_the_calling_process(limit: int, tmp_path: Path) -> None:
+    fns = [functools.partial(ShortOverlapEnv, tmp_path, index) for index in range(6)]
+    with ready_engine(fns, max_concurrency=limit, num_workers=2, use_caller=True) as envs:
+        insides = [envs.reset()[1]["inside"], *[envs.step(np.zeros(6))[4]["inside"] for _ in range(3)]]
+        envs.send(np.zeros(6), range(6))
+        for _ in range(30):
+            infos = envs.recv(20.0, count=2)[4]
+            insides.append(infos["inside"])
+            envs.send(np.zeros(2), infos["env_id"])
+        assert max(inside.max() for inside in insides) == limit
+
+
+def test_max_concurrency_limits_a_reset_during_steps_that_it_drops(tmp_path: Path) -> None:
+    fns = [functools.partial(OverlapEnv, tmp_path, index) for index in range(4)]
+    with ready_engine(fns, max_concurrency=2) as envs:
+        envs.send(np.zeros(2), env_id=[2, 3])
+        _, infos = envs.reset(seed=1)
+        assert infos["inside"].max() <= 2
+
+
 def test_steps_overlap_without_max_concurrency(tmp_path: Path) -> None:
     fns = [functools.partial(OverlapEnv, tmp_path, index) for index in range(3)]
     with ready_engine(fns) as envs:
@@ -184,6 +213,22 @@ def test_hanging_env_is_reported_while_others_wait_for_max_concurrency() -> None
         assert died.value.envs == (1,)
         envs.reset(options={"reset_mask": np.array([False, True, False])})
         assert envs.get_attr("steps") == (1, 0, 1)
+
+
+def test_hanging_env_is_reported_if_an_interrupted_call_waits_behind_it() -> None:
+    """The dropped call to env 3 is behind the step of env 4, which waits for the hanging one of env 2."""
+    options: Options = {"num_workers": 3, "max_concurrency": 1, "step_timeout": 0.5}
+    with signal_handler(signal.SIGALRM, TimeoutError), ready_engine([SleepingEnv] * 6, **options) as envs:
+        envs.send([0.3, 100.0, 0.0], [0, 2, 4])
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(TimeoutError):
+            envs.exec_func(SleepingEnv.sleep, [3], 0.0)
+        assert envs.recv(20.0, count=1)[4]["env_id"].tolist() == [0]
+        signal.setitimer(signal.ITIMER_REAL, 20.0)  # ends the wait if the timeout does not
+        with pytest.raises(StepTimeout) as caught:
+            envs.recv(count=1)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        assert caught.value.envs == (2,)
 
 
 class DiesInStep(SleepingEnv):
@@ -425,6 +470,7 @@ def test_invalid_thread_options_are_refused() -> None:
         ({"env_threads": 0, "num_workers": 1}, "`env_threads` must be a positive int, got 0"),
         ({"env_threads": 2, "num_workers": 0}, "`env_threads` needs worker processes"),
         ({"env_threads": 2, "use_caller": True}, "`env_threads` needs worker processes"),
+        ({"env_threads": 2, "max_concurrency": 1}, "`max_concurrency` must be None with env_threads"),
         ({"env_threads": 2, "num_workers": "auto"}, "`num_workers` must be None or a positive int with env_threads"),
     ):
         with pytest.raises(ValueError, match=text):

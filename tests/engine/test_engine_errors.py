@@ -327,6 +327,46 @@ def test_stats_count_all_but_the_failed_environment(every_engine: Options, metho
         assert [after[name] - before[name] for name in ("steps", "resets")] == ([2, 0] if method == "step" else [0, 2])
 
 
+class ReusingTextEnv(CounterEnv):
+    """An environment that changes its array in every step, also before it raises for action 1. Observations are pickled."""
+
+    def __init__(self) -> None:
+        super().__init__(lengths=(1000,))
+        self.observation_space = spaces.Dict({"text": spaces.Text(5), "steps": spaces.Box(0, 1000, (1,))})
+        self.array = np.zeros(1, np.float32)
+
+    def reset(self, **kwargs: Any) -> Any:
+        super().reset(**kwargs)
+        self.array[:] = 0
+        return {"text": "reset", "steps": self.array}, {}
+
+    def step(self, action: Any) -> Any:
+        self.array += 1
+        if action == 1:
+            raise ValueError("action 1")
+        return {"text": "step", "steps": self.array}, 0.0, False, False, {}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_failed_env_keeps_its_last_complete_pickled_observation(every_engine: Options) -> None:
+    with ready_engine([ReusingTextEnv] * 2, **every_engine) as envs:
+        envs.step([0, 0])
+        with pytest.raises(ValueError, match="action 1"):
+            envs.step([1, 0])
+        observations, _ = envs.reset(options={"reset_mask": np.array([False, True])})
+        assert observations["steps"].tolist() == [[1.0], [0.0]]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_stats_count_all_errors_though_only_the_last_1000_are_kept() -> None:
+    with ready_engine([raising_env_fn(row, ValueError("x"), at=1) for row in range(300)], num_workers=0) as envs:
+        for _ in range(4):
+            with pytest.raises(ValueError, match="x"):
+                envs.step([0] * 300)
+            envs.reset()
+        assert (len(envs.errors), envs.stats()["errors"]) == (1000, 1200)
+
+
 class MisfitEnv(CounterEnv):
     """An environment with pickled observations. Action 3 returns one without keys, which only the caller detects."""
 

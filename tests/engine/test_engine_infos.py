@@ -532,6 +532,25 @@ def test_infos_by_row_includes_changes_by_wrappers(closes: Any) -> None:
     assert repr(received) == repr([{"x": info["x"], "a": np.int8(2 * row), "new": row} for row, info in enumerate(infos)])
 
 
+def test_infos_by_row_accepts_a_subclass_that_overrides_the_beginning_of_calls(closes: Any) -> None:
+    class CountsCalls(vecenv.AsyncVectorEnv[Any, Any]):
+        calls = 0
+
+        def reset_async(self, *args: Any, **kwargs: Any) -> None:
+            self.calls += 1
+            super().reset_async(*args, **kwargs)
+
+        def step_async(self, actions: Any) -> None:
+            self.calls += 1
+            super().step_async(actions)
+
+    envs = closes(CountsCalls([info_env_fn([{"a": 1}], [{"b": 2}])] * 2, num_workers=0))
+    by_row = vecenv.infos_by_row(envs)
+    assert by_row.reset(seed=1)[1] == [{"b": 2}] * 2
+    assert by_row.step([0, 0])[4] == [{"a": 1}] * 2
+    assert envs.calls == 2
+
+
 def test_infos_by_row_accepts_sync_vector_env(closes: Any) -> None:
     sync_envs = closes(SyncVectorEnv([info_env_fn([{"a": 1, "b": {"c": 0.5}}, {}])] * 2))
     vecenv.infos_by_row(sync_envs).reset(seed=1)

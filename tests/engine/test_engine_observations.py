@@ -6,6 +6,7 @@ import array
 import copy
 import mmap
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -227,7 +228,13 @@ class PointSpace(spaces.Space):
     __hash__ = None  # type: ignore[assignment]
 
 
-def test_custom_space_registered_with_gymnasium_works_in_shared_memory(closes: Any) -> None:
+class RegisteredSpace(PointSpace):
+    """A custom space with functions that :func:`registered_space` registers."""
+
+
+@pytest.fixture(scope="module")
+def registered_space() -> RegisteredSpace:
+    """Register all functions of :class:`RegisteredSpace` with Gymnasium, and return such a space."""
     from gymnasium.vector.utils import (
         batch_space,
         concatenate,
@@ -236,9 +243,6 @@ def test_custom_space_registered_with_gymnasium_works_in_shared_memory(closes: A
         read_from_shared_memory,
         write_to_shared_memory,
     )
-
-    class RegisteredSpace(PointSpace):
-        pass
 
     @create_shared_memory.register(RegisteredSpace)
     def _(space: Any, n: int = 1, ctx: Any = None) -> Any:
@@ -264,11 +268,41 @@ def test_custom_space_registered_with_gymnasium_works_in_shared_memory(closes: A
     def _(space: Any, n: int = 1, fn: Any = np.zeros) -> Any:
         return fn((n, 2), dtype=np.float64)
 
-    fns = make_space_env_fns(RegisteredSpace(), 2)
+    return RegisteredSpace()
+
+
+def test_custom_space_registered_with_gymnasium_works_in_shared_memory(
+    registered_space: RegisteredSpace, closes: Any
+) -> None:
+    fns = make_space_env_fns(registered_space, 2)
     reference = closes(SyncVectorEnv(fns))
     with open_engine(fns, context="fork") as envs:
         assert_identical(np.array(envs.reset(seed=1)[0]), reference.reset(seed=1)[0])
         assert_identical(np.array(envs.step([0, 0])[0]), reference.step([0, 0])[0])
+
+
+WRAPS: dict[str, tuple[Callable[[Any], spaces.Space], Callable[[Any, Any], Any]]] = {
+    # A function that wraps the custom space, and one that wraps a point and a number.
+    "alone": (lambda space: space, lambda point, number: point),
+    "in a dict": (
+        lambda space: spaces.Dict({"number": spaces.Discrete(9), "point": space}),
+        lambda point, number: {"number": number, "point": point},
+    ),
+    "in a tuple": (lambda space: spaces.Tuple([space, spaces.Discrete(9)]), lambda point, number: (point, number)),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPS)
+def test_rows_of_custom_spaces_in_shared_memory_are_those_of_their_envs(
+    registered_space: RegisteredSpace, kind: str
+) -> None:
+    wrap_space, wrap = WRAPS[kind]
+    observations = [wrap(np.full(2, float(row)), row) for row in range(3)]
+    fns = [make_returning_env_fns(wrap_space(registered_space), each, each)[0] for each in observations]
+    with ready_engine(fns, context="fork", num_workers=1, on_failure="restart") as envs:
+        envs.send([0, 0], [1, 2])
+        received = envs.recv(count=2)[0]
+        assert_identical(received, wrap(np.array([[1.0, 1.0], [2.0, 2.0]]), np.array([1, 2])))
 
 
 # --- observations that environments return -------------------------------------------------------

@@ -126,6 +126,16 @@ def test_reset_mask_may_be_changed_while_the_reset_is_pending(engine: Options) -
         assert envs.reset_wait()[1]["_reset_kwargs"].tolist() == [True, False]
 
 
+def test_options_may_be_changed_while_the_reset_is_pending(engine: Options) -> None:
+    with open_engine(counters(2), **engine) as envs:
+        for options in ({"level": 1}, [{"level": 1}, {"level": 1}]):
+            envs.reset_async(options=options)
+            for changed in options if isinstance(options, list) else [options]:
+                changed["level"] = 2
+            _, infos = envs.reset_wait()
+            assert infos["reset_kwargs"].tolist() == [describe({"seed": None, "options": {"level": 1}})] * 2
+
+
 def test_first_masked_reset_returns_zeros_for_the_others(engine: Options) -> None:
     with open_engine(counters(2), **engine) as envs:
         observations, _ = envs.reset(seed=1, options={"reset_mask": np.array([False, True])})
@@ -642,8 +652,27 @@ def test_each_environment_of_a_worker_receives_a_copy_of_a_shared_value(num_work
             set_notes()
             envs.exec_func(lambda env: env.get_wrapper_attr("note")["steps"].append(1))
             assert envs.get_attr("note") == ({"steps": [0, 1]},) * 4
+        assert envs.exec_func(lambda env, numbers: numbers.pop(), None, [1, 2, 3]) == (3,) * 4
         envs.set_attr("note", {"uncopyable": re})  # deepcopy cannot copy modules, but cloudpickle can
         assert envs.exec_func(lambda env: env.get_wrapper_attr("note")["uncopyable"].__name__) == ("re",) * 4
+
+
+class OptionPoppingEnv(CounterEnv):
+    """An environment that removes the last of ``options["numbers"]`` in a reset."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        observation, _ = super().reset(seed=seed)
+        return observation, {} if options is None else {"popped": options["numbers"].pop()}
+
+
+@pytest.mark.parametrize("num_workers", [None, 1, 2])
+def test_environment_that_changes_values_in_its_options_does_not_affect_others(num_workers: int | None) -> None:
+    with open_engine([OptionPoppingEnv] * 4, num_workers=num_workers, autoreset_mode="SameStep") as envs:
+        assert envs.reset(options={"numbers": [1, 2, 3]})[1]["popped"].tolist() == [3] * 4
+        envs.set_next_options({"numbers": [1, 2, 3]})
+        while "popped" not in (infos := envs.step([0] * 4)[4]):
+            pass
+        assert infos["popped"].tolist() == [3] * 4
 
 
 @pytest.mark.parametrize("values", [["a"], ["a", "b", "c"], (), []], ids=len)

@@ -531,6 +531,16 @@ def test_result_of_a_call_is_not_repeated_in_later_replies() -> None:
         assert envs.stats()["bytes_pickled"] == bytes_before
 
 
+def test_bytes_pickled_include_those_of_a_replaced_worker() -> None:
+    with ready_engine([RaisingEnv] * 4, num_workers=1, on_failure="restart") as envs:
+        envs.exec_func(lambda env: bytes(10_000))
+        bytes_before = envs.stats()["bytes_pickled"]
+        assert bytes_before > 40_000
+        os.kill(envs.processes[0].pid, signal.SIGKILL)
+        envs.step([0] * 4)
+        assert envs.stats()["bytes_pickled"] >= bytes_before
+
+
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize("detected_by", ["reset", "another row"])
 def test_each_row_of_a_dead_worker_needs_its_own_reset(detected_by: str) -> None:

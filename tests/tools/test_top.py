@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -118,6 +119,16 @@ def test_stats_include_first_ready_steps_and_the_callers_share(closes: Any) -> N
     assert sorted(worker.kind for worker in row.workers) == ["caller", "process"]
     assert all(worker.state in ("stepping", "waiting", "idle", "busy") for worker in row.workers)
     assert row.steps_per_second > 0
+
+
+def test_file_of_an_unclosed_vector_env_is_removed_when_it_is_collected(folder: Path) -> None:
+    envs = make_envs()
+    envs.publish_stats()
+    assert len(list(folder.iterdir())) == 1
+    with pytest.warns(ResourceWarning, match="unclosed AsyncVectorEnv"):  # noqa: PT031
+        del envs
+        gc.collect()
+    assert list(folder.iterdir()) == []
 
 
 def test_file_is_private_and_a_forked_child_does_not_remove_it(folder: Path, closes: Any) -> None:

@@ -242,11 +242,11 @@ class Exchange:
         return error
 
     def wait_until_idle(self) -> None:
-        """Wait for all replies. Required before a reset of some rows, and before one of all rows if messages are held.
+        """Wait for all replies. Required before a reset of some rows, and with ``max_concurrency`` before one of all rows.
 
         A reset of some rows marks them in ``Batch.requested``, where workers read the rows of earlier messages only when
-        they execute them. A reset of all rows would drop held messages, so that only some rows would execute the request.
-        Both resets drop all results. ``StepTimeout`` names ``recv``, not the reset that called this.
+        they execute them. A reset of all rows would drop held messages, so that only some rows would execute the request,
+        and would begin beside dropped steps. Both drop all results. ``StepTimeout`` names ``recv``, not the reset.
         """
         deadline = deadline_after(self.policy.step_timeout)
         while any(worker.pending for worker in self.pool.workers):
@@ -388,6 +388,8 @@ class Exchange:
                 if changes.unsettled:
                     changes.settle_for_recv()
                 self.state.changing = False
+        if pool.local is not None:
+            self.execute_local_messages()  # those that had to wait for processes
         return True
 
     def _wait_for_next_replies(self, deadline: float | None) -> bool:
@@ -398,7 +400,7 @@ class Exchange:
         self.flush()
         pool, changes = self.pool, self.changes
         local = pool.local
-        if local is not None and local.unexecuted:
+        if local is not None and local.unexecuted and pool.can_execute_local(local):
             if self._local_deferred or not (pool.processes and pool.has_reply()):
                 self._local_deferred = False
                 self._execute_local_message(local)
@@ -438,8 +440,8 @@ class Exchange:
         self.flush()  # rebuild messages: their time limit runs, and the next wait may begin much later
 
     def execute_local_messages(self) -> None:
-        """Execute all messages to the caller's own share."""
-        while (local := self.pool.local) is not None and local.unexecuted:
+        """Execute all messages to the caller's own share, as far as ``max_concurrency`` allows."""
+        while (local := self.pool.local) is not None and local.unexecuted and self.pool.can_execute_local(local):
             self._execute_local_message(local)
 
     def _execute_local_message(self, local: LocalWorker) -> None:

@@ -46,7 +46,8 @@ class FailureLog:
     """The log of one engine's failures.
 
     Attributes:
-        errors: Records, oldest first.
+        errors: The latest records, oldest first.
+        num_errors: The number of all records.
         failed: Row -> description of the failure, for rows that have to be rebuilt.
         deaths: Row -> the death of its worker, for failed rows of dead workers, even after the worker was replaced.
         restart_counted: Failed rows with a restart that the budget has already counted.
@@ -58,6 +59,7 @@ class FailureLog:
 
     def __init__(self, observers: Sequence[Observer], *, logs_like_gymnasium: bool) -> None:
         self.errors: deque[ErrorRecord] = deque(maxlen=_MAX_ERRORS)
+        self.num_errors = 0
         self.failed: dict[int, str] = {}
         self.deaths: dict[int, Death] = {}
         self.restart_counted: set[int] = set()
@@ -67,6 +69,10 @@ class FailureLog:
         self.observers = observers
         self._logs_like_gymnasium = logs_like_gymnasium
 
+    def _append(self, record: ErrorRecord) -> None:
+        self.errors.append(record)
+        self.num_errors += 1
+
     def record_death(self, death: Death) -> None:
         """Record a death. All rows of the worker fail, including idle ones."""
         self.failed.update(dict.fromkeys(death.envs, death.first_line))
@@ -74,7 +80,7 @@ class FailureLog:
         pid, error, now = death.pid or 0, death.error(), time.monotonic()
         envs = sorted(death.envs, key=lambda row: row != death.running)  # the running one comes first
         self._notify(envs, (error,), worker_died=True)
-        self.errors.append(ErrorRecord(None, death.worker, pid, death.command, error, death.text, now))
+        self._append(ErrorRecord(None, death.worker, pid, death.command, error, death.text, now))
 
     def record(
         self, command: str, failures: Iterable[tuple[Failure, Worker]], *, mark: str = "fatal"
@@ -105,7 +111,7 @@ class FailureLog:
                 self._notify((row,) if is_marked else (), (error, recorded), worker_died=False)
             raised.append((row, error))
             index = worker.index if isinstance(worker, WorkerProcess) else -1
-            self.errors.append(ErrorRecord(row, index, worker.pid, command, recorded, packed.text, time.monotonic()))
+            self._append(ErrorRecord(row, index, worker.pid, command, recorded, packed.text, time.monotonic()))
         return raised
 
     def _notify(self, rows: Sequence[int], errors: Sequence[Exception], *, worker_died: bool) -> None:
@@ -137,7 +143,7 @@ class FailureLog:
             for note in notes if ordered[0] in worker.rows else ():
                 note_once(recorded, note)
             (command, row), now = worker.noted_activity, time.monotonic()
-            self.errors.append(ErrorRecord(row, worker.index, worker.pid, command, recorded, str(error), now))
+            self._append(ErrorRecord(row, worker.index, worker.pid, command, recorded, str(error), now))
 
     def combine(self, request: Request, raised: Sequence[tuple[int, Exception]]) -> Exception:
         """Return one exception for all failures of a request: that of the first environment, with notes about the others."""

@@ -158,7 +158,7 @@ class Engine(WorkerDriver):
             self.require_not_in_flight("reset_async", rows)
         elif not self.state.changing:  # otherwise a change was interrupted, and `send_reset` drops everything
             # either all rows execute a dropped message or none does, so the rest of it is written and executed
-            if ids is not None or self.pool.held:
+            if ids is not None or self.pool.max_concurrency is not None:
                 self.exchange.wait_until_idle()
             else:
                 self.exchange.flush()
@@ -509,7 +509,7 @@ class Engine(WorkerDriver):
             **super()._compute_stats(),
             **measure_workers(self.batch),
             "restarts": float(self.failures.restarts),
-            "errors": float(len(self.failures.errors)),
+            "errors": float(self.failures.num_errors),
             "bytes_pickled": float(sum(worker.channel.bytes_pickled for worker in self.pool.processes)),
             **freezing.frozen_stats(self),
         }

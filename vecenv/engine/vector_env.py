@@ -114,7 +114,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         worker: A custom worker function; the result is then an object of Gymnasium's own class.
         observation_mode: ``"same"``, ``"different"``, or (batched space, single space).
         autoreset_mode: ``AutoresetMode`` or its string value.
-        max_concurrency: The maximum number of environments that run ``reset`` or ``step`` at once.
+        max_concurrency: The maximum number of environments that run ``reset`` or ``step`` at once. Not with ``env_threads``.
         num_workers: ``None``: one process per environment. An int: that many processes, each with a contiguous share of the
             environments. ``"auto"``: the number that is fastest on this machine. Temporary processes time at most 64 steps
             and check whether environments may share a process; if not, each gets its own (see ``docs/workers.md``). 0: no
@@ -199,7 +199,8 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         self.worker, self.generators, self._recording = worker, generators, FlightRecorder.from_option(record_failures)
         check_options(
             self.num_envs, batch_size, num_workers=num_workers, use_caller=use_caller, env_threads=env_threads,
-            on_failure=on_failure, step_timeout=step_timeout, generators=generators, worker_options=worker_options,
+            max_concurrency=max_concurrency, on_failure=on_failure, step_timeout=step_timeout, generators=generators,
+            worker_options=worker_options,
         )  # fmt: skip
         workers = worker_options or WorkerOptions()
         policy = Policy.from_options(
@@ -577,6 +578,8 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         if self._driver.state.unusable == "forked":
             return
         self._pool.end_unclosed()
+        if self._stats_file is not None:
+            self._stats_file.close()
         self.closed, self._driver.state.unusable = True, "closed"
         warnings.warn(f"unclosed {type(self).__name__}", ResourceWarning, source=self, stacklevel=2)
 

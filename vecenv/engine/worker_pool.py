@@ -211,6 +211,7 @@ class WorkerPool:
                 with clear_mpi_env_vars():
                     self._start(worker.index, worker.rows, 1, started)
                 new = started[0]
+            new.channel.bytes_pickled += worker.channel.bytes_pickled  # `stats()` counts both
             self.processes[worker.index] = new
             if worker.death is None:
                 worker.request_close()
@@ -364,15 +365,29 @@ class WorkerPool:
             self.unflushed.add(worker)
 
     def release_held(self) -> None:
-        """Queue held messages while fewer than ``max_concurrency`` sent ones, including calls, have no reply."""
-        held = {data[1:HEAD] for _, data, _ in self.held}  # their numbers; that of a dropped call is not pending any more
-        busy = sum(reply[1:] not in held for worker in self.processes for reply, *_ in worker.pending)
+        """Queue held messages while fewer than ``max_concurrency`` sent ones, including calls, have no reply.
+
+        A step or reset of the caller's own share that was not executed yet takes one place.
+        """
+        busy = self._count_busy() + (self.local is not None and self.local.has_step())
         while self.held and (not self.held[0][2] or busy < (self.max_concurrency or 0)):
             worker, data, makes_busy = self.held.popleft()
             busy += makes_busy
             worker.sent_at = time.monotonic()
             worker.channel.queue(data)
             self.unflushed.add(worker)
+
+    def can_execute_local(self, local: LocalWorker) -> bool:
+        """True if ``max_concurrency`` allows to execute the next message to the caller's own share."""
+        return self.max_concurrency is None or not local.has_step() or self._count_busy() < self.max_concurrency
+
+    def _count_busy(self) -> int:
+        held = self._held_numbers()
+        return sum(reply[1:] not in held for worker in self.processes for reply, *_ in worker.pending)
+
+    def _held_numbers(self) -> set[bytes]:
+        """Return the numbers of held messages; that of a dropped call is not pending any more."""
+        return {data[1:HEAD] for _, data, _ in self.held}
 
     def set_message_to_all(self, op: int, seq: int) -> None:
         """Set the message without payload that :meth:`write_to_all` writes to all workers, without any channel."""
@@ -502,8 +517,12 @@ class WorkerPool:
         With ``max_concurrency``, only those with a ``sent_at`` at least ``sent_for`` seconds ago. Otherwise ``sent_at`` is
         minus infinity, so ``sent_for`` has no effect, and the deadline of the caller's wait decides.
         """
-        held, latest = Counter(worker for worker, *_ in self.held), time.monotonic() - sent_for
-        return [worker for worker in self.processes if len(worker.pending) > held[worker] and worker.sent_at <= latest]
+        held, latest = self._held_numbers(), time.monotonic() - sent_for
+        return [
+            worker
+            for worker in self.processes
+            if worker.sent_at <= latest and any(reply[1:] not in held for reply, *_ in worker.pending)
+        ]
 
     def next_check(self, seconds: float) -> float:
         """Return the time at which :meth:`find_busy_workers` may find another worker."""

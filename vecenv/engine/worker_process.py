@@ -84,6 +84,10 @@ class LocalWorker:
             payload = [_copy_action(action) for action in payload]
         self.unexecuted.append((op, seq, payload))
 
+    def has_step(self) -> bool:
+        """True if the next message is a step or a reset."""
+        return bool(self.unexecuted) and self.unexecuted[0][0] <= LAST_STEP_OP
+
     def execute_next(self) -> Outcome:
         """Execute the oldest message. It is not executed again if a signal handler raises in the middle of it."""
         op, seq, payload = self.unexecuted.popleft()

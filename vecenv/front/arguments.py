@@ -303,8 +303,9 @@ def split_reset_mask(
         rows: The environment of each entry of a sequence; ``None``: all, in order. Other environments get ``None``.
 
     Returns:
-        A copy of the mask, bool ``(num_envs,)``, or ``None``; and the options without it, ``None`` if they were ``None``
-        or a :class:`MaskOnlyOptions` of only the mask. A sequence is returned as a list with an entry for every environment.
+        A copy of the mask, bool ``(num_envs,)``, or ``None``; and a copy of the options without it, ``None`` if they were
+        ``None`` or a :class:`MaskOnlyOptions` of only the mask. A sequence is returned as a list with an entry for every
+        environment.
 
     Raises:
         TypeError: The mask is not a bool array (of NumPy, JAX or torch), or the options are neither a dict nor a sequence of
@@ -317,7 +318,7 @@ def split_reset_mask(
     if not isinstance(options, Mapping):
         return None, _expand(_parse_options_per_env(options, num_envs if rows is None else len(rows)), rows, num_envs)
     if "reset_mask" not in options:
-        return None, options
+        return None, dict(options)
     mask, mask_must = _to_numpy(options["reset_mask"]), f"{RESET_MASK_NAME} must"
     if not isinstance(mask, np.ndarray):
         raise CompatTypeError(f"{mask_must} be a numpy array, got {type(mask)}")
@@ -339,7 +340,7 @@ def _to_numpy(mask: Any) -> Any:
 
 
 def _parse_options_per_env(options: Any, expected: int) -> list[dict[str, Any] | None]:
-    """Check a sequence with the options of each environment, and return it as a list."""
+    """Check a sequence with the options of each environment, and return a list of copies."""
     if isinstance(options, str | bytes) or not isinstance(options, Sequence):
         kind = type(options).__name__
         raise TypeError(f"options must be a dict, or a sequence of {expected} dicts, one per environment; got {kind}")
@@ -350,7 +351,7 @@ def _parse_options_per_env(options: Any, expected: int) -> list[dict[str, Any] |
             raise TypeError(f"options[{index}] must be a dict or None, got {type(env_options).__name__}")
         if env_options is not None and "reset_mask" in env_options:
             raise ValueError(f"options[{index}] has 'reset_mask', which applies to all environments: use env_id instead")
-    return list(options)
+    return [None if env_options is None else dict(env_options) for env_options in options]
 
 
 def select_options(options: ResetOptions, rows: Sequence[int]) -> ResetOptions:

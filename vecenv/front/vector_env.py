@@ -139,10 +139,9 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         if not (resets_all and self._driver.is_interrupted):
             require_order(self._phase, "reset_async", self)  # passes after an interrupted change: the phase is DEFAULT
         mask, others = split_reset_mask(options, self.num_envs, rows)
-        if others is not None:
-            capabilities = self.capabilities
-            if not (capabilities.row_options if isinstance(others, list) else capabilities.reset_options):
-                reject_options(self, others)
+        capability = "row_options" if isinstance(others, list) else "reset_options"
+        if others is not None and not getattr(self.capabilities, capability):
+            reject_options(self, others)
         if ids is not None and mask is not None:
             raise ValueError("env_id and options['reset_mask'] both select the environments to reset: pass one of them")
         if self._driver.state.changing and not resets_all:
@@ -680,8 +679,9 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
     def _call_halves(self, name: str, args: Any, kwargs: Any) -> Any:
         """Call the two halves of the method ``name``, at least one of which a subclass has overridden."""
         begin, wait = HALVES[name]
+        wait_options = {"_unmerged": True} if kwargs.pop("_unmerged", False) else {}
         getattr(self, begin)(*args, **kwargs)
-        return getattr(self, wait)()
+        return getattr(self, wait)(**wait_options)
 
     def _require_capability(self, capability: str, name: str) -> None:
         """Raise ``NotImplementedError`` for the method ``name`` if the backend lacks a capability."""

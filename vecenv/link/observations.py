@@ -280,17 +280,28 @@ class RegisteredStore(Store):
         return deepcopy(self.observations) if copy else self.observations
 
     def take(self, rows: Array) -> Any:
-        batch = self.batch(copy=True)
-        return tuple(batch[row] for row in rows) if isinstance(batch, tuple) else batch[rows]
+        def pick(batch: Any) -> Any:
+            return tuple(batch[row] for row in rows) if isinstance(batch, tuple) else batch[rows]
+
+        return _map_parts(self._space, self.batch(copy=True), pick)
 
     def row(self, row: int) -> Any:
-        return deepcopy(self.batch(copy=False)[row])
+        return _map_parts(self._space, self.batch(copy=False), lambda batch: deepcopy(batch[row]))
 
     def set_row(self, row: int, observation: Any) -> None:
         write_to_shared_memory(self._space, row, observation, self.memory)
 
     def validate(self, observation: Any) -> None:
         write_to_shared_memory(self._space, 0, observation, create_shared_memory(self._space, n=1))
+
+
+def _map_parts(space: Space[Any], batch: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to the parts of a batch that belong to spaces other than ``Dict`` and ``Tuple``."""
+    if isinstance(space, spaces.Dict):
+        return {key: _map_parts(sub, batch[key], function) for key, sub in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_map_parts(sub, part, function) for sub, part in zip(space.spaces, batch, strict=True))
+    return function(batch)
 
 
 def has_dynamic_part(space: Space[Any]) -> bool:

@@ -263,5 +263,7 @@ def check_options(num_envs: int, batch_size: Any, **options: Any) -> None:
     if options.get("env_threads", 1) != 1:
         shared = "'shared' with env_threads, because threads of one process share its generators"
         check_option("generators", options.get("generators", "shared"), (choice_check("shared"), shared))
+        most = "None with env_threads, which runs that many environments of each worker at once"
+        check_option("max_concurrency", options.get("max_concurrency"), (choice_check(None), most))
         counted = "None or a positive int with env_threads, because waiting environments cannot be measured"
         check_option("num_workers", options.get("num_workers"), (choice_check(None, or_=int_check(1)), counted))

@@ -135,6 +135,8 @@ class EnvRows:
             return write
         if (fixed := fixed_tree(self.plan.expected.observation_space)) is not None:
             return make_row_caster(fixed, first, self._warn, self.count)
+        if self._in_caller:  # nothing is pickled, and the environment may change its object later
+            return lambda k, value: call_with_fallback(partial(deepcopy, value), lambda _: value, Exception)
         return lambda k, observation: observation
 
     def _warn(self, field: str, text: str) -> None:
@@ -281,7 +283,8 @@ class EnvRows:
         return self._call_reset(k, self._env(k), seed, options)
 
     def _call_reset(self, k: int, env: Any, seed: Any, options: Any) -> tuple[Any, Any]:
-        return unpack_reset(env.reset(seed=seed, options=None if options is None else dict(options)), self.first + k)
+        own_options = None if options is None else dict(self._own_copy(options))
+        return unpack_reset(env.reset(seed=seed, options=own_options), self.first + k)
 
     def _is_reset_due(self, k: int) -> bool:
         """True if the row's next step is an automatic reset."""
@@ -421,14 +424,12 @@ class EnvRows:
             text = f"env {self.first + k}: reset() returned an info that is not a dict but a {kind}"
             self.warnings.append(("reset info", f"{text}; with same-step autoreset it is dropped"))
             reset_info = {}
-        if "final_obs" in reset_info or "final_info" in reset_info:  # the reset's own keys win, as in Gymnasium
-            final_obs = deepcopy(observation) if final is WRITTEN else final
-            return reset_observation, {"final_info": info, "final_obs": final_obs, **reset_info}
-        if final is WRITTEN:
-            self._final[k] = True
-            self._has_old_results = out.columns = True
-        else:
-            out.finals[self.first + k] = final
+        if "final_obs" not in reset_info:  # otherwise the reset's own wins, as in Gymnasium
+            if final is WRITTEN:
+                self._final[k] = True
+                self._has_old_results = out.columns = True
+            else:
+                out.finals[self.first + k] = final
         return reset_observation, {"final_info": info, **reset_info}
 
     def _keep_final(self, k: int, observation: Any) -> Any:
@@ -504,30 +505,40 @@ class EnvRows:
         return self._call_each(range(self.count), lambda k: self._env(k).set_wrapper_attr(name, self._own_value(k, values)))
 
     def _own_value(self, k: int, values: Sequence[Any]) -> Any:
-        """Return the value of row ``k``. In a worker process it is a copy if a later row has the same object.
+        """Return the value of row ``k``: its own copy if a later row has the same object."""
+        return self._own_copy(values[k]) if any(later is values[k] for later in values[k + 1 :]) else values[k]
+
+    def _own_copy(self, value: Any) -> Any:
+        """Return a copy of a value for one environment of a worker, or the value itself in the caller's own process.
 
         So environments in workers never share it, as in Gymnasium's class. What cannot be copied is shared.
         """
-        if self._in_caller or all(later is not values[k] for later in values[k + 1 :]):
-            return values[k]
+        if self._in_caller or self.count == 1:
+            return value
         try:
-            return deepcopy(values[k])
+            return deepcopy(value)
         except Exception:
-            return values[k]
+            return value
 
     def set_next(self, pairs: Sequence[tuple[Any, Any] | None]) -> Outcome:
         """Set the seed and options of the next automatic reset, one pair per row; ``None``: no change."""
 
         def set_row(k: int) -> None:
-            self._env(k)
             if (pair := pairs[k]) is not None:
+                self._env(k)  # raises if it failed
                 self._next_episodes[k] = pair
 
         return self._call_each(range(self.count), set_row)
 
     def exec(self, ks: Sequence[int], function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Outcome:
         """Call ``function(env, *args, **kwargs)`` for the rows ``ks``."""
-        return self._call_each(ks, lambda k: function(self._env(k), *args, **kwargs))
+        arguments = args, kwargs
+
+        def call_row(k: int) -> Any:
+            own_args, own_kwargs = arguments if k == ks[-1] else self._own_copy(arguments)
+            return function(self._env(k), *own_args, **own_kwargs)
+
+        return self._call_each(ks, call_row)
 
     def _call_each(self, ks: Sequence[int], function: Callable[[int], Any], *, fatal: bool = False) -> Outcome:
         """Call ``function(k)`` for each of the rows ``ks``, and return the results.

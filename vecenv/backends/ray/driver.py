@@ -267,13 +267,15 @@ class HostsDriver(WorkerDriver):
         Raises:
             NotRestorable: An environment cannot be saved, or its host has died.
         """
-        earlier_errors = list(self.exchange.failures.errors)
+        failures = self.exchange.failures
+        earlier_errors, num_errors = list(failures.errors), failures.num_errors
         try:
             return self.save(list(range(self.num_envs)), verify=False)
         except VecEnvError as error:
             if isinstance(error, NotRestorable):  # no environment has failed, so drop the records of this error
-                self.exchange.failures.errors.clear()
-                self.exchange.failures.errors.extend(earlier_errors)
+                failures.errors.clear()
+                failures.errors.extend(earlier_errors)
+                failures.num_errors = num_errors
             raise NotRestorable(str(error)) from error
 
     def load(self, snapshots: Any, rows: list[int]) -> Any:
@@ -352,7 +354,7 @@ class HostsDriver(WorkerDriver):
     def _compute_stats(self) -> dict[str, float]:
         stats, failures = super()._compute_stats(), self.exchange.failures
         host_stats = list(self.pool.call_all("stats").values())  # of hosts that reply in time
-        stats["errors"] = float(len(failures.errors))
+        stats["errors"] = float(failures.num_errors)
         stats["restarts"] = failures.restarts + sum(each["restarts"] for each in host_stats)
         stats["bytes_pickled"] = float(sum(each["bytes_pickled"] for each in host_stats))
         if host_stats:

@@ -27,7 +27,8 @@ class Failures:
         steps: A function that returns the number of steps per environment.
 
     Attributes:
-        errors: Records of failures, oldest first.
+        errors: The latest records of failures, oldest first.
+        num_errors: The number of all records.
         observers: The observers to notify of failures.
         failed: Row -> reason, for rows that only a reset can rebuild.
         rows_to_rebuild: The failed rows that were lost with their host.
@@ -37,6 +38,7 @@ class Failures:
 
     def __init__(self, budget: tuple[float | None, float], steps: Callable[[], float]) -> None:
         self.errors: deque[ErrorRecord] = deque(maxlen=1000)
+        self.num_errors = 0
         self.observers: list[Observer] = []
         self.failed: dict[int, str] = {}
         self.rows_to_rebuild: set[int] = set()
@@ -74,6 +76,7 @@ class Failures:
 
     def _append(self, env: int | None, host: RemoteHost, command: str, error: Exception, text: str) -> None:
         self.errors.append(ErrorRecord(env, host.index, host.pid, command, error, text, time.monotonic()))
+        self.num_errors += 1
 
     def notify(self, rows: Sequence[int], *errors: Exception, worker_died: bool) -> None:
         """Notify the observers of a failure, and add their notes to the errors."""

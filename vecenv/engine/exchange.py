@@ -388,8 +388,8 @@ class Exchange:
                 if changes.unsettled:
                     changes.settle_for_recv()
                 self.state.changing = False
-        if pool.local is not None:
-            self.execute_local_messages()  # those that had to wait for processes
+        if pool.local is not None and pool.local.unexecuted:
+            self.execute_local_messages()  # those that `max_concurrency` delayed
         return True
 
     def _wait_for_next_replies(self, deadline: float | None) -> bool:
@@ -400,7 +400,7 @@ class Exchange:
         self.flush()
         pool, changes = self.pool, self.changes
         local = pool.local
-        if local is not None and local.unexecuted and pool.can_execute_local(local):
+        if local is not None and local.unexecuted and (pool.max_concurrency is None or pool.can_execute_local(local)):
             if self._local_deferred or not (pool.processes and pool.has_reply()):
                 self._local_deferred = False
                 self._execute_local_message(local)
@@ -441,7 +441,8 @@ class Exchange:
 
     def execute_local_messages(self) -> None:
         """Execute all messages to the caller's own share, as far as ``max_concurrency`` allows."""
-        while (local := self.pool.local) is not None and local.unexecuted and self.pool.can_execute_local(local):
+        pool, local = self.pool, self.pool.local
+        while local is not None and local.unexecuted and (pool.max_concurrency is None or pool.can_execute_local(local)):
             self._execute_local_message(local)
 
     def _execute_local_message(self, local: LocalWorker) -> None:

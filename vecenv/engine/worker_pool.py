@@ -378,8 +378,9 @@ class WorkerPool:
             self.unflushed.add(worker)
 
     def can_execute_local(self, local: LocalWorker) -> bool:
-        """True if ``max_concurrency`` allows to execute the next message to the caller's own share."""
-        return self.max_concurrency is None or not local.has_step() or self._count_busy() < self.max_concurrency
+        """True if ``max_concurrency``, which is not ``None``, allows the next message to the caller's own share."""
+        assert self.max_concurrency is not None
+        return not local.has_step() or self._count_busy() < self.max_concurrency
 
     def _count_busy(self) -> int:
         held = self._held_numbers()

@@ -24,7 +24,7 @@ from gymnasium.spaces import Box, Discrete
 
 import vecenv
 from vecenv import Restart
-from vecenv.errors import ErrorRecord, RestartsExhausted, WorkerDied
+from vecenv.errors import ErrorRecord, RestartsExhausted, StepTimeout, WorkerDied
 from vecenv.system.reporting import RestartLog
 from vecenv.system.restart_budget import RestartBudget
 from vecenv.system.supervision import StackFile, innermost_location
@@ -281,6 +281,36 @@ def test_rest_of_a_stack_that_arrives_late_is_not_reported(monkeypatch: pytest.M
         (record,) = envs.errors
     assert caught.value.where[0].endswith(f"at test_restart_budget.py:{HangingEnv.step.__code__.co_firstlineno + 3} in step")
     assert "runpy" not in record.traceback
+
+
+class SleepingEnv(gym.Env[Any, Any]):
+    """An environment that raises on action 1 and sleeps on action 2; it takes long to build again."""
+
+    observation_space, action_space = Box(-1, 1, (2,), np.float32), Discrete(3)
+
+    def __init__(self, file: Path) -> None:
+        time.sleep(0.75 * file.exists())
+        file.touch()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if action == 1:
+            raise RuntimeError("broken")
+        time.sleep(0.4 * (action == 2))
+        return np.zeros(2, np.float32), 0.0, False, False, {}
+
+
+def test_step_that_waits_behind_a_slow_rebuild_has_its_full_time(tmp_path: Path) -> None:
+    env_fns = [partial(SleepingEnv, tmp_path / str(row)) for row in range(2)]
+    with ready_engine(env_fns, num_workers=1, on_failure="restart", step_timeout=0.5) as envs:
+        envs.send([1], [0])
+        with pytest.raises(StepTimeout):
+            envs.recv(0.2, count=1)  # finds the failure, and rebuilds the environment
+        envs.send([2], [1])
+        assert sorted(envs.recv(count=2)[4]["env_id"].tolist()) == [0, 1]
+        assert len(envs.errors) == envs.stats()["restarts"] == 1
 
 
 class CrashingEnv(RaisingEnv):

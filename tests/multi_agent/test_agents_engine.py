@@ -110,6 +110,37 @@ def test_restart_truncates_all_live_agents(mode: AutoresetMode, fault: str, tmp_
         assert envs.stats()["restarts"] == 1
 
 
+class TurnsUntilAnError(ScriptedGame):
+    """A turn-based game of four agents, without ``c`` from the first step on and before ``d``; raises in its third step."""
+
+    def __init__(self) -> None:
+        super().__init__({"a": (0, 9), "b": (0, 9), "c": (0, 1), "d": (8, 9)})
+
+    @property
+    def agents_to_act(self) -> tuple[str, ...]:
+        return (self.agents[self.time % 2],) if self.agents else ()
+
+    def step(self, actions: Any) -> Any:
+        if self.time == 2:
+            raise ValueError("out of luck")
+        return super().step(actions)
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_restart_of_a_turn_based_game_also_truncates_agents_that_wait(mode: AutoresetMode) -> None:
+    options: dict[str, Any] = {"autoreset_mode": mode, "on_failure": "restart", "num_workers": 0}
+    with open_games([TurnsUntilAnError], **options) as envs:
+        actions = np.zeros((1, 4), np.int64)
+        for _ in range(2):
+            envs.step(actions)
+        _, rewards, terminations, truncations, infos = envs.step(actions)
+        assert infos["_restarted"].tolist() == infos["env_done"].tolist() == [True]
+        assert truncations.tolist() == [[True, True, False, False]]
+        assert infos["transition_mask"].tolist() == [[True, False, False, False]]
+        assert not rewards.any()
+        assert not terminations.any()
+
+
 def test_batches_of_every_layout_are_in_its_spaces() -> None:
     game = functools.partial(RandomGame, 4, different_spaces=True)
     groups = {"x": ["agent_0", "agent_2"], "y": ["agent_3", "agent_1"]}

@@ -446,10 +446,11 @@ class MultiAgentVecEnv:
         return infos
 
     def _truncate_restarted(self, restarted: Bools, rewards: Array, flags: dict[str, Bools], acting: Bools) -> None:
-        """Truncate the agents of restarted environments that had to act in this step, which ``acting`` marks."""
+        """Truncate the agents of restarted environments; ``acting`` marks those that had to act in this step."""
         rewards[restarted] = 0.0
         flags["terminations"][restarted] = False
-        flags["truncations"][restarted] = flags["transition_mask"][restarted] = acting[restarted]
+        flags["truncations"][restarted] = flags["alive"][restarted]  # of the last good observation
+        flags["transition_mask"][restarted] = acting[restarted]
         if self.autoreset_mode is not AutoresetMode.SAME_STEP:
             flags["agent_mask"][restarted] = False
 

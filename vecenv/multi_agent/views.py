@@ -49,7 +49,7 @@ __all__ = [
 
 RESERVED: Final = frozenset(
     ("agent_mask", "transition_mask", "env_done", "env_terminated", "common", "final_obs", "final_info", "env_id",
-     "restarted")
+     "restarted", "state", "final_state")
 )
 """Keys of infos that vecenv itself uses."""
 

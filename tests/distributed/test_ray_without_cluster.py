@@ -673,6 +673,28 @@ def test_interrupted_wait_can_be_repeated_or_dropped_by_a_reset(closes: Any) -> 
     assert envs.step([0] * 4)[0][:, 1].tolist() == [1] * 4
 
 
+class RaisingObserver(vecenv.Observer):
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def on_result(self, rows: Any, result: Any) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [TypeError("a mistake"), OSError("a mistake")])
+def test_reset_drops_a_result_for_which_an_observer_raises(error: Exception, closes: Any) -> None:
+    envs = closes(InProcessRayVectorEnv(counters(2)))
+    observer = RaisingObserver()
+    envs.add_observer(observer)
+    envs.reset(seed=5)
+    observer.error = error
+    with pytest.raises(type(error), match="a mistake"):
+        envs.step([0, 0])
+    observer.error = None
+    assert envs.reset(seed=5)[0][:, 3].tolist() == [5, 6]
+
+
 def test_infos_of_different_shapes_are_kept(closes: Any) -> None:
     fns = [info_env_fn([{"key": np.arange(length)}]) for length in (1, 2, 3)]
     envs = closes(InProcessRayVectorEnv(fns, num_hosts=2))

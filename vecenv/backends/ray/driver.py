@@ -161,6 +161,8 @@ class HostsDriver(WorkerDriver):
         observations = _read(lambda: exchange.store.batch(self.copies), exchange.drop_pending)
         infos = WorkerInfos(self._reader, None, self.num_envs, exchange.infos, {})
         flags = exchange.rewards.copy(), exchange.terminations.copy(), exchange.truncations.copy()
+        # in case an observer raises: the guard does not note it, because it takes a `TypeError` for a wrong argument
+        request.interrupted = True
         for observer in self.observers:
             observer.on_result(None, (observations, *flags, infos) if request.command == "step" else (observations, infos))
         result: Stepped = (observations, *flags, infos if exchange.infos else {})

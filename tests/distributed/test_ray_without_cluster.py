@@ -673,6 +673,40 @@ def test_interrupted_wait_can_be_repeated_or_dropped_by_a_reset(closes: Any) -> 
     assert envs.step([0] * 4)[0][:, 1].tolist() == [1] * 4
 
 
+class TextEnv(CounterEnv):
+    """An environment with pickled observations. Action 2 raises; action 3 returns an observation without keys."""
+
+    def __init__(self, env_id: int) -> None:
+        super().__init__(env_id)
+        self.observation_space = spaces.Dict({"text": spaces.Text(9)})
+
+    def _observe(self) -> Any:
+        return {"text": "a"}
+
+    def step(self, action: Any) -> Any:
+        observation, *others = super().step(action)
+        if action == 2:
+            raise KeyError("nothing")
+        return {} if action == 3 else observation, *others
+
+
+@pytest.mark.parametrize("actions", [[0, 3, 3], [2, 3, 3]])
+def test_error_of_a_host_names_every_observation_that_does_not_fit(actions: list[int], closes: Any) -> None:
+    envs = closes(InProcessRayVectorEnv([functools.partial(TextEnv, row) for row in range(4)]))
+    envs.reset(seed=1)
+    envs.send([0, *actions], range(4))
+    errors = []
+    while (count := len(envs.in_flight)) > 0:
+        try:
+            rows = envs.recv(count=count)[4]["env_id"].tolist()
+        except (KeyError, ObservationError) as error:
+            errors.append("".join([repr(error), *error.__notes__]))
+    assert rows == [row for row in (0, 1) if row == 0 or actions[0] == 0]
+    for row in (2, 3):
+        assert f"env {row}: observation does not fit its space" in "".join(errors)
+    assert ("KeyError" in "".join(errors)) == (actions[0] == 2)
+
+
 class RaisingObserver(vecenv.Observer):
     def __init__(self) -> None:
         self.error: Exception | None = None

@@ -204,9 +204,9 @@ class ActionMasks:
                             f"agent's first one has length {latest.shape[1]}"
                         )
                     mask[row] = own
-            mask[~acting[:, index]] = True
-            if untouched is not None:
+            if untouched is not None and index not in self._observed:
                 mask[untouched] = latest[rows[untouched]]
+            mask[~acting[:, index]] = True
             latest[rows] = mask
         sizes = {mask.shape[1] for mask in masks.values()}
         if len(sizes) > 1:

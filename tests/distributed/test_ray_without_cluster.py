@@ -514,6 +514,21 @@ def test_lost_rows_continue_from_a_loaded_snapshot(mode: AutoresetMode, closes: 
     assert envs.stats()["restarts"] == 2
 
 
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_snapshot_after_a_restart_of_a_host_continues_with_the_same_results(mode: AutoresetMode, closes: Any) -> None:
+    cluster = InProcessCluster()
+    envs = closes(InProcessRayVectorEnv(counters(2, lengths=(9,)), cluster, on_failure="restart", autoreset_mode=mode))
+    envs.reset(seed=1)
+    envs.step([0, 0])
+    cluster.crash(1)
+    last, *_, infos = envs.step([0, 0])
+    assert infos["_restarted"].tolist() == [False, True]
+    snapshots = pickle.loads(pickle.dumps(envs.save()))
+    expected = [envs.step([0, 0]) for _ in range(3)]
+    assert_identical(envs.load(snapshots), last)
+    assert_identical([envs.step([0, 0]) for _ in range(3)], expected)
+
+
 def test_dead_host_is_restarted_in_recv(closes: Any) -> None:
     cluster = InProcessCluster()
     envs = closes(InProcessRayVectorEnv(counters(4, lengths=(50,)), cluster, on_failure="restart", batch_size=2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -30,6 +30,13 @@ from vecenv.system.signals import succeeds_when_repeated
 T = TypeVar("T")
 
 _LATE_HOSTS_NAMED: Final = 4
+
+
+class HeldEpisode(NamedTuple):
+    """Data beside the snapshot of a row with a new episode, the start of which is the result of its next step."""
+
+    last_observation: Any
+    info: Any
 
 
 class HostsDriver(WorkerDriver):
@@ -260,7 +267,9 @@ class HostsDriver(WorkerDriver):
     def save(self, rows: list[int], verify: bool) -> Snapshots:
         """Return the states of some rows."""
         self._begin_call("save", rows, lambda part: ((), {"env_id": part.local, "verify": verify}))
-        saved = self.exchange.finish_call()
+        saved, held = self.exchange.finish_call(), self.exchange.held
+        for row in held.keys() & set(rows):  # the next step returns this observation, so the current one is the last
+            saved[row] = saved[row].having(beside=HeldEpisode(self.exchange.store.row(row), held[row][1]))
         return Snapshots([saved[row] for row in rows])
 
     def snapshots(self) -> Sequence[Snapshot]:
@@ -299,10 +308,13 @@ class HostsDriver(WorkerDriver):
         except Exception:
             self.exchange.failures.failed.update(interrupted)
             raise
-        for row, row_state in row_states.items():
-            if row_state.used:
-                self.exchange.store.set_row(row, row_state.observation)
         self.exchange.forget(rows)
+        for row, row_state in row_states.items():
+            observation, beside = row_state.observation, row_state.beside
+            if isinstance(beside, HeldEpisode):
+                self.exchange.held[row], observation = (observation, beside.info), beside.last_observation
+            if row_state.used:
+                self.exchange.store.set_row(row, observation)
         have_observations = all(row_state.used for row_state in row_states.values())
         return self.exchange.store.take(np.array(rows, np.intp)) if have_observations else None
 

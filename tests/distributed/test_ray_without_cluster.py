@@ -285,6 +285,20 @@ def test_reset_waits_for_rows_in_flight(closes: Any) -> None:
 # -- failures --------------------------------------------------------------------------------------------------
 
 
+def test_reset_of_some_rows_returns_the_current_observations_of_rows_in_flight(closes: Any) -> None:
+    """The reset drops their results, but not what they did, as on the local engine."""
+    results = []
+    for envs in (InProcessRayVectorEnv(counters(4)), vecenv.AsyncVectorEnv(counters(4), num_workers=0)):
+        closes(envs)
+        envs.reset(seed=1)
+        envs.send([0, 0], [0, 2])
+        results.append(envs.reset(options={"reset_mask": np.array([False, True, False, False])})[0])
+        assert envs.in_flight.tolist() == []
+        results.append(envs.step([0] * 4)[0])
+    assert_identical(results[:2], results[2:])
+    assert results[0][:, 1].tolist() == [1, 0, 1, 0]
+
+
 class RaisingEnv(CounterEnv):
     """An environment that raises in its third step."""
 

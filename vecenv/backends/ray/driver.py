@@ -134,6 +134,8 @@ class HostsDriver(WorkerDriver):
             require_order(exchange.request.phase, "reset_async", self)
         if for_recv:
             self.require_not_in_flight("reset_async", rows)
+        elif ids is not None:
+            exchange.wait_until_idle()  # rows in flight have been sent, so their latest observation is that of the reply
         seeds = self.announce_reset(rows, seeds, options, drops=not for_recv)
         if (error := exchange.replace_hosts(rows, count=False)) is not None:
             raise error

@@ -230,6 +230,10 @@ class HostExchange:
             raise error
         return True
 
+    def wait_until_idle(self) -> None:
+        """Wait for all replies that are pending, except from hosts that die meanwhile."""
+        self._wait(lambda: not self.parts, None, "recv", every=True)
+
     def finish_call(self, timeout: float | None = None) -> dict[int, Any]:
         """Return the results of the pending call, by row.
 

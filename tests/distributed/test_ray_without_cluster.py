@@ -528,6 +528,21 @@ def test_lost_rows_continue_from_a_loaded_snapshot(mode: AutoresetMode, closes: 
     assert envs.stats()["restarts"] == 2
 
 
+def test_lost_row_ends_with_its_last_observation_after_a_reset_of_another_row(closes: Any) -> None:
+    cluster = InProcessCluster()
+    envs = closes(InProcessRayVectorEnv(counters(2, lengths=(9,)), cluster, num_hosts=1, on_failure="restart"))
+    envs.reset(seed=1)
+    last = envs.step([0, 0])[0]
+    cluster.crash(0)
+    with pytest.raises(HostDied):
+        envs.call("render")
+    observations, _ = envs.reset(options={"reset_mask": np.array([True, False])})
+    assert_identical(observations[1], last[1])
+    *_, infos = envs.step([0, 0])
+    assert infos["_restarted"].tolist() == [False, True]
+    assert_identical(infos["final_obs"][1], last[1])
+
+
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 def test_snapshot_after_a_restart_of_a_host_continues_with_the_same_results(mode: AutoresetMode, closes: Any) -> None:
     cluster = InProcessCluster()

@@ -145,7 +145,7 @@ class HostsDriver(WorkerDriver):
             if not for_recv:
                 exchange.drop_pending()
                 exchange.request = request
-            if isinstance(exchange.store, SharedStore):
+            if isinstance(exchange.store, SharedStore) and not exchange.restart:  # otherwise it is a `final_obs` later
                 for row in exchange.failures.failed.keys() - set(rows):
                     exchange.store.clear_row(row)
             exchange.forget(rows)

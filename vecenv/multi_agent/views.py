@@ -507,7 +507,8 @@ class OpenRLView:
             self.action_space.seed(int(seed))
         with _openrl_method_names():
             self.envs.reset_async(seed=seeds, options=options)
-        self._reset_mask = None if options is None else options.get("reset_mask")
+        mask = options.get("reset_mask") if isinstance(options, Mapping) else None  # a list has options for each environment
+        self._reset_mask = None if mask is None else mask.copy()
 
     def reset_fetch(self, timeout: float | None = None) -> tuple[Any, list[dict[str, Any]]]:
         """Return the result of :meth:`reset_send`. Errors are those of ``AsyncVectorEnv.reset_wait``."""

@@ -752,10 +752,11 @@ def test_error_of_a_host_names_every_observation_that_does_not_fit(actions: list
 
 
 class RaisingObserver(vecenv.Observer):
-    def __init__(self) -> None:
+    def __init__(self, method: str = "on_result") -> None:
         self.error: Exception | None = None
+        setattr(self, method, self.raise_error)
 
-    def on_result(self, rows: Any, result: Any) -> None:
+    def raise_error(self, *arguments: Any) -> None:
         if self.error is not None:
             raise self.error
 
@@ -771,6 +772,28 @@ def test_reset_drops_a_result_for_which_an_observer_raises(error: Exception, clo
         envs.step([0, 0])
     observer.error = None
     assert envs.reset(seed=5)[0][:, 3].tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("fault", ["raises", "host dies", "host died before"])
+def test_step_after_an_exception_in_on_reset_of_a_restart_continues(fault: str, closes: Any) -> None:
+    cluster, observer = InProcessCluster(), RaisingObserver("on_reset")
+    fns = _make_fns_with_one_raising(1, 2) if fault == "raises" else counters(2, lengths=(50,))
+    envs = closes(InProcessRayVectorEnv(fns, cluster, on_failure="restart"))
+    envs.add_observer(observer)
+    envs.reset(seed=5)
+    for _ in range(2):
+        envs.step([0, 0])
+    observer.error = OSError("the disk is full")
+    if fault != "raises":
+        cluster.crash(1)
+    if fault == "host died before":
+        with pytest.raises(HostDied):
+            envs.call("render")
+    with pytest.raises(OSError, match="the disk is full"):
+        envs.step([0, 0])
+    observer.error = None
+    truncated = [envs.step([0, 0])[3].tolist() for _ in range(2)]
+    assert truncated == [[False, fault != "raises"], [False, False]]
 
 
 def test_infos_of_different_shapes_are_kept(closes: Any) -> None:

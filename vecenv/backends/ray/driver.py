@@ -104,12 +104,13 @@ class HostsDriver(WorkerDriver):
             if (error := exchange.replace_hosts(to_rebuild, count=True)) is not None:
                 raise error
             rows_to_step = [row for row in rows_to_step if row not in to_rebuild and row not in held]
+        seeds = exchange.announce_rebuild(request, sorted(to_rebuild))
         parts = [(part, *self._pack_actions(part.rows, action_by_row)) for part in exchange.split(request, rows_to_step)]
         with exchange.changing():
             for part, *actions in parts:
                 exchange.submit(part, "step", *actions)
-            if to_rebuild:
-                exchange.rebuild(request, sorted(to_rebuild))
+            if seeds:
+                exchange.rebuild(request, seeds)
             exchange.return_held(sorted(held))
             exchange.request = None if for_recv else request
 

@@ -103,6 +103,13 @@ def sum_of_last_observations(env: Any, actions: Any, mask: Any) -> Any:
     return state["observation"].sum()
 
 
+def test_seed_for_a_reset_of_some_rows_raises() -> None:
+    env = vecenv.torch.TensorDictEnv(AcceleratingEnv(), [2])
+    state = env.reset(seed=1)
+    with pytest.raises(ValueError, match="seed= is for resets of all environments"):
+        env.reset(state.set("_reset", torch.tensor([True, False])), seed=2)
+
+
 def test_reset_mask_keeps_the_gradient_of_the_other_rows() -> None:
     env = vecenv.torch.TensorDictEnv(AcceleratingEnv(), (3,))
     actions = (0.1 * torch.arange(12.0).reshape(4, 3, 1).sin()).requires_grad_()

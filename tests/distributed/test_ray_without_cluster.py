@@ -285,6 +285,20 @@ def test_reset_waits_for_rows_in_flight(closes: Any) -> None:
 # -- failures --------------------------------------------------------------------------------------------------
 
 
+def test_reset_of_some_rows_returns_the_current_observations_of_rows_in_flight(closes: Any) -> None:
+    """The reset drops their results, but not what they did, as on the local engine."""
+    results = []
+    for envs in (InProcessRayVectorEnv(counters(4)), vecenv.AsyncVectorEnv(counters(4), num_workers=0)):
+        closes(envs)
+        envs.reset(seed=1)
+        envs.send([0, 0], [0, 2])
+        results.append(envs.reset(options={"reset_mask": np.array([False, True, False, False])})[0])
+        assert envs.in_flight.tolist() == []
+        results.append(envs.step([0] * 4)[0])
+    assert_identical(results[:2], results[2:])
+    assert results[0][:, 1].tolist() == [1, 0, 1, 0]
+
+
 class RaisingEnv(CounterEnv):
     """An environment that raises in its third step."""
 
@@ -514,6 +528,36 @@ def test_lost_rows_continue_from_a_loaded_snapshot(mode: AutoresetMode, closes: 
     assert envs.stats()["restarts"] == 2
 
 
+def test_lost_row_ends_with_its_last_observation_after_a_reset_of_another_row(closes: Any) -> None:
+    cluster = InProcessCluster()
+    envs = closes(InProcessRayVectorEnv(counters(2, lengths=(9,)), cluster, num_hosts=1, on_failure="restart"))
+    envs.reset(seed=1)
+    last = envs.step([0, 0])[0]
+    cluster.crash(0)
+    with pytest.raises(HostDied):
+        envs.call("render")
+    observations, _ = envs.reset(options={"reset_mask": np.array([True, False])})
+    assert_identical(observations[1], last[1])
+    *_, infos = envs.step([0, 0])
+    assert infos["_restarted"].tolist() == [False, True]
+    assert_identical(infos["final_obs"][1], last[1])
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_snapshot_after_a_restart_of_a_host_continues_with_the_same_results(mode: AutoresetMode, closes: Any) -> None:
+    cluster = InProcessCluster()
+    envs = closes(InProcessRayVectorEnv(counters(2, lengths=(9,)), cluster, on_failure="restart", autoreset_mode=mode))
+    envs.reset(seed=1)
+    envs.step([0, 0])
+    cluster.crash(1)
+    last, *_, infos = envs.step([0, 0])
+    assert infos["_restarted"].tolist() == [False, True]
+    snapshots = pickle.loads(pickle.dumps(envs.save()))
+    expected = [envs.step([0, 0]) for _ in range(3)]
+    assert_identical(envs.load(snapshots), last)
+    assert_identical([envs.step([0, 0]) for _ in range(3)], expected)
+
+
 def test_dead_host_is_restarted_in_recv(closes: Any) -> None:
     cluster = InProcessCluster()
     envs = closes(InProcessRayVectorEnv(counters(4, lengths=(50,)), cluster, on_failure="restart", batch_size=2))
@@ -671,6 +715,85 @@ def test_interrupted_wait_can_be_repeated_or_dropped_by_a_reset(closes: Any) -> 
     with pytest.raises(KeyboardInterrupt):
         envs.call("pid")
     assert envs.step([0] * 4)[0][:, 1].tolist() == [1] * 4
+
+
+class TextEnv(CounterEnv):
+    """An environment with pickled observations. Action 2 raises; action 3 returns an observation without keys."""
+
+    def __init__(self, env_id: int) -> None:
+        super().__init__(env_id)
+        self.observation_space = spaces.Dict({"text": spaces.Text(9)})
+
+    def _observe(self) -> Any:
+        return {"text": "a"}
+
+    def step(self, action: Any) -> Any:
+        observation, *others = super().step(action)
+        if action == 2:
+            raise KeyError("nothing")
+        return {} if action == 3 else observation, *others
+
+
+@pytest.mark.parametrize("actions", [[0, 3, 3], [2, 3, 3]])
+def test_error_of_a_host_names_every_observation_that_does_not_fit(actions: list[int], closes: Any) -> None:
+    envs = closes(InProcessRayVectorEnv([functools.partial(TextEnv, row) for row in range(4)]))
+    envs.reset(seed=1)
+    envs.send([0, *actions], range(4))
+    errors = []
+    while (count := len(envs.in_flight)) > 0:
+        try:
+            rows = envs.recv(count=count)[4]["env_id"].tolist()
+        except (KeyError, ObservationError) as error:
+            errors.append("".join([repr(error), *error.__notes__]))
+    assert rows == [row for row in (0, 1) if row == 0 or actions[0] == 0]
+    for row in (2, 3):
+        assert f"env {row}: observation does not fit its space" in "".join(errors)
+    assert ("KeyError" in "".join(errors)) == (actions[0] == 2)
+
+
+class RaisingObserver(vecenv.Observer):
+    def __init__(self, method: str = "on_result") -> None:
+        self.error: Exception | None = None
+        setattr(self, method, self.raise_error)
+
+    def raise_error(self, *arguments: Any) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [TypeError("a mistake"), OSError("a mistake")])
+def test_reset_drops_a_result_for_which_an_observer_raises(error: Exception, closes: Any) -> None:
+    envs = closes(InProcessRayVectorEnv(counters(2)))
+    observer = RaisingObserver()
+    envs.add_observer(observer)
+    envs.reset(seed=5)
+    observer.error = error
+    with pytest.raises(type(error), match="a mistake"):
+        envs.step([0, 0])
+    observer.error = None
+    assert envs.reset(seed=5)[0][:, 3].tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("fault", ["raises", "host dies", "host died before"])
+def test_step_after_an_exception_in_on_reset_of_a_restart_continues(fault: str, closes: Any) -> None:
+    cluster, observer = InProcessCluster(), RaisingObserver("on_reset")
+    fns = _make_fns_with_one_raising(1, 2) if fault == "raises" else counters(2, lengths=(50,))
+    envs = closes(InProcessRayVectorEnv(fns, cluster, on_failure="restart"))
+    envs.add_observer(observer)
+    envs.reset(seed=5)
+    for _ in range(2):
+        envs.step([0, 0])
+    observer.error = OSError("the disk is full")
+    if fault != "raises":
+        cluster.crash(1)
+    if fault == "host died before":
+        with pytest.raises(HostDied):
+            envs.call("render")
+    with pytest.raises(OSError, match="the disk is full"):
+        envs.step([0, 0])
+    observer.error = None
+    truncated = [envs.step([0, 0])[3].tolist() for _ in range(2)]
+    assert truncated == [[False, fault != "raises"], [False, False]]
 
 
 def test_infos_of_different_shapes_are_kept(closes: Any) -> None:

@@ -254,13 +254,15 @@ def test_failed_rows_drop_their_next_options(engine: Options) -> None:
         assert step_and_collect_resets(envs, 4) == [[describe_reset(None)], [describe_reset({"level": 1})]]
 
 
-def test_next_options_of_other_rows_can_be_set_after_a_failure(engine: Options) -> None:
+def test_next_options_reach_rows_in_the_worker_of_a_failed_row(engine: Options) -> None:
     with ready_engine([RaisesForActionOne, counters(2, lengths=(3,))[1]], **engine) as envs:
         with raises_and_warns(ArithmeticError):
             envs.step([1, 0])
         envs.set_next_options({"level": 1}, env_id=[1])
         with pytest.raises(EnvFailed, match="env 0"):
-            envs.set_next_options({"level": 2})
+            envs.set_next_options({"level": 1}, env_id=[0])
+        envs.reset(options={"reset_mask": np.array([True, False])})
+        assert step_and_collect_resets(envs, 3)[1] == [describe_reset({"level": 1})]
 
 
 def test_next_options_without_autoreset_raise() -> None:

@@ -110,6 +110,92 @@ def test_restart_truncates_all_live_agents(mode: AutoresetMode, fault: str, tmp_
         assert envs.stats()["restarts"] == 1
 
 
+class TurnsUntilAnError(ScriptedGame):
+    """A turn-based game of four agents, without ``c`` from the first step on and before ``d``; raises in its third step.
+
+    Observations have masks of two actions for ``a`` and of three for the others; only the action ``time % 2`` is allowed.
+    """
+
+    def __init__(self, fails: bool = True) -> None:
+        super().__init__({"a": (0, 9), "b": (0, 9), "c": (0, 1), "d": (8, 9)})
+        self.fails = fails
+
+    @property
+    def agents_to_act(self) -> tuple[str, ...]:
+        return (self.agents[self.time % 2],) if self.agents else ()
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Dict({"action_mask": spaces.MultiBinary(2 if agent == "a" else 3)})
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Discrete(2 if agent == "a" else 3)
+
+    def _observe(self, agents: list[str]) -> dict[str, Any]:
+        return {agent: {"action_mask": np.eye(2 if agent == "a" else 3, dtype=np.int8)[self.time % 2]} for agent in agents}
+
+    def step(self, actions: Any) -> Any:
+        if self.fails and self.time == 2:
+            raise ValueError("out of luck")
+        return super().step(actions)
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_restart_of_a_turn_based_game_also_truncates_agents_that_wait(mode: AutoresetMode) -> None:
+    options: dict[str, Any] = {"autoreset_mode": mode, "on_failure": "restart", "num_workers": 0}
+    with open_games([TurnsUntilAnError], **options) as envs:
+        actions = dict.fromkeys("abcd", np.zeros(1, np.int64))
+        for _ in range(2):
+            envs.step(actions)
+        _, rewards, terminations, truncations, infos = envs.step(actions)
+        assert infos["_restarted"].tolist() == infos["env_done"].tolist() == [True]
+        assert truncations.tolist() == [[True, True, False, False]]
+        assert infos["transition_mask"].tolist() == [[True, False, False, False]]
+        assert not rewards.any()
+        assert not terminations.any()
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_masks_are_current_after_a_reset_of_another_game_that_raised(mode: AutoresetMode) -> None:
+    games = [functools.partial(TurnsUntilAnError, fails) for fails in (False, True)]
+    with open_games(games, autoreset_mode=mode, num_workers=0) as envs:
+        actions = dict.fromkeys("abcd", np.zeros(2, np.int64))
+        for _ in range(2):
+            envs.step(actions)
+        with pytest.raises(ValueError, match="out of luck"):
+            envs.step(actions)
+        _, infos = envs.reset(options={"reset_mask": np.array([False, True])})
+        assert infos["agent_mask"].tolist() == [[False, True, False, False], [True, False, False, False]]
+        assert infos["action_mask"]["a"].tolist() == [[True, True], [True, False]]
+        assert infos["action_mask"]["b"].tolist() == [[False, True, False], [True] * 3]
+        assert envs.step(actions)[4]["transition_mask"].tolist() == infos["agent_mask"].tolist()
+
+
+class FaultyAtTime(ScriptedGame):
+    """A game that raises in the step at ``fault_time``."""
+
+    def __init__(self, fault_time: int) -> None:
+        super().__init__({"a": (0, 9), "b": (0, 9)})
+        self.fault_time = fault_time
+
+    def step(self, actions: Any) -> Any:
+        if self.time == self.fault_time:
+            raise ValueError("out of luck")
+        return super().step(actions)
+
+
+def test_agents_of_an_episode_that_begins_in_a_failed_step_act_after_the_reset_of_the_failed_game() -> None:
+    healthy = functools.partial(ScriptedGame, {"a": (0, 3), "b": (0, 3)})
+    with open_games([healthy, functools.partial(FaultyAtTime, 3)], num_workers=0) as envs:
+        actions = np.zeros((2, 2), np.int64)
+        for _ in range(3):
+            *_, infos = envs.step(actions)
+        assert infos["env_done"].tolist() == [True, False]
+        with pytest.raises(ValueError, match="out of luck"):
+            envs.step(actions)  # begins the next episode of the first game
+        _, infos = envs.reset(options={"reset_mask": np.array([False, True])})
+        assert infos["agent_mask"].all()
+
+
 def test_batches_of_every_layout_are_in_its_spaces() -> None:
     game = functools.partial(RandomGame, 4, different_spaces=True)
     groups = {"x": ["agent_0", "agent_2"], "y": ["agent_3", "agent_1"]}

@@ -221,6 +221,11 @@ class FixedInfosGame(ScriptedGame):
         return super().reset(seed, options)[0], self.infos
 
 
+class InfosWithStateGame(RandomGame):
+    def _infos(self, agents: list[str]) -> dict[str, Any]:
+        return {agent: {"state": 7, "final_state": 8} for agent in agents}
+
+
 def batch_infos(a: dict[Any, Any], b: dict[Any, Any], n: int = 2) -> dict[str, Any]:
     with MultiAgentVecEnv([functools.partial(FixedInfosGame, a, b)] * n, num_workers=0) as envs:
         return envs.reset(seed=0)[1]
@@ -251,6 +256,19 @@ def test_reserved_info_keys_have_a_trailing_underscore() -> None:
     assert infos["agent_mask_"].tolist() == [[0, 6]] * 2
     assert infos["env_done_"].tolist() == [[5, 0]] * 2
     assert infos["_env_done_"].tolist() == [[True, False]] * 2
+
+
+def test_info_state_of_an_agent_stays_apart_from_the_state_of_the_environment() -> None:
+    game = functools.partial(InfosWithStateGame, length=2)
+    with MultiAgentVecEnv([game] * 2, num_workers=0, state=True, autoreset_mode="SameStep") as envs:
+        rows = envs.flatten_agents()
+        rows.reset(seed=0)
+        for _ in range(2):
+            *_, infos = rows.step(rows.action_space.sample())
+            assert infos["state"].shape == (6, 2)
+            assert infos["state_"].tolist() == [7] * 6
+        assert infos["_final_info"].all()
+        assert infos["final_state"].shape == (6, 2)
 
 
 def test_list_of_dicts_equals_the_batched_infos() -> None:

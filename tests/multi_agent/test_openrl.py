@@ -204,6 +204,12 @@ def test_make_openrl_accepts_auto_reset_and_render_mode(closes: Any) -> None:
     env.step(np.zeros((2, 2, 1), int))
 
 
+def test_reset_of_the_openrl_view_accepts_a_list_of_options(closes: Any) -> None:
+    env = closes(make_openrl([StackedGame] * 2, num_workers=0))
+    assert env.reset(seed=0, options=[{}, None])[0].shape[:2] == (2, 2)
+    assert env.step(np.zeros((2, 2, 1), int))[0].shape[:2] == (2, 2)
+
+
 def test_make_openrl_with_invalid_arguments_raises() -> None:
     with pytest.raises(RuntimeError, match=r"observation space different from `Discrete\(3\)`"):
         make_openrl([IdentityEnv], spaces.Discrete(3), num_workers=0)

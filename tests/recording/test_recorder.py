@@ -241,6 +241,12 @@ def test_replay_starts_at_snapshot_after_old_steps_are_dropped(tmp_path: Path, m
             assert path.name == f"HistoryEnv-env{row}-episode{episode}-step{step}.vecenv"
 
 
+def test_record_of_a_prefetcher_without_a_path_chooses_a_name(tmp_path: Path) -> None:
+    with open_recorded_envs(HistoryEnv, tmp_path, spare_workers=1) as envs:
+        envs.reset(seed=2)
+        assert envs.record(0).parent == tmp_path
+
+
 def test_replay_without_old_steps_or_a_snapshot_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder_module, "_BLOCK_TICKS", 16)
     monkeypatch.setattr(recorder_module, "_RING_BYTES", 0)

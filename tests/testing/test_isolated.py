@@ -87,6 +87,14 @@ class ModuleGeneratorEnv(IsolatedEnv):
         return float(RNG.random())
 
 
+class MazegeneratorEnv(IsolatedEnv):
+    mazes = 0
+
+    def next_value(self) -> float:
+        MazegeneratorEnv.mazes += 1
+        return float(self.mazes % 7)
+
+
 class UnusedDrawEnv(IsolatedEnv):
     def begin_episode(self, seed: int | None) -> None:
         np.random.rand()
@@ -103,6 +111,7 @@ class UnusedDrawEnv(IsolatedEnv):
         (ClassStatePerEpisodeEnv, "total_steps"),
         (ModuleStateEnv, "COUNTS"),
         (ModuleGeneratorEnv, "RNG"),
+        (MazegeneratorEnv, "MazegeneratorEnv.mazes"),
     ],
 )
 def test_error_names_the_shared_state(env_fn: Any, state: str) -> None:

@@ -371,7 +371,7 @@ def test_table_does_not_depend_on_the_width_of_the_terminal(
 
 @pytest.mark.parametrize(
     ("rate", "expected"),
-    [(12.34, "12.3"), (999, "999"), (1234, "1.23k"), (58_946, "58.9k"), (308_817, "309k"), (1_250_000, "1.25M")],
+    [(12.3, "12.3"), (999, "999"), (999.7, "1.00k"), (1234, "1.23k"), (58_946, "58.9k"), (308_817, "309k"), (1e6, "1.00M")],
 )
 def test_format_rate_shortens_large_rates(rate: float, expected: str) -> None:
     assert benchmark.format_rate(rate) == expected

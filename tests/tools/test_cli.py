@@ -16,7 +16,7 @@ from programs import run_python
 
 from vecenv import tools
 from vecenv.errors import how_to_install
-from vecenv.tools import cli, runners
+from vecenv.tools import benchmark, cli, runners
 
 BENCH_INSTALL = how_to_install("bench")
 TINY = ["--num-envs", "2", "--seconds", "0.05", "--repeats", "2"]
@@ -231,6 +231,17 @@ def test_unwritable_results_folder_is_rejected_before_measuring(tmp_path: Path, 
     (tmp_path / "file").write_text("")
     assert cli.main(["bench", *TINY, "--out", str(tmp_path / "file")]) == tools.USAGE
     assert "cannot write the results" in capsys.readouterr().err
+
+
+def test_os_error_of_the_measurement_is_not_reported_as_one_of_the_results_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(benchmark, "compare", fail)
+    with pytest.raises(OSError, match="too many open files"):
+        cli.main(["bench", *TINY, "--out", str(tmp_path)])
 
 
 def test_id_without_a_version_means_the_newest_and_keeps_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

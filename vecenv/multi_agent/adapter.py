@@ -604,7 +604,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
     ) -> None:
         for index, reward in enumerate(rewards):
             self._rewards[index] = reward if reward.__class__ in _PLAIN_REWARD_TYPES else self._to_float(index, reward)
-        flags = terminations, truncations, self._acting, transition_mask
+        flags = terminations, truncations, self._acting, transition_mask, self._alive[:]
         if flags != self._written_flags:
             self._flags[:] = self._written_flags = flags
 

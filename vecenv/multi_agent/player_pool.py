@@ -240,6 +240,7 @@ class PlayerRows(PoolRows):
             "truncations": truncated[:, None] & batch.mask,
             "agent_mask": acting,
             "transition_mask": self._acting[batch.env_ids] & ~begins[:, None],
+            "alive": batch.mask & ~done[:, None],
         }
         signals = [batch.players["reward"] * ~begins[:, None], *(flags[key] for key in FLAGS)]
         observation = {

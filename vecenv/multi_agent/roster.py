@@ -23,7 +23,7 @@ from vecenv.errors import envs_text
 from vecenv.shm import Tree, fixed_tree
 from vecenv.shm.layout import Array, Leaf
 
-FLAGS: Final = ("terminations", "truncations", "agent_mask", "transition_mask")
+FLAGS: Final = ("terminations", "truncations", "agent_mask", "transition_mask", "alive")
 """The flags in the rows of ``"signals"`` after the rewards, in this order, as 0 and 1; each column is an agent."""
 
 

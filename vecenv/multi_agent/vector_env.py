@@ -333,6 +333,7 @@ class MultiAgentVecEnv:
         """Begin a step."""
         self._require_running(self._all_rows)
         self._rows.step_async(self._actions.convert(actions, self._all_rows, self._acting))
+        self._ended[:] = False  # until the result, which an exception of one environment loses for all
 
     def step_wait(self, timeout: float | None = None) -> Step:
         """Wait for the result of :meth:`step_async` and return it."""
@@ -347,6 +348,7 @@ class MultiAgentVecEnv:
         rows = self._rows.last_received if env_id is None else parse_env_ids(env_id, self.num_envs)
         self._require_running(rows)
         self._rows.send(self._actions.convert(actions, rows, self._acting), rows)
+        self._ended[rows] = False
 
     def recv(
         self, timeout: float | None = None, *, count: int | None = None, at_least: int | None = None,
@@ -413,8 +415,9 @@ class MultiAgentVecEnv:
         final_infos = {} if final_observations is None else self._final_infos(final_observations, rewards, flags)
         if "restarted" in infos:
             self._truncate_restarted(infos["_restarted"] & truncated, rewards, flags, self._acting[rows])
-        if untouched is not None:  # for a restarted environment, the engine still has the row from before the failure
-            flags["agent_mask"][untouched] &= self._acting[untouched]
+        if untouched is not None and self.autoreset_mode is not AutoresetMode.SAME_STEP:
+            # for a restarted environment, the engine still has the row from before the failure
+            flags["agent_mask"][untouched & self._ended] = False
         out = agents_to_axis(infos, self.num_agents, len(rows)) if infos else {}
         mask, obs = flags["agent_mask"], batch["obs"]
         out["agent_mask"], out["transition_mask"] = mask, flags["transition_mask"]
@@ -446,10 +449,11 @@ class MultiAgentVecEnv:
         return infos
 
     def _truncate_restarted(self, restarted: Bools, rewards: Array, flags: dict[str, Bools], acting: Bools) -> None:
-        """Truncate the agents of restarted environments that had to act in this step, which ``acting`` marks."""
+        """Truncate the agents of restarted environments; ``acting`` marks those that had to act in this step."""
         rewards[restarted] = 0.0
         flags["terminations"][restarted] = False
-        flags["truncations"][restarted] = flags["transition_mask"][restarted] = acting[restarted]
+        flags["truncations"][restarted] = flags["alive"][restarted]  # of the last good observation
+        flags["transition_mask"][restarted] = acting[restarted]
         if self.autoreset_mode is not AutoresetMode.SAME_STEP:
             flags["agent_mask"][restarted] = False
 

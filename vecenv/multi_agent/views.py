@@ -49,7 +49,7 @@ __all__ = [
 
 RESERVED: Final = frozenset(
     ("agent_mask", "transition_mask", "env_done", "env_terminated", "common", "final_obs", "final_info", "env_id",
-     "restarted")
+     "restarted", "state", "final_state")
 )
 """Keys of infos that vecenv itself uses."""
 
@@ -204,9 +204,9 @@ class ActionMasks:
                             f"agent's first one has length {latest.shape[1]}"
                         )
                     mask[row] = own
-            mask[~acting[:, index]] = True
-            if untouched is not None:
+            if untouched is not None and index not in self._observed:
                 mask[untouched] = latest[rows[untouched]]
+            mask[~acting[:, index]] = True
             latest[rows] = mask
         sizes = {mask.shape[1] for mask in masks.values()}
         if len(sizes) > 1:
@@ -507,7 +507,8 @@ class OpenRLView:
             self.action_space.seed(int(seed))
         with _openrl_method_names():
             self.envs.reset_async(seed=seeds, options=options)
-        self._reset_mask = None if options is None else options.get("reset_mask")
+        mask = options.get("reset_mask") if isinstance(options, Mapping) else None  # a list has options for each environment
+        self._reset_mask = None if mask is None else mask.copy()
 
     def reset_fetch(self, timeout: float | None = None) -> tuple[Any, list[dict[str, Any]]]:
         """Return the result of :meth:`reset_send`. Errors are those of ``AsyncVectorEnv.reset_wait``."""

@@ -141,7 +141,7 @@ class _Comparison:
     def find_changed_attributes(self) -> list[str]:
         """Return the attributes of classes and modules that the environments change in a run with others."""
         self.run(("others",))
-        return [name for name in self._shared.find_changes() if "generator" not in name.partition(".")[0]]
+        return [name for name in self._shared.find_changes() if not name.endswith("'s global generator")]
 
     def describe(self, difference: str, causes: list[str], when: str) -> str:
         """Return the error text for a difference."""

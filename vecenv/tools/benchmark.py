@@ -447,7 +447,7 @@ COLOURS: Final = {"vecenv": "#1b7f5c", "gymnasium": "#c8553d", "other": "#7a7f87
 
 def format_rate(rate: float) -> str:
     """Format a rate with three significant digits, in thousands (k) or millions (M) if it is large."""
-    if rate < 1e3:
+    if rate < 999.5:
         return f"{rate:.3g}"
     number, unit = (rate / 1e3, "k") if rate < 999_500 else (rate / 1e6, "M")
     return f"{number:.{0 if number >= 99.95 else 1 if number >= 9.995 else 2}f}{unit}"

@@ -16,7 +16,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -188,11 +189,8 @@ def _bench(arguments: argparse.Namespace) -> int:
     if (reason := explain_unsupported_processes()) is not None:
         raise tools.CliError(f"vecenv bench runs each engine in a separate process: {reason}")
     env_fn = runners.resolve(arguments.env_id)
-    try:
-        reports = _measure(arguments, env_fn)
-        _write_and_print(arguments, reports)
-    except OSError as error:
-        raise tools.CliError(f"cannot write the results to {arguments.out}: {error}") from None
+    reports = _measure(arguments, env_fn)
+    _write_and_print(arguments, reports)
     return tools.DIED if any(row.failed for report in reports for row in report.rows) else 0
 
 
@@ -225,13 +223,22 @@ def _write_and_print(arguments: argparse.Namespace, reports: list[benchmark.Repo
     json_path, plot_path = (arguments.out / f"{name}.{suffix}" for suffix in ("json", "png"))
     values = [report.to_dict() for report in reports]
     text = json.dumps(values if arguments.scale else values[0], indent=1)
-    json_path.write_text(text + "\n")
-    benchmark.draw_scale(reports, plot_path) if arguments.scale else benchmark.draw_bars(reports[0], plot_path)
+    with _writing_to(arguments.out):
+        json_path.write_text(text + "\n")
+        benchmark.draw_scale(reports, plot_path) if arguments.scale else benchmark.draw_bars(reports[0], plot_path)
     if arguments.json:
         print(text)
         return
     benchmark.print_scale(reports) if arguments.scale else benchmark.print_report(reports[0])
     print(f"Written: {json_path}, {plot_path}")
+
+
+@contextmanager
+def _writing_to(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise tools.CliError(f"cannot write the results to {folder}: {error}") from None
 
 
 def _select_engines(candidates: list[runners.Candidate], arguments: argparse.Namespace) -> set[str]:
@@ -249,5 +256,6 @@ def _select_engines(candidates: list[runners.Candidate], arguments: argparse.Nam
     others = sum(candidate.processes + 1 for candidate in candidates if not candidate.has_many_processes)
     if (reason := shortage(others + largest)) is not None:
         raise tools.CliError(f"{reason}; use fewer environments or workers, or only some --engines")
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    with _writing_to(arguments.out):
+        arguments.out.mkdir(parents=True, exist_ok=True)
     return {candidate.name for candidate in candidates}

@@ -152,6 +152,8 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         if mask is None or self._reset_state is None:
             self._begin(seed)
         elif (rows := mask.detach().cpu().numpy().reshape(-1)).any():
+            if seed is not None:
+                raise ValueError("seed= is for resets of all environments, but '_reset' selects some")
             self._reset_state = self.functional.reset_mask(self._reset_state, rows)
         return self.tensordict_of(self._inner.wrap(self._require_reset_state()))
 

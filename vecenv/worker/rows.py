@@ -523,12 +523,13 @@ class EnvRows:
     def set_next(self, pairs: Sequence[tuple[Any, Any] | None]) -> Outcome:
         """Set the seed and options of the next automatic reset, one pair per row; ``None``: no change."""
 
-        def set_row(k: int) -> None:
-            if (pair := pairs[k]) is not None:
-                self._env(k)  # raises if it failed
-                self._next_episodes[k] = pair
+        chosen = {k: pair for k, pair in enumerate(pairs) if pair is not None}
 
-        return self._call_each(range(self.count), set_row)
+        def set_row(k: int) -> None:
+            self._env(k)  # raises if it failed
+            self._next_episodes[k] = chosen[k]
+
+        return self._call_each(list(chosen), set_row)
 
     def exec(self, ks: Sequence[int], function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Outcome:
         """Call ``function(env, *args, **kwargs)`` for the rows ``ks``."""

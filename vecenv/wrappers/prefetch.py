@@ -716,7 +716,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     call_wait = exec_func_send = exec_func_fetch = call_async
 
-    def record(self, env_id: int, path: Any) -> Any:
+    def record(self, env_id: int, path: Any = None) -> Any:
         """Write a file for ``vecenv replay`` about the environment of a row; see ``AsyncVectorEnv.record``."""
         (row,) = parse_env_ids([env_id], self.num_envs).tolist()
         return self.envs.record(self.places[row], path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -30,6 +30,13 @@ from vecenv.system.signals import succeeds_when_repeated
 T = TypeVar("T")
 
 _LATE_HOSTS_NAMED: Final = 4
+
+
+class HeldEpisode(NamedTuple):
+    """Data beside the snapshot of a row with a new episode, the start of which is the result of its next step."""
+
+    last_observation: Any
+    info: Any
 
 
 class HostsDriver(WorkerDriver):
@@ -97,12 +104,13 @@ class HostsDriver(WorkerDriver):
             if (error := exchange.replace_hosts(to_rebuild, count=True)) is not None:
                 raise error
             rows_to_step = [row for row in rows_to_step if row not in to_rebuild and row not in held]
+        seeds = exchange.announce_rebuild(request, sorted(to_rebuild))
         parts = [(part, *self._pack_actions(part.rows, action_by_row)) for part in exchange.split(request, rows_to_step)]
         with exchange.changing():
             for part, *actions in parts:
                 exchange.submit(part, "step", *actions)
-            if to_rebuild:
-                exchange.rebuild(request, sorted(to_rebuild))
+            if seeds:
+                exchange.rebuild(request, seeds)
             exchange.return_held(sorted(held))
             exchange.request = None if for_recv else request
 
@@ -127,6 +135,8 @@ class HostsDriver(WorkerDriver):
             require_order(exchange.request.phase, "reset_async", self)
         if for_recv:
             self.require_not_in_flight("reset_async", rows)
+        elif ids is not None:
+            exchange.wait_until_idle()  # rows in flight have been sent, so their latest observation is that of the reply
         seeds = self.announce_reset(rows, seeds, options, drops=not for_recv)
         if (error := exchange.replace_hosts(rows, count=False)) is not None:
             raise error
@@ -136,7 +146,7 @@ class HostsDriver(WorkerDriver):
             if not for_recv:
                 exchange.drop_pending()
                 exchange.request = request
-            if isinstance(exchange.store, SharedStore):
+            if isinstance(exchange.store, SharedStore) and not exchange.restart:  # otherwise it is a `final_obs` later
                 for row in exchange.failures.failed.keys() - set(rows):
                     exchange.store.clear_row(row)
             exchange.forget(rows)
@@ -161,6 +171,8 @@ class HostsDriver(WorkerDriver):
         observations = _read(lambda: exchange.store.batch(self.copies), exchange.drop_pending)
         infos = WorkerInfos(self._reader, None, self.num_envs, exchange.infos, {})
         flags = exchange.rewards.copy(), exchange.terminations.copy(), exchange.truncations.copy()
+        # in case an observer raises: the guard does not note it, because it takes a `TypeError` for a wrong argument
+        request.interrupted = True
         for observer in self.observers:
             observer.on_result(None, (observations, *flags, infos) if request.command == "step" else (observations, infos))
         result: Stepped = (observations, *flags, infos if exchange.infos else {})
@@ -258,7 +270,9 @@ class HostsDriver(WorkerDriver):
     def save(self, rows: list[int], verify: bool) -> Snapshots:
         """Return the states of some rows."""
         self._begin_call("save", rows, lambda part: ((), {"env_id": part.local, "verify": verify}))
-        saved = self.exchange.finish_call()
+        saved, held = self.exchange.finish_call(), self.exchange.held
+        for row in held.keys() & set(rows):  # the next step returns this observation, so the current one is the last
+            saved[row] = saved[row].having(beside=HeldEpisode(self.exchange.store.row(row), held[row][1]))
         return Snapshots([saved[row] for row in rows])
 
     def snapshots(self) -> Sequence[Snapshot]:
@@ -299,10 +313,13 @@ class HostsDriver(WorkerDriver):
         except Exception:
             self.exchange.failures.failed.update(interrupted)
             raise
-        for row, row_state in row_states.items():
-            if row_state.used:
-                self.exchange.store.set_row(row, row_state.observation)
         self.exchange.forget(rows)
+        for row, row_state in row_states.items():
+            observation, beside = row_state.observation, row_state.beside
+            if isinstance(beside, HeldEpisode):
+                self.exchange.held[row], observation = (observation, beside.info), beside.last_observation
+            if row_state.used:
+                self.exchange.store.set_row(row, observation)
         have_observations = all(row_state.used for row_state in row_states.values())
         return self.exchange.store.take(np.array(rows, np.intp)) if have_observations else None
 

@@ -162,8 +162,8 @@ class HostExchange:
         args = [part.local, *options] if options or len(part.rows) < len(part.host.rows) else []
         self.parts[self.pool.cluster.submit(part.host.index, method, data, *args)] = part
 
-    def rebuild(self, request: HostRequest, rows: Sequence[int], *, again: bool = False) -> None:
-        """Have hosts reset new environments for these rows, with the options of the request if it is a reset.
+    def announce_rebuild(self, request: HostRequest, rows: Sequence[int], *, again: bool = False) -> dict[int, Any]:
+        """Notify the observers of a rebuild of these rows, and return its seeds.
 
         The seeds of a reset are used for the first rebuild only; all other seeds are fresh.
         """
@@ -171,11 +171,17 @@ class HostExchange:
         if request.seeds is not None and not again:
             given = [request.seeds[row] for row in rows]
             new_seeds = [fresh if seed is None else seed for seed, fresh in zip(given, new_seeds, strict=True)]
-        for observer in self.failures.observers if rows else ():
-            observer.on_reset(rows, new_seeds, select_options(request.options, rows))
-        self.forget(rows)
-        for part in self.split(request, rows, rebuilds=True):
-            self.submit(part, "reset", reset_arguments(part, dict(zip(rows, new_seeds, strict=True))))
+        if rows and self.failures.observers:
+            with deferred_signals():
+                for observer in self.failures.observers:
+                    observer.on_reset(rows, new_seeds, select_options(request.options, rows))
+        return dict(zip(rows, new_seeds, strict=True))
+
+    def rebuild(self, request: HostRequest, seeds: dict[int, Any]) -> None:
+        """Have hosts reset new environments for the rows of ``seeds``, with the options of the request if it is a reset."""
+        self.forget(seeds)
+        for part in self.split(request, list(seeds), rebuilds=True):
+            self.submit(part, "reset", reset_arguments(part, seeds))
 
     def return_held(self, rows: Collection[int]) -> None:
         """Complete a step of these rows with the results of resets that are held for them."""
@@ -229,6 +235,10 @@ class HostExchange:
                 self.end(request)
             raise error
         return True
+
+    def wait_until_idle(self) -> None:
+        """Wait for all replies that are pending, except from hosts that die meanwhile."""
+        self._wait(lambda: not self.parts, None, "recv", every=True)
 
     def finish_call(self, timeout: float | None = None) -> dict[int, Any]:
         """Return the results of the pending call, by row.
@@ -352,7 +362,10 @@ class HostExchange:
         for event in reply.events:
             if not isinstance(event, RemoteFailure):
                 for observer in self.failures.observers:
-                    observer.on_reset(event.rows, event.seeds, event.options)
+                    try:
+                        observer.on_reset(event.rows, event.seeds, event.options)
+                    except Exception as error:
+                        errors.append((None, error))
                 continue
             recorded = self.failures.record(host, request.command, event)
             if reply.raises:
@@ -416,13 +429,20 @@ class HostExchange:
     def _rebuild_lost(self) -> None:
         """Replace the hosts of lost parts, and reset the rows of these parts on the new hosts."""
         rows = [row for part in self.lost for row in part.rows]
-        error = self.replace_hosts(rows, count=True)
+        rebuilds: list[tuple[HostRequest, dict[int, Any]]] = []
+        if (error := self.replace_hosts(rows, count=True)) is None:
+            try:
+                rebuilds = [
+                    (part.request, self.announce_rebuild(part.request, part.rows, again=part.rebuilds)) for part in self.lost
+                ]
+            except Exception as raised:
+                error = raised
         with self.changing():
             if error is not None:
                 self.unraised.append(([(None, error)], rows))
             else:
-                for part in self.lost:
-                    self.rebuild(part.request, part.rows, again=part.rebuilds)
+                for request, seeds in rebuilds:
+                    self.rebuild(request, seeds)
             self.lost.clear()
 
 

@@ -1,8 +1,8 @@
 """Compares ``vecenv.aio.Pool`` with OpenEnv's server, and with ``send`` and ``recv``: ``python bench/aio.py``.
 
-64 environments run in 2 and in 64 workers; a step waits for 50 ms or computes for 5 ms. Each row is a separate program, and
-the rounds of all rows are interleaved. The table shows the steps per second and the delay of the event loop, measured by a
-timer of 2 ms: the 99th percentile of its lateness.
+64 environments run in 2 and in 64 workers; a step waits for 50 ms or computes for 5 ms. Each measurement runs in a new
+process, and the rounds of the rows with the same work and number of workers are interleaved. The table shows the steps per
+second and the delay of the event loop: the 99th percentile of how late a timer of 2 ms fires.
 
     python bench/aio.py                                   # without OpenEnv, which is reported as missing
     python -m venv /tmp/openenv && /tmp/openenv/bin/pip install openenv==0.10.0
@@ -237,11 +237,11 @@ def serve_openenv(kind: str, args: argparse.Namespace) -> None:
 
 
 def candidates(args: argparse.Namespace) -> dict[str, Callable[[str, int], dict[str, float]]]:
-    """Return a function for each row, which measures it for a kind of work and a number of workers."""
+    """Return the function of each row. It takes the kind of work and the number of workers, and returns the results."""
     return {
         "pool": lambda kind, workers: run_pool(kind, workers, args),
-        "recv": lambda kind, workers: run_send_recv(kind, workers, args, first_ready=False),
-        "first": lambda kind, workers: run_send_recv(kind, workers, args, first_ready=True),
+        "recv-all": lambda kind, workers: run_send_recv(kind, workers, args, first_ready=False),
+        "recv-any": lambda kind, workers: run_send_recv(kind, workers, args, first_ready=True),
         "bare": lambda kind, workers: run_bare(kind, workers, args),
         "openenv": lambda kind, workers: run_openenv(kind, args),
     }
@@ -292,14 +292,14 @@ def compare(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--openenv-python", default=sys.executable, help="a Python with openenv")
+    parser.add_argument("--openenv-python", default=sys.executable, help="path of a Python interpreter that has openenv")
     parser.add_argument("--kinds", nargs="+", default=["wait", "compute"], choices=["wait", "compute"])
     parser.add_argument("--workers", nargs="+", type=int, default=[2, 64])
     parser.add_argument("--num-envs", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--uvloop", action="store_true", help="run the pool in an event loop of uvloop")
-    parser.add_argument("--only", nargs="+", default=["pool", "recv", "first", "bare", "openenv"])
+    parser.add_argument("--uvloop", action="store_true", help="run the pool in uvloop's event loop")
+    parser.add_argument("--only", nargs="+", default=["pool", "recv-all", "recv-any", "bare", "openenv"])
     for hidden in ("--run", "--kind", "--serve"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     for hidden in ("--num-workers", "--port"):

@@ -1,4 +1,4 @@
-"""README.md and docs/: every Python block runs as written, shell blocks name existing things, and all links work."""
+"""README.md and docs/: Python blocks run as written; shell blocks and links refer to existing options, extras and files."""
 
 from __future__ import annotations
 

@@ -472,7 +472,8 @@ def test_error_names_the_value_that_the_dtype_cannot_hold(dtype: str, value: Any
     tree = fixed_tree(spaces.Box(0, 9, (3,), np.dtype(dtype)))
     assert tree is not None
     write = make_observation_writer(tree, [np.zeros((2, 3), dtype)], 0, lambda *_: None)
-    with pytest.raises(ObservationError, match=rf"got an array of shape \(3,\) \(.*\) with {text}, which the u?int"):
+    match = rf"got an array of shape \(3,\) \(.*\) with {text}, which the space's dtype u?int"
+    with pytest.raises(ObservationError, match=match):
         write(1, np.array([1, value, value]))
 
 

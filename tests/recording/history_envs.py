@@ -12,7 +12,7 @@ import numpy as np
 
 
 class HistoryEnv(gym.Env[Any, Any]):
-    """An environment with rewards that depend on its generator, seed, options, attribute, calls and actions.
+    """An environment with rewards that depend on its generator, seed, options, actions, ``gain`` and calls of ``add``.
 
     Args:
         fails_at: The number of the step that raises, counted over all episodes, or 0 for none.
@@ -94,8 +94,8 @@ class ChecksumEnv(gym.Env[Any, Any]):
         self.checksum = zlib.crc32(repr((self.checksum, *received)).encode())
         return self.checksum
 
-    def raise_after(self, number: int) -> None:
-        raise KeyError(self.update_checksum("raise_after", number))
+    def update_and_raise(self, number: int) -> None:
+        raise KeyError(self.update_checksum("update_and_raise", number))
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         super().reset(seed=seed)

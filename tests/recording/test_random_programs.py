@@ -36,8 +36,8 @@ def update_checksum(env: Any, number: int) -> int:
     return int(env.unwrapped.update_checksum("exec", number))
 
 
-def raise_after(env: Any, number: int) -> None:
-    env.unwrapped.raise_after(number)
+def update_and_raise(env: Any, number: int) -> None:
+    env.unwrapped.update_and_raise(number)
 
 
 class Program:
@@ -157,8 +157,8 @@ class Program:
         calls: dict[str, Callable[[], object]] = {
             "raise": lambda: envs.step(self.draw_actions_with(ChecksumEnv.RAISES)),
             "raise by recv": lambda: envs.send(self.draw_actions_with(ChecksumEnv.RAISES), range(self.count)),
-            "raise in call": lambda: envs.call("raise_after", number),
-            "raise in exec": lambda: envs.exec_func(raise_after, rows, number),
+            "raise in call": lambda: envs.call("update_and_raise", number),
+            "raise in exec": lambda: envs.exec_func(update_and_raise, rows, number),
             "too many actions": lambda: envs.step(self.draw_actions(self.count + 1)),
             "no such row": lambda: envs.send([1], [self.count]),
             "bad mask": lambda: envs.reset(options={"reset_mask": np.ones(self.count + 1, bool)}),

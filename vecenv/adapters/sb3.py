@@ -30,7 +30,14 @@ from stable_baselines3.common.vec_env import (
     VecTransposeImage,
 )
 
-from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, added_keys, agents_per_env, require_settings, reset_all
+from vecenv.adapters.single import (
+    AnyVectorEnv,
+    SingleEnvs,
+    agents_per_env,
+    episode_statistics_keys,
+    require_settings,
+    reset_all,
+)
 from vecenv.evaluating import evaluate
 from vecenv.evaluating.episodes import EpisodeList, EpisodeResult
 from vecenv.evaluating.policies import map_leaves
@@ -87,7 +94,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         self._rows_are_agents = agents_per_env(envs) > 1
         super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
         self._structured = isinstance(envs.single_action_space, (spaces.Dict, spaces.Tuple))
-        self._added_info_keys = added_keys(envs)
+        self._added_info_keys = episode_statistics_keys(envs)
         self.metadata = dict(envs.metadata)
         self.spec = envs.spec
 

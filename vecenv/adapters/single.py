@@ -42,7 +42,7 @@ def require_settings(
     if mode not in modes:
         accepted = " or ".join(repr(each.value) for each in modes)
         raise ValueError(
-            f"{client} needs autoreset_mode={accepted}, got {getattr(mode, 'value', mode)!r}: build it with "
+            f"{client} needs autoreset_mode={accepted}, got {getattr(mode, 'value', mode)!r}: build the environments with "
             f"vecenv.make_vec(..., vector_kwargs={{'autoreset_mode': {next(iter(modes)).value!r}}})"
         )
     resets_rows = AutoresetMode.DISABLED in modes and envs.num_envs > 1
@@ -107,7 +107,7 @@ def _target_library(envs: AnyVectorEnv) -> str:
     return ""
 
 
-def added_keys(envs: AnyVectorEnv) -> list[str]:
+def episode_statistics_keys(envs: AnyVectorEnv) -> list[str]:
     """Return the keys under which vector wrappers add episode statistics to infos."""
     return [wrapper._stats_key for wrapper in wrappers_around(envs) if isinstance(getattr(wrapper, "_stats_key", None), str)]
 
@@ -115,16 +115,16 @@ def added_keys(envs: AnyVectorEnv) -> list[str]:
 class SingleEnvs:
     """The environments of a vector environment, accessed by index, in any process.
 
-    Environments that are not Python objects (EnvPool's, JAX-native ones) have no wrappers. Their only attributes are
-    those that the vector environment has for all: ``render_mode``, ``spec``, ``metadata``, ``action_space`` and
-    ``observation_space``.
+    Some environments are not accessible: those that are not Python objects (EnvPool's, JAX-native ones), and those of vector
+    environments without vecenv's capabilities. They count as unwrapped. Their only attributes are those that the vector
+    environment has for all: ``render_mode``, ``spec``, ``metadata``, ``action_space`` and ``observation_space``.
     """
 
     def __init__(self, envs: AnyVectorEnv) -> None:
         self._num_envs = envs.num_envs
         self._inner: Any = envs.unwrapped
         capabilities = capabilities_of(self._inner)
-        self._are_python = capabilities is not None and capabilities.attributes
+        self._are_accessible = capabilities is not None and capabilities.attributes
         self._shared_attributes = {
             "render_mode": envs.render_mode,
             "spec": envs.spec,
@@ -139,7 +139,7 @@ class SingleEnvs:
         Raises:
             AttributeError: An environment has no such attribute.
         """
-        if not self._are_python and name in self._shared_attributes:
+        if not self._are_accessible and name in self._shared_attributes:
             return [self._shared_attributes[name] for _ in rows]
         return self._run(name, methodcaller("get_wrapper_attr", name), rows)
 
@@ -164,7 +164,7 @@ class SingleEnvs:
 
     def is_wrapped(self, wrapper: type[Any], rows: Iterable[int]) -> list[bool]:
         """Return a bool per row: True if its environment has a wrapper of this class or a subclass."""
-        if not self._are_python:
+        if not self._are_accessible:
             return [False for _ in rows]
         return self._run("", has_wrapper, rows, class_name(wrapper))
 
@@ -178,9 +178,9 @@ class SingleEnvs:
         if capabilities_of(self._inner) is None:
             raise AttributeError(
                 f"{type(self._inner).__name__} does not give access to single environments, so {name!r} cannot be used: "
-                "build it with vecenv.make_vec or vecenv.AsyncVectorEnv"
+                "build the environments with vecenv.make_vec or vecenv.AsyncVectorEnv"
             )
-        if not self._are_python:
+        if not self._are_accessible:
             raise AttributeError(
                 f"the environments of {type(self._inner).__name__} are not Python objects: they have no attribute {name!r}"
             )

@@ -33,7 +33,7 @@ from vecenv.link.actions import ActionStage
 from vecenv.link.envs import WorkerPlan
 from vecenv.link.infos import InfoReader, WorkerInfos
 from vecenv.link.messages import Op
-from vecenv.link.observations import Store, require_observation
+from vecenv.link.observations import Store, require_fitting_observation
 from vecenv.shm import Arena, Batch, Layout
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
@@ -420,7 +420,7 @@ class Engine(WorkerDriver):
         snapshot_by_row = dict(zip(rows, parsed, strict=True))
         row_states = {row: snapshot.row for row, snapshot in snapshot_by_row.items()}
         for row, row_state in row_states.items():
-            require_observation(self.store, row, row_state)
+            require_fitting_observation(self.store, row, row_state)
 
         def build_payload(worker: Worker) -> Any:
             first = worker.rows[0]

@@ -21,7 +21,7 @@ from vecenv.errors import EnvFailed, failed_earlier_error
 from vecenv.front.infos import count_steps
 from vecenv.link.envs import call_env
 from vecenv.link.messages import OVERLAPS, Op, summary
-from vecenv.link.observations import require_observation
+from vecenv.link.observations import require_fitting_observation
 from vecenv.state.snapshots import Snapshot
 from vecenv.system.descriptors import Descriptor, DescriptorOwner
 from vecenv.system.restart_budget import RestartBudget
@@ -94,7 +94,7 @@ class Submissions:
         if worker.death is not None or (command != "reset" and row in self.failed):
             raise failed_earlier_error({row: self.failed[row]})
         if command == "check":
-            require_observation(changes.store, row, payload.row)
+            require_fitting_observation(changes.store, row, payload.row)
         op, name, pack = _COMMANDS[command]
         packed = changes.pool.pickle_for(worker, pack(row - worker.rows[0], payload))
         request = Request(name)

@@ -38,7 +38,7 @@ class WaitingEpisodes:
         return bool(self._by_env)
 
     def pop_for(self, row: int, *, worker_is_idle: bool) -> int | None:
-        """Remove a row's next episode and return its index; ``None`` if it would only slow down the worker's other rows."""
+        """Remove a row's next episode and return its index; ``None`` if the episodes are better left to other rows."""
         env = self._env_by_row.get(row)
         if row not in self._env_by_row or env not in self._by_env:
             in_use = set(self._env_by_row.values()) - {None}

@@ -1,7 +1,7 @@
 """Stores for the observations of a batch, with one interface, and the functions with which a worker fills them.
 
 * :class:`SharedStore`: spaces of fixed size, in shared memory. The worker checks the shape of every leaf and writes it
-  once, in place; the caller copies the leaves or returns views of them. :class:`LendingStore` lends large ones instead.
+  once, in place; the caller copies the leaves or returns views of them. :class:`LendingStore` lends large batches instead.
 * :class:`PickledStore`: all other spaces (``Text``, ``OneOf``, ``Graph``, ``Sequence``, custom ones), and every space with
   ``shared_memory=False``. Replies carry the observations, and Gymnasium's ``concatenate`` builds the batch.
 * :class:`RegisteredStore`: custom spaces with shared-memory functions that their author registered with Gymnasium.
@@ -79,14 +79,14 @@ class Store(Protocol):
         return None
 
     def keep_rows(self, rows: Collection[int]) -> None:
-        """Give rows that were not written since :meth:`renew` their previous observations."""
+        """Restore the previous observations of these rows, which were not written since :meth:`renew`."""
         return
 
     def validate(self, observation: Any) -> None:
         """Raise if the observation does not fit the space; change nothing."""
 
 
-def require_observation(store: Store, row: int, row_state: Row) -> None:
+def require_fitting_observation(store: Store, row: int, row_state: Row) -> None:
     """Raise if the observation in a snapshot does not fit the space of the store.
 
     Raises:
@@ -147,7 +147,8 @@ class SharedStore(Store):
 class LendingStore(SharedStore):
     """A shared store that lends batches to the program instead of copying them, as :mod:`vecenv.shm.lending` describes.
 
-    Only whole batches are lent or pinned, while nothing is in flight: so no worker is about to write into such a batch.
+    Only whole batches are lent or pinned, and only while nothing is in flight, so that no worker is about to write into
+    them.
     """
 
     def __init__(self, tree: Tree, batch: Batch, lender: Lender) -> None:
@@ -458,8 +459,8 @@ def _make_converting_writer(leaf: Leaf, array: Array, first_env: int, warn: _War
         where = f"env {first_env + k}: {leaf.name}:"
         if converted.dtype.kind != "f" or dtype.kind != "f":
             example = f" with {_first_changed(converted, array[k])}" if isinstance(value, np.ndarray) else ""
-            raise ObservationError(f"{where} got {_describe(value)}{example}, which the {dtype} of the space cannot hold")
-        warn(leaf.name, f"{where} {converted.dtype} values became infinite in the cast to the {dtype} of the space")
+            raise ObservationError(f"{where} got {_describe(value)}{example}, which the space's dtype {dtype} cannot hold")
+        warn(leaf.name, f"{where} {converted.dtype} values became infinite in the cast to the space's dtype {dtype}")
 
     return convert_and_write
 

@@ -1,9 +1,9 @@
-"""EnvPool's multi-player pools, as rows for ``MultiAgentVecEnv``.
+"""EnvPool's multi-player pools, as the vector environment inside a ``MultiAgentVecEnv``.
 
 :class:`PlayerPool` takes the place of :class:`~vecenv.multi_agent.vector_env.AgentRows`: it accepts actions of all agents
-and returns batches of rows (:meth:`vecenv.multi_agent.roster.Roster.observation_space`). Players are the agents
-``player_0``, ``player_1`` and so on. A pool ends an episode for all players at once and begins the next one in the
-following step. It cannot be seeded again, so a reset with a seed builds a new pool.
+and returns batches of observations in the form of :meth:`vecenv.multi_agent.roster.Roster.observation_space`. Players are
+the agents ``player_0``, ``player_1`` and so on. A pool ends an episode for all players at once and begins the next one in
+the following step. It cannot be seeded again, so a reset with a seed builds a new pool.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BOOKKEEPING = ("info:env_id", "info:players.env_id", "info:players.id", "info:c
 
 
 class PlayerPool(PoolVectorEnv):
-    """A pool with several players per environment. Its observations are rows of all agents.
+    """A pool with several players per environment. The observation of an environment contains the data of all its players.
 
     Args:
         task_id: EnvPool's name of the task.
@@ -133,7 +133,7 @@ class PlayerRows(PoolRows):
     def begin(self) -> None:
         # the players with an action in the next payload, and the players that act
         self._sent, self._acting = np.zeros((2, *self._shape), np.bool_)
-        # in turn-based games, EnvPool uses this one action as the current player's, and Go aborts if there are more
+        # in turn-based games, EnvPool uses this one action as the current player's; with more, Go would end the process
         self._sent[:, 0] = True
 
     def store_held(self, held: Any) -> None:
@@ -202,7 +202,8 @@ class PlayerRows(PoolRows):
         n, k = len(env_ids), self._shape[1]
         row = np.searchsorted(env_ids, owners)
         if (row == n).any() or (env_ids[np.minimum(row, n - 1)] != owners).any():
-            raise ValueError(f"players of environments {np.setdiff1d(owners, env_ids).tolist()}, which are not in the batch")
+            missing = np.setdiff1d(owners, env_ids).tolist()
+            raise ValueError(f"the batch contains players of environments {missing}, but not these environments")
         counts = np.bincount(row, minlength=n)
         if counts.max(initial=0) > k:
             raise ValueError(f"{counts.max()} players in one environment; the maximum is {k}")

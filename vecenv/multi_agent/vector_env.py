@@ -1,4 +1,4 @@
-"""``MultiAgentVecEnv``: PettingZoo parallel environments on the engine, with an axis of agents and masks.
+"""``MultiAgentVecEnv``: PettingZoo parallel environments on the engine, with masks and an axis of agents.
 
 :mod:`vecenv.multi_agent.adapter` turns every environment into an ordinary one with a single observation for all agents, and
 :class:`~vecenv.AsyncVectorEnv` runs them. ``MultiAgentVecEnv`` unpacks the batches, and records for each environment
@@ -137,7 +137,7 @@ class MultiAgentVecEnv:
         own_options = inspect.signature(MultiAgentVecEnv.__init__).parameters.keys() - {"self", "env_fns", "engine"}
         check_option_names(engine, [*sorted(own_options), *EngineOptions.__annotations__], "MultiAgentVecEnv")
         check_env_fns(env_fns, "MultiAgentVecEnv", _EXAMPLE)
-        self._set_rewards_and_seeds(reward_dtype, seed_stride)
+        self._set_reward_dtype_and_seed_stride(reward_dtype, seed_stride)
         template = as_parallel(env_fns[0]())
         try:
             self.env_name = env_name(template)
@@ -170,9 +170,9 @@ class MultiAgentVecEnv:
     ) -> MultiAgentVecEnv:  # fmt: skip
         """Build environments of EnvPool with several players, such as ``"TicTacToe-v1"``; the players are the agents.
 
-        It always has ``layout="stack"`` and next-step autoreset; turn-based games have masks like
+        The result always has ``layout="stack"`` and next-step autoreset; turn-based games have the masks of
         :class:`~vecenv.multi_agent.TurnBased`. ``reset_mask``, ``call``, ``exec_func``, attributes and ``render`` raise
-        :class:`NotImplementedError`, and reset options raise :class:`ValueError`.
+        :class:`NotImplementedError`, and other reset options raise :class:`ValueError`.
 
         Args:
             task_id: EnvPool's name of the task.
@@ -189,14 +189,14 @@ class MultiAgentVecEnv:
         from vecenv.multi_agent.player_pool import PlayerPool
 
         self = cls.__new__(cls)
-        self._set_rewards_and_seeds(reward_dtype, seed_stride)
+        self._set_reward_dtype_and_seed_stride(reward_dtype, seed_stride)
         self.env_name = task_id
         pool = PlayerPool(task_id, num_envs, batch_size=batch_size, num_threads=num_threads, **config)
         self._rows = pool
         self._set_up(pool.roster, True)
         return self
 
-    def _set_rewards_and_seeds(self, reward_dtype: npt.DTypeLike, seed_stride: int) -> None:
+    def _set_reward_dtype_and_seed_stride(self, reward_dtype: npt.DTypeLike, seed_stride: int) -> None:
         if isinstance(seed_stride, bool) or not isinstance(seed_stride, (int, np.integer)):
             raise ValueError(f"`seed_stride` must be an int, got {seed_stride!r}")
         self.seed_stride = int(seed_stride)
@@ -204,7 +204,7 @@ class MultiAgentVecEnv:
         if self.reward_dtype.kind != "f":
             raise ValueError(f"`reward_dtype` must be a float type, got {self.reward_dtype}")
 
-    def _set_up(self, roster: Roster, with_masks: bool) -> None:
+    def _set_up(self, roster: Roster, with_action_masks: bool) -> None:
         """Set the attributes that depend on the engine and the roster."""
         self._roster = roster
         self.num_envs = self._rows.num_envs
@@ -217,7 +217,7 @@ class MultiAgentVecEnv:
         }
         self.state_space = roster.state_space
         self._actions = AgentActionConverter(roster)
-        self._masks = ActionMasks(roster, with_masks, self.num_envs)
+        self._masks = ActionMasks(roster, with_action_masks, self.num_envs)
         self._tree = build_tree(roster.observation_space(), "observation")
         self._acting = np.zeros((self.num_envs, self.num_agents), np.bool_)  # the latest `agent_mask`
         self._ended = np.zeros(self.num_envs, np.bool_)

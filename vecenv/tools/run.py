@@ -156,10 +156,10 @@ def _execute_spec(spec: ModuleSpec) -> None:
     )  # fmt: skip
 
 
-def _execute(code: Callable[[], CodeType], **names: Any) -> None:
-    """Run code as ``__main__``, and keep that module, which the program's threads and exit handlers may use later.
+def _execute(get_code: Callable[[], CodeType], **names: Any) -> None:
+    """Run the code that ``get_code`` returns as ``__main__``, and keep that module.
 
-    ``runpy`` would remove the module afterwards.
+    The program's threads and exit handlers may use the module later; ``runpy`` would remove it.
     """
     main = ModuleType("__main__")
     vars(main).update(names, __builtins__=builtins)
@@ -167,7 +167,7 @@ def _execute(code: Callable[[], CodeType], **names: Any) -> None:
         vars(main)["__annotations__"] = {}
     sys.modules["__main__"] = main
     try:
-        compiled, start_method = code(), DEFAULTS.get("context")
+        compiled, start_method = get_code(), DEFAULTS.get("context")
         # workers do not import a __main__.py
         workers_import_it = getattr(names["__spec__"], "name", "").rpartition(".")[2] != "__main__"
         if workers_import_it and start_method in ("spawn", "forkserver") and not _has_main_guard(compiled):

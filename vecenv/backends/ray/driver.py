@@ -19,7 +19,7 @@ from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import LateReplies, Stepped, WorkerDriver, closed_in_child, require_order
 from vecenv.link.actions import ActionStage
 from vecenv.link.infos import NO_INFO, InfoReader, WorkerInfos
-from vecenv.link.observations import SharedStore, require_observation
+from vecenv.link.observations import SharedStore, require_fitting_observation
 from vecenv.shm import INFO_BYTES, fixed_tree
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
@@ -298,7 +298,7 @@ class HostsDriver(WorkerDriver):
         snapshots_by_row = dict(zip(rows, parsed, strict=True))
         row_states = {row: snapshot.row for row, snapshot in snapshots_by_row.items()}
         for row, row_state in row_states.items():
-            require_observation(self.store, row, row_state)
+            require_fitting_observation(self.store, row, row_state)
 
         def arguments_for(part: RequestPart) -> Any:
             return ([snapshots_by_row[row] for row in part.rows], part.local), {}

@@ -1,10 +1,11 @@
 """Compares the agent steps per second of ``MultiAgentVecEnv`` and SuperSuit's ``concat_vec_envs_v1`` on the same game.
 
-Both run alternately for a short time, so that other load on the machine affects both. A repeat is one sample of each, and
-the result is the ratio within a repeat. A short trial selects the fastest mode of each: SuperSuit in this process or in 2
-processes; vecenv in this process, with one worker per core, or with one worker fewer and a share of the caller's. Steps of
-``pursuit`` take hardly any time, so its row shows the cost of the engines. Steps of ``spread`` (MPE with 3 agents) take most
-of the time in its row. The upper bound is the rate of the bare loop over one environment, times the number of cores.
+Both run alternately for a short time, so that other load on the machine affects both. Each repeat takes a sample of both;
+the result is the median of the repeats' ratios. A short trial selects the fastest mode of each: SuperSuit in this process or
+in 2 processes; vecenv in this process, with one worker per core, or with one worker fewer while the caller steps a share of
+the environments. Steps of ``pursuit`` take hardly any time, so its row shows the cost of the engines. Steps of ``spread``
+(MPE with 3 agents) take most of the time in its row. The upper bound is the rate of the bare loop over one environment,
+times the number of cores.
 
     python bench/multi_agent_rate.py
     python bench/multi_agent_rate.py --game spread --num-envs 16 --seconds 1 --repeats 7 --json
@@ -116,9 +117,9 @@ def build_both(game: Callable[[], Any], num_envs: int, seconds: float, num_worke
     supersuit_envs = {f"{processes} processes": make_supersuit(game, num_envs, processes) for processes in (0, 2)}
     actions = np.zeros(next(iter(supersuit_envs.values())).num_envs, np.int64)
     rates = {mode: run_for(make_counting_step(envs.step, actions), seconds) for mode, envs in supersuit_envs.items()}
-    best_mode = max(rates, key=rates.__getitem__)
+    supersuit_mode = max(rates, key=rates.__getitem__)
     for mode, envs in supersuit_envs.items():
-        if mode != best_mode:
+        if mode != supersuit_mode:
             envs.close()
     modes = [{"num_workers": num_workers}] if num_workers is not None else [
         {"num_workers": usable_cores()}, {"num_workers": usable_cores() - 1, "use_caller": True}, {"num_workers": 0},
@@ -130,8 +131,8 @@ def build_both(game: Callable[[], Any], num_envs: int, seconds: float, num_worke
             vecenv_actions = np.zeros((num_envs, envs.num_agents), np.int64)
             trials.append((run_for(make_counting_step(envs.step, vecenv_actions), seconds), options))
     _, options = max(trials, key=lambda trial: trial[0])
-    mode = ", ".join(f"{key}={value}" for key, value in options.items())
-    return supersuit_envs[best_mode], MultiAgentVecEnv([game] * num_envs, **options), best_mode, mode
+    vecenv_mode = ", ".join(f"{key}={value}" for key, value in options.items())
+    return supersuit_envs[supersuit_mode], MultiAgentVecEnv([game] * num_envs, **options), supersuit_mode, vecenv_mode
 
 
 def make_counting_step(step: Callable[[Any], Any], actions: np.ndarray) -> Callable[[], int]:
@@ -147,7 +148,9 @@ def make_counting_step(step: Callable[[Any], Any], actions: np.ndarray) -> Calla
 def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Measure both engines alternately; return a row with the rates in agent steps per second."""
     game = GAMES[name]
-    supersuit_envs, envs, supersuit_mode, mode = build_both(game, options.num_envs, options.seconds, options.num_workers)
+    supersuit_envs, envs, supersuit_mode, vecenv_mode = build_both(
+        game, options.num_envs, options.seconds, options.num_workers
+    )
     envs.reset(seed=0)
     actions = np.zeros((options.num_envs, envs.num_agents), np.int64)
     steps = {
@@ -156,14 +159,14 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "bare loop": make_counting_step(make_bare_step(game), actions[0]),
     }  # fmt: skip
     rates = run_interleaved(
-        {name: functools.partial(run_for, step, options.seconds) for name, step in steps.items()}, options.repeats
+        {engine: functools.partial(run_for, step, options.seconds) for engine, step in steps.items()}, options.repeats
     )
     supersuit_envs.close()
     envs.close()
-    medians = {name: statistics.median(samples) for name, samples in rates.items()}
+    medians = {engine: statistics.median(samples) for engine, samples in rates.items()}
     return {
         "game": name, "num_envs": options.num_envs, "agents": envs.num_agents,
-        "mode": mode, "supersuit_mode": supersuit_mode,
+        "mode": vecenv_mode, "supersuit_mode": supersuit_mode,
         "supersuit_rate": medians["supersuit"], "vecenv_rate": medians["vecenv"],
         "upper_bound": medians["bare loop"] * usable_cores(),
         "ratio": asdict(Summary.from_ratios(rates["vecenv"], rates["supersuit"])),  # type: ignore[arg-type]

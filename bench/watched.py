@@ -1,4 +1,4 @@
-"""Runs an unmodified program, and records the results of its vector environments and the duration of their methods.
+"""Runs an unmodified program, and records a checksum of its vector environments' results and the time their methods take.
 
     python bench/watched.py --report plain.json train.py --seed 1
     python -m vecenv run bench/watched.py --report ours.json train.py --seed 1
@@ -8,9 +8,9 @@ computes one checksum of all actions, observations, rewards and flags. Two runs 
 because the actions depend on every update.
 
 ``--stop N`` ends the program with ``SystemExit`` at its N-th step, for programs that take hours. ``--seed N`` is for
-programs that have no seed or derive it from the time: it seeds ``random``, NumPy and PyTorch, ignores the program's own
-seeds, and seeds every vector environment at its first reset. ``--import NAME`` first imports a plugin, such as ``ale_py``,
-for programs that expect Gymnasium to import its plugins, as old versions did.
+programs that have no seed or derive it from the time: it seeds ``random``, NumPy and PyTorch, ignores the program's calls
+that seed them, and seeds every vector environment at its first reset unless the program passes a seed. ``--import NAME``
+first imports a plugin, such as ``ale_py``, for programs that expect Gymnasium to import its plugins, as old versions did.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Statistics:
         self.environments = self.calls = self.steps = self.checksum = 0
         self.init_seconds = self.reset_seconds = self.step_seconds = self.close_seconds = 0.0
         self.rewards = 0.0
-        self.depth = 0  # of nested calls, because a method that calls its base class's method counts once
+        self.depth = 0  # 1 during a recorded call: calls within it, such as of a base class's method, are not recorded
 
     def add_to_checksum(self, *values: Any) -> None:
         """Add arrays, and nested dicts, tuples and lists of arrays, to the checksum."""

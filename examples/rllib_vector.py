@@ -1,4 +1,4 @@
-"""RLlib's PPO on CartPole-v1, with a vector environment of vecenv in each environment runner.
+"""RLlib's PPO on CartPole-v1, with a vecenv vector environment in each environment runner.
 
     pip install -e ".[rllib]"
     python examples/rllib_vector.py --steps 20000

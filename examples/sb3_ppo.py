@@ -1,4 +1,4 @@
-"""Stable-Baselines3's PPO on CartPole-v1, with environments of vecenv.
+"""Stable-Baselines3's PPO on CartPole-v1, with vecenv environments.
 
     pip install -e ".[sb3]"
     python examples/sb3_ppo.py

@@ -1,4 +1,4 @@
-"""Tianshou's PPO on CartPole-v1, with environments of vecenv.
+"""Tianshou's PPO on CartPole-v1, with vecenv environments.
 
     pip install -e ".[clients]"
     python examples/tianshou_ppo.py
@@ -71,7 +71,7 @@ def main(steps: int, num_envs: int) -> None:
             verbose=False,
         )
     )
-    # with a new buffer, because the other one contains unfinished episodes of the training
+    # with a new buffer, because the training collector's contains unfinished episodes
     evaluation = Collector(algorithm, tianshou_envs, VectorReplayBuffer(20_000, num_envs))
     with torch.no_grad():
         episodes = evaluation.collect(n_episode=20, reset_before_collect=True)

@@ -1,4 +1,4 @@
-"""Collects steps of CartPole-v1 as TensorDicts, with TorchRL's collector and environments of vecenv.
+"""Collects steps of CartPole-v1 as TensorDicts, with TorchRL's collector and vecenv environments.
 
     pip install -e ".[clients]"
     python examples/torchrl_collect.py

@@ -216,7 +216,7 @@ def test_failed_reset_is_repeated_with_its_seed(tmp_path: Path, closes: Any) -> 
     assert observations[:, 1].tolist() == [-1] * 4
 
 
-def test_resetting_spares_are_not_in_flight(closes: Any) -> None:
+def test_spare_that_resets_does_not_block_a_reset(closes: Any) -> None:
     env_fn = functools.partial(Walk, 0.3)
     envs = closes(vecenv.make_vec(env_fn, 2, context="fork", spare_workers=1))
     pool = as_envpool(envs)

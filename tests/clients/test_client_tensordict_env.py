@@ -24,7 +24,7 @@ from vecenv.testing import assert_identical
 
 
 class AcceleratingEnv(cart_env.PositionEnv):
-    """An environment that accelerates. Episodes end at positions above 2 or after six steps."""
+    """An environment in which a constant push accelerates. Episodes end at positions above 2 or after six steps."""
 
     max_episode_steps = 6
 
@@ -42,7 +42,7 @@ class NoGradientEnv(AcceleratingEnv):
 
 
 def tensordict_after_step(env: Any, state: Any, action: Any) -> Any:
-    """Return the TensorDict after a step, in the form of an argument of the next step."""
+    """Return the TensorDict after a step, ready for the next step."""
     return env.step_mdp(env.step(state.clone().set("action", action)))
 
 
@@ -192,7 +192,7 @@ def test_names_and_arguments_of_torchrls_brax_env_are_accepted() -> None:
         vecenv.torch.TensorDictEnv("fast", (2,), from_pixels=True)
 
 
-def test_environments_without_a_gradient_and_wrong_options_are_refused() -> None:
+def test_required_but_missing_gradient_and_wrong_options_are_refused() -> None:
     with pytest.raises(ValueError, match="no derivative"):
         vecenv.torch.TensorDictEnv(NoGradientEnv(), (2,), requires_grad=True)
     without_gradient = vecenv.torch.TensorDictEnv(NoGradientEnv(), (2,))

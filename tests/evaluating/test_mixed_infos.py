@@ -17,7 +17,7 @@ from vecenv.aio import Pool
 
 EPISODES = 12
 SEED = 40
-LONG = [pytest.mark.slow, pytest.mark.timeout(3600)]
+SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
 WORKERS = (0, 1, 2, 4, 8)
 
 
@@ -37,7 +37,7 @@ async def evaluate_with_pool(env_fn: Any, size: int, num_workers: int) -> Any:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("mixtures", "workers"),
-    [(range(4), (0, 2)), ([4], (1, 4, 8)), pytest.param(range(5, 205), WORKERS, marks=LONG)],
+    [(range(4), (0, 2)), ([4], (1, 4, 8)), pytest.param(range(5, 205), WORKERS, marks=SLOW)],
     ids=str,
 )
 def test_evaluate_equals_plain_loops(mixtures: Any, workers: Any) -> None:
@@ -54,7 +54,7 @@ def test_evaluate_equals_plain_loops(mixtures: Any, workers: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mixtures", "workers"), [(range(2), (1, 2)), pytest.param(range(2, 202), WORKERS[1:], marks=LONG)], ids=str
+    ("mixtures", "workers"), [(range(2), (1, 2)), pytest.param(range(2, 202), WORKERS[1:], marks=SLOW)], ids=str
 )
 def test_pool_evaluate_equals_plain_loops(mixtures: Any, workers: Any) -> None:
     for mixture in mixtures:

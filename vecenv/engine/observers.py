@@ -42,11 +42,11 @@ class Observer(Protocol):
         return
 
     def on_dropped(self, rows: Rows, *, submitted: Rows) -> None:
-        """Observe a reset that the program calls, before its ``on_reset``: unfinished steps of ``rows`` will have no result.
+        """Observe that unfinished steps will have no result, before the ``on_reset`` of each reset that the program calls.
 
         Args:
-            rows: Indices of the environments without a pending request from now on: all if the reset drops pending results,
-                otherwise those that are not in flight.
+            rows: Indices of the environments in which any unfinished step will have no result: all if the reset drops
+                pending results, otherwise those that are not in flight.
             submitted: Those of ``rows`` with a pending request: they execute it, but its result is dropped. If another row
                 has an announced step without a result, that step was refused, or interrupted before it was submitted.
         """
@@ -66,10 +66,11 @@ class Observer(Protocol):
 
         Args:
             rows: Indices of the environments.
-            name: ``"call"`` with the arguments ``(name, args, kwargs)``, ``"set_attr"`` ``(name, values)``, ``"exec_func"``
-                ``(func, args, kwargs)``, ``"set_next_options"`` ``(pairs of seed and options,)``, ``"load"``
-                ``(snapshots,)``, or ``"thaw"`` ``(frozen,)``.
-            arguments: As listed. Values, pairs and snapshots have one entry for each of ``rows``.
+            name: ``"call"``, ``"set_attr"``, ``"exec_func"``, ``"set_next_options"``, ``"load"`` or ``"thaw"``.
+            arguments: For ``"call"`` ``(method, args, kwargs)``, for ``"set_attr"`` ``(attribute, values)``, for
+                ``"exec_func"`` ``(func, args, kwargs)``, for ``"set_next_options"`` ``(pairs of seed and options,)``, for
+                ``"load"`` ``(snapshots,)``, for ``"thaw"`` ``(frozen,)``. Values, pairs and snapshots have one entry for
+                each of ``rows``.
         """
         return
 
@@ -94,7 +95,8 @@ class Observer(Protocol):
         Args:
             rows: Indices of the environments: one that raised, or all of a worker that died, beginning with the running one.
                 Empty if a step raised and every environment can continue, as when an info could not be pickled.
-            error: The exception. A :class:`~vecenv.errors.StepTimeout` means that they hang and may still reply.
+            error: The exception. A :class:`~vecenv.errors.StepTimeout` means that they exceeded ``step_timeout``, and
+                may still reply.
             worker_died: True if ``error`` is a :class:`~vecenv.errors.WorkerDied`.
         """
         return None
@@ -103,7 +105,8 @@ class Observer(Protocol):
 def notify_failure(observers: Sequence[Observer], rows: Sequence[int], error: Exception, *, worker_died: bool) -> list[str]:
     """Call ``on_failure`` of all observers and return the notes for the error.
 
-    An observer's exception becomes a note. A signal handler's would, too, so call this where signal handlers are deferred.
+    An observer's exception becomes a note. So would an exception from a signal handler: call this only while signal handlers
+    are deferred.
     """
     notes: list[str] = []
     for observer in observers:

@@ -377,7 +377,7 @@ class Driver:
         """Describe the replies that are late after this many seconds."""
         return LateReplies("", [], {})
 
-    # -- statistics and the end -----------------------------------------------------------------------------------------
+    # -- statistics and shutdown ----------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float]:
         """Return statistics since the start; see :meth:`vecenv.AsyncVectorEnv.stats`. After closing they stay unchanged."""

@@ -2,8 +2,9 @@
 
 The engine steps environments that return one observation, one reward and two flags. :class:`AgentsEnv` turns a PettingZoo
 parallel environment into such an environment. Its observation holds the observations, rewards, flags and masks of all agents
-(see :meth:`vecenv.multi_agent.roster.Roster.observation_space`) and is written directly into shared memory; its flags are
-those of the episode. This module decides which agents are alive, which must act, and which rows are padding.
+(see :meth:`vecenv.multi_agent.roster.Roster.observation_space`) and is written directly into shared memory. The flags that
+``step`` returns are those of the episode. This module decides which agents are alive, which must act, and which rows are
+padding.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from vecenv.shm import Tree
 from vecenv.shm.layout import Array
 from vecenv.system import reporting
 
-# -- environments of other conventions ---------------------------------------------------------------------------------
+# -- environments with other conventions -------------------------------------------------------------------------------
 #
 # * :func:`from_aec`: turn-based games (PettingZoo's AEC interface);
 # * :class:`StackedAgents`: environments with ``agent_num`` and arrays with an axis of agents instead of dicts;
@@ -184,7 +185,7 @@ class StackedAgents(AgentsAdapter):
     def __init__(self, env: Any) -> None:
         self.agent_num = _agent_num(env)
         super().__init__(env, [f"agent_{index}" for index in range(self.agent_num)])
-        self._next_episode: Any = None  # the start of the episode that `has_auto_reset` began
+        self._next_episode: Any = None  # the first results of an episode that the environment began itself
         self.num_step_values = 4  # the number of values that the latest step returned
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
@@ -389,11 +390,12 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         roster = self.roster
         self._row = row
         self._rewards: Any = memoryview(row["signals"][0])  # assigns a number three times as fast as an array
-        self._flags = row["signals"][1:]  # in the order of FLAGS
+        self._flags = row["signals"][1:]  # in the order of FLAGS in roster.py
         self._force_full_write()
         self._observation_writers: list[Callable[[Any], None]] = []
         self._leaves: list[list[Array]] = []
-        self._single_arrays: list[tuple[Any, Any, Callable[[Any], None]]] = []  # agents with one array as observation
+        # (name, cells, writer) of each agent that observes one array
+        self._single_arrays: list[tuple[Any, Any, Callable[[Any], None]]] = []
         for (part, place), name in zip(roster.places(), self._names, strict=True):
             tree = build_tree(part.observation_space, "observation")
             row_observations = row["obs"] if roster.layout == "stack" else row["obs"][part.key]
@@ -462,8 +464,8 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         self._begin_episode()
         self._apply_results(present, {name: observations[name] for name in present if name in observations}, {}, {}, {})
         self._acting = self._read_acting()
-        no_flags = [False] * len(self._names)
-        self._write_signals(no_flags, no_flags, no_flags, no_flags)
+        all_false = [False] * len(self._names)
+        self._write_signals(all_false, all_false, all_false, all_false)
         return self._build_observation(), self._parse_infos(infos)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -558,7 +560,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
                 self._write_padding(i)
             # an agent that just left or joined may lack a reward
             if name in rewards or (self._acting[i] and (is_alive or has_flag)):
-                agent_rewards[i] = self._reward(name, rewards)
+                agent_rewards[i] = self._read_reward(name, rewards)
             dead[i] = (alive[i] and not is_alive) or terminated or truncated
             alive[i], flags_terminated[i], flags_truncated[i] = is_alive, terminated, truncated
         return agent_rewards, flags_terminated, flags_truncated
@@ -573,7 +575,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         if unknown := sorted({str(name) for name in names if name not in self._agent_names}):
             raise ValueError(f"env {self.index}: unknown agents {unknown}; possible_agents are {list(self._names)}")
 
-    def _reward(self, name: Any, rewards: Mapping[Any, Any]) -> Any:
+    def _read_reward(self, name: Any, rewards: Mapping[Any, Any]) -> Any:
         try:
             return rewards[name]  # not `in`: a defaultdict has a reward for every agent
         except KeyError:

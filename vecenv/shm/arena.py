@@ -61,7 +61,9 @@ def available_memory() -> int | None:
 
 
 def _create_memory_file(size: int, owner: DescriptorOwner, message_start: str, advice: str = "") -> Descriptor:
-    """Create a zeroed, fully allocated memory file of ``size`` bytes. Without worker processes, return a closed descriptor.
+    """Create a zeroed, fully allocated memory file of ``size`` bytes.
+
+    On systems without worker processes, return a closed descriptor.
 
     Raise ``ArenaError`` if the allocation fails, or if ``size`` exceeds the memory that is left. In the latter case, the
     message begins with ``message_start`` and ends with ``advice``.
@@ -231,13 +233,13 @@ def share(data: _Data) -> _Data:
     """Copy an array, or the arrays of a dict, into memory that all worker processes share.
 
     Args:
-        data: An array or a dict of arrays, without Python objects and masks. It is copied once, in this call.
+        data: An array or a dict of arrays, without Python objects or masks. It is copied once, in this call.
 
     Returns:
         The same data in plain, read-only arrays. Functions that build environments may refer to them, or to views of them:
         all workers, including restarted and spare ones, read the same memory, with every start method. A Ray host gets one
-        copy, which its workers share. The memory is freed when no process has an array over it. An array that is pickled in
-        another way, for example by ``set_attr``, is copied.
+        copy, which its workers share. The memory is freed when no process has an array over it. An array that is sent to a
+        worker outside such a function, for example by ``set_attr``, is copied.
 
     Raises:
         TypeError: ``data`` is not an array or a dict of arrays, or an array contains objects or has a mask.

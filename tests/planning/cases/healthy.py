@@ -330,7 +330,7 @@ def ignores_seeds():
     return [UnseededEnv] * 4
 
 
-@case((CLEAN, UNKNOWN, SHARES))  # depends on addresses, which another environment may change
+@case((CLEAN, UNKNOWN, SHARES))  # the order depends on memory addresses, so another environment may change it
 def set_order_by_address():
     class Item:
         pass

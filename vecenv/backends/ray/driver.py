@@ -226,7 +226,7 @@ class HostsDriver(WorkerDriver):
         self._begin_call("call", range(self.num_envs), lambda part: ((name, *args), kwargs), (name, args, kwargs))
 
     def begin_exec(self, func: Callable[..., Any], rows: Sequence[int], args: Any, kwargs: Any) -> None:
-        """Begin to call a function with each of some environments."""
+        """Begin to call a function with each environment of ``rows``."""
         announced = func, args, kwargs
         self._begin_call("exec_func", rows, lambda part: ((func, part.local, *args), kwargs), announced)
 
@@ -238,7 +238,7 @@ class HostsDriver(WorkerDriver):
         )
 
     def begin_set_next(self, rows: Sequence[int], given: Sequence[Any]) -> None:
-        """Begin to set the seeds and options for the next episodes of some rows; ``given`` has an entry for all rows."""
+        """Begin to set seeds and options for the next episodes of ``rows``. ``given`` has one pair for each environment."""
 
         def arguments_for(part: RequestPart) -> Any:
             seeds, options = zip(*(given[row] for row in part.rows), strict=True)
@@ -307,7 +307,7 @@ class HostsDriver(WorkerDriver):
         self.exchange.finish_call()
         self._begin_call("load", rows, arguments_for, (parsed,))
         interrupted = dict.fromkeys(rows, "the load of its state was interrupted")
-        self.exchange.failures.failed.update(interrupted)  # until a host has replied
+        self.exchange.failures.failed.update(interrupted)  # each until its host has replied
         try:
             self.exchange.finish_call()
         except Exception:
@@ -342,10 +342,10 @@ class HostsDriver(WorkerDriver):
         super().require_idle(method)  # without `rows`: calls are refused while any environment is in flight
 
     def kill_pending(self, rows: Collection[int]) -> None:
-        """Kill the hosts with pending requests about any of these rows."""
-        late = [part.host for part in self.exchange.parts.values() if not set(part.rows).isdisjoint(rows)]
+        """Kill the hosts with pending requests for any of these rows."""
+        busy = [part.host for part in self.exchange.parts.values() if not set(part.rows).isdisjoint(rows)]
         with self.exchange.changing():
-            for host in late:
+            for host in busy:
                 self.exchange.kill_host(host, "it was abandoned")
 
     def _describe_late(self, seconds: float | None) -> LateReplies:
@@ -366,7 +366,7 @@ class HostsDriver(WorkerDriver):
     def capabilities(self) -> Capabilities:
         return Capabilities("ray", restarts=self.exchange.restart, snapshots=True)
 
-    # -- statistics and the end -------------------------------------------------------------------------------------------
+    # -- statistics and shutdown ------------------------------------------------------------------------------------------
 
     def _compute_stats(self) -> dict[str, float]:
         stats, failures = super()._compute_stats(), self.exchange.failures

@@ -176,7 +176,7 @@ def _add_bench_options(option: Callable[..., Any]) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    """measure vecenv on an environment, beside Gymnasium's engines and a bare loop
+    """measure vecenv, Gymnasium's engines and a bare loop on an environment
 
     First checks that vecenv's trajectories equal SyncVectorEnv's for the same seeds and actions, then measures all
     engines in interleaved rounds. The bare loop, independent processes that only step environments, is the upper

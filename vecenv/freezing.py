@@ -480,7 +480,7 @@ class Frozen:
     def __init__(self, engine: Any, row: int) -> None:
         self.env = row
         self.observation = engine.store.row(row)
-        self.info = engine.infos.row_info(row)
+        self.info = engine.info_reader.row_info(row)
         worker = engine.pool.processes[row]
         self._copy, self._watch, self.method = _Copy(engine.pool), worker.watch, str(worker.process._popen.method)
         self._engine = weakref.ref(engine)
@@ -605,7 +605,7 @@ def thaw(engine: Any, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[An
         raise
     finally:
         watch.close()
-    infos = engine.infos.merger.merge([frozen.info] * len(rows), rows)
+    infos = engine.info_reader.merger.merge([frozen.info] * len(rows), rows)
     return engine.store.take(np.array(rows, np.intp)), infos
 
 

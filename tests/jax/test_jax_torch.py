@@ -166,7 +166,7 @@ def test_differentiable_by_name_has_options_and_copyable_states() -> None:
 
 
 class Slow(Adapter):
-    """An environment whose step takes long, and whose reward is the sum of its 4,096 actions."""
+    """An environment with slow steps; the reward is the sum of its 4,096 actions."""
 
     name = "slow"
     single_observation_space = Box(-9, 9, (1,), np.float32)

@@ -447,7 +447,7 @@ def test_exception_of_a_signal_handler_after_a_write_is_raised(tmp_path: Path, m
 
 
 class AlarmWhenPickled:
-    """A value during whose first pickling a signal arrives."""
+    """A value that raises a signal when it is pickled for the first time."""
 
     pickled = False
 

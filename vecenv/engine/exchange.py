@@ -1,8 +1,8 @@
 """The exchange of messages with workers: submits requests, writes their messages, and waits for replies.
 
-A signal handler can raise after any call and at any jump (see :mod:`vecenv.front.guard`). So state changes by a single
-store, or in short blocks between ``state.changing = True`` and ``state.changing = False``, and no block waits for a reply.
-An exception during a *wait* loses nothing, and the wait can be repeated. An exception in a *block* may lose a request or a
+A signal handler can raise after any call and at any jump (see :mod:`vecenv.front.guard`). So the state is changed by a
+single store, or in a short block between ``state.changing = True`` and ``state.changing = False``, which never waits for a
+reply. An exception during a *wait* loses nothing, and the wait can be repeated. An exception in a *block* may lose a request or a
 result: ``changing`` stays set, every call but ``reset()`` raises ``ResetNeeded``, and ``reset()`` drops all pending
 requests. A block is no ``with`` statement, because an exception must leave ``changing`` set.
 
@@ -89,7 +89,7 @@ class Exchange:
     def send_step(self, rows: Sequence[int], actions: list[Any] | None, *, for_recv: bool) -> None:
         """Send a step of some rows. ``actions`` are in the order of ``rows``, or ``None`` if they lie in shared memory."""
         action_by_row = None if actions is None else dict(zip(rows, actions, strict=True))
-        failed = self._find_rows_to_rebuild(rows)
+        failed = self._find_failed(rows)
         healthy = sorted(set(rows).difference(failed) if failed else rows)
         if failed and not self.policy.restart:
             # a worker died since the engine's check: the flight recorder saves states in `on_step` (`Engine.snapshots`)
@@ -116,11 +116,8 @@ class Exchange:
         self.state.changing = False
         self.flush()
 
-    def _find_rows_to_rebuild(self, rows: Sequence[int]) -> list[int]:
-        """Return those of ``rows`` that failed.
-
-        First detect deaths of their workers since then, so that no rebuild message goes to a dead process.
-        """
+    def _find_failed(self, rows: Sequence[int]) -> list[int]:
+        """Return those of ``rows`` that failed. Detect deaths of their workers: no rebuild may be sent to a dead process."""
         failed = self.failures.failed
         if not failed:
             return []
@@ -382,7 +379,7 @@ class Exchange:
                         continue
                 self.state.changing = True
                 received = changes.apply_next(worker)
-                if not received and must_wait and worker.has_ended():  # its pipe may be held open
+                if not received and must_wait and worker.has_ended():  # a helper of an environment may hold the pipe open
                     changes.handle_death(worker)
                 must_wait = not received
                 if changes.unsettled:
@@ -504,9 +501,9 @@ class Exchange:
             stack = worker.read_stack()
             where = f" at {location}" if (location := innermost_location(stack)) else ""
             text = f"{reason}{where}, and was killed" + (f"\nits stack:\n{stack}" if stack else "")
-            # One statement, so that no signal handler runs between the stores: a `kill_reason` without `changing` would make
-            # a later reset kill a worker that is in use again.
-            self.state.changing, worker.kill_reason, worker.timeout = True, text, timeout
+            # One statement, so that no signal handler runs between the stores: `handle_undetected_deaths` takes a
+            # `kill_reason` for a death, so without `changing` a later reset would kill a worker that is in use again.
+            self.state.changing, worker.kill_reason, worker.hung_for = True, text, timeout
             worker.watch.signal(9)
             self.changes.handle_death(worker)
             self.changes.settle_for_recv()

@@ -88,17 +88,17 @@ class Engine(WorkerDriver):
         self.arena = Arena(layout.size)
         batch = self.batch = layout.view(self.arena.buffer)
         self.store = make_store(self.arena, batch)
-        self.infos = InfoReader(batch.info_schemas, batch.infos)
-        self._no_infos = WorkerInfos(self.infos, None, self.num_envs, {}, {})
+        self.info_reader = InfoReader(batch.info_schemas, batch.infos)
+        self._no_infos = WorkerInfos(self.info_reader, None, self.num_envs, {}, {})
         self.failures = FailureLog(self.observers, logs_like_gymnasium=policy.logs_like_gymnasium)
         self.rebuilder = Rebuilder(
-            policy, self.failures, batch, self.store, self.infos, layout.observations, self.mode, self.counters
+            policy, self.failures, batch, self.store, self.info_reader, layout.observations, self.mode, self.counters
         )
         if not options.placements:
             options.placements, options.caller_spin = placements(num_workers)
         self.pool = WorkerPool(plan, self.arena, batch, options, policy)
         changes = StateChanges(
-            self.pool, policy, self.failures, self.rebuilder, batch, self.store, self.infos, self.counters
+            self.pool, policy, self.failures, self.rebuilder, batch, self.store, self.info_reader, self.counters
         )
         self.exchange = Exchange(self.state, changes)
         try:
@@ -137,7 +137,7 @@ class Engine(WorkerDriver):
         action_list = self.stage.put(actions)
         for observer in self.observers:
             observer.on_step(None, actions if action_list is None else action_list)
-        if action_list is None and not failed:
+        if action_list is None and not failed:  # an observer may have detected a death
             exchange.send_plain_step(for_recv=False)
         else:
             exchange.send_step(range(self.num_envs), action_list, for_recv=False)
@@ -157,7 +157,7 @@ class Engine(WorkerDriver):
         if for_recv:
             self.require_not_in_flight("reset_async", rows)
         elif not self.state.changing:  # otherwise a change was interrupted, and `send_reset` drops everything
-            # either all rows execute a dropped message or none does, so the rest of it is written and executed
+            # some workers may be executing the message that will be dropped, so all rows do
             if ids is not None or self.pool.max_concurrency is not None:
                 self.exchange.wait_until_idle()
             else:
@@ -211,7 +211,7 @@ class Engine(WorkerDriver):
             row_infos = infos or self._no_infos
             is_step = request.command == "step"
             observed = (observations, result[1], result[2], result[3], row_infos) if is_step else (observations, row_infos)
-            # in case one raises: the guard does not note it, because it takes a `TypeError` for a wrong argument
+            # in case one raises a `TypeError` or `ValueError`, which the guard takes for a wrong argument, not an interruption
             request.interrupted = True
             for observer in self.observers:
                 observer.on_result(None, observed)
@@ -240,7 +240,7 @@ class Engine(WorkerDriver):
             ended = self.batch.final
             if b"\1" in ended.tobytes():  # 10x faster than `any()`
                 finals = self._shared_finals(np.flatnonzero(ended).tolist()) | request.finals
-        return WorkerInfos(self.infos, None, self.num_envs, request.infos, finals)
+        return WorkerInfos(self.info_reader, None, self.num_envs, request.infos, finals)
 
     def _shared_finals(self, rows: Iterable[int]) -> dict[int, Any]:
         """Return the final observations that lie in shared memory, by row."""
@@ -320,7 +320,7 @@ class Engine(WorkerDriver):
         if changes.ready_infos or changes.ready_finals:
             infos = {row: changes.ready_infos[row] for row in row_list if row in changes.ready_infos}
             finals |= {row: changes.ready_finals[row] for row in row_list if row in changes.ready_finals}
-        return WorkerInfos(self.infos, rows, len(rows), infos, finals)
+        return WorkerInfos(self.info_reader, rows, len(rows), infos, finals)
 
     def freeze(self, rows: list[int]) -> list[freezing.Frozen]:
         """Return frozen copies of some rows."""
@@ -536,7 +536,7 @@ class Engine(WorkerDriver):
         self.observers.clear()
         closed_in_child.discard(self)
         for owner in (self, self.exchange.changes):  # memory is unmapped once the program holds no array that refers to it
-            for name in ("arena", "batch", "store", "infos", "_no_infos", "rebuilder", "stage"):
+            for name in ("arena", "batch", "store", "info_reader", "_no_infos", "rebuilder", "stage"):
                 owner.__dict__.pop(name, None)
 
 

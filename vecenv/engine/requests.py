@@ -62,9 +62,10 @@ class Request:
         for_recv: True if ``recv`` returns the rows, which become ready message by message; False if one call returns all.
             If True, ``Exchange.request`` does not refer to it, only its pending messages and
             ``StateChanges.unsettled``.
-        rows: The rows of a reset, or the row of a request of ``Submissions``; ``None`` for other steps and calls.
+        rows: The rows of a reset or of a request of ``Submissions``; ``None`` for other steps and calls.
         seeds, options: The arguments of a reset, for all environments and not only for ``rows``.
-        droppable: True for a call that one method submits and waits for: after an interruption, the next call drops it.
+        droppable: True for a call that the next method may drop: one that a single method submits and waits for, or one that
+            was interrupted in the caller's own share.
         interrupted: True if an exception interrupted the wait for its result, or may do so now, in an observer; a reset may
             then drop it.
         convert_result: A function that converts the result of a call to its method's return value; ``None``: no conversion.

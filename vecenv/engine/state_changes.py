@@ -45,9 +45,10 @@ from vecenv.system.reporting import warn
 from vecenv.system.signals import deferred_signals
 
 PLAIN_REPLY: Final = int(Reply.PLAIN)  # packing an enum is slower
-LIMITED: Final = 0
-"""The code, in place of ``PLAIN_REPLY``, of the expected reply to a message that ``WorkerProcess.deadline`` limits. No reply
-has this code, so ``apply_next`` passes even a plain one to ``apply``, which sets the next deadline."""
+ALWAYS_DECODED: Final = 0
+"""The code, in place of ``PLAIN_REPLY``, of the expected reply to a rebuild, or to a message queued while there is a
+``WorkerProcess.deadline``. No reply has this code, so ``apply_next`` passes even a plain one to ``apply``, which ends the
+episodes of rebuilt rows and sets the next deadline."""
 _COLUMNS_REPLY: Final = bytes([Reply.COLUMNS])
 _FOR_ALL_ROWS: Final = {int(Op.STEP_SOME): int(Op.STEP), int(Op.RESET_SOME): int(Op.RESET)}
 
@@ -60,11 +61,12 @@ class StateChanges:
     Args:
         pool: The workers.
         policy, failures, rebuilder: The handling of failures, their log, and the restarts.
-        batch, store, infos: The results, observations and infos that workers write.
+        batch, store, info_reader: The results, observations and infos that workers write.
         counters: The numbers of steps and resets that were returned.
 
     Attributes:
-        in_flight: Rows that were sent and that ``recv`` has not returned yet. This set and ``ready`` are never replaced.
+        in_flight: Rows that were sent and that ``recv``, or ``Submissions``, has not returned yet. This set and ``ready``
+            are never replaced.
         ready: Rows in flight that ``recv`` may return, in the order in which they finished.
         resetting: Rows in flight that were reset, not stepped.
         not_stepped: Rows that are rebuilt instead of stepped, because they failed earlier; this is not counted as a step.
@@ -76,10 +78,10 @@ class StateChanges:
 
     def __init__(
         self, pool: WorkerPool, policy: Policy, failures: FailureLog, rebuilder: Rebuilder, batch: Batch, store: Store,
-        infos: InfoReader, counters: Counters,
+        info_reader: InfoReader, counters: Counters,
     ) -> None:  # fmt: skip
         self.pool, self.policy, self.failures, self.rebuilder, self.counters = pool, policy, failures, rebuilder, counters
-        self.batch, self.store, self.infos, self.num_envs = batch, store, infos, len(batch.rewards)
+        self.batch, self.store, self.info_reader, self.num_envs = batch, store, info_reader, len(batch.rewards)
         self._seq = 0  # the number of the latest message
         self.in_flight: set[int] = set()
         self.ready: list[int] = []
@@ -109,7 +111,7 @@ class StateChanges:
             self.batch.requested[rows] = seq  # marks the rows of this message for the worker
         request.remaining += 1
         # a message behind a limited one is limited too: it may begin much later than the caller's wait
-        code = LIMITED if rebuilds or worker.deadline else PLAIN_REPLY
+        code = ALWAYS_DECODED if rebuilds or worker.deadline else PLAIN_REPLY
         worker.pending.append((pack_head(code, seq), rows, request))
         if rebuilds:
             self.set_deadline(worker)
@@ -128,7 +130,6 @@ class StateChanges:
                 worker.pending.clear()
             self.set_deadline(worker)  # of one that is still starting: `replace_dead` may have been interrupted
         self.pool.drop_outside_channels()
-        self.pool.refresh_workers()  # an interruption of `replace` may have skipped this
 
     def record_dropped(self, command: str, failures: Iterable[tuple[Failure, Worker]]) -> None:
         """Record the fatal failures of a request that is about to be dropped, or was dropped before the reply."""
@@ -189,7 +190,7 @@ class StateChanges:
             self.unsettled.append(request)
 
     def _find_rows_to_settle(self, request: Request) -> set[int]:
-        """Return the rows that ``settle`` rebuilds or raises for; they do not become ready yet."""
+        """Return the rows that do not become ready: those without a result and, with restarts, all that failed."""
         restart = self.policy.restart
         return {failure.env for failure, _ in request.failures if restart or not failure.has_result} | request.lost
 
@@ -283,7 +284,7 @@ class StateChanges:
         ``outcome`` is the pickled part of the reply. ``may_have_infos`` is False if the reply is plain.
         """
         if outcome is not None:
-            self.infos.learn(outcome.schemas)  # even for a dropped request: a worker rarely repeats them
+            self.info_reader.learn(outcome.schemas)  # even for a dropped request: a worker rarely repeats them
             for field, text in outcome.warnings:
                 if field not in self.warned:
                     self.warned.add(field)
@@ -300,7 +301,7 @@ class StateChanges:
             return
         expected_reply, rows, request = pending[index]
         del pending[index]
-        if expected_reply[0] == LIMITED:
+        if expected_reply[0] == ALWAYS_DECODED:
             self.set_deadline(worker)
         request.remaining -= 1
         if may_have_infos:
@@ -340,7 +341,7 @@ class StateChanges:
         """Record the failures of a request, and queue messages that rebuild the rows or return the exception to raise.
 
         Returns:
-            The exception or ``None``, and the rows that failed, except those that have a result nevertheless.
+            The exception or ``None``, and the rows of ``_find_rows_to_settle``.
         """
         rebuilds = self.policy.restart and request.command in ("step", "reset") and not self._lacks_reset(request)
         failed = self._find_rows_to_settle(request)
@@ -417,28 +418,29 @@ class StateChanges:
         """Set the deadline of a process that starts or, with ``step_timeout``, has a limited message; else remove it."""
         if isinstance(worker, WorkerProcess):
             start, step = self.policy.start_timeout, self.policy.step_timeout
-            has_limited = step is not None and any(expected_reply[0] == LIMITED for expected_reply, *_ in worker.pending)
+            has_limited = step is not None and any(expected_reply[0] == ALWAYS_DECODED for expected_reply, *_ in worker.pending)
             is_limited = has_limited or not worker.has_started
             worker.deadline = time.monotonic() + start + (step or 0.0) if is_limited else 0.0
 
     def handle_death(self, worker: WorkerProcess) -> None:
         """Record the death of a worker, once. Its pending messages are lost.
 
-        A worker killed for a hang may have replied since, because the signal for its stack ended the hang: that is lost too.
-        So are messages to a worker that is known to be dead: there should be none, but no wait for them would end.
+        A reply of a worker that was killed for a hang is not applied: the signal for its stack may have ended the hang with
+        an error that is not the environment's. Messages to a worker that is known to be dead are lost, too: there should be
+        none, but no wait for them would end.
         """
         if worker.death is not None and not worker.pending:
             return
-        if worker.timeout is None and worker.death is None:
+        if worker.hung_for is None and worker.death is None:
             with contextlib.suppress(ChannelClosed):  # after the replies that it wrote before it ended
                 while (message := worker.channel.receive()) is not None:
                     self._apply_message(worker, message)
         pending = list(worker.pending)
-        with deferred_signals():  # an exception between these lines would leave the death unrecorded
+        with deferred_signals():  # `drop_all` could not make up for a part of this
             is_new, death = worker.death is None, worker.reap()
             if is_new:
                 self.failures.record_death(death)
-        self.pool.drop_messages(worker)
+            self.pool.drop_messages(worker)
         worker.pending.clear()
         for _, rows, request in pending:
             request.create_containers()

@@ -188,7 +188,7 @@ class Submissions:
         if row in request.infos:
             info = request.infos[row]
         else:
-            info = changes.infos.row_info(row) if request.may_have_infos else {}
+            info = changes.info_reader.row_info(row) if request.may_have_infos else {}
         observation = changes.store.row(row)
         if request.command == "reset":
             changes.counters.resets += 1
@@ -285,7 +285,9 @@ class Submissions:
         """Write queued messages as far as pipes accept them, and watch full pipes."""
         pool = self._changes.pool
         if pool.held:
+            self._state.changing = True
             pool.release_held()
+            self._state.changing = False
         pool.flush()  # collect() detects workers that have closed their pipes
         if not pool.unflushed and not self._full_pipes:  # nearly always
             return

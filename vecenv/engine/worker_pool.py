@@ -399,12 +399,12 @@ class WorkerPool:
 
     def write_to_all(self) -> None:
         """Write the message to all in one call into C. A pipe accepts such a short message whole or not at all."""
-        if not self.unflushed:  # otherwise other bytes go first: `queue_rest` queues this message behind them
+        if not self.unflushed:  # otherwise other bytes go first, and the next `Exchange.flush` queues this message behind them
             try:
                 self.written_to.extend(map(write, self._write_fds, repeat(self._message_to_all)))
             except TimeoutError:  # from a signal handler
                 raise
-            except OSError:  # a pipe is full, or a worker has ended: `queue_rest` continues there
+            except OSError:  # a pipe is full, or a worker has ended: the next `Exchange.flush` queues the rest
                 return
 
     def queue_rest(self) -> list[WorkerProcess]:
@@ -465,7 +465,7 @@ class WorkerPool:
         began = time.perf_counter()
         first = self.processes[self.wait_order[0]]
         if not (first.shares_core and first.pending):
-            self._spin(poll.poll)
+            self._spin(poll.poll)  # the poll below returns the events that end the spin
         # if a signal handler has just closed the vector environment, no event would end a longer sleep
         milliseconds = 0.0 if self.closing else self._milliseconds(deadline)
         must_poll = any(worker.watch.must_poll_for_exit for worker in self.processes)

@@ -40,7 +40,7 @@ PendingMessage: TypeAlias = tuple[bytes, Sequence[int], Request]
 """A message without a reply so far: the expected reply, its rows, and its request.
 
 ``StateChanges.apply_next`` handles two replies without decoding them: the expected one, and the same with the code
-COLUMNS. If the message is limited, the expected reply has the code ``LIMITED``, which no reply has."""
+COLUMNS. If the reply has to be decoded in any case, the expected one has the code ``ALWAYS_DECODED``, which no reply has."""
 
 _log = logging.getLogger("vecenv")
 _STEP: Final = int(Op.STEP)
@@ -122,24 +122,24 @@ class WorkerProcess:
         pending: Messages without a reply, oldest first.
         dropped: The bytes of a dropped message's number -> the command of its request. The reply to it, if
             there is one, removes the entry.
-        has_started: True if it has built its environments.
+        has_started: True once it has built its environments, or has tried to.
         start_failures: The failures of environments that raised while they were built.
         death: How it ended; ``None`` while it is alive.
         overdue: True if a reply was late; ``close()`` then waits less for this worker.
         sent_at: When its latest message that ``max_concurrency`` held back was sent; minus infinity if there was none.
-        deadline: The ``time.monotonic()`` until which a replacement has to start or, with ``step_timeout``, to reply to its
-            oldest message if a *limited* one is pending; 0.0: none. Limited are rebuilds, and messages queued while a
-            deadline is set. ``StateChanges.set_deadline`` sets it anew after each reply to one of them.
+        deadline: The ``time.monotonic()`` by which a replacement has to start or, with ``step_timeout``, to reply to its
+            oldest message if a rebuild, or a message queued while there was a deadline, is pending; 0.0: none.
+            ``StateChanges.set_deadline`` sets it anew after the start and after the reply to each of these.
         forked: True if it was forked, and so has the caller's own classes.
         shares_core: True if it is bound to the caller's core, and so runs only while the caller sleeps.
         token: The token that marks all processes that its environments start.
-        timeout: The timeout after which it was killed, if it hung.
+        hung_for: The seconds after which it was killed for a hang; ``None`` if it was not.
         kill_reason: The reason for killing it; empty if it was not killed.
         noted_activity: Its command and running environment when :meth:`note_activity` was last called.
     """
 
     sent_at = -math.inf
-    timeout: float | None = None
+    hung_for: float | None = None
     kill_reason = ""
     noted_activity: tuple[str, int | None] = "idle", None
 
@@ -230,7 +230,7 @@ class WorkerProcess:
             text += f"\nits last Python stack:\n{stack}"
         location = innermost_location(reason or "") or location  # `reason` may have a stack, too
         where = dict.fromkeys(self.rows, f"{envs}, {self.label}, {activity}" + (f", at {location}" if location else ""))
-        return Death(text, self.index, tuple(self.rows), self.pid, self.exitcode, command, self.timeout, running, where)
+        return Death(text, self.index, tuple(self.rows), self.pid, self.exitcode, command, self.hung_for, running, where)
 
     # -- the stack ----------------------------------------------------------------------------------------------------
 
@@ -293,10 +293,10 @@ class WorkerProcess:
         if not self._close_requested and not self.channel.closed:
             self._close_requested, self._drained_at = True, time.monotonic()
             self.channel.queue(encode(Op.CLOSE, CLOSING))
-            self.flush()
+            self.flush_while_closing()
 
-    def flush(self) -> bool:
-        """Write queued bytes; return ``False`` if the pipe is full."""
+    def flush_while_closing(self) -> bool:
+        """Write queued bytes; return ``False`` if the pipe is full, ``True`` also if it is closed."""
         try:
             return self.channel.closed or self.channel.flush()
         except ChannelClosed:
@@ -397,7 +397,7 @@ def _wait_for_exit(
         reply_fd = worker.channel.fd
         if reply_fd >= 0:
             poll.register(reply_fd, select.POLLIN)
-            if not worker.flush():
+            if not worker.flush_while_closing():
                 poll.register(worker.channel.out, select.POLLOUT)
             worker.drain(failures)  # its pipe may have filled during the wait for another worker
         while not worker.watch.has_ended():
@@ -408,7 +408,7 @@ def _wait_for_exit(
                 report_at = math.inf
                 _report_closing([worker for worker in workers if not worker.watch.has_ended()])
             for descriptor, _ in worker.watch.poll(poll, min(left, report_at - now) * 1000):
-                if descriptor == worker.channel.out and worker.flush():
+                if descriptor == worker.channel.out and worker.flush_while_closing():
                     poll.unregister(descriptor)
                 elif descriptor == reply_fd and not worker.drain(failures):
                     poll.unregister(reply_fd)

@@ -1,10 +1,10 @@
-"""Simulates the caller as the bottleneck of many cores: ``python bench/many_cores.py``.
+"""Simulates how the caller limits the step rate of many cores: ``python bench/many_cores.py``.
 
 The program needs only a few cores: it measures how much processor time a batch takes in the calling process while workers
 sleep, and simulates the rest. The simulated caller is one server with a queue; a worker is busy while its environments step.
-For several durations of a step, the table shows the rate as a share of the rate of all cores without a caller: for ``step``,
-for first-ready halves, for halves with two messages in flight per worker (``batch_size="auto"``), and for ``step`` in two
-programs with one engine each.
+For several durations of a step, the table shows the rate as a share of the rate that all cores would reach if the caller
+took no time: for ``step``, for first-ready halves, for halves with two messages in flight per worker
+(``batch_size="auto"``), and for ``step`` in two programs with one engine each.
 
     python bench/many_cores.py                       # measures, then simulates
     python bench/many_cores.py --costs 40 8 0.4      # simulates with these costs, in us per batch, worker and row
@@ -35,7 +35,7 @@ SPREAD = 0.3  # sigma of the log-normal step times
 
 
 class Costs(NamedTuple):
-    """The caller's processor time, in seconds."""
+    """The caller's processor time in seconds: per batch, and in addition per worker and per row."""
 
     batch: float
     worker: float
@@ -51,9 +51,9 @@ def measure_costs(size: int) -> Costs:
     return Costs(max(with_few - few * worker_and_row, 0.0), max(worker_and_row - row, 0.0), row)
 
 
-def caller_seconds(workers: int, rows: int, seconds: float, size: int) -> float:
+def caller_seconds(workers: int, rows: int, step_seconds: float, size: int) -> float:
     """Return the median of the caller's processor seconds per batch."""
-    env_fn = functools.partial(WaitingEnv, seconds, shape=(size,), dtype="uint8")
+    env_fn = functools.partial(WaitingEnv, step_seconds, shape=(size,), dtype="uint8")
     envs = vecenv.AsyncVectorEnv([env_fn] * rows, num_workers=workers)
     try:
         envs.reset(seed=0)
@@ -64,12 +64,12 @@ def caller_seconds(workers: int, rows: int, seconds: float, size: int) -> float:
         envs.close()
 
 
-def simulate_step(workers: int, envs_per_worker: int, seconds: float, costs: Costs, rng: np.random.Generator) -> float:
+def simulate_step(workers: int, envs_per_worker: int, step_seconds: float, costs: Costs, rng: np.random.Generator) -> float:
     """Simulate ``step``; return environment steps per second. Request and reply each take half of a worker's cost."""
     sent = costs.batch / 2 + costs.worker / 2 * np.arange(1, workers + 1)
     now = 0.0
     for _ in range(BATCHES):
-        finish_times = np.sort(now + sent + draw_step_times(workers, envs_per_worker, seconds, rng))
+        finish_times = np.sort(now + sent + draw_step_times(workers, envs_per_worker, step_seconds, rng))
         caller_free_at = now + sent[-1]
         for finish_time in finish_times:
             caller_free_at = max(caller_free_at, finish_time) + costs.worker / 2
@@ -78,7 +78,7 @@ def simulate_step(workers: int, envs_per_worker: int, seconds: float, costs: Cos
 
 
 def simulate_halves(
-    workers: int, envs_per_worker: int, seconds: float, costs: Costs, rng: np.random.Generator, messages: int = 1
+    workers: int, envs_per_worker: int, step_seconds: float, costs: Costs, rng: np.random.Generator, messages: int = 1
 ) -> float:
     """Simulate first-ready halves with ``messages`` in flight per worker; return environment steps per second."""
     rows, half = envs_per_worker // messages, max(workers * messages // 2, 1)
@@ -86,7 +86,7 @@ def simulate_halves(
     in_flight: list[tuple[float, int]] = []
 
     def send(batch: list[int], now: float) -> None:
-        durations = draw_step_times(len(batch), rows, seconds, rng)
+        durations = draw_step_times(len(batch), rows, step_seconds, rng)
         for number, (worker, duration) in enumerate(zip(batch, durations, strict=True), 1):
             sent = now + costs.worker / 2 * number
             finish_times[worker] = max(finish_times[worker], sent) + duration
@@ -102,9 +102,9 @@ def simulate_halves(
     return 2 * BATCHES * half * rows / now
 
 
-def draw_step_times(workers: int, envs_per_worker: int, seconds: float, rng: np.random.Generator) -> Any:
-    """Draw the seconds that each worker needs to step all its rows."""
-    return rng.lognormal(np.log(seconds) - SPREAD**2 / 2, SPREAD, (workers, envs_per_worker)).sum(1)
+def draw_step_times(messages: int, rows: int, step_seconds: float, rng: np.random.Generator) -> Any:
+    """Draw the seconds that a worker needs for each message. It steps the ``rows`` of a message one after another."""
+    return rng.lognormal(np.log(step_seconds) - SPREAD**2 / 2, SPREAD, (messages, rows)).sum(1)
 
 
 def main() -> None:
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--envs-per-worker", type=int, default=4, help="environments per worker (default: 4)")
     options = parser.parse_args()
     costs = Costs(*(cost * 1e-6 for cost in options.costs)) if options.costs else measure_costs(options.bytes)
-    print(f"A batch costs the caller {costs.batch * 1e6:.0f} us, {costs.worker * 1e6:.1f} us per worker and")
+    print(f"A batch costs the caller {costs.batch * 1e6:.0f} us, plus {costs.worker * 1e6:.1f} us per worker and")
     print(f"{costs.row * 1e6:.2f} us per row of {options.bytes} bytes. {options.envs_per_worker} environments per worker.\n")
     print("| cores | " + " | ".join(f"{step * 1e3:g} ms" for step in STEP_SECONDS) + " |")
     print("|---:|" + "---|" * len(STEP_SECONDS))

@@ -2,11 +2,11 @@
 
 The table shows the frames per second of a collector with a small policy over
 
-* ``as_torchrl`` of vecenv's processes, of one process, and of EnvPool;
+* ``as_torchrl`` with vecenv's processes, with one process, and with EnvPool;
 * ``MultiThreadedEnvWrapper``, TorchRL's class for EnvPool, and ``ParallelEnv``, its class for processes;
-* ``GymWrapper`` of vecenv's engine in one process, and of Gymnasium's ``SyncVectorEnv``.
+* ``GymWrapper`` around vecenv's engine in one process, and around Gymnasium's ``SyncVectorEnv``.
 
-One process builds all collectors first and runs them alternately. A ratio compares times of the same round; a row shows the
+One process builds all collectors first and runs them in turn. A ratio compares times of the same round; a row shows the
 median, minimum and maximum of its ratios.
 
     python bench/torchrl_rate.py --envs 8 64 --rounds 15 --json collector.json
@@ -56,7 +56,7 @@ def main() -> None:
 def compare(
     runs: Mapping[str, Callable[[], Any]], first: str, units: int, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Measure all ``runs`` alternately. Return rows with the time per unit, and its ratio to the time of ``first``."""
+    """Measure all ``runs`` in turn. Return rows with the time per unit, and its ratio to the time of ``first``."""
     clock = time.process_time if options.cpu else time.perf_counter
 
     for run in runs.values():
@@ -142,7 +142,7 @@ def measure_collectors(count: int, options: argparse.Namespace) -> list[dict[str
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--envs", nargs="*", type=int, default=[8])
-    parser.add_argument("--task", default="CartPole-v1", help="an id with discrete actions")
+    parser.add_argument("--task", default="CartPole-v1", help="the id of an environment with discrete actions")
     parser.add_argument("--only", nargs="*", help="measure only these rows; their times are compared with the first")
     parser.add_argument("--steps", type=int, default=32, help="steps of each environment per sample")
     parser.add_argument("--rounds", type=int, default=9)

@@ -32,14 +32,16 @@ class Backend:
         make_slow: Builds a vector environment with steps of about a tenth of a second. It may have more rows.
         actions: Returns the given number of valid actions.
         misshapen_actions: Returns the given number of actions, each of a wrong shape.
-        options_applied: True if observations show that the environments received ``options={"low": 0.02, "high": 0.03}``.
+        options_applied: Returns ``True`` if the observations show that the environments received the options
+            ``{"low": 0.02, "high": 0.03}``.
         slow_actions: Like ``actions``, for ``make_slow``, if its actions differ.
         needs: Modules that must be installed. Otherwise the backend's tests are skipped.
-        folder: The folder of other tests of the backend, if they run last because the backend's threads never end; see
+        folder: If the backend starts threads that never end: the folder with which its tests run, one of
             ``PERMANENT_THREAD_FOLDERS`` in tests/conftest.py.
         context: Returns a context that is open while this backend is tested.
-        expensive: True if building takes long. Tests that leave the vector environment idle then share one.
-        steps: The number of steps of the single environment per action.
+        expensive: True if building takes long. Tests that leave no request pending then share one vector
+            environment.
+        steps: The number of steps that an environment makes per action.
         known_gaps: Call -> the reason why its test is expected to fail with this backend.
     """
 
@@ -195,7 +197,7 @@ _WHOLE_BATCHES = {"`recv`: one row in flight": "EnvPool returns whole batches, a
 BACKENDS = (
     _process_backend("two-workers", num_workers=2),
     _process_backend("one-process-each", num_workers=None),
-    _process_backend("callers-share", num_workers=1, use_caller=True),
+    _process_backend("worker-and-caller", num_workers=1, use_caller=True),
     _process_backend("in-process", num_workers=0),
     _process_backend("first-ready", num_workers=2, batch_size=2),
     Backend(

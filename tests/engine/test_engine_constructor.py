@@ -1,4 +1,4 @@
-"""The class and its constructor: arguments, errors and their order, custom workers, and ``gymnasium.make_vec``."""
+"""Tests of ``AsyncVectorEnv``: its arguments, errors and their order, custom workers, and ``gymnasium.make_vec``."""
 
 from __future__ import annotations
 
@@ -517,7 +517,7 @@ def test_mpi_variables_are_hidden_from_workers(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_engine_options_repeat_the_constructor_signature() -> None:
-    """``EngineOptions`` lists the options of classes that use the engine. They set or refuse the omitted arguments."""
+    """``EngineOptions`` lists the options of classes that use the engine. They set or refuse the arguments that it omits."""
     hints = typing.get_type_hints(vecenv.AsyncVectorEnv.__init__)
     shared = set(hints) - {"env_fns", "worker", "observation_mode", "autoreset_mode", "return"}
     assert {name: hints[name] for name in shared} == typing.get_type_hints(EngineOptions)
@@ -700,7 +700,7 @@ def test_reset_accepts_arrays_and_lists_of_numpy_seeds(seeds: Any) -> None:
 
 
 class EnvWithoutUnwrapped:
-    """An object with only the methods and attributes of an environment that the engine uses."""
+    """An environment with only the methods and attributes that the engine uses."""
 
     observation_space, action_space = spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(2)
     metadata: typing.ClassVar[dict[str, Any]] = {}

@@ -91,7 +91,7 @@ def test_always_failing_environment_exhausts_its_budget_after_five_restarts() ->
 def test_explicit_limit_is_shared_by_all_environments_and_named_in_the_error() -> None:
     restarts, error = step_until_exhausted([3] * 2, 100, limit=6, period=30.0)
     assert restarts == 6
-    text = "more than 6 restarts within 30 seconds, which is the budget that on_failure=Restart(limit=, period=) sets"
+    text = "more than 6 restarts within 30 seconds were needed, which on_failure=Restart(limit=, period=) does not allow"
     assert text in str(error)
 
 

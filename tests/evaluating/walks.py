@@ -21,7 +21,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "in-process": {"num_workers": 0},
     "two-workers": {"num_workers": 2},
     "process-per-env": {"num_workers": None},
-    "callers-share": {"num_workers": 1, "use_caller": True},
+    "worker-and-caller": {"num_workers": 1, "use_caller": True},
 }
 
 

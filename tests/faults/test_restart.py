@@ -45,7 +45,7 @@ pytestmark = FAULT_MARKS
 
 ACTIONS = [1, 2, 3, 4]
 MODES = list(AutoresetMode)
-LOST_ENVS = {  # fault of env 3 -> environments to rebuild: only env 3, or all of its worker
+LOST_ENVS = {  # fault of env 3 -> environments to rebuild: only env 3, or all environments of its worker
     "raises": {3},
     "evil_elsewhere_error": {3},
     "sys_exit": {3},
@@ -192,7 +192,7 @@ def test_save_after_a_death_while_idle_names_the_calls_that_rebuild(launch: Laun
 def test_record_of_a_death_in_a_restart_mentions_the_restart(launch: Launch, tmp_path: Path) -> None:
     """An environment raises in a step, and the first reset of its replacement kills the worker."""
     faulty = faulty_env_fn(1, "raises", step=1, once=tmp_path / "raised")
-    envs = launch([healthy_env_fn(0), functools.partial(DieInOneReset, faulty, tmp_path)], on_failure="restart")
+    envs = launch([healthy_env_fn(0), functools.partial(DyingResetWrapper, faulty, tmp_path)], on_failure="restart")
     envs.reset(seed=1)
     assert envs.step([1, 1])[-1]["_restarted"].tolist() == [False, True]
     raised, died = envs.errors
@@ -200,7 +200,7 @@ def test_record_of_a_death_in_a_restart_mentions_the_restart(launch: Launch, tmp
     assert re.search(r"env 1\) died during step, in a restart: killed by SIGKILL", str(died))
 
 
-class DieInOneReset(gymnasium.Wrapper[Any, Any, Any, Any]):
+class DyingResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
     """A wrapper that kills the process in the first reset after the file ``raised`` was created."""
 
     def __init__(self, env_fn: Any, folder: Path) -> None:
@@ -264,7 +264,7 @@ def test_restart_budget_allows_limit_per_period(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.long
 @WITHOUT_SPAWN
 def test_constructor_that_fails_on_restart_raises(launch: Launch, tmp_path: Path) -> None:
-    """The engine does not rebuild the environment endlessly, and the error has the cause."""
+    """The engine does not rebuild the environment endlessly, and the error contains the cause."""
     env_fn = functools.partial(_build_once_then_raise, os.fspath(tmp_path / "built"))
     envs = launch(make_env_fns(2, {1: env_fn}), on_failure=Restart(2))
     envs.reset(seed=1)
@@ -288,7 +288,7 @@ def _make_steps(envs: Any, count: int) -> None:
 
 @WITHOUT_SPAWN
 def test_step_wait_timeout_does_not_restart(launch: Launch, tmp_path: Path) -> None:
-    """Only ``step_timeout`` restarts workers. After the timeout of ``step_wait``, its result is still pending."""
+    """Only ``step_timeout`` restarts workers. After a timeout of ``step_wait``, the result of the step is still pending."""
     faulty = faulty_env_fn(1, Chain("raises"), step=10**9)
     envs = launch(make_env_fns(2, {1: faulty}, delay=0.3), on_failure="restart")
     checker = RowChecker.start(envs)
@@ -459,7 +459,7 @@ def test_recv_returns_a_restarted_row(launch: Launch, fault: str, tmp_path: Path
 @pytest.mark.long
 @WITHOUT_SPAWN
 def test_recv_timeout_names_the_late_worker(launch: Launch) -> None:
-    """The error has the environment, the worker and the function that hangs."""
+    """The error names the environment, the worker and the function that hangs."""
     envs = launch(make_env_fns(2, {1: faulty_env_fn(1, "sleep", step=1)}), batch_size=2)
     checker = RecvChecker(envs, batch_size=2)
     envs.send([1, 1], [0, 1])
@@ -679,7 +679,7 @@ class SlowRebuildEnv(EchoEnv):
 
 
 def interrupt_caller_and_sleep(_: Any) -> None:
-    """Send the caller a signal, a little later than the reply to the rebuild that was before this call."""
+    """Send the caller a signal, shortly after the reply to the rebuild that precedes this call."""
     time.sleep(0.3)
     os.kill(os.getppid(), signal.SIGALRM)
     time.sleep(0.5)
@@ -687,10 +687,13 @@ def interrupt_caller_and_sleep(_: Any) -> None:
 
 @pytest.mark.linux
 @pytest.mark.parametrize("method", ["fork"], indirect=True)
-def test_time_limit_of_a_rebuild_ends_with_the_call_behind_it_if_that_is_interrupted(
+def test_time_limit_of_a_rebuild_does_not_outlive_an_interrupted_call(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A minute after a rebuild, a call and Ctrl-C, an old version killed the healthy worker in a step, as hanging."""
+    """Ctrl-C interrupts a call that waits behind a rebuild.
+
+    An old version kept the time limit of the rebuild: a minute later, a step killed the healthy worker as hanging.
+    """
     env_fns = [functools.partial(SlowRebuildEnv, index, tmp_path / "raised") for index in range(2)]
     envs = launch(env_fns, num_workers=1, on_failure="restart", step_timeout=30.0)
     envs.reset(seed=1)
@@ -710,7 +713,7 @@ def test_time_limit_of_a_rebuild_ends_with_the_call_behind_it_if_that_is_interru
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
-def test_start_timeout_does_not_limit_steps_of_a_replaced_worker(
+def test_start_timeout_does_not_limit_steps_of_a_replacement_worker(
     launch: Launch, on_failure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a reset has replaced a worker, the clock advances by more than ``start_timeout`` before the next step."""
@@ -799,7 +802,7 @@ def test_each_of_two_rebuild_messages_of_a_worker_has_a_time_limit(launch: Launc
 
 
 def test_abandon_of_a_dead_worker_loses_no_message_to_others(launch: Launch) -> None:
-    """``abandon`` replaces the first worker when the writing of messages has stopped at that worker, because it is dead."""
+    """The first worker is dead, so the writing of messages stops there. ``abandon`` then replaces it."""
     envs = launch([healthy_env_fn(index) for index in range(3)], num_workers=3, on_failure="restart")
     envs.reset(seed=7)
     kill_worker(envs, 0)
@@ -811,7 +814,7 @@ def test_abandon_of_a_dead_worker_loses_no_message_to_others(launch: Launch) -> 
 
 @pytest.mark.parametrize("case", ["reset, recv both", "reset, recv one by one", "raise, recv both"])
 def test_death_noticed_by_a_reset_or_a_failure_is_handled_once(launch: Launch, case: str) -> None:
-    """Another request notices that a worker died with a row in flight. An old version replaced it twice."""
+    """Another request notices that a worker died with a row in flight. An old version replaced the worker twice."""
     raises = case.startswith("raise")
     first_env_fn = faulty_env_fn(0, "raises", step=1) if raises else healthy_env_fn(0)
     envs = launch([first_env_fn, faulty_env_fn(1, "kill", step=1)], num_workers=1, on_failure="restart")
@@ -841,7 +844,7 @@ def test_death_noticed_by_a_reset_or_a_failure_is_handled_once(launch: Launch, c
 
 
 @pytest.mark.parametrize("by_recv", [False, True])
-def test_worker_that_died_while_idle_restarts_all_its_rows_in_the_next_step(launch: Launch, by_recv: bool) -> None:
+def test_all_rows_of_a_worker_that_died_while_idle_are_restarted_by_the_next_step(launch: Launch, by_recv: bool) -> None:
     """One row failed earlier. An old version returned the others as if they had been stepped."""
     envs = launch([healthy_env_fn(0), faulty_env_fn(1, "kill", step=1)], num_workers=1, on_failure="restart")
     envs.reset(seed=1)
@@ -960,19 +963,19 @@ def test_rows_loaded_while_another_worker_dies_keep_their_state(launch: Launch) 
     np.testing.assert_array_equal(observations[0], first[0])
 
 
-def end_other_worker_in_next_check(_: Any, pid: int) -> None:
-    """Kill another worker while this one checks its next snapshots, when that one has checked its own."""
+def kill_other_worker_in_next_check(_: Any, pid: int) -> None:
+    """Make this worker's next check of snapshots kill another worker, which has finished its own check by then."""
     from vecenv.worker.snapshot_rows import SnapshotRows
 
     check = SnapshotRows.check
 
-    def check_later(*args: Any) -> Any:
+    def kill_and_check(*args: Any) -> Any:
         time.sleep(0.5)
         os.kill(pid, signal.SIGKILL)
         time.sleep(0.5)  # the caller notices it
         return check(*args)
 
-    SnapshotRows.check = check_later  # type: ignore[method-assign]
+    SnapshotRows.check = kill_and_check  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
@@ -982,7 +985,7 @@ def test_worker_that_dies_before_a_load_is_sent_to_it_is_not_taken_for_loaded(la
     envs.reset(seed=1)
     snapshots = envs.save(verify=False)
     envs.send([1], [2])
-    envs.exec_func(end_other_worker_in_next_check, [1], worker_pids(envs)[0])
+    envs.exec_func(kill_other_worker_in_next_check, [1], worker_pids(envs)[0])
     with pytest.raises((EnvFailed, WorkerDied), match=r"env 0.* died"):
         envs.load(snapshots[:2], [0, 1])
     envs.recv(count=1)
@@ -996,8 +999,8 @@ def test_worker_that_dies_before_a_load_is_sent_to_it_is_not_taken_for_loaded(la
     assert not envs.step(actions)[3].any()
 
 
-def test_step_sent_to_a_dead_worker_ends(launch: Launch) -> None:
-    """No known fault of the engine takes the rows of a dead worker for healthy. If one does, the step must not hang."""
+def test_step_sent_to_a_dead_worker_raises(launch: Launch) -> None:
+    """The engine is not known to take rows of a dead worker for healthy. If it does, the step must raise, not hang."""
     envs = launch(make_env_fns(2), num_workers=2)
     envs.reset(seed=1)
     kill_worker(envs, 0)

@@ -1,4 +1,6 @@
-"""Replays repeat the failures of random programs, because exactly those requests are recorded that reached environments.
+"""Tests that replays repeat the failures of random programs.
+
+This requires that exactly the requests that reach environments are recorded.
 
 A program is a random list of public calls to environments that return a checksum of everything they received. Some calls
 fail or are refused, and the program continues. Finally, all environments fail.
@@ -53,7 +55,7 @@ class Program:
         self.engine = self.random.choice(ENGINES)
         self.mode = self.random.choice(["NextStep", "SameStep", "Disabled"])
         self.restarts = self.random.random() < 0.35
-        self.is_local = "use_caller" in self.engine or self.engine.get("num_workers") == 0
+        self.has_envs_in_caller = "use_caller" in self.engine or self.engine.get("num_workers") == 0
         self.reset_on_seed = self.random.random() < 0.5
         self.snapshots: list[Any] = []
         self.call_names: list[str] = []
@@ -67,7 +69,7 @@ class Program:
         )  # fmt: skip
 
     def run(self, folder: Path) -> list[Path]:
-        """Run the program, and return the files about its environments."""
+        """Run the program, and return the records of its environments."""
         with contextlib.closing(self.build_envs(folder)) as envs:
             self.envs = envs
             self.attempt(partial(envs.reset, seed=self.draw_seed()))
@@ -169,21 +171,21 @@ class Program:
         }
         if not self.restarts:  # with restarts, the reset would fail until they are exhausted
             calls["raise in reset"] = lambda: envs.reset(options={"breaks": True, "reset_mask": self.mask_rows()})
-        if not self.is_local:
+        if not self.has_envs_in_caller:
             lock = threading.Lock()
             calls |= {
                 "die": lambda: envs.step(self.draw_actions_with(ChecksumEnv.DIES)),
                 "abandon": lambda: (envs.step_async(self.draw_actions()), envs.abandon(rows), envs.step_wait()),
-                "info without pickle": lambda: envs.step(self.draw_actions_with(ChecksumEnv.UNPICKLABLE)),
-                "info without pickle by recv": lambda: envs.send(
+                "unpicklable info": lambda: envs.step(self.draw_actions_with(ChecksumEnv.UNPICKLABLE)),
+                "unpicklable info by recv": lambda: envs.send(
                     self.draw_actions_with(ChecksumEnv.UNPICKLABLE), range(self.count)
                 ),
-                "options without pickle": lambda: envs.reset(seed=number, options={"lock": lock}),
-                "options of some without pickle": lambda: envs.reset(options={"lock": lock, "reset_mask": self.mask_rows()}),
-                "next options without pickle": lambda: envs.set_next_options({"lock": lock}),
-                "actions without pickle": lambda: envs.step([lock] * self.count),
-                "actions of some without pickle": lambda: envs.send([lock] * len(rows), rows),
-                "argument without pickle": lambda: envs.call("update_checksum", lock),
+                "unpicklable options": lambda: envs.reset(seed=number, options={"lock": lock}),
+                "unpicklable options of some": lambda: envs.reset(options={"lock": lock, "reset_mask": self.mask_rows()}),
+                "unpicklable next options": lambda: envs.set_next_options({"lock": lock}),
+                "unpicklable actions": lambda: envs.step([lock] * self.count),
+                "unpicklable actions of some": lambda: envs.send([lock] * len(rows), rows),
+                "unpicklable argument": lambda: envs.call("update_checksum", lock),
             }
         return calls
 

@@ -1,4 +1,4 @@
-"""Tests of the package without the names that only Linux or POSIX has, and without pidfds."""
+"""Tests of the package without the standard library's names that exist only on Linux or POSIX, and without pidfds."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def macos_report() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected_total() -> float:
-    """Return the sum of the observations that Gymnasium's engine returns for the steps of the program."""
+    """Return the sum of the observations that Gymnasium's engine returns for the reset and the steps of the program."""
     envs = SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 3)
     total = float(np.sum(envs.reset(seed=5)[0]))
     for step in range(10):
@@ -131,18 +131,18 @@ def test_this_system_supports_worker_processes() -> None:
 # -- without pidfds -------------------------------------------------------------------------------------------------------
 
 
-def die_with_a_running_helper(pipe: Any, number: int) -> None:
-    """Kill this process. A forked helper with copies of all its pipes continues in another session."""
+def die_and_leave_a_child(pipe: Any, signal_number: int) -> None:
+    """Kill this process. A forked child with copies of all its pipes continues in another session."""
     if os.fork() == 0:
         os.setsid()
         time.sleep(60)
         os._exit(0)
-    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), signal_number)
 
 
 @pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
 @pytest.mark.parametrize("ignores_sigchld", [False, True], ids=["reaped-here", "reaped-by-the-kernel"])
-def test_death_is_noticed_while_a_helper_holds_all_pipes(
+def test_death_is_noticed_while_a_child_holds_all_pipes(
     method: str, ignores_sigchld: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a program that ignores SIGCHLD, the kernel reaps processes, and their exit codes are lost."""
@@ -153,7 +153,7 @@ def test_death_is_noticed_while_a_helper_holds_all_pipes(
             pytest.skip("spawn and forkserver need SIGCHLD")
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     helper = HelperProcess(
-        multiprocessing.get_context(method), die_with_a_running_helper, (signal.SIGKILL,), name="helper", daemon=False
+        multiprocessing.get_context(method), die_and_leave_a_child, (signal.SIGKILL,), name="helper", daemon=False
     )
     try:
         helper.start()

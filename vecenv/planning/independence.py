@@ -5,9 +5,9 @@ Every run happens in a fork of the probe's process, which has built no environme
 1. The first environment runs alone, in a process named like its worker. It is also described and timed there.
 2. In another process, a second environment first runs alone. Then the first is built too, and their calls alternate, with
    the same seeds and actions as before. Finally the second is closed, and the first runs again.
-3. If an environment returned other values than alone, it runs alone twice more, with delays and with its objects at other
-   addresses. Values that differ between its runs alone (clocks, process ids) are not compared; unless they are infos, the
-   verdict is then :data:`CANNOT_TELL` at best.
+3. If an environment returned different values than it did alone, it runs alone twice more, with delays and with its objects
+   at other addresses. Values that differ between its runs alone (clocks, process ids) are not compared; unless they are
+   infos, the verdict is then :data:`CANNOT_TELL` at best.
 4. The process settings after these runs are compared with each other and with those at the start.
 
 Repeated runs make exactly the same calls: two phases of up to three steps per environment. `MAX_STEPS` limits the steps of
@@ -60,9 +60,9 @@ class Independence:
 
     Attributes:
         verdict: ``"independent"``, ``"shares state"``, ``"cannot tell"`` or ``"not checked"``.
-        reason: The first reason for a verdict other than independent.
-        changes: Process settings that all environments change in the same way: they may share a worker, but not your
-            program's process.
+        reason: A reason for a verdict other than independent; see :meth:`IndependenceCheck.result`.
+        changes: Process settings that all environments change in the same way. The environments may share a worker, but not
+            the caller's process.
         steps, builds: The numbers of steps that the probe made and of environments that it built.
     """
 
@@ -96,8 +96,8 @@ class Run:
         record: The calls, with digests of the values that they returned.
         phase_args: The arguments of :meth:`TriedEnv.phase` that repeat a phase exactly.
         phase_end: The index in ``record`` of the first call after the first phase.
-        settings: Settings of the process after the run; of an environment that was built first, those before the other one
-            was built.
+        settings: The process settings after the run; if another environment was built in the process later, those before
+            that.
         modules: Modules imported during the run.
         steps: The number of steps.
         times: The step times, if they were measured.
@@ -199,7 +199,7 @@ class IndependenceCheck:
             return None
         first, other = both
         before, during = other.record[1 : other.phase_end], other.record[other.phase_end :]
-        if _find_difference(before, during):  # due to the first, or only to the other's own earlier resets
+        if _find_difference(before, during):  # the first caused it, or only the other's own earlier resets did
             self._compare_records(position, self._run_alone(position, other.phase_args), other.record)
         if self._verdict != SHARES_STATE:
             self._compare_records(0, alone, first.record)
@@ -218,7 +218,8 @@ class IndependenceCheck:
         name, difference = f"environment {self._indices[position]}", _find_difference(alone.record, record, ignored)
         if difference is None:
             if values := sorted(value for value in ignored if not value.startswith("info")):
-                self._add_reason(CANNOT_TELL, f"{name} returns other values with the same seed: {', '.join(values[:3])}")
+                text = f"{name} returns different values in repeated runs with the same seed: {', '.join(values[:3])}"
+                self._add_reason(CANNOT_TELL, text)
             return
         number, call, value = difference
         where = f"(first: {value} of {call}, call {number})"

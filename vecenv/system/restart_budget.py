@@ -12,7 +12,7 @@ from vecenv.errors import envs_text, format_seconds
 FREE_RESTARTS: Final = 5
 """Restarts that an environment, or a worker process, may have in a period, however few steps it makes."""
 STEPS_PER_RESTART: Final = 1000
-"""The number of steps of its environments that earns one more restart."""
+"""The number of environment steps that earn one more restart."""
 
 
 class _SpentRestart(NamedTuple):
@@ -23,16 +23,17 @@ class _SpentRestart(NamedTuple):
 
 
 class RestartBudget:
-    """A budget of restarts within a period of time, as in Erlang (intensity and period).
+    """A budget of restarts within a period of time, like the intensity and period of a supervisor in Erlang.
 
     By default, each environment, and each worker process that dies, has its own budget: five restarts, and one more for
     every 1,000 steps that its environments made since the oldest of its restarts in the period. So one that always fails
     uses up its budget soon, however many others there are; one that fails occasionally continues, however fast it is.
 
     Args:
-        limit: Restarts of all environments together within ``period``; infinite: no limit; ``None``: as above.
+        limit: Restarts of all environments together within ``period``; infinite for no limit, or ``None`` for the default
+            described above.
         period: Seconds.
-        mean_steps: Returns the mean number of steps per environment, which serves as each environment's number.
+        mean_steps: Returns the mean number of steps per environment. It is used as the number of every single environment.
     """
 
     def __init__(self, limit: float | None, period: float, mean_steps: Callable[[], float]) -> None:
@@ -72,12 +73,13 @@ class RestartBudget:
         causes = "\n".join(f"- {each}" for each in [*earlier, cause][-5:])
         if self.limit is not None:
             return (
-                f"more than {self.limit} restarts within {format_seconds(self.period)}, which is the budget that "
-                f"on_failure=Restart(limit=, period=) sets; the last causes:\n{causes}"
+                f"more than {self.limit} restarts within {format_seconds(self.period)} were needed, which "
+                f"on_failure=Restart(limit=, period=) does not allow; the last causes:\n{causes}"
             )
         _, allowed = self._count_and_limit(own_rows)
         return (
-            f"{envs_text(rows)} needed more than {allowed:.0f} restarts within {format_seconds(self.period)}. By default an "
-            f"environment, or a worker process, has {FREE_RESTARTS}, and one more for every {STEPS_PER_RESTART:,} steps; "
-            f"on_failure=Restart(limit=N) allows N restarts of all environments together instead. The last causes:\n{causes}"
+            f"{envs_text(rows)} needed more than {allowed:.0f} restarts within {format_seconds(self.period)}. By default, "
+            f"an environment or a worker process has {FREE_RESTARTS} restarts, and one more for every "
+            f"{STEPS_PER_RESTART:,} steps; on_failure=Restart(limit=N) allows N restarts of all environments together "
+            f"instead. The last causes:\n{causes}"
         )

@@ -50,7 +50,7 @@ from vecenv.system.supervision import StackFile, flush_output
 from vecenv.worker.snapshot_rows import SnapshotRows
 from vecenv.worker.threaded_rows import ThreadedRows
 
-_THREADS_GRACE_SECONDS: Final = 0.2  # for threads of environments that are about to end
+_THREADS_GRACE_SECONDS: Final = 0.2  # in which threads that environments started may still end
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -181,9 +181,9 @@ def _unpickle(rows: SnapshotRows, op: int, seq: int, payload: bytes | None) -> t
     try:
         return None if payload is None else pickle.loads(payload), None
     except Exception as error:
-        is_about_some = op & OVERLAPS or op in (Op.STEP_SOME, Op.RESET_SOME, Op.REBUILD_SOME)
+        is_about_some_rows = op & OVERLAPS or op in (Op.STEP_SOME, Op.RESET_SOME, Op.REBUILD_SOME)
         text = f"the request cannot be unpickled in the worker: {summary(error)}"
-        envs = rows.first + (rows.requested_rows(seq) if is_about_some else np.arange(rows.count))
+        envs = rows.first + (rows.requested_rows(seq) if is_about_some_rows else np.arange(rows.count))
         fatal = op & ~OVERLAPS <= LAST_STEP_OP
         return None, Outcome(failures=[Failure(env, EnvError(f"env {env}: {text}"), fatal) for env in envs.tolist()])
 
@@ -224,7 +224,7 @@ def close_rows(channel: WorkerEnd, rows: SnapshotRows, seq: int) -> bool:
 
 
 def describe_leftovers() -> str:
-    """Describe the threads and processes of environments that keep this process from exiting; empty if there are none."""
+    """Return a description of the threads and processes that keep this process from exiting, or an empty string."""
     threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
     deadline = time.monotonic() + _THREADS_GRACE_SECONDS
     for thread in threads:

@@ -68,7 +68,7 @@ def expected_total() -> float:
 @pytest.mark.parametrize(
     ("engine", "advice"),
     [
-        ("default", "num_workers=None"), ("two workers", "num_workers=2"), ("auto with restarts", "on_failure='restart'"),
+        ("default", "num_workers=None"), ("two workers", "num_workers=2"), ("auto with restarts", "on_failure"),
         ("auto with a timeout", "step_timeout"), ("use_caller", "use_caller=True"), ("dummy_env", "dummy_env=False"),
     ],
 )  # fmt: skip

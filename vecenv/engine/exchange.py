@@ -2,8 +2,8 @@
 
 A signal handler can raise after any call and at any jump (see :mod:`vecenv.front.guard`). So the state is changed by a
 single store, or in a short block between ``state.changing = True`` and ``state.changing = False``, which never waits for a
-reply. An exception during a *wait* loses nothing, and the wait can be repeated. An exception in a *block* may lose a request or a
-result: ``changing`` stays set, every call but ``reset()`` raises ``ResetNeeded``, and ``reset()`` drops all pending
+reply. An exception during a *wait* loses nothing, and the wait can be repeated. An exception in a *block* may lose a request
+or a result: ``changing`` stays set, every call but ``reset()`` raises ``ResetNeeded``, and ``reset()`` drops all pending
 requests. A block is no ``with`` statement, because an exception must leave ``changing`` set.
 
 Blocks queue messages, which are written afterwards: a write can wake a worker that then takes the caller's core for a whole

@@ -211,7 +211,7 @@ class Engine(WorkerDriver):
             row_infos = infos or self._no_infos
             is_step = request.command == "step"
             observed = (observations, result[1], result[2], result[3], row_infos) if is_step else (observations, row_infos)
-            # in case one raises a `TypeError` or `ValueError`, which the guard takes for a wrong argument, not an interruption
+            # an observer may raise a `TypeError` or `ValueError`, which the guard takes for the error of a wrong argument
             request.interrupted = True
             for observer in self.observers:
                 observer.on_result(None, observed)

@@ -418,8 +418,8 @@ class StateChanges:
         """Set the deadline of a process that starts or, with ``step_timeout``, has a limited message; else remove it."""
         if isinstance(worker, WorkerProcess):
             start, step = self.policy.start_timeout, self.policy.step_timeout
-            has_limited = step is not None and any(expected_reply[0] == ALWAYS_DECODED for expected_reply, *_ in worker.pending)
-            is_limited = has_limited or not worker.has_started
+            has_limited_message = step is not None and any(reply[0] == ALWAYS_DECODED for reply, *_ in worker.pending)
+            is_limited = has_limited_message or not worker.has_started
             worker.deadline = time.monotonic() + start + (step or 0.0) if is_limited else 0.0
 
     def handle_death(self, worker: WorkerProcess) -> None:

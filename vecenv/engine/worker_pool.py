@@ -399,7 +399,7 @@ class WorkerPool:
 
     def write_to_all(self) -> None:
         """Write the message to all in one call into C. A pipe accepts such a short message whole or not at all."""
-        if not self.unflushed:  # otherwise other bytes go first, and the next `Exchange.flush` queues this message behind them
+        if not self.unflushed:  # other bytes go first: the next `Exchange.flush` queues this message behind them
             try:
                 self.written_to.extend(map(write, self._write_fds, repeat(self._message_to_all)))
             except TimeoutError:  # from a signal handler

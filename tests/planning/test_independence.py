@@ -208,6 +208,8 @@ def test_step_time_excludes_waiting_for_a_core(monkeypatch: pytest.MonkeyPatch, 
     """Otherwise fast steps would seem slow on a busy machine, and each environment would get its own process."""
     readings = itertools.count()
     monkeypatch.setattr("vecenv.planning.trial.seconds_waited", lambda: next(readings) * SlowEnv.step_seconds)
+    bit_generator: Any = np.random.bit_generator
+    monkeypatch.setattr(bit_generator, "randbits", bit_generator.randbits)  # undoes what TriedEnv does, in this process too
     tried_env = TriedEnv(functools.partial(SlowEnv, tmp_path / "steps"), 0, 0)
     run_phases(tried_env.phase(3, 1))
     assert len(tried_env.step_seconds) == 3

@@ -33,6 +33,7 @@ from vecenv.errors import VecEnvError
 from vecenv.link.envs import WorkerPlan
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot, package_version
+from vecenv.system.signals import suppress_os_errors
 
 SUFFIX: Final = ".vecenv"
 LASTING: Final = frozenset({"set_attr", "call", "exec_func", "load"})
@@ -231,9 +232,9 @@ def remove_old(folder: Path, keep: int, latest: Sequence[Path]) -> int:
         The number of removed files that another run of the program wrote.
     """
     found: list[tuple[bool, int, str, bool]] = []
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+    with suppress_os_errors(), os.scandir(folder) as entries:
         for entry in entries:
-            with contextlib.suppress(OSError):  # another program may have removed it
+            with suppress_os_errors():  # another program may have removed it
                 if entry.name.endswith(SUFFIX) and entry.is_file(follow_symlinks=False) and Path(entry) not in latest:
                     modified, is_own, is_foreign = entry.stat(follow_symlinks=False).st_mtime_ns, True, False
                     with contextlib.suppress(UnreadableRecord), open(entry.path, "rb") as file:
@@ -243,7 +244,7 @@ def remove_old(folder: Path, keep: int, latest: Sequence[Path]) -> int:
                     found.append((is_own, modified, entry.path, is_foreign))
     removed_foreign = 0
     for _, _, path, is_foreign in sorted(found)[: max(len(found) + bool(latest) - keep, 0)]:
-        with contextlib.suppress(OSError):
+        with suppress_os_errors():
             os.unlink(path)
             removed_foreign += is_foreign
     return removed_foreign

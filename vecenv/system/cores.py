@@ -7,7 +7,6 @@ all processes of an engine from spinning for a while when other programs need th
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
@@ -19,6 +18,8 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
+from vecenv.system.signals import suppress_os_errors
 
 SPIN_SECONDS: Final = 150e-6
 """The longest spin before a process goes to sleep: about the cost of a few wake-ups."""
@@ -80,6 +81,8 @@ def read_kernel_file(path: str) -> str:
     try:
         with FileIO(path) as file:  # twice as fast as `open`
             return file.read().decode(errors="replace")
+    except TimeoutError:  # from a signal handler
+        raise
     except OSError:
         return ""
 
@@ -151,9 +154,9 @@ def lower_priority(pid: int) -> None:
     Otherwise, with 32 busy workers per core, a process that wakes up waits 35 ms for its core. With ``sched_autogroup``,
     Linux schedules each session as a whole, by the session's own nice value, so that is set as well.
     """
-    with contextlib.suppress(OSError):
+    with suppress_os_errors():
         os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0) + _NICE_INCREMENT)
-    with contextlib.suppress(OSError):
+    with suppress_os_errors():
         Path(f"/proc/{pid}/autogroup").write_text(str(_NICE_INCREMENT))
 
 
@@ -248,5 +251,5 @@ class SpinPolicy:
 
     def _bind(self, cpus: Iterable[int] | None) -> None:
         if self._cpus and cpus:
-            with contextlib.suppress(OSError):
+            with suppress_os_errors():
                 os.sched_setaffinity(0, cpus)

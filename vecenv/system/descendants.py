@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Final, NamedTuple
 
 from vecenv.system.cores import read_kernel_file
-from vecenv.system.signals import deferred_signals
+from vecenv.system.signals import deferred_signals, suppress_os_errors
 
 if sys.platform != "win32":
     import resource
@@ -138,7 +138,7 @@ def end_group(pids: Iterable[int]) -> None:
     Call this before a leader is reaped: until then its pid cannot be reused.
     """
     for pid in pids:
-        with contextlib.suppress(OSError, AttributeError):
+        with suppress_os_errors(AttributeError):
             os.killpg(pid, signal.SIGKILL)
 
 

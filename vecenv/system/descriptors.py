@@ -21,6 +21,8 @@ from itertools import chain, starmap
 from multiprocessing import reduction
 from typing import Any, Final, TypeVar
 
+from vecenv.system.signals import suppress_os_errors
+
 if sys.platform != "win32":
     import resource
 
@@ -47,7 +49,7 @@ class Descriptor:
     def close(self) -> None:
         """Close the descriptor. Idempotent."""
         while self._cell:  # an interrupted pipe() leaves both ends in one cell
-            with contextlib.suppress(IndexError, OSError):
+            with suppress_os_errors(IndexError):
                 deque(map(os.close, map(self._cell.pop, (-1,))), maxlen=0)
 
     def __repr__(self) -> str:
@@ -69,6 +71,8 @@ def occupy_standard_descriptors() -> None:
     for number in range(3):
         try:
             os.fstat(number)
+        except TimeoutError:  # from a signal handler
+            raise
         except OSError:
             opened = os.open(os.devnull, os.O_RDWR)
             if opened > 2:  # another thread has opened the number first

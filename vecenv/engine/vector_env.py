@@ -481,7 +481,8 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
 
     def _publish(self, name: str | None) -> None:
         if self._stats_file is not None:
-            self._driver.observers.remove(self._stats_file)
+            if self._stats_file in self._driver.observers:  # False if an earlier call was interrupted
+                self._driver.observers.remove(self._stats_file)
             self._stats_file.close()
             self._stats_file = None
         self._stats_file = published.StatsFile(self, str(name or (self.spec and self.spec.id) or type(self).__name__))

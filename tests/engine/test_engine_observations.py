@@ -491,3 +491,15 @@ def test_non_numeric_observation_is_refused(observation: Any, text: str) -> None
     assert tree is not None
     with pytest.raises(ObservationError, match=text):
         make_observation_writer(tree, [np.zeros((2, 3), np.float32)], 0, lambda *_: None)(1, observation)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_first_masked_reset_of_pickled_observations_is_refused_before_an_environment_is_reset(num_workers: int) -> None:
+    with open_engine(counters(2), shared_memory=False, num_workers=num_workers) as envs:
+        with pytest.raises(ValueError, match="no observation of env 1 yet"):
+            envs.reset(options={"reset_mask": np.array([True, False])})
+        assert envs.stats()["resets"] == 0
+        assert envs.get_attr("episodes") == (0, 0)
+        envs.reset_async(env_id=[1])
+        envs.recv(count=1)
+        assert envs.reset(options={"reset_mask": np.array([True, False])})[0].shape == (2, 4)

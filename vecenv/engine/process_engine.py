@@ -163,6 +163,7 @@ class Engine(WorkerDriver):
             else:
                 self.exchange.flush()
                 self.exchange.execute_local_messages()
+            self.store.require_received(set(self._all_row_list).difference(rows))
         if self.observers and options is not None:
             self.exchange.pickle_reset(rows, seeds, options)  # if it cannot be pickled, raise before announcing it
         seeds = self.announce_reset(rows, seeds, options, drops=not for_recv)

@@ -11,7 +11,7 @@ The store classes are the caller's side, the ``make_*`` functions the worker's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
@@ -84,6 +84,10 @@ class Store(Protocol):
 
     def validate(self, observation: Any) -> None:
         """Raise if the observation does not fit the space; change nothing."""
+
+    def require_received(self, rows: Iterable[int]) -> None:
+        """Raise ``ValueError`` if one of these rows has no observation yet. In shared memory, it has zeros."""
+        return
 
 
 def require_fitting_observation(store: Store, row: int, row_state: Row) -> None:
@@ -230,13 +234,13 @@ class PickledStore(Store):
         self._received[row] = True
 
     def batch(self, copy: bool) -> Any:
-        self._check_received(range(len(self._latest)))
+        self.require_received(range(len(self._latest)))
         self.observations = self._concatenate(self._latest, self.observations, range(len(self._latest)))
         return deepcopy(self.observations) if copy else self.observations
 
     def take(self, rows: Array) -> Any:
         indices = rows.tolist()
-        self._check_received(indices)
+        self.require_received(indices)
         out = create_empty_array(self._space, n=len(indices), fn=np.zeros)
         # a tuple batch would hold the stored observations themselves, which the caller must not be able to change
         return deepcopy(self._concatenate([self._latest[row] for row in indices], out, indices))
@@ -249,7 +253,7 @@ class PickledStore(Store):
     def validate(self, observation: Any) -> None:
         _check_batchable(self._space, observation)
 
-    def _check_received(self, rows: Sequence[int]) -> None:
+    def require_received(self, rows: Iterable[int]) -> None:
         missing = [row for row in rows if not self._received[row]]
         if missing:
             raise ValueError(f"no observation of {envs_text(missing)} yet: reset all environments before using a reset_mask")

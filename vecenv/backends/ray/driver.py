@@ -137,6 +137,7 @@ class HostsDriver(WorkerDriver):
             self.require_not_in_flight("reset_async", rows)
         elif ids is not None:
             exchange.wait_until_idle()  # rows in flight have been sent, so their latest observation is that of the reply
+            exchange.store.require_received(set(range(self.num_envs)).difference(rows))
         seeds = self.announce_reset(rows, seeds, options, drops=not for_recv)
         if (error := exchange.replace_hosts(rows, count=False)) is not None:
             raise error

@@ -454,3 +454,21 @@ def test_environments_that_write_in_place_get_copies() -> None:
         assert result[0].flags.owndata
         assert_identical(result, reference.step([0] * COUNT))
     envs.close()
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_same_arrays_are_returned_every_time_after_copy_is_set_to_false(on_failure: str) -> None:
+    actions = np.zeros(COUNT, np.int64)
+    envs = open_envs(on_failure=on_failure)
+    assert lends(envs)
+    envs.reset(seed=0)
+    held = [envs.step(actions)[0]]
+    envs.copy = False
+    first = envs.step(actions)[0]
+    for _ in range(3):
+        envs.send(actions)
+        held.append(envs.recv(count=COUNT)[0])
+        assert not np.shares_memory(held[-1], first)
+        for _ in range(2):
+            assert np.shares_memory(envs.step(actions)[0], first)
+    envs.close()

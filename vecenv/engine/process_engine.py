@@ -288,7 +288,10 @@ class Engine(WorkerDriver):
         rows = self._all_rows if in_order else np.array(row_list, np.intp)
         batch = self.batch
         try:
-            observations = self.store.batch(copy=True) if in_order else self.store.take(rows)
+            if in_order:
+                observations = self.store.batch(copy=True) if self.copies else self.store.copy()
+            else:
+                observations = self.store.take(rows)
         except Exception:
             if succeeds_when_repeated(lambda: self.store.take(rows)):
                 raise  # a signal handler raised it

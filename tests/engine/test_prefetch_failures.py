@@ -317,3 +317,41 @@ def test_set_attr_restarts_a_dead_spare(on_failure: str, closes: Any) -> None:
         observations, *_, infos = envs.step(np.ones(2, np.int64))
         assert "restarted" not in infos
     assert observations[:, 2].tolist() == [2.0, 2.0]
+
+
+class LoadedWalk(Walk):
+    """A walk with a state that cannot be loaded if ``speed`` was negative when it was saved."""
+
+    speed = 1.0
+
+    def take_snapshot(self) -> Any:
+        return dict(self.__dict__), self.np_random.bit_generator.state
+
+    def restore_snapshot(self, state: Any) -> None:
+        values, generator = state
+        if values.get("speed", 1.0) < 0:
+            raise ArithmeticError("negative speed")
+        self.__dict__.update(values)
+        self.np_random.bit_generator.state = generator
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_failure_while_one_row_is_loaded_concerns_only_that_row(on_failure: str, closes: Any) -> None:
+    envs, zeros = closes(make_prefetcher(LoadedWalk, on_failure=on_failure)), np.zeros(3, np.int64)
+    envs.reset(seed=1)
+    snapshots = envs.save(verify=False)
+    expected = [envs.step(zeros)[0][[0, 2]] for _ in range(12)]
+    envs.exec_func(lambda env: setattr(env.unwrapped, "speed", -1.0), [1])
+    (failing,) = envs.save([1], verify=False)
+    envs.set_attr("speed", 1.0)
+    with pytest.raises(vecenv.errors.SnapshotMismatch):
+        envs.load(snapshots[:2])
+    with pytest.raises(ArithmeticError, match="negative speed"):
+        envs.load([snapshots[0], failing, snapshots[2]])
+    if on_failure == "raise":
+        with pytest.raises(vecenv.errors.EnvFailed, match="env 1 failed earlier"):
+            envs.step(zeros)
+        envs.reset(options={"reset_mask": np.array([False, True, False])})
+    results = [envs.step(zeros) for _ in expected]
+    assert_identical([result[0][[0, 2]] for result in results], expected)
+    assert ("restarted" in results[0][4]) == (on_failure == "restart")

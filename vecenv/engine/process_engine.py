@@ -65,6 +65,7 @@ class Engine(WorkerDriver):
         mode: The autoreset mode.
         rebuilder: The data for rebuilding failed rows.
         verified: Rows that were found to continue exactly from a snapshot.
+        loaded: The rows that the latest load has loaded, although it may have raised; ``None`` if it has not ended.
     """
 
     backend: ClassVar[str] = "process"
@@ -73,6 +74,7 @@ class Engine(WorkerDriver):
     failures: FailureLog
     store: Store
     stage: ActionStage
+    loaded: list[int] | None = None
 
     def __init__(
         self, env_fns: Sequence[Callable[[], Any]], layout: Layout, make_store: Callable[[Arena, Batch], Store],
@@ -419,7 +421,7 @@ class Engine(WorkerDriver):
 
     def load(self, snapshots: Any, rows: list[int]) -> Any:
         """Load states, and return the observations; ``None`` if a row has none. All are checked before any row changes."""
-        failed = self.failures.failed
+        self.loaded, failed = None, self.failures.failed
         parsed = parse_snapshots(snapshots, rows)
         snapshot_by_row = dict(zip(rows, parsed, strict=True))
         row_states = {row: snapshot.row for row, snapshot in snapshot_by_row.items()}
@@ -456,6 +458,7 @@ class Engine(WorkerDriver):
             self.accept_loaded(row, snapshot_by_row[row])
         if self.restarts_rows:
             self.rebuilder.last_good.keep(loaded)
+        self.loaded = loaded
 
     def accept_loaded(self, row: int, snapshot: Snapshot) -> None:
         """Store the observation of a loaded row, and forget that it failed."""

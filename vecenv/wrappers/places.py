@@ -1,4 +1,4 @@
-"""Errors about the environments of an ``EpisodePrefetcher``, in terms of the rows that its caller uses.
+"""Helpers of ``EpisodePrefetcher``: errors in terms of the rows that its caller uses, and the selection of rows.
 
 The engine has one environment per *place*, and a row may move to another place for its next episode. Errors from the engine
 number the environments by place. Their texts are kept, and a note names the row; in ``error.envs``, rows replace places.
@@ -12,6 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
+from gymnasium import Space
+from gymnasium.spaces import Dict, Tuple
 
 from vecenv.engine.vector_env import Observer
 from vecenv.errors import EnvFailed, ErrorRecord, WorkerDied
@@ -75,3 +79,15 @@ def name_rows_in_records(records: Iterable[ErrorRecord]) -> deque[ErrorRecord]:
 
 def _noted_row(error: BaseException) -> int | None:
     return next((note.row for note in getattr(error, "__notes__", ()) if isinstance(note, _PlaceNote)), None)
+
+
+def select_rows(space: Space[Any], batch: Any, order: list[int]) -> Any:
+    """Select the rows ``order`` from a batch."""
+    if isinstance(space, Dict):
+        return {key: select_rows(part, batch[key], order) for key, part in space.items()}
+    if isinstance(space, Tuple):
+        return tuple(select_rows(part, batch[index], order) for index, part in enumerate(space))
+    if isinstance(batch, np.ndarray):
+        return batch[order]
+    listed = list(batch)  # it may be an iterator
+    return tuple(listed[row] for row in order)

@@ -26,11 +26,11 @@ from typing import Any, Final, NoReturn
 import numpy as np
 import numpy.typing as npt
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
-from gymnasium.spaces import Dict, Space, Tuple
+from gymnasium.spaces import Space
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from vecenv.engine.vector_env import AsyncVectorEnv, load_except_snapshots, state_with
+from vecenv.engine.vector_env import AsyncVectorEnv, load_except_snapshots, loaded_rows, state_with
 from vecenv.errors import BusyError, EnvFailed, ErrorRecord, InfoError, ObservationError, StepTimeout, VecEnvError
 from vecenv.front.arguments import (
     ResetOptions,
@@ -58,7 +58,7 @@ from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
 from vecenv.state.vector_state import read_state
 from vecenv.system.reporting import warn
 from vecenv.wrappers.equal_envs import EqualEnvBuilder, keep_attribute, require_equal
-from vecenv.wrappers.places import PlaceNotes, name_rows, name_rows_in_records, naming_rows
+from vecenv.wrappers.places import PlaceNotes, name_rows, name_rows_in_records, naming_rows, select_rows
 from vecenv.wrappers.row_episodes import RowEpisode, without_pending
 
 __all__ = ["EpisodePrefetcher"]
@@ -214,7 +214,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     @property
     def observations(self) -> Any:
         """The latest observations of all rows."""
-        return _select(self.single_observation_space, self.envs.observations, self.places)
+        return select_rows(self.single_observation_space, self.envs.observations, self.places)
 
     @property
     def errors(self) -> deque[ErrorRecord]:
@@ -331,7 +331,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         stepped = [row for row in rows if row not in self._ended] if self._ended else rows
         if len(stepped) < len(rows):
             check_batch(self.single_action_space, self.single_action_space, actions, len(rows), "actions")
-            actions = _select(self.single_action_space, actions, [rows.index(row) for row in stepped])
+            actions = select_rows(self.single_action_space, actions, [rows.index(row) for row in stepped])
         with self._changing_state():
             if stepped:
                 places = [self.places[row] for row in stepped]
@@ -633,7 +633,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             (received, observations, columns, infos), self._full_batch = self._full_batch, None
             if received != (rows := list(rows)):
                 order = [received.index(row) for row in rows]
-                observations = _select(space, observations, order)
+                observations = select_rows(space, observations, order)
                 columns, infos = [column[order] for column in columns], [infos[position] for position in order]
             return self._merge(infos, rows, observations, *columns)
         results = [self._results.pop(row) for row in rows]
@@ -741,19 +741,31 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         rows = parse_rows(env_id, self.num_envs)
         listed = parse_snapshots(snapshots, rows)
         self._wait_until_idle("load")
+        earlier, failure = loaded_rows(self.envs), None
         with self._changing_state(recoverable=_CALL_ERRORS):
-            plain = without_pending(listed)
-            observations = self.envs.load(plain, [self.places[row] for row in rows])
+            try:
+                observations = self.envs.load(without_pending(listed), [self.places[row] for row in rows])
+            except Exception as error:
+                if (loaded := loaded_rows(self.envs)) is None or loaded is earlier:  # the load was refused or interrupted
+                    raise
+                failure = error  # of some rows: the others are loaded
             self._set_episodes(rows, listed)
+        if failure is not None:
+            with naming_rows(self.places):
+                raise failure
         return observations
 
     def _set_episodes(self, rows: list[int], snapshots: list[Snapshot]) -> None:
-        """Set the current episodes of rows to those of snapshots."""
+        """Set the current episodes of the rows that were loaded to those of snapshots."""
+        loaded = loaded_rows(self.envs) or ()
         self._ended.difference_update(rows)
         self._failed_rows.difference_update(rows)
         for row, snapshot in zip(rows, snapshots, strict=True):
-            self._rows[row] = self._rows[row].continue_from(snapshot, row, next(self._order))
-            self._ended.update([row] if snapshot.row.pending else [])
+            if self.places[row] in loaded:
+                self._rows[row] = self._rows[row].continue_from(snapshot, row, next(self._order))
+                self._ended.update([row] if snapshot.row.pending else [])
+            elif not self.envs.capabilities.restarts:  # otherwise the next step rebuilds its environment
+                self._failed_rows.add(row)
         self._free_outdated()
         self._prefetch()
 
@@ -786,15 +798,3 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
 def _raise_unsupported(action: str, reason: str) -> NoReturn:
     raise_unsupported("EpisodePrefetcher", action, reason)
-
-
-def _select(space: Space[Any], batch: Any, order: list[int]) -> Any:
-    """Select the rows ``order`` from a batch."""
-    if isinstance(space, Dict):
-        return {key: _select(part, batch[key], order) for key, part in space.items()}
-    if isinstance(space, Tuple):
-        return tuple(_select(part, batch[index], order) for index, part in enumerate(space))
-    if isinstance(batch, np.ndarray):
-        return batch[order]
-    listed = list(batch)  # it may be an iterator
-    return tuple(listed[row] for row in order)

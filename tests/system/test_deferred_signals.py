@@ -1,4 +1,4 @@
-"""Tests that ``deferred_signals`` delays signal handlers, and that ``raised_by_handler`` recognizes their exceptions."""
+"""Tests that ``deferred_signals`` delays signal handlers, and that exceptions of handlers are recognized."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from forks import run_in_fork
 from signals import Alarm, signal_handler
 
-from vecenv.system.signals import deferred_signals, raised_by_handler, watched_handlers
+from vecenv.system.signals import call_with_fallback, deferred_signals, raised_by_handler, watched_handlers
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 
@@ -184,3 +184,30 @@ def test_watched_handlers_are_deferred_only_by_an_inner_block() -> None:
             with pytest.raises(Alarm):
                 call()
     assert block_finished
+
+
+@pytest.mark.parametrize("error", [Alarm, KeyboardInterrupt])
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("interrupted_call", [1, 2])
+def test_exception_of_a_handler_is_raised_although_the_function_also_fails(
+    interrupted_call: int, fails: bool, error: type[BaseException]
+) -> None:
+    calls = 0
+
+    def function() -> str:
+        nonlocal calls
+        calls += 1
+        if calls == interrupted_call:
+            raise_sigusr2()
+        if fails:
+            raise ValueError("cannot be copied")
+        return "result"
+
+    for kind in (Exception, BaseException):
+        calls = 0
+        is_interrupted = fails or interrupted_call == 1  # otherwise there is no second call
+        expected = pytest.raises(error) if is_interrupted else contextlib.nullcontext()
+        with signal_handler(signal.SIGUSR2, error), expected:
+            assert call_with_fallback(function, str, kind) == "result"
+        calls = interrupted_call
+        assert call_with_fallback(function, str, kind) == ("cannot be copied" if fails else "result")

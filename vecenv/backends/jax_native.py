@@ -38,7 +38,7 @@ from vecenv.jax.interop import entropy_seeds, from_torch, masked_infos, seed_key
 from vecenv.jax.libraries import adapt, make_env
 from vecenv.state.describe import describe
 from vecenv.state.snapshots import FORMAT, Kind, Snapshot, Snapshots, StateDict, parse_snapshots
-from vecenv.system.signals import succeeds_when_repeated
+from vecenv.system.signals import raise_if_from_handler
 
 _FUNCTIONAL_OPTIONS: Final = frozenset(inspect.signature(FunctionalVectorEnv).parameters) - {"env", "num_envs"}
 Mask: TypeAlias = npt.NDArray[np.bool_]
@@ -486,8 +486,7 @@ class JaxDriver(LockstepDriver):
         try:
             saved_seeds, columns = unpickle()
         except Exception as error:
-            if succeeds_when_repeated(unpickle):  # the exception came from a signal handler
-                raise
+            raise_if_from_handler(error, unpickle)
             text = f"its bytes are not a state of this environment: {type(error).__name__}: {error}"
             raise SnapshotMismatch(text) from error
 

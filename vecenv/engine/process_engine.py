@@ -40,7 +40,7 @@ from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
 from vecenv.state.vector_state import pack_state, read_state
 from vecenv.system.cores import placements
 from vecenv.system.reporting import warn
-from vecenv.system.signals import succeeds_when_repeated
+from vecenv.system.signals import call_with_fallback, raise_if_from_handler
 from vecenv.worker.main import Ready, make_rows
 
 _INTERRUPTED_LOAD: Final = "the load of its state was interrupted"
@@ -200,9 +200,8 @@ class Engine(WorkerDriver):
         infos: RowInfos | dict[Any, Any] = self._read_infos(request) if request.may_have_infos else {}
         try:
             observations = self.store.batch(self.copies)
-        except Exception:
-            if succeeds_when_repeated(lambda: self.store.batch(self.copies)):
-                raise  # a signal handler raised it
+        except Exception as error:
+            raise_if_from_handler(error, lambda: self.store.batch(self.copies))
             misfits = self._find_misfits(self._all_row_list if request.rows is None else request.rows)
             self.state.changing = True
             exchange.request = None
@@ -231,9 +230,9 @@ class Engine(WorkerDriver):
     def _find_misfits(self, rows: Iterable[int]) -> list[int]:
         """Return the rows with an observation that does not fit the space. Only pickled ones are not checked earlier."""
 
-        def fits(row: int) -> bool:
+        def fits(row: int) -> list[Any]:
             take = partial(self.store.take, np.array([row], np.intp))
-            return succeeds_when_repeated(take) or succeeds_when_repeated(take)  # a signal handler may raise in one of them
+            return call_with_fallback(lambda: [take()], lambda _: [], Exception)
 
         return [row for row in rows if not fits(row)]
 
@@ -294,9 +293,8 @@ class Engine(WorkerDriver):
                 observations = self.store.batch(copy=True) if self.copies else self.store.copy()
             else:
                 observations = self.store.take(rows)
-        except Exception:
-            if succeeds_when_repeated(lambda: self.store.take(rows)):
-                raise  # a signal handler raised it
+        except Exception as error:
+            raise_if_from_handler(error, lambda: self.store.take(rows))
             misfits = self._find_misfits(row_list)
             self.state.changing = True
             if misfits:

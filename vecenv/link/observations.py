@@ -31,7 +31,7 @@ from vecenv.shm import Batch, Tree
 from vecenv.shm.layout import Array, Leaf
 from vecenv.shm.lending import Lender
 from vecenv.state.snapshots import Row
-from vecenv.system.signals import succeeds_when_repeated
+from vecenv.system.signals import raise_if_from_handler
 
 WRITTEN: Final = object()
 """The result of an :data:`ObservationWriter` that wrote the observation into its store, so the reply need not carry it."""
@@ -101,8 +101,7 @@ def require_fitting_observation(store: Store, row: int, row_state: Row) -> None:
     try:
         store.validate(row_state.observation)
     except Exception as error:
-        if succeeds_when_repeated(partial(store.validate, row_state.observation)):
-            raise  # a signal handler raised it
+        raise_if_from_handler(error, partial(store.validate, row_state.observation))
         text = f"it is of {row_state.kind.env_id}, and its observation does not fit this environment: {error}"
         raise SnapshotMismatch(f"env {row}: the snapshot does not fit: {text}") from error
 

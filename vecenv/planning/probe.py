@@ -29,6 +29,7 @@ from vecenv.link.own_generators import with_own_generators
 from vecenv.planning.independence import CANNOT_TELL, Independence, IndependenceCheck, Run, choose_pairs
 from vecenv.planning.trial import CLOSE_SECONDS, ChildEnd, StepTimes
 from vecenv.system.helper_process import HelperProcess
+from vecenv.system.signals import call_with_fallback
 from vecenv.system.spawning import NO_GUARD, Variables, explain_missing_guard, explain_unsupported_processes
 from vecenv.system.supervision import describe_exit
 
@@ -178,10 +179,9 @@ class EnvProbe:
             helper.end()
         if isinstance(reply[0], PackedError):
             return unpack_error(reply[0], where)
-        try:
-            description: EnvDescription = pickle.loads(reply[0])
-        except Exception as error:  # for example a class of the main module, if the start method does not share that
-            return error
+        # an error is for example about a class of the main module, if the start method does not share that
+        unpickle = partial(pickle.loads, reply[0])
+        description: EnvDescription | Exception = call_with_fallback(unpickle, lambda error: error, Exception)
         return description
 
     def _receive_result(self, helper: HelperProcess, deadline: float) -> tuple[StepTimes, Independence]:

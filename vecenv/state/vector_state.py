@@ -13,7 +13,7 @@ from vecenv.errors import SnapshotMismatch
 from vecenv.front.driver import Counters
 from vecenv.state.codecs import Codec, rule_for
 from vecenv.state.snapshots import FORMAT, Snapshot, Snapshots, StateDict, parse_snapshots
-from vecenv.system.signals import succeeds_when_repeated
+from vecenv.system.signals import raise_if_from_handler
 
 Counts = tuple[int, int, int]
 """Steps, resets and restarts."""
@@ -80,8 +80,7 @@ def read_state(state: Any, num_envs: int, mode: AutoresetMode, spaces: Sequence[
     try:
         return VectorState(snapshots, *parse_rest())
     except Exception as error:
-        if succeeds_when_repeated(parse_rest):
-            raise  # a signal handler raised it
+        raise_if_from_handler(error, parse_rest)
         text = f"the counters, seeds or spaces of this state_dict() do not fit: {type(error).__name__}: {error}"
         raise SnapshotMismatch(text) from error
 

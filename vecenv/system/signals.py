@@ -104,17 +104,31 @@ def raised_by_handler(error: BaseException | None) -> bool:
     return error is not None
 
 
-def succeeds_when_repeated(function: Callable[[], object]) -> bool:
-    """True if a function returns without an exception.
+def raise_if_from_handler(error: BaseException, function: Callable[[], object]) -> None:
+    """Raise the exception of a signal handler (Ctrl-C, a time limit), if ``error`` or one of a repeated call is one.
 
-    Call this after the function has raised: if it succeeds now, the exception came from a signal handler (Ctrl-C, a time
-    limit), and must be raised again.
+    Args:
+        error: An exception that ``function`` has raised. It is the function's own if another call raises it again.
+        function: A repeatable function.
     """
     try:
+        repeated = _exception_of(function)
+        if repeated is not None and type(repeated) is not type(error):  # one of the two is from a handler
+            raise repeated if type(_exception_of(function)) is type(error) else error
+        if repeated is None:
+            raise error
+    finally:
+        del error  # break a reference cycle: its traceback refers to this frame
+        repeated = None
+
+
+def _exception_of(function: Callable[[], object]) -> BaseException | None:
+    """Call a function, and return its exception, or ``None`` if it raises none."""
+    try:
         function()
-    except BaseException:
-        return False
-    return True
+    except BaseException as error:
+        return error
+    return None
 
 
 class suppress_os_errors(contextlib.suppress):  # noqa: N801 - like `contextlib.suppress`
@@ -137,8 +151,7 @@ def call_with_fallback(
     try:
         return function()
     except kind as error:
-        if succeeds_when_repeated(function):
-            raise
+        raise_if_from_handler(error, function)
         return fallback(error)
 
 

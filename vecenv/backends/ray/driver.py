@@ -25,7 +25,7 @@ from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
 from vecenv.state.vector_state import pack_state, read_state
 from vecenv.system.reporting import warn
-from vecenv.system.signals import succeeds_when_repeated
+from vecenv.system.signals import raise_if_from_handler
 
 T = TypeVar("T")
 
@@ -401,9 +401,9 @@ def _read(read: Callable[[], T], forget: Callable[[], None]) -> T:
     """Return the result of ``read``. If ``read`` itself fails, call ``forget`` to drop the observations."""
     try:
         return read()
-    except Exception:
-        if not succeeds_when_repeated(read):  # it fails again, so no signal handler raised the exception
-            forget()
+    except Exception as error:
+        raise_if_from_handler(error, read)
+        forget()
         raise
 
 

@@ -313,6 +313,27 @@ def test_step_that_waits_behind_a_slow_rebuild_has_its_full_time(tmp_path: Path)
         assert len(envs.errors) == envs.stats()["restarts"] == 1
 
 
+class SlowEnv(SleepingEnv):
+    """An environment with slow steps, which hangs on action 3."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        time.sleep(3600 if action == 3 else 0.05)
+        return super().step(action)
+
+
+def test_step_timeout_ends_a_hang_after_a_rebuild_although_rows_were_always_in_flight(tmp_path: Path) -> None:
+    env_fns = [partial(SlowEnv, tmp_path / str(row)) for row in range(2)]
+    with ready_engine(env_fns, num_workers=1, on_failure="restart", step_timeout=1.0) as envs:
+        envs.send([1], [0])
+        envs.send([0], [1])
+        for action in (0, 0, 0, 0, 3):
+            envs.send([action], envs.recv(count=1)[4]["env_id"])
+        began = time.monotonic()
+        envs.recv(count=2)
+        assert time.monotonic() - began < 20.0, "the time limit was that of a rebuild"
+        assert envs.errors[-1].error.timeout == 1.0
+
+
 class CrashingEnv(RaisingEnv):
     """An environment that crashes its process on a nonzero action, on reset options, or when ``crash`` is called."""
 

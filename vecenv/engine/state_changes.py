@@ -110,8 +110,8 @@ class StateChanges:
         else:
             self.batch.requested[rows] = seq  # marks the rows of this message for the worker
         request.remaining += 1
-        # a message behind a limited one is limited too: it may begin much later than the caller's wait
-        code = ALWAYS_DECODED if rebuilds or worker.deadline else PLAIN_REPLY
+        # a message behind a rebuild or a start is limited too: it may begin much later than the caller's wait
+        code = ALWAYS_DECODED if rebuilds or (worker.deadline and _is_rebuilding(worker)) else PLAIN_REPLY
         worker.pending.append((pack_head(code, seq), rows, request))
         if rebuilds:
             self.set_deadline(worker)
@@ -456,6 +456,11 @@ class StateChanges:
                 request.failures += [(failure, worker) for failure in worker.start_failures if failure.env in rows]
         for request in dict.fromkeys(request for _, _, request in pending if request.for_recv):
             self._note_unsettled(request)
+
+
+def _is_rebuilding(worker: Worker) -> bool:
+    """True if a worker is still building its environments, or has to reply to a rebuild."""
+    return not worker.has_started or any(rows[0] in request.rebuilding for _, rows, request in worker.pending)
 
 
 def _with_columns(expected_reply: bytes) -> bytes:

@@ -128,7 +128,7 @@ class WorkerProcess:
         overdue: True if a reply was late; ``close()`` then waits less for this worker.
         sent_at: When its latest message that ``max_concurrency`` held back was sent; minus infinity if there was none.
         deadline: The ``time.monotonic()`` by which a replacement has to start or, with ``step_timeout``, to reply to its
-            oldest message if a rebuild, or a message queued while there was a deadline, is pending; 0.0: none.
+            oldest message if a rebuild, or a message queued behind a rebuild or the start, is pending; 0.0: none.
             ``StateChanges.set_deadline`` sets it anew after the start and after the reply to each of these.
         forked: True if it was forked, and so has the caller's own classes.
         shares_core: True if it is bound to the caller's core, and so runs only while the caller sleeps.

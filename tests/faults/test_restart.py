@@ -780,6 +780,37 @@ def test_infinite_start_timeout_means_no_limit(launch: Launch, by_recv: bool, tm
     assert envs.stats()["restarts"] == 1
 
 
+@pytest.mark.parametrize("by_recv", [False, True])
+def test_step_timeout_of_a_reset_excludes_the_start_of_a_replacement_without_restarts(
+    launch: Launch, by_recv: bool, tmp_path: Path
+) -> None:
+    envs = launch([functools.partial(SlowConstructorEnv, tmp_path / "slow")], step_timeout=0.5)
+    envs.reset(seed=7)
+    (tmp_path / "slow").touch()
+    kill_worker(envs, 0)
+    if by_recv:
+        envs.reset_async(seed=8, env_id=[0])
+        envs.recv()
+    else:
+        envs.reset(seed=8)
+    assert [type(record.error) for record in envs.errors] == [WorkerDied]
+
+
+def test_step_timeout_ends_the_wait_for_a_hanging_reset_of_a_replacement_without_restarts(
+    launch: Launch, tmp_path: Path
+) -> None:
+    envs = launch([functools.partial(HangingResetEnv, 0, tmp_path / "hang")], step_timeout=0.5)
+    envs.reset(seed=7)
+    (tmp_path / "hang").touch()
+    kill_worker(envs, 0)
+    with pytest.raises(StepTimeout, match="during reset"):
+        envs.reset(seed=8)
+    envs.abandon([0])
+    with pytest.raises(WorkerDied):
+        envs.reset_wait()
+    envs.reset(seed=9)
+
+
 @pytest.mark.linux
 @pytest.mark.long
 @pytest.mark.parametrize("hanging", [0, 1])

@@ -475,7 +475,7 @@ class Exchange:
         """Kill workers that exceeded ``step_timeout``, or raise if restarts are off; return the time of the next check."""
         limit = self.policy.step_timeout
         assert limit is not None  # it is the deadline that has passed
-        late = self.pool.find_busy_workers(sent_for=limit)
+        late = [worker for worker in self.pool.find_busy_workers(sent_for=limit) if worker.has_started]
         if call is not None:  # only the workers that have to finish a step before this call
             late = [worker for worker in late if any(request is call for _, _, request in islice(worker.pending, 1, None))]
         if late and not self.policy.restart:

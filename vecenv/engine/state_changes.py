@@ -272,6 +272,7 @@ class StateChanges:
         code, _, payload = decode(message)
         if code == Reply.READY:  # of a replacement; `WorkerPool.start` reads those of the first processes
             worker.has_started, worker.start_failures = True, pickle.loads(payload or b"").failures
+            worker.sent_at = time.monotonic()  # the time limits of its messages begin
             self.set_deadline(worker)
         else:
             worker.start_failures = []  # it has built its environments by now

@@ -126,7 +126,8 @@ class WorkerProcess:
         start_failures: The failures of environments that raised while they were built.
         death: How it ended; ``None`` while it is alive.
         overdue: True if a reply was late; ``close()`` then waits less for this worker.
-        sent_at: When its latest message that ``max_concurrency`` held back was sent; minus infinity if there was none.
+        sent_at: When its latest message that ``max_concurrency`` held back was sent, or when it started as a replacement;
+            minus infinity if there was neither.
         deadline: The ``time.monotonic()`` by which a replacement has to start or, with ``step_timeout``, to reply to its
             oldest message if a rebuild, or a message queued behind a rebuild or the start, is pending; 0.0: none.
             ``StateChanges.set_deadline`` sets it anew after the start and after the reply to each of these.

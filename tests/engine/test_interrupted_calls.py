@@ -301,7 +301,7 @@ def test_wrong_argument_with_the_class_of_older_gymnasium_is_no_interruption(mon
     monkeypatch.setattr(arguments, "CompatValueError", arguments.AssertionValueError)
     with closing(vecenv.AsyncVectorEnv(ENV_FNS[:1])) as envs:
         envs.reset()
-        envs.step_async(envs.action_space.sample())
+        envs.step_async([0])  # a sampled action may be `KILL`
         with pytest.raises(ValueError, match="seed"):
             envs.reset(seed=[1, 2])
         with pytest.raises(AlreadyPendingCallError):

@@ -59,6 +59,7 @@ _GPU_DEVICES: Final = ("/dev/nvidia", "/dev/dri", "/dev/kfd")
 _STATELESS_DEVICES: Final = frozenset({"/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty"})
 _MAX_NAMES: Final = 5  # in an error message
 _PF_EXITING: Final = 4
+_HAS_PROC: Final = os.path.exists("/proc/self/fd")  # here, because it suppresses the TimeoutError of a signal handler
 
 _frozen_by_engine: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Frozen]] = weakref.WeakKeyDictionary()
 """Engine -> its frozen copies."""
@@ -544,7 +545,7 @@ class Frozen:
 
 def explain_unfreezable(engine: Any) -> str:
     """Return the reason why the environments of an engine cannot be frozen; empty if there is none."""
-    if not (sys.platform.startswith("linux") and hasattr(os, "pidfd_open") and os.path.exists("/proc/self/fd")):
+    if not (sys.platform.startswith("linux") and hasattr(os, "pidfd_open") and _HAS_PROC):
         return f"it needs Linux, pidfds and /proc, and this system is {sys.platform}"
     if not engine.pool.processes or len(engine.pool.processes) < engine.num_envs:
         return "each environment needs its own process (num_workers=None)"

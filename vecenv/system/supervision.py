@@ -54,6 +54,7 @@ if sys.platform != "win32":
     import fcntl
 
 _LINUX: Final = sys.platform.startswith("linux")
+_HAS_PROC: Final = os.path.exists("/proc/self")
 EXIT_POLL_INTERVAL_MS: Final = 50.0
 """The interval between checks for the end of a process, where no pidfd reports it."""
 
@@ -307,10 +308,13 @@ def was_reaped(pid: int | None) -> bool:
     """True if the process has ended and was reaped, or never started (``None``)."""
     if pid is None:
         return True
-    if os.path.exists("/proc/self"):
-        return not os.path.exists(f"/proc/{pid}")
     try:
-        os.kill(pid, 0)
+        if _HAS_PROC:
+            os.stat(f"/proc/{pid}")  # `os.path.exists` would suppress the TimeoutError of a signal handler
+        else:
+            os.kill(pid, 0)
+    except TimeoutError:
+        raise
     except OSError:  # no such process, or the pid now belongs to another user
         return True
     return False

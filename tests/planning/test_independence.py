@@ -360,6 +360,17 @@ def test_guard_does_not_compare_right_after_a_reset() -> None:
     assert not guard.due
 
 
+@pytest.mark.usefixtures("restore_settings")
+@pytest.mark.parametrize("num_workers", [0, 1, "auto"])
+def test_environments_share_a_process_in_a_deleted_working_directory(num_workers: Any, tmp_path: Path, closes: Any) -> None:
+    (tmp_path / "deleted").mkdir()
+    os.chdir(tmp_path / "deleted")
+    (tmp_path / "deleted").rmdir()
+    envs = closes(vecenv.AsyncVectorEnv([BaseEnv] * 2, num_workers=num_workers, context="fork"))
+    envs.reset(seed=0)
+    envs.step(envs.action_space.sample())
+
+
 class DirectoryChangingEnv(BaseEnv):
     """An environment that changes the directory of its process in one call: "init", "reset" or "step".
 

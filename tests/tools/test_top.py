@@ -121,6 +121,17 @@ def test_stats_include_first_ready_steps_and_the_callers_share(closes: Any) -> N
     assert row.steps_per_second > 0
 
 
+def test_first_reading_after_a_late_publish_stats_has_the_rates_since_construction(closes: Any) -> None:
+    envs = closes(make_envs())
+    envs.reset(seed=0)
+    step_for(envs, 0.3)
+    envs.publish_stats()
+    (row,) = read_rows()
+    assert 0.5 < row.steps_per_second / envs.stats()["steps_per_second"] < 2.0
+    assert row.waiting < 1.0
+    assert all(worker.waiting > 0.0 for worker in row.workers)
+
+
 def test_file_of_an_unclosed_vector_env_is_removed_when_it_is_collected(folder: Path) -> None:
     envs = make_envs()
     envs.publish_stats()

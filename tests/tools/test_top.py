@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from signals import signal_handler
 
 import vecenv
 from vecenv import tools
@@ -130,6 +131,20 @@ def test_first_reading_after_a_late_publish_stats_has_the_rates_since_constructi
     assert 0.5 < row.steps_per_second / envs.stats()["steps_per_second"] < 2.0
     assert row.waiting < 1.0
     assert all(worker.waiting > 0.0 for worker in row.workers)
+
+
+def test_timeout_error_of_a_signal_handler_while_the_file_is_written_is_raised_and_the_step_stays_pending(
+    closes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    envs = closes(make_envs())
+    envs.publish_stats()
+    envs.reset(seed=0)
+    monkeypatch.setattr(published.json, "dump", lambda *_: signal.raise_signal(signal.SIGUSR1))
+    envs._stats_file._due = 0.0
+    with signal_handler(signal.SIGUSR1, TimeoutError), pytest.raises(TimeoutError):
+        envs.step([0] * 4)
+    monkeypatch.undo()
+    assert envs.step_wait()[1].tolist() == [1.0] * 4
 
 
 def test_file_of_an_unclosed_vector_env_is_removed_when_it_is_collected(folder: Path) -> None:

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from vecenv.engine.observers import Observer, Rows
 from vecenv.engine.stats import WorkerStats
+from vecenv.system.signals import suppress_os_errors
 
 _FORMAT: Final = 2
 _PERIOD_SECONDS: Final = 0.5  # between two writes
@@ -42,7 +43,7 @@ def is_wanted() -> bool:
 
 def process_state(pid: int) -> tuple[str, int] | None:
     """Return the kernel's letter for the state of a process, and its start time; ``None`` if there is no such process."""
-    with contextlib.suppress(OSError, IndexError, ValueError):
+    with suppress_os_errors(IndexError, ValueError):
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return words[0], int(words[19])
     return None
@@ -163,7 +164,7 @@ def _make_folder() -> Path:
         OSError: It cannot be created, or is open to other users.
     """
     for folder in _candidate_folders():
-        with contextlib.suppress(OSError):
+        with suppress_os_errors():
             folder.mkdir(mode=0o700, exist_ok=True)
             if _is_private_folder(folder):
                 return folder
@@ -174,7 +175,7 @@ def _make_folder() -> Path:
 
 def _pid_namespace() -> str:
     """Return the number of this process's PID namespace: in another container, the same id belongs to another process."""
-    with contextlib.suppress(OSError):
+    with suppress_os_errors():
         return str(os.stat("/proc/self/ns/pid").st_ino)
     return "0"  # a kernel without namespaces
 
@@ -182,7 +183,7 @@ def _pid_namespace() -> str:
 def find_files() -> Iterator[Path]:
     """Yield the files of this user's running programs, and remove those of programs that have ended."""
     for folder in _candidate_folders():
-        with contextlib.suppress(OSError):
+        with suppress_os_errors():
             for path in sorted(folder.iterdir()) if _is_private_folder(folder) else ():
                 pid, _, rest = path.name.partition("-")
                 is_ours = path.suffix in (".json", ".new") and path.stem.endswith(f"-{_pid_namespace()}")
@@ -224,7 +225,7 @@ class StatsFile(Observer):
         """Write the file if it is due."""
         now = time.monotonic()
         if now >= self._due:
-            with contextlib.suppress(OSError):  # a full disk is no reason to end a training run
+            with suppress_os_errors():  # a full disk is no reason to end a training run
                 self._write(now)
 
     def on_failure(self, rows: Sequence[int], error: Exception, *, worker_died: bool) -> str | None:

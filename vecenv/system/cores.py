@@ -20,6 +20,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from vecenv.system.signals import suppress_os_errors
+
 SPIN_SECONDS: Final = 150e-6
 """The longest spin before a process goes to sleep: about the cost of a few wake-ups."""
 
@@ -77,11 +79,9 @@ def control_groups(controller: str) -> Iterator[tuple[str, str, int]]:
 
 def read_kernel_file(path: str) -> str:
     """Return the content of a kernel file, or an empty string if it cannot be read."""
-    try:
-        with FileIO(path) as file:  # twice as fast as `open`
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
+    with suppress_os_errors(), FileIO(path) as file:  # twice as fast as `open`
+        return file.read().decode(errors="replace")
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,6 +239,9 @@ class _Trap(np.random.MT19937):
     def _legacy_seeding(self, seed: Any) -> None:
         self._active_bit_generator()._legacy_seeding(seed)
 
+    def __reduce__(self) -> Any:  # a copy of numpy's global RandomState draws from a copy of the active bit generator
+        return self._active_bit_generator().__reduce__()
+
 
 # -- the functions of random ------------------------------------------------------------------------------------------------
 
@@ -257,6 +260,9 @@ for _name in ("random", "getrandbits", "seed", "getstate", "setstate"):
 
 class _DelegatingRandom(random.Random, _DelegatingBase):  # in this order, so that random.Random calls _DelegatingBase
     """The class of the hidden object of ``random`` while traps are set."""
+
+    def __reduce__(self) -> Any:  # a copy draws from a generator of its own
+        return random.Random, (), self.getstate()
 
     @property
     def gauss_next(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import io
 import json
@@ -145,6 +146,27 @@ def test_timeout_error_of_a_signal_handler_while_the_file_is_written_is_raised_a
         envs.step([0] * 4)
     monkeypatch.undo()
     assert envs.step_wait()[1].tolist() == [1.0] * 4
+
+
+def test_publish_stats_that_cannot_write_leaves_no_file_and_keeps_the_earlier_one(
+    folder: Path, closes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+    envs = closes(make_envs())
+    envs.publish_stats("first")
+    files = list(folder.iterdir())
+    written = files[0].read_text()
+    monkeypatch.setattr(published.json, "dump", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        envs.publish_stats("second")
+    monkeypatch.undo()
+    assert list(folder.iterdir()) == files
+    envs._stats_file._due = 0.0
+    envs.reset(seed=0)
+    assert list(folder.iterdir()) == files
+    assert files[0].read_text() != written
 
 
 def test_file_of_an_unclosed_vector_env_is_removed_when_it_is_collected(folder: Path) -> None:

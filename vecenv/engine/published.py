@@ -244,9 +244,13 @@ class StatsFile(Observer):
             workers=list(self._workers.values()),
         )  # fmt: skip
         new = self._path.with_suffix(".new")
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
-            json.dump(asdict(published_stats), file)
-        new.rename(self._path)
+        try:
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
+                json.dump(asdict(published_stats), file)
+            new.rename(self._path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
 
     def _describe_worker(self, worker: WorkerStats) -> PublishedWorker:
         before, state = self._workers.get(worker.index), process_state(worker.pid)

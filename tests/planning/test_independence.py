@@ -371,6 +371,16 @@ def test_environments_share_a_process_in_a_deleted_working_directory(num_workers
     envs.step(envs.action_space.sample())
 
 
+class SignalIgnoringEnv(BaseEnv):
+    def __init__(self) -> None:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def test_plan_names_a_signal_handler_that_is_not_a_function() -> None:
+    plan = vecenv.plan(SignalIgnoringEnv, 4)
+    assert plan.independence.changes == (f"they change handler of signal {int(signal.SIGUSR1)} from SIG_DFL to SIG_IGN",)
+
+
 class DirectoryChangingEnv(BaseEnv):
     """An environment that changes the directory of its process in one call: "init", "reset" or "step".
 

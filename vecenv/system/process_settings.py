@@ -102,6 +102,8 @@ def _working_directory() -> str:
 
 def _identify(value: Any) -> tuple[str, int]:
     """Return the name and the id of a function or other object."""
+    if isinstance(value, signal.Handlers):
+        return value.name, id(value)
     return getattr(value, "__qualname__", type(value).__qualname__), id(value)
 
 

@@ -236,6 +236,26 @@ def test_copies_of_global_generators_draw_as_the_environments_own(num_workers: i
     assert first[3] != second[3]
 
 
+class BitGeneratorEnv(CopyingEnv):
+    """An environment with a ``Generator`` that draws from the bit generator of ``numpy.random``."""
+
+    observation_space = gymnasium.spaces.Box(0.0, 1.0, (1,), np.float64)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        return np.random.Generator(np.random.get_bit_generator()).random(1), {}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_bit_generator_of_numpy_is_the_environments_own(num_workers: int, closes: Any) -> None:
+    original = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    envs = closes(vecenv.AsyncVectorEnv([BitGeneratorEnv] * 2, num_workers=num_workers, generators="own"))
+    drawn = envs.reset(seed=1)[0]
+    assert drawn[0] != drawn[1]
+    assert envs.reset(seed=1)[0].tolist() == drawn.tolist()
+    envs.close()
+    assert np.random.get_bit_generator() is original  # type: ignore[attr-defined]
+
+
 class ModuleDrawingEnv(DrawingEnv):
     """An environment that calls functions of the modules only by their full names, such as ``random.random``."""
 

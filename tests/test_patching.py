@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import gc
 import inspect
@@ -212,6 +213,31 @@ def test_subclass_that_uses_private_attributes_derives_from_gymnasiums_class(mon
     finally:
         for envs in built:
             envs.close()
+
+
+def test_subclass_with_an_abstract_base_class_can_be_defined_and_built(closes: Any) -> None:
+    vecenv.install(num_workers=0)
+
+    class Measured(abc.ABC):
+        @abc.abstractmethod
+        def measure(self) -> int: ...
+
+    class Subclass(gymnasium.vector.AsyncVectorEnv, Measured):  # type: ignore[type-arg]
+        def measure(self) -> int:
+            return self.num_envs
+
+    class UsesPipes(gymnasium.vector.AsyncVectorEnv, Measured):  # type: ignore[type-arg]
+        def measure(self) -> int:
+            return len(self.parent_pipes)
+
+    envs: Any = closes(Subclass(counters(2)))
+    assert isinstance(envs, vecenv.AsyncVectorEnv)
+    assert isinstance(envs, Subclass)
+    assert isinstance(envs, Measured)
+    assert envs.measure() == 2
+    assert issubclass(UsesPipes, ASYNC)
+    assert not issubclass(UsesPipes, vecenv.AsyncVectorEnv)
+    assert not issubclass(UsesPipes, Subclass)
 
 
 def test_private_attributes_are_found_in_every_kind_of_method(monkeypatch: pytest.MonkeyPatch) -> None:

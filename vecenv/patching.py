@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import inspect
 import sys
 import time
@@ -123,8 +124,10 @@ def _uses_any(body: Mapping[str, Any], names: frozenset[str]) -> bool:
     return not names.isdisjoint(used.union(body))
 
 
-class _ReplacementMeta(type):
+class _ReplacementMeta(abc.ABCMeta):
     """A metaclass that makes instances of Gymnasium's class count as instances of its replacement.
+
+    It derives from ``ABCMeta``, so that a subclass may have abstract base classes too.
 
     A subclass with methods that use private attributes of Gymnasium's class (its pipes, or hooks that it calls, such as
     ``_add_info``) still derives from Gymnasium's class, because vecenv's has no such attributes and calls no such hooks.
@@ -137,11 +140,11 @@ class _ReplacementMeta(type):
             return type(name, tuple(replaced.get(base, base) for base in bases), body, **keywords)
         return super().__new__(cls, name, bases, body, **keywords)
 
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return super().__instancecheck__(instance) or isinstance(instance, cls.__dict__.get("replaced_class", ()))
-
     def __subclasscheck__(cls, subclass: type[Any]) -> bool:
-        return super().__subclasscheck__(subclass) or issubclass(subclass, cls.__dict__.get("replaced_class", ()))
+        if (replaced_class := vars(cls).get("replaced_class")) is None:
+            return super().__subclasscheck__(subclass)
+        # not with the subclasses, as ABCMeta does: one of them replaces another class
+        return type.__subclasscheck__(cls, subclass) or issubclass(subclass, replaced_class)
 
 
 class _AsyncReplacement(  # type: ignore[misc]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import os
+import pickle
 import random
 import re
 import signal
@@ -208,6 +210,50 @@ def test_draws_of_the_caller_and_of_its_envs_do_not_affect_each_other() -> None:
     assert after_reset == [np.random.normal(), random.random(), getrandbits(8)]
     assert between_steps == [number for _ in range(40) for number in (np.random.normal(), random.gauss(0, 1))]
     assert after_close == [np.random.normal(), random.random()]
+
+
+class CopyingEnv(gymnasium.Env[Any, Any]):
+    """An environment that draws from copies of the global generators, and then from these."""
+
+    observation_space = gymnasium.spaces.Box(0.0, 1.0, (5,), np.float64)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        numpy_generator, python_generator = np.random.mtrand._rand, random._inst  # type: ignore[attr-defined]
+        drawn = [copy.deepcopy(numpy_generator).random_sample(), pickle.loads(pickle.dumps(numpy_generator)).random_sample()]
+        drawn += [np.random.random_sample(), copy.deepcopy(python_generator).random(), random.random()]
+        return np.array(drawn), {}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_copies_of_global_generators_draw_as_the_environments_own(num_workers: int, closes: Any) -> None:
+    envs = closes(vecenv.AsyncVectorEnv([CopyingEnv] * 2, num_workers=num_workers, generators="own"))
+    first, second = envs.reset(seed=1)[0]
+    for drawn in (first, second):
+        assert drawn[0] == drawn[1] == drawn[2]
+        assert drawn[3] == drawn[4]
+    assert first[0] != second[0]
+    assert first[3] != second[3]
+
+
+class BitGeneratorEnv(CopyingEnv):
+    """An environment with a ``Generator`` that draws from the bit generator of ``numpy.random``."""
+
+    observation_space = gymnasium.spaces.Box(0.0, 1.0, (1,), np.float64)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        return np.random.Generator(np.random.get_bit_generator()).random(1), {}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_bit_generator_of_numpy_is_the_environments_own(num_workers: int, closes: Any) -> None:
+    original = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    envs = closes(vecenv.AsyncVectorEnv([BitGeneratorEnv] * 2, num_workers=num_workers, generators="own"))
+    drawn = envs.reset(seed=1)[0]
+    assert drawn[0] != drawn[1]
+    assert envs.reset(seed=1)[0].tolist() == drawn.tolist()
+    envs.close()
+    assert np.random.get_bit_generator() is original  # type: ignore[attr-defined]
 
 
 class ModuleDrawingEnv(DrawingEnv):

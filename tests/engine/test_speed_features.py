@@ -24,6 +24,7 @@ import pytest
 from envs import Options, SleepingEnv, assert_matches_sync, ready_engine
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from signals import signal_handler
 
 import vecenv
 from vecenv.planning.independence import Independence
@@ -405,6 +406,17 @@ def test_spin_ends_after_its_time_limit() -> None:
     assert not cores.SpinPolicy(2e-3, np.zeros(1)).spin(lambda timeout: 0)
     assert 2e-3 <= time.perf_counter() - started_at < 20
     assert not cores.SpinPolicy(0.0, np.zeros(1)).spin(lambda timeout: pytest.fail("the process polls without spin time"))
+
+
+def test_timeout_error_of_a_signal_handler_while_a_kernel_file_is_read_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    class InterruptedFile(io.FileIO):
+        def read(self, size: int | None = -1) -> Any:
+            signal.raise_signal(signal.SIGUSR1)
+            return super().read(size)
+
+    monkeypatch.setattr(cores, "FileIO", InterruptedFile)
+    with signal_handler(signal.SIGUSR1, TimeoutError), pytest.raises(TimeoutError):
+        cores.seconds_waited()
 
 
 @pytest.mark.parametrize("content", [b"0 0 0\n", b"", b"what?"])

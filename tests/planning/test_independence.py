@@ -360,6 +360,27 @@ def test_guard_does_not_compare_right_after_a_reset() -> None:
     assert not guard.due
 
 
+@pytest.mark.usefixtures("restore_settings")
+@pytest.mark.parametrize("num_workers", [0, 1, "auto"])
+def test_environments_share_a_process_in_a_deleted_working_directory(num_workers: Any, tmp_path: Path, closes: Any) -> None:
+    (tmp_path / "deleted").mkdir()
+    os.chdir(tmp_path / "deleted")
+    (tmp_path / "deleted").rmdir()
+    envs = closes(vecenv.AsyncVectorEnv([BaseEnv] * 2, num_workers=num_workers, context="fork"))
+    envs.reset(seed=0)
+    envs.step(envs.action_space.sample())
+
+
+class SignalIgnoringEnv(BaseEnv):
+    def __init__(self) -> None:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def test_plan_names_a_signal_handler_that_is_not_a_function() -> None:
+    plan = vecenv.plan(SignalIgnoringEnv, 4)
+    assert plan.independence.changes == (f"they change handler of signal {int(signal.SIGUSR1)} from SIG_DFL to SIG_IGN",)
+
+
 class DirectoryChangingEnv(BaseEnv):
     """An environment that changes the directory of its process in one call: "init", "reset" or "step".
 

@@ -45,7 +45,7 @@ PROGRAM = '''
         if "children" in sys.argv:
             for method in ("fork", "spawn", "forkserver"):
                 with multiprocessing.get_context(method).Pool(1) as pool:
-                    print(pool.map(name_of_main, [Config()]))
+                    print(pool.map(name_of_main, [Config()]), type(pool.apply_async(Config).get(20)) is Config)
         sys.stdout.flush()
         if "interrupt" in sys.argv: raise KeyboardInterrupt
         if "raise" in sys.argv: raise ValueError(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import io
 import json
@@ -19,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from signals import signal_handler
 
 import vecenv
 from vecenv import tools
@@ -119,6 +121,52 @@ def test_stats_include_first_ready_steps_and_the_callers_share(closes: Any) -> N
     assert sorted(worker.kind for worker in row.workers) == ["caller", "process"]
     assert all(worker.state in ("stepping", "waiting", "idle", "busy") for worker in row.workers)
     assert row.steps_per_second > 0
+
+
+def test_first_reading_after_a_late_publish_stats_has_the_rates_since_construction(closes: Any) -> None:
+    envs = closes(make_envs())
+    envs.reset(seed=0)
+    step_for(envs, 0.3)
+    envs.publish_stats()
+    (row,) = read_rows()
+    assert 0.5 < row.steps_per_second / envs.stats()["steps_per_second"] < 2.0
+    assert row.waiting < 1.0
+    assert all(worker.waiting > 0.0 for worker in row.workers)
+
+
+def test_timeout_error_of_a_signal_handler_while_the_file_is_written_is_raised_and_the_step_stays_pending(
+    closes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    envs = closes(make_envs())
+    envs.publish_stats()
+    envs.reset(seed=0)
+    monkeypatch.setattr(published.json, "dump", lambda *_: signal.raise_signal(signal.SIGUSR1))
+    envs._stats_file._due = 0.0
+    with signal_handler(signal.SIGUSR1, TimeoutError), pytest.raises(TimeoutError):
+        envs.step([0] * 4)
+    monkeypatch.undo()
+    assert envs.step_wait()[1].tolist() == [1.0] * 4
+
+
+def test_publish_stats_that_cannot_write_leaves_no_file_and_keeps_the_earlier_one(
+    folder: Path, closes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+    envs = closes(make_envs())
+    envs.publish_stats("first")
+    files = list(folder.iterdir())
+    written = files[0].read_text()
+    monkeypatch.setattr(published.json, "dump", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        envs.publish_stats("second")
+    monkeypatch.undo()
+    assert list(folder.iterdir()) == files
+    envs._stats_file._due = 0.0
+    envs.reset(seed=0)
+    assert list(folder.iterdir()) == files
+    assert files[0].read_text() != written
 
 
 def test_file_of_an_unclosed_vector_env_is_removed_when_it_is_collected(folder: Path) -> None:

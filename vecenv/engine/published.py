@@ -83,7 +83,7 @@ class PublishedStats:
     Attributes:
         format: The version of the format.
         name, pid, num_envs: The name to show, the id of the program's process, and the number of environments.
-        began, at: ``time.monotonic()`` when publishing began, and when the file was written. All processes on a machine
+        began, at: ``time.monotonic()`` when the counts began, and when the file was written. All processes on a machine
             share this clock.
         time_waiting: Seconds for which the program has waited for workers.
         resets, restarts, errors: Counts.
@@ -217,8 +217,7 @@ class StatsFile(Observer):
         state = process_state(self._pid)
         self._path = _make_folder() / f"{self._pid}-{state[1] if state else 0}-{next(_file_numbers)}-{_pid_namespace()}.json"
         self._workers: dict[int, PublishedWorker] = {}
-        self._began = time.monotonic()
-        self._write(self._began)
+        self._write(time.monotonic())
 
     def on_result(self, rows: Rows | None, result: tuple[Any, ...]) -> None:
         """Write the file if it is due."""
@@ -237,16 +236,21 @@ class StatsFile(Observer):
         stats = self._envs.stats()
         self._workers = {worker.index: self._describe_worker(worker) for worker in self._envs.worker_stats()}
         published_stats = PublishedStats(
-            format=_FORMAT, name=self._name, pid=self._pid, num_envs=self._envs.num_envs, began=self._began, at=now,
-            time_waiting=stats["wait_fraction"] * stats["seconds"], resets=int(stats["resets"]),
-            restarts=int(stats["restarts"]), errors=int(stats["errors"]), workers=list(self._workers.values()),
+            format=_FORMAT, name=self._name, pid=self._pid, num_envs=self._envs.num_envs,
+            began=now - stats["seconds"], at=now, time_waiting=stats["wait_fraction"] * stats["seconds"],
+            resets=int(stats["resets"]), restarts=int(stats["restarts"]), errors=int(stats["errors"]),
+            workers=list(self._workers.values()),
         )  # fmt: skip
         new = self._path.with_suffix(".new")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        (file,) = map(open, map(os.open, (new,), (flags,), (0o600,)), ("w",))  # no signal handler runs between the two calls
-        with file:
-            json.dump(asdict(published_stats), file)
-        new.rename(self._path)
+        try:
+            (file,) = map(open, map(os.open, (new,), (flags,), (0o600,)), ("w",))  # no handler runs between the two calls
+            with file:
+                json.dump(asdict(published_stats), file)
+            new.rename(self._path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
 
     def _describe_worker(self, worker: WorkerStats) -> PublishedWorker:
         before, state = self._workers.get(worker.index), process_state(worker.pid)

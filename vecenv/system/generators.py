@@ -35,6 +35,7 @@ GeneratorsOption: TypeAlias = Literal["shared", "own"]
 
 _NUMPY: Final[Any] = np.random
 _HIDDEN_RANDOM: Final[Any] = random._inst  # the functions of ``random`` are its methods
+_GET_BIT_GENERATOR: Final[Any] = _NUMPY.get_bit_generator  # while traps are set, numpy.random's own never returns a trap
 _WRITTEN_IN_C: Final = {"random": random.random, "getrandbits": random.getrandbits}
 is_imported: Final = sys.modules.__contains__
 
@@ -164,7 +165,7 @@ _BitGenerator.__name__ = "MT19937"  # numpy compares it with the name in a state
 
 def _access_gauss(new: float | None = None) -> float | None:
     """Return the normal number that the global ``RandomState`` has kept for the next draw; set it to ``new`` if given."""
-    _BitGenerator.brief = isinstance(_NUMPY.get_bit_generator(), _BitGenerator)
+    _BitGenerator.brief = isinstance(_GET_BIT_GENERATOR(), _BitGenerator)
     try:
         if new is not None:
             _NUMPY.set_state({**_NUMPY.get_state(legacy=False), "has_gauss": 1, "gauss": new})
@@ -223,21 +224,25 @@ class _Trap(np.random.MT19937):
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _active_bit_generator(self) -> Any:
+    def active_bit_generator(self) -> Any:
+        """Return the active bit generator, in place of ``numpy.random.get_bit_generator``."""
         with deferred_signals():
             return switch.activate_numpy()
 
     @property
     def state(self) -> Any:
-        return self._active_bit_generator().state
+        return self.active_bit_generator().state
 
     @state.setter
     def state(self, value: Any) -> None:
-        self._active_bit_generator()
+        self.active_bit_generator()
         _NUMPY.set_state(value)
 
     def _legacy_seeding(self, seed: Any) -> None:
-        self._active_bit_generator()._legacy_seeding(seed)
+        self.active_bit_generator()._legacy_seeding(seed)
+
+    def __reduce__(self) -> Any:  # a copy of numpy's global RandomState draws from a copy of the active bit generator
+        return self.active_bit_generator().__reduce__()
 
 
 # -- the functions of random ------------------------------------------------------------------------------------------------
@@ -257,6 +262,9 @@ for _name in ("random", "getrandbits", "seed", "getstate", "setstate"):
 
 class _DelegatingRandom(random.Random, _DelegatingBase):  # in this order, so that random.Random calls _DelegatingBase
     """The class of the hidden object of ``random`` while traps are set."""
+
+    def __reduce__(self) -> Any:  # a copy draws from a generator of its own
+        return random.Random, (), self.getstate()
 
     @property
     def gauss_next(self) -> Any:
@@ -311,7 +319,7 @@ class _Switch:
             self.in_use = True
             self.numpy_owner = self.active
             self.trap.set_bit_generator(self.active.get_bit_generator(), self.active.gauss)
-        return _NUMPY.get_bit_generator()
+        return _GET_BIT_GENERATOR()
 
     def python(self) -> Any:
         """Return the generator that ``random`` draws from."""
@@ -347,7 +355,7 @@ class _Switch:
     def _store_numpy(self) -> None:
         """Store numpy's state in its owner, and set the trap."""
         if self.numpy_owner is not None:
-            now = _NUMPY.get_bit_generator()
+            now = _GET_BIT_GENERATOR()
             if now is not self.trap:
                 self.numpy_owner.gauss, self.numpy_owner.numpy = _access_gauss(), now
             self.trap.set_bit_generator(self.trap)
@@ -366,12 +374,13 @@ class _Switch:
                 _HIDDEN_RANDOM.__class__ = _DelegatingRandom
                 for name in _WRITTEN_IN_C:
                     setattr(random, name, getattr(_HIDDEN_RANDOM, name))
+                _NUMPY.get_bit_generator = self.trap.active_bit_generator
                 self._replace_references()
             self.users.add(user)
 
     def _save_outside(self) -> None:
         """Store the process's own bit generator in ``outside``, and set the trap."""
-        own = _NUMPY.get_bit_generator()
+        own = _GET_BIT_GENERATOR()
         state: Any = _NUMPY.get_state(legacy=False)
         self.original, self.outside.numpy = own, own
         if type(own) is np.random.MT19937:
@@ -412,7 +421,7 @@ class _Switch:
         """Restore the generators of the process as they were before the traps were set."""
         self._store_numpy()
         outside = self.outside
-        if _NUMPY.get_bit_generator() is self.trap:
+        if _GET_BIT_GENERATOR() is self.trap:
             if isinstance(outside.numpy, _BitGenerator):
                 self.original.state = outside.numpy.state
                 outside.numpy = self.original
@@ -425,6 +434,7 @@ class _Switch:
         _HIDDEN_RANDOM.__class__ = random.Random
         for name, function in _WRITTEN_IN_C.items():
             setattr(random, name, function)
+        _NUMPY.get_bit_generator = _GET_BIT_GENERATOR
         while self.replaced:
             names, name, value = self.replaced.pop()
             names[name] = value

@@ -66,7 +66,7 @@ def read_settings(modules: Iterable[str] = ()) -> Settings:
         "threading.excepthook": _identify(threading.excepthook),
         "umask": (umask,),
         "warning filters": (repr(warnings.filters),),
-        "working directory": (os.getcwd(),),
+        "working directory": (_working_directory(),),
     }
     settings |= {GENERATORS[name]: (hashlib.blake2b(state).hexdigest(),) for name, state in read_states().items()}
     return settings | _read_library_settings()
@@ -92,8 +92,18 @@ def _read_library_settings() -> Settings:
     return settings
 
 
+def _working_directory() -> str:
+    """Return the working directory, or an empty string if it was deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
+
+
 def _identify(value: Any) -> tuple[str, int]:
     """Return the name and the id of a function or other object."""
+    if isinstance(value, signal.Handlers):
+        return value.name, id(value)
     return getattr(value, "__qualname__", type(value).__qualname__), id(value)
 
 
@@ -169,7 +179,7 @@ class SettingsGuard:
         environ: Any = os.environ
         numbers = (getattr(signal, name) for name in _WATCHED_SIGNALS)
         return (
-            os.getcwd(), environ._data.copy(), np.geterr(), [signal.getsignal(number) for number in numbers],
+            _working_directory(), environ._data.copy(), np.geterr(), [signal.getsignal(number) for number in numbers],
             warnings.filters[:], decimal.getcontext().prec, sys.stdout, sys.stderr, threading.excepthook,
             signal.getitimer(signal.ITIMER_REAL)[0] > 0, socket.getdefaulttimeout(),
             torch.get_default_dtype() if hasattr(torch, "get_default_dtype") else None,

@@ -165,7 +165,7 @@ def _execute(get_code: Callable[[], CodeType], **names: Any) -> None:
     vars(main).update(names, __builtins__=builtins)
     if sys.version_info < (3, 14):
         vars(main)["__annotations__"] = {}
-    sys.modules["__main__"] = main
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # `__mp_main__`: its name in spawned processes
     try:
         compiled, start_method = get_code(), DEFAULTS.get("context")
         # workers do not import a __main__.py

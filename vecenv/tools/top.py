@@ -108,7 +108,7 @@ class Watcher:
     def read(self) -> list[ProgramRow]:
         """Return a row for each published vector environment.
 
-        If it was not in the previous reading, its rates cover the time since it was first published.
+        If it was not in the previous reading, its rates cover the time since it was built.
         """
         now: dict[Path, tuple[PublishedStats | None, PublishedStats]] = {}
         self.left_out = []

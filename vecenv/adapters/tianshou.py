@@ -19,7 +19,7 @@ from tianshou.env import BaseVectorEnv
 
 from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, require_row_steps, require_settings, reset_all
 from vecenv.errors import envs_text
-from vecenv.front.arguments import MaskOnlyOptions
+from vecenv.front.arguments import MaskOnlyOptions, parse_env_ids
 from vecenv.front.by_row import infos_by_row
 
 __all__ = ["TianshouVectorEnv", "as_tianshou"]
@@ -108,7 +108,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
             Their observations and infos, in the order of ``env_id``.
         """
         self._assert_is_not_closed()
-        ids = self._parse_ids(env_id)
+        ids = parse_env_ids(self._parse_ids(env_id), self.env_num)
         seed = kwargs.pop("seed", None)
         options = kwargs.pop("options", None)
         if kwargs:
@@ -143,7 +143,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
             of dicts with ``"env_id"``.
         """
         self._assert_is_not_closed()
-        ids = self._parse_ids(id)
+        ids = parse_env_ids(self._parse_ids(id), self.env_num)
         if self.is_async:
             return self._step_async(action, ids)
         if action is None or len(action) != len(ids):

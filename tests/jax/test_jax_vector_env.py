@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import importlib
 import logging
@@ -238,6 +239,14 @@ def test_step_chunk_equals_single_steps(make: Any, to: str) -> None:
     assert not chunk[4]["valid"].all()
     step = many.step(actions[0])
     np.testing.assert_array_equal(np.asarray(step[0]["position"]), one.step(actions[0])[0]["position"])
+
+
+def test_step_chunk_returns_observations_with_the_dtypes_of_the_space() -> None:
+    with contextlib.closing(JaxVectorEnv(Switch(), 2)) as envs:
+        envs.reset(seed=0)
+        observations, rewards, *_, infos = envs.step_chunk(np.ones((3, 2), np.int64))
+    assert (observations.dtype, infos["next_obs"].dtype, rewards.dtype) == (np.int64, np.int64, np.float64)
+    assert observations.tolist() == infos["next_obs"].tolist() == [[1, 1]] * 3
 
 
 @pytest.mark.long

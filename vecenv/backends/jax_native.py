@@ -361,8 +361,10 @@ class JaxDriver(LockstepDriver):
         infos = {**outputs.info, "next_obs": outputs.next_obs, "valid": outputs.valid}
         stepped: Any = (outputs.obs, outputs.reward, outputs.terminated, outputs.truncated, infos)
         if self._to == "numpy":
-            observations, rewards, *others = jax.tree.map(np.array, stepped)
-            stepped = (observations, rewards.astype(np.float64), *others)
+            terminated, truncated, infos = jax.tree.map(np.array, stepped[2:])
+            convert = partial(to_numpy, self.functional.observation_space)
+            infos["next_obs"] = convert(outputs.next_obs)
+            stepped = convert(outputs.obs), np.array(outputs.reward, np.float64), terminated, truncated, infos
         elif self._to == "torch":
             stepped = to_torch(stepped)
         return outputs.reward.shape[0], stepped

@@ -388,6 +388,16 @@ def test_render_of_mujoco_does_not_crash_the_interpreter(options: dict[str, Any]
     assert (done.returncode, done.stdout) == (0, "continued\n"), done.stderr
 
 
+def test_send_after_a_masked_reset_steps_all_environments_by_default(make: Make) -> None:
+    envs = make(4)
+    envs.reset()
+    envs.send(zeros(2), [0, 1])
+    envs.recv()
+    envs.reset(options={"reset_mask": np.arange(4) == 2})
+    envs.send(zeros(4))
+    assert envs.recv()[4]["env_id"].tolist() == [0, 1, 2, 3]
+
+
 def test_xla_steps_inside_jit_until_reset(make: Make) -> None:
     pytest.importorskip("jax.numpy")
     import jax

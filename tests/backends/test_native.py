@@ -389,6 +389,19 @@ def test_library_error_is_raised_once_and_the_next_step_succeeds(make_counting: 
     assert envs.stats()["steps"] == 3, "the step that raised was counted"
 
 
+@pytest.mark.parametrize("features", [(), ("threads",)], ids=["without-threads", "with-threads"])
+def test_malformed_results_raise_once_and_the_next_step_succeeds(make_counting: Any, features: Any) -> None:
+    envs = make_counting(features)
+    envs.reset()
+    step = envs.library.step
+    envs.library.step = lambda actions: (step(actions)[0], ["not", "a", "number"], *step(actions)[2:])
+    with pytest.raises(ValueError, match="could not convert"):
+        envs.step([0, 0, 0])
+    envs.library.step = step
+    assert envs.step([0, 0, 0])[0]["count"].tolist() == [[3, 3]] * 3
+    assert envs.reset()[0]["count"].tolist() == [[0, 0]] * 3
+
+
 def test_interrupted_wait_leaves_the_result_pending(make_counting: Any) -> None:
     envs = make_counting({"threads"})
     envs.reset()

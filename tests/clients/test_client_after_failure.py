@@ -10,6 +10,7 @@ import pytest
 from failing import (
     FAULTS,
     FAULTY,
+    FINE,
     NUM_ENVS,
     RAISES,
     actions_with_fault,
@@ -17,6 +18,7 @@ from failing import (
     assert_reset_works_after_failure,
     make_engine,
 )
+from gymnasium.error import AlreadyPendingCallError
 
 
 class Sb3Client:
@@ -119,3 +121,25 @@ def test_tianshou_can_reset_only_the_failed_environment() -> None:
     observations, *_ = venv.step(np.zeros(1, np.int64), [FAULTY])
     assert observations[:, 0].tolist() == [1.0]
     venv.close()
+
+
+def test_after_a_failed_step_of_some_rows_a_step_of_others_is_refused_until_a_reset() -> None:
+    torchrl, tianshou = TorchRLClient(make_engine()), TianshouClient(make_engine())
+    import torch
+
+    def step_torchrl(fault: int, rows: list[int]) -> Any:
+        torchrl.data["_step"] = torch.from_numpy(np.isin(np.arange(NUM_ENVS), rows))
+        return torchrl.step(actions_with_fault(fault))[rows, 0].tolist()
+
+    def step_tianshou(fault: int, rows: list[int]) -> Any:
+        return tianshou.envs.step(actions_with_fault(fault)[rows], rows)[0][:, 0].tolist()
+
+    for client, step in ((torchrl, step_torchrl), (tianshou, step_tianshou)):
+        client.reset()
+        with pytest.raises(ValueError, match="stuck"):
+            step(RAISES, [0, FAULTY])
+        with pytest.raises(AlreadyPendingCallError, match="env 3 with env 0 still in flight"):
+            step(FINE, [3])
+        client.reset()
+        assert step(FINE, [3]) == [1.0]
+        client.close()

@@ -179,6 +179,16 @@ def test_render_accepts_none_and_one_array_of_all_frames(frames: Any) -> None:
     envs.close()
 
 
+def test_repeated_indices_are_refused_and_step_and_reset_nothing() -> None:
+    venv = make_venv(make_full_env_fns(2), num_workers=0)
+    venv.reset()
+    for call in (lambda: venv.step(np.zeros(2, int), [0, 0]), lambda: venv.reset([0, 0])):
+        with pytest.raises(ValueError, match=r"must not contain duplicates, got \[0, 0\]"):
+            call()
+    assert (venv.vector_env.stats()["steps"], venv.vector_env.stats()["resets"]) == (0, 2)
+    venv.close()
+
+
 def test_invalid_input_raises() -> None:
     envs = vecenv.make_vec("CartPole-v1", 2, "serial", vector_kwargs={"autoreset_mode": "SameStep"})
     with pytest.raises(ValueError, match=r"Tianshou needs autoreset_mode='Disabled' or 'NextStep', got 'SameStep'"):

@@ -119,6 +119,15 @@ def test_wrap_and_unwrap_preserve_states(make_counters: Any) -> None:
     np.testing.assert_allclose(a.obs["position"], b.obs["position"])
 
 
+def test_deepcopy_of_differentiable_steps_the_same_environments(make_counters: Any) -> None:
+    functional = make_counters()
+    for env in (functional, JaxVectorEnv(functional)):
+        differentiable = vecenv.torch.differentiable(env)
+        duplicate = copy.deepcopy(differentiable)
+        a, b = (each.step(each.reset(0), torch.zeros(5, 1)) for each in (differentiable, duplicate))
+        assert torch.equal(a.packed, b.packed)
+
+
 def test_differentiable_with_wrong_arguments_raises(make_counters: Any) -> None:
     with pytest.raises(ValueError, match="no derivative"):
         vecenv.torch.differentiable(Switch(), 2)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import importlib
+import logging
 import pickle
 import signal
 import sys
@@ -237,6 +239,14 @@ def test_step_chunk_equals_single_steps(make: Any, to: str) -> None:
     assert not chunk[4]["valid"].all()
     step = many.step(actions[0])
     np.testing.assert_array_equal(np.asarray(step[0]["position"]), one.step(actions[0])[0]["position"])
+
+
+def test_step_chunk_returns_observations_with_the_dtypes_of_the_space() -> None:
+    with contextlib.closing(JaxVectorEnv(Switch(), 2)) as envs:
+        envs.reset(seed=0)
+        observations, rewards, *_, infos = envs.step_chunk(np.ones((3, 2), np.int64))
+    assert (observations.dtype, infos["next_obs"].dtype, rewards.dtype) == (np.int64, np.int64, np.float64)
+    assert observations.tolist() == infos["next_obs"].tolist() == [[1, 1]] * 3
 
 
 @pytest.mark.long
@@ -483,6 +493,27 @@ def test_reset_after_an_error_of_an_environment_recovers() -> None:
         envs.step(np.zeros((2, 1), np.float32))
     envs.reset(seed=0)
     assert envs.step(np.zeros((2, 1), np.float32))[4]["deep"]["step"].tolist() == [1, 1]
+
+
+@pytest.mark.long
+def test_reset_after_an_error_that_was_raised_while_the_program_went_on_recovers(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "jax._src.callback")  # a log record would register a thread of JAX's pool
+    envs = JaxVectorEnv(RaisingCounter(), 2, to="jax")
+    envs.reset(seed=0)
+    envs.step(jnp.zeros((2, 1)))  # compiles the step
+    slow: Any = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, y: jnp.tanh(y @ y), x)[:2, :1])
+    slow(jnp.ones((400, 400))).block_until_ready()
+    pushes = slow(jnp.ones((400, 400))) * 0 + 2  # not yet computed when the steps begin, so JAX queues them
+
+    def step_twice() -> None:
+        for _ in range(2):
+            observations = envs.step(pushes)[0]
+        np.asarray(observations["position"])
+
+    with pytest.raises((RuntimeError, ValueError), match=r"beyond|Error dispatching"):
+        step_twice()
+    assert np.asarray(envs.reset(seed=0)[0]["step"]).tolist() == [0, 0]
+    assert np.asarray(envs.step(jnp.zeros((2, 1)))[0]["step"]).tolist() == [1, 1]
 
 
 # -- by name -------------------------------------------------------------------------------------------------------

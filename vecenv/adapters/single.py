@@ -5,14 +5,17 @@ Workers import this module to run its functions on their environments, so it mus
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable
 from operator import methodcaller
 from typing import Any
 
 from gymnasium import Env
+from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers.vector import NormalizeObservation
 
+from vecenv.errors import envs_text
 from vecenv.front.capabilities import capabilities_of, raise_unsupported, wrappers_around
 from vecenv.front.driver import drop_pending_and_retry
 from vecenv.multi_agent.adapter import class_name, has_wrapper
@@ -74,6 +77,22 @@ def require_row_steps(envs: AnyVectorEnv, purpose: str) -> None:
     inner = envs.unwrapped
     advice = str(inner) if hasattr(type(inner), "recv") else "a vector environment from vecenv.make_vec"
     raise ValueError(f"{purpose}, which {type(envs).__name__} cannot do: pass {advice}")
+
+
+def send_alone(envs: Any, actions: Any, rows: Any) -> None:
+    """Begin a step of some rows. The next ``recv`` returns their results, because no other rows may be in flight.
+
+    Raises:
+        AlreadyPendingCallError: Rows of an earlier step, which failed or was interrupted, are still in flight.
+    """
+    with contextlib.suppress(NotImplementedError):  # EnvPool reports only the number of rows; its environments do not fail
+        if in_flight := envs.in_flight.tolist():
+            raise AlreadyPendingCallError(
+                f"Calling `step` for {envs_text(rows.tolist())} with {envs_text(in_flight)} still in flight after a step "
+                "that failed or was interrupted: reset all environments.",
+                "send",
+            )
+    envs.send(actions, rows)
 
 
 def reset_all(envs: Any, seed: Any = None, options: Any = None) -> tuple[Any, Any]:

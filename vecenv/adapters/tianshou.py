@@ -17,9 +17,9 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 from tianshou.env import BaseVectorEnv
 
-from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, require_row_steps, require_settings, reset_all
+from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, require_row_steps, require_settings, reset_all, send_alone
 from vecenv.errors import envs_text
-from vecenv.front.arguments import MaskOnlyOptions
+from vecenv.front.arguments import MaskOnlyOptions, parse_env_ids
 from vecenv.front.by_row import infos_by_row
 
 __all__ = ["TianshouVectorEnv", "as_tianshou"]
@@ -108,7 +108,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
             Their observations and infos, in the order of ``env_id``.
         """
         self._assert_is_not_closed()
-        ids = self._parse_ids(env_id)
+        ids = parse_env_ids(self._parse_ids(env_id), self.env_num)
         seed = kwargs.pop("seed", None)
         options = kwargs.pop("options", None)
         if kwargs:
@@ -143,14 +143,14 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
             of dicts with ``"env_id"``.
         """
         self._assert_is_not_closed()
-        ids = self._parse_ids(id)
+        ids = parse_env_ids(self._parse_ids(id), self.env_num)
         if self.is_async:
             return self._step_async(action, ids)
         if action is None or len(action) != len(ids):
             raise ValueError(f"step needs one action for each of {len(ids)} environments, got {action!r}")
         if len(ids) < self.env_num:
             require_row_steps(self.vector_env, f"Tianshou steps only {envs_text(ids.tolist())}")
-            self.vector_env.send(self._batch_actions(action, range(len(ids))), ids)
+            send_alone(self.vector_env, self._batch_actions(action, range(len(ids))), ids)
             received = {row[5]: row for row in self._receive(len(ids))}
             return self._join_rows([received[i] for i in ids.tolist()], self._wrap_id(id))
         rows = self._split_rows(*self._by_row.step(self._batch_actions(action, np.argsort(ids))), range(self.env_num))

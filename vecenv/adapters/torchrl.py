@@ -31,7 +31,7 @@ from tensordict import TensorDict
 from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, MultiOneHot, OneHot, Unbounded
 from torchrl.envs import EnvBase
 
-from vecenv.adapters.single import agents_per_env, require_settings, reset_all
+from vecenv.adapters.single import agents_per_env, require_settings, reset_all, send_alone
 from vecenv.evaluating.policies import map_leaves
 from vecenv.front.capabilities import capabilities_of
 from vecenv.front.infos import own_keys
@@ -551,7 +551,7 @@ class _Rows:
             results, ids = self._envs.step(actions), self._all_rows
         else:
             rows = np.flatnonzero(live)
-            self._envs.send(map_leaves(lambda leaf: leaf[rows], actions), rows)
+            send_alone(self._envs, map_leaves(lambda leaf: leaf[rows], actions), rows)
             results = self._envs.recv(count=len(rows))
             ids = np.asarray(results[4]["env_id"])
         batch = self._encode(results[0], results[4], ids)

@@ -302,9 +302,12 @@ class JaxDriver(LockstepDriver):
             gymnasium.error.ResetNeeded: The first reset is not of all environments.
             gymnasium.error.Error: An invalid seed.
         """
+        if mask is None or mask.all():  # use the unmasked reset, so that the masked one need not be compiled
+            mask = None
+            self._drop_failed_state()
         functional, state = self.functional, self.newest
         if state is None:
-            if mask is not None and not mask.all():
+            if mask is not None:
                 raise gym.error.ResetNeeded("The first reset must be of all environments, without reset_mask.")
             drawn = entropy_seeds(functional.num_envs)
             first_seeds = [new if seed is None else seed for seed, new in zip(seeds, drawn, strict=True)]
@@ -318,7 +321,7 @@ class JaxDriver(LockstepDriver):
             seed if is_seeded else old
             for seed, is_seeded, old in zip(seeds, seeded.tolist(), self.latest.seeds, strict=True)
         ]
-        if mask is None or mask.all():  # use the unmasked reset, so that the masked one need not be compiled
+        if mask is None:
             inner: Any = state.inner
             keys = np.where(seeded[:, None], keys, np.asarray(inner.key))
             state = functional.begin(keys, np.where(seeded, 0, np.asarray(inner.episode) + 1).astype(np.int32))
@@ -329,6 +332,13 @@ class JaxDriver(LockstepDriver):
                 state = functional.reset_mask(state, jnp.asarray(mask & ~seeded))
         was_reset = range(functional.num_envs) if mask is None else np.flatnonzero(mask).tolist()
         self.latest = Latest(state, latest_seeds, request, self.latest.missing.difference(was_reset))
+
+    def _drop_failed_state(self) -> None:
+        """Wait for the state, and drop it if the device failed to compute it."""
+        try:
+            jax.block_until_ready(self.newest)  # type: ignore[no-untyped-call]
+        except (jax.errors.JaxRuntimeError, ValueError):
+            self.newest = None
 
     def begin_step(self, request: RequestSummary, actions: Any) -> None:
         """Begin one step of all environments."""
@@ -351,8 +361,10 @@ class JaxDriver(LockstepDriver):
         infos = {**outputs.info, "next_obs": outputs.next_obs, "valid": outputs.valid}
         stepped: Any = (outputs.obs, outputs.reward, outputs.terminated, outputs.truncated, infos)
         if self._to == "numpy":
-            observations, rewards, *others = jax.tree.map(np.array, stepped)
-            stepped = (observations, rewards.astype(np.float64), *others)
+            terminated, truncated, infos = jax.tree.map(np.array, stepped[2:])
+            convert = partial(to_numpy, self.functional.observation_space)
+            infos["next_obs"] = convert(outputs.next_obs)
+            stepped = convert(outputs.obs), np.array(outputs.reward, np.float64), terminated, truncated, infos
         elif self._to == "torch":
             stepped = to_torch(stepped)
         return outputs.reward.shape[0], stepped

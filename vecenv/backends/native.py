@@ -26,6 +26,7 @@ from vecenv.front.driver import LockstepDriver, Phase, RequestSummary, Stepped
 from vecenv.front.guard import exclusive
 from vecenv.front.infos import object_column, own_keys
 from vecenv.front.vector_env import VectorEnvBase
+from vecenv.system.signals import succeeds_when_repeated
 
 _LIBRARIES: Final[dict[str, Collection[str]]] = {
     # class -> its features
@@ -182,9 +183,13 @@ class _LibraryDriver(LockstepDriver):
         try:
             return self._to_gymnasium(future.result())
         except BaseException as error:
-            if future.done() and error is future.exception():
+            if future.done() and (error is future.exception() or self._is_malformed(future)):
                 self.result_error = error
             raise
+
+    def _is_malformed(self, future: Future[Any]) -> bool:
+        """True if the library's results cannot be converted, whatever signal handlers do."""
+        return future.exception() is None and not succeeds_when_repeated(lambda: self._to_gymnasium(future.result()))
 
     def _to_gymnasium(self, results: Any) -> Stepped:
         """Convert the library's results to Gymnasium's form."""

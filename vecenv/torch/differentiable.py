@@ -276,9 +276,9 @@ def differentiable(env: Any, num_envs: int = 1, **options: Any) -> Differentiabl
             state = env.step(state, policy(state.obs))
         (-state.episode_return.mean()).backward()
     """
-    args = env, num_envs
     if isinstance(env, JaxVectorEnv):
         env = env.functional
+    args = env, num_envs
     functional = parse_functional(env, num_envs, None, options)
     require_gradient(functional)
     rebuild = functools.partial(differentiable, **options)

@@ -425,7 +425,7 @@ class WholeBatchDriver(PoolDriver):
         reader, ids = self._rows, self._ids
         if ids is self.all_ids:
             return self._finish(deadline, ids, reader.infos)
-        stepped = self._finish(deadline, self.returned[1], partial(reader.scattered_infos, num_rows=self.num_envs))
+        stepped = self._finish(deadline, self.all_ids, partial(reader.scattered_infos, num_rows=self.num_envs))
         return stepped and (reader.build([leaf.copy() for leaf in self._latest_leaves]), *stepped[1:])
 
     def recv(self, count: int | None, deadline: float | None) -> Stepped | None:

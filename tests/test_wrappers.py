@@ -225,7 +225,7 @@ class SlowResetEnv(CounterEnv):
         if options:
             time.sleep(options["seconds"])
             if options["raises"] == self.env_id:
-                raise ArithmeticError("this reset raises")
+                raise options.get("error", ArithmeticError)("this reset raises")
         return super().reset(seed=seed, options=None)
 
 
@@ -252,15 +252,16 @@ def test_statistics_begin_with_a_reset_that_timed_out() -> None:
         assert play_until_the_end(envs) == [5, 5]
 
 
+@pytest.mark.parametrize("error", [ArithmeticError, ValueError])
 @pytest.mark.parametrize("in_two_calls", [False, True])
-def test_statistics_begin_with_a_reset_that_fails_in_another_row(in_two_calls: bool) -> None:
+def test_statistics_begin_with_a_reset_that_fails_in_another_row(in_two_calls: bool, error: type[Exception]) -> None:
     with open_engine([partial(SlowResetEnv, 0), partial(SlowResetEnv, 1)], num_workers=2) as engine:
         envs = RecordEpisodeStatistics(engine)
         play_two_steps(envs)
-        options = {"seconds": 0.0, "raises": 1}
+        options = {"seconds": 0.0, "raises": 1, "error": error}
         if in_two_calls:
             envs.reset_async(options=options)
-        with pytest.raises(ArithmeticError, match="this reset raises"):
+        with pytest.raises(error, match="this reset raises"):
             envs.reset_wait() if in_two_calls else envs.reset(options=options)
         envs.reset(options={"reset_mask": np.array([False, True])})
         assert play_until_the_end(envs) == [5, 5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -161,6 +162,29 @@ def test_loaded_statistics_continue_from_the_saved_ones(mode: AutoresetMode, eng
         with pytest.warns(UserWarning, match="counts from here: the state was saved without it"):
             recorded.load(envs.save(verify=False))
         assert recorded.episode_lengths.tolist() == [0, 0, 0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="frozen copies need Linux")
+def test_thawed_rows_continue_the_statistics_of_the_frozen_one() -> None:
+    with open_engine(counters(2, lengths=(5,)), num_workers=None) as engine:
+        envs: Any = RecordEpisodeStatistics(engine)
+        play_two_steps(envs)
+        with envs.freeze([0])[0] as frozen:
+            envs.step(np.zeros(2, np.int64))
+            envs.thaw(frozen, into=[1])
+            assert play_until_the_end(envs) == [5, 0]
+            envs.thaw(frozen, into=[0, 1])
+            assert play_until_the_end(envs) == [5, 5]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="frozen copies need Linux")
+def test_copy_frozen_without_the_wrapper_warns_and_counts_from_the_thaw() -> None:
+    with open_engine(counters(2, lengths=(5,)), num_workers=None) as engine:
+        envs: Any = RecordEpisodeStatistics(engine)
+        play_two_steps(envs)
+        with engine.freeze([0])[0] as frozen, pytest.warns(UserWarning, match="counts from here"):
+            envs.thaw(frozen, into=[0, 1])
+        assert play_until_the_end(envs) == [3, 3]
 
 
 def test_automatic_reset_after_load_does_not_count_as_a_step() -> None:

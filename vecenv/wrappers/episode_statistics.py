@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium.wrappers.vector
@@ -27,8 +27,8 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     Where an episode ended, ``infos["_episode"]`` is True, and ``infos["episode"]`` has its return ``"r"`` (float64), length
     ``"l"`` (int64) and time ``"t"`` (seconds, float64): arrays with one entry per row of the batch. Statistics cover
     ``step``, ``step_wait`` and ``recv``, every autoreset mode, and resets by a mask or of single environments. The
-    statistics of a running episode are saved and loaded with its environment. All other attributes are the vector
-    environment's own.
+    statistics of a running episode are saved and loaded, frozen and thawed with its environment. All other attributes are
+    the vector environment's own.
 
     Args:
         env: A vector environment of any engine that returns NumPy arrays.
@@ -149,6 +149,21 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
             queue.extend(numbers)
         return observations
 
+    def freeze(self, env_id: Any = None) -> list[Any]:
+        """Copy the processes of environments; each copy includes the statistics of the running episode."""
+        copies: list[Any] = self.env.freeze(env_id)  # type: ignore[attr-defined]
+        statistics = self._running_statistics(parse_rows(env_id, self.num_envs))
+        for frozen, row_statistics in zip(copies, statistics, strict=True):
+            frozen.beside = {**(frozen.beside or {}), self._key: row_statistics}
+        return copies
+
+    def thaw(self, frozen: Any, into: Any, *, reseed: bool = False) -> tuple[Any, dict[str, Any]]:
+        """Continue environments from a frozen one, with its statistics; without any, they begin at zero with a warning."""
+        result: tuple[Any, dict[str, Any]] = self.env.thaw(frozen, into, reseed=reseed)  # type: ignore[attr-defined]
+        rows = parse_rows(into, self.num_envs)
+        self._restore_statistics(rows, [None] * len(rows), [(frozen.beside or {}).get(self._key)] * len(rows))
+        return result
+
     def _queues(self) -> tuple[deque[Any], deque[Any], deque[Any]]:
         return self.return_queue, self.length_queue, self.time_queue
 
@@ -159,16 +174,19 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         episode_returns, lengths, over, resetting = (np.asarray(column)[rows].tolist() for column in columns)
         return list(zip(episode_returns, lengths, seconds.tolist(), over, resetting, strict=True))
 
-    def _restore_statistics(self, rows: list[int], saved: list[Row], statistics: list[Any]) -> None:
-        """Restore statistics from :meth:`_running_statistics`. Rows with ``None`` begin at zero."""
+    def _restore_statistics(self, rows: list[int], saved: Sequence[Row | None], statistics: list[Any]) -> None:
+        """Restore statistics from :meth:`_running_statistics`. Rows with ``None`` begin at zero.
+
+        ``saved`` has ``None`` for rows that continue from a frozen copy.
+        """
         self._begin_episodes(rows)
         pairs = zip(saved, statistics, strict=True)
-        if any(found is None and saved_row.used and not saved_row.pending for saved_row, found in pairs):
-            warn("RecordEpisodeStatistics counts from here: the state was saved without it. Use save() and state_dict() of "
-                 "the wrapper, not of the vector environment inside")  # fmt: skip
+        if any(found is None and (row is None or (row.used and not row.pending)) for row, found in pairs):
+            warn("RecordEpisodeStatistics counts from here: the state was saved without it. Use save(), state_dict() and "
+                 "freeze() of the wrapper, not of the vector environment inside")  # fmt: skip
         for row, saved_row, row_statistics in zip(rows, saved, statistics, strict=True):
             if row_statistics is None:
-                self.prev_dones[row] = saved_row.pending
+                self.prev_dones[row] = saved_row is not None and saved_row.pending
             else:
                 self.episode_returns[row], self.episode_lengths[row], seconds = row_statistics[:3]
                 self.prev_dones[row], self._resetting[row] = row_statistics[3:]

@@ -91,7 +91,8 @@ class Row:
         used: True if the environment has been reset before.
         upcoming: Seed and options of the next episode that autoreset begins, if they were set.
         observation: The row's last observation.
-        beside: Data about the row from a vector environment that uses the engine.
+        beside: Data about the row from vector environments and their wrappers, each in its own entry of a dict; a tuple from
+            ``MultiAgentVecEnv``, around which there are no such wrappers.
     """
 
     kind: Kind

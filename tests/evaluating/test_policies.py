@@ -120,6 +120,27 @@ def test_recurrent_policy_has_a_state_for_each_episode(batch: str) -> None:
     assert len({episode_return for _, _, episode_return, *_ in found[0]}) == 9
 
 
+class ReusingPolicy:
+    """A policy with the results of ``choose_by_history``, which returns the same arrays at each call."""
+
+    def __init__(self) -> None:
+        self.actions, self.sums = np.zeros(5, int), np.zeros((5, 1))
+
+    def __call__(self, observations: Any, state: Any) -> Any:
+        count = len(observations)
+        self.sums[:count] = state + observations[:, 2:3]
+        self.actions[:count] = np.abs(self.sums[:count, 0] * 7).astype(int) % 7
+        return self.actions[:count], self.sums[:count]
+
+
+@pytest.mark.parametrize("batch", ["ready", "padded", "single"])
+def test_policy_that_reuses_its_arrays_gives_the_same_results(batch: str) -> None:
+    fresh: dict[str, Any] = {"initial_state": {"sums": (np.float64(0),), "calls": np.zeros((), int)}}
+    with open_engine(make_walk_fns(5), num_workers=2) as envs:
+        results = vecenv.evaluate(envs, ReusingPolicy(), 9, seed=SEED, initial_state=np.zeros(1), batch=batch)
+        assert summarize(results) == summarize(vecenv.evaluate(envs, choose_by_history, 9, seed=SEED, **fresh))
+
+
 def test_padded_batches_have_a_constant_number_of_rows() -> None:
     sizes = set()
 

@@ -291,6 +291,21 @@ def test_statistics_begin_with_a_reset_that_fails_in_another_row(in_two_calls: b
         assert play_until_the_end(envs) == [5, 5]
 
 
+@pytest.mark.parametrize("in_two_calls", [False, True])
+def test_statistics_begin_with_a_reset_that_a_reset_of_another_row_drops(in_two_calls: bool) -> None:
+    with open_engine(counters(2, lengths=(5,)), num_workers=2) as engine:
+        envs = RecordEpisodeStatistics(engine)
+        play_two_steps(envs)
+        envs.reset_async(env_id=[0])
+        options = {"reset_mask": np.array([False, True])}
+        if in_two_calls:
+            envs.reset_async(options=options)
+            envs.reset_wait()
+        else:
+            envs.reset(options=options)
+        assert play_until_the_end(envs) == [5, 5]
+
+
 def test_statistics_continue_after_a_refused_reset() -> None:
     with open_engine(counters(2, lengths=(5,)), num_workers=2) as engine:
         envs = RecordEpisodeStatistics(engine)

@@ -66,15 +66,15 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
             raise
         finally:
             if begins:
-                self._resetting[:] = False
                 self._begin_episodes(rows)
+                self._begin_episodes(np.flatnonzero(self._resetting))  # dropped results of resets that were executed
 
     def reset_async(self, seed: Any = None, options: ResetOptions = None, *, env_id: Any = None) -> None:
         """Begin a reset of the vector environment."""
         rows = self._selected_rows(options) if env_id is None else parse_env_ids(env_id, self.num_envs)
         if env_id is None:
             self.env.reset_async(seed=seed, options=options)  # type: ignore[attr-defined]
-            self._resetting[:] = False
+            self._begin_episodes(np.flatnonzero(self._resetting))  # dropped results of resets that are executed
         else:
             self.env.reset_async(seed=seed, options=options, env_id=env_id)  # type: ignore[attr-defined]
         self._resetting[rows] = True

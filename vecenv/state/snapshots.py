@@ -16,6 +16,7 @@ import gymnasium
 
 from vecenv.errors import NotRestorable, SnapshotMismatch
 from vecenv.state.capture import find_layers
+from vecenv.state.codecs import name_of
 from vecenv.state.describe import describe, describe_space, differ, is_importable
 from vecenv.system.signals import call_with_fallback
 
@@ -288,7 +289,8 @@ def _iter_arguments(layers: Sequence[Any], spec: Any) -> Iterator[tuple[str, str
             if isinstance(recorded, dict):
                 names = sorted(recorded.keys() - _NOT_COMPARED)
                 yield from ((f"{layer_name}.{name}", describe(recorded[name])) for name in names)
-        if not is_importable(type(layer)):  # no package version identifies its code
+        # no package version identifies its code; the main program's classes are importable only there, so never compared
+        if not (is_importable(type(layer)) or name_of(type(layer)).startswith("__main__.")):
             yield f"class {layer_name}", describe(type(layer))
 
 

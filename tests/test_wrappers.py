@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -163,6 +164,29 @@ def test_loaded_statistics_continue_from_the_saved_ones(mode: AutoresetMode, eng
         assert recorded.episode_lengths.tolist() == [0, 0, 0]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="frozen copies need Linux")
+def test_thawed_rows_continue_the_statistics_of_the_frozen_one() -> None:
+    with open_engine(counters(2, lengths=(5,)), num_workers=None) as engine:
+        envs: Any = RecordEpisodeStatistics(engine)
+        play_two_steps(envs)
+        with envs.freeze([0])[0] as frozen:
+            envs.step(np.zeros(2, np.int64))
+            envs.thaw(frozen, into=[1])
+            assert play_until_the_end(envs) == [5, 0]
+            envs.thaw(frozen, into=[0, 1])
+            assert play_until_the_end(envs) == [5, 5]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="frozen copies need Linux")
+def test_copy_frozen_without_the_wrapper_warns_and_counts_from_the_thaw() -> None:
+    with open_engine(counters(2, lengths=(5,)), num_workers=None) as engine:
+        envs: Any = RecordEpisodeStatistics(engine)
+        play_two_steps(envs)
+        with engine.freeze([0])[0] as frozen, pytest.warns(UserWarning, match="counts from here"):
+            envs.thaw(frozen, into=[0, 1])
+        assert play_until_the_end(envs) == [3, 3]
+
+
 def test_automatic_reset_after_load_does_not_count_as_a_step() -> None:
     """The state is saved without the wrapper, after an episode and before its automatic reset."""
     with open_engine(counters(2, lengths=(2,)), num_workers=0) as envs:
@@ -225,7 +249,7 @@ class SlowResetEnv(CounterEnv):
         if options:
             time.sleep(options["seconds"])
             if options["raises"] == self.env_id:
-                raise ArithmeticError("this reset raises")
+                raise options.get("error", ArithmeticError)("this reset raises")
         return super().reset(seed=seed, options=None)
 
 
@@ -252,17 +276,33 @@ def test_statistics_begin_with_a_reset_that_timed_out() -> None:
         assert play_until_the_end(envs) == [5, 5]
 
 
+@pytest.mark.parametrize("error", [ArithmeticError, ValueError])
 @pytest.mark.parametrize("in_two_calls", [False, True])
-def test_statistics_begin_with_a_reset_that_fails_in_another_row(in_two_calls: bool) -> None:
+def test_statistics_begin_with_a_reset_that_fails_in_another_row(in_two_calls: bool, error: type[Exception]) -> None:
     with open_engine([partial(SlowResetEnv, 0), partial(SlowResetEnv, 1)], num_workers=2) as engine:
         envs = RecordEpisodeStatistics(engine)
         play_two_steps(envs)
-        options = {"seconds": 0.0, "raises": 1}
+        options = {"seconds": 0.0, "raises": 1, "error": error}
         if in_two_calls:
             envs.reset_async(options=options)
-        with pytest.raises(ArithmeticError, match="this reset raises"):
+        with pytest.raises(error, match="this reset raises"):
             envs.reset_wait() if in_two_calls else envs.reset(options=options)
         envs.reset(options={"reset_mask": np.array([False, True])})
+        assert play_until_the_end(envs) == [5, 5]
+
+
+@pytest.mark.parametrize("in_two_calls", [False, True])
+def test_statistics_begin_with_a_reset_that_a_reset_of_another_row_drops(in_two_calls: bool) -> None:
+    with open_engine(counters(2, lengths=(5,)), num_workers=2) as engine:
+        envs = RecordEpisodeStatistics(engine)
+        play_two_steps(envs)
+        envs.reset_async(env_id=[0])
+        options = {"reset_mask": np.array([False, True])}
+        if in_two_calls:
+            envs.reset_async(options=options)
+            envs.reset_wait()
+        else:
+            envs.reset(options=options)
         assert play_until_the_end(envs) == [5, 5]
 
 

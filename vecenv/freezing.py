@@ -564,14 +564,20 @@ def freeze(engine: Any, rows: list[int]) -> list[Frozen]:
     Signal handlers are deferred: a copy opens the caller's files by their numbers, which must not change meanwhile.
     """
     engine.failures.require_intact(rows)
+    copies: dict[int, Frozen] = {}
     with deferred_signals():
-        copies = {row: Frozen(engine, row) for row in rows}
-        engine.exchange.send_call(
-            "freeze", Op.RUN,
-            lambda worker: (copy_worker, copies[worker.rows[0]]._copy.plan()) if worker.rows[0] in copies else None,
-        )  # fmt: skip
-        engine.exchange.finish_call(_READY_SECONDS)
-        frozen = [copy._await_ready() for copy in copies.values()]
+        try:
+            copies.update((row, Frozen(engine, row)) for row in rows)
+            engine.exchange.send_call(
+                "freeze", Op.RUN,
+                lambda worker: (copy_worker, copies[worker.rows[0]]._copy.plan()) if worker.rows[0] in copies else None,
+            )  # fmt: skip
+            engine.exchange.finish_call(_READY_SECONDS)
+            frozen = [copy._await_ready() for copy in copies.values()]
+        except BaseException:
+            for copy in copies.values():  # not later, because the exception refers to them while the program keeps it
+                copy.close()
+            raise
         _frozen_by_engine.setdefault(engine, weakref.WeakSet()).update(frozen)
     return frozen
 

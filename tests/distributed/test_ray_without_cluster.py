@@ -32,6 +32,7 @@ from vecenv.backends.ray.cluster import _connect
 from vecenv.errors import ClusterError, EnvError, EnvFailed, HostDied, ObservationError, StepTimeout, WorkerDied
 from vecenv.testing import VectorEnvContract, assert_identical, assert_same_trajectory
 from vecenv.tools.replay import replay
+from vecenv.wrappers import RecordEpisodeStatistics
 
 
 class _RayContract(VectorEnvContract):
@@ -556,6 +557,29 @@ def test_snapshot_after_a_restart_of_a_host_continues_with_the_same_results(mode
     expected = [envs.step([0, 0]) for _ in range(3)]
     assert_identical(envs.load(snapshots), last)
     assert_identical([envs.step([0, 0]) for _ in range(3)], expected)
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_snapshot_after_a_restart_of_a_host_holds_episode_statistics_too(mode: AutoresetMode, closes: Any) -> None:
+    cluster = InProcessCluster()
+    inner = InProcessRayVectorEnv(counters(2, lengths=(3,)), cluster, on_failure="restart", autoreset_mode=mode)
+    envs: Any = closes(RecordEpisodeStatistics(inner))
+    envs.reset(seed=1)
+    envs.step([0, 0])
+    cluster.crash(1)
+    last = envs.step([0, 0])[0]
+    snapshots, snapshots_of_inner = envs.save(), inner.save()
+
+    def play() -> Any:
+        results = [envs.step([0, 0]) for _ in range(6)]
+        lengths = [infos["episode"]["l"] for *_, infos in results if "episode" in infos]
+        return [observations for observations, *_ in results], lengths
+
+    expected = play()
+    assert_identical(envs.load(snapshots), last)
+    assert_identical(play(), expected)
+    with pytest.warns(UserWarning, match="counts from here"):
+        assert_identical(envs.load(snapshots_of_inner), last)
 
 
 def test_dead_host_is_restarted_in_recv(closes: Any) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,27 @@ def test_recurrent_policy_has_a_state_for_each_episode(batch: str) -> None:
         found.append(summarize(results))
     assert found[0] == found[1] == found[2]
     assert len({episode_return for _, _, episode_return, *_ in found[0]}) == 9
+
+
+class ReusingPolicy:
+    """A policy with the results of ``choose_by_history``, which returns the same arrays at each call."""
+
+    def __init__(self) -> None:
+        self.actions, self.sums = np.zeros(5, int), np.zeros((5, 1))
+
+    def __call__(self, observations: Any, state: Any) -> Any:
+        count = len(observations)
+        self.sums[:count] = state + observations[:, 2:3]
+        self.actions[:count] = np.abs(self.sums[:count, 0] * 7).astype(int) % 7
+        return self.actions[:count], self.sums[:count]
+
+
+@pytest.mark.parametrize("batch", ["ready", "padded", "single"])
+def test_policy_that_reuses_its_arrays_gives_the_same_results(batch: str) -> None:
+    fresh: dict[str, Any] = {"initial_state": {"sums": (np.float64(0),), "calls": np.zeros((), int)}}
+    with open_engine(make_walk_fns(5), num_workers=2) as envs:
+        results = vecenv.evaluate(envs, ReusingPolicy(), 9, seed=SEED, initial_state=np.zeros(1), batch=batch)
+        assert summarize(results) == summarize(vecenv.evaluate(envs, choose_by_history, 9, seed=SEED, **fresh))
 
 
 def test_padded_batches_have_a_constant_number_of_rows() -> None:
@@ -508,6 +530,33 @@ def test_frames_are_rendered_after_an_earlier_death_of_a_worker() -> None:
         results = vecenv.evaluate(envs, choose_actions, 5, seed=SEED, frames=[0])
     assert summarize(results) == expected_results(5)
     assert len(results[0].frames) == results[0].length + 1
+
+
+class UnrenderableWalk(Walk):
+    """A walk that raises, or ends its worker, when the episode with one seed is rendered."""
+
+    def __init__(self, seed: int, dies: bool) -> None:
+        super().__init__(render_mode="rgb_array")
+        self.unrenderable_seed, self.dies = seed, dies
+
+    def render(self) -> Any:
+        if self.np_random_seed == self.unrenderable_seed:
+            if self.dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ArithmeticError("this episode cannot be rendered")
+        return super().render()
+
+
+@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_episode_that_cannot_be_rendered_fails_alone(dies: bool, on_failure: str) -> None:
+    fns = [partial(UnrenderableWalk, SEED + 1, dies)] * 2
+    with open_engine(fns, num_workers=1, on_failure=on_failure) as envs, pytest.warns(UserWarning, match="1 of 4 episodes"):
+        results = vecenv.evaluate(envs, choose_actions, 4, seed=SEED, frames=[0, 1, 2])
+    assert isinstance(results[1].error, WorkerDied if dies else ArithmeticError)
+    assert [result.error is None for result in results] == [True, False, True, True]
+    assert [result.attempts for result in results] == [1, 2, 1, 1]
+    assert [len(result.frames) for result in results] == [results[0].length + 1, 0, results[2].length + 1, 0]
 
 
 def test_progress_bar_shows_finished_episodes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -927,6 +927,25 @@ def test_replay_uses_recorded_definitions_of_the_main_script(tmp_path: Path) -> 
     assert done.stdout.splitlines()[-2].startswith("What the main script or notebook defined is replayed as it was recorded")
 
 
+def test_replay_begins_with_a_loaded_state_of_a_class_of_the_main_script(tmp_path: Path) -> None:
+    program = (
+        "import vecenv, gymnasium as gym, numpy as np\n"
+        "class World(gym.Env):\n"
+        "    observation_space, action_space = gym.spaces.Box(0, 99, (1,)), gym.spaces.Discrete(2)\n"
+        "    def reset(self, *, seed=None, options=None):\n"
+        "        super().reset(seed=seed)\n"
+        "        return self.observe(), {}\n"
+        "    def observe(self): return np.ones(1, np.float32)\n"
+        "    def step(self, action): return self.observe(), self.np_random.random(), False, False, {}\n"
+        "if __name__ == '__main__':\n"
+        "    envs = vecenv.AsyncVectorEnv([World], num_workers=0, record_failures='records')\n"
+        "    envs.reset(seed=1); envs.step([1]); envs.load(envs.save(verify=False)); envs.step([1])\n"
+        "    print(envs.record(0)); envs.close()\n"
+    )
+    done = run_replay(tmp_path / python_output("-c", program, cwd=tmp_path).strip(), "--yes")
+    assert done.returncode == 0, done.stdout
+
+
 def test_replay_from_another_folder_finds_module_of_registered_class(tmp_path: Path) -> None:
     (tmp_path / "my_envs.py").write_text(Path(__file__).with_name("history_envs.py").read_text())
     program = (

@@ -323,6 +323,22 @@ class SlowForkEnv(GeneratorFunctionEnv):
             os.register_at_fork(after_in_child=sleep_in_copy)
 
 
+def test_failed_freeze_leaves_no_copies_while_its_exception_is_kept() -> None:
+    with closing(vecenv.AsyncVectorEnv(env_fns=counters(2), num_workers=None)) as envs:
+        envs.reset(seed=1)
+        envs.exec_func(open_pipe, [1])
+        caller = psutil.Process()
+        before = caller.num_fds()
+        with pytest.raises(NotRestorable) as caught:
+            envs.freeze()
+        assert caller.num_fds() == before
+        assert caught.value.__traceback__ is not None
+
+
+def open_pipe(env: Any) -> None:
+    env.pipe = os.pipe()
+
+
 def test_copies_of_a_failed_freeze_do_not_write_to_files_of_the_caller(tmp_path: Path) -> None:
     """When a slow copy opens its pipes, their descriptor numbers may already belong to other files."""
     env_fns = [functools.partial(SlowForkEnv, uncopyable) for uncopyable in (False, True)]
@@ -330,7 +346,6 @@ def test_copies_of_a_failed_freeze_do_not_write_to_files_of_the_caller(tmp_path:
         envs.reset(seed=1)
         with suppress(NotRestorable):
             envs.freeze()
-        gc.collect()
         files = [(tmp_path / str(number)).open("w") for number in range(32)]
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:

@@ -418,7 +418,12 @@ class FirstReadyRunner(EpisodeRunner):
                 attempt.episode_return += float(rewards[position])
                 attempt.length += executed if isinstance(executed, int) else int(executed[position])
             if attempt.index in self._with_frames and not (ended and self._mode is AutoresetMode.SAME_STEP):
-                attempt.frames.append(self._frame(row))
+                try:
+                    attempt.frames.append(self._frame(row))
+                except Exception as error:
+                    self._mark_starting([row] if isinstance(error, WorkerDied) else [])
+                    self._fail_or_requeue(row, error)
+                    continue
             if not ended:
                 positions.append(position)
                 continue
@@ -485,7 +490,9 @@ class FirstReadyRunner(EpisodeRunner):
                     self._envs.reset(options={"reset_mask": np.isin(np.arange(self._envs.num_envs), list(self._broken))})
                     self._broken.clear()
                     self._starting.clear()
-                observations.append(self._envs.load(attempt.episode.snapshot, env_id=[attempt.row]))
+                observation = self._envs.load(attempt.episode.snapshot, env_id=[attempt.row])
+                if attempt.index in self._with_frames:
+                    attempt.frames.append(self._frame(attempt.row))
             except SnapshotMismatch:
                 raise
             except Exception as error:
@@ -493,8 +500,7 @@ class FirstReadyRunner(EpisodeRunner):
                 self._record_failure(attempt, error)
                 continue
             rows.append(attempt.row)
-            if attempt.index in self._with_frames:
-                attempt.frames.append(self._frame(attempt.row))
+            observations.append(observation)
         if rows:
             batch = join_rows(self._envs.single_observation_space, observations)
             self._queued_steps.append((rows, batch, [{} for _ in rows]))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import operator
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -89,11 +88,11 @@ class PolicyCaller:
         if self._batch != "single":
             actions = self._call_policy(observations, attempts, infos)
         else:
-            space = self._observation_space
-            single_actions = [
-                self._call_policy(take_rows(space, observations, [index]), [attempt], infos[index : index + 1])
-                for index, attempt in enumerate(attempts)
-            ]
+            space, single_actions = self._observation_space, []
+            for index, attempt in enumerate(attempts):
+                row = take_rows(space, observations, [index])
+                action = self._call_policy(row, [attempt], infos[index : index + 1])
+                single_actions.append(take_rows(self._action_space, action, [0]))  # a copy, like that of states
             actions = join_rows(self._action_space, single_actions)
         for attempt in attempts:
             attempt.begins = False
@@ -128,11 +127,14 @@ class PolicyCaller:
         return self._check_actions(to_numpy(actions), count + padding, count)
 
     def _store_states(self, returned: Any, attempts: Sequence[Attempt]) -> Any:
-        """Store the states that a recurrent policy returned, and return its actions."""
+        """Store copies of the states that a recurrent policy returned, and return its actions.
+
+        The policy may return the same arrays at each call, for other rows.
+        """
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise TypeError(f"a policy with a parameter `state` must return (actions, state), got {type(returned).__name__}")
         for position, attempt in enumerate(attempts):
-            self._states[attempt.row] = map_leaves(operator.itemgetter(position), returned[1])
+            self._states[attempt.row] = map_leaves(partial(_copy_row, position), returned[1])
         return returned[0]
 
     def _check_actions(self, actions: Any, expected: int, count: int) -> Any:
@@ -259,6 +261,12 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
         parts = [map_leaves(function, *each) for each in zip(tree, *others, strict=True)]
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
     return function(tree, *others)
+
+
+def _copy_row(position: int, leaf: Any) -> Any:
+    """Return a copy of a row of an array."""
+    row = leaf[position]
+    return row.clone() if hasattr(row, "clone") else row.copy() if isinstance(row, np.ndarray) else row
 
 
 def _stack(*leaves: Any) -> Any:

@@ -16,6 +16,7 @@ import gymnasium
 
 from vecenv.errors import NotRestorable, SnapshotMismatch
 from vecenv.state.capture import find_layers
+from vecenv.state.codecs import name_of
 from vecenv.state.describe import describe, describe_space, differ, is_importable
 from vecenv.system.signals import call_with_fallback
 
@@ -91,7 +92,8 @@ class Row:
         used: True if the environment has been reset before.
         upcoming: Seed and options of the next episode that autoreset begins, if they were set.
         observation: The row's last observation.
-        beside: Data about the row from a vector environment that uses the engine.
+        beside: Data about the row from vector environments and their wrappers, each in its own entry of a dict; a tuple from
+            ``MultiAgentVecEnv``, around which there are no such wrappers.
     """
 
     kind: Kind
@@ -287,7 +289,8 @@ def _iter_arguments(layers: Sequence[Any], spec: Any) -> Iterator[tuple[str, str
             if isinstance(recorded, dict):
                 names = sorted(recorded.keys() - _NOT_COMPARED)
                 yield from ((f"{layer_name}.{name}", describe(recorded[name])) for name in names)
-        if not is_importable(type(layer)):  # no package version identifies its code
+        # no package version identifies its code; the main program's classes are importable only there, so never compared
+        if not (is_importable(type(layer)) or name_of(type(layer)).startswith("__main__.")):
             yield f"class {layer_name}", describe(type(layer))
 
 

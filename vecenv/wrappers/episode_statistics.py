@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium.wrappers.vector
@@ -27,8 +27,8 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     Where an episode ended, ``infos["_episode"]`` is True, and ``infos["episode"]`` has its return ``"r"`` (float64), length
     ``"l"`` (int64) and time ``"t"`` (seconds, float64): arrays with one entry per row of the batch. Statistics cover
     ``step``, ``step_wait`` and ``recv``, every autoreset mode, and resets by a mask or of single environments. The
-    statistics of a running episode are saved and loaded with its environment. All other attributes are the vector
-    environment's own.
+    statistics of a running episode are saved and loaded, frozen and thawed with its environment. All other attributes are
+    the vector environment's own.
 
     Args:
         env: A vector environment of any engine that returns NumPy arrays.
@@ -58,34 +58,35 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     def reset(self, *, seed: Any = None, options: ResetOptions = None) -> tuple[Any, dict[str, Any]]:  # type: ignore[override]
         """Reset the vector environment; new episodes begin in the environments that were reset."""
         rows = self._selected_rows(options)
-        begins = True
+        begins, failure = True, self._latest_failure()
         try:
             return self.env.reset(seed=seed, options=options)  # type: ignore[arg-type]
         except BaseException as error:  # a failure in some rows; or the result is still pending, for `reset_wait`
-            begins = not _is_refusal(error)
+            begins = not _is_refusal(error) or self._latest_failure() is not failure
             raise
         finally:
             if begins:
-                self._resetting[:] = False
                 self._begin_episodes(rows)
+                self._begin_episodes(np.flatnonzero(self._resetting))  # dropped results of resets that were executed
 
     def reset_async(self, seed: Any = None, options: ResetOptions = None, *, env_id: Any = None) -> None:
         """Begin a reset of the vector environment."""
         rows = self._selected_rows(options) if env_id is None else parse_env_ids(env_id, self.num_envs)
         if env_id is None:
             self.env.reset_async(seed=seed, options=options)  # type: ignore[attr-defined]
-            self._resetting[:] = False
+            self._begin_episodes(np.flatnonzero(self._resetting))  # dropped results of resets that are executed
         else:
             self.env.reset_async(seed=seed, options=options, env_id=env_id)  # type: ignore[attr-defined]
         self._resetting[rows] = True
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Wait for the reset of the vector environment."""
-        begins = True
+        begins, failure = True, self._latest_failure()
         try:
             return self.env.reset_wait(timeout)  # type: ignore[attr-defined, no-any-return]
         except BaseException as error:
-            begins = not (_is_refusal(error) or isinstance(error, StepTimeout))
+            is_refusal = _is_refusal(error) and self._latest_failure() is failure
+            begins = not (is_refusal or isinstance(error, StepTimeout))
             raise
         finally:
             if begins:
@@ -94,6 +95,10 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     def _selected_rows(self, options: ResetOptions) -> npt.NDArray[np.intp]:
         mask, _ = split_reset_mask(options, self.num_envs)
         return np.arange(self.num_envs) if mask is None else np.flatnonzero(mask)
+
+    def _latest_failure(self) -> Any:
+        """Return the record of the latest failure of an environment: its exception may look like a refusal."""
+        return next(reversed(getattr(self.env, "errors", ())), None)
 
     def _begin_episodes(self, rows: npt.NDArray[np.intp] | list[int]) -> None:
         """Reset the statistics of rows in which new episodes begin."""
@@ -144,6 +149,21 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
             queue.extend(numbers)
         return observations
 
+    def freeze(self, env_id: Any = None) -> list[Any]:
+        """Copy the processes of environments; each copy includes the statistics of the running episode."""
+        copies: list[Any] = self.env.freeze(env_id)  # type: ignore[attr-defined]
+        statistics = self._running_statistics(parse_rows(env_id, self.num_envs))
+        for frozen, row_statistics in zip(copies, statistics, strict=True):
+            frozen.beside = {**(frozen.beside or {}), self._key: row_statistics}
+        return copies
+
+    def thaw(self, frozen: Any, into: Any, *, reseed: bool = False) -> tuple[Any, dict[str, Any]]:
+        """Continue environments from a frozen one, with its statistics; without any, they begin at zero with a warning."""
+        result: tuple[Any, dict[str, Any]] = self.env.thaw(frozen, into, reseed=reseed)  # type: ignore[attr-defined]
+        rows = parse_rows(into, self.num_envs)
+        self._restore_statistics(rows, [None] * len(rows), [(frozen.beside or {}).get(self._key)] * len(rows))
+        return result
+
     def _queues(self) -> tuple[deque[Any], deque[Any], deque[Any]]:
         return self.return_queue, self.length_queue, self.time_queue
 
@@ -154,16 +174,19 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         episode_returns, lengths, over, resetting = (np.asarray(column)[rows].tolist() for column in columns)
         return list(zip(episode_returns, lengths, seconds.tolist(), over, resetting, strict=True))
 
-    def _restore_statistics(self, rows: list[int], saved: list[Row], statistics: list[Any]) -> None:
-        """Restore statistics from :meth:`_running_statistics`. Rows with ``None`` begin at zero."""
+    def _restore_statistics(self, rows: list[int], saved: Sequence[Row | None], statistics: list[Any]) -> None:
+        """Restore statistics from :meth:`_running_statistics`. Rows with ``None`` begin at zero.
+
+        ``saved`` has ``None`` for rows that continue from a frozen copy.
+        """
         self._begin_episodes(rows)
         pairs = zip(saved, statistics, strict=True)
-        if any(found is None and saved_row.used and not saved_row.pending for saved_row, found in pairs):
-            warn("RecordEpisodeStatistics counts from here: the state was saved without it. Use save() and state_dict() of "
-                 "the wrapper, not of the vector environment inside")  # fmt: skip
+        if any(found is None and (row is None or (row.used and not row.pending)) for row, found in pairs):
+            warn("RecordEpisodeStatistics counts from here: the state was saved without it. Use save(), state_dict() and "
+                 "freeze() of the wrapper, not of the vector environment inside")  # fmt: skip
         for row, saved_row, row_statistics in zip(rows, saved, statistics, strict=True):
             if row_statistics is None:
-                self.prev_dones[row] = saved_row.pending
+                self.prev_dones[row] = saved_row is not None and saved_row.pending
             else:
                 self.episode_returns[row], self.episode_lengths[row], seconds = row_statistics[:3]
                 self.prev_dones[row], self._resetting[row] = row_statistics[3:]
@@ -223,7 +246,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """True if a call raised this before it changed anything."""
+    """True if a call raised this before it changed anything, unless an environment did."""
     if type(error) in (TypeError, ValueError):  # exactly these classes report wrong arguments
         return True
     return isinstance(error, (gymnasium.error.Error, BusyError, NotImplementedError))

@@ -30,6 +30,7 @@ from vecenv.system.signals import raise_if_from_handler
 T = TypeVar("T")
 
 _LATE_HOSTS_NAMED: Final = 4
+_SNAPSHOT_KEY: Final = "RayVectorEnv"
 
 
 class HeldEpisode(NamedTuple):
@@ -273,7 +274,8 @@ class HostsDriver(WorkerDriver):
         self._begin_call("save", rows, lambda part: ((), {"env_id": part.local, "verify": verify}))
         saved, held = self.exchange.finish_call(), self.exchange.held
         for row in held.keys() & set(rows):  # the next step returns this observation, so the current one is the last
-            saved[row] = saved[row].having(beside=HeldEpisode(self.exchange.store.row(row), held[row][1]))
+            beside = {_SNAPSHOT_KEY: HeldEpisode(self.exchange.store.row(row), held[row][1])}
+            saved[row] = saved[row].having(beside=beside)
         return Snapshots([saved[row] for row in rows])
 
     def snapshots(self) -> Sequence[Snapshot]:
@@ -316,9 +318,9 @@ class HostsDriver(WorkerDriver):
             raise
         self.exchange.forget(rows)
         for row, row_state in row_states.items():
-            observation, beside = row_state.observation, row_state.beside
-            if isinstance(beside, HeldEpisode):
-                self.exchange.held[row], observation = (observation, beside.info), beside.last_observation
+            observation = row_state.observation
+            if (held := (row_state.beside or {}).get(_SNAPSHOT_KEY)) is not None:
+                self.exchange.held[row], observation = (observation, held.info), held.last_observation
             if row_state.used:
                 self.exchange.store.set_row(row, observation)
         have_observations = all(row_state.used for row_state in row_states.values())

@@ -26,7 +26,7 @@ from vecenv.front.driver import LockstepDriver, Phase, RequestSummary, Stepped
 from vecenv.front.guard import exclusive
 from vecenv.front.infos import object_column, own_keys
 from vecenv.front.vector_env import VectorEnvBase
-from vecenv.system.signals import succeeds_when_repeated
+from vecenv.system.signals import raise_if_from_handler
 
 _LIBRARIES: Final[dict[str, Collection[str]]] = {
     # class -> its features
@@ -183,13 +183,11 @@ class _LibraryDriver(LockstepDriver):
         try:
             return self._to_gymnasium(future.result())
         except BaseException as error:
-            if future.done() and (error is future.exception() or self._is_malformed(future)):
+            if future.done():
+                if error is not future.exception():  # the library's results cannot be converted, or a signal handler raised
+                    raise_if_from_handler(error, lambda: self._to_gymnasium(future.result()))
                 self.result_error = error
             raise
-
-    def _is_malformed(self, future: Future[Any]) -> bool:
-        """True if the library's results cannot be converted, whatever signal handlers do."""
-        return future.exception() is None and not succeeds_when_repeated(lambda: self._to_gymnasium(future.result()))
 
     def _to_gymnasium(self, results: Any) -> Stepped:
         """Convert the library's results to Gymnasium's form."""

@@ -119,7 +119,7 @@ def test_editable_installation_has_the_compiled_file_if_there_is_a_compiler(
 def extract(sdist: Path, folder: Path) -> Path:
     """Extract a source distribution and return the folder of its sources."""
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder / "sdist", filter="data")
+        archive.extractall(folder / "sdist", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     (tree,) = (folder / "sdist").iterdir()
     return tree
 

@@ -34,6 +34,7 @@ from hypothesis import HealthCheck, settings
 from sampling import limit_long_cases, sample_marked
 
 SETTLE_SECONDS = 2.0
+MIN_SETTLE_ROUNDS = 20  # on a busy machine, few collections may fit into that time
 KINDS = ("processes", "descriptors", "threads", "shared_memory")
 _TEST_FAILED = pytest.StashKey[bool]()
 _LINUX = sys.platform == "linux"
@@ -360,10 +361,11 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     request.node.funcargs.clear()
     kinds = ("processes",) if request.node.stash.get(_TEST_FAILED, False) else KINDS
     deadline = time.monotonic() + SETTLE_SECONDS
-    pause = 0.005
+    pause, rounds = 0.005, 0
     while leftovers := _take_stock().new_since(before, kinds):
-        if time.monotonic() >= deadline:
+        if time.monotonic() >= deadline and rounds >= MIN_SETTLE_ROUNDS:
             break
+        rounds += 1
         if "descriptors" in leftovers or pause > 0.02:  # collecting is slow, and most leftovers disappear without it
             gc.collect()
         time.sleep(pause)

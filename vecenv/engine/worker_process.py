@@ -129,7 +129,7 @@ class WorkerProcess:
         sent_at: When its latest message that ``max_concurrency`` held back was sent, or when it had started as a replacement
             or rebuilt an environment, whichever was last; minus infinity if there was none of these.
         deadline: The ``time.monotonic()`` by which a replacement has to start or, with ``step_timeout``, to reply to its
-            oldest message if a rebuild is pending; 0.0: none. ``StateChanges.set_deadline`` sets it anew after each of these.
+            oldest message if a rebuild is pending; 0.0: none. ``StateChanges.set_deadline`` sets it anew after each.
         forked: True if it was forked, and so has the caller's own classes.
         shares_core: True if it is bound to the caller's core, and so runs only while the caller sleeps.
         token: The token that marks all processes that its environments start.

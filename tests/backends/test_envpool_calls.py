@@ -421,6 +421,20 @@ def test_xla_steps_inside_jit_until_reset(make: Make) -> None:
     envs.step(zeros(4))
 
 
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_xla_is_refused_while_a_call_is_pending(make: Make, batch_size: int | None) -> None:
+    envs = make(4, batch_size=batch_size)
+    envs.reset()
+    envs.send(zeros(2), [3, 1])
+    with pytest.raises(AlreadyPendingCallError, match="2 environments are in flight"):
+        envs.xla()
+    assert sorted(envs.recv()[4]["env_id"].tolist()) == [1, 3]
+    envs.step_async(zeros(4))
+    with pytest.raises(AlreadyPendingCallError, match="pending call to `step`"):
+        envs.xla()
+    envs.step_wait()
+
+
 def test_time_limit_truncates_without_terminating() -> None:
     with closing(EnvPoolVectorEnv("Pendulum-v1", 2, max_episode_steps=5)) as envs:
         envs.reset(seed=1)

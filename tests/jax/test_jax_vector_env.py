@@ -419,7 +419,7 @@ JAX_ONLY_CALLS: dict[str, Callable[[Any], Any]] = {
 def test_jax_only_calls_during_a_pending_step_raise_and_change_nothing(make: Any, begin: str) -> None:
     one, other = make(render_mode="rgb_array"), make()
     getattr(one, begin)(PUSH)
-    text = "while waiting for a pending call to `step`" if begin == "step_async" else "for envs 0-4, still"
+    text = "while waiting for a pending call to `step`" if begin == "step_async" else "while 5 environments are in flight"
     for name, call in JAX_ONLY_CALLS.items():
         with pytest.raises(AlreadyPendingCallError, match=f"Calling `{name}` {text}"):
             call(one)

@@ -298,7 +298,9 @@ class Driver:
         """
         request = self.pending_request
         if request.rows and request.for_recv:
-            raise still_in_flight_error(method, range(request.rows))
+            raise AlreadyPendingCallError(
+                f"Calling `{method}` while {request.rows} environments are in flight: call `recv` first.", "send"
+            )
         if request.rows:
             raise pending_call_error(method, request.phase)
 

@@ -496,10 +496,14 @@ def test_reset_after_an_error_of_an_environment_recovers() -> None:
 
 
 @pytest.mark.long
-def test_reset_after_an_error_that_was_raised_while_the_program_went_on_recovers(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("recovers_by", ["reset", "load"])
+def test_error_that_was_raised_while_the_program_went_on_ends_with_reset_or_load(
+    caplog: pytest.LogCaptureFixture, recovers_by: str
+) -> None:
     caplog.set_level(logging.CRITICAL, "jax._src.callback")  # a log record would register a thread of JAX's pool
     envs = JaxVectorEnv(RaisingCounter(), 2, to="jax")
     envs.reset(seed=0)
+    saved = envs.save()
     envs.step(jnp.zeros((2, 1)))  # compiles the step
     slow: Any = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, y: jnp.tanh(y @ y), x)[:2, :1])
     slow(jnp.ones((400, 400))).block_until_ready()
@@ -512,7 +516,8 @@ def test_reset_after_an_error_that_was_raised_while_the_program_went_on_recovers
 
     with pytest.raises((RuntimeError, ValueError), match=r"beyond|Error dispatching"):
         step_twice()
-    assert np.asarray(envs.reset(seed=0)[0]["step"]).tolist() == [0, 0]
+    observations = envs.load(saved) if recovers_by == "load" else envs.reset(seed=0)[0]
+    assert np.asarray(observations["step"]).tolist() == [0, 0]
     assert np.asarray(envs.step(jnp.zeros((2, 1)))[0]["step"]).tolist() == [1, 1]
 
 

@@ -481,6 +481,8 @@ class JaxDriver(LockstepDriver):
 
     def load(self, snapshots: Any, rows: Sequence[int]) -> Any:
         """Load saved rows and return their observations, in the array type of ``to``."""
+        if len(rows) == self.num_envs:
+            self._drop_failed_state()
         state, missing = self.newest, self.latest.missing
         if state is None:
             state, missing = self.functional.begin(seed_keys(entropy_seeds(self.num_envs))), frozenset(range(self.num_envs))

@@ -30,6 +30,7 @@ from vecenv.front.capabilities import capabilities_of
 from vecenv.front.driver import drop_pending_and_retry
 from vecenv.link.observations import flatten
 from vecenv.shm.layout import Tree, fixed_tree
+from vecenv.system.signals import raised_by_handler, watched_handlers
 
 Array: TypeAlias = npt.NDArray[Any]
 ArraySpec: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype
@@ -311,8 +312,8 @@ class Requests:
             reset = functools.partial(self.envs.reset, seed=seeds, options=options)
             return drop_pending_and_retry(self.envs, reset)  # type: ignore[no-any-return]
         self.drain()
+        self._pending = self.envs.reset_wait  # first, so that an exception between the two loses nothing
         self.envs.reset_async(seed=seeds, options=options)
-        self._pending = self.envs.reset_wait
         return self._wait()  # type: ignore[no-any-return]
 
     def begin(self, actions: Any, rows: Rows | None = None, row_actions: Any = None) -> None:
@@ -325,11 +326,11 @@ class Requests:
             return
         self._require_in_sync()
         if rows is not None and self._is_partial:
-            self.envs.send(row_actions, rows)
             self._pending = functools.partial(self.envs.recv, count=len(rows))
+            self.envs.send(row_actions, rows)
         else:
-            self.envs.step_async(actions)
             self._pending = self.envs.step_wait
+            self.envs.step_async(actions)
 
     def finish(self) -> tuple[Rows, Stepped]:
         """Wait for the step that :meth:`begin` began; return its rows (all, if the env cannot step some) and its results."""
@@ -343,17 +344,19 @@ class Requests:
     def drain(self) -> None:
         """Wait for a pending reply and discard it."""
         self._require_in_sync()
-        if self._pending is None or not self._is_async:
-            self._pending = None
-            return
-        try:
-            self._wait()
-        except multiprocessing.TimeoutError:
-            raise
-        except Exception:  # this result is not needed; if the failure persists, the next reset raises
-            return
+        if self._pending is not None and self._is_async:
+            with watched_handlers():
+                try:
+                    self._wait()
+                except multiprocessing.TimeoutError:
+                    raise
+                except Exception as error:  # this result is not needed; if the failure persists, the next reset raises
+                    if raised_by_handler(error):
+                        raise
+        self._pending = None
 
     def _wait(self) -> Any:
+        """Wait for the reply. After an exception, :meth:`drain` waits for it, if it is still pending."""
         assert self._pending is not None
         try:
             results = self._pending(timeout=self.timeout) if self._is_async else self._pending()
@@ -362,9 +365,6 @@ class Requests:
                 self._interruption = error  # Gymnasium would return the late reply from the next call
             elif isinstance(error, StepTimeout) and error.envs:
                 error.add_note("With a bridge: call bridge.envs.abandon(error.envs), then bridge.reset(key).")
-            raise
-        except BaseException:
-            self._pending = None
             raise
         self._pending = None
         return results

@@ -268,7 +268,8 @@ class Requests:
 
     If an env has ``step_async`` and ``step_wait``, it steps while the program computes, and a wait can time out. For other
     envs, and for wrappers, only ``reset`` and ``step`` are used, and a step runs when its result is fetched. An env with
-    ``first_ready`` can step some rows; in other envs, ended rows are reset and stepped too, and their results are ignored.
+    ``first_ready`` and ``reset_mask`` can step some rows; in other envs, ended rows are reset and stepped too, and their
+    results are ignored.
 
     Args:
         envs: The vector env.
@@ -295,7 +296,9 @@ class Requests:
         assert not isinstance(timeout, str)
         self.timeout = timeout
         self._is_async = hasattr(envs, "step_async") and not isinstance(envs, VectorWrapper)
-        self._can_step_some = self._is_async and capabilities is not None and capabilities.first_ready
+        # EnvPool's batches have a fixed size; then it has no `reset_mask` either
+        can_step_some = capabilities is not None and capabilities.first_ready and capabilities.reset_mask
+        self._can_step_some = self._is_async and can_step_some
         inner = capabilities_of(envs.unwrapped)
         self.masked_seeds = inner is None or inner.masked_seeds
         self._all_rows = np.arange(envs.num_envs)

@@ -26,7 +26,7 @@ from jax_envs import Counter, FakeGymnaxEnv, FakeJumanjiEnv, GymEnv, Switch, mak
 from signals import Alarm, signal_handler
 
 import vecenv
-from vecenv.backends import JaxVectorEnv
+from vecenv.backends import JaxVectorEnv, jax_native
 from vecenv.errors import ForkedError, SnapshotMismatch, StaleStateError, StepTimeout
 from vecenv.jax import FunctionalVectorEnv, adapt, available_envs
 from vecenv.jax.interop import seed_keys
@@ -721,6 +721,23 @@ def test_interrupted_load_raises_and_can_be_repeated(closes: Any) -> None:
         envs.load(snapshots)
     envs.load(snapshots)
     assert np.array_equal(envs.step(actions)[0], expected)
+
+
+def test_reset_is_needed_after_an_interrupted_step_chunk(closes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    envs, actions = closes(JaxVectorEnv(FunctionalVectorEnv(Walk(), 2))), np.full((3, 2, 1), 0.5, np.float32)
+    observations, _ = envs.reset(seed=3)
+    monkeypatch.setattr(jax_native, "to_numpy", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        envs.step_chunk(actions)
+    monkeypatch.undo()
+    for call in (lambda: envs.step_chunk(actions), lambda: envs.step(actions[0])):
+        with pytest.raises(ResetNeeded):
+            call()
+    np.testing.assert_array_equal(envs.reset(seed=3)[0], observations)
+    envs.step_chunk(actions)
 
 
 @pytest.mark.parametrize("call", ["step", "step_chunk"])

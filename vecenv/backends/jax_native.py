@@ -357,17 +357,20 @@ class JaxDriver(LockstepDriver):
             self._jitted_chunk = jax.jit(self._scan_steps, donate_argnums=0)
         with self._donate_state() as state:
             actions = jax.tree.map(jnp.asarray, self._copy_actions(actions))
-            self.newest, outputs = self._jitted_chunk(state.inner, state.replace(inner=None), actions)
+            newest, outputs = self._jitted_chunk(state.inner, state.replace(inner=None), actions)
+            stepped = self._chunk_results(outputs)
+            self.newest = newest  # last, because an interruption above loses the results, and makes a reset necessary
+        return outputs.reward.shape[0], stepped
+
+    def _chunk_results(self, outputs: EnvState) -> Stepped:
         infos = {**outputs.info, "next_obs": outputs.next_obs, "valid": outputs.valid}
         stepped: Any = (outputs.obs, outputs.reward, outputs.terminated, outputs.truncated, infos)
         if self._to == "numpy":
             terminated, truncated, infos = jax.tree.map(np.array, stepped[2:])
             convert = partial(to_numpy, self.functional.observation_space)
             infos["next_obs"] = convert(outputs.next_obs)
-            stepped = convert(outputs.obs), np.array(outputs.reward, np.float64), terminated, truncated, infos
-        elif self._to == "torch":
-            stepped = to_torch(stepped)
-        return outputs.reward.shape[0], stepped
+            return convert(outputs.obs), np.array(outputs.reward, np.float64), terminated, truncated, infos
+        return stepped if self._to == "jax" else to_torch(stepped)  # type: ignore[no-any-return]
 
     def _scan_steps(self, inner: Any, rest: EnvState, actions: Any) -> tuple[EnvState, EnvState]:
         def step(state: EnvState, action: Any) -> tuple[EnvState, EnvState]:

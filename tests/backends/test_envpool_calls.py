@@ -187,6 +187,13 @@ def test_recv_of_an_impossible_count_raises(make: Make) -> None:
     assert len(full.recv(count=5)[1]) == 5
 
 
+def test_recv_with_an_infinite_wait_returns_all_rows_that_whole_batches_contain(make: Make) -> None:
+    envs = make(6, batch_size=3)
+    envs.reset()
+    envs.send(zeros(4), [0, 1, 2, 3])
+    assert len(envs.recv(count=4, at_least=1, within=float("inf"))[1]) == 3
+
+
 def test_recv_after_a_timeout_returns_the_late_rows(make: Make) -> None:
     envs, reference = make(4, batch_size=1), make(4)
     envs.reset()

@@ -723,6 +723,17 @@ def test_interrupted_load_raises_and_can_be_repeated(closes: Any) -> None:
     assert np.array_equal(envs.step(actions)[0], expected)
 
 
+def test_changes_of_a_returned_dict_do_not_change_the_environments(make: Any) -> None:
+    envs, reference = make(to="jax"), make(to="jax")
+    for instance in (envs, reference):
+        observations = instance.step(PUSH)[0]
+        if instance is envs:
+            del observations["position"]
+    mask = np.arange(envs.num_envs) == 1
+    expected = reference.reset(options={"reset_mask": mask})[0]
+    assert_identical(envs.reset(options={"reset_mask": mask})[0], expected)
+
+
 def test_reset_is_needed_after_an_interrupted_step_chunk(closes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt

@@ -444,7 +444,8 @@ class JaxDriver(LockstepDriver):
         state = self.require_state()
         if self._to != "numpy":
             infos_by_key = self._infos(state, state.done) if infos else {}
-            stepped: Any = (state.obs, state.reward, state.terminated, state.truncated, infos_by_key)
+            observations = jax.tree.map(lambda leaf: leaf, state.obs)  # in dicts that belong to the caller
+            stepped: Any = (observations, state.reward, state.terminated, state.truncated, infos_by_key)
             return stepped if self._to == "jax" else to_torch(stepped)  # type: ignore[no-any-return]
         began = time.perf_counter()
         terminated = np.array(state.terminated)  # the first access waits for the whole program

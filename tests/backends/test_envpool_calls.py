@@ -187,6 +187,13 @@ def test_recv_of_an_impossible_count_raises(make: Make) -> None:
     assert len(full.recv(count=5)[1]) == 5
 
 
+def test_recv_with_an_infinite_wait_returns_all_rows_that_whole_batches_contain(make: Make) -> None:
+    envs = make(6, batch_size=3)
+    envs.reset()
+    envs.send(zeros(4), [0, 1, 2, 3])
+    assert len(envs.recv(count=4, at_least=1, within=float("inf"))[1]) == 3
+
+
 def test_recv_after_a_timeout_returns_the_late_rows(make: Make) -> None:
     envs, reference = make(4, batch_size=1), make(4)
     envs.reset()
@@ -419,6 +426,20 @@ def test_xla_steps_inside_jit_until_reset(make: Make) -> None:
             call()
     assert envs.reset()[0].shape == (4, 4)
     envs.step(zeros(4))
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_xla_is_refused_while_a_call_is_pending(make: Make, batch_size: int | None) -> None:
+    envs = make(4, batch_size=batch_size)
+    envs.reset()
+    envs.send(zeros(2), [3, 1])
+    with pytest.raises(AlreadyPendingCallError, match="2 environments are in flight"):
+        envs.xla()
+    assert sorted(envs.recv()[4]["env_id"].tolist()) == [1, 3]
+    envs.step_async(zeros(4))
+    with pytest.raises(AlreadyPendingCallError, match="pending call to `step`"):
+        envs.xla()
+    envs.step_wait()
 
 
 def test_time_limit_truncates_without_terminating() -> None:

@@ -22,6 +22,7 @@ from gymnasium import spaces
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
+from signals import Alarm, signal_handler
 
 import vecenv
 from vecenv.backends import NativeVectorEnv, native
@@ -414,6 +415,28 @@ def test_interrupted_wait_leaves_the_result_pending(make_counting: Any) -> None:
     timer.join()
     envs.library.gate.set()
     assert envs.step_wait()[0]["count"].tolist() == [[1, 1]] * 3
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Alarm])
+@pytest.mark.parametrize("method", ["reset", "step"])
+def test_call_of_the_library_is_never_repeated_after_an_interruption(make_counting: Any, method: str, error: Any) -> None:
+    envs = make_counting()
+    envs.reset()
+    original = getattr(envs.library, method)
+
+    def interrupt(*args: Any, **options: Any) -> Any:
+        original(*args, **options)
+        signal.raise_signal(signal.SIGUSR2)
+
+    setattr(envs.library, method, interrupt)
+    with signal_handler(signal.SIGUSR2, error), pytest.raises(error):
+        envs.reset() if method == "reset" else envs.step([0, 0, 0])
+    setattr(envs.library, method, original)
+    for call in (getattr(envs, f"{method}_wait"), lambda: envs.step([0, 0, 0])):
+        with pytest.raises(ResetNeeded, match="its result is lost"):
+            call()
+    envs.reset()
+    assert envs.step([0, 0, 0])[0]["count"].tolist() == [[1, 1]] * 3
 
 
 # --- threads, close, render -----------------------------------------------------------------------------------------

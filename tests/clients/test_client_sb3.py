@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from client_envs import NoOpWrapper, assert_equal, make_cartpole, make_full_env_fns
 from dying_agents import DyingAgents, make_agent_rows
+from gymnasium.error import AlreadyPendingCallError
 
 sb3 = pytest.importorskip("stable_baselines3", reason="needs Stable-Baselines3: pip install 'vecenv[clients]'")
 
@@ -212,6 +214,43 @@ def test_pending_step_is_dropped_by_reset() -> None:
     theirs.step(np.zeros(2, int))
     assert_equal(ours.reset(), theirs.reset())
     ours.close()
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_step_wait_can_be_repeated_after_an_interrupted_reset(sent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    env_fns = [functools.partial(make_cartpole, 2), make_cartpole]
+    ours, theirs = (make_venv(env_fns, autoreset_mode="NextStep") for _ in range(2))
+    envs = ours.vector_env
+
+    def interrupt(*, options: Any, **_: Any) -> None:
+        if sent:
+            envs.reset_async(options=options)
+        raise KeyboardInterrupt
+
+    for venv in (ours, theirs):
+        venv.seed(0)
+        venv.reset()
+        venv.step(np.zeros(2, int))
+    monkeypatch.setattr(envs, "reset", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ours.step(np.zeros(2, int))
+    with pytest.raises(AlreadyPendingCallError, match="pending call to `step`"):
+        ours.step(np.zeros(2, int))
+    monkeypatch.undo()
+    (observations, *results), (expected_observations, *expected_results) = ours.step_wait(), theirs.step(np.zeros(2, int))
+    assert_equal(results, expected_results)
+    assert results[1].tolist() == [True, False]
+    np.testing.assert_array_equal(observations[sent:], expected_observations[sent:])  # if sent, it was reset a second time
+    np.testing.assert_array_less(np.abs(observations[0]), 0.05)
+    monkeypatch.setattr(envs, "reset", interrupt)
+    for _ in range(2):
+        with contextlib.suppress(KeyboardInterrupt):
+            ours.step(np.zeros(2, int))
+    monkeypatch.undo()
+    ours.reset()
+    assert ours.step(np.zeros(2, int))[1].tolist() == [1.0, 1.0]
     ours.close()
     theirs.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -13,10 +14,12 @@ import numpy as np
 import pytest
 from envs import open_engine
 from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import VectorWrapper
 from walks import SEED, Walk, choose_actions, expected_results, make_walk_fns, summarize
 
 import vecenv
+from vecenv.backends import EnvPoolVectorEnv
 from vecenv.errors import WorkerDied
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
@@ -118,6 +121,23 @@ def test_failure_behind_a_wrapper_raises_despite_restarts(num_envs: int, env_fn:
         # the earlier failure is not raised again
         assert len(vecenv.evaluate(VectorWrapper(envs), choose_actions, 4, seed=SEED)) == 4
         assert np.all(np.isfinite(vecenv.evaluate(VectorWrapper(envs), choose_actions, 4, seed=SEED).returns))
+
+
+def test_evaluate_with_environments_in_flight_is_refused_by_every_engine() -> None:
+    pytest.importorskip("envpool")
+    with open_engine([Walk] * 2, num_workers=0) as envs:
+        envs.reset(seed=SEED)
+        envs.send(envs.action_space.sample())
+        for wrapped in (envs, VectorWrapper(envs)):
+            with pytest.raises(AlreadyPendingCallError, match="Calling `evaluate` with envs 0-1 in flight"):
+                vecenv.evaluate(wrapped, choose_actions, 2, seed=SEED)
+        assert sorted(envs.recv()[4]["env_id"].tolist()) == [0, 1]
+    with contextlib.closing(EnvPoolVectorEnv("CartPole-v1", 4, batch_size=2)) as pool:
+        pool.reset()
+        pool.send(np.zeros(2, np.int64), [0, 1])
+        with pytest.raises(AlreadyPendingCallError, match="Calling `evaluate` with environments in flight"):
+            vecenv.evaluate(pool, lambda observations: np.zeros(len(observations), np.int64), 2, seed=SEED)
+        assert sorted(pool.recv()[4]["env_id"].tolist()) == [0, 1]
 
 
 class TextWalk(Walk):

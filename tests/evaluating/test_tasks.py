@@ -361,17 +361,44 @@ def test_evaluate_with_a_folder_locked_by_another_process_raises(tmp_path: Path)
     program = textwrap.dedent(f"""
         import sys, fcntl, os
         file = os.open({str(tmp_path / "episodes.jsonl")!r}, os.O_RDWR | os.O_CREAT)
-        fcntl.lockf(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX)
         print("locked", flush=True)
         sys.stdin.read()
     """)
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"locked\n"
-        match = "another process writes its results there"
+        match = "another evaluation writes its results there"
         with open_engine([Walk], num_workers=0) as envs, pytest.raises(ValueError, match=match):
             vecenv.evaluate(envs, choose_actions, 2, folder=tmp_path)
         other.communicate()
+
+
+def test_evaluate_with_a_folder_in_use_by_the_same_process_raises(tmp_path: Path) -> None:
+    children = []
+
+    def choose_and_evaluate(observations: Any, rngs: Any) -> Any:
+        (tmp_path / "episodes.jsonl").read_bytes()
+        with pytest.raises(ValueError, match="another evaluation writes its results there"):
+            vecenv.evaluate(other, choose_actions, 2, seed=SEED, folder=tmp_path)
+        if not children:
+            children.append(start_sleeping_fork())
+        return choose_actions(observations, rngs)
+
+    with open_engine([Walk], num_workers=0) as envs, open_engine([Walk], num_workers=0) as other:
+        results = vecenv.evaluate(envs, choose_and_evaluate, 2, seed=SEED, folder=tmp_path)
+        again = vecenv.evaluate(other, choose_actions, 2, seed=SEED, folder=tmp_path)  # a forked child does not matter
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert [result.length for result in results] == [result.length for result in again]
+
+
+def start_sleeping_fork() -> int:
+    if (child := os.fork()) == 0:
+        time.sleep(60)
+        os._exit(0)
+    return child
 
 
 EVALUATION_PROGRAM = """

@@ -28,6 +28,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from jax.random import key as new_key
 from jax_envs import Counter
+from signals import Alarm, signal_handler
 
 import vecenv
 import vecenv.jax as vj
@@ -237,6 +238,32 @@ def test_ctrl_c_during_run_raises_keyboard_interrupt(inputs_ready: bool) -> None
         timer.join()
         state = env.step(env.reset(new_key(0)), action)  # waits for the pending result
         assert state.steps.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("call", "method"),
+    [("step", "step_async"), ("step", "step_wait"), ("reset", "reset_async"), ("reset after send", "step_wait")],
+)
+def test_time_limit_at_any_moment_is_raised_and_ends_with_a_reset(call: str, method: str) -> None:
+    signals = [signal.SIGUSR2]
+    with vj.bridge(make_async(make_fns(2))) as env, signal_handler(signal.SIGUSR2, Alarm):
+        original, action, state = getattr(env.envs, method), jnp.zeros(2, jnp.int32), env.reset(new_key(0))
+
+        def interrupt(*arguments: Any, **options: Any) -> Any:
+            if signals and method.endswith("wait"):
+                signal.raise_signal(signals.pop())
+            result = original(*arguments, **options)
+            if signals:
+                signal.raise_signal(signals.pop())
+            return result
+
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(env.envs, method, interrupt)
+            if call == "reset after send":
+                env.send(state, action)
+            with pytest.raises(Alarm):
+                env.step(state, action) if call == "step" else env.reset(new_key(0))
+        assert env.step(env.reset(new_key(0)), action).steps.tolist() == [1, 1]
 
 
 def test_run_raises_other_exceptions_unchanged(log_bridge: vj.Bridge) -> None:

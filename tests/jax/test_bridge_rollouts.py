@@ -301,6 +301,18 @@ def test_trajectories_of_every_space_equal_a_plain_loop(name: str, engine: str) 
             assert assert_equals_loop(run_actions(env, actions), fns, AutoresetMode.SAME_STEP, actions) >= ROWS
 
 
+def test_bridge_over_small_batches_of_envpool_names_the_batch_size_when_an_episode_has_ended() -> None:
+    pytest.importorskip("envpool", reason="needs EnvPool: pip install 'vecenv[envpool]'")
+    envs = vecenv.backends.EnvPoolVectorEnv("CartPole-v1", 4, batch_size=2, seed=0, autoreset_mode="Disabled")
+    with vj.bridge(envs) as env:
+        state, actions = env.reset(jax.random.key(0)), jnp.zeros(4, jnp.int32)
+        while not state.done.any():
+            state = env.step(state, actions)
+        assert not state.done.all()
+        with pytest.raises(NotImplementedError, match="with this batch_size"):
+            env.step(state, actions)
+
+
 @pytest.mark.long
 def test_bridge_over_envpool_marks_valid_rows_and_resets_masked_rows() -> None:
     pytest.importorskip("envpool", reason="needs EnvPool: pip install 'vecenv[envpool]'")

@@ -26,7 +26,7 @@ from jax_envs import Counter, FakeGymnaxEnv, FakeJumanjiEnv, GymEnv, Switch, mak
 from signals import Alarm, signal_handler
 
 import vecenv
-from vecenv.backends import JaxVectorEnv
+from vecenv.backends import JaxVectorEnv, jax_native
 from vecenv.errors import ForkedError, SnapshotMismatch, StaleStateError, StepTimeout
 from vecenv.jax import FunctionalVectorEnv, adapt, available_envs
 from vecenv.jax.interop import seed_keys
@@ -419,7 +419,7 @@ JAX_ONLY_CALLS: dict[str, Callable[[Any], Any]] = {
 def test_jax_only_calls_during_a_pending_step_raise_and_change_nothing(make: Any, begin: str) -> None:
     one, other = make(render_mode="rgb_array"), make()
     getattr(one, begin)(PUSH)
-    text = "while waiting for a pending call to `step`" if begin == "step_async" else "for envs 0-4, still"
+    text = "while waiting for a pending call to `step`" if begin == "step_async" else "while 5 environments are in flight"
     for name, call in JAX_ONLY_CALLS.items():
         with pytest.raises(AlreadyPendingCallError, match=f"Calling `{name}` {text}"):
             call(one)
@@ -496,10 +496,14 @@ def test_reset_after_an_error_of_an_environment_recovers() -> None:
 
 
 @pytest.mark.long
-def test_reset_after_an_error_that_was_raised_while_the_program_went_on_recovers(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("recovers_by", ["reset", "load"])
+def test_error_that_was_raised_while_the_program_went_on_ends_with_reset_or_load(
+    caplog: pytest.LogCaptureFixture, recovers_by: str
+) -> None:
     caplog.set_level(logging.CRITICAL, "jax._src.callback")  # a log record would register a thread of JAX's pool
     envs = JaxVectorEnv(RaisingCounter(), 2, to="jax")
     envs.reset(seed=0)
+    saved = envs.save()
     envs.step(jnp.zeros((2, 1)))  # compiles the step
     slow: Any = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, y: jnp.tanh(y @ y), x)[:2, :1])
     slow(jnp.ones((400, 400))).block_until_ready()
@@ -512,7 +516,8 @@ def test_reset_after_an_error_that_was_raised_while_the_program_went_on_recovers
 
     with pytest.raises((RuntimeError, ValueError), match=r"beyond|Error dispatching"):
         step_twice()
-    assert np.asarray(envs.reset(seed=0)[0]["step"]).tolist() == [0, 0]
+    observations = envs.load(saved) if recovers_by == "load" else envs.reset(seed=0)[0]
+    assert np.asarray(observations["step"]).tolist() == [0, 0]
     assert np.asarray(envs.step(jnp.zeros((2, 1)))[0]["step"]).tolist() == [1, 1]
 
 
@@ -716,6 +721,34 @@ def test_interrupted_load_raises_and_can_be_repeated(closes: Any) -> None:
         envs.load(snapshots)
     envs.load(snapshots)
     assert np.array_equal(envs.step(actions)[0], expected)
+
+
+def test_changes_of_a_returned_dict_do_not_change_the_environments(make: Any) -> None:
+    envs, reference = make(to="jax"), make(to="jax")
+    for instance in (envs, reference):
+        observations = instance.step(PUSH)[0]
+        if instance is envs:
+            del observations["position"]
+    mask = np.arange(envs.num_envs) == 1
+    expected = reference.reset(options={"reset_mask": mask})[0]
+    assert_identical(envs.reset(options={"reset_mask": mask})[0], expected)
+
+
+def test_reset_is_needed_after_an_interrupted_step_chunk(closes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    envs, actions = closes(JaxVectorEnv(FunctionalVectorEnv(Walk(), 2))), np.full((3, 2, 1), 0.5, np.float32)
+    observations, _ = envs.reset(seed=3)
+    monkeypatch.setattr(jax_native, "to_numpy", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        envs.step_chunk(actions)
+    monkeypatch.undo()
+    for call in (lambda: envs.step_chunk(actions), lambda: envs.step(actions[0])):
+        with pytest.raises(ResetNeeded):
+            call()
+    np.testing.assert_array_equal(envs.reset(seed=3)[0], observations)
+    envs.step_chunk(actions)
 
 
 @pytest.mark.parametrize("call", ["step", "step_chunk"])

@@ -97,16 +97,21 @@ def test_time_limit_while_statistics_are_published_is_raised(
     assert_no_time_limit_is_lost(published, publish)
 
 
-def test_statistics_are_published_after_an_interrupted_publish_stats(
+def test_interrupted_publish_stats_can_be_repeated_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closes: Any
 ) -> None:
+    def rename_and_interrupt(path: Path, target: Path) -> None:
+        os.rename(path, target)
+        signal.raise_signal(signal.SIGUSR2)
+
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     envs = closes(vecenv.make_vec("CartPole-v1", 2, num_workers=1))
-    envs.publish_stats()
     with monkeypatch.context() as patches:
-        patches.setattr(published.StatsFile, "close", lambda _: signal.raise_signal(signal.SIGUSR2))
+        patches.setattr(Path, "rename", rename_and_interrupt)
         with signal_handler(signal.SIGUSR2, Alarm), pytest.raises(Alarm):
             envs.publish_stats()
     envs.publish_stats("again")
     assert json.loads(envs._stats_file._path.read_text())["name"] == "again"
     assert envs._stats_file in envs._driver.observers
+    envs.close()
+    assert list(tmp_path.joinpath("vecenv").iterdir()) == []

@@ -138,6 +138,12 @@ def test_environments_with_a_step_of_old_gym_are_refused(check: Any) -> None:
         check(OldStepEnv)
 
 
+@pytest.mark.parametrize("steps", [0, -1])
+def test_check_without_steps_is_refused(steps: int) -> None:
+    with pytest.raises(ValueError, match="`steps` must be a positive int"):
+        assert_isolated(PythonGlobalEnv, steps=steps)
+
+
 def test_generators_are_restored_if_an_environment_cannot_be_built() -> None:
     def raise_runtime_error() -> Any:
         random.seed(1)

@@ -43,6 +43,7 @@ from vecenv.evaluating.episodes import EpisodeList, EpisodeResult
 from vecenv.evaluating.policies import map_leaves
 from vecenv.front.arguments import MaskOnlyOptions
 from vecenv.front.by_row import infos_by_row
+from vecenv.front.driver import Phase, pending_call_error
 from vecenv.system.reporting import warn
 
 __all__ = ["SB3VecEnv", "as_sb3", "evaluate_sb3"]
@@ -89,6 +90,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
                 "are never used: pass autoreset_mode='SameStep'"
             )
         self._actions: Any = None
+        self._stepped: Any = None  # a step's results, until its ended environments have been reset
         self._begin_step: Any = getattr(envs, "step_async", None)  # absent from vector wrappers and compiled environments
         self._by_row = infos_by_row(envs)
         self._rows_are_agents = agents_per_env(envs) > 1
@@ -106,6 +108,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         if len(options) == self.num_envs and _are_equal(options):
             options = options[0] or None
         observations, self.reset_infos = reset_all(self._by_row, self._seeds, options)
+        self._stepped = None
         self._reset_seeds()
         self._reset_options()
         return observations
@@ -124,6 +127,8 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         Args:
             actions: ``actions[i]`` belongs to environment i, as always in SB3; a dict holds a batch per key.
         """
+        if self._stepped is not None:
+            raise pending_call_error("step_async", Phase.WAITING_STEP)
         if self._structured and not isinstance(actions, Mapping):
             actions = self._join_actions(actions)
         if self._begin_step is None:
@@ -139,9 +144,10 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         return concatenate(self.action_space, list(actions), empty)
 
     def step_wait(self) -> tuple[Any, npt.NDArray[np.float32], npt.NDArray[np.bool_], list[dict[str, Any]]]:
-        """Finish the step and return ``(observations, rewards, dones, infos)``."""
-        results = self._by_row.step(self._actions) if self._begin_step is None else self._by_row.step_wait()
-        observations, rewards, terminations, truncations, infos = results
+        """Finish the step and return ``(observations, rewards, dones, infos)``. If it is interrupted, call it again."""
+        if self._stepped is None:
+            self._stepped = self._by_row.step(self._actions) if self._begin_step is None else self._by_row.step_wait()
+        observations, rewards, terminations, truncations, infos = self._stepped
         dones = terminations | truncations
         ended = np.flatnonzero(dones).tolist()
         last: dict[int, Any] = {}
@@ -149,10 +155,11 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
             last = {row: _copy_row(observations, row) for row in ended}
             to_reset = np.array([info["env_done"] for info in infos]) if self._rows_are_agents else dones.copy()
             if to_reset.any():
-                observations, reset_infos = self._by_row.reset(options=MaskOnlyOptions(reset_mask=to_reset))
+                observations, reset_infos = reset_all(self._by_row, options=MaskOnlyOptions(reset_mask=to_reset))
             for row in np.flatnonzero(to_reset).tolist():
                 self.reset_infos[row] = reset_infos[row]
-        elif ended:
+        self._stepped = None
+        if ended and self._same_step:
             for row in ended:
                 infos[row], last[row], reset_info = _split_info(infos[row], self._added_info_keys)
                 if not self._rows_are_agents or reset_info["env_done"]:

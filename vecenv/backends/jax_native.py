@@ -357,17 +357,20 @@ class JaxDriver(LockstepDriver):
             self._jitted_chunk = jax.jit(self._scan_steps, donate_argnums=0)
         with self._donate_state() as state:
             actions = jax.tree.map(jnp.asarray, self._copy_actions(actions))
-            self.newest, outputs = self._jitted_chunk(state.inner, state.replace(inner=None), actions)
+            newest, outputs = self._jitted_chunk(state.inner, state.replace(inner=None), actions)
+            stepped = self._chunk_results(outputs)
+            self.newest = newest  # last, because an interruption above loses the results, and makes a reset necessary
+        return outputs.reward.shape[0], stepped
+
+    def _chunk_results(self, outputs: EnvState) -> Stepped:
         infos = {**outputs.info, "next_obs": outputs.next_obs, "valid": outputs.valid}
         stepped: Any = (outputs.obs, outputs.reward, outputs.terminated, outputs.truncated, infos)
         if self._to == "numpy":
             terminated, truncated, infos = jax.tree.map(np.array, stepped[2:])
             convert = partial(to_numpy, self.functional.observation_space)
             infos["next_obs"] = convert(outputs.next_obs)
-            stepped = convert(outputs.obs), np.array(outputs.reward, np.float64), terminated, truncated, infos
-        elif self._to == "torch":
-            stepped = to_torch(stepped)
-        return outputs.reward.shape[0], stepped
+            return convert(outputs.obs), np.array(outputs.reward, np.float64), terminated, truncated, infos
+        return stepped if self._to == "jax" else to_torch(stepped)  # type: ignore[no-any-return]
 
     def _scan_steps(self, inner: Any, rest: EnvState, actions: Any) -> tuple[EnvState, EnvState]:
         def step(state: EnvState, action: Any) -> tuple[EnvState, EnvState]:
@@ -441,7 +444,8 @@ class JaxDriver(LockstepDriver):
         state = self.require_state()
         if self._to != "numpy":
             infos_by_key = self._infos(state, state.done) if infos else {}
-            stepped: Any = (state.obs, state.reward, state.terminated, state.truncated, infos_by_key)
+            observations = jax.tree.map(lambda leaf: leaf, state.obs)  # in dicts that belong to the caller
+            stepped: Any = (observations, state.reward, state.terminated, state.truncated, infos_by_key)
             return stepped if self._to == "jax" else to_torch(stepped)  # type: ignore[no-any-return]
         began = time.perf_counter()
         terminated = np.array(state.terminated)  # the first access waits for the whole program
@@ -481,6 +485,8 @@ class JaxDriver(LockstepDriver):
 
     def load(self, snapshots: Any, rows: Sequence[int]) -> Any:
         """Load saved rows and return their observations, in the array type of ``to``."""
+        if len(rows) == self.num_envs:
+            self._drop_failed_state()
         state, missing = self.newest, self.latest.missing
         if state is None:
             state, missing = self.functional.begin(seed_keys(entropy_seeds(self.num_envs))), frozenset(range(self.num_envs))

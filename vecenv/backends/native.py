@@ -26,7 +26,7 @@ from vecenv.front.driver import LockstepDriver, Phase, RequestSummary, Stepped
 from vecenv.front.guard import exclusive
 from vecenv.front.infos import object_column, own_keys
 from vecenv.front.vector_env import VectorEnvBase
-from vecenv.system.signals import raise_if_from_handler
+from vecenv.system.signals import raise_if_from_handler, raised_by_handler, watched_handlers
 
 _LIBRARIES: Final[dict[str, Collection[str]]] = {
     # class -> its features
@@ -175,11 +175,16 @@ class _LibraryDriver(LockstepDriver):
 
     def read(self, kind: Phase) -> Stepped:
         future = self._future
-        if self._waiter is None and not future.done():  # after Ctrl-C in an earlier attempt, the call is repeated
-            try:
-                future.set_result(self._library_call())
-            except Exception as error:
-                future.set_exception(error)
+        if self._waiter is None and not future.done():
+            self.state.changing = True  # if a signal handler interrupts the call, some environments may have been stepped
+            with watched_handlers():
+                try:
+                    future.set_result(self._library_call())
+                except Exception as error:
+                    if raised_by_handler(error):
+                        raise
+                    future.set_exception(error)
+            self.state.changing = False
         try:
             return self._to_gymnasium(future.result())
         except BaseException as error:

@@ -202,41 +202,47 @@ class StatsFile(Observer):
 
     Args:
         envs: The vector environment. Its ``stats()`` and ``worker_stats()`` are written.
-        name: The name that ``vecenv top`` shows.
 
     Raises:
         NotImplementedError: This system is not Linux.
-        OSError: The file cannot be written.
+        OSError: There is no folder for the file.
     """
 
-    def __init__(self, envs: Any, name: str) -> None:
+    def __init__(self, envs: Any) -> None:
         if not is_supported():
             raise NotImplementedError("publish_stats() needs Linux; stats() works everywhere")
         list(find_files())  # removes the files of programs that have ended
-        self._envs, self._name, self._pid = weakref.proxy(envs), name, os.getpid()
+        self._envs, self._name, self._pid = weakref.proxy(envs), "", os.getpid()
         state = process_state(self._pid)
         self._path = _make_folder() / f"{self._pid}-{state[1] if state else 0}-{next(_file_numbers)}-{_pid_namespace()}.json"
         self._workers: dict[int, PublishedWorker] = {}
-        self._write(time.monotonic())
+
+    def publish(self, name: str) -> None:
+        """Write the file, with the name that ``vecenv top`` shows. If it cannot be written, an earlier one remains."""
+        if (folder := _make_folder()) != self._path.parent:  # the environment variable for it has changed
+            self.close()
+            self._path = folder / self._path.name
+        self._write(name, time.monotonic())
+        self._name = name
 
     def on_result(self, rows: Rows | None, result: tuple[Any, ...]) -> None:
         """Write the file if it is due."""
         now = time.monotonic()
         if now >= self._due:
             with suppress_os_errors():  # a full disk is no reason to end a training run
-                self._write(now)
+                self._write(self._name, now)
 
     def on_failure(self, rows: Sequence[int], error: Exception, *, worker_died: bool) -> str | None:
         """Make the file due at the next result, because a process may be replaced."""
         self._due = 0.0
         return None
 
-    def _write(self, now: float) -> None:
+    def _write(self, name: str, now: float) -> None:
         self._due = now + _PERIOD_SECONDS
         stats = self._envs.stats()
         self._workers = {worker.index: self._describe_worker(worker) for worker in self._envs.worker_stats()}
         published_stats = PublishedStats(
-            format=_FORMAT, name=self._name, pid=self._pid, num_envs=self._envs.num_envs,
+            format=_FORMAT, name=name, pid=self._pid, num_envs=self._envs.num_envs,
             began=now - stats["seconds"], at=now, time_waiting=stats["wait_fraction"] * stats["seconds"],
             resets=int(stats["resets"]), restarts=int(stats["restarts"]), errors=int(stats["errors"]),
             workers=list(self._workers.values()),

@@ -480,13 +480,11 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         self._publish(name)
 
     def _publish(self, name: str | None) -> None:
-        stats_file = published.StatsFile(self, str(name or (self.spec and self.spec.id) or type(self).__name__))
-        if self._stats_file is not None:
-            if self._stats_file in self._driver.observers:  # False if an earlier call was interrupted
-                self._driver.observers.remove(self._stats_file)
-            self._stats_file.close()
-        self._stats_file = stats_file
-        self._driver.observers.append(stats_file)
+        if self._stats_file is None:
+            self._stats_file = published.StatsFile(self)
+        self._stats_file.publish(str(name or (self.spec and self.spec.id) or type(self).__name__))
+        if self._stats_file not in self._driver.observers:
+            self._driver.observers.append(self._stats_file)
 
     def worker_stats(self) -> list[WorkerStats]:
         """Return each worker's statistics since construction: its environments, their steps, and the time spent in them.

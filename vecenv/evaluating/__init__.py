@@ -165,6 +165,7 @@ def _make_runner(
 ) -> FirstReadyRunner | LockstepRunner:
     """Return the runner for this engine; raise ``NotImplementedError`` if it lacks something that the episodes need."""
     runner: FirstReadyRunner | LockstepRunner
+    _require_nothing_in_flight(envs.unwrapped)
     capabilities = capabilities_of(envs)
     if isinstance(envs, VectorWrapper) and not hasattr(type(envs), "recv"):
         capabilities = None  # the engine would step single rows without calling the wrapper
@@ -176,9 +177,6 @@ def _make_runner(
         if limit is not None and capabilities.in_this_process:
             reason = "the calling process steps some of them: pass use_caller=False, or num_workers="
             raise_unsupported(envs, "end environments that hang", reason)
-        if in_flight := sorted(envs.in_flight.tolist()):
-            text = f"Calling `evaluate` with {envs_text(in_flight)} in flight: call `recv` or `reset` first."
-            raise AlreadyPendingCallError(text, "send")
         if limit is None and not capabilities.in_this_process:
             limit = envs.step_timeout
         runner = FirstReadyRunner(envs, todo, act, report, limit, with_frames)
@@ -195,6 +193,17 @@ def _make_runner(
     require_offered(find_offered(envs, capabilities), type(envs).__name__, todo.episodes)
     _require_loadable(envs, snapshots)
     return runner
+
+
+def _require_nothing_in_flight(base: Any) -> None:
+    """Raise if environments are in flight, because a reset of all would drop their results."""
+    description = "environments"
+    with contextlib.suppress(NotImplementedError):  # EnvPool may report only their number
+        in_flight = sorted(getattr(base, "in_flight", np.arange(0)).tolist())
+        if not in_flight:
+            return
+        description = envs_text(in_flight)
+    raise AlreadyPendingCallError(f"Calling `evaluate` with {description} in flight: call `recv` or `reset` first.", "send")
 
 
 def _shared_options(episodes: Sequence[Episode]) -> dict[str, Any] | None:

@@ -74,6 +74,8 @@ class Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if "fcntl" in globals():
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # workers that were forked meanwhile share the lock
         os.close(self._fd)
 
     def append(self, result: EpisodeResult) -> EpisodeResult:
@@ -90,12 +92,13 @@ class Journal:
             data = data[os.write(self._fd, data) :]
 
     def _lock(self) -> None:
-        """Lock the file until it is closed, or raise :class:`ValueError` if another process has locked it."""
+        """Lock the file, or raise :class:`ValueError` if another evaluation has locked it."""
         if "fcntl" in globals():
             try:
-                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # child processes do not inherit this kind of lock
-            except OSError as error:
-                raise ValueError(f"folder={str(self._path.parent)!r}: another process writes its results there") from error
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                folder = str(self._path.parent)
+                raise ValueError(f"{folder=}: another evaluation writes its results there") from error
 
     def _load_results(self, data: bytes) -> int:
         """Replace ``results`` with those in ``data``, and return the number of bytes in complete lines."""

@@ -298,7 +298,9 @@ class Driver:
         """
         request = self.pending_request
         if request.rows and request.for_recv:
-            raise still_in_flight_error(method, range(request.rows))
+            raise AlreadyPendingCallError(
+                f"Calling `{method}` while {request.rows} environments are in flight: call `recv` first.", "send"
+            )
         if request.rows:
             raise pending_call_error(method, request.phase)
 
@@ -354,12 +356,11 @@ class Driver:
             raise_unsupported(self.name, f"recv at least {enough} environments", "all of them finish at the same time")
         wanted = max(min(self.batch_size if count is None else count, self.pending_request.rows), enough)
         until = enough_from if deadline is None else min(enough_from, deadline)
-        stepped = self._recv_some(wanted, None if until == math.inf else until)
-        for fewer in range(wanted - 1, enough - 1, -1):
+        for number in range(wanted, enough - 1, -1):
+            stepped = self._recv_some(number, None if until == math.inf else until)
             if stepped is not None:
-                break
-            stepped = self._recv_some(fewer, until)
-        return stepped or self.recv(enough, deadline)
+                return stepped
+        return self.recv(enough, deadline)
 
     def _recv_some(self, count: int, deadline: float | None) -> Stepped | None:
         """Return ``count`` rows, or ``None`` if they are not ready by the deadline or fewer are in flight."""

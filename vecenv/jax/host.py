@@ -30,6 +30,7 @@ from vecenv.front.capabilities import capabilities_of
 from vecenv.front.driver import drop_pending_and_retry
 from vecenv.link.observations import flatten
 from vecenv.shm.layout import Tree, fixed_tree
+from vecenv.system.signals import raised_by_handler, watched_handlers
 
 Array: TypeAlias = npt.NDArray[Any]
 ArraySpec: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype
@@ -267,7 +268,8 @@ class Requests:
 
     If an env has ``step_async`` and ``step_wait``, it steps while the program computes, and a wait can time out. For other
     envs, and for wrappers, only ``reset`` and ``step`` are used, and a step runs when its result is fetched. An env with
-    ``first_ready`` can step some rows; in other envs, ended rows are reset and stepped too, and their results are ignored.
+    ``first_ready`` and ``reset_mask`` can step some rows; in other envs, ended rows are reset and stepped too, and their
+    results are ignored.
 
     Args:
         envs: The vector env.
@@ -294,7 +296,9 @@ class Requests:
         assert not isinstance(timeout, str)
         self.timeout = timeout
         self._is_async = hasattr(envs, "step_async") and not isinstance(envs, VectorWrapper)
-        self._can_step_some = self._is_async and capabilities is not None and capabilities.first_ready
+        # EnvPool's batches have a fixed size; then it has no `reset_mask` either
+        can_step_some = capabilities is not None and capabilities.first_ready and capabilities.reset_mask
+        self._can_step_some = self._is_async and can_step_some
         inner = capabilities_of(envs.unwrapped)
         self.masked_seeds = inner is None or inner.masked_seeds
         self._all_rows = np.arange(envs.num_envs)
@@ -311,8 +315,8 @@ class Requests:
             reset = functools.partial(self.envs.reset, seed=seeds, options=options)
             return drop_pending_and_retry(self.envs, reset)  # type: ignore[no-any-return]
         self.drain()
+        self._pending = self.envs.reset_wait  # first, so that an exception between the two loses nothing
         self.envs.reset_async(seed=seeds, options=options)
-        self._pending = self.envs.reset_wait
         return self._wait()  # type: ignore[no-any-return]
 
     def begin(self, actions: Any, rows: Rows | None = None, row_actions: Any = None) -> None:
@@ -325,11 +329,11 @@ class Requests:
             return
         self._require_in_sync()
         if rows is not None and self._is_partial:
-            self.envs.send(row_actions, rows)
             self._pending = functools.partial(self.envs.recv, count=len(rows))
+            self.envs.send(row_actions, rows)
         else:
-            self.envs.step_async(actions)
             self._pending = self.envs.step_wait
+            self.envs.step_async(actions)
 
     def finish(self) -> tuple[Rows, Stepped]:
         """Wait for the step that :meth:`begin` began; return its rows (all, if the env cannot step some) and its results."""
@@ -343,17 +347,19 @@ class Requests:
     def drain(self) -> None:
         """Wait for a pending reply and discard it."""
         self._require_in_sync()
-        if self._pending is None or not self._is_async:
-            self._pending = None
-            return
-        try:
-            self._wait()
-        except multiprocessing.TimeoutError:
-            raise
-        except Exception:  # this result is not needed; if the failure persists, the next reset raises
-            return
+        if self._pending is not None and self._is_async:
+            with watched_handlers():
+                try:
+                    self._wait()
+                except multiprocessing.TimeoutError:
+                    raise
+                except Exception as error:  # this result is not needed; if the failure persists, the next reset raises
+                    if raised_by_handler(error):
+                        raise
+        self._pending = None
 
     def _wait(self) -> Any:
+        """Wait for the reply. After an exception, :meth:`drain` waits for it, if it is still pending."""
         assert self._pending is not None
         try:
             results = self._pending(timeout=self.timeout) if self._is_async else self._pending()
@@ -362,9 +368,6 @@ class Requests:
                 self._interruption = error  # Gymnasium would return the late reply from the next call
             elif isinstance(error, StepTimeout) and error.envs:
                 error.add_note("With a bridge: call bridge.envs.abandon(error.envs), then bridge.reset(key).")
-            raise
-        except BaseException:
-            self._pending = None
             raise
         self._pending = None
         return results

@@ -8,6 +8,7 @@ time to find the cause. The error names the generator, or the changed attributes
 from __future__ import annotations
 
 import copy
+import operator
 import random
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -38,7 +39,10 @@ def assert_isolated(env_fn: Callable[[], Any], *, steps: int = 64, seed: int = 0
     Raises:
         AssertionError: The results depend on something outside the environment. The message has the first difference, and
             names the generators, or the changed attributes of classes and modules, if they are found.
+        ValueError: ``steps`` is less than 1.
     """
+    if operator.index(steps) < 1:
+        raise ValueError(f"`steps` must be a positive int, got {steps!r}")
     comparison = _Comparison(env_fn, steps, seed)
     reference_results = comparison.run()
     if (difference := comparison.find_difference(reference_results, comparison.run())) is not None:

@@ -178,9 +178,11 @@ class EnvPoolVectorEnv(PoolVectorEnv):
 
         Raises:
             ResetNeeded: Before the first reset.
+            AlreadyPendingCallError: A call is pending, or environments are in flight.
             RuntimeError: JAX is missing, or EnvPool does not offer this on the platform.
         """
         self._driver.require_pool("xla")
+        self._driver.require_idle("xla")
         try:
             return self._driver.xla()
         except Exception as error:

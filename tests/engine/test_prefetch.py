@@ -688,8 +688,10 @@ def test_errors_contain_rows_instead_of_places(fault: str, closes: Any, tmp_path
         play_until_failure(envs, kill=fault == "dies in a call")
     place, error, record = envs.places[1], caught.value, envs.errors[-1]
     assert f"'env {place}' is place {place} of 5, which ran an episode of env 1" in error.__notes__
+    assert error.envs == (1,)
     if fault != "raises":
-        assert error.envs == record.error.envs == (1,)
+        assert record.error.envs == (1,)
+        assert list(error.where) == list(record.error.where) == [1]
     assert (record.env, record.worker) == (1, place)
     for call in (lambda: envs.step(np.ones(3, np.int64)), lambda: envs.get_attr("level"), envs.save):
         if fault != "dies in a call":

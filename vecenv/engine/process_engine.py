@@ -32,7 +32,7 @@ from vecenv.front.infos import RowInfos
 from vecenv.link.actions import ActionStage
 from vecenv.link.envs import WorkerPlan
 from vecenv.link.infos import InfoReader, WorkerInfos
-from vecenv.link.messages import Op
+from vecenv.link.messages import Op, name_envs
 from vecenv.link.observations import Store, require_fitting_observation
 from vecenv.shm import Arena, Batch, Layout
 from vecenv.shm.layout import Array
@@ -65,7 +65,6 @@ class Engine(WorkerDriver):
         mode: The autoreset mode.
         rebuilder: The data for rebuilding failed rows.
         verified: Rows that were found to continue exactly from a snapshot.
-        loaded: The rows that the latest load has loaded, although it may have raised; ``None`` if it has not ended.
     """
 
     backend: ClassVar[str] = "process"
@@ -74,7 +73,6 @@ class Engine(WorkerDriver):
     failures: FailureLog
     store: Store
     stage: ActionStage
-    loaded: list[int] | None = None
 
     def __init__(
         self, env_fns: Sequence[Callable[[], Any]], layout: Layout, make_store: Callable[[Arena, Batch], Store],
@@ -202,7 +200,9 @@ class Engine(WorkerDriver):
             observations = self.store.batch(self.copies)
         except Exception as error:
             raise_if_from_handler(error, lambda: self.store.batch(self.copies))
-            misfits = self._find_misfits(self._all_row_list if request.rows is None else request.rows)
+            rows = self._all_row_list if request.rows is None else request.rows
+            misfits = self._find_misfits(rows)
+            name_envs(error, misfits or rows)
             self.state.changing = True
             exchange.request = None
             exchange.changes.count_results(request, misfits)
@@ -295,10 +295,11 @@ class Engine(WorkerDriver):
                 observations = self.store.take(rows)
         except Exception as error:
             raise_if_from_handler(error, lambda: self.store.take(rows))
-            misfits = self._find_misfits(row_list)
+            misfits = self._find_misfits(row_list)[:1]  # the row that the error names; the next call raises for another one
+            name_envs(error, misfits or row_list)
             self.state.changing = True
             if misfits:
-                changes.remove_misfit(misfits[0])  # the row that the error names; the next call raises for another one
+                changes.remove_misfit(misfits[0])
             else:  # they do not fit together
                 changes.remove_received(row_list)
             self.state.changing = False
@@ -419,7 +420,6 @@ class Engine(WorkerDriver):
 
     def load(self, snapshots: Any, rows: list[int]) -> Any:
         """Load states, and return the observations; ``None`` if a row has none. All are checked before any row changes."""
-        self.loaded, failed = None, self.failures.failed
         parsed = parse_snapshots(snapshots, rows)
         snapshot_by_row = dict(zip(rows, parsed, strict=True))
         row_states = {row: snapshot.row for row, snapshot in snapshot_by_row.items()}
@@ -431,13 +431,14 @@ class Engine(WorkerDriver):
             return [(row - first, snapshot_by_row[row]) for row in worker.rows if row in snapshot_by_row] or None
 
         self._call("load", Op.CHECK, build_payload)
-        self.announce_call(rows, "load", (parsed,))
 
-        def mark_rows() -> None:  # an interrupted load may have changed any of these environments
-            failed.update(dict.fromkeys(rows, _INTERRUPTED_LOAD))
+        def announce() -> None:
+            self.announce_call(rows, "load", (parsed,))
+            # an interrupted load may have changed any of these environments
+            self.failures.failed.update(dict.fromkeys(rows, _INTERRUPTED_LOAD))
 
         # outside of `try`: if it raises, nothing is loaded, or the load is still pending
-        self.exchange.send_call("load", Op.LOAD, _select_positions(rows), mark_rows)
+        self.exchange.send_call("load", Op.LOAD, _select_positions(rows), announce)
         try:
             self.exchange.finish_call()
         except Exception:
@@ -456,7 +457,6 @@ class Engine(WorkerDriver):
             self.accept_loaded(row, snapshot_by_row[row])
         if self.restarts_rows:
             self.rebuilder.last_good.keep(loaded)
-        self.loaded = loaded
 
     def accept_loaded(self, row: int, snapshot: Snapshot) -> None:
         """Store the observation of a loaded row, and forget that it failed."""

@@ -610,11 +610,6 @@ def load_except_snapshots(envs: Any, saved: VectorState) -> None:
     saved.load(envs._driver.counters, envs._driver.failures)
 
 
-def loaded_rows(envs: Any) -> list[int] | None:
-    """Return the rows that the latest load has loaded, although it may have raised; ``None`` if it has not ended."""
-    return envs._driver.loaded  # type: ignore[no-any-return]
-
-
 UNCLOSED: weakref.WeakSet[Any] = weakref.WeakSet()
 """The vector environments to end when the program ends."""
 

@@ -452,10 +452,10 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             Their observations at the time of saving: new arrays, in the form of :meth:`recv`.
 
         Raises:
-            SnapshotMismatch: The number is wrong, or a snapshot does not fit; the text names it and the difference.
-                Nothing has changed.
+            SnapshotMismatch: The number or a snapshot does not fit; the text names the difference. Nothing has changed.
             EnvFailed: The worker of one of them is dead; reset its rows first.
             AlreadyPendingCallError: A call is pending, or environments are in flight.
+            Exception: Environments failed while states were loaded; except with Ray, all not in its ``envs`` are loaded.
         """
         self._require_capability("snapshots", "load")
         rows = parse_rows(env_id, self.num_envs)

@@ -58,11 +58,11 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     def reset(self, *, seed: Any = None, options: ResetOptions = None) -> tuple[Any, dict[str, Any]]:  # type: ignore[override]
         """Reset the vector environment; new episodes begin in the environments that were reset."""
         rows = self._selected_rows(options)
-        begins, failure = True, self._latest_failure()
+        begins = True
         try:
             return self.env.reset(seed=seed, options=options)  # type: ignore[arg-type]
         except BaseException as error:  # a failure in some rows; or the result is still pending, for `reset_wait`
-            begins = not _is_refusal(error) or self._latest_failure() is not failure
+            begins = not _is_refusal(error)
             raise
         finally:
             if begins:
@@ -81,12 +81,11 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Wait for the reset of the vector environment."""
-        begins, failure = True, self._latest_failure()
+        begins = True
         try:
             return self.env.reset_wait(timeout)  # type: ignore[attr-defined, no-any-return]
         except BaseException as error:
-            is_refusal = _is_refusal(error) and self._latest_failure() is failure
-            begins = not (is_refusal or isinstance(error, StepTimeout))
+            begins = not (_is_refusal(error) or isinstance(error, StepTimeout))
             raise
         finally:
             if begins:
@@ -95,10 +94,6 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     def _selected_rows(self, options: ResetOptions) -> npt.NDArray[np.intp]:
         mask, _ = split_reset_mask(options, self.num_envs)
         return np.arange(self.num_envs) if mask is None else np.flatnonzero(mask)
-
-    def _latest_failure(self) -> Any:
-        """Return the record of the latest failure of an environment: its exception may look like a refusal."""
-        return next(reversed(getattr(self.env, "errors", ())), None)
 
     def _begin_episodes(self, rows: npt.NDArray[np.intp] | list[int]) -> None:
         """Reset the statistics of rows in which new episodes begin."""
@@ -246,7 +241,9 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """True if a call raised this before it changed anything, unless an environment did."""
+    """True if a call raised this before it changed anything."""
+    if hasattr(error, "envs"):  # it is about environments that failed
+        return False
     if type(error) in (TypeError, ValueError):  # exactly these classes report wrong arguments
         return True
     return isinstance(error, (gymnasium.error.Error, BusyError, NotImplementedError))

@@ -30,8 +30,8 @@ from gymnasium.spaces import Space
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from vecenv.engine.vector_env import AsyncVectorEnv, load_except_snapshots, loaded_rows, state_with
-from vecenv.errors import BusyError, EnvFailed, ErrorRecord, InfoError, ObservationError, StepTimeout, VecEnvError
+from vecenv.engine.vector_env import AsyncVectorEnv, load_except_snapshots, state_with
+from vecenv.errors import BusyError, EnvFailed, ErrorRecord, InfoError, StepTimeout, VecEnvError
 from vecenv.front.arguments import (
     ResetOptions,
     parse_at_least,
@@ -137,10 +137,11 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._results: dict[int, tuple[Any, ...]] = {}  # row -> result not yet returned to the caller
         self._full_batch: tuple[Any, ...] | None = None  # the result of `step`, if all rows were received together
         self._call = ""  # the pending call: "step" or "reset"; "" if there is none
-        self._failure: Exception | None = None  # the latest failure of a row that no call has raised yet
+        self._failure: BaseException | None = None  # the latest failure of a row that no call has raised yet
         self._changing = False  # True during a change of this object's state, and after an interrupted one
         self._interrupted = False  # a wait was interrupted: reset() may drop the pending call
-        envs.add_observer(PlaceNotes(self))
+        self._observer = PlaceNotes(self)
+        envs.add_observer(self._observer)
 
     @classmethod
     def from_env_fns(
@@ -475,12 +476,10 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """Receive and drop everything in flight. The state is consistent afterwards, even if a call was interrupted."""
         while waiting := int(self.envs.stats()["in_flight"]):
             try:
-                self.envs.recv(count=waiting)
-            except StepTimeout as error:
-                self._name_late_rows(error)
-                raise
-            except Exception:
-                if self.envs.stats()["in_flight"] == waiting:  # the call failed, not an environment
+                self._by_row.recv(count=waiting)
+            except Exception as error:
+                if isinstance(error, StepTimeout) or not hasattr(error, "envs"):  # the call failed, not an environment
+                    name_rows(error, self.places)
                     raise
         self.places, self._free = list(range(self.num_envs)), list(range(self.num_envs, self.envs.num_envs))
         self._prefetched, self._ready, self._steps, self._resets, self._failed = {}, {}, {}, {}, set()
@@ -531,34 +530,19 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         try:
             observations, *columns, infos, env_ids = self._by_row.recv(timeout, count=count)
         except StepTimeout as error:
-            self._name_late_rows(error)
+            name_rows(error, self.places)
             self._changing = False
             raise
-        except Exception as error:
+        except BaseException as error:
             places = set(before.tolist()) - set(self.envs.in_flight.tolist())
-            is_failure = isinstance(error, ObservationError) or places <= self._recorded_places()
-            if not places or not is_failure:  # a signal handler raised it
+            if not (places and hasattr(error, "envs")):  # a signal handler raised it
                 self._changing, self._interrupted = bool(places), True
                 raise
             self._record_failures(places, error)
             self._changing = False
             return
-        except BaseException:
-            self._changing, self._interrupted = self.envs.in_flight.size != before.size, True
-            raise
         self._apply_results(env_ids.tolist(), observations, columns, infos)
         self._changing = False
-
-    def _recorded_places(self) -> set[int]:
-        """Return the places with recorded failures. A death may have been recorded before the ``recv`` that raises it."""
-        return {record.worker if record.env is None else record.env for record in self.envs.errors}
-
-    def _name_late_rows(self, error: StepTimeout) -> None:
-        """Replace the places without a reply by their rows (spares have none)."""
-        rows = [(row, place) for row, place in enumerate(self.places) if place in error.envs]
-        error.envs = tuple(row for row, _ in rows)
-        error.where = {row: error.where[place] for row, place in rows if place in error.where}
-        error.add_note(f"the numbers above are places; the envs without a reply are {list(error.envs)}")
 
     def row_of_place(self, place: int) -> int | None:
         """Return the row of the episode at a place, which may have begun ahead of time; ``None`` if there is no episode."""
@@ -566,7 +550,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             return self.places.index(place)
         return next((row for (row, *_), spare in self._prefetched.items() if spare == place), None)
 
-    def _record_failures(self, places: set[int], error: Exception) -> None:
+    def _record_failures(self, places: set[int], error: BaseException) -> None:
         """Record failures of rows and of spares; store ``error`` if a row failed."""
         for key in [key for key, place in self._prefetched.items() if place in places]:
             self._failed.add(key)
@@ -741,33 +725,32 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         rows = parse_rows(env_id, self.num_envs)
         listed = parse_snapshots(snapshots, rows)
         self._wait_until_idle("load")
-        earlier, failure = loaded_rows(self.envs), None
-        with self._changing_state(recoverable=_CALL_ERRORS):
-            try:
-                observations = self.envs.load(without_pending(listed), [self.places[row] for row in rows])
-            except Exception as error:
-                if (loaded := loaded_rows(self.envs)) is None or loaded is earlier:  # the load was refused or interrupted
-                    raise
-                failure = error  # of some rows: the others are loaded
-            self._set_episodes(rows, listed)
-        if failure is not None:
-            with naming_rows(self.places):
-                raise failure
+        self._changing, self._observer.load_began = True, False
+        try:
+            observations = self.envs.load(without_pending(listed), [self.places[row] for row in rows])
+        except BaseException as error:
+            name_rows(error, self.places)
+            if not self._observer.load_began:
+                self._changing = False
+            elif hasattr(error, "envs"):  # otherwise it interrupted the load
+                self._set_episodes(rows, listed, failed=error.envs)
+            raise
+        self._set_episodes(rows, listed)
         return observations
 
-    def _set_episodes(self, rows: list[int], snapshots: list[Snapshot]) -> None:
-        """Set the current episodes of the rows that were loaded to those of snapshots."""
-        loaded = loaded_rows(self.envs) or ()
+    def _set_episodes(self, rows: list[int], snapshots: list[Snapshot], failed: Sequence[int] = ()) -> None:
+        """End a load: set the current episodes of rows, except those that failed, to those of the snapshots."""
         self._ended.difference_update(rows)
         self._failed_rows.difference_update(rows)
         for row, snapshot in zip(rows, snapshots, strict=True):
-            if self.places[row] in loaded:
+            if row not in failed:
                 self._rows[row] = self._rows[row].continue_from(snapshot, row, next(self._order))
                 self._ended.update([row] if snapshot.row.pending else [])
             elif not self.envs.capabilities.restarts:  # otherwise the next step rebuilds its environment
                 self._failed_rows.add(row)
         self._free_outdated()
         self._prefetch()
+        self._changing = False
 
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
         """Return the whole state in one dict; see ``AsyncVectorEnv.state_dict``."""

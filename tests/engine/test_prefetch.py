@@ -396,6 +396,13 @@ def test_snapshots_contain_the_seeds_of_later_episodes(mode: str) -> None:
         engine.reset(seed=5)
         envs.load(engine.save())  # these snapshots contain no seeds of later episodes
         play(envs, 30, seed=None)
+        assert_identical(envs.load_state_dict(engine.state_dict()), engine.load_state_dict(envs.state_dict()))
+        play(envs, 5, seed=None)
+        assert engine.stats()["steps"] == 0
+        engine.load_state_dict(envs.state_dict([0, 2]), [1, 2])
+        assert engine.stats()["steps"] == envs.stats()["steps"] > 0
+        for row, loaded_row in ((0, 1), (2, 2)):
+            assert_identical(envs.observations[row], engine.observations[loaded_row])
 
 
 class NoneInfoEnv(Walk):

@@ -470,16 +470,16 @@ class Engine(WorkerDriver):
 
     # -- the whole state -----------------------------------------------------------------------------------------------
 
-    def state_dict(self, spaces: list[Any], verify: bool) -> dict[str, Any]:
-        """Return the states of all rows, counters, seeds and the generators of ``spaces`` in one dict."""
-        snapshots = self.save(list(range(self.num_envs)), verify)
+    def state_dict(self, rows: list[int], spaces: list[Any], verify: bool) -> dict[str, Any]:
+        """Return the states of rows, counters, seeds and the generators of ``spaces`` in one dict."""
+        snapshots = self.save(rows, verify)
         counts = self.counters.steps, self.counters.resets, self.failures.restarts
         return pack_state(snapshots, self.mode, counts, self.rebuilder.seeds, spaces)
 
-    def load_state_dict(self, state: Mapping[str, Any], spaces: list[Any]) -> Any:
+    def load_state_dict(self, state: Mapping[str, Any], rows: list[int], spaces: list[Any]) -> Any:
         """Restore a state from :meth:`state_dict`, and return the observations."""
-        saved = read_state(state, self.num_envs, self.mode, spaces)
-        observations = self.load(saved.snapshots, list(range(self.num_envs)))
+        saved = read_state(state, len(rows), self.mode, spaces)
+        observations = self.load(saved.snapshots, rows)
         self.rebuilder.seeds = saved.seeds
         saved.load(self.counters, self.failures)
         return observations

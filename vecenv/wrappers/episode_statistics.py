@@ -126,17 +126,17 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         self._restore_statistics(rows, saved, [(saved_row.beside or {}).get(self._key) for saved_row in saved])
         return observations
 
-    def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
+    def state_dict(self, env_id: Any = None, *, verify: bool = True) -> dict[str, Any]:
         """Return the state of the vector environment, with all statistics."""
-        state: dict[str, Any] = self.env.state_dict(verify=verify)  # type: ignore[attr-defined]
-        running = self._running_statistics(parse_rows(None, self.num_envs))
+        state: dict[str, Any] = self.env.state_dict(env_id, verify=verify)  # type: ignore[attr-defined]
+        running = self._running_statistics(parse_rows(env_id, self.num_envs))
         statistics = running, self.episode_count, [list(queue) for queue in self._queues()]
         return StateDict({**state, f"statistics {self._key}": statistics})
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
+    def load_state_dict(self, state: Mapping[str, Any], env_id: Any = None) -> Any:
         """Load the state of the vector environment. Statistics that it lacks begin at zero, as in :meth:`load`."""
-        observations = self.env.load_state_dict(state)  # type: ignore[attr-defined]
-        rows = parse_rows(None, self.num_envs)
+        observations = self.env.load_state_dict(state, env_id)  # type: ignore[attr-defined]
+        rows = parse_rows(env_id, self.num_envs)
         running, self.episode_count, queues = state.get(f"statistics {self._key}", ([None] * len(rows), 0, [[], [], []]))
         self._restore_statistics(rows, [snapshot.row for snapshot in state["snapshots"]], running)
         for queue, numbers in zip(self._queues(), queues, strict=True):

@@ -30,7 +30,7 @@ from gymnasium.spaces import Space
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from vecenv.engine.vector_env import AsyncVectorEnv, load_except_snapshots, state_with
+from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import BusyError, EnvFailed, ErrorRecord, InfoError, StepTimeout, VecEnvError
 from vecenv.front.arguments import (
     ResetOptions,
@@ -51,11 +51,12 @@ from vecenv.front.capabilities import Capabilities, raise_unsupported
 from vecenv.front.driver import still_in_flight_error
 from vecenv.front.guard import is_busy
 from vecenv.front.infos import InfoMerger
+from vecenv.front.vector_env import SPACES
 from vecenv.link.actions import check_batch
 from vecenv.link.envs import call_env
 from vecenv.planning.options import check_option, choice_check, int_check, parse_spares
 from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
-from vecenv.state.vector_state import read_state
+from vecenv.state.vector_state import pack_state, read_state
 from vecenv.system.reporting import warn
 from vecenv.wrappers.equal_envs import EqualEnvBuilder, keep_attribute, require_equal
 from vecenv.wrappers.places import PlaceNotes, name_rows, name_rows_in_records, naming_rows, select_rows
@@ -126,9 +127,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._rows = [RowEpisode(row) for row in range(self.num_envs)]
         self._last_received = list(range(self.num_envs))
         self._free = list(range(self.num_envs, envs.num_envs))  # spares without an episode
-        self._prefetched: dict[EpisodeKey, int] = {}  # episodes that spares have begun -> their places
+        self._prefetched: dict[EpisodeKey, int | None] = {}  # episodes begun early -> their places; None: the reset failed
         self._ready: dict[int, tuple[Any, dict[Any, Any]]] = {}  # place -> first observation and info
-        self._failed: set[EpisodeKey] = set()  # episodes with a failed early reset: their rows repeat the reset
         self._failed_rows: set[int] = set()
         self._steps: dict[int, int] = {}  # place -> row, for rows that wait for a step
         self._resets: dict[int, int] = {}  # place -> row, for rows that wait for a reset
@@ -470,7 +470,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         rows.sort(key=lambda row: (row not in self._ended, self._rows[row].order))
         for ahead in itertools.count(1) if rows else ():
             keys = [(row, self._rows[row].num_resets, self._rows[row].episode + ahead) for row in rows]
-            yield from (key for key in keys if key not in self._prefetched and key not in self._failed)
+            yield from (key for key in keys if key not in self._prefetched)
 
     def _drop_all(self) -> None:
         """Receive and drop everything in flight. The state is consistent afterwards, even if a call was interrupted."""
@@ -482,14 +482,14 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                     name_rows(error, self.places)
                     raise
         self.places, self._free = list(range(self.num_envs)), list(range(self.num_envs, self.envs.num_envs))
-        self._prefetched, self._ready, self._steps, self._resets, self._failed = {}, {}, {}, {}, set()
+        self._prefetched, self._ready, self._steps, self._resets = {}, {}, {}, {}
         self._full_batch, self._results, self._final_results, self._call, self._failure = None, {}, {}, "", None
 
     def _free_outdated(self, all_spares: bool = False) -> None:
         """Free the spares with an episode that no row will need, or all. One that is resetting becomes free when it ends."""
         for key in [key for key in self._prefetched if all_spares or key[1] != self._rows[key[0]].num_resets]:
             place = self._prefetched.pop(key)
-            if self._ready.pop(place, None) is not None:
+            if place is not None and self._ready.pop(place, None) is not None:
                 self._free.append(place)
 
     # -- results ------------------------------------------------------------------------------------------------------------
@@ -553,8 +553,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def _record_failures(self, places: set[int], error: BaseException) -> None:
         """Record failures of rows and of spares; store ``error`` if a row failed."""
         for key in [key for key, place in self._prefetched.items() if place in places]:
-            self._failed.add(key)
-            del self._prefetched[key]
+            self._prefetched[key] = None
         self._free += places - self._steps.keys() - self._resets.keys()
         rows = {waiting.pop(place) for waiting in (self._steps, self._resets) for place in places & waiting.keys()}
         self._failed_rows |= rows
@@ -666,7 +665,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def set_attr(self, name: str, values: Any) -> None:
         """Set an attribute of all environments to one value; spares begin their episodes anew."""
         if isinstance(values, (list, tuple)):
-            _raise_unsupported("set one value per row", "any environment may run the episodes of any row")
+            raise_unsupported(self, "set one value per row", "any environment may run the episodes of any row")
         self._wait_until_idle("set_attr")
         try:
             with naming_rows(self.places):
@@ -686,17 +685,17 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def set_next_options(self, *_: Any, **__: Any) -> NoReturn:
         """Raise ``NotImplementedError``, because the next episodes have already begun."""
         reason = "the next episodes have begun already: pass the options to reset(), with a reset_mask"
-        _raise_unsupported("`set_next_options`", reason)
+        raise_unsupported(self, "`set_next_options`", reason)
 
     def freeze(self, *_: Any, **__: Any) -> NoReturn:
         """Raise ``NotImplementedError``: a frozen copy would replace the environment at one place, but rows move."""
-        _raise_unsupported("`freeze`", "rows move between processes: use save() and load()")
+        raise_unsupported(self, "`freeze`", "rows move between processes: use save() and load()")
 
     thaw = freeze
 
     def call_async(self, *_: Any, **__: Any) -> NoReturn:
         """Raise ``NotImplementedError``, because calls wait until no spare is resetting."""
-        _raise_unsupported("begin calls without waiting", "they wait until no spare is resetting: use call() or exec_func()")
+        raise_unsupported(self, "begin calls without waiting", "they wait until no spare resets: use call() or exec_func()")
 
     call_wait = exec_func_send = exec_func_fetch = call_async
 
@@ -707,15 +706,29 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Snapshot, ...]:
         """Return the state of all rows, or of some; see ``AsyncVectorEnv.save``."""
-        rows = parse_rows(env_id, self.num_envs)
-        self._wait_until_idle("save")
-        self._require_not_failed(rows)
+        rows = self._begin_save("save", env_id)
         with naming_rows(self.places):
             snapshots = self.envs.save([self.places[row] for row in rows], verify=verify)
-        return Snapshots(self._with_episode(snapshot, row) for snapshot, row in zip(snapshots, rows, strict=True))
+        return self._add_episodes(snapshots, rows)
 
-    def _with_episode(self, snapshot: Snapshot, row: int) -> Snapshot:
-        return self._rows[row].add_to(snapshot, pending=row in self._ended)
+    def state_dict(self, env_id: Any = None, *, verify: bool = True) -> dict[str, Any]:
+        """Return the whole state in one dict; see ``AsyncVectorEnv.state_dict``."""
+        rows = self._begin_save("state_dict", env_id)
+        with naming_rows(self.places):
+            state = self.envs.state_dict([self.places[row] for row in rows], verify=verify)
+        saved = read_state(state, len(rows), AutoresetMode.DISABLED, _spaces(self.envs))
+        snapshots = self._add_episodes(saved.snapshots, rows)
+        return pack_state(snapshots, self.autoreset_mode, saved.counts, saved.seeds, _spaces(self))
+
+    def _begin_save(self, method: str, env_id: Any) -> list[int]:
+        rows = parse_rows(env_id, self.num_envs)
+        self._wait_until_idle(method)
+        self._require_not_failed(rows)
+        return rows
+
+    def _add_episodes(self, snapshots: Sequence[Snapshot], rows: list[int]) -> Snapshots:
+        pairs = zip(snapshots, rows, strict=True)
+        return Snapshots(self._rows[row].add_to(snapshot, pending=row in self._ended) for snapshot, row in pairs)
 
     def load(self, snapshots: Any, env_id: Any = None) -> Any:
         """Continue rows from saved states and return their observations; see ``AsyncVectorEnv.load``.
@@ -723,19 +736,37 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         A snapshot of another vector environment has no seed for later episodes: they get random ones.
         """
         rows = parse_rows(env_id, self.num_envs)
-        listed = parse_snapshots(snapshots, rows)
-        self._wait_until_idle("load")
+        return self._load("load", rows, parse_snapshots(snapshots, rows), self.envs.load)
+
+    def load_state_dict(self, state: Mapping[str, Any], env_id: Any = None) -> Any:
+        """Continue from the result of :meth:`state_dict`, and return the observations."""
+        rows, envs = parse_rows(env_id, self.num_envs), self.envs
+        saved = read_state(state, len(rows), self.autoreset_mode, _spaces(self))
+
+        def load(snapshots: list[Snapshot], places: list[int]) -> Any:
+            others = saved.counts, saved.seeds, _spaces(envs)
+            return envs.load_state_dict(pack_state(snapshots, AutoresetMode.DISABLED, *others), places)
+
+        observations = self._load("load_state_dict", rows, saved.snapshots, load)
+        saved.load_generators()
+        return observations
+
+    def _load(
+        self, method: str, rows: list[int], snapshots: list[Snapshot], load: Callable[[list[Snapshot], list[int]], Any]
+    ) -> Any:
+        """Call ``load`` for the places of rows, and set the episodes of the rows."""
+        self._wait_until_idle(method)
         self._changing, self._observer.load_began = True, False
         try:
-            observations = self.envs.load(without_pending(listed), [self.places[row] for row in rows])
+            observations = load(without_pending(snapshots), [self.places[row] for row in rows])
         except BaseException as error:
             name_rows(error, self.places)
             if not self._observer.load_began:
                 self._changing = False
             elif hasattr(error, "envs"):  # otherwise it interrupted the load
-                self._set_episodes(rows, listed, failed=error.envs)
+                self._set_episodes(rows, snapshots, failed=error.envs)
             raise
-        self._set_episodes(rows, listed)
+        self._set_episodes(rows, snapshots)
         return observations
 
     def _set_episodes(self, rows: list[int], snapshots: list[Snapshot], failed: Sequence[int] = ()) -> None:
@@ -752,21 +783,6 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._prefetch()
         self._changing = False
 
-    def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
-        """Return the whole state in one dict; see ``AsyncVectorEnv.state_dict``."""
-        return state_with(self.envs, self.save(verify=verify), self.autoreset_mode, self._spaces)
-
-    @property
-    def _spaces(self) -> list[Space[Any]]:
-        return [self.single_action_space, self.action_space, self.single_observation_space, self.observation_space]
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
-        """Continue from the result of :meth:`state_dict`, and return the observations."""
-        saved = read_state(state, self.num_envs, self.autoreset_mode, self._spaces)
-        observations = self.load(saved.snapshots)
-        load_except_snapshots(self.envs, saved)
-        return observations
-
     def _wait_until_idle(self, method: str) -> None:
         """Wait until no spare is resetting. ``method`` is the method that requires it, for errors.
 
@@ -779,5 +795,6 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             self._receive(in_flight, None)
 
 
-def _raise_unsupported(action: str, reason: str) -> NoReturn:
-    raise_unsupported("EpisodePrefetcher", action, reason)
+def _spaces(envs: VectorEnv[Any, Any, Any]) -> list[Space[Any]]:
+    """Return the spaces with generators that belong to the state of a vector environment."""
+    return [getattr(envs, name) for name in SPACES]

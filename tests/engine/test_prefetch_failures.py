@@ -321,6 +321,29 @@ def test_set_attr_restarts_a_dead_spare(on_failure: str, closes: Any) -> None:
     assert observations[:, 2].tolist() == [2.0, 2.0]
 
 
+class MovedWalk(Walk):
+    """A walk that refuses another level after action 1."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "level" and "position" in self.__dict__ and self.position[0] > 0:
+            raise ArithmeticError("it has moved")
+        super().__setattr__(name, value)
+
+
+def test_attribute_that_one_row_refuses_applies_to_the_next_episodes_of_others(closes: Any) -> None:
+    envs, zeros = closes(make_prefetcher(MovedWalk, 2)), np.zeros(1, np.int64)
+    envs.reset(seed=1)
+    envs.step(np.array([1, 0]))
+    with pytest.raises(ArithmeticError, match="it has moved"):
+        envs.set_attr("level", 5.0)
+    ended = False
+    while not ended:
+        envs.send(zeros, [1])
+        ended = envs.recv(count=1)[2][0]
+    envs.send(zeros, [1])
+    assert envs.recv(count=1)[0][0, 2] == 5.0
+
+
 class LoadedWalk(Walk):
     """A walk with a state that cannot be loaded if ``speed`` was negative when it was saved."""
 

@@ -15,7 +15,6 @@ result. If it interrupts a change of this class's state, calls raise ``ResetNeed
 from __future__ import annotations
 
 import itertools
-import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
 from vecenv.engine.vector_env import AsyncVectorEnv
-from vecenv.errors import BusyError, EnvFailed, ErrorRecord, InfoError, StepTimeout, VecEnvError
+from vecenv.errors import BusyError, EnvFailed, ErrorRecord, InfoError, StepTimeout
 from vecenv.front.arguments import (
     ResetOptions,
     parse_at_least,
@@ -69,10 +68,9 @@ EpisodeKey = tuple[int, int, int]
 """An episode: the row, the number of resets and loads by the caller, and the number of episodes since its seed."""
 
 _REFUSALS: Final[tuple[type[Exception], ...]] = (
-    AlreadyPendingCallError, ClosedEnvironmentError, ValueError, TypeError, EnvFailed,
+    AlreadyPendingCallError, ClosedEnvironmentError, ValueError, TypeError, EnvFailed, InfoError,
 )  # fmt: skip
-"""Errors with which a call is refused, before anything is sent."""
-_CALL_ERRORS: Final[tuple[type[Exception], ...]] = (VecEnvError, AttributeError, pickle.PicklingError)
+"""Errors with which a call is refused before anything is sent, or complete."""
 
 
 class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
@@ -126,13 +124,10 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._order = itertools.count(1)
         self._rows = [RowEpisode(row) for row in range(self.num_envs)]
         self._last_received = list(range(self.num_envs))
-        self._free = list(range(self.num_envs, envs.num_envs))  # spares without an episode
         self._prefetched: dict[EpisodeKey, int | None] = {}  # episodes begun early -> their places; None: the reset failed
-        self._ready: dict[int, tuple[Any, dict[Any, Any]]] = {}  # place -> first observation and info
-        self._failed_rows: set[int] = set()
+        self._ready: dict[int | None, tuple[Any, dict[Any, Any]]] = {}  # place -> first observation and info
         self._steps: dict[int, int] = {}  # place -> row, for rows that wait for a step
         self._resets: dict[int, int] = {}  # place -> row, for rows that wait for a reset
-        self._ended: set[int] = set()  # NextStep: rows that begin an episode in their next step
         self._final_results: dict[int, tuple[Any, ...]] = {}  # SameStep: row -> reward, flags, final infos of its last step
         self._results: dict[int, tuple[Any, ...]] = {}  # row -> result not yet returned to the caller
         self._full_batch: tuple[Any, ...] | None = None  # the result of `step`, if all rows were received together
@@ -283,23 +278,13 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 self._call, self._interrupted, self._failure = "reset", False, None
             for row, episode in episodes.items():
                 self._rows[row] = episode
-            self._ended.difference_update(rows)
-            self._failed_rows.difference_update(rows)
             self._resets.update(zip(places, rows, strict=True))
-            self._free_outdated()
+            self._drop_outdated()
             self._prefetch()
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Wait for the observations and infos of :meth:`reset_async`."""
-        self._require_call("reset")
-        self._collect(self.num_envs, timeout)
-        with self._changing_state(recoverable=(InfoError,)):
-            self._call, self._interrupted, self._last_received = "", False, list(range(self.num_envs))
-            if len(self._results) < self.num_envs:
-                latest = list(iterate(self.envs.observation_space, self.envs.observations))
-                for row in set(range(self.num_envs)) - self._results.keys():
-                    self._results[row] = latest[self.places[row]], 0.0, False, False, {}
-            observations, *_, infos = self._combine(range(self.num_envs))
+        observations, *_, infos = self._wait_for_call("reset", timeout)
         return observations, infos
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
@@ -313,10 +298,20 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Wait for the results of :meth:`step_async`."""
-        self._require_call("step")
+        return self._wait_for_call("step", timeout)
+
+    def _wait_for_call(self, call: str, timeout: float | None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """Return the result of the pending call. Rows that a reset does not select have their latest observations."""
+        self._require_consistent()
+        if self._call != call:
+            raise NoAsyncCallError(f"Calling `{call}_wait` without any prior call to `{call}_async`.", call)
         self._collect(self.num_envs, timeout)
-        with self._changing_state(recoverable=(InfoError,)):
+        with self._changing_state():
             self._call, self._interrupted, self._last_received = "", False, list(range(self.num_envs))
+            if call == "reset" and len(self._results) < self.num_envs:
+                latest = list(iterate(self.envs.observation_space, self.envs.observations))
+                for row in set(range(self.num_envs)) - self._results.keys():
+                    self._results[row] = latest[self.places[row]], 0.0, False, False, {}
             observations, rewards, terminations, truncations, infos = self._combine(range(self.num_envs))
         return observations, rewards, terminations, truncations, infos
 
@@ -329,8 +324,9 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._require_consistent()
         self._require_not_in_flight(f"{call}_async" if call else "send", rows)
         self._require_not_failed(rows)
-        stepped = [row for row in rows if row not in self._ended] if self._ended else rows
-        if len(stepped) < len(rows):
+        ended = [row for row in rows if self._rows[row].ended]
+        stepped = [row for row in rows if row not in ended] if ended else rows
+        if ended:
             check_batch(self.single_action_space, self.single_action_space, actions, len(rows), "actions")
             actions = select_rows(self.single_action_space, actions, [rows.index(row) for row in stepped])
         with self._changing_state():
@@ -341,8 +337,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             self._call, self._interrupted = call, False
             if call:
                 self._failure = None  # of a row that was reset since
-            for row in self._ended.intersection(rows):
-                self._ended.remove(row)
+            for row in ended:
                 self._begin_next(row)
             self._prefetch()
 
@@ -363,7 +358,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             raise NoAsyncCallError(f"Calling `recv` for {enough} environments: only {in_flight} are in flight.", "recv")
         self._call = ""  # from now on, `recv` returns the rows of a pending reset
         self._collect(min(count, in_flight), timeout, enough, enough_from)
-        with self._changing_state(recoverable=(InfoError,)):
+        with self._changing_state():
             rows = self._last_received = list(self._results)[:count]
             *results, infos = self._combine(rows)
         return (*results, {**infos, "env_id": np.array(rows), "_env_id": np.ones(len(rows), np.bool_)})
@@ -380,21 +375,20 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     # -- the state of this object -------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _changing_state(self, *, force: bool = False, recoverable: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    def _changing_state(self, *, force: bool = False) -> Iterator[None]:
         """Mark a change of state: if it is interrupted, a reset is needed.
 
-        Args:
-            force: True for a reset of all rows. If that is refused, another one is needed.
-            recoverable: Exceptions, besides refusals, that leave the state consistent.
+        ``force`` is True for a reset of all rows. If that is refused, another one is needed.
         """
         if not force:
             self._require_consistent()
         self._changing = True
         try:
             yield
-        except (*_REFUSALS, *recoverable) as error:
-            self._changing = force and not self.closed
-            name_rows(error, self.places)
+        except Exception as error:
+            if isinstance(error, _REFUSALS) or hasattr(error, "envs"):
+                self._changing = force and not self.closed
+                name_rows(error, self.places)
             raise
         self._changing = False
 
@@ -412,11 +406,6 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             reason = "A call was interrupted while it changed the state of the rows, or a reset of all of them was refused"
             raise ResetNeeded(f"{reason}: call reset() for all rows")
 
-    def _require_call(self, call: str) -> None:
-        self._require_consistent()
-        if self._call != call:
-            raise NoAsyncCallError(f"Calling `{call}_wait` without any prior call to `{call}_async`.", call)
-
     def _require_not_in_flight(self, method: str, rows: Sequence[int]) -> None:
         if self._call:
             raise AlreadyPendingCallError(f"Calling `{method}` while waiting for `{self._call}_wait`.", self._call)
@@ -426,30 +415,29 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             raise still_in_flight_error(method, sorted(in_flight))
 
     def _require_not_failed(self, rows: Sequence[int]) -> None:
-        if failed := self._failed_rows.intersection(rows):
+        if failed := [row for row in rows if self._rows[row].failed]:
             raise EnvFailed(f"env {min(failed)} failed earlier; reset() rebuilds it")
 
     # -- episodes -----------------------------------------------------------------------------------------------------------
 
     def _episode_after_reset(self, row: int, seed: int | None) -> RowEpisode:
         """Return the first episode of a row after a reset by the caller."""
-        current = replace(self._rows[row], num_resets=self._rows[row].num_resets + 1, order=next(self._order))
+        current, order = self._rows[row], next(self._order)
         if seed is None and current.seed is not None:
-            return replace(current, episode=current.episode + 1)
-        return replace(current, origin=row, seed=random_seed() if seed is None else seed, episode=0)
+            return RowEpisode(current.origin, current.seed, current.num_resets + 1, current.episode + 1, order)
+        return RowEpisode(row, random_seed() if seed is None else seed, current.num_resets + 1, order=order)
 
     def _begin_next(self, row: int) -> None:
         """Begin the next episode of a row: move it to the spare that began the episode, or reset it at its place."""
         current = self._rows[row]
         if current.seed is None:  # it has never been reset by the caller
             current = replace(current, seed=random_seed())
-        current = self._rows[row] = replace(current, episode=current.episode + 1, order=next(self._order))
+        current = self._rows[row] = replace(current, episode=current.episode + 1, order=next(self._order), ended=False)
         place = self._prefetched.pop((row, current.num_resets, current.episode), None)
         self.counts["missed" if place is None else "ready" if place in self._ready else "late"] += 1
         if place is None:
             self.envs.reset_async([current.derive_seed(current.episode)], env_id=[self.places[row]])
         else:
-            self._free.append(self.places[row])
             self.places[row] = place
         if place in self._ready:
             self._finish_reset(row, *self._ready.pop(place))
@@ -458,19 +446,26 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def _prefetch(self) -> None:
         """Begin an upcoming episode in each free spare: first for rows with an ended episode, then for the oldest others."""
-        if self._free and (upcoming := dict(zip(self._iter_upcoming(), self._free, strict=False))):
+        free = set(range(self.envs.num_envs)).difference(self.places, self._prefetched.values())
+        if not free:
+            return
+        free.difference_update(self.envs.in_flight.tolist())  # spares that are resetting for outdated episodes
+        if upcoming := dict(zip(self._find_upcoming(len(free)), free, strict=False)):
             seeds = [self._rows[row].derive_seed(episode) for row, _, episode in upcoming]
             self.envs.reset_async(seeds, env_id=list(upcoming.values()))
-            self._free.clear()
             self._prefetched.update(upcoming)
 
-    def _iter_upcoming(self) -> Iterator[EpisodeKey]:
-        """Yield episodes that no spare has begun: the next one of each row, then the ones after these, endlessly."""
+    def _find_upcoming(self, count: int) -> list[EpisodeKey]:
+        """Return ``count`` episodes that no spare has begun: the next one of each row, then the ones after these."""
         rows = [row for row in range(self.num_envs) if self._rows[row].seed is not None]
-        rows.sort(key=lambda row: (row not in self._ended, self._rows[row].order))
-        for ahead in itertools.count(1) if rows else ():
+        rows.sort(key=lambda row: (not self._rows[row].ended, self._rows[row].order))
+        upcoming: list[EpisodeKey] = []
+        ahead = 0
+        while rows and len(upcoming) < count:
+            ahead += 1
             keys = [(row, self._rows[row].num_resets, self._rows[row].episode + ahead) for row in rows]
-            yield from (key for key in keys if key not in self._prefetched)
+            upcoming += [key for key in keys if key not in self._prefetched]
+        return upcoming[:count]
 
     def _drop_all(self) -> None:
         """Receive and drop everything in flight. The state is consistent afterwards, even if a call was interrupted."""
@@ -479,18 +474,15 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 self._by_row.recv(count=waiting)
             except Exception as error:
                 if isinstance(error, StepTimeout) or not hasattr(error, "envs"):  # the call failed, not an environment
-                    name_rows(error, self.places)
                     raise
-        self.places, self._free = list(range(self.num_envs)), list(range(self.num_envs, self.envs.num_envs))
+        self.places = list(range(self.num_envs))
         self._prefetched, self._ready, self._steps, self._resets = {}, {}, {}, {}
         self._full_batch, self._results, self._final_results, self._call, self._failure = None, {}, {}, "", None
 
-    def _free_outdated(self, all_spares: bool = False) -> None:
-        """Free the spares with an episode that no row will need, or all. One that is resetting becomes free when it ends."""
-        for key in [key for key in self._prefetched if all_spares or key[1] != self._rows[key[0]].num_resets]:
-            place = self._prefetched.pop(key)
-            if place is not None and self._ready.pop(place, None) is not None:
-                self._free.append(place)
+    def _drop_outdated(self) -> None:
+        """Drop the early episodes that no row will need."""
+        for key in [key for key in self._prefetched if key[1] != self._rows[key[0]].num_resets]:
+            self._ready.pop(self._prefetched.pop(key), None)
 
     # -- results ------------------------------------------------------------------------------------------------------------
 
@@ -554,10 +546,9 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """Record failures of rows and of spares; store ``error`` if a row failed."""
         for key in [key for key, place in self._prefetched.items() if place in places]:
             self._prefetched[key] = None
-        self._free += places - self._steps.keys() - self._resets.keys()
         rows = {waiting.pop(place) for waiting in (self._steps, self._resets) for place in places & waiting.keys()}
-        self._failed_rows |= rows
         for row in rows:
+            self._rows[row] = replace(self._rows[row], failed=True)
             self._final_results.pop(row, None)
         name_rows(error, self.places)
         if rows:
@@ -569,7 +560,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         is_whole_step = self._call and len(places) == self.num_envs and self._steps.keys() == set(places)
         if is_whole_step and not (self._same_step and ended.any()):
             rows = [self._steps.pop(place) for place in places]
-            self._ended.update(itertools.compress(rows, ended))
+            for row in itertools.compress(rows, ended):
+                self._end_episode(row)
             self._full_batch = rows, observations, columns, infos
             return
         split = iterate(batch_space(self.single_observation_space, len(places)), observations)
@@ -578,10 +570,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 self._finish_step(self._steps.pop(place), observation, reward, terminated, truncated, info)
             elif place in self._resets:
                 self._finish_reset(self._resets.pop(place), observation, info)
-            elif place in self._prefetched.values():
+            elif place in self._prefetched.values():  # otherwise the episode is outdated
                 self._ready[place] = observation, info
-            else:
-                self._free.append(place)
         self._prefetch()
 
     def _finish_reset(self, row: int, observation: Any, info: Any) -> None:
@@ -589,7 +579,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             self._final_results.pop(row, None)
             self._results[row] = observation, 0.0, False, True, info
             if not self._same_step:
-                self._ended.add(row)
+                self._end_episode(row)
             return
         reward, terminated, truncated, final = self._final_results.pop(row, (0.0, False, False, {}))
         if final and not isinstance(info, Mapping):
@@ -607,7 +597,11 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             return
         self._results[row] = observation, reward, terminated, truncated, info
         if terminated or truncated:
-            self._ended.add(row)
+            self._end_episode(row)
+
+    def _end_episode(self, row: int) -> None:
+        """Let the next step of a row begin its next episode."""
+        self._rows[row] = replace(self._rows[row], ended=True)
 
     def _combine(self, rows: Sequence[int]) -> tuple[Any, ...]:
         """Remove the results of rows and return them as one batch."""
@@ -670,17 +664,21 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         try:
             with naming_rows(self.places):
                 self.envs.set_attr(name, [values] * self.envs.num_envs)
-        except VecEnvError:  # such as `WorkerDied`
-            with self._changing_state():
-                self._free_outdated(all_spares=True)
-                self._prefetch()  # in spares that have died too, which restarts them
+        except Exception as error:
+            if hasattr(error, "envs"):  # the others have the value
+                with self._changing_state():
+                    self._restart_spares()
             raise
-        with self._changing_state(recoverable=_CALL_ERRORS):
+        with self._changing_state():
             if self._builder is not None:
                 self._builder.keep(name, values)
                 self.envs.exec_func(keep_attribute, None, self._builder.token, name, values)
-            self._free_outdated(all_spares=True)
-            self._prefetch()
+            self._restart_spares()
+
+    def _restart_spares(self) -> None:
+        """Begin all early episodes anew, which also rebuilds spares that have died."""
+        self._prefetched, self._ready = {}, {}
+        self._prefetch()
 
     def set_next_options(self, *_: Any, **__: Any) -> NoReturn:
         """Raise ``NotImplementedError``, because the next episodes have already begun."""
@@ -727,8 +725,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         return rows
 
     def _add_episodes(self, snapshots: Sequence[Snapshot], rows: list[int]) -> Snapshots:
-        pairs = zip(snapshots, rows, strict=True)
-        return Snapshots(self._rows[row].add_to(snapshot, pending=row in self._ended) for snapshot, row in pairs)
+        return Snapshots(self._rows[row].add_to(snapshot) for snapshot, row in zip(snapshots, rows, strict=True))
 
     def load(self, snapshots: Any, env_id: Any = None) -> Any:
         """Continue rows from saved states and return their observations; see ``AsyncVectorEnv.load``.
@@ -771,15 +768,12 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def _set_episodes(self, rows: list[int], snapshots: list[Snapshot], failed: Sequence[int] = ()) -> None:
         """End a load: set the current episodes of rows, except those that failed, to those of the snapshots."""
-        self._ended.difference_update(rows)
-        self._failed_rows.difference_update(rows)
         for row, snapshot in zip(rows, snapshots, strict=True):
-            if row not in failed:
+            if row in failed:  # with restarts, the next step rebuilds its environment
+                self._rows[row] = replace(self._rows[row], ended=False, failed=not self.envs.capabilities.restarts)
+            else:
                 self._rows[row] = self._rows[row].continue_from(snapshot, row, next(self._order))
-                self._ended.update([row] if snapshot.row.pending else [])
-            elif not self.envs.capabilities.restarts:  # otherwise the next step rebuilds its environment
-                self._failed_rows.add(row)
-        self._free_outdated()
+        self._drop_outdated()
         self._prefetch()
         self._changing = False
 

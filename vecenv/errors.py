@@ -6,6 +6,9 @@ the builtin ``TimeoutError``; a dead worker is a ``RuntimeError``. Protocol erro
 ``close``) are Gymnasium's own classes, from ``gymnasium.error``. An environment's exception is raised again unchanged, with
 the worker's traceback as its cause and a note that names the environment; :class:`EnvError` replaces one that cannot be sent
 between processes.
+
+Exceptions about environments that failed, whatever their class, have ``envs``, the indices of these environments. Others are
+about the call.
 """
 
 from __future__ import annotations

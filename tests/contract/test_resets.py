@@ -266,6 +266,11 @@ def test_loaded_state_dict_continues_like_the_saved_engine(backend: Backend, env
         expected = run_steps(envs, backend)
         envs.load_state_dict(state)
         assert_identical(run_steps(envs, backend), expected)
+        some = envs.state_dict([0, 1])
+        with pytest.raises(SnapshotMismatch):
+            envs.load_state_dict(some)
+        expected = copy_rows(envs.load(some["snapshots"], [3, 2]), [0, 1])
+        assert_identical(copy_rows(envs.load_state_dict(some, [3, 2]), [0, 1]), expected)
 
 
 @call("`load`: snapshots that do not fit")

@@ -323,6 +323,7 @@ def test_error_of_an_environment_is_raised_with_its_index(closes: Any) -> None:
     with pytest.raises(KeyError, match="third step") as info:
         envs.step([0] * 4)
     assert any("env 3, host 1" in note for note in info.value.__notes__)
+    assert info.value.envs == (3,)  # type: ignore[attr-defined]
     with pytest.raises(EnvFailed, match="env 3 "):
         envs.step([0] * 4)
     assert envs.errors[-1].env == 3

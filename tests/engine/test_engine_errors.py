@@ -285,7 +285,34 @@ def test_exception_names_the_environment_and_shows_its_traceback(every_engine: O
         notes = "\n".join(error.__notes__)
         assert "env 2" in notes
         assert "step" in notes
+        assert error.envs == (2,)  # type: ignore[attr-defined]
         assert "_maybe_raise" in "".join(traceback.format_exception(error))
+
+
+def test_exception_has_the_indices_of_all_environments_that_failed() -> None:
+    env_fns = [*counters(1), *(raising_env_fn(index, ValueError("x"), at=1) for index in (1, 2)), *counters(2)]
+    with ready_engine(env_fns, num_workers=5) as envs:
+        envs.processes[4].kill()
+        with raises_and_warns(ValueError) as (caught, _):
+            envs.step([0] * 5)
+        assert caught.value.envs == (1, 2, 4)  # type: ignore[attr-defined]
+        envs.reset(options={"reset_mask": np.isin(range(5), caught.value.envs)})  # type: ignore[attr-defined]
+        assert "failed" not in repr(envs)
+
+
+class ErrorWithoutAttributes(Exception):
+    """An exception that refuses the attribute ``envs``."""
+
+    @property
+    def envs(self) -> None:
+        raise AttributeError("envs")
+
+
+def test_exception_that_refuses_attributes_is_raised() -> None:
+    with ready_engine([*counters(1), raising_env_fn(1, ErrorWithoutAttributes("x"), at=1)], num_workers=0) as envs:
+        with raises_and_warns(ErrorWithoutAttributes) as (caught, _):
+            envs.step([0, 0])
+        assert not hasattr(caught.value, "envs")
 
 
 def test_nothing_is_logged_without_a_failure(every_engine: Options, recwarn: pytest.WarningsRecorder) -> None:
@@ -457,6 +484,7 @@ def test_recv_raises_for_each_observation_that_does_not_fit_and_returns_the_othe
                 rows += envs.recv(count=count)[4]["env_id"].tolist()
             except ObservationError as error:
                 errors.append(str(error)[:5])
+                assert error.envs == (int(str(error)[4]),)  # type: ignore[attr-defined]
         assert rows == [1]
         assert sorted(errors) == ["env 0", "env 2"]
         assert envs.in_flight.tolist() == []

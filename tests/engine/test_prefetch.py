@@ -396,6 +396,13 @@ def test_snapshots_contain_the_seeds_of_later_episodes(mode: str) -> None:
         engine.reset(seed=5)
         envs.load(engine.save())  # these snapshots contain no seeds of later episodes
         play(envs, 30, seed=None)
+        assert_identical(envs.load_state_dict(engine.state_dict()), engine.load_state_dict(envs.state_dict()))
+        play(envs, 5, seed=None)
+        assert engine.stats()["steps"] == 0
+        engine.load_state_dict(envs.state_dict([0, 2]), [1, 2])
+        assert engine.stats()["steps"] == envs.stats()["steps"] > 0
+        for row, loaded_row in ((0, 1), (2, 2)):
+            assert_identical(envs.observations[row], engine.observations[loaded_row])
 
 
 class NoneInfoEnv(Walk):
@@ -688,8 +695,10 @@ def test_errors_contain_rows_instead_of_places(fault: str, closes: Any, tmp_path
         play_until_failure(envs, kill=fault == "dies in a call")
     place, error, record = envs.places[1], caught.value, envs.errors[-1]
     assert f"'env {place}' is place {place} of 5, which ran an episode of env 1" in error.__notes__
+    assert error.envs == (1,)
     if fault != "raises":
-        assert error.envs == record.error.envs == (1,)
+        assert record.error.envs == (1,)
+        assert list(error.where) == list(record.error.where) == [1]
     assert (record.env, record.worker) == (1, place)
     for call in (lambda: envs.step(np.ones(3, np.int64)), lambda: envs.get_attr("level"), envs.save):
         if fault != "dies in a call":

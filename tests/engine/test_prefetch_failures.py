@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -188,7 +189,8 @@ def test_reset_recovers_after_an_interruption_inside_the_engine(method: str, clo
         assert_identical(envs.reset(seed=event), reference.reset(seed=event), f"event {event}")
         assert_identical(envs.step(np.ones(2, np.int64)), reference.step(np.ones(2, np.int64)))
         with signal_handler(signal.SIGUSR2, Alarm):
-            fired, _ = interrupt_at(event, calls[method], state_changes.__file__)
+            fired, result = interrupt_at(event, calls[method], state_changes.__file__)
+        assert not fired or result is None, f"event {event}: the interruption was not raised"
         reset_needed += "RESET_NEEDED" in repr(envs)
         event += 5
     assert event > 15
@@ -319,6 +321,29 @@ def test_set_attr_restarts_a_dead_spare(on_failure: str, closes: Any) -> None:
     assert observations[:, 2].tolist() == [2.0, 2.0]
 
 
+class MovedWalk(Walk):
+    """A walk that refuses another level after action 1."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "level" and "position" in self.__dict__ and self.position[0] > 0:
+            raise ArithmeticError("it has moved")
+        super().__setattr__(name, value)
+
+
+def test_attribute_that_one_row_refuses_applies_to_the_next_episodes_of_others(closes: Any) -> None:
+    envs, zeros = closes(make_prefetcher(MovedWalk, 2)), np.zeros(1, np.int64)
+    envs.reset(seed=1)
+    envs.step(np.array([1, 0]))
+    with pytest.raises(ArithmeticError, match="it has moved"):
+        envs.set_attr("level", 5.0)
+    ended = False
+    while not ended:
+        envs.send(zeros, [1])
+        ended = envs.recv(count=1)[2][0]
+    envs.send(zeros, [1])
+    assert envs.recv(count=1)[0][0, 2] == 5.0
+
+
 class LoadedWalk(Walk):
     """A walk with a state that cannot be loaded if ``speed`` was negative when it was saved."""
 
@@ -355,3 +380,33 @@ def test_failure_while_one_row_is_loaded_concerns_only_that_row(on_failure: str,
     results = [envs.step(zeros) for _ in expected]
     assert_identical([result[0][[0, 2]] for result in results], expected)
     assert ("restarted" in results[0][4]) == (on_failure == "restart")
+
+
+class RebuildableWalk(FaultyWalk):
+    """A walk in which action 1 raises. It cannot be built while the file ``path`` exists."""
+
+    def __init__(self, path: Path) -> None:
+        if path.exists():
+            raise ArithmeticError("no license")
+        super().__init__()
+
+
+def test_load_into_a_row_that_cannot_be_rebuilt_changes_nothing(closes: Any, tmp_path: Path) -> None:
+    envs, reference = closes(make_prefetcher(partial(RebuildableWalk, tmp_path / "file"))), make_reference([Walk] * 3)
+    assert_identical(envs.reset(seed=1), reference.reset(seed=1))
+    snapshots, zeros = envs.save(verify=False), np.zeros(3, np.int64)
+    with pytest.raises(ArithmeticError, match="action 1"):
+        envs.step(np.array([0, 1, 0]))
+    (tmp_path / "file").touch()
+    with pytest.raises(ArithmeticError, match="no license") as caught:
+        envs.load(snapshots)
+    assert caught.value.envs == (1,)  # type: ignore[attr-defined]
+    (tmp_path / "file").unlink()
+    with pytest.raises(vecenv.errors.EnvFailed, match="env 1 failed earlier"):
+        envs.step(zeros)
+    reference.step(zeros)
+    for _ in range(12):
+        envs.send(zeros[:2], [0, 2])
+        expected = reference.step(zeros)[0]
+        received = [envs.recv(count=1) for _ in range(2)]
+        assert_identical({result[4]["env_id"][0]: result[0][0] for result in received}, {0: expected[0], 2: expected[2]})

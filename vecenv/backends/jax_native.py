@@ -522,16 +522,16 @@ class JaxDriver(LockstepDriver):
         observations = self.step_results(infos=False)[0]
         return jax.tree.map(lambda leaf: leaf[np.array(rows, np.intp)], observations)
 
-    def state_dict(self, spaces: Sequence[Any], verify: bool) -> dict[str, Any]:
-        """Return the states of all environments in one dict."""
-        return StateDict(format=FORMAT, num_envs=self.num_envs, snapshots=self.save(range(self.num_envs), verify))
+    def state_dict(self, rows: list[int], spaces: Sequence[Any], verify: bool) -> dict[str, Any]:
+        """Return the states of environments in one dict."""
+        return StateDict(format=FORMAT, num_envs=len(rows), snapshots=self.save(rows, verify))
 
-    def load_state_dict(self, state: Mapping[str, Any], spaces: Sequence[Any]) -> Any:
+    def load_state_dict(self, state: Mapping[str, Any], rows: list[int], spaces: Sequence[Any]) -> Any:
         """Load a state from :meth:`state_dict`."""
-        own = {"format": FORMAT, "num_envs": self.num_envs}.items()
+        own = {"format": FORMAT, "num_envs": len(rows)}.items()
         if not isinstance(state, Mapping) or "snapshots" not in state or any(state.get(key) != value for key, value in own):
-            raise SnapshotMismatch(f"this is not a state_dict() of {self.num_envs} environments")
-        return self.load(state["snapshots"], range(self.num_envs))
+            raise SnapshotMismatch(f"this is not a state_dict() of {len(rows)} environments")
+        return self.load(state["snapshots"], rows)
 
     @cached_property
     def _attributes(self) -> tuple[tuple[str, str], ...]:

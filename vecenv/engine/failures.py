@@ -29,7 +29,7 @@ from vecenv.errors import EnvError, ErrorRecord, RestartsExhausted, StepTimeout,
 from vecenv.front.arguments import parse_timeout, select_options
 from vecenv.front.driver import Counters
 from vecenv.link.infos import NO_INFO, InfoReader
-from vecenv.link.messages import Failure, PackedError, notes_about_others, pack_error, summary, unpack_error
+from vecenv.link.messages import Failure, PackedError, name_envs, notes_about_others, pack_error, summary, unpack_error
 from vecenv.link.observations import SharedStore, Store, flatten
 from vecenv.planning.options import OnFailure, Restart
 from vecenv.shm import Batch
@@ -155,6 +155,7 @@ class FailureLog:
                 note_once(error, note)
             for death in deaths:
                 note_once(error, f"also: {death.text}")
+            name_envs(error, [row for row, _ in raised] + [row for death in deaths for row in death.envs])
         else:
             error = _combine_deaths(deaths)
         for death in deaths:

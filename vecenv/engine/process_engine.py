@@ -32,7 +32,7 @@ from vecenv.front.infos import RowInfos
 from vecenv.link.actions import ActionStage
 from vecenv.link.envs import WorkerPlan
 from vecenv.link.infos import InfoReader, WorkerInfos
-from vecenv.link.messages import Op
+from vecenv.link.messages import Op, name_envs
 from vecenv.link.observations import Store, require_fitting_observation
 from vecenv.shm import Arena, Batch, Layout
 from vecenv.shm.layout import Array
@@ -65,7 +65,6 @@ class Engine(WorkerDriver):
         mode: The autoreset mode.
         rebuilder: The data for rebuilding failed rows.
         verified: Rows that were found to continue exactly from a snapshot.
-        loaded: The rows that the latest load has loaded, although it may have raised; ``None`` if it has not ended.
     """
 
     backend: ClassVar[str] = "process"
@@ -74,7 +73,6 @@ class Engine(WorkerDriver):
     failures: FailureLog
     store: Store
     stage: ActionStage
-    loaded: list[int] | None = None
 
     def __init__(
         self, env_fns: Sequence[Callable[[], Any]], layout: Layout, make_store: Callable[[Arena, Batch], Store],
@@ -199,6 +197,7 @@ class Engine(WorkerDriver):
         except Exception as error:
             raise_if_from_handler(error, lambda: self.store.batch(self.copies))
             misfits = self._find_misfits(self._all_row_list)
+            name_envs(error, misfits or self._all_row_list)
             self.state.changing = True
             exchange.request = None
             self.store.take_back(misfits)
@@ -292,11 +291,12 @@ class Engine(WorkerDriver):
                 observations = self.store.take(rows)
         except Exception as error:
             raise_if_from_handler(error, lambda: self.store.take(rows))
-            misfits = self._find_misfits(row_list)
+            misfits = self._find_misfits(row_list)[:1]  # the row that the error names; the next call raises for another one
+            name_envs(error, misfits or row_list)
             self.state.changing = True
             if misfits:
-                changes.remove_misfit(misfits[0])  # the row that the error names; the next call raises for another one
-                self.store.take_back(misfits[:1])
+                changes.remove_misfit(misfits[0])
+                self.store.take_back(misfits)
             else:  # they do not fit together
                 changes.remove_received(row_list)
             self.state.changing = False
@@ -417,7 +417,6 @@ class Engine(WorkerDriver):
 
     def load(self, snapshots: Any, rows: list[int]) -> Any:
         """Load states, and return the observations; ``None`` if a row has none. All are checked before any row changes."""
-        self.loaded, failed = None, self.failures.failed
         parsed = parse_snapshots(snapshots, rows)
         snapshot_by_row = dict(zip(rows, parsed, strict=True))
         row_states = {row: snapshot.row for row, snapshot in snapshot_by_row.items()}
@@ -429,13 +428,14 @@ class Engine(WorkerDriver):
             return [(row - first, snapshot_by_row[row]) for row in worker.rows if row in snapshot_by_row] or None
 
         self._call("load", Op.CHECK, build_payload)
-        self.announce_call(rows, "load", (parsed,))
 
-        def mark_rows() -> None:  # an interrupted load may have changed any of these environments
-            failed.update(dict.fromkeys(rows, _INTERRUPTED_LOAD))
+        def announce() -> None:
+            self.announce_call(rows, "load", (parsed,))
+            # an interrupted load may have changed any of these environments
+            self.failures.failed.update(dict.fromkeys(rows, _INTERRUPTED_LOAD))
 
         # outside of `try`: if it raises, nothing is loaded, or the load is still pending
-        self.exchange.send_call("load", Op.LOAD, _select_positions(rows), mark_rows)
+        self.exchange.send_call("load", Op.LOAD, _select_positions(rows), announce)
         try:
             self.exchange.finish_call()
         except Exception:
@@ -454,7 +454,6 @@ class Engine(WorkerDriver):
             self.accept_loaded(row, snapshot_by_row[row])
         if self.restarts_rows:
             self.rebuilder.last_good.keep(loaded, pin=self.copies)
-        self.loaded = loaded
 
     def accept_loaded(self, row: int, snapshot: Snapshot) -> None:
         """Store the observation of a loaded row, and forget that it failed."""
@@ -468,16 +467,16 @@ class Engine(WorkerDriver):
 
     # -- the whole state -----------------------------------------------------------------------------------------------
 
-    def state_dict(self, spaces: list[Any], verify: bool) -> dict[str, Any]:
-        """Return the states of all rows, counters, seeds and the generators of ``spaces`` in one dict."""
-        snapshots = self.save(list(range(self.num_envs)), verify)
+    def state_dict(self, rows: list[int], spaces: list[Any], verify: bool) -> dict[str, Any]:
+        """Return the states of rows, counters, seeds and the generators of ``spaces`` in one dict."""
+        snapshots = self.save(rows, verify)
         counts = self.counters.steps, self.counters.resets, self.failures.restarts
         return pack_state(snapshots, self.mode, counts, self.rebuilder.seeds, spaces)
 
-    def load_state_dict(self, state: Mapping[str, Any], spaces: list[Any]) -> Any:
+    def load_state_dict(self, state: Mapping[str, Any], rows: list[int], spaces: list[Any]) -> Any:
         """Restore a state from :meth:`state_dict`, and return the observations."""
-        saved = read_state(state, self.num_envs, self.mode, spaces)
-        observations = self.load(saved.snapshots, list(range(self.num_envs)))
+        saved = read_state(state, len(rows), self.mode, spaces)
+        observations = self.load(saved.snapshots, rows)
         self.rebuilder.seeds = saved.seeds
         saved.load(self.counters, self.failures)
         return observations

@@ -23,6 +23,7 @@ from vecenv.engine.failures import FailureLog, Policy, Rebuilder, note_once
 from vecenv.engine.requests import Request
 from vecenv.engine.worker_pool import WorkerPool
 from vecenv.engine.worker_process import Worker, WorkerProcess
+from vecenv.errors import WorkerDied
 from vecenv.front.driver import Counters
 from vecenv.link.channel import ChannelClosed
 from vecenv.link.infos import InfoReader
@@ -37,6 +38,7 @@ from vecenv.link.messages import (
     decode,
     decode_outcome,
     find_bad_infos,
+    name_envs,
     pack_head,
 )
 from vecenv.link.observations import Store
@@ -344,6 +346,8 @@ class StateChanges:
             self._end_workers_out_of_memory(request.command, raised)
             failed |= self._find_rows_to_settle(request)  # with unanswered rows of the workers just killed
             error = self.queue_rebuilds(request, sorted(failed))
+            if error is not None and not isinstance(error, WorkerDied):
+                name_envs(error, failed)
         else:
             error = self.failures.combine(request, raised)
             if request.deaths and self.policy.restart:

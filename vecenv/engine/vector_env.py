@@ -65,8 +65,6 @@ from vecenv.planning.probe import EnvProbe
 from vecenv.recording.recorder import FlightRecorder, Recorder
 from vecenv.shm import Arena, Batch, Layout, fixed_tree
 from vecenv.shm.lending import Lender, count_spare_batches
-from vecenv.state.snapshots import Snapshot
-from vecenv.state.vector_state import VectorState, pack_state
 from vecenv.system.cores import bound_placements, usable_cores
 from vecenv.system.generators import GeneratorsOption
 from vecenv.system.reporting import warn
@@ -500,9 +498,10 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         super()._begin_reset(seed, options, env_id)
         self._publish_if_wanted()
 
-    def _begin_load(self, method: str, rows: list[int] | None = None) -> None:
-        super()._begin_load(method, rows)
+    def _begin_snapshots(self, method: str, env_id: Any) -> list[int]:
+        rows = super()._begin_snapshots(method, env_id)
         self._publish_if_wanted()
+        return rows
 
     def _publish_if_wanted(self) -> None:
         """Publish statistics if ``VECENV_TOP=1`` requests it."""
@@ -593,24 +592,6 @@ def _make_gymnasium_env(*args: Any, **options: Any) -> Any:
             "gymnasium.vector.AsyncVectorEnv; leave one of them out"
         )
     return GymnasiumAsync(*args, **options)
-
-
-def state_with(envs: Any, snapshots: Sequence[Snapshot], mode: AutoresetMode, spaces: Sequence[Any]) -> dict[str, Any]:
-    """Return the state of ``envs`` for ``state_dict()``, but with these snapshots, autoreset mode and spaces."""
-    driver = envs._driver
-    counts = driver.counters.steps, driver.counters.resets, driver.failures.restarts
-    return pack_state(snapshots, mode, counts, driver.rebuilder.seeds, spaces)
-
-
-def load_except_snapshots(envs: Any, saved: VectorState) -> None:
-    """Load the parts of a state that are neither snapshots nor observations."""
-    envs._driver.rebuilder.seeds = saved.seeds
-    saved.load(envs._driver.counters, envs._driver.failures)
-
-
-def loaded_rows(envs: Any) -> list[int] | None:
-    """Return the rows that the latest load has loaded, although it may have raised; ``None`` if it has not ended."""
-    return envs._driver.loaded  # type: ignore[no-any-return]
 
 
 UNCLOSED: weakref.WeakSet[Any] = weakref.WeakSet()

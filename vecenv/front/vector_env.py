@@ -51,7 +51,7 @@ SHORT_CLOSE_TIMEOUT: Final = 1.0
 """Seconds that ``close()`` waits if a worker was late, if it interrupts a call, or after an interrupted ``close()``."""
 
 _RESERVED_METHODS: Final = ("reset", "step", "close", "_setattr", "_check_spaces")
-_SPACE_ATTRIBUTES: Final = "single_action_space", "action_space", "single_observation_space", "observation_space"
+SPACES: Final = "single_action_space", "action_space", "single_observation_space", "observation_space"
 HALVES: Final = {
     "step": ("step_async", "step_wait"), "reset": ("reset_async", "reset_wait"), "call": ("call_async", "call_wait"),
     "exec_func": ("exec_func_send", "exec_func_fetch"),
@@ -432,9 +432,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             EnvFailed: One of them failed and has not been reset since.
             gymnasium.error.ResetNeeded: JAX: before the first ``reset``.
         """
-        self._require_capability("snapshots", "save")
-        rows = parse_rows(env_id, self.num_envs)
-        self._driver.require_idle("save", rows)
+        rows = self._begin_snapshots("save", env_id)
         return self._driver.save(rows, verify)  # type: ignore[no-any-return]
 
     @exclusive
@@ -453,36 +451,36 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             Their observations at the time of saving: new arrays, in the form of :meth:`recv`.
 
         Raises:
-            SnapshotMismatch: The number is wrong, or a snapshot does not fit; the text names it and the difference.
-                Nothing has changed.
+            SnapshotMismatch: The number or a snapshot does not fit; the text names the difference. Nothing has changed.
             EnvFailed: The worker of one of them is dead; reset its rows first.
             AlreadyPendingCallError: A call is pending, or environments are in flight.
+            Exception: Environments failed while states were loaded; except with Ray, all not in its ``envs`` are loaded.
         """
-        self._require_capability("snapshots", "load")
-        rows = parse_rows(env_id, self.num_envs)
-        self._begin_load("load", rows)
+        rows = self._begin_snapshots("load", env_id)
         return self._driver.load(snapshots, rows)
 
     @exclusive
-    def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
+    def state_dict(self, env_id: Any = None, *, verify: bool = True) -> dict[str, Any]:
         """Return the whole state in one dict that can be pickled.
 
-        It has snapshots of all environments, counters, seeds of restarts, and the generators of the vector environment's own
-        spaces. The errors are those of :meth:`save`.
+        It has the snapshots of :meth:`save`, counters, seeds of restarts, and the generators of the vector environment's own
+        spaces. Arguments and errors are those of :meth:`save`.
         """
-        self._require_capability("snapshots", "state_dict")
-        self._driver.require_idle("state_dict")
-        return self._driver.state_dict([getattr(self, name) for name in _SPACE_ATTRIBUTES], verify)  # type: ignore[no-any-return]
+        rows = self._begin_snapshots("state_dict", env_id)
+        return self._driver.state_dict(rows, [getattr(self, name) for name in SPACES], verify)  # type: ignore[no-any-return]
 
     @exclusive
-    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
+    def load_state_dict(self, state: Mapping[str, Any], env_id: Any = None) -> Any:
         """Load the result of :meth:`state_dict`, here or elsewhere. Returns and raises like :meth:`load`."""
-        self._require_capability("snapshots", "load_state_dict")
-        self._begin_load("load_state_dict")
-        return self._driver.load_state_dict(state, [getattr(self, name) for name in _SPACE_ATTRIBUTES])
+        rows = self._begin_snapshots("load_state_dict", env_id)
+        return self._driver.load_state_dict(state, rows, [getattr(self, name) for name in SPACES])
 
-    def _begin_load(self, method: str, rows: list[int] | None = None) -> None:
+    def _begin_snapshots(self, method: str, env_id: Any) -> list[int]:
+        """Return the rows ``env_id``, or raise if they cannot be saved or loaded now."""
+        self._require_capability("snapshots", method)
+        rows = parse_rows(env_id, self.num_envs)
         self._driver.require_idle(method, rows)
+        return rows
 
     @exclusive
     def freeze(self, env_id: Any = None) -> Any:

@@ -420,6 +420,12 @@ def summary(error: BaseException) -> str:
     return name if text == ": " else name + text
 
 
+def name_envs(error: BaseException, rows: Iterable[int]) -> None:
+    """Set ``error.envs``, the environments that an exception is about, unless its class refuses the attribute."""
+    envs = tuple(sorted(set(rows)))
+    call_with_fallback(lambda: setattr(error, "envs", envs), lambda _: None, Exception)
+
+
 def notes_about_others(raised: Sequence[tuple[int, BaseException]]) -> list[str]:
     """Return notes for the first exception about the other environments; equal exceptions share one note."""
     rows_by_text: dict[str, set[int]] = {}

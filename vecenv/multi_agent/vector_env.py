@@ -497,15 +497,16 @@ class MultiAgentVecEnv:
         listed = [snapshots] * len(rows) if isinstance(snapshots, Snapshot) else snapshots
         return self._load_agent_states(rows, listed, lambda: self._rows.load(snapshots, env_id))
 
-    def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
+    def state_dict(self, env_id: Any = None, *, verify: bool = True) -> dict[str, Any]:
         """Return the state of the whole vector environment; see :meth:`vecenv.AsyncVectorEnv.state_dict`."""
-        state = self._rows.state_dict(verify=verify)
-        return StateDict({**state, "snapshots": self._add_agent_states(state["snapshots"], None)})
+        state = self._rows.state_dict(env_id, verify=verify)
+        return StateDict({**state, "snapshots": self._add_agent_states(state["snapshots"], env_id)})
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
+    def load_state_dict(self, state: Mapping[str, Any], env_id: Any = None) -> Any:
         """Continue from the result of :meth:`state_dict`; results and errors are those of :meth:`load`."""
         snapshots = state.get("snapshots") if isinstance(state, Mapping) else None
-        return self._load_agent_states(parse_rows(None, self.num_envs), snapshots, lambda: self._rows.load_state_dict(state))
+        rows = parse_rows(env_id, self.num_envs)
+        return self._load_agent_states(rows, snapshots, lambda: self._rows.load_state_dict(state, env_id))
 
     def freeze(self, env_id: Any = None) -> list[Frozen]:
         """Copy the processes of environments; see :meth:`vecenv.AsyncVectorEnv.freeze`."""

@@ -38,6 +38,10 @@ class VectorState(NamedTuple):
         """Load the counts and the generators, but not the snapshots and the seeds."""
         steps, resets, failures.restarts = self.counts
         counters.load(steps, resets)
+        self.load_generators()
+
+    def load_generators(self) -> None:
+        """Load the generators of the spaces."""
         for space, state in self.generators:
             if state is not None:
                 _space_codec(space).load(space, state)

@@ -58,11 +58,11 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     def reset(self, *, seed: Any = None, options: ResetOptions = None) -> tuple[Any, dict[str, Any]]:  # type: ignore[override]
         """Reset the vector environment; new episodes begin in the environments that were reset."""
         rows = self._selected_rows(options)
-        begins, failure = True, self._latest_failure()
+        begins = True
         try:
             return self.env.reset(seed=seed, options=options)  # type: ignore[arg-type]
         except BaseException as error:  # a failure in some rows; or the result is still pending, for `reset_wait`
-            begins = not _is_refusal(error) or self._latest_failure() is not failure
+            begins = not _is_refusal(error)
             raise
         finally:
             if begins:
@@ -81,12 +81,11 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Wait for the reset of the vector environment."""
-        begins, failure = True, self._latest_failure()
+        begins = True
         try:
             return self.env.reset_wait(timeout)  # type: ignore[attr-defined, no-any-return]
         except BaseException as error:
-            is_refusal = _is_refusal(error) and self._latest_failure() is failure
-            begins = not (is_refusal or isinstance(error, StepTimeout))
+            begins = not (_is_refusal(error) or isinstance(error, StepTimeout))
             raise
         finally:
             if begins:
@@ -95,10 +94,6 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     def _selected_rows(self, options: ResetOptions) -> npt.NDArray[np.intp]:
         mask, _ = split_reset_mask(options, self.num_envs)
         return np.arange(self.num_envs) if mask is None else np.flatnonzero(mask)
-
-    def _latest_failure(self) -> Any:
-        """Return the record of the latest failure of an environment: its exception may look like a refusal."""
-        return next(reversed(getattr(self.env, "errors", ())), None)
 
     def _begin_episodes(self, rows: npt.NDArray[np.intp] | list[int]) -> None:
         """Reset the statistics of rows in which new episodes begin."""
@@ -131,17 +126,17 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         self._restore_statistics(rows, saved, [(saved_row.beside or {}).get(self._key) for saved_row in saved])
         return observations
 
-    def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
+    def state_dict(self, env_id: Any = None, *, verify: bool = True) -> dict[str, Any]:
         """Return the state of the vector environment, with all statistics."""
-        state: dict[str, Any] = self.env.state_dict(verify=verify)  # type: ignore[attr-defined]
-        running = self._running_statistics(parse_rows(None, self.num_envs))
+        state: dict[str, Any] = self.env.state_dict(env_id, verify=verify)  # type: ignore[attr-defined]
+        running = self._running_statistics(parse_rows(env_id, self.num_envs))
         statistics = running, self.episode_count, [list(queue) for queue in self._queues()]
         return StateDict({**state, f"statistics {self._key}": statistics})
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
+    def load_state_dict(self, state: Mapping[str, Any], env_id: Any = None) -> Any:
         """Load the state of the vector environment. Statistics that it lacks begin at zero, as in :meth:`load`."""
-        observations = self.env.load_state_dict(state)  # type: ignore[attr-defined]
-        rows = parse_rows(None, self.num_envs)
+        observations = self.env.load_state_dict(state, env_id)  # type: ignore[attr-defined]
+        rows = parse_rows(env_id, self.num_envs)
         running, self.episode_count, queues = state.get(f"statistics {self._key}", ([None] * len(rows), 0, [[], [], []]))
         self._restore_statistics(rows, [snapshot.row for snapshot in state["snapshots"]], running)
         for queue, numbers in zip(self._queues(), queues, strict=True):
@@ -246,7 +241,9 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """True if a call raised this before it changed anything, unless an environment did."""
+    """True if a call raised this before it changed anything."""
+    if hasattr(error, "envs"):  # it is about environments that failed
+        return False
     if type(error) in (TypeError, ValueError):  # exactly these classes report wrong arguments
         return True
     return isinstance(error, (gymnasium.error.Error, BusyError, NotImplementedError))

@@ -18,7 +18,8 @@ from gymnasium import Space
 from gymnasium.spaces import Dict, Tuple
 
 from vecenv.engine.vector_env import Observer
-from vecenv.errors import EnvFailed, ErrorRecord, WorkerDied
+from vecenv.errors import EnvFailed, ErrorRecord, StepTimeout, WorkerDied
+from vecenv.link.messages import name_envs
 
 
 class _PlaceNote(str):
@@ -29,18 +30,27 @@ class _PlaceNote(str):
 
 
 class PlaceNotes(Observer):
-    """An observer that adds a note about the row to each failure.
+    """An observer that adds a note about the row to each failure, and notices when states are loaded.
 
     Args:
         envs: The ``EpisodePrefetcher``.
+
+    Attributes:
+        load_began: True if snapshots fit, so that their states have been or are being loaded; reset it before a load.
     """
 
     def __init__(self, envs: Any) -> None:
         self._envs = weakref.proxy(envs)  # weak, because the engine holds its observers
+        self.load_began = False
+
+    def on_call(self, rows: Any, name: str, arguments: tuple[Any, ...]) -> None:
+        """Notice a load."""
+        self.load_began |= name == "load"
 
     def on_failure(self, rows: Sequence[int], error: Exception, *, worker_died: bool) -> str:
         """Return the note, and name the rows in the error that ``envs.errors`` keeps."""
-        name_rows(error, self._envs.places)
+        if worker_died:
+            name_rows(error, self._envs.places)
         note = _PlaceNote("; ".join(map(self._note, rows)))
         note.row = self._envs.row_of_place(rows[0]) if rows else None
         return note
@@ -51,15 +61,20 @@ class PlaceNotes(Observer):
         return f"'env {place}' is place {place} of {self._envs.envs.num_envs}, which ran {episode}"
 
 
-def name_rows(error: Exception, places: Sequence[int]) -> None:
-    """Replace the places in ``error.envs`` by rows; add a note to an ``EnvFailed``, which has no ``envs``.
+def name_rows(error: BaseException, places: Sequence[int]) -> None:
+    """Replace the places in ``envs`` and ``where`` of an error by rows, or add a note to one without ``envs``.
 
     ``places`` has the place of each row. Places without a row are left out.
     """
-    if isinstance(error, WorkerDied):
-        error.envs = tuple(row for row, place in enumerate(places) if place in error.envs)
-    elif isinstance(error, EnvFailed):
+    if isinstance(error, EnvFailed):
         error.add_note(f"the numbers above are places; envs 0 to {len(places) - 1} are at the places {list(places)}")
+    elif hasattr(error, "envs"):
+        rows = [row for row, place in enumerate(places) if place in error.envs]
+        if isinstance(error, (StepTimeout, WorkerDied)):
+            error.where = {row: error.where[places[row]] for row in rows if places[row] in error.where}
+        if isinstance(error, StepTimeout):
+            error.add_note(f"the numbers above are places; the envs without a reply are {rows}")
+        name_envs(error, rows)
 
 
 @contextmanager
@@ -67,7 +82,7 @@ def naming_rows(places: Sequence[int]) -> Iterator[None]:
     """Name rows instead of places in errors from the ``with`` block. ``places`` has the place of each row."""
     try:
         yield
-    except (WorkerDied, EnvFailed) as error:
+    except Exception as error:
         name_rows(error, places)
         raise
 

@@ -15,7 +15,6 @@ result. If it interrupts a change of this class's state, calls raise ``ResetNeed
 from __future__ import annotations
 
 import itertools
-import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,8 +29,8 @@ from gymnasium.spaces import Space
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from vecenv.engine.vector_env import AsyncVectorEnv, load_except_snapshots, loaded_rows, state_with
-from vecenv.errors import BusyError, EnvFailed, ErrorRecord, InfoError, ObservationError, StepTimeout, VecEnvError
+from vecenv.engine.vector_env import AsyncVectorEnv
+from vecenv.errors import BusyError, EnvFailed, ErrorRecord, InfoError, StepTimeout
 from vecenv.front.arguments import (
     ResetOptions,
     parse_at_least,
@@ -51,11 +50,12 @@ from vecenv.front.capabilities import Capabilities, raise_unsupported
 from vecenv.front.driver import still_in_flight_error
 from vecenv.front.guard import is_busy
 from vecenv.front.infos import InfoMerger
+from vecenv.front.vector_env import SPACES
 from vecenv.link.actions import check_batch
 from vecenv.link.envs import call_env
 from vecenv.planning.options import check_option, choice_check, int_check, parse_spares
 from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
-from vecenv.state.vector_state import read_state
+from vecenv.state.vector_state import pack_state, read_state
 from vecenv.system.reporting import warn
 from vecenv.wrappers.equal_envs import EqualEnvBuilder, keep_attribute, require_equal
 from vecenv.wrappers.places import PlaceNotes, name_rows, name_rows_in_records, naming_rows, select_rows
@@ -68,10 +68,9 @@ EpisodeKey = tuple[int, int, int]
 """An episode: the row, the number of resets and loads by the caller, and the number of episodes since its seed."""
 
 _REFUSALS: Final[tuple[type[Exception], ...]] = (
-    AlreadyPendingCallError, ClosedEnvironmentError, ValueError, TypeError, EnvFailed,
+    AlreadyPendingCallError, ClosedEnvironmentError, ValueError, TypeError, EnvFailed, InfoError,
 )  # fmt: skip
-"""Errors with which a call is refused, before anything is sent."""
-_CALL_ERRORS: Final[tuple[type[Exception], ...]] = (VecEnvError, AttributeError, pickle.PicklingError)
+"""Errors with which a call is refused before anything is sent, or complete."""
 
 
 class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
@@ -125,22 +124,19 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._order = itertools.count(1)
         self._rows = [RowEpisode(row) for row in range(self.num_envs)]
         self._last_received = list(range(self.num_envs))
-        self._free = list(range(self.num_envs, envs.num_envs))  # spares without an episode
-        self._prefetched: dict[EpisodeKey, int] = {}  # episodes that spares have begun -> their places
-        self._ready: dict[int, tuple[Any, dict[Any, Any]]] = {}  # place -> first observation and info
-        self._failed: set[EpisodeKey] = set()  # episodes with a failed early reset: their rows repeat the reset
-        self._failed_rows: set[int] = set()
+        self._prefetched: dict[EpisodeKey, int | None] = {}  # episodes begun early -> their places; None: the reset failed
+        self._ready: dict[int | None, tuple[Any, dict[Any, Any]]] = {}  # place -> first observation and info
         self._steps: dict[int, int] = {}  # place -> row, for rows that wait for a step
         self._resets: dict[int, int] = {}  # place -> row, for rows that wait for a reset
-        self._ended: set[int] = set()  # NextStep: rows that begin an episode in their next step
         self._final_results: dict[int, tuple[Any, ...]] = {}  # SameStep: row -> reward, flags, final infos of its last step
         self._results: dict[int, tuple[Any, ...]] = {}  # row -> result not yet returned to the caller
         self._full_batch: tuple[Any, ...] | None = None  # the result of `step`, if all rows were received together
         self._call = ""  # the pending call: "step" or "reset"; "" if there is none
-        self._failure: Exception | None = None  # the latest failure of a row that no call has raised yet
+        self._failure: BaseException | None = None  # the latest failure of a row that no call has raised yet
         self._changing = False  # True during a change of this object's state, and after an interrupted one
         self._interrupted = False  # a wait was interrupted: reset() may drop the pending call
-        envs.add_observer(PlaceNotes(self))
+        self._observer = PlaceNotes(self)
+        envs.add_observer(self._observer)
 
     @classmethod
     def from_env_fns(
@@ -282,23 +278,13 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 self._call, self._interrupted, self._failure = "reset", False, None
             for row, episode in episodes.items():
                 self._rows[row] = episode
-            self._ended.difference_update(rows)
-            self._failed_rows.difference_update(rows)
             self._resets.update(zip(places, rows, strict=True))
-            self._free_outdated()
+            self._drop_outdated()
             self._prefetch()
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Wait for the observations and infos of :meth:`reset_async`."""
-        self._require_call("reset")
-        self._collect(self.num_envs, timeout)
-        with self._changing_state(recoverable=(InfoError,)):
-            self._call, self._interrupted, self._last_received = "", False, list(range(self.num_envs))
-            if len(self._results) < self.num_envs:
-                latest = list(iterate(self.envs.observation_space, self.envs.observations))
-                for row in set(range(self.num_envs)) - self._results.keys():
-                    self._results[row] = latest[self.places[row]], 0.0, False, False, {}
-            observations, *_, infos = self._combine(range(self.num_envs))
+        observations, *_, infos = self._wait_for_call("reset", timeout)
         return observations, infos
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
@@ -312,10 +298,20 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Wait for the results of :meth:`step_async`."""
-        self._require_call("step")
+        return self._wait_for_call("step", timeout)
+
+    def _wait_for_call(self, call: str, timeout: float | None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """Return the result of the pending call. Rows that a reset does not select have their latest observations."""
+        self._require_consistent()
+        if self._call != call:
+            raise NoAsyncCallError(f"Calling `{call}_wait` without any prior call to `{call}_async`.", call)
         self._collect(self.num_envs, timeout)
-        with self._changing_state(recoverable=(InfoError,)):
+        with self._changing_state():
             self._call, self._interrupted, self._last_received = "", False, list(range(self.num_envs))
+            if call == "reset" and len(self._results) < self.num_envs:
+                latest = list(iterate(self.envs.observation_space, self.envs.observations))
+                for row in set(range(self.num_envs)) - self._results.keys():
+                    self._results[row] = latest[self.places[row]], 0.0, False, False, {}
             observations, rewards, terminations, truncations, infos = self._combine(range(self.num_envs))
         return observations, rewards, terminations, truncations, infos
 
@@ -328,8 +324,9 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._require_consistent()
         self._require_not_in_flight(f"{call}_async" if call else "send", rows)
         self._require_not_failed(rows)
-        stepped = [row for row in rows if row not in self._ended] if self._ended else rows
-        if len(stepped) < len(rows):
+        ended = [row for row in rows if self._rows[row].ended]
+        stepped = [row for row in rows if row not in ended] if ended else rows
+        if ended:
             check_batch(self.single_action_space, self.single_action_space, actions, len(rows), "actions")
             actions = select_rows(self.single_action_space, actions, [rows.index(row) for row in stepped])
         with self._changing_state():
@@ -340,8 +337,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             self._call, self._interrupted = call, False
             if call:
                 self._failure = None  # of a row that was reset since
-            for row in self._ended.intersection(rows):
-                self._ended.remove(row)
+            for row in ended:
                 self._begin_next(row)
             self._prefetch()
 
@@ -362,7 +358,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             raise NoAsyncCallError(f"Calling `recv` for {enough} environments: only {in_flight} are in flight.", "recv")
         self._call = ""  # from now on, `recv` returns the rows of a pending reset
         self._collect(min(count, in_flight), timeout, enough, enough_from)
-        with self._changing_state(recoverable=(InfoError,)):
+        with self._changing_state():
             rows = self._last_received = list(self._results)[:count]
             *results, infos = self._combine(rows)
         return (*results, {**infos, "env_id": np.array(rows), "_env_id": np.ones(len(rows), np.bool_)})
@@ -379,21 +375,20 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     # -- the state of this object -------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _changing_state(self, *, force: bool = False, recoverable: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    def _changing_state(self, *, force: bool = False) -> Iterator[None]:
         """Mark a change of state: if it is interrupted, a reset is needed.
 
-        Args:
-            force: True for a reset of all rows. If that is refused, another one is needed.
-            recoverable: Exceptions, besides refusals, that leave the state consistent.
+        ``force`` is True for a reset of all rows. If that is refused, another one is needed.
         """
         if not force:
             self._require_consistent()
         self._changing = True
         try:
             yield
-        except (*_REFUSALS, *recoverable) as error:
-            self._changing = force and not self.closed
-            name_rows(error, self.places)
+        except Exception as error:
+            if isinstance(error, _REFUSALS) or hasattr(error, "envs"):
+                self._changing = force and not self.closed
+                name_rows(error, self.places)
             raise
         self._changing = False
 
@@ -411,11 +406,6 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             reason = "A call was interrupted while it changed the state of the rows, or a reset of all of them was refused"
             raise ResetNeeded(f"{reason}: call reset() for all rows")
 
-    def _require_call(self, call: str) -> None:
-        self._require_consistent()
-        if self._call != call:
-            raise NoAsyncCallError(f"Calling `{call}_wait` without any prior call to `{call}_async`.", call)
-
     def _require_not_in_flight(self, method: str, rows: Sequence[int]) -> None:
         if self._call:
             raise AlreadyPendingCallError(f"Calling `{method}` while waiting for `{self._call}_wait`.", self._call)
@@ -425,30 +415,29 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             raise still_in_flight_error(method, sorted(in_flight))
 
     def _require_not_failed(self, rows: Sequence[int]) -> None:
-        if failed := self._failed_rows.intersection(rows):
+        if failed := [row for row in rows if self._rows[row].failed]:
             raise EnvFailed(f"env {min(failed)} failed earlier; reset() rebuilds it")
 
     # -- episodes -----------------------------------------------------------------------------------------------------------
 
     def _episode_after_reset(self, row: int, seed: int | None) -> RowEpisode:
         """Return the first episode of a row after a reset by the caller."""
-        current = replace(self._rows[row], num_resets=self._rows[row].num_resets + 1, order=next(self._order))
+        current, order = self._rows[row], next(self._order)
         if seed is None and current.seed is not None:
-            return replace(current, episode=current.episode + 1)
-        return replace(current, origin=row, seed=random_seed() if seed is None else seed, episode=0)
+            return RowEpisode(current.origin, current.seed, current.num_resets + 1, current.episode + 1, order)
+        return RowEpisode(row, random_seed() if seed is None else seed, current.num_resets + 1, order=order)
 
     def _begin_next(self, row: int) -> None:
         """Begin the next episode of a row: move it to the spare that began the episode, or reset it at its place."""
         current = self._rows[row]
         if current.seed is None:  # it has never been reset by the caller
             current = replace(current, seed=random_seed())
-        current = self._rows[row] = replace(current, episode=current.episode + 1, order=next(self._order))
+        current = self._rows[row] = replace(current, episode=current.episode + 1, order=next(self._order), ended=False)
         place = self._prefetched.pop((row, current.num_resets, current.episode), None)
         self.counts["missed" if place is None else "ready" if place in self._ready else "late"] += 1
         if place is None:
             self.envs.reset_async([current.derive_seed(current.episode)], env_id=[self.places[row]])
         else:
-            self._free.append(self.places[row])
             self.places[row] = place
         if place in self._ready:
             self._finish_reset(row, *self._ready.pop(place))
@@ -457,41 +446,43 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def _prefetch(self) -> None:
         """Begin an upcoming episode in each free spare: first for rows with an ended episode, then for the oldest others."""
-        if self._free and (upcoming := dict(zip(self._iter_upcoming(), self._free, strict=False))):
+        free = set(range(self.envs.num_envs)).difference(self.places, self._prefetched.values())
+        if not free:
+            return
+        free.difference_update(self.envs.in_flight.tolist())  # spares that are resetting for outdated episodes
+        if upcoming := dict(zip(self._find_upcoming(len(free)), free, strict=False)):
             seeds = [self._rows[row].derive_seed(episode) for row, _, episode in upcoming]
             self.envs.reset_async(seeds, env_id=list(upcoming.values()))
-            self._free.clear()
             self._prefetched.update(upcoming)
 
-    def _iter_upcoming(self) -> Iterator[EpisodeKey]:
-        """Yield episodes that no spare has begun: the next one of each row, then the ones after these, endlessly."""
+    def _find_upcoming(self, count: int) -> list[EpisodeKey]:
+        """Return ``count`` episodes that no spare has begun: the next one of each row, then the ones after these."""
         rows = [row for row in range(self.num_envs) if self._rows[row].seed is not None]
-        rows.sort(key=lambda row: (row not in self._ended, self._rows[row].order))
-        for ahead in itertools.count(1) if rows else ():
+        rows.sort(key=lambda row: (not self._rows[row].ended, self._rows[row].order))
+        upcoming: list[EpisodeKey] = []
+        ahead = 0
+        while rows and len(upcoming) < count:
+            ahead += 1
             keys = [(row, self._rows[row].num_resets, self._rows[row].episode + ahead) for row in rows]
-            yield from (key for key in keys if key not in self._prefetched and key not in self._failed)
+            upcoming += [key for key in keys if key not in self._prefetched]
+        return upcoming[:count]
 
     def _drop_all(self) -> None:
         """Receive and drop everything in flight. The state is consistent afterwards, even if a call was interrupted."""
         while waiting := int(self.envs.stats()["in_flight"]):
             try:
-                self.envs.recv(count=waiting)
-            except StepTimeout as error:
-                self._name_late_rows(error)
-                raise
-            except Exception:
-                if self.envs.stats()["in_flight"] == waiting:  # the call failed, not an environment
+                self._by_row.recv(count=waiting)
+            except Exception as error:
+                if isinstance(error, StepTimeout) or not hasattr(error, "envs"):  # the call failed, not an environment
                     raise
-        self.places, self._free = list(range(self.num_envs)), list(range(self.num_envs, self.envs.num_envs))
-        self._prefetched, self._ready, self._steps, self._resets, self._failed = {}, {}, {}, {}, set()
+        self.places = list(range(self.num_envs))
+        self._prefetched, self._ready, self._steps, self._resets = {}, {}, {}, {}
         self._full_batch, self._results, self._final_results, self._call, self._failure = None, {}, {}, "", None
 
-    def _free_outdated(self, all_spares: bool = False) -> None:
-        """Free the spares with an episode that no row will need, or all. One that is resetting becomes free when it ends."""
-        for key in [key for key in self._prefetched if all_spares or key[1] != self._rows[key[0]].num_resets]:
-            place = self._prefetched.pop(key)
-            if self._ready.pop(place, None) is not None:
-                self._free.append(place)
+    def _drop_outdated(self) -> None:
+        """Drop the early episodes that no row will need."""
+        for key in [key for key in self._prefetched if key[1] != self._rows[key[0]].num_resets]:
+            self._ready.pop(self._prefetched.pop(key), None)
 
     # -- results ------------------------------------------------------------------------------------------------------------
 
@@ -531,34 +522,19 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         try:
             observations, *columns, infos, env_ids = self._by_row.recv(timeout, count=count)
         except StepTimeout as error:
-            self._name_late_rows(error)
+            name_rows(error, self.places)
             self._changing = False
             raise
-        except Exception as error:
+        except BaseException as error:
             places = set(before.tolist()) - set(self.envs.in_flight.tolist())
-            is_failure = isinstance(error, ObservationError) or places <= self._recorded_places()
-            if not places or not is_failure:  # a signal handler raised it
+            if not (places and hasattr(error, "envs")):  # a signal handler raised it
                 self._changing, self._interrupted = bool(places), True
                 raise
             self._record_failures(places, error)
             self._changing = False
             return
-        except BaseException:
-            self._changing, self._interrupted = self.envs.in_flight.size != before.size, True
-            raise
         self._apply_results(env_ids.tolist(), observations, columns, infos)
         self._changing = False
-
-    def _recorded_places(self) -> set[int]:
-        """Return the places with recorded failures. A death may have been recorded before the ``recv`` that raises it."""
-        return {record.worker if record.env is None else record.env for record in self.envs.errors}
-
-    def _name_late_rows(self, error: StepTimeout) -> None:
-        """Replace the places without a reply by their rows (spares have none)."""
-        rows = [(row, place) for row, place in enumerate(self.places) if place in error.envs]
-        error.envs = tuple(row for row, _ in rows)
-        error.where = {row: error.where[place] for row, place in rows if place in error.where}
-        error.add_note(f"the numbers above are places; the envs without a reply are {list(error.envs)}")
 
     def row_of_place(self, place: int) -> int | None:
         """Return the row of the episode at a place, which may have begun ahead of time; ``None`` if there is no episode."""
@@ -566,15 +542,13 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             return self.places.index(place)
         return next((row for (row, *_), spare in self._prefetched.items() if spare == place), None)
 
-    def _record_failures(self, places: set[int], error: Exception) -> None:
+    def _record_failures(self, places: set[int], error: BaseException) -> None:
         """Record failures of rows and of spares; store ``error`` if a row failed."""
         for key in [key for key, place in self._prefetched.items() if place in places]:
-            self._failed.add(key)
-            del self._prefetched[key]
-        self._free += places - self._steps.keys() - self._resets.keys()
+            self._prefetched[key] = None
         rows = {waiting.pop(place) for waiting in (self._steps, self._resets) for place in places & waiting.keys()}
-        self._failed_rows |= rows
         for row in rows:
+            self._rows[row] = replace(self._rows[row], failed=True)
             self._final_results.pop(row, None)
         name_rows(error, self.places)
         if rows:
@@ -586,7 +560,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         is_whole_step = self._call and len(places) == self.num_envs and self._steps.keys() == set(places)
         if is_whole_step and not (self._same_step and ended.any()):
             rows = [self._steps.pop(place) for place in places]
-            self._ended.update(itertools.compress(rows, ended))
+            for row in itertools.compress(rows, ended):
+                self._end_episode(row)
             self._full_batch = rows, observations, columns, infos
             return
         split = iterate(batch_space(self.single_observation_space, len(places)), observations)
@@ -595,10 +570,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 self._finish_step(self._steps.pop(place), observation, reward, terminated, truncated, info)
             elif place in self._resets:
                 self._finish_reset(self._resets.pop(place), observation, info)
-            elif place in self._prefetched.values():
+            elif place in self._prefetched.values():  # otherwise the episode is outdated
                 self._ready[place] = observation, info
-            else:
-                self._free.append(place)
         self._prefetch()
 
     def _finish_reset(self, row: int, observation: Any, info: Any) -> None:
@@ -606,7 +579,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             self._final_results.pop(row, None)
             self._results[row] = observation, 0.0, False, True, info
             if not self._same_step:
-                self._ended.add(row)
+                self._end_episode(row)
             return
         reward, terminated, truncated, final = self._final_results.pop(row, (0.0, False, False, {}))
         if final and not isinstance(info, Mapping):
@@ -624,7 +597,11 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             return
         self._results[row] = observation, reward, terminated, truncated, info
         if terminated or truncated:
-            self._ended.add(row)
+            self._end_episode(row)
+
+    def _end_episode(self, row: int) -> None:
+        """Let the next step of a row begin its next episode."""
+        self._rows[row] = replace(self._rows[row], ended=True)
 
     def _combine(self, rows: Sequence[int]) -> tuple[Any, ...]:
         """Remove the results of rows and return them as one batch."""
@@ -682,37 +659,41 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def set_attr(self, name: str, values: Any) -> None:
         """Set an attribute of all environments to one value; spares begin their episodes anew."""
         if isinstance(values, (list, tuple)):
-            _raise_unsupported("set one value per row", "any environment may run the episodes of any row")
+            raise_unsupported(self, "set one value per row", "any environment may run the episodes of any row")
         self._wait_until_idle("set_attr")
         try:
             with naming_rows(self.places):
                 self.envs.set_attr(name, [values] * self.envs.num_envs)
-        except VecEnvError:  # such as `WorkerDied`
-            with self._changing_state():
-                self._free_outdated(all_spares=True)
-                self._prefetch()  # in spares that have died too, which restarts them
+        except Exception as error:
+            if hasattr(error, "envs"):  # the others have the value
+                with self._changing_state():
+                    self._restart_spares()
             raise
-        with self._changing_state(recoverable=_CALL_ERRORS):
+        with self._changing_state():
             if self._builder is not None:
                 self._builder.keep(name, values)
                 self.envs.exec_func(keep_attribute, None, self._builder.token, name, values)
-            self._free_outdated(all_spares=True)
-            self._prefetch()
+            self._restart_spares()
+
+    def _restart_spares(self) -> None:
+        """Begin all early episodes anew, which also rebuilds spares that have died."""
+        self._prefetched, self._ready = {}, {}
+        self._prefetch()
 
     def set_next_options(self, *_: Any, **__: Any) -> NoReturn:
         """Raise ``NotImplementedError``, because the next episodes have already begun."""
         reason = "the next episodes have begun already: pass the options to reset(), with a reset_mask"
-        _raise_unsupported("`set_next_options`", reason)
+        raise_unsupported(self, "`set_next_options`", reason)
 
     def freeze(self, *_: Any, **__: Any) -> NoReturn:
         """Raise ``NotImplementedError``: a frozen copy would replace the environment at one place, but rows move."""
-        _raise_unsupported("`freeze`", "rows move between processes: use save() and load()")
+        raise_unsupported(self, "`freeze`", "rows move between processes: use save() and load()")
 
     thaw = freeze
 
     def call_async(self, *_: Any, **__: Any) -> NoReturn:
         """Raise ``NotImplementedError``, because calls wait until no spare is resetting."""
-        _raise_unsupported("begin calls without waiting", "they wait until no spare is resetting: use call() or exec_func()")
+        raise_unsupported(self, "begin calls without waiting", "they wait until no spare resets: use call() or exec_func()")
 
     call_wait = exec_func_send = exec_func_fetch = call_async
 
@@ -723,15 +704,28 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Snapshot, ...]:
         """Return the state of all rows, or of some; see ``AsyncVectorEnv.save``."""
-        rows = parse_rows(env_id, self.num_envs)
-        self._wait_until_idle("save")
-        self._require_not_failed(rows)
+        rows = self._begin_save("save", env_id)
         with naming_rows(self.places):
             snapshots = self.envs.save([self.places[row] for row in rows], verify=verify)
-        return Snapshots(self._with_episode(snapshot, row) for snapshot, row in zip(snapshots, rows, strict=True))
+        return self._add_episodes(snapshots, rows)
 
-    def _with_episode(self, snapshot: Snapshot, row: int) -> Snapshot:
-        return self._rows[row].add_to(snapshot, pending=row in self._ended)
+    def state_dict(self, env_id: Any = None, *, verify: bool = True) -> dict[str, Any]:
+        """Return the whole state in one dict; see ``AsyncVectorEnv.state_dict``."""
+        rows = self._begin_save("state_dict", env_id)
+        with naming_rows(self.places):
+            state = self.envs.state_dict([self.places[row] for row in rows], verify=verify)
+        saved = read_state(state, len(rows), AutoresetMode.DISABLED, _spaces(self.envs))
+        snapshots = self._add_episodes(saved.snapshots, rows)
+        return pack_state(snapshots, self.autoreset_mode, saved.counts, saved.seeds, _spaces(self))
+
+    def _begin_save(self, method: str, env_id: Any) -> list[int]:
+        rows = parse_rows(env_id, self.num_envs)
+        self._wait_until_idle(method)
+        self._require_not_failed(rows)
+        return rows
+
+    def _add_episodes(self, snapshots: Sequence[Snapshot], rows: list[int]) -> Snapshots:
+        return Snapshots(self._rows[row].add_to(snapshot) for snapshot, row in zip(snapshots, rows, strict=True))
 
     def load(self, snapshots: Any, env_id: Any = None) -> Any:
         """Continue rows from saved states and return their observations; see ``AsyncVectorEnv.load``.
@@ -739,50 +733,49 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         A snapshot of another vector environment has no seed for later episodes: they get random ones.
         """
         rows = parse_rows(env_id, self.num_envs)
-        listed = parse_snapshots(snapshots, rows)
-        self._wait_until_idle("load")
-        earlier, failure = loaded_rows(self.envs), None
-        with self._changing_state(recoverable=_CALL_ERRORS):
-            try:
-                observations = self.envs.load(without_pending(listed), [self.places[row] for row in rows])
-            except Exception as error:
-                if (loaded := loaded_rows(self.envs)) is None or loaded is earlier:  # the load was refused or interrupted
-                    raise
-                failure = error  # of some rows: the others are loaded
-            self._set_episodes(rows, listed)
-        if failure is not None:
-            with naming_rows(self.places):
-                raise failure
-        return observations
+        return self._load("load", rows, parse_snapshots(snapshots, rows), self.envs.load)
 
-    def _set_episodes(self, rows: list[int], snapshots: list[Snapshot]) -> None:
-        """Set the current episodes of the rows that were loaded to those of snapshots."""
-        loaded = loaded_rows(self.envs) or ()
-        self._ended.difference_update(rows)
-        self._failed_rows.difference_update(rows)
-        for row, snapshot in zip(rows, snapshots, strict=True):
-            if self.places[row] in loaded:
-                self._rows[row] = self._rows[row].continue_from(snapshot, row, next(self._order))
-                self._ended.update([row] if snapshot.row.pending else [])
-            elif not self.envs.capabilities.restarts:  # otherwise the next step rebuilds its environment
-                self._failed_rows.add(row)
-        self._free_outdated()
-        self._prefetch()
-
-    def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
-        """Return the whole state in one dict; see ``AsyncVectorEnv.state_dict``."""
-        return state_with(self.envs, self.save(verify=verify), self.autoreset_mode, self._spaces)
-
-    @property
-    def _spaces(self) -> list[Space[Any]]:
-        return [self.single_action_space, self.action_space, self.single_observation_space, self.observation_space]
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
+    def load_state_dict(self, state: Mapping[str, Any], env_id: Any = None) -> Any:
         """Continue from the result of :meth:`state_dict`, and return the observations."""
-        saved = read_state(state, self.num_envs, self.autoreset_mode, self._spaces)
-        observations = self.load(saved.snapshots)
-        load_except_snapshots(self.envs, saved)
+        rows, envs = parse_rows(env_id, self.num_envs), self.envs
+        saved = read_state(state, len(rows), self.autoreset_mode, _spaces(self))
+
+        def load(snapshots: list[Snapshot], places: list[int]) -> Any:
+            others = saved.counts, saved.seeds, _spaces(envs)
+            return envs.load_state_dict(pack_state(snapshots, AutoresetMode.DISABLED, *others), places)
+
+        observations = self._load("load_state_dict", rows, saved.snapshots, load)
+        saved.load_generators()
         return observations
+
+    def _load(
+        self, method: str, rows: list[int], snapshots: list[Snapshot], load: Callable[[list[Snapshot], list[int]], Any]
+    ) -> Any:
+        """Call ``load`` for the places of rows, and set the episodes of the rows."""
+        self._wait_until_idle(method)
+        self._changing, self._observer.load_began = True, False
+        try:
+            observations = load(without_pending(snapshots), [self.places[row] for row in rows])
+        except BaseException as error:
+            name_rows(error, self.places)
+            if not self._observer.load_began:
+                self._changing = False
+            elif hasattr(error, "envs"):  # otherwise it interrupted the load
+                self._set_episodes(rows, snapshots, failed=error.envs)
+            raise
+        self._set_episodes(rows, snapshots)
+        return observations
+
+    def _set_episodes(self, rows: list[int], snapshots: list[Snapshot], failed: Sequence[int] = ()) -> None:
+        """End a load: set the current episodes of rows, except those that failed, to those of the snapshots."""
+        for row, snapshot in zip(rows, snapshots, strict=True):
+            if row in failed:  # with restarts, the next step rebuilds its environment
+                self._rows[row] = replace(self._rows[row], ended=False, failed=not self.envs.capabilities.restarts)
+            else:
+                self._rows[row] = self._rows[row].continue_from(snapshot, row, next(self._order))
+        self._drop_outdated()
+        self._prefetch()
+        self._changing = False
 
     def _wait_until_idle(self, method: str) -> None:
         """Wait until no spare is resetting. ``method`` is the method that requires it, for errors.
@@ -796,5 +789,6 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             self._receive(in_flight, None)
 
 
-def _raise_unsupported(action: str, reason: str) -> NoReturn:
-    raise_unsupported("EpisodePrefetcher", action, reason)
+def _spaces(envs: VectorEnv[Any, Any, Any]) -> list[Space[Any]]:
+    """Return the spaces with generators that belong to the state of a vector environment."""
+    return [getattr(envs, name) for name in SPACES]

@@ -23,6 +23,8 @@ class RowEpisode:
         num_resets: The number of resets and loads by the caller.
         episode: The index of the episode since the seed: 0 for the first one.
         order: A number that is lower for older episodes.
+        ended: In next-step mode, True if the next step begins another episode.
+        failed: True if the row needs a reset.
     """
 
     origin: int
@@ -30,6 +32,8 @@ class RowEpisode:
     num_resets: int = 0
     episode: int = 0
     order: int = 0
+    ended: bool = False
+    failed: bool = False
 
     def derive_seed(self, episode: int) -> int:
         """Return the seed of an episode: the caller's for the first one, a derived one for the others."""
@@ -38,15 +42,15 @@ class RowEpisode:
             return self.seed
         return int(np.random.SeedSequence(self.seed, spawn_key=(self.origin, episode)).generate_state(1)[0] >> 1)
 
-    def add_to(self, snapshot: Snapshot, pending: bool) -> Snapshot:
-        """Return a copy of a row's snapshot that contains this episode. ``pending``: the row's next step begins another."""
+    def add_to(self, snapshot: Snapshot) -> Snapshot:
+        """Return a copy of a row's snapshot that contains this episode."""
         beside = {**(snapshot.row.beside or {}), _SNAPSHOT_KEY: (self.origin, self.seed, self.episode)}
-        return snapshot.having(beside=beside, pending=pending)
+        return snapshot.having(beside=beside, pending=self.ended)
 
     def continue_from(self, snapshot: Snapshot, row: int, order: int) -> RowEpisode:
         """Return the episode of a snapshot that was loaded into this row; one with a random seed if it contains none."""
         origin, seed, episode = (snapshot.row.beside or {}).get(_SNAPSHOT_KEY) or (row, random_seed(), 0)
-        return RowEpisode(origin, seed, self.num_resets + 1, episode, order)
+        return RowEpisode(origin, seed, self.num_resets + 1, episode, order, ended=snapshot.row.pending)
 
 
 def without_pending(snapshots: Sequence[Snapshot]) -> list[Snapshot]:

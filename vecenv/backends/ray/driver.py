@@ -326,15 +326,15 @@ class HostsDriver(WorkerDriver):
         have_observations = all(row_state.used for row_state in row_states.values())
         return self.exchange.store.take(np.array(rows, np.intp)) if have_observations else None
 
-    def state_dict(self, spaces: list[Any], verify: bool) -> dict[str, Any]:
-        """Return the states of all rows, counters, seeds and the generators of ``spaces`` in one dict."""
+    def state_dict(self, rows: list[int], spaces: list[Any], verify: bool) -> dict[str, Any]:
+        """Return the states of rows, counters, seeds and the generators of ``spaces`` in one dict."""
         counts = self.counters.steps, self.counters.resets, self.exchange.failures.restarts
-        return pack_state(self.save(list(range(self.num_envs)), verify), self.mode, counts, self.exchange.seeds, spaces)
+        return pack_state(self.save(rows, verify), self.mode, counts, self.exchange.seeds, spaces)
 
-    def load_state_dict(self, state: Mapping[str, Any], spaces: list[Any]) -> Any:
+    def load_state_dict(self, state: Mapping[str, Any], rows: list[int], spaces: list[Any]) -> Any:
         """Continue from the result of :meth:`state_dict`."""
-        vector_state = read_state(state, self.num_envs, self.mode, spaces)
-        observations = self.load(vector_state.snapshots, list(range(self.num_envs)))
+        vector_state = read_state(state, len(rows), self.mode, spaces)
+        observations = self.load(vector_state.snapshots, rows)
         self.exchange.seeds = vector_state.seeds
         vector_state.load(self.counters, self.failures)
         return observations

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 from vecenv.backends.ray.host import RemoteFailure
 from vecenv.backends.ray.hosts import RemoteHost
 from vecenv.engine.observers import Observer, notify_failure
-from vecenv.errors import ErrorRecord, RestartsExhausted, StepTimeout, WorkerDied, envs_text
-from vecenv.link.messages import notes_about_others, unpack_error
+from vecenv.errors import ErrorRecord, RestartsExhausted, StepTimeout, envs_text
+from vecenv.link.messages import name_envs, notes_about_others, unpack_error
 from vecenv.system.reporting import RestartLog
 from vecenv.system.restart_budget import RestartBudget
 
@@ -121,6 +121,8 @@ def combine(errors: Errors) -> Exception:
     for env, other in ordered[1:]:
         if env is None:
             first.add_note(f"also: {other}")
-        if isinstance(first, WorkerDied) and isinstance(other, WorkerDied):
-            first.envs = tuple(sorted({*first.envs, *other.envs}))
+    rows: list[int] = []
+    for env, error in errors:
+        rows += getattr(error, "envs", ()) if env is None else [env]
+    name_envs(first, rows)
     return first

@@ -18,6 +18,7 @@ from text_envs import TextEnv, check_all_slots, run, step_directly
 import vecenv
 from vecenv.aio import EpisodeEnv, Pool
 from vecenv.errors import EnvFailed, RestartsExhausted, StartupTimeout, StepTimeout, WorkerDied
+from vecenv.testing import FaultyEnv
 from vecenv.testing.faulty import FaultyConstructor
 
 LARGE_SIZE = pytest.param(64, marks=[pytest.mark.long])
@@ -154,6 +155,25 @@ async def test_each_failure_raises_its_own_message() -> None:
                 raise AssertionError
         assert {record.command for record in pool.errors} == {"step", "reset"}
         await check_all_slots(pool)
+
+
+async def test_step_or_reset_whose_info_cannot_be_pickled_ends_the_episode() -> None:
+    def make_env() -> FaultyEnv:
+        return FaultyEnv(FaultyEnv(TextEnv(), "unpicklable_info", step=6), "unpicklable_info", reset=2)
+
+    async with Pool(make_env, 1) as pool, pool.episode(seed=1) as env:
+        for action in "abcde":
+            await env.step(action)
+        with pytest.raises(EnvFailed, match="cannot pickle"):
+            await env.step("f")  # the last step of the episode
+        with pytest.raises(EnvFailed, match="failed earlier"):
+            await env.step("g")
+        with pytest.raises(EnvFailed, match="cannot pickle"):
+            await env.reset()
+        with pytest.raises(EnvFailed, match="failed earlier"):
+            await env.step("a")
+        observation, _ = await env.reset(seed=1)
+        assert observation == step_directly(TextEnv(), 1, [])[0][0]
 
 
 async def test_worker_is_killed_if_a_cancelled_step_hangs() -> None:

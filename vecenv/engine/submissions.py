@@ -169,8 +169,10 @@ class Submissions:
             return None, request.deaths[0].error()
         if request.failures:
             ((_, worker), *_) = request.failures
-            ((_, error), *_) = changes.failures.record(command, request.failures)
-            if command not in ("step", "reset"):
+            loses_episode = command in ("step", "reset")  # even if only a part of the result cannot be sent
+            mark = "all" if loses_episode else "fatal"
+            ((_, error), *_) = changes.failures.record(command, request.failures, mark=mark)
+            if not loses_episode:
                 return None, error
             failure = EnvFailed(f"env {row}, {worker.label}, during {command}: {summary(error)}")
             failure.__cause__ = error

@@ -313,3 +313,104 @@ def test_statistics_continue_after_a_refused_reset() -> None:
         with pytest.raises(ValueError, match="seed"):
             envs.reset(seed=[1, 2, 3])
         assert play_until_the_end(envs) == [5, 5]
+
+
+class RaisingCounterEnv(CounterEnv):
+    """A counter with episodes of four steps that raises for action 1, and has an info of ``None`` for action 2."""
+
+    def __init__(self, env_id: int) -> None:
+        super().__init__(env_id, lengths=(4,))
+
+    def step(self, action: Any) -> Any:
+        if action == 1:
+            raise ArithmeticError("action 1")
+        *result, info = super().step(action)
+        return (*result, None if action == 2 else info)
+
+
+def step_until_reported(envs: Any, row: int, episodes: int) -> tuple[int, list[tuple[float, int]]]:
+    """Step one row until some episodes were reported. Return the number of steps, and the episodes as (return, length)."""
+    reported: list[tuple[float, int]] = []
+    steps = 0
+    while len(reported) < episodes:
+        envs.send(np.zeros(1, np.int64), [row])
+        infos = envs.recv(count=1)[4]
+        steps += 1
+        if infos.get("_episode", [False])[0]:
+            reported.append((round(infos["episode"]["r"][0], 3), infos["episode"]["l"][0]))
+    return steps, reported
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+@pytest.mark.parametrize("steps", [1, 3, 4])
+@pytest.mark.parametrize("cause", ["step", "reset", "reset_async"])
+def test_episode_with_a_lost_result_is_not_reported(mode: str, steps: int, cause: str) -> None:
+    """Another row raises in the same step, or a reset of another row drops the result."""
+    options = {"reset_mask": np.array([True, False])}
+    with open_engine([partial(RaisingCounterEnv, row) for row in range(2)], autoreset_mode=mode, num_workers=2) as engine:
+        envs = RecordEpisodeStatistics(engine)
+        envs.reset(seed=1)
+        for _ in range(steps):
+            envs.send(np.zeros(1, np.int64), [1])
+            envs.recv(count=1)
+        if cause == "step":
+            with pytest.raises(ArithmeticError):
+                envs.step(np.array([1, 0]))
+            envs.reset(options=options)
+        else:
+            envs.send(np.zeros(1, np.int64), [1])
+            if cause == "reset":
+                envs.reset(options=options)
+            else:
+                envs.reset_async(options=options)
+                envs.reset_wait()
+        saved = envs.save()
+        until_reported, reported = step_until_reported(envs, 1, 2)
+        assert reported == [(4.01, 4)] * 2
+        if mode == "NextStep" and steps == 4:  # the lost result was that of a reset
+            assert until_reported == 4 + 5
+        envs.load(saved)
+        assert step_until_reported(envs, 1, 2) == (until_reported, reported)
+
+
+def test_episode_with_an_info_that_cannot_be_merged_is_not_reported() -> None:
+    with open_engine([partial(RaisingCounterEnv, row) for row in range(2)], num_workers=2) as engine:
+        envs = RecordEpisodeStatistics(engine)
+        envs.reset(seed=1)
+        for row in range(2):
+            envs.send(np.full(1, 2), [row])
+            with pytest.raises(vecenv.errors.InfoError):
+                envs.recv(count=1)
+            assert step_until_reported(envs, row, 2)[1] == [(row * 4 + 0.01, 4)] * 2
+
+
+class MisfitEnv(CounterEnv):
+    """A counter with pickled observations and episodes of four steps. One does not fit its space after action 1."""
+
+    def __init__(self, env_id: int) -> None:
+        super().__init__(env_id, lengths=(4,))
+        self.observation_space = gymnasium.spaces.Dict(text=gymnasium.spaces.Text(5))  # type: ignore[assignment]
+
+    def reset(self, **kwargs: Any) -> Any:
+        super().reset(**kwargs)
+        return {"text": "abc"}, {}
+
+    def step(self, action: Any) -> Any:
+        return {} if action == 1 else {"text": "abc"}, *super().step(action)[1:]
+
+
+def test_episode_with_an_observation_that_does_not_fit_is_not_reported() -> None:
+    with open_engine([partial(MisfitEnv, row) for row in range(2)], num_workers=2) as engine:
+        envs = RecordEpisodeStatistics(engine)
+        envs.reset(seed=1)
+        envs.send(np.array([1, 0]))
+        with pytest.raises(vecenv.errors.ObservationError, match="env 0"):
+            envs.recv(count=2)
+        envs.recv(count=1)
+        assert step_until_reported(envs, 0, 2)[1] == [(0.01, 4)] * 2
+        envs.step(np.zeros(2, np.int64))
+        with pytest.raises(vecenv.errors.ObservationError, match="env 0"):
+            envs.step(np.array([1, 0]))
+        for row in range(2):
+            assert step_until_reported(envs, row, 2)[1] == [(row * 4 + 0.01, 4)] * 2

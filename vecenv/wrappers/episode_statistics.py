@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium.wrappers.vector
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from vecenv.errors import BusyError, StepTimeout
+from vecenv.errors import BusyError, InfoError, StepTimeout
 from vecenv.front.arguments import ResetOptions, parse_env_ids, parse_rows, split_reset_mask
 from vecenv.front.infos import executed_steps
 from vecenv.state.snapshots import Row, Snapshot, Snapshots, StateDict
@@ -26,7 +26,8 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
 
     Where an episode ended, ``infos["_episode"]`` is True, and ``infos["episode"]`` has its return ``"r"`` (float64), length
     ``"l"`` (int64) and time ``"t"`` (seconds, float64): arrays with one entry per row of the batch. Statistics cover
-    ``step``, ``step_wait`` and ``recv``, every autoreset mode, and resets by a mask or of single environments. The
+    ``step``, ``step_wait`` and ``recv``, every autoreset mode, and resets by a mask or of single environments. An episode
+    has none if one of its results was lost, because another environment raised or a reset by a mask dropped it. The
     statistics of a running episode are saved and loaded, frozen and thawed with its environment. All other attributes are
     the vector environment's own.
 
@@ -47,6 +48,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         self._key = stats_key
         self._same_step = env.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP
         self._resetting = np.zeros(self.num_envs, np.bool_)  # rows with a reset that has not been returned
+        self._incomplete = np.zeros(self.num_envs, np.bool_)  # rows with an episode of which a result was lost
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -57,8 +59,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
 
     def reset(self, *, seed: Any = None, options: ResetOptions = None) -> tuple[Any, dict[str, Any]]:  # type: ignore[override]
         """Reset the vector environment; new episodes begin in the environments that were reset."""
-        rows = self._selected_rows(options)
-        begins = True
+        rows, in_flight, begins = self._selected_rows(options), self._rows_in_flight(), True
         try:
             return self.env.reset(seed=seed, options=options)  # type: ignore[arg-type]
         except BaseException as error:  # a failure in some rows; or the result is still pending, for `reset_wait`
@@ -66,6 +67,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
             raise
         finally:
             if begins:
+                self._lose_results(in_flight)
                 self._begin_episodes(rows)
                 self._begin_episodes(np.flatnonzero(self._resetting))  # dropped results of resets that were executed
 
@@ -73,7 +75,9 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         """Begin a reset of the vector environment."""
         rows = self._selected_rows(options) if env_id is None else parse_env_ids(env_id, self.num_envs)
         if env_id is None:
+            in_flight = self._rows_in_flight()
             self.env.reset_async(seed=seed, options=options)  # type: ignore[attr-defined]
+            self._lose_results(in_flight)
             self._begin_episodes(np.flatnonzero(self._resetting))  # dropped results of resets that are executed
         else:
             self.env.reset_async(seed=seed, options=options, env_id=env_id)  # type: ignore[attr-defined]
@@ -95,13 +99,20 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         mask, _ = split_reset_mask(options, self.num_envs)
         return np.arange(self.num_envs) if mask is None else np.flatnonzero(mask)
 
+    def _rows_in_flight(self) -> npt.NDArray[np.intp]:
+        """Return the rows in flight; none if the vector environment does not know them."""
+        try:
+            return np.asarray(getattr(self.env, "in_flight", ()), np.intp)
+        except NotImplementedError:
+            return np.zeros(0, np.intp)
+
     def _begin_episodes(self, rows: npt.NDArray[np.intp] | list[int]) -> None:
         """Reset the statistics of rows in which new episodes begin."""
         self.episode_start_times[rows] = time.perf_counter()
         self.episode_returns[rows] = 0
         self.episode_lengths[rows] = 0
         self.prev_dones[rows] = False
-        self._resetting[rows] = False
+        self._resetting[rows] = self._incomplete[rows] = False
 
     # -- saving and loading -----------------------------------------------------------------------------------------
 
@@ -163,11 +174,11 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         return self.return_queue, self.length_queue, self.time_queue
 
     def _running_statistics(self, rows: list[int]) -> list[Any]:
-        """Return, for each row, its return, length, seconds so far, and flags for an ended episode and a pending reset."""
+        """Return, for each row, its return, length, seconds so far, and three flags: ended, resetting, incomplete."""
         seconds = time.perf_counter() - self.episode_start_times[rows]
-        columns = self.episode_returns, self.episode_lengths, self.prev_dones, self._resetting
-        episode_returns, lengths, over, resetting = (np.asarray(column)[rows].tolist() for column in columns)
-        return list(zip(episode_returns, lengths, seconds.tolist(), over, resetting, strict=True))
+        columns = self.episode_returns, self.episode_lengths, self.prev_dones, self._resetting, self._incomplete
+        episode_returns, lengths, *flags = (np.asarray(column)[rows].tolist() for column in columns)
+        return list(zip(episode_returns, lengths, seconds.tolist(), *flags, strict=True))
 
     def _restore_statistics(self, rows: list[int], saved: Sequence[Row | None], statistics: list[Any]) -> None:
         """Restore statistics from :meth:`_running_statistics`. Rows with ``None`` begin at zero.
@@ -184,22 +195,37 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
                 self.prev_dones[row] = saved_row is not None and saved_row.pending
             else:
                 self.episode_returns[row], self.episode_lengths[row], seconds = row_statistics[:3]
-                self.prev_dones[row], self._resetting[row] = row_statistics[3:]
+                self.prev_dones[row], self._resetting[row], self._incomplete[row] = row_statistics[3:]
                 self.episode_start_times[row] -= seconds
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def step(self, actions: Any) -> Any:
         """Step the vector environment; add the statistics of ended episodes to ``infos``."""
-        return self._count_results(np.arange(self.num_envs), self.env.step(actions))
+        return self._count_step(lambda: self.env.step(actions))
 
     def step_wait(self, timeout: float | None = None) -> Any:
         """Wait for a step of the vector environment; add the statistics of ended episodes to ``infos``."""
-        return self._count_results(np.arange(self.num_envs), self.env.step_wait(timeout))  # type: ignore[attr-defined]
+        return self._count_step(lambda: self.env.step_wait(timeout))  # type: ignore[attr-defined]
+
+    def _count_step(self, step: Callable[[], Any]) -> Any:
+        rows = np.arange(self.num_envs)
+        try:
+            result = step()
+        except Exception as error:
+            if isinstance(error, InfoError) or (hasattr(error, "envs") and not isinstance(error, StepTimeout)):
+                self._lose_results(rows)
+            raise
+        return self._count_results(rows, result)
 
     def recv(self, timeout: float | None = None, **options: Any) -> Any:
         """Receive rows of the vector environment; add the statistics of their ended episodes to ``infos``."""
-        result = self.env.recv(timeout, **options)  # type: ignore[attr-defined]
+        try:
+            result = self.env.recv(timeout, **options)  # type: ignore[attr-defined]
+        except Exception as error:
+            rows = getattr(self.env, "last_received", ()) if isinstance(error, InfoError) else getattr(error, "envs", ())
+            self._lose_results(np.asarray(rows, np.intp))
+            raise
         return self._count_results(result[4]["env_id"], result)
 
     reset_send = reset_async
@@ -209,10 +235,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     def _count_results(self, rows: npt.NDArray[np.intp], result: Any) -> Any:
         """Update the statistics with a result. Add those of ended episodes to its infos, and return it."""
         _, rewards, terminations, truncations, infos = result
-        first = self._resetting[rows]  # rows with the first result of an episode, which has no reward
-        if not self._same_step:
-            first = first | self.prev_dones[rows]
-        self._begin_episodes(rows[first])
+        first = self._begin_first(rows)
         self.episode_returns[rows[~first]] += np.asarray(rewards)[~first]
         steps = executed_steps(infos, len(rows))
         self.episode_lengths[rows[~first]] += steps if isinstance(steps, int) else steps[~first]
@@ -221,9 +244,24 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
             self._add_statistics(infos, rows, over)
         return result
 
+    def _begin_first(self, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+        """Begin the episodes of which this is the first result, and return their mask. A first result has no reward."""
+        first: npt.NDArray[np.bool_] = self._resetting[rows]
+        if not self._same_step:
+            first = first | self.prev_dones[rows]
+        self._begin_episodes(rows[first])
+        return first
+
+    def _lose_results(self, rows: npt.NDArray[np.intp]) -> None:
+        """Note that results of these rows, except for those still in flight, were dropped. Episodes may have ended."""
+        rows = np.setdiff1d(rows, self._rows_in_flight())
+        first = self._begin_first(rows)
+        self._incomplete[rows[~first]] = True
+
     def _add_statistics(self, infos: dict[str, Any], rows: npt.NDArray[np.intp], over: npt.NDArray[np.bool_]) -> None:
         if self._key in infos or f"_{self._key}" in infos:
             raise ValueError(f"infos already have a key {self._key!r}: set another stats_key; got {sorted(map(str, infos))}")
+        all_ended, over = rows[over], over & ~self._incomplete[rows]
         ended = rows[over]
         seconds = np.round(time.perf_counter() - self.episode_start_times[rows], 6)
         infos[self._key] = {
@@ -237,7 +275,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         self.length_queue.extend(self.episode_lengths[ended])
         self.time_queue.extend(seconds[over])
         if self._same_step:
-            self._begin_episodes(ended)
+            self._begin_episodes(all_ended)
 
 
 def _is_refusal(error: BaseException) -> bool:

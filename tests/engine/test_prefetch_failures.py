@@ -330,11 +330,21 @@ class MovedWalk(Walk):
         super().__setattr__(name, value)
 
 
-def test_attribute_that_one_row_refuses_applies_to_the_next_episodes_of_others(closes: Any) -> None:
+@pytest.mark.parametrize("fault", ["refuses", "dies"])
+def test_attribute_that_fails_in_one_row_applies_to_the_next_episodes_of_others(
+    fault: str, closes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     envs, zeros = closes(make_prefetcher(MovedWalk, 2)), np.zeros(1, np.int64)
     envs.reset(seed=1)
-    envs.step(np.array([1, 0]))
-    with pytest.raises(ArithmeticError, match="it has moved"):
+    envs.step(np.array([int(fault == "refuses"), 0]))
+
+    def kill_worker(*_: object) -> None:
+        envs.processes[envs.places[0]].kill()
+        envs.processes[envs.places[0]].join()
+
+    if fault == "dies":  # after all environments have the attribute
+        monkeypatch.setattr(envs._builder, "keep", kill_worker)
+    with pytest.raises((ArithmeticError, vecenv.errors.WorkerDied)):
         envs.set_attr("level", 5.0)
     ended = False
     while not ended:

@@ -59,7 +59,7 @@ from vecenv.state.vector_state import pack_state, read_state
 from vecenv.system.reporting import warn
 from vecenv.wrappers.equal_envs import EqualEnvBuilder, keep_attribute, require_equal
 from vecenv.wrappers.places import PlaceNotes, name_rows, name_rows_in_records, naming_rows, select_rows
-from vecenv.wrappers.row_episodes import RowEpisode, without_pending
+from vecenv.wrappers.row_episodes import EpisodePhase, RowEpisode, without_pending
 
 __all__ = ["EpisodePrefetcher"]
 
@@ -122,12 +122,11 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._by_row, self._merger = infos_by_row(envs), InfoMerger()
         self._builder: EqualEnvBuilder | None = None  # builds environments with the attributes that set_attr has set
         self._order = itertools.count(1)
-        self._rows = [RowEpisode(row) for row in range(self.num_envs)]
+        self._rows = [RowEpisode(row, phase="running") for row in range(self.num_envs)]
         self._last_received = list(range(self.num_envs))
         self._prefetched: dict[EpisodeKey, int | None] = {}  # episodes begun early -> their places; None: the reset failed
         self._ready: dict[int | None, tuple[Any, dict[Any, Any]]] = {}  # place -> first observation and info
-        self._steps: dict[int, int] = {}  # place -> row, for rows that wait for a step
-        self._resets: dict[int, int] = {}  # place -> row, for rows that wait for a reset
+        self._waiting: dict[int, int] = {}  # place -> row, for rows that wait for the result of a step or of a reset
         self._final_results: dict[int, tuple[Any, ...]] = {}  # SameStep: row -> reward, flags, final infos of its last step
         self._results: dict[int, tuple[Any, ...]] = {}  # row -> result not yet returned to the caller
         self._full_batch: tuple[Any, ...] | None = None  # the result of `step`, if all rows were received together
@@ -200,7 +199,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def in_flight(self) -> Array:
         """The rows with a step or reset that has begun and has not been returned."""
         batch_rows = self._full_batch[0] if self._full_batch else ()
-        return np.array(sorted({*self._steps.values(), *self._resets.values(), *self._results, *batch_rows}), np.intp)
+        return np.array(sorted({*self._waiting.values(), *self._results, *batch_rows}), np.intp)
 
     @property
     def last_received(self) -> Array:
@@ -259,7 +258,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             with self._changing_state(force=True):
                 self._drop_all()
         else:
-            while self._steps or self._resets:
+            while self._waiting:
                 self._receive(1, None)
         with self._changing_state(force=all_rows):
             episodes = {row: self._episode_after_reset(row, seeds[row]) for row in rows}
@@ -278,7 +277,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 self._call, self._interrupted, self._failure = "reset", False, None
             for row, episode in episodes.items():
                 self._rows[row] = episode
-            self._resets.update(zip(places, rows, strict=True))
+            self._waiting.update(zip(places, rows, strict=True))
             self._drop_outdated()
             self._prefetch()
 
@@ -324,7 +323,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._require_consistent()
         self._require_not_in_flight(f"{call}_async" if call else "send", rows)
         self._require_not_failed(rows)
-        ended = [row for row in rows if self._rows[row].ended]
+        ended = [row for row in rows if self._rows[row].phase == "ended"]
         stepped = [row for row in rows if row not in ended] if ended else rows
         if ended:
             check_batch(self.single_action_space, self.single_action_space, actions, len(rows), "actions")
@@ -333,7 +332,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             if stepped:
                 places = [self.places[row] for row in stepped]
                 self.envs.send(actions, places)
-                self._steps.update(zip(places, stepped, strict=True))
+                self._waiting.update(zip(places, stepped, strict=True))
             self._call, self._interrupted = call, False
             if call:
                 self._failure = None  # of a row that was reset since
@@ -409,13 +408,12 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def _require_not_in_flight(self, method: str, rows: Sequence[int]) -> None:
         if self._call:
             raise AlreadyPendingCallError(f"Calling `{method}` while waiting for `{self._call}_wait`.", self._call)
-        if (self._full_batch or self._results or self._steps or self._resets) and (
-            in_flight := set(self.in_flight.tolist()) & set(rows)
-        ):
+        is_idle = not (self._full_batch or self._results or self._waiting)
+        if not is_idle and (in_flight := set(self.in_flight.tolist()) & set(rows)):
             raise still_in_flight_error(method, sorted(in_flight))
 
     def _require_not_failed(self, rows: Sequence[int]) -> None:
-        if failed := [row for row in rows if self._rows[row].failed]:
+        if failed := [row for row in rows if self._rows[row].phase == "failed"]:
             raise EnvFailed(f"env {min(failed)} failed earlier; reset() rebuilds it")
 
     # -- episodes -----------------------------------------------------------------------------------------------------------
@@ -432,7 +430,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         current = self._rows[row]
         if current.seed is None:  # it has never been reset by the caller
             current = replace(current, seed=random_seed())
-        current = self._rows[row] = replace(current, episode=current.episode + 1, order=next(self._order), ended=False)
+        current = replace(current, episode=current.episode + 1, order=next(self._order), phase="beginning")
+        self._rows[row] = current
         place = self._prefetched.pop((row, current.num_resets, current.episode), None)
         self.counts["missed" if place is None else "ready" if place in self._ready else "late"] += 1
         if place is None:
@@ -442,7 +441,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         if place in self._ready:
             self._finish_reset(row, *self._ready.pop(place))
         else:
-            self._resets[self.places[row]] = row
+            self._waiting[self.places[row]] = row
 
     def _prefetch(self) -> None:
         """Begin an upcoming episode in each free spare: first for rows with an ended episode, then for the oldest others."""
@@ -458,7 +457,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def _find_upcoming(self, count: int) -> list[EpisodeKey]:
         """Return ``count`` episodes that no spare has begun: the next one of each row, then the ones after these."""
         rows = [row for row in range(self.num_envs) if self._rows[row].seed is not None]
-        rows.sort(key=lambda row: (not self._rows[row].ended, self._rows[row].order))
+        rows.sort(key=lambda row: (self._rows[row].phase != "ended", self._rows[row].order))
         upcoming: list[EpisodeKey] = []
         ahead = 0
         while rows and len(upcoming) < count:
@@ -476,7 +475,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 if isinstance(error, StepTimeout) or not hasattr(error, "envs"):  # the call failed, not an environment
                     raise
         self.places = list(range(self.num_envs))
-        self._prefetched, self._ready, self._steps, self._resets = {}, {}, {}, {}
+        self._prefetched, self._ready, self._waiting = {}, {}, {}
         self._full_batch, self._results, self._final_results, self._call, self._failure = None, {}, {}, "", None
 
     def _drop_outdated(self) -> None:
@@ -493,7 +492,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """
         seconds = parse_timeout(timeout)
         deadline = None if seconds is None else time.monotonic() + seconds
-        while (waiting := len(self._steps) + len(self._resets)) and len(self._results) < count and not self._full_batch:
+        while (waiting := len(self._waiting)) and len(self._results) < count and not self._full_batch:
             if self._failure is not None and not self._call:
                 break
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
@@ -504,7 +503,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 except StepTimeout:
                     break
                 continue
-            only_resets, started = not self._steps, time.monotonic()
+            only_resets, started = self._count_beginning() == waiting, time.monotonic()
             needed = 1 if enough_from is not None else min(count - len(self._results), waiting)
             self._receive(needed, left)
             self.counts["seconds"] += only_resets * (time.monotonic() - started)
@@ -546,9 +545,9 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """Record failures of rows and of spares; store ``error`` if a row failed."""
         for key in [key for key, place in self._prefetched.items() if place in places]:
             self._prefetched[key] = None
-        rows = {waiting.pop(place) for waiting in (self._steps, self._resets) for place in places & waiting.keys()}
+        rows = [self._waiting.pop(place) for place in places & self._waiting.keys()]
         for row in rows:
-            self._rows[row] = replace(self._rows[row], failed=True)
+            self._set_phase(row, "failed")
             self._final_results.pop(row, None)
         name_rows(error, self.places)
         if rows:
@@ -557,38 +556,26 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def _apply_results(self, places: list[int], observations: Any, columns: list[Any], infos: list[Any]) -> None:
         """Apply received results to the rows and spares that wait for them."""
         ended = columns[1] | columns[2]
-        is_whole_step = self._call and len(places) == self.num_envs and self._steps.keys() == set(places)
-        if is_whole_step and not (self._same_step and ended.any()):
-            rows = [self._steps.pop(place) for place in places]
+        is_whole_step = self._call == "step" and self._waiting.keys() == set(places) and not self._count_beginning()
+        if is_whole_step and len(places) == self.num_envs and not (self._same_step and ended.any()):
+            rows = [self._waiting.pop(place) for place in places]
             for row in itertools.compress(rows, ended):
-                self._end_episode(row)
+                self._set_phase(row, "ended")
             self._full_batch = rows, observations, columns, infos
             return
         split = iterate(batch_space(self.single_observation_space, len(places)), observations)
         for place, observation, info, reward, terminated, truncated in zip(places, split, infos, *columns, strict=True):
-            if place in self._steps:
-                self._finish_step(self._steps.pop(place), observation, reward, terminated, truncated, info)
-            elif place in self._resets:
-                self._finish_reset(self._resets.pop(place), observation, info)
+            if place in self._waiting:
+                self._finish(self._waiting.pop(place), observation, reward, terminated, truncated, info)
             elif place in self._prefetched.values():  # otherwise the episode is outdated
                 self._ready[place] = observation, info
         self._prefetch()
 
-    def _finish_reset(self, row: int, observation: Any, info: Any) -> None:
-        if isinstance(info, dict) and "restarted" in info:
-            self._final_results.pop(row, None)
-            self._results[row] = observation, 0.0, False, True, info
-            if not self._same_step:
-                self._end_episode(row)
+    def _finish(self, row: int, observation: Any, reward: float, terminated: bool, truncated: bool, info: Any) -> None:
+        """Store the result of a reset or a step. In same-step mode, a step that ends an episode is followed by a reset."""
+        if self._rows[row].phase == "beginning":
+            self._finish_reset(row, observation, info)
             return
-        reward, terminated, truncated, final = self._final_results.pop(row, (0.0, False, False, {}))
-        if final and not isinstance(info, Mapping):
-            text = f"env {row}: reset() returned an info that is not a dict but a {type(info).__name__}"
-            warn(f"{text}; with same-step autoreset it is dropped")
-            info = {}
-        self._results[row] = observation, reward, terminated, truncated, {**final, **info} if final else info
-
-    def _finish_step(self, row: int, observation: Any, reward: float, terminated: bool, truncated: bool, info: Any) -> None:
         if self._same_step and (terminated or truncated):
             restarted = isinstance(info, dict) and "restarted" in info
             final = info if restarted else {"final_obs": observation, "final_info": info}
@@ -597,11 +584,29 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             return
         self._results[row] = observation, reward, terminated, truncated, info
         if terminated or truncated:
-            self._end_episode(row)
+            self._set_phase(row, "ended")
 
-    def _end_episode(self, row: int) -> None:
-        """Let the next step of a row begin its next episode."""
-        self._rows[row] = replace(self._rows[row], ended=True)
+    def _finish_reset(self, row: int, observation: Any, info: Any) -> None:
+        self._set_phase(row, "running")
+        if isinstance(info, dict) and "restarted" in info:
+            self._final_results.pop(row, None)
+            self._results[row] = observation, 0.0, False, True, info
+            if not self._same_step:
+                self._set_phase(row, "ended")
+            return
+        reward, terminated, truncated, final = self._final_results.pop(row, (0.0, False, False, {}))
+        if final and not isinstance(info, Mapping):
+            text = f"env {row}: reset() returned an info that is not a dict but a {type(info).__name__}"
+            warn(f"{text}; with same-step autoreset it is dropped")
+            info = {}
+        self._results[row] = observation, reward, terminated, truncated, {**final, **info} if final else info
+
+    def _set_phase(self, row: int, phase: EpisodePhase) -> None:
+        self._rows[row] = replace(self._rows[row], phase=phase)
+
+    def _count_beginning(self) -> int:
+        """Return the number of rows that wait for a reset."""
+        return sum(self._rows[row].phase == "beginning" for row in self._waiting.values())
 
     def _combine(self, rows: Sequence[int]) -> tuple[Any, ...]:
         """Remove the results of rows and return them as one batch."""
@@ -665,20 +670,17 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             with naming_rows(self.places):
                 self.envs.set_attr(name, [values] * self.envs.num_envs)
         except Exception as error:
-            if hasattr(error, "envs"):  # the others have the value
+            if hasattr(error, "envs"):  # the others have the value; spares that have died are rebuilt
                 with self._changing_state():
-                    self._restart_spares()
+                    self._prefetched, self._ready = {}, {}
+                    self._prefetch()
             raise
         with self._changing_state():
+            self._prefetched, self._ready = {}, {}
             if self._builder is not None:
                 self._builder.keep(name, values)
                 self.envs.exec_func(keep_attribute, None, self._builder.token, name, values)
-            self._restart_spares()
-
-    def _restart_spares(self) -> None:
-        """Begin all early episodes anew, which also rebuilds spares that have died."""
-        self._prefetched, self._ready = {}, {}
-        self._prefetch()
+            self._prefetch()
 
     def set_next_options(self, *_: Any, **__: Any) -> NoReturn:
         """Raise ``NotImplementedError``, because the next episodes have already begun."""
@@ -770,7 +772,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """End a load: set the current episodes of rows, except those that failed, to those of the snapshots."""
         for row, snapshot in zip(rows, snapshots, strict=True):
             if row in failed:  # with restarts, the next step rebuilds its environment
-                self._rows[row] = replace(self._rows[row], ended=False, failed=not self.envs.capabilities.restarts)
+                self._set_phase(row, "running" if self.envs.capabilities.restarts else "failed")
             else:
                 self._rows[row] = self._rows[row].continue_from(snapshot, row, next(self._order))
         self._drop_outdated()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
 from vecenv.front.arguments import random_seed
 from vecenv.state.snapshots import Snapshot
 
+EpisodePhase: TypeAlias = Literal["beginning", "running", "ended", "failed"]
 _SNAPSHOT_KEY: Final = "EpisodePrefetcher"
 
 
@@ -23,8 +24,8 @@ class RowEpisode:
         num_resets: The number of resets and loads by the caller.
         episode: The index of the episode since the seed: 0 for the first one.
         order: A number that is lower for older episodes.
-        ended: In next-step mode, True if the next step begins another episode.
-        failed: True if the row needs a reset.
+        phase: ``"beginning"`` until its reset has finished; then ``"running"``; ``"ended"`` if the row's next step begins
+            another episode; ``"failed"`` if the row needs a reset.
     """
 
     origin: int
@@ -32,8 +33,7 @@ class RowEpisode:
     num_resets: int = 0
     episode: int = 0
     order: int = 0
-    ended: bool = False
-    failed: bool = False
+    phase: EpisodePhase = "beginning"
 
     def derive_seed(self, episode: int) -> int:
         """Return the seed of an episode: the caller's for the first one, a derived one for the others."""
@@ -45,12 +45,13 @@ class RowEpisode:
     def add_to(self, snapshot: Snapshot) -> Snapshot:
         """Return a copy of a row's snapshot that contains this episode."""
         beside = {**(snapshot.row.beside or {}), _SNAPSHOT_KEY: (self.origin, self.seed, self.episode)}
-        return snapshot.having(beside=beside, pending=self.ended)
+        return snapshot.having(beside=beside, pending=self.phase == "ended")
 
     def continue_from(self, snapshot: Snapshot, row: int, order: int) -> RowEpisode:
         """Return the episode of a snapshot that was loaded into this row; one with a random seed if it contains none."""
         origin, seed, episode = (snapshot.row.beside or {}).get(_SNAPSHOT_KEY) or (row, random_seed(), 0)
-        return RowEpisode(origin, seed, self.num_resets + 1, episode, order, ended=snapshot.row.pending)
+        phase: EpisodePhase = "ended" if snapshot.row.pending else "running"
+        return RowEpisode(origin, seed, self.num_resets + 1, episode, order, phase)
 
 
 def without_pending(snapshots: Sequence[Snapshot]) -> list[Snapshot]:

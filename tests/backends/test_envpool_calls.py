@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -21,6 +22,7 @@ from forks import run_in_fork
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded, UnregisteredEnv
 from gymnasium.spaces import Box, Dict, Discrete
 from gymnasium.vector import AutoresetMode
+from signals import Alarm, signal_handler
 
 import vecenv
 from vecenv.backends import EnvPoolVectorEnv
@@ -440,6 +442,22 @@ def test_xla_is_refused_while_a_call_is_pending(make: Make, batch_size: int | No
     with pytest.raises(AlreadyPendingCallError, match="pending call to `step`"):
         envs.xla()
     envs.step_wait()
+
+
+def test_time_limit_of_the_program_during_xla_is_raised(make: Make) -> None:
+    envs, signals = make(4), [signal.SIGUSR2]
+    envs.reset()
+    pool_xla = envs._driver.pool.xla
+
+    def interrupt() -> Any:
+        if signals:
+            signal.raise_signal(signals.pop())
+        return pool_xla()
+
+    envs._driver.pool.xla = interrupt
+    with signal_handler(signal.SIGUSR2, Alarm), pytest.raises(Alarm):
+        envs.xla()
+    envs.step(zeros(4))
 
 
 def test_time_limit_truncates_without_terminating() -> None:

@@ -56,6 +56,21 @@ def test_check_env_specs_passes_for_every_batch_shape(batch: Any) -> None:
     assert data["state", "floats"].shape[:-1] == (*batch, 9)
 
 
+def test_interrupted_reset_keeps_the_seed_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    env = vecenv.torch.TensorDictEnv(AcceleratingEnv(), (3,))
+    env.set_seed(4)
+    expected = env.reset()["observation"]
+    env.set_seed(4)
+    with monkeypatch.context() as patches:
+        patches.setattr(env.functional, "begin", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            env.reset()
+    assert_identical(env.reset()["observation"], expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_assert_identical_compares_dtypes_and_bits_of_tensors(dtype: Any) -> None:
     value = torch.tensor([1.0, torch.nan, -0.0], dtype=dtype, requires_grad=True)

@@ -513,6 +513,24 @@ def test_running_statistics_of_wrappers_are_not_updated_by_evaluate() -> None:
         assert [wrapper.update_running_mean for wrapper in wrappers] == [False, True, True]
 
 
+class CanvasWalk(Walk):
+    """A walk that draws all frames into the same array."""
+
+    def __init__(self) -> None:
+        super().__init__(render_mode="rgb_array")
+        self.canvas = np.zeros((2, 3, 3), np.uint8)
+
+    def render(self) -> Any:
+        self.canvas[:] = super().render()
+        return self.canvas
+
+
+def test_frames_differ_if_the_environment_draws_them_into_one_array() -> None:
+    with open_engine([CanvasWalk], num_workers=0) as envs:
+        (result,) = vecenv.evaluate(envs, choose_actions, 1, seed=SEED, frames=[0])
+    assert [int(frame.flat[0]) for frame in result.frames] == list(range(result.length + 1))
+
+
 def test_frames_are_rendered_for_the_requested_episodes() -> None:
     with open_engine(make_walk_fns(2, render_mode="rgb_array"), num_workers=1) as envs:
         results = vecenv.evaluate(envs, choose_actions, 5, seed=SEED, frames=[1, 4])

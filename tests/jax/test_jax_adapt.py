@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import signal
 import subprocess
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from jax.random import key as new_key
 from jax_envs import Box, Counter, FakeGymnaxEnv, FakeJumanjiEnv, Switch
+from signals import Alarm, signal_handler
 
 from vecenv.backends import JaxVectorEnv
 from vecenv.jax import FunctionalVectorEnv, JaxEnv, adapt, available_envs, differentiability, make_env, require_gradient
@@ -172,6 +174,18 @@ def test_randomize_gives_each_row_another_model(brax: Any) -> None:
     np.testing.assert_array_equal(models[0], models[3])
     with pytest.raises(ValueError, match="no physics model"):
         FunctionalVectorEnv(Counter(), 2, randomize=randomize)
+
+
+def test_time_limit_of_the_program_during_a_rendering_is_raised(monkeypatch: pytest.MonkeyPatch, pendulum: Any) -> None:
+    def render(_: Any) -> Any:
+        if signals:
+            signal.raise_signal(signals.pop())
+        return [np.zeros((2, 2, 3), np.uint8)]
+
+    signals = [signal.SIGUSR2]
+    monkeypatch.setattr(pendulum.env.unwrapped, "render", render)
+    with signal_handler(signal.SIGUSR2, Alarm), pytest.raises(Alarm):
+        pendulum.render(SimpleNamespace(pipeline_state=None))
 
 
 @pytest.mark.slow

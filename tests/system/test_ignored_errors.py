@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium.error import ClosedEnvironmentError
 from signals import Alarm, interrupt_at, signal_handler
 
 import vecenv
@@ -97,21 +98,43 @@ def test_time_limit_while_statistics_are_published_is_raised(
     assert_no_time_limit_is_lost(published, publish)
 
 
+@pytest.mark.parametrize("by_variable", [False, True])
 def test_interrupted_publish_stats_can_be_repeated_and_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closes: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closes: Any, by_variable: bool
 ) -> None:
     def rename_and_interrupt(path: Path, target: Path) -> None:
         os.rename(path, target)
         signal.raise_signal(signal.SIGUSR2)
 
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    if by_variable:
+        monkeypatch.setenv("VECENV_TOP", "1")
     envs = closes(vecenv.make_vec("CartPole-v1", 2, num_workers=1))
+    publish = envs.reset if by_variable else envs.publish_stats
     with monkeypatch.context() as patches:
         patches.setattr(Path, "rename", rename_and_interrupt)
         with signal_handler(signal.SIGUSR2, Alarm), pytest.raises(Alarm):
-            envs.publish_stats()
-    envs.publish_stats("again")
-    assert json.loads(envs._stats_file._path.read_text())["name"] == "again"
+            publish()
+    publish()
+    assert json.loads(envs._stats_file._path.read_text())["name"] == "CartPole-v1"
     assert envs._stats_file in envs._driver.observers
     envs.close()
+    assert list(tmp_path.joinpath("vecenv").iterdir()) == []
+
+
+def test_close_in_a_signal_handler_while_statistics_are_written_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closes: Any
+) -> None:
+    def dump_and_interrupt(stats: Any, file: Any) -> None:
+        file.write(json.dumps(stats))
+        signal.raise_signal(signal.SIGUSR2)
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    envs = closes(vecenv.make_vec("CartPole-v1", 2, num_workers=1))
+    envs.publish_stats()
+    envs.reset(seed=0)
+    envs._stats_file._due = 0.0
+    monkeypatch.setattr(published.json, "dump", dump_and_interrupt)
+    with signal_handler(signal.SIGUSR2, lambda *_: envs.close()), pytest.raises(ClosedEnvironmentError):
+        envs.step(envs.action_space.sample())
     assert list(tmp_path.joinpath("vecenv").iterdir()) == []

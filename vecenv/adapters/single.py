@@ -85,14 +85,19 @@ def send_alone(envs: Any, actions: Any, rows: Any) -> None:
     Raises:
         AlreadyPendingCallError: Rows of an earlier step, which failed or was interrupted, are still in flight.
     """
+    require_none_in_flight(envs, "step", rows)
+    envs.send(actions, rows)
+
+
+def require_none_in_flight(envs: Any, method: str, rows: Any) -> None:
+    """Raise like :func:`send_alone`. Another step would return the results of these rows, and a masked reset drop them."""
     with contextlib.suppress(NotImplementedError):  # EnvPool reports only the number of rows; its environments do not fail
-        if in_flight := envs.in_flight.tolist():
+        if in_flight := getattr(envs, "in_flight", rows[:0]).tolist():
             raise AlreadyPendingCallError(
-                f"Calling `step` for {envs_text(rows.tolist())} with {envs_text(in_flight)} still in flight after a step "
-                "that failed or was interrupted: reset all environments.",
+                f"Calling `{method}` for {envs_text(rows.tolist())} with {envs_text(in_flight)} still in flight after a "
+                "step that failed or was interrupted: reset all environments.",
                 "send",
             )
-    envs.send(actions, rows)
 
 
 def reset_all(envs: Any, seed: Any = None, options: Any = None) -> tuple[Any, Any]:

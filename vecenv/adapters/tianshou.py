@@ -17,7 +17,15 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 from tianshou.env import BaseVectorEnv
 
-from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, require_row_steps, require_settings, reset_all, send_alone
+from vecenv.adapters.single import (
+    AnyVectorEnv,
+    SingleEnvs,
+    require_none_in_flight,
+    require_row_steps,
+    require_settings,
+    reset_all,
+    send_alone,
+)
 from vecenv.errors import envs_text
 from vecenv.front.arguments import MaskOnlyOptions, parse_env_ids
 from vecenv.front.by_row import infos_by_row
@@ -128,6 +136,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
             observations, infos = reset_all(self._by_row, seeds, options)
             self._early_rows, self._resetting = [], set()
         else:
+            require_none_in_flight(self.vector_env, "reset", ids)
             mask = np.isin(np.arange(self.env_num), ids)
             options = MaskOnlyOptions({**(options or {}), "reset_mask": mask})
             observations, infos = self._by_row.reset(seed=seeds, options=options)

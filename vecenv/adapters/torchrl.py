@@ -31,7 +31,7 @@ from tensordict import TensorDict
 from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, MultiOneHot, OneHot, Unbounded
 from torchrl.envs import EnvBase
 
-from vecenv.adapters.single import agents_per_env, require_settings, reset_all, send_alone
+from vecenv.adapters.single import agents_per_env, require_none_in_flight, require_settings, reset_all, send_alone
 from vecenv.evaluating.policies import map_leaves
 from vecenv.front.capabilities import capabilities_of
 from vecenv.front.infos import own_keys
@@ -502,6 +502,7 @@ class _Rows:
         if begun.any():
             self._write_rows(begun, self._starts, begun)
         if to_reset.any():
+            require_none_in_flight(self._envs, "reset", np.flatnonzero(to_reset))
             observations, infos = self._envs.reset(options={**(options or {}), "reset_mask": to_reset.copy()})
             self._write_rows(to_reset, self._encode(observations, infos, self._all_rows), to_reset)
             self._unsteppable = self._unsteppable & ~to_reset

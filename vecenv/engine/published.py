@@ -257,6 +257,8 @@ class StatsFile(Observer):
         except BaseException:
             new.unlink(missing_ok=True)
             raise
+        if self._envs.closed:  # by a signal handler, meanwhile
+            self.close()
 
     def _describe_worker(self, worker: WorkerStats) -> PublishedWorker:
         before, state = self._workers.get(worker.index), process_state(worker.pid)

@@ -505,7 +505,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
 
     def _publish_if_wanted(self) -> None:
         """Publish statistics if ``VECENV_TOP=1`` requests it."""
-        if self._stats_file is None and published.is_wanted() and not self._stats_failed:
+        if self._stats_file not in self._driver.observers and published.is_wanted() and not self._stats_failed:
             try:
                 self._publish(None)
             except OSError as error:  # no reason to end a training run

@@ -10,6 +10,7 @@ runner for both would lose the efficiency of the first: in lockstep, a batch tak
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import os
 import time
@@ -785,4 +786,4 @@ def _latest_failure(envs: Any, row: int) -> ErrorRecord | None:
 
 
 def _render(env: Any) -> Any:
-    return env.render()
+    return copy.deepcopy(env.render())  # in this process, the environment may draw its next frame into the same array

@@ -32,6 +32,7 @@ from gymnasium import spaces
 from vecenv.errors import how_to_install
 from vecenv.jax.env import Adapter, Array, FrameSkip, JaxEnv, Limited, PyTree, Rescaled, Start, Stepped, default_key
 from vecenv.jax.interop import clip_to_dtype
+from vecenv.system.signals import raise_if_from_handler
 
 __all__ = [
     "BraxAdapter", "FuncAdapter", "GymnaxAdapter", "JumanjiAdapter", "adapt", "available_envs", "differentiability",
@@ -327,9 +328,14 @@ class BraxAdapter(Adapter):
 
     def render(self, state: PyTree) -> np.ndarray[Any, Any]:
         rendered_state = state if self.is_playground else state.pipeline_state
-        try:
+
+        def draw() -> np.ndarray[Any, Any]:
             return np.asarray(self._base.render([rendered_state])[0])
+
+        try:
+            return draw()
         except Exception as error:
+            raise_if_from_handler(error, draw)
             raise RuntimeError(
                 f"{self.name} could not be rendered ({error}). MuJoCo needs OpenGL; on a machine without a display, set "
                 f"MUJOCO_GL=egl before Python starts (it is {os.environ.get('MUJOCO_GL', 'unset')})."

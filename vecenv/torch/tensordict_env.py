@@ -166,12 +166,12 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     def _begin(self, seed: int | None) -> None:
         """Begin an episode in every row: from the seed if there is one, or else the next in the row's sequence."""
         seed = self._next_seed if seed is None else seed
-        self._next_seed = None
         n = self.functional.num_envs
         if seed is None and self._reset_state is not None:
             self._reset_state = self.functional.reset_mask(self._reset_state, jnp.ones(n, bool))
-            return
-        self._reset_state = self.functional.begin(jnp.asarray(keys_from(seed, n)))
+        else:
+            self._reset_state = self.functional.begin(jnp.asarray(keys_from(seed, n)))
+        self._next_seed = None
 
     def _step(self, tensordict: Any) -> Any:
         if tensordict.get("state", None) is None:

@@ -20,6 +20,7 @@ from vecenv.backends.envpool.task import Seed, Task, check_options, config_seeds
 from vecenv.front.arguments import parse_autoreset_mode
 from vecenv.front.guard import exclusive
 from vecenv.front.vector_env import VectorEnvBase
+from vecenv.system.signals import raise_if_from_handler
 
 
 class PoolVectorEnv(VectorEnvBase[Any, Any, Any]):
@@ -186,6 +187,7 @@ class EnvPoolVectorEnv(PoolVectorEnv):
         try:
             return self._driver.xla()
         except Exception as error:
+            raise_if_from_handler(error, self._driver.pool.xla)
             raise RuntimeError(f"EnvPool cannot compile {self.task.id!r} into JAX programs: {error}") from error
 
     @property

@@ -331,6 +331,37 @@ def test_error_of_an_environment_is_raised_with_its_index(closes: Any) -> None:
     assert envs.step([0] * 4)[0][:, 1].tolist() == [1] * 4
 
 
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_reset_of_a_failed_row_returns_the_current_observations_of_the_others(shared_memory: bool, closes: Any) -> None:
+    results = []
+    for engine_class in (InProcessRayVectorEnv, vecenv.AsyncVectorEnv):
+        fns, options = _make_fns_with_one_raising(2), {"shared_memory": shared_memory, "context": "fork"}
+        envs: Any = closes(engine_class(fns, **options))
+        envs.reset(seed=1)
+        for _ in range(2):
+            envs.step(np.zeros(4, np.int64))
+        with pytest.raises(KeyError):
+            envs.step(np.zeros(4, np.int64))
+        steps = envs.stats()["steps"]
+        results.append((steps, envs.reset(options={"reset_mask": np.arange(4) == 2})[0]))
+    assert_identical(*results)
+    assert results[0][1][:, 1].tolist() == [3, 3, 0, 3]
+
+
+def test_step_without_restarts_left_raises_the_same_as_a_local_one(closes: Any) -> None:
+    errors = []
+    for engine_class in (InProcessRayVectorEnv, vecenv.AsyncVectorEnv):
+        options = {"on_failure": vecenv.Restart(limit=0), "context": "fork"}
+        envs: Any = closes(engine_class(_make_fns_with_one_raising(3), **options))
+        envs.reset(seed=1)
+        for _ in range(2):
+            envs.step(np.zeros(4, np.int64))
+        with pytest.raises(vecenv.errors.RestartsExhausted) as caught:
+            envs.step(np.zeros(4, np.int64))
+        errors.append(caught.value)
+    assert errors[0].envs == errors[1].envs
+
+
 def test_environment_that_raises_is_restarted_by_its_host(closes: Any) -> None:
     envs = closes(InProcessRayVectorEnv(_make_fns_with_one_raising(3), on_failure="restart"))
     local: Any = closes(vecenv.AsyncVectorEnv(_make_fns_with_one_raising(3), num_workers=0, on_failure="restart"))
@@ -446,9 +477,9 @@ def test_dead_host_is_named_and_restarted_by_reset(when: str) -> None:
     envs.reset(seed=1)
     if when == "idle":
         cluster.crash(1)
-        envs.step_async([0] * 4)
+        envs.step_async(np.zeros(4, np.int64))
     else:
-        envs.step_async([0] * 4)
+        envs.step_async(np.zeros(4, np.int64))
         cluster.crash(1)
     with pytest.raises(HostDied, match=r"host 1 .*envs 2-3, died") as info:
         envs.step_wait()

@@ -99,27 +99,29 @@ class HostsDriver(WorkerDriver):
         exchange = self.exchange
         action_by_row = None if action_list is None else dict(zip(rows, action_list, strict=True))
         request = HostRequest("step", rows if isinstance(rows, range) else sorted(rows))
-        rows_to_step, to_rebuild, held = request.rows, set[int](), set[int]()
+        rows_to_step, held, seeds = request.rows, list[int](), dict[int, Any]()
         if exchange.failures.rows_to_rebuild or exchange.held:
-            to_rebuild, held = exchange.failures.rows_to_rebuild.intersection(rows), exchange.held.keys() & set(rows)
+            to_rebuild, held = exchange.failures.rows_to_rebuild.intersection(rows), sorted(exchange.held.keys() & set(rows))
             if (error := exchange.replace_hosts(to_rebuild, count=True)) is not None:
                 raise error
             rows_to_step = [row for row in rows_to_step if row not in to_rebuild and row not in held]
-        seeds = exchange.announce_rebuild(request, sorted(to_rebuild))
-        parts = [(part, *self._pack_actions(part.rows, action_by_row)) for part in exchange.split(request, rows_to_step)]
+            seeds = exchange.announce_rebuild(request, sorted(to_rebuild))
+        parts = exchange.split(request, rows_to_step)
+        calls = [self._host_call(part, action_by_row, for_recv) for part in parts]
         with exchange.changing():
-            for part, *actions in parts:
-                exchange.submit(part, "step", *actions)
+            for part, call in zip(parts, calls, strict=True):
+                exchange.submit(part, *call)
             if seeds:
                 exchange.rebuild(request, seeds)
-            exchange.return_held(sorted(held))
+            exchange.return_held(held)
             exchange.request = None if for_recv else request
 
-    def _pack_actions(self, rows: Sequence[int], action_by_row: dict[int, Any] | None) -> tuple[Any, ...]:
-        """Return the packed actions of some rows, followed by ``True`` if they are a pickled batch for ``iterate``."""
-        if action_by_row is None:
-            return (self._actions[to_array_index(rows)].tobytes(),)
-        return cloudpickle.dumps(_regroup(self._action_space, [action_by_row[row] for row in rows])), True
+    def _host_call(self, part: RequestPart, action_by_row: dict[int, Any] | None, for_recv: bool) -> tuple[Any, ...]:
+        """Return the arguments of :meth:`HostExchange.submit` for a step of a part's rows."""
+        if action_by_row is not None:  # a pickled batch
+            return "send", cloudpickle.dumps(_regroup(self._action_space, [action_by_row[row] for row in part.rows])), True
+        method = "send" if for_recv or part.rows is not part.host.rows else "step"
+        return method, self._actions[to_array_index(part.rows)].tobytes()
 
     def submit_reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, for_recv: bool) -> None:
         """Replace dead hosts, and submit a reset. Unless ``for_recv`` is set, drop everything that is pending.
@@ -171,43 +173,41 @@ class HostsDriver(WorkerDriver):
         if not exchange.wait_for_all(request, deadline, f"{request.command}_wait"):
             return None
         observations = _read(lambda: exchange.store.batch(self.copies), exchange.drop_pending)
-        infos = WorkerInfos(self._reader, None, self.num_envs, exchange.infos, {})
+        infos: Any = {}
+        if exchange.infos or self.observers:
+            infos = WorkerInfos(self._reader, None, self.num_envs, exchange.infos, {})
         flags = exchange.rewards.copy(), exchange.terminations.copy(), exchange.truncations.copy()
         # in case an observer raises: the guard does not note it, because it takes a `TypeError` for a wrong argument
         request.interrupted = True
         for observer in self.observers:
             observer.on_result(None, (observations, *flags, infos) if request.command == "step" else (observations, infos))
-        result: Stepped = (observations, *flags, infos if exchange.infos else {})
+        result: Stepped = (observations, *flags, infos)
         self.state.changing = True  # until the guard has returned the result
         exchange.end(request)
         self.last_received = np.arange(self.num_envs)
         return result
 
-    def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
+    def recv(
+        self, count: int | None, deadline: float | None, enough: int | None = None, enough_from: float = np.inf
+    ) -> Stepped | None:
         """Return the next ``count`` rows to finish (``None``: :attr:`batch_size`), or ``None`` at the deadline.
+
+        If ``enough`` is given, that many rows suffice from the time ``enough_from`` on, or if no others are in flight.
 
         Raises:
             NoAsyncCallError: Too few rows are in flight.
             StepTimeout: They did not finish within ``step_timeout``.
             Exception: An environment raised, or a worker or host died; rows with results stay ready.
         """
-        self.exchange.convert_for_recv()
-        count = self.batch_size if count is None else count
-        return self._take_results(count) if self.exchange.wait_for_rows(count, deadline) else None
-
-    def recv_enough(self, count: int | None, deadline: float | None, enough: int, enough_from: float) -> Stepped | None:
-        """Return the next ``count`` rows; from the time ``enough_from`` on, ``enough`` of them suffice."""
         exchange = self.exchange
         exchange.convert_for_recv()
-        count = max(min(self.batch_size if count is None else count, len(exchange.in_flight)), enough)
-        until = min(enough_from, np.inf if deadline is None else deadline)
-        if not exchange.wait_for_rows(count, None if until == np.inf else until):
-            return self._take_results(count) if exchange.wait_for_rows(enough, deadline) else None
-        return self._take_results(count)
-
-    def _take_results(self, count: int) -> Stepped:
-        """Return the results of ``count`` ready rows, or of all if there are fewer."""
-        exchange = self.exchange
+        count, until = self.batch_size if count is None else count, deadline
+        if enough is not None:
+            count = max(min(count, len(exchange.in_flight)), enough)
+            until = min(enough_from, np.inf if deadline is None else deadline)
+        has_rows = exchange.wait_for_rows(count, None if until == np.inf else until)
+        if not has_rows and (enough is None or not exchange.wait_for_rows(enough, deadline)):
+            return None
         ready = list(exchange.ready)[:count]
         rows = np.array(ready, np.intp)
         observations = _read(lambda: exchange.store.take(rows), lambda: exchange.remove_received(ready))
@@ -220,6 +220,8 @@ class HostsDriver(WorkerDriver):
         exchange.remove_received(ready)
         self.last_received = rows
         return result
+
+    recv_enough = recv  # which has the parameters of both
 
     # -- calls into environments ------------------------------------------------------------------------------------------
 

@@ -4,8 +4,9 @@ A request has one part per host, and the host's actor executes parts in the orde
 by its reference, so a late reply to a dropped request is never used. ``step`` and ``reset`` are ``send`` and ``recv`` of all
 rows: they wait for all replies, and return the results together.
 
-State changes only within :meth:`HostExchange.changing`, which defers signal handlers. If a handler interrupts a wait,
-nothing is lost, and the same wait can be repeated.
+State changes only within :meth:`HostExchange.changing`, which defers signal handlers, and where a reply without failures and
+infos ends its part: three statements, for which deferring would take longer. If a handler interrupts a wait, nothing is
+lost, and the same wait can be repeated.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ class HostExchange:
     @property
     def in_flight(self) -> set[int]:
         """The rows of steps and resets that ``recv`` has not returned."""
-        if self.request is not None:
+        if self.request is not None or not (self.parts or self.ready or self.unraised or self.lost):
             return set()
         waiting = [part.rows for part in (*self.parts.values(), *self.lost) if part.request.command in PHASES]
         return set(self.ready).union(*waiting, *(rows for _, rows in self.unraised))
@@ -304,10 +305,9 @@ class HostExchange:
             self.seconds_waited += time.perf_counter() - began
         if self.state.unusable:
             raise closed_error()
-        with self.changing():
-            for reference, reply in replies:
-                if reference in self.parts:  # otherwise an earlier reply reported the death of its host
-                    self._apply(reference, reply)
+        for reference, reply in replies:
+            if reference in self.parts:  # otherwise an earlier reply reported the death of its host
+                self._apply(reference, reply)
         return bool(replies)
 
     def _kill_late_hosts(self, method: str, limit: float) -> None:
@@ -326,26 +326,34 @@ class HostExchange:
     def _apply(self, reference: Any, reply: HostReply | Packed | Lost) -> None:
         """Apply one reply to its request."""
         request, host, rows, rebuilds = self.parts[reference]
-        if isinstance(reply, Lost):
-            self.kill_host(host, str(reply))
-            return
-        del self.parts[reference]
-        if isinstance(reply, HostReply):
-            received, arrays, failed = reply.rows, reply.arrays, reply.failed
-        else:  # results of all rows, and nothing else
+        if not isinstance(reply, (HostReply, Lost)):  # results of all rows, and nothing else: the usual case
             records, leaves = (reply, []) if isinstance(reply, bytes) else reply
-            received, failed = rows, {}
-            arrays = fields(records, NUMBERS if leaves else self._records, len(rows)) + leaves
-        previous = {row: self.store.row(row) for row in received} if rebuilds else {}
-        where = to_array_index(received)
-        for column, values in zip(self._arrays, arrays, strict=False):
+            reply = HostReply(rows, fields(records, NUMBERS if leaves else self._records, len(rows)) + leaves)
+            if not rebuilds and not self.failures.failed:
+                self._write(reply)  # can be repeated after an interruption
+                self.state.changing = True
+                del self.parts[reference]
+                self.ready.update(dict.fromkeys(rows, request.command))
+                self.state.changing = False
+                return
+        with self.changing():
+            if isinstance(reply, Lost):
+                self.kill_host(host, str(reply))
+                return
+            del self.parts[reference]
+            previous = {row: self.store.row(row) for row in reply.rows} if rebuilds else {}
+            self._write(reply)
+            if errors := self._apply_events(request, host, reply):
+                self.unraised.append((errors, set(rows).difference(reply.rows) if request.command in PHASES else ()))
+            self.failures.set_failed(host, reply.failed)
+            for row, last in previous.items():
+                self._write_rebuilt_row(request.command == "step", row, last)
+            self.ready.update(dict.fromkeys(reply.rows, request.command))
+
+    def _write(self, reply: HostReply) -> None:
+        where = to_array_index(reply.rows)
+        for column, values in zip(self._arrays, reply.arrays, strict=False):
             column[where] = values
-        if isinstance(reply, HostReply) and (errors := self._apply_events(request, host, reply)):
-            self.unraised.append((errors, set(rows).difference(received) if request.command in PHASES else ()))
-        self.failures.set_failed(host, failed)
-        for row, last in previous.items():
-            self._write_rebuilt_row(request.command == "step", row, last)
-        self.ready.update(dict.fromkeys(received, request.command))
 
     def _apply_events(self, request: HostRequest, host: RemoteHost, reply: HostReply) -> Errors:
         """Apply the reply's outcome, events and error, and return the errors to raise."""

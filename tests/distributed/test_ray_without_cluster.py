@@ -331,6 +331,22 @@ def test_error_of_an_environment_is_raised_with_its_index(closes: Any) -> None:
     assert envs.step([0] * 4)[0][:, 1].tolist() == [1] * 4
 
 
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_failure_in_a_step_that_a_reset_drops_is_recorded(on_failure: str, closes: Any) -> None:
+    for engine_class in (vecenv.AsyncVectorEnv, InProcessRayVectorEnv):
+        envs: Any = closes(engine_class(_make_fns_with_one_raising(3), on_failure=on_failure, context="fork"))
+        envs.reset(seed=1)
+        for _ in range(2):
+            envs.step([0] * 4)
+        observer = MagicMock(spec=vecenv.Observer)
+        envs.add_observer(observer)
+        envs.send([0] * 4)
+        assert envs.reset(seed=5)[0][:, 3].tolist() == [5, 6, 7, 8]
+        assert not observer.on_failure.called, "only `errors` reports a failure in a dropped request"
+        assert [(record.env, record.command, type(record.error)) for record in envs.errors] == [(3, "step", KeyError)]
+        assert envs.step([0] * 4)[0][:, 1].tolist() == [1] * 4
+
+
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_reset_of_a_failed_row_returns_the_current_observations_of_the_others(shared_memory: bool, closes: Any) -> None:
     results = []

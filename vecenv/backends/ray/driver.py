@@ -397,6 +397,7 @@ class HostsDriver(WorkerDriver):
         """Release all memory after ``close()``. Idempotent."""
         if self.state.unusable == "closed":
             self.exchange.drop_pending()
+            self.exchange.dropped.clear()
             self.observers.clear()
             closed_in_child.discard(self)
 

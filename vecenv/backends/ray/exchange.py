@@ -98,6 +98,7 @@ class HostExchange:
         failures: The log of failures.
         request: The pending request, if one call returns all of its results.
         parts: Reference of a reply -> its part of a pending request.
+        dropped: The same for requests that were dropped; of their replies, only fatal failures are read.
         lost: The parts that were pending on hosts that died and will be replaced.
         ready: Row with a result that has not been returned -> its command, in the order in which the rows finished.
         infos: The infos of these rows.
@@ -124,6 +125,7 @@ class HostExchange:
         self.store: Any = PickledStore(observation_space, n) if tree is None else SharedStore(tree, leaves)
         self.request: HostRequest | None = None
         self.parts: dict[Any, RequestPart] = {}
+        self.dropped: dict[Any, RequestPart] = {}
         self.lost: list[RequestPart] = []
         self.ready: dict[int, str] = {}
         self.infos: dict[int, Any] = {}
@@ -220,7 +222,8 @@ class HostExchange:
         return self.request is None
 
     def drop_pending(self) -> None:
-        """Drop all pending requests; their replies will be ignored."""
+        """Drop all pending requests."""
+        self.dropped.update(self.parts)
         self.request, self.parts, self.lost, self.ready, self.infos = None, {}, [], {}, {}
         self.unraised.clear()
 
@@ -305,6 +308,11 @@ class HostExchange:
             self.seconds_waited += time.perf_counter() - began
         if self.state.unusable:
             raise closed_error()
+        # hosts reply in order, so replies to dropped requests came first
+        dropped = self.pool.cluster.collect(list(self.dropped), time.monotonic()) if self.dropped and replies else ()
+        for reference, reply in dropped:
+            with self.changing():
+                self._apply_dropped(self.dropped.pop(reference), reply)
         for reference, reply in replies:
             if reference in self.parts:  # otherwise an earlier reply reported the death of its host
                 self._apply(reference, reply)
@@ -354,6 +362,12 @@ class HostExchange:
         where = to_array_index(reply.rows)
         for column, values in zip(self._arrays, reply.arrays, strict=False):
             column[where] = values
+
+    def _apply_dropped(self, part: RequestPart, reply: HostReply | Packed | Lost) -> None:
+        """Record the environments that failed in a request that was dropped."""
+        for event in reply.events if isinstance(reply, HostReply) else ():
+            if isinstance(event, RemoteFailure) and event.fatal:
+                self.failures.record(part.host, part.request.command, event, dropped=not event.worker_died)
 
     def _apply_events(self, request: HostRequest, host: RemoteHost, reply: HostReply) -> Errors:
         """Apply the reply's outcome, events and error, and return the errors to raise."""

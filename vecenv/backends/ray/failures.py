@@ -44,15 +44,18 @@ class Failures:
         self.rows_to_rebuild: set[int] = set()
         self.restarts, self.restart_log, self._budget = 0, RestartLog(), RestartBudget(*budget, steps)
 
-    def record(self, host: RemoteHost, command: str, event: RemoteFailure) -> Errors:
-        """Record a failure, notify the observers if it is fatal or occurred in a step, and return the exception to raise."""
+    def record(self, host: RemoteHost, command: str, event: RemoteFailure, *, dropped: bool = False) -> Errors:
+        """Record a failure, and return the exception to raise.
+
+        Unless it was ``dropped`` with its request, notify the observers if it is fatal or occurred in a step.
+        """
         envs = f"env {event.rows[0]}" if not event.worker_died else envs_text(sorted(event.rows))
         note = f"{envs}, {host.label}, during {command}"
         # the record gets its own exception: a raised one would keep the program's frames alive
         recorded, raised = (unpack_error(event.error, note) for _ in range(2))
         env = None if event.worker_died else event.rows[0]
         self._append(env, host, command, recorded, event.error.text)
-        if event.fatal or command == "step":
+        if not dropped and (event.fatal or command == "step"):
             self.notify(event.rows if event.fatal else [], recorded, raised, worker_died=event.worker_died)
         return [(env, raised)]
 

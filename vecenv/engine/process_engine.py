@@ -27,7 +27,7 @@ from vecenv.engine.worker_process import LocalWorker, Worker
 from vecenv.errors import NotRestorable, StepTimeout, WorkerDied, failed_earlier_error
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
-from vecenv.front.driver import Stepped, WorkerDriver, closed_in_child
+from vecenv.front.driver import Stepped, closed_in_child
 from vecenv.front.infos import RowInfos
 from vecenv.link.actions import ActionStage
 from vecenv.link.envs import WorkerPlan
@@ -37,7 +37,7 @@ from vecenv.link.observations import Store, require_fitting_observation
 from vecenv.shm import Arena, Batch, Layout
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
-from vecenv.state.vector_state import pack_state, read_state
+from vecenv.state.vector_state import SavingDriver
 from vecenv.system.cores import placements
 from vecenv.system.reporting import warn
 from vecenv.system.signals import call_with_fallback, raise_if_from_handler
@@ -46,7 +46,7 @@ from vecenv.worker.main import Ready, make_rows
 _INTERRUPTED_LOAD: Final = "the load of its state was interrupted"
 
 
-class Engine(WorkerDriver):
+class Engine(SavingDriver):
     """The driver of ``AsyncVectorEnv``, with environments in worker processes and in the caller's process.
 
     Args:
@@ -467,22 +467,6 @@ class Engine(WorkerDriver):
     def _call(self, command: str, op: Op, build_payload: Callable[[Worker], Any]) -> dict[int, Any]:
         self.exchange.send_call(command, op, build_payload)
         return self.exchange.finish_call()
-
-    # -- the whole state -----------------------------------------------------------------------------------------------
-
-    def state_dict(self, spaces: list[Any], verify: bool) -> dict[str, Any]:
-        """Return the states of all rows, counters, seeds and the generators of ``spaces`` in one dict."""
-        snapshots = self.save(list(range(self.num_envs)), verify)
-        counts = self.counters.steps, self.counters.resets, self.failures.restarts
-        return pack_state(snapshots, self.mode, counts, self.rebuilder.seeds, spaces)
-
-    def load_state_dict(self, state: Mapping[str, Any], spaces: list[Any]) -> Any:
-        """Restore a state from :meth:`state_dict`, and return the observations."""
-        saved = read_state(state, self.num_envs, self.mode, spaces)
-        observations = self.load(saved.snapshots, list(range(self.num_envs)))
-        self.rebuilder.seeds = saved.seeds
-        saved.load(self.counters, self.failures)
-        return observations
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

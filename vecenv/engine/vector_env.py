@@ -599,15 +599,12 @@ def _make_gymnasium_env(*args: Any, **options: Any) -> Any:
 
 def state_with(envs: Any, snapshots: Sequence[Snapshot], mode: AutoresetMode, spaces: Sequence[Any]) -> dict[str, Any]:
     """Return the state of ``envs`` for ``state_dict()``, but with these snapshots, autoreset mode and spaces."""
-    driver = envs._driver
-    counts = driver.counters.steps, driver.counters.resets, driver.failures.restarts
-    return pack_state(snapshots, mode, counts, driver.rebuilder.seeds, spaces)
+    return pack_state(envs._driver, snapshots, mode, spaces)
 
 
 def load_except_snapshots(envs: Any, saved: VectorState) -> None:
     """Load the parts of a state that are neither snapshots nor observations."""
-    envs._driver.rebuilder.seeds = saved.seeds
-    saved.load(envs._driver.counters, envs._driver.failures)
+    saved.load(envs._driver)
 
 
 def loaded_rows(envs: Any) -> list[int] | None:

@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from vecenv.errors import SnapshotMismatch
-from vecenv.front.driver import Counters
+from vecenv.front.driver import WorkerDriver
 from vecenv.state.codecs import Codec, rule_for
 from vecenv.state.snapshots import FORMAT, Snapshot, Snapshots, StateDict, parse_snapshots
 from vecenv.system.signals import raise_if_from_handler
@@ -34,22 +34,53 @@ class VectorState(NamedTuple):
     seeds: np.random.SeedSequence
     generators: list[tuple[Any, Any]]
 
-    def load(self, counters: Counters, failures: Any) -> None:
-        """Load the counts and the generators, but not the snapshots and the seeds."""
-        steps, resets, failures.restarts = self.counts
-        counters.load(steps, resets)
+    def load(self, driver: Any) -> None:
+        """Load everything except the snapshots."""
+        driver.rebuilder.seeds = self.seeds
+        steps, resets, driver.failures.restarts = self.counts
+        driver.counters.load(steps, resets)
         for space, state in self.generators:
             if state is not None:
                 _space_codec(space).load(space, state)
 
 
-def pack_state(
-    snapshots: Sequence[Snapshot], mode: AutoresetMode, counts: Counts, seeds: np.random.SeedSequence, spaces: Sequence[Any]
-) -> dict[str, Any]:
+class SavingDriver(WorkerDriver):
+    """A driver with ``state_dict()``.
+
+    Attributes:
+        mode: The autoreset mode.
+        rebuilder: Its ``seeds`` are the source of the seeds of restarts.
+    """
+
+    mode: AutoresetMode
+    rebuilder: Any
+
+    def save(self, rows: list[int], verify: bool) -> Snapshots:
+        """Return the states of some rows. With ``verify``, also check that copies continue like the environments."""
+        raise NotImplementedError
+
+    def load(self, snapshots: Any, rows: list[int]) -> Any:
+        """Load states into rows, and return the observations; ``None`` if a row has none."""
+        raise NotImplementedError
+
+    def state_dict(self, spaces: list[Any], verify: bool) -> dict[str, Any]:
+        """Return the states of all rows, counters, seeds and the generators of ``spaces`` in one dict."""
+        return pack_state(self, self.save(list(range(self.num_envs)), verify), self.mode, spaces)
+
+    def load_state_dict(self, state: Mapping[str, Any], spaces: list[Any]) -> Any:
+        """Restore a state from :meth:`state_dict`, and return the observations."""
+        saved = read_state(state, self.num_envs, self.mode, spaces)
+        observations = self.load(saved.snapshots, list(range(self.num_envs)))
+        saved.load(self)
+        return observations
+
+
+def pack_state(driver: Any, snapshots: Sequence[Snapshot], mode: AutoresetMode, spaces: Sequence[Any]) -> dict[str, Any]:
     """Return the dict for ``state_dict()``."""
     return StateDict(
-        format=FORMAT, num_envs=len(snapshots), autoreset_mode=mode.name, snapshots=Snapshots(snapshots), counters=counts,
-        seeds=seeds.state, spaces=[_space_codec(space).save(space) for space in spaces],
+        format=FORMAT, num_envs=len(snapshots), autoreset_mode=mode.name, snapshots=Snapshots(snapshots),
+        counters=(driver.counters.steps, driver.counters.resets, driver.failures.restarts),
+        seeds=driver.rebuilder.seeds.state, spaces=[_space_codec(space).save(space) for space in spaces],
     )  # fmt: skip
 
 

@@ -16,14 +16,14 @@ from vecenv.backends.ray.hosts import HostPool
 from vecenv.errors import NotRestorable, VecEnvError, envs_text, failed_earlier_error
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
-from vecenv.front.driver import LateReplies, Stepped, WorkerDriver, closed_in_child, require_order
+from vecenv.front.driver import LateReplies, Stepped, closed_in_child, require_order
 from vecenv.link.actions import ActionStage
 from vecenv.link.infos import NO_INFO, InfoReader, WorkerInfos
 from vecenv.link.observations import SharedStore, require_fitting_observation
 from vecenv.shm import INFO_BYTES, fixed_tree
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
-from vecenv.state.vector_state import pack_state, read_state
+from vecenv.state.vector_state import SavingDriver
 from vecenv.system.reporting import warn
 from vecenv.system.signals import raise_if_from_handler
 
@@ -40,7 +40,7 @@ class HeldEpisode(NamedTuple):
     info: Any
 
 
-class HostsDriver(WorkerDriver):
+class HostsDriver(SavingDriver):
     """The driver of environments on hosts.
 
     Args:
@@ -58,7 +58,7 @@ class HostsDriver(WorkerDriver):
     exchange: HostExchange
     owned_resource = "its hosts"
     missing_reasons: ClassVar[Mapping[str, str]] = {
-        **WorkerDriver.missing_reasons, "freezing": "its environments are stepped by hosts",
+        **SavingDriver.missing_reasons, "freezing": "its environments are stepped by hosts",
         "workers": "its workers are on other machines; stats() works everywhere",
     }  # fmt: skip
     overdue = False
@@ -71,7 +71,7 @@ class HostsDriver(WorkerDriver):
         self.pool, self.mode, self.restarts_rows = pool, mode, policy["restart"]
         self.exchange = HostExchange(self.state, self.counters, self.timeout_error, pool, observation_space, mode, **policy)
         self.num_envs = self.batch_size = n = self.exchange.num_envs
-        self.store, self.failures = self.exchange.store, self.exchange.failures
+        self.store, self.failures, self.rebuilder = self.exchange.store, self.exchange.failures, self.exchange
         self.observers = self.failures.observers
         self._action_space, tree = action_space, fixed_tree(action_space, "action")
         self._actions = np.zeros(n, record_type(tree))
@@ -327,19 +327,6 @@ class HostsDriver(WorkerDriver):
                 self.exchange.store.set_row(row, observation)
         have_observations = all(row_state.used for row_state in row_states.values())
         return self.exchange.store.take(np.array(rows, np.intp)) if have_observations else None
-
-    def state_dict(self, spaces: list[Any], verify: bool) -> dict[str, Any]:
-        """Return the states of all rows, counters, seeds and the generators of ``spaces`` in one dict."""
-        counts = self.counters.steps, self.counters.resets, self.exchange.failures.restarts
-        return pack_state(self.save(list(range(self.num_envs)), verify), self.mode, counts, self.exchange.seeds, spaces)
-
-    def load_state_dict(self, state: Mapping[str, Any], spaces: list[Any]) -> Any:
-        """Continue from the result of :meth:`state_dict`."""
-        vector_state = read_state(state, self.num_envs, self.mode, spaces)
-        observations = self.load(vector_state.snapshots, list(range(self.num_envs)))
-        self.exchange.seeds = vector_state.seeds
-        vector_state.load(self.counters, self.failures)
-        return observations
 
     # -- pending requests -------------------------------------------------------------------------------------------------
 

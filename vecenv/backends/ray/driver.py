@@ -102,8 +102,7 @@ class HostsDriver(SavingDriver):
         rows_to_step, held, seeds = request.rows, list[int](), dict[int, Any]()
         if exchange.failures.rows_to_rebuild or exchange.held:
             to_rebuild, held = exchange.failures.rows_to_rebuild.intersection(rows), sorted(exchange.held.keys() & set(rows))
-            if (error := exchange.replace_hosts(to_rebuild, count=True)) is not None:
-                raise error
+            exchange.replace_hosts(to_rebuild, count=True)
             rows_to_step = [row for row in rows_to_step if row not in to_rebuild and row not in held]
             seeds = exchange.announce_rebuild(request, sorted(to_rebuild))
         parts = exchange.split(request, rows_to_step)
@@ -142,8 +141,7 @@ class HostsDriver(SavingDriver):
             exchange.wait_until_idle()  # rows in flight have been sent, so their latest observation is that of the reply
             exchange.store.require_received(set(range(self.num_envs)).difference(rows))
         seeds = self.announce_reset(rows, seeds, options, drops=not for_recv)
-        if (error := exchange.replace_hosts(rows, count=False)) is not None:
-            raise error
+        exchange.replace_hosts(rows, count=False)
         request = HostRequest("reset", rows, seeds, options)
         parts = [(part, reset_arguments(part, seeds)) for part in exchange.split(request, rows)]
         with exchange.changing():

@@ -431,37 +431,36 @@ class HostExchange:
             else:
                 self.unraised.append(([(None, host.death_error())], part.rows))
 
-    def replace_hosts(self, rows: Collection[int], *, count: bool) -> Exception | None:
-        """Replace the dead hosts of these rows; return the error if a new host cannot be started.
+    def replace_hosts(self, rows: Collection[int], *, count: bool) -> None:
+        """Replace the dead hosts of these rows; with ``count``, count each new host against the restart budget.
 
-        Args:
-            rows: The environments.
-            count: Count each new host against the restart budget.
+        Raises:
+            VecEnvError: A new host cannot be started, or the budget is exhausted.
         """
         for host in list(self.pool.hosts):
             if host.death and not set(host.rows).isdisjoint(rows):
-                if count and (error := self.failures.count_restart(host)) is not None:
-                    return error
-                try:
-                    self.pool.replace(host)
-                except VecEnvError as error:
-                    return error
-        return None
+                if count:
+                    self.failures.count_restart(host)
+                self.pool.replace(host)
 
     def _rebuild_lost(self) -> None:
         """Replace the hosts of lost parts, and reset the rows of these parts on the new hosts."""
-        rows = [row for part in self.lost for row in part.rows]
+        rows, errors = [row for part in self.lost for row in part.rows], Errors()
         rebuilds: list[tuple[HostRequest, dict[int, Any]]] = []
-        if (error := self.replace_hosts(rows, count=True)) is None:
-            try:
-                rebuilds = [
-                    (part.request, self.announce_rebuild(part.request, part.rows, again=part.rebuilds)) for part in self.lost
-                ]
-            except Exception as raised:
-                error = raised
+        try:
+            self.replace_hosts(rows, count=True)
+        except VecEnvError as error:
+            errors.append((None, error))
         with self.changing():
-            if error is not None:
-                self.unraised.append(([(None, error)], rows))
+            try:
+                rebuilds += [
+                    (part.request, self.announce_rebuild(part.request, part.rows, again=part.rebuilds))
+                    for part in ([] if errors else self.lost)
+                ]
+            except Exception as error:
+                errors.append((None, error))
+            if errors:
+                self.unraised.append((errors, rows))
             else:
                 for request, seeds in rebuilds:
                     self.rebuild(request, seeds)

@@ -100,18 +100,17 @@ class Failures:
             self.failed.pop(row, None)
         self.rows_to_rebuild.difference_update(rows)
 
-    def count_restart(self, host: RemoteHost) -> RestartsExhausted | None:
-        """Count the restart of a dead host once; return the error if the budget is exhausted."""
+    def count_restart(self, host: RemoteHost) -> None:
+        """Count the restart of a dead host once. Raise ``RestartsExhausted`` if the budget is exhausted."""
         if host.restart_counted:
-            return None
+            return
         cause = host.death.partition("\n")[0]
         if not self._budget.spend(cause, host.rows):
             text, envs = self._budget.explain_exhaustion(cause, host.rows), list(host.rows)
-            return RestartsExhausted(text, worker=host.index, pid=host.pid, envs=envs, command="restart")
+            raise RestartsExhausted(text, worker=host.index, pid=host.pid, envs=envs, command="restart")
         host.restart_counted = True
         self.restarts += 1
         self.restart_log.log(cause)
-        return None
 
 
 def combine(errors: Errors) -> Exception:

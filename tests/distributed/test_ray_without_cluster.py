@@ -786,6 +786,19 @@ def test_interrupted_wait_can_be_repeated_or_dropped_by_a_reset(closes: Any) -> 
     with pytest.raises(KeyboardInterrupt):
         envs.call("pid")
     assert envs.step([0] * 4)[0][:, 1].tolist() == [1] * 4
+    interruptions.append(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        envs.call("pid")
+    assert envs.reset(options={"reset_mask": np.arange(4) == 2})[0][:, 1].tolist() == [1, 1, 0, 1]
+
+
+def test_recv_during_a_step_names_step_wait(closes: Any) -> None:
+    envs = closes(InProcessRayVectorEnv(counters(4)))
+    envs.reset(seed=1)
+    envs.step_async([0] * 4)
+    with pytest.raises(AlreadyPendingCallError, match=r"Calling `recv` while .*`step_wait` fetches it"):
+        envs.recv()
+    envs.step_wait()
 
 
 class TextEnv(CounterEnv):

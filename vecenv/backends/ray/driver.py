@@ -16,7 +16,7 @@ from vecenv.backends.ray.hosts import HostPool
 from vecenv.errors import NotRestorable, VecEnvError, envs_text, failed_earlier_error
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
-from vecenv.front.driver import LateReplies, Stepped, closed_in_child, require_order
+from vecenv.front.driver import LateReplies, Stepped, closed_in_child
 from vecenv.link.actions import ActionStage
 from vecenv.link.infos import NO_INFO, InfoReader, WorkerInfos
 from vecenv.link.observations import SharedStore, require_fitting_observation
@@ -133,8 +133,8 @@ class HostsDriver(SavingDriver):
         """
         exchange = self.exchange
         rows = list(range(self.num_envs)) if ids is None else sorted(ids.tolist())
-        if ids is not None and exchange.request is not None:
-            require_order(exchange.request.phase, "reset_async", self)
+        if ids is not None:
+            exchange.drop_if_droppable()
         if for_recv:
             self.require_not_in_flight("reset_async", rows)
         elif ids is not None:

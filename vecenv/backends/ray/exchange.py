@@ -29,7 +29,7 @@ from vecenv.backends.ray.host import NUMBERS, HostReply, Lost, Packed, RemoteFai
 from vecenv.backends.ray.hosts import HostPool, RemoteHost
 from vecenv.errors import StepTimeout, VecEnvError, envs_text, format_seconds
 from vecenv.front.arguments import ResetOptions, deadline_after, select_options
-from vecenv.front.driver import PHASES, Counters, Phase, require_order, too_few_in_flight_error, wait_method
+from vecenv.front.driver import PHASES, Counters, Phase, require_pending_reset, too_few_in_flight_error, wait_method
 from vecenv.front.guard import CallState, closed_error
 from vecenv.link.messages import PackedError, decode_outcome, pack_error, unpack_error
 from vecenv.link.observations import PickledStore, SharedStore
@@ -263,8 +263,7 @@ class HostExchange:
     def convert_for_recv(self) -> None:
         """Let ``recv`` return the rows of a pending ``reset``. Drop a droppable call; raise for any other."""
         if self.request is not None and not self.drop_if_droppable():
-            if self.request.command != "reset":
-                require_order(self.request.phase, "reset_async", self)
+            require_pending_reset(self.request)
             self.request = None
 
     def wait_for_rows(self, count: int, deadline: float | None) -> bool:

@@ -137,13 +137,10 @@ class Cluster:
         bundle = self._bundles[plan.index]
         resources: Any = {"num_cpus": bundle["CPU"]} if self._resource == "CPU" else {"num_cpus": 0, "resources": bundle}
         placement = PlacementGroupSchedulingStrategy(self._placement_group, plan.index)
-        options = {
-            **resources, "scheduling_strategy": placement, "max_concurrency": 1,
-            "max_restarts": 0,  # new environments would not be in the state that the caller expects, so vecenv rebuilds them
-            "max_task_retries": 0,  # a step must never be executed twice
-            "enable_task_events": False,  # listing every call in Ray's state API takes 60 us per call
-        }  # fmt: skip
-        actor = self._ray.remote(_HostActor).options(**options).remote(plan)
+        # no restarts, because the new environments would not be in the state that the caller expects: vecenv rebuilds them;
+        # no retries of calls, because a step must never be executed twice; and no events, which take 60 us per call
+        options = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 1, "enable_task_events": False}
+        actor = self._ray.remote(_HostActor).options(**resources, **options, scheduling_strategy=placement).remote(plan)
         self.actors[plan.index] = actor
 
     def submit(self, index: int, method: str, *args: Any) -> Any:

@@ -106,10 +106,10 @@ class HostsDriver(SavingDriver):
             rows_to_step = [row for row in rows_to_step if row not in to_rebuild and row not in held]
             seeds = exchange.announce_rebuild(request, sorted(to_rebuild))
         parts = exchange.split(request, rows_to_step)
-        calls = [self._host_call(part, action_by_row, for_recv) for part in parts]
+        calls = [(part, *self._host_call(part, action_by_row, for_recv)) for part in parts]
         with exchange.changing():
-            for part, call in zip(parts, calls, strict=True):
-                exchange.submit(part, *call)
+            for call in calls:
+                exchange.submit(*call)
             if seeds:
                 exchange.rebuild(request, seeds)
             exchange.return_held(held)
@@ -171,15 +171,13 @@ class HostsDriver(SavingDriver):
         if not exchange.wait_for_all(request, deadline, f"{request.command}_wait"):
             return None
         observations = _read(lambda: exchange.store.batch(self.copies), exchange.drop_pending)
-        infos: Any = {}
-        if exchange.infos or self.observers:
-            infos = WorkerInfos(self._reader, None, self.num_envs, exchange.infos, {})
+        infos = WorkerInfos(self._reader, None, self.num_envs, exchange.infos, {})
         flags = exchange.rewards.copy(), exchange.terminations.copy(), exchange.truncations.copy()
         # in case an observer raises: the guard does not note it, because it takes a `TypeError` for a wrong argument
         request.interrupted = True
         for observer in self.observers:
             observer.on_result(None, (observations, *flags, infos) if request.command == "step" else (observations, infos))
-        result: Stepped = (observations, *flags, infos)
+        result: Stepped = (observations, *flags, infos if exchange.infos else {})
         self.state.changing = True  # until the guard has returned the result
         exchange.end(request)
         self.last_received = np.arange(self.num_envs)

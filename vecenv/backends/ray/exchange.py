@@ -468,8 +468,6 @@ class HostExchange:
 
 def to_array_index(rows: Sequence[int]) -> slice | list[int]:
     """Return ascending rows as an array index: a slice, which is faster, if they are contiguous."""
-    if isinstance(rows, range):
-        return slice(rows.start, rows.stop)
     return slice(rows[0], rows[-1] + 1) if rows and rows[-1] - rows[0] == len(rows) - 1 else list(rows)
 
 

@@ -271,14 +271,12 @@ class Host:
     def send(self, actions: bytes, rows: Sequence[int] | None = None, pickled: bool = False) -> HostReply | Packed:
         """Step some environments. ``actions``: a batch in their order, pickled or as one record per environment."""
         local = self._rows if rows is None else rows
+        return self._collect(len(local), lambda: self.envs.send(self._unpack(actions, len(local), pickled), local))
 
-        def begin() -> None:
-            self.envs.send(pickle.loads(actions) if pickled else self._unpack(actions, len(local)), local)
-
-        return self._collect(len(local), begin)
-
-    def _unpack(self, actions: bytes, count: int) -> Any:
-        """Return a batch of ``count`` actions from as many records."""
+    def _unpack(self, actions: bytes, count: int, pickled: bool = False) -> Any:
+        """Return the batch of ``count`` actions."""
+        if pickled:
+            return pickle.loads(actions)
         return self._action_tree.build(iter(fields(actions, self._actions, count)))  # type: ignore[union-attr]
 
     def reset(self, arguments: bytes, rows: Sequence[int] | None = None) -> HostReply | Packed:

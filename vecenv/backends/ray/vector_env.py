@@ -106,13 +106,13 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
         placement: str | None = None, batch_size: int | None = None, on_failure: OnFailure = "raise",
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP, **engine_options: Any,
     ) -> None:  # fmt: skip
-        gymnasium_options = {
+        gymnasium_options: dict[str, Any] = {
             "shared_memory": True, "copy": True, "context": "forkserver", "daemon": True, "observation_mode": "same",
             "max_concurrency": None,
         }  # fmt: skip
         options = {**gymnasium_options, "generators": "shared", **engine_options}
-        stored = {name: options[name] for name in gymnasium_options}
-        store_gymnasium_options(self, env_fns, autoreset_mode=autoreset_mode, **stored)
+        gymnasium_options = {name: options[name] for name in gymnasium_options}
+        store_gymnasium_options(self, env_fns, autoreset_mode=autoreset_mode, **gymnasium_options)
         _check_host_options(env_fns, num_hosts, envs_per_host, placement, engine_options)
         if isinstance(batch_size, str):
             raise ValueError(f"`batch_size` must be None or an int within 1..{len(env_fns)}, got {batch_size!r}.")

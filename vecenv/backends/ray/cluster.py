@@ -55,18 +55,13 @@ class Cluster:
             if not ray.is_initialized():
                 _users, _started = 0, _connect(ray, address)
                 _connection = _current_connection(ray)
-            else:
-                self._require_same_cluster(address)
+            elif address not in (None, "auto", "local", current := ray.get_runtime_context().gcs_address):
+                raise ValueError(f"address={address!r}, but this process is connected to the Ray cluster at {current!r}")
             self._connection = _current_connection(ray)
             self._counted = self._connection is _connection
             _users += self._counted
             self.own = _started and self._counted
         self._resource = _OWN_RESOURCE if self.own else "CPU"
-
-    def _require_same_cluster(self, address: str | None) -> None:
-        current = self._ray.get_runtime_context().gcs_address
-        if address not in (None, "auto", "local", current):
-            raise ValueError(f"address={address!r}, but this process is connected to the Ray cluster at {current!r}")
 
     def _is_connected(self) -> bool:
         """True until ``ray.shutdown()``, which ends the hosts. If the program connects again, this stays False."""

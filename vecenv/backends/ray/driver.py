@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar, Final, NamedTuple, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple
 
 import cloudpickle
 import numpy as np
@@ -26,8 +26,6 @@ from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
 from vecenv.state.vector_state import SavingDriver
 from vecenv.system.reporting import warn
 from vecenv.system.signals import raise_if_from_handler
-
-T = TypeVar("T")
 
 _LATE_HOSTS_NAMED: Final = 4
 _SNAPSHOT_KEY: Final = "RayVectorEnv"
@@ -385,7 +383,7 @@ class HostsDriver(SavingDriver):
             closed_in_child.discard(self)
 
 
-def _read(read: Callable[[], T], forget: Callable[[], None]) -> T:
+def _read(read: Callable[[], Any], forget: Callable[[], None]) -> Any:
     """Return the result of ``read``. If ``read`` itself fails, call ``forget`` to drop the observations."""
     try:
         return read()

@@ -458,11 +458,10 @@ class HostExchange:
                 ]
             except Exception as error:
                 errors.append((None, error))
-            if errors:
+            if errors:  # then there are no `rebuilds`
                 self.unraised.append((errors, rows))
-            else:
-                for request, seeds in rebuilds:
-                    self.rebuild(request, seeds)
+            for request, seeds in rebuilds:
+                self.rebuild(request, seeds)
             self.lost.clear()
 
 

@@ -392,8 +392,7 @@ class Host:
         # failures without an exception were repaired, such as the death of an idle worker before a reset
         raises = bool(errors) and not rebuilds and any(isinstance(event, RemoteFailure) for event in collector.events)
         # pickled observations that do not fit their space fail in this process, so they are not among the events
-        has_misfits = self._tree is None
-        unreported = [each for each in errors if not raises or (has_misfits and isinstance(each, ObservationError))]
+        unreported = [each for each in errors if not raises or (self._tree is None and isinstance(each, ObservationError))]
         for other in unreported[1:]:
             unreported[0].add_note(f"also: {other}")
         error = collector.pack(unreported[0]) if unreported else None

@@ -1025,6 +1025,32 @@ def test_plain_step_makes_one_call_per_host_and_returns_one_object_or_arrays(sha
     envs.close()
 
 
+def test_step_wait_can_be_repeated_after_an_interruption_while_results_are_stored(
+    closes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = spaces.Box(0, 255, (2,), np.uint8)
+    fns = [functools.partial(EmptyInfosEnv, space, spaces.Box(0, 1, (2,)), env_id=i) for i in range(4)]
+    envs, sync = closes(InProcessRayVectorEnv(fns)), closes(SyncVectorEnv(fns))
+    exchange, actions = envs._driver.exchange, np.zeros((4, 2), np.float32)
+    for each in (envs, sync):
+        each.reset(seed=1)
+    for number in range(2):  # the number of hosts with results that are stored before
+        write, replies = exchange._write, []
+
+        def write_and_interrupt(reply: Any, write: Any = write, replies: Any = replies, number: int = number) -> None:
+            write(reply)
+            replies.append(reply)
+            if len(replies) == number + 1:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(exchange, "_write", write_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            envs.step(actions)
+        monkeypatch.undo()
+        assert_identical(envs.step_wait(), sync.step(actions))
+    assert envs.stats()["steps"] == 8
+
+
 def test_snapshots_can_be_exchanged_with_a_local_engine(closes: Any) -> None:
     env_fn = functools.partial(gymnasium.make, "CartPole-v1")
     on_hosts = closes(InProcessRayVectorEnv([env_fn] * 4))

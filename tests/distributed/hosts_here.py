@@ -76,12 +76,14 @@ class InProcessCluster:
         return method == "start" or id(host) in self.crashed or host._plan.index not in self.paused
 
     def _run(self, reference: int) -> Any:
-        if reference not in self.done:
-            host, method, args = self.calls[reference]
-            if id(host) in self.crashed:
-                return Lost("it died")
-            self.executed.append((host._plan.index, method))
-            self.done[reference] = _transfer(getattr(host, method)(*pickle.loads(args)))
+        """Return the reply to a call. Like an actor, its host first executes all earlier calls."""
+        host = self.calls[reference][0]
+        if id(host) in self.crashed and reference not in self.done:
+            return Lost("it died")
+        for number, (other, method, args) in list(self.calls.items())[: reference + 1]:
+            if other is host and number not in self.done:
+                self.executed.append((host._plan.index, method))
+                self.done[number] = _transfer(getattr(host, method)(*pickle.loads(args)))
         return self.done[reference]
 
     def collect(self, references: list[int], deadline: float | None, *, every: bool = False) -> list[tuple[int, Any]]:

@@ -332,6 +332,53 @@ def test_error_of_an_environment_is_raised_with_its_index(closes: Any) -> None:
     assert envs.step([0] * 4)[0][:, 1].tolist() == [1] * 4
 
 
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_failure_in_a_step_that_a_reset_drops_is_recorded(on_failure: str, closes: Any) -> None:
+    for engine_class in (vecenv.AsyncVectorEnv, InProcessRayVectorEnv):
+        envs: Any = closes(engine_class(_make_fns_with_one_raising(3), on_failure=on_failure, context="fork"))
+        envs.reset(seed=1)
+        for _ in range(2):
+            envs.step([0] * 4)
+        observer = MagicMock(spec=vecenv.Observer)
+        envs.add_observer(observer)
+        envs.send([0] * 4)
+        assert envs.reset(seed=5)[0][:, 3].tolist() == [5, 6, 7, 8]
+        assert not observer.on_failure.called, "only `errors` reports a failure in a dropped request"
+        assert [(record.env, record.command, type(record.error)) for record in envs.errors] == [(3, "step", KeyError)]
+        assert envs.step([0] * 4)[0][:, 1].tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_reset_of_a_failed_row_returns_the_current_observations_of_the_others(shared_memory: bool, closes: Any) -> None:
+    results = []
+    for engine_class in (InProcessRayVectorEnv, vecenv.AsyncVectorEnv):
+        fns, options = _make_fns_with_one_raising(2), {"shared_memory": shared_memory, "context": "fork"}
+        envs: Any = closes(engine_class(fns, **options))
+        envs.reset(seed=1)
+        for _ in range(2):
+            envs.step(np.zeros(4, np.int64))
+        with pytest.raises(KeyError):
+            envs.step(np.zeros(4, np.int64))
+        steps = envs.stats()["steps"]
+        results.append((steps, envs.reset(options={"reset_mask": np.arange(4) == 2})[0]))
+    assert_identical(*results)
+    assert results[0][1][:, 1].tolist() == [3, 3, 0, 3]
+
+
+def test_step_without_restarts_left_raises_the_same_as_a_local_one(closes: Any) -> None:
+    errors = []
+    for engine_class in (InProcessRayVectorEnv, vecenv.AsyncVectorEnv):
+        options = {"on_failure": vecenv.Restart(limit=0), "context": "fork"}
+        envs: Any = closes(engine_class(_make_fns_with_one_raising(3), **options))
+        envs.reset(seed=1)
+        for _ in range(2):
+            envs.step(np.zeros(4, np.int64))
+        with pytest.raises(vecenv.errors.RestartsExhausted) as caught:
+            envs.step(np.zeros(4, np.int64))
+        errors.append(caught.value)
+    assert errors[0].envs == errors[1].envs
+
+
 def test_environment_that_raises_is_restarted_by_its_host(closes: Any) -> None:
     envs = closes(InProcessRayVectorEnv(_make_fns_with_one_raising(3), on_failure="restart"))
     local: Any = closes(vecenv.AsyncVectorEnv(_make_fns_with_one_raising(3), num_workers=0, on_failure="restart"))
@@ -447,9 +494,9 @@ def test_dead_host_is_named_and_restarted_by_reset(when: str) -> None:
     envs.reset(seed=1)
     if when == "idle":
         cluster.crash(1)
-        envs.step_async([0] * 4)
+        envs.step_async(np.zeros(4, np.int64))
     else:
-        envs.step_async([0] * 4)
+        envs.step_async(np.zeros(4, np.int64))
         cluster.crash(1)
     with pytest.raises(HostDied, match=r"host 1 .*envs 2-3, died") as info:
         envs.step_wait()
@@ -740,6 +787,19 @@ def test_interrupted_wait_can_be_repeated_or_dropped_by_a_reset(closes: Any) -> 
     with pytest.raises(KeyboardInterrupt):
         envs.call("pid")
     assert envs.step([0] * 4)[0][:, 1].tolist() == [1] * 4
+    interruptions.append(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        envs.call("pid")
+    assert envs.reset(options={"reset_mask": np.arange(4) == 2})[0][:, 1].tolist() == [1, 1, 0, 1]
+
+
+def test_recv_during_a_step_names_step_wait(closes: Any) -> None:
+    envs = closes(InProcessRayVectorEnv(counters(4)))
+    envs.reset(seed=1)
+    envs.step_async([0] * 4)
+    with pytest.raises(AlreadyPendingCallError, match=r"Calling `recv` while .*`step_wait` fetches it"):
+        envs.recv()
+    envs.step_wait()
 
 
 class TextEnv(CounterEnv):
@@ -964,6 +1024,32 @@ def test_plain_step_makes_one_call_per_host_and_returns_one_object_or_arrays(sha
     assert [len(pickle.loads(args)) for _, method, args in cluster.calls.values() if method == "step"] == [1] * 18
     assert cluster.executed.count((0, "step")) == 9
     envs.close()
+
+
+def test_step_wait_can_be_repeated_after_an_interruption_while_results_are_stored(
+    closes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = spaces.Box(0, 255, (2,), np.uint8)
+    fns = [functools.partial(EmptyInfosEnv, space, spaces.Box(0, 1, (2,)), env_id=i) for i in range(4)]
+    envs, sync = closes(InProcessRayVectorEnv(fns)), closes(SyncVectorEnv(fns))
+    exchange, actions = envs._driver.exchange, np.zeros((4, 2), np.float32)
+    for each in (envs, sync):
+        each.reset(seed=1)
+    for number in range(2):  # the number of hosts with results that are stored before
+        write, replies = exchange._write, []
+
+        def write_and_interrupt(reply: Any, write: Any = write, replies: Any = replies, number: int = number) -> None:
+            write(reply)
+            replies.append(reply)
+            if len(replies) == number + 1:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(exchange, "_write", write_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            envs.step(actions)
+        monkeypatch.undo()
+        assert_identical(envs.step_wait(), sync.step(actions))
+    assert envs.stats()["steps"] == 8
 
 
 def test_snapshots_can_be_exchanged_with_a_local_engine(closes: Any) -> None:

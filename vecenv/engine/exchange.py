@@ -28,7 +28,7 @@ from vecenv.engine.state_changes import PLAIN_REPLY, StateChanges
 from vecenv.engine.worker_process import LocalWorker, Worker, WorkerProcess
 from vecenv.errors import failed_earlier_error, format_seconds
 from vecenv.front.arguments import ResetOptions, deadline_after, select_options
-from vecenv.front.driver import pending_call_error, require_no_step, too_few_in_flight_error, wait_method
+from vecenv.front.driver import require_pending_reset, too_few_in_flight_error, wait_method
 from vecenv.front.guard import CallState
 from vecenv.link.infos import NO_INFO
 from vecenv.link.messages import COLUMNS_OUTCOME, LAST_STEP_OP, PLAIN_OUTCOME, Op, pack_head, pack_number
@@ -257,9 +257,7 @@ class Exchange:
         Raises:
             AlreadyPendingCallError: The pending request is not a reset.
         """
-        if request.command != "reset":
-            require_no_step(request.phase)
-            raise pending_call_error("recv", request.phase)
+        require_pending_reset(request)
         self.state.changing = True
         self.request = None
         self.changes.convert_for_recv(request)

@@ -37,12 +37,9 @@ from vecenv.front.arguments import (
     CompatTypeError,
     GymnasiumAsync,
     ResetOptions,
-    check_env_fns,
-    check_flags,
     check_option_names,
-    check_start_method,
-    parse_autoreset_mode,
     parse_timeout,
+    store_gymnasium_options,
 )
 from vecenv.front.guard import exclusive, is_inside_call, raise_unusable
 from vecenv.front.vector_env import CLOSE_TIMEOUT, SHORT_CLOSE_TIMEOUT, WorkerVectorEnv
@@ -71,7 +68,6 @@ from vecenv.system.reporting import warn
 from vecenv.system.shared_generators import describe_draws
 from vecenv.system.signals import deferred_signals
 from vecenv.system.spawning import (
-    end_if_importing_main,
     find_late_variables,
     is_main_file_error,
     make_context,
@@ -192,7 +188,9 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         record_failures: str | os.PathLike[str] | FlightRecorder | None = None,
         generators: GeneratorsOption = "shared", worker_options: WorkerOptions | None = None,
     ) -> None:  # fmt: skip
-        self._store_options(env_fns, shared_memory, copy, context, daemon, observation_mode, autoreset_mode, max_concurrency)
+        store_gymnasium_options(
+            self, env_fns, shared_memory, copy, context, daemon, observation_mode, autoreset_mode, max_concurrency
+        )
         self._refuses_finished = self._refuses_finished or num_workers == 0
         self.worker, self.generators, self._recording = worker, generators, FlightRecorder.from_option(record_failures)
         check_options(
@@ -237,30 +235,6 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             main_file_error, error.__context__ = error.with_traceback(None), None  # the traceback would add nothing
         if main_file_error is not None:
             raise main_file_error
-
-    def _store_options(
-        self, env_fns: Sequence[Callable[[], Env[Any, Any]]], shared_memory: bool, copy: bool, context: str | None,
-        daemon: bool, observation_mode: Any, autoreset_mode: str | AutoresetMode, max_concurrency: int | None,
-    ) -> None:  # fmt: skip
-        """Check Gymnasium's own arguments, and store them as attributes, because programs may read them."""
-        end_if_importing_main()
-        self.closed = True  # until there is something to close
-        check_env_fns(env_fns, type(self).__name__)
-        check_flags(shared_memory=shared_memory, copy=copy)
-        check_start_method(context)
-        self.env_fns = env_fns
-        self.shared_memory = shared_memory
-        self.context = context
-        self.daemon = daemon
-        self.observation_mode = observation_mode
-        self.autoreset_mode = parse_autoreset_mode(autoreset_mode)
-        if max_concurrency is not None:
-            if not isinstance(max_concurrency, (int, np.integer)):
-                raise ValueError(f"`max_concurrency` must be an integer or None, got {type(max_concurrency)}.")
-            if max_concurrency < 1:
-                raise ValueError(f"`max_concurrency` must be a positive or None, got {max_concurrency}.")
-        self.max_concurrency = max_concurrency
-        self.num_envs = len(env_fns)
 
     def _attach_engine(self, engine: Engine, batch_size: int | None, copy: bool) -> None:
         """Attach a started engine, or end it if the spaces of its environments do not match."""

@@ -12,7 +12,7 @@ import math
 import multiprocessing
 import operator
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import gymnasium
@@ -21,6 +21,7 @@ import numpy.typing as npt
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from vecenv.front.capabilities import raise_unsupported
+from vecenv.system.spawning import end_if_importing_main
 
 # -- differences between the versions of Gymnasium ---------------------------------------------------------------------
 #
@@ -235,6 +236,27 @@ def parse_autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
 def shape_error(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> ValueError:
     """Return the error for an argument of the wrong shape. Raise it before anything is sent."""
     return ValueError(f"{name}: got shape {got}, expected {expected}; nothing was sent")
+
+
+def store_gymnasium_options(
+    envs: Any, env_fns: Sequence[Callable[[], Any]], shared_memory: bool, copy: bool, context: str | None, daemon: bool,
+    observation_mode: Any, autoreset_mode: str | AutoresetMode, max_concurrency: int | None,
+) -> None:  # fmt: skip
+    """Check Gymnasium's own arguments, and store them as attributes of ``envs``, because programs may read them."""
+    end_if_importing_main()
+    envs.closed = True  # until there is something to close
+    check_env_fns(env_fns, type(envs).__name__)
+    check_flags(shared_memory=shared_memory, copy=copy)
+    check_start_method(context)
+    envs.env_fns, envs.num_envs = env_fns, len(env_fns)
+    envs.shared_memory, envs.context, envs.daemon = shared_memory, context, daemon
+    envs.observation_mode, envs.autoreset_mode = observation_mode, parse_autoreset_mode(autoreset_mode)
+    if max_concurrency is not None:
+        if not isinstance(max_concurrency, (int, np.integer)):
+            raise ValueError(f"`max_concurrency` must be an integer or None, got {type(max_concurrency)}.")
+        if max_concurrency < 1:
+            raise ValueError(f"`max_concurrency` must be a positive or None, got {max_concurrency}.")
+    envs.max_concurrency = max_concurrency
 
 
 # -- seeds and options of a reset --------------------------------------------------------------------------------------

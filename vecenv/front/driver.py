@@ -443,6 +443,13 @@ def still_in_flight_error(method: str, rows: Sequence[int]) -> AlreadyPendingCal
     )
 
 
+def require_pending_reset(request: Any) -> None:
+    """Raise for ``recv`` if a request other than a reset is pending."""
+    if request.command != "reset":
+        require_no_step(request.phase)
+        raise pending_call_error("recv", request.phase)
+
+
 def require_no_step(phase: Phase) -> None:
     """Raise for ``recv`` while a step is pending that only ``step_wait`` can fetch."""
     if phase is Phase.WAITING_STEP:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar, Final, NamedTuple, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple
 
 import cloudpickle
 import numpy as np
@@ -26,8 +26,6 @@ from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
 from vecenv.state.vector_state import pack_state, read_state
 from vecenv.system.reporting import warn
 from vecenv.system.signals import raise_if_from_handler
-
-T = TypeVar("T")
 
 _LATE_HOSTS_NAMED: Final = 4
 _SNAPSHOT_KEY: Final = "RayVectorEnv"
@@ -99,27 +97,28 @@ class HostsDriver(WorkerDriver):
         exchange = self.exchange
         action_by_row = None if action_list is None else dict(zip(rows, action_list, strict=True))
         request = HostRequest("step", rows if isinstance(rows, range) else sorted(rows))
-        rows_to_step, to_rebuild, held = request.rows, set[int](), set[int]()
+        rows_to_step, held, seeds = request.rows, list[int](), dict[int, Any]()
         if exchange.failures.rows_to_rebuild or exchange.held:
-            to_rebuild, held = exchange.failures.rows_to_rebuild.intersection(rows), exchange.held.keys() & set(rows)
-            if (error := exchange.replace_hosts(to_rebuild, count=True)) is not None:
-                raise error
+            to_rebuild, held = exchange.failures.rows_to_rebuild.intersection(rows), sorted(exchange.held.keys() & set(rows))
+            exchange.replace_hosts(to_rebuild, count=True)
             rows_to_step = [row for row in rows_to_step if row not in to_rebuild and row not in held]
-        seeds = exchange.announce_rebuild(request, sorted(to_rebuild))
-        parts = [(part, *self._pack_actions(part.rows, action_by_row)) for part in exchange.split(request, rows_to_step)]
+            seeds = exchange.announce_rebuild(request, sorted(to_rebuild))
+        parts = exchange.split(request, rows_to_step)
+        calls = [(part, *self._host_call(part, action_by_row, for_recv)) for part in parts]
         with exchange.changing():
-            for part, *actions in parts:
-                exchange.submit(part, "step", *actions)
+            for call in calls:
+                exchange.submit(*call)
             if seeds:
                 exchange.rebuild(request, seeds)
-            exchange.return_held(sorted(held))
+            exchange.return_held(held)
             exchange.request = None if for_recv else request
 
-    def _pack_actions(self, rows: Sequence[int], action_by_row: dict[int, Any] | None) -> tuple[Any, ...]:
-        """Return the packed actions of some rows, followed by ``True`` if they are a pickled batch for ``iterate``."""
-        if action_by_row is None:
-            return (self._actions[to_array_index(rows)].tobytes(),)
-        return cloudpickle.dumps(_regroup(self._action_space, [action_by_row[row] for row in rows])), True
+    def _host_call(self, part: RequestPart, action_by_row: dict[int, Any] | None, for_recv: bool) -> tuple[Any, ...]:
+        """Return the arguments of :meth:`HostExchange.submit` for a step of a part's rows."""
+        if action_by_row is not None:  # a pickled batch
+            return "send", cloudpickle.dumps(_regroup(self._action_space, [action_by_row[row] for row in part.rows])), True
+        method = "send" if for_recv or part.rows is not part.host.rows else "step"
+        return method, self._actions[to_array_index(part.rows)].tobytes()
 
     def submit_reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, for_recv: bool) -> None:
         """Replace dead hosts, and submit a reset. Unless ``for_recv`` is set, drop everything that is pending.
@@ -132,16 +131,15 @@ class HostsDriver(WorkerDriver):
         """
         exchange = self.exchange
         rows = list(range(self.num_envs)) if ids is None else sorted(ids.tolist())
-        if ids is not None and exchange.request is not None:
-            require_order(exchange.request.phase, "reset_async", self)
+        if ids is not None:
+            exchange.drop_if_droppable()
         if for_recv:
             self.require_not_in_flight("reset_async", rows)
         elif ids is not None:
             exchange.wait_until_idle()  # rows in flight have been sent, so their latest observation is that of the reply
             exchange.store.require_received(set(range(self.num_envs)).difference(rows))
         seeds = self.announce_reset(rows, seeds, options, drops=not for_recv)
-        if (error := exchange.replace_hosts(rows, count=False)) is not None:
-            raise error
+        exchange.replace_hosts(rows, count=False)
         request = HostRequest("reset", rows, seeds, options)
         parts = [(part, reset_arguments(part, seeds)) for part in exchange.split(request, rows)]
         with exchange.changing():
@@ -183,31 +181,27 @@ class HostsDriver(WorkerDriver):
         self.last_received = np.arange(self.num_envs)
         return result
 
-    def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
+    def recv(
+        self, count: int | None, deadline: float | None, enough: int | None = None, enough_from: float = np.inf
+    ) -> Stepped | None:
         """Return the next ``count`` rows to finish (``None``: :attr:`batch_size`), or ``None`` at the deadline.
+
+        If ``enough`` is given, that many rows suffice from the time ``enough_from`` on, or if no others are in flight.
 
         Raises:
             NoAsyncCallError: Too few rows are in flight.
             StepTimeout: They did not finish within ``step_timeout``.
             Exception: An environment raised, or a worker or host died; rows with results stay ready.
         """
-        self.exchange.convert_for_recv()
-        count = self.batch_size if count is None else count
-        return self._take_results(count) if self.exchange.wait_for_rows(count, deadline) else None
-
-    def recv_enough(self, count: int | None, deadline: float | None, enough: int, enough_from: float) -> Stepped | None:
-        """Return the next ``count`` rows; from the time ``enough_from`` on, ``enough`` of them suffice."""
         exchange = self.exchange
         exchange.convert_for_recv()
-        count = max(min(self.batch_size if count is None else count, len(exchange.in_flight)), enough)
-        until = min(enough_from, np.inf if deadline is None else deadline)
-        if not exchange.wait_for_rows(count, None if until == np.inf else until):
-            return self._take_results(count) if exchange.wait_for_rows(enough, deadline) else None
-        return self._take_results(count)
-
-    def _take_results(self, count: int) -> Stepped:
-        """Return the results of ``count`` ready rows, or of all if there are fewer."""
-        exchange = self.exchange
+        count, until = self.batch_size if count is None else count, deadline
+        if enough is not None:
+            count = max(min(count, len(exchange.in_flight)), enough)
+            until = min(enough_from, np.inf if deadline is None else deadline)
+        has_rows = exchange.wait_for_rows(count, None if until == np.inf else until)
+        if not has_rows and (enough is None or not exchange.wait_for_rows(enough, deadline)):
+            return None
         ready = list(exchange.ready)[:count]
         rows = np.array(ready, np.intp)
         observations = _read(lambda: exchange.store.take(rows), lambda: exchange.remove_received(ready))
@@ -220,6 +214,8 @@ class HostsDriver(WorkerDriver):
         exchange.remove_received(ready)
         self.last_received = rows
         return result
+
+    recv_enough = recv  # which has the parameters of both
 
     # -- calls into environments ------------------------------------------------------------------------------------------
 
@@ -395,11 +391,12 @@ class HostsDriver(WorkerDriver):
         """Release all memory after ``close()``. Idempotent."""
         if self.state.unusable == "closed":
             self.exchange.drop_pending()
+            self.exchange.dropped.clear()
             self.observers.clear()
             closed_in_child.discard(self)
 
 
-def _read(read: Callable[[], T], forget: Callable[[], None]) -> T:
+def _read(read: Callable[[], Any], forget: Callable[[], None]) -> Any:
     """Return the result of ``read``. If ``read`` itself fails, call ``forget`` to drop the observations."""
     try:
         return read()

@@ -4,8 +4,9 @@ A request has one part per host, and the host's actor executes parts in the orde
 by its reference, so a late reply to a dropped request is never used. ``step`` and ``reset`` are ``send`` and ``recv`` of all
 rows: they wait for all replies, and return the results together.
 
-State changes only within :meth:`HostExchange.changing`, which defers signal handlers. If a handler interrupts a wait,
-nothing is lost, and the same wait can be repeated.
+State changes only within :meth:`HostExchange.changing`, which defers signal handlers, and where a reply without failures and
+infos ends its part: three statements, for which deferring would take longer. If a handler interrupts a wait, nothing is
+lost, and the same wait can be repeated.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from vecenv.backends.ray.host import NUMBERS, HostReply, Lost, Packed, RemoteFai
 from vecenv.backends.ray.hosts import HostPool, RemoteHost
 from vecenv.errors import StepTimeout, VecEnvError, envs_text, format_seconds
 from vecenv.front.arguments import ResetOptions, deadline_after, select_options
-from vecenv.front.driver import PHASES, Counters, Phase, require_order, too_few_in_flight_error, wait_method
+from vecenv.front.driver import PHASES, Counters, Phase, require_pending_reset, too_few_in_flight_error, wait_method
 from vecenv.front.guard import CallState, closed_error
 from vecenv.link.messages import PackedError, decode_outcome, pack_error, unpack_error
 from vecenv.link.observations import PickledStore, SharedStore
@@ -97,6 +98,7 @@ class HostExchange:
         failures: The log of failures.
         request: The pending request, if one call returns all of its results.
         parts: Reference of a reply -> its part of a pending request.
+        dropped: The same for requests that were dropped; of their replies, only fatal failures are read.
         lost: The parts that were pending on hosts that died and will be replaced.
         ready: Row with a result that has not been returned -> its command, in the order in which the rows finished.
         infos: The infos of these rows.
@@ -123,6 +125,7 @@ class HostExchange:
         self.store: Any = PickledStore(observation_space, n) if tree is None else SharedStore(tree, leaves)
         self.request: HostRequest | None = None
         self.parts: dict[Any, RequestPart] = {}
+        self.dropped: dict[Any, RequestPart] = {}
         self.lost: list[RequestPart] = []
         self.ready: dict[int, str] = {}
         self.infos: dict[int, Any] = {}
@@ -142,7 +145,7 @@ class HostExchange:
     @property
     def in_flight(self) -> set[int]:
         """The rows of steps and resets that ``recv`` has not returned."""
-        if self.request is not None:
+        if self.request is not None or not (self.parts or self.ready or self.unraised or self.lost):
             return set()
         waiting = [part.rows for part in (*self.parts.values(), *self.lost) if part.request.command in PHASES]
         return set(self.ready).union(*waiting, *(rows for _, rows in self.unraised))
@@ -219,7 +222,8 @@ class HostExchange:
         return self.request is None
 
     def drop_pending(self) -> None:
-        """Drop all pending requests; their replies will be ignored."""
+        """Drop all pending requests."""
+        self.dropped.update(self.parts)
         self.request, self.parts, self.lost, self.ready, self.infos = None, {}, [], {}, {}
         self.unraised.clear()
 
@@ -259,8 +263,7 @@ class HostExchange:
     def convert_for_recv(self) -> None:
         """Let ``recv`` return the rows of a pending ``reset``. Drop a droppable call; raise for any other."""
         if self.request is not None and not self.drop_if_droppable():
-            if self.request.command != "reset":
-                require_order(self.request.phase, "reset_async", self)
+            require_pending_reset(self.request)
             self.request = None
 
     def wait_for_rows(self, count: int, deadline: float | None) -> bool:
@@ -304,10 +307,14 @@ class HostExchange:
             self.seconds_waited += time.perf_counter() - began
         if self.state.unusable:
             raise closed_error()
-        with self.changing():
-            for reference, reply in replies:
-                if reference in self.parts:  # otherwise an earlier reply reported the death of its host
-                    self._apply(reference, reply)
+        # hosts reply in order, so replies to dropped requests came first
+        dropped = self.pool.cluster.collect(list(self.dropped), time.monotonic()) if self.dropped and replies else ()
+        for reference, reply in dropped:
+            with self.changing():
+                self._apply_dropped(self.dropped.pop(reference), reply)
+        for reference, reply in replies:
+            if reference in self.parts:  # otherwise an earlier reply reported the death of its host
+                self._apply(reference, reply)
         return bool(replies)
 
     def _kill_late_hosts(self, method: str, limit: float) -> None:
@@ -326,26 +333,40 @@ class HostExchange:
     def _apply(self, reference: Any, reply: HostReply | Packed | Lost) -> None:
         """Apply one reply to its request."""
         request, host, rows, rebuilds = self.parts[reference]
-        if isinstance(reply, Lost):
-            self.kill_host(host, str(reply))
-            return
-        del self.parts[reference]
-        if isinstance(reply, HostReply):
-            received, arrays, failed = reply.rows, reply.arrays, reply.failed
-        else:  # results of all rows, and nothing else
+        if not isinstance(reply, (HostReply, Lost)):  # results of all rows, and nothing else: the usual case
             records, leaves = (reply, []) if isinstance(reply, bytes) else reply
-            received, failed = rows, {}
-            arrays = fields(records, NUMBERS if leaves else self._records, len(rows)) + leaves
-        previous = {row: self.store.row(row) for row in received} if rebuilds else {}
-        where = to_array_index(received)
-        for column, values in zip(self._arrays, arrays, strict=False):
+            reply = HostReply(rows, fields(records, NUMBERS if leaves else self._records, len(rows)) + leaves)
+            if not rebuilds and not self.failures.failed:
+                self._write(reply)  # can be repeated after an interruption
+                self.state.changing = True
+                del self.parts[reference]
+                self.ready.update(dict.fromkeys(rows, request.command))
+                self.state.changing = False
+                return
+        with self.changing():
+            if isinstance(reply, Lost):
+                self.kill_host(host, str(reply))
+                return
+            del self.parts[reference]
+            previous = {row: self.store.row(row) for row in reply.rows} if rebuilds else {}
+            self._write(reply)
+            if errors := self._apply_events(request, host, reply):
+                self.unraised.append((errors, set(rows).difference(reply.rows) if request.command in PHASES else ()))
+            self.failures.set_failed(host, reply.failed)
+            for row, last in previous.items():
+                self._write_rebuilt_row(request.command == "step", row, last)
+            self.ready.update(dict.fromkeys(reply.rows, request.command))
+
+    def _write(self, reply: HostReply) -> None:
+        where = to_array_index(reply.rows)
+        for column, values in zip(self._arrays, reply.arrays, strict=False):
             column[where] = values
-        if isinstance(reply, HostReply) and (errors := self._apply_events(request, host, reply)):
-            self.unraised.append((errors, set(rows).difference(received) if request.command in PHASES else ()))
-        self.failures.set_failed(host, failed)
-        for row, last in previous.items():
-            self._write_rebuilt_row(request.command == "step", row, last)
-        self.ready.update(dict.fromkeys(received, request.command))
+
+    def _apply_dropped(self, part: RequestPart, reply: HostReply | Packed | Lost) -> None:
+        """Record the environments that failed in a request that was dropped."""
+        for event in reply.events if isinstance(reply, HostReply) else ():
+            if isinstance(event, RemoteFailure) and event.fatal:
+                self.failures.record(part.host, part.request.command, event, dropped=not event.worker_died)
 
     def _apply_events(self, request: HostRequest, host: RemoteHost, reply: HostReply) -> Errors:
         """Apply the reply's outcome, events and error, and return the errors to raise."""
@@ -409,47 +430,43 @@ class HostExchange:
             else:
                 self.unraised.append(([(None, host.death_error())], part.rows))
 
-    def replace_hosts(self, rows: Collection[int], *, count: bool) -> Exception | None:
-        """Replace the dead hosts of these rows; return the error if a new host cannot be started.
+    def replace_hosts(self, rows: Collection[int], *, count: bool) -> None:
+        """Replace the dead hosts of these rows; with ``count``, count each new host against the restart budget.
 
-        Args:
-            rows: The environments.
-            count: Count each new host against the restart budget.
+        Raises:
+            VecEnvError: A new host cannot be started, or the budget is exhausted.
         """
         for host in list(self.pool.hosts):
             if host.death and not set(host.rows).isdisjoint(rows):
-                if count and (error := self.failures.count_restart(host)) is not None:
-                    return error
-                try:
-                    self.pool.replace(host)
-                except VecEnvError as error:
-                    return error
-        return None
+                if count:
+                    self.failures.count_restart(host)
+                self.pool.replace(host)
 
     def _rebuild_lost(self) -> None:
         """Replace the hosts of lost parts, and reset the rows of these parts on the new hosts."""
-        rows = [row for part in self.lost for row in part.rows]
+        rows, errors = [row for part in self.lost for row in part.rows], Errors()
         rebuilds: list[tuple[HostRequest, dict[int, Any]]] = []
-        if (error := self.replace_hosts(rows, count=True)) is None:
-            try:
-                rebuilds = [
-                    (part.request, self.announce_rebuild(part.request, part.rows, again=part.rebuilds)) for part in self.lost
-                ]
-            except Exception as raised:
-                error = raised
+        try:
+            self.replace_hosts(rows, count=True)
+        except VecEnvError as error:
+            errors.append((None, error))
         with self.changing():
-            if error is not None:
-                self.unraised.append(([(None, error)], rows))
-            else:
-                for request, seeds in rebuilds:
-                    self.rebuild(request, seeds)
+            try:
+                rebuilds += [
+                    (part.request, self.announce_rebuild(part.request, part.rows, again=part.rebuilds))
+                    for part in ([] if errors else self.lost)
+                ]
+            except Exception as error:
+                errors.append((None, error))
+            if errors:  # then there are no `rebuilds`
+                self.unraised.append((errors, rows))
+            for request, seeds in rebuilds:
+                self.rebuild(request, seeds)
             self.lost.clear()
 
 
 def to_array_index(rows: Sequence[int]) -> slice | list[int]:
     """Return ascending rows as an array index: a slice, which is faster, if they are contiguous."""
-    if isinstance(rows, range):
-        return slice(rows.start, rows.stop)
     return slice(rows[0], rows[-1] + 1) if rows and rows[-1] - rows[0] == len(rows) - 1 else list(rows)
 
 

@@ -44,15 +44,18 @@ class Failures:
         self.rows_to_rebuild: set[int] = set()
         self.restarts, self.restart_log, self._budget = 0, RestartLog(), RestartBudget(*budget, steps)
 
-    def record(self, host: RemoteHost, command: str, event: RemoteFailure) -> Errors:
-        """Record a failure, notify the observers if it is fatal or occurred in a step, and return the exception to raise."""
+    def record(self, host: RemoteHost, command: str, event: RemoteFailure, *, dropped: bool = False) -> Errors:
+        """Record a failure, and return the exception to raise.
+
+        Unless it was ``dropped`` with its request, notify the observers if it is fatal or occurred in a step.
+        """
         envs = f"env {event.rows[0]}" if not event.worker_died else envs_text(sorted(event.rows))
         note = f"{envs}, {host.label}, during {command}"
         # the record gets its own exception: a raised one would keep the program's frames alive
         recorded, raised = (unpack_error(event.error, note) for _ in range(2))
         env = None if event.worker_died else event.rows[0]
         self._append(env, host, command, recorded, event.error.text)
-        if event.fatal or command == "step":
+        if not dropped and (event.fatal or command == "step"):
             self.notify(event.rows if event.fatal else [], recorded, raised, worker_died=event.worker_died)
         return [(env, raised)]
 
@@ -97,18 +100,17 @@ class Failures:
             self.failed.pop(row, None)
         self.rows_to_rebuild.difference_update(rows)
 
-    def count_restart(self, host: RemoteHost) -> RestartsExhausted | None:
-        """Count the restart of a dead host once; return the error if the budget is exhausted."""
+    def count_restart(self, host: RemoteHost) -> None:
+        """Count the restart of a dead host once. Raise ``RestartsExhausted`` if the budget is exhausted."""
         if host.restart_counted:
-            return None
+            return
         cause = host.death.partition("\n")[0]
         if not self._budget.spend(cause, host.rows):
             text, envs = self._budget.explain_exhaustion(cause, host.rows), list(host.rows)
-            return RestartsExhausted(text, worker=host.index, pid=host.pid, envs=envs, command="restart")
+            raise RestartsExhausted(text, worker=host.index, pid=host.pid, envs=envs, command="restart")
         host.restart_counted = True
         self.restarts += 1
         self.restart_log.log(cause)
-        return None
 
 
 def combine(errors: Errors) -> Exception:

@@ -129,11 +129,11 @@ class HostReply:
 
     rows: Sequence[int]
     arrays: list[Array]
-    outcome: bytes | None
-    events: list[RemoteFailure | Rebuilt]
-    raises: bool
-    failed: dict[int, str]
-    error: PackedError | None
+    outcome: bytes | None = None
+    events: Sequence[RemoteFailure | Rebuilt] = ()
+    raises: bool = False
+    failed: dict[int, str] = field(default_factory=dict)
+    error: PackedError | None = None
 
 
 Packed = bytes | tuple[bytes, list[Array]]
@@ -230,8 +230,11 @@ class Host:
             self.envs = envs = _build(self._plan)
             envs.add_observer(self._collector)
             self._view, self._tree = infos_by_row(envs), fixed_tree(envs.single_observation_space)
+            self._shared_tree = self._tree if envs.shared_memory else None
             self._action_tree = fixed_tree(envs.single_action_space, "action")
             self._records, self._actions = record_type(self._tree, results=True), record_type(self._action_tree)
+            if self._records.itemsize * envs.num_envs > _MAX_RECORD_BYTES:
+                self._records = NUMBERS
             ready.env_id, *_ = envs.exec_func(find_env_id, [0])
             ready.num_workers = max(envs.num_workers, 1)
             ready.metadata = {key: value for key, value in envs.metadata.items() if key != "autoreset_mode"}
@@ -245,18 +248,36 @@ class Host:
             ready.error = pack_error(error)
         return ready
 
-    def step(self, actions: bytes, rows: Sequence[int] | None = None, pickled: bool = False) -> HostReply | Packed:
+    def step(self, actions: bytes) -> HostReply | Packed:
+        """Step all environments, with one record of ``actions`` for each. If one fails, the others have no results.
+
+        :meth:`send` would return their results, but takes longer, because ``recv`` copies what it returns.
+        """
+        if (tree := self._shared_tree) is None:
+            return self.send(actions)
+        envs, collector = self.envs, self._collector
+        collector.events = []
+        errors: list[Exception] = []
+        outcome = Outcome()
+        try:
+            rows, arrays = self._split_result(outcome, *self._view.results("step", self._unpack(actions, envs.num_envs)))
+        except Exception as error:  # of the other environments, only the observations are needed, as their latest ones
+            errors.append(error)
+            rows = [row for row in self._plan.rows if row not in collector.failed]
+            local = np.array(rows, np.intp) - self._first_row
+            arrays = [*np.zeros((3, len(rows))), *(leaf[local] for leaf in flatten(tree, envs.observations))]
+        return self._reply(rows, arrays, outcome, errors, rebuilds=envs.capabilities.restarts)
+
+    def send(self, actions: bytes, rows: Sequence[int] | None = None, pickled: bool = False) -> HostReply | Packed:
         """Step some environments. ``actions``: a batch in their order, pickled or as one record per environment."""
         local = self._rows if rows is None else rows
+        return self._collect(len(local), lambda: self.envs.send(self._unpack(actions, len(local), pickled), local))
 
-        def begin() -> None:
-            if pickled:
-                batch = pickle.loads(actions)
-            else:
-                batch = self._action_tree.build(iter(fields(actions, self._actions, len(local))))  # type: ignore[union-attr]
-            self.envs.send(batch, local)
-
-        return self._collect(len(local), begin)
+    def _unpack(self, actions: bytes, count: int, pickled: bool = False) -> Any:
+        """Return the batch of ``count`` actions."""
+        if pickled:
+            return pickle.loads(actions)
+        return self._action_tree.build(iter(fields(actions, self._actions, count)))  # type: ignore[union-attr]
 
     def reset(self, arguments: bytes, rows: Sequence[int] | None = None) -> HostReply | Packed:
         """Reset some environments. ``arguments``: pickled seeds and options, each for these rows or for all."""
@@ -316,7 +337,7 @@ class Host:
         """Begin a step or a reset of ``count`` rows, and reply with the results of all that do not fail."""
         self._collector.events = []
         errors: list[Exception] = []
-        rows: list[int] = []
+        rows: Sequence[int] = []
         arrays: list[Array] = []
         outcome = Outcome()
         try:
@@ -326,32 +347,33 @@ class Host:
             count = 0
         while count:
             try:
-                rows, arrays = self._split_result(outcome, *self._view.recv(count=count))
+                rows, arrays = self._split_result(outcome, *self._view.results("recv", count=count))
                 break
             except Exception as error:
                 errors.append(error)
                 count = len(self.envs.in_flight)  # unchanged if only an info cannot be sent: its row has a result
-        return self._reply(rows, arrays, outcome, errors, rebuilds=bool(errors) and self.envs.capabilities.restarts)
+        return self._reply(rows, arrays, outcome, errors, rebuilds=self.envs.capabilities.restarts)
 
     def _split_result(
-        self, outcome: Outcome, observations: Any, *numbers_infos_and_ids: Any
-    ) -> tuple[list[int], list[Array]]:
+        self, outcome: Outcome, observations: Any, *numbers_and_infos: Any
+    ) -> tuple[Sequence[int], list[Array]]:
         """Return the sorted rows of a result and their arrays; put everything else into ``outcome``."""
-        *arrays, infos, env_ids = numbers_infos_and_ids
-        rows = self._collector.callers_rows(env_ids)
-        outcome.infos.update({row: info for row, info in zip(rows, infos, strict=True) if info or type(info) is not dict})
+        *arrays, infos = numbers_and_infos
+        rows: Sequence[int] = self._plan.rows if infos.env_ids is None else self._collector.callers_rows(infos.env_ids)
+        named_infos = zip(rows, infos.rows(), strict=True)
+        outcome.infos.update({row: info for row, info in named_infos if info or type(info) is not dict})
         if self._tree is not None:
             arrays += flatten(self._tree, observations)
         else:
             space = batch_space(self.envs.single_observation_space, len(rows))
             outcome.observations.update(zip(rows, iterate(space, observations), strict=True))
-        if rows != sorted(rows):
+        if isinstance(rows, list) and rows != sorted(rows):
             order = np.argsort(rows)
             rows, arrays = sorted(rows), [array[order] for array in arrays]
         return rows, arrays
 
     def _reply(
-        self, rows: list[int], arrays: list[Array], outcome: Outcome, errors: list[Exception], *, rebuilds: bool = False
+        self, rows: Sequence[int], arrays: list[Array], outcome: Outcome, errors: list[Exception], *, rebuilds: bool = False
     ) -> HostReply | Packed:
         """Return the reply to a request that raised ``errors``. With ``rebuilds``, failed environments have been rebuilt."""
         collector, records = self._collector, self.envs.errors
@@ -362,17 +384,15 @@ class Host:
                 collector.events.append(failure)
         records.clear()  # the caller keeps them
         has_only_arrays = not (outcome.has_payload() or collector.events or collector.failed or errors)
-        is_short = sum(array.nbytes for array in arrays) < _MAX_RECORD_BYTES
         if has_only_arrays and len(rows) == self.envs.num_envs:
-            batch = np.empty(len(rows), self._records if is_short else NUMBERS)
-            for name, array in zip(batch.dtype.names or (), arrays, strict=False):
+            batch, names = np.empty(len(rows), self._records), self._records.names or ()
+            for name, array in zip(names, arrays, strict=False):
                 batch[name] = array
-            return batch.tobytes() if is_short else (batch.tobytes(), arrays[3:])
+            return (batch.tobytes(), arrays[len(names) :]) if len(names) < len(arrays) else batch.tobytes()
         # failures without an exception were repaired, such as the death of an idle worker before a reset
         raises = bool(errors) and not rebuilds and any(isinstance(event, RemoteFailure) for event in collector.events)
         # pickled observations that do not fit their space fail in this process, so they are not among the events
-        has_misfits = self._tree is None
-        unreported = [each for each in errors if not raises or (has_misfits and isinstance(each, ObservationError))]
+        unreported = [each for each in errors if not raises or (self._tree is None and isinstance(each, ObservationError))]
         for other in unreported[1:]:
             unreported[0].add_note(f"also: {other}")
         error = collector.pack(unreported[0]) if unreported else None

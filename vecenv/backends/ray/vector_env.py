@@ -25,20 +25,12 @@ from vecenv.backends.ray.host import HostPlan, HostReady
 from vecenv.backends.ray.hosts import HostPool
 from vecenv.engine.vector_env import Observer
 from vecenv.errors import how_to_install
-from vecenv.front.arguments import (
-    check_env_fns,
-    check_flags,
-    check_option_names,
-    check_start_method,
-    parse_autoreset_mode,
-    parse_timeout,
-)
+from vecenv.front.arguments import check_option_names, parse_timeout, store_gymnasium_options
 from vecenv.front.vector_env import CLOSE_TIMEOUT, SHORT_CLOSE_TIMEOUT, WorkerVectorEnv
 from vecenv.link.envs import different_action_space_error
 from vecenv.link.messages import PackedEnvFns
 from vecenv.planning.options import OnFailure, Restart, WorkerOptions, check_option, check_options, choice_check, int_check
 from vecenv.recording.recorder import FlightRecorder, recorder_for_hosts
-from vecenv.system.spawning import end_if_importing_main
 
 _PLACEMENTS: Final = ("STRICT_SPREAD", "SPREAD", "PACK")
 _HOST_OPTIONS: Final = (
@@ -100,6 +92,8 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
     """
 
     _driver: HostsDriver
+    env_fns: Sequence[Callable[[], Any]]
+    observation_mode: Any
     _cluster: Any = None  # a Cluster, or an object with its interface
     worker: None = None
     processes: tuple[()] = ()
@@ -112,24 +106,22 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
         placement: str | None = None, batch_size: int | None = None, on_failure: OnFailure = "raise",
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP, **engine_options: Any,
     ) -> None:  # fmt: skip
-        end_if_importing_main()
-        self.closed = True  # until there are processes to end
-        check_env_fns(env_fns, type(self).__name__)
-        self.env_fns, self.num_envs, self.autoreset_mode = list(env_fns), len(env_fns), parse_autoreset_mode(autoreset_mode)
+        gymnasium_options: dict[str, Any] = {
+            "shared_memory": True, "copy": True, "context": "forkserver", "daemon": True, "observation_mode": "same",
+            "max_concurrency": None,
+        }  # fmt: skip
+        options = {**gymnasium_options, "generators": "shared", **engine_options}
+        gymnasium_options = {name: options[name] for name in gymnasium_options}
+        store_gymnasium_options(self, env_fns, autoreset_mode=autoreset_mode, **gymnasium_options)
         _check_host_options(env_fns, num_hosts, envs_per_host, placement, engine_options)
         if isinstance(batch_size, str):
             raise ValueError(f"`batch_size` must be None or an int within 1..{len(env_fns)}, got {batch_size!r}.")
-        options = {
-            "shared_memory": True, "copy": True, "context": "forkserver", "daemon": True, "observation_mode": "same",
-            "max_concurrency": None, "generators": "shared", **engine_options,
-        }  # fmt: skip
         check_options(self.num_envs, batch_size, num_workers=workers_per_host, on_failure=on_failure, **options)
         start_timeout = self.start_timeout = (options.get("worker_options") or WorkerOptions()).start_timeout
         budget = Restart.of(on_failure)
-        self._check_gymnasium_options(options)
-        self.observation_mode, self.generators = options["observation_mode"], options["generators"]
-        self.shared_memory, self.context, self.daemon = options["shared_memory"], options["context"], options["daemon"]
-        self.max_concurrency = options["max_concurrency"]
+        if isinstance(mode := self.observation_mode, str) and mode not in ("same", "different"):
+            raise ValueError(f"`observation_mode` must be 'same', 'different' or two spaces, got {mode!r}")
+        self.generators = options["generators"]
         copies, recording = options.pop("copy"), FlightRecorder.from_option(options.pop("record_failures", None))
         self._address, self._placement, self._requested_sizes = address, placement, (num_hosts, envs_per_host)
         self._workers_per_host, self._host_options = workers_per_host, {**options, "on_failure": on_failure}
@@ -156,15 +148,6 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
             if self._cluster is not None:
                 self._cluster.close()
             raise
-
-    def _check_gymnasium_options(self, options: dict[str, Any]) -> None:
-        """Raise for invalid values of Gymnasium's own options."""
-        check_flags(shared_memory=options["shared_memory"], copy=options["copy"])
-        check_start_method(options["context"])
-        mode, most = options["observation_mode"], options["max_concurrency"]
-        if isinstance(mode, str) and mode not in ("same", "different"):
-            raise ValueError(f"`observation_mode` must be 'same', 'different' or two spaces, got {mode!r}")
-        check_option("max_concurrency", most, (choice_check(None, or_=int_check(1)), "a positive integer or None"))
 
     # -- starting ---------------------------------------------------------------------------------------------------
 

@@ -80,6 +80,14 @@ def test_info_that_cannot_be_pickled_is_named_by_environment_and_key(launch: Lau
     envs.reset(seed=2)
 
 
+def test_restart_log_names_the_info_that_cannot_be_pickled(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
+    env_fns = make_env_fns(2, {1: faulty_env_fn(1, "unpicklable_info", step=1)})
+    envs = launch(env_fns, num_workers=1, on_failure="restart")
+    envs.reset(seed=1)
+    envs.step([0, 0])
+    assert "env 1: its info key 'lock' cannot be pickled: TypeError: cannot pickle" in caplog.text
+
+
 @pytest.mark.long
 def test_huge_infos_of_several_workers_arrive(launch: Launch) -> None:
     """Three workers reply with 100 MiB each to one step. No process waits for another one to read first."""

@@ -319,7 +319,9 @@ class _Pickler(_MainByName, pickle.Pickler):
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:
     """Pickle code with the name of its file, which cloudpickle omits from version 3.1.3 on: tracebacks need it."""
     function, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
-    return function, tuple(code.co_filename if argument == "<dynamic-code>" else argument for argument in arguments)
+    return function, tuple(
+        code.co_filename if isinstance(value, str) and value == "<dynamic-code>" else value for value in arguments
+    )
 
 
 _REDUCERS: Final = collections.ChainMap({CodeType: _reduce_code}, *cloudpickle.Pickler.dispatch_table.maps)

@@ -222,6 +222,12 @@ def test_help_shows_examples_and_exit_codes_and_exits_with_0(command: list[str],
     assert ("\nExit codes: " in text) == bool(command)
 
 
+def test_conform_without_assert_statements_is_refused() -> None:
+    result = run_python("-O", "-m", "vecenv", "conform", "gymnasium.vector:SyncVectorEnv")
+    assert result.returncode == 2
+    assert result.stderr.startswith("vecenv: the checks are assert statements, which -O and PYTHONOPTIMIZE remove")
+
+
 @pytest.mark.parametrize("option", ["--num-workers", "--workers"])
 def test_bench_accepts_both_options_for_the_number_of_workers(option: str) -> None:
     assert cli._build_parser().parse_args(["bench", option, "3"]).workers == 3

@@ -1,4 +1,7 @@
-"""Assertions that values and trajectories are the same, bit for bit."""
+"""Assertions that values and trajectories are the same, bit for bit.
+
+They do not use ``assert``, which ``python -O`` removes: programs rely on them too, for example to verify snapshots.
+"""
 
 from __future__ import annotations
 
@@ -31,42 +34,45 @@ def assert_identical(actual: Any, expected: Any, where: str = "value") -> None:
         where: Name of the value in the message of the ``AssertionError``.
     """
     if isinstance(expected, GraphInstance):
-        assert isinstance(actual, GraphInstance), f"{where}: {type(actual)} is not GraphInstance"
+        _require_equal(type(actual), type(expected), where, "type")
         for field in ("nodes", "edges", "edge_links"):
             assert_identical(getattr(actual, field), getattr(expected, field), f"{where}.{field}")
         return
-    assert type(actual) is type(expected), f"{where}: type {type(actual)}, expected {type(expected)}"
+    _require_equal(type(actual), type(expected), where, "type")
     if isinstance(expected, Mapping):
-        assert set(actual) == set(expected), f"{where}: keys {list(actual)}, expected {list(expected)}"
+        if set(actual) != set(expected):
+            raise AssertionError(f"{where}: keys {list(actual)}, expected {list(expected)}")
         for key, value in expected.items():
             assert_identical(actual[key], value, f"{where}[{key!r}]")
     elif isinstance(expected, tuple | list):
-        assert len(actual) == len(expected), f"{where}: length {len(actual)}, expected {len(expected)}"
+        _require_equal(len(actual), len(expected), where, "length")
         for index, value in enumerate(expected):
             assert_identical(actual[index], value, f"{where}[{index}]")
     elif isinstance(expected, np.ndarray):
-        assert actual.dtype == expected.dtype, f"{where}: dtype {actual.dtype}, expected {expected.dtype}"
-        assert actual.shape == expected.shape, f"{where}: shape {actual.shape}, expected {expected.shape}"
+        _require_equal(actual.dtype, expected.dtype, where, "dtype")
+        _require_equal(actual.shape, expected.shape, where, "shape")
         if expected.dtype.hasobject:
             for position in np.ndindex(expected.shape):
                 at = ", ".join(map(str, position))
                 assert_identical(actual[position], expected[position], f"{where}[{at}]")
-        else:
-            same = value_bytes(actual) == value_bytes(expected)
-            assert same, f"{where}: got\n{actual!r}\nexpected\n{expected!r}"
+        elif value_bytes(actual) != value_bytes(expected):
+            raise AssertionError(f"{where}: got\n{actual!r}\nexpected\n{expected!r}")
     elif isinstance(expected, np.generic):
-        assert actual.dtype == expected.dtype, f"{where}: dtype {actual.dtype}, expected {expected.dtype}"
-        assert value_bytes(actual) == value_bytes(expected), f"{where}: {actual!r}, expected {expected!r}"
+        _require_equal(actual.dtype, expected.dtype, where, "dtype")
+        if value_bytes(actual) != value_bytes(expected):
+            raise AssertionError(f"{where}: {actual!r}, expected {expected!r}")
     elif hasattr(expected, "detach"):  # torch tensors
-        assert actual.dtype == expected.dtype, f"{where}: dtype {actual.dtype}, expected {expected.dtype}"
+        _require_equal(actual.dtype, expected.dtype, where, "dtype")
         assert_identical(_tensor_to_array(actual), _tensor_to_array(expected), where)
     elif hasattr(expected, "__array__"):  # JAX arrays
         assert_identical(np.asarray(actual), np.asarray(expected), where)
-    elif isinstance(expected, float):
-        both_nan = actual != actual and expected != expected
-        assert both_nan or actual == expected, f"{where}: {actual!r}, expected {expected!r}"
-    else:
-        assert actual == expected, f"{where}: {actual!r}, expected {expected!r}"
+    elif not (actual == expected or (isinstance(expected, float) and actual != actual and expected != expected)):
+        raise AssertionError(f"{where}: {actual!r}, expected {expected!r}")
+
+
+def _require_equal(actual: Any, expected: Any, where: str, kind: str) -> None:
+    if actual != expected:
+        raise AssertionError(f"{where}: {kind} {actual}, expected {expected}")
 
 
 def _tensor_to_array(tensor: Any) -> npt.NDArray[Any]:
@@ -106,7 +112,7 @@ def assert_same_trajectory(
     """
     action_space = copy.deepcopy(expected.action_space)
     action_space.seed(action_seed)
-    assert actual.metadata["autoreset_mode"] is expected.metadata["autoreset_mode"]
+    _require_equal(actual.metadata["autoreset_mode"], expected.metadata["autoreset_mode"], "metadata", "autoreset mode")
     assert_identical(reset(actual, seed), reset(expected, seed), "reset")
     assert_same_steps(actual, expected, steps, action_space.sample)
 

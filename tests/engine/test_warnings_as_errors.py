@@ -109,3 +109,18 @@ def test_program_without_close_ends_without_a_traceback(
         assert process.stderr == ""
     if num_workers == 0:
         assert closed_file.exists()
+
+
+SPAWNING_PROGRAM = """
+import gymnasium, vecenv
+
+envs = vecenv.AsyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2, context="spawn")
+envs.reset(seed=1)
+envs.close()
+"""
+
+
+def test_functions_are_pickled_without_comparing_bytes_and_text() -> None:
+    """With ``-bb``, Python raises ``BytesWarning`` for such a comparison."""
+    process = run_python("-bb", "-c", SPAWNING_PROGRAM)
+    assert (process.returncode, process.stderr) == (0, "")

@@ -22,6 +22,7 @@ from faulty_envs import RowChecker, faulty_env_fn, make_env_fns, write_pid_then
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 from gymnasium.vector import AsyncVectorEnv as GymnasiumAsyncVectorEnv
 from observe import FAULT_MARKS, WAIT_SECONDS, WITHOUT_SPAWN, Launch, format_error, still_running, wait_for_file, worker_pids
+from programs import run_python
 from sampling import each_pair
 
 import vecenv
@@ -77,6 +78,14 @@ def test_info_that_cannot_be_pickled_is_named_by_environment_and_key(launch: Lau
     assert re.search(rf"\b{key}\b", text), text
     assert worker_pids(envs) == pids
     envs.reset(seed=2)
+
+
+def test_restart_log_names_the_info_that_cannot_be_pickled(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
+    env_fns = make_env_fns(2, {1: faulty_env_fn(1, "unpicklable_info", step=1)})
+    envs = launch(env_fns, num_workers=1, on_failure="restart")
+    envs.reset(seed=1)
+    envs.step([0, 0])
+    assert "env 1: its info key 'lock' cannot be pickled: TypeError: cannot pickle" in caplog.text
 
 
 @pytest.mark.long
@@ -271,6 +280,28 @@ def test_forked_children_do_not_end_workers(launch: Launch) -> None:
     process.close()
     for step in range(3):
         checker.check_step([step, 1], envs.step([step, 1]))
+
+
+FORKING_PROGRAM = """
+import os
+import gymnasium
+from vecenv import AsyncVectorEnv
+
+envs = AsyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2, context="fork", daemon={daemon})
+envs.reset(seed=1)
+if child := os.fork():
+    os.waitpid(child, 0)
+    envs.step([0, 1])
+    envs.close()
+    print("stepped")
+"""
+
+
+@pytest.mark.parametrize("daemon", [True, False])
+def test_exit_of_a_forked_child_does_not_end_workers(daemon: bool) -> None:
+    """A child of ``os.fork`` runs the exit handler of ``multiprocessing``, which terminates or joins known processes."""
+    result = run_python("-c", FORKING_PROGRAM.format(daemon=daemon))
+    assert (result.stdout, result.stderr) == ("stepped\n", "")
 
 
 # --- memory that outlives the engine ------------------------------------------------------------

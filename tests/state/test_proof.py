@@ -645,3 +645,19 @@ def test_loaded_autoreset_wrapper_resets_in_the_next_step() -> None:
     for env in (saved, target):
         env.close()
 
+
+OPTIMIZED_PROGRAM = """
+import kept_envs
+from vecenv.errors import NotRestorable
+from vecenv.testing import assert_restorable
+
+try:
+    assert_restorable(kept_envs.ClassStateEnv)
+except NotRestorable:
+    print("refused")
+"""
+
+
+def test_python_without_assert_statements_verifies_snapshots() -> None:
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    assert python_output("-O", "-c", OPTIMIZED_PROGRAM, PYTHONPATH=path) == "refused\n"

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from programs import python_output
 
 from vecenv.testing import assert_identical
 
@@ -81,3 +85,18 @@ def test_different_values_are_not_identical_in_either_order(one: Any, other: Any
         assert_identical(one, other, "the label")
     with pytest.raises(AssertionError, match="the label"):
         assert_identical(other, one, "the label")
+
+
+OPTIMIZED_PROGRAM = """
+from test_identical import DIFFERENT_PAIRS, assert_identical
+for one, other in DIFFERENT_PAIRS:
+    try:
+        assert_identical(one, other)
+    except AssertionError:
+        print("different")
+"""
+
+
+def test_python_without_assert_statements_finds_differences() -> None:
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    assert python_output("-O", "-c", OPTIMIZED_PROGRAM, PYTHONPATH=path).split() == ["different"] * len(DIFFERENT_PAIRS)

@@ -12,7 +12,7 @@ from pathlib import Path
 import gymnasium
 import pytest
 from gymnasium.vector import SyncVectorEnv
-from programs import run_python
+from programs import python_output, run_python
 
 from vecenv import tools
 from vecenv.errors import how_to_install
@@ -220,6 +220,18 @@ def test_help_shows_examples_and_exit_codes_and_exits_with_0(command: list[str],
     assert "--help" in text
     assert "Try: vecenv " in re.sub(r"\s+", " ", text)
     assert ("\nExit codes: " in text) == bool(command)
+
+
+def test_commands_work_without_docstrings() -> None:
+    assert "replay" in python_output("-OO", "-m", "vecenv", "--help")
+    plan = python_output("-OO", "-m", "vecenv", "plan", "CartPole-v1", "--num-envs", "2")
+    assert plan.startswith("Plan for 2 environments")
+
+
+def test_conform_without_assert_statements_is_refused() -> None:
+    result = run_python("-O", "-m", "vecenv", "conform", "gymnasium.vector:SyncVectorEnv")
+    assert result.returncode == 2
+    assert result.stderr.startswith("vecenv: the checks are assert statements, which -O and PYTHONOPTIMIZE remove")
 
 
 @pytest.mark.parametrize("option", ["--num-workers", "--workers"])

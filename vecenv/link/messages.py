@@ -21,7 +21,7 @@ import struct
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
 from multiprocessing.context import get_spawning_popen
@@ -214,7 +214,8 @@ def encode_outcome(outcome: Outcome) -> bytes:
 
     def add_failure(row: int, error: BaseException, text: str) -> None:
         error.add_note(f"env {row}: its {text}")
-        failures.append(Failure(row, pack_error(error), fatal=False))
+        packed = pack_error(error)
+        failures.append(Failure(row, replace(packed, summary=f"its {text}: {packed.summary}"), fatal=False))
 
     def read_items(row: int, info: Any) -> list[tuple[Any, Any]]:
         if not isinstance(info, Mapping):
@@ -318,7 +319,9 @@ class _Pickler(_MainByName, pickle.Pickler):
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:
     """Pickle code with the name of its file, which cloudpickle omits from version 3.1.3 on: tracebacks need it."""
     function, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
-    return function, tuple(code.co_filename if argument == "<dynamic-code>" else argument for argument in arguments)
+    return function, tuple(
+        code.co_filename if isinstance(value, str) and value == "<dynamic-code>" else value for value in arguments
+    )
 
 
 _REDUCERS: Final = collections.ChainMap({CodeType: _reduce_code}, *cloudpickle.Pickler.dispatch_table.maps)

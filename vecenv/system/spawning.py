@@ -261,16 +261,21 @@ class Lifeline:
 
 
 _lifelines: Final[weakref.WeakSet[Lifeline]] = weakref.WeakSet()
+_processes: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
-def _close_writers() -> None:
-    """Close the writing ends in a fork of the caller, because they belong to the caller alone."""
+def _leave_to_caller() -> None:
+    """In a fork of the caller, close the writing ends and forget the processes, which belong to the caller alone.
+
+    ``multiprocessing`` terminates the processes that it knows of when the fork ends, unless it started the fork itself.
+    """
     for lifeline in list(_lifelines):
         lifeline.writer.close()
+    getattr(this_process, "_children", set()).difference_update(_processes)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_writers)
+    os.register_at_fork(after_in_child=_leave_to_caller)
 
 
 _lifeline: list[int] = []
@@ -335,6 +340,7 @@ def spawn(
         target=_run, args=(lifeline.reader, token, variables, target, args), name=name, daemon=daemon
     )  # fmt: skip
     processes.append(process)
+    _processes.add(process)
     end_if_importing_main()
     if method == "forkserver":
         _preload()

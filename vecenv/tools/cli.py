@@ -100,7 +100,8 @@ def _build_parser() -> _Parser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, command: Callable[[argparse.Namespace], Any], usage: str | None = None) -> Callable[..., Any]:
-        text, description, epilog = (inspect.getdoc(command) or "").split("\n\n")
+        documented = inspect.getdoc(command) or "\n\n\n\n"  # there are no docstrings under `python -OO`
+        text, description, epilog = documented.split("\n\n")
         subparser = commands.add_parser(
             name, help=text, description=description, epilog=epilog, usage=usage, allow_abbrev=False
         )

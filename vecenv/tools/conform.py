@@ -71,8 +71,10 @@ def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), 
         faults: Also run the checks that involve a failure.
 
     Raises:
-        CliError: The engine does not exist, could not be built, or has none of the modes.
+        CliError: The engine does not exist, could not be built, or has none of the modes; or Python runs with ``-O``.
     """
+    if not __debug__:
+        raise CliError("the checks are assert statements, which -O and PYTHONOPTIMIZE remove: run Python without them")
     build = import_engine(engine)
     rows: dict[int, Result] = {}
     limit = _CHECK_SECONDS + _START_SECONDS

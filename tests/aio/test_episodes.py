@@ -301,6 +301,24 @@ async def test_evaluate_retries_a_failed_episode_and_then_returns_its_error() ->
         assert [(result.attempts, type(result.error)) for result in results] == [(2, vecenv.errors.EnvFailed)] * 3
 
 
+class TaskEnv(TextEnv):
+    """An environment with a required reset option."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        assert options is not None
+        return super().reset(seed=seed, options=options)
+
+
+async def test_evaluate_after_a_failure_resets_only_with_the_options_of_episodes() -> None:
+    async def policy(observation: str) -> str:
+        return "raise now" if observation.startswith("2 ") else "x"
+
+    async with Pool(TaskEnv, 1) as pool:
+        for _ in range(2):
+            (result,) = await pool.evaluate(policy, [vecenv.Episode(options={"begin": ""})])
+            assert str(result.error).endswith("step: ValueError: wrong: now")
+
+
 async def test_large_messages_do_not_block_other_episodes() -> None:
     """Messages that do not fit into a pipe are sent and read in parts, while the loop continues."""
     async with Pool(TextEnv, 3, num_workers=2) as pool:

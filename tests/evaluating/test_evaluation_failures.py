@@ -165,3 +165,22 @@ def test_failed_episode_has_its_own_error_after_an_earlier_failure_of_the_enviro
     assert isinstance(results[0].error, ArithmeticError)
     assert isinstance(results[1].error, vecenv.errors.ObservationError)
     assert results[2].error is None
+
+
+class TaskWalk(Walk):
+    """A walk with a required reset option: the length of its episodes."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        assert options is not None
+        result = super().reset(seed=seed)
+        self.length = options["length"]
+        return result
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_evaluate_after_a_failure_resets_only_with_the_options_of_episodes(num_workers: int) -> None:
+    episodes = [vecenv.Episode(seed=SEED, options={"length": 3}), vecenv.Episode(seed=SEED + 1, options={"length": 4})]
+    with open_engine([functools.partial(TaskWalk, faults={SEED + 1: "raise"})], num_workers=num_workers) as envs:
+        for _ in range(2):
+            results = vecenv.evaluate(envs, choose_actions, episodes)
+            assert [result.length for result in results if result.error is None] == [3]

@@ -25,7 +25,7 @@ from vecenv.aio.slots import Slot, Slots, outside_of_block_error
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import BusyError, EnvFailed, ErrorRecord, StepTimeout, VecEnvError, WorkerDied
 from vecenv.evaluating.episodes import Attempt, EpisodeList, EpisodeResult, EpisodeResults, Episodes, parse_episodes
-from vecenv.evaluating.tasks import require_offered
+from vecenv.evaluating.tasks import any_named, require_offered
 from vecenv.front.arguments import check_option_names, parse_timeout
 from vecenv.front.infos import count_steps
 from vecenv.planning.options import OnFailure, Restart, StartMethod, WorkerOptions, check_option
@@ -279,7 +279,9 @@ class Pool:
         try:
             try:
                 names = await find_names()
-            except (EnvFailed, WorkerDied):  # it failed earlier, so calls are refused until a reset
+            except (EnvFailed, WorkerDied):  # calls are refused until a reset, which may need the options of an episode
+                if not any_named(todo.episodes):
+                    return
                 await self._slots.request(slot, "reset")
                 names = await find_names()
         except AttributeError:  # an environment that is not a gymnasium.Env

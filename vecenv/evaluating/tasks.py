@@ -98,8 +98,16 @@ def require_offered(offered: Sequence[str], owner: str, episodes: Sequence[Episo
             raise ValueError(f"episodes[{index}]: there is no environment {name!r}{suggest_names(name, offered)}")
 
 
-def find_offered(envs: Any, capabilities: Capabilities | None) -> tuple[str, ...]:
-    """Return the names that all rows offer through :class:`vecenv.EnvChoice`; empty if there is no choice."""
+def any_named(episodes: Sequence[Episode]) -> bool:
+    """True if any of the episodes names its environment."""
+    return any(episode.env is not None for episode in episodes)
+
+
+def find_offered(envs: Any, capabilities: Capabilities | None, episodes: Sequence[Episode]) -> tuple[str, ...]:
+    """Return the names that all rows offer through :class:`vecenv.EnvChoice`; empty if there is no choice.
+
+    They are also empty if they cannot be read before the first episode, and no episode names its environment.
+    """
     call = getattr(envs, "call", None)
     if call is None or (capabilities is not None and not capabilities.attributes):
         return ()
@@ -112,7 +120,9 @@ def find_offered(envs: Any, capabilities: Capabilities | None) -> tuple[str, ...
 
     try:
         return common_names()
-    except (EnvFailed, WorkerDied):  # calls are refused until failed rows are reset
+    except (EnvFailed, WorkerDied):  # calls are refused until a reset, which may need the options of an episode
+        if not any_named(episodes):
+            return ()
         envs.reset()
         return common_names()
     except AttributeError:  # an environment that is not a gymnasium.Env

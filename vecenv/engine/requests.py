@@ -107,6 +107,3 @@ class Request:
     def phase(self) -> Phase:
         """The phase of the vector environment while this request is pending."""
         return PHASES.get(self.command, Phase.WAITING_CALL)
-
-    def __repr__(self) -> str:
-        return f"Request({self.command}, {self.remaining} replies missing)"

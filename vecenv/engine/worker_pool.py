@@ -152,9 +152,6 @@ class WorkerPool:
         self._poll: tuple[select.poll, dict[int, WorkerProcess]] | None = None
         closed_in_child.add(self)  # before any worker is forked
 
-    def __repr__(self) -> str:
-        return f"WorkerPool({self.workers})"
-
     # -- starting ------------------------------------------------------------------------------------------------------
 
     def start(self, shares: Sequence[tuple[range, Sequence[Any]]], local: LocalWorker | None) -> list[Ready]:

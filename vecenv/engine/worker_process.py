@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Final, TypeAlias
 
 from vecenv.engine.requests import Death, Request
-from vecenv.errors import envs_text, span_text
+from vecenv.errors import envs_text
 from vecenv.link.channel import Channel, ChannelClosed
 from vecenv.link.messages import LAST_STEP_OP, Failure, Op, Outcome, Reply, decode, decode_outcome, encode
 from vecenv.system.descendants import end_group, end_marked
@@ -74,9 +74,6 @@ class LocalWorker:
         self.pending: deque[PendingMessage] = deque()
         self.dropped: dict[bytes, str] = {}
         self.unexecuted: deque[tuple[int, int, Any]] = deque()
-
-    def __repr__(self) -> str:
-        return f"LocalWorker({span_text(self.rows)}, {'busy' if self.pending else 'idle'})"
 
     def queue(self, op: int, seq: int, payload: Any) -> None:
         """Queue a message; environments may write into their actions, so those of a step are copied."""
@@ -166,10 +163,6 @@ class WorkerProcess:
         poll.register(channel.fd, select.POLLIN)
         poll.register(self.watch.descriptor, select.POLLIN)
         self.poll: Any = partial(self.watch.poll, poll) if self.watch.must_poll_for_exit else poll.poll
-
-    def __repr__(self) -> str:
-        state = "dead" if self.death else "starting" if not self.has_started else "busy" if self.pending else "idle"
-        return f"WorkerProcess({self.index}, {span_text(self.rows)}, pid={self.pid}, {state})"
 
     def has_ended(self) -> bool:
         """True if the process is known to be dead, or has just ended."""

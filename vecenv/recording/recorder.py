@@ -464,7 +464,7 @@ class Recorder:
         began, every = time.monotonic(), self._options.snapshot_every
         assert every is not None
         self._save_at = self._next + every
-        if began < self._next_snapshot_time or self._no_snapshot_reason or self._failed or not self._needs_snapshot():
+        if began < self._next_snapshot_time or self._failed or not self._needs_snapshot():
             return
         save = self._save()
         assert save is not None

@@ -133,9 +133,6 @@ class Arena:
     def __reduce__(self) -> tuple[Any, ...]:
         return _attach_arena, (self.size, self._file)
 
-    def __repr__(self) -> str:
-        return f"Arena({self.size:,} bytes)"
-
     def fileno(self) -> int:
         """Return the descriptor, or -1 after it was closed."""
         return self._file.number

@@ -186,7 +186,6 @@ class SpinPolicy:
         self, spin: float, no_spin_until: npt.NDArray[np.float64], cpus: frozenset[int] | None = None,
         shares_core: bool = False,
     ) -> None:  # fmt: skip
-        self.pauses = 0  # bad reviews of this process
         self._paused = False
         self._spin_seconds = spin
         self._no_spin_until = no_spin_until.data.cast("B").cast("d")  # four times faster to read than an array
@@ -240,7 +239,6 @@ class SpinPolicy:
             self._pause_seconds = _FIRST_PAUSE_SECONDS
             self._begin_review(now, _REVIEW_SECONDS)
         else:
-            self.pauses += 1
             self._no_spin_until[0] = max(self._no_spin_until[0], now + self._pause_seconds)
             self._pause_seconds = min(2 * self._pause_seconds, _MAX_PAUSE_SECONDS)
         return good

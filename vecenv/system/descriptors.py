@@ -52,9 +52,6 @@ class Descriptor:
             with suppress_os_errors(IndexError):
                 deque(map(os.close, map(self._cell.pop, (-1,))), maxlen=0)
 
-    def __repr__(self) -> str:
-        return f"Descriptor({self.number})"
-
 
 def _rebuild_descriptor(handle: Any) -> Descriptor:
     descriptor = Descriptor()

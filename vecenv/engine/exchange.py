@@ -170,7 +170,7 @@ class Exchange:
         payloads = []
         for worker, worker_rows in self.pool.split(rows):
             worker_seeds = [seeds[row] for row in worker_rows]
-            is_plain = options is None and all(seed is None for seed in worker_seeds)
+            is_plain = options is None and worker_seeds.count(None) == len(worker_seeds)
             payload = None if is_plain else (worker_seeds, select_options(options, worker_rows))
             payloads.append(self.pool.pickle_for(worker, payload))
         return payloads

@@ -16,7 +16,7 @@ from vecenv.backends.ray.hosts import HostPool
 from vecenv.errors import NotRestorable, VecEnvError, envs_text, failed_earlier_error
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
-from vecenv.front.driver import LateReplies, Stepped, WorkerDriver, closed_in_child, require_order
+from vecenv.front.driver import LateReplies, Stepped, WorkerDriver, closed_in_child
 from vecenv.link.actions import ActionStage
 from vecenv.link.infos import NO_INFO, InfoReader, WorkerInfos
 from vecenv.link.observations import SharedStore, require_fitting_observation

@@ -712,6 +712,25 @@ def test_time_limit_of_a_rebuild_does_not_outlive_an_interrupted_call(
     assert not truncations.any()
 
 
+@pytest.mark.linux
+@pytest.mark.parametrize("method", ["fork"], indirect=True)
+def test_hang_of_a_step_behind_a_rebuild_is_detected_after_step_timeout(launch: Launch, tmp_path: Path) -> None:
+    """An old version gave this step the time limit of the rebuild, which includes ``start_timeout``."""
+    hanging = faulty_env_fn(1, "sleep", step=1, once=tmp_path / "hung")
+    env_fns = [functools.partial(SlowRebuildEnv, 0, tmp_path / "raised"), hanging]
+    options = {"step_timeout": 0.5, "worker_options": WorkerOptions(start_timeout=20.0)}
+    envs = launch(env_fns, num_workers=1, on_failure="restart", **options)
+    envs.reset(seed=1)
+    envs.send([1], [0])
+    with pytest.raises(StepTimeout):
+        envs.recv(count=1, timeout=0.2)  # it is being rebuilt
+    envs.send([1], [1])
+    began = time.monotonic()
+    *_, truncations, _ = envs.recv(count=2)
+    assert truncations.all()
+    assert time.monotonic() - began < 15.0
+
+
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 def test_start_timeout_does_not_limit_steps_of_a_replacement_worker(
     launch: Launch, on_failure: str, monkeypatch: pytest.MonkeyPatch

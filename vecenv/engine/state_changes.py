@@ -46,9 +46,8 @@ from vecenv.system.signals import deferred_signals
 
 PLAIN_REPLY: Final = int(Reply.PLAIN)  # packing an enum is slower
 ALWAYS_DECODED: Final = 0
-"""The code, in place of ``PLAIN_REPLY``, of the expected reply to a rebuild, or to a message queued while there is a
-``WorkerProcess.deadline``. No reply has this code, so ``apply_next`` passes even a plain one to ``apply``, which ends the
-episodes of rebuilt rows and sets the next deadline."""
+"""The code, in place of ``PLAIN_REPLY``, of the expected reply to a rebuild. No reply has this code, so ``apply_next``
+passes even a plain one to ``apply``, which ends the episodes of rebuilt rows."""
 _COLUMNS_REPLY: Final = bytes([Reply.COLUMNS])
 _FOR_ALL_ROWS: Final = {int(Op.STEP_SOME): int(Op.STEP), int(Op.RESET_SOME): int(Op.RESET)}
 
@@ -110,9 +109,7 @@ class StateChanges:
         else:
             self.batch.requested[rows] = seq  # marks the rows of this message for the worker
         request.remaining += 1
-        # a message behind a rebuild or a start is limited too: it may begin much later than the caller's wait
-        code = ALWAYS_DECODED if rebuilds or (worker.deadline and _is_rebuilding(worker)) else PLAIN_REPLY
-        worker.pending.append((pack_head(code, seq), rows, request))
+        worker.pending.append((pack_head(ALWAYS_DECODED if rebuilds else PLAIN_REPLY, seq), rows, request))
         if rebuilds:
             self.set_deadline(worker)
         self.pool.queue(worker, op, seq, payload)
@@ -272,8 +269,7 @@ class StateChanges:
         code, _, payload = decode(message)
         if code == Reply.READY:  # of a replacement; `WorkerPool.start` reads those of the first processes
             worker.has_started, worker.start_failures = True, pickle.loads(payload or b"").failures
-            worker.sent_at = time.monotonic()  # the time limits of its messages begin
-            self.set_deadline(worker)
+            self._begin_next(worker)
         else:
             worker.start_failures = []  # it has built its environments by now
             outcome = None if payload is None else decode_outcome(payload)
@@ -303,7 +299,7 @@ class StateChanges:
         expected_reply, rows, request = pending[index]
         del pending[index]
         if expected_reply[0] == ALWAYS_DECODED:
-            self.set_deadline(worker)
+            self._begin_next(worker)
         request.remaining -= 1
         if may_have_infos:
             request.may_have_infos = True
@@ -415,12 +411,17 @@ class StateChanges:
                     return error
         return None
 
+    def _begin_next(self, worker: Worker) -> None:
+        """Begin the time limit of a worker's next message after a start or a rebuild, which the caller's wait includes."""
+        worker.sent_at = time.monotonic()
+        self.set_deadline(worker)
+
     def set_deadline(self, worker: Worker) -> None:
-        """Set the deadline of a process that starts or, with ``step_timeout``, has a limited message; else remove it."""
+        """Set the deadline of a process that starts or, with ``step_timeout``, has to rebuild; otherwise remove it."""
         if isinstance(worker, WorkerProcess):
             start, step = self.policy.start_timeout, self.policy.step_timeout
-            has_limited_message = step is not None and any(reply[0] == ALWAYS_DECODED for reply, *_ in worker.pending)
-            is_limited = has_limited_message or not worker.has_started
+            rebuilds = step is not None and any(reply[0] == ALWAYS_DECODED for reply, *_ in worker.pending)
+            is_limited = rebuilds or not worker.has_started
             worker.deadline = time.monotonic() + start + (step or 0.0) if is_limited else 0.0
 
     def handle_death(self, worker: WorkerProcess) -> None:
@@ -457,11 +458,6 @@ class StateChanges:
                 request.failures += [(failure, worker) for failure in worker.start_failures if failure.env in rows]
         for request in dict.fromkeys(request for _, _, request in pending if request.for_recv):
             self._note_unsettled(request)
-
-
-def _is_rebuilding(worker: Worker) -> bool:
-    """True if a worker is still building its environments, or has to reply to a rebuild."""
-    return not worker.has_started or any(rows[0] in request.rebuilding for _, rows, request in worker.pending)
 
 
 def _with_columns(expected_reply: bytes) -> bytes:

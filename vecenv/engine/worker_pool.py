@@ -515,8 +515,8 @@ class WorkerPool:
     def find_busy_workers(self, sent_for: float = 0.0) -> list[WorkerProcess]:
         """Return the workers that are executing a message, late or not. Messages that are still held do not count.
 
-        Only those with a ``sent_at`` at least ``sent_for`` seconds ago. Without ``max_concurrency``, that is minus infinity,
-        or the end of a start, so otherwise the deadline of the caller's wait decides.
+        Only those with a ``sent_at`` at least ``sent_for`` seconds ago. Usually that is minus infinity, so the deadline of
+        the caller's wait decides.
         """
         held, latest = self._held_numbers(), time.monotonic() - sent_for
         return [

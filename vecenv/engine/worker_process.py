@@ -66,7 +66,7 @@ class LocalWorker:
     """
 
     death, has_started = None, True
-    deadline = 0.0
+    deadline = sent_at = 0.0
 
     def __init__(self, index: int, rows: range, env_rows: SnapshotRows) -> None:
         self.index, self.rows, self.env_rows = index, rows, env_rows
@@ -126,11 +126,10 @@ class WorkerProcess:
         start_failures: The failures of environments that raised while they were built.
         death: How it ended; ``None`` while it is alive.
         overdue: True if a reply was late; ``close()`` then waits less for this worker.
-        sent_at: When its latest message that ``max_concurrency`` held back was sent, or when it started as a replacement;
-            minus infinity if there was neither.
+        sent_at: When its latest message that ``max_concurrency`` held back was sent, or when it had started as a replacement
+            or rebuilt an environment, whichever was last; minus infinity if there was none of these.
         deadline: The ``time.monotonic()`` by which a replacement has to start or, with ``step_timeout``, to reply to its
-            oldest message if a rebuild, or a message queued behind a rebuild or the start, is pending; 0.0: none.
-            ``StateChanges.set_deadline`` sets it anew after the start and after the reply to each of these.
+            oldest message if a rebuild is pending; 0.0: none. ``StateChanges.set_deadline`` sets it anew after each.
         forked: True if it was forked, and so has the caller's own classes.
         shares_core: True if it is bound to the caller's core, and so runs only while the caller sleeps.
         token: The token that marks all processes that its environments start.

@@ -397,7 +397,7 @@ class Exchange:
         self.flush()
         pool, changes = self.pool, self.changes
         local = pool.local
-        if local is not None and local.unexecuted and (pool.max_concurrency is None or pool.can_execute_local(local)):
+        if local is not None and local.unexecuted and pool.can_execute_local(local):
             if self._local_deferred or not (pool.processes and pool.has_reply()):
                 self._local_deferred = False
                 self._execute_local_message(local)
@@ -439,7 +439,7 @@ class Exchange:
     def execute_local_messages(self) -> None:
         """Execute all messages to the caller's own share, as far as ``max_concurrency`` allows."""
         pool, local = self.pool, self.pool.local
-        while local is not None and local.unexecuted and (pool.max_concurrency is None or pool.can_execute_local(local)):
+        while local is not None and local.unexecuted and pool.can_execute_local(local):
             self._execute_local_message(local)
 
     def _execute_local_message(self, local: LocalWorker) -> None:

@@ -137,8 +137,9 @@ class StateChanges:
         self.record_dropped(request.command, request.failures)
         for worker in self.pool.workers:
             others = [pending for pending in worker.pending if pending[2] is not request]
-            dropped = [expected_reply for expected_reply, _, other in worker.pending if other is request]
-            worker.dropped.update((expected_reply[1:], request.command) for expected_reply in dropped)
+            dropped = [expected_reply[1:] for expected_reply, _, other in worker.pending if other is request]
+            self.pool.drop_held(dropped)
+            worker.dropped.update(dict.fromkeys(dropped, request.command))
             worker.pending.clear()
             worker.pending.extend(others)
             if dropped:

@@ -14,7 +14,7 @@ import time
 import weakref
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from os import write
@@ -369,7 +369,7 @@ class WorkerPool:
 
         A step or reset of the caller's own share that was not executed yet takes one place.
         """
-        busy = self._count_busy() + (self.local is not None and self.local.has_step())
+        busy = self._count_sent().total() + (self.local is not None and self.local.has_step())
         while self.held and (not self.held[0][2] or busy < (self.max_concurrency or 0)):
             worker, data, makes_busy = self.held.popleft()
             busy += makes_busy
@@ -378,17 +378,19 @@ class WorkerPool:
             self.unflushed.add(worker)
 
     def can_execute_local(self, local: LocalWorker) -> bool:
-        """True if ``max_concurrency``, which is not ``None``, allows the next message to the caller's own share."""
-        assert self.max_concurrency is not None
-        return not local.has_step() or self._count_busy() < self.max_concurrency
+        """True if ``max_concurrency`` allows the next message to the caller's own share."""
+        limit = self.max_concurrency
+        return limit is None or not local.has_step() or self._count_sent().total() < limit
 
-    def _count_busy(self) -> int:
-        held = self._held_numbers()
-        return sum(reply[1:] not in held for worker in self.processes for reply, *_ in worker.pending)
+    def _count_sent(self) -> Counter[WorkerProcess]:
+        """Return the number of messages to each process that are not held and have no reply."""
+        sent = Counter({worker: len(worker.pending) for worker in self.processes})
+        sent.subtract(worker for worker, *_ in self.held)
+        return sent
 
-    def _held_numbers(self) -> set[bytes]:
-        """Return the numbers of held messages; that of a dropped call is not pending any more."""
-        return {data[1:HEAD] for _, data, _ in self.held}
+    def drop_held(self, numbers: Container[bytes]) -> None:
+        """Drop the held messages with these sequence numbers (in bytes)."""
+        self.held = deque(message for message in self.held if message[1][1:HEAD] not in numbers)
 
     def set_message_to_all(self, op: int, seq: int) -> None:
         """Set the message without payload that :meth:`write_to_all` writes to all workers, without any channel."""
@@ -518,12 +520,8 @@ class WorkerPool:
         Only those with a ``sent_at`` at least ``sent_for`` seconds ago. Usually that is minus infinity, so the deadline of
         the caller's wait decides.
         """
-        held, latest = self._held_numbers(), time.monotonic() - sent_for
-        return [
-            worker
-            for worker in self.processes
-            if worker.sent_at <= latest and any(reply[1:] not in held for reply, *_ in worker.pending)
-        ]
+        sent, latest = self._count_sent(), time.monotonic() - sent_for
+        return [worker for worker in self.processes if sent[worker] and worker.sent_at <= latest]
 
     def next_check(self, seconds: float) -> float:
         """Return the time at which :meth:`find_busy_workers` may find another worker."""

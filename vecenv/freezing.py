@@ -602,7 +602,7 @@ def thaw(engine: Any, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[An
                 _replace_worker(engine, frozen, row, copies.pop(0))
             engine.failures.forget(rows)
             if engine.policy.restart:
-                engine.rebuilder.last_good.keep(rows)
+                engine.rebuilder.last_good.keep(rows, pin=engine.copies)
             engine.verified -= set(rows)
         engine.state.changing = False
     except BaseException:

@@ -271,13 +271,13 @@ class LastGoodObservations:
         self._is_pinned = False
         self._rows: dict[int, Any] = {}  # if they are pickled: row -> observation
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keep the current observations of these rows."""
+    def keep(self, rows: Sequence[int], *, pin: bool) -> None:
+        """Keep the current observations of these rows, with ``pin`` by using another batch from now on, if possible."""
         if self._tree is None:
             for row in rows:
                 self._rows[row] = self._store.row(row)
         elif len(rows) == self._num_envs:
-            self._batch = self._store.pin()
+            self._batch = self._store.pin() if pin else None
             self._is_pinned = self._batch is not None
             if not self._is_pinned:
                 self._batch = self._store.copy()

@@ -224,7 +224,7 @@ class Engine(WorkerDriver):
         else:
             exchange.changes.count_results(request)
         if self.restarts_rows:
-            self.rebuilder.last_good.keep(range(self.num_envs))
+            self.rebuilder.last_good.keep(range(self.num_envs), pin=self.copies)
         return result
 
     def _find_misfits(self, rows: Iterable[int]) -> list[int]:
@@ -312,7 +312,7 @@ class Engine(WorkerDriver):
         changes.remove_received(row_list)
         self.last_received = rows
         if self.restarts_rows:
-            self.rebuilder.last_good.keep(row_list)
+            self.rebuilder.last_good.keep(row_list, pin=self.copies)
         return result
 
     recv_enough = recv  # which has the parameters of both
@@ -455,7 +455,7 @@ class Engine(WorkerDriver):
         for row in loaded:
             self.accept_loaded(row, snapshot_by_row[row])
         if self.restarts_rows:
-            self.rebuilder.last_good.keep(loaded)
+            self.rebuilder.last_good.keep(loaded, pin=self.copies)
         self.loaded = loaded
 
     def accept_loaded(self, row: int, snapshot: Snapshot) -> None:

@@ -161,11 +161,10 @@ class LendingStore(SharedStore):
         self._current = 0
         self._previous: int | None = None  # the batch before, if rows of the current one may be undefined
         self._pinned: int | None = None
-        self._changes_batch = True  # False after a batch itself was returned: the program gets the same one every time
         super().__init__(tree, self._batches[0])
 
     def batch(self, copy: bool) -> Any:
-        self._previous, self._changes_batch = None, copy
+        self._previous = None
         if not copy or not self._lender.is_useful() or not self._can_renew():
             return super().batch(copy)
         self.in_use = True
@@ -173,7 +172,7 @@ class LendingStore(SharedStore):
 
     def pin(self) -> Any:
         self._pinned = None
-        if not (self._changes_batch and self._can_renew()):
+        if not self._can_renew():
             return None
         self.in_use, self._pinned = True, self._current
         return self.observations

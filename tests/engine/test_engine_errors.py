@@ -399,6 +399,37 @@ def test_stats_count_all_but_the_environment_whose_observation_does_not_fit(meth
         assert [after[name] - before[name] for name in ("steps", "resets")] == ([2, 0] if method == "step" else [0, 2])
 
 
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_masked_reset_after_an_observation_that_does_not_fit_returns_the_one_before(num_workers: int, dropped: bool) -> None:
+    with ready_engine(MISFITS, num_workers=num_workers) as envs:
+        envs.step([0, 0, 0])
+        if dropped:  # the reset drops the result of this step
+            envs.send([0, 3, 0], range(3))
+        else:
+            with pytest.raises(ObservationError, match="env 1"):
+                envs.step([0, 3, 0])
+        if dropped:
+            with pytest.raises(ObservationError, match="env 1"):
+                envs.reset(options={"reset_mask": np.array([True, False, False])})
+        observations, _ = envs.reset(options={"reset_mask": np.array([True, False, False])})
+        assert observations["steps"].tolist() == [0, 1, 2]
+        assert envs.step([0, 0, 0])[0]["steps"].tolist() == [1, 3, 3]
+
+
+def test_first_observation_that_does_not_fit_is_none() -> None:
+    with ready_engine(MISFITS, num_workers=2) as envs:
+        with pytest.raises(ObservationError, match="env 1"):
+            envs.reset(options={"misfit": 1})
+        observations, _ = envs.reset(options={"reset_mask": np.array([True, False, False])})
+        assert observations["steps"].tolist() == [0, 0, 0]
+    with open_engine(MISFITS, num_workers=2) as envs:
+        with pytest.raises(ObservationError, match="env 1"):
+            envs.reset(options={"misfit": 1})
+        with pytest.raises(ValueError, match="no observation of env 1 yet"):
+            envs.reset(options={"reset_mask": np.array([True, False, False])})
+
+
 def test_rebuilt_environments_are_not_subtracted_from_the_count_of_a_later_step() -> None:
     """The step that rebuilds them raises, because the observation of another environment does not fit."""
     with ready_engine(MISFITS, num_workers=2, on_failure="restart") as envs:

@@ -202,9 +202,10 @@ class Engine(WorkerDriver):
             observations = self.store.batch(self.copies)
         except Exception as error:
             raise_if_from_handler(error, lambda: self.store.batch(self.copies))
-            misfits = self._find_misfits(self._all_row_list if request.rows is None else request.rows)
+            misfits = self._find_misfits(self._all_row_list)
             self.state.changing = True
             exchange.request = None
+            self.store.take_back(misfits)
             exchange.changes.count_results(request, misfits)
             self.state.changing = False
             raise
@@ -299,6 +300,7 @@ class Engine(WorkerDriver):
             self.state.changing = True
             if misfits:
                 changes.remove_misfit(misfits[0])  # the row that the error names; the next call raises for another one
+                self.store.take_back(misfits[:1])
             else:  # they do not fit together
                 changes.remove_received(row_list)
             self.state.changing = False

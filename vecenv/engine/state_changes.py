@@ -241,7 +241,7 @@ class StateChanges:
             self.not_stepped.clear()
         elif request.command == "reset":
             assert request.rows is not None
-            self.counters.resets += len(request.rows) - len(failed)
+            self.counters.resets += len(set(request.rows).difference(failed))
 
     # -- replies -----------------------------------------------------------------------------------------------------
 

@@ -54,6 +54,10 @@ class Store(Protocol):
         """Store the observation of one row, received in a reply."""
         raise AssertionError("observations in shared memory are never part of a reply")
 
+    def take_back(self, rows: Iterable[int]) -> None:
+        """Take back the latest :meth:`accept` of these rows, because their observations do not fit the space."""
+        return
+
     def batch(self, copy: bool) -> Any:
         """Return the whole batch, in the containers of Gymnasium's batched space; with ``copy``, one that never changes."""
 
@@ -225,12 +229,17 @@ class PickledStore(Store):
         self._space = space
         self._latest: list[Any] = [None] * num_envs
         self._received = [False] * num_envs
+        self._before: list[tuple[Any, bool]] = [(None, False)] * num_envs  # both of the above, before the latest `accept`
         # like Gymnasium before the first reset: None for a custom space, zeros otherwise
         self.observations: Any = create_empty_array(space, n=num_envs, fn=np.zeros)
 
     def accept(self, row: int, observation: Any) -> None:
-        self._latest[row] = observation
-        self._received[row] = True
+        self._before[row] = self._latest[row], self._received[row]
+        self._latest[row], self._received[row] = observation, True
+
+    def take_back(self, rows: Iterable[int]) -> None:
+        for row in rows:
+            self._latest[row], self._received[row] = self._before[row]
 
     def batch(self, copy: bool) -> Any:
         self.require_received(range(len(self._latest)))

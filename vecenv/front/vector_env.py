@@ -279,14 +279,17 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         Raises:
             NotImplementedError: The backend has no Python environments.
         """
-        self._begin_call("call", name, args, kwargs)
-        return self._driver.wait_for_call(None)  # type: ignore[no-any-return]
+        return self._call("call", name, *args, **kwargs)
 
     @exclusive
     def call_async(self, name: str, /, *args: object, **kwargs: object) -> None:
         """Begin a :meth:`call`."""
         self._begin_call("call_async", name, args, kwargs)
         self._driver.keep_call()
+
+    def _call(self, method: str, name: str, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        self._begin_call(method, name, args, kwargs)
+        return self._driver.wait_for_call(None)  # type: ignore[no-any-return]
 
     def _begin_call(self, method: str, name: str, args: Any, kwargs: Any) -> None:
         self._require_capability("attributes", method)
@@ -346,8 +349,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
     @exclusive
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """Return an attribute of every environment, from the outermost wrapper that has it; the same as ``call(name)``."""
-        self._begin_call("get_attr", name, (), {})
-        return self._driver.wait_for_call(None)  # type: ignore[no-any-return]
+        return self._call("get_attr", name)
 
     @exclusive
     def set_attr(self, name: str, values: list[Any] | tuple[Any, ...] | object) -> None:
@@ -403,8 +405,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
     @exclusive
     def render(self) -> Any:
         """Return one frame (or list of frames) per environment, in a tuple."""
-        self._begin_call("render", "render", (), {})
-        return self._driver.wait_for_call(None)
+        return self._call("render", "render")
 
     # -- saving and loading ----------------------------------------------------------------------------------------
 
@@ -754,15 +755,13 @@ class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
     @exclusive
     def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
         """The environments' seeds."""
-        self._begin_call("np_random_seed", "np_random_seed", (), {})
-        return self._driver.wait_for_call(None)  # type: ignore[no-any-return]
+        return self._call("np_random_seed", "np_random_seed")
 
     @property  # type: ignore[misc]  # Gymnasium's property has a setter
     @exclusive
     def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
         """Copies of the environments' generators."""
-        self._begin_call("np_random", "np_random", (), {})
-        return self._driver.wait_for_call(None)  # type: ignore[no-any-return]
+        return self._call("np_random", "np_random")
 
     @exclusive
     def record(self, env_id: int, path: str | os.PathLike[str] | None = None) -> Path:

@@ -218,25 +218,26 @@ class Exchange:
         assert request is not None
         if not self.wait_for(request, deadline_after(timeout)):
             raise self.pool.timeout_error(wait_method(request.command), timeout)
-        if (request.failures or request.deaths) and (error := self.settle_request(request)) is not None:
-            try:
-                raise error
-            finally:
-                del error, request  # break a reference cycle: the exception's traceback refers to this frame
+        if request.failures or request.deaths:
+            self.settle_request(request)
         if not request.droppable:  # `call_wait`: a lost result requires a reset; `call` can be repeated
             self.state.changing = True  # until the guard has returned the result
         self.request = None
         return request.results
 
-    def settle_request(self, request: Request) -> Exception | None:
-        """Settle the failures of the pending request: return the exception that ends it, or queue rebuild messages."""
+    def settle_request(self, request: Request) -> None:
+        """Settle the failures of the pending request: raise the exception that ends it, or queue rebuild messages."""
         self.state.changing = True
         error, failed = self.changes.settle(request)
         if error is not None:
             self.request = None
             self.changes.count_results(request, failed)
         self.state.changing = False
-        return error
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # break a reference cycle: the exception's traceback refers to this frame
 
     def wait_until_idle(self) -> None:
         """Wait for all replies. Required before a reset of some rows, and with ``max_concurrency`` before one of all rows.
@@ -284,7 +285,7 @@ class Exchange:
                 try:
                     raise error
                 finally:
-                    del error  # break the same cycle as in `finish_call`
+                    del error  # break the same cycle as in `settle_request`
             ready, in_flight = len(self.ready), len(self.in_flight)
             if ready >= count:
                 return True

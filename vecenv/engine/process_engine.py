@@ -190,11 +190,7 @@ class Engine(WorkerDriver):
                 return None
             if not (request.failures or request.deaths):
                 break
-            if (error := exchange.settle_request(request)) is not None:
-                try:
-                    raise error
-                finally:
-                    del error, request  # break a reference cycle: the exception's traceback refers to this frame
+            exchange.settle_request(request)
             exchange.flush()  # write the messages that rebuild the failed rows, then wait for the replies
         batch = self.batch
         infos: RowInfos | dict[Any, Any] = self._read_infos(request) if request.may_have_infos else {}

@@ -202,37 +202,32 @@ class StateChanges:
     def take_unraised(self) -> Exception:
         """Remove the oldest exception that ``recv`` has to raise, with its rows, and return it."""
         error, rows = self.unraised.popleft()
-        self.in_flight -= rows
-        self.resetting -= rows
-        self.not_stepped -= rows
+        self._remove_from_flight(rows)
         return error
 
     def remove_received(self, rows: list[int]) -> None:
         """Remove the rows that ``recv`` returns, and count them."""
         del self.ready[: len(rows)]
-        self.in_flight.difference_update(rows)
-        steps = len(rows)
-        if self.resetting:
-            resets = len(self.resetting.intersection(rows))
-            self.resetting.difference_update(rows)
-            self.counters.resets += resets
-            steps -= resets
-        if self.not_stepped:
-            steps -= len(self.not_stepped.intersection(rows))
-            self.not_stepped.difference_update(rows)
-        self.counters.steps += steps
-        if self.ready_infos or self.ready_finals:
-            for row in rows:
-                self.ready_infos.pop(row, None)
-                self.ready_finals.pop(row, None)
+        resets = len(self.resetting.intersection(rows)) if self.resetting else 0
+        rebuilds = len(self.not_stepped.intersection(rows)) if self.not_stepped else 0
+        self.counters.resets += resets
+        self.counters.steps += len(rows) - resets - rebuilds
+        self._remove_from_flight(rows)
 
     def remove_misfit(self, row: int) -> None:
         """Remove a ready row for which ``recv`` raises, because its observation does not fit the space."""
         self.ready.remove(row)
-        for rows in (self.in_flight, self.resetting, self.not_stepped):
-            rows.discard(row)
-        self.ready_infos.pop(row, None)
-        self.ready_finals.pop(row, None)
+        self._remove_from_flight([row])
+
+    def _remove_from_flight(self, rows: Collection[int]) -> None:
+        self.in_flight.difference_update(rows)
+        if self.resetting or self.not_stepped:
+            self.resetting.difference_update(rows)
+            self.not_stepped.difference_update(rows)
+        if self.ready_infos or self.ready_finals:
+            for row in rows:
+                self.ready_infos.pop(row, None)
+                self.ready_finals.pop(row, None)
 
     def count_results(self, request: Request, failed: Collection[int] = ()) -> None:
         """Count the steps or the resets of a request that one call returns, except those of rows that failed."""
@@ -419,11 +414,10 @@ class StateChanges:
 
     def set_deadline(self, worker: Worker) -> None:
         """Set the deadline of a process that starts or, with ``step_timeout``, has to rebuild; otherwise remove it."""
-        if isinstance(worker, WorkerProcess):
-            start, step = self.policy.start_timeout, self.policy.step_timeout
-            rebuilds = step is not None and any(reply[0] == ALWAYS_DECODED for reply, *_ in worker.pending)
-            is_limited = rebuilds or not worker.has_started
-            worker.deadline = time.monotonic() + start + (step or 0.0) if is_limited else 0.0
+        start, step = self.policy.start_timeout, self.policy.step_timeout
+        rebuilds = step is not None and any(reply[0] == ALWAYS_DECODED for reply, *_ in worker.pending)
+        is_limited = rebuilds or not worker.has_started
+        worker.deadline = time.monotonic() + start + (step or 0.0) if is_limited else 0.0
 
     def handle_death(self, worker: WorkerProcess) -> None:
         """Record the death of a worker, once. Its pending messages are lost.

@@ -45,7 +45,7 @@ from vecenv.system.reporting import warn
 from vecenv.system.signals import deferred_signals
 
 PLAIN_REPLY: Final = int(Reply.PLAIN)  # packing an enum is slower
-ALWAYS_DECODED: Final = 0
+REBUILT: Final = 0
 """The code, in place of ``PLAIN_REPLY``, of the expected reply to a rebuild. No reply has this code, so ``apply_next``
 passes even a plain one to ``apply``, which ends the episodes of rebuilt rows."""
 _COLUMNS_REPLY: Final = bytes([Reply.COLUMNS])
@@ -109,7 +109,7 @@ class StateChanges:
         else:
             self.batch.requested[rows] = seq  # marks the rows of this message for the worker
         request.remaining += 1
-        worker.pending.append((pack_head(ALWAYS_DECODED if rebuilds else PLAIN_REPLY, seq), rows, request))
+        worker.pending.append((pack_head(REBUILT if rebuilds else PLAIN_REPLY, seq), rows, request))
         if rebuilds:
             self.set_deadline(worker)
         self.pool.queue(worker, op, seq, payload)
@@ -294,8 +294,6 @@ class StateChanges:
             return
         expected_reply, rows, request = pending[index]
         del pending[index]
-        if expected_reply[0] == ALWAYS_DECODED:
-            self._begin_next(worker)
         request.remaining -= 1
         if may_have_infos:
             request.may_have_infos = True
@@ -309,15 +307,16 @@ class StateChanges:
             request.failures += [(failure, worker) for failure in outcome.failures]
             if self.policy.restart:
                 self._refuse_bad_infos(worker, outcome, request)
-        if request.rebuilding:
-            self._apply_rebuilt(request, rows)
+        if expected_reply[0] == REBUILT:
+            self._begin_next(worker)
+            self._end_episodes(request, rows)
         if request.for_recv:
             self._make_ready(request, rows)
 
-    def _apply_rebuilt(self, request: Request, rows: Sequence[int]) -> None:
+    def _end_episodes(self, request: Request, rows: Sequence[int]) -> None:
         """End the episodes of rows that were rebuilt. The next ``settle`` rebuilds those that failed again."""
         failed = {failure.env for failure, _ in request.failures}
-        rebuilt = [row for row in rows if row in request.rebuilding and row not in failed]
+        rebuilt = [row for row in rows if row not in failed]
         self.failures.forget(rebuilt)
         self.failures.restart_counted -= failed
         self.rebuilder.end_episodes(request, rebuilt)
@@ -415,7 +414,7 @@ class StateChanges:
     def set_deadline(self, worker: Worker) -> None:
         """Set the deadline of a process that starts or, with ``step_timeout``, has to rebuild; otherwise remove it."""
         start, step = self.policy.start_timeout, self.policy.step_timeout
-        rebuilds = step is not None and any(reply[0] == ALWAYS_DECODED for reply, *_ in worker.pending)
+        rebuilds = step is not None and any(reply[0] == REBUILT for reply, *_ in worker.pending)
         is_limited = rebuilds or not worker.has_started
         worker.deadline = time.monotonic() + start + (step or 0.0) if is_limited else 0.0
 

@@ -40,7 +40,7 @@ PendingMessage: TypeAlias = tuple[bytes, Sequence[int], Request]
 """A message without a reply so far: the expected reply, its rows, and its request.
 
 ``StateChanges.apply_next`` handles two replies without decoding them: the expected one, and the same with the code
-COLUMNS. If the reply has to be decoded in any case, the expected one has the code ``ALWAYS_DECODED``, which no reply has."""
+COLUMNS. The expected reply to a rebuild has the code ``REBUILT``, which no reply has, so it is always decoded."""
 
 _log = logging.getLogger("vecenv")
 _STEP: Final = int(Op.STEP)

@@ -25,7 +25,7 @@ _LOCAL_ONLY_VARIABLES: Final = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WIND
 _LOOPBACK: Final = "127.0.0.1"
 
 _lock = threading.Lock()
-_connection: Any = None  # the latest connection made by vecenv
+_connection: tuple[str, str] | None = None  # the latest connection made by vecenv
 _users = 0  # the number of vector environments that use it
 _started = False  # True if vecenv also started the cluster
 
@@ -54,18 +54,18 @@ class Cluster:
         with _lock:
             if not ray.is_initialized():
                 _users, _started = 0, _connect(ray, address)
-                _connection = _current_connection(ray)
+                _connection = _identify_connection(ray)
             elif address not in (None, "auto", "local", current := ray.get_runtime_context().gcs_address):
                 raise ValueError(f"address={address!r}, but this process is connected to the Ray cluster at {current!r}")
-            self._connection = _current_connection(ray)
-            self._counted = self._connection is _connection
+            self._connection = _identify_connection(ray)
+            self._counted = self._connection == _connection
             _users += self._counted
             self.own = _started and self._counted
         self._resource = _OWN_RESOURCE if self.own else "CPU"
 
     def _is_connected(self) -> bool:
         """True until ``ray.shutdown()``, which ends the hosts. If the program connects again, this stays False."""
-        return _current_connection(self._ray) is self._connection
+        return self._ray.is_initialized() and _identify_connection(self._ray) == self._connection
 
     def _require_connection(self) -> None:
         """Raise ``ClusterError`` after ``ray.shutdown()``, because Ray would start another cluster for the next call."""
@@ -208,9 +208,10 @@ class _HostActor(Host):
         return super().start()
 
 
-def _current_connection(ray: Any) -> Any:
-    """Return Ray's object for the current connection to a cluster, or ``None``. Its public ids take longer to compare."""
-    return ray._private.worker._global_node
+def _identify_connection(ray: Any) -> tuple[str, str]:
+    """Return the ids of the node and the job, which together identify the current connection to a cluster."""
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_job_id()
 
 
 def _connect(ray: Any, address: str | None) -> bool:

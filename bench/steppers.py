@@ -19,7 +19,7 @@ class Stepper:
 
     Attributes:
         batch: The maximum number of rows that :meth:`recv` returns.
-        next_step_autoreset: True if the step after an episode only resets the environment, so that it is no transition.
+        next_step_autoreset: True if the step after an episode only resets the environment, and so is not a transition.
     """
 
     next_step_autoreset = True
@@ -110,7 +110,7 @@ class AsyncEnvPool(Stepper):
         return observations
 
     def _read_observations(self, rows: Any) -> np.ndarray:
-        key = "pixels" if "pixels" in rows.keys() else "observation"  # noqa: SIM118 - no dict; images have this key
+        key = "pixels" if "pixels" in rows.keys() else "observation"  # noqa: SIM118 - not a dict; images have this key
         observations: np.ndarray = rows.get(key).numpy()
         return observations
 

@@ -197,7 +197,7 @@ def raise_alarm_after(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str) 
 def test_worker_death_is_recorded_if_its_handling_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_engine() as envs:
         envs.reset(seed=1)
-        raise_alarm_after(monkeypatch, WorkerProcess, "_describe_death")
+        raise_alarm_after(monkeypatch, WorkerProcess, "_reap")
         with pytest.raises(TimeoutError):
             envs.step(np.array([1, KILL, 3, 4]))
         monkeypatch.undo()

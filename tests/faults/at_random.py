@@ -1,7 +1,8 @@
-"""A program that interrupts calls by real signals at random moments, and checks the results.
+"""A program that interrupts calls with real signals at random moments, and checks the results.
 
-Usage: ``python at_random.py ALARM|SIGINT SETTING TRIALS SEED CALL ...``. The last line of output is JSON. For each call, it
-has the numbers of trials, exceptions raised, wrong results and hangs, and descriptions of the first failures.
+Usage: ``python at_random.py ALARM|SIGINT SETTING TRIALS SEED CALL ...``. The last line of output is JSON: for each call,
+the numbers of trials, interrupted trials, wrong results, hangs and tolerated failures, and descriptions of the first
+failures.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from interrupted_close import CLOSE_SETTINGS, check_interrupted_close, warm_up
 from interruption import PACKAGE, Stopped
 from streams import FIRST_READY, RowStream
 
-HANG_SECONDS = 60.0  # if a trial takes longer, killing its workers has not ended it: the program then ends itself
+HANG_SECONDS = 60.0  # a trial that takes longer did not end when its workers were killed, so the program exits
 
 
 class SignalInterruption:
@@ -114,7 +115,8 @@ def send_delayed_signals() -> None:
 def run_trials(call: str, kind: str, setting: str, trials: int, rng: random.Random) -> Outcomes:
     """Make ``trials`` calls and interrupt each of them, every fourth one twice.
 
-    On a busy machine, many signals arrive after the call. Then make more calls, until ``trials / 10`` were interrupted.
+    On a busy machine, many signals arrive after the call. In that case, make up to 20 times as many calls, until a tenth of
+    ``trials`` have been interrupted.
     """
     outcomes = Outcomes(max_hung=4, max_wrong=40)
     trial = 0

@@ -458,7 +458,7 @@ class AlarmWhenPickled:
         return AlarmWhenPickled, ()
 
 
-def test_time_limit_while_arguments_are_recorded_is_raised(tmp_path: Path) -> None:
+def test_alarm_while_arguments_are_recorded_is_raised(tmp_path: Path) -> None:
     with contextlib.closing(vecenv.AsyncVectorEnv([HistoryEnv], num_workers=0, record_failures=tmp_path)) as envs:
         envs.reset(seed=0)
         with signal_handler(signal.SIGALRM, Alarm), pytest.raises(Alarm):

@@ -1,6 +1,7 @@
 """Tests that each snapshot is exact, or raises an error that names the reason.
 
-They have tables of environments that differ, of hidden state that cannot be saved, and of state that is saved exactly.
+The cases are in three tables: pairs of environments that differ, hidden state that cannot be saved, and state that is saved
+exactly.
 """
 
 from __future__ import annotations
@@ -102,7 +103,10 @@ class ScaledReward(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def make_env_with_space(bound: float) -> Any:
-    """Return an environment with a space of 2,000 bounds, one of which is ``bound``. The space's repr omits that one."""
+    """Return an environment with a Box of 2,000 elements, one of which has other bounds, ``-bound`` and ``bound``.
+
+    The repr of the space omits this element.
+    """
     env = wrappers.OrderEnforcing(make_pendulum())
     high = np.ones(2000, np.float32)
     high[1000] = bound
@@ -368,7 +372,7 @@ def test_save_verifies_each_environment_once_and_again_after_set_attr() -> None:
 
 
 class AddAttributesEnv(kept_envs.CountingEnv):
-    """An environment that adds an attribute at action 0 or 1. The one of action 1 changes observations."""
+    """An environment that adds an attribute at action 0 or 1. The one added at action 1 changes observations."""
 
     def observation_offset(self, action: int) -> float:
         if action == 0:
@@ -448,7 +452,7 @@ class DocumentedSlots:
 
 
 class EzPickledArgumentEnv(kept_envs.CountingEnv, EzPickle):
-    """An environment that records the argument of its constructor by ``EzPickle``."""
+    """An environment that records the argument of its constructor with ``EzPickle``."""
 
     def __init__(self, argument: Any) -> None:
         EzPickle.__init__(self, argument)

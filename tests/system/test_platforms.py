@@ -159,7 +159,7 @@ def test_death_is_noticed_while_a_child_holds_all_pipes(
         helper.start()
         assert helper.has_ended(20)
         assert helper.wait(time.monotonic() + 20)
-        assert helper.exit_code() == (None if ignores_sigchld else -signal.SIGKILL)
+        assert helper.reap() == (None if ignores_sigchld else -signal.SIGKILL)
     finally:
         helper.end()
         signal.signal(signal.SIGCHLD, previous_handler)

@@ -56,7 +56,7 @@ BROKEN_PROMISES = {
     "InfosWithoutMasks": "every info has a mask",
     "IgnoresMasks": "a masked reset leaves the others alone",
     "CountsResetsAsSteps": "next-step: the step after an end resets",
-    "WithoutStep": "step: five values, one per environment",
+    "WithoutStep": "step: observations, rewards, flags and infos",
     "ExitsInStep": "actions and rewards belong to this step",
     "make_resets_in_same_step": "next-step: a reset has reward 0",
     "make_without_final_observations": "same-step: an end has a final observation",

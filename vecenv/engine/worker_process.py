@@ -40,7 +40,7 @@ PendingMessage: TypeAlias = tuple[bytes, Sequence[int], Request]
 """A message without a reply so far: the expected reply, its rows, and its request.
 
 ``StateChanges.apply_next`` handles two replies without decoding them: the expected one, and the same with the code
-COLUMNS. The expected reply to a rebuild has the code ``REBUILT``, which no reply has, so it is always decoded."""
+COLUMNS. The expected reply to a rebuild has the code ``REBUILT``, which no reply has, so the reply is always decoded."""
 
 _log = logging.getLogger("vecenv")
 _STEP: Final = int(Op.STEP)
@@ -117,16 +117,17 @@ class WorkerProcess:
         poll: ``poll(milliseconds)`` returns events of ``channel`` and of its exit.
         watch: Reports its end, and sends it signals.
         pending: Messages without a reply, oldest first.
-        dropped: The bytes of a dropped message's number -> the command of its request. The reply to it, if
-            there is one, removes the entry.
+        dropped: Dropped messages: the sequence number in bytes -> the command of the request. The reply to a message, if
+            there is one, removes its entry.
         has_started: True once it has built its environments, or has tried to.
         start_failures: The failures of environments that raised while they were built.
         death: How it ended; ``None`` while it is alive.
         overdue: True if a reply was late; ``close()`` then waits less for this worker.
-        sent_at: When its latest message that ``max_concurrency`` held back was sent, or when it had started as a replacement
-            or rebuilt an environment, whichever was last; minus infinity if there was none of these.
-        deadline: The ``time.monotonic()`` by which a replacement has to start or, with ``step_timeout``, to reply to its
-            oldest message if a rebuild is pending; 0.0: none. ``StateChanges.set_deadline`` sets it anew after each.
+        sent_at: The latest time at which a message that ``max_concurrency`` had held back was sent, it had started as a
+            replacement, or it had rebuilt environments; minus infinity if none of these has happened.
+        deadline: The ``time.monotonic()`` by which a replacement has to start or, with ``step_timeout`` and while a rebuild
+            is pending, the process has to reply to its oldest message; 0.0: none. ``StateChanges.set_deadline`` renews it
+            after the start and after each rebuild.
         forked: True if it was forked, and so has the caller's own classes.
         shares_core: True if it is bound to the caller's core, and so runs only while the caller sleeps.
         token: The token that marks all processes that its environments start.
@@ -196,12 +197,12 @@ class WorkerProcess:
         Its exit code can be read only once, so signal handlers are deferred.
         """
         with deferred_signals():
-            self.death = self.death or self._describe_death()
+            self.death = self.death or self._reap()
             self.watch.close()
             self.channel.close()
         return self.death
 
-    def _describe_death(self) -> Death:
+    def _reap(self) -> Death:
         reason = self.kill_reason
         if not self.watch.has_ended(_EXIT_GRACE_SECONDS):
             self.watch.signal(signal.SIGKILL)
@@ -289,7 +290,7 @@ class WorkerProcess:
             self.flush_while_closing()
 
     def flush_while_closing(self) -> bool:
-        """Write queued bytes; return ``False`` if the pipe is full, ``True`` also if it is closed."""
+        """Write queued bytes; return ``False`` if the pipe is full, else ``True``, even if it is closed."""
         try:
             return self.channel.closed or self.channel.flush()
         except ChannelClosed:
@@ -416,4 +417,6 @@ def _report_closing(workers: Sequence[WorkerProcess]) -> None:
         location = innermost_location(worker.read_stack())
         where = f", at {location}" if location else ""
         others = f" and {len(workers) - 1} more worker{'s' * (len(workers) > 2)}" if len(workers) > 1 else ""
-        _log.warning("close() is waiting for %s%s (%s)%s; close(timeout=) limits it", envs, where, worker.label, others)
+        _log.warning(
+            "close() is waiting for %s%s (%s)%s; close(timeout=) limits the wait", envs, where, worker.label, others
+        )

@@ -1,7 +1,7 @@
 """Calls a policy for the ready environments, with the optional arguments that its signature names.
 
-The signature is read before anything runs, so an unknown parameter is an immediate error. Batches of observations and
-actions are split and joined according to their spaces; states of recurrent policies are trees of arrays.
+The signature is read before anything runs, so an unknown required parameter is an immediate error. Batches of observations
+and actions are split and joined according to their spaces; states of recurrent policies are trees of arrays.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PolicyCaller:
         initial_state: The state at the beginning of one episode, for a policy with a parameter ``state``.
 
     Raises:
-        TypeError, ValueError: An argument is invalid, or the policy has an unknown parameter.
+        TypeError, ValueError: An argument is invalid, or the policy requires an unknown parameter.
     """
 
     def __init__(
@@ -92,7 +92,8 @@ class PolicyCaller:
             for index, attempt in enumerate(attempts):
                 row = take_rows(space, observations, [index])
                 action = self._call_policy(row, [attempt], infos[index : index + 1])
-                single_actions.append(take_rows(self._action_space, action, [0]))  # a copy, like that of states
+                # a copy, because the policy may return the same array at each call
+                single_actions.append(take_rows(self._action_space, action, [0]))
             actions = join_rows(self._action_space, single_actions)
         for attempt in attempts:
             attempt.begins = False
@@ -138,7 +139,7 @@ class PolicyCaller:
         return returned[0]
 
     def _check_actions(self, actions: Any, expected: int, count: int) -> Any:
-        """Return the first ``count`` actions; raise if their number is not ``expected``."""
+        """Return the first ``count`` of ``expected`` actions; raise if there are more or fewer."""
         space = self._action_space
         try:
             found = count_rows(space, actions)
@@ -178,8 +179,8 @@ def _optional_parameters(policy: Any) -> frozenset[str]:
     for each in named:
         if each.default is each.empty and (each.name not in _OPTIONAL_ARGUMENTS or each.kind is each.POSITIONAL_ONLY):
             raise TypeError(
-                f"evaluate cannot pass the policy's parameter {each.name!r}: besides the observations, it passes, by name, "
-                + ", ".join(_OPTIONAL_ARGUMENTS)
+                f"evaluate cannot pass the policy's parameter {each.name!r}: besides the observations, it passes only "
+                f"these, by name: {', '.join(_OPTIONAL_ARGUMENTS)}"
             )
     by_name = [each.name for each in named if each.kind is not each.POSITIONAL_ONLY]
     return frozenset(name for name in by_name if name in _OPTIONAL_ARGUMENTS)

@@ -216,7 +216,7 @@ class EnvProbe:
         if time.monotonic() >= deadline and not helper.has_ended():
             limit = format_seconds(self.timeout)
             raise StartupTimeout(f"an environment could not be built, reset and stepped within {limit}")
-        code = helper.exit_code() if helper.has_ended(CLOSE_SECONDS) else None
+        code = helper.reap() if helper.has_ended(CLOSE_SECONDS) else None
         end = "closed its pipe" if code is None else f"died: {describe_exit(code)}"
         text = f"the process that tried an environment {end}"
         if code == NO_GUARD:

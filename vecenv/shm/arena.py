@@ -53,7 +53,7 @@ def memory_limits() -> Iterator[tuple[str, int, int]]:
 
 
 def available_memory() -> int | None:
-    """Return the number of bytes that the machine and the control groups have left; ``None`` if it is unknown."""
+    """Return the bytes left on the machine or in a control group, whichever is least; ``None`` if that is unknown."""
     lines = [line.split() for line in read_kernel_file("/proc/meminfo").splitlines()]
     found = [int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"]
     found += [free for _, free, _ in memory_limits()]
@@ -249,7 +249,9 @@ def share(data: _Data) -> _Data:
         if not isinstance(array, np.ndarray):
             raise TypeError(f"{prefix}: expected a NumPy array or a dict of arrays, got {type(array).__name__}")
         if isinstance(array, np.ma.MaskedArray):
-            raise TypeError(f"{prefix}: expected an array without a mask, got a masked array: share its data and mask")
+            raise TypeError(
+                f"{prefix}: expected an array without a mask, got a masked array: share its data and its mask separately"
+            )
         if array.dtype.hasobject:
             raise TypeError(f"{prefix}: expected an array without Python objects, got dtype {array.dtype}")
         contiguous = array.flags.c_contiguous or array.flags.f_contiguous

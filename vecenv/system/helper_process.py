@@ -105,8 +105,11 @@ class HelperProcess:
         """True if the process has ended, or ends within ``seconds``; a zombie process has ended."""
         return self._watch is not None and self._watch.has_ended(min(max(seconds, 0.0), _MAX_POLL_SECONDS))
 
-    def exit_code(self) -> int | None:
-        """Kill the rest of the process group. Return the exit code; ``None`` if it is unknown after 5 seconds."""
+    def reap(self) -> int | None:
+        """Kill the process, if it still runs, and the rest of its group.
+
+        Return the exit code; ``None`` if it is unknown after 5 seconds.
+        """
         if self._watch is None:
             return None
         (process,) = self._processes
@@ -136,7 +139,7 @@ class HelperProcess:
         if self._watch is not None:
             self._watch.signal(signal.SIGKILL)
             self._watch.has_ended(_REAP_SECONDS)
-            self.exit_code()
+            self.reap()
             end_marked([self._token])
             close_process(*self._processes)
             self._watch = None

@@ -35,6 +35,7 @@ _MAX_STEPS: Final = 300  # an episode must end within this many
 _VECTOR: Final = "https://gymnasium.farama.org/api/vector/"
 _MODES: Final = "https://farama.org/Vector-Autoreset-Mode"
 _ENV: Final = "https://gymnasium.farama.org/api/env/"
+
 EVERY: Final = tuple(AutoresetMode)
 NEXT, SAME, DISABLED = (AutoresetMode.NEXT_STEP,), (AutoresetMode.SAME_STEP,), (AutoresetMode.DISABLED,)
 
@@ -121,7 +122,7 @@ class Check:
         return next(iter(inspect.signature(self.run).parameters)) == "envs"
 
     @property
-    def engines(self) -> int:
+    def num_engines(self) -> int:
         """The number of vector environments that :attr:`run` needs."""
         return len(inspect.signature(self.run).parameters)
 
@@ -177,7 +178,8 @@ def reset_returns(any_envs: Any) -> None:
     assert isinstance(infos, dict), type(infos)
 
 
-@_check("step: five values, one per environment", f"rewards are numbers and flags bools, one per environment: {_VECTOR}")
+@_check("step: observations, rewards, flags and infos",
+        f"rewards are numbers and flags bools, one per environment: {_VECTOR}")  # fmt: skip
 def step_returns(any_envs: Any) -> None:
     any_envs.reset(seed=1)
     observations, *numbers, infos = any_envs.step(any_envs.action_space.sample())
@@ -316,7 +318,7 @@ def next_step(envs: Any) -> None:
     for _ in range(3):
         observations, _, terminations, *_ = envs.step(np.full(3, 5))
     assert terminations.tolist() == [True, False, False]
-    assert observations[0].tolist() == [1, 0, 3, 5], "the observation of the last step is not the episode's last"
+    assert observations[0].tolist() == [1, 0, 3, 5], "the last step did not return the last observation of the episode"
     observations, rewards, terminations, truncations, infos = envs.step(np.full(3, 5))
     assert observations[0].tolist() == [-1, 1, 0, -1], "not reset, reset twice, or stepped after the reset"
     assert (rewards[0], terminations[0], truncations[0]) == (0, False, False)
@@ -394,7 +396,7 @@ def reset_once(envs: Any) -> None:
 
 
 @_check("statistics count each step once",
-        f"`RecordEpisodeStatistics` counts steps of an episode: {_VECTOR}wrappers/", (*NEXT, *SAME),
+        f"`RecordEpisodeStatistics` counts the steps of each episode: {_VECTOR}wrappers/", (*NEXT, *SAME),
         known="Gymnasium#1017, #1624")  # fmt: skip
 def statistics(envs: Any) -> None:
     wrapped = gymnasium.wrappers.vector.RecordEpisodeStatistics(envs)
@@ -500,7 +502,7 @@ class _OtherLibraryEnvs(VectorEnv[Any, Any, Any]):
 
 
 class _Sb3Envs(_OtherLibraryEnvs):
-    """An adapter for Stable-Baselines3: same-step autoreset, and ``info["terminal_observation"]`` as final observation.
+    """An adapter for Stable-Baselines3: same-step autoreset, and ``info["terminal_observation"]`` as the final observation.
 
     ``info["TimeLimit.truncated"]`` marks a truncation.
     """

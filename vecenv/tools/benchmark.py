@@ -197,7 +197,7 @@ class CandidateProcess:
 
 
 def _describe_end(helper: HelperProcess) -> str:
-    return f"process {describe_exit(helper.exit_code())}" if helper.has_ended(1.0) else "it closed its pipe"
+    return f"process {describe_exit(helper.reap())}" if helper.has_ended(1.0) else "it closed its pipe"
 
 
 def _start_order(candidates: Sequence[Candidate]) -> list[list[Candidate]]:

@@ -127,7 +127,7 @@ class CheckRunner:
             engine = import_engine(self._engine)
             if check.needs_reporting_envs and not _takes_functions(engine):
                 return REFUSED, "it builds its own environments", []
-            while len(self._built) < check.engines:
+            while len(self._built) < check.num_engines:
                 self._built.append(_build(engine, mode))
             if (only_mode := self._built[0].metadata.get("autoreset_mode", mode)) != mode:
                 return REFUSED, f"{_ONLY_MODE_PREFIX}{only_mode}", []

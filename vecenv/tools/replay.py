@@ -278,7 +278,7 @@ def _replay(path: Path, **options: Any) -> _Attempt:
             _request_stack(helper, stack_file)
         else:
             helper.has_ended(_GRACE_SECONDS)
-        return _Attempt(_unfinished_result(failed, helper.exit_code(), call, hung, env_frames(stack_file.read())), images)
+        return _Attempt(_unfinished_result(failed, helper.reap(), call, hung, env_frames(stack_file.read())), images)
     finally:
         helper.end()
         descriptors.close()

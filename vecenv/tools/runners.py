@@ -39,7 +39,7 @@ class Unavailable(Exception):
 
 
 class Runner(Protocol):
-    """The interface of a candidate that a benchmark measures."""
+    """The interface of the object that a candidate builds and a benchmark measures."""
 
     def run(self, seconds: float) -> float:
         """Work for ``seconds``, and return the units of work per second."""
@@ -51,7 +51,7 @@ class Runner(Protocol):
 def make_env(env_id: str) -> gymnasium.Env[Any, Any]:
     """Build an environment with ``gymnasium.make``; import the package that registers ``ALE/`` ids.
 
-    Gymnasium's own warnings are silenced, because each of 64 workers would repeat them.
+    Gymnasium's own warnings are silenced, because every worker would repeat them.
     """
     level, gymnasium.logger.min_level = gymnasium.logger.min_level, logging.ERROR
     try:
@@ -68,7 +68,7 @@ def resolve(env_id: str) -> EnvFn:
     """Return a function that builds the environment with this id.
 
     Raises:
-        CliError: There is no such environment or module.
+        CliError: There is no such environment or module, or the function requires arguments.
     """
     from vecenv.make import find_spec  # imported here, because processes that measure other engines do not need it
 
@@ -130,8 +130,8 @@ def sample_actions(space: gymnasium.Space[Any], num_envs: int) -> list[Any]:
 # --- trajectories -----------------------------------------------------------------------------------
 
 Step = dict[str, Any]
-"""The result of a reset or a step: for each environment a digest of its ``observation``, its ``reward``, ``termination`` and
-``truncation``, and one digest of all ``infos``, empty where they are not compared."""
+"""The result of a reset or a step. For each environment, it has a digest of the ``observation``, and the ``reward``,
+``termination`` and ``truncation`` themselves. One digest covers all ``infos``; it is empty if they are not compared."""
 
 
 def digest(value: Any) -> bytes:
@@ -187,7 +187,7 @@ def first_difference(reference: Sequence[Step], other: Sequence[Step]) -> str | 
 class VectorRunner:
     """A runner that steps all environments of a ``gymnasium.vector.VectorEnv`` at once, with random actions."""
 
-    _warm_up_steps = 0  # unmeasured steps before each sample, because environments finish steps between samples
+    _warm_up_steps = 0  # unmeasured steps before each sample: first-ready environments finish steps between samples
 
     def __init__(self, make_envs: Callable[[], Any]) -> None:
         self.envs = make_envs()
@@ -448,7 +448,7 @@ def _serve(env_fn: EnvFn, num_envs: int, share: range, core: int | None, reader:
         _pin_to_core(core)
         os.set_blocking(source, False)
         read = partial(_read_polling, source)
-    os.write(sink, _ONE_STEP)  # the caller waits for any number: the environments are built
+    os.write(sink, _ONE_STEP)  # any number signals to the caller that the environments are built
     while True:
         seconds = _unpack_number(read())
         os.write(sink, struct.pack("d", loop.run(seconds) if seconds else loop.step()))
@@ -465,7 +465,7 @@ class Candidate:
         name: Its short name, for options and JSON.
         label: Its name in the table.
         build: A function that its process unpickles and calls; it returns a :class:`Runner`, or any object with ``close``.
-        kind: ``"vecenv"``, ``"gymnasium"``, ``"other"`` or ``"bound"``: its colour in the plots.
+        kind: ``"vecenv"``, ``"gymnasium"``, ``"other"`` or ``"bound"``, which selects its style in the table and the plots.
         checked: True if its trajectories must equal those of ``SyncVectorEnv``.
         starts_first: True if it measures something itself while it starts, and so must start before all others.
         processes: The number of processes that it starts, if known in advance; else 0.

@@ -20,7 +20,7 @@ def main() -> int:
 
 
 def _exit_immediately(signum: int, frame: object) -> None:
-    """Exit without an exception: during an import it would be printed with all its frames. There is nothing to clean up."""
+    """Exit without an exception, which would print a long traceback during an import. There is nothing to clean up."""
     os.write(2, b"vecenv: interrupted\n")
     os._exit(INTERRUPTED)
 

@@ -1,4 +1,4 @@
-"""A program without a cluster: vecenv starts one for this machine only, and stops it."""
+"""Tests of programs that have no Ray cluster: vecenv starts one on this machine only, and stops it."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from vecenv.testing.faulty import NestedEnv
 pytestmark = FAULT_MARKS
 
 
-# --- the probe process closes its environment and leaves nothing, however it or its caller ends --
+# --- the probe process closes its environment and leaves nothing behind, however it or its caller ends --
 
 
 def write_file(path: Path, text: object = "") -> None:
@@ -226,7 +226,7 @@ def test_death_is_noticed_while_a_helper_holds_its_pipe(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
-def test_probed_environment_may_have_children_without_daemon(method: str) -> None:
+def test_environment_may_start_processes_if_the_probe_is_not_daemonic(method: str) -> None:
     """The environment contains a vector environment."""
     context = multiprocessing.get_context(method)
     inner = functools.partial(vecenv.AsyncVectorEnv, [functools.partial(EchoEnv, k) for k in range(2)], context=method)
@@ -256,7 +256,7 @@ def test_probe_accepts_infinite_and_huge_timeouts(timeout: float) -> None:
     assert EnvProbe([functools.partial(EchoEnv, 0)], timeout=timeout).measure()[0].steps > 0
 
 
-class LargeEnv(EchoEnv):
+class LargeArgumentEnv(EchoEnv):
     """An environment with an argument that exceeds the capacity of a pipe when it is pickled."""
 
     def __init__(self, argument: bytes) -> None:
@@ -264,17 +264,22 @@ class LargeEnv(EchoEnv):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_probed_environment_may_be_larger_than_a_pipe(method: str) -> None:
-    env_fn = functools.partial(LargeEnv, b"x" * 2_000_000)
+def test_pickled_env_fn_may_exceed_the_capacity_of_a_pipe(method: str) -> None:
+    env_fn = functools.partial(LargeArgumentEnv, b"x" * 2_000_000)
     probe = EnvProbe([env_fn], multiprocessing.get_context(method), in_this_process=False, step=False)
     assert isinstance(probe.describe(), EnvDescription)
+
+
+def test_probe_reports_why_it_cannot_start_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "explain_unsupported_processes", lambda: "no processes in this test")
+    assert probe.EnvProbe([raise_error]).measure()[0].failure == "no processes in this test"
 
 
 # --- interrupted callers ------------------------------------------------------------------------
 
 
 class Alarm(TimeoutError):
-    """The exception of a time limit by SIGALRM. It is an ``OSError``, as is the exception of a broken pipe."""
+    """The exception that a time limit with SIGALRM raises. It is an ``OSError``, like ``BrokenPipeError``."""
 
 
 @contextmanager
@@ -289,7 +294,7 @@ def alarm_after(seconds: float, interval: float = 0.0) -> Iterator[None]:
             previous_hook(unraisable)
 
     previous_hook, sys.unraisablehook = sys.unraisablehook, ignore_alarms
-    before = signal.signal(signal.SIGALRM, raise_alarm)
+    previous_handler = signal.signal(signal.SIGALRM, raise_alarm)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds, interval)
         yield
@@ -297,7 +302,7 @@ def alarm_after(seconds: float, interval: float = 0.0) -> Iterator[None]:
         while True:  # another alarm may interrupt this
             try:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-                signal.signal(signal.SIGALRM, before)
+                signal.signal(signal.SIGALRM, previous_handler)
                 sys.unraisablehook = previous_hook
                 break
             except Alarm:
@@ -314,7 +319,7 @@ def test_exception_while_the_caller_waits_ends_the_probe(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_exception_at_any_moment_leaves_nothing(take_stock: Callable[[], Any]) -> None:
+def test_exception_at_any_moment_leaves_nothing_behind(take_stock: Callable[[], Any]) -> None:
     """Resources are compared after each exception, because a later one could hide the leak of an earlier one."""
     env_fn = functools.partial(EchoEnv, 0)
     EnvProbe([env_fn], in_this_process=False, step=False).describe()
@@ -332,7 +337,7 @@ def test_exception_at_any_moment_leaves_nothing(take_stock: Callable[[], Any]) -
     assert interrupted > 5
 
 
-def test_repeated_exceptions_leave_nothing(take_stock: Callable[[], Any]) -> None:
+def test_repeated_exceptions_leave_nothing_behind(take_stock: Callable[[], Any]) -> None:
     before = take_stock()
     for _ in range(10):
         with pytest.raises(Alarm), alarm_after(0.002, 0.0005):
@@ -361,7 +366,7 @@ if __name__ == "__main__":
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
-def test_killed_program_leaves_nothing(tmp_path: Path, method: str) -> None:
+def test_killed_program_leaves_nothing_behind(tmp_path: Path, method: str) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     import_path = os.pathsep.join([str(IMPORT_ROOT), str(Path(__file__).parent)])
@@ -434,8 +439,3 @@ def test_probe_samples_actions_that_the_mask_allows(where: str, start: int) -> N
     measured = time_steps(MaskedActionEnv(where, start))
     assert measured.steps == 10
     assert not measured.failure
-
-
-def test_probe_reports_why_there_are_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "explain_unsupported_processes", lambda: "no processes in this test")
-    assert probe.EnvProbe([raise_error]).measure()[0].failure == "no processes in this test"

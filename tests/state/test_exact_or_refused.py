@@ -151,7 +151,7 @@ MISMATCHES: dict[str, tuple[tuple[EnvFn, EnvFn], str]] = {
     "bit generator": (
         bind_pair(make_random_state_env, np.random.MT19937, np.random.PCG64), "MT19937, and the environment's is PCG64",
     ),
-    "module": (bind_pair(make_module_env, math, cmath), "module math, and here it is module cmath"),
+    "module": (bind_pair(make_module_env, math, cmath), "module math, but here it is module cmath"),
 }  # fmt: skip
 if importlib.util.find_spec("mujoco") is not None:
     for field in ("opt.viscosity", "opt.wind", "opt.disableflags", "actuator_ctrlrange", "geom_rgba", "body_mass"):

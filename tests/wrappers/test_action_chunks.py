@@ -67,7 +67,7 @@ class ReferenceLoop:
             observation, _ = self.env.reset()
         else:
             self.has_ended = has_ended
-        total = functools.reduce(float.__add__, rewards, 0.0)  # sum() rounds differently in Python 3.12
+        total = functools.reduce(float.__add__, rewards, 0.0)  # sum() rounds differently since Python 3.12
         return copy.deepcopy(observation), total, terminated, truncated, info, rewards, final_observation
 
 

@@ -7,8 +7,8 @@ as long as it likes and may write into them, as with a copy:
 * The arrays lie in a private mapping of the memory, which shows what workers have written. Before the program's first write
   into a page, the kernel gives the program its own copy of this page. So the engine's view of a batch never changes.
 * ``/proc/self/pagemap`` shows within microseconds whether the program has such pages in a free batch. They are dropped
-  before workers write there again. A program that writes into nearly every result gets copies from then on, because
-  copying single pages on demand takes longer.
+  before workers write there again. A program that has written into several results in succession gets copies from
+  then on, because copying single pages on demand takes longer.
 * A forked child shares all pages that the program has not written to, and would see what workers write there later. So
   lent batches get their own pages before each fork.
 """
@@ -27,7 +27,7 @@ from vecenv.shm.arena import Arena, available_memory
 from vecenv.shm.layout import Array, Field, Layout, Tree
 from vecenv.system.descriptors import DescriptorOwner
 
-_SPARE_BATCHES: Final = 3  # of four: two results that the program keeps, the result to lend, and a batch for the next step
+_SPARE_BATCHES: Final = 3  # four in all: two results that the program keeps, the result to lend, and one for the next step
 _MIN_BYTES: Final = 1 << 16  # copying less is as fast as lending
 _MAX_SHARE: Final = 1 / 16  # of the memory that is left
 _MAX_WRITES: Final = 8  # batches in succession that the program has written to
@@ -46,7 +46,7 @@ def count_spare_batches(tree: Tree | None, num_envs: int) -> int:
 
 @functools.cache
 def is_possible() -> bool:
-    """True if private mappings show later writes to the file, and the page map shows their own: on Linux since 5.14."""
+    """True if private mappings show later writes to the file, and the page map shows writes to them: on Linux since 5.14."""
     try:
         arena = Arena(mmap.PAGESIZE)
         memory = PrivateMemory(arena)
@@ -116,13 +116,13 @@ class Lender:
 
     def __init__(self, arena: Arena, layout: Layout) -> None:
         self._memory = PrivateMemory(arena)
-        self._interfaces = [[self._describe(field) for field in fields] for fields in layout.batches]
+        self._interfaces = [[self._make_interface(field) for field in fields] for fields in layout.batches]
         self._pages = [(pages.start, pages.stop - pages.start) for pages in layout.pages]
         self._loans: list[list[weakref.ref[_Loan]]] = [[] for _ in layout.batches]
         self._writes = 0
         _lenders.add(self)
 
-    def _describe(self, field: Field) -> dict[str, Any]:
+    def _make_interface(self, field: Field) -> dict[str, Any]:
         data = self._memory.address + field.offset, False
         return {"version": 3, "shape": field.shape, "typestr": field.dtype.str, "data": data}
 
@@ -133,7 +133,7 @@ class Lender:
         return [np.asarray(loan) for loan in loans]
 
     def is_useful(self) -> bool:
-        """True unless the program writes into nearly every result."""
+        """True unless the program has written into each of the last ``_MAX_WRITES`` results that were lent."""
         return self._writes < _MAX_WRITES
 
     def has_free(self, *excluded: int | None) -> bool:

@@ -3,8 +3,8 @@
 All layers of an environment go into one pickle, so that shared objects stay shared. An object that has a codec, or stays in
 place, is stored as its path from a layer through attributes and items. The reader finds the counterpart at this path in the
 environment that is being restored. The class of an attribute's value determines its treatment (:func:`_treatment`).
-References to layers and to such objects, and numeric arrays and scalars, are all pickled as calls of one function,
-:func:`stands_for_`, because pickling the names of many functions and classes would double the time.
+References to layers and to objects stored as paths, and numeric arrays and scalars, are all pickled as calls of one
+function, :func:`stands_for_`, because pickling the names of many functions and classes would double the time.
 
 :func:`prepare_restore` reads everything, and raises if the state does not fit, without changing the environment. The
 function that it returns applies the state; if it is interrupted, it can be repeated.
@@ -104,7 +104,7 @@ def stands_for_(code: int, *values: Any) -> Any:
     raise AssertionError("only read by prepare_restore()")
 
 
-_A_LAYER: Final = 0  # (its number,)
+_LAYER_NUMBER: Final = 0  # (its number,)
 _CONTENT: Final = 1  # (path to an object that its codec loads, the codec's state)
 _IN_PLACE: Final = 2  # (path to an object that stays, its description or None)
 _ARRAY: Final = 3  # (dtype, shape, bytes)
@@ -174,7 +174,7 @@ class _Writer(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if (number := self._numbers.get(id(obj))) is not None:
-            return stands_for_, (_A_LAYER, number)
+            return stands_for_, (_LAYER_NUMBER, number)
         kind = type(obj)
         rule = rule_for(kind)
         if rule is None:
@@ -188,7 +188,7 @@ class _Writer(pickle.Pickler):
             if isinstance(obj, np.generic) and obj.dtype.kind in _NUMERIC_KINDS:
                 return stands_for_, (_SCALAR, obj.dtype.str, obj.tobytes())
             if kind is FunctionType or isinstance(obj, type):
-                return NotImplemented if obj in _IMPORTABLE or _is_importable(obj) else self._reduce_as_reference(obj)
+                return NotImplemented if obj in _importable or _check_importable(obj) else self._reduce_as_reference(obj)
             if getattr(kind, "__setstate__", None) is not None and hasattr(obj, "_ezpickle_args"):
                 return copyreg.__newobj__, (kind,), vars(obj), None, None, _set_attributes  # type: ignore[attr-defined]
             if hasattr(kind, "__jax_array__") or kind.__module__.startswith("jaxlib"):
@@ -196,7 +196,7 @@ class _Writer(pickle.Pickler):
             return NotImplemented
         if isinstance(rule, Refused):
             place = kind.__name__
-            with contextlib.suppress(NotRestorable):  # in an object that `_walk` does not enter
+            with contextlib.suppress(NotRestorable):  # it has no path: it is in an object that `_walk` does not enter
                 place = f"{_format_path(self._layers, self._find_path(obj))} ({place})"
             raise NotRestorable(f"{place}: {rule.reason}")
         if not isinstance(rule, Codec):
@@ -251,12 +251,12 @@ def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
     obj.__dict__.update(attributes)
 
 
-_IMPORTABLE: set[Any] = set()
+_importable: set[Any] = set()
 
 
-def _is_importable(obj: Any) -> bool:
+def _check_importable(obj: Any) -> bool:
     if found := is_importable(obj):
-        _IMPORTABLE.add(obj)
+        _importable.add(obj)
     return found
 
 
@@ -294,9 +294,9 @@ def _find(layers: list[Any], path: ObjectPath) -> Any:
 
 
 def _path_in_globals(layers: list[Any], obj: Any) -> ObjectPath | None:
-    """Return the path through the globals of a method to a class or function that workers received by value.
+    """Return the path to a class or function that workers received by value, through the globals of a method.
 
-    Under ``spawn`` and ``forkserver`` these are the ones of the main program, which cannot be imported by their names.
+    Under ``spawn`` and ``forkserver`` these are the main program's, which cannot be imported by name.
     """
     if not isinstance(obj, type | FunctionType):
         return None
@@ -371,7 +371,7 @@ class _Reader(pickle.Unpickler):
         if description is None:
             _require_kept_in_place(obj, _format_path(self._layers, path))
         elif differ(description, here := describe(obj)):
-            raise SnapshotMismatch(f"its {_format_path(self._layers, path)} is {description}, and here it is {here}")
+            raise SnapshotMismatch(f"its {_format_path(self._layers, path)} is {description}, but here it is {here}")
         return obj
 
     def _get_target(self, path: ObjectPath, state: Any) -> Any:
@@ -399,7 +399,7 @@ def _require_kept_in_place(obj: Any, path: str) -> None:
     """Raise unless an object is of a class that stays in place, or ``None``: a renderer may not exist yet."""
     if obj is not None and _treatment(type(obj)) not in (_STAYING, _SPACE):
         expected = "an object that snapshots do not contain (a space, a spec, a renderer or the like)"
-        raise SnapshotMismatch(f"its {path} is {expected}, and here it is of class {type(obj).__name__}")
+        raise SnapshotMismatch(f"its {path} is {expected}, but here it is of class {type(obj).__name__}")
 
 
 def _format_path(layers: list[Any], path: ObjectPath) -> str:

@@ -26,7 +26,7 @@ from vecenv.state.codecs import model_bytes, name_of
 
 _MAX_LENGTH: Final = 160
 _MAX_DEPTH: Final = 12
-_SMALL_ARRAY: Final = 8
+_MAX_LISTED_ELEMENTS: Final = 8
 _FILE_PIECE_BYTES: Final = 2**20
 _EXACT_REPRS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, range})
 _MODULES_WITH_EXACT_REPRS: Final = frozenset({"datetime", "decimal"})
@@ -42,12 +42,15 @@ _CODE: Final = re.compile(r"python(\d+\.\d+) ([0-9a-f]{8})")
 
 
 def describe(value: Any) -> str:
-    """Return a description of a value, of at most about 200 characters."""
+    """Return a description of a value, of at most 160 characters."""
     return _shorten(_describe(value, ()))
 
 
 def differ(one: str, other: str) -> bool:
-    """True if two descriptions differ. Bytecode is compared only if both are from the same version of Python."""
+    """True if two descriptions differ, other than by a file that has been created at a path.
+
+    Bytecode is compared only if both are from the same version of Python.
+    """
     if one == other or _is_file_created(one, other) or _is_file_created(other, one):
         return False
     if {version for version, _ in _CODE.findall(one)} == {version for version, _ in _CODE.findall(other)}:
@@ -141,7 +144,7 @@ def _collect_attributes(value: Any) -> dict[str, Any]:
     found = {name: getattr(value, name) for name in slot_names(type(value)) if hasattr(value, name)}
     own = getattr(value, "__dict__", None)
     found.update(own if isinstance(own, dict) else {})
-    if isinstance(value, gymnasium.Space):  # without the state of its generator, and its cached reprs
+    if isinstance(value, gymnasium.Space):  # leave out its generator's state and its cached reprs
         found = {name: item for name, item in found.items() if not name.startswith("_np_random") and name[-5:] != "_repr"}
     return found
 
@@ -166,7 +169,7 @@ def _describe_file(path: str) -> str:
 def _describe_numpy(value: Any) -> str:
     if isinstance(value, np.dtype):
         return repr(value)
-    if value.size <= _SMALL_ARRAY:
+    if value.size <= _MAX_LISTED_ELEMENTS:
         return f"{value.dtype}{value.tolist()!r}" if value.shape else f"{value.dtype} {value.tolist()!r}"
     return f"{value.dtype}{value.shape} {_crc(np.ascontiguousarray(value).tobytes())}"
 
@@ -192,12 +195,14 @@ def _describe_function(function: types.FunctionType, describe_part: Callable[[An
 
 
 def _describe_code(code: types.CodeType) -> str:
-    constants = [_describe_code(item) if isinstance(item, types.CodeType) else _constant(item) for item in code.co_consts]
+    constants = list(map(_describe_constant, code.co_consts))
     whole = repr((code.co_code, code.co_names, code.co_varnames, constants))
     return f"python{sys.version_info[0]}.{sys.version_info[1]} {_crc(whole.encode())}"
 
 
-def _constant(value: Any) -> str:
+def _describe_constant(value: Any) -> str:
+    if isinstance(value, types.CodeType):
+        return _describe_code(value)
     return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 

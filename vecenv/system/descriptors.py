@@ -3,8 +3,8 @@
 The kernel reuses the number of a closed descriptor for the next opened file. If two objects treat a number as their own,
 one eventually closes or reads the wrong file, most likely in finalizers, which run in any order when the collector finds a
 cycle. Here a :class:`Descriptor` owns its number. It stores the number on opening and drops it on closing, each in a single
-C call that neither a signal handler nor another thread can interrupt. Open descriptors are closed when their owner is
-collected or the program ends.
+C call that neither a signal handler nor another thread can interrupt. Open descriptors are closed when the object that holds
+them is collected or the program ends.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _rebuild_descriptor(handle: Any) -> Descriptor:
 
 
 def occupy_standard_descriptors() -> None:
-    """Open ``/dev/null`` as each of the descriptors 0, 1 and 2 that is closed, for this process and all that it starts.
+    """Open ``/dev/null`` as any of the descriptors 0, 1 and 2 that are closed, for this process and those that it starts.
 
     Otherwise the next opened file, such as a pipe to a worker or the shared memory, would get one of these numbers, and
     libraries would write their output into it.
@@ -107,21 +107,21 @@ Member = TypeVar("Member", "Descriptor", "DescriptorOwner")
 
 
 class DescriptorOwner:
-    """A group of descriptors that are closed, at the latest, when ``owner`` is collected.
+    """A group of descriptors that are closed, at the latest, when ``holder`` is collected.
 
     Args:
-        owner: The object that they belong to; ``None`` for a subgroup.
+        holder: The object that holds them; ``None``: only :meth:`close` closes them, or that of an enclosing group.
     """
 
-    def __init__(self, owner: object | None) -> None:
+    def __init__(self, holder: object | None) -> None:
         self._members: list[Descriptor | DescriptorOwner] = []
-        if owner is not None:
-            self.close_with(owner)
+        if holder is not None:
+            self.close_with(holder)
 
-    def close_with(self, owner: object) -> None:
-        """Close the descriptors when ``owner`` is collected."""
+    def close_with(self, holder: object) -> None:
+        """Close the descriptors when ``holder`` is collected."""
         occupy_standard_descriptors()
-        weakref.finalize(owner, _close_all, self._members, os.getpid())
+        weakref.finalize(holder, _close_all, self._members, os.getpid())
 
     def child(self) -> DescriptorOwner:
         """Return a new subgroup, which can be closed before the rest."""
@@ -155,7 +155,7 @@ class DescriptorOwner:
 
 
 def _close_all(members: list[Descriptor | DescriptorOwner], owner_pid: int) -> None:
-    if os.getpid() != owner_pid:  # a forked child is ending, and its descriptors are copies
+    if os.getpid() != owner_pid:  # in a forked child, which has copies of the descriptors
         return
     for member in members:
         member.close()

@@ -73,7 +73,7 @@ def read_settings(modules: Iterable[str] = ()) -> Settings:
 
 
 def _read_library_settings() -> Settings:
-    """Return the settings of libraries that are loaded."""
+    """Return the settings of loaded libraries, and of the interval timer if it runs."""
     settings: Settings = {}
     torch: Any = sys.modules.get("torch")
     if hasattr(torch, "get_rng_state"):
@@ -138,7 +138,10 @@ class SettingsGuard:
         self.restart()
 
     def watch_calls(self) -> None:
-        """Make a comparison due after each change of the working directory or an environment variable. This is permanent."""
+        """Make a comparison due after each change of the working directory or an environment variable.
+
+        The hook cannot be removed.
+        """
 
         def hook(event: str, _: Any) -> None:
             if event in _WATCHED_CALLS:

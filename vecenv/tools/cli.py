@@ -243,7 +243,10 @@ def _writing_to(folder: Path) -> Iterator[None]:
 
 
 def _select_engines(candidates: list[runners.Candidate], arguments: argparse.Namespace) -> set[str]:
-    """Return the names of the engines to measure, and create the output folder. Raise if this machine cannot run them."""
+    """Return the names of the engines to measure. Raise if one is unknown, or if this machine cannot run them.
+
+    Create the output folder too, so that an unusable one is reported before the measurement.
+    """
     from vecenv.tools.limits import shortage  # imported here, because it cannot be imported on Windows
 
     if arguments.engines is not None:

@@ -130,7 +130,7 @@ def execute(rows: SnapshotRows, op: int, seq: int, payload: Any) -> Outcome:
 
 
 def serve(process: WorkerState) -> bool:
-    """Execute messages and reply until the message to close. Return ``True`` if every environment closed cleanly.
+    """Execute messages and reply, until :attr:`Op.CLOSE` arrives. Return ``True`` if every environment closed cleanly.
 
     Raises:
         ChannelClosed: The caller is gone.
@@ -217,7 +217,7 @@ def close_rows(channel: WorkerEnd, rows: SnapshotRows, seq: int) -> bool:
     """Close the environments and reply. Return ``True`` if all closed cleanly."""
     outcome = rows.close()
     if leftovers := describe_leftovers():
-        outcome.warnings.append(("leftovers", f"after close() {rows.span} left running: {leftovers}"))
+        outcome.warnings.append(("leftovers", f"{rows.span} left something running after close(): {leftovers}"))
     with contextlib.suppress(ChannelClosed):
         channel.send(Reply.FULL, seq, encode_outcome(outcome))
     return not outcome.failures

@@ -5,8 +5,9 @@ invalid configurations by assertions without text, by errors of the C++ binding,
 that name the valid values before anything is built.
 
 Tasks have hundreds of options that C++ does not check: depending on other options, a value may end the process,
-overwrite memory or make a reset hang. Common values are known to be harmless (:data:`_RANGES` and below). Any other
-configuration is first tried once in a separate process, where it is built, reset and stepped, which takes a second or two.
+overwrite memory or make a reset hang. Common values are known to be harmless (:data:`_RANGES` and the constants after it).
+Any other configuration is first tried once in a separate process, where it is built, reset and stepped, which takes a second
+or two.
 Before the first frame of a MuJoCo task is drawn, drawing is tried there too, because without an OpenGL library MuJoCo ends
 the process with ``exit(1)``.
 """
@@ -211,7 +212,7 @@ class Task:
 
     @classmethod
     def from_pool(cls, pool: Any) -> Task:
-        """Describe a pool that EnvPool built. If the seeds are the pool's own, the first call of ``make`` returns it.
+        """Describe a pool that EnvPool built. The first call of ``make`` returns that pool if it is passed the pool's seeds.
 
         Raises:
             TypeError: It is not an EnvPool pool.
@@ -408,7 +409,7 @@ def _require_harmless(task_id: str, family: str, defaults: Mapping[str, Any], en
     ``defaults`` is its configuration without options. The error names the accepted values, or how the trial process ended.
     """
     title = f"EnvPool's {task_id!r}"
-    harmless = {key: _is_harmless(title, family, key, value, defaults.get(key)) for key, value in env_config.items()}
+    harmless = {key: _check_option(title, family, key, value, defaults.get(key)) for key, value in env_config.items()}
     untested = {key: env_config[key] for key in harmless if not harmless[key] and env_config[key] != defaults.get(key)}
     options = {key: value for key, value in env_config.items() if key not in _RENDER_OPTIONS}
     if untested and (trial_failure := _run_trial(task_id, pickle.dumps(sorted(options.items())), draw=False)) is not None:
@@ -419,7 +420,7 @@ def _require_harmless(task_id: str, family: str, defaults: Mapping[str, Any], en
         )
 
 
-def _is_harmless(title: str, family: str, key: str, value: Any, default: Any) -> bool:
+def _check_option(title: str, family: str, key: str, value: Any, default: Any) -> bool:
     """Check one option; return True if its value is known to be harmless."""
     if key in _RANGES:
         low, high, harmless_limit = _RANGES[key]

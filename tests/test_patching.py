@@ -335,7 +335,7 @@ def program(tmp_path: Path) -> Path:
 
 REPORT = re.compile(
     r"vecenv run: gymnasium\.vector\.AsyncVectorEnv is vecenv's \((?P<options>[^\n]*)\)\n"
-    r"(?P<auto>vecenv run: auto first tries environments in temporary processes, up to 64 steps\n)?(?P<stderr>.*)"
+    r"(?P<auto>vecenv run: auto first tries environments in temporary processes for up to 64 steps\n)?(?P<stderr>.*)"
     r"vecenv run: 1 vector environment of 3 environments: 360 steps in [\d.]+ s from construction to exit, "
     r"[\d,]+ per second; nothing failed\n",
     re.DOTALL,

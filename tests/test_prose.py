@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="an installed packag
 
 @pytest.fixture(scope="module")
 def script() -> Iterator[Any]:
-    pytest.importorskip("proselint", reason="the extra lint brings it")
+    pytest.importorskip("proselint", reason="needs proselint: pip install 'vecenv[lint]'")
     with import_program(SCRIPT) as module:
         yield module
 
@@ -42,7 +42,7 @@ def test_text_violates_only_the_given_rule(text: str, rule: str | None, script: 
     assert violated == ([] if rule is None else [rule])
 
 
-def test_finding_in_a_page_is_printed_with_its_line_and_exit_code_1(
+def test_main_prints_findings_with_their_lines_and_returns_whether_there_are_any(
     tmp_path: Path, script: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "page.md").write_text("# Title\n\nAll is well.\n\nNobody knows.\n")

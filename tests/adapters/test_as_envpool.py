@@ -108,9 +108,9 @@ def test_masks_and_floats_are_refused_as_indices(closes: Any) -> None:
     pool = closes(as_envpool(vecenv.AsyncVectorEnv([Walk] * 2, num_workers=0)))
     pool.reset()
     for ids, text in ((np.array([False, True]), "a mask"), ([0.5], r"\[0.5\]")):
-        with pytest.raises(ValueError, match=f"env_id must be a sequence of int, got {text}"):
+        with pytest.raises(ValueError, match=f"env_id must be a sequence of integers, got {text}"):
             pool.send(np.zeros(len(ids), int), ids)
-        with pytest.raises(ValueError, match=f"env_id must be a sequence of int, got {text}"):
+        with pytest.raises(ValueError, match=f"env_id must be a sequence of integers, got {text}"):
             pool.reset(ids)
 
 

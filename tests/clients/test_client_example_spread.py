@@ -1,4 +1,4 @@
-"""``examples/openrl_spread.py`` runs, calculates advantages by their definition, and learns."""
+"""``examples/openrl_spread.py`` runs, computes advantages that match their definition, and learns."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def test_replay_of_external_kill_reports_no_failure(tmp_path: Path) -> None:
     assert replay(files[0])[:2] == (
         "did not happen again",
         f"did not happen again: steps 1 to {FAILING_STEP - 1} matched; "
-        f"step {FAILING_STEP} returned, where the record fails; a kill from outside is not repeated",
+        f"step {FAILING_STEP} returned, but failed in the record; a kill from outside is not repeated",
     )
 
 

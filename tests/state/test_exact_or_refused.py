@@ -155,7 +155,7 @@ MISMATCHES: dict[str, tuple[tuple[EnvFn, EnvFn], str]] = {
 }  # fmt: skip
 if importlib.util.find_spec("mujoco") is not None:
     for field in ("opt.viscosity", "opt.wind", "opt.disableflags", "actuator_ctrlrange", "geom_rgba", "body_mass"):
-        MISMATCHES[field] = bind_pair(make_hopper, "", field), rf"HopperEnv.data: its MjModel is different: {field} differ"
+        MISMATCHES[field] = bind_pair(make_hopper, "", field), rf"HopperEnv.data: its MjModel differs in {field}"
 if importlib.util.find_spec("ale_py") is not None:
     MISMATCHES |= {
         "game": (bind_pair(make_atari, "pong", "breakout"), "AtariEnv.game='pong'"),

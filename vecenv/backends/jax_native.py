@@ -2,7 +2,8 @@
 
 A compiled :class:`vecenv.jax.FunctionalVectorEnv` steps the environments, and :class:`JaxDriver` holds the state that
 Gymnasium's interface hides. A request starts a computation on the device; only reading its results waits. Results are
-NumPy, JAX or torch arrays. Seeds, masks and infos are Gymnasium's. ``envs.state`` is a checkpoint; assign it to go back.
+NumPy, JAX or torch arrays. Seeds, masks and infos work as in Gymnasium. ``envs.state`` is a checkpoint; assign it to go
+back.
 """
 
 from __future__ import annotations
@@ -203,13 +204,14 @@ def parse_functional(env: Any, num_envs: int, library: str | None, options: dict
     """Return the functional environment for these arguments of ``JaxVectorEnv``.
 
     Raises:
-        ValueError: Options are given for an environment that already has some, or an invalid number of environments.
+        ValueError: Options are given for an environment that already has its own, or the number of environments is invalid.
         TypeError: Unknown options.
     """
     if isinstance(env, FunctionalVectorEnv):
         if options or library is not None or num_envs not in (1, env.num_envs) or len(env.batch_shape) != 1:
             raise ValueError(
-                f"{env!r} already has its options, and must have one batch axis; got {num_envs=}, {library=}, {options}."
+                f"{env!r} already has its options, and must have one batch axis; got batch_shape={env.batch_shape}, "
+                f"{num_envs=}, {library=}, {options=}."
             )
         return env
     if not isinstance(num_envs, int | np.integer) or num_envs < 1:
@@ -240,12 +242,12 @@ class Latest(NamedTuple):
 
 
 class JaxDriver(LockstepDriver):
-    """The driver that holds the state. A call in another thread keeps its own reference to it after :meth:`close`.
+    """The driver that holds the state. After :meth:`close`, a call in another thread keeps its own reference to the state.
 
     Args:
         functional: The environments.
         to: ``"numpy"``, ``"jax"`` or ``"torch"``. With the last two, only :meth:`wait` waits for the device, and waits in
-            the caller's own code are not counted.
+            the caller's own code are not counted in ``seconds_waited``.
 
     Attributes:
         latest: The state, with its seeds and request.
@@ -267,7 +269,7 @@ class JaxDriver(LockstepDriver):
 
     @property
     def newest(self) -> EnvState | None:
-        """The newest state, which the device may still be computing; ``None`` before the first reset."""
+        """The newest state, which the device may still be computing; ``None`` before the first reset and after a failure."""
         return self.latest.state
 
     @newest.setter
@@ -348,8 +350,8 @@ class JaxDriver(LockstepDriver):
 
     def _copy_actions(self, actions: Any) -> Any:
         """Return a copy of NumPy arrays and CPU tensors, which JAX may read even after the call has returned."""
-        leaves = from_torch(actions) if "torch" in sys.modules else actions
-        return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, leaves)
+        arrays = from_torch(actions) if "torch" in sys.modules else actions
+        return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, arrays)
 
     def step_chunk(self, actions: Any) -> tuple[int, Stepped]:
         """Take ``T`` steps in one program, and return ``T`` and the results."""
@@ -359,7 +361,7 @@ class JaxDriver(LockstepDriver):
             actions = jax.tree.map(jnp.asarray, self._copy_actions(actions))
             newest, outputs = self._jitted_chunk(state.inner, state.replace(inner=None), actions)
             stepped = self._chunk_results(outputs)
-            self.newest = newest  # last, because an interruption above loses the results, and makes a reset necessary
+            self.newest = newest  # last: an interruption above loses the results, so it must leave no state
         return outputs.reward.shape[0], stepped
 
     def _chunk_results(self, outputs: EnvState) -> Stepped:
@@ -505,7 +507,7 @@ class JaxDriver(LockstepDriver):
             saved_seeds, columns = unpickle()
         except Exception as error:
             raise_if_from_handler(error, unpickle)
-            text = f"its bytes are not a state of this environment: {type(error).__name__}: {error}"
+            text = f"the bytes of a snapshot are not a state of this environment: {type(error).__name__}: {error}"
             raise SnapshotMismatch(text) from error
 
         seeds, remaining = list(self.latest.seeds), iter(columns)

@@ -157,7 +157,7 @@ class Engine(WorkerDriver):
         if for_recv:
             self.require_not_in_flight("reset_async", rows)
         elif not self.state.changing:  # otherwise a change was interrupted, and `send_reset` drops everything
-            # some workers may be executing the message that will be dropped, so all rows do
+            # some workers may already be executing the message that will be dropped, so let every row execute it
             if ids is not None or self.pool.max_concurrency is not None:
                 self.exchange.wait_until_idle()
             else:
@@ -209,7 +209,7 @@ class Engine(WorkerDriver):
             row_infos = infos or self._no_infos
             is_step = request.command == "step"
             observed = (observations, result[1], result[2], result[3], row_infos) if is_step else (observations, row_infos)
-            # an observer may raise a `TypeError` or `ValueError`, which the guard takes for the error of a wrong argument
+            # an observer may raise a `TypeError` or `ValueError`, which the guard would mistake for a wrong argument
             request.interrupted = True
             for observer in self.observers:
                 observer.on_result(None, observed)
@@ -224,7 +224,7 @@ class Engine(WorkerDriver):
         return result
 
     def _find_misfits(self, rows: Iterable[int]) -> list[int]:
-        """Return the rows with an observation that does not fit the space. Only pickled ones are not checked earlier."""
+        """Return the rows with an observation that does not fit the space: pickled ones, as others were checked earlier."""
 
         def fits(row: int) -> list[Any]:
             take = partial(self.store.take, np.array([row], np.intp))
@@ -265,7 +265,7 @@ class Engine(WorkerDriver):
         Args:
             count: The number of rows; ``None``: the batch size.
             deadline: The ``time.monotonic()`` at which to stop waiting.
-            enough: Return this many rows from ``enough_from`` on, or if no others are in flight; ``None``: ``count``.
+            enough: The number that suffices from ``enough_from`` on, or if no others are in flight; ``None``: ``count``.
             enough_from: The ``time.monotonic()`` from which ``enough`` rows suffice.
 
         Raises:
@@ -403,7 +403,7 @@ class Engine(WorkerDriver):
 
         Raises:
             NotRestorable: An environment cannot be saved, or its worker died meanwhile.
-            EnvFailed: The death of a worker was known before.
+            EnvFailed: The death of a worker was already known.
         """
         exchange, rows = self.exchange, range(self.num_envs)
         exchange.send_call("save", Op.SAVE, _select_positions(rows))
@@ -416,7 +416,7 @@ class Engine(WorkerDriver):
         return [self.with_observation(row, request.results[row]) for row in rows]
 
     def load(self, snapshots: Any, rows: list[int]) -> Any:
-        """Load states, and return the observations; ``None`` if a row has none. All are checked before any row changes."""
+        """Load states into rows, after a check of all states. Return the observations; ``None`` if a row has none."""
         parsed = parse_snapshots(snapshots, rows)
         snapshot_by_row = dict(zip(rows, parsed, strict=True))
         row_states = {row: snapshot.row for row, snapshot in snapshot_by_row.items()}
@@ -528,7 +528,7 @@ class Engine(WorkerDriver):
         self.failures.restart_log.close()
 
     def release(self) -> None:
-        """Free all memory and descriptors after ``close()``, if no call is using them. Idempotent."""
+        """Free all memory and descriptors after ``close()``. No call may be using them. Idempotent."""
         if self.state.unusable != "closed" or self.pool.released:
             return
         with contextlib.suppress(AttributeError):  # another thread is releasing it, too

@@ -4,7 +4,7 @@ The first line identifies the evaluation. An incomplete last line comes from a k
 episode is recorded, and the next evaluation runs it again, so only the last line of an episode counts.
 
 Values of infos without a JSON type are stored as objects with one key: ``!array``, ``!scalar``, ``!tuple``, ``!dict``,
-``!float`` for nan and infinities; ``!repr`` for any other object, which is read back as that text.
+``!float`` for nan and infinities; ``!repr`` for any other object, which is read back as its repr.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Journal:
         try:
             self._lock()
             with open(self._fd, "rb", closefd=False) as file:
-                complete = self._load_results(file.read())
-            os.ftruncate(self._fd, complete)
-            if not complete:
+                complete_size = self._load_results(file.read())
+            os.ftruncate(self._fd, complete_size)
+            if not complete_size:
                 self._write(self._header)
         except BaseException:
             os.close(self._fd)
@@ -98,12 +98,12 @@ class Journal:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 folder = str(self._path.parent)
-                raise ValueError(f"{folder=}: another evaluation writes its results there") from error
+                raise ValueError(f"{folder=}: another evaluation is writing its results there") from error
 
     def _load_results(self, data: bytes) -> int:
         """Replace ``results`` with those in ``data``, and return the number of bytes in complete lines."""
-        complete = data.rfind(b"\n") + 1
-        header, *lines = _parse(self._path, data[:complete]) or [None]
+        complete_size = data.rfind(b"\n") + 1
+        header, *lines = _parse(self._path, data[:complete_size]) or [None]
         if header is not None:
             self._require_same_evaluation(header)
         self.results.clear()
@@ -114,13 +114,13 @@ class Journal:
                     self.results[line["index"]] = self._parse_result(line)
             except (KeyError, IndexError, TypeError, ValueError) as error:
                 raise _damage_error(self._path, number, error) from error
-        return complete
+        return complete_size
 
     def _require_same_evaluation(self, header: Any) -> None:
         """Raise if the file belongs to another evaluation."""
         for key, description in (
             ("format", "a file of format"), ("seed", "results with seed"), ("name", "results of policy"),
-            ("episodes", "a list with this number of episodes:"), ("list", "another list of episodes, with hash"),
+            ("episodes", "results of an episode list of length"), ("list", "results of an episode list with hash"),
         ):  # fmt: skip
             found = header.get(key) if isinstance(header, dict) else None
             if found != self._header[key]:
@@ -165,7 +165,7 @@ def _parse(path: Path, data: bytes) -> list[Any]:
 
 
 def _damage_error(path: Path, number: int, error: Exception) -> ValueError:
-    return ValueError(f"{path}, line {number} is damaged: {type(error).__name__}: {error}")
+    return ValueError(f"line {number} of {path} is damaged: {type(error).__name__}: {error}")
 
 
 def _hash_episodes(episodes: Sequence[Episode]) -> str:
@@ -175,7 +175,7 @@ def _hash_episodes(episodes: Sequence[Episode]) -> str:
         try:
             options = None if episode.options is None else _encode(dict(episode.options), strict=True)
         except TypeError as error:
-            raise TypeError(f"folder= with episodes[{index}].options: {error}") from None
+            raise TypeError(f"episodes[{index}].options cannot be stored exactly, as folder= requires: {error}") from None
         snapshot = episode.snapshot
         state = "" if snapshot is None else hashlib.sha256(snapshot.body + snapshot.rest).hexdigest()
         digest.update(json.dumps([episode.seed, episode.env, options, state], sort_keys=True).encode() + b"\n")

@@ -230,14 +230,6 @@ def parse_autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
         raise ValueError(f"{mode!r} is not a valid AutoresetMode: expected one of {accepted}.") from None
 
 
-# -- actions -----------------------------------------------------------------------------------------------------------
-
-
-def shape_error(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> ValueError:
-    """Return the error for an argument of the wrong shape. Raise it before anything is sent."""
-    return ValueError(f"{name}: got shape {got}, expected {expected}; nothing was sent")
-
-
 def store_gymnasium_options(
     envs: Any, env_fns: Sequence[Callable[[], Any]], shared_memory: bool, copy: bool, context: str | None, daemon: bool,
     observation_mode: Any, autoreset_mode: str | AutoresetMode, max_concurrency: int | None,
@@ -257,6 +249,14 @@ def store_gymnasium_options(
         if max_concurrency < 1:
             raise ValueError(f"`max_concurrency` must be a positive or None, got {max_concurrency}.")
     envs.max_concurrency = max_concurrency
+
+
+# -- actions -----------------------------------------------------------------------------------------------------------
+
+
+def shape_error(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> ValueError:
+    """Return the error for an argument of the wrong shape. Raise it before anything is sent."""
+    return ValueError(f"{name}: got shape {got}, expected {expected}; nothing was sent")
 
 
 # -- seeds and options of a reset --------------------------------------------------------------------------------------
@@ -410,7 +410,7 @@ def parse_env_ids(env_id: Any, num_envs: int) -> npt.NDArray[np.intp]:
     ids = np.asarray(env_id)
     if ids.ndim != 1 or not (ids.dtype.kind in "iu" or ids.size == 0):
         got = "a mask: use np.flatnonzero(mask)" if ids.dtype == np.bool_ else repr(env_id)
-        raise ValueError(f"env_id must be a sequence of int, got {got}")
+        raise ValueError(f"env_id must be a sequence of integers, got {got}")
     if ids.size == 0:
         raise ValueError("env_id is empty: pass at least one index")
     if len(ids) <= _LIST_CHECK_MAX:

@@ -128,5 +128,5 @@ def _is_same(before: Any, after: Any) -> bool:
 
 
 def _is_same_value(before: Any, after: Any) -> bool:
-    """True if a wrapper left an object unchanged. Equal values count: each merge reads new objects from shared memory."""
+    """True if a wrapper left an object unchanged, or equal: each merge reads new objects from shared memory."""
     return before is after or (type(before) is type(after) and isinstance(before, (int, float, str)) and before == after)

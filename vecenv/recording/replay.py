@@ -56,7 +56,7 @@ class ReplayResult(NamedTuple):
         """Return the result of a replay that ended in a failure. ``same``: the failure is the recorded one."""
         if same:
             return cls(AGAIN, f"happened again {where}: {failure}{more}", **found)
-        recorded_text = "nothing had failed" if recorded is None else f"the record has: {recorded.text}"
+        recorded_text = "the record has no failure" if recorded is None else f"the record has: {recorded.text}"
         return cls(DIFFERENT, f"did not happen again: another failure {where}: {failure} ({recorded_text}){more}", **found)
 
 
@@ -71,7 +71,8 @@ class Replay:
 
     Attributes:
         place: Index of the next step of the record.
-        step_number: Number of the next step in the latest episode; negative: in an earlier one.
+        step_number: Number of the next step in the latest episode; below 1: its automatic reset, or a step of an earlier
+            episode.
         where: The latest request, as part of a sentence, such as ``at step 3``.
         step: The step number of the latest request; 0 for the reset before step 1; ``None`` for other requests.
         is_last: True if the latest request is the last one in the record.
@@ -97,7 +98,7 @@ class Replay:
         env_fn = _unpickle(record.env_fn, f"the function that builds {header.env_id}")
         messages, self._pickled_actions = _unpickle(record.requests, f"the requests to {header.env_id}")
         record.columns["rewards"] = record.columns["rewards"].astype(np.float64)
-        self._missing_note = ""  # on what the record lacks, if that may explain a difference
+        self._missing_note = ""  # about calls that the record lacks, if they may explain a difference
         self._restart_message = messages[0] if messages and record.restarted else None
         self._snapshot: Snapshot | None = None
         self._setup_messages, self._messages, self.place = self._find_start(messages, begin)
@@ -177,7 +178,7 @@ class Replay:
         """Replay the record and set :attr:`result`.
 
         Yields:
-            The number of the step before each step, and 0 before each message.
+            Before each step, its number; before each message, 0.
         """
         record = self.record
         failures, _ = self._rows.build()
@@ -224,10 +225,14 @@ class Replay:
         return any(failure.fatal or may_be_recorded for failure in failures)
 
     def _announce(self, name: str, *, last: bool = False) -> int:
-        """Set the attributes that describe the next request, a step if ``name`` is empty. Return its step number or 0."""
+        """Announce a request (a step if ``name`` is empty): set the attributes that describe it.
+
+        Returns:
+            The number of the step; 0 for a message.
+        """
         number, self.is_last = self.step_number, last
-        resets = self.record.plan.autoreset_mode is AutoresetMode.NEXT_STEP  # step 0 is the automatic reset
-        if number < (0 if resets else 1):
+        has_reset_steps = self.record.plan.autoreset_mode is AutoresetMode.NEXT_STEP  # step 0 is the automatic reset
+        if number < (0 if has_reset_steps else 1):
             self.where, self.step = "in an earlier episode", None
         elif name == "reset" or (not name and number == 0):
             self.where, self.step = "in the reset before step 1", 0
@@ -270,7 +275,7 @@ class Replay:
         outcome = self._rows.step(None, [self.action])
         if np.isnan(record.columns["rewards"][place]):
             if place == record.steps - 1 and not outcome.failures and outcome.has_payload():
-                outcome = decode_outcome(encode_outcome(outcome))  # a worker encodes it too, which may fail
+                outcome = decode_outcome(encode_outcome(outcome))  # as a worker does, because encoding may fail
             return self._find_failures(outcome)
         if outcome.failures:
             return outcome.failures
@@ -282,7 +287,7 @@ class Replay:
         return []
 
     def _find_failures(self, outcome: Outcome) -> list[Failure]:
-        """Return the failures of a step or reset. If its result was not returned, an info that is not a dict may be one."""
+        """Return the failures of a step or reset, with infos that are not dicts if one may be the recorded failure."""
         may_be_recorded = self.is_last and self.record.failed is not None and self.record.failed.how == "raised"
         return outcome.failures or (find_bad_infos(outcome) if may_be_recorded else [])
 
@@ -316,7 +321,7 @@ class Replay:
             matched, last = self._matched_steps_text, self._latest_request
             killed = record.failed.how == "died" and record.failed.exitcode == KILLED
             external = "; a kill from outside is not repeated" if killed else ""
-            text = f"did not happen again: {matched}{last} returned, where the record fails{self._missing_note}{external}"
+            text = f"did not happen again: {matched}{last} returned, but failed in the record{self._missing_note}{external}"
         self.result = ReplayResult(status, text)
 
     @property

@@ -386,7 +386,7 @@ class _Reader(pickle.Unpickler):
         rule = rule_for(type(obj))
         if isinstance(rule, Codec) and self._load_targets.setdefault(id(obj), path) == path:
             try:
-                self.pending_loads.append((rule, obj, rule.open(obj, state)))
+                self.pending_loads.append((rule, obj, rule.prepare(obj, state)))
             except SnapshotMismatch as error:
                 raise SnapshotMismatch(f"{_format_path(self._layers, path)}: {error}") from error
             return obj
@@ -434,7 +434,7 @@ def prepare_restore(env: Any, blob: bytes, layers: list[Any] | None = None) -> C
                 rule = rule_for(type(layer))
                 if not isinstance(rule, Codec):
                     raise SnapshotMismatch(f"{type(layer).__name__} was saved by a codec that is not registered here")
-                pending_loads.append((rule, layer, rule.open(layer, state)))
+                pending_loads.append((rule, layer, rule.prepare(layer, state)))
             else:
                 for name in names_in_place:
                     _require_kept_in_place(layer.__dict__.get(name), f"{type(layer).__name__}.{name}")

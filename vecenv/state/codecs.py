@@ -33,13 +33,13 @@ class Codec:
     Attributes:
         save: Object -> a state that can be pickled; ``None``: there is nothing to save.
         load: (object, state): loads the state into the object; safe to repeat.
-        open: (object, state) -> state for ``load``; raises for a state that does not fit, and changes nothing.
+        prepare: (object, state) -> state for ``load``; raises for a state that does not fit, and changes nothing.
         make: State -> a new object, used if there is none to load into; must raise for a state of another kind.
     """
 
     save: Callable[[Any], Any]
     load: Callable[[Any, Any], None]
-    open: Callable[[Any, Any], Any] = lambda thing, state: state
+    prepare: Callable[[Any, Any], Any] = lambda thing, state: state
     make: Callable[[Any], Any] | None = None
 
 
@@ -73,7 +73,7 @@ class _Cache(dict[type, _T]):
 
 
 def by_class(function: Callable[[type], _T]) -> Callable[[type], _T]:
-    """Cache a function of classes until another codec is registered. A cached call costs one dict look-up."""
+    """Cache a function's result for each class until another rule is registered. A cached call costs one dict lookup."""
     _CACHES.append(_Cache(function))
     return _CACHES[-1].__getitem__
 
@@ -138,7 +138,7 @@ def _save_generator(generator: np.random.Generator) -> Any:
     return bits.state, seeds.state if isinstance(seeds, np.random.SeedSequence) else None
 
 
-def _open_generator(generator: np.random.Generator, state: Any) -> Any:
+def _prepare_generator(generator: np.random.Generator, state: Any) -> Any:
     saved, found = state[0]["bit_generator"], type(generator.bit_generator).__name__
     if saved != found:
         raise SnapshotMismatch(f"its generator is {saved}, and the environment's is {found}")
@@ -169,7 +169,7 @@ def _save_random_state(generator: Any) -> Any:
     return generator.get_state(legacy=False)
 
 
-def _open_random_state(generator: Any, state: Any) -> Any:
+def _prepare_random_state(generator: Any, state: Any) -> Any:
     saved, found = state["bit_generator"], generator.get_state(legacy=False)["bit_generator"]
     if saved != found:
         raise SnapshotMismatch(f"its generator is {saved}, and the environment's is {found}")
@@ -183,30 +183,35 @@ def _make_random_state(state: Any) -> Any:
     return generator
 
 
-def _save_python(generator: random.Random) -> Any:
+def _save_python_random(generator: random.Random) -> Any:
     _require_own(generator, random._inst, "the module random")
     if own := vars(generator).keys() - {"gauss_next"}:
         raise NotRestorable(f"the generator {type(generator).__name__} has attributes of its own: {', '.join(sorted(own))}")
     return generator.getstate()
 
 
-def _open_python(generator: random.Random, state: Any) -> Any:
+def _prepare_python_random(generator: random.Random, state: Any) -> Any:
     random.Random().setstate(state)
     return state
 
 
-def _make_python(state: Any) -> Any:
+def _make_python_random(state: Any) -> Any:
     generator = random.Random()
     generator.setstate(state)
     return generator
 
 
-register_rule("numpy.random._generator.Generator", Codec(_save_generator, _load_generator, _open_generator, _make_generator))
+register_rule(
+    "numpy.random._generator.Generator", Codec(_save_generator, _load_generator, _prepare_generator, _make_generator)
+)
 register_rule(
     "numpy.random.mtrand.RandomState",
-    Codec(_save_random_state, lambda one, state: one.set_state(state), _open_random_state, _make_random_state),
+    Codec(_save_random_state, lambda one, state: one.set_state(state), _prepare_random_state, _make_random_state),
 )
-register_rule("random.Random", Codec(_save_python, lambda one, state: one.setstate(state), _open_python, _make_python))
+register_rule(
+    "random.Random",
+    Codec(_save_python_random, lambda one, state: one.setstate(state), _prepare_python_random, _make_python_random),
+)
 register_rule("random.SystemRandom", Refused("the operating system's random numbers cannot be repeated"))
 
 
@@ -260,17 +265,17 @@ def _load_space(space: Any, state: Any) -> None:
             _load_generator(subspace._np_random, saved)
 
 
-def _open_space(space: Any, state: Any) -> Any:
+def _prepare_space(space: Any, state: Any) -> Any:
     """Return the state. Raise if it does not fit the generators of the space."""
     for subspace, saved in zip(_spaces_in(space), state, strict=True) if state is not None else ():
         if saved is not None:
             own = subspace._np_random
-            _open_generator(np.random.Generator(np.random.PCG64(0)) if own is None else own, saved)
+            _prepare_generator(np.random.Generator(np.random.PCG64(0)) if own is None else own, saved)
             _make_generator(saved)
     return state
 
 
-register_rule("gymnasium.spaces.space.Space", Codec(save_space, _load_space, _open_space))
+register_rule("gymnasium.spaces.space.Space", Codec(save_space, _load_space, _prepare_space))
 
 # -- simulators and emulators --------------------------------------------------------------------------------------
 
@@ -284,7 +289,7 @@ def model_bytes(model: Any) -> bytes:
 
 
 def _iter_values(obj: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the numbers and arrays of a model, and of its nested structures, by name."""
+    """Yield the name and the bytes of each value in a model and in its nested structures."""
     for key in dir(obj):
         value = None if key.startswith("_") or key == "signature" else getattr(obj, key, None)
         if isinstance(value, int | float | str | bytes | np.ndarray):
@@ -314,7 +319,7 @@ def _read_physics(blob: bytes) -> tuple[Any, bytes]:
     return data, model
 
 
-def _open_physics(data: Any, state: Any) -> Any:
+def _prepare_physics(data: Any, state: Any) -> Any:
     import mujoco
 
     version, blob = state
@@ -324,7 +329,7 @@ def _open_physics(data: Any, state: Any) -> Any:
     if model != model_bytes(data.model):
         here = dict(_iter_values(data.model, ""))
         names = [name for name, value in _iter_values(saved.model, "") if here.get(name) != value]
-        raise SnapshotMismatch(f"its MjModel is different: {', '.join(names[:8]) or 'its structure'} differ")
+        raise SnapshotMismatch(f"its MjModel differs in {', '.join(names[:8]) or 'its structure'}")
     return saved
 
 
@@ -334,7 +339,7 @@ def _load_physics(data: Any, state: Any) -> None:
     mujoco.mj_copyData(data, data.model, state)
 
 
-register_rule("mujoco._structs.MjData", Codec(_save_physics, _load_physics, _open_physics))
+register_rule("mujoco._structs.MjData", Codec(_save_physics, _load_physics, _prepare_physics))
 register_rule("mujoco._structs.MjModel", STAYS)
 
 # -- Atari emulators, with the action that a sticky emulator repeats ------------------------------------------------
@@ -344,7 +349,7 @@ register_rule("mujoco._structs.MjModel", STAYS)
 # draws, so it is found by trial. First the generator is set to repeat always, and the emulator plays some frames of the
 # unknown action. Then it is set to repeat never, and the emulator plays as many frames of each known action. The action
 # with equal frames is the previous one, or equivalent to it. Finally the emulator's own state is restored; its screen is
-# one frame late until the next step.
+# one frame ahead until the next step.
 
 _ALE_SETTINGS: Final = (
     ("getFloat", "repeat_action_probability"), ("getInt", "frame_skip"), ("getBool", "color_averaging"),
@@ -377,7 +382,7 @@ def _save_ale(ale: Any) -> Any:
     return sys.modules["ale_py"].__version__, _ale_settings(ale), state, _find_previous_action(ale, state)
 
 
-def _open_ale(ale: Any, state: Any) -> Any:
+def _prepare_ale(ale: Any, state: Any) -> Any:
     version, settings, emulator, previous = state
     if version != (own_version := sys.modules["ale_py"].__version__):
         raise SnapshotMismatch(f"it was played with ALE {version}, and this is {own_version}")
@@ -419,7 +424,7 @@ def _find_previous_action(ale: Any, state: Any) -> Any:
         weaker = _iter_weaker_actions(ale, never_repeating, expected[0], full_strength)
         found = next(filter(continues_like, chain(full_strength, weaker)), None)
         if found is None:
-            raise NotRestorable("no action continues as the previous one does, which ALE does not expose")
+            raise NotRestorable("ALE does not expose the previous action, and no legal action continues as it does")
         ale.restoreState(never_repeating)
         ale.act(*found)
     finally:
@@ -466,7 +471,7 @@ def _with_constant_draws(state: Any, word: bytes) -> Any:
     return changed
 
 
-register_rule("ale_py._ale_py.ALEInterface", Codec(_save_ale, _load_ale, _open_ale))
+register_rule("ale_py._ale_py.ALEInterface", Codec(_save_ale, _load_ale, _prepare_ale))
 
 # -- objects that stay ----------------------------------------------------------------------------------------------------
 

@@ -93,7 +93,7 @@ def _parse_counts_seeds_and_spaces(
     state: Mapping[str, Any], spaces: Sequence[Any]
 ) -> tuple[Counts, np.random.SeedSequence, list[Any]]:
     generators = [
-        (space, saved if saved is None else _space_codec(space).open(space, saved))
+        (space, saved if saved is None else _space_codec(space).prepare(space, saved))
         for space, saved in zip(spaces, state["spaces"], strict=True)
     ]
     steps, resets, restarts = map(_parse_count, state["counters"])

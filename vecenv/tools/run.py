@@ -58,7 +58,7 @@ def main(arguments: argparse.Namespace) -> Callable[[], None]:
         settings = settings or "one worker per environment"
         print(f"vecenv run: gymnasium.vector.{replaced} vecenv's ({settings})", file=sys.stderr)
         if defaults.get("num_workers") == "auto":
-            note = f"auto first tries environments in temporary processes, up to {MAX_STEPS} steps"
+            note = f"auto first tries environments in temporary processes for up to {MAX_STEPS} steps"
             print(f"vecenv run: {note}", file=sys.stderr)
         atexit.register(_print_report, os.getpid())
     return start
@@ -204,7 +204,7 @@ def add_options(option: Callable[..., Any]) -> None:
     Args:
         option: ``ArgumentParser.add_argument``.
     """
-    text = "number of worker processes, auto, or each for one per environment (default: auto)"
+    text = "number of worker processes, 'auto', or 'each' (one per environment); default: auto"
     option("--num-workers", type=_parse_num_workers, default="auto", metavar="N", help=text)
     option("--on-failure", choices=("raise", "restart"), help="what to do when an environment fails (default: raise)")
     text = "seconds after which a step counts as hanging (default: no limit)"

@@ -26,7 +26,7 @@ class SnapshotRows(EnvRows):
         self._prepared: dict[int, tuple[Callable[[], None], Snapshot]] = {}
         """``k`` -> the function that loads the row's snapshot, and the snapshot."""
         self._kinds: dict[int, tuple[list[Any], Kind]] = {}
-        """``k`` -> the layers and spaces that its kind was determined for, and the kind."""
+        """``k`` -> the row's layers and spaces when its kind was determined, and the kind."""
         self._proved_fns: list[Callable[[], Any]] = []
         """The ``env_fns`` that have passed the proof."""
 
@@ -108,7 +108,7 @@ class SnapshotRows(EnvRows):
         return proof
 
     def check(self, snapshots: Sequence[tuple[int, Snapshot]]) -> Outcome:
-        """Prepare to load snapshots, and build missing environments. A misfit is a failure in the outcome."""
+        """Prepare to load snapshots, and build missing environments. Each snapshot that does not fit is a failure."""
         snapshot_by_row = dict(snapshots)
 
         def prepare_row(k: int) -> None:

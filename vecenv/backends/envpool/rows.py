@@ -200,9 +200,9 @@ class _LeafChecker:
     def _require_within(self, array: Array, ids: Array) -> None:
         wrong = ~((array >= self._low) & (array <= self._high)).reshape(len(ids), -1).all(axis=1)
         if wrong.any():
+            low, high = (bound.min() if np.ptp(bound) == 0 else bound.tolist() for bound in (self._low, self._high))
             raise ValueError(
-                f"{self._name} must be from {self._low.min()} to {self._high.max()}; got {array[wrong].tolist()} for envs "
-                f"{ids[wrong].tolist()}"
+                f"{self._name} must be from {low} to {high}; got {array[wrong].tolist()} for envs {ids[wrong].tolist()}"
             )
 
     def dummy_actions(self, n: int) -> Array:
@@ -233,14 +233,14 @@ class PoolRows:
         space = task.observation_space
         self._nested = fixed_tree(space) if isinstance(space, spaces.Dict) else None
         self._leaves = _observation_leaves(_nest_indices(index, "obs"), space)
-        # most observations are a single array of the pool
-        self._array = self._leaves[0][0] if self._nested is None and self._leaves[0][1] is None else None
+        # the index of an observation that is a single array without a cast, as most are; else None
+        self._observation = self._leaves[0][0] if self._nested is None and self._leaves[0][1] is None else None
         self._info_plan = {**_nest_indices(index, "info"), "elapsed_step": index["elapsed_step"]}
         self._info_plan.pop("players", None)
         self._flat_infos = [(key, f"_{key}", i) for key, i in self._info_plan.items() if isinstance(i, int)]
         self._nested_infos = {key: plan for key, plan in self._info_plan.items() if not isinstance(plan, int)}
         self._ones = np.ones(0, dtype=np.bool_)
-        # the indices of observations and infos; the other arrays are rewards and flags
+        # the arrays that the reset of an ended row replaces: observations and infos, but neither rewards nor flags
         self.visible = [i for i, key in enumerate(keys) if key.partition(":")[0] in ("obs", "info", "elapsed_step")]
 
     def begin(self) -> None:
@@ -282,7 +282,7 @@ class PoolRows:
     def _build_results(self, states: States, rows: Array, ended: Array) -> Stepped:
         infos = self.infos(states, rows)
         terminated, truncated, ended[rows] = self.flags(states)
-        observations = self.build(self.leaves(states)) if self._array is None else states[self._array]
+        observations = self.build(self.leaves(states)) if self._observation is None else states[self._observation]
         return observations, self.rewards(states), terminated, truncated, infos
 
     # -- flags and rewards -----------------------------------------------------------------------------------

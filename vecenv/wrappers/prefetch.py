@@ -70,7 +70,7 @@ EpisodeKey = tuple[int, int, int]
 _REFUSALS: Final[tuple[type[Exception], ...]] = (
     AlreadyPendingCallError, ClosedEnvironmentError, ValueError, TypeError, EnvFailed, InfoError,
 )  # fmt: skip
-"""Errors with which a call is refused before anything is sent, or complete."""
+"""Errors of calls that were refused before anything was sent, and of complete calls with infos that cannot be merged."""
 
 
 class EpisodePrefetcher(VectorEnv[Any, Any, Any]):

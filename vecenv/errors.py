@@ -7,8 +7,8 @@ the builtin ``TimeoutError``; a dead worker is a ``RuntimeError``. Protocol erro
 the worker's traceback as its cause and a note that names the environment; :class:`EnvError` replaces one that cannot be sent
 between processes.
 
-Exceptions about environments that failed, whatever their class, have ``envs``, the indices of these environments. Others are
-about the call.
+The exception of a call in which environments fail, whatever its class, has ``envs``, the indices of these environments.
+:class:`EnvFailed`, which refuses a call because of an earlier failure, does not have it.
 """
 
 from __future__ import annotations

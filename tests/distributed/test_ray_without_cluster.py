@@ -447,6 +447,29 @@ def test_errors_of_vecenv_contain_the_global_env_index(closes: Any) -> None:
         envs.get_attr("steps")
 
 
+class MissingKeyEnv(CounterEnv):
+    """An environment with pickled observations that lacks the key of its observation after action 1."""
+
+    def __init__(self, env_id: int) -> None:
+        super().__init__(env_id)
+        self.observation_space = spaces.Dict(text=spaces.Text(5))  # type: ignore[assignment]
+
+    def reset(self, **kwargs: Any) -> Any:
+        return {"text": "abc"}, super().reset(**kwargs)[1]
+
+    def step(self, action: Any) -> Any:
+        return {} if action == 1 else {"text": "abc"}, *super().step(action)[1:]
+
+
+def test_error_of_a_pickled_observation_has_the_global_env_index(closes: Any) -> None:
+    for engine_class in (InProcessRayVectorEnv, vecenv.AsyncVectorEnv):
+        envs: Any = closes(engine_class([functools.partial(MissingKeyEnv, i) for i in range(4)], context="fork"))
+        envs.reset(seed=1)
+        with pytest.raises(ObservationError, match=r"^env 3: ") as caught:
+            envs.step([0, 0, 0, 1])
+        assert caught.value.envs == (3,)  # type: ignore[attr-defined]
+
+
 class SimulatorEnv(CounterEnv):
     """An environment with errors that mention "env 0" of its simulator, in the text and in a note."""
 
@@ -681,8 +704,9 @@ def test_missing_cores_for_a_new_host_raise_at_once(closes: Any) -> None:
     envs.reset()
     cluster.crash(0)
     cluster.has_free_cores = False
-    with pytest.raises(ClusterError):
+    with pytest.raises(ClusterError) as caught:
         envs.step([0] * 4)
+    assert caught.value.envs == (0, 1)  # type: ignore[attr-defined]
     cluster.has_free_cores = True
     assert envs.step([0] * 4)[3].tolist()[:2] == [True, True]
 

@@ -90,7 +90,7 @@ def send_alone(envs: Any, actions: Any, rows: Any) -> None:
 
 
 def require_none_in_flight(envs: Any, method: str, rows: Any) -> None:
-    """Raise like :func:`send_alone`. Another step would return the results of these rows, and a masked reset drop them."""
+    """Raise like :func:`send_alone`. Another step would return the results of these rows; a masked reset would drop them."""
     with contextlib.suppress(NotImplementedError):  # EnvPool reports only the number of rows; its environments do not fail
         if in_flight := getattr(envs, "in_flight", rows[:0]).tolist():
             raise AlreadyPendingCallError(

@@ -62,7 +62,7 @@ class Observer(Protocol):
         return
 
     def on_call(self, rows: Rows, name: str, arguments: tuple[Any, ...]) -> None:
-        """Observe a call that may change environments, before the call is submitted; a load once all snapshots fit.
+        """Observe a call that may change environments, before it is submitted; a load only if all snapshots fit.
 
         Args:
             rows: Indices of the environments.

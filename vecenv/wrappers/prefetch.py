@@ -70,7 +70,7 @@ EpisodeKey = tuple[int, int, int]
 _REFUSALS: Final[tuple[type[Exception], ...]] = (
     AlreadyPendingCallError, ClosedEnvironmentError, ValueError, TypeError, EnvFailed, InfoError,
 )  # fmt: skip
-"""Errors with which a call is refused before anything is sent, or complete."""
+"""Errors of calls that were refused before anything was sent, and of complete calls with infos that cannot be merged."""
 
 
 class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
@@ -322,9 +322,10 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def _send(self, actions: Any, rows: list[int], call: str) -> None:
         self._require_consistent()
         self._require_not_in_flight(f"{call}_async" if call else "send", rows)
-        self._require_not_failed(rows)
-        ended = [row for row in rows if self._rows[row].phase == "ended"]
-        stepped = [row for row in rows if row not in ended] if ended else rows
+        episodes = self._rows
+        ended = [row for row in rows if episodes[row].phase != "running"]
+        self._require_not_failed(ended)
+        stepped = [row for row in rows if episodes[row].phase == "running"] if ended else rows
         if ended:
             check_batch(self.single_action_space, self.single_action_space, actions, len(rows), "actions")
             actions = select_rows(self.single_action_space, actions, [rows.index(row) for row in stepped])
@@ -445,9 +446,10 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def _prefetch(self) -> None:
         """Begin an upcoming episode in each free spare: first for rows with an ended episode, then for the oldest others."""
-        free = set(range(self.envs.num_envs)).difference(self.places, self._prefetched.values())
-        if not free:
+        in_use = {place for place in self._prefetched.values() if place is not None}
+        if len(in_use) == self.envs.num_envs - self.num_envs:  # nearly always
             return
+        free = set(range(self.envs.num_envs)).difference(self.places, in_use)
         free.difference_update(self.envs.in_flight.tolist())  # spares that are resetting for outdated episodes
         if upcoming := dict(zip(self._find_upcoming(len(free)), free, strict=False)):
             seeds = [self._rows[row].derive_seed(episode) for row, _, episode in upcoming]
@@ -503,7 +505,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 except StepTimeout:
                     break
                 continue
-            only_resets, started = self._count_beginning() == waiting, time.monotonic()
+            only_resets, started = "running" not in self._waiting_phases(), time.monotonic()
             needed = 1 if enough_from is not None else min(count - len(self._results), waiting)
             self._receive(needed, left)
             self.counts["seconds"] += only_resets * (time.monotonic() - started)
@@ -556,8 +558,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def _apply_results(self, places: list[int], observations: Any, columns: list[Any], infos: list[Any]) -> None:
         """Apply received results to the rows and spares that wait for them."""
         ended = columns[1] | columns[2]
-        is_whole_step = self._call == "step" and self._waiting.keys() == set(places) and not self._count_beginning()
-        if is_whole_step and len(places) == self.num_envs and not (self._same_step and ended.any()):
+        is_whole_step = self._call == "step" and len(places) == self.num_envs and self._waiting.keys() == set(places)
+        if is_whole_step and "beginning" not in self._waiting_phases() and not (self._same_step and ended.any()):
             rows = [self._waiting.pop(place) for place in places]
             for row in itertools.compress(rows, ended):
                 self._set_phase(row, "ended")
@@ -604,9 +606,9 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def _set_phase(self, row: int, phase: EpisodePhase) -> None:
         self._rows[row] = replace(self._rows[row], phase=phase)
 
-    def _count_beginning(self) -> int:
-        """Return the number of rows that wait for a reset."""
-        return sum(self._rows[row].phase == "beginning" for row in self._waiting.values())
+    def _waiting_phases(self) -> list[EpisodePhase]:
+        episodes = self._rows
+        return [episodes[row].phase for row in self._waiting.values()]
 
     def _combine(self, rows: Sequence[int]) -> tuple[Any, ...]:
         """Remove the results of rows and return them as one batch."""

@@ -31,7 +31,7 @@ from vecenv.errors import StepTimeout, VecEnvError, envs_text, format_seconds
 from vecenv.front.arguments import ResetOptions, deadline_after, select_options
 from vecenv.front.driver import PHASES, Counters, Phase, require_pending_reset, too_few_in_flight_error, wait_method
 from vecenv.front.guard import CallState, closed_error
-from vecenv.link.messages import PackedError, decode_outcome, pack_error, unpack_error
+from vecenv.link.messages import PackedError, decode_outcome, name_envs, pack_error, unpack_error
 from vecenv.link.observations import PickledStore, SharedStore
 from vecenv.shm import fixed_tree
 from vecenv.system.signals import deferred_signals
@@ -458,7 +458,9 @@ class HostExchange:
                 ]
             except Exception as error:
                 errors.append((None, error))
-            if errors:  # then there are no `rebuilds`
+            for _, raised in errors:  # then there are no `rebuilds`
+                name_envs(raised, rows)
+            if errors:
                 self.unraised.append((errors, rows))
             for request, seeds in rebuilds:
                 self.rebuild(request, seeds)

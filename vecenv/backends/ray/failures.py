@@ -126,5 +126,6 @@ def combine(errors: Errors) -> Exception:
     rows: list[int] = []
     for env, error in errors:
         rows += getattr(error, "envs", ()) if env is None else [env]
-    name_envs(first, rows)
+    if rows:
+        name_envs(first, rows)
     return first

@@ -28,7 +28,7 @@ from vecenv.engine.vector_env import AsyncVectorEnv, Observer
 from vecenv.errors import ObservationError, SnapshotMismatch, StepTimeout, VecEnvError, WorkerDied
 from vecenv.front.by_row import infos_by_row
 from vecenv.link.envs import find_env_id
-from vecenv.link.messages import Outcome, PackedEnvFns, PackedError, encode_outcome, pack_error, summary
+from vecenv.link.messages import Outcome, PackedEnvFns, PackedError, encode_outcome, name_envs, pack_error, summary
 from vecenv.link.observations import flatten
 from vecenv.planning.options import WorkerOptions, options_for_processes
 from vecenv.planning.plan import choose
@@ -191,8 +191,9 @@ class _EventCollector(Observer):
             return error
         original = getattr(error, "original", "")  # the environment's own text
         renumbered, text = copy(error), self.renumber(str(error).removesuffix(original)) + original
+        if hasattr(renumbered, "envs"):
+            name_envs(renumbered, self.callers_rows(renumbered.envs))
         if isinstance(renumbered, WorkerDied):
-            renumbered.envs = tuple(self.callers_rows(renumbered.envs))
             renumbered.where = {self._first_row + row: self.renumber(place) for row, place in renumbered.where.items()}
             worker = f"worker {renumbered.worker}"
             text = text.replace(f"{worker} (", f"{worker} of host {self._host} (", 1)

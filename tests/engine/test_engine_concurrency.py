@@ -231,6 +231,27 @@ def test_hanging_env_is_reported_if_an_interrupted_call_waits_behind_it() -> Non
         assert caught.value.envs == (2,)
 
 
+@pytest.mark.parametrize(
+    ("interrupted", "args", "method"),
+    [("step", ([100.0, 0.0],), "step_wait"), ("exec_func", (SleepingEnv.sleep, [0], 100.0), "reset_wait")],
+)
+def test_timeout_of_a_reset_after_an_interrupted_call_names_the_method_to_call(
+    interrupted: str, args: Any, method: str
+) -> None:
+    """The reset waits for an interrupted step, which ``step_wait`` can fetch. It drops an interrupted call."""
+    options: Options = {"num_workers": 2, "max_concurrency": 1, "step_timeout": 0.5}
+    with signal_handler(signal.SIGALRM, TimeoutError), ready_engine([SleepingEnv] * 2, **options) as envs:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(TimeoutError):
+            getattr(envs, interrupted)(*args)
+        with pytest.raises(StepTimeout, match=f"call `{method}` again") as caught:
+            envs.reset()
+        assert caught.value.envs == (0,)
+        envs.abandon(caught.value.envs)
+        with pytest.raises(WorkerDied):
+            getattr(envs, method)()
+
+
 class DiesInStep(SleepingEnv):
     """An environment that creates a file and ends its process in every step. If the file exists, resets take 0.6 s."""
 

@@ -240,16 +240,21 @@ class Exchange:
                 del error  # break a reference cycle: the exception's traceback refers to this frame
 
     def wait_until_idle(self) -> None:
-        """Wait for all replies. Required before a reset of some rows, and with ``max_concurrency`` before one of all rows.
+        """Drop an interrupted call, and wait for all other replies.
+
+        Required before a reset of some rows, and with ``max_concurrency`` before one of all rows.
 
         A reset of some rows marks them in ``Batch.requested``, where workers read the rows of earlier messages only when
         they execute them. A reset of all rows would drop held messages, so that only some rows would execute the request,
-        and would begin beside dropped steps. Both drop all results. ``StepTimeout`` names ``recv``, not the reset.
+        and would begin beside dropped steps. Both drop all results. ``StepTimeout`` names the method that fetches the
+        pending results, because the reset has not been submitted.
         """
+        self.drop_if_droppable()
         deadline = deadline_after(self.policy.step_timeout)
         while any(worker.pending for worker in self.pool.workers):
             if not self._wait_for_next_replies(deadline):
-                deadline = self._kill_hanging("recv")
+                method = "recv" if self.request is None else wait_method(self.request.command)
+                deadline = self._kill_hanging(method)
 
     def convert_for_recv(self, request: Request) -> None:
         """Convert the pending reset, so that ``recv`` returns its rows as they become ready.

@@ -152,9 +152,8 @@ class Engine(WorkerDriver):
             for_recv: True if ``recv`` returns the rows as they become ready; others may be in flight meanwhile.
         """
         rows = list(range(self.num_envs)) if ids is None else sorted(ids.tolist())
-        if ids is not None:
-            self.exchange.drop_if_droppable()
         if for_recv:
+            self.exchange.drop_if_droppable()
             self.require_not_in_flight("reset_async", rows)
         elif not self.state.changing:  # otherwise a change was interrupted, and `send_reset` drops everything
             # some workers may already be executing the message that will be dropped, so let every row execute it

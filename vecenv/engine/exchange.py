@@ -60,12 +60,16 @@ class Exchange:
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
-    def send_plain_step(self, *, for_recv: bool) -> None:
-        """Send a step of all rows, with the actions in shared memory."""
+    def send_step(self, rows: Sequence[int], actions: list[Any] | None, *, for_recv: bool) -> None:
+        """Send a step of some rows. ``actions`` are in the order of ``rows``, or ``None`` if they lie in shared memory."""
         pool, changes = self.pool, self.changes
-        if pool.max_concurrency is not None:
-            self.send_step(range(self.num_envs), None, for_recv=for_recv)
+        if (
+            actions is not None or len(rows) < self.num_envs or self.failures.failed or pool.max_concurrency is not None
+            or (for_recv and self.rows_at_once is not None)
+        ):  # fmt: skip
+            self._send_parts(rows, actions, for_recv)
             return
+        # a plain step: the same message, without payload, to all workers
         workers = pool.workers
         self.state.changing = True
         if changes.store.in_use:
@@ -78,7 +82,7 @@ class Exchange:
         for worker in workers:
             worker.pending.append((expected_reply, worker.rows, request))
         if for_recv:
-            self.in_flight.update(range(self.num_envs))
+            self.in_flight.update(rows)
         else:
             self.request = request
         pool.set_message_to_all(_STEP, seq)
@@ -86,8 +90,8 @@ class Exchange:
         if pool.processes:
             pool.write_to_all()
 
-    def send_step(self, rows: Sequence[int], actions: list[Any] | None, *, for_recv: bool) -> None:
-        """Send a step of some rows. ``actions`` are in the order of ``rows``, or ``None`` if they lie in shared memory."""
+    def _send_parts(self, rows: Sequence[int], actions: list[Any] | None, for_recv: bool) -> None:
+        """Send a step that is not plain: a message per worker and, with ``rows_at_once``, per part of its rows."""
         action_by_row = None if actions is None else dict(zip(rows, actions, strict=True))
         failed = self._find_failed(rows)
         healthy = sorted(set(rows).difference(failed) if failed else rows)

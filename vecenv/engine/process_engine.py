@@ -137,10 +137,7 @@ class Engine(WorkerDriver):
         action_list = self.stage.put(actions)
         for observer in self.observers:
             observer.on_step(None, actions if action_list is None else action_list)
-        if action_list is None and not failed:  # an observer may have detected a death
-            exchange.send_plain_step(for_recv=False)
-        else:
-            exchange.send_step(range(self.num_envs), action_list, for_recv=False)
+        exchange.send_step(self._all_row_list, action_list, for_recv=False)
 
     def submit_reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, for_recv: bool) -> None:
         """Replace dead workers and submit a reset. Unless ``for_recv``, drop all results that have not been returned yet.
@@ -250,11 +247,7 @@ class Engine(WorkerDriver):
 
     def send_rows(self, rows: list[int], action_list: list[Any] | None) -> None:
         """Send a step of rows for ``recv``. ``action_list``: their actions; ``None`` if the actions lie in shared memory."""
-        exchange = self.exchange
-        if action_list is None and len(rows) == self.num_envs and not self.failures.failed and exchange.rows_at_once is None:
-            exchange.send_plain_step(for_recv=True)
-        else:
-            exchange.send_step(rows, action_list, for_recv=True)
+        self.exchange.send_step(rows, action_list, for_recv=True)
 
     def recv(
         self, count: int | None, deadline: float | None, enough: int | None = None, enough_from: float = math.inf

@@ -411,8 +411,8 @@ class StateChanges:
         return None
 
     def _begin_next(self, worker: Worker) -> None:
-        """Begin the time limit of a worker's next message after a start or a rebuild, which the caller's wait includes."""
-        worker.sent_at = time.monotonic()
+        """Let the time limit of a worker's next message count from now: the caller's wait began earlier."""
+        worker.limit_from = time.monotonic()
         self.set_deadline(worker)
 
     def set_deadline(self, worker: Worker) -> None:

@@ -370,7 +370,7 @@ class WorkerPool:
         while self.held and (not self.held[0][2] or busy < (self.max_concurrency or 0)):
             worker, data, makes_busy = self.held.popleft()
             busy += makes_busy
-            worker.sent_at = time.monotonic()
+            worker.limit_from = time.monotonic()
             worker.channel.queue(data)
             self.unflushed.add(worker)
 
@@ -512,18 +512,18 @@ class WorkerPool:
         self.refresh_workers()  # its descriptors are closed: other files may get their numbers
 
     def find_busy_workers(self, sent_for: float = 0.0) -> list[WorkerProcess]:
-        """Return the workers that are executing a message, late or not. Messages that are still held do not count.
+        """Return the workers with a message that is not held and has no reply.
 
-        Only those with a ``sent_at`` at least ``sent_for`` seconds ago. Usually that is minus infinity, so the deadline of
-        the caller's wait decides.
+        With ``sent_for``, only those with a ``limit_from`` at least that many seconds ago.
         """
         sent, latest = self._count_sent(), time.monotonic() - sent_for
-        return [worker for worker in self.processes if sent[worker] and worker.sent_at <= latest]
+        return [worker for worker in self.processes if sent[worker] and worker.limit_from <= latest]
 
     def next_check(self, seconds: float) -> float:
         """Return the time at which :meth:`find_busy_workers` may find another worker."""
         now = time.monotonic()
-        return min((worker.sent_at for worker in self.processes if worker.sent_at + seconds > now), default=now) + seconds
+        began = [worker.limit_from for worker in self.processes if worker.limit_from + seconds > now]
+        return min(began, default=now) + seconds
 
     def timeout_error(self, method: str, timeout: Any, late: Sequence[WorkerProcess] = ()) -> StepTimeout:
         """Return the exception for a call without a reply in time. ``late``: the workers to name (default: all busy)."""

@@ -66,7 +66,7 @@ class LocalWorker:
     """
 
     death, has_started = None, True
-    deadline = sent_at = 0.0
+    deadline = limit_from = 0.0
 
     def __init__(self, index: int, rows: range, env_rows: SnapshotRows) -> None:
         self.index, self.rows, self.env_rows = index, rows, env_rows
@@ -123,8 +123,8 @@ class WorkerProcess:
         start_failures: The failures of environments that raised while they were built.
         death: How it ended; ``None`` while it is alive.
         overdue: True if a reply was late; ``close()`` then waits less for this worker.
-        sent_at: The latest time at which a message that ``max_concurrency`` had held back was sent, it had started as a
-            replacement, or it had rebuilt environments; minus infinity if none of these has happened.
+        limit_from: The time from which ``step_timeout`` counts, if that is later than the beginning of the caller's wait:
+            the release of a held message, or the end of a start or rebuild. Minus infinity if there was none of these.
         deadline: The ``time.monotonic()`` by which a replacement has to start or, with ``step_timeout`` and while a rebuild
             is pending, the process has to reply to its oldest message; 0.0: none. ``StateChanges.set_deadline`` renews it
             after the start and after each rebuild.
@@ -136,7 +136,7 @@ class WorkerProcess:
         noted_activity: Its command and running environment when :meth:`note_activity` was last called.
     """
 
-    sent_at = -math.inf
+    limit_from = -math.inf
     hung_for: float | None = None
     kill_reason = ""
     noted_activity: tuple[str, int | None] = "idle", None

@@ -114,16 +114,16 @@ def execute(rows: SnapshotRows, op: int, seq: int, payload: Any) -> Outcome:
     Without a payload, a step reads its actions from shared memory, and a reset has no seeds or options.
     """
     if op == Op.STEP or op == Op.STEP_SOME:
-        requested = None if op == Op.STEP else rows.requested_rows(seq)
+        requested = None if op == Op.STEP else rows.requested_ks(seq)
         actions = rows.read_actions(requested) if payload is None else payload
         return rows.step(None if requested is None else requested.tolist(), actions)
     if op == Op.RESET or op == Op.RESET_SOME:
-        ks = None if op == Op.RESET else rows.requested_rows(seq).tolist()
+        ks = None if op == Op.RESET else rows.requested_ks(seq).tolist()
         seeds, options = payload or ([None] * (rows.count if ks is None else len(ks)), None)
         return rows.reset(ks, seeds, options)
     if op == Op.REBUILD_SOME:
         seeds, options, reset_due = payload
-        return rows.rebuild(rows.requested_rows(seq).tolist(), seeds, options, reset_due=reset_due)
+        return rows.rebuild(rows.requested_ks(seq).tolist(), seeds, options, reset_due=reset_due)
     arguments = payload if op in (Op.CALL, Op.SET_ATTR, Op.EXEC) else (payload,)
     outcome: Outcome = getattr(rows, Op(op).name.lower())(*arguments)  # the other methods are named after their operations
     return outcome
@@ -183,7 +183,7 @@ def _unpickle(rows: SnapshotRows, op: int, seq: int, payload: bytes | None) -> t
     except Exception as error:
         is_about_some_rows = op & OVERLAPS or op in (Op.STEP_SOME, Op.RESET_SOME, Op.REBUILD_SOME)
         text = f"the request cannot be unpickled in the worker: {summary(error)}"
-        envs = rows.first + (rows.requested_rows(seq) if is_about_some_rows else np.arange(rows.count))
+        envs = rows.first + (rows.requested_ks(seq) if is_about_some_rows else np.arange(rows.count))
         fatal = op & ~OVERLAPS <= LAST_STEP_OP
         return None, Outcome(failures=[Failure(env, EnvError(f"env {env}: {text}"), fatal) for env in envs.tolist()])
 

@@ -192,14 +192,14 @@ class EnvRows:
         """Build all environments. Return the failures, and (env, kind, repr of the space) for each mismatching space."""
         failures: list[Failure] = []
         mismatches: list[tuple[int, str, str]] = []
-        rows: dict[int, int] = {}
+        first_ks: dict[int, int] = {}  # id of an environment -> its first position
         for k in range(self.count):
             self.note_running(k)
             if k == 1 and self.guard is not None:  # ignore the changes that the first one and its imports made
                 self.guard.restart()
             try:
                 env = self._build(k)
-                first_k = rows.setdefault(id(getattr(env, "unwrapped", env)), k)
+                first_k = first_ks.setdefault(id(getattr(env, "unwrapped", env)), k)
                 if first_k != k:
                     raise same_object_error((self.first + first_k, self.first + k), env)
                 mismatch = self.plan.expected.find_mismatch(env)
@@ -338,10 +338,10 @@ class EnvRows:
 
     # -- stepping ---------------------------------------------------------------------------------------------------
 
-    def requested_rows(self, seq: int) -> Array:
-        """Return the rows that message ``seq`` is about, in order."""
-        rows: Array = (self._requested == seq).nonzero()[0]  # 3x faster than `flatnonzero`
-        return rows
+    def requested_ks(self, seq: int) -> Array:
+        """Return the positions ``k`` of the rows that message ``seq`` is about, in order."""
+        ks: Array = (self._requested == seq).nonzero()[0]  # 3x faster than `flatnonzero`
+        return ks
 
     def step(self, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
         """Step the environments of rows ``ks`` (``None``: all), in order."""

@@ -72,10 +72,10 @@ class ThreadedRows(SnapshotRows):
     def run(self, op: int, seq: int, payload: Any) -> None:
         """Run the environment that a message is about, and record its step, reset or call."""
         if op == Op.STEP_SOME:
-            (k,), (action,) = self.requested_rows(seq).tolist(), payload
+            (k,), (action,) = self.requested_ks(seq).tolist(), payload
             self._run_step(k, action)
         elif op == Op.RESET_SOME:
-            (k,), ((seed,), options) = self.requested_rows(seq).tolist(), payload or ((None,), None)
+            (k,), ((seed,), options) = self.requested_ks(seq).tolist(), payload or ((None,), None)
             self._run_reset(k, seed, options[0] if isinstance(options, list) else options)
         elif op == Op.EXEC:
             (k,), function, args, kwargs = payload

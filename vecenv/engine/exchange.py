@@ -383,7 +383,7 @@ class Exchange:
                     if not pool.wait_for_one(worker, until):
                         if until == deadline:
                             return False
-                        self._kill_late_rebuild(worker)
+                        self._kill_if_overdue(worker)
                         continue
                 self.state.changing = True
                 received = changes.apply_next(worker)
@@ -420,7 +420,7 @@ class Exchange:
         if events is None:
             if until == deadline or first_due is None:
                 return False
-            self._kill_late_rebuild(first_due)
+            self._kill_if_overdue(first_due)
             return True
         self.state.changing = True
         for worker, ended in events:
@@ -494,13 +494,14 @@ class Exchange:
         self._kill(hanging, f"it hung for more than {format_seconds(limit)}", limit)
         return self.pool.next_check(limit)
 
-    def _kill_late_rebuild(self, worker: WorkerProcess) -> None:
-        """Kill a worker that took too long to rebuild environments, unless its message was held back for a while."""
+    def _kill_if_overdue(self, worker: WorkerProcess) -> None:
+        """Kill a worker that started or rebuilt for too long. If its rebuild was held back, it gets a new deadline."""
         seconds = self.policy.start_timeout + (self.policy.step_timeout or 0.0)
-        if worker.has_started and worker not in self.pool.find_busy_workers(sent_for=seconds):
-            self.changes.set_deadline(worker)
-        else:
+        is_starting = not worker.has_started
+        if is_starting or worker in self.pool.find_busy_workers(sent_for=seconds):
             self._kill([worker], f"it hung for more than {format_seconds(seconds)}", seconds)
+        else:
+            self.changes.set_deadline(worker)
 
     def _kill(self, workers: Sequence[WorkerProcess], reason: str, timeout: float | None = None) -> None:
         """Kill workers, and write the messages that rebuild their environments: the time limit of these runs from now on."""
@@ -509,9 +510,10 @@ class Exchange:
             stack = worker.read_stack()
             where = f" at {location}" if (location := innermost_location(stack)) else ""
             text = f"{reason}{where}, and was killed" + (f"\nits stack:\n{stack}" if stack else "")
-            # One statement, so that no signal handler runs between the stores: `handle_undetected_deaths` takes a
-            # `kill_reason` for a death, so without `changing` a later reset would kill a worker that is in use again.
-            self.state.changing, worker.kill_reason, worker.hung_for = True, text, timeout
+            # `changing` first: if a handler raises before `handle_death`, `kill_reason` remains, and the next reset takes
+            # the worker for dead (`handle_undetected_deaths`). Until then, the program must not use the worker.
+            self.state.changing = True
+            worker.kill_reason, worker.hung_for = text, timeout
             worker.watch.signal(9)
             self.changes.handle_death(worker)
             self.changes.settle_for_recv()

@@ -321,10 +321,11 @@ class Exchange:
         The next flush continues one that was interrupted outside of its blocks.
         """
         pool = self.pool
+        # `written_to` is shorter while a part of the message to all is in no channel
         if len(pool.written_to) < len(pool.processes) or pool.held:
             self.state.changing = True
             for worker in pool.queue_rest():
-                self.changes.handle_death(worker)  # ends a message to it
+                self.changes.handle_death(worker)  # there should be none (see its docstring)
             self.changes.settle_for_recv()
             pool.release_held()
             self.state.changing = False
@@ -375,7 +376,7 @@ class Exchange:
                     self.flush()  # rebuild messages, before the program handles the exception
                     return True
                 if must_wait:
-                    if pool.unflushed or pool.held or len(pool.written_to) < len(processes):
+                    if pool.unflushed or pool.held or len(pool.written_to) < len(processes):  # as in `flush`
                         if not self._wait_for_next_replies(deadline):
                             return False
                         continue

@@ -182,7 +182,7 @@ class WorkerPool:
         # once the worker that got its message last has replied, most have, so the caller wakes up once or twice per step.
         self.wait_order = sorted(range(len(started)), key=lambda index: (not started[index].shares_core, -index))
         self.refresh_workers()
-        self.written_to = [0] * len(self.processes)  # no message to all is waiting
+        self._forget_message_to_all()
         return ready_messages
 
     def replace(self, worker: WorkerProcess, new: WorkerProcess | None = None) -> WorkerProcess:
@@ -332,9 +332,10 @@ class WorkerPool:
         """Yield (worker, rows) in rounds, each with a message of up to ``size`` rows (``None``: all) per worker."""
         parts = self.split(rows)
         longest = max((len(worker_rows) for _, worker_rows in parts), default=0)
-        for first in range(0, longest, size or longest or 1):
+        size = size or longest or 1
+        for first in range(0, longest, size):
             for worker, worker_rows in parts:
-                if message_rows := worker_rows[first : first + (size or longest)]:
+                if message_rows := worker_rows[first : first + size]:
                     yield worker, message_rows
 
     # -- writing -------------------------------------------------------------------------------------------------------
@@ -350,7 +351,7 @@ class WorkerPool:
         return dumps_for_fork(payload, self._main) if worker.forked else dumps_by_value(payload)
 
     def queue(self, worker: Worker, op: int, seq: int, payload: Any) -> None:
-        """Queue a message for one worker; :meth:`flush` writes it."""
+        """Put a message into a worker's channel, for :meth:`flush` to write, or hold it back (``max_concurrency``)."""
         if isinstance(worker, LocalWorker):
             worker.queue(op, seq, payload)
             return
@@ -413,13 +414,16 @@ class WorkerPool:
             if worker.death is None:
                 worker.channel.queue(self._message_to_all)
                 self.unflushed.add(worker)
-        self.written_to = [0] * len(self.processes)
+        self._forget_message_to_all()
         return [worker for worker in rest if worker.death is not None]
+
+    def _forget_message_to_all(self) -> None:
+        self.written_to = [0] * len(self.processes)
 
     def drop_outside_channels(self) -> None:
         """Drop messages that are in no channel yet. Bytes queued in a channel stay, and precede its next message."""
         self.held.clear()
-        self.written_to = [0] * len(self.processes)  # drops a message to all
+        self._forget_message_to_all()
         if self.local is not None:
             self.local.unexecuted.clear()
 

@@ -28,9 +28,6 @@ from vecenv.front.driver import Counters
 from vecenv.link.channel import ChannelClosed
 from vecenv.link.infos import InfoReader
 from vecenv.link.messages import (
-    HEAD,
-    LAST_STEP_OP,
-    OVERLAPS,
     Failure,
     Op,
     Outcome,
@@ -38,7 +35,9 @@ from vecenv.link.messages import (
     decode,
     decode_outcome,
     find_bad_infos,
+    is_call,
     name_envs,
+    number_of,
     pack_head,
 )
 from vecenv.link.observations import Store
@@ -103,7 +102,7 @@ class StateChanges:
 
     def add(self, worker: Worker, op: int, rows: Sequence[int], request: Request, payload: Any) -> None:
         """Add a pending message with a new number and queue it. For all rows of the worker, ``*_SOME`` loses its suffix."""
-        if self.store.in_use and op & ~OVERLAPS <= LAST_STEP_OP:
+        if self.store.in_use and not is_call(op):
             self.store.renew()
         seq, rebuilds = self.next_number(), op == Op.REBUILD_SOME
         if len(rows) == len(worker.rows) and not rebuilds:
@@ -125,7 +124,7 @@ class StateChanges:
             container.clear()
         for worker in self.pool.workers:
             if worker.pending:
-                worker.dropped.update((expected_reply[1:], request.command) for expected_reply, _, request in worker.pending)
+                worker.dropped.update((number_of(reply), request.command) for reply, _, request in worker.pending)
                 worker.pending.clear()
             self.set_deadline(worker)  # of one that is still starting: `replace_dead` may have been interrupted
         self.pool.drop_outside_channels()
@@ -139,7 +138,7 @@ class StateChanges:
         self.record_dropped(request.command, request.failures)
         for worker in self.pool.workers:
             others = [pending for pending in worker.pending if pending[2] is not request]
-            dropped = [expected_reply[1:] for expected_reply, _, other in worker.pending if other is request]
+            dropped = [number_of(reply) for reply, _, other in worker.pending if other is request]
             self.pool.drop_held(dropped)
             worker.dropped.update(dict.fromkeys(dropped, request.command))
             worker.pending.clear()
@@ -271,7 +270,7 @@ class StateChanges:
         else:
             worker.start_failures = []  # it has built its environments by now
             outcome = None if payload is None else decode_outcome(payload)
-            self.apply(worker, message[1:HEAD], outcome, code != PLAIN_REPLY)
+            self.apply(worker, number_of(message), outcome, code != PLAIN_REPLY)
 
     def apply(self, worker: Worker, number: bytes, outcome: Outcome | None, may_have_infos: bool) -> None:
         """Apply a reply to its request. ``number`` is the sequence number in bytes, as in the head of a message.
@@ -437,7 +436,8 @@ class StateChanges:
                     self._apply_message(worker, message)
         pending = list(worker.pending)
         with deferred_signals():  # `drop_all` could not make up for a part of this
-            is_new, death = worker.death is None, worker.reap()
+            is_new = worker.death is None
+            death = worker.reap()
             if is_new:
                 self.failures.record_death(death)
             self.pool.drop_messages(worker)

@@ -32,9 +32,6 @@ from vecenv.front.guard import closed_error
 from vecenv.link.channel import Channel, ChannelClosed
 from vecenv.link.envs import WorkerPlan
 from vecenv.link.messages import (
-    HEAD,
-    LAST_STEP_OP,
-    OVERLAPS,
     EnvFnsToStart,
     Failure,
     decode,
@@ -42,6 +39,8 @@ from vecenv.link.messages import (
     dumps_for_fork,
     encode,
     find_main_definitions,
+    is_call,
+    number_of,
     pack_head,
 )
 from vecenv.shm import Arena, Batch
@@ -355,7 +354,7 @@ class WorkerPool:
         if isinstance(worker, LocalWorker):
             worker.queue(op, seq, payload)
             return
-        data, makes_busy = encode(op, seq, payload), op & ~OVERLAPS <= LAST_STEP_OP
+        data, makes_busy = encode(op, seq, payload), not is_call(op)
         if self.max_concurrency is not None and (makes_busy or any(other is worker for other, *_ in self.held)):
             self.held.append((worker, data, makes_busy))
         else:
@@ -388,7 +387,7 @@ class WorkerPool:
 
     def drop_held(self, numbers: Container[bytes]) -> None:
         """Drop the held messages with these sequence numbers (in bytes)."""
-        self.held = deque(message for message in self.held if message[1][1:HEAD] not in numbers)
+        self.held = deque(message for message in self.held if number_of(message[1]) not in numbers)
 
     def set_message_to_all(self, op: int, seq: int) -> None:
         """Set the message without payload that :meth:`write_to_all` writes to all workers, without any channel."""

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 from vecenv.engine.requests import Death, Request
 from vecenv.errors import envs_text
 from vecenv.link.channel import Channel, ChannelClosed
-from vecenv.link.messages import LAST_STEP_OP, Failure, Op, Outcome, Reply, decode, decode_outcome, encode
+from vecenv.link.messages import Failure, Op, Outcome, Reply, decode, decode_outcome, encode, is_call
 from vecenv.system.descendants import end_group, end_marked
 from vecenv.system.descriptors import DescriptorOwner
 from vecenv.system.reporting import warn
@@ -83,7 +83,7 @@ class LocalWorker:
 
     def has_step(self) -> bool:
         """True if the next message is a step or a reset."""
-        return bool(self.unexecuted) and self.unexecuted[0][0] <= LAST_STEP_OP
+        return bool(self.unexecuted) and not is_call(self.unexecuted[0][0])
 
     def execute_next(self) -> Outcome:
         """Execute the oldest message. It is not executed again if a signal handler raises in the middle of it."""
@@ -91,14 +91,14 @@ class LocalWorker:
         if op == _STEP and payload is None:  # nearly always
             rows = self.env_rows
             return rows.step(None, rows.read_actions(None))
-        if op <= LAST_STEP_OP:
+        if not is_call(op):
             return execute(self.env_rows, op, seq, payload)
         with watched_handlers():
             return execute(self.env_rows, op, seq, payload)
 
     def drop_calls(self) -> None:
         """Drop calls that have not been executed."""
-        self.unexecuted = deque(message for message in self.unexecuted if message[0] <= LAST_STEP_OP)
+        self.unexecuted = deque(message for message in self.unexecuted if not is_call(message[0]))
 
     def close(self) -> list[Failure]:
         """Close the environments; return their failures. Idempotent."""

@@ -97,6 +97,16 @@ pack_number: Final = struct.Struct("<I").pack
 """``number -> bytes``: a sequence number, as at the end of such a message."""
 
 
+def is_call(op: int) -> bool:
+    """True if the operation neither steps nor resets environments."""
+    return op & ~OVERLAPS > LAST_STEP_OP
+
+
+def number_of(message: bytes) -> bytes:
+    """Return the sequence number in a message, as :data:`pack_number` packs it."""
+    return message[1:HEAD]
+
+
 def encode(code: int, seq: int, payload: bytes | None = None) -> bytes:
     """Encode one message. ``payload`` is already pickled."""
     if payload is None:

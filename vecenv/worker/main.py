@@ -1,8 +1,9 @@
 """The main loop of a worker process, which receives messages, executes them and replies.
 
 :func:`execute` executes one message on :class:`~vecenv.worker.snapshot_rows.SnapshotRows`. The caller uses it too, for its
-own share of the environments. :func:`main` is the entry point of a worker process. It installs the signal handlers of
-:mod:`vecenv.system.supervision` before it builds environments, so that even a crash in a constructor is reported.
+own share of the environments. For plain steps, both call ``EnvRows.step`` directly. :func:`main` is the entry point of a
+worker process. It installs the signal handlers of :mod:`vecenv.system.supervision` before it builds environments, so that
+even a crash in a constructor is reported.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from vecenv.link.channel import ChannelClosed, Ends, WorkerEnd
 from vecenv.link.envs import WorkerPlan
 from vecenv.link.messages import (
     COLUMNS_OUTCOME,
-    LAST_STEP_OP,
     OVERLAPS,
     PLAIN_OUTCOME,
     EnvFnsToStart,
@@ -38,6 +38,7 @@ from vecenv.link.messages import (
     PackedEnvFns,
     Reply,
     encode_outcome,
+    is_call,
     pack_error,
     summary,
 )
@@ -184,7 +185,7 @@ def _unpickle(rows: SnapshotRows, op: int, seq: int, payload: bytes | None) -> t
         is_about_some_rows = op & OVERLAPS or op in (Op.STEP_SOME, Op.RESET_SOME, Op.REBUILD_SOME)
         text = f"the request cannot be unpickled in the worker: {summary(error)}"
         envs = rows.first + (rows.requested_ks(seq) if is_about_some_rows else np.arange(rows.count))
-        fatal = op & ~OVERLAPS <= LAST_STEP_OP
+        fatal = not is_call(op)
         return None, Outcome(failures=[Failure(env, EnvError(f"env {env}: {text}"), fatal) for env in envs.tolist()])
 
 

@@ -73,8 +73,8 @@ class Exchange:
         workers = pool.workers
         self.state.changing = True
         if changes.store.in_use:
-            # for `recv`, copy the rows: one may be returned, sent again and fail; `keep_rows` would then restore its
-            # observation from before this step
+            # for `recv`, copy the rows: one may be returned and sent again in this batch, and if it then fails, `keep_rows`
+            # must not restore its observation in the batch before
             changes.store.renew(keep=for_recv)
         seq = changes.next_number()
         request = Request("step", for_recv, len(workers))
@@ -161,7 +161,7 @@ class Exchange:
         request = Request("reset", for_recv)
         request.seeds, request.options, request.rows = seeds, options, rows
         for (worker, worker_rows), payload in zip(self.pool.split(rows), payloads, strict=True):
-            changes.add(worker, Op.RESET_SOME, worker_rows, request, payload)
+            changes.add(worker, Op.RESET_SOME, worker_rows, request, payload)  # `RESET` if these are all rows of the worker
         if for_recv:
             changes.put_reset_in_flight(rows)
         else:
@@ -464,7 +464,7 @@ class Exchange:
                 _, _, request = local.pending[0]
                 request.droppable = True
             raise
-        self.state.changing = True
+        self.state.changing = True  # the block of a call begins here
         if op == _STEP and (outcome is PLAIN_OUTCOME or outcome is COLUMNS_OUTCOME):  # the shortcut of `apply_next`
             _, rows, request = local.pending.popleft()
             request.remaining -= 1

@@ -343,10 +343,12 @@ class Rebuilder:
         """
         failures, uncounted, budget = self._failures, set(rows) - self._failures.restart_counted, budget or self.budget
         causes: list[tuple[str, Sequence[int]]] = []
-        for death in {id(death): death for row in sorted(uncounted) if (death := failures.deaths.get(row))}.values():
+        # each death once, whichever of its rows are rebuilt
+        deaths = {id(failures.deaths[row]): failures.deaths[row] for row in sorted(uncounted & failures.deaths.keys())}
+        for death in deaths.values():
             causes.append((death.first_line, list(death.envs)))
             uncounted -= set(death.envs)
-        causes += [(name_row(row, failures.failed.get(row, "it failed again")), [row]) for row in sorted(uncounted)]
+        causes += [(name_row(row, failures.failed[row]), [row]) for row in sorted(uncounted)]
         for position, (cause, cause_rows) in enumerate(causes):
             if notes := failures.notes.get(cause_rows[0]):
                 cause += f" ({'; '.join(notes)})".replace("\n", " ")
@@ -417,7 +419,7 @@ class Rebuilder:
         for row in rows:
             last = request.rebuilding.pop(row)
             info: dict[Any, Any] = {"restarted": True}
-            if not stepping or same_step:
+            if not stepping or same_step:  # the result shows the new episode, so it keeps the info of its reset
                 info = {**(request.infos.get(row) or self._infos.row_info(row)), **info}
             request.infos[row] = info
             request.finals.pop(row, None)
@@ -426,5 +428,5 @@ class Rebuilder:
                 batch.rewards[row], batch.terminations[row], batch.truncations[row] = 0.0, False, True
                 if last is not None:
                     request.finals[row] = last
-                    if not same_step:
+                    if not same_step:  # the result shows the old episode
                         self._store.set_row(row, deepcopy(last))

@@ -189,7 +189,7 @@ class StateChanges:
             self.unsettled.append(request)
 
     def _find_rows_to_settle(self, request: Request) -> set[int]:
-        """Return the rows that do not become ready: those without a result and, with restarts, all that failed."""
+        """Return the rows without a result and, with restarts, all that failed. For ``recv``, these do not become ready."""
         restart = self.policy.restart
         return {failure.env for failure, _ in request.failures if restart or not failure.has_result} | request.lost
 
@@ -331,14 +331,14 @@ class StateChanges:
             del request.infos[failure.env]
 
     def settle(self, request: Request) -> tuple[Exception | None, set[int]]:
-        """Record the failures of a request, and queue messages that rebuild the rows or return the exception to raise.
+        """Record the failures of a request. Then queue rebuilds of the failed rows, or return the exception to raise.
 
         Returns:
             The exception or ``None``, and the rows of ``_find_rows_to_settle``.
         """
         rebuilds = self.policy.restart and request.command in ("step", "reset") and not self._lacks_reset(request)
         failed = self._find_rows_to_settle(request)
-        self.store.keep_rows(failed)
+        self.store.keep_rows(failed)  # with lending, their rows of the new batch may be undefined
         raised = self.failures.record(request.command, request.failures, mark="all" if rebuilds else "fatal")
         error: Exception | None
         if rebuilds:

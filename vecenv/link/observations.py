@@ -83,7 +83,7 @@ class Store(Protocol):
         return None
 
     def keep_rows(self, rows: Collection[int]) -> None:
-        """Restore the previous observations of these rows, which were not written since :meth:`renew`."""
+        """Restore the previous observations of these rows: the current ones are undefined or incomplete."""
         return
 
     def validate(self, observation: Any) -> None:

@@ -80,6 +80,7 @@ class Engine(WorkerDriver):
     ) -> None:  # fmt: skip
         super().__init__()
         self.num_envs = self.batch_size = len(env_fns)
+        # `restarts_rows` is the name that all drivers with workers have for `policy.restart`
         self.layout, self.policy, self.restarts_rows, self.mode = layout, policy, policy.restart, plan.autoreset_mode
         self._all_rows = self.last_received = np.arange(self.num_envs)
         self._all_row_list = self._all_rows.tolist()

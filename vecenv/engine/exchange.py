@@ -448,7 +448,8 @@ class Exchange:
     def execute_local_messages(self) -> None:
         """Execute all messages to the caller's own share, as far as ``max_concurrency`` allows."""
         pool, local = self.pool, self.pool.local
-        while local is not None and local.unexecuted and pool.can_execute_local(local):
+        # `max_concurrency is None` first, because a call would slow down the usual step
+        while local is not None and local.unexecuted and (pool.max_concurrency is None or pool.can_execute_local(local)):
             self._execute_local_message(local)
 
     def _execute_local_message(self, local: LocalWorker) -> None:

@@ -143,8 +143,6 @@ class StateChanges:
             worker.dropped.update(dict.fromkeys(dropped, request.command))
             worker.pending.clear()
             worker.pending.extend(others)
-            if dropped:
-                self.set_deadline(worker)
         if (local := self.pool.local) is not None:
             local.drop_calls()
 

@@ -453,6 +453,17 @@ def test_recv_steps_the_callers_rows_at_once_while_workers_are_idle() -> None:
             assert envs.recv(timeout=3)[-1]["env_id"].tolist() == [0]
 
 
+def test_recv_steps_the_callers_rows_although_a_worker_always_has_a_result() -> None:
+    with ready_engine(make_env_fns([50] * 2), num_workers=1, use_caller=True, batch_size=1) as envs:
+        envs.send([1, 1], [0, 1])
+        received = []
+        for _ in range(4):
+            time.sleep(0.05)  # in this time the worker replies
+            received += envs.recv()[-1]["env_id"].tolist()
+            envs.send([1], received[-1:])
+        assert set(received) == {0, 1}
+
+
 class ExitsLaterEnv(StepCountEnv):
     """An environment that returns from a step with action 3, and ends its process soon afterwards."""
 

@@ -80,7 +80,10 @@ class Cluster:
         return sorted(alive, key=lambda node: -node["Resources"]["CPU"])
 
     def fair_share(self, hosts: int, spread: bool) -> int:
-        """Return the number of cores per host: those of the smallest node used (``spread``), or an equal share of all."""
+        """Return the number of cores per host: an equal share of all.
+
+        With ``spread``, if there is a node for each host: the cores of the smallest node used.
+        """
         cores = [int(node["Resources"]["CPU"]) for node in self.nodes()]
         if self.own:
             return max(1, usable_cores() // hosts)
@@ -139,19 +142,19 @@ class Cluster:
         self.actors[plan.index] = actor
 
     def submit(self, index: int, method: str, *args: Any) -> Any:
-        """Call a method of :class:`~vecenv.backends.ray.host.Host`, and return a reference to the reply."""
+        """Call a method of a :class:`~vecenv.backends.ray.host.Host`, and return a reference to the reply."""
         self._require_connection()
         return getattr(self.actors[index], method).remote(*args)
 
     def collect(self, references: list[Any], deadline: float | None, *, every: bool = False) -> list[tuple[Any, Any]]:
-        """Wait for replies, and return those that have arrived, each with its reference; none if the deadline passes first.
+        """Wait for the first reply, and return those that have arrived, each with its reference.
 
-        The reply of a host that has died is :class:`Lost`.
+        The list is empty if the deadline passes first. The reply of a host that has died is :class:`Lost`.
 
         Args:
             references: References to replies, from :meth:`submit`.
             deadline: The latest time, by ``time.monotonic()``; ``None``: no limit.
-            every: Wait for all replies instead of the first one, unless a host dies.
+            every: Wait for all replies instead. If a host dies or the deadline passes first, return those that have arrived.
         """
         self._require_connection()
         if every:  # the usual case, in one call for all hosts
@@ -270,6 +273,6 @@ def _format_nodes(count: int) -> str:
 
 
 def _shorten_error(error: BaseException) -> str:
-    """Return the first lines of Ray's error, which may be pages long."""
+    """Return the beginning of the text of Ray's error, which may be pages long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: " + " ".join(lines[:6])[:600]

@@ -32,7 +32,12 @@ _SNAPSHOT_KEY: Final = "RayVectorEnv"
 
 
 class HeldEpisode(NamedTuple):
-    """Data beside the snapshot of a row with a new episode, the start of which is the result of its next step."""
+    """The addition to the snapshot of a row for which a reset is held: its next step returns the result of this reset.
+
+    Attributes:
+        last_observation: The observation in the row's latest result. That in the snapshot is the reset's.
+        info: The info of the reset.
+    """
 
     last_observation: Any
     info: Any
@@ -81,7 +86,6 @@ class HostsDriver(WorkerDriver):
     # -- steps and resets -------------------------------------------------------------------------------------------------
 
     def submit_step(self, actions: Any) -> None:
-        """Submit a step of all rows. Errors are raised before anything is sent."""
         self.require_idle("step_async")
         self.require_not_failed(range(self.num_envs))
         action_list = self.stage.put(actions)
@@ -114,21 +118,14 @@ class HostsDriver(WorkerDriver):
             exchange.request = None if for_recv else request
 
     def _host_call(self, part: RequestPart, action_by_row: dict[int, Any] | None, for_recv: bool) -> tuple[Any, ...]:
-        """Return the arguments of :meth:`HostExchange.submit` for a step of a part's rows."""
+        """Return the arguments of :meth:`HostExchange.submit`, after the part itself, for a step of its rows."""
         if action_by_row is not None:  # a pickled batch
             return "send", cloudpickle.dumps(_regroup(self._action_space, [action_by_row[row] for row in part.rows])), True
         method = "send" if for_recv or part.rows is not part.host.rows else "step"
         return method, self._actions[to_array_index(part.rows)].tobytes()
 
     def submit_reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, for_recv: bool) -> None:
-        """Replace dead hosts, and submit a reset. Unless ``for_recv`` is set, drop everything that is pending.
-
-        Args:
-            seeds: A seed or ``None`` for every environment.
-            ids: The rows; ``None``: all.
-            options: A dict for all, or a list with an entry for every environment.
-            for_recv: True if ``recv`` returns the rows; others may be in flight meanwhile.
-        """
+        """Replace dead hosts, and submit a reset. Unless ``for_recv`` is set, drop everything that is pending."""
         exchange = self.exchange
         rows = list(range(self.num_envs)) if ids is None else sorted(ids.tolist())
         if ids is not None:
@@ -136,7 +133,7 @@ class HostsDriver(WorkerDriver):
         if for_recv:
             self.require_not_in_flight("reset_async", rows)
         elif ids is not None:
-            exchange.wait_until_idle()  # rows in flight have been sent, so their latest observation is that of the reply
+            exchange.wait_until_idle()  # so that other rows in flight are returned with the observations of their replies
             exchange.store.require_received(set(range(self.num_envs)).difference(rows))
         seeds = self.announce_reset(rows, seeds, options, drops=not for_recv)
         exchange.replace_hosts(rows, count=False)
@@ -146,7 +143,8 @@ class HostsDriver(WorkerDriver):
             if not for_recv:
                 exchange.drop_pending()
                 exchange.request = request
-            if isinstance(exchange.store, SharedStore) and not exchange.restart:  # otherwise it is a `final_obs` later
+            # with restarts, the last observation stays, because it becomes the `final_obs` of the row
+            if isinstance(exchange.store, SharedStore) and not exchange.restart:
                 for row in exchange.failures.failed.keys() - set(rows):
                     exchange.store.clear_row(row)
             exchange.forget(rows)
@@ -171,7 +169,7 @@ class HostsDriver(WorkerDriver):
         observations = _read(lambda: exchange.store.batch(self.copies), exchange.drop_pending)
         infos = WorkerInfos(self._reader, None, self.num_envs, exchange.infos, {})
         flags = exchange.rewards.copy(), exchange.terminations.copy(), exchange.truncations.copy()
-        # in case an observer raises: the guard does not note it, because it takes a `TypeError` for a wrong argument
+        # in case an observer raises: after a `TypeError` or `ValueError`, the guard records no interruption
         request.interrupted = True
         for observer in self.observers:
             observer.on_result(None, (observations, *flags, infos) if request.command == "step" else (observations, infos))
@@ -186,10 +184,12 @@ class HostsDriver(WorkerDriver):
     ) -> Stepped | None:
         """Return the next ``count`` rows to finish (``None``: :attr:`batch_size`), or ``None`` at the deadline.
 
-        If ``enough`` is given, that many rows suffice from the time ``enough_from`` on, or if no others are in flight.
+        If ``enough`` is given, that many rows suffice from the time ``enough_from`` on, and rows that are not in flight are
+        not awaited.
 
         Raises:
             NoAsyncCallError: Too few rows are in flight.
+            AlreadyPendingCallError: A step or a call is pending that ``recv`` cannot fetch.
             StepTimeout: They did not finish within ``step_timeout``.
             Exception: An environment raised, or a worker or host died; rows with results stay ready.
         """
@@ -236,7 +236,7 @@ class HostsDriver(WorkerDriver):
         )
 
     def begin_set_next(self, rows: Sequence[int], given: Sequence[Any]) -> None:
-        """Begin to set seeds and options for the next episodes of ``rows``. ``given`` has one pair for each environment."""
+        """Begin to set seeds and options for the next episodes of ``rows``. ``given`` has a pair for every environment."""
 
         def arguments_for(part: RequestPart) -> Any:
             seeds, options = zip(*(given[row] for row in part.rows), strict=True)
@@ -251,6 +251,9 @@ class HostsDriver(WorkerDriver):
         """Submit a call to the hosts of ``rows``; ``arguments_for`` returns the arguments and keyword arguments of a part.
 
         Observers are notified of ``announced``, unless it is ``None``. Hosts call ``method``; default: ``command``.
+
+        Raises:
+            EnvFailed: The host of one of the rows is dead.
         """
         exchange, request = self.exchange, HostRequest(command, sorted(rows), droppable=True)
         name = method or command
@@ -269,7 +272,7 @@ class HostsDriver(WorkerDriver):
         """Return the states of some rows."""
         self._begin_call("save", rows, lambda part: ((), {"env_id": part.local, "verify": verify}))
         saved, held = self.exchange.finish_call(), self.exchange.held
-        for row in held.keys() & set(rows):  # the next step returns this observation, so the current one is the last
+        for row in held.keys() & set(rows):
             beside = {_SNAPSHOT_KEY: HeldEpisode(self.exchange.store.row(row), held[row][1])}
             saved[row] = saved[row].having(beside=beside)
         return Snapshots([saved[row] for row in rows])
@@ -278,7 +281,7 @@ class HostsDriver(WorkerDriver):
         """Return the states of all rows without verification, for a recorder.
 
         Raises:
-            NotRestorable: An environment cannot be saved, or its host has died.
+            NotRestorable: An environment has failed or cannot be saved, or its worker or host is dead.
         """
         failures = self.exchange.failures
         earlier_errors, num_errors = list(failures.errors), failures.num_errors
@@ -292,7 +295,10 @@ class HostsDriver(WorkerDriver):
             raise NotRestorable(str(error)) from error
 
     def load(self, snapshots: Any, rows: list[int]) -> Any:
-        """Load states into rows and return the observations. All hosts check theirs before any environment is changed."""
+        """Load states into rows, after all hosts have checked theirs.
+
+        Return the observations, or ``None`` if one of the states has none, because it was saved before the first reset.
+        """
         parsed = parse_snapshots(snapshots, rows)
         snapshots_by_row = dict(zip(rows, parsed, strict=True))
         row_states = {row: snapshot.row for row, snapshot in snapshots_by_row.items()}
@@ -306,7 +312,7 @@ class HostsDriver(WorkerDriver):
         self.exchange.finish_call()
         self._begin_call("load", rows, arguments_for, (parsed,))
         interrupted = dict.fromkeys(rows, "the load of its state was interrupted")
-        self.exchange.failures.failed.update(interrupted)  # each until its host has replied
+        self.exchange.failures.failed.update(interrupted)  # the reply of a host removes its rows
         try:
             self.exchange.finish_call()
         except Exception:
@@ -388,7 +394,7 @@ class HostsDriver(WorkerDriver):
         self.exchange.failures.restart_log.close()
 
     def release(self) -> None:
-        """Release all memory after ``close()``. Idempotent."""
+        """Release pending requests and observers after ``close()``. Idempotent."""
         if self.state.unusable == "closed":
             self.exchange.drop_pending()
             self.exchange.dropped.clear()
@@ -397,7 +403,7 @@ class HostsDriver(WorkerDriver):
 
 
 def _read(read: Callable[[], Any], forget: Callable[[], None]) -> Any:
-    """Return the result of ``read``. If ``read`` itself fails, call ``forget`` to drop the observations."""
+    """Return the result of ``read``. If ``read`` itself raises, not a signal handler, call ``forget`` to drop the result."""
     try:
         return read()
     except Exception as error:

@@ -1,12 +1,13 @@
 """Exchanges requests and replies with hosts, and replaces lost hosts.
 
 A request has one part per host, and the host's actor executes parts in the order of their submission. A reply is identified
-by its reference, so a late reply to a dropped request is never used. ``step`` and ``reset`` are ``send`` and ``recv`` of all
-rows: they wait for all replies, and return the results together.
+by its reference, so a late reply to a dropped request is never applied to another one. ``step`` and ``reset`` differ from
+``send`` and ``recv`` in that they wait for all replies, and return the results together.
 
-State changes only within :meth:`HostExchange.changing`, which defers signal handlers, and where a reply without failures and
-infos ends its part: three statements, for which deferring would take longer. If a handler interrupts a wait, nothing is
-lost, and the same wait can be repeated.
+Requests are submitted, and replies applied, within :meth:`HostExchange.changing`, which defers signal handlers. A reply
+without failures and infos is applied without it, because deferring would take longer; ``state.changing`` is set meanwhile,
+as it is while the rows of a result are removed. If a handler interrupts a wait, nothing is lost, and the same wait can be
+repeated.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class HostRequest:
 class RequestPart(NamedTuple):
     """The part of a request for one host.
 
-    If ``rebuilds``, the host resets new environments instead of executing the request.
+    If ``rebuilds``, the host resets the rows' environments, which are new, instead of executing the request.
     """
 
     request: HostRequest
@@ -105,7 +106,7 @@ class HostExchange:
         unraised: The exceptions still to be raised: the errors of each reply, and the rows that they left without a result.
         held: Row -> observation and info of a reset that its next step returns.
         store, rewards, terminations, truncations: The latest results.
-        seeds: The source of seeds for new environments.
+        seeds: The source of seeds for rebuilt environments.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class HostExchange:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Defer signal handlers while the body changes the state."""
+        """Defer signal handlers while the body changes the state. An exception in the body leaves ``state.changing`` set."""
         with deferred_signals():
             before, self.state.changing = self.state.changing, True
             yield
@@ -261,13 +262,18 @@ class HostExchange:
         return request.results
 
     def convert_for_recv(self) -> None:
-        """Let ``recv`` return the rows of a pending ``reset``. Drop a droppable call; raise for any other."""
+        """Let ``recv`` return the rows of a pending ``reset``. Drop a droppable call; raise for any other request."""
         if self.request is not None and not self.drop_if_droppable():
             require_pending_reset(self.request)
             self.request = None
 
     def wait_for_rows(self, count: int, deadline: float | None) -> bool:
-        """Wait until ``count`` rows are ready, and raise pending errors; return ``False`` if the deadline passes first."""
+        """Wait until ``count`` rows are ready; return ``False`` if the deadline passes first.
+
+        Raises:
+            NoAsyncCallError: Fewer rows are in flight.
+            Exception: The errors of one reply; other errors are raised by later calls.
+        """
 
         def is_enough() -> bool:
             if self.lost:
@@ -363,7 +369,7 @@ class HostExchange:
             column[where] = values
 
     def _apply_dropped(self, part: RequestPart, reply: HostReply | Packed | Lost) -> None:
-        """Record the environments that failed in a request that was dropped."""
+        """Record the fatal failures in a request that was dropped."""
         for event in reply.events if isinstance(reply, HostReply) else ():
             if isinstance(event, RemoteFailure) and event.fatal:
                 self.failures.record(part.host, part.request.command, event, dropped=not event.worker_died)
@@ -434,7 +440,8 @@ class HostExchange:
         """Replace the dead hosts of these rows; with ``count``, count each new host against the restart budget.
 
         Raises:
-            VecEnvError: A new host cannot be started, or the budget is exhausted.
+            RestartsExhausted: The budget is exhausted.
+            Exception: A new host cannot be started, see :meth:`HostPool.replace`.
         """
         for host in list(self.pool.hosts):
             if host.death and not set(host.rows).isdisjoint(rows):

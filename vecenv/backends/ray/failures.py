@@ -16,7 +16,7 @@ from vecenv.system.reporting import RestartLog
 from vecenv.system.restart_budget import RestartBudget
 
 Errors = list[tuple[int | None, Exception]]
-"""Exceptions to raise, each with its environment; ``None`` for the failure of a worker or host."""
+"""Exceptions to raise, each with its environment; ``None`` if it is not about a single one."""
 
 
 class Failures:
@@ -30,10 +30,10 @@ class Failures:
         errors: The latest records of failures, oldest first.
         num_errors: The number of all records.
         observers: The observers to notify of failures.
-        failed: Row -> reason, for rows that only a reset can rebuild.
+        failed: Row -> reason, for rows that have to be rebuilt.
         rows_to_rebuild: The failed rows that were lost with their host.
-        restarts: Number of hosts that were replaced.
-        restart_log: The log of these replacements.
+        restarts: Number of host restarts that count against the budget; those at the beginning of a reset do not.
+        restart_log: The log of these restarts.
     """
 
     def __init__(self, budget: tuple[float | None, float], steps: Callable[[], float]) -> None:
@@ -88,7 +88,7 @@ class Failures:
                 error.add_note(note)
 
     def set_failed(self, host: RemoteHost, failed: dict[int, str]) -> None:
-        """Replace the failed rows of a host with ``failed``; rows that were lost with a host stay."""
+        """Replace the failed rows of a host with ``failed``; rows that were lost with their host stay."""
         if self.failed or failed:
             for row in set(host.rows) - self.rows_to_rebuild:
                 self.failed.pop(row, None)
@@ -114,7 +114,10 @@ class Failures:
 
 
 def combine(errors: Errors) -> Exception:
-    """Return the exception of the environment with the lowest index, with notes about the other failures of the request."""
+    """Return one exception for all failures of a request, with notes about the others.
+
+    It is that of the environment with the lowest index, or the first one if none is about a single environment.
+    """
     ordered = sorted(errors, key=lambda pair: math.inf if pair[0] is None else pair[0])
     first = ordered[0][1]
     raised = [(env, error) for env, error in ordered if env is not None]

@@ -3,7 +3,7 @@
 No exception is raised across the network: failures are part of a :class:`HostReply`, with the caller's indices.
 
 Ray pickles every array separately, which takes longer than copying a small one, but passes ``bytes`` on unchanged. So
-actions, and results with nothing else to report, are sent as the ``bytes`` of an array with a record per row
+actions of fixed size, and results with nothing else to report, are sent as the ``bytes`` of an array with a record per row
 (:func:`record_type`). Large observations are sent as arrays, which Ray returns without a copy.
 """
 
@@ -46,6 +46,7 @@ _NOTE_BY_ENGINE: Final = re.compile(r"env \d+, (worker \d+|stepped by the caller
 _NOTE_WITH_ROWS: Final = re.compile(r"also(:| failed)|env \d+: its ")
 _DIFFERENT_SPACES: Final = "AsyncVectorEnv(..., observation_mode=", "Some environments have an action space different from"
 NUMBERS: Final = np.dtype([("reward", np.float64), ("termination", np.bool_), ("truncation", np.bool_)])
+"""The record of a row's result without its observation."""
 
 
 @dataclass(slots=True)
@@ -118,12 +119,12 @@ class HostReply:
     """A reply to one request, with the caller's indices of environments.
 
     Attributes:
-        rows: The environments with a result, in order.
+        rows: The environments with a result, in ascending order.
         arrays: Rewards, terminations, truncations and the leaves of observations of fixed size, a row for each of ``rows``.
         outcome: Infos, other observations and results of calls, encoded by :func:`~vecenv.link.messages.encode_outcome`.
         events: Failures and rebuilt environments, in the order in which they occurred.
         raises: True if the failures in ``events`` are to be raised, because the request did not repair them.
-        failed: Environments that only a reset can rebuild, with the reasons.
+        failed: Environments that have to be rebuilt, with the reasons.
         error: The error of the request as a whole.
     """
 
@@ -137,7 +138,7 @@ class HostReply:
 
 
 Packed = bytes | tuple[bytes, list[Array]]
-"""A reply with results for all environments and nothing else to report: records, or :data:`NUMBERS` and large leaves."""
+"""A reply with results for all environments and nothing else to report: records, or :data:`NUMBERS` and large arrays."""
 
 
 class Lost(Exception):
@@ -149,7 +150,7 @@ class _EventCollector(Observer):
 
     Attributes:
         events: Failures and rebuilt environments, in the order in which they occurred.
-        failed: Row -> reason, for rows that only a reset can rebuild.
+        failed: The caller's index -> reason, for environments that have to be rebuilt.
     """
 
     def __init__(self, plan: HostPlan) -> None:
@@ -177,7 +178,7 @@ class _EventCollector(Observer):
         return (self._first_row + np.asarray(rows, np.intp)).tolist()  # type: ignore[no-any-return]
 
     def pack(self, error: BaseException) -> PackedError:
-        """Pack an error with the caller's indices, without the notes that name rows and workers of this host."""
+        """Pack an error with the caller's indices. Remove the engine's note about the row: the caller adds its own."""
         if notes := getattr(error, "__notes__", None):
             notes[:] = [
                 self.renumber(note) if _NOTE_WITH_ROWS.match(note) else note
@@ -201,7 +202,7 @@ class _EventCollector(Observer):
         return renumbered
 
     def renumber(self, text: str) -> str:
-        """Replace the host's indices of environments in a text of vecenv with the caller's."""
+        """Replace the host's indices of environments in a text by vecenv with the caller's."""
 
         def add_offset(found: re.Match[str]) -> str:
             return found[1] + re.sub(r"\d+", lambda digits: str(self._first_row + int(digits[0])), found[2])
@@ -215,7 +216,7 @@ class Host:
     ``rows`` are the host's own indices; ``None``: all. Each argument costs Ray 50 to 100 us, so most requests have only one.
 
     Attributes:
-        envs: The local vector environment; ``None`` before the start, and if the start failed.
+        envs: The local vector environment; ``None`` until it is built.
     """
 
     def __init__(self, plan: HostPlan) -> None:
@@ -225,7 +226,7 @@ class Host:
         self.envs: Any = None
 
     def start(self) -> HostReady:
-        """Build the environments."""
+        """Build the environments, and return their description or an error."""
         ready = HostReady(os.getpid(), platform.node())
         try:
             self.envs = envs = _build(self._plan)
@@ -250,9 +251,9 @@ class Host:
         return ready
 
     def step(self, actions: bytes) -> HostReply | Packed:
-        """Step all environments, with one record of ``actions`` for each. If one fails, the others have no results.
+        """Step all environments, with one record of ``actions`` for each. If one fails, the others have only observations.
 
-        :meth:`send` would return their results, but takes longer, because ``recv`` copies what it returns.
+        :meth:`send` would also return their rewards, flags and infos, but takes longer, because ``recv`` copies its result.
         """
         if (tree := self._shared_tree) is None:
             return self.send(actions)
@@ -293,7 +294,7 @@ class Host:
         return self._collect(len(local), begin)
 
     def call(self, request: bytes, rows: Sequence[int] | None = None) -> HostReply | Packed:
-        """Call a method of the vector environment, and reply with its results for these rows.
+        """Call a method of the vector environment, and return the results of ``call``, ``exec_func`` or ``save`` by row.
 
         The name, arguments and keyword arguments are pickled in ``request``. ``require_fit`` is a method of the host itself;
         all other names are public methods of the vector environment.
@@ -315,7 +316,7 @@ class Host:
         return self._reply([], [], outcome, errors)
 
     def require_fit(self, snapshots: Sequence[Snapshot], rows: Sequence[int]) -> None:
-        """Raise for snapshots that do not fit their rows. Rows that failed are rebuilt and checked by the load itself."""
+        """Raise for snapshots that do not fit their rows, except failed rows: the load itself rebuilds and checks those."""
         for row, snapshot in zip(rows, snapshots, strict=True):
             if self._first_row + row not in self._collector.failed:
                 self.envs.exec_func(_require_fit, [row], snapshot, own_generators=self.envs.generators == "own")
@@ -335,7 +336,7 @@ class Host:
     # -- replies ----------------------------------------------------------------------------------------------------
 
     def _collect(self, count: int, begin: Callable[[], None]) -> HostReply | Packed:
-        """Begin a step or a reset of ``count`` rows, and reply with the results of all that do not fail."""
+        """Begin a step or a reset of ``count`` rows, and return the results of all that do not fail."""
         self._collector.events = []
         errors: list[Exception] = []
         rows: Sequence[int] = []

@@ -23,7 +23,7 @@ class RemoteHost:
 
     Attributes:
         death: A text that names the host and describes its end; empty while it is alive.
-        command: The command that it was executing when it ended.
+        command: The command that it was executing when it ended, or ``"idle"``.
         notes: Notes that observers added to the first exception about its death.
         restart_counted: True if its restart has been counted against the budget.
     """
@@ -58,7 +58,7 @@ class HostPool:
         self.hosts = self._start(plans)
 
     def _start(self, plans: Sequence[HostPlan]) -> list[RemoteHost]:
-        """Start hosts concurrently; if one fails, kill all of them."""
+        """Start hosts concurrently; if one fails, kill all of these."""
         try:
             with deferred_signals():
                 for plan in plans:
@@ -89,7 +89,12 @@ class HostPool:
         return ready
 
     def replace(self, host: RemoteHost) -> None:
-        """Start a new host in place of a dead one, on any node with room."""
+        """Start a new host in place of a dead one, on any node with room.
+
+        Raises:
+            ClusterError, HostDied, StartupTimeout: The cluster has no room, or the host did not become ready.
+            Exception: An ``env_fn`` raised on the host.
+        """
         self.cluster.kill(host.index)  # also ends a replacement that was interrupted during its start
         for delay in _RETRY_DELAYS:
             self.cluster.require_cores(self._start_timeout)  # a lost node may be replaced, or another may have room

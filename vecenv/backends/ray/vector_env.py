@@ -40,16 +40,16 @@ _HOST_OPTIONS: Final = (
 
 
 class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
-    """Environments on several machines: one host actor per node of a Ray cluster, each with an ``AsyncVectorEnv``.
+    """Environments on several machines: host actors on the nodes of a Ray cluster, each with an ``AsyncVectorEnv``.
 
-    Use it when one host's batch takes 10 ms or more: every step costs a round trip of one to two milliseconds. Below that,
-    run ``AsyncVectorEnv`` on one machine, or send the policy to the environments (``docs/distributed.md``).
+    Use it when one host's batch takes 10 ms or more: every step costs a round trip of a few milliseconds. Below that, run
+    ``AsyncVectorEnv`` on one machine, or send the policy to the environments (``docs/distributed.md``).
 
     Host h holds a contiguous share of the environments. The interface is that of :class:`~vecenv.AsyncVectorEnv`, with these
     differences:
 
-    * ``send`` and ``recv`` work by host: environments sent to a host together are returned together, and a second request to
-      the same host waits for the first.
+    * ``send`` and ``recv`` work by host: environments sent to a host together finish together, and a second request to the
+      same host waits for the first.
     * A host handles the death of a worker itself, and reports it as on one machine. The loss of a host raises
       :class:`~vecenv.errors.HostDied`, and the next ``reset`` restarts it; with ``on_failure="restart"`` its environments
       are rebuilt on any node with room, and its rows are returned truncated, with ``restarted`` in their infos. No step is
@@ -64,8 +64,8 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
             one per environment.
         envs_per_host: The number of environments per host. Default: an even share.
         workers_per_host: Worker processes per host, like ``num_workers`` of :class:`~vecenv.AsyncVectorEnv`. ``"auto"``
-            measures on the host. A host reserves a core per worker and one for itself; with ``"auto"``, its share of
-            the cores of a node.
+            measures on the host. A host reserves a core per worker and one for itself; with ``"auto"``, its share of the
+            cores, but at most one more than its environments.
         address: The address of a Ray cluster. ``None``: the cluster to which this process is connected, the one that
             ``RAY_ADDRESS`` names, or the one on this machine. If there is none, one is started on the loopback interface
             of this machine, and stopped by :meth:`close`. An existing cluster is left unchanged.
@@ -82,6 +82,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
 
     Raises:
         ImportError: Ray is not installed.
+        ConnectionError: There is no cluster at ``address``, or at the one that ``RAY_ADDRESS`` names.
         ClusterError: The cluster has no room after ``start_timeout`` seconds; the message names what is missing.
         TypeError, ValueError: An option does not exist or has an invalid value.
         RuntimeError: Environments differ in their spaces; the message names the host.
@@ -248,7 +249,8 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
 
         Args:
             timeout: Seconds for a pending reply and for the environments' own ``close()``; then hosts are killed. Default: a
-                minute, or a second if a host was late before, an earlier close was interrupted, or another call is running.
+                minute, or a second if a host was late before, an earlier close was interrupted, or a signal handler closes
+                during a call. During a call in another thread, hosts are killed immediately.
             terminate: Kill the hosts immediately; the environments' ``close()`` is not called.
         """
         driver, state, thread = self._driver, self._driver.state, get_ident()

@@ -1,6 +1,6 @@
 """The drivers of EnvPool's pools, which track the pending call and the ended episodes.
 
-:class:`WholeBatchDriver` returns all environments at once; :class:`FirstReadyDriver` returns smaller batches, and
+:class:`WholeBatchDriver` returns all rows of a call at once; :class:`FirstReadyDriver` returns those that finish first, and
 supports several players per environment. A pool cannot be seeded again, so a reset with seeds builds a new one.
 
 An interrupted wait can continue, because ``replies`` keeps the replies that have arrived: Ctrl-C and timeouts lose nothing.
@@ -289,7 +289,7 @@ class PoolDriver(Driver):
         self.pool = pool
 
     def _reset_requests(self, ids: Array, force: bool) -> list[_Request]:
-        """Return requests that reset finished episodes by an action, and running ones by a command.
+        """Return requests that reset finished episodes by an action, and running ones, or all with ``force``, by a command.
 
         After an action, Atari with ``episodic_life`` and ViZDoom continue the same game; after a command, a new one begins.
         """
@@ -341,16 +341,16 @@ def _no_pool(*_: Any) -> Any:
 
 
 class WholeBatchDriver(PoolDriver):
-    """A driver that steps all environments at once, one call at a time.
+    """A driver that executes one call at a time, for all environments or some, and returns all its rows at once.
 
-    A call may take several round trips: a step, then the resets of rows that it ended; or resets by an action, then resets
-    by a command. The plan lists these requests, and the length of ``replies`` is the only record of the progress through it.
+    A call may take several round trips: a step, then (same-step mode) the resets of episodes that it ended; or resets by an
+    action, then by a command. The plan lists these requests. The length of ``replies`` is the only record of the progress.
 
     Attributes:
         replies: The progress of the latest call: ``None`` for each request that was sent, followed by the states in its
             reply. With an odd length, a reply is pending; half the length is the number of completed round trips.
         returned: ``(replies, latest)`` of the latest call that has returned its results: its replies, and the environments
-            of the latest rows.
+            of the rows that it returned.
     """
 
     capabilities = Capabilities(
@@ -390,7 +390,7 @@ class WholeBatchDriver(PoolDriver):
         super().submit_reset(seeds, ids, options, for_recv=for_recv)
 
     def _require_no_call(self, method: str) -> None:
-        """Raise if a call is pending: there can be only one at a time."""
+        """Raise if a call is pending, because there can be only one at a time, or if there is no pool to step."""
         if self.pool is None:
             self.require_pool(method)
         if self.replies and self.returned[0] is not self.replies:
@@ -539,8 +539,7 @@ class FirstReadyDriver(PoolDriver):
     """A driver that returns the environments that finish first, in batches of any size.
 
     EnvPool waits forever if fewer environments are in flight than a batch needs, and aborts if an environment receives a
-    second request while it is in flight. So every send and receive records, in the same instruction, which
-    environments are in flight.
+    second request while it is in flight. So every send records, in the same instruction, which environments are in flight.
 
     An environment is in flight until its row is returned. Then it is *held* until the next call, which is nearly always a
     send to the same environments. If it is not, the held environments move to ``idle``.

@@ -110,7 +110,7 @@ class ActionChecker:
 
         Raises:
             ValueError: The actions have the wrong shape or are out of range.
-            TypeError: The actions are not numbers, are floats for a Discrete space, or lack a key.
+            TypeError: The actions are not numbers, are floats where the pool expects integers, or lack a key.
         """
         if self._single is not None:
             return [self._single(actions, ids)]
@@ -247,14 +247,14 @@ class PoolRows:
         """Prepare for a new pool. Pools with one player per environment need no preparation."""
 
     def store_held(self, held: Any) -> None:
-        """Store the masks of players in ``held`` (from :meth:`results`). For one player there are none. Safe to repeat."""
+        """Store the players in ``held``, the last value of :meth:`results`. Here, there are none. Safe to repeat."""
 
     def payload(self, ids: Array, actions: list[Array]) -> list[Array]:
-        """Return the arguments of the pool's ``_send``."""
+        """Return the argument of the pool's ``_send``."""
         return [ids, ids, *actions]
 
     def filler_payload(self, ids: Array) -> list[Array]:
-        """Return arguments of the pool's ``_send`` for environments that ignore their actions."""
+        """Return the argument of the pool's ``_send`` for environments that ignore their actions."""
         return [ids, ids, *self.check.dummy_actions(len(ids))]
 
     def copy_rows(self, states: States, first: int, last: int) -> States:

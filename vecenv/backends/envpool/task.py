@@ -6,10 +6,9 @@ that name the valid values before anything is built.
 
 Tasks have hundreds of options that C++ does not check: depending on other options, a value may end the process,
 overwrite memory or make a reset hang. Common values are known to be harmless (:data:`_RANGES` and the constants after it).
-Any other configuration is first tried once in a separate process, where it is built, reset and stepped, which takes a second
-or two.
-Before the first frame of a MuJoCo task is drawn, drawing is tried there too, because without an OpenGL library MuJoCo ends
-the process with ``exit(1)``.
+Any other configuration is first tried once in a separate process, where it is built, reset and, unless its actions are
+dicts, stepped. This takes a second or two. Before the first frame of a MuJoCo task is drawn, drawing is tried there too,
+because without an OpenGL library MuJoCo ends the process with ``exit(1)``.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ _SWITCH_FAMILIES: Final = (
     "atari", "box2d", "classic_control", "toy_text", "mujoco.dmc", "mujoco.gym", "mujoco.metaworld", "vizdoom",
 )  # fmt: skip
 
-# Keys of EnvPool's configuration that are arguments of EnvPoolVectorEnv, or that users must not set.
+# Keys of EnvPool's configuration that cannot be set, with advice, and those that are no options of a task.
 _RESERVED = {
     "env_type": "remove it; the interface is always Gymnasium's",
     "env_seed": "pass seed= with one seed per environment",
@@ -113,6 +112,7 @@ def family_of(task_id: str) -> str:
     """Return the family of a task, such as ``"atari"`` or ``"mujoco.gym"``.
 
     Raises:
+        TypeError: ``task_id`` is not a string.
         UnregisteredEnv: EnvPool has no such task; the message names the closest ones.
     """
     registered = _registry()
@@ -150,9 +150,9 @@ class Task:
     """The description of a task and its checked configuration, available before a pool is built.
 
     Attributes:
-        id: EnvPool's task id.
-        family: The family of the task, such as ``"atari"``.
-        pool_config: The arguments of ``envpool.make_gymnasium`` besides the id and the seeds.
+        id: EnvPool's task id, or the class name of a given pool.
+        family: The family of the task, such as ``"atari"``, or the module of a given pool's class.
+        pool_config: The arguments of ``envpool.make_gymnasium`` besides the id and the seeds; of a given pool, ``config``.
         config: The whole configuration, with EnvPool's defaults.
         state_keys: Names of the arrays that a pool returns.
         state_specs: Their specifications by name. The shape of an array with a row per player begins with -1.
@@ -161,7 +161,7 @@ class Task:
         observation_space: The observation space of one environment, with bounds repaired.
         action_space: The action space of one environment.
         max_num_players: The maximum number of players per environment; above one, some arrays have a row per player.
-        env_spec: The equivalent of an entry in Gymnasium's registry.
+        env_spec: The equivalent of an entry in Gymnasium's registry; ``None`` for a given pool.
         make: A function that builds a pool from one seed per environment.
     """
 
@@ -233,7 +233,7 @@ class Task:
         return cls(id=name, family=family, pool_config=config, **fields, env_spec=None, make=make)
 
     def build(self, seeds: list[int]) -> Any:
-        """Build a new pool, including its environments and threads.
+        """Build a new pool, including its environments and threads, or return a given one (:meth:`from_pool`).
 
         Args:
             seeds: One per environment, within int32.
@@ -312,7 +312,7 @@ def _without_bound_warnings(build: Any) -> Any:
 def _repair_bounds(space: gymnasium.Space[Any]) -> gymnasium.Space[Any]:
     """Replace EnvPool's stand-ins for infinite bounds, the extremes of the floating-point type, with infinity.
 
-    The default lower bound is the smallest *positive* number, which excludes observations of 51 dm_control tasks and others.
+    Its default lower bound is the smallest *positive* one, which excludes observations of 51 dm_control tasks and others.
     """
     if isinstance(space, spaces.Dict):
         return spaces.Dict({key: _repair_bounds(inner) for key, inner in space.spaces.items()})

@@ -1,6 +1,6 @@
 """``EnvPoolVectorEnv``: an EnvPool pool behind Gymnasium's vector interface.
 
-This module has the constructor and the methods that only EnvPool offers. The other methods are those of
+This module has the constructors, rendering and what only EnvPool offers. The other methods are those of
 :class:`~vecenv.front.vector_env.VectorEnvBase`; :mod:`vecenv.backends.envpool.drivers` executes them.
 """
 
@@ -61,7 +61,7 @@ class EnvPoolVectorEnv(PoolVectorEnv):
     Raises:
         ImportError: EnvPool is not installed.
         UnregisteredEnv: There is no such task; the message names similar ones.
-        TypeError: An option is unknown; the message lists the valid ones.
+        TypeError: An option has a value of the wrong type, or is unknown; then the message lists the valid ones.
         ValueError: An option has an invalid value, or the task has several players per environment.
         NotImplementedError: EnvPool's task ignores ``max_episode_steps``.
 
@@ -79,15 +79,15 @@ class EnvPoolVectorEnv(PoolVectorEnv):
     the order of the call. Only then is ``options["reset_mask"]`` possible: it resets finished episodes like autoreset (Atari
     with ``episodic_life`` continues the same game), and begins a new game in running ones.
 
-    With a smaller batch, a reset of all environments waits for everything in flight and discards it, and ``recv`` keeps rows
-    beyond ``count`` for the next call. EnvPool returns whole batches only, so ``recv`` also raises ``NoAsyncCallError`` if
-    the environments in flight cannot fill one.
+    With a smaller batch, a reset of all environments discards everything in flight (without seeds, it waits for it first),
+    and ``recv`` keeps rows beyond ``count`` for the next call. EnvPool returns whole batches only, so ``recv`` also raises
+    ``NoAsyncCallError`` if the environments in flight cannot fill one.
 
     ``step`` returns ``(observations, rewards, terminations, truncations, infos)``. Observations are an array or nested dicts
-    of arrays, in ``observation_space``; rewards (float64) and flags (bool) have the shape ``(num_envs,)``; infos is a dict
-    of arrays with a mask ``_key`` for every key, and always contains ``env_id`` and ``elapsed_step``. All arrays are new and
-    belong to the caller. A masked reset returns the other rows from the latest observations, including changes that the
-    caller has made to them.
+    of arrays, in ``observation_space``; rewards (float64) and flags (bool) have the shape ``(num_envs,)``; infos is a
+    (nested) dict of arrays with a mask ``_key`` for every key, and always contains ``env_id`` and ``elapsed_step``. All
+    arrays are new and belong to the caller. A masked reset returns the other rows from the latest observations, including
+    changes that the caller has made to them.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class EnvPoolVectorEnv(PoolVectorEnv):
     def over(cls, pool: Any, *, autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP) -> EnvPoolVectorEnv:
         """Build a vector environment around a pool from ``envpool.make``, of any ``env_type``, that has nothing in flight.
 
-        The vector environment owns the pool from now on. Its first reset uses this pool, or, with a seed, builds another one
-        with the same configuration.
+        The vector environment owns the pool from now on. Its first reset uses this pool, or, with seeds other than those of
+        the pool, builds another one with the same configuration.
 
         Raises:
             TypeError: ``pool`` is not a pool.

@@ -1,4 +1,4 @@
-"""The vector environments of the backends other than worker processes: EnvPool, JAX, a library's own, and Ray.
+"""The vector environments of all backends except ``AsyncVectorEnv``: EnvPool, JAX, a library's own, and Ray.
 
 Each is imported on first use, because most need an optional library.
 """

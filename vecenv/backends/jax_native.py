@@ -1,9 +1,9 @@
 """``JaxVectorEnv``: functional environments behind Gymnasium's vector interface.
 
 A compiled :class:`vecenv.jax.FunctionalVectorEnv` steps the environments, and :class:`JaxDriver` holds the state that
-Gymnasium's interface hides. A request starts a computation on the device; only reading its results waits. Results are
-NumPy, JAX or torch arrays. Seeds, masks and infos work as in Gymnasium. ``envs.state`` is a checkpoint; assign it to go
-back.
+Gymnasium's interface hides. A request starts a computation on the device; reading its results as NumPy arrays waits for it,
+and so does the next reset of all environments. Results are NumPy, JAX or torch arrays. Seeds, masks and infos work as in
+Gymnasium. ``envs.state`` is a checkpoint; assign it to go back.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
             ``stagger``, ``frame_skip``, ``randomize``, ``discount``, ``pool_size``, ``micro_batch``, ``devices``).
             Other options are passed to the named environment, for example ``backend="spring"``.
 
-    With ``to="jax"`` or ``"torch"``, nothing waits for the device, so every step has all info columns with their masks, and
+    With ``to="jax"`` or ``"torch"``, no step waits for the device, so every step has all info columns with their masks, and
     under SAME_STEP ``infos["final_obs"]`` is a batch, valid where ``infos["_final_obs"]`` is true.
 
     Raises:
@@ -134,7 +134,7 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
 
     @property
     def np_random_seed(self) -> tuple[int | None, ...]:  # type: ignore[override]
-        """The latest seed of each environment; ``None`` if its random sequence came from an assigned state."""
+        """The latest seed of each environment; ``None`` before its first reset, or if its state was assigned."""
         return tuple(self._driver.latest.seeds)
 
     def __repr__(self) -> str:
@@ -156,9 +156,10 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
     def state(self) -> EnvState:
         """A copy of the whole state, as a pytree. Assign it to go back to that state, any number of times.
 
-        Raises (on assignment):
-            TypeError, ValueError: It is not a state of these environments, or the number of environments differs.
-            StaleStateError: Its arrays have been donated to another computation.
+        Raises:
+            gymnasium.error.ResetNeeded: On reading, before the first ``reset``.
+            TypeError, ValueError: On assignment of a state of other environments, or of another number of them.
+            StaleStateError: On assignment of a state with arrays that have been donated to another computation.
         """
         self._driver.require_idle("state")
         return self._driver.copy_state()
@@ -188,13 +189,13 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
 
     @exclusive
     def warmup(self, chunk: int | None = None) -> dict[str, float]:
-        """Compile everything now, rather than in the first reset and step; the environments do not change.
+        """Compile a step and a reset of all environments now, not in their first calls; the environments do not change.
 
         Args:
             chunk: Also compile ``step_chunk`` for that many steps.
 
         Returns:
-            Seconds by function, mostly for compilation: ``{"reset": ..., "step": ...}``.
+            Seconds by function, mostly for compilation: ``{"reset": ..., "step": ...}``, and ``"step_chunk(<chunk>)"``.
         """
         self._driver.require_idle("warmup")
         return compile_now(self._driver, chunk)
@@ -204,7 +205,8 @@ def parse_functional(env: Any, num_envs: int, library: str | None, options: dict
     """Return the functional environment for these arguments of ``JaxVectorEnv``.
 
     Raises:
-        ValueError: Options are given for an environment that already has its own, or the number of environments is invalid.
+        ValueError: ``env`` is functional already, and other options are given or it has no single batch axis; or the number
+            of environments is invalid.
         TypeError: Unknown options.
     """
     if isinstance(env, FunctionalVectorEnv):
@@ -231,8 +233,8 @@ def parse_functional(env: Any, num_envs: int, library: str | None, options: dict
 class Latest(NamedTuple):
     """The newest state (``None``: there is none), the latest seed of each environment, and the latest request.
 
-    A seed is ``None`` if the environment's random sequence came from an assigned state. ``missing`` has the rows that were
-    neither reset nor loaded, when other rows were loaded before the first reset.
+    A seed is ``None`` before the environment's first reset, or if its state was assigned. ``missing`` has the rows that were
+    neither reset nor loaded, if other rows were loaded before the first reset.
     """
 
     state: EnvState | None
@@ -246,7 +248,7 @@ class JaxDriver(LockstepDriver):
 
     Args:
         functional: The environments.
-        to: ``"numpy"``, ``"jax"`` or ``"torch"``. With the last two, only :meth:`wait` waits for the device, and waits in
+        to: ``"numpy"``, ``"jax"`` or ``"torch"``. With the last two, :meth:`read` does not wait for the device, and waits in
             the caller's own code are not counted in ``seconds_waited``.
 
     Attributes:
@@ -269,7 +271,10 @@ class JaxDriver(LockstepDriver):
 
     @property
     def newest(self) -> EnvState | None:
-        """The newest state, which the device may still be computing; ``None`` before the first reset and after a failure."""
+        """The newest state, which the device may still be computing.
+
+        ``None`` before the first reset, after a failure and after :meth:`close`.
+        """
         return self.latest.state
 
     @newest.setter
@@ -301,8 +306,8 @@ class JaxDriver(LockstepDriver):
         random sequence.
 
         Raises:
-            gymnasium.error.ResetNeeded: The first reset is not of all environments.
-            gymnasium.error.Error: An invalid seed.
+            gymnasium.error.ResetNeeded: There is no state, and the reset is not of all environments.
+            gymnasium.error.Error: A seed is invalid.
         """
         if mask is None or mask.all():  # use the unmasked reset, so that the masked one need not be compiled
             mask = None
@@ -349,7 +354,7 @@ class JaxDriver(LockstepDriver):
             self.latest = Latest(after, self.latest.seeds, request)
 
     def _copy_actions(self, actions: Any) -> Any:
-        """Return a copy of NumPy arrays and CPU tensors, which JAX may read even after the call has returned."""
+        """Return actions with copies of NumPy arrays and CPU tensors, which JAX may read after the call has returned."""
         arrays = from_torch(actions) if "torch" in sys.modules else actions
         return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, arrays)
 
@@ -458,7 +463,7 @@ class JaxDriver(LockstepDriver):
         return observations, np.asarray(state.reward).astype(np.float64), terminated, truncated, infos_by_key
 
     def _infos(self, state: EnvState, ended: Any) -> dict[str, Any]:
-        """Return the infos of a step. ``ended`` is a NumPy array if ``to="numpy"``; otherwise no JAX array may be read."""
+        """Return the infos of a step. ``ended`` is a NumPy array if ``to="numpy"``; otherwise its values may not be read."""
         on_host = self._to == "numpy"
         info, valid = jax.tree.map(np.asarray, (state.info, state.valid)) if on_host else (state.info, state.valid)
         if not self._same_step:
@@ -529,7 +534,7 @@ class JaxDriver(LockstepDriver):
         return StateDict(format=FORMAT, num_envs=len(rows), snapshots=self.save(rows, verify))
 
     def load_state_dict(self, state: Mapping[str, Any], rows: list[int], spaces: Sequence[Any]) -> Any:
-        """Load a state from :meth:`state_dict`."""
+        """Load the result of :meth:`state_dict`."""
         own = {"format": FORMAT, "num_envs": len(rows)}.items()
         if not isinstance(state, Mapping) or "snapshots" not in state or any(state.get(key) != value for key, value in own):
             raise SnapshotMismatch(f"this is not a state_dict() of {len(rows)} environments")

@@ -1,9 +1,9 @@
-"""Vector environments that a library steps itself: any ``vector_entry_point``, and ALE's native ``AtariVectorEnv``.
+"""Vector environments that a library steps itself: any ``vector_entry_point``, such as ALE's native ``AtariVectorEnv``.
 
 :class:`NativeVectorEnv` makes the library's calls behave as on the other backends. It refuses calls that the library would
 ignore, that would fail one of its assertions, or that would never return, and converts results to Gymnasium's form. A table
 lists the features of known libraries. Any other library is assumed to have one seed for all its environments, to reset them
-together, and to step only when the results are fetched.
+together, and to compute in the caller's thread, so its methods are called only when the results are fetched.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class NativeVectorEnv(VectorEnvBase[Any, Any, Any]):
         plan: A text with the class that steps the environments, and the reason.
 
     ``step`` returns ``(observations, rewards, terminations, truncations, infos)``: observations of ``observation_space``;
-    rewards float64, flags bool, all ``(num_envs,)`` and fresh; infos a dict of arrays with a mask ``_key`` for every key.
-    Under same-step autoreset, ``infos["final_obs"]`` and ``infos["final_info"]`` have Gymnasium's form; ALE reports only the
-    observation of an episode's last step, so its ``final_info`` is empty. Actions of another dtype are cast if nothing but
-    precision is lost.
+    rewards float64, flags bool, all ``(num_envs,)`` and fresh; infos a (nested) dict of arrays with a mask ``_key`` for
+    every key. Under same-step autoreset, ``infos["final_obs"]`` and ``infos["final_info"]`` have Gymnasium's form; ALE
+    reports only the observation of an episode's last step, so its ``final_info`` is empty. Actions of another dtype are cast
+    if nothing but precision is lost.
 
-    ``step_async`` starts ALE's threads. Other libraries compute nothing until the results are fetched, do not support
-    timeouts, and accept only a single int as the seed of all environments.
+    With ALE, ``step_async`` begins the step. Other libraries compute nothing until the results are fetched, do not support
+    timeouts, and are seeded by a single int for all environments.
     """
 
     _driver: _LibraryDriver
@@ -210,7 +210,7 @@ class _LibraryDriver(LockstepDriver):
         return self._copy_observations(observations), np.array(rewards, np.float64), terminations, truncations, columns
 
     def _expand_infos(self, infos: Mapping[str, Any], mask: Any) -> dict[str, Any]:
-        """Return infos as fresh arrays with a row per environment, each with its mask. Repeat a value for all rows."""
+        """Return infos as fresh arrays with a row per environment, each with its mask. A single value is repeated."""
         columns: dict[str, Any] = {}
         for key in own_keys(infos):
             value, own_mask = infos[key], np.array(infos.get(f"_{key}", mask))
@@ -227,7 +227,10 @@ class _LibraryDriver(LockstepDriver):
 
 
 def _to_column(value: Any, count: int) -> Any:
-    """Return a fresh array with a row per environment; an object array if the rows differ in shape."""
+    """Return a fresh array with a row per environment: those of ``value``, or ``value`` itself, repeated.
+
+    If the rows differ in shape, it is an object array.
+    """
     try:
         return np.array(value if np.shape(value)[:1] == (count,) else [value] * count)
     except ValueError:
@@ -236,7 +239,7 @@ def _to_column(value: Any, count: int) -> Any:
 
 
 def _to_numpy(value: Any) -> Any:
-    """Return a copy in which arrays of any library are NumPy arrays."""
+    """Return a copy of observations in which arrays of any library are NumPy arrays."""
     if isinstance(value, dict):
         return {key: _to_numpy(part) for key, part in value.items()}
     if isinstance(value, tuple):

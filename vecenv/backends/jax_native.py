@@ -134,7 +134,7 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
 
     @property
     def np_random_seed(self) -> tuple[int | None, ...]:  # type: ignore[override]
-        """The latest seed of each environment; ``None`` before its first reset, or if its state was assigned."""
+        """The latest seed of each environment; ``None`` if unknown, as before the first reset or after assigning a state."""
         return tuple(self._driver.latest.seeds)
 
     def __repr__(self) -> str:
@@ -233,8 +233,8 @@ def parse_functional(env: Any, num_envs: int, library: str | None, options: dict
 class Latest(NamedTuple):
     """The newest state (``None``: there is none), the latest seed of each environment, and the latest request.
 
-    A seed is ``None`` before the environment's first reset, or if its state was assigned. ``missing`` has the rows that were
-    neither reset nor loaded, if other rows were loaded before the first reset.
+    A seed is ``None`` if it is unknown, as before the first reset or after assigning a state. ``missing`` has the rows that
+    were neither reset nor loaded, if other rows were loaded before the first reset.
     """
 
     state: EnvState | None

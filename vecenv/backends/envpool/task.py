@@ -59,7 +59,7 @@ _RANGES: Final = {
     "noop_max": (1, 10_000, 1000),
     "mode": (-1, _INT32_END - 1, _INT32_END),  # the emulator refuses values that a game does not have
     "difficulty": (-1, _INT32_END - 1, _INT32_END),
-    "render_width": (1, 8192, 8192),  # drawing is always tried in a separate process first
+    "render_width": (1, 8192, 8192),  # MuJoCo's drawing is always tried in a separate process first
     "render_height": (1, 8192, 8192),
     "render_camera_id": (-1, _INT32_END - 1, _INT32_END),
 }

@@ -86,8 +86,8 @@ class EnvPoolVectorEnv(PoolVectorEnv):
     ``step`` returns ``(observations, rewards, terminations, truncations, infos)``. Observations are an array or nested dicts
     of arrays, in ``observation_space``; rewards (float64) and flags (bool) have the shape ``(num_envs,)``; infos is a
     (nested) dict of arrays with a mask ``_key`` for every key, and always contains ``env_id`` and ``elapsed_step``. All
-    arrays are new and belong to the caller. A masked reset returns the other rows from the latest observations, including
-    changes that the caller has made to them.
+    arrays are new and belong to the caller. A masked reset returns the other rows from the latest observations, which may
+    include changes that the caller has made to them.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class EnvPoolVectorEnv(PoolVectorEnv):
         """Return one frame per environment, uint8 of shape ``(height, width, 3)``; ``None`` without a render mode.
 
         Raises:
-            RuntimeError: Environments are in flight, or this task cannot be rendered on this machine.
+            RuntimeError: Environments are in flight, the task cannot be rendered on this machine, or after :meth:`xla`.
             ResetNeeded: Before the first reset.
         """
         driver = self._driver
@@ -180,7 +180,7 @@ class EnvPoolVectorEnv(PoolVectorEnv):
         Raises:
             ResetNeeded: Before the first reset.
             AlreadyPendingCallError: A call is pending, or environments are in flight.
-            RuntimeError: JAX is missing, or EnvPool does not offer this on the platform.
+            RuntimeError: JAX is missing, EnvPool does not offer this on the platform, or ``xla`` was called before.
         """
         self._driver.require_pool("xla")
         self._driver.require_idle("xla")

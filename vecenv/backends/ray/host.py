@@ -282,7 +282,7 @@ class Host:
         return self._action_tree.build(iter(fields(actions, self._actions, count)))  # type: ignore[union-attr]
 
     def reset(self, arguments: bytes, rows: Sequence[int] | None = None) -> HostReply | Packed:
-        """Reset some environments. ``arguments``: pickled seeds and options, each for these rows or for all."""
+        """Reset some environments. ``arguments``: a seed for each, and options for each or for all, pickled."""
         local = self._rows if rows is None else rows
 
         def begin() -> None:

@@ -82,7 +82,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
 
     Raises:
         ImportError: Ray is not installed.
-        ConnectionError: There is no cluster at ``address``, or at the one that ``RAY_ADDRESS`` names.
+        ConnectionError: There is no cluster at ``address``, or at the address in ``RAY_ADDRESS``.
         ClusterError: The cluster has no room after ``start_timeout`` seconds; the message names what is missing.
         TypeError, ValueError: An option does not exist or has an invalid value.
         RuntimeError: Environments differ in their spaces; the message names the host.

@@ -205,8 +205,8 @@ def parse_functional(env: Any, num_envs: int, library: str | None, options: dict
     """Return the functional environment for these arguments of ``JaxVectorEnv``.
 
     Raises:
-        ValueError: ``env`` is functional already, and other options are given or it has no single batch axis; or the number
-            of environments is invalid.
+        ValueError: ``env`` is a ``FunctionalVectorEnv``, and options are given or it does not have one batch axis; or the
+            number of environments is invalid.
         TypeError: Unknown options.
     """
     if isinstance(env, FunctionalVectorEnv):

@@ -227,10 +227,7 @@ class _LibraryDriver(LockstepDriver):
 
 
 def _to_column(value: Any, count: int) -> Any:
-    """Return a fresh array with a row per environment: those of ``value``, or ``value`` itself, repeated.
-
-    If the rows differ in shape, it is an object array.
-    """
+    """Return the rows of ``value`` in a fresh array, or ``value`` repeated; an object array if the rows differ in shape."""
     try:
         return np.array(value if np.shape(value)[:1] == (count,) else [value] * count)
     except ValueError:

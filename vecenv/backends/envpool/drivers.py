@@ -289,7 +289,7 @@ class PoolDriver(Driver):
         self.pool = pool
 
     def _reset_requests(self, ids: Array, force: bool) -> list[_Request]:
-        """Return requests that reset finished episodes by an action, and running ones, or all with ``force``, by a command.
+        """Return requests that reset finished episodes by an action, and running ones by a command; ``force``: all by it.
 
         After an action, Atari with ``episodic_life`` and ViZDoom continue the same game; after a command, a new one begins.
         """

@@ -250,7 +250,7 @@ class PoolRows:
         """Store the players in ``held``, the last value of :meth:`results`. Here, there are none. Safe to repeat."""
 
     def payload(self, ids: Array, actions: list[Array]) -> list[Array]:
-        """Return the argument of the pool's ``_send``."""
+        """Return the argument of the pool's ``_send``, a list of arrays."""
         return [ids, ids, *actions]
 
     def filler_payload(self, ids: Array) -> list[Array]:

@@ -75,7 +75,7 @@ _SWITCH_FAMILIES: Final = (
     "atari", "box2d", "classic_control", "toy_text", "mujoco.dmc", "mujoco.gym", "mujoco.metaworld", "vizdoom",
 )  # fmt: skip
 
-# Keys of EnvPool's configuration that cannot be set, with advice, and those that are no options of a task.
+# Keys of EnvPool's configuration that cannot be set, each with advice; then all keys that are no options of a task.
 _RESERVED = {
     "env_type": "remove it; the interface is always Gymnasium's",
     "env_seed": "pass seed= with one seed per environment",

@@ -79,7 +79,7 @@ class EnvPoolVectorEnv(PoolVectorEnv):
     the order of the call. Only then is ``options["reset_mask"]`` possible: it resets finished episodes like autoreset (Atari
     with ``episodic_life`` continues the same game), and begins a new game in running ones.
 
-    With a smaller batch, a reset of all environments discards everything in flight (without seeds, it waits for it first),
+    With a smaller batch, a reset of all environments discards everything in flight (without seeds, after waiting for it),
     and ``recv`` keeps rows beyond ``count`` for the next call. EnvPool returns whole batches only, so ``recv`` also raises
     ``NoAsyncCallError`` if the environments in flight cannot fill one.
 
@@ -154,7 +154,7 @@ class EnvPoolVectorEnv(PoolVectorEnv):
         """Return one frame per environment, uint8 of shape ``(height, width, 3)``; ``None`` without a render mode.
 
         Raises:
-            RuntimeError: Environments are in flight, the task cannot be rendered on this machine, or after :meth:`xla`.
+            RuntimeError: Environments are in flight, compiled code steps the pool, or the task cannot be rendered here.
             ResetNeeded: Before the first reset.
         """
         driver = self._driver
@@ -180,7 +180,7 @@ class EnvPoolVectorEnv(PoolVectorEnv):
         Raises:
             ResetNeeded: Before the first reset.
             AlreadyPendingCallError: A call is pending, or environments are in flight.
-            RuntimeError: JAX is missing, EnvPool does not offer this on the platform, or ``xla`` was called before.
+            RuntimeError: JAX is missing, EnvPool does not offer this on the platform, or compiled code steps the pool.
         """
         self._driver.require_pool("xla")
         self._driver.require_idle("xla")

@@ -1,4 +1,4 @@
-"""Codecs, by class, for objects that cannot be saved by copying their attributes.
+"""The rules, by class, for objects that are not saved by copying their attributes: codecs, refusals, objects that stay.
 
 Library classes are registered by name, so that vecenv imports only libraries that the environment has imported.
 """
@@ -39,7 +39,7 @@ class Codec:
 
     save: Callable[[Any], Any]
     load: Callable[[Any, Any], None]
-    prepare: Callable[[Any, Any], Any] = lambda thing, state: state
+    prepare: Callable[[Any, Any], Any] = lambda obj, state: state
     make: Callable[[Any], Any] | None = None
 
 
@@ -52,7 +52,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class _Stays:
-    """The rule for objects that are not saved, because they are shared or no step changes them."""
+    """The rule for objects that are not saved, because they are shared or do not affect the results of steps."""
 
 
 STAYS: Final = _Stays()
@@ -278,6 +278,7 @@ def _prepare_space(space: Any, state: Any) -> Any:
 register_rule("gymnasium.spaces.space.Space", Codec(save_space, _load_space, _prepare_space))
 
 # -- simulators and emulators --------------------------------------------------------------------------------------
+
 
 def model_bytes(model: Any) -> bytes:
     """Return the whole content of a MuJoCo model: options, physics and appearance."""

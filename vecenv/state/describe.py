@@ -155,7 +155,7 @@ def slot_names(kind: type) -> list[str]:
 
 
 def _describe_file(path: str) -> str:
-    """Describe a file by its content, because it may be in another folder on another machine."""
+    """Describe a file by its name and content, because its folder may be another one on another machine."""
     checksum = 0
     try:
         with open(path, "rb") as file:

@@ -108,8 +108,8 @@ class Row:
 class Snapshot:
     """The opaque state of one environment. It can be pickled, kept, and loaded in other processes and on other machines.
 
-    It consists of bytes with checksums, so that damage is found before anything is read. Loading a snapshot can run code,
-    like unpickling: load only snapshots that you have saved yourself.
+    It consists of bytes with checksums, so that damage is found before anything is unpickled. Loading a snapshot can run
+    code, like unpickling: load only snapshots that you have saved yourself.
 
     Attributes:
         body: The environment's layers (:mod:`vecenv.state.capture`).

@@ -31,7 +31,7 @@ _TRIAL_SECONDS: Final = 0.03  # from the end of a pause to the first review
 _MIN_SPINS_PER_REVIEW: Final = 16
 _FIRST_PAUSE_SECONDS: Final = 0.25  # pause in spinning after a bad review, doubled by each further one in succession
 _MAX_PAUSE_SECONDS: Final = 4.0
-_MAX_WAIT_SHARE: Final = 0.25  # measured: up to 0.04 in 95 of 100 reviews on a quiet machine, about 0.5 next to a busy process
+_MAX_WAIT_SHARE: Final = 0.25  # measured: up to 0.04 in 95 % of reviews on a quiet machine, about 0.5 next to a busy process
 
 
 def usable_cores() -> int:

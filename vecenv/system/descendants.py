@@ -74,7 +74,7 @@ def mark(token: int) -> None:
 
 
 def end_own_descendants() -> int:
-    """End all other processes with this process's mark; return the number killed. Outside of Linux, send SIGTERM to its group.
+    """End all other processes with this one's mark; return the number killed. Outside of Linux, send SIGTERM to its group.
 
     Call this after closing the environments.
     """

@@ -38,8 +38,8 @@ _SHARING_ROUNDS: Final = 8  # rounds for environments that share state: with few
 _STEPS_AFTER_END: Final = 8  # steps after the end of the episode
 _NUM_BRANCHES: Final = 80  # further loads: a difference that follows one load in ten is missed once in 4,600 (0.9 ** 80)
 _BRANCH_STEPS: Final = 2  # steps after each of these loads
+_MAX_SECONDS: Final = 20.0  # after that time, no more of these loads are tested
 _CHECK_STEPS: Final = 16  # steps from the state of an environment that is not a scratch one
-_MAX_SECONDS: Final = 20.0  # after that time, no more of the further loads are tested
 _NEVER_SHARED: Final = frozenset({"mujoco._structs.MjData", "ale_py._ale_py.ALEInterface"})
 
 
@@ -278,7 +278,7 @@ def to_one_line(text: str) -> str:
 
 
 class SharedState:
-    """The state that environments of a kind may share: attributes of classes and modules, global generators but torch's."""
+    """The state that environments of a kind may share: attributes of classes and modules, generators of random and numpy."""
 
     def __init__(self, env: Any) -> None:
         self._namespaces: dict[str, Mapping[str, Any]] = {}

@@ -138,7 +138,7 @@ class Snapshot:
         return _snapshot_of, (self.body, self.rest, *self.checksums, self.format)
 
     def require_whole(self) -> None:
-        """Raise :class:`SnapshotMismatch` if the bytes are damaged."""
+        """Raise :class:`SnapshotMismatch` if the bytes are damaged or of another format."""
         _ = self.row
         if not isinstance(self.body, bytes) or zlib.crc32(self.body) != self.checksums[0]:
             raise SnapshotMismatch(_DAMAGED)
@@ -148,7 +148,7 @@ class Snapshot:
         """The engine's data, unpickled at each access so that changes to it do not affect the snapshot.
 
         Raises:
-            SnapshotMismatch: Its bytes are damaged.
+            SnapshotMismatch: Its bytes are damaged or of another format.
         """
         if self.format != FORMAT:
             raise SnapshotMismatch(f"its format is {self.format}, and this version of vecenv reads {FORMAT}")
@@ -243,7 +243,7 @@ def parse_snapshots(snapshots: Any, rows: Sequence[int]) -> list[Snapshot]:
         rows: The rows.
 
     Raises:
-        SnapshotMismatch: The number of snapshots is wrong, or one of them is damaged or of another type.
+        SnapshotMismatch: The number of snapshots is wrong, or one of them is damaged or of another type or format.
     """
     if isinstance(snapshots, Snapshot):
         listed = [snapshots] * len(rows)

@@ -50,7 +50,7 @@ class _Process(NamedTuple):
 
 
 def new_token() -> int:
-    """Return a new token for a worker or helper process that this process is about to start; 0 for no mark (not on Linux).
+    """Return a new token for a worker or helper process to be started; 0: none, as on systems other than Linux.
 
     In an engine inside a worker, the token has the high bits of the outer worker's token, so that helpers belong to both. An
     engine nested one level deeper has no tokens of its own: its helpers belong to the workers around it.

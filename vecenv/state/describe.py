@@ -22,7 +22,7 @@ from typing import Any, Final
 import gymnasium
 import numpy as np
 
-from vecenv.state.codecs import model_bytes, name_of
+from vecenv.state.codecs import model_bytes, registered_name
 
 _MAX_LENGTH: Final = 160
 _MAX_DEPTH: Final = 12
@@ -90,7 +90,7 @@ def _describe(value: Any, parents: tuple[int, ...]) -> str:
         return _describe_numpy(value)
     if isinstance(value, os.PathLike):
         return repr(os.fspath(value))
-    if name_of(kind) == "mujoco._structs.MjModel":
+    if registered_name(kind) == "mujoco._structs.MjModel":
         return f"MjModel {_crc(model_bytes(value))}"
     if isinstance(value, types.ModuleType):
         return f"module {value.__name__}"

@@ -25,7 +25,7 @@ import numpy as np
 
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
 from vecenv.state.capture import capture_state, find_layers, prepare_restore, reachable_objects
-from vecenv.state.codecs import name_of
+from vecenv.state.codecs import registered_name
 from vecenv.state.snapshots import describe_kind
 from vecenv.system.shared_generators import read_states, restore_states
 from vecenv.system.signals import raised_by_handler, watched_handlers
@@ -149,7 +149,7 @@ class Proof:
         for key in own.keys() & other.keys():
             obj, path = other[key]
             is_generator = isinstance(obj, np.random.Generator | np.random.RandomState | random.Random)
-            if is_generator or name_of(type(obj)) in _NEVER_SHARED:
+            if is_generator or registered_name(type(obj)) in _NEVER_SHARED:
                 raise NotRestorable(f"{path} ({type(obj).__name__}) is the same object as in {others}")
 
     def _run_round(self, number: int) -> bool:

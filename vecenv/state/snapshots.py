@@ -16,7 +16,7 @@ import gymnasium
 
 from vecenv.errors import NotRestorable, SnapshotMismatch
 from vecenv.state.capture import find_layers
-from vecenv.state.codecs import name_of
+from vecenv.state.codecs import registered_name
 from vecenv.state.describe import describe, describe_space, differ, is_importable
 from vecenv.system.signals import call_with_fallback
 
@@ -290,7 +290,7 @@ def _iter_arguments(layers: Sequence[Any], spec: Any) -> Iterator[tuple[str, str
                 names = sorted(recorded.keys() - _NOT_COMPARED)
                 yield from ((f"{layer_name}.{name}", describe(recorded[name])) for name in names)
         # no package version identifies its code; the main program's classes are importable only there, so never compared
-        if not (is_importable(type(layer)) or name_of(type(layer)).startswith("__main__.")):
+        if not (is_importable(type(layer)) or registered_name(type(layer)).startswith("__main__.")):
             yield f"class {layer_name}", describe(type(layer))
 
 

@@ -112,9 +112,9 @@ def raise_if_from_handler(error: BaseException, function: Callable[[], object]) 
         function: A repeatable function.
     """
     try:
-        repeated = _exception_of(function)
+        repeated = _catch_exception(function)
         if repeated is not None and type(repeated) is not type(error):  # one of the two is from a handler
-            raise repeated if type(_exception_of(function)) is type(error) else error
+            raise repeated if type(_catch_exception(function)) is type(error) else error
         if repeated is None:
             raise error
     finally:
@@ -122,7 +122,7 @@ def raise_if_from_handler(error: BaseException, function: Callable[[], object]) 
         repeated = None
 
 
-def _exception_of(function: Callable[[], object]) -> BaseException | None:
+def _catch_exception(function: Callable[[], object]) -> BaseException | None:
     """Call a function, and return its exception, or ``None`` if it raises none."""
     try:
         function()

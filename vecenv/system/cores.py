@@ -51,13 +51,13 @@ def usable_cores() -> int:
 
 
 def _cgroup_quota() -> float | None:
-    """Return the lowest CPU quota of the control groups of this process, in cores, at least 1; ``None`` if there is none."""
+    """Return the lowest CPU quota of the control groups of this process, in cores; ``None`` if there is none."""
     quotas = []
     for folder, _, version in control_groups("cpu"):
         files = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
         words = " ".join(read_kernel_file(f"{folder}/{file}") for file in files).split()
         if len(words) == 2 and words[0].isdigit():  # otherwise it is "max", or -1
-            quotas.append(max(int(words[0]) / int(words[1]), 1.0))
+            quotas.append(int(words[0]) / int(words[1]))
     return min(quotas, default=None)
 
 

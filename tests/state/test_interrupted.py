@@ -15,7 +15,7 @@ import pytest
 from signals import Alarm, signal_handler
 
 import vecenv
-from vecenv.state.codecs import Codec, name_of, register_rule
+from vecenv.state.codecs import Codec, register_rule, registered_name
 from vecenv.testing import assert_identical, assert_isolated, assert_restorable
 
 ACTIONS = np.array([1, 2])
@@ -90,7 +90,7 @@ def _make_tape(state: Any) -> Tape:
     return Tape()
 
 
-register_rule(name_of(Tape), Codec(lambda tape: "a tape", lambda tape, state: None, make=_make_tape))
+register_rule(registered_name(Tape), Codec(lambda tape: "a tape", lambda tape, state: None, make=_make_tape))
 
 
 class LateTapeEnv(kept_envs.CountingEnv):

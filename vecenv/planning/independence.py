@@ -50,8 +50,8 @@ NOT_CHECKED: Final = "not checked"
 MAX_STEPS: Final = 64
 PHASE_STEPS: Final = 3
 _FIRST_PHASE_ARGS: Final = (PHASE_STEPS, PHASE_STEPS // 2, 0.02)  # of TriedEnv.phase(): steps, reset_at, seconds
-_MIN_SECONDS: Final = 5.0  # all further runs together may take this, plus ten times the duration of the first run
-_DELAYS: Final = (0.002, 0.003)  # in two runs, because the values of one may agree by chance
+_MIN_SECONDS: Final = 5.0  # all runs after the first may take this together, plus ten times the duration of the first
+_DELAYS: Final = (0.002, 0.003)  # seconds, in two runs, because the values of one may agree by chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class Independence:
     Attributes:
         verdict: ``"independent"``, ``"shares state"``, ``"cannot tell"`` or ``"not checked"``.
         reason: A reason for a verdict other than independent; see :meth:`IndependenceCheck.result`.
-        changes: Process settings that all environments change in the same way. The environments may share a worker, but not
-            the caller's process.
+        changes: Descriptions of the process settings that all environments change in the same way. Such environments may
+            share a worker, but not the caller's process.
         steps, builds: The numbers of steps that the probe made and of environments that it built.
     """
 
@@ -96,10 +96,10 @@ class Run:
         record: The calls, with digests of the values that they returned.
         phase_args: The arguments of :meth:`TriedEnv.phase` that repeat a phase exactly.
         phase_end: The index in ``record`` of the first call after the first phase.
-        settings: The process settings after the run; if another environment was built in the process later, those before
-            that.
-        modules: Modules imported during the run.
-        steps: The number of steps.
+        settings: The process settings after the run; in a process with two environments, those before the other one was
+            built or closed.
+        modules: Modules imported during the run; empty for the one that was built first in a process with two.
+        steps: The number of steps, including timed ones.
         times: The step times, if they were measured.
     """
 
@@ -141,7 +141,7 @@ class IndependenceCheck:
     def try_first(self, describe: Callable[[Any], None]) -> Run | PackedError | ChildEnd:
         """Run the first environment alone and time its steps. Call ``describe(env)`` before its first reset.
 
-        The time is not limited here: the caller ends this process after its time limit.
+        The time is not limited here: the process that started this one ends it after its time limit.
         """
         started = time.monotonic()
         self._deadline = math.inf

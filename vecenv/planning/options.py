@@ -26,12 +26,12 @@ class Restart:
 
     Args:
         limit: Maximum number of restarts of all environments together within ``period``. ``None``: each environment, and
-            each worker that dies, is allowed 5 restarts in that time, plus one for every 1,000 steps that it made.
-            ``math.inf``: no limit.
+            each worker that dies, is allowed 5 restarts in that time, plus one for every 1,000 steps since the oldest of
+            them. ``math.inf``: no limit.
         period: Length of the period in seconds.
 
     Raises:
-        ValueError: ``limit`` is negative or not an integer, or ``period`` is not a positive number.
+        ValueError: ``limit`` is not ``None``, a non-negative int or infinite, or ``period`` is not a positive number.
     """
 
     limit: float | None = None
@@ -58,15 +58,15 @@ class WorkerOptions:
         cores: The cores of the workers: a list with one entry per worker, each a core or a list of cores. ``None``: each
             worker is bound to one core if there are enough, except while other programs need the cores.
         env: Environment variables of the workers: name -> value, or a function of the worker's index that returns it
-            (``{"CUDA_VISIBLE_DEVICES": lambda worker: worker % 4}``); the value ``None`` removes a variable. ``spawn`` sets
-            them before any import; under ``fork``, modules already imported here have read the old values.
-            If any are given, no environment is built in this process unless ``dummy_env=True``.
+            (``{"CUDA_VISIBLE_DEVICES": lambda worker: worker % 4}``); the value ``None`` removes a variable. ``spawn`` and
+            ``forkserver`` set them before all imports but preloaded ones; under ``fork``, modules imported here have read
+            the old values. If any are given, no environment is built in this process unless ``dummy_env=True``.
         preload: With ``context="forkserver"``, modules that the fork server imports once for all workers of the program.
         start_timeout: Time limit, in seconds, for a worker to build its environments.
         dummy_env: The source of metadata and spaces. ``True``: an environment that is built and closed in this process, as
             in Gymnasium. ``False``: one in a process of its own; none is built here. ``None``: like ``False`` if an
             environment is tried in a separate process anyway (``num_workers`` or ``batch_size`` is ``"auto"``, or
-            ``use_caller=True``), otherwise like ``True``. An object, such as an environment, with the
+            ``use_caller=True``), or with ``env``; otherwise like ``True``. An object, such as an environment, with the
             ``observation_space``, ``action_space``, ``metadata`` and ``render_mode`` of all environments: no environment is
             built to read them.
 
@@ -136,8 +136,8 @@ def require_processes_for(
 ) -> None:
     """Raise if options need worker processes but none are possible.
 
-    ``num_workers="auto"`` falls back to this process, and so needs none, unless ``use_caller`` is ``False``; ``cause`` names
-    the options from which that follows.
+    ``num_workers="auto"`` falls back to this process, and so needs none, unless ``use_caller`` is ``False``. ``cause`` names
+    the options from which ``use_caller=False`` follows.
 
     Raises:
         NotImplementedError: Worker processes are not possible here. The text names an alternative; nothing has been built.
@@ -236,11 +236,11 @@ def check_options(num_envs: int, batch_size: Any, **options: Any) -> None:
 
     Args:
         num_envs: Number of environments.
-        batch_size: Number of environments that :meth:`recv` returns.
-        options: Any of the options in :class:`EngineOptions`.
+        batch_size: Number of environments that ``recv`` returns.
+        options: Any of the other options in :class:`EngineOptions`.
 
     Raises:
-        TypeError, ValueError: An option is invalid. Nothing has been built.
+        ValueError: An option is invalid. Nothing has been built.
     """
     for name, value in options.items():
         if name in _CHECKS:

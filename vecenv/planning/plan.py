@@ -1,8 +1,9 @@
 """Chooses the number of workers by timing a few steps of one environment.
 
-The choice depends on the duration of a step, and on the share of it spent waiting (for a remote simulator, a socket, a
-sleep). Steps that compute need one process per core, one of which may be the caller. Steps that wait need more processes
-than cores. Steps that take less time than waking another process are fastest in the caller alone.
+If environments may share a process, the choice depends on the duration of a step, and on the share of it spent waiting (for
+a remote simulator, a socket, a sleep). Steps that compute need one process per core, one of which may be the caller. Steps
+that wait need more processes than cores. Steps that take less time than waking another process are fastest in the caller
+alone.
 
 The constants below are the costs of passing a batch to workers and back, measured with ``python -m bench micro``. They are
 multiplied by two factors: the time that Python takes on this machine relative to the measured one, and the slowdown while
@@ -58,7 +59,7 @@ class Plan:
         cores: The number of usable cores.
         estimates: Expected seconds per batch, for every choice that was compared.
         batch_size: With ``batch_size="auto"``, the number of environments that ``recv`` returns; ``num_envs`` for lock-step.
-        rows_at_once: With ``batch_size="auto"``, the maximum number of environments in one request to a worker.
+        rows_at_once: With ``batch_size="auto"``, the maximum number of environments in one message; ``None``: no limit.
         batch_reason: The reason for the batch size, in a sentence.
         independence: The verdict on whether environments may share a process.
     """
@@ -123,7 +124,8 @@ def choose(
 ) -> Plan:  # fmt: skip
     """Choose the fastest way to step ``num_envs`` such environments, or a safer one that is nearly as fast.
 
-    Environments that may not share a process get one each. Where no worker is possible, this process steps all of them.
+    Environments that may not share a process get one each. Where no worker is possible, this process steps all of them,
+    unless ``use_caller`` is ``False``.
 
     Args:
         times: The step times of one environment.
@@ -131,7 +133,8 @@ def choose(
         cores: Number of usable cores.
         use_caller: ``False``: only worker processes, because restarts and timeouts must be able to kill a process. ``None``:
             worker processes if they are less than a tenth slower, because the program then survives a crash of an
-            environment. ``True``: the fastest choice. Outside of the main thread: like ``False``.
+            environment. ``True``: the fastest choice. Outside of the main thread, or if environments change process
+            settings: like ``False``.
         independence: The verdict on whether environments may share a process; ``None``: assume that they may.
         cause: The options from which ``use_caller=False`` follows.
     """
@@ -296,6 +299,8 @@ def plan(
 
     Raises:
         NotImplementedError: ``use_caller=False`` where worker processes are not possible.
+        ValueError: ``num_envs`` is not a positive int, or ``context`` is unknown.
+        Exception: The environment cannot be built, or not in time.
     """
     check_option("num_envs", num_envs)
     if use_caller is False:

@@ -1,8 +1,9 @@
-"""The environment probe: reads spaces, times steps and checks independence, all in a temporary process.
+"""The environment probe: reads spaces, times steps and checks independence, in a temporary process.
 
-Nothing that forked workers would inherit is created in the caller: no GPU context, no threads, no open simulator. The
-process is a :class:`~vecenv.system.helper_process.HelperProcess`, so everything that the environment starts ends with it. To
-try environments, it forks one child per run (:mod:`vecenv.planning.independence`).
+So nothing that forked workers would inherit is created in the caller: no GPU context, no threads, no open simulator. (Only
+spaces may also be read from an environment that the caller builds.) The process is a
+:class:`~vecenv.system.helper_process.HelperProcess`, so everything that the environment starts ends with it. To try
+environments, it forks one child per run (:mod:`vecenv.planning.independence`).
 """
 
 from __future__ import annotations
@@ -70,13 +71,13 @@ class EnvProbe:
     Args:
         env_fns: Functions that build the environments.
         context: A ``multiprocessing`` context, ``multiprocessing.get_context()`` by default.
-        timeout: Seconds to build and step the environment in another process.
+        timeout: Time limit, in seconds, to build and step environments in another process.
         example: An object with the spaces and metadata of all environments; no environment is then built to read them.
         in_this_process: Describe an environment built in this process; ``None``: only without ``step``, or if a description
-            cannot be sent.
+            cannot be sent. Where worker processes are not possible, it is always built here.
         step: Also try the environment and time its steps.
-        check: Check whether environments may share a process.
-        own_generators: Each environment has generators of its own.
+        check: When trying it, also check whether environments may share a process.
+        own_generators: True if each environment has generators of its own.
         daemon: The workers' ``daemon`` option: a daemonic process may not have ``multiprocessing`` children.
         variables: Environment variables of the process.
     """
@@ -122,8 +123,9 @@ class EnvProbe:
     def measure(self) -> tuple[StepTimes, Independence]:
         """Return the times of random steps, and the verdict on whether environments may share a process.
 
-        If stepping an environment raises, the exception is the ``failure`` of the times. Environments are not tried where
-        worker processes are not possible, or if their functions use an object of ``multiprocessing``, such as a counter.
+        If a reset, a step or a rendering raises, the exception is the ``failure`` of the times. Environments are not tried
+        where worker processes are not possible, or if their functions use an object of ``multiprocessing``, for example a
+        counter.
 
         Raises:
             Exception: The errors of :meth:`describe`.
@@ -179,7 +181,7 @@ class EnvProbe:
             helper.end()
         if isinstance(reply[0], PackedError):
             return unpack_error(reply[0], where)
-        # an error is for example about a class of the main module, if the start method does not share that
+        # this may raise, for example for a class of the main module, if the start method does not share that module
         unpickle = partial(pickle.loads, reply[0])
         description: EnvDescription | Exception = call_with_fallback(unpickle, lambda error: error, Exception)
         return description

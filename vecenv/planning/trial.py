@@ -89,7 +89,10 @@ class StepTimes:
 
 
 def time_steps(env: Any) -> StepTimes:
-    """Reset ``env`` and time random steps. It must have been stepped before: first steps may compile, allocate and load."""
+    """Reset ``env``, and time random steps and the resets after episodes.
+
+    It must have been stepped before, because first steps may compile, allocate and load.
+    """
     env.action_space.seed(0)
     latest = env.reset(seed=0)
     actions = [env.action_space.sample() for _ in range(_TIMED_STEPS)]
@@ -132,7 +135,7 @@ class TriedEnv:
 
     Attributes:
         record: The calls.
-        error: The error of the current phase.
+        error: The error of the building, or of the latest phase.
         failure: The first error, in one line.
         phase_args: Arguments of :meth:`phase` that repeat the latest phase exactly.
 
@@ -175,7 +178,8 @@ class TriedEnv:
     def phase(self, steps: int, reset_at: int, seconds: float = math.inf, delay: float = 0.0) -> Generator[None, None, None]:
         """Reset with the seed and step; reset again at step ``reset_at`` and after episodes. Yield between calls.
 
-        The phase ends after ``seconds`` of stepping, but not before its second step. ``phase_args`` repeat it exactly.
+        The phase ends after ``seconds`` of stepping, but not before its second step. Last, it renders, unless that is for
+        humans. ``phase_args`` repeat it exactly.
         """
         self.error = self._space = None
         resets, ended, seconds_stepped = 1, False, 0.0
@@ -284,7 +288,7 @@ def run_in_child(function: Callable[..., Iterator[Any]], *args: Any, seconds: fl
     The child's output is discarded.
 
     Args:
-        function: A generator. The code after its ``yield`` may take :data:`CLOSE_SECONDS`, and its errors are ignored.
+        function: A generator function. Its code after ``yield`` may take :data:`CLOSE_SECONDS`; errors there are ignored.
         args: Its arguments.
         seconds: Time limit for the value.
 

@@ -1,9 +1,9 @@
 """Anonymous shared memory: the block that holds a batch, and read-only arrays that all processes share.
 
 A memfd has no path, is not limited by the size of ``/dev/shm`` (64 MB in a Docker container), and is freed when the last
-process that holds it ends. All of its memory is allocated on creation, so that a lack of memory is an
-error at the start and not a SIGBUS hours later. Then it is sealed, so that no worker can truncate it. Systems without memfds
-use an unlinked file, which has no seals; on systems without worker processes, the block is private memory without a file.
+process that holds it ends. All of its memory is allocated on creation, so that a lack of memory is an error at the start and
+not a SIGBUS hours later. Then it is sealed, so that no worker can truncate it. Systems without memfds use an unlinked file,
+which has no seals; without worker processes either, the block is private memory without a file.
 
 The kernel may grant an allocation that exceeds the available memory; the OOM killer then ends a process, and no error is
 returned. So the size is first compared with the memory that the machine and the control group have left.
@@ -53,7 +53,7 @@ def memory_limits() -> Iterator[tuple[str, int, int]]:
 
 
 def available_memory() -> int | None:
-    """Return the bytes left on the machine or in a control group, whichever is least; ``None`` if that is unknown."""
+    """Return the bytes left on the machine or in one of the control groups, the least of them; ``None`` if unknown."""
     lines = [line.split() for line in read_kernel_file("/proc/meminfo").splitlines()]
     found = [int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"]
     found += [free for _, free, _ in memory_limits()]
@@ -63,7 +63,7 @@ def available_memory() -> int | None:
 def _create_memory_file(size: int, owner: DescriptorOwner, message_start: str, advice: str = "") -> Descriptor:
     """Create a zeroed, fully allocated memory file of ``size`` bytes.
 
-    On systems without worker processes, return a closed descriptor.
+    Without memfds and worker processes, return a closed descriptor.
 
     Raise ``ArenaError`` if the allocation fails, or if ``size`` exceeds the memory that is left. In the latter case, the
     message begins with ``message_start`` and ends with ``advice``.
@@ -181,7 +181,7 @@ class SharedBlock(mmap.mmap):
 
     @classmethod
     def from_arrays(cls, size: int, places: Sequence[Place], arrays: Sequence[Array]) -> SharedBlock:
-        """Create a block on this machine, with copies of ``arrays`` at ``places``.
+        """Create a block with copies of ``arrays`` at ``places``.
 
         Raises:
             ArenaError: There is not enough memory.

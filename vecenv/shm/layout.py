@@ -152,9 +152,9 @@ class Batch:
         requested: uint32 ``(n,)``: the number of the row's latest rebuild, or message about only some rows of its worker.
         info_schemas: uint64 ``(n,)``: the schema of a row's info; 0: no info; 1: a pickled info.
         infos: uint8 ``(n, INFO_BYTES)``: the values of these infos.
-        worker_time, worker_steps: float64, a row per worker: seconds spent inside environments, and their steps. Short
-            messages are sampled, and the latest of them may not be included yet.
-        running: int32, a row per worker: the environment that it is calling, or called last in the message that it is
+        worker_time, worker_steps: float64, an entry per worker, the last for the caller: the seconds that steps took, and
+            the number of steps. Short messages are sampled, and the latest of them may not be included yet.
+        running: int32, an entry per worker: the environment that it is calling, or called last in the message that it is
             executing, as an index among its own; -1: none. After building, the last one built, until the first message. With
             several ``env_threads`` always -1. It identifies the environment in which a worker died or hangs.
         step_time: float64 ``(n,)``: seconds of the last sampled step of each environment.
@@ -212,7 +212,7 @@ class Layout:
         cls, observations: Tree | None, actions: Tree | None, num_envs: int, num_workers: int, *, final: bool,
         spare_batches: int = 0,
     ) -> Layout:  # fmt: skip
-        """Lay out one batch of ``num_envs`` rows, with further batches of observations."""
+        """Lay out one batch of ``num_envs`` rows, with spare batches. ``num_workers`` includes the caller."""
         layout = cls(num_envs, observations, actions, final and observations is not None)
         for index, leaf in enumerate(actions.leaves() if actions else ()):
             layout._add(f"actions/{index}", leaf.dtype, leaf.shape)

@@ -37,7 +37,7 @@ _UNWRITTEN: Final = b"\xa0\xa1\0"  # the highest bytes of entries of the page ma
 
 
 def count_spare_batches(tree: Tree | None, num_envs: int) -> int:
-    """Return the number of additional batches of observations to allocate; 0 if lending is impossible or not worthwhile."""
+    """Return the number of additional batches of observations to allocate; 0 if batches cannot or should not be lent."""
     size = 0 if tree is None else num_envs * sum(leaf.dtype.itemsize * int(np.prod(leaf.shape)) for leaf in tree.leaves())
     if size < _MIN_BYTES or _SPARE_BATCHES * size > _MAX_SHARE * (available_memory() or 0) or not is_possible():
         return 0
@@ -143,7 +143,7 @@ class Lender:
     def take_free(self, preferred: int, excluded: int | None) -> int:
         """Return the number of a free batch that is not ``excluded``, and discard what the program has written into it.
 
-        This is ``preferred`` if that batch is free.
+        This is ``preferred`` if possible. At least one such batch must exist.
         """
         candidates = (batch for batch in (preferred, *range(len(self._loans))) if batch != excluded)
         batch: int = next(filter(self._is_free, candidates))

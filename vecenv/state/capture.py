@@ -1,10 +1,11 @@
 """Functions that save the state of an environment as bytes, and restore it in another environment.
 
-All layers of an environment go into one pickle, so that shared objects stay shared. An object that has a codec, or stays in
-place, is stored as its path from a layer through attributes and items. The reader finds the counterpart at this path in the
-environment that is being restored. The class of an attribute's value determines its treatment (:func:`_treatment`).
-References to layers and to objects stored as paths, and numeric arrays and scalars, are all pickled as calls of one
-function, :func:`stands_for_`, because pickling the names of many functions and classes would double the time.
+All layers of an environment go into one pickle, so that shared objects stay shared. An object that stays in place is stored
+as its path from a layer through attributes and items; one that has a codec, as its path and the codec's state. The reader
+finds the counterpart at this path in the environment that is being restored. The class of an attribute's value determines
+its treatment (:func:`_treatment`). References to layers and to objects stored as paths, and numeric arrays and scalars, are
+all pickled as calls of one function, :func:`stands_for_`, because pickling the names of many functions and classes would
+double the time.
 
 :func:`prepare_restore` reads everything, and raises if the state does not fit, without changing the environment. The
 function that it returns applies the state; if it is interrupted, it can be repeated.
@@ -296,7 +297,7 @@ def _find(layers: list[Any], path: ObjectPath) -> Any:
 def _path_in_globals(layers: list[Any], obj: Any) -> ObjectPath | None:
     """Return the path to a class or function that workers received by value, through the globals of a method.
 
-    Under ``spawn`` and ``forkserver`` these are the main program's, which cannot be imported by name.
+    Under ``spawn`` and ``forkserver`` these are the main program's classes and functions, which cannot be imported by name.
     """
     if not isinstance(obj, type | FunctionType):
         return None
@@ -329,7 +330,7 @@ def _walk(layers: list[Any], numbers: dict[int, int]) -> Iterator[tuple[int, Obj
 
 
 def _children(obj: Any) -> Iterator[tuple[tuple[bool, Any], Any]]:
-    """Yield (step, value) for each attribute and item of an object. A step of a path is (by attribute?, name or key)."""
+    """Yield (step, value) for each attribute and item that a step of a path, (by attribute?, name or key), can reach."""
     if isinstance(obj, dict):
         yield from (((False, key), value) for key, value in obj.items() if type(key) in _ATOMS or type(key) is tuple)
     elif isinstance(obj, list | tuple | deque):
@@ -377,7 +378,8 @@ class _Reader(pickle.Unpickler):
     def _get_target(self, path: ObjectPath, state: Any) -> Any:
         """Return the object at ``path``, into which its codec will load the state.
 
-        If there is no such object, or if it is a layer or the target of another path, return a new one with the state.
+        If there is no such object, or if it has no codec, is a layer, or is the target of another path, return a new object
+        with the state.
         """
         try:
             obj = self._find_counterpart(path)

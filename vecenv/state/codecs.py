@@ -1,4 +1,4 @@
-"""Codecs, by class, for objects that cannot be saved by copying their attributes.
+"""The rules, by class, for objects that are not saved by copying their attributes: codecs, refusals, objects that stay.
 
 Library classes are registered by name, so that vecenv imports only libraries that the environment has imported.
 """
@@ -39,7 +39,7 @@ class Codec:
 
     save: Callable[[Any], Any]
     load: Callable[[Any, Any], None]
-    prepare: Callable[[Any, Any], Any] = lambda thing, state: state
+    prepare: Callable[[Any, Any], Any] = lambda obj, state: state
     make: Callable[[Any], Any] | None = None
 
 
@@ -52,7 +52,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class _Stays:
-    """The rule for objects that are not saved, because they are shared or no step changes them."""
+    """The rule for objects that are not saved, because they are shared or do not affect the results of steps."""
 
 
 STAYS: Final = _Stays()
@@ -78,7 +78,7 @@ def by_class(function: Callable[[type], _T]) -> Callable[[type], _T]:
     return _CACHES[-1].__getitem__
 
 
-def name_of(kind: type) -> str:
+def registered_name(kind: type) -> str:
     """Return the name under which a class is registered: module and qualified name."""
     module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__  # the main program, imported by a worker
     return f"{module}.{kind.__qualname__}"
@@ -94,7 +94,7 @@ def register(cls: type | str, save: Callable[[Any], Any], load: Callable[[Any, A
         save: Object -> a state that can be pickled.
         load: (object, state): restores the state in an object of that class. vecenv may call it twice with the same state.
     """
-    register_rule(cls if isinstance(cls, str) else name_of(cls), Codec(save, load))
+    register_rule(cls if isinstance(cls, str) else registered_name(cls), Codec(save, load))
 
 
 def register_rule(name: str, rule: Rule) -> None:
@@ -110,7 +110,7 @@ def rule_for(kind: type) -> Rule | None:
     if callable(getattr(kind, "take_snapshot", None)) and callable(getattr(kind, "restore_snapshot", None)):
         check = _check_snapshot if hasattr(kind, "check_snapshot") else lambda obj, state: state
         return Codec(lambda obj: obj.take_snapshot(), lambda obj, state: obj.restore_snapshot(state), check)
-    names = map(name_of, kind.__mro__)
+    names = map(registered_name, kind.__mro__)
     return next((_BY_NAME[name] for name in names if name in _BY_NAME), None)
 
 
@@ -278,6 +278,7 @@ def _prepare_space(space: Any, state: Any) -> Any:
 register_rule("gymnasium.spaces.space.Space", Codec(save_space, _load_space, _prepare_space))
 
 # -- simulators and emulators --------------------------------------------------------------------------------------
+
 
 def model_bytes(model: Any) -> bytes:
     """Return the whole content of a MuJoCo model: options, physics and appearance."""

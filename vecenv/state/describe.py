@@ -22,7 +22,7 @@ from typing import Any, Final
 import gymnasium
 import numpy as np
 
-from vecenv.state.codecs import model_bytes, name_of
+from vecenv.state.codecs import model_bytes, registered_name
 
 _MAX_LENGTH: Final = 160
 _MAX_DEPTH: Final = 12
@@ -90,7 +90,7 @@ def _describe(value: Any, parents: tuple[int, ...]) -> str:
         return _describe_numpy(value)
     if isinstance(value, os.PathLike):
         return repr(os.fspath(value))
-    if name_of(kind) == "mujoco._structs.MjModel":
+    if registered_name(kind) == "mujoco._structs.MjModel":
         return f"MjModel {_crc(model_bytes(value))}"
     if isinstance(value, types.ModuleType):
         return f"module {value.__name__}"
@@ -155,7 +155,7 @@ def slot_names(kind: type) -> list[str]:
 
 
 def _describe_file(path: str) -> str:
-    """Describe a file by its content, because it may be in another folder on another machine."""
+    """Describe a file by its name and content, because its folder may be another one on another machine."""
     checksum = 0
     try:
         with open(path, "rb") as file:

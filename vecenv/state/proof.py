@@ -25,7 +25,7 @@ import numpy as np
 
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
 from vecenv.state.capture import capture_state, find_layers, prepare_restore, reachable_objects
-from vecenv.state.codecs import name_of
+from vecenv.state.codecs import registered_name
 from vecenv.state.snapshots import describe_kind
 from vecenv.system.shared_generators import read_states, restore_states
 from vecenv.system.signals import raised_by_handler, watched_handlers
@@ -38,8 +38,8 @@ _SHARING_ROUNDS: Final = 8  # rounds for environments that share state: with few
 _STEPS_AFTER_END: Final = 8  # steps after the end of the episode
 _NUM_BRANCHES: Final = 80  # further loads: a difference that follows one load in ten is missed once in 4,600 (0.9 ** 80)
 _BRANCH_STEPS: Final = 2  # steps after each of these loads
+_MAX_SECONDS: Final = 20.0  # after that time, no more of these loads are tested
 _CHECK_STEPS: Final = 16  # steps from the state of an environment that is not a scratch one
-_MAX_SECONDS: Final = 20.0  # after that time, no more loads are tested
 _NEVER_SHARED: Final = frozenset({"mujoco._structs.MjData", "ale_py._ale_py.ALEInterface"})
 
 
@@ -104,7 +104,7 @@ class Proof:
         """Compare the scratch environments with each other.
 
         Raises:
-            NotRestorable: They differ.
+            NotRestorable: They differ, share a generator, simulator or emulator, or cannot be saved.
         """
         try:
             self._require_unshared(self._second, "another environment")
@@ -125,7 +125,8 @@ class Proof:
             over: True if its episode has ended.
 
         Raises:
-            NotRestorable: The scratch environments differ from each other, or from the environment.
+            NotRestorable: The environment is of another kind, or shares a generator, simulator or emulator with a scratch
+                one; or the state does not fit the scratch environments, or these continue differently.
         """
         try:
             self._require_unshared(env, "the environments that its env_fn builds")
@@ -143,11 +144,12 @@ class Proof:
             raise NotRestorable(f"{self._kind.env_id} cannot be saved: {error}") from error
 
     def _require_unshared(self, env: Any, others: str) -> None:
+        """Raise if an environment shares a generator, or an object of a class in ``_NEVER_SHARED``, with the first one."""
         own, other = (reachable_objects(find_layers(one)) for one in (self._first, env))
         for key in own.keys() & other.keys():
             obj, path = other[key]
             is_generator = isinstance(obj, np.random.Generator | np.random.RandomState | random.Random)
-            if is_generator or name_of(type(obj)) in _NEVER_SHARED:
+            if is_generator or registered_name(type(obj)) in _NEVER_SHARED:
                 raise NotRestorable(f"{path} ({type(obj).__name__}) is the same object as in {others}")
 
     def _run_round(self, number: int) -> bool:
@@ -251,8 +253,8 @@ class Proof:
 def step_env(env: Any, action: Any) -> tuple[dict[str, Any], bool]:
     """Call ``env.step``. Return copies of its results, and ``True`` if the episode ended.
 
-    The wall-clock times of ``RecordEpisodeStatistics`` are left out. If the environment rejects an action (some are masked),
-    the result is the text of the exception, and the episode counts as ended.
+    The wall-clock times of ``RecordEpisodeStatistics`` are left out. If the step raises, for example because the action is
+    masked, the result is the text of the exception, and the episode counts as ended.
 
     The caller must be within :func:`watched_handlers`.
     """
@@ -276,7 +278,7 @@ def to_one_line(text: str) -> str:
 
 
 class SharedState:
-    """The state that environments of a kind may share: global generators, attributes of classes and of modules."""
+    """The state that environments of a kind may share: attributes of classes and modules, generators of random and numpy."""
 
     def __init__(self, env: Any) -> None:
         self._namespaces: dict[str, Mapping[str, Any]] = {}

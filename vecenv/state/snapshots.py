@@ -16,7 +16,7 @@ import gymnasium
 
 from vecenv.errors import NotRestorable, SnapshotMismatch
 from vecenv.state.capture import find_layers
-from vecenv.state.codecs import name_of
+from vecenv.state.codecs import registered_name
 from vecenv.state.describe import describe, describe_space, differ, is_importable
 from vecenv.system.signals import call_with_fallback
 
@@ -108,8 +108,8 @@ class Row:
 class Snapshot:
     """The opaque state of one environment. It can be pickled, kept, and loaded in other processes and on other machines.
 
-    It consists of bytes with checksums, so that damage is found before anything is read. Loading a snapshot can run code,
-    like unpickling: load only snapshots that you have saved yourself.
+    It consists of bytes with checksums, so that damage is found before anything is unpickled. Loading a snapshot can run
+    code, like unpickling: load only snapshots that you have saved yourself.
 
     Attributes:
         body: The environment's layers (:mod:`vecenv.state.capture`).
@@ -138,7 +138,7 @@ class Snapshot:
         return _snapshot_of, (self.body, self.rest, *self.checksums, self.format)
 
     def require_whole(self) -> None:
-        """Raise :class:`SnapshotMismatch` if the bytes are damaged."""
+        """Raise :class:`SnapshotMismatch` if the bytes are damaged or of another format."""
         _ = self.row
         if not isinstance(self.body, bytes) or zlib.crc32(self.body) != self.checksums[0]:
             raise SnapshotMismatch(_DAMAGED)
@@ -148,7 +148,7 @@ class Snapshot:
         """The engine's data, unpickled at each access so that changes to it do not affect the snapshot.
 
         Raises:
-            SnapshotMismatch: Its bytes are damaged.
+            SnapshotMismatch: Its bytes are damaged or of another format.
         """
         if self.format != FORMAT:
             raise SnapshotMismatch(f"its format is {self.format}, and this version of vecenv reads {FORMAT}")
@@ -243,7 +243,7 @@ def parse_snapshots(snapshots: Any, rows: Sequence[int]) -> list[Snapshot]:
         rows: The rows.
 
     Raises:
-        SnapshotMismatch: The number of snapshots is wrong, or one of them is damaged or of another type.
+        SnapshotMismatch: The number of snapshots is wrong, or one of them is damaged or of another type or format.
     """
     if isinstance(snapshots, Snapshot):
         listed = [snapshots] * len(rows)
@@ -290,7 +290,7 @@ def _iter_arguments(layers: Sequence[Any], spec: Any) -> Iterator[tuple[str, str
                 names = sorted(recorded.keys() - _NOT_COMPARED)
                 yield from ((f"{layer_name}.{name}", describe(recorded[name])) for name in names)
         # no package version identifies its code; the main program's classes are importable only there, so never compared
-        if not (is_importable(type(layer)) or name_of(type(layer)).startswith("__main__.")):
+        if not (is_importable(type(layer)) or registered_name(type(layer)).startswith("__main__.")):
             yield f"class {layer_name}", describe(type(layer))
 
 

@@ -29,16 +29,16 @@ _NICE_INCREMENT: Final = 7
 _REVIEW_SECONDS: Final = 0.1  # minimum time between two reviews; many time slices of the kernel
 _TRIAL_SECONDS: Final = 0.03  # from the end of a pause to the first review
 _MIN_SPINS_PER_REVIEW: Final = 16
-_FIRST_PAUSE_SECONDS: Final = 0.25  # pause in spinning after a bad review, doubled by every further one
+_FIRST_PAUSE_SECONDS: Final = 0.25  # pause in spinning after a bad review, doubled by each further one in succession
 _MAX_PAUSE_SECONDS: Final = 4.0
-_MAX_WAIT_SHARE: Final = 0.25  # measured: 0.04 in 95 of 100 reviews on a quiet machine, about 0.5 next to a busy process
+_MAX_WAIT_SHARE: Final = 0.25  # measured: up to 0.04 in 95 % of reviews on a quiet machine, about 0.5 next to a busy process
 
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use: the smallest of three limits.
 
-    They are its affinity mask, its control group's CPU quota, and ``SLURM_CPUS_PER_TASK``, which matters because Slurm does
-    not bind processes on many clusters.
+    They are its affinity mask (the number of all cores on systems without one), the CPU quota of its control groups, and
+    ``SLURM_CPUS_PER_TASK``, because Slurm does not bind processes on many clusters.
     """
     try:
         cores = len(os.sched_getaffinity(0))
@@ -57,7 +57,7 @@ def _cgroup_quota() -> float | None:
         files = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
         words = " ".join(read_kernel_file(f"{folder}/{file}") for file in files).split()
         if len(words) == 2 and words[0].isdigit():  # otherwise it is "max", or -1
-            quotas.append(max(int(words[0]) / int(words[1]), 1.0))
+            quotas.append(int(words[0]) / int(words[1]))
     return min(quotas, default=None)
 
 
@@ -88,8 +88,8 @@ class Placement:
     """The cores of a worker (``None``: any), its longest spin in seconds, and two flags.
 
     With ``shares_core``, the worker shares the caller's core and runs only while the caller sleeps, so the caller must not
-    spin while it waits for it. With ``bound``, it stays on its cores from its start on; otherwise from its first wait
-    for a request on, except during pauses in spinning.
+    spin while it waits for it. With ``bound``, it is bound to its cores from its start on; otherwise once it has built its
+    environments, except during pauses in spinning if it spins.
     """
 
     cpus: frozenset[int] | None = None
@@ -170,15 +170,15 @@ class SpinPolicy:
 
     Spinning is harmful if another process needs the core. A process that never sleeps uses up its share of the core and then
     waits for whole time slices, while one that sleeps now and then runs as soon as it wakes up. Besides, the process that it
-    waits for may be the one that needs the core. So each process regularly reviews how long it has waited for its core.
-    After a bad review, no process of the engine spins for a while, and those that spun are unbound from their cores. This
-    pause doubles as long as the reviews stay bad.
+    waits for may be the one that needs the core. So each process that spins regularly reviews how long it has waited for its
+    core. After a bad review, no process of the engine spins for a while, and those that spun are unbound from their cores.
+    Each further bad review in succession doubles this pause, up to four seconds.
 
     Args:
         spin: Seconds to spin while the reviews are good.
         no_spin_until: float64 ``(1,)``, shared by all processes of an engine: none spins before ``time.perf_counter()``
             reaches it (all processes of a machine share this clock on the systems where they spin).
-        cpus: The cores to which this process is bound, except during pauses; ``None``: it is not bound.
+        cpus: The cores to which this process is bound, except during pauses if it spins; ``None``: it is not bound.
         shares_core: True if another process of the engine uses the same core by design, so that waits for it are normal.
     """
 
@@ -202,7 +202,7 @@ class SpinPolicy:
         self._spin_seconds = 0.0
 
     def spin(self, poll: Callable[[int], object]) -> bool:
-        """Call ``poll(0)`` until it returns a true value, while spinning is allowed; return False if it did not."""
+        """Call ``poll(0)`` until it returns a true value, while spinning is allowed; return True if it returned one."""
         if not self._spin_seconds:
             return False
         clock = time.perf_counter

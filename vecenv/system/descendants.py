@@ -50,7 +50,7 @@ class _Process(NamedTuple):
 
 
 def new_token() -> int:
-    """Return a new token for a worker that this process is about to start; 0 where processes cannot be marked.
+    """Return a new token for a worker or helper process to be started; 0: none, as on systems other than Linux.
 
     In an engine inside a worker, the token has the high bits of the outer worker's token, so that helpers belong to both. An
     engine nested one level deeper has no tokens of its own: its helpers belong to the workers around it.
@@ -74,7 +74,7 @@ def mark(token: int) -> None:
 
 
 def end_own_descendants() -> int:
-    """End every process with this worker's mark, and return their number. Outside of Linux, send SIGTERM to its group.
+    """End all other processes with this one's mark; return the number killed. Outside of Linux, send SIGTERM to its group.
 
     Call this after closing the environments.
     """
@@ -86,7 +86,7 @@ def end_own_descendants() -> int:
 def _terminate_group() -> None:
     """Send SIGTERM to the rest of the process group, on systems where processes cannot be listed.
 
-    The process that started this worker can kill those that remain, with :func:`end_group`.
+    The process that started this one can kill those that remain, with :func:`end_group`.
     """
     with contextlib.suppress(OSError, ValueError, AttributeError):  # not in the main thread, or this system has no groups
         if os.getpgrp() == os.getpid():
@@ -98,7 +98,7 @@ def _terminate_group() -> None:
 
 
 def end_marked(tokens: Collection[int]) -> int:
-    """End the processes that reaped workers with these tokens left behind; return the number killed.
+    """End all processes with these tokens, except this one and those that must survive; return the number killed.
 
     Those that are children of this process are reaped: if it adopts orphans, as the first process of a container does, no
     other process reaps them. The call takes about as long for a thousand tokens as for one.
@@ -108,7 +108,7 @@ def end_marked(tokens: Collection[int]) -> int:
     def find(table: dict[int, _Process]) -> Iterator[_Process]:
         own = table.get(os.getpid())
         for process in table.values():
-            if own is not None and process.started >= own.started:  # an older process cannot be marked
+            if own is not None and process.started >= own.started:  # an older process cannot have one of the tokens
                 token = _read_token(process.pid)
                 if token in owners or token & ~_INNER_BITS in owners:
                     yield process
@@ -133,9 +133,9 @@ def end_descendants(pids: Collection[int]) -> int:
 
 
 def end_group(pids: Iterable[int]) -> None:
-    """Kill the rest of the process groups of ended workers: the helpers that their environments started.
+    """Kill the process groups of workers: the helpers that their environments started, and the workers that still run.
 
-    Call this before a leader is reaped: until then its pid cannot be reused.
+    Call this before the workers are reaped: until then their pids cannot be reused.
     """
     for pid in pids:
         with suppress_os_errors(AttributeError):
@@ -207,19 +207,19 @@ def _must_survive(pid: int) -> bool:
 
 
 def _kill_and_wait(processes: Collection[_Process]) -> int:
-    """Kill processes and wait until they are gone; return the number that had to be killed."""
+    """Kill processes, and wait for up to half a second until they have ended; return the number killed."""
     count = sum(_kill(process) for process in processes if not process.ended)
     deadline = time.monotonic() + _KILL_SECONDS
     while count and any(map(_is_alive, processes)) and time.monotonic() < deadline:
         time.sleep(0.001)
     for process in processes:
-        with contextlib.suppress(OSError):  # another process's child, unless this one adopts orphans
+        with contextlib.suppress(OSError):  # it is the child of another process, unless this one adopts orphans
             os.waitpid(process.pid, os.WNOHANG)
     return count
 
 
 def _kill(process: _Process) -> bool:
-    """Kill a process if it is still alive; return ``True`` if it was. A reused pid is never signalled."""
+    """Kill a process if it is still alive; return ``True`` if it was signalled. A reused pid is never signalled."""
     descriptor = -1
     try:
         with contextlib.suppress(OSError, AttributeError):  # an old kernel, a sandbox, or no free descriptor

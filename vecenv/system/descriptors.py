@@ -3,8 +3,8 @@
 The kernel reuses the number of a closed descriptor for the next opened file. If two objects treat a number as their own,
 one eventually closes or reads the wrong file, most likely in finalizers, which run in any order when the collector finds a
 cycle. Here a :class:`Descriptor` owns its number. It stores the number on opening and drops it on closing, each in a single
-C call that neither a signal handler nor another thread can interrupt. Open descriptors are closed when the object that holds
-them is collected or the program ends.
+C call that neither a signal handler nor another thread can interrupt. A :class:`DescriptorOwner` closes its descriptors when
+the object that holds them is collected or the program ends.
 """
 
 from __future__ import annotations
@@ -107,10 +107,11 @@ Member = TypeVar("Member", "Descriptor", "DescriptorOwner")
 
 
 class DescriptorOwner:
-    """A group of descriptors that are closed, at the latest, when ``holder`` is collected.
+    """A group of descriptors that are closed, at the latest, when ``holder`` is collected or the program ends.
 
     Args:
-        holder: The object that holds them; ``None``: only :meth:`close` closes them, or that of an enclosing group.
+        holder: The object that holds them; ``None``: they are closed by :meth:`close` of this or an enclosing group, unless
+            :meth:`close_with` is called.
     """
 
     def __init__(self, holder: object | None) -> None:
@@ -119,7 +120,7 @@ class DescriptorOwner:
             self.close_with(holder)
 
     def close_with(self, holder: object) -> None:
-        """Close the descriptors when ``holder`` is collected."""
+        """Close the descriptors when ``holder`` is collected or the program ends."""
         occupy_standard_descriptors()
         weakref.finalize(holder, _close_all, self._members, os.getpid())
 
@@ -164,13 +165,13 @@ def _close_all(members: list[Descriptor | DescriptorOwner], owner_pid: int) -> N
 # -- the limit on open files ------------------------------------------------------------------------------------------
 
 DESCRIPTORS_PER_WORKER: Final = 6
-"""Open files of the caller per worker: two pipes, a stack file, a pidfd, a sentinel and, under fork, one more."""
+"""Open files of the caller per worker: ends of two pipes, a stack file, a pidfd, and two that ``multiprocessing`` holds."""
 SPARE_DESCRIPTORS: Final = 16
 """Further files that are open while workers start."""
 
 
 def require_descriptors(workers: int) -> None:
-    """Raise if that many workers would exceed the limit on open files.
+    """Raise if this many workers would exceed the limit on open files. Without ``/proc``, the limit is not checked.
 
     Call this before starting them, because CPython leaks descriptors if the start of a process fails at the limit.
 

@@ -12,7 +12,8 @@ until the first draw:
 - torch offers no such hook. If it has been imported, its state is swapped whenever another environment is called.
 
 A signal handler may raise after any call and at any jump (see :mod:`vecenv.front.guard`). So numpy, ``random`` and torch are
-changed only inside :func:`~vecenv.system.signals.deferred_signals`, and a change that a handler prevented is repeated.
+changed only inside :func:`~vecenv.system.signals.deferred_signals` (except by :func:`begin_worker`), and a change that a
+handler prevented is repeated.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ GeneratorsOption: TypeAlias = Literal["shared", "own"]
 
 _NUMPY: Final[Any] = np.random
 _HIDDEN_RANDOM: Final[Any] = random._inst  # the functions of ``random`` are its methods
-_GET_BIT_GENERATOR: Final[Any] = _NUMPY.get_bit_generator  # while traps are set, numpy.random's own never returns a trap
+_GET_BIT_GENERATOR: Final[Any] = _NUMPY.get_bit_generator  # may return the trap; its replacement in numpy.random never does
 _WRITTEN_IN_C: Final = {"random": random.random, "getrandbits": random.getrandbits}
 is_imported: Final = sys.modules.__contains__
 
@@ -48,7 +49,7 @@ class Generators:
         seed: The seed of the latest reset that had one.
         episode: The number of resets after that one.
         numpy: The bit generator.
-        gauss: The second of a pair of normal numbers, which ``RandomState`` returns at the next draw.
+        gauss: The second of a pair of normal numbers, which ``RandomState`` keeps for the next draw of one.
         python: The ``random.Random`` that replaces the generator of ``random``.
         torch: The state of torch's default generator.
     """
@@ -164,7 +165,7 @@ _BitGenerator.__name__ = "MT19937"  # numpy compares it with the name in a state
 
 
 def _access_gauss(new: float | None = None) -> float | None:
-    """Return the normal number that the global ``RandomState`` has kept for the next draw; set it to ``new`` if given."""
+    """Set the normal number that the global ``RandomState`` keeps for the next draw to ``new``, if given, and return it."""
     _BitGenerator.brief = isinstance(_GET_BIT_GENERATOR(), _BitGenerator)
     try:
         if new is not None:
@@ -225,7 +226,7 @@ class _Trap(np.random.MT19937):
         self.release()
 
     def active_bit_generator(self) -> Any:
-        """Return the active bit generator, in place of ``numpy.random.get_bit_generator``."""
+        """Return the active bit generator. This method replaces ``numpy.random.get_bit_generator``."""
         with deferred_signals():
             return switch.activate_numpy()
 
@@ -281,16 +282,16 @@ class _DelegatingRandom(random.Random, _DelegatingBase):  # in this order, so th
 class _Switch:
     """The generator states of this process.
 
-    All attributes except ``active`` are changed inside ``deferred_signals``, apart from the start of a worker.
+    All attributes except ``active`` are changed inside ``deferred_signals``, except by :func:`begin_worker`.
 
     Attributes:
         outside: The process's own states. (That of ``random`` stays in the hidden object.)
         active: The states to draw from.
         skip_restoring: States that are not swapped back in after a call. In a worker, where only environments draw, these
             are ``outside``: an environment's states stay in place until another one is called. ``None`` elsewhere.
-        numpy_owner: The owner of the active numpy state; ``None`` while the trap is set.
+        numpy_owner: The owner of the active numpy state; ``None`` while the trap is set, and without users.
         torch_owner: The owner of the active torch state; ``None`` once that state has been stored in its owner.
-        in_use: False while the trap is set and torch has the process's own state.
+        in_use: If False, the trap is set and torch has the process's own state, or there are no users.
         original: The process's bit generator before the traps were set.
         trap: The trap; ``None`` without users.
         users: The states of the environments for which traps are set.
@@ -418,7 +419,7 @@ class _Switch:
                 self.restore()
 
     def restore(self) -> None:
-        """Restore the generators of the process as they were before the traps were set."""
+        """Remove the traps, and give the process its own generators back, in their current states."""
         self._store_numpy()
         outside = self.outside
         if _GET_BIT_GENERATOR() is self.trap:
@@ -451,7 +452,7 @@ def begin_worker(fingerprint: bytes, key: tuple[int, ...]) -> Callable[[], None]
         key: The index of the worker, and the number of workers before it at this index.
 
     Returns:
-        A function that seeds torch; call it again after code that may have imported torch.
+        A function that seeds torch, unless torch has already been seeded. Call it after code that may have imported torch.
     """
     if switch.users:
         switch.users.clear()

@@ -1,7 +1,7 @@
 """Helper processes, which run environments without being workers.
 
-A helper tries out an environment, or acts as a training program in a benchmark. Helpers start like workers
-(:func:`vecenv.system.spawning.spawn`), and are always ended, even if the caller is interrupted.
+A helper tries out an environment, replays a recording, or acts as a training program in a benchmark. Helpers start like
+workers (:func:`vecenv.system.spawning.spawn`), and are always ended, even if the caller is interrupted.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class HelperProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process id, after :meth:`start`."""
+        """The process id, from :meth:`start` to :meth:`end`; ``None`` before and after."""
         return self._processes[0].pid if self._processes else None
 
     def wait(self, deadline: float) -> bool:
@@ -108,7 +108,7 @@ class HelperProcess:
     def reap(self) -> int | None:
         """Kill the process, if it still runs, and the rest of its group.
 
-        Return the exit code; ``None`` if it is unknown after 5 seconds.
+        Return the exit code; ``None`` if it does not become known within 5 seconds, or if no process was started.
         """
         if self._watch is None:
             return None
@@ -130,7 +130,7 @@ class HelperProcess:
                 self.end()
 
     def __del__(self) -> None:
-        """Clean up if :meth:`end` was interrupted twice before its cleanup began."""
+        """End the process if :meth:`end` was not called, or was interrupted before its cleanup began."""
         if (self._processes or self.pipe is not None) and os.getpid() == self._owner_pid:
             with contextlib.suppress(BaseException):
                 self.end()

@@ -1,8 +1,8 @@
-"""The settings that all environments of a process share: a long list, and a cheap guard for workers.
+"""The settings that all environments of a process share: a long list of them, and a guard that checks a few in workers.
 
 The probe compares the long list between processes (:mod:`vecenv.planning.independence`). In a worker with several
-environments, :class:`SettingsGuard` checks the common ones at runtime. Neither covers the state of C libraries, the settings
-of tensorflow, or most of those of jax.
+environments, :class:`SettingsGuard` checks those in its ``NAMES`` at runtime. Neither covers the state of C libraries, the
+settings of tensorflow, or most of those of jax.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def _identify(value: Any) -> tuple[str, int]:
 class SettingsGuard:
     """A check for settings that environments change while several of them share this process.
 
-    A comparison takes 0.1 milliseconds, so it is due only at resets, once per second at most, and after calls of
-    ``os.chdir``, ``os.putenv`` and ``os.unsetenv``.
+    A comparison takes 0.1 milliseconds, so it is due only at resets, once per second at most, and after changes of the
+    working directory or of environment variables.
 
     Args:
         name_running: Returns the name of the running environment, or an empty string.
@@ -120,7 +120,8 @@ class SettingsGuard:
     Attributes:
         due: True if a comparison has to follow the current request.
         first_reset: True until an environment has been reset for the first time.
-        draws: Names of the shared generators that were used between the last two comparisons.
+        draws: Names of the shared generators that were drawn from between the last two comparisons; empty if modules were
+            imported meanwhile.
     """
 
     NAMES: Final = (

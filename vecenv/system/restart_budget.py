@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from vecenv.errors import envs_text, format_seconds
 
 FREE_RESTARTS: Final = 5
-"""Restarts that an environment, or a worker process, may have in a period, however few steps it makes."""
+"""The number of restarts that an environment or a worker process may have in a period without having made steps."""
 STEPS_PER_RESTART: Final = 1000
 """The number of environment steps that earn one more restart."""
 
@@ -26,8 +26,8 @@ class RestartBudget:
     """A budget of restarts within a period of time, like the intensity and period of a supervisor in Erlang.
 
     By default, each environment, and each worker process that dies, has its own budget: five restarts, and one more for
-    every 1,000 steps that its environments made since the oldest of its restarts in the period. So one that always fails
-    uses up its budget soon, however many others there are; one that fails occasionally continues, however fast it is.
+    every 1,000 steps that its environments made since the oldest of its restarts in the period. So an environment that
+    always fails soon uses up its budget, however many others there are; one that fails rarely continues, however fast it is.
 
     Args:
         limit: Restarts of all environments together within ``period``; infinite for no limit, or ``None`` for the default

@@ -55,7 +55,7 @@ def restore_states(states: SharedStates) -> None:
 def find_draws(before: SharedStates) -> list[str]:
     """Return the names of the generators that were drawn from, or seeded, since :func:`read_states` returned ``before``.
 
-    Generators of libraries imported since then are omitted, because the import itself may have drawn from them.
+    Generators of libraries imported since then are omitted, because they have no earlier state.
     """
     now = read_states()
     return [name for name, state in before.items() if now.get(name) != state]

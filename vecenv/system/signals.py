@@ -2,8 +2,8 @@
 
 A handler can run in the main thread after any call and at any jump (see :mod:`vecenv.front.guard`), and can raise there:
 Ctrl-C does, and so do time limits with ``SIGALRM``. Blocking signals does not help: the kernel then delivers them to another
-thread, and Python runs the handler in the main thread anyway. So the handlers themselves are replaced during a block; this
-costs 7 us per block.
+thread, if there is one, and Python runs the handler in the main thread anyway. So the handlers themselves are replaced
+during a block; this costs 7 us per block.
 
 One call of ``map`` replaces all handlers, and another one restores them. A handler that has been restored may raise
 before that call ends; the call is then repeated.
@@ -33,8 +33,8 @@ _watched: list[deque[BaseException]] = []  # the latest exceptions of handlers, 
 def deferred_signals() -> Iterator[None]:
     """Defer signal handlers to the end of the block, and raise the first of their exceptions there.
 
-    If a handler raises while the block is being entered, the block does not run. Handlers run only in the main thread, so
-    nothing is deferred in other threads. Blocks may be nested.
+    Each handler then runs once, however often its signal arrived. If a handler raises while the block is being entered, the
+    block does not run. Handlers run only in the main thread, so nothing is deferred in other threads. Blocks may be nested.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -97,7 +97,7 @@ def watched_handlers() -> Iterator[None]:
 
 
 def raised_by_handler(error: BaseException | None) -> bool:
-    """True if a signal handler raised this exception, its cause or its context, within :func:`watched_handlers`."""
+    """True if a signal handler raised this exception, or a cause or context of it, within :func:`watched_handlers`."""
     raised_ids = {id(exception) for latest in _watched for exception in latest}
     while error is not None and id(error) not in raised_ids:
         error = error.__cause__ or error.__context__
@@ -105,16 +105,16 @@ def raised_by_handler(error: BaseException | None) -> bool:
 
 
 def raise_if_from_handler(error: BaseException, function: Callable[[], object]) -> None:
-    """Raise the exception of a signal handler (Ctrl-C, a time limit), if ``error`` or one of a repeated call is one.
+    """Raise ``error``, or the exception of a repeated call, if a signal handler raised it (Ctrl-C, a time limit).
 
     Args:
-        error: An exception that ``function`` has raised. It is the function's own if another call raises it again.
+        error: An exception that ``function`` has raised. It is the function's own if a second call raises the same type.
         function: A repeatable function.
     """
     try:
-        repeated = _exception_of(function)
+        repeated = _catch_exception(function)
         if repeated is not None and type(repeated) is not type(error):  # one of the two is from a handler
-            raise repeated if type(_exception_of(function)) is type(error) else error
+            raise repeated if type(_catch_exception(function)) is type(error) else error
         if repeated is None:
             raise error
     finally:
@@ -122,7 +122,7 @@ def raise_if_from_handler(error: BaseException, function: Callable[[], object]) 
         repeated = None
 
 
-def _exception_of(function: Callable[[], object]) -> BaseException | None:
+def _catch_exception(function: Callable[[], object]) -> BaseException | None:
     """Call a function, and return its exception, or ``None`` if it raises none."""
     try:
         function()
@@ -132,7 +132,7 @@ def _exception_of(function: Callable[[], object]) -> BaseException | None:
 
 
 class suppress_os_errors(contextlib.suppress):  # noqa: N801 - like `contextlib.suppress`
-    """A context manager that suppresses ``OSError`` and ``others``, but not a ``TimeoutError`` from a signal handler."""
+    """A context manager that suppresses ``OSError`` and ``others``, except ``TimeoutError``: handlers may raise it."""
 
     def __init__(self, *others: type[Exception]) -> None:
         super().__init__(OSError, *others)
@@ -176,7 +176,7 @@ def _restore_handlers(handlers: dict[int, Any]) -> BaseException | None:
 
 
 def _restore_in_child() -> None:
-    """Restore the handlers in a child that was forked inside a block, because it never reaches the end of the block."""
+    """Restore the handlers in a child that was forked inside a block, because it may never reach the end of the block."""
     while _replaced:
         _restore_handlers(_replaced.pop())
 

@@ -1,7 +1,8 @@
 """Process creation with environment variables, a lifeline, and a check for a missing main guard.
 
-Every worker and helper starts with :func:`spawn`. The process has its own session, ends with its caller, and has a mark by
-which everything that it starts can be found (:mod:`vecenv.system.descendants`).
+Workers and helpers start with :func:`spawn`, except for copies of workers, which :func:`set_up_copy` prepares. Each
+process has its own session, ends with its caller, and has a mark by which everything that it starts can be found
+(:mod:`vecenv.system.descendants`).
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ def explain_missing_guard(method: str) -> str:
 
 
 def is_main_file_error(error: BaseException) -> bool:
-    """True if an error is about the program's main file: its traceback adds nothing."""
+    """True if an error is about the program's main file, so that its traceback adds nothing."""
     return str(error).startswith((_NO_GUARD_TEXT, _NO_FILE_TEXT))
 
 
@@ -221,7 +222,7 @@ def make_context(method: str | None, preload: Sequence[str] | None) -> Any:
     """Return the ``multiprocessing`` context of a start method, with modules for its fork server to import.
 
     Raises:
-        ValueError: ``preload`` is not a list of module names, or the start method has no fork server.
+        ValueError: The start method is unknown or has no fork server, or ``preload`` is not a list of module names.
     """
     context = multiprocessing.get_context(method)
     if preload is None:
@@ -243,8 +244,8 @@ def make_context(method: str | None, preload: Sequence[str] | None) -> Any:
 class Lifeline:
     """A pipe that ties processes to their caller: they hold its reading end, and end when the writing end closes.
 
-    On Linux the kernel kills a process and its group at that moment, whatever the process is doing, even in C code that
-    holds the GIL. Elsewhere a process ends when it next reads from its caller, or writes to it.
+    On Linux with ``/proc``, the kernel kills a process and its group at that moment, whatever the process is doing, even in
+    C code that holds the GIL. Elsewhere a process ends when it next reads from its caller, or writes to it.
 
     Args:
         owner: Owner of the descriptors.
@@ -267,7 +268,7 @@ _processes: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 def _leave_to_caller() -> None:
     """In a fork of the caller, close the writing ends and forget the processes, which belong to the caller alone.
 
-    ``multiprocessing`` terminates the processes that it knows of when the fork ends, unless it started the fork itself.
+    Otherwise ``multiprocessing`` terminates the daemonic ones when the fork ends, unless it started the fork itself.
     """
     for lifeline in list(_lifelines):
         lifeline.writer.close()
@@ -279,7 +280,7 @@ if hasattr(os, "register_at_fork"):
 
 
 _lifeline: list[int] = []
-"""In a started process: the lifeline's descriptor, and the one through which the kernel kills this process."""
+"""In a started process: the lifeline's descriptor and, on Linux, the one through which the kernel kills this process."""
 
 
 def _end_with_caller(reader: int) -> None:
@@ -330,8 +331,8 @@ def spawn(
         processes: The list to which the process is appended before its start, so that it can always be ended.
 
     Raises:
-        RuntimeError: The program came from standard input, or its main file has no main guard.
-        OSError: Raised by ``Process.start``.
+        RuntimeError: The program's main file does not exist (it came from standard input), or has no main guard.
+        Exception: Raised by ``Process.start``: the system lacks resources, or an argument cannot be pickled.
     """
     method = context.get_start_method()
     variables = variables or {}
@@ -381,7 +382,7 @@ def set_up_copy(token: int) -> None:
     """Set up a forked copy of a started process: its session, its mark, and its end with the caller."""
     os.setsid()
     reader, *own_descriptors = _lifeline
-    for number in own_descriptors:  # it signals the process group of the original
+    for number in own_descriptors:  # its signal goes to the process group of the original
         os.close(number)
     _end_with_caller(reader)
     mark(token)
@@ -406,7 +407,7 @@ def _run(lifeline: Descriptor, token: int, variables: Variables, target: Callabl
 
 
 def _preload() -> None:
-    """Make a fork server that is not running yet import the engine, and torch if needed, once for all workers."""
+    """Make a fork server that is not running yet import the workers' code, and torch if needed, once for all workers."""
     from multiprocessing import forkserver
 
     server: Any = forkserver._forkserver

@@ -1,6 +1,6 @@
 """Detects how a worker process ended, and which code it was running when it crashed or hung.
 
-There are two mechanisms, which work even if the worker is already gone:
+There are two mechanisms, which work even after the worker has ended:
 
 * :class:`ProcessWatch` reports the end of a process. The worker's pipe is no reliable sign of it: a helper that an
   environment forked may still hold the pipe open.
@@ -143,7 +143,7 @@ class StackFile:
     """The file that receives a worker's Python stack and outlives the worker.
 
     The caller creates it and passes it to the worker. The file is also a flag: the handler of the first signal writes only
-    if the file is not empty, so a stack requested before :meth:`clear` cannot arrive after it.
+    if the file is not empty, so it writes nothing if it runs after :meth:`clear`.
 
     Args:
         owner: Owner of the descriptor.
@@ -192,7 +192,7 @@ class StackFile:
         faulthandler.register(c_signal, fd, all_threads=False)
 
     def allow_dump(self) -> None:
-        """Empty the file and let the worker write its stack on the next of :data:`STACK_SIGNALS`."""
+        """Empty the file, except for the flag that lets the handler of the first signal write."""
         self.clear()
         with suppress_os_errors():
             os.pwrite(self.fd, b"\0", 0)
@@ -242,7 +242,7 @@ _PACKAGE_FOLDER: Final = os.path.dirname(os.path.dirname(_WORKER_FOLDER)) + os.s
 
 
 def has_all_env_frames(stack: str) -> bool:
-    """True if a dump that is still being written already contains every frame of the environment."""
+    """True if a dump that may be incomplete already contains every frame of the environment."""
     return stack.endswith("\n") and _WORKER_MAIN in stack
 
 
@@ -267,7 +267,7 @@ def _frames_above_worker(thread: str) -> list[str]:
 
 
 def innermost_location(stack: str) -> str:
-    """Return ``file:line in function`` of the innermost frame, preferably of one in the user's own code."""
+    """Return ``file:line in function`` of the innermost frame, if possible of the user's own code; empty without frames."""
     return _choose_location(_FRAME_PATTERN.findall(stack))
 
 

@@ -128,8 +128,8 @@ def _wait_to_be_copied(process: WorkerState, plan: CopyPlan) -> None:
     with contextlib.suppress(ChannelClosed, FileNotFoundError):  # the caller has ended, or another row could not be frozen
         channel = _connect(process, plan)
         _report_ready(channel)
-        while (message := channel.wait(policy))[0] != Op.CLOSE:
-            thawed: CopyPlan = pickle.loads(message[2] or b"")
+        while True:
+            thawed: CopyPlan = pickle.loads(channel.wait(policy)[2] or b"")
             if _fork(thawed.token):
                 channel.close()
                 _serve_row(process, thawed)

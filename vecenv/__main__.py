@@ -10,7 +10,7 @@ INTERRUPTED = 130
 def main() -> int:
     """Run the command and return its exit code."""
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # not if SIGINT is ignored, as under nohup
+    if before is signal.default_int_handler:  # not if SIGINT is ignored, as in background jobs of a script
         signal.signal(signal.SIGINT, _exit_immediately)
     from vecenv.tools.cli import main as run
 

@@ -4,8 +4,8 @@ Each class stands for one kind of failure. If programs already catch a class of 
 same situation, the class here is derived from it: a timeout is both a ``multiprocessing.TimeoutError``, as in Gymnasium, and
 the builtin ``TimeoutError``; a dead worker is a ``RuntimeError``. Protocol errors (a call out of order, a call after
 ``close``) are Gymnasium's own classes, from ``gymnasium.error``. An environment's exception is raised again unchanged, with
-the worker's traceback as its cause and a note that names the environment; :class:`EnvError` replaces one that cannot be sent
-between processes.
+a note that names the environment and, from a worker process, the remote traceback as its cause; :class:`EnvError` replaces
+one that cannot be sent between processes.
 
 The exception of a call in which environments fail, whatever its class, has ``envs``, the indices of these environments.
 :class:`EnvFailed`, which refuses a call because of an earlier failure, does not have it.
@@ -53,7 +53,7 @@ def envs_text(rows: Sequence[int], running: int | None = None) -> str:
 
 
 def span_text(rows: Iterable[int]) -> str:
-    """Return ``4-7`` or ``4-5, 9``: rows as text, in ascending order."""
+    """Return ``4-7`` or ``4-5, 9``: rows as text, in ascending order; ``none`` without rows."""
     spans: list[list[int]] = []
     for row in sorted(rows):
         if spans and row == spans[-1][-1] + 1:
@@ -92,7 +92,8 @@ class EnvError(VecEnvError, RuntimeError):
     """A replacement for an environment's exception that cannot be sent between processes, or is not an ``Exception``.
 
     ``SystemExit`` from ``sys.exit()`` is not an ``Exception``. The message contains the environment and the original type
-    and text; ``__cause__`` is the :class:`RemoteTraceback`. Data that its receiver cannot unpickle raises this class too.
+    and text; ``__cause__`` is a :class:`RemoteTraceback`, or the original exception if no worker process was involved. Data
+    that its receiver cannot unpickle raises this class too.
 
     Attributes:
         original: The type and the text of the original exception, as ``"Type: text"``; empty if there was none.
@@ -104,15 +105,15 @@ class EnvError(VecEnvError, RuntimeError):
 
 
 class EnvFailed(VecEnvError, RuntimeError):
-    """An environment that failed earlier was stepped before a ``reset()`` had rebuilt it."""
+    """An environment that failed earlier was used before it was rebuilt."""
 
 
 class ObservationError(VecEnvError, ValueError):
-    """An observation, reward or flag does not fit its space; the message names the environment, field and mismatch."""
+    """An observation, reward or flag is missing, or has a wrong structure, shape or type; the message names the field."""
 
 
 class InfoError(VecEnvError, AttributeError):
-    """The infos of a step, a reset or a ``recv`` cannot be merged into one dict of arrays, because one is not a dict.
+    """The infos of a step, a reset or a ``recv`` cannot be merged, because one is not a dict or cannot be read.
 
     The environments are intact and the call is complete: continue with the next call. :func:`vecenv.infos_by_row` does not
     merge infos.
@@ -181,17 +182,17 @@ class RestartsExhausted(WorkerDied):
 
 
 class ClusterError(VecEnvError, RuntimeError):
-    """A cluster lacks the requested resources; the message names the missing ones. Nothing is left running."""
+    """A cluster lacks the requested resources, or cannot be used. If a start fails, nothing is left running."""
 
 
 class StepTimeout(VecEnvError, multiprocessing.TimeoutError, TimeoutError):
     """A reply did not arrive in time. The request is still pending: call the same ``*_wait`` again, or ``close()``.
 
     After ``recv``, call ``recv`` again. ``abandon(error.envs)`` kills the late worker processes, so that the call ends and
-    ``reset()`` works.
+    ``reset()`` works. A :class:`vecenv.aio.Pool` has already killed them.
 
     Attributes:
-        timeout: The timeout in seconds; ``None`` if it is unknown.
+        timeout: The timeout in seconds; ``None`` if it is not recorded.
         envs: Indices of the environments without a reply; empty if the backend does not know them.
         where: Environment -> a text with its worker, request and line of Python, for environments of the first few workers.
     """
@@ -208,19 +209,19 @@ class StepTimeout(VecEnvError, multiprocessing.TimeoutError, TimeoutError):
 
 
 class StartupTimeout(VecEnvError, multiprocessing.TimeoutError, TimeoutError):
-    """A worker was not ready within ``start_timeout`` seconds. All processes that had been started were ended."""
+    """A worker, or a process that tries an environment, was not ready in time. The processes of its start were ended."""
 
 
 class ArenaError(VecEnvError, MemoryError):
-    """The required shared memory exceeds the memory of the machine or its cgroup. Nothing was started."""
+    """The required shared memory exceeds the memory that is free on the machine or in its cgroup. Nothing was started."""
 
 
 class BusyError(VecEnvError, RuntimeError):
-    """A call began inside another one, in another thread, a signal handler or an observer."""
+    """A call began during another one, in another thread or task, a signal handler or an observer."""
 
 
 class ForkedError(VecEnvError, RuntimeError):
-    """A vector environment was used in a process forked from the one that owns its workers."""
+    """A vector environment or a pool was used in a process forked from the one that owns it."""
 
 
 class LoopError(VecEnvError, RuntimeError):
@@ -228,7 +229,7 @@ class LoopError(VecEnvError, RuntimeError):
 
 
 class StaleStateError(VecEnvError, RuntimeError):
-    """A functional state was stepped twice, or belongs to another environment (``vecenv.jax``)."""
+    """A state of ``vecenv.jax`` cannot be used: it is not the newest state of its bridge, or its arrays were donated."""
 
 
 class NotRestorable(VecEnvError, RuntimeError):
@@ -266,7 +267,7 @@ class ErrorRecord:
         pid: Process id of that worker.
         command: The failed request: ``"step"``, ``"reset"``, ``"call"``, ``"start"`` and others.
         error: The exception that was (or would have been) raised.
-        traceback: The traceback text from the worker, or the stack that it left when it died.
+        traceback: The text of the environment's traceback; for a death or a hang, a description with the last known stack.
         time: ``time.monotonic()`` when the caller detected it.
     """
 

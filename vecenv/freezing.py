@@ -4,7 +4,7 @@
 ``thaw`` makes the copy fork in turn, and the new process replaces the worker of a row. So even the state of C code is kept.
 
 Only memory is copied. So freezing a worker with threads, child processes, a GPU, timers, shared memory, or files open for
-writing raises an error that names them. Files open for reading are reopened in the copy at the same position, because
+writing raises an error that gives the reason. Files open for reading are reopened in the copy at the same position, because
 otherwise both processes would share one position. ``random`` reseeds its generator in each fork, so the copy restores the
 generator's state.
 
@@ -59,7 +59,7 @@ _GPU_DEVICES: Final = ("/dev/nvidia", "/dev/dri", "/dev/kfd")
 _STATELESS_DEVICES: Final = frozenset({"/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty"})
 _MAX_NAMES: Final = 5  # in an error message
 _PF_EXITING: Final = 4
-_HAS_PROC: Final = os.path.exists("/proc/self/fd")  # here, because it suppresses the TimeoutError of a signal handler
+_HAS_PROC: Final = os.path.exists("/proc/self/fd")  # at import, because `exists` suppresses a signal handler's TimeoutError
 
 _frozen_by_engine: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Frozen]] = weakref.WeakKeyDictionary()
 """Engine -> its frozen copies."""
@@ -128,8 +128,8 @@ def _wait_to_be_copied(process: WorkerState, plan: CopyPlan) -> None:
     with contextlib.suppress(ChannelClosed, FileNotFoundError):  # the caller has ended, or another row could not be frozen
         channel = _connect(process, plan)
         _report_ready(channel)
-        while (message := channel.wait(policy))[0] != Op.CLOSE:
-            thawed: CopyPlan = pickle.loads(message[2] or b"")
+        while True:
+            thawed: CopyPlan = pickle.loads(channel.wait(policy)[2] or b"")
             if _fork(thawed.token):
                 channel.close()
                 _serve_row(process, thawed)
@@ -170,7 +170,7 @@ def _connect(process: WorkerState, plan: CopyPlan) -> WorkerEnd:
     """Open the channel and the stack file of a copy.
 
     Raises:
-        FileNotFoundError: The caller has closed them, because the copy is no longer needed.
+        FileNotFoundError: The caller has ended, or has closed them because the copy is no longer needed.
     """
     assert process.rows is not None
     process.rows.forked.clear()
@@ -227,7 +227,7 @@ def _fork(token: int) -> bool:
 
 
 def _reopen_files(closing: contextlib.ExitStack) -> list[tuple[int, list[int]]]:
-    """Reopen all files that are open for reading, at their positions. ``closing`` closes the new descriptors.
+    """Reopen all files that are open only for reading, at their positions. ``closing`` closes the new descriptors.
 
     Returns:
         Pairs: a new descriptor, and the descriptors that it replaces.
@@ -252,7 +252,7 @@ def _reopen_files(closing: contextlib.ExitStack) -> list[tuple[int, list[int]]]:
 
 
 def _find_duplicates(numbers: list[int], place: int) -> list[int]:
-    """Return the first of these descriptors, and those that share its position ``place``."""
+    """Return the first of these descriptors, and those that share its position ``place``; only the first if a directory."""
     if len(numbers) == 1 or stat.S_ISDIR(os.fstat(numbers[0]).st_mode):
         return numbers[:1]
     os.lseek(numbers[0], place + 1, os.SEEK_SET)
@@ -308,7 +308,7 @@ def _is_shared(number: int, file: str) -> bool:
 
 
 def _objects_in_shared_memory(process: WorkerState) -> Iterator[str]:
-    """Yield the places in an environment that refer to shared memory mapped before it was built."""
+    """Yield the places in an environment that refer to shared memory mapped before it was built, except the arena."""
     arena_address = np.frombuffer(process.start.arena.buffer, np.uint8).ctypes.data
     mapped = [tuple(int(end, 16) for end in addresses.split("-")) for addresses, _ in process.inherited if "-" in addresses]
     ranges = [(low, high) for low, high in mapped if not low <= arena_address < high]
@@ -330,7 +330,7 @@ def _data_address(value: Any) -> int:
 
 
 def _count_threads() -> int:
-    """Count the threads. A joined thread may stay listed for a moment, marked as exiting."""
+    """Count the threads, except exiting ones: a joined thread may stay listed for a moment."""
     count = 0
     for thread in os.listdir("/proc/self/task"):
         fields = read_kernel_file(f"/proc/self/task/{thread}/stat").rpartition(")")[2].split()
@@ -339,7 +339,7 @@ def _count_threads() -> int:
 
 
 def _child_pids() -> list[str]:
-    """Return the pids of running processes that this one has started."""
+    """Return the pids of the running children of this process."""
     files = map(str, Path("/proc/self/task").glob("*/children"))
     pids = [pid for file in files for pid in read_kernel_file(file).split()]
     return [pid for pid in pids if read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"])]
@@ -490,12 +490,12 @@ class Frozen:
 
     @property
     def pid(self) -> int:
-        """The pid of the waiting process; 0 if there is none."""
+        """The pid of the waiting process, also after its end; 0 before it is ready."""
         return (self._copy.process and self._copy.process.pid) or 0
 
     @property
     def bytes(self) -> int:
-        """Bytes of memory that only this copy has."""
+        """Bytes of memory that only this copy has; 0 after its end."""
         with suppress_os_errors():
             lines = Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines()
             return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
@@ -585,7 +585,8 @@ def freeze(engine: Any, rows: list[int]) -> list[Frozen]:
 def thaw(engine: Any, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[Any, dict[str, Any]]:
     """Continue rows from a frozen copy; see :meth:`vecenv.AsyncVectorEnv.thaw`.
 
-    Signal handlers are deferred. If one raises, nothing has changed, except at the very end: then a reset is needed.
+    Signal handlers are deferred. If one raises before the workers are replaced, nothing has changed; if later, a reset is
+    needed.
     """
     if not isinstance(frozen, Frozen):
         raise TypeError(f"`frozen` must be one of the copies that freeze() returned, got {type(frozen).__name__}")

@@ -17,7 +17,7 @@ def lazy(
     """Return the functions ``__getattr__`` and ``__dir__`` of a package.
 
     Args:
-        package: The name of the package.
+        package: The name of the package, which defines ``__all__``.
         names_by_module: Module in the package -> public names that it contains. No public name may equal the name of a
             module of the package, because importing the module would hide it.
         modules: Modules of the package that are public names too.

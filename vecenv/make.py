@@ -75,7 +75,7 @@ def _suggest_places(env_id: str) -> str:
 
 
 _LIBRARIES = {
-    # namespace of an id -> the module that registers it, and the command that installs the module
+    # namespace -> the module that registers its ids, and the command that installs the module
     "ALE": ("ale_py", how_to_install("bench")),
     "MiniGrid": ("minigrid", "pip install minigrid"),
     "dm_control": ("shimmy", "pip install 'shimmy[dm-control]'"),
@@ -106,7 +106,7 @@ def check_env_options(spec: EnvSpec, env_kwargs: Mapping[str, Any], *, vector: b
 def _check_names(
     names: Iterable[str], entry_point: Any, extra: Sequence[str], owner: str, vector_options: Sequence[str] = ()
 ) -> None:
-    """Raise for options that are neither parameters of an entry point nor ``extra``, unless it takes ``**kwargs``."""
+    """Raise for options that an entry point does not accept and that are not ``extra``, if its signature shows this."""
     parameters = entry_point_parameters(entry_point)
     if parameters is not None and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         check_option_names(names, sorted({*parameters, *extra}), owner, vector_options=vector_options)
@@ -177,10 +177,11 @@ def make_vec(
             that builds one environment; or, for EnvPool, Brax and MuJoCo Playground, a name in that library.
         num_envs: Number of environments.
         backend: ``"process"``: worker processes, :class:`vecenv.AsyncVectorEnv`; as many as are fastest, unless
-            ``num_workers`` is given. They are started by ``"forkserver"`` if JAX or torch is imported, because the threads
-            of these libraries do not survive a fork. The calling process steps some environments itself if that is more
-            than a tenth faster. A crash of one of these environments ends that process: ``envs.plan`` and ``repr`` show
-            them, and ``use_caller=False`` prevents this. ``"serial"``: the same class in the calling process alone.
+            ``num_workers`` or ``spare_workers`` is given. If JAX or torch is imported, ``context`` is ``"forkserver"`` by
+            default, because the threads of these libraries do not survive a fork. The calling process steps some
+            environments itself if that is more than a tenth faster. A crash of one of these environments ends that process:
+            ``envs.plan`` and ``repr`` show them, and ``use_caller=False`` prevents this.
+            ``"serial"``: the same class in the calling process alone.
             ``"envpool"``: EnvPool's C++ threads, :class:`vecenv.backends.EnvPoolVectorEnv`. ``"brax"`` and
             ``"playground"``: on the accelerator, :class:`vecenv.backends.JaxVectorEnv`.
             ``"ray"``: worker processes on the machines of a Ray cluster, :class:`vecenv.backends.RayVectorEnv`.
@@ -191,14 +192,15 @@ def make_vec(
             ``env_kwargs={"backend": "spring"}`` for Brax.
         wrappers: Functions that wrap each environment. For ``"process"``, ``"serial"`` and ``"ray"``.
         **options: Options of the vector environment, such as ``num_workers=2`` or ``step_timeout=60``; of the environment,
-            such as ``render_mode=`` or ``max_episode_steps=``; and for ``"process"`` and ``"serial"``, ``spare_workers=``,
-            see :class:`vecenv.EpisodePrefetcher`.
+            such as ``render_mode=`` or ``max_episode_steps=``; and for ``"process"``, ``spare_workers=``, see
+            :class:`vecenv.EpisodePrefetcher`.
 
     Returns:
-        The vector environment, with its ``spec`` set.
+        The vector environment, with its ``spec`` set, except for functions, Brax and Playground.
 
     Raises:
         gymnasium.error.UnregisteredEnv: There is no such environment. The message names similar ids.
+        gymnasium.error.Error: The environment has no entry point of the kind that the backend needs.
         ValueError: There is no such backend (the message lists all), there are wrappers for a backend without Python
             environments, or ``num_envs`` is invalid.
         TypeError: There is no such option (the message lists all), the vector environment and the environment both have it,
@@ -255,7 +257,8 @@ def register(
     ``vecenv.make_vec("CartPole-v1", num_envs=8)``.
 
     Args:
-        id: An id for :func:`make_vec`. A slash becomes a hyphen: ``"ALE/Pong-v5"`` becomes ``"vecenv/ALE-Pong-v5"``.
+        id: An id for :func:`make_vec`. The new name omits a module and has a hyphen for a slash: ``"ale_py:ALE/Pong-v5"``
+            becomes ``"vecenv/ALE-Pong-v5"``.
         backend: The backend; ``gymnasium.make_vec(..., backend=...)`` can override it.
         vector_kwargs, env_kwargs, **options: As for :func:`make_vec`; ``gymnasium.make_vec`` can override those of the
             environment.
@@ -288,7 +291,7 @@ def _make_registered(
     num_envs: int, *, id: str, backend: str, options: dict[str, Any], env_kwargs: dict[str, Any],
     wrappers: Wrappers | None = None, **changed: Any,
 ) -> AnyVectorEnv:  # fmt: skip
-    """Build a vector environment that :func:`register` registered. Gymnasium calls this."""
+    """Build a vector environment that :func:`register` registered. Called by Gymnasium and :func:`make_vec`."""
     env_options = {**env_kwargs, **changed}
     return make_vec(id, num_envs, backend, vector_kwargs=options, env_kwargs=env_options, wrappers=wrappers)
 
@@ -409,7 +412,7 @@ def _parse_kwargs(name: str, kwargs: Any) -> dict[str, Any]:
 
 
 def _parameter_names(env: Any) -> frozenset[str]:
-    """Return the parameter names of an environment's constructor. ``env`` is its spec, its entry point, or an id."""
+    """Return the parameter names of an environment's constructor, none for an id. ``env``: its spec, entry point or id."""
     entry_point = env.entry_point if isinstance(env, EnvSpec) else env
     if entry_point is None or (isinstance(env, str) and ":" not in env):
         return frozenset()

@@ -94,7 +94,7 @@ class PatchReport:
 
 REPORT = PatchReport()
 _FUNCTION_ATTRIBUTES: Final = "fget", "fset", "fdel", "__func__", "func"
-"""The attributes of properties, class methods, cached properties and partial methods that hold their functions."""
+"""The attributes that hold the functions of properties, class and static methods, cached properties and partial methods."""
 
 
 def _iter_functions(names: Mapping[str, Any]) -> Iterator[FunctionType]:
@@ -143,7 +143,7 @@ class _ReplacementMeta(abc.ABCMeta):
     def __subclasscheck__(cls, subclass: type[Any]) -> bool:
         if (replaced_class := vars(cls).get("replaced_class")) is None:
             return super().__subclasscheck__(subclass)
-        # not with the subclasses, as ABCMeta does: one of them replaces another class
+        # ABCMeta would also check the subclasses of `cls`, but one of them replaces another class
         return type.__subclasscheck__(cls, subclass) or issubclass(subclass, replaced_class)
 
 
@@ -198,7 +198,7 @@ class _SyncReplacement(_AsyncReplacement[ObsType, ActType], VectorEnv[ObsType, A
         """The environments, if they are in this process.
 
         Raises:
-            AttributeError: They are in worker processes.
+            AttributeError: Some or all are in worker processes.
         """
         local: list[Any] = list(self.local_envs)
         if len(local) < self.num_envs:

@@ -33,13 +33,11 @@ def assert_identical(actual: Any, expected: Any, where: str = "value") -> None:
         expected: The reference value.
         where: Name of the value in the message of the ``AssertionError``.
     """
+    _require_equal(type(actual), type(expected), where, "type")
     if isinstance(expected, GraphInstance):
-        _require_equal(type(actual), type(expected), where, "type")
         for field in ("nodes", "edges", "edge_links"):
             assert_identical(getattr(actual, field), getattr(expected, field), f"{where}.{field}")
-        return
-    _require_equal(type(actual), type(expected), where, "type")
-    if isinstance(expected, Mapping):
+    elif isinstance(expected, Mapping):
         if set(actual) != set(expected):
             raise AssertionError(f"{where}: keys {list(actual)}, expected {list(expected)}")
         for key, value in expected.items():
@@ -98,13 +96,12 @@ def assert_same_trajectory(
 ) -> None:
     """Assert that two vector environments produce the same trajectory, bit for bit.
 
-    Both are reset with ``seed`` and stepped with the same ``steps`` random actions. Under
-    ``AutoresetMode.DISABLED`` the environments that ended are reset with ``options["reset_mask"]`` before
-    the next step.
+    Both are reset with ``seed`` and stepped ``steps`` times with the same random actions. Under ``AutoresetMode.DISABLED``,
+    the environments that ended are reset with ``options["reset_mask"]`` before the next step.
 
     Args:
-        actual: The vector environment to check; its observations may be views of changing memory, because they
-            are compared before the next call.
+        actual: The vector environment to check, with the same autoreset mode. Its observations may be views of changing
+            memory, because they are compared before the next call.
         expected: The reference, usually a :class:`gymnasium.vector.SyncVectorEnv` over the same environments.
         steps: Number of steps.
         seed: Seed of the first reset, as for ``VectorEnv.reset``.
@@ -133,5 +130,5 @@ def assert_same_steps(actual: AnyVectorEnv, expected: AnyVectorEnv, steps: int, 
 
 
 def reset(envs: AnyVectorEnv, seed: Any = None) -> Any:
-    """Reset with any seed that Gymnasium accepts; the annotation of ``VectorEnv.reset`` allows only ``int``."""
+    """Reset with any seed that Gymnasium accepts; the annotation of ``VectorEnv.reset`` allows only an int or ``None``."""
     return envs.reset(seed=seed)

@@ -65,8 +65,8 @@ class EnvState:
         last_return: ``float[*B]``: return of the last episode that ended; 0 before there was one.
         last_length: ``int32[*B]``: its length in steps.
         last_discounted_return: ``float[*B]``: its discounted return.
-        info: A dict of arrays ``[*B, ...]`` of fixed structure: the infos of the last call. Meaningful where ``valid``, and
-            in bridged environments where the mask ``_name`` is True.
+        info: A dict of arrays ``[*B, ...]`` of fixed structure: the infos of the last call. Meaningful where ``valid``; in
+            bridged environments, where the mask ``_name`` is True.
         token: For bridged environments: ``int32[2]``, the token for the next call. Otherwise ``None``.
         inner: For JAX-native environments: a :class:`NativeState`. Otherwise ``None``.
     """
@@ -125,7 +125,8 @@ class EnvState:
 
         Args:
             mode: NEXT_STEP: rows that had ended have begun their next episode instead of stepping. SAME_STEP: in rows that
-                end, ``obs`` already belongs to the next episode. DISABLED: rows that had ended stay as they are.
+                end, ``obs`` already belongs to the next episode. DISABLED: rows that had ended stay as they are, but not
+                ``valid``, and with reward 0.
             discount: For ``discounted_return``.
             obs, next_obs, reward, terminated, truncated, info: The results of the step. In rows that did not step, the
                 reward and the flags are ignored; under DISABLED, everything is.
@@ -230,7 +231,7 @@ class Adapter(JaxEnv):
 
     @property
     def differentiable(self) -> str:
-        """The kind of derivative, as in :class:`JaxEnv`; found by tracing a step once, without running it."""
+        """The kind of derivative, as in :class:`JaxEnv`; found on first access, by tracing a step without running it."""
         if self._differentiable is None:
             self._differentiable = probe(self)
         return self._differentiable
@@ -279,7 +280,7 @@ def default_key(seed: int) -> Array:
 def probe(env: JaxEnv) -> str:
     """Return the kind of derivative of a step with respect to the action, as in :attr:`JaxEnv.differentiable`.
 
-    This takes about as long as tracing the step, and compiles nothing. ``"zero"`` means that the derivatives of state,
+    It only traces the step, and compiles nothing. ``"zero"`` means that the derivatives of state,
     observation and reward are 0 for every action, for example because only ``action > 0`` is used.
     """
     key = default_key(0)

@@ -79,8 +79,8 @@ class FunctionalVectorEnv:
             do not all time out together.
         frame_skip: The number of times that every action is repeated, up to the end of the episode; rewards are summed.
         randomize: ``randomize(model, keys) -> (models, in_axes)`` makes a different physics model for every row, as in
-            Brax's and Playground's training code (``mujoco_playground.registry.get_domain_randomizer(name)`` works). Called
-            at ``reset`` with ``keys`` ``uint32[n, k]``; a row keeps its model until it gets another key.
+            Brax's and Playground's training code (``mujoco_playground.registry.get_domain_randomizer(name)`` works).
+            ``keys`` is ``uint32[n, k]``; a row keeps its model until it gets another key.
         discount: Discount factor of ``EnvState.discounted_return``.
         pool_size: Number of start states per row with ``reset="pool"``.
         micro_batch: Number of rows that are stepped at a time, one group after the other. Faster on a CPU if the whole batch
@@ -95,6 +95,8 @@ class FunctionalVectorEnv:
 
     Raises:
         ValueError: An option is out of range, or two options contradict each other.
+        TypeError: ``num_envs`` is not an integer or a tuple of integers.
+        Exception: The errors of :func:`~vecenv.jax.adapt`.
     """
 
     def __init__(
@@ -150,6 +152,9 @@ class FunctionalVectorEnv:
 
         Returns:
             The state before the first step: ``reward`` 0, ``valid`` False, ``first`` True.
+
+        Raises:
+            ValueError: There is neither one key nor one per row.
         """
         return self.begin(self.row_keys(key))
 
@@ -179,7 +184,7 @@ class FunctionalVectorEnv:
     def step_donating(self, state: EnvState, action: PyTree) -> EnvState:
         """Step every row and reuse the memory of ``state.inner`` for the result.
 
-        Stepping ``state`` again raises ``StaleStateError``. Everything else in ``state`` stays readable.
+        Stepping ``state`` again raises ``StaleStateError``. Its other fields stay readable.
         """
         self.check_state(state)
         return self._call(self._step_donating, state.inner, state.replace(inner=None), self.check_action(action))
@@ -203,7 +208,8 @@ class FunctionalVectorEnv:
                 sequence.
 
         Raises:
-            ValueError: ``mask`` is not ``bool[*B]``.
+            ValueError: ``mask`` is not ``bool[*B]``, or ``state`` or ``key`` has a wrong shape.
+            TypeError: ``state`` does not come from a JAX-native environment.
             StaleStateError: The arrays of ``state`` have been donated to another computation.
         """
         self.check_state(state)
@@ -471,7 +477,7 @@ class FunctionalEpisodes:
         return jax.lax.while_loop(any_remain, restart_chunk, (mask, current))[1]
 
     def _restart_derivative(self, primals: Any, tangents: Any) -> Any:
-        """Return zero tangents for rows that restart, and unchanged ones for the others."""
+        """Return the restarted rows and their tangents, which are 0 in rows that restart and unchanged in the others."""
 
         def propagate(tangent: Any) -> Any:
             if tangent.dtype == float0:

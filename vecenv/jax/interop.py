@@ -1,6 +1,6 @@
 """Conversions of spaces, seeds and arrays between Gymnasium, JAX, NumPy and torch.
 
-``space.sample()`` draws from a Python generator. Inside ``jax.jit`` that happens only once, during tracing, and silently
+``space.sample()`` draws from a NumPy generator. Inside ``jax.jit`` that happens only once, during tracing, and silently
 compiles a constant into the program. The spaces of :func:`jax_space` draw with JAX in ``sample(key)`` and refuse
 ``sample()`` while tracing; otherwise they behave like the original ones (they compare equal, and are batched and pickled in
 the same way).
@@ -26,7 +26,7 @@ from vecenv.jax.env import Array, PyTree
 
 
 def to_numpy(space: gym.Space[Any], tree: PyTree) -> Any:
-    """Convert observations to fresh NumPy arrays with the dtypes and the key order of ``space``."""
+    """Convert observations to fresh NumPy arrays (scalars for Discrete) with the dtypes and the key order of ``space``."""
     if isinstance(space, spaces.Dict):
         return {key: to_numpy(sub, tree[key]) for key, sub in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
@@ -71,7 +71,7 @@ def to_torch(tree: PyTree) -> Any:
 
 
 def from_torch(tree: Any) -> Any:
-    """Convert the torch tensors of an action tree to arrays. On a CPU they share the tensors' memory."""
+    """Convert the torch tensors of an action tree: on a CPU to NumPy arrays that share their memory, else to JAX copies."""
     import torch
 
     def convert(leaf: Any) -> Any:
@@ -91,7 +91,7 @@ def seed_keys(seeds: Sequence[int]) -> np.ndarray[Any, Any]:
     Larger seeds also use their bits 32 to 63, as ``jax.random.key`` does only in 64-bit mode.
 
     Raises:
-        gymnasium.error.Error: A seed is negative or not an integer, as in Gymnasium's own environments.
+        gymnasium.error.Error: A seed is not an integer from 0 to 2**64 - 1.
     """
     for seed in seeds:
         if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:

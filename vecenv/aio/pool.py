@@ -55,8 +55,8 @@ class Pool:
             several environments, the limit includes the time that one environment waits for the others.
         cancel_timeout: Seconds that a cancelled call may still take before its worker is killed.
         on_failure: ``"raise"``: a worker that died is restarted by the next reset of one of its environments.
-            ``"restart"``, or a :class:`vecenv.Restart`: it is restarted immediately, within a budget. A worker that exceeds
-            the budget is abandoned together with its environments.
+            ``"restart"``, or a :class:`vecenv.Restart`: it is restarted immediately, within a budget. A worker that dies
+            when the budget is used up is abandoned together with its environments.
         context, daemon, generators, shared_memory, worker_options: See :class:`vecenv.AsyncVectorEnv`. An environment is
             built in this process only with ``WorkerOptions(dummy_env=True)``.
 
@@ -207,7 +207,7 @@ class Pool:
         Raises:
             TypeError: ``seed`` or ``options`` has the wrong type.
             EnvFailed, WorkerDied, StepTimeout: On entering: the reset failed.
-            RestartsExhausted: On entering: all workers were abandoned.
+            RestartsExhausted: On entering: all workers were abandoned, or the environment's worker during the reset.
             ClosedEnvironmentError, LoopError, ForkedError: The pool cannot be used here.
         """
         self._slots.require_usable("episode")
@@ -312,7 +312,7 @@ class Pool:
                     attempt.length += count_steps(info)
                 return todo.record_end(attempt, env.terminated, env.truncated, env.info)
         except VecEnvError as error:
-            if env.failure is not error:  # the policy raised it
+            if env.failure is not error:  # the environment did not fail: for example, the policy raised it
                 raise
             if suspects is not None and isinstance(error, WorkerDied | StepTimeout):
                 suspects.add(index)

@@ -91,7 +91,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
             )
         self._actions: Any = None
         self._stepped: Any = None  # a step's results, until its ended environments have been reset
-        self._begin_step: Any = getattr(envs, "step_async", None)  # absent from vector wrappers and, for example, SyncVectorEnv
+        self._begin_step: Any = getattr(envs, "step_async", None)  # absent from wrappers and, for example, SyncVectorEnv
         self._by_row = infos_by_row(envs)
         self._rows_are_agents = agents_per_env(envs) > 1
         super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
@@ -103,7 +103,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
     # -- reset and step ---------------------------------------------------------------------------------------------
 
     def reset(self) -> Any:
-        """Reset all environments with the seeds and options that were set last, and drop a pending step."""
+        """Reset all environments with the seeds and options that were set since the last reset, and drop a pending step."""
         options: Any = self._options
         if len(options) == self.num_envs and _are_equal(options):
             options = options[0] or None

@@ -27,9 +27,9 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     Where an episode ended, ``infos["_episode"]`` is True, and ``infos["episode"]`` has its return ``"r"`` (float64), length
     ``"l"`` (int64) and time ``"t"`` (seconds, float64): arrays with one entry per row of the batch. Statistics cover
     ``step``, ``step_wait`` and ``recv``, every autoreset mode, and resets by a mask or of single environments. An episode
-    has none if one of its results was lost, because another environment raised or a reset by a mask dropped it. The
-    statistics of a running episode are saved and loaded, frozen and thawed with its environment. All other attributes are
-    the vector environment's own.
+    has none if one of its results was lost, for example because another environment raised or a reset by a mask dropped it.
+    The statistics of a running episode are saved and loaded, frozen and thawed with its environment. All other attributes
+    are the vector environment's own.
 
     Args:
         env: A vector environment of any engine that returns NumPy arrays.
@@ -253,7 +253,10 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         return first
 
     def _lose_results(self, rows: npt.NDArray[np.intp]) -> None:
-        """Note that results of these rows, except for those still in flight, were dropped. Episodes may have ended."""
+        """Record the loss of a result of each row, except for rows still in flight.
+
+        An episode is incomplete unless the result was its first one.
+        """
         rows = np.setdiff1d(rows, self._rows_in_flight())
         first = self._begin_first(rows)
         self._incomplete[rows[~first]] = True

@@ -1,10 +1,10 @@
 """Infos and action masks of agents, and two views of a ``MultiAgentVecEnv``.
 
-The views reshape the environments' results and forward everything else. :class:`FlattenAgents` makes every agent a row,
-``env * A + agent``, of an ordinary Gymnasium vector environment, without copying. A trainer that ignores masks gets the
-episodes of each agent unchanged, and rows of padding after its death. By default, padding ends with the environment's
-episode, so no value of the next episode is bootstrapped into it. :class:`OpenRLView` has the shapes of the ``agent_num``
-convention, for OpenRL and similar on-policy trainers.
+The views reshape the environments' results, and forward some other methods and attributes. :class:`FlattenAgents` makes
+every agent a row, ``env * A + agent``, of an ordinary Gymnasium vector environment, without copying. A trainer that ignores
+masks gets the episodes of each agent unchanged, and rows of padding after its death. By default, padding ends with the
+environment's episode, so no value of the next episode is bootstrapped into it. :class:`OpenRLView` has the shapes of the
+``agent_num`` convention, for OpenRL and similar on-policy trainers.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         Args:
             env_id: The indices of the environments.
             seed: An int is the seed of *each* environment, as always in Tianshou; a sequence has one seed per environment.
-            options: The options of each environment.
+            options: A dict that each of these environments receives.
 
         Returns:
             Their observations and infos, in the order of ``env_id``.

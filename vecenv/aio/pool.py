@@ -224,8 +224,8 @@ class Pool:
     ) -> EpisodeResults:
         """Run each episode of a list exactly once, as many at a time as there are slots.
 
-        If a worker with several environments dies or hangs, any of its episodes may be the cause. They are repeated one at a
-        time after all others, and can fail only then.
+        If workers have several environments and one dies or hangs, any of its episodes may be the cause. They are repeated
+        one at a time after all others, and a death or a hang counts as a failure of the episode only then.
 
         Args:
             policy: ``await policy(observation)`` returns an action.
@@ -394,6 +394,7 @@ class EpisodeEnv:
             gymnasium.error.ResetNeeded: The episode has ended.
             BusyError: Another task's call is pending.
             gymnasium.error.ClosedEnvironmentError: Called outside of the ``async with`` block, or the pool is closed.
+            LoopError, ForkedError: Called in another event loop, or in a forked child.
         """
         with self._calling("step") as slot:
             if self.over and not slot.lost_reason:
@@ -407,6 +408,7 @@ class EpisodeEnv:
         """Begin a new episode in the same slot, regardless of how the last one ended.
 
         Raises:
+            TypeError: ``seed`` or ``options`` has the wrong type.
             EnvFailed, WorkerDied, StepTimeout, BusyError, ClosedEnvironmentError: See :meth:`step`.
             RestartsExhausted: Its worker died too often, and was abandoned.
         """

@@ -62,7 +62,7 @@ class PlaceNotes(Observer):
 
 
 def name_rows(error: BaseException, places: Sequence[int]) -> None:
-    """Replace the places in ``envs`` and ``where`` of an error by rows; an ``EnvFailed``, which has neither, gets a note.
+    """Replace the places in ``envs`` and ``where`` of an error by rows. An ``EnvFailed`` has neither and gets a note.
 
     ``places`` has the place of each row. Places without a row are left out.
     """

@@ -337,7 +337,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 self._waiting.update(zip(places, stepped, strict=True))
             self._call, self._interrupted = call, False
             if call:
-                self._failure = None  # of a row that was reset since
+                self._failure = None  # the failed row has been reset since
             for row in ended:
                 self._begin_next(row)
             self._prefetch()
@@ -692,7 +692,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def freeze(self, *_: Any, **__: Any) -> NoReturn:
         """Raise ``NotImplementedError``: a frozen copy would replace the environment at one place, but rows move."""
-        raise_unsupported(self, "`freeze`", "rows move between processes: use save() and load()")
+        raise_unsupported(self, "`freeze` or `thaw`", "rows move between processes: use save() and load()")
 
     thaw = freeze
 

@@ -172,8 +172,8 @@ class MultiAgentVecEnv:
         """Build environments of EnvPool with several players, such as ``"TicTacToe-v1"``; the players are the agents.
 
         The result always has ``layout="stack"`` and next-step autoreset; turn-based games have the masks of
-        :class:`~vecenv.multi_agent.TurnBased`. ``reset_mask``, ``call``, ``exec_func``, attributes and ``render`` raise
-        :class:`NotImplementedError`, and other reset options raise :class:`ValueError`.
+        :class:`~vecenv.multi_agent.TurnBased`. ``reset_mask``, a sequence of options, ``seed`` with ``env_id``, ``call``,
+        ``exec_func``, attributes and ``render`` raise :class:`NotImplementedError`, other reset options :class:`ValueError`.
 
         Args:
             task_id: EnvPool's name of the task.
@@ -320,7 +320,7 @@ class MultiAgentVecEnv:
         Args:
             actions: Actions in the layout of observations: ``[n, A, *a]`` (for ``Discrete`` also ``[n, A, 1]``), or a dict
                 with ``[n, *a]`` per agent or ``[n, k, *a]`` per group. Only the entries that ``agent_mask`` marks are used;
-                an agent that acts in no environment may be omitted from a dict.
+                an agent or a group that acts in no environment may be omitted from a dict.
 
         Raises:
             ResetNeeded: An environment has not been reset yet, or its episode has ended under ``AutoresetMode.DISABLED``.

@@ -281,7 +281,10 @@ def evaluate_sb3(
 
 
 def _fits(env_space: Space[Any], model_space: Space[Any]) -> bool:
-    """True if the spaces are equal, apart from bounds and the position of image channels: SB3 puts channels first."""
+    """True if the spaces are equal, apart from bounds and dtypes of Boxes and the position of image channels.
+
+    SB3 puts channels first.
+    """
     if isinstance(env_space, spaces.Dict) and isinstance(model_space, spaces.Dict):
         return env_space.keys() == model_space.keys() and all(_fits(env_space[key], model_space[key]) for key in env_space)
     if not isinstance(env_space, spaces.Box):

@@ -235,8 +235,8 @@ class Pool:
             Results in the order of the list.
 
         Raises:
-            TypeError, ValueError: An argument is invalid, or an episode names an environment that is not offered; no
-                episode was run.
+            TypeError, ValueError: An argument is invalid, or an episode names an environment that is not offered, or none
+                although several are offered; no episode was run.
             TypeError: ``policy`` does not return an awaitable; the other episodes are cancelled.
             Exception: Raised by the policy or ``on_episode``; the other episodes are cancelled.
         """
@@ -268,7 +268,7 @@ class Pool:
         return EpisodeResults(todo.results[index] for index in range(len(listed_episodes)))
 
     async def _require_offered(self, todo: Episodes) -> None:
-        """Raise if an episode names an environment that is not offered. One slot is checked, since all share `make_env`."""
+        """Raise for episodes with :func:`require_offered`. One slot is checked, since all share ``make_env``."""
         slot = await self._slots.acquire(self)
 
         async def find_names() -> tuple[str, ...]:
@@ -329,7 +329,7 @@ class EpisodeEnv:
     Attributes:
         env_id: The index of its environment; -1 before the episode is entered.
         observation: The latest observation, which later steps do not overwrite.
-        info: The latest info, as the environment returned it.
+        info: The latest info, as the environment returned it; empty after :meth:`load`.
         terminated, truncated: How the episode ended; both false until then.
         failure: The latest exception that ended the episode.
     """

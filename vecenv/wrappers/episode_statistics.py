@@ -69,7 +69,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
             if begins:
                 self._lose_results(in_flight)
                 self._begin_episodes(rows)
-                self._begin_episodes(np.flatnonzero(self._resetting))  # executed resets whose results were dropped
+                self._begin_episodes(np.flatnonzero(self._resetting))  # executed resets with dropped results
 
     def reset_async(self, seed: Any = None, options: ResetOptions = None, *, env_id: Any = None) -> None:
         """Begin a reset of the vector environment."""
@@ -78,7 +78,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
             in_flight = self._rows_in_flight()
             self.env.reset_async(seed=seed, options=options)  # type: ignore[attr-defined]
             self._lose_results(in_flight)
-            self._begin_episodes(np.flatnonzero(self._resetting))  # executed resets whose results were dropped
+            self._begin_episodes(np.flatnonzero(self._resetting))  # executed resets with dropped results
         else:
             self.env.reset_async(seed=seed, options=options, env_id=env_id)  # type: ignore[attr-defined]
         self._resetting[rows] = True

@@ -1,7 +1,7 @@
-"""Adapters for libraries with interfaces other than Gymnasium's: one file per library.
+"""Adapters for libraries with interfaces other than Gymnasium's: one module per library.
 
 Libraries that accept a Gymnasium vector environment accept those of vecenv unchanged and need no adapter: single-agent
-RLlib, and CleanRL-style programs; see ``docs/clients.md``. Each name imports its library on first access.
+RLlib, and CleanRL-style programs; see ``docs/clients.md``. The module of a name is imported on first access.
 """
 
 from __future__ import annotations

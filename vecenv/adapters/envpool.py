@@ -33,13 +33,14 @@ def as_envpool(envs: AnyVectorEnv, seed: int | None = None) -> EnvPoolLike:
     ``envpool.make_gymnasium("CartPole-v1", num_envs=8, batch_size=4)``.
 
     Args:
-        envs: A vector environment with next-step autoreset, the mode of EnvPool, and a backend that can reset single rows.
+        envs: A vector environment with next-step autoreset, the mode of EnvPool, and with ``send`` and ``recv``. If its
+            backend steps all environments together, calls for some of them raise ``NotImplementedError``.
         seed: Environment i gets ``seed + i`` at its first reset; with ``None`` it gets no seed.
 
     Raises:
         TypeError: ``envs`` is not a Gymnasium vector environment.
-        ValueError: ``envs`` has another autoreset mode, has ``copy=False``, returns arrays that are not NumPy's, or cannot
-            step single rows.
+        ValueError: ``envs`` has another autoreset mode, has ``copy=False``, returns arrays that are not NumPy's, or has no
+            ``recv``, such as a vector wrapper.
     """
     return EnvPoolLike(envs, seed)
 
@@ -93,7 +94,7 @@ class EnvPoolLike:
         return self._receive(self.config["batch_size"])
 
     def send(self, action: Any, env_id: Ids = None) -> None:
-        """Step the environments ``env_id``; by default those of the latest :meth:`recv`, in its order."""
+        """Step the environments ``env_id``; by default those of the latest :meth:`recv` or :meth:`reset`, in its order."""
         self.vector_env.send(action, self._parse_ids(env_id))
 
     def step(self, action: Any, env_id: Ids = None) -> Step:
@@ -141,7 +142,7 @@ class EnvPoolLike:
     def _receive(self, count: int) -> Step:
         try:
             results = self.vector_env.recv(count=count)
-        except NoAsyncCallError:  # after a failure, fewer than `count` may be in flight
+        except NoAsyncCallError:  # fewer than `count` are in flight, for example after a failure
             in_flight = self._in_flight()
             if not in_flight:
                 raise

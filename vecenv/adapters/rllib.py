@@ -117,13 +117,13 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
             self._observations(obs, visible),
             self._agent_dicts(rewards.tolist(), has_reward),
             self._flags(terminated, acted | ended, done & ~ends_truncated),
-            # with truncations of single agents, RLlib counts the episode as terminated: only `__all__` marks its truncation
+            # if all agents had flags, RLlib would also count the episode as terminated, so only `__all__` marks a truncation
             self._flags(truncated & ~done[:, None], acted | ended, ends_truncated),
             self._infos(infos, env_infos, visible),
         )
 
     def _actions(self, actions: Sequence[Mapping[Any, Any]]) -> Any:
-        """Return the actions in the layout of the vector environment, with a placeholder for agents that do not act."""
+        """Return the actions in the layout of the vector environment, with placeholders for agents without an action."""
         acting = self.vector_env.agent_mask
         missing = [
             f"{agent!r} in env {i}"
@@ -165,7 +165,7 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
         return [{**row, "__all__": episode_flag} for row, episode_flag in zip(rows, episode_flags.tolist(), strict=True)]
 
     def _infos(self, infos: Mapping[str, Any], env_infos: Sequence[Mapping[str, Any]], visible: Any) -> list[dict[Any, Any]]:
-        """Return one dict of agents per environment: ``env_infos`` unchanged, and the action masks of ``infos``."""
+        """Return one dict per environment: infos of visible agents, common infos, and action masks of agents that act."""
         by_env = self._agent_dicts([[{} for _ in self._agents] for _ in range(self.num_envs)], visible)
         for row, env_info in zip(by_env, env_infos, strict=True):
             for j, info in env_info.get("agents", {}).items():
@@ -202,7 +202,8 @@ class MultiAgentVecEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc, unused-
     ``context["num_envs"]`` is ``num_envs_per_env_runner``.
 
     Raises:
-        ValueError: No function is registered under the name, or it builds another number of environments.
+        ValueError: No function is registered under the name, it builds another number of environments, or :func:`as_rllib`
+            refuses them.
         TypeError: The function does not build a ``MultiAgentVecEnv``.
     """
 

@@ -62,9 +62,9 @@ def as_sb3(envs: AnyVectorEnv) -> SB3VecEnv:
             step that ends an episode takes one request to the environments; in the other modes it takes two.
 
     Raises:
-        ImportError: Stable-Baselines3 is not installed.
         TypeError: ``envs`` is not a Gymnasium vector environment.
-        ValueError: ``envs`` has ``copy=False``, or arrays that are not NumPy's; see the message.
+        ValueError: ``envs`` has ``copy=False``, arrays that are not NumPy's or, with several environments, a vector wrapper
+            ``NormalizeObservation``.
         NotImplementedError: Dict or Tuple observations within Dict or Tuple observations, which SB3 does not support.
     """
     return SB3VecEnv(envs)
@@ -91,7 +91,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
             )
         self._actions: Any = None
         self._stepped: Any = None  # a step's results, until its ended environments have been reset
-        self._begin_step: Any = getattr(envs, "step_async", None)  # absent from vector wrappers and compiled environments
+        self._begin_step: Any = getattr(envs, "step_async", None)  # absent from wrappers and, for example, SyncVectorEnv
         self._by_row = infos_by_row(envs)
         self._rows_are_agents = agents_per_env(envs) > 1
         super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
@@ -103,7 +103,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
     # -- reset and step ---------------------------------------------------------------------------------------------
 
     def reset(self) -> Any:
-        """Reset all environments with the seeds and options that were set last, and drop a pending step."""
+        """Reset all environments with the seeds and options that were set since the last reset, and drop a pending step."""
         options: Any = self._options
         if len(options) == self.num_envs and _are_equal(options):
             options = options[0] or None
@@ -281,7 +281,10 @@ def evaluate_sb3(
 
 
 def _fits(env_space: Space[Any], model_space: Space[Any]) -> bool:
-    """True if the spaces are equal, apart from bounds and the position of image channels: SB3 puts channels first."""
+    """True if the spaces are equal, apart from bounds and dtypes of Boxes and the position of image channels.
+
+    SB3 puts channels first.
+    """
     if isinstance(env_space, spaces.Dict) and isinstance(model_space, spaces.Dict):
         return env_space.keys() == model_space.keys() and all(_fits(env_space[key], model_space[key]) for key in env_space)
     if not isinstance(env_space, spaces.Box):

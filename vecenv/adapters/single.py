@@ -101,10 +101,10 @@ def require_none_in_flight(envs: Any, method: str, rows: Any) -> None:
 
 
 def reset_all(envs: Any, seed: Any = None, options: Any = None) -> tuple[Any, Any]:
-    """Reset all environments for a library that cannot receive a pending step itself.
+    """Reset all environments, or those of a reset mask in ``options``, for a library that cannot receive a pending step.
 
-    After a failure, a timeout or a Ctrl-C, the result of a step may still be pending. It is received and dropped first,
-    because the reset would otherwise raise.
+    After a failure, a timeout or a Ctrl-C, the result of a step may still be pending. A reset that raises for this reason is
+    repeated after that result was received and dropped.
 
     Raises:
         StepTimeout: The pending result is still not ready; it stays pending.

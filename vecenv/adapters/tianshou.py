@@ -1,8 +1,8 @@
 """``as_tianshou``: a vector environment for Tianshou's collectors.
 
 Tianshou resets environments itself, by index, as soon as their episodes have ended; when it has enough episodes, it steps
-only some environments. The adapter resets with a mask, which also replaces a pending autoreset, and steps some
-environments with ``send`` and ``recv``.
+only some environments. The adapter resets with a mask (in asynchronous mode, with ``reset_async`` and ``recv``), which also
+replaces a pending autoreset, and steps some environments with ``send`` and ``recv``.
 """
 
 from __future__ import annotations
@@ -50,11 +50,10 @@ def as_tianshou(envs: AnyVectorEnv, wait_num: int | None = None) -> TianshouVect
             default ``step`` waits for all environments, and there is no asynchronous mode.
 
     Raises:
-        ImportError: Tianshou is not installed.
         TypeError: ``envs`` is not a Gymnasium vector environment, or has Tuple observations, which Tianshou cannot process.
-        ValueError: ``envs`` has same-step autoreset, ``copy=False`` or arrays other than NumPy's; the message gives a
-            remedy. Or ``wait_num`` is not between 1 and the number of environments, or is used with a vector wrapper or
-            one of Gymnasium's vector environments, which cannot step single rows.
+        ValueError: ``envs`` has same-step autoreset, ``copy=False``, arrays that are not NumPy's or, with several
+            environments, a vector wrapper ``NormalizeObservation``. Or ``wait_num`` is not between 1 and the number of
+            environments, or is below that number although ``envs`` has no ``recv``, such as a vector wrapper.
     """
     return TianshouVectorEnv(envs, wait_num)
 
@@ -91,7 +90,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
 
     @property
     def waiting_id(self) -> list[int]:
-        """The environments with a step that has been sent but not returned, in asynchronous mode."""
+        """The environments with a step that has been sent but not returned; without asynchronous mode, none."""
         if not self.is_async:
             return []
         return [*(row[5] for row in self._early_rows), *self.vector_env.in_flight.tolist()]
@@ -110,7 +109,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         Args:
             env_id: The indices of the environments.
             seed: An int is the seed of *each* environment, as always in Tianshou; a sequence has one seed per environment.
-            options: The options of each environment.
+            options: A dict that each of these environments receives.
 
         Returns:
             Their observations and infos, in the order of ``env_id``.
@@ -148,8 +147,8 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         """Step the environments ``id`` (default: all).
 
         Returns:
-            ``(observations, rewards, terminations, truncations, infos)`` in the order of ``id``; infos are an object array
-            of dicts with ``"env_id"``.
+            ``(observations, rewards, terminations, truncations, infos)`` in the order of ``id``; in asynchronous mode, those
+            of at least ``wait_num`` environments that are ready. Infos are an object array of dicts with ``"env_id"``.
         """
         self._assert_is_not_closed()
         ids = parse_env_ids(self._parse_ids(id), self.env_num)
@@ -176,7 +175,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
     # -- asynchronous mode ------------------------------------------------------------------------------------------
 
     def _step_async(self, action: Any, ids: npt.NDArray[np.intp]) -> Columns:
-        """Send ``action`` unless it is ``None``; then return the next ``wait_num`` rows, or all rows if fewer are left."""
+        """Send ``action`` unless it is ``None``; then return at least ``wait_num`` rows, or all if fewer are stepping."""
         self._finish_resets()
         if action is not None:
             self._assert_id(ids)
@@ -245,7 +244,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
     def get_env_attr(self, key: str, id: Ids = None) -> list[Any]:
         """Return an attribute of the environments ``id`` (default: all), from the outermost wrapper that has it."""
         self._assert_is_not_closed()
-        if key == "action_space":  # always the same objects, which :meth:`seed` seeds
+        if key == "action_space":  # always the same objects, which `seed` seeds
             return [self._action_spaces[i] for i in self._parse_ids(id).tolist()]
         return self._single_envs.get(key, self._parse_ids(id).tolist())
 

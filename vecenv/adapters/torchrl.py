@@ -44,9 +44,9 @@ _UNINDEXABLE_DTYPES: Final = torch.uint16, torch.uint32, torch.uint64  # torch l
 
 # -- spaces as specs, and batches as tensors ---------------------------------------------------------------------------
 #
-# The format is that of TorchRL's ``GymWrapper``, so that programs written for it find the same keys: entries of a Dict
-# space have their own keys, any other space is ``"observation"`` or ``"action"``. In addition, Tuple spaces are dicts of
-# ``"0"``, ``"1"``, ...; Discrete spaces may start anywhere; actions may be Dicts and Tuples.
+# The format is that of TorchRL's ``GymWrapper``, so that programs written for it find the same keys: the entries of a Dict
+# of observations have their own keys, any other space is ``"observation"`` or ``"action"``. In addition, Tuple spaces are
+# dicts of ``"0"``, ``"1"``, ...; Discrete spaces may start anywhere; actions may be Dicts and Tuples.
 
 Tensors: TypeAlias = Any
 """A tensor ``[n, ...]``, or nested dicts of them."""
@@ -217,30 +217,33 @@ def as_torchrl(
 ) -> TorchRLEnv:  # fmt: skip
     """Wrap a vector environment in a TorchRL ``EnvBase`` with ``batch_size`` ``[num_envs]``. Its ``close`` closes both.
 
-    Vector environments built here have the autoreset mode ``"SameStep"`` if the engine supports it, because then the end of
-    an episode needs no second request. A given vector environment may have any mode. The data are the same in all modes.
+    Vector environments built here have the autoreset mode ``"SameStep"`` by default, if the engine supports it, because then
+    the end of an episode needs no second request. Others may have any mode. The data are the same in all modes.
 
     Args:
         envs: A name or ``EnvSpec``, or a function that builds one environment, for :func:`vecenv.make_vec`; or a vector
             environment, or an EnvPool pool; or, without ``num_envs``, a function that builds a vector environment.
-            ``"ALE/Pong-v5"`` is EnvPool's ``"Pong-v5"``.
-        num_envs: The number of environments; 1 by default for a name.
+            With ``backend="envpool"``, ``"ALE/Pong-v5"`` is EnvPool's ``"Pong-v5"``.
+        num_envs: The number of environments; 1 by default for a name or ``EnvSpec``.
         backend: The backend of :func:`vecenv.make_vec`.
         num_workers: The number of worker processes. EnvPool has no worker processes: with it, this may be passed
             instead of ``num_envs``, as to TorchRL's ``MultiThreadedEnv``.
         device: The device of the tensors. With ``None``, as in ``GymWrapper``, they stay in the engine's memory and
-            TensorDicts have no device, so that collectors copy nothing. Engines on JAX then use the CPU.
+            TensorDicts have no device, so that collectors copy nothing. For an engine that returns JAX or torch arrays,
+            ``None`` means the CPU.
         frame_skip: Repeat every action that many times, in each row until its episode ends; rewards are summed.
-        categorical_action_encoding: Encode Discrete spaces (observations too, as in ``GymWrapper``) as integers.
+        categorical_action_encoding: Encode Discrete and MultiDiscrete spaces (observations too, as in ``GymWrapper``) as
+            integers.
         infos: Names of infos to add to the TensorDict, or ``True`` for all numeric ones that a first reset and step report.
-            A name with a meaning in TorchRL, such as Atari's ``"reward"``, becomes ``"info_reward"``.
+            A name of an observation, or with a meaning in TorchRL, gets a prefix: ``"reward"`` becomes ``"info_reward"``.
         allow_done_after_reset: Passed to ``EnvBase``.
         vector_kwargs, wrappers, **env_kwargs: Passed to :func:`vecenv.make_vec`.
 
     Raises:
-        ImportError: TorchRL is not installed.
-        TypeError: ``envs`` has an unsupported type, or is already built and options for building it are passed.
-        ValueError: ``envs`` has ``copy=False``, or can neither autoreset within a step nor reset some rows.
+        TypeError: ``envs`` has an unsupported type, or options are passed that do not apply to it.
+        ValueError: ``envs`` has ``copy=False``, a ``batch_size`` below ``num_envs`` or, with several environments, a vector
+            wrapper ``NormalizeObservation``, or can neither autoreset within a step nor reset some rows; ``frame_skip`` is
+            not a positive integer; or a name in ``infos`` is not reported.
         NotImplementedError: TorchRL has no spec for a space.
 
     Example::
@@ -268,10 +271,11 @@ def as_torchrl(
 class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (EnvBase is Any if TorchRL is not installed)
     """A TorchRL environment over a vector environment, built by :func:`as_torchrl`.
 
-    The first step resets all rows if no reset came before it; after ``close`` the next reset or step reopens the
-    environments. A ``"_reset"`` mask without any True does nothing. A row with an ended episode stays unchanged, with
-    reward 0, until its reset. ``set_seed(s)`` applies to the next reset of all environments: environment i gets ``s + i``.
-    ``reset(seed=..., options=...)`` sets both for one reset.
+    The first step resets all rows if no reset came before it. After ``close``, the next reset or step builds the
+    environments again, or raises ``ClosedEnvironmentError`` if a vector environment was passed. A ``"_reset"`` mask without
+    any True does nothing. A row with an ended episode stays unchanged, with reward 0, until its reset. ``set_seed(s)``
+    applies to the next reset of all environments: environment i gets ``s + i``. ``reset(seed=..., options=...)`` sets both
+    for one reset.
 
     Attributes:
         vector_env: The wrapped vector environment; ``None`` while it is closed.
@@ -418,7 +422,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (EnvBase is A
         return self.vector_env.render()
 
     def close(self, *, raise_if_closed: bool = True) -> None:
-        """Close the environments; the next reset or step reopens them.
+        """Close the environments; see the class for the next reset or step.
 
         Raises:
             RuntimeError: They are already closed, and ``raise_if_closed`` is set.
@@ -470,7 +474,7 @@ class _Rows:
         self._all_rows = np.arange(n)
         self._needs_hidden_resets = mode is AutoresetMode.DISABLED and not self._can_step_rows
         self._num_agents = agents_per_env(envs)
-        self._env_is_over = np.ones(n, np.bool_)  # False for agents of an environment that is still running
+        self._env_is_over = np.ones(n, np.bool_)  # for ended rows: False while other agents of the environment are running
         self._unsteppable = np.zeros(n, np.bool_)  # the engine refuses to step these rows, or returns undefined results
         # first observations and infos of episodes that began before TorchRL's reset, valid where `_has_start` is true
         self._starts: Tensors = None

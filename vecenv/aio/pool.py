@@ -55,8 +55,8 @@ class Pool:
             several environments, the limit includes the time that one environment waits for the others.
         cancel_timeout: Seconds that a cancelled call may still take before its worker is killed.
         on_failure: ``"raise"``: a worker that died is restarted by the next reset of one of its environments.
-            ``"restart"``, or a :class:`vecenv.Restart`: it is restarted immediately, within a budget. A worker that exceeds
-            the budget is abandoned together with its environments.
+            ``"restart"``, or a :class:`vecenv.Restart`: it is restarted immediately, within a budget. A worker that dies
+            when the budget is used up is abandoned together with its environments.
         context, daemon, generators, shared_memory, worker_options: See :class:`vecenv.AsyncVectorEnv`. An environment is
             built in this process only with ``WorkerOptions(dummy_env=True)``.
 
@@ -207,7 +207,7 @@ class Pool:
         Raises:
             TypeError: ``seed`` or ``options`` has the wrong type.
             EnvFailed, WorkerDied, StepTimeout: On entering: the reset failed.
-            RestartsExhausted: On entering: all workers were abandoned.
+            RestartsExhausted: On entering: all workers were abandoned, or the environment's worker during the reset.
             ClosedEnvironmentError, LoopError, ForkedError: The pool cannot be used here.
         """
         self._slots.require_usable("episode")
@@ -224,8 +224,8 @@ class Pool:
     ) -> EpisodeResults:
         """Run each episode of a list exactly once, as many at a time as there are slots.
 
-        If a worker with several environments dies or hangs, any of its episodes may be the cause. They are repeated one at a
-        time after all others, and can fail only then.
+        If workers have several environments and one dies or hangs, any of its episodes may be the cause. They are repeated
+        one at a time after all others, and a death or a hang counts as a failure of the episode only then.
 
         Args:
             policy: ``await policy(observation)`` returns an action.
@@ -235,8 +235,8 @@ class Pool:
             Results in the order of the list.
 
         Raises:
-            TypeError, ValueError: An argument is invalid, or an episode names an environment that is not offered; no
-                episode was run.
+            TypeError, ValueError: An argument is invalid, or an episode names an environment that is not offered, or none
+                although several are offered; no episode was run.
             TypeError: ``policy`` does not return an awaitable; the other episodes are cancelled.
             Exception: Raised by the policy or ``on_episode``; the other episodes are cancelled.
         """
@@ -268,7 +268,7 @@ class Pool:
         return EpisodeResults(todo.results[index] for index in range(len(listed_episodes)))
 
     async def _require_offered(self, todo: Episodes) -> None:
-        """Raise if an episode names an environment that is not offered. One slot is checked, since all share `make_env`."""
+        """Raise for episodes with :func:`require_offered`. One slot is checked, since all share ``make_env``."""
         slot = await self._slots.acquire(self)
 
         async def find_names() -> tuple[str, ...]:
@@ -312,7 +312,7 @@ class Pool:
                     attempt.length += count_steps(info)
                 return todo.record_end(attempt, env.terminated, env.truncated, env.info)
         except VecEnvError as error:
-            if env.failure is not error:  # the policy raised it
+            if env.failure is not error:  # the environment did not fail: for example, the policy raised it
                 raise
             if suspects is not None and isinstance(error, WorkerDied | StepTimeout):
                 suspects.add(index)
@@ -329,7 +329,7 @@ class EpisodeEnv:
     Attributes:
         env_id: The index of its environment; -1 before the episode is entered.
         observation: The latest observation, which later steps do not overwrite.
-        info: The latest info, as the environment returned it.
+        info: The latest info, as the environment returned it; empty after :meth:`load`.
         terminated, truncated: How the episode ended; both false until then.
         failure: The latest exception that ended the episode.
     """
@@ -394,6 +394,7 @@ class EpisodeEnv:
             gymnasium.error.ResetNeeded: The episode has ended.
             BusyError: Another task's call is pending.
             gymnasium.error.ClosedEnvironmentError: Called outside of the ``async with`` block, or the pool is closed.
+            LoopError, ForkedError: Called in another event loop, or in a forked child.
         """
         with self._calling("step") as slot:
             if self.over and not slot.lost_reason:
@@ -407,6 +408,7 @@ class EpisodeEnv:
         """Begin a new episode in the same slot, regardless of how the last one ended.
 
         Raises:
+            TypeError: ``seed`` or ``options`` has the wrong type.
             EnvFailed, WorkerDied, StepTimeout, BusyError, ClosedEnvironmentError: See :meth:`step`.
             RestartsExhausted: Its worker died too often, and was abandoned.
         """

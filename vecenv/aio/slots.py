@@ -38,7 +38,7 @@ class Slot:
     Attributes:
         group: The slots of its worker.
         row: The index of the environment.
-        owner: The episode that uses it.
+        owner: The episode that uses it, or the pool itself.
         request: Its pending request.
         reply: A future with the request's (result, error). A timeout, cancellation or close completes it before the reply.
         lost_reason: The reason why the environment cannot be used before a reset; empty if it can.
@@ -78,7 +78,7 @@ class WorkerSlots:
         slots: The slots in the order of rows.
         pending: Its pending requests, oldest first.
         death: How its process ended; ``None`` while it is alive.
-        unavailable: True while it is being killed, or while its new process is not ready.
+        unavailable: True while it is being killed or restarted, until the new process is ready.
         killed_by_cancel: True if it was killed because a task was cancelled, which the restart budget does not count.
         exhausted: The error that its slots raise, if it will not be restarted.
         start_timer: The timer that kills a new process if it is not ready in time.
@@ -184,7 +184,7 @@ class Slots:
         Raises:
             ForkedError: In a forked child.
             ClosedEnvironmentError: After :meth:`close`.
-            LoopError: In another event loop, or outside of ``async with``.
+            LoopError: In another event loop or, if it must be ``entered``, before :meth:`enter`.
         """
         if os.getpid() != self._pid:
             raise ForkedError(
@@ -202,7 +202,7 @@ class Slots:
     # -- episodes -----------------------------------------------------------------------------------------------------
 
     async def acquire(self, episode: object) -> Slot:
-        """Wait for a slot for an episode, first come, first served."""
+        """Wait for a slot for an episode, first come, first served. Raise ``RestartsExhausted`` if none will become free."""
         self.require_usable("episode")
         if self.free:
             slot = self.free.popleft()
@@ -459,7 +459,7 @@ class Slots:
             lower_priority(self._envs.processes[group.index].pid)
 
     def _make_available(self, group: WorkerSlots) -> None:
-        """Make the slots of a worker available to the episodes that wait."""
+        """Make the slots of a worker available to episodes."""
         group.unavailable = False
         for slot in group.slots:
             self._update(slot)

@@ -32,7 +32,8 @@ from vecenv.system import reporting
 # * :class:`RLlibGame`: RLlib's ``MultiAgentEnv``;
 # * :class:`OneAgent`: Gymnasium environments.
 #
-# The rest of the package uses only PettingZoo's convention and the attribute ``agents_to_act``, which some adapters have.
+# The rest of the package uses only PettingZoo's convention and, if an adapter has them, the attributes ``agents_to_act``
+# and ``num_step_values``.
 # This module does not import RLlib, and imports PettingZoo only to convert a parallelizable AEC game.
 
 ALL_AGENTS: Final = "__all__"

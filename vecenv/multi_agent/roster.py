@@ -61,7 +61,7 @@ class Roster:
         state_space: The space of ``env.state()`` if the state is requested, else ``None``.
         pad_value: The value in observations of missing agents.
         any_end: True if an episode ends as soon as one agent ends (``episode_end="any"``).
-        info_masks: True if action masks are moved out of the agents' infos.
+        info_masks: True if action masks in the agents' infos are converted to bool arrays.
     """
 
     agents: tuple[Any, ...]
@@ -149,7 +149,8 @@ def read_roster(
 
     Raises:
         TypeError: ``env`` is not a parallel environment, or a space has no fixed size.
-        ValueError: The layout does not fit the agents or their spaces, or another option has an invalid value.
+        ValueError: ``possible_agents`` is empty or names an agent twice, the layout does not fit the agents or their spaces,
+            or another option has an invalid value.
     """
     for name, value, accepted in (
         ("episode_end", episode_end, ("all", "any")),
@@ -307,7 +308,7 @@ class AgentActionConverter:
             acting: The agents that must act, bool, for all environments and agents of the vector environment.
 
         Raises:
-            ValueError, TypeError: An action is missing, or has the wrong shape or dtype.
+            ValueError, TypeError: An action is missing, a key is unknown, or a structure, shape or dtype is wrong.
         """
         count, keys = len(rows), [part.key for part, _ in self._parts]
         if self._roster.layout == "stack":

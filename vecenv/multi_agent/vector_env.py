@@ -109,14 +109,15 @@ class MultiAgentVecEnv:
         action_mask: ``"auto"``: return the action masks of observations or infos as ``infos["action_mask"]``, bool
             ``[n, A, k]`` (a dict of agents if k differs), all True for agents that do not act. ``None``: leave infos
             unchanged.
-        pad_value: The observation of missing agents.
+        pad_value: The value that fills the observations of missing agents.
         seed_stride: ``reset(seed=s)`` seeds environment i with ``s + i * seed_stride``.
         **engine: Other keyword arguments of :class:`~vecenv.AsyncVectorEnv`: ``num_workers``, ``batch_size``,
             ``on_failure``, ``step_timeout``, ``copy``, ``context`` and so on.
 
     Raises:
         TypeError: An environment has no ``possible_agents``, or a space has no fixed size.
-        ValueError: Agents or spaces differ between environments (the message lists all), or the layout does not fit.
+        ValueError: Agents or spaces differ between environments (the message lists all), or an option has an invalid value.
+        NotImplementedError: ``spare_workers`` is given.
         Exception: Raised by an ``env_fn``, or by :class:`~vecenv.AsyncVectorEnv`.
     """
 
@@ -171,8 +172,8 @@ class MultiAgentVecEnv:
         """Build environments of EnvPool with several players, such as ``"TicTacToe-v1"``; the players are the agents.
 
         The result always has ``layout="stack"`` and next-step autoreset; turn-based games have the masks of
-        :class:`~vecenv.multi_agent.TurnBased`. ``reset_mask``, ``call``, ``exec_func``, attributes and ``render`` raise
-        :class:`NotImplementedError`, and other reset options raise :class:`ValueError`.
+        :class:`~vecenv.multi_agent.TurnBased`. ``reset_mask``, a sequence of options, ``seed`` with ``env_id``, ``call``,
+        ``exec_func``, attributes and ``render`` raise :class:`NotImplementedError`, other reset options :class:`ValueError`.
 
         Args:
             task_id: EnvPool's name of the task.
@@ -319,7 +320,7 @@ class MultiAgentVecEnv:
         Args:
             actions: Actions in the layout of observations: ``[n, A, *a]`` (for ``Discrete`` also ``[n, A, 1]``), or a dict
                 with ``[n, *a]`` per agent or ``[n, k, *a]`` per group. Only the entries that ``agent_mask`` marks are used;
-                an agent that acts in no environment may be omitted from a dict.
+                an agent or a group that acts in no environment may be omitted from a dict.
 
         Raises:
             ResetNeeded: An environment has not been reset yet, or its episode has ended under ``AutoresetMode.DISABLED``.
@@ -341,9 +342,10 @@ class MultiAgentVecEnv:
         return self._unpack(batch, terminated, truncated, infos, self._all_rows)
 
     def send(self, actions: Any, env_id: Any = None) -> None:
-        """Step the environments ``env_id`` without waiting for results; by default those of the latest :meth:`recv`.
+        """Step the environments ``env_id`` without waiting for results.
 
-        ``actions`` are as in :meth:`step`, with one row per environment.
+        ``actions`` are as in :meth:`step`, with one row per environment. The default of ``env_id`` is that of
+        :meth:`vecenv.AsyncVectorEnv.send`.
         """
         rows = self._rows.last_received if env_id is None else parse_env_ids(env_id, self.num_envs)
         self._require_running(rows)
@@ -531,7 +533,7 @@ class MultiAgentVecEnv:
         return Snapshots(one.having(beside=self._agent_state(row)) for one, row in zip(snapshots, rows, strict=True))
 
     def _load_agent_states(self, rows: Sequence[int], snapshots: Any, load: Callable[[], Any]) -> Any:
-        """Call ``load``, which raises for invalid snapshots, restore the agents' states, and return the observations."""
+        """Call ``load``, restore the agents' states, and return the observations. Raise if snapshots have no such states."""
         saved_rows = [one.row for one in snapshots if isinstance(one, Snapshot)] if isinstance(snapshots, Sequence) else []
         for index, saved in enumerate(saved_rows):
             agent_state = saved.beside

@@ -1,10 +1,10 @@
 """Infos and action masks of agents, and two views of a ``MultiAgentVecEnv``.
 
-The views reshape the environments' results and forward everything else. :class:`FlattenAgents` makes every agent a row,
-``env * A + agent``, of an ordinary Gymnasium vector environment, without copying. A trainer that ignores masks gets the
-episodes of each agent unchanged, and rows of padding after its death. By default, padding ends with the environment's
-episode, so no value of the next episode is bootstrapped into it. :class:`OpenRLView` has the shapes of the ``agent_num``
-convention, for OpenRL and similar on-policy trainers.
+The views reshape the environments' results, and forward some other methods and attributes. :class:`FlattenAgents` makes
+every agent a row, ``env * A + agent``, of an ordinary Gymnasium vector environment, without copying. A trainer that ignores
+masks gets the episodes of each agent unchanged, and rows of padding after its death. By default, padding ends with the
+environment's episode, so no value of the next episode is bootstrapped into it. :class:`OpenRLView` has the shapes of the
+``agent_num`` convention, for OpenRL and similar on-policy trainers.
 """
 
 from __future__ import annotations
@@ -452,9 +452,9 @@ class OpenRLView:
 
     ``infos[i]`` has the infos of environment i (``infos[i]["key"]``), and also ``active_masks`` float32 ``[A, 1]`` (1 for
     agents that act next, and for all after the environment's episode ended), ``action_masks`` bool ``[A, k]`` if there are
-    masks, and after the end ``final_observation`` and ``final_info``. A dead agent stays done until its environment's
-    episode ends, and then all are done. Observations of a ``Discrete`` space are one-hot ``[n, A, k]``. Environment i is
-    seeded with ``seed + i * 10086``.
+    masks, and after the end, with same-step autoreset, ``final_observation`` and ``final_info``. A dead agent stays done
+    until its environment's episode ends, and then all are done. Observations of a ``Discrete`` space are one-hot
+    ``[n, A, k]``. Environment i is seeded with ``seed + i * 10086``.
 
     Args:
         envs: Environments with ``layout="stack"`` and same-step autoreset (or disabled autoreset, the convention's

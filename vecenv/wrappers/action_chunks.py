@@ -45,7 +45,7 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
         ValueError: An invalid ``horizon``, ``discount`` or ``observations``. In ``step``: a chunk of another length, or an
             invalid number of steps; nothing was executed.
         TypeError: The environment's action space is not a Gymnasium space; ``horizon`` is not an integer. In ``step``: a
-            chunk that has no length or, with ``variable``, an action that is not a dict with both keys.
+            chunk that has no length or, with ``variable``, an action that is not a dict with exactly these two keys.
     """
 
     def __init__(

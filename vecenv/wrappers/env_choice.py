@@ -24,7 +24,7 @@ class EnvChoice:
 
     ``reset(options={"env": name})`` builds the environment of that name, or reuses it, and resets it with the other options.
     Without the option ``"env"``, the current environment is reset; at the start, that is the first of ``factories``. All
-    environments must have the spaces of the first, which is built once to read them. Methods and attributes are those of the
+    environments must have the spaces of the first, which is built to read them. Methods and attributes are those of the
     current environment.
 
     Args:
@@ -51,7 +51,7 @@ class EnvChoice:
         if keep < 1:
             raise ValueError(f"EnvChoice: keep must be a positive integer, got {keep!r}")
         self.factories, self.keep = dict(factories), keep
-        self._shared: dict[str, dict[str, Any]] = {}  # arguments of a call -> attributes of all its environments
+        self._shared: dict[str, dict[str, Any]] = {}  # arguments of a call -> attributes of the environments built with them
 
     def __call__(self, **kwargs: Any) -> ChosenEnv:
         """Build an environment. The first call with given arguments builds the first of ``factories`` to read its spaces."""
@@ -171,7 +171,7 @@ class ChosenEnv(gymnasium.Env[Any, Any]):
         return self.env_name, describe_kind(env), capture_state(env)
 
     def check_snapshot(self, state: Any) -> None:
-        """Raise ``SnapshotMismatch`` if there is no such environment, or an open one of another kind."""
+        """Raise ``SnapshotMismatch`` if no environment has this name, or if it is open and the state does not fit."""
         name, _, _ = state
         if name not in self._factories:
             raise SnapshotMismatch(f"it was saved in {name!r}, which this EnvChoice does not offer")
@@ -182,7 +182,8 @@ class ChosenEnv(gymnasium.Env[Any, Any]):
         """Continue from a state that :meth:`take_snapshot` returned, after :meth:`check_snapshot`.
 
         Raises:
-            SnapshotMismatch: The environment is of another kind.
+            SnapshotMismatch: The state does not fit.
+            ValueError: The environment had to be built, and its spaces differ from those of the first one.
         """
         _prepare_restore(self._choose(state[0]), state)()
 

@@ -27,9 +27,9 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     Where an episode ended, ``infos["_episode"]`` is True, and ``infos["episode"]`` has its return ``"r"`` (float64), length
     ``"l"`` (int64) and time ``"t"`` (seconds, float64): arrays with one entry per row of the batch. Statistics cover
     ``step``, ``step_wait`` and ``recv``, every autoreset mode, and resets by a mask or of single environments. An episode
-    has none if one of its results was lost, because another environment raised or a reset by a mask dropped it. The
-    statistics of a running episode are saved and loaded, frozen and thawed with its environment. All other attributes are
-    the vector environment's own.
+    has none if one of its results was lost, for example because another environment raised or a reset by a mask dropped it.
+    The statistics of a running episode are saved and loaded, frozen and thawed with its environment. All other attributes
+    are the vector environment's own.
 
     Args:
         env: A vector environment of any engine that returns NumPy arrays.
@@ -69,7 +69,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
             if begins:
                 self._lose_results(in_flight)
                 self._begin_episodes(rows)
-                self._begin_episodes(np.flatnonzero(self._resetting))  # dropped results of resets that were executed
+                self._begin_episodes(np.flatnonzero(self._resetting))  # executed resets with dropped results
 
     def reset_async(self, seed: Any = None, options: ResetOptions = None, *, env_id: Any = None) -> None:
         """Begin a reset of the vector environment."""
@@ -78,7 +78,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
             in_flight = self._rows_in_flight()
             self.env.reset_async(seed=seed, options=options)  # type: ignore[attr-defined]
             self._lose_results(in_flight)
-            self._begin_episodes(np.flatnonzero(self._resetting))  # dropped results of resets that are executed
+            self._begin_episodes(np.flatnonzero(self._resetting))  # executed resets with dropped results
         else:
             self.env.reset_async(seed=seed, options=options, env_id=env_id)  # type: ignore[attr-defined]
         self._resetting[rows] = True
@@ -253,7 +253,10 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         return first
 
     def _lose_results(self, rows: npt.NDArray[np.intp]) -> None:
-        """Note that results of these rows, except for those still in flight, were dropped. Episodes may have ended."""
+        """Record the loss of a result of each row, except for rows still in flight.
+
+        An episode is incomplete unless the result was its first one.
+        """
         rows = np.setdiff1d(rows, self._rows_in_flight())
         first = self._begin_first(rows)
         self._incomplete[rows[~first]] = True

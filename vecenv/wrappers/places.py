@@ -30,7 +30,7 @@ class _PlaceNote(str):
 
 
 class PlaceNotes(Observer):
-    """An observer that adds a note about the row to each failure, and notices when states are loaded.
+    """An observer that adds a note about the row to each failure, and records that states are loaded.
 
     Args:
         envs: The ``EpisodePrefetcher``.
@@ -44,11 +44,11 @@ class PlaceNotes(Observer):
         self.load_began = False
 
     def on_call(self, rows: Any, name: str, arguments: tuple[Any, ...]) -> None:
-        """Notice a load."""
+        """Record a load in :attr:`load_began`."""
         self.load_began |= name == "load"
 
     def on_failure(self, rows: Sequence[int], error: Exception, *, worker_died: bool) -> str:
-        """Return the note, and name the rows in the error that ``envs.errors`` keeps."""
+        """Return the note. If a worker died, also name the rows in the error, which ``envs.errors`` keeps."""
         if worker_died:
             name_rows(error, self._envs.places)
         note = _PlaceNote("; ".join(map(self._note, rows)))
@@ -62,7 +62,7 @@ class PlaceNotes(Observer):
 
 
 def name_rows(error: BaseException, places: Sequence[int]) -> None:
-    """Replace the places in ``envs`` and ``where`` of an error by rows, or add a note to one without ``envs``.
+    """Replace the places in ``envs`` and ``where`` of an error by rows. An ``EnvFailed`` has neither and gets a note.
 
     ``places`` has the place of each row. Places without a row are left out.
     """

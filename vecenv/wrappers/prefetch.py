@@ -90,7 +90,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         spares: The number of spare environments.
         places: For each row, the index of its environment in ``envs``.
         counts: The number of episodes that were ``ready`` when a row needed them, ``late`` (a spare was still resetting) or
-            ``missed`` (no spare had begun them); and ``seconds``, the time during which calls waited only for resets.
+            ``missed`` (no spare had begun them, or its reset failed); and ``seconds``, the time during which calls waited
+            only for resets.
 
     Raises:
         ValueError: ``envs``, ``spares`` and ``autoreset_mode`` do not fit together; the message names the reason.
@@ -147,7 +148,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         Args:
             env_fns: Functions that all build the same environment, one per row.
             spares, autoreset_mode: See :class:`EpisodePrefetcher`.
-            batch_size: The number of environments that ``recv`` returns at a time.
+            batch_size: The number of rows that ``recv`` returns by default; ``None``: all.
             **options: Other options of ``AsyncVectorEnv``.
 
         Raises:
@@ -336,7 +337,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 self._waiting.update(zip(places, stepped, strict=True))
             self._call, self._interrupted = call, False
             if call:
-                self._failure = None  # of a row that was reset since
+                self._failure = None  # the failed row has been reset since
             for row in ended:
                 self._begin_next(row)
             self._prefetch()
@@ -650,13 +651,13 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         return tuple(results[self.places[row]] if row in rows else None for row in range(self.num_envs))
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Call a method of each environment, or return an attribute."""
+        """Call a method of the environment of each row, or return an attribute."""
         if name in ("reset", "step", "close"):
             raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
         return self.exec_func(call_env, None, name, args, kwargs)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """Return an attribute of each environment."""
+        """Return an attribute of the environment of each row."""
         return self.call(name)
 
     def render(self) -> tuple[Any, ...]:
@@ -691,7 +692,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def freeze(self, *_: Any, **__: Any) -> NoReturn:
         """Raise ``NotImplementedError``: a frozen copy would replace the environment at one place, but rows move."""
-        raise_unsupported(self, "`freeze`", "rows move between processes: use save() and load()")
+        raise_unsupported(self, "`freeze` or `thaw`", "rows move between processes: use save() and load()")
 
     thaw = freeze
 

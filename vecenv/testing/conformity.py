@@ -1,7 +1,7 @@
 """Checks whether an engine keeps the promises in Gymnasium's documentation of vector environments.
 
 Each check is a function of one or two open vector environments; :func:`make_program` turns its body into a program that
-shows the defect. ``vecenv conform`` runs the checks (:mod:`vecenv.tools.conform`). Checks whose parameter is ``envs`` rely on
+shows the defect. ``vecenv conform`` runs the checks (:mod:`vecenv.tools.conform`). Checks with a parameter ``envs`` rely on
 :class:`InputReportingEnv`; the others also fit engines that build their own environments. :attr:`Check.known` lists issues
 about engines with the defect.
 """

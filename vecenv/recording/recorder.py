@@ -552,7 +552,7 @@ class Recorder:
         """
         failure_name, written, problems = new_failure_name(), [], []
         if rows[0] in earlier and (running := running_env(failed.text, rows[0])) and running[0] == rows[0]:
-            failure_name, path = earlier[rows[0]]  # its exception is why its worker was killed
+            failure_name, path = earlier[rows[0]]  # its exception, such as MemoryError, is why its worker was killed
             written.append(path)
         copied = self._copy_rows(rows)
         for row in rows:

@@ -329,7 +329,7 @@ class Recorder:
             self._open_is_submitted = True
 
     def on_reset(self, rows: Any, seeds: list[Any], options: Any) -> None:
-        """Record a reset. Add to ``seeds`` one for each row whose history has none, so that its episodes can be repeated."""
+        """Record a reset. Add to ``seeds`` one for each row without one in its history, so that episodes can be repeated."""
         self._move_log()
         self._mark_submitted()
         rows, restarts = list(rows), []

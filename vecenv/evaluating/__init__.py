@@ -52,9 +52,9 @@ def evaluate(
 ) -> EpisodeResults:  # fmt: skip
     """Run each episode of a list exactly once, and return the results in the order of the list.
 
-    Results do not depend on the number of environments or workers, unless environments share random generators, which causes
-    a warning (``generators="own"`` separates them), a network rounds a row differently in another batch size
-    (``batch="single"`` prevents it), or episodes depend on earlier ones. See ``docs/evaluation.md`` for each engine.
+    Results do not depend on the number of environments or workers, unless environments draw from shared random generators
+    (``generators="own"`` separates them), a network rounds a row differently in another batch size (``batch="single"``
+    prevents it), or episodes depend on earlier ones. See ``docs/evaluation.md`` for each engine.
 
     Args:
         envs: A vector environment of single-agent environments, in any autoreset mode, with no request in flight. Reset it
@@ -81,8 +81,8 @@ def evaluate(
             of the first one, marked by ``num_envs`` in ``rows``; ``"single"``: one row at a time, so that no result depends
             on other rows.
         folder: Store results in ``episodes.jsonl`` in this folder, and run only episodes that have no result there, or that
-            failed. Infos made of numbers, strings, arrays, lists, tuples and dicts are read back unchanged; other objects
-            are read back as their ``repr``. Without ``seed``, the folder's seed is used again.
+            failed. Infos made of ``None``, bools, ints, floats, strings, arrays of numbers or strings, lists, tuples and
+            dicts are read back unchanged; other objects as their ``repr``. Without ``seed``, the folder's is used again.
         name: The name of the policy; a folder holds the results of one policy.
 
     Returns:
@@ -95,8 +95,8 @@ def evaluate(
         SnapshotMismatch: A snapshot does not fit the environments.
         AlreadyPendingCallError: A request is in flight.
         ImportError: ``progress`` needs rich, which is not installed.
-        Exception: Raised by the policy, ``on_episode`` or a signal handler. The next ``reset()`` waits for the requests
-            in flight.
+        Exception: Raised by the policy, ``on_episode``, a signal handler, or environments that step together. The next
+            ``reset()`` waits for the requests in flight.
     """
     _require_vector_env(envs, policy)
     if seed is None and folder is not None:
@@ -241,7 +241,7 @@ def _require_loadable(envs: Any, snapshots: dict[int, Snapshot]) -> None:
 def _needs_waves(envs: Any, capabilities: Capabilities | None, todo: Episodes) -> bool:
     """True if rows can only be seeded together.
 
-    Raise ``NotImplementedError`` if seeds per row, or options per episode, are not supported.
+    Raise ``NotImplementedError`` if the engine cannot run episodes with these seeds and options.
     """
     if capabilities is None:
         if not isinstance(envs.metadata.get("autoreset_mode"), AutoresetMode):
@@ -376,7 +376,7 @@ class FirstReadyRunner(EpisodeRunner):
         self._broken: set[int] = set()  # rows that failed and have not been reset since
         self._has_snapshots = any(episode.snapshot is not None for episode in episodes.episodes)
         self._free: list[int] = []  # rows for the next episodes
-        self._idle: list[int] = []  # rows without an episode, in a worker that steps others
+        self._idle: list[int] = []  # rows that got no episode: none was left, or those left suit other rows better
         self._queued_steps: list[tuple[list[int], Any, list[Any]]] = []  # arguments for pending calls of `_step`
         self._restarts = envs.capabilities.restarts
 
@@ -569,7 +569,10 @@ class FirstReadyRunner(EpisodeRunner):
         self._in_flight.update({row: (now, now + self._request_limit(row)) for row in rows})
 
     def _request_limit(self, row: int) -> float:
-        """Return the time limit of a row's request: a timeout for it and for each running row that may come before it."""
+        """Return the time limit of a row's request: a timeout for it and for each running row that may come before it.
+
+        A worker that is starting gets ``start_timeout`` in addition.
+        """
         if self._timeout is None:
             return math.inf
         before = self._running if self._envs.max_concurrency else self._group_by_row[row]

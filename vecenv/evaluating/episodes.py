@@ -1,7 +1,7 @@
 """The episodes of an evaluation: their seeds and generators, the attempts to run them, and the results.
 
-An episode depends only on its index in the list and the seed of the evaluation, never on the environment that runs it, so
-results do not depend on the number of environments.
+An episode depends only on its entry and its index in the list and on the seed of the evaluation, not on the environment that
+runs it, so results do not depend on the number of environments.
 """
 
 from __future__ import annotations
@@ -235,8 +235,9 @@ def parse_episodes(episodes: Any, seed: Any) -> tuple[list[Episode], int]:
     """Parse a list of episodes; return the episodes, each with a seed, and the seed of the evaluation.
 
     Raises:
-        TypeError: ``episodes`` is neither a number nor a list of episodes, or a field of an episode has a wrong type.
-        ValueError: There are no episodes, a seed is negative, options have a reset mask, or a snapshot is unsuitable.
+        TypeError: ``episodes`` is neither a number nor a list of episodes, ``seed`` or a field of an episode has a wrong
+            type, or an episode names its environment twice.
+        ValueError: There are no episodes, a number is negative, options have a reset mask, or a snapshot is unsuitable.
         SnapshotMismatch: The bytes of a snapshot are damaged.
     """
     base = secrets.randbelow(_RANDOM_SEED_LIMIT) if seed is None else _parse_non_negative(seed, "seed")

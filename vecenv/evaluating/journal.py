@@ -3,8 +3,8 @@
 The first line identifies the evaluation. An incomplete last line comes from a killed program, and is removed. A failed
 episode is recorded, and the next evaluation runs it again, so only the last line of an episode counts.
 
-Values of infos without a JSON type are stored as objects with one key: ``!array``, ``!scalar``, ``!tuple``, ``!dict``,
-``!float`` for nan and infinities; ``!repr`` for any other object, which is read back as its repr.
+Returns and values of infos without a JSON type are stored as objects with one key: ``!array``, ``!scalar``, ``!tuple``,
+``!dict``, ``!float`` for nan and infinities; ``!repr`` for any other object, which is read back as its repr.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads and writes flight records, which are files that describe failed environments.
 
-A file consists of a header that can be read safely, and a pickle. The header is a line of JSON: the environment, the
-failure, the versions of packages, and the length and checksum of the rest. Nothing is unpickled before its checksum is
-verified, because a pickle can run code.
+A file consists of a header and a pickle. A pickle can run code; the header can be read safely. It is a line of JSON: the
+environment, the failure, the versions of packages, and the length and checksum of the pickle, which are verified before
+anything is unpickled.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SUFFIX: Final = ".vecenv"
 LASTING: Final = frozenset({"set_attr", "call", "exec_func", "load"})
 """Calls with an effect that may outlast an episode."""
 KILLED: Final = -9
-"""The exit code of a process that SIGKILL has ended. On Windows, the module ``signal`` has no such constant."""
+"""The exit code of a process that SIGKILL has ended. On Windows, the module ``signal`` has no ``SIGKILL``."""
 _MAGIC: Final = b"vecenv flight record\n"
 _FORMAT: Final = 6
 _MAX_HEADER_BYTES: Final = 2**20
@@ -73,8 +73,8 @@ class Failed:
 
     Attributes:
         how: ``"raised"``, ``"died"`` or ``"hung"``.
-        text: The exception, or how the process ended, in one line.
-        exitcode: Exit code of the process, if it died; the negative signal number if a signal killed it.
+        text: The class and text of the exception, or how the process ended.
+        exitcode: Exit code of the process, if it has ended; the negative signal number if a signal killed it.
         seconds: The time limit, if it hung.
     """
 
@@ -99,9 +99,10 @@ class Record:
         failed: The failure; ``None`` if the file was written on request.
         steps_before: The number of a step in the latest episode minus its number in this record (counted from 1).
         snapshot: (index of the next step, index of the next message, state); ``None`` if there is none.
-        why_no_snapshot: The reason why environments cannot be saved; empty if they can.
+        why_no_snapshot: The reason why no snapshots are taken; empty if they are taken when a replay would take long.
         lacks_calls: True if some calls with a lasting effect are no longer recorded.
-        restarted: True if the environment replaced a failed one within a step, so that its first step begins with a reset.
+        restarted: True if, in next-step mode, the environment replaced a failed one within a step: its first step is then an
+            automatic reset.
         spec: The registration of the environment, if it has one.
     """
 
@@ -129,8 +130,8 @@ class Header:
     """The header of a file, which is read without unpickling.
 
     Attributes:
-        env_id, env, episode, step: The environment, and the episode and step of its failure.
-        failed: The failure in one line.
+        env_id, env, episode, step: The environment, and the episode and step of its failure, or the latest if none.
+        failed: The text of the failure, at most 10,000 characters.
         failure: The name of the failure, common to all files about it; empty if the file was written on request.
         written: The time of writing, in the time zone of the machine that wrote it.
         versions: Package -> version.
@@ -309,10 +310,10 @@ def _parse_header(file: BinaryIO, path: str | Path) -> Header:
 
 
 def read(header: Header, body: bytes) -> Record:
-    """Unpickle the content of a file, which can run code.
+    """Unpickle the content of a file, which can run code. Add the recorded ``sys.path`` and registration to this process.
 
     Raises:
-        UnreadableRecord: It needs a module or an object that cannot be imported here.
+        UnreadableRecord: Unpickling fails, because a module is missing for example.
     """
     sys.path += [entry for entry in header.path if entry not in sys.path and os.path.exists(entry)]
     try:

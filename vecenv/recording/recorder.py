@@ -10,7 +10,8 @@ handler may raise before it is submitted; the next announcement then replaces it
 to have been submitted: a failure in it is recorded, it is pending when a reset is announced, or :meth:`Recorder.on_dropped`
 lists it as submitted. Steps of rows in flight that were not submitted are withdrawn in the same way.
 
-The *history* of a row begins after the tick in which its previous environment failed. Calls do not reach a failed row.
+The *history* of a row begins after the tick in which its previous environment failed, or at a thaw. Calls do not reach a
+failed row.
 
 The *log* is the fast path: a list of bytes objects that stores steps of all environments, with actions of the space's own
 dtype, in very few instructions. Any other event first moves the log into the ring.
@@ -73,7 +74,7 @@ _SNAPSHOT_TIME_SHARE: Final = 0.002
 _LONG_REPLAY_SECONDS: Final = 5.0
 """Unless steps will soon be dropped, snapshots are taken only if the replay of one environment would take longer. The first
 snapshot has a lasting cost: up to Python 3.12, attribute lookups on an object are slower once its ``__dict__`` has been read
-(64 CartPoles step 5 % slower)."""
+(64 CartPoles step 5% slower)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,8 @@ class FlightRecorder:
     Args:
         folder: Folder of the files, created if it does not exist.
         snapshot_every: Minimum number of steps between two snapshots, for environments that can be saved. They are taken
-            only if a replay would otherwise take more than five seconds or its steps would soon be dropped, and they take
-            at most 0.2 % of the time. ``None``: never.
+            only if a replay would otherwise take more than five seconds, or its steps or calls would soon be dropped, and
+            never with ``send`` and ``recv``. They take at most 0.2% of the time. ``None``: never.
         keep: Maximum number of files in the folder, where those of the latest failure count as one. Files about environments
             that only shared a worker with the failed one are removed first, then the oldest, those of earlier runs too.
 
@@ -328,7 +329,7 @@ class Recorder:
             self._open_is_submitted = True
 
     def on_reset(self, rows: Any, seeds: list[Any], options: Any) -> None:
-        """Record a reset. Add to ``seeds`` one for each row that never had a seed, so that its episodes can be repeated."""
+        """Record a reset. Add to ``seeds`` one for each row without one in its history, so that episodes can be repeated."""
         self._move_log()
         self._mark_submitted()
         rows, restarts = list(rows), []
@@ -420,7 +421,7 @@ class Recorder:
             self._in_flight[rows] = -1
 
     def on_failure(self, rows: Sequence[int], error: Exception, *, worker_died: bool) -> str:
-        """Write a file about each row, and return a note that names them. Without rows, only mark the step as submitted."""
+        """Write a file about each row, and return a note about them. Without rows, only mark the step as submitted."""
         self._move_log()
         self._mark_submitted()
         if not rows:
@@ -460,7 +461,7 @@ class Recorder:
     # -- snapshots ------------------------------------------------------------------------------------------------------
 
     def _take_snapshot(self) -> None:
-        """Save all environments if a replay would take long, or if some of its steps will soon be dropped."""
+        """Save all environments if a replay would take long, or if some of its steps or messages will soon be dropped."""
         began, every = time.monotonic(), self._options.snapshot_every
         assert every is not None
         self._save_at = self._next + every
@@ -533,7 +534,7 @@ class Recorder:
     # -- files ----------------------------------------------------------------------------------------------------------
 
     def record(self, row: int, path: str | os.PathLike[str] | None) -> Path:
-        """Write a file about a row that did not fail, and return its path.
+        """Write a file about a row on request, and return its path.
 
         Args:
             row: Index of the environment.
@@ -545,13 +546,13 @@ class Recorder:
     def _write_files(
         self, rows: Sequence[int], failed: Failed, timeout: StepTimeout | None, earlier: dict[int, tuple[str, Path]]
     ) -> str:
-        """Write the files about rows that failed together, and return a note that names them.
+        """Write the files about rows that failed together, and return a note about them.
 
         ``timeout`` is the error if they hang and may still reply. ``earlier`` has the files that already describe some rows.
         """
         failure_name, written, problems = new_failure_name(), [], []
         if rows[0] in earlier and (running := running_env(failed.text, rows[0])) and running[0] == rows[0]:
-            failure_name, path = earlier[rows[0]]  # its exception is why its worker was killed
+            failure_name, path = earlier[rows[0]]  # its exception, such as MemoryError, is why its worker was killed
             written.append(path)
         copied = self._copy_rows(rows)
         for row in rows:
@@ -578,7 +579,7 @@ class Recorder:
         return "\n".join(filter(None, [self._make_note(written), *problems[:1]]))
 
     def _make_note(self, written: Sequence[Path]) -> str:
-        """Return a note that names the files about a failure; empty if there are none."""
+        """Return a note with the first file about a failure and the number of others; empty if there are none."""
         others = f"\nand {len(written) - 1} more in {self._folder}" if len(written) > 1 else ""
         return f"recorded: {written[0]}{others}" if written else ""
 

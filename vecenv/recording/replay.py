@@ -38,7 +38,7 @@ class ReplayResult(NamedTuple):
     Attributes:
         status: ``AGAIN``, ``STOPPED``, ``DIFFERENT`` or ``CANNOT``.
         text: A sentence that explains it.
-        step: Number of the step that failed; 0: the reset before step 1; ``None``: neither failed.
+        step: Number of the step that failed, in the latest episode; 0: the reset before step 1; ``None``: neither of these.
         location: ``file:line in function`` of the failure; empty if it is unknown or in this package.
         stack: The traceback of the exception, or the last Python stack of the process; empty if there is none.
     """

@@ -1,9 +1,9 @@
 """Checks whether an engine keeps the promises in Gymnasium's documentation of vector environments.
 
 Each check is a function of one or two open vector environments; :func:`make_program` turns its body into a program that
-shows the defect. ``vecenv conform`` runs the checks (:mod:`vecenv.tools.conform`). Checks with an :class:`InputReportingEnv`
-compare exact results; the others also fit engines that build their own environments. :attr:`Check.known` lists issues about
-engines with the defect.
+shows the defect. ``vecenv conform`` runs the checks (:mod:`vecenv.tools.conform`). Checks with a parameter ``envs`` rely on
+:class:`InputReportingEnv`; the others also fit engines that build their own environments. :attr:`Check.known` lists issues
+about engines with the defect.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ NEXT, SAME, DISABLED = (AutoresetMode.NEXT_STEP,), (AutoresetMode.SAME_STEP,), (
 
 
 class InputReportingEnv(gymnasium.Env[Any, Any]):
-    """An environment that reports its inputs: its observation is (seed of the latest reset or -1, episode, step, action).
+    """An environment that reports its inputs: its observation is (seed of the latest reset, episode, step, action).
 
-    The reward is 100 times the episode plus the step. Episodes end by termination, truncation, or both, in turn. Until the
-    last step of an episode, it returns the same array and the same dict every time, as many environments do. After a reset
-    with the options ``{"given": -1}``, steps raise.
+    A missing seed or action is -1. The reward is 100 times the episode plus the step. Episodes end by termination,
+    truncation, or both, in turn. Until the last step of an episode, it returns the same array and the same dict every time,
+    as many environments do. After a reset with the options ``{"given": -1}``, steps raise.
 
     Args:
         length: The number of steps in an episode.
@@ -118,7 +118,7 @@ class Check:
 
     @property
     def needs_reporting_envs(self) -> bool:
-        """True if the check needs :class:`InputReportingEnv` environments, because it compares exact results."""
+        """True if the check needs :class:`InputReportingEnv` environments: such a check names its parameter ``envs``."""
         return next(iter(inspect.signature(self.run).parameters)) == "envs"
 
     @property
@@ -148,8 +148,7 @@ def make_program(check: Check, engine: str, expression: str) -> str:
     lines = inspect.getsource(check.run).splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("def ")) + 1
     body = textwrap.dedent("\n".join(lines[first:]))
-    first_name, *others = inspect.signature(check.run).parameters
-    opened = "\n".join(f"{variable} = {expression}" for variable in (first_name, *others))
+    opened = "\n".join(f"{variable} = {expression}" for variable in inspect.signature(check.run).parameters)
     return (
         "import copy\nimport gymnasium\nimport numpy as np\nfrom gymnasium.vector import AutoresetMode\n"
         f"from gymnasium.vector.utils import batch_space, iterate\nfrom {module} import {name}\n"
@@ -349,7 +348,7 @@ def no_final_keys(envs: Any) -> None:
 
 
 def step_until_done(any_envs: Any) -> tuple[Any, Any]:
-    """Take random steps until an episode ends; return the mask of ended episodes, and the infos of that step."""
+    """Reset, and take random steps until an episode ends; return the mask of ended episodes, and the infos of that step."""
     any_envs.reset(seed=1)
     for _ in range(_MAX_STEPS):
         *_, terminations, truncations, infos = any_envs.step(any_envs.action_space.sample())
@@ -566,7 +565,7 @@ class _TianshouEnvs(_OtherLibraryEnvs):
 class _TorchRLEnvs(_OtherLibraryEnvs):
     """An adapter for TorchRL: no autoreset, tensors everywhere, and no infos. The key ``"_reset"`` marks rows to reset.
 
-    Observations must be a single array, and actions categorical.
+    Observations must be a single array, ``"observation"``, and actions categorical.
     """
 
     def __init__(self, envs: Any) -> None:

@@ -497,7 +497,7 @@ class VectorEnvContract(Subject):
 
 
 def _leaves(tree: Any) -> Iterator[Any]:
-    """Yield the leaves of nested dicts and tuples, depth first."""
+    """Yield the leaves of nested dicts, tuples and lists, depth first; a ``GraphInstance`` is a leaf."""
     if isinstance(tree, Mapping):
         for value in tree.values():
             yield from _leaves(value)

@@ -1,8 +1,9 @@
 """Environments that fail on purpose, to test an engine, or your own training loop, against real failures.
 
 A fault is a function. It receives the result of a call (``(observation, info)`` or the five values of a step) and kills the
-process, raises, hangs, or returns something else. :data:`FAULTS` lists the faults by name, and :class:`FaultyEnv` triggers
-one inside any environment at a chosen step, reset, seed or action: ``FaultyEnv(env, "segfault", step=1000)``.
+process, damages it, raises, hangs, or returns another result. :data:`FAULTS` lists the faults by name, and
+:class:`FaultyEnv` triggers one inside any environment at a chosen step, reset, seed or action, or when it is closed:
+``FaultyEnv(env, "segfault", step=1000)``.
 
 Faults are real, because a simulated crash is reported by code that a real crash never reaches: ``segfault`` reads address
 zero, ``hold_gil`` deadlocks in C, ``kill`` sends SIGKILL. Do not call them in a process that you need. The observations of
@@ -38,7 +39,7 @@ __all__ = [
 ]  # fmt: skip
 
 Fault = Callable[[Any], Any]
-"""A fault: a function of the result of a call, which returns something else, raises, or never returns."""
+"""A fault: a function of the result of a call, which returns it or another one, raises, or never returns."""
 
 FAULTS: Final[dict[str, Fault]] = {}
 """Every fault by name."""
@@ -64,7 +65,7 @@ def find_fault(name: str | Fault) -> Fault:
 
 # -- faults that end the process, or hang -----------------------------------------------------------------------------
 
-FOREVER: Final = 3600.0  # seconds that a hang lasts; finite, so that a process left behind ends
+FOREVER: Final = 3600.0  # seconds that a sleep lasts; finite, so that a process left behind ends
 
 
 def _disable_core_dump() -> None:
@@ -174,13 +175,13 @@ def hold_gil(result: Any) -> Any:
 
 @fault
 def ignore_sigterm(result: Any) -> Any:
-    """Ignore SIGTERM, then hang: only SIGKILL ends the process."""
+    """Ignore SIGTERM, then hang: ``Process.terminate()`` has no effect."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(FOREVER)
     return result
 
 
-# -- exceptions that cannot be unpickled or printed, or end the process that unpickles them ----------------------------
+# -- exceptions that cannot be pickled, unpickled or printed, or end the process that unpickles them ------------------
 
 
 class TwoArgumentsError(Exception):
@@ -382,7 +383,7 @@ def stdio(result: Any) -> Any:
 
 @fault
 def start_thread(result: Any) -> Any:
-    """Start a thread that never ends."""
+    """Start a daemon thread that sleeps."""
     threading.Thread(target=time.sleep, args=(FOREVER,), daemon=True).start()
     return result
 
@@ -397,7 +398,7 @@ def start_subprocess(result: Any) -> Any:
 
 @fault
 def close_descriptors(result: Any) -> Any:
-    """Close every descriptor beyond the first three, including the worker's own, as some daemons do when they start."""
+    """Close the descriptors 3 to 4095, including the worker's own, as some daemons do when they start."""
     os.closerange(3, 4096)
     return result
 
@@ -432,7 +433,7 @@ def fork_and_return(result: Any) -> Any:
 class FaultyEnv(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
     """A wrapper that triggers a fault inside an environment at a moment of your choice.
 
-    The inner environment is called first; the fault then receives its result. A step or reset must meet all conditions
+    A step or reset calls the inner environment first; the fault then receives its result. It must meet all conditions
     that apply to it. For several faults, wrap several times.
 
     Args:
@@ -445,7 +446,7 @@ class FaultyEnv(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
             fault occurs in the reset itself.
         action: Limits the fault to steps with this action (compared with ``numpy.array_equal``, dicts and tuples by their
             entries). Without ``step``, it occurs in every such step.
-        close: Trigger the fault in ``close()``, with ``None`` as its argument.
+        close: Trigger the fault in the first ``close()``, before the inner one, with ``None`` as its argument.
         once: Path of a file that does not exist yet. All processes and restarts together trigger the fault only once: in the
             process that creates the file.
 
@@ -501,7 +502,7 @@ class FaultyEnv(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
     def close(self) -> None:
         """Trigger the fault if ``close=True`` was passed, then close the inner environment."""
         if self._at_close:
-            self._at_close = False  # a second close, by a finalizer for example, closes the inner environment
+            self._at_close = False  # a second close, by a finalizer for example, only closes the inner environment
             self._trigger(None)
         self.env.close()
 

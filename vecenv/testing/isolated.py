@@ -1,8 +1,8 @@
 """``assert_isolated``, which checks that nothing outside an environment affects its results.
 
 Two environments, one after the other, do the same run alone. A third one repeats it while others are stepped between its
-steps and the shared random generators are disturbed. If the results differ, the run is repeated with one disturbance at a
-time to find the cause. The error names the generator, or the changed attributes of classes and modules.
+steps and the shared random generators are reseeded. If only its results differ, the run is repeated with one disturbance at
+a time to find the cause. The error names the generators, or the changed attributes of classes and modules, if it finds any.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def assert_isolated(env_fn: Callable[[], Any], *, steps: int = 64, seed: int = 0
     check misses draws that do not occur within ``steps`` steps with random actions. The shared generators are restored.
 
     Args:
-        env_fn: Builds the environment; called several times.
+        env_fn: A function that builds the environment; called several times.
         steps: The number of steps; ended episodes are followed by resets.
         seed: The seed of the first reset, and of the actions.
 

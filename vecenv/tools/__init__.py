@@ -42,7 +42,7 @@ class CliError(Exception):
 
 
 def one_line(error: BaseException) -> str:
-    """Format the class of an error and the first line of its text."""
+    """Return the class of an error and the first line of its text."""
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}"
 

@@ -9,7 +9,7 @@ binds itself to a core spoils only its own row.
 One unit of work is one ``env.step`` or ``env.reset``. The *bare loop* is the upper bound: the same environments and
 actions, in independent processes.
 
-Before anything is timed, the trajectories of vecenv's candidates are compared, bit for bit, with those of
+Unless ``check=False``, the trajectories of vecenv's candidates are compared first, bit for bit, with those of
 ``gymnasium.vector.SyncVectorEnv`` for the same seeds and actions.
 """
 
@@ -133,7 +133,10 @@ class CandidateProcess:
         self.description = self._wait_for_reply(START_TIMEOUT_SECONDS) or ""
 
     def call(self, method: str, *arguments: Any, timeout: float = 60.0) -> Any:
-        """Call a method of the runner, which is rebuilt first if its process was ended. Return ``None`` after a failure."""
+        """Call a method of the runner, and return its result. If the process was ended, start it again first.
+
+        Return ``None`` if the candidate fails, has failed or cannot run here.
+        """
         if self.usable and not self.running:
             self.start()
             self.wait_until_ready()
@@ -171,13 +174,13 @@ class CandidateProcess:
         self.failed = None
 
     def trajectory(self, steps: int, seconds: float = math.inf) -> list[Step]:
-        """Return the trajectory for the fixed seeds and actions; empty if the candidate failed."""
+        """Return the trajectory for the fixed seeds and actions; empty if the candidate failed or cannot run here."""
         trajectory = self.call("trajectory", steps, seconds, timeout=START_TIMEOUT_SECONDS)
         self.suspend()
         return trajectory or []
 
     def rate(self, seconds: float) -> float:
-        """Measure one sample, in units per second; NaN if the candidate failed."""
+        """Measure one sample, in units per second; NaN if the candidate failed or cannot run here."""
         if not self.running:
             self.call("run", min(seconds, WARM_UP_SECONDS))
         rate = self.call("run", seconds, timeout=60 + 10 * seconds)
@@ -286,7 +289,7 @@ class Summary:
 
 @dataclass
 class ResultRow:
-    """One candidate's samples, one per round (NaN after a failure), and the reason why some are missing."""
+    """One candidate's samples, one per round (NaN where there is none), and the reason why some are missing."""
 
     name: str
     label: str
@@ -388,12 +391,12 @@ def compare(
         env_fn: Function that builds an environment.
         num_envs: Number of environments.
         candidates: Engines and bounds to measure.
-        seconds: Length of one sample.
+        seconds: Length of one sample, in seconds.
         repeats: Rounds; a round has one sample of every candidate.
         check: True to compare the trajectories of ``checked`` candidates with ``SyncVectorEnv`` first.
         unit: Unit of the rates, for tables and plots.
         progress: Called with the current stage, the number of samples done, and their total (both 0 before the rounds).
-        inspect: Called after the last round, while all candidates are alive (to measure memory).
+        inspect: Called after the last round, while all candidates that can run are alive (to measure memory).
 
     Raises:
         CliError: An engine returns wrong results, or the environment fails in ``SyncVectorEnv``; nothing was timed.
@@ -541,7 +544,7 @@ def save(figure: Any, path: Path) -> None:
 
 
 def draw_bars(report: Report, path: Path) -> None:
-    """Draw one bar per candidate: the median, a whisker from minimum to maximum, samples as dots, and failures."""
+    """Draw a bar per candidate that ran: the median, a whisker from minimum to maximum, samples as dots; and failures."""
     rows = [row for row in report.rows if row.summary or row.failed][::-1]
     figure = new_figure(8.0, 1.4 + 0.42 * len(rows))
     axes = figure.subplots()

@@ -1,10 +1,10 @@
 """The command line: ``vecenv run | bench | plan | conform | replay | top``, and ``python -m vecenv``.
 
 A command is a function of the parsed arguments. Its docstring is its help: a line for the list of commands, a description,
-and an epilog. Errors print one line instead of a traceback, and every command except ``run`` takes ``--json``. Exit codes:
-0 success; 1 a negative result, such as wrong results of an engine, a failure that did not happen again, or no program for
-``top``; 2 the command could not run: wrong usage, a missing library, or an environment or file that cannot be used; 3 an
-engine failed while it was measured; 130 interrupted.
+and an epilog. Errors print a short message instead of a traceback, and every command except ``run`` takes ``--json``. Exit
+codes, except those of a program under ``run``: 0 success; 1 a negative result, such as wrong results of an engine, a failure
+that did not happen again, or no program for ``top``; 2 the command could not run: wrong usage, a missing library, or an
+environment or file that cannot be used; 3 an engine failed while it was measured; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def _build_parser() -> _Parser:
 def _plan(arguments: argparse.Namespace) -> int:
     """recommend a number of workers, based on a few steps of an environment
 
-    Times a few steps in temporary processes. Prints the expected steps per second of each way to run such environments, and
-    the way that num_workers="auto" chooses.
+    Times a few steps in temporary processes. Prints the expected steps per second of several ways to run such environments,
+    and the way that num_workers="auto" chooses.
 
     Exit codes: 0 success; 2 the environment cannot be measured, or wrong usage. Try: vecenv plan CartPole-v1 --num-envs 8
     """
@@ -181,7 +181,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
     First checks that vecenv's trajectories equal SyncVectorEnv's for the same seeds and actions, then measures all
     engines in interleaved rounds. The bare loop, independent processes that only step environments, is the upper
-    bound. Prints a table, and writes JSON and a PNG. The defaults take about two minutes.
+    bound. Prints a table, or JSON with --json, and writes JSON and a PNG. The defaults take about two minutes.
 
     Exit codes: 0 success; 1 an engine's trajectories differ from SyncVectorEnv's; 2 wrong usage, a library is missing, or
     the environment fails; 3 an engine died, raised or hung. Try: vecenv bench CartPole-v1 --num-envs 64

@@ -1,7 +1,7 @@
 """The command ``vecenv conform``: checks which of Gymnasium's promises an engine keeps, breaks or refuses.
 
 The checks of :mod:`vecenv.testing.conformity` run in a separate process, which is replaced if an engine hangs or ends it. So
-a broken engine is a result in the table, and never an error of this command.
+a hang or a crash is a result in the table, and never an error of this command.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), 
 
     Args:
         engine: ``"module:name"`` of a class or function, which is called with functions that build environments, or with
-            ``num_envs=``.
+            ``num_envs=``, and with ``autoreset_mode=`` if it accepts that.
         modes: Autoreset modes to check.
         faults: Also run the checks that involve a failure.
 

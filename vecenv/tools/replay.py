@@ -62,7 +62,7 @@ _NOTICE_DELAY_SECONDS: Final = 1.0
 _UNEXPECTED_NOTICE_DELAY_SECONDS: Final = 5.0
 """The delay if the recorded failure cannot be a hang: longer, because otherwise every slow step would cause a notice."""
 _GRACE_SECONDS: Final = 5.0
-"""Seconds added to the recorded limit of a step, because the process has just started. Also how long it may take to end."""
+"""Seconds added to the recorded time limit, because the process has just started. Also how long it may take to end."""
 _FILE_NAME: Final = re.compile(rf".+-env\d+-episode\d+-step\d+(-\d+)?{re.escape(SUFFIX)}")
 _EXIT_CODES: Final = {AGAIN: 0, STOPPED: 0, DIFFERENT: WRONG, CANNOT: USAGE}
 
@@ -73,8 +73,8 @@ def main(arguments: argparse.Namespace) -> int:
     Builds the environment, resets it with its seed and options, repeats its actions, and reports whether it fails in the
     same way, and where. FILE contains a pickle, which can run arbitrary code: replay only your own files.
 
-    Exit codes: 0 the failure happened again, or the replay stopped before step N; 1 it did not happen again; 2 the file
-    cannot be replayed, or wrong usage; 130 interrupted.
+    Exit codes: 0 the failure happened again, a record without one matched, or the replay stopped before step N; 1 it did
+    not happen again, or results differed; 2 the file cannot be replayed, or wrong usage; 130 interrupted.
     Try: vecenv replay failures/CartPole-v1-env3-episode17-step412.vecenv
     """
     path: Path = arguments.file
@@ -101,7 +101,7 @@ def main(arguments: argparse.Namespace) -> int:
             "episode": header.episode, "step": result.step, "location": result.location, "traceback": result.stack,
             "recorded": header.failed, "recorded_step": header.step, "instead": running_file and str(running_file),
         }))  # fmt: skip
-    elif not arguments.pdb or result.status == CANNOT:  # with --pdb it was printed before the debugger
+    elif not arguments.pdb or result.status == CANNOT:  # with --pdb, other results were printed before the debugger
         _print_result(result)
     if running_env is not None and not arguments.json:
         advice = f"replay {running_file}" if running_file else "its file is gone"
@@ -154,7 +154,7 @@ def _print_result(result: ReplayResult) -> None:
 
 
 def _find_running_env(path: Path, header: Header) -> tuple[int | None, Path | None]:
-    """Return the other environment that was running when the worker failed, and its file, if they are known."""
+    """If another environment was running when the worker failed, return it, and its file if that still exists."""
     running_env = header.other_running_env
     if running_env is None:
         return None, None
@@ -233,8 +233,8 @@ def replay(path: Path, starting_points: Sequence[str] = ("latest", "first"), *, 
 
     Args:
         path: The file. It is unpickled, which can run arbitrary code.
-        starting_points: Values of ``begin`` (:class:`~vecenv.recording.replay.Replay`), tried until the failure is repeated.
-            State that an environment keeps across resets is missing when the replay begins with ``"latest"``.
+        starting_points: Values of ``begin`` (:class:`~vecenv.recording.replay.Replay`). The next one is tried if the
+            failure did not happen again: a replay from ``"latest"`` lacks state that an environment keeps across resets.
         until: Stop before this step of the episode; ``None``: replay the whole record.
     """
     return _replay_from(path, starting_points, until=until, render=False).result

@@ -34,7 +34,7 @@ def main(arguments: argparse.Namespace) -> Callable[[], None]:
     vectorization_mode="async") builds it. The options set arguments that the program does not pass itself. The exit code and
     tracebacks are the program's own.
 
-    Exit codes: those of the program; 2 wrong usage, or no such program.
+    Exit codes: those of the program; 2 wrong usage, or a program that cannot be run.
     Try: vecenv run --on-failure restart train.py --seed 1
     """
     # Returns a function that runs the program, and raises its exceptions with tracebacks that begin in the program.
@@ -182,7 +182,7 @@ def _execute(get_code: Callable[[], CodeType], **names: Any) -> None:
 
 
 def _has_main_guard(program: CodeType) -> bool:
-    """True if a program contains the string ``"__main__"``, alone or in a tuple or set, outside of its functions."""
+    """True if a program contains the string ``"__main__"``, alone or in a tuple or set, outside of functions and classes."""
     return any("__main__" in (value if isinstance(value, tuple | frozenset) else (value,)) for value in program.co_consts)
 
 

@@ -1,4 +1,4 @@
-"""The candidates of a benchmark: vector environments stepped with random actions, and bare loops over the same environments.
+"""The candidates of a benchmark: vector environments stepped with random actions, and bounds that step bare environments.
 
 All runners use fixed seeds and actions, so that they do the same work in every run.
 """
@@ -65,10 +65,10 @@ def make_env(env_id: str) -> gymnasium.Env[Any, Any]:
 
 
 def resolve(env_id: str) -> EnvFn:
-    """Return a function that builds the environment with this id.
+    """Return a function that builds an environment, for an id or ``"module:name"`` as the commands accept them.
 
     Raises:
-        CliError: There is no such environment or module, or the function requires arguments.
+        CliError: There is no such environment or module, a library is missing, or the function requires arguments.
     """
     from vecenv.make import find_spec  # imported here, because processes that measure other engines do not need it
 
@@ -105,7 +105,8 @@ def _require_no_arguments(env_id: str, env_fn: EnvFn) -> None:
 def run_for(step: Callable[[], float], seconds: float) -> float:
     """Call ``step`` for ``seconds``, and return the units of work per second; ``step`` returns the units of one call.
 
-    The clock is read only about once per millisecond, so that reading it does not distort the result.
+    The clock is read once per batch of calls. Batches grow until they take a millisecond, so that reading the clock does not
+    distort the result.
     """
     calls, units = 1, 0.0
     start = before = time.perf_counter()
@@ -121,7 +122,7 @@ def run_for(step: Callable[[], float], seconds: float) -> float:
 
 
 def sample_actions(space: gymnasium.Space[Any], num_envs: int) -> list[Any]:
-    """Draw batches of random actions for ``num_envs`` environments, the same for every candidate."""
+    """Draw 64 batches of random actions for ``num_envs`` environments, the same in every call."""
     batched = batch_space(space, num_envs)
     batched.seed(SEED)
     return [batched.sample() for _ in range(64)]
@@ -137,7 +138,8 @@ Step = dict[str, Any]
 def digest(value: Any) -> bytes:
     """Return a 16-byte digest of a tree.
 
-    It covers dtype, shape and bits of arrays, and type and ``repr`` of other leaves. Lists count as tuples.
+    It covers dtype, shape and bits of arrays (of object arrays, their items), and type and ``repr`` of other leaves. Lists
+    count as tuples, and the order of dict keys does not count.
     """
     hasher = hashlib.blake2b(digest_size=16)
     _update_digest(hasher, value)
@@ -419,7 +421,7 @@ _POLL_SECONDS: Final = 0.02  # then the process sleeps, to leave its core to the
 
 def _unpack_number(message: bytes) -> float:
     if not message:
-        raise EOFError("a process of the bare loop has ended")
+        raise EOFError("the process at the other end of the pipe has ended")
     number: float = struct.unpack("d", message)[0]
     return number
 
@@ -569,7 +571,7 @@ def default_candidates(env_fn: EnvFn, num_envs: int, workers: int) -> list[Candi
 
 
 def scale_candidates(env_fn: EnvFn, num_envs: int, worker_counts: Sequence[int]) -> list[Candidate]:
-    """Return the candidates of the main table without first-ready, and with one candidate per number of workers."""
+    """Return the candidates of the main table without first-ready, and with one for each number of workers that fits."""
     rows = default_candidates(env_fn, num_envs, max(worker_counts))
     fixed = [
         vecenv_candidate(

@@ -2,7 +2,7 @@
 
 Rates are computed from two readings of the file that a program writes (:mod:`vecenv.engine.published`), and a worker's
 state from these and from the kernel's. The programs receive no requests, so a program that hangs is visible too. Drawing
-depends only on the rows, the view and the height, so that tests need no terminal.
+depends only on the arguments of :func:`draw`, so that tests need no terminal.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class WorkerRow:
             ``"busy"``: it is computing, but finished no step; ``"idle"``; ``"unknown"``: idle or hanging (its
             program sleeps too, and has had no result for 1.5 seconds); ``"stopped"`` (by SIGSTOP); ``"dead"``.
         envs: The indices of its first and last environments.
-        steps_per_second: The steps of all its environments.
-        waiting: The share of the time that it was not inside an environment, 0 to 1.
+        steps_per_second: The steps of all its environments; 0 if the program has had no result for 1.5 seconds.
+        waiting: The share of the time that its finished steps did not take, 0 to 1.
         slowest_env: The environment that took longest in the worker's latest sampled step; ``None`` before the first sample.
         slowest_env_seconds: The duration of that step.
         restarts: The number of times its process was replaced since the program began to publish.
@@ -216,7 +216,7 @@ def draw(rows: Sequence[ProgramRow], left_out: Sequence[str], view: View | None 
         rows: The programs.
         left_out: The reason for each file that cannot be read.
         view: The user's choices; ``first`` is limited to the existing workers. ``None``: draw all workers.
-        height: The number of available lines.
+        height: The number of available lines, with a view.
     """
     from rich.console import Group
     from rich.table import Table
@@ -321,7 +321,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _show(watcher: Watcher, interval: float) -> int:
-    """Show a table, updated every ``interval`` seconds, until ``q`` or Ctrl-C."""
+    """Show a table, updated every ``interval`` seconds, until ``q``, Ctrl-C or SIGTERM."""
     from rich.console import Console
     from rich.live import Live
 

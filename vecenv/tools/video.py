@@ -117,7 +117,7 @@ def write_video(images: Iterable[Frame], path: str | Path, *, fps: float = 30.0)
     Args:
         images: Frames ``uint8 (height, width, 3)`` of one size, such as those of :func:`vecenv.render_grid`.
         path: The file, which ends in ``.gif`` or ``.mp4``.
-        fps: Frames per second; a GIF shows at most 50.
+        fps: Frames per second; a GIF shows at most 50, and each for a multiple of 10 ms.
 
     Raises:
         TypeError: ``images`` is not iterable.

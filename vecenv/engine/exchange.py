@@ -73,8 +73,8 @@ class Exchange:
         workers = pool.workers
         self.state.changing = True
         if changes.store.in_use:
-            # for `recv`, copy the rows: one may be returned and sent again in this batch, and if it then fails, `keep_rows`
-            # must not restore its observation in the batch before
+            # copy the rows for `recv`: one may be returned, be sent again and fail within this batch, and `restore_rows`
+            # would then restore an observation older than the one returned
             changes.store.renew(keep=for_recv)
         seq = changes.next_number()
         request = Request("step", for_recv, len(workers))
@@ -407,7 +407,7 @@ class Exchange:
         pool, changes = self.pool, self.changes
         local = pool.local
         if local is not None and local.unexecuted and pool.can_execute_local(local):
-            if self._local_deferred or not (pool.processes and pool.has_reply()):
+            if self._local_deferred or not (pool.processes and pool.has_event()):
                 self._local_deferred = False
                 self._execute_local_message(local)
                 return True
@@ -455,13 +455,13 @@ class Exchange:
     def _execute_local_message(self, local: LocalWorker) -> None:
         """Execute the next message to the caller's own share. An interrupted step leaves it in an undefined state."""
         op, seq, _ = local.unexecuted[0]
-        is_call = op > LAST_STEP_OP  # an interrupted call leaves the environments usable
-        if not is_call:
+        runs_call = op > LAST_STEP_OP  # faster than `is_call`; an interrupted call leaves the environments usable
+        if not runs_call:
             self.state.changing = True
         try:
             outcome = local.execute_next()
         except BaseException:
-            if is_call:  # there will be no reply, so the next call drops the request
+            if runs_call:  # there will be no reply, so the next call drops the request
                 _, _, request = local.pending[0]
                 request.droppable = True
             raise
@@ -485,7 +485,7 @@ class Exchange:
         """Kill workers that exceeded ``step_timeout``, or raise if restarts are off; return the time of the next check."""
         limit = self.policy.step_timeout
         assert limit is not None  # it is the deadline that has passed
-        late = [worker for worker in self.pool.find_busy_workers(sent_for=limit) if worker.has_started]
+        late = [worker for worker in self.pool.find_busy_workers(limit) if worker.has_started]
         if call is not None:  # only the workers that have to finish a step before this call
             late = [worker for worker in late if any(request is call for _, _, request in islice(worker.pending, 1, None))]
         if late and not self.policy.restart:
@@ -500,7 +500,7 @@ class Exchange:
         """Kill a worker that started or rebuilt for too long. If its rebuild was held back, it gets a new deadline."""
         seconds = self.policy.start_timeout + (self.policy.step_timeout or 0.0)
         is_starting = not worker.has_started
-        if is_starting or worker in self.pool.find_busy_workers(sent_for=seconds):
+        if is_starting or worker in self.pool.find_busy_workers(seconds):
             self._kill([worker], f"it hung for more than {format_seconds(seconds)}", seconds)
         else:
             self.changes.set_deadline(worker)

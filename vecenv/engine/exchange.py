@@ -19,7 +19,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -94,16 +94,15 @@ class Exchange:
         """Send a step that is not plain: a message per worker and, with ``rows_at_once``, per part of its rows."""
         action_by_row = None if actions is None else dict(zip(rows, actions, strict=True))
         failed = self._find_failed(rows)
-        healthy = sorted(set(rows).difference(failed) if failed else rows)
         if failed and not self.policy.restart:
             # a worker died since the engine's check: the flight recorder saves states in `on_step` (`Engine.snapshots`)
             raise failed_earlier_error({row: self.failures.failed[row] for row in failed})
-        size = self.rows_at_once if for_recv else None
-        parts = list(self.pool.split_into_rounds(healthy, size))
+        healthy = sorted(set(rows).difference(failed) if failed else rows)
+        parts = list(self.pool.split_into_rounds(healthy, self.rows_at_once if for_recv else None))
         payloads = [
-            self.pool.pickle_for(worker, action_by_row and [action_by_row[row] for row in worker_rows])  # may raise
+            self.pool.pickle_for(worker, None if action_by_row is None else [action_by_row[row] for row in worker_rows])
             for worker, worker_rows in parts
-        ]
+        ]  # may raise
         self.state.changing = True
         changes, request = self.changes, Request("step", for_recv)
         if failed:
@@ -140,18 +139,17 @@ class Exchange:
         """
         changes, payloads = self.changes, self.pickle_reset(rows, seeds, options)  # may raise
         was_changing = self.state.changing  # True after an interrupted change
-        # after such a change, `settle` may already have recorded the failures of the request
-        dropped = None if for_recv or was_changing else self.request
         self.state.changing = True
-        if dropped is not None:
-            changes.record_dropped(dropped.command, dropped.failures)
         if not for_recv:
+            # after an interrupted change, `settle` may already have recorded the failures of the request
+            if self.request is not None and not was_changing:
+                changes.record_dropped(self.request.command, self.request.failures)
             self.request = None
             changes.drop_all()
-        if not for_recv and len(rows) < self.num_envs:
-            others = np.isin(np.arange(self.num_envs), rows, invert=True)
-            changes.batch.info_schemas[others], changes.batch.final[others] = NO_INFO, False
-            changes.rebuilder.last_good.restore(self.failures.failed.keys() - set(rows))
+            if len(rows) < self.num_envs:  # the other rows are in the result, too
+                others = np.isin(np.arange(self.num_envs), rows, invert=True)
+                changes.batch.info_schemas[others], changes.batch.final[others] = NO_INFO, False
+                changes.rebuilder.last_good.restore(self.failures.failed.keys() - set(rows))
         changes.handle_undetected_deaths(rows)
         if (error := changes.replace_dead(rows)) is not None:
             self.state.changing = was_changing  # without this reset, an interrupted change still needs one
@@ -286,13 +284,7 @@ class Exchange:
         enough = count if enough is None else enough
         while True:
             if self.changes.unraised:
-                self.state.changing = True
-                error = self.changes.take_unraised()
-                self.state.changing = False
-                try:
-                    raise error
-                finally:
-                    del error  # break the same cycle as in `settle_request`
+                self._raise_unraised()
             ready, in_flight = len(self.ready), len(self.in_flight)
             if ready >= count:
                 return True
@@ -312,6 +304,16 @@ class Exchange:
                 if limit is None:
                     return False
                 deadline = self._kill_hanging("recv")
+
+    def _raise_unraised(self) -> NoReturn:
+        """Raise the oldest exception in ``unraised``, and remove its rows."""
+        self.state.changing = True
+        error = self.changes.take_unraised()
+        self.state.changing = False
+        try:
+            raise error
+        finally:
+            del error  # break the same cycle as in `settle_request`
 
     # -- writing and waiting -----------------------------------------------------------------------------------------
 

@@ -398,13 +398,14 @@ class WorkerPool:
 
     def write_to_all(self) -> None:
         """Write the message to all in one call into C. A pipe accepts such a short message whole or not at all."""
-        if not self.unflushed:  # other bytes go first: the next `Exchange.flush` queues this message behind them
-            try:
-                self.written_to.extend(map(write, self._write_fds, repeat(self._message_to_all)))
-            except TimeoutError:  # from a signal handler
-                raise
-            except OSError:  # a pipe is full, or a worker has ended: the next `Exchange.flush` queues the rest
-                return
+        if self.unflushed:
+            return  # other bytes go first: the next `Exchange.flush` queues this message behind them
+        try:
+            self.written_to.extend(map(write, self._write_fds, repeat(self._message_to_all)))
+        except TimeoutError:  # from a signal handler
+            raise
+        except OSError:  # a pipe is full, or a worker has ended: the next `Exchange.flush` queues the rest
+            pass
 
     def queue_rest(self) -> list[WorkerProcess]:
         """Queue the message to all for the workers to which it was not written; return those of them that are dead."""

@@ -19,7 +19,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -73,8 +73,8 @@ class Exchange:
         workers = pool.workers
         self.state.changing = True
         if changes.store.in_use:
-            # for `recv`, copy the rows: one may be returned and sent again in this batch, and if it then fails, `keep_rows`
-            # must not restore its observation in the batch before
+            # copy the rows for `recv`: one may be returned, be sent again and fail within this batch, and `restore_rows`
+            # would then restore an observation older than the one returned
             changes.store.renew(keep=for_recv)
         seq = changes.next_number()
         request = Request("step", for_recv, len(workers))
@@ -94,16 +94,15 @@ class Exchange:
         """Send a step that is not plain: a message per worker and, with ``rows_at_once``, per part of its rows."""
         action_by_row = None if actions is None else dict(zip(rows, actions, strict=True))
         failed = self._find_failed(rows)
-        healthy = sorted(set(rows).difference(failed) if failed else rows)
         if failed and not self.policy.restart:
             # a worker died since the engine's check: the flight recorder saves states in `on_step` (`Engine.snapshots`)
             raise failed_earlier_error({row: self.failures.failed[row] for row in failed})
-        size = self.rows_at_once if for_recv else None
-        parts = list(self.pool.split_into_rounds(healthy, size))
+        healthy = sorted(set(rows).difference(failed) if failed else rows)
+        parts = list(self.pool.split_into_rounds(healthy, self.rows_at_once if for_recv else None))
         payloads = [
-            self.pool.pickle_for(worker, action_by_row and [action_by_row[row] for row in worker_rows])  # may raise
+            self.pool.pickle_for(worker, None if action_by_row is None else [action_by_row[row] for row in worker_rows])
             for worker, worker_rows in parts
-        ]
+        ]  # may raise
         self.state.changing = True
         changes, request = self.changes, Request("step", for_recv)
         if failed:
@@ -140,18 +139,17 @@ class Exchange:
         """
         changes, payloads = self.changes, self.pickle_reset(rows, seeds, options)  # may raise
         was_changing = self.state.changing  # True after an interrupted change
-        # after such a change, `settle` may already have recorded the failures of the request
-        dropped = None if for_recv or was_changing else self.request
         self.state.changing = True
-        if dropped is not None:
-            changes.record_dropped(dropped.command, dropped.failures)
         if not for_recv:
+            # after an interrupted change, `settle` may already have recorded the failures of the request
+            if self.request is not None and not was_changing:
+                changes.record_dropped(self.request.command, self.request.failures)
             self.request = None
             changes.drop_all()
-        if not for_recv and len(rows) < self.num_envs:
-            others = np.isin(np.arange(self.num_envs), rows, invert=True)
-            changes.batch.info_schemas[others], changes.batch.final[others] = NO_INFO, False
-            changes.rebuilder.last_good.restore(self.failures.failed.keys() - set(rows))
+            if len(rows) < self.num_envs:  # the other rows are in the result, too
+                others = np.isin(np.arange(self.num_envs), rows, invert=True)
+                changes.batch.info_schemas[others], changes.batch.final[others] = NO_INFO, False
+                changes.rebuilder.last_good.restore(self.failures.failed.keys() - set(rows))
         changes.handle_undetected_deaths(rows)
         if (error := changes.replace_dead(rows)) is not None:
             self.state.changing = was_changing  # without this reset, an interrupted change still needs one
@@ -286,13 +284,7 @@ class Exchange:
         enough = count if enough is None else enough
         while True:
             if self.changes.unraised:
-                self.state.changing = True
-                error = self.changes.take_unraised()
-                self.state.changing = False
-                try:
-                    raise error
-                finally:
-                    del error  # break the same cycle as in `settle_request`
+                self._raise_unraised()
             ready, in_flight = len(self.ready), len(self.in_flight)
             if ready >= count:
                 return True
@@ -312,6 +304,16 @@ class Exchange:
                 if limit is None:
                     return False
                 deadline = self._kill_hanging("recv")
+
+    def _raise_unraised(self) -> NoReturn:
+        """Raise the oldest exception in ``unraised``, and remove its rows."""
+        self.state.changing = True
+        error = self.changes.take_unraised()
+        self.state.changing = False
+        try:
+            raise error
+        finally:
+            del error  # break the same cycle as in `settle_request`
 
     # -- writing and waiting -----------------------------------------------------------------------------------------
 
@@ -407,7 +409,7 @@ class Exchange:
         pool, changes = self.pool, self.changes
         local = pool.local
         if local is not None and local.unexecuted and pool.can_execute_local(local):
-            if self._local_deferred or not (pool.processes and pool.has_reply()):
+            if self._local_deferred or not (pool.processes and pool.has_event()):
                 self._local_deferred = False
                 self._execute_local_message(local)
                 return True
@@ -455,13 +457,13 @@ class Exchange:
     def _execute_local_message(self, local: LocalWorker) -> None:
         """Execute the next message to the caller's own share. An interrupted step leaves it in an undefined state."""
         op, seq, _ = local.unexecuted[0]
-        is_call = op > LAST_STEP_OP  # an interrupted call leaves the environments usable
-        if not is_call:
+        runs_call = op > LAST_STEP_OP  # faster than `is_call`; an interrupted call leaves the environments usable
+        if not runs_call:
             self.state.changing = True
         try:
             outcome = local.execute_next()
         except BaseException:
-            if is_call:  # there will be no reply, so the next call drops the request
+            if runs_call:  # there will be no reply, so the next call drops the request
                 _, _, request = local.pending[0]
                 request.droppable = True
             raise
@@ -485,7 +487,7 @@ class Exchange:
         """Kill workers that exceeded ``step_timeout``, or raise if restarts are off; return the time of the next check."""
         limit = self.policy.step_timeout
         assert limit is not None  # it is the deadline that has passed
-        late = [worker for worker in self.pool.find_busy_workers(sent_for=limit) if worker.has_started]
+        late = [worker for worker in self.pool.find_busy_workers(limit) if worker.has_started]
         if call is not None:  # only the workers that have to finish a step before this call
             late = [worker for worker in late if any(request is call for _, _, request in islice(worker.pending, 1, None))]
         if late and not self.policy.restart:
@@ -500,7 +502,7 @@ class Exchange:
         """Kill a worker that started or rebuilt for too long. If its rebuild was held back, it gets a new deadline."""
         seconds = self.policy.start_timeout + (self.policy.step_timeout or 0.0)
         is_starting = not worker.has_started
-        if is_starting or worker in self.pool.find_busy_workers(sent_for=seconds):
+        if is_starting or worker in self.pool.find_busy_workers(seconds):
             self._kill([worker], f"it hung for more than {format_seconds(seconds)}", seconds)
         else:
             self.changes.set_deadline(worker)

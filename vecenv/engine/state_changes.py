@@ -336,7 +336,7 @@ class StateChanges:
         """
         rebuilds = self.policy.restart and request.command in ("step", "reset") and not self._lacks_reset(request)
         failed = self._find_rows_to_settle(request)
-        self.store.keep_rows(failed)  # with lending, their rows of the new batch may be undefined
+        self.store.restore_rows(failed)  # with lending, their rows of the new batch may be undefined
         raised = self.failures.record(request.command, request.failures, mark="all" if rebuilds else "fatal")
         error: Exception | None
         if rebuilds:

@@ -539,7 +539,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         """End the workers; see :meth:`close`."""
         pool, limit = self._pool, self.step_timeout if timeout is None else None
         if timeout is None:
-            late = any(worker.overdue or (worker.death is None and worker.is_stopped()) for worker in pool.processes)
+            late = any(worker.was_late or (worker.death is None and worker.is_stopped()) for worker in pool.processes)
             timeout = SHORT_CLOSE_TIMEOUT if late else CLOSE_TIMEOUT
         self._warn_about_pending_call()
         self._driver.shut_down(None if terminate else timeout, limit)

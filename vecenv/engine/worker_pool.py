@@ -398,13 +398,14 @@ class WorkerPool:
 
     def write_to_all(self) -> None:
         """Write the message to all in one call into C. A pipe accepts such a short message whole or not at all."""
-        if not self.unflushed:  # other bytes go first: the next `Exchange.flush` queues this message behind them
-            try:
-                self.written_to.extend(map(write, self._write_fds, repeat(self._message_to_all)))
-            except TimeoutError:  # from a signal handler
-                raise
-            except OSError:  # a pipe is full, or a worker has ended: the next `Exchange.flush` queues the rest
-                return
+        if self.unflushed:
+            return  # other bytes go first: the next `Exchange.flush` queues this message behind them
+        try:
+            self.written_to.extend(map(write, self._write_fds, repeat(self._message_to_all)))
+        except TimeoutError:  # from a signal handler
+            raise
+        except OSError:  # a pipe is full, or a worker has ended: the next `Exchange.flush` queues the rest
+            pass
 
     def queue_rest(self) -> list[WorkerProcess]:
         """Queue the message to all for the workers to which it was not written; return those of them that are dead."""
@@ -489,7 +490,7 @@ class WorkerPool:
         longest = self.watchdog.interval_ms
         return longest if deadline is None else min(max(deadline - time.monotonic(), 0.0) * 1000, longest)
 
-    def has_reply(self) -> bool:
+    def has_event(self) -> bool:
         """True if :meth:`wait` would return at once: a worker has written, has ended, or accepts queued bytes."""
         poll, _ = self._poll or self._make_poll()
         return bool(poll.poll(0))
@@ -514,12 +515,12 @@ class WorkerPool:
         self.held = deque(message for message in self.held if message[0] is not worker)
         self.refresh_workers()  # its descriptors are closed: other files may get their numbers
 
-    def find_busy_workers(self, sent_for: float = 0.0) -> list[WorkerProcess]:
+    def find_busy_workers(self, limit: float = 0.0) -> list[WorkerProcess]:
         """Return the workers with a message that is not held and has no reply.
 
-        With ``sent_for``, only those with a ``limit_from`` at least that many seconds ago.
+        With ``limit``, only those with a ``limit_from`` at least that many seconds ago.
         """
-        sent, latest = self._count_sent(), time.monotonic() - sent_for
+        sent, latest = self._count_sent(), time.monotonic() - limit
         return [worker for worker in self.processes if sent[worker] and worker.limit_from <= latest]
 
     def next_check(self, seconds: float) -> float:
@@ -539,7 +540,7 @@ class WorkerPool:
         for worker in late:
             worker.note_activity()
         for worker in late[:_MAX_LATE_WORKERS_NAMED]:
-            worker.overdue = True
+            worker.was_late = True
             _, rows, request = worker.pending[0]
             stack = worker.read_stack() if with_stacks else ""
             state = " It is stopped (SIGSTOP)." if worker.is_stopped() else ""

@@ -122,7 +122,7 @@ class WorkerProcess:
         has_started: True once it has built its environments, or has tried to.
         start_failures: The failures of environments that raised while they were built.
         death: How it ended; ``None`` while it is alive.
-        overdue: True if a reply was late; ``close()`` then waits less for this worker.
+        was_late: True if a reply was late; ``close()`` then waits less for this worker.
         limit_from: The time from which ``step_timeout`` counts, if that is later than the beginning of the caller's wait:
             the release of a held message, or the end of a start or rebuild. Minus infinity if there was none of these.
         deadline: The ``time.monotonic()`` by which a replacement has to start or, with ``step_timeout`` and while a rebuild
@@ -153,7 +153,7 @@ class WorkerProcess:
         self.forked = process._popen.method == "fork"
         self.pending: deque[PendingMessage] = deque()
         self.dropped: dict[bytes, str] = {}
-        self.has_started = self.overdue = self._close_requested = False
+        self.has_started = self.was_late = self._close_requested = False
         self.start_failures: list[Failure] = []
         self.death: Death | None = None
         self.exitcode: int | None = None

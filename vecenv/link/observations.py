@@ -75,14 +75,14 @@ class Store(Protocol):
         """Replace the observation of one row."""
 
     def renew(self, *, keep: bool = True) -> None:
-        """Switch to a free batch. Unless ``keep``, its rows are undefined until workers or :meth:`keep_rows` write them."""
+        """Switch to a free batch. Unless ``keep``, its rows are undefined until workers or `restore_rows` write them."""
         return
 
     def pin(self) -> Any:
         """Return the whole batch, which does not change until the next :meth:`pin`; ``None`` if that is impossible."""
         return None
 
-    def keep_rows(self, rows: Collection[int]) -> None:
+    def restore_rows(self, rows: Collection[int]) -> None:
         """Restore the previous observations of these rows: the current ones are undefined or incomplete."""
         return
 
@@ -194,7 +194,7 @@ class LendingStore(SharedStore):
         self._current, self._previous = new, None if keep else old
         self.in_use = False  # last, so that the next call repeats an interrupted one
 
-    def keep_rows(self, rows: Collection[int]) -> None:
+    def restore_rows(self, rows: Collection[int]) -> None:
         if self._previous is not None and rows:
             for source, target in zip(self._batches[self._previous], self._leaves, strict=True):
                 target[list(rows)] = source[list(rows)]

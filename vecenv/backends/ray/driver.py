@@ -55,7 +55,7 @@ class HostsDriver(WorkerDriver):
 
     Attributes:
         exchange: The pending requests and the latest results.
-        overdue: True after a call has timed out.
+        was_late: True after a call has timed out.
     """
 
     exchange: HostExchange
@@ -64,7 +64,7 @@ class HostsDriver(WorkerDriver):
         **WorkerDriver.missing_reasons, "freezing": "its environments are stepped by hosts",
         "workers": "its workers are on other machines; stats() works everywhere",
     }  # fmt: skip
-    overdue = False
+    was_late = False
 
     def __init__(
         self, pool: HostPool, observation_space: Space[Any], action_space: Space[Any], action_spaces: Space[Any],
@@ -354,7 +354,7 @@ class HostsDriver(WorkerDriver):
                 self.exchange.kill_host(host, "it was abandoned")
 
     def _describe_late(self, seconds: float | None) -> LateReplies:
-        self.overdue = True
+        self.was_late = True
         parts, text, where = self.exchange.parts.values(), "", {}
         late = {part.host.index: part for part in reversed(parts)}  # of a host with several parts, the earliest
         for _, part in sorted(late.items())[:_LATE_HOSTS_NAMED]:

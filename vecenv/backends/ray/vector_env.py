@@ -259,7 +259,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
             return
         self._warn_about_pending_call()
         if seconds is None:
-            seconds = SHORT_CLOSE_TIMEOUT if driver.overdue or state.unusable or state.active_thread else CLOSE_TIMEOUT
+            seconds = SHORT_CLOSE_TIMEOUT if driver.was_late or state.unusable or state.active_thread else CLOSE_TIMEOUT
         if not state.active_thread and not state.unusable:
             driver.freeze_stats()
         state.unusable = "closed"

@@ -35,7 +35,7 @@ from vecenv.multi_agent.roster import FLAGS, AgentActionConverter, Roster, build
 from vecenv.multi_agent.views import ActionMasks, FlattenAgents, OpenRLView, agents_to_axis, forwarding
 from vecenv.planning.options import EngineOptions, StartMethod, WorkerOptions
 from vecenv.shm.layout import Array
-from vecenv.state.snapshots import Snapshot, Snapshots, StateDict
+from vecenv.state.snapshots import Snapshot, Snapshots, StateDict, load_and_restore
 
 if TYPE_CHECKING:
     from vecenv.multi_agent.player_pool import PlayerPool
@@ -540,8 +540,11 @@ class MultiAgentVecEnv:
                 raise SnapshotMismatch(
                     f"snapshots[{index}] was not saved by a MultiAgentVecEnv with {self._acting.shape[1]} agents"
                 )
-        batch = load()
-        self._restore_agent_states(rows, [saved.beside for saved in saved_rows])
+
+        def restore(loaded: Sequence[int]) -> None:
+            self._restore_agent_states([rows[index] for index in loaded], [saved_rows[index].beside for index in loaded])
+
+        batch = load_and_restore(load, rows, restore)
         return None if batch is None else batch["obs"]
 
     def _restore_agent_states(self, rows: Sequence[int], states: Sequence[Any]) -> None:

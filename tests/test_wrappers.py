@@ -414,3 +414,32 @@ def test_episode_with_an_observation_that_does_not_fit_is_not_reported() -> None
             envs.step(np.array([1, 0]))
         for row in range(2):
             assert step_until_reported(envs, row, 2)[1] == [(row * 4 + 0.01, 4)] * 2
+
+
+class UnloadableCounterEnv(CounterEnv):
+    """A counter with episodes of five steps. Its state cannot be loaded if ``note`` was ``"bad"`` when it was saved."""
+
+    def __init__(self, env_id: int) -> None:
+        super().__init__(env_id, lengths=(5,))
+
+    def take_snapshot(self) -> Any:
+        return dict(self.__dict__)
+
+    def restore_snapshot(self, state: Any) -> None:
+        if state["note"] == "bad":
+            raise ArithmeticError("bad state")
+        self.__dict__.update(state)
+
+
+@pytest.mark.parametrize("method", ["load", "load_state_dict"])
+def test_statistics_of_rows_that_were_loaded_while_another_failed_continue_from_the_saved_ones(method: str) -> None:
+    with open_engine([partial(UnloadableCounterEnv, row) for row in range(2)], num_workers=2) as engine:
+        envs: Any = RecordEpisodeStatistics(engine)
+        play_two_steps(envs)
+        envs.set_attr("note", ["good", "bad"])
+        saved = envs.save(verify=False) if method == "load" else envs.state_dict(verify=False)
+        envs.step(np.zeros(2, np.int64))
+        with pytest.raises(ArithmeticError, match="bad state"):
+            getattr(envs, method)(saved)
+        envs.reset(options={"reset_mask": np.array([False, True])})
+        assert play_until_the_end(envs) == [5, 0]

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from agent_games import RandomGame, ScriptedGame, open_games
 from gymnasium import spaces
+from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode
 from test_agents_stacked import StackedGame
 from test_rllib_game import TurnsGame
 
 from vecenv.multi_agent import MultiAgentVecEnv, StackedAgents
+from vecenv.multi_agent.views import ActionMasks
 
 # --- Calls, attributes, restarts and spaces ------------------------------------------------------
 
@@ -40,6 +42,32 @@ def test_calls_and_attributes_apply_to_the_environments(num_workers: int) -> Non
             envs.exec_func(3)  # type: ignore[arg-type]
         assert envs.stats()["resets"] == 3
         assert "random_game_v0, agents=3, layout='stack', num_envs=3" in repr(envs)
+
+
+@WORKERS
+@pytest.mark.parametrize("receive", ["step_wait", "recv", "reset_wait", "results_by_row"])
+def test_reset_is_needed_if_the_conversion_of_a_result_is_interrupted(
+    num_workers: int, receive: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raise_keyboard_interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with open_games([RandomGame] * 2, num_workers=num_workers) as envs:
+        actions = np.zeros((2, 3), np.int64)
+        if receive == "reset_wait":
+            envs.reset_async(seed=1)
+        elif receive == "recv":
+            envs.send(actions, [0, 1])
+        else:
+            envs.step_async(actions)
+        with monkeypatch.context() as patch:
+            patch.setattr(ActionMasks, "add", raise_keyboard_interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                getattr(envs, receive)(*(["step_wait"] if receive == "results_by_row" else []))
+        with pytest.raises(ResetNeeded, match="its result is lost"):
+            envs.step_async(actions)
+        envs.reset(seed=1)
+        envs.step(actions)
 
 
 def test_set_attr_sets_an_attribute_where_it_exists_or_on_the_game() -> None:

@@ -184,3 +184,29 @@ def test_loaded_games_continue_like_the_saved_ones(game: str, mode: str, options
         assert_identical(other.step(choose_allowed_actions(infos)), expected, f"step {number}")
         infos = expected[4]
 
+
+class UnloadableGame(RandomGame):
+    """A game with a state that cannot be loaded if ``length`` was 0 when it was saved."""
+
+    def take_snapshot(self) -> Any:
+        return pickle.dumps(self.__dict__)
+
+    def restore_snapshot(self, state: bytes) -> None:
+        values = pickle.loads(state)
+        if values["length"] == 0:
+            raise ArithmeticError("length 0")
+        self.__dict__.update(values)
+
+
+def test_game_that_was_loaded_while_another_failed_has_the_saved_agents(closes: Any) -> None:
+    """After the save, all agents of the first game end."""
+    envs = closes(vecenv.MultiAgentVecEnv([UnloadableGame] * 2, num_workers=2))
+    _, infos = envs.reset(seed=4)
+    envs.exec_func(lambda game: setattr(game, "length", 0), [1])
+    snapshots, saved_mask = envs.save(verify=False), envs.agent_mask.copy()
+    while infos["agent_mask"][0].tolist() == saved_mask[0].tolist():
+        *_, infos = envs.step(np.ones(infos["agent_mask"].shape, np.int64))
+    with pytest.raises(ArithmeticError, match="length 0"):
+        envs.load(snapshots)
+    assert_identical(envs.agent_mask[0], saved_mask[0])
+

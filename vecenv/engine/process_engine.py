@@ -36,7 +36,7 @@ from vecenv.link.messages import Op, name_envs
 from vecenv.link.observations import Store, require_fitting_observation
 from vecenv.shm import Arena, Batch, Layout
 from vecenv.shm.layout import Array
-from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
+from vecenv.state.snapshots import Snapshot, Snapshots, name_loaded, parse_snapshots
 from vecenv.state.vector_state import pack_state, read_state
 from vecenv.system.cores import placements
 from vecenv.system.reporting import warn
@@ -431,22 +431,23 @@ class Engine(WorkerDriver):
         self.exchange.send_call("load", Op.LOAD, _select_positions(rows), announce)
         try:
             self.exchange.finish_call()
-        except Exception:
+        except Exception as error:
             if self.exchange.request is None:  # the load has ended: the environments that did not fail are loaded
-                self._accept_all(snapshot_by_row)
+                name_loaded(error, self._accept_all(snapshot_by_row))
             raise
         self._accept_all(snapshot_by_row)
         all_used = all(row_state.used for row_state in row_states.values())
         return self.store.take(np.array(rows, np.intp)) if all_used else None
 
-    def _accept_all(self, snapshot_by_row: Mapping[int, Snapshot]) -> None:
-        """Accept the rows that were loaded. By now, ``failed`` has another text for rows that failed meanwhile."""
+    def _accept_all(self, snapshot_by_row: Mapping[int, Snapshot]) -> list[int]:
+        """Accept and return the rows that were loaded. By now, ``failed`` has another text for rows that failed."""
         failed = self.failures.failed
         loaded = [row for row in snapshot_by_row if failed.get(row) == _INTERRUPTED_LOAD]
         for row in loaded:
             self.accept_loaded(row, snapshot_by_row[row])
         if self.restarts_rows:
             self.rebuilder.last_good.keep(loaded, pin=self.copies)
+        return loaded
 
     def accept_loaded(self, row: int, snapshot: Snapshot) -> None:
         """Store the observation of a loaded row, and forget that it failed."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, TypeVar, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,7 @@ from vecenv.multi_agent.roster import FLAGS, AgentActionConverter, Roster, build
 from vecenv.multi_agent.views import ActionMasks, FlattenAgents, OpenRLView, agents_to_axis, forwarding
 from vecenv.planning.options import EngineOptions, StartMethod, WorkerOptions
 from vecenv.shm.layout import Array
-from vecenv.state.snapshots import Snapshot, Snapshots, StateDict
+from vecenv.state.snapshots import Snapshot, Snapshots, StateDict, load_and_restore
 
 if TYPE_CHECKING:
     from vecenv.multi_agent.player_pool import PlayerPool
@@ -44,6 +44,7 @@ __all__ = ["AgentRows", "MultiAgentVecEnv", "make_openrl"]
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Step: TypeAlias = tuple[Any, Array, Bools, Bools, dict[str, Any]]
+_Result = TypeVar("_Result")
 
 _EXAMPLE: Final = "simple_spread_v3.parallel_env()"  # for error messages
 
@@ -302,7 +303,7 @@ class MultiAgentVecEnv:
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Wait for the result of :meth:`reset_async` and return it. Errors are those of ``AsyncVectorEnv.reset_wait``."""
-        return self._after_reset(*self._rows.reset_wait(timeout))
+        return self._convert(lambda: self._rows.reset_wait(timeout), self._after_reset)
 
     def _after_reset(self, batch: Any, infos: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         no_flags = np.zeros(self.num_envs, np.bool_)
@@ -338,8 +339,18 @@ class MultiAgentVecEnv:
 
     def step_wait(self, timeout: float | None = None) -> Step:
         """Wait for the result of :meth:`step_async` and return it."""
-        batch, _, terminated, truncated, infos = self._rows.step_wait(timeout)
-        return self._unpack(batch, terminated, truncated, infos, self._all_rows)
+        return self._convert(lambda: self._rows.step_wait(timeout), self._after_step)
+
+    def _after_step(self, batch: Any, _: Array, terminated: Bools, truncated: Bools, infos: dict[str, Any]) -> Step:
+        return self._unpack(batch, terminated, truncated, infos, infos.get("env_id", self._all_rows))
+
+    def _convert(self, receive: Callable[[], Any], convert: Callable[..., _Result]) -> _Result:
+        """Return ``convert(*receive())``. If ``convert`` is interrupted, the result is lost, and a reset is needed."""
+        state = self._rows._driver.state
+        result = receive()
+        state.changing = True  # between this and the return of the guard is no call and no jump, as in the guard itself
+        converted = convert(*result)
+        state.changing = False; return converted  # noqa: E702 - likewise
 
     def send(self, actions: Any, env_id: Any = None) -> None:
         """Step the environments ``env_id`` without waiting for results.
@@ -361,8 +372,9 @@ class MultiAgentVecEnv:
         ``infos["env_id"]`` contains their indices. With ``at_least``, return at least that many; see
         :meth:`vecenv.AsyncVectorEnv.recv`.
         """
-        batch, _, terminated, truncated, infos = self._rows.recv(timeout, count=count, at_least=at_least, within=within)
-        return self._unpack(batch, terminated, truncated, infos, infos["env_id"])
+        return self._convert(
+            lambda: self._rows.recv(timeout, count=count, at_least=at_least, within=within), self._after_step
+        )
 
     def results_by_row(self, name: str, timeout: float | None = None) -> tuple[Any, list[dict[str, Any]]]:
         """Wait for a result and return it, with each environment's own infos listed separately.
@@ -376,7 +388,12 @@ class MultiAgentVecEnv:
             one dict per environment: ``{"agents": {index: info}, "common": info}`` without empty entries, and
             ``"final_info"`` in the same format.
         """
-        *results, infos = infos_by_row(self._rows).results(name, timeout)
+        by_row = infos_by_row(self._rows)
+        return self._convert(lambda: by_row.results(name, timeout), self._split_infos)
+
+    def _split_infos(self, batch: Any, *flags_and_infos: Any) -> tuple[Any, list[dict[str, Any]]]:
+        """Return the converted result of a step or a reset, and the environments' own infos."""
+        *flags, infos = flags_and_infos
         listed = infos.rows()
         added: dict[str, Any] = {}
         for key in ("final_obs", "restarted"):
@@ -385,10 +402,8 @@ class MultiAgentVecEnv:
                 added[f"_{key}"] = np.isin(self._all_rows, where)
         if any(action_masks := [self._masks.extract_masks(info) for info in listed]):
             added["agents"] = self._merger.merge(action_masks, self._all_rows.tolist())
-        if name == "reset_wait":
-            return self._after_reset(results[0], added), listed
-        batch, _, terminated, truncated = results
-        return self._unpack(batch, terminated, truncated, added, self._all_rows), listed
+        convert: Callable[..., Any] = self._after_step if flags else self._after_reset
+        return convert(batch, *flags, added), listed
 
     def _require_running(self, rows: Array) -> None:
         if self._rows.closed:
@@ -542,8 +557,11 @@ class MultiAgentVecEnv:
                 raise SnapshotMismatch(
                     f"snapshots[{index}] was not saved by a MultiAgentVecEnv with {self._acting.shape[1]} agents"
                 )
-        batch = load()
-        self._restore_agent_states(rows, [saved.beside for saved in saved_rows])
+
+        def restore(loaded: Sequence[int]) -> None:
+            self._restore_agent_states([rows[index] for index in loaded], [saved_rows[index].beside for index in loaded])
+
+        batch = load_and_restore(load, rows, restore)
         return None if batch is None else batch["obs"]
 
     def _restore_agent_states(self, rows: Sequence[int], states: Sequence[Any]) -> None:

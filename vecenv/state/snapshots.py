@@ -7,7 +7,7 @@ import pickle
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -265,6 +265,29 @@ def parse_snapshots(snapshots: Any, rows: Sequence[int]) -> list[Snapshot]:
             raise SnapshotMismatch(f"snapshots[{index}]: {error}") from None
         checked.add(id(snapshot))
     return listed
+
+
+def name_loaded(error: BaseException, rows: Sequence[int]) -> None:
+    """Set ``error.loaded_rows``, the rows that were loaded although the load failed in others. A refused load has none."""
+    call_with_fallback(lambda: setattr(error, "loaded_rows", tuple(rows)), lambda _: None, Exception)
+
+
+def load_and_restore(load: Callable[[], Any], rows: Sequence[int], restore: Callable[[Sequence[int]], None]) -> Any:
+    """Load states into rows, and then what a wrapper has saved beside them. Return the result of ``load``.
+
+    Args:
+        load: Loads the states. If it raises for some rows, the others are restored too.
+        rows: The rows, as the exception of ``load`` numbers them.
+        restore: Called with the positions in ``rows`` of the loaded rows, unless the load was refused or interrupted.
+    """
+    try:
+        result = load()
+    except Exception as error:
+        if hasattr(error, "loaded_rows"):
+            restore([rows.index(row) for row in error.loaded_rows])
+        raise
+    restore(range(len(rows)))
+    return result
 
 
 def describe_kind(layers: Sequence[Any] | Any) -> Kind:

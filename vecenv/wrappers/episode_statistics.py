@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from vecenv.errors import BusyError, InfoError, StepTimeout
 from vecenv.front.arguments import ResetOptions, parse_env_ids, parse_rows, split_reset_mask
 from vecenv.front.infos import executed_steps
-from vecenv.state.snapshots import Row, Snapshot, Snapshots, StateDict
+from vecenv.state.snapshots import Row, Snapshot, Snapshots, StateDict, load_and_restore
 from vecenv.system.reporting import warn
 
 __all__ = ["RecordEpisodeStatistics"]
@@ -132,10 +132,14 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         """
         rows = parse_rows(env_id, self.num_envs)
         snapshot_by_row = [snapshots] * len(rows) if isinstance(snapshots, Snapshot) else snapshots
-        observations = self.env.load(snapshots, env_id)  # type: ignore[attr-defined]
-        saved = [snapshot.row for snapshot in snapshot_by_row]
-        self._restore_statistics(rows, saved, [(saved_row.beside or {}).get(self._key) for saved_row in saved])
-        return observations
+
+        def restore(loaded: Sequence[int]) -> None:
+            saved = [snapshot_by_row[index].row for index in loaded]
+            statistics = [(saved_row.beside or {}).get(self._key) for saved_row in saved]
+            self._restore_statistics([rows[index] for index in loaded], saved, statistics)
+
+        load = self.env.load  # type: ignore[attr-defined]
+        return load_and_restore(lambda: load(snapshots, env_id), rows, restore)
 
     def state_dict(self, env_id: Any = None, *, verify: bool = True) -> dict[str, Any]:
         """Return the state of the vector environment, with all statistics."""
@@ -146,10 +150,17 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
 
     def load_state_dict(self, state: Mapping[str, Any], env_id: Any = None) -> Any:
         """Load the state of the vector environment. Statistics that it lacks begin at zero, as in :meth:`load`."""
-        observations = self.env.load_state_dict(state, env_id)  # type: ignore[attr-defined]
         rows = parse_rows(env_id, self.num_envs)
-        running, self.episode_count, queues = state.get(f"statistics {self._key}", ([None] * len(rows), 0, [[], [], []]))
-        self._restore_statistics(rows, [snapshot.row for snapshot in state["snapshots"]], running)
+        nothing: Any = ([None] * len(rows), 0, [[], [], []])
+
+        def restore(loaded: Sequence[int]) -> None:
+            running, *_ = state.get(f"statistics {self._key}", nothing)
+            saved = [state["snapshots"][index].row for index in loaded]
+            self._restore_statistics([rows[index] for index in loaded], saved, [running[index] for index in loaded])
+
+        load = self.env.load_state_dict  # type: ignore[attr-defined]
+        observations = load_and_restore(lambda: load(state, env_id), rows, restore)
+        _, self.episode_count, queues = state.get(f"statistics {self._key}", nothing)
         for queue, numbers in zip(self._queues(), queues, strict=True):
             queue.clear()
             queue.extend(numbers)

@@ -20,6 +20,7 @@ from gymnasium.spaces import Dict, Tuple
 from vecenv.engine.vector_env import Observer
 from vecenv.errors import EnvFailed, ErrorRecord, StepTimeout, WorkerDied
 from vecenv.link.messages import name_envs
+from vecenv.state.snapshots import name_loaded
 
 
 class _PlaceNote(str):
@@ -30,22 +31,14 @@ class _PlaceNote(str):
 
 
 class PlaceNotes(Observer):
-    """An observer that adds a note about the row to each failure, and records that states are loaded.
+    """An observer that adds a note about the row to each failure.
 
     Args:
         envs: The ``EpisodePrefetcher``.
-
-    Attributes:
-        load_began: True if snapshots fit, so that their states have been or are being loaded; reset it before a load.
     """
 
     def __init__(self, envs: Any) -> None:
         self._envs = weakref.proxy(envs)  # weak, because the engine holds its observers
-        self.load_began = False
-
-    def on_call(self, rows: Any, name: str, arguments: tuple[Any, ...]) -> None:
-        """Record a load in :attr:`load_began`."""
-        self.load_began |= name == "load"
 
     def on_failure(self, rows: Sequence[int], error: Exception, *, worker_died: bool) -> str:
         """Return the note. If a worker died, also name the rows in the error, which ``envs.errors`` keeps."""
@@ -75,6 +68,8 @@ def name_rows(error: BaseException, places: Sequence[int]) -> None:
         if isinstance(error, StepTimeout):
             error.add_note(f"the numbers above are places; the envs without a reply are {rows}")
         name_envs(error, rows)
+        if hasattr(error, "loaded_rows"):
+            name_loaded(error, [row for row, place in enumerate(places) if place in error.loaded_rows])
 
 
 @contextmanager

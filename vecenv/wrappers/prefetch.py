@@ -54,7 +54,7 @@ from vecenv.front.vector_env import SPACES
 from vecenv.link.actions import check_batch
 from vecenv.link.envs import call_env
 from vecenv.planning.options import check_option, choice_check, int_check, parse_spares
-from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
+from vecenv.state.snapshots import Snapshot, Snapshots, load_and_restore, parse_snapshots
 from vecenv.state.vector_state import pack_state, read_state
 from vecenv.system.reporting import warn
 from vecenv.wrappers.equal_envs import EqualEnvBuilder, keep_attribute, require_equal
@@ -135,8 +135,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._failure: BaseException | None = None  # the latest failure of a row that no call has raised yet
         self._changing = False  # True during a change of this object's state, and after an interrupted one
         self._interrupted = False  # a wait was interrupted: reset() may drop the pending call
-        self._observer = PlaceNotes(self)
-        envs.add_observer(self._observer)
+        envs.add_observer(PlaceNotes(self))
 
     @classmethod
     def from_env_fns(
@@ -758,29 +757,22 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     ) -> Any:
         """Call ``load`` for the places of rows, and set the episodes of the rows."""
         self._wait_until_idle(method)
-        self._changing, self._observer.load_began = True, False
-        try:
-            observations = load(without_pending(snapshots), [self.places[row] for row in rows])
-        except BaseException as error:
-            name_rows(error, self.places)
-            if not self._observer.load_began:
-                self._changing = False
-            elif hasattr(error, "envs"):  # otherwise it interrupted the load
-                self._set_episodes(rows, snapshots, failed=error.envs)
-            raise
-        self._set_episodes(rows, snapshots)
-        return observations
+        places = [self.places[row] for row in rows]
+        with self._changing_state():
+            return load_and_restore(
+                lambda: load(without_pending(snapshots), places), places,
+                lambda loaded: self._set_episodes(rows, snapshots, loaded),
+            )  # fmt: skip
 
-    def _set_episodes(self, rows: list[int], snapshots: list[Snapshot], failed: Sequence[int] = ()) -> None:
-        """End a load: set the current episodes of rows, except those that failed, to those of the snapshots."""
-        for row, snapshot in zip(rows, snapshots, strict=True):
-            if row in failed:  # with restarts, the next step rebuilds its environment
-                self._set_phase(row, "running" if self.envs.capabilities.restarts else "failed")
-            else:
+    def _set_episodes(self, rows: list[int], snapshots: list[Snapshot], loaded: Sequence[int]) -> None:
+        """End a load: set the episodes of rows with an index in ``loaded`` to those of the snapshots. The others failed."""
+        for index, (row, snapshot) in enumerate(zip(rows, snapshots, strict=True)):
+            if index in loaded:
                 self._rows[row] = self._rows[row].continue_from(snapshot, row, next(self._order))
+            else:  # with restarts, the next step rebuilds its environment
+                self._set_phase(row, "running" if self.envs.capabilities.restarts else "failed")
         self._drop_outdated()
         self._prefetch()
-        self._changing = False
 
     def _wait_until_idle(self, method: str) -> None:
         """Wait until no spare is resetting. ``method`` is the method that requires it, for errors.

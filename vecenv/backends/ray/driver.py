@@ -22,7 +22,7 @@ from vecenv.link.infos import NO_INFO, InfoReader, WorkerInfos
 from vecenv.link.observations import SharedStore, require_fitting_observation
 from vecenv.shm import INFO_BYTES, fixed_tree
 from vecenv.shm.layout import Array
-from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
+from vecenv.state.snapshots import Snapshot, Snapshots, name_loaded, parse_snapshots
 from vecenv.state.vector_state import pack_state, read_state
 from vecenv.system.reporting import warn
 from vecenv.system.signals import raise_if_from_handler
@@ -315,8 +315,9 @@ class HostsDriver(WorkerDriver):
         self.exchange.failures.failed.update(interrupted)  # the reply of a host removes its rows
         try:
             self.exchange.finish_call()
-        except Exception:
+        except Exception as error:
             self.exchange.failures.failed.update(interrupted)
+            name_loaded(error, ())
             raise
         self.exchange.forget(rows)
         for row, row_state in row_states.items():

@@ -99,10 +99,10 @@ class Exchange:
             raise failed_earlier_error({row: self.failures.failed[row] for row in failed})
         healthy = sorted(set(rows).difference(failed) if failed else rows)
         parts = list(self.pool.split_into_rounds(healthy, self.rows_at_once if for_recv else None))
-        payloads = [
+        payloads = [  # may raise
             self.pool.pickle_for(worker, None if action_by_row is None else [action_by_row[row] for row in worker_rows])
             for worker, worker_rows in parts
-        ]  # may raise
+        ]
         self.state.changing = True
         changes, request = self.changes, Request("step", for_recv)
         if failed:

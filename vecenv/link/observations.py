@@ -75,7 +75,7 @@ class Store(Protocol):
         """Replace the observation of one row."""
 
     def renew(self, *, keep: bool = True) -> None:
-        """Switch to a free batch. Unless ``keep``, its rows are undefined until workers or `restore_rows` write them."""
+        """Switch to a free batch. Without ``keep``, a row is undefined until a worker or :meth:`restore_rows` writes it."""
         return
 
     def pin(self) -> Any:

@@ -348,7 +348,7 @@ class MultiAgentVecEnv:
         """Return ``convert(*receive())``. If ``convert`` is interrupted, the result is lost, and a reset is needed."""
         state = self._rows._driver.state
         result = receive()
-        state.changing = True  # between this and the return of the guard is no call and no jump, as in the guard itself
+        state.changing = True  # no call and no jump since the guard's return, where Ctrl-C could lose the result
         converted = convert(*result)
         state.changing = False; return converted  # noqa: E702 - likewise
 

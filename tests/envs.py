@@ -22,6 +22,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.spaces import GraphInstance
 from gymnasium.vector import SyncVectorEnv, VectorWrapper
+from gymnasium.vector.utils import concatenate
 
 import vecenv
 from vecenv.testing import assert_same_trajectory
@@ -530,6 +531,15 @@ class CustomSpace(spaces.Space):
         return isinstance(other, CustomSpace)
 
     __hash__ = None  # type: ignore[assignment]
+
+
+class SameLengthSpace(CustomSpace):
+    """A custom space of arrays of any length. Those of a batch must have the same length."""
+
+
+@concatenate.register(SameLengthSpace)
+def _(space: Any, items: Any, out: Any) -> Any:
+    return np.stack(list(items))
 
 
 # spaces with values of a fixed size, which shared memory can hold

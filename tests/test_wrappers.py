@@ -401,6 +401,7 @@ class MisfitEnv(CounterEnv):
 
 
 def test_episode_with_an_observation_that_does_not_fit_is_not_reported() -> None:
+    first = {"reset_mask": np.array([True, False])}
     with open_engine([partial(MisfitEnv, row) for row in range(2)], num_workers=2) as engine:
         envs = RecordEpisodeStatistics(engine)
         envs.reset(seed=1)
@@ -408,10 +409,12 @@ def test_episode_with_an_observation_that_does_not_fit_is_not_reported() -> None
         with pytest.raises(vecenv.errors.ObservationError, match="env 0"):
             envs.recv(count=2)
         envs.recv(count=1)
+        envs.reset(options=first)
         assert step_until_reported(envs, 0, 2)[1] == [(0.01, 4)] * 2
         envs.step(np.zeros(2, np.int64))
         with pytest.raises(vecenv.errors.ObservationError, match="env 0"):
             envs.step(np.array([1, 0]))
+        envs.reset(options=first)
         for row in range(2):
             assert step_until_reported(envs, row, 2)[1] == [(row * 4 + 0.01, 4)] * 2
 

@@ -26,6 +26,7 @@ from envs import (
     Options,
     RaisingEnv,
     ReturningEnv,
+    SameLengthSpace,
     SleepingEnv,
     counters,
     open_engine,
@@ -395,7 +396,7 @@ def test_stats_count_all_errors_though_only_the_last_1000_are_kept() -> None:
 
 
 class MisfitEnv(CounterEnv):
-    """An environment with pickled observations. Action 3 returns one without keys, which only the caller detects."""
+    """An environment with pickled observations. Action 3 returns one without keys."""
 
     def __init__(self, env_id: int = 0) -> None:
         super().__init__(env_id, lengths=(1000,))
@@ -426,6 +427,19 @@ def test_stats_count_all_but_the_environment_whose_observation_does_not_fit(meth
         assert [after[name] - before[name] for name in ("steps", "resets")] == ([2, 0] if method == "step" else [0, 2])
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_environment_with_a_pickled_observation_that_does_not_fit_is_rebuilt(num_workers: int) -> None:
+    with ready_engine(MISFITS, num_workers=num_workers, on_failure="restart") as envs:
+        envs.step([0, 0, 0])
+        observations, _, _, truncations, infos = envs.step([0, 3, 0])
+        assert observations["steps"].tolist() == [2, 1, 2]
+        assert truncations.tolist() == infos["restarted"].tolist() == [False, True, False]
+        assert infos["final_obs"][1] == {"text": "1", "steps": 1}
+        (record,) = envs.errors
+        assert (record.env, type(record.error)) == (1, ObservationError)
+        assert envs.step([0, 0, 0])[0]["steps"].tolist() == [3, 0, 3]
+
+
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_masked_reset_after_an_observation_that_does_not_fit_returns_the_one_before(num_workers: int, dropped: bool) -> None:
@@ -434,14 +448,15 @@ def test_masked_reset_after_an_observation_that_does_not_fit_returns_the_one_bef
         if dropped:  # the reset drops the result of this step
             envs.send([0, 3, 0], range(3))
         else:
-            with pytest.raises(ObservationError, match="env 1"):
+            with pytest.raises(ObservationError, match="env 1") as caught:
                 envs.step([0, 3, 0])
-        if dropped:
-            with pytest.raises(ObservationError, match="env 1"):
-                envs.reset(options={"reset_mask": np.array([True, False, False])})
+            assert caught.value.envs == (1,)  # type: ignore[attr-defined]
         observations, _ = envs.reset(options={"reset_mask": np.array([True, False, False])})
         assert observations["steps"].tolist() == [0, 1, 2]
-        assert envs.step([0, 0, 0])[0]["steps"].tolist() == [1, 3, 3]
+        with pytest.raises(EnvFailed, match="env 1 failed earlier"):
+            envs.step([0, 0, 0])
+        envs.reset(options={"reset_mask": np.array([False, True, False])})
+        assert envs.step([0, 0, 0])[0]["steps"].tolist() == [1, 1, 3]
 
 
 def test_first_observation_that_does_not_fit_is_none() -> None:
@@ -457,41 +472,76 @@ def test_first_observation_that_does_not_fit_is_none() -> None:
             envs.reset(options={"reset_mask": np.array([True, False, False])})
 
 
-def test_rebuilt_environments_are_not_subtracted_from_the_count_of_a_later_step() -> None:
-    """The step that rebuilds them raises, because the observation of another environment does not fit."""
-    with ready_engine(MISFITS, num_workers=2, on_failure="restart") as envs:
-        envs.processes[1].kill()
-        with pytest.raises(WorkerDied):
-            envs.call("sleep", 0.0)
-        with pytest.raises(ObservationError, match="env 0"):
-            envs.step([3, 0, 0])
-        before = envs.stats()["steps"]
-        envs.step([0, 0, 0])
-        assert envs.stats()["steps"] == before + 3
-
-
 @pytest.mark.parametrize("method", ["step", "reset"])
-def test_recv_raises_for_each_observation_that_does_not_fit_and_returns_the_other_rows(method: str) -> None:
+def test_recv_raises_for_observations_that_do_not_fit_and_returns_the_other_rows(method: str) -> None:
     with ready_engine(MISFITS, num_workers=2) as envs:
         before = envs.stats()
         if method == "step":
             envs.send([3, 0, 3], range(3))
         else:
             envs.reset_async(options=[{"misfit": 0}, None, {"misfit": 2}], env_id=range(3))
-        rows, errors = [], []
-        for count in (3, 2, 1):
+        rows, failed = [], []
+        while count := envs.in_flight.size:
             try:
                 rows += envs.recv(count=count)[4]["env_id"].tolist()
             except ObservationError as error:
-                errors.append(str(error)[:5])
-                assert error.envs == (int(str(error)[4]),)  # type: ignore[attr-defined]
+                failed += error.envs  # type: ignore[attr-defined]
         assert rows == [1]
-        assert sorted(errors) == ["env 0", "env 2"]
-        assert envs.in_flight.tolist() == []
+        assert sorted(failed) == [0, 2]
         after = envs.stats()
         assert [after[name] - before[name] for name in ("steps", "resets")] == ([1, 0] if method == "step" else [0, 1])
+        envs.reset(options={"reset_mask": np.array([True, False, True])})
         envs.send([0, 0, 0], range(3))
         assert sorted(envs.recv(count=3)[0]["text"]) == ["0", "1", "2"]
+
+
+class LengthEnv(CounterEnv):
+    """An environment with observations of as many elements as the action."""
+
+    def __init__(self, env_id: int = 0) -> None:
+        super().__init__(env_id, lengths=(1000,))
+        self.observation_space = SameLengthSpace()
+
+    def reset(self, **kwargs: Any) -> Any:
+        return np.zeros(1), super().reset(**kwargs)[1]
+
+    def step(self, action: Any) -> Any:
+        return np.zeros(action), *super().step(action)[1:]
+
+
+LENGTHS = [functools.partial(LengthEnv, row) for row in range(3)]
+
+
+@pytest.mark.filterwarnings("ignore:.*SameLengthSpace")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_observations_that_do_not_fit_together_end_the_request(num_workers: int) -> None:
+    with ready_engine(LENGTHS, num_workers=num_workers) as envs:
+        before = envs.stats()["steps"]
+        with pytest.raises(ValueError, match="same shape") as caught:
+            envs.step([2, 3, 2])
+        assert caught.value.envs == (0, 1, 2)  # type: ignore[attr-defined]
+        envs.send([2, 3, 2], range(3))
+        with pytest.raises(ValueError, match="same shape") as caught:
+            envs.recv(count=3)
+        assert caught.value.envs == (0, 1, 2)  # type: ignore[attr-defined]
+        assert envs.in_flight.tolist() == []
+        assert envs.step([4, 4, 4])[0].shape == (3, 4)
+        assert envs.stats()["steps"] == before + 9
+        assert not envs.errors
+
+
+@pytest.mark.filterwarnings("ignore:.*SameLengthSpace")
+def test_rebuilt_environments_are_not_subtracted_from_the_count_of_a_later_step() -> None:
+    """The step that rebuilds them raises, because the observations do not fit together."""
+    with ready_engine(LENGTHS, num_workers=2, on_failure="restart") as envs:
+        envs.processes[1].kill()
+        with pytest.raises(WorkerDied):
+            envs.call("sleep", 0.0)
+        with pytest.raises(ValueError, match="same shape"):
+            envs.step([3, 1, 1])
+        before = envs.stats()["steps"]
+        envs.step([1, 1, 1])
+        assert envs.stats()["steps"] == before + 3
 
 
 def test_step_of_a_failed_environment_raises_and_steps_no_other(every_engine: Options) -> None:

@@ -40,7 +40,7 @@ from vecenv.state.snapshots import Snapshot, Snapshots, name_loaded, parse_snaps
 from vecenv.state.vector_state import pack_state, read_state
 from vecenv.system.cores import placements
 from vecenv.system.reporting import warn
-from vecenv.system.signals import call_with_fallback, raise_if_from_handler
+from vecenv.system.signals import raise_if_from_handler
 from vecenv.worker.main import Ready, make_rows
 
 _INTERRUPTED_LOAD: Final = "the load of its state was interrupted"
@@ -191,14 +191,12 @@ class Engine(WorkerDriver):
         infos: RowInfos | dict[Any, Any] = self._read_infos(request) if request.may_have_infos else {}
         try:
             observations = self.store.batch(self.copies)
-        except Exception as error:
+        except Exception as error:  # workers check each observation, but those of a custom space may not fit together
             raise_if_from_handler(error, lambda: self.store.batch(self.copies))
-            misfits = self._find_misfits(self._all_row_list)
-            name_envs(error, misfits or self._all_row_list)
+            name_envs(error, self._all_row_list)
             self.state.changing = True
             exchange.request = None
-            self.store.take_back(misfits)
-            exchange.changes.count_results(request, misfits)
+            exchange.changes.count_results(request)
             self.state.changing = False
             raise
         result = observations, batch.rewards.copy(), batch.terminations.copy(), batch.truncations.copy(), infos
@@ -219,15 +217,6 @@ class Engine(WorkerDriver):
         if self.restarts_rows:
             self.rebuilder.last_good.keep(range(self.num_envs), pin=self.copies)
         return result
-
-    def _find_misfits(self, rows: Iterable[int]) -> list[int]:
-        """Return the rows with an observation that does not fit the space: pickled ones, as others were checked earlier."""
-
-        def fits(row: int) -> list[Any]:
-            take = partial(self.store.take, np.array([row], np.intp))
-            return call_with_fallback(lambda: [take()], lambda _: [], Exception)
-
-        return [row for row in rows if not fits(row)]
 
     def _read_infos(self, request: Request) -> RowInfos:
         finals: Mapping[int, Any] = request.finals
@@ -284,14 +273,9 @@ class Engine(WorkerDriver):
                 observations = self.store.take(rows)
         except Exception as error:
             raise_if_from_handler(error, lambda: self.store.take(rows))
-            misfits = self._find_misfits(row_list)[:1]  # the row that the error names; the next call raises for another one
-            name_envs(error, misfits or row_list)
+            name_envs(error, row_list)
             self.state.changing = True
-            if misfits:
-                changes.remove_misfit(misfits[0])
-                self.store.take_back(misfits)
-            else:  # they do not fit together
-                changes.remove_received(row_list)
+            changes.remove_received(row_list)
             self.state.changing = False
             raise
         infos = self._read_row_infos(row_list, rows)

@@ -213,11 +213,6 @@ class StateChanges:
         self.counters.steps += len(rows) - resets - rebuilds
         self._remove_from_flight(rows)
 
-    def remove_misfit(self, row: int) -> None:
-        """Remove a ready row for which ``recv`` raises, because its observation does not fit the space."""
-        self.ready.remove(row)
-        self._remove_from_flight([row])
-
     def _remove_from_flight(self, rows: Collection[int]) -> None:
         self.in_flight.difference_update(rows)
         if self.resetting or self.not_stepped:

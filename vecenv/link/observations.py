@@ -3,7 +3,8 @@
 * :class:`SharedStore`: spaces of fixed size, in shared memory. The worker checks the shape of every leaf and writes it
   once, in place; the caller copies the leaves or returns views of them. :class:`LendingStore` lends large batches instead.
 * :class:`PickledStore`: all other spaces (``Text``, ``OneOf``, ``Graph``, ``Sequence``, custom ones), and every space with
-  ``shared_memory=False``. Replies carry the observations, and Gymnasium's ``concatenate`` builds the batch.
+  ``shared_memory=False``. The worker checks each observation, replies carry them, and Gymnasium's ``concatenate`` builds
+  the batch.
 * :class:`RegisteredStore`: custom spaces with shared-memory functions that their author registered with Gymnasium.
 
 The store classes are the caller's side, the ``make_*`` functions the worker's.
@@ -27,11 +28,11 @@ from gymnasium.vector.utils import (
 )
 
 from vecenv.errors import ObservationError, SnapshotMismatch, envs_text
-from vecenv.shm import Batch, Tree
+from vecenv.shm import Batch, Tree, fixed_tree
 from vecenv.shm.layout import Array, Leaf
 from vecenv.shm.lending import Lender
 from vecenv.state.snapshots import Row
-from vecenv.system.signals import raise_if_from_handler
+from vecenv.system.signals import call_with_fallback, raise_if_from_handler
 
 WRITTEN: Final = object()
 """The result of an :data:`ObservationWriter` that wrote the observation into its store, so the reply need not carry it."""
@@ -53,10 +54,6 @@ class Store(Protocol):
     def accept(self, row: int, observation: Any) -> None:
         """Store the observation of one row, received in a reply."""
         raise AssertionError("observations in shared memory are never part of a reply")
-
-    def take_back(self, rows: Iterable[int]) -> None:
-        """Take back the latest :meth:`accept` of these rows, because their observations do not fit the space."""
-        return
 
     def batch(self, copy: bool) -> Any:
         """Return the whole batch, in the containers of Gymnasium's batched space; with ``copy``, one that never changes."""
@@ -217,11 +214,6 @@ def flatten(tree: Tree, observation: Any) -> list[Any]:
     return leaves
 
 
-def _check_batchable(space: Space[Any], observation: Any) -> None:
-    """Raise if Gymnasium cannot batch the observation."""
-    concatenate(space, [observation], create_empty_array(space, n=1, fn=np.zeros))  # type: ignore[arg-type]
-
-
 class PickledStore(Store):
     """A store in the caller's memory, for observations that arrive in replies."""
 
@@ -229,29 +221,23 @@ class PickledStore(Store):
         self._space = space
         self._latest: list[Any] = [None] * num_envs
         self._received = [False] * num_envs
-        self._before: list[tuple[Any, bool]] = [(None, False)] * num_envs  # both of the above, before the latest `accept`
         # like Gymnasium before the first reset: None for a custom space, zeros otherwise
         self.observations: Any = create_empty_array(space, n=num_envs, fn=np.zeros)
 
     def accept(self, row: int, observation: Any) -> None:
-        self._before[row] = self._latest[row], self._received[row]
         self._latest[row], self._received[row] = observation, True
-
-    def take_back(self, rows: Iterable[int]) -> None:
-        for row in rows:
-            self._latest[row], self._received[row] = self._before[row]
 
     def batch(self, copy: bool) -> Any:
         self.require_received(range(len(self._latest)))
-        self.observations = self._concatenate(self._latest, self.observations, range(len(self._latest)))
+        self.observations = concatenate(self._space, self._latest, self.observations)
         return deepcopy(self.observations) if copy else self.observations
 
     def take(self, rows: Array) -> Any:
         indices = rows.tolist()
         self.require_received(indices)
-        out = create_empty_array(self._space, n=len(indices), fn=np.zeros)
+        out: Any = create_empty_array(self._space, n=len(indices), fn=np.zeros)
         # a tuple batch would hold the stored observations themselves, which the caller must not be able to change
-        return deepcopy(self._concatenate([self._latest[row] for row in indices], out, indices))
+        return deepcopy(concatenate(self._space, [self._latest[row] for row in indices], out))
 
     def row(self, row: int) -> Any:
         return deepcopy(self._latest[row])
@@ -259,24 +245,13 @@ class PickledStore(Store):
     set_row = accept
 
     def validate(self, observation: Any) -> None:
-        _check_batchable(self._space, observation)
+        batch: Any = create_empty_array(self._space, n=1, fn=np.zeros)
+        concatenate(self._space, [observation], batch)
 
     def require_received(self, rows: Iterable[int]) -> None:
         missing = [row for row in rows if not self._received[row]]
         if missing:
             raise ValueError(f"no observation of {envs_text(missing)} yet: reset all environments before using a reset_mask")
-
-    def _concatenate(self, items: Sequence[Any], out: Any, rows: Sequence[int]) -> Any:
-        try:
-            return concatenate(self._space, items, out)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            for row, item in zip(rows, items, strict=True):
-                try:
-                    _check_batchable(self._space, item)
-                except Exception as reason:
-                    got = f"got {_describe(item)}, expected {self._space}"
-                    raise ObservationError(f"env {row}: observation does not fit its space: {got} ({reason})") from error
-            raise
 
 
 class RegisteredStore(Store):
@@ -348,7 +323,7 @@ def make_observation_writer(tree: Tree, leaves: Sequence[Array], first_env: int,
     return write_row
 
 
-def make_row_caster(tree: Tree, first_env: int, warn: _WarnFn, count: int) -> ObservationWriter:
+def _make_row_caster(tree: Tree, first_env: int, warn: _WarnFn, count: int) -> ObservationWriter:
     """Return a writer that checks and casts like :func:`make_observation_writer`'s, but returns the observation to send."""
     leaves = [np.zeros((count, *leaf.shape), leaf.dtype) for leaf in tree.leaves()]
     write = _make_node_writer(tree, iter(leaves), first_env, warn, "observation")
@@ -358,6 +333,25 @@ def make_row_caster(tree: Tree, first_env: int, warn: _WarnFn, count: int) -> Ob
         return tree.build(iter([leaf[k].copy() for leaf in leaves]))
 
     return cast_row
+
+
+def make_reply_writer(space: Space[Any], first_env: int, warn: _WarnFn, count: int, *, copies: bool) -> ObservationWriter:
+    """Return a writer that checks an observation and returns it to be sent, or with ``copies`` a copy of it."""
+    if (tree := fixed_tree(space)) is not None:
+        return _make_row_caster(tree, first_env, warn, count)
+    batch: Any = create_empty_array(space, n=1, fn=np.zeros)
+
+    def check_row(k: int, observation: Any) -> Any:
+        try:
+            concatenate(space, [observation], batch)
+        except (ValueError, TypeError, LookupError, AttributeError) as reason:
+            got = f"got {_describe(observation)}, expected {space}"
+            raise ObservationError(f"env {first_env + k}: observation does not fit its space: {got} ({reason})") from reason
+        if not copies:
+            return observation
+        return call_with_fallback(partial(deepcopy, observation), lambda _: observation, Exception)
+
+    return check_row
 
 
 class _ArrayRow:

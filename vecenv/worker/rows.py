@@ -27,8 +27,8 @@ from vecenv.errors import EnvFailed, EpisodeOver, ObservationError, VecEnvError,
 from vecenv.link.envs import WorkerPlan, build_env, call_env, explain_bad_step, same_object_error, unpack_reset
 from vecenv.link.infos import BY_PICKLE, NO_INFO, InfoWriter, Places
 from vecenv.link.messages import COLUMNS_OUTCOME, PLAIN_OUTCOME, Failure, Outcome
-from vecenv.link.observations import WRITTEN, ObservationWriter, make_exact_rows, make_observation_writer, make_row_caster
-from vecenv.shm.layout import Array, Batch, Leaf, Tree, fixed_tree
+from vecenv.link.observations import WRITTEN, ObservationWriter, make_exact_rows, make_observation_writer, make_reply_writer
+from vecenv.shm.layout import Array, Batch, Leaf, Tree
 from vecenv.system.process_settings import SettingsGuard, describe_shared_clients
 from vecenv.system.shared_generators import describe_draws
 from vecenv.system.signals import call_with_fallback, raised_by_handler
@@ -133,11 +133,9 @@ class EnvRows:
                 return WRITTEN
 
             return write
-        if (fixed := fixed_tree(self.plan.expected.observation_space)) is not None:
-            return make_row_caster(fixed, first, self._warn, self.count)
-        if self._in_caller:  # nothing is pickled, and the environment may change its object later
-            return lambda k, value: call_with_fallback(partial(deepcopy, value), lambda _: value, Exception)
-        return lambda k, observation: observation
+        # in the caller nothing is pickled, and the environment may change its object later
+        space = self.plan.expected.observation_space
+        return make_reply_writer(space, first, self._warn, self.count, copies=self._in_caller)
 
     def _warn(self, field: str, text: str) -> None:
         """Warn that an observation was changed to fit its space."""

@@ -25,7 +25,7 @@ import numpy as np
 from gymnasium.vector.utils import batch_space, iterate
 
 from vecenv.engine.vector_env import AsyncVectorEnv, Observer
-from vecenv.errors import ObservationError, SnapshotMismatch, StepTimeout, VecEnvError, WorkerDied
+from vecenv.errors import SnapshotMismatch, StepTimeout, VecEnvError, WorkerDied
 from vecenv.front.by_row import infos_by_row
 from vecenv.link.envs import find_env_id
 from vecenv.link.messages import Outcome, PackedEnvFns, PackedError, encode_outcome, name_envs, pack_error, summary
@@ -393,11 +393,7 @@ class Host:
             return (batch.tobytes(), arrays[len(names) :]) if len(names) < len(arrays) else batch.tobytes()
         # failures without an exception were repaired, such as the death of an idle worker before a reset
         raises = bool(errors) and not rebuilds and any(isinstance(event, RemoteFailure) for event in collector.events)
-        # pickled observations that do not fit their space fail in this process, so they are not among the events
-        unreported = [each for each in errors if not raises or (self._tree is None and isinstance(each, ObservationError))]
-        for other in unreported[1:]:
-            unreported[0].add_note(f"also: {other}")
-        error = collector.pack(unreported[0]) if unreported else None
+        error = collector.pack(errors[0]) if errors and not raises else None
         encoded = encode_outcome(outcome) if outcome.has_payload() else None
         return HostReply(rows, arrays, encoded, collector.events, raises, collector.failed, error)
 

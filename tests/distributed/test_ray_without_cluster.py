@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import re
+import signal
 import sys
 import threading
 import time
@@ -709,6 +710,60 @@ def test_missing_cores_for_a_new_host_raise_at_once(closes: Any) -> None:
     assert caught.value.envs == (0, 1)  # type: ignore[attr-defined]
     cluster.has_free_cores = True
     assert envs.step([0] * 4)[3].tolist()[:2] == [True, True]
+
+
+def _build_if_licensed(license_file: Path, env_id: int) -> gymnasium.Env:
+    if not license_file.exists():
+        raise FileNotFoundError("no license")
+    return CounterEnv(env_id, (50,))
+
+
+def test_env_fn_that_raises_on_a_new_host_ends_the_step(tmp_path: Path, closes: Any) -> None:
+    cluster, license_file = InProcessCluster(), tmp_path / "license"
+    license_file.touch()
+    fns = [functools.partial(_build_if_licensed, license_file, row) for row in range(4)]
+    envs = closes(InProcessRayVectorEnv(fns, cluster, on_failure="restart"))
+    envs.reset()
+    cluster.crash(1)
+    license_file.unlink()
+    with pytest.raises(FileNotFoundError, match="no license") as caught:
+        envs.step([0] * 4)
+    assert caught.value.envs == (2, 3)  # type: ignore[attr-defined]
+    with pytest.raises(FileNotFoundError, match="no license"):
+        envs.step([0] * 4)
+    license_file.touch()
+    assert envs.step([0] * 4)[3].tolist() == [False, False, True, True]
+    assert envs.stats()["restarts"] == 1
+
+
+class ClusterWithTimeLimitInStart(InProcessCluster):
+    """A cluster in which the program's time limit can expire while a new host starts."""
+
+    expires = False
+
+    def collect(self, references: list[int], deadline: float | None, *, every: bool = False) -> list[tuple[int, Any]]:
+        if self.expires and self.calls[references[0]][1] == "start":
+            self.expires = False
+            signal.raise_signal(signal.SIGALRM)
+        return super().collect(references, deadline, every=every)
+
+
+def test_step_wait_continues_after_a_time_limit_during_the_start_of_a_host(closes: Any) -> None:
+    def raise_timeout(number: int, frame: Any) -> None:
+        raise TimeoutError("the program's time limit")
+
+    cluster = ClusterWithTimeLimitInStart()
+    envs = closes(InProcessRayVectorEnv(counters(4, lengths=(50,)), cluster, on_failure="restart"))
+    envs.reset()
+    cluster.crash(1)
+    previous = signal.signal(signal.SIGALRM, raise_timeout)
+    try:
+        cluster.expires = True
+        with pytest.raises(TimeoutError, match="time limit"):
+            envs.step([0] * 4)
+        assert envs.step_wait()[3].tolist() == [False, False, True, True]
+    finally:
+        signal.signal(signal.SIGALRM, previous)
 
 
 def test_step_wait_can_be_repeated_after_a_timeout_of_a_host(closes: Any) -> None:

@@ -28,14 +28,14 @@ from gymnasium.vector import AutoresetMode
 from vecenv.backends.ray.failures import Errors, Failures, combine
 from vecenv.backends.ray.host import NUMBERS, HostReply, Lost, Packed, RemoteFailure, fields, record_type
 from vecenv.backends.ray.hosts import HostPool, RemoteHost
-from vecenv.errors import StepTimeout, VecEnvError, envs_text, format_seconds
+from vecenv.errors import StepTimeout, envs_text, format_seconds
 from vecenv.front.arguments import ResetOptions, deadline_after, select_options
 from vecenv.front.driver import PHASES, Counters, Phase, require_pending_reset, too_few_in_flight_error, wait_method
 from vecenv.front.guard import CallState, closed_error
 from vecenv.link.messages import PackedError, decode_outcome, name_envs, pack_error, unpack_error
 from vecenv.link.observations import PickledStore, SharedStore
 from vecenv.shm import fixed_tree
-from vecenv.system.signals import deferred_signals
+from vecenv.system.signals import deferred_signals, raised_by_handler, watched_handlers
 
 
 @dataclass(eq=False)
@@ -453,10 +453,13 @@ class HostExchange:
         """Replace the hosts of lost parts, and reset the rows of these parts on the new hosts."""
         rows, errors = [row for part in self.lost for row in part.rows], Errors()
         rebuilds: list[tuple[HostRequest, dict[int, Any]]] = []
-        try:
-            self.replace_hosts(rows, count=True)
-        except VecEnvError as error:
-            errors.append((None, error))
+        with watched_handlers():
+            try:
+                self.replace_hosts(rows, count=True)
+            except Exception as error:
+                if raised_by_handler(error):
+                    raise
+                errors.append((None, error))
         with self.changing():
             try:
                 rebuilds += [

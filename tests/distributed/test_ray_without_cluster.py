@@ -811,6 +811,69 @@ def test_load_of_a_snapshot_that_does_not_fit_changes_nothing(rows: list[int], c
     assert envs.step([0] * 4)[0][:, 1].tolist() == [1] * 4
 
 
+class UnloadableEnv(CounterEnv):
+    """An environment that raises in a load if ``cannot_load`` is set."""
+
+    cannot_load = False
+
+    def take_snapshot(self) -> Any:
+        return self.steps
+
+    def restore_snapshot(self, state: Any) -> None:
+        if self.cannot_load:
+            raise ValueError("this state cannot be loaded")
+        self.steps = state
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_load_that_fails_on_one_host_fails_only_rows_that_are_not_loaded(on_failure: str, closes: Any) -> None:
+    fns = [functools.partial(UnloadableEnv, row, (50,)) for row in range(4)]
+    envs = closes(InProcessRayVectorEnv(fns, on_failure=on_failure))
+    envs.reset(seed=1)
+    snapshots = envs.save(verify=False)
+    for _ in range(3):
+        envs.step([0] * 4)
+    envs.set_attr("cannot_load", [False, False, False, True])
+    with pytest.raises(ValueError, match="cannot be loaded") as caught:
+        envs.load(snapshots)
+    assert caught.value.envs == (3,)  # type: ignore[attr-defined]
+    assert "failed=[3]" in repr(envs)
+    if on_failure == "raise":
+        with pytest.raises(EnvFailed, match="env 3"):
+            envs.step([0] * 4)
+        envs.reset(options={"reset_mask": np.arange(4) == 3})
+    observations, _, _, truncations, _ = envs.step([0] * 4)
+    assert observations[:3, 1].tolist() == [1] * 3
+    assert truncations.tolist() == [False, False, False, on_failure == "restart"]
+    assert envs.stats()["restarts"] == (on_failure == "restart")
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_rows_of_an_interrupted_load_are_rebuilt(on_failure: str, closes: Any) -> None:
+    cluster = InProcessCluster()
+    envs = closes(InProcessRayVectorEnv(counters(4, lengths=(50,)), cluster, on_failure=on_failure))
+    envs.reset(seed=1)
+    if on_failure == "restart":
+        cluster.crash(1)
+        envs.step([0] * 4)  # the next step of rows 2 and 3 returns resets that are held
+    snapshots, collect, interruptions = envs.save(verify=False), cluster.collect, [None, KeyboardInterrupt]
+
+    def raise_or_collect(*arguments: Any, **options: Any) -> Any:
+        if interruptions and (interruption := interruptions.pop(0)):
+            raise interruption
+        return collect(*arguments, **options)
+
+    cluster.collect = raise_or_collect  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        envs.load(snapshots)
+    if on_failure == "raise":
+        with pytest.raises(EnvFailed, match="the load of its state was interrupted"):
+            envs.step([0] * 4)
+        envs.reset()
+    assert envs.step([0] * 4)[3].tolist() == [on_failure == "restart"] * 4
+    assert not envs.step([0] * 4)[3].any()
+
+
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 def test_failures_by_row_do_not_affect_other_rows(on_failure: str, closes: Any) -> None:
     """An environment raises in its third step, and a host dies in the fourth."""

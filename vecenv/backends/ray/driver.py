@@ -22,10 +22,10 @@ from vecenv.link.infos import NO_INFO, InfoReader, WorkerInfos
 from vecenv.link.observations import SharedStore, require_fitting_observation
 from vecenv.shm import INFO_BYTES, fixed_tree
 from vecenv.shm.layout import Array
-from vecenv.state.snapshots import Snapshot, Snapshots, name_loaded, parse_snapshots
+from vecenv.state.snapshots import Row, Snapshot, Snapshots, name_loaded, parse_snapshots
 from vecenv.state.vector_state import pack_state, read_state
 from vecenv.system.reporting import warn
-from vecenv.system.signals import raise_if_from_handler
+from vecenv.system.signals import deferred_signals, raise_if_from_handler
 
 _LATE_HOSTS_NAMED: Final = 4
 _SNAPSHOT_KEY: Final = "RayVectorEnv"
@@ -103,7 +103,8 @@ class HostsDriver(WorkerDriver):
         request = HostRequest("step", rows if isinstance(rows, range) else sorted(rows))
         rows_to_step, held, seeds = request.rows, list[int](), dict[int, Any]()
         if exchange.failures.rows_to_rebuild or exchange.held:
-            to_rebuild, held = exchange.failures.rows_to_rebuild.intersection(rows), sorted(exchange.held.keys() & set(rows))
+            to_rebuild = exchange.failures.rows_to_rebuild.intersection(rows)
+            held = sorted((exchange.held.keys() & set(rows)) - to_rebuild)
             exchange.replace_hosts(to_rebuild, count=True)
             rows_to_step = [row for row in rows_to_step if row not in to_rebuild and row not in held]
             seeds = exchange.announce_rebuild(request, sorted(to_rebuild))
@@ -247,7 +248,7 @@ class HostsDriver(WorkerDriver):
     def _begin_call(
         self, command: str, rows: Sequence[int], arguments_for: Callable[[RequestPart], Any], announced: Any = None,
         method: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> HostRequest:  # fmt: skip
         """Submit a call to the hosts of ``rows``; ``arguments_for`` returns the arguments and keyword arguments of a part.
 
         Observers are notified of ``announced``, unless it is ``None``. Hosts call ``method``; default: ``command``.
@@ -267,6 +268,7 @@ class HostsDriver(WorkerDriver):
             for part, pickled_call in parts:
                 exchange.submit(part, "call", pickled_call)
             exchange.request = request
+        return request
 
     def save(self, rows: list[int], verify: bool) -> Snapshots:
         """Return the states of some rows."""
@@ -310,24 +312,31 @@ class HostsDriver(WorkerDriver):
 
         self._begin_call("load", rows, arguments_for, method="require_fit")
         self.exchange.finish_call()
-        self._begin_call("load", rows, arguments_for, (parsed,))
-        interrupted = dict.fromkeys(rows, "the load of its state was interrupted")
-        self.exchange.failures.failed.update(interrupted)  # the reply of a host removes its rows
+        with deferred_signals():
+            request = self._begin_call("load", rows, arguments_for, (parsed,))
+            # an interrupted load may have changed any of these environments
+            self.exchange.failures.mark_for_rebuild(rows, "the load of its state was interrupted")
         try:
             self.exchange.finish_call()
         except Exception as error:
-            self.exchange.failures.failed.update(interrupted)
-            name_loaded(error, ())
+            if self.exchange.request is None:  # the load has ended
+                name_loaded(error, list(request.results))
+                self._accept_loaded({row: row_states[row] for row in request.results})
             raise
-        self.exchange.forget(rows)
+        self._accept_loaded(row_states)
+        have_observations = all(row_state.used for row_state in row_states.values())
+        return self.exchange.store.take(np.array(rows, np.intp)) if have_observations else None
+
+    def _accept_loaded(self, row_states: Mapping[int, Row]) -> None:
+        """Store the observations and held resets of rows that were loaded, and forget that they failed."""
+        exchange = self.exchange
+        exchange.forget(row_states)
         for row, row_state in row_states.items():
             observation = row_state.observation
             if (held := (row_state.beside or {}).get(_SNAPSHOT_KEY)) is not None:
-                self.exchange.held[row], observation = (observation, held.info), held.last_observation
+                exchange.held[row], observation = (observation, held.info), held.last_observation
             if row_state.used:
-                self.exchange.store.set_row(row, observation)
-        have_observations = all(row_state.used for row_state in row_states.values())
-        return self.exchange.store.take(np.array(rows, np.intp)) if have_observations else None
+                exchange.store.set_row(row, observation)
 
     def state_dict(self, rows: list[int], spaces: list[Any], verify: bool) -> dict[str, Any]:
         """Return the states of rows, counters, seeds and the generators of ``spaces`` in one dict."""

@@ -427,8 +427,6 @@ class HostExchange:
         host.death = f"{host.label}, {envs_text(host.rows)}, died {when}: {reason}"
         self.pool.cluster.kill(host.index)
         self.failures.record_death(host)
-        for row in host.rows:
-            self.held.pop(row, None)
         for reference, part in lost.items():
             del self.parts[reference]
             if self.restart and part.request.command in PHASES:

@@ -31,7 +31,7 @@ class Failures:
         num_errors: The number of all records.
         observers: The observers to notify of failures.
         failed: Row -> reason, for rows that have to be rebuilt.
-        rows_to_rebuild: The failed rows that were lost with their host.
+        rows_to_rebuild: The failed rows that no host rebuilds itself: those of lost hosts and of interrupted loads.
         restarts: Number of host restarts that count against the budget; those at the beginning of a reset do not.
         restart_log: The log of these restarts.
     """
@@ -65,8 +65,12 @@ class Failures:
         self._append(None, host, host.command, error, host.death)
         self.notify(host.rows, error, worker_died=True)
         host.notes = getattr(error, "__notes__", ())
-        self.rows_to_rebuild.update(host.rows)
-        self.failed.update(dict.fromkeys(host.rows, host.death.partition("\n")[0]))
+        self.mark_for_rebuild(host.rows, host.death.partition("\n")[0])
+
+    def mark_for_rebuild(self, rows: Collection[int], reason: str) -> None:
+        """Mark rows as failed that no host rebuilds itself."""
+        self.rows_to_rebuild.update(rows)
+        self.failed.update(dict.fromkeys(rows, reason))
 
     def record_late(self, error: StepTimeout, late: Sequence[tuple[RemoteHost, str]]) -> None:
         """Record the hosts that took longer than ``step_timeout`` and are not killed, and notify the observers."""
@@ -88,11 +92,12 @@ class Failures:
                 error.add_note(note)
 
     def set_failed(self, host: RemoteHost, failed: dict[int, str]) -> None:
-        """Replace the failed rows of a host with ``failed``; rows that were lost with their host stay."""
+        """Replace the failed rows of a host with ``failed``, which it rebuilds; other :attr:`rows_to_rebuild` stay."""
         if self.failed or failed:
             for row in set(host.rows) - self.rows_to_rebuild:
                 self.failed.pop(row, None)
             self.failed.update(failed)
+            self.rows_to_rebuild.difference_update(failed)
 
     def forget(self, rows: Collection[int]) -> None:
         """Forget the failures of rows that are reset or loaded."""

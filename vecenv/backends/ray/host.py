@@ -294,7 +294,7 @@ class Host:
         return self._collect(len(local), begin)
 
     def call(self, request: bytes, rows: Sequence[int] | None = None) -> HostReply | Packed:
-        """Call a method of the vector environment, and return the results of ``call``, ``exec_func`` or ``save`` by row.
+        """Call a method of the vector environment, and return the results by row; of a load, ``None`` for each loaded row.
 
         The name, arguments and keyword arguments are pickled in ``request``. ``require_fit`` is a method of the host itself;
         all other names are public methods of the vector environment.
@@ -307,12 +307,14 @@ class Host:
             results = getattr(self if name == "require_fit" else self.envs, name)(*args, **kwargs)
             if name in ("call", "exec_func"):
                 results = [results[row] for row in rows]
-            elif name == "load":
-                self._collector.forget(rows)
             if name in ("call", "exec_func", "save"):
                 outcome.results = dict(zip(self._collector.callers_rows(rows), results, strict=True))
+            loaded = rows if name == "load" else ()
         except Exception as error:
             errors.append(error)
+            loaded = getattr(error, "loaded_rows", ())
+        self._collector.forget(loaded)
+        outcome.results.update(dict.fromkeys(self._collector.callers_rows(loaded)))
         return self._reply([], [], outcome, errors)
 
     def require_fit(self, snapshots: Sequence[Snapshot], rows: Sequence[int]) -> None:

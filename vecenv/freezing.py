@@ -563,7 +563,7 @@ def freeze(engine: Any, rows: list[int]) -> list[Frozen]:
 
     Signal handlers are deferred: a copy opens the caller's files by their numbers, which must not change meanwhile.
     """
-    engine.failures.require_intact(rows)
+    engine.require_intact(rows)
     copies: dict[int, Frozen] = {}
     with deferred_signals():
         try:

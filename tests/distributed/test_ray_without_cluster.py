@@ -866,6 +866,8 @@ def test_rows_of_an_interrupted_load_are_rebuilt(on_failure: str, closes: Any) -
     cluster.collect = raise_or_collect  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         envs.load(snapshots)
+    with pytest.raises(EnvFailed, match="env 0: the load of its state was interrupted"):
+        envs.save([0], verify=False)
     if on_failure == "raise":
         with pytest.raises(EnvFailed, match="the load of its state was interrupted"):
             envs.step([0] * 4)

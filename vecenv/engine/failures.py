@@ -25,7 +25,7 @@ from gymnasium.vector import AutoresetMode
 from vecenv.engine.observers import Observer, notify_failure
 from vecenv.engine.requests import Death, Request
 from vecenv.engine.worker_process import Worker, WorkerProcess
-from vecenv.errors import EnvError, ErrorRecord, RestartsExhausted, StepTimeout, failed_earlier_error, name_row
+from vecenv.errors import EnvError, ErrorRecord, RestartsExhausted, StepTimeout, name_row
 from vecenv.front.arguments import parse_timeout, select_options
 from vecenv.front.driver import Counters
 from vecenv.link.infos import NO_INFO, InfoReader
@@ -166,11 +166,6 @@ class FailureLog:
         if raised and self._logs_like_gymnasium and request.command in ("step", "reset"):
             _log_like_gymnasium(request.failures)
         return error
-
-    def require_intact(self, rows: Iterable[int]) -> None:
-        """Raise ``EnvFailed`` if some of these rows have to be rebuilt."""
-        if reasons := {row: self.failed[row] for row in rows if row in self.failed}:
-            raise failed_earlier_error(reasons)
 
     def forget(self, rows: Iterable[int]) -> None:
         """Forget that rows failed, because they are being rebuilt or have been."""

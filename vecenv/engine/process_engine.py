@@ -360,7 +360,7 @@ class Engine(WorkerDriver):
 
     def save(self, rows: Sequence[int], verify: bool) -> Snapshots:
         """Return the states of some rows. With ``verify``, also verify those that have not been verified yet."""
-        self.failures.require_intact(rows)
+        self.require_intact(rows)
         saved = self._call("save", Op.SAVE, _select_positions(rows))
         if verify and (new := sorted(set(rows) - self.verified)):
             try:

@@ -537,8 +537,13 @@ class WorkerDriver(Driver):
 
     def require_not_failed(self, rows: Collection[int]) -> None:
         """Raise for failed rows, unless the next step rebuilds them."""
+        if self.failures.failed and not self.restarts_rows:
+            self.require_intact(rows)
+
+    def require_intact(self, rows: Collection[int]) -> None:
+        """Raise ``EnvFailed`` if some of these rows have to be rebuilt."""
         failed = self.failures.failed
-        if failed and not self.restarts_rows and (affected := failed.keys() & set(rows)):
+        if affected := failed.keys() & set(rows):
             raise failed_earlier_error({row: failed[row] for row in affected})
 
     def send(self, actions: Any, env_id: Any) -> None:

@@ -272,6 +272,7 @@ class HostsDriver(WorkerDriver):
 
     def save(self, rows: list[int], verify: bool) -> Snapshots:
         """Return the states of some rows."""
+        self.require_intact(rows)
         self._begin_call("save", rows, lambda part: ((), {"env_id": part.local, "verify": verify}))
         saved, held = self.exchange.finish_call(), self.exchange.held
         for row in held.keys() & set(rows):

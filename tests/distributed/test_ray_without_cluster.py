@@ -401,7 +401,10 @@ def test_reset_replaces_a_worker_that_died_while_idle(closes: Any) -> None:
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert envs.reset(seed=5)[0][:, 3].tolist() == [5, 6]
     assert envs.step([0] * 2)[0][:, 1].tolist() == [1, 1]
-    assert [type(record.error) for record in envs.errors] == [WorkerDied]
+    [record] = envs.errors
+    assert isinstance(record.error, WorkerDied)
+    assert (record.command, record.error.command) == ("idle", "idle")
+    assert not any("during reset" in note for note in record.error.__notes__)
 
 
 class UnpicklableInfoEnv(CounterEnv):

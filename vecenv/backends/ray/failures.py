@@ -49,12 +49,14 @@ class Failures:
 
         Unless it was ``dropped`` with its request, notify the observers if it is fatal or occurred in a step.
         """
-        envs = f"env {event.rows[0]}" if not event.worker_died else envs_text(sorted(event.rows))
-        note = f"{envs}, {host.label}, during {command}"
+        env: int | None = event.rows[0]
+        note = f"env {env}, {host.label}, during {command}"
+        if event.worker_died:  # perhaps before this request: the error has the command
+            env, note = None, f"{envs_text(sorted(event.rows))}, {host.label}"
         # the record gets its own exception: a raised one would keep the program's frames alive
         recorded, raised = (unpack_error(event.error, note) for _ in range(2))
-        env = None if event.worker_died else event.rows[0]
-        self._append(env, host, command, recorded, event.error.text)
+        recorded_command = getattr(recorded, "command", command) if event.worker_died else command
+        self._append(env, host, recorded_command, recorded, event.error.text)
         if not dropped and (event.fatal or command == "step"):
             self.notify(event.rows if event.fatal else [], recorded, raised, worker_died=event.worker_died)
         return [(env, raised)]

@@ -97,6 +97,20 @@ def test_highway_players_act_simultaneously_and_seeds_repeat_games() -> None:
         assert np.array_equal(one, other)
 
 
+def test_reset_mask_error_names_how_to_reset_some_games() -> None:
+    advice = r"reset_async\(env_id=...\) and recv\(\) with a batch_size that divides the number of these environments"
+    for batch_size, some in ((None, range(4)), (2, [1, 3]), (1, [2])):
+        with MultiAgentVecEnv.from_envpool("TicTacToe-v1", 4, batch_size=batch_size, num_threads=1) as envs:
+            *_, infos = envs.reset(seed=0)
+            *_, infos = envs.step(choose_allowed_actions(infos))
+            with pytest.raises(NotImplementedError, match=advice):
+                envs.reset(options={"reset_mask": np.isin(range(4), some)})
+            envs.reset_async(env_id=some)
+            *_, infos = envs.recv()
+            assert infos["env_id"].tolist() == list(some)
+            assert (infos["board"] == -1).all()
+
+
 def test_flatten_agents_has_a_row_per_player_and_render_raises() -> None:
     envs = MultiAgentVecEnv.from_envpool("TicTacToe-v1", 2, num_threads=1)
     with pytest.raises(NotImplementedError, match="render"):

@@ -265,7 +265,10 @@ class PoolDriver(Driver):
                 reason = "EnvPool seeds its environments when it builds them, all at once"
                 raise_unsupported(self.name, "seed some environments only", reason)
             if not for_recv and not self.capabilities.reset_mask:
-                reason = "EnvPool returns whole batches only; use reset_async(env_id=...) and recv()"
+                reason = (
+                    "EnvPool returns whole batches only; use reset_async(env_id=...) and recv() with a batch_size that "
+                    "divides the number of these environments"
+                )
                 raise_unsupported(self.name, "use options['reset_mask'] with this batch_size", reason)
             if self.pool is None:
                 raise ResetNeeded("the first reset must be of all environments")

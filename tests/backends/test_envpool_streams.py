@@ -298,6 +298,16 @@ def test_reset_without_a_seed_continues_the_random_stream(closes: Any) -> None:
     assert envs.stats()["pools"] == 2
 
 
+@pytest.mark.parametrize("seed", [None, 3])
+def test_reset_over_a_stepped_pool_begins_anew_only_with_seeds(seed: int | None, closes: Any) -> None:
+    pools = [make_raw_pool("CartPole-v1", [3, 4]) for _ in range(2)]
+    first, _ = (pool.reset()[0] for pool in pools)
+    envs = closes(EnvPoolVectorEnv.over(pools[0]))
+    observations = envs.reset(seed=seed)[0]
+    np.testing.assert_array_equal(observations, first if seed is not None else pools[1].reset()[0])
+    assert envs.np_random_seed == (3, 4)
+
+
 def test_threads_and_batch_sizes_do_not_change_trajectories() -> None:
     results = []
     for threads, batch in ((1, 6), (2, 6), (2, 3), (2, 1)):

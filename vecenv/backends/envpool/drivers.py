@@ -187,11 +187,15 @@ atexit.register(_stop_receivers)
 
 
 class Seeding(NamedTuple):
-    """The seeds of a pool, one per environment; the source of random seeds; the number of pools so far."""
+    """The seeds of a pool, one per environment; the source of random seeds; the number of pools so far.
+
+    ``given`` is an existing pool for the first reset, unless that has seeds: the pool may have been stepped.
+    """
 
     seeds: list[int]
     random: np.random.Generator
     pools: int = 0
+    given: Any = None
 
 
 class _Request(NamedTuple):
@@ -274,18 +278,18 @@ class PoolDriver(Driver):
                 raise ResetNeeded("the first reset must be of all environments")
             self._begin_reset(ids.astype(np.int32), force=False, for_recv=for_recv)
         elif seeded or self.pool is None:
-            self._replace_pool(seeds)
+            self._replace_pool(seeds, None if needs_seeds else self.seeding.given)
         else:
             self._begin_reset(self.all_ids, force=True, for_recv=False)
         self._interrupted = False
 
-    def _replace_pool(self, seeds: list[int]) -> None:
-        """Replace the pool with a new one, and begin to reset all environments.
+    def _replace_pool(self, seeds: list[int], given: Any) -> None:
+        """Replace the pool with the given one or, if it is ``None``, a new one, and begin to reset all environments.
 
         :attr:`pool` is set after the reset has begun, so that a pool with an interrupted first reset is never stepped.
         """
         self.close()
-        pool = self.task.build(seeds)
+        pool = self.task.build(seeds) if given is None else given
         self.seeding = Seeding(seeds, self.seeding.random, self.seeding.pools + 1)
         self._reset_state(pool)
         self._begin_reset(self.all_ids, force=True, for_recv=False)

@@ -212,7 +212,7 @@ class Task:
 
     @classmethod
     def from_pool(cls, pool: Any) -> Task:
-        """Describe a pool that EnvPool built. The first call of ``make`` returns that pool if it is passed the pool's seeds.
+        """Describe a pool that EnvPool built.
 
         Raises:
             TypeError: It is not an EnvPool pool.
@@ -220,20 +220,16 @@ class Task:
         spec: Any = getattr(pool, "spec", None)
         if not all(hasattr(pool, name) for name in ("_send", "_recv", "_reset")) or not hasattr(spec, "_config_keys"):
             raise TypeError(f"expected a pool built by envpool.make(), got {pool!r}")
-        fields, unused, spec_type, pool_type = _describe_spec(spec), [pool], type(spec), type(pool)
+        fields, spec_type, pool_type = _describe_spec(spec), type(spec), type(pool)
         config = fields["config"]
-
-        def make(seeds: list[int]) -> Any:
-            first = unused.pop() if unused else None
-            if first is not None and seeds == config_seeds(config):
-                return first
-            return pool_type(spec_type(tuple({**config, "env_seed": seeds}.values())))
-
-        name, family = pool_type.__name__, pool_type.__module__
-        return cls(id=name, family=family, pool_config=config, **fields, env_spec=None, make=make)
+        _POOLS.add(pool)
+        return cls(
+            id=pool_type.__name__, family=pool_type.__module__, pool_config=config, **fields, env_spec=None,
+            make=lambda seeds: pool_type(spec_type(tuple({**config, "env_seed": seeds}.values()))),
+        )  # fmt: skip
 
     def build(self, seeds: list[int]) -> Any:
-        """Build a new pool, including its environments and threads, or return a given one (:meth:`from_pool`).
+        """Build a new pool, including its environments and threads.
 
         Args:
             seeds: One per environment, within int32.

@@ -108,8 +108,8 @@ class EnvPoolVectorEnv(PoolVectorEnv):
     def over(cls, pool: Any, *, autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP) -> EnvPoolVectorEnv:
         """Build a vector environment around a pool from ``envpool.make``, of any ``env_type``, that has nothing in flight.
 
-        The vector environment owns the pool from now on. Its first reset uses this pool, or, with seeds other than those of
-        the pool, builds another one with the same configuration.
+        The vector environment owns the pool from now on. Its first reset uses this pool or, with seeds, builds another one
+        with the same configuration.
 
         Raises:
             TypeError: ``pool`` is not a pool.
@@ -120,11 +120,13 @@ class EnvPoolVectorEnv(PoolVectorEnv):
         task, mode = Task.from_pool(pool), parse_autoreset_mode(autoreset_mode)
         config = task.config
         check_options(config["num_envs"], config["batch_size"] or None, None, None, None, mode)
-        envs._init_from_task(task, mode, config_seeds(config), None)
+        envs._init_from_task(task, mode, config_seeds(config), None, pool)
         return envs
 
-    def _init_from_task(self, task: Task, mode: AutoresetMode, seeds: list[int], render_mode: str | None) -> None:
-        """Set Gymnasium's attributes, and build the driver."""
+    def _init_from_task(
+        self, task: Task, mode: AutoresetMode, seeds: list[int], render_mode: str | None, given: Any = None
+    ) -> None:
+        """Set Gymnasium's attributes, and build the driver. ``given``: a pool for the first reset."""
         self.task = task
         num_envs = int(task.config["num_envs"])
         batch_size = int(task.config["batch_size"]) or num_envs
@@ -143,7 +145,7 @@ class EnvPoolVectorEnv(PoolVectorEnv):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         driver_type = WholeBatchDriver if batch_size == num_envs else FirstReadyDriver
-        self._open(driver_type(task, batch_size, Seeding(seeds, self.np_random), mode, PoolRows(task)))
+        self._open(driver_type(task, batch_size, Seeding(seeds, self.np_random, given=given), mode, PoolRows(task)))
 
     task_ids = staticmethod(task_ids)
 

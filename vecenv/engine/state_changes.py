@@ -41,7 +41,7 @@ from vecenv.link.messages import (
     pack_head,
 )
 from vecenv.link.observations import Store
-from vecenv.shm import Batch
+from vecenv.shm import SharedArrays
 from vecenv.system.reporting import warn
 from vecenv.system.signals import deferred_signals
 
@@ -61,7 +61,7 @@ class StateChanges:
     Args:
         pool: The workers.
         policy, failures, rebuilder: The handling of failures, their log, and the restarts.
-        batch, store, info_reader: The results, observations and infos that workers write.
+        arrays, store, info_reader: The results, observations and infos that workers write.
         counters: The numbers of steps and resets that were returned.
 
     Attributes:
@@ -77,11 +77,11 @@ class StateChanges:
     """
 
     def __init__(
-        self, pool: WorkerPool, policy: Policy, failures: FailureLog, rebuilder: Rebuilder, batch: Batch, store: Store,
-        info_reader: InfoReader, counters: Counters,
+        self, pool: WorkerPool, policy: Policy, failures: FailureLog, rebuilder: Rebuilder, arrays: SharedArrays,
+        store: Store, info_reader: InfoReader, counters: Counters,
     ) -> None:  # fmt: skip
         self.pool, self.policy, self.failures, self.rebuilder, self.counters = pool, policy, failures, rebuilder, counters
-        self.batch, self.store, self.info_reader, self.num_envs = batch, store, info_reader, len(batch.rewards)
+        self.arrays, self.store, self.info_reader, self.num_envs = arrays, store, info_reader, len(arrays.rewards)
         self._seq = 0  # the number of the latest message
         self.in_flight: set[int] = set()
         self.ready: list[int] = []
@@ -108,7 +108,7 @@ class StateChanges:
         if len(rows) == len(worker.rows) and not rebuilds:
             op = _FOR_ALL_ROWS.get(op, op)
         else:
-            self.batch.requested[rows] = seq  # marks the rows of this message for the worker
+            self.arrays.requested[rows] = seq  # marks the rows of this message for the worker
         request.remaining += 1
         worker.pending.append((pack_head(REBUILT if rebuilds else PLAIN_REPLY, seq), rows, request))
         if rebuilds:
@@ -126,7 +126,8 @@ class StateChanges:
             if worker.pending:
                 worker.dropped.update((number_of(reply), request.command) for reply, _, request in worker.pending)
                 worker.pending.clear()
-            self.set_deadline(worker)  # of one that is still starting: `replace_dead` may have been interrupted
+            # now only a starting worker has a deadline, even if `replace_dead` was interrupted before it set one
+            self.set_deadline(worker)
         self.pool.drop_outside_channels()
 
     def record_dropped(self, command: str, failures: Iterable[tuple[Failure, Worker]]) -> None:
@@ -150,8 +151,8 @@ class StateChanges:
 
     def put_reset_in_flight(self, rows: Sequence[int]) -> None:
         """Put the rows of a reset in flight, so that ``recv`` returns them."""
-        batch = self.batch
-        batch.rewards[rows], batch.terminations[rows], batch.truncations[rows] = 0.0, False, False
+        arrays = self.arrays
+        arrays.rewards[rows], arrays.terminations[rows], arrays.truncations[rows] = 0.0, False, False
         self.in_flight.update(rows)
         self.resetting.update(rows)
 

@@ -183,7 +183,7 @@ class Submissions:
             return None, error
 
     def _read(self, request: Request, row: int) -> Any:
-        changes, batch = self._changes, self._changes.batch
+        changes, arrays = self._changes, self._changes.arrays
         if request.command not in ("step", "reset"):
             result = request.results.get(row)
             return result if request.convert_result is None else request.convert_result(result)
@@ -196,8 +196,8 @@ class Submissions:
             changes.counters.resets += 1
             return observation, info
         changes.counters.steps += count_steps(info)
-        flags = bool(batch.terminations[row]), bool(batch.truncations[row])
-        return observation, float(batch.rewards[row]), *flags, info
+        flags = bool(arrays.terminations[row]), bool(arrays.truncations[row])
+        return observation, float(arrays.rewards[row]), *flags, info
 
     def _accept_loaded(self, row: int, snapshot: Snapshot, _: Any) -> Any:
         self._engine.accept_loaded(row, snapshot)

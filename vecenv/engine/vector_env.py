@@ -60,7 +60,7 @@ from vecenv.planning.options import (
 from vecenv.planning.plan import Plan, workers_and_share
 from vecenv.planning.probe import EnvProbe
 from vecenv.recording.recorder import FlightRecorder, Recorder
-from vecenv.shm import Arena, Batch, Layout, fixed_tree
+from vecenv.shm import Arena, Layout, SharedArrays, fixed_tree
 from vecenv.shm.lending import Lender, count_spare_batches
 from vecenv.system.cores import bound_placements, usable_cores
 from vecenv.system.generators import GeneratorsOption
@@ -245,7 +245,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         try:
             self._pool = engine.pool
             engine.stage = ActionStage(
-                self.single_action_space, self.action_space, self.num_envs, engine.layout.actions, engine.batch.actions
+                self.single_action_space, self.action_space, self.num_envs, engine.layout.actions, engine.arrays.actions
             )
             self._check_spaces()
             self._open(engine)
@@ -288,11 +288,11 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             spare_batches=count_spare_batches(observations, self.num_envs) if copy and self.num_workers else 0,
         )  # fmt: skip
 
-        def make_store(arena: Arena, batch: Batch) -> Store:
-            if observations is not None and batch.observations is not None:
-                if batch.spare_observations:
-                    return LendingStore(observations, batch, Lender(arena, layout))
-                return SharedStore(observations, batch.observations)
+        def make_store(arena: Arena, arrays: SharedArrays) -> Store:
+            if observations is not None and arrays.observations is not None:
+                if arrays.spare_observations:
+                    return LendingStore(observations, arrays, Lender(arena, layout))
+                return SharedStore(observations, arrays.observations)
             return registered or PickledStore(self.single_observation_space, self.num_envs)
 
         plan = WorkerPlan(
@@ -466,7 +466,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         """
         if self.closed:
             raise_unusable(self)
-        return worker_stats(self._pool.workers, self._driver.batch)
+        return worker_stats(self._pool.workers, self._driver.arrays)
 
     def _begin_reset(self, seed: Any, options: ResetOptions, env_id: Any) -> None:
         super()._begin_reset(seed, options, env_id)

@@ -123,8 +123,8 @@ class WorkerProcess:
         start_failures: The failures of environments that raised while they were built.
         death: How it ended; ``None`` while it is alive.
         was_late: True if a reply was late; ``close()`` then waits less for this worker.
-        limit_from: The time from which ``step_timeout`` counts, if that is later than the beginning of the caller's wait:
-            the release of a held message, or the end of a start or rebuild. Minus infinity if there was none of these.
+        limit_from: The time from which a time limit counts, if it is later than the beginning of the caller's wait; minus
+            infinity at first. Set when a held message is released, and after a start or a rebuild.
         deadline: The ``time.monotonic()`` by which a replacement has to start or, with ``step_timeout`` and while a rebuild
             is pending, the process has to reply to its oldest message; 0.0: none. ``StateChanges.set_deadline`` renews it
             after the start and after each rebuild.
@@ -145,7 +145,7 @@ class WorkerProcess:
         self, index: int, rows: range, process: Any, channel: Channel, stack_file: StackFile, descriptors: DescriptorOwner,
         token: int, running: Any, shares_core: bool,
     ) -> None:  # fmt: skip
-        self._running = running  # the worker's cell of `Batch.running`
+        self._running = running  # the worker's cell of `SharedArrays.running`
         self.index, self.rows, self.process, self.channel, self.token = index, rows, process, channel, token
         self.pid, self.label = process.pid, f"worker {index}, pid {process.pid}"
         self.stack_file, self.descriptors = stack_file, descriptors

@@ -203,8 +203,8 @@ class Driver:
         state: The state shared with the guard, which decides whether a call can begin.
         counters: The numbers of steps and resets that were returned.
         result_error: The exception that is the result of the current call, such as an ``InfoError``; raising it ends the
-            call's change of state. After any other exception the result stays pending, with two exceptions: drivers with
-            workers drop the request when they raise an environment's error, and an exception in the change of state that
+            call's change of state. After any other exception the result stays pending, except that drivers with workers
+            drop the request when they raise an environment's error, and that an interruption of the change of state that
             returns the result loses it, so that a reset is needed.
         is_interrupted: True if an exception interrupted the wait for the pending request; a reset of all environments may
             drop it.

@@ -3,8 +3,8 @@
 A signal handler can raise after any call and at any jump (see :mod:`vecenv.front.guard`). So the state is changed by a
 single store, or in a short block between ``state.changing = True`` and ``state.changing = False``, which never waits for a
 reply. An exception during a *wait* loses nothing, and the wait can be repeated. An exception in a *block* may lose a request
-or a result: ``changing`` stays set, every call but ``reset()`` raises ``ResetNeeded``, and ``reset()`` drops all pending
-requests. A block is no ``with`` statement, because an exception must leave ``changing`` set.
+or a result: ``changing`` stays set, and every guarded call raises ``ResetNeeded``, except a reset of all rows, which drops
+all pending requests. A block is no ``with`` statement, because an exception must leave ``changing`` set.
 
 Blocks queue messages, which are written afterwards: a write can wake a worker that then takes the caller's core for a whole
 step, and Ctrl-C in that time must not require a reset. Those that handle a failure also reap and start processes, and call
@@ -278,7 +278,12 @@ class Exchange:
         """Wait until ``count`` rows are ready; return ``False`` if the deadline passes first.
 
         From ``enough_from`` on, at the deadline, or if all rows in flight are ready, ``enough`` rows suffice (``None``:
-        ``count``). Raises the oldest exception in ``unraised``.
+        ``count``).
+
+        Raises:
+            NoAsyncCallError: Fewer than ``enough`` rows are in flight.
+            StepTimeout: There is no deadline, rows are missing after ``step_timeout``, and workers are not restarted.
+            Exception: The oldest exception in ``unraised``.
         """
         limit = self.policy.step_timeout if deadline is None else None
         deadline = deadline_after(limit) if deadline is None else deadline
@@ -528,7 +533,7 @@ class Exchange:
         self.flush()
 
     def kill_pending(self, rows: Collection[int]) -> None:
-        """Kill the workers of these rows that have not replied to a message."""
+        """Kill those workers of these rows that have a message without a reply, apart from held messages."""
         busy = [worker for worker in self.pool.find_busy_workers() if not set(rows).isdisjoint(worker.rows)]
         self._kill(busy, "it was abandoned")
 

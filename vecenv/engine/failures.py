@@ -1,10 +1,10 @@
 """Records of failures, and the data for rebuilding failed rows. ``vecenv.engine.state_changes`` handles failures.
 
-A failed row cannot be used until its environment has been rebuilt. A reset rebuilds it; with ``on_failure="restart"``, so
-does the step in which it failed or its next step.
+A failed row cannot be used until its environment has been rebuilt. A reset rebuilds it, and so does a load, unless its
+worker died. With ``on_failure="restart"``, the call in which it failed rebuilds it, or its next step.
 
-The episode of a restarted row ends with reward 0 and truncation; its info has ``restarted``, and ``final_obs`` is its last
-good observation. Then the row continues as the autoreset mode requires.
+If a step rebuilds a row, its episode ends with reward 0 and truncation; its info has ``restarted``, and ``final_obs`` is its
+last good observation. Then the row continues as the autoreset mode requires.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class FailureLog:
     """The log of one engine's failures.
 
     Attributes:
-        errors: The latest records, oldest first.
-        num_errors: The number of all records.
+        errors: The latest 1,000 records, oldest first.
+        num_errors: The number of all records so far.
         failed: Row -> description of the failure, for rows that have to be rebuilt.
         deaths: Row -> the death of its worker, for failed rows of dead workers, even after the worker was replaced.
         restart_counted: Failed rows with a restart that the budget has counted: another attempt, after no process could be
             started or an observer raised, is not counted again. A failure during the rebuild is.
         restarts: The number of restarts.
-        restart_log: The log lines about restarts.
+        restart_log: Writes the log lines about restarts.
         notes: Row -> the observers' notes about its latest failure.
         observers: The observers of the engine.
     """
@@ -415,7 +415,7 @@ class Rebuilder:
         return seeds, select_options(request.options, rows), stepping and self._mode is AutoresetMode.NEXT_STEP
 
     def end_episodes(self, request: Request, rows: Sequence[int]) -> None:
-        """Write the results of rebuilt rows: truncated, with the last good observations, as docs/failures.md describes."""
+        """Write the results of rebuilt rows. Those of a step are truncated steps, as docs/failures.md describes."""
         arrays, stepping = self._arrays, request.command == "step"
         same_step = self._mode is AutoresetMode.SAME_STEP
         request.may_have_infos = True

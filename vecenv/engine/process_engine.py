@@ -61,7 +61,7 @@ class Engine(WorkerDriver):
 
     Attributes:
         exchange: The exchange of messages, which holds the pending request.
-        mismatches: (env, name, repr) of each space that differs from the first environment's.
+        mismatches: (env, kind, repr) of each space that does not match; see :meth:`vecenv.link.envs.Expected.find_mismatch`.
         mode: The autoreset mode.
         rebuilder: The data for rebuilding failed rows.
         verified: Rows that were found to continue exactly from a snapshot.
@@ -252,6 +252,7 @@ class Engine(WorkerDriver):
 
         Raises:
             NoAsyncCallError: Too few rows are in flight.
+            AlreadyPendingCallError: A step or a call is pending that only another method can fetch.
             StepTimeout: The rows did not finish within ``step_timeout``.
             Exception: The exception of an environment, or the death of a worker; rows that did not fail stay ready.
         """
@@ -381,6 +382,7 @@ class Engine(WorkerDriver):
         Raises:
             NotRestorable: An environment cannot be saved, or its worker died meanwhile.
             EnvFailed: The death of a worker was already known.
+            StepTimeout: Workers did not finish earlier steps for ``recv`` within ``step_timeout``.
         """
         exchange, rows = self.exchange, range(self.num_envs)
         exchange.send_call("save", Op.SAVE, _select_positions(rows))
@@ -462,7 +464,7 @@ class Engine(WorkerDriver):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def kill_pending(self, rows: Collection[int]) -> None:
-        """Kill the workers of these rows that have pending messages."""
+        """Kill those workers of these rows that have pending messages, apart from held ones."""
         self.exchange.kill_pending(rows)
 
     def timeout_error(self, method: str, timeout: Any) -> StepTimeout:

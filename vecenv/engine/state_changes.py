@@ -101,7 +101,7 @@ class StateChanges:
         return self._seq
 
     def add(self, worker: Worker, op: int, rows: Sequence[int], request: Request, payload: Any) -> None:
-        """Add a pending message with a new number and queue it. For all rows of the worker, ``*_SOME`` loses its suffix."""
+        """Add a pending message with a new number and queue it. For all rows, a step or reset loses its suffix ``_SOME``."""
         if self.store.in_use and not is_call(op):
             self.store.renew()
         seq, rebuilds = self.next_number(), op == Op.REBUILD_SOME
@@ -173,7 +173,7 @@ class StateChanges:
         self.settle_for_recv()
 
     def _make_ready(self, request: Request, rows: Sequence[int]) -> None:
-        """Make rows with a reply ready for ``recv``, except for those that failed, which are settled later."""
+        """Make rows with a reply ready for ``recv``, except those that :meth:`settle_for_recv` rebuilds or raises for."""
         if request.failures or request.deaths:
             self._note_unsettled(request)
             failed = self._find_rows_to_settle(request)
@@ -269,7 +269,7 @@ class StateChanges:
     def apply(self, worker: Worker, number: bytes, outcome: Outcome | None, may_have_infos: bool) -> None:
         """Apply a reply to its request. ``number`` is the sequence number in bytes, as in the head of a message.
 
-        ``outcome`` is the pickled part of the reply. ``may_have_infos`` is False if the reply is plain.
+        ``outcome`` is the payload of the reply, if it has one. ``may_have_infos`` is False if the reply is plain.
         """
         if outcome is not None:
             self.info_reader.learn(outcome.schemas)  # even for a dropped request: a worker rarely repeats them
@@ -353,7 +353,7 @@ class StateChanges:
         return error, failed
 
     def _lacks_reset(self, request: Request) -> bool:
-        """True if the environments that raised in a step have never been reset, stepped or loaded before."""
+        """True if environments raised in a step before any reset, and without an earlier step or load."""
         if request.command != "step" or self.counters.resets or request.deaths or request.rebuilding:
             return False
         return all(self.rebuilder.last_good.copy_row(failure.env) is None for failure, _ in request.failures)
@@ -453,5 +453,5 @@ class StateChanges:
 
 
 def _with_columns(expected_reply: bytes) -> bytes:
-    """Return the reply in place of a plain one if there are infos or final observations."""
+    """Return the reply that comes in place of a plain one if it has infos; that to a rebuild is returned unchanged."""
     return _COLUMNS_REPLY + expected_reply[1:] if expected_reply[0] == PLAIN_REPLY else expected_reply

@@ -119,9 +119,9 @@ class Submissions:
 
         Returns:
             ``(request, result, error)``. A result is ``(observation, reward, terminated, truncated, info)`` for a step,
-            ``(observation, info)`` for a reset, the value of a call, a snapshot, or the loaded observation. An error is
-            ``WorkerDied``, ``EnvFailed`` with the environment's exception as ``__cause__`` (for a step or reset), or the
-            environment's exception itself.
+            ``(observation, info)`` for a reset, the value of a call, a snapshot, the loaded observation, or ``None``. An
+            error is ``WorkerDied``, ``EnvFailed`` with the environment's exception as ``__cause__`` (for a step or reset),
+            or the environment's exception itself.
         """
         ended_by_worker: dict[WorkerProcess, bool] = {}
         for key, _ in self._selector.select(0):
@@ -223,6 +223,7 @@ class Submissions:
             A request that is finished when the process is ready, or has died.
 
         Raises:
+            ValueError: The worker is alive.
             RestartsExhausted: The budget is exhausted.
             OSError: The system lacks resources at the moment. Further attempts are not counted again.
         """

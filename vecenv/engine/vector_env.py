@@ -100,19 +100,20 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         shared_memory: Keep observations of fixed size in shared memory and pickle all others. ``False`` pickles every
             observation. By default, observations of custom spaces are pickled, with a warning; an explicit ``True`` rejects
             such spaces, as in Gymnasium.
-        copy: Return observations that belong to the program. Since Linux 5.14, batches of 64 KB or more are lent instead of
-            copied, with the same effect, and memory for four batches is reserved. With ``False`` the same writeable arrays
-            are returned every time and change while environments step.
+        copy: Return observations that belong to the program. Since Linux 5.14, batches of 64 KB or more are usually lent
+            instead of copied, with the same effect, and memory for four batches is reserved. With ``False`` the same
+            writeable arrays are returned every time and change while environments step.
         context: Start method (``"fork"``, ``"spawn"``, ``"forkserver"``) or ``None`` for the process default.
         daemon: Make the workers daemonic, so that they may not have ``multiprocessing`` children of their own.
         worker: A custom worker function; the result is then an object of Gymnasium's own class.
         observation_mode: ``"same"``, ``"different"``, or (batched space, single space).
         autoreset_mode: ``AutoresetMode`` or its string value.
         max_concurrency: The maximum number of environments that run ``reset`` or ``step`` at once. Not with ``env_threads``.
-        num_workers: ``None``: one process per environment. An int: that many processes, each with a contiguous share of the
-            environments. ``"auto"``: the number that is fastest on this machine. Temporary processes time at most 64 steps
-            and check whether environments may share a process; if not, each gets its own (see ``docs/workers.md``). 0: no
-            processes, for debugging.
+        num_workers: ``None``: one process per environment; with ``use_caller=True``, one per core except the caller's. An
+            int: that many processes, at most one per environment, each with a contiguous share of the environments.
+            ``"auto"``: the number that is fastest on this machine. Temporary processes time at most 64 steps and check
+            whether environments may share a process; if not, each gets its own (see ``docs/workers.md``). 0: no processes,
+            for debugging.
         use_caller: Let the calling process step a share of the environments itself. This is fastest, but a crash of one of
             them ends the program, so use it for environments that you would trust in ``SyncVectorEnv``. ``None``: only
             if ``num_workers="auto"`` estimates that it is more than 10% faster. ``False``: never. ``True`` with ``"auto"``:
@@ -138,7 +139,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
 
     Raises:
         RuntimeError: The spaces of an environment do not match those of the others; the message names the environment.
-        ValueError: An option is invalid; the message names the accepted values.
+        TypeError, ValueError: An argument is invalid; the message names the accepted values.
         ArenaError: There is not enough memory; nothing was started.
         NotImplementedError: Worker processes were requested on a system without support for them, such as Windows.
         StartupTimeout, WorkerDied: A worker did not become ready. Nothing is left running.
@@ -504,8 +505,8 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
 
         Args:
             timeout: Seconds for a pending result and for the environments' own ``close()``; then workers are killed.
-                Default: a minute, and ``step_timeout`` for a pending step or reset; or a second if a worker was late before,
-                an earlier ``close()`` was interrupted, or this one interrupts a call of the same thread.
+                Default: a minute, and ``step_timeout`` for a pending step or reset; or a second if a worker was late before
+                or is stopped, an earlier ``close()`` was interrupted, or this one interrupts a call of the same thread.
             terminate: Kill the workers at once, without calling the environments' ``close()``.
         """
         if self.closed:

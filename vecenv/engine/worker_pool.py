@@ -109,7 +109,7 @@ class WorkerPool:
             list because ``list.extend`` keeps the entries added before an exception.
         held: Messages that wait until fewer than ``max_concurrency`` sent ones have no reply: (worker, bytes,
             ``makes_busy``), where the last is False for a call, which waits only for held messages before it.
-        seconds_waited: The total time of all waits.
+        seconds_waited: The total time of all waits for replies.
         started: Every process that was started and has not been joined.
         closing: True once ``close()`` has begun.
         is_child_copy: True in a forked child, which has no workers.
@@ -162,6 +162,7 @@ class WorkerPool:
 
         Raises:
             StartupTimeout, WorkerDied, OSError: A worker did not start; the others were ended.
+            Exception: An ``env_fn`` cannot be pickled; the workers were ended.
         """
         require_descriptors(len(shares))
         self._main = find_main_definitions()
@@ -390,7 +391,7 @@ class WorkerPool:
         self.held = deque(message for message in self.held if number_of(message[1]) not in numbers)
 
     def set_message_to_all(self, op: int, seq: int) -> None:
-        """Set the message without payload that :meth:`write_to_all` writes to all workers, without any channel."""
+        """Set a message without payload to all workers, which :meth:`write_to_all` writes past the channels."""
         if self.local is not None:
             self.local.unexecuted.append((op, seq, None))
         if self.processes:
@@ -462,7 +463,7 @@ class WorkerPool:
 
         Returns:
             (worker, True if it has ended) for each event. So a worker may occur twice, and may have written nothing. The
-            list is empty if the wait was cut short for the watchdog.
+            list is empty if the wait was cut short for the watchdog or to look for processes that have ended.
         """
         poll, worker_by_fd = self._make_poll() if self.unflushed or self._poll is None else self._poll
         began = time.perf_counter()
@@ -491,7 +492,7 @@ class WorkerPool:
         return longest if deadline is None else min(max(deadline - time.monotonic(), 0.0) * 1000, longest)
 
     def has_event(self) -> bool:
-        """True if :meth:`wait` would return at once: a worker has written, has ended, or accepts queued bytes."""
+        """True if a worker has written or has ended. May also be True if one accepts queued bytes."""
         poll, _ = self._poll or self._make_poll()
         return bool(poll.poll(0))
 
@@ -535,7 +536,7 @@ class WorkerPool:
         return step_timeout_error(method, seconds, self._describe_late(seconds, late or self.find_busy_workers()))
 
     def _describe_late(self, seconds: float | None, late: Sequence[WorkerProcess]) -> LateReplies:
-        """Describe the workers that have not replied within ``seconds``. The text names only the first few of them."""
+        """Describe workers that have not replied within ``seconds``. The texts are about the first few of them."""
         text, where, with_stacks = "", {}, (seconds or 0) >= _MIN_SECONDS_FOR_STACKS
         for worker in late:
             worker.note_activity()

@@ -185,9 +185,9 @@ class Driver:
     """The interface of backends.
 
     A request is pending until its result has been returned. A driver changes its state by a single store, or by several
-    while ``state.changing`` is set. Meanwhile it never waits for a reply, although the process engine steps the caller's
-    own environments. For the change that returns a result, drivers without workers set ``changing`` by :meth:`finish`,
-    others set it themselves; the guard clears it. See :mod:`vecenv.front.guard`.
+    while ``state.changing`` is set. Meanwhile it never waits for a reply, but it may step environments of this process. For
+    the change that returns a result, drivers without workers set ``changing`` by :meth:`finish`, others set it themselves;
+    the guard clears it. See :mod:`vecenv.front.guard`.
 
     Attributes:
         capabilities: The backend's capabilities.
@@ -340,7 +340,7 @@ class Driver:
 
         Raises:
             NoAsyncCallError: Fewer rows are in flight.
-            AlreadyPendingCallError: A step is pending that only ``step_wait`` can fetch.
+            AlreadyPendingCallError: A step or a call is pending that only another method can fetch.
             NotImplementedError: The backend can only return all rows together.
         """
 

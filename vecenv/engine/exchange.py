@@ -215,7 +215,7 @@ class Exchange:
 
         Raises:
             StepTimeout: Replies are late; the call stays pending.
-            Exception: The exception that the call raised in an environment.
+            Exception: The exception that the call raised in an environment, or the death of a worker.
         """
         request = self.request
         assert request is not None

@@ -438,9 +438,9 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
     def publish_stats(self, name: str | None = None) -> None:
         """Publish the workers' statistics for ``vecenv top``, run by the same user on this machine, until :meth:`close`.
 
-        The environment variable ``VECENV_TOP=1`` does the same for a whole program, from the first reset or load on. The
-        program writes a small file, twice a second while results are returned, into ``$XDG_RUNTIME_DIR/vecenv`` or the
-        user's own folder under the temporary directory, where no other user can read it. Linux only.
+        The environment variable ``VECENV_TOP=1`` does the same for a whole program, from the first reset, save or load on.
+        The program writes a small file, up to twice a second while results are returned, into ``$XDG_RUNTIME_DIR/vecenv`` or
+        the user's own folder under the temporary directory, where no other user can read it. Linux only.
 
         Args:
             name: The name to show; default: the environments' id.

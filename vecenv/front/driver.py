@@ -37,7 +37,7 @@ R = TypeVar("R")
 
 
 class Phase(Enum):
-    """The pending operation of a vector environment. The values are Gymnasium's ``AsyncState`` values."""
+    """The pending operation of a vector environment, with the values of Gymnasium's ``AsyncState``, or ``CLOSED``."""
 
     DEFAULT = "default"
     WAITING_RESET = "reset"
@@ -590,7 +590,7 @@ class WorkerDriver(Driver):
 
         Raises:
             StepTimeout: The results are late; the call stays pending.
-            Exception: The exception of an environment.
+            Exception: The exception of an environment, or the death of a worker.
         """
         results = self.exchange.finish_call(timeout)
         return tuple(results.get(row) for row in range(self.num_envs))

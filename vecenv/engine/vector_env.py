@@ -2,7 +2,7 @@
 
 It accepts the arguments of ``gymnasium.vector.AsyncVectorEnv`` in the same order, and has the same attributes, phases and
 errors. It differs where Gymnasium's class fails: no step returns the result of another, a failed environment does not end
-the others, and ``close()`` always returns. :mod:`vecenv.front.vector_env` handles seeds, masks, actions, infos and copies.
+the others, and ``close()`` always returns. :mod:`vecenv.front.vector_env` checks arguments and merges infos.
 """
 
 from __future__ import annotations

@@ -759,7 +759,7 @@ class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
     @property  # type: ignore[misc]  # Gymnasium's property has a setter
     @exclusive
     def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
-        """Copies of the environments' generators."""
+        """The environments' generators: copies, except those of environments in this process."""
         return self._call("np_random", "np_random")
 
     @exclusive

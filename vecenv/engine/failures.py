@@ -1,7 +1,7 @@
 """Records of failures, and the data for rebuilding failed rows. ``vecenv.engine.state_changes`` handles failures.
 
 A failed row cannot be used until its environment has been rebuilt. A reset rebuilds it, and so does a load, unless its
-worker died. With ``on_failure="restart"``, the call in which it failed rebuilds it, or its next step.
+worker died. With ``on_failure="restart"``, the call in which it failed or its next step does.
 
 If a step rebuilds a row, its episode ends with reward 0 and truncation; its info has ``restarted``, and ``final_obs`` is its
 last good observation. Then the row continues as the autoreset mode requires.

@@ -94,7 +94,7 @@ class Observer(Protocol):
 
         Args:
             rows: Indices of the environments: one that raised, or all of a worker that died or of workers that are late,
-                running ones first. Empty if a step raised and its environment can continue, as if an info cannot be pickled.
+                running ones first. Empty if a step raised but its environment can continue, as after an unpicklable info.
             error: The exception. A :class:`~vecenv.errors.StepTimeout` means that they exceeded ``step_timeout``, and
                 may still reply.
             worker_died: True if ``error`` is a :class:`~vecenv.errors.WorkerDied`.

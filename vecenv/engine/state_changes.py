@@ -101,7 +101,10 @@ class StateChanges:
         return self._seq
 
     def add(self, worker: Worker, op: int, rows: Sequence[int], request: Request, payload: Any) -> None:
-        """Add a pending message with a new number and queue it. For all rows, a step or reset loses its suffix ``_SOME``."""
+        """Add a pending message with a new number, and queue it.
+
+        ``STEP_SOME`` or ``RESET_SOME`` for all rows of the worker becomes ``STEP`` or ``RESET``.
+        """
         if self.store.in_use and not is_call(op):
             self.store.renew()
         seq, rebuilds = self.next_number(), op == Op.REBUILD_SOME
@@ -453,5 +456,5 @@ class StateChanges:
 
 
 def _with_columns(expected_reply: bytes) -> bytes:
-    """Return the reply that comes in place of a plain one if it has infos; that to a rebuild is returned unchanged."""
+    """Return an expected plain reply with the code COLUMNS; return the expected reply to a rebuild unchanged."""
     return _COLUMNS_REPLY + expected_reply[1:] if expected_reply[0] == PLAIN_REPLY else expected_reply

@@ -391,7 +391,7 @@ class WorkerPool:
         self.held = deque(message for message in self.held if number_of(message[1]) not in numbers)
 
     def set_message_to_all(self, op: int, seq: int) -> None:
-        """Set a message without payload to all workers, which :meth:`write_to_all` writes past the channels."""
+        """Set the message to all workers, without payload. :meth:`write_to_all` writes it without the channels."""
         if self.local is not None:
             self.local.unexecuted.append((op, seq, None))
         if self.processes:

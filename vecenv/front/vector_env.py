@@ -46,9 +46,9 @@ from vecenv.front.results import as_row_infos, finish_result
 from vecenv.system.reporting import warn
 
 CLOSE_TIMEOUT: Final = 60.0
-"""Seconds that ``close()`` waits by default: for pending results, environments' own ``close()``, another thread's call."""
+"""Seconds that ``close()`` waits by default: for pending results and environments' own ``close()``, or another thread."""
 SHORT_CLOSE_TIMEOUT: Final = 1.0
-"""Seconds that ``close()`` waits if a worker was late or is stopped, in the middle of a call, and after an interruption."""
+"""The same if a worker was late or is stopped, if ``close()`` interrupts a call, or after an interrupted ``close()``."""
 
 _RESERVED_METHODS: Final = ("reset", "step", "close", "_setattr", "_check_spaces")
 SPACES: Final = "single_action_space", "action_space", "single_observation_space", "observation_space"
@@ -125,8 +125,8 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         Raises:
             NotImplementedError: The backend lacks a capability, see :attr:`capabilities`.
             TypeError, ValueError: Seeds, options, mask or indices of the wrong length, type or shape; nothing was sent.
-            gymnasium.error.ResetNeeded: The reset is not of all environments, but the first one (EnvPool, JAX, native), or
-                an exception interrupted an earlier call, and its result is lost.
+            gymnasium.error.ResetNeeded: The reset is not of all environments, and either it is the first (EnvPool, JAX,
+                native), or an exception interrupted an earlier call, so that its result is lost.
             gymnasium.error.AlreadyPendingCallError: A call is pending, or an environment in ``env_id`` is in flight. If
                 an exception (Ctrl-C) interrupted the wait for the call's result, a reset of all environments drops it.
         """
@@ -523,7 +523,8 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
         Raises:
             NotImplementedError: As for :meth:`freeze`.
-            TypeError, ValueError: ``frozen`` is no open copy from this vector environment; indices out of range or repeated.
+            TypeError, ValueError: ``frozen`` is not an open copy from this vector environment, or indices are out of range
+                or repeated.
             WorkerDied: The copy has ended. Nothing has changed.
             AlreadyPendingCallError: A call is pending, or environments are in flight.
         """

@@ -29,7 +29,7 @@ import vecenv.worker.row_writer
 from vecenv.link.envs import Expected, WorkerPlan
 from vecenv.link.infos import BY_PICKLE, NO_INFO, Schema
 from vecenv.link.messages import Outcome
-from vecenv.shm.layout import Batch, Layout, fixed_tree
+from vecenv.shm.layout import Layout, SharedArrays, fixed_tree
 from vecenv.worker.rows import EnvRows
 
 ROWS = 4
@@ -214,17 +214,17 @@ class RandomResultEnv(gymnasium.Env[Any, Any]):
 
 
 class WriterRun:
-    """Environments with random results, and the batch in which one of the two writers stores them."""
+    """Environments with random results, and the shared arrays in which one of the two writers stores them."""
 
     def __init__(self, space: spaces.Space[Any], mode: AutoresetMode, seed: int, *, pure: bool) -> None:
         os.environ["VECENV_PURE"] = "1" if pure else "0"
         observation_tree, action_tree = fixed_tree(space), fixed_tree(RandomResultEnv.action_space, "action")
         final = mode is AutoresetMode.SAME_STEP
         layout = Layout.for_spaces(observation_tree, action_tree, ROWS, 1, final=final, spare_batches=1)
-        self.batch: Batch = layout.view(bytearray(layout.size))
+        self.arrays: SharedArrays = layout.view(bytearray(layout.size))
         plan = WorkerPlan(layout, mode, Expected("same", space, RandomResultEnv.action_space))
         self.envs = [RandomResultEnv(space, seed + k) for k in range(ROWS)]
-        self.rows = EnvRows([lambda env=env: env for env in self.envs], 0, 0, plan, self.batch)  # type: ignore[misc]
+        self.rows = EnvRows([lambda env=env: env for env in self.envs], 0, 0, plan, self.arrays)  # type: ignore[misc]
         assert any(self.rows._write_results) != (pure or not has_compiled_writer(space)), "the wrong writer is in use"
         self.counts = [0, 0, 0]  # results that the compiled writer refused, wrote without an info, and wrote with one
         self.record_sizes = {NO_INFO: 0, BY_PICKLE: 0}  # in bytes, by the number of the schema
@@ -236,7 +236,7 @@ class WriterRun:
             self.rows._use_current_batch()
         self.rows.build()
         if has_compiled_writer(space):
-            for env, row in zip(self.envs, self.batch.observations[0], strict=True):  # type: ignore[index]
+            for env, row in zip(self.envs, self.arrays.observations[0], strict=True):  # type: ignore[index]
                 env.row = row
         self.failed_rows: list[int] = list(range(ROWS))
 
@@ -254,20 +254,20 @@ class WriterRun:
         if self.failed_rows:
             outcome = self.rows.rebuild(self.failed_rows, [None] * len(self.failed_rows), None, reset_due=False)
             outcomes.append(self.describe_outcome(outcome))
-        self.batch.current[0] = not self.batch.current[0]  # the batch and its spare alternate
+        self.arrays.current[0] = not self.arrays.current[0]  # the batch and its spare alternate
         outcome = self.rows.step(None, [0] * ROWS)
         self.failed_rows = [failure.env for failure in outcome.failures if failure.fatal]
         return [*outcomes, self.describe_outcome(outcome)]
 
     def describe_outcome(self, outcome: Outcome) -> Any:
         """Return the stored bytes and the contents of an outcome as values that can be compared."""
-        batch = self.batch
+        arrays = self.arrays
         self.record_sizes.update((number, Schema(definition).size) for number, definition in outcome.schemas.items())
         names = "rewards", "terminations", "truncations", "info_schemas", "final"
-        stored = [getattr(batch, name).tobytes() for name in names]
-        stored += [leaf.tobytes() for leaves in (batch.observations or (), *batch.spare_observations) for leaf in leaves]
-        sizes = [self.record_sizes[schema_number] for schema_number in batch.info_schemas.tolist()]
-        stored += [record[:size].tobytes() for size, record in zip(sizes, batch.infos, strict=True)]
+        stored = [getattr(arrays, name).tobytes() for name in names]
+        stored += [leaf.tobytes() for leaves in (arrays.observations or (), *arrays.spare_observations) for leaf in leaves]
+        sizes = [self.record_sizes[schema_number] for schema_number in arrays.info_schemas.tolist()]
+        stored += [record[:size].tobytes() for size, record in zip(sizes, arrays.infos, strict=True)]
         # without addresses of objects, which differ
         failures = [(failure.env, re.sub("0x[0-9a-f]+", "0x", failure.text), failure.fatal) for failure in outcome.failures]
         fields = "infos", "observations", "finals", "results", "schemas", "warnings"

@@ -120,8 +120,8 @@ def count_compiled_rows(*shape: int) -> int:
     """Return the number of compiled writers that are made for two rows with observations of this shape."""
     box = fixed_tree(spaces.Box(-1, 1, shape))
     layout = Layout.for_spaces(box, None, 4, 1, final=False)
-    batch = layout.view(bytearray(layout.size))
-    return len(row_writer.make_compiled_rows(box.leaf, [leaf[1:3] for leaf in batch.observations], batch, slice(1, 3)))
+    arrays = layout.view(bytearray(layout.size))
+    return len(row_writer.make_compiled_rows(box.leaf, [leaf[1:3] for leaf in arrays.observations], arrays, slice(1, 3)))
 
 
 @pytest.mark.parametrize(("value", "expected"), [("", 2), ("0", 2), ("1", 0), ("yes", 0)])

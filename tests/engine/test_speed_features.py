@@ -518,7 +518,7 @@ def test_untimed_messages_are_extrapolated(monkeypatch: pytest.MonkeyPatch) -> N
     with ready_engine(make_numeric_env_fns(4), num_workers=0) as envs:
         for _ in range(1000):
             envs.step(np.zeros((4, 2), np.float32))
-        (env_steps,), (seconds,) = envs._driver.batch.worker_steps, envs._driver.batch.worker_time
+        (env_steps,), (seconds,) = envs._driver.arrays.worker_steps, envs._driver.arrays.worker_time
     messages = env_steps / 4
     assert 1000 - 31 <= messages <= 1000
     extra_readings = 8  # one message in 32 also reads the clock twice per environment; it counts for all 32
@@ -531,8 +531,8 @@ def test_steps_in_short_messages_are_counted_and_their_times_sampled() -> None:
     with ready_engine(make_numeric_env_fns(4), num_workers=2, batch_size=3) as envs:
         for _ in range(1000):
             envs.step(np.zeros((4, 2), np.float32))
-        batch = envs._driver.batch
-        env_steps, seconds = np.array(batch.worker_steps), np.array(batch.worker_time)
+        arrays = envs._driver.arrays
+        env_steps, seconds = np.array(arrays.worker_steps), np.array(arrays.worker_time)
         stats = envs.stats()
         assert stats["steps"] == 4000
         assert [2000 - 2 * 31 <= steps <= 2000 for steps in env_steps] == [True, True, False]
@@ -543,7 +543,7 @@ def test_steps_in_short_messages_are_counted_and_their_times_sampled() -> None:
             *_, infos = envs.recv()
             envs.send(np.zeros((3, 2), np.float32), infos["env_id"])
         envs.recv()
-        new_steps = float(batch.worker_steps.sum() - env_steps.sum())
+        new_steps = float(arrays.worker_steps.sum() - env_steps.sum())
         assert 4000 + 2999 <= envs.stats()["steps"] <= 4000 + 3000  # the last step may still be pending
     assert new_steps == pytest.approx(3000, rel=0.2)
 

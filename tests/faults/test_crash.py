@@ -390,11 +390,11 @@ def test_forked_copy_never_writes_into_rows(launch: Launch, call: str, exits: bo
     checker = RowChecker.start(envs)
     for step in range(5):
         checker.check_step([step, step], envs.step([step, step]))
-    batch = envs._driver.batch
-    before = [array.copy() for array in (envs.observations, batch.rewards, batch.terminations, batch.truncations)]
+    arrays = envs._driver.arrays
+    before = [array.copy() for array in (envs.observations, arrays.rewards, arrays.terminations, arrays.truncations)]
     (tmp_path / "go").touch()
     assert not still_running([int((tmp_path / "copy").read_text())], 10.0)
-    for old, new in zip(before, (envs.observations, batch.rewards, batch.terminations, batch.truncations), strict=True):
+    for old, new in zip(before, (envs.observations, arrays.rewards, arrays.terminations, arrays.truncations), strict=True):
         np.testing.assert_array_equal(old, new)
     checker.check_step([5, 5], envs.step([5, 5]))
     check_close(envs)

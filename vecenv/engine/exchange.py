@@ -3,8 +3,8 @@
 A signal handler can raise after any call and at any jump (see :mod:`vecenv.front.guard`). So the state is changed by a
 single store, or in a short block between ``state.changing = True`` and ``state.changing = False``, which never waits for a
 reply. An exception during a *wait* loses nothing, and the wait can be repeated. An exception in a *block* may lose a request
-or a result: ``changing`` stays set, every call but ``reset()`` raises ``ResetNeeded``, and ``reset()`` drops all pending
-requests. A block is no ``with`` statement, because an exception must leave ``changing`` set.
+or a result: ``changing`` stays set, and every guarded call raises ``ResetNeeded``, except a reset of all rows, which drops
+all pending requests. A block is no ``with`` statement, because an exception must leave ``changing`` set.
 
 Blocks queue messages, which are written afterwards: a write can wake a worker that then takes the caller's core for a whole
 step, and Ctrl-C in that time must not require a reset. Those that handle a failure also reap and start processes, and call
@@ -146,9 +146,10 @@ class Exchange:
                 changes.record_dropped(self.request.command, self.request.failures)
             self.request = None
             changes.drop_all()
-            if len(rows) < self.num_envs:  # the other rows are in the result, too
+            if len(rows) < self.num_envs:
+                # the result shows the other rows, too: without infos, and without what failing steps wrote
                 others = np.isin(np.arange(self.num_envs), rows, invert=True)
-                changes.batch.info_schemas[others], changes.batch.final[others] = NO_INFO, False
+                changes.arrays.info_schemas[others], changes.arrays.final[others] = NO_INFO, False
                 changes.rebuilder.last_good.restore(self.failures.failed.keys() - set(rows))
         changes.handle_undetected_deaths(rows)
         if (error := changes.replace_dead(rows)) is not None:
@@ -214,7 +215,7 @@ class Exchange:
 
         Raises:
             StepTimeout: Replies are late; the call stays pending.
-            Exception: The exception that the call raised in an environment.
+            Exception: The exception that the call raised in an environment, or the death of a worker.
         """
         request = self.request
         assert request is not None
@@ -244,12 +245,14 @@ class Exchange:
     def wait_until_idle(self) -> None:
         """Drop an interrupted call, and wait for all other replies.
 
-        Required before a reset of some rows, and with ``max_concurrency`` before one of all rows.
+        A reset of some rows overwrites their marks in ``SharedArrays.requested``. Workers read the marks when they execute
+        a message, so an earlier one would miss these rows.
 
-        A reset of some rows marks them in ``Batch.requested``, where workers read the rows of earlier messages only when
-        they execute them. A reset of all rows would drop held messages, so that only some rows would execute the request,
-        and would begin beside dropped steps. Both drop all results. ``StepTimeout`` names the method that fetches the
-        pending results, because the reset has not been submitted.
+        With ``max_concurrency``, a reset of all rows would drop held messages, so only some rows would execute the request.
+        It would also run beside dropped steps, which the limit does not count.
+
+        Raises:
+            StepTimeout: Replies are late. It names the method that fetches the pending results: nothing was reset.
         """
         self.drop_if_droppable()
         deadline = deadline_after(self.policy.step_timeout)
@@ -275,7 +278,12 @@ class Exchange:
         """Wait until ``count`` rows are ready; return ``False`` if the deadline passes first.
 
         From ``enough_from`` on, at the deadline, or if all rows in flight are ready, ``enough`` rows suffice (``None``:
-        ``count``). Raises the oldest exception in ``unraised``.
+        ``count``).
+
+        Raises:
+            NoAsyncCallError: Fewer than ``enough`` rows are in flight.
+            StepTimeout: There is no deadline, rows are missing after ``step_timeout``, and workers are not restarted.
+            Exception: The oldest exception in ``unraised``.
         """
         limit = self.policy.step_timeout if deadline is None else None
         deadline = deadline_after(limit) if deadline is None else deadline
@@ -327,7 +335,7 @@ class Exchange:
         if len(pool.written_to) < len(pool.processes) or pool.held:
             self.state.changing = True
             for worker in pool.queue_rest():
-                self.changes.handle_death(worker)  # there should be none (see its docstring)
+                self.changes.handle_death(worker)  # there should be none (see `handle_death`)
             self.changes.settle_for_recv()
             pool.release_held()
             self.state.changing = False
@@ -372,8 +380,8 @@ class Exchange:
         for position, index in enumerate(pool.wait_order):
             must_wait = position == 0  # most of the others have replied by then, so try to read first
             while (worker := processes[index]).pending:  # a dead worker may be replaced meanwhile
-                # Rows in flight: this is `recv`. Without any, `unraised` may still have an exception about rows that were
-                # returned since, which must not end the wait for a call.
+                # With rows in flight, this is `recv`. Without, `unraised` may have an exception about rows that were
+                # returned meanwhile, which must not end the wait for a call.
                 if changes.unraised and self.in_flight:
                     self.flush()  # rebuild messages, before the program handles the exception
                     return True
@@ -457,7 +465,7 @@ class Exchange:
     def _execute_local_message(self, local: LocalWorker) -> None:
         """Execute the next message to the caller's own share. An interrupted step leaves it in an undefined state."""
         op, seq, _ = local.unexecuted[0]
-        runs_call = op > LAST_STEP_OP  # faster than `is_call`; an interrupted call leaves the environments usable
+        runs_call = op > LAST_STEP_OP  # as `is_call`, but faster; an interrupted call leaves the environments usable
         if not runs_call:
             self.state.changing = True
         try:
@@ -494,7 +502,7 @@ class Exchange:
             error = self.pool.timeout_error(method, limit, late)
             self.failures.record_late(error, late)
             raise error
-        hanging = [worker for worker in late if not worker.deadline]
+        hanging = [worker for worker in late if not worker.deadline]  # the others are rebuilding: see `_kill_if_overdue`
         self._kill(hanging, f"it hung for more than {format_seconds(limit)}", limit)
         return self.pool.next_check(limit)
 
@@ -525,7 +533,7 @@ class Exchange:
         self.flush()
 
     def kill_pending(self, rows: Collection[int]) -> None:
-        """Kill the workers of these rows that have not replied to a message."""
+        """Kill those workers of these rows that have a message without a reply, apart from held messages."""
         busy = [worker for worker in self.pool.find_busy_workers() if not set(rows).isdisjoint(worker.rows)]
         self._kill(busy, "it was abandoned")
 

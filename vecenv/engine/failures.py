@@ -1,10 +1,10 @@
 """Records of failures, and the data for rebuilding failed rows. ``vecenv.engine.state_changes`` handles failures.
 
-A failed row cannot be used until its environment has been rebuilt. A reset rebuilds it; with ``on_failure="restart"``, so
-does the step in which it failed or its next step.
+A failed row cannot be used until its environment has been rebuilt. A reset rebuilds it, and so does a load, unless its
+worker died. With ``on_failure="restart"``, the call in which it failed or its next step does.
 
-The episode of a restarted row ends with reward 0 and truncation; its info has ``restarted``, and ``final_obs`` is its last
-good observation. Then the row continues as the autoreset mode requires.
+If a step rebuilds a row, its episode ends with reward 0 and truncation; its info has ``restarted``, and ``final_obs`` is its
+last good observation. Then the row continues as the autoreset mode requires.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vecenv.link.infos import NO_INFO, InfoReader
 from vecenv.link.messages import Failure, PackedError, name_envs, notes_about_others, pack_error, summary, unpack_error
 from vecenv.link.observations import SharedStore, Store, flatten
 from vecenv.planning.options import OnFailure, Restart
-from vecenv.shm import Batch
+from vecenv.shm import SharedArrays
 from vecenv.shm.layout import Tree
 from vecenv.system.reporting import RestartLog, log_error
 from vecenv.system.restart_budget import RestartBudget
@@ -46,14 +46,14 @@ class FailureLog:
     """The log of one engine's failures.
 
     Attributes:
-        errors: The latest records, oldest first.
-        num_errors: The number of all records.
+        errors: The latest 1,000 records, oldest first.
+        num_errors: The number of all records so far.
         failed: Row -> description of the failure, for rows that have to be rebuilt.
         deaths: Row -> the death of its worker, for failed rows of dead workers, even after the worker was replaced.
         restart_counted: Failed rows with a restart that the budget has counted: another attempt, after no process could be
             started or an observer raised, is not counted again. A failure during the rebuild is.
         restarts: The number of restarts.
-        restart_log: The log lines about restarts.
+        restart_log: Writes the log lines about restarts.
         notes: Row -> the observers' notes about its latest failure.
         observers: The observers of the engine.
     """
@@ -295,7 +295,10 @@ class LastGoodObservations:
         return self._tree.map(lambda leaf: leaf[row].copy(), self._batch)
 
     def restore(self, rows: Iterable[int]) -> None:
-        """Restore the kept observations, or zeros: failing environments may have overwritten parts of the current ones."""
+        """Restore the kept observations: failing environments may have overwritten parts of the current ones.
+
+        A row without one becomes zeros in a shared store, and stays as it is in others.
+        """
         for row in rows:
             if (last := self.copy_row(row)) is not None:
                 self._store.set_row(row, last)
@@ -309,7 +312,7 @@ class Rebuilder:
     Args:
         policy: The options for handling failures.
         failures: The log of failures.
-        batch, store, infos: The results, observations and infos of the rows.
+        arrays, store, infos: The results, observations and infos of the rows.
         tree: The structure of an observation; ``None`` if it has no fixed size.
         mode: The autoreset mode.
         counters: The numbers of steps and resets.
@@ -320,14 +323,14 @@ class Rebuilder:
     """
 
     def __init__(
-        self, policy: Policy, failures: FailureLog, batch: Batch, store: Store, infos: InfoReader, tree: Tree | None,
+        self, policy: Policy, failures: FailureLog, arrays: SharedArrays, store: Store, infos: InfoReader, tree: Tree | None,
         mode: AutoresetMode, counters: Counters,
     ) -> None:  # fmt: skip
-        num_envs = len(batch.rewards)
+        num_envs = len(arrays.rewards)
         self.budget = RestartBudget(policy.restart_limit, policy.restart_period, lambda: counters.steps / num_envs)
         self.last_good = LastGoodObservations(store, tree, num_envs)
         self.seeds = np.random.SeedSequence()
-        self._failures, self._batch, self._store, self._infos, self._mode = failures, batch, store, infos, mode
+        self._failures, self._arrays, self._store, self._infos, self._mode = failures, arrays, store, infos, mode
 
     def count_restarts(
         self, rows: Iterable[int], workers: Sequence[Worker], budget: RestartBudget | None = None
@@ -407,8 +410,8 @@ class Rebuilder:
         return seeds, select_options(request.options, rows), stepping and self._mode is AutoresetMode.NEXT_STEP
 
     def end_episodes(self, request: Request, rows: Sequence[int]) -> None:
-        """Write the results of rebuilt rows: truncated, with the last good observations, as docs/failures.md describes."""
-        batch, stepping = self._batch, request.command == "step"
+        """Write the results of rebuilt rows. Those of a step are truncated steps, as docs/failures.md describes."""
+        arrays, stepping = self._arrays, request.command == "step"
         same_step = self._mode is AutoresetMode.SAME_STEP
         request.may_have_infos = True
         for row in rows:
@@ -418,9 +421,9 @@ class Rebuilder:
                 info = {**(request.infos.get(row) or self._infos.row_info(row)), **info}
             request.infos[row] = info
             request.finals.pop(row, None)
-            batch.info_schemas[row], batch.final[row] = NO_INFO, False
+            arrays.info_schemas[row], arrays.final[row] = NO_INFO, False
             if stepping:
-                batch.rewards[row], batch.terminations[row], batch.truncations[row] = 0.0, False, True
+                arrays.rewards[row], arrays.terminations[row], arrays.truncations[row] = 0.0, False, True
                 if last is not None:
                     request.finals[row] = last
                     if not same_step:  # the result shows the old episode

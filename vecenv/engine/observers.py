@@ -93,8 +93,8 @@ class Observer(Protocol):
         If a worker's environment raises in a request that was dropped, only ``envs.errors`` reports it.
 
         Args:
-            rows: Indices of the environments: one that raised, or all of a worker that died, beginning with the running one.
-                Empty if a step raised and every environment can continue, as when an info could not be pickled.
+            rows: Indices of the environments: one that raised, or all of a worker that died or of workers that are late,
+                running ones first. Empty if a step raised but its environment can continue, as after an unpicklable info.
             error: The exception. A :class:`~vecenv.errors.StepTimeout` means that they exceeded ``step_timeout``, and
                 may still reply.
             worker_died: True if ``error`` is a :class:`~vecenv.errors.WorkerDied`.

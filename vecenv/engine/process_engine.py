@@ -34,7 +34,7 @@ from vecenv.link.envs import WorkerPlan
 from vecenv.link.infos import InfoReader, WorkerInfos
 from vecenv.link.messages import Op, name_envs
 from vecenv.link.observations import Store, require_fitting_observation
-from vecenv.shm import Arena, Batch, Layout
+from vecenv.shm import Arena, Layout, SharedArrays
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot, Snapshots, name_loaded, parse_snapshots
 from vecenv.state.vector_state import pack_state, read_state
@@ -61,7 +61,7 @@ class Engine(WorkerDriver):
 
     Attributes:
         exchange: The exchange of messages, which holds the pending request.
-        mismatches: (env, name, repr) of each space that differs from the first environment's.
+        mismatches: (env, kind, repr) of each space that does not match; see :meth:`vecenv.link.envs.Expected.find_mismatch`.
         mode: The autoreset mode.
         rebuilder: The data for rebuilding failed rows.
         verified: Rows that were found to continue exactly from a snapshot.
@@ -75,7 +75,7 @@ class Engine(WorkerDriver):
     stage: ActionStage
 
     def __init__(
-        self, env_fns: Sequence[Callable[[], Any]], layout: Layout, make_store: Callable[[Arena, Batch], Store],
+        self, env_fns: Sequence[Callable[[], Any]], layout: Layout, make_store: Callable[[Arena, SharedArrays], Store],
         plan: WorkerPlan, options: PoolOptions, policy: Policy, num_workers: int, caller_share: int,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -87,19 +87,19 @@ class Engine(WorkerDriver):
         self.observers: list[Observer] = []
         self.verified: set[int] = set()
         self.arena = Arena(layout.size)
-        batch = self.batch = layout.view(self.arena.buffer)
-        self.store = make_store(self.arena, batch)
-        self.info_reader = InfoReader(batch.info_schemas, batch.infos)
+        arrays = self.arrays = layout.view(self.arena.buffer)
+        self.store = make_store(self.arena, arrays)
+        self.info_reader = InfoReader(arrays.info_schemas, arrays.infos)
         self._no_infos = WorkerInfos(self.info_reader, None, self.num_envs, {}, {})
         self.failures = FailureLog(self.observers, logs_like_gymnasium=policy.logs_like_gymnasium)
         self.rebuilder = Rebuilder(
-            policy, self.failures, batch, self.store, self.info_reader, layout.observations, self.mode, self.counters
+            policy, self.failures, arrays, self.store, self.info_reader, layout.observations, self.mode, self.counters
         )
         if not options.placements:
             options.placements, options.caller_spin = placements(num_workers)
-        self.pool = WorkerPool(plan, self.arena, batch, options, policy)
+        self.pool = WorkerPool(plan, self.arena, arrays, options, policy)
         changes = StateChanges(
-            self.pool, policy, self.failures, self.rebuilder, batch, self.store, self.info_reader, self.counters
+            self.pool, policy, self.failures, self.rebuilder, arrays, self.store, self.info_reader, self.counters
         )
         self.exchange = Exchange(self.state, changes)
         try:
@@ -114,7 +114,7 @@ class Engine(WorkerDriver):
     ) -> list[tuple[int, str, str]]:
         local = None
         if caller_share:
-            env_rows = make_rows(env_fns[:caller_share], 0, num_workers, plan, self.batch, in_caller=True)
+            env_rows = make_rows(env_fns[:caller_share], 0, num_workers, plan, self.arrays, in_caller=True)
             local = LocalWorker(num_workers, range(caller_share), env_rows)
         shares = split_evenly(caller_share, self.num_envs, num_workers) if num_workers else []
         ready_messages = self.pool.start([(rows, env_fns[rows.start : rows.stop]) for rows in shares], local)
@@ -187,7 +187,7 @@ class Engine(WorkerDriver):
                 break
             exchange.settle_request(request)
             exchange.flush()  # write the messages that rebuild the failed rows, then wait for the replies
-        batch = self.batch
+        arrays = self.arrays
         infos: RowInfos | dict[Any, Any] = self._read_infos(request) if request.may_have_infos else {}
         try:
             observations = self.store.batch(self.copies)
@@ -199,7 +199,7 @@ class Engine(WorkerDriver):
             exchange.changes.count_results(request)
             self.state.changing = False
             raise
-        result = observations, batch.rewards.copy(), batch.terminations.copy(), batch.truncations.copy(), infos
+        result = observations, arrays.rewards.copy(), arrays.terminations.copy(), arrays.truncations.copy(), infos
         if self.observers:
             row_infos = infos or self._no_infos
             is_step = request.command == "step"
@@ -210,7 +210,7 @@ class Engine(WorkerDriver):
                 observer.on_result(None, observed)
         self.state.changing = True  # until the guard has returned the result
         exchange.request, self.last_received = None, self._all_rows
-        if request.command == "step" and not exchange.changes.not_stepped:  # the usual case
+        if request.command == "step" and not exchange.changes.not_stepped:  # a shortcut of `count_results`
             self.counters.steps += self.num_envs
         else:
             exchange.changes.count_results(request)
@@ -220,15 +220,15 @@ class Engine(WorkerDriver):
 
     def _read_infos(self, request: Request) -> RowInfos:
         finals: Mapping[int, Any] = request.finals
-        if self.batch.final_observations is not None:
-            ended = self.batch.final
+        if self.arrays.final_observations is not None:
+            ended = self.arrays.final
             if b"\1" in ended.tobytes():  # 10x faster than `any()`
                 finals = self._shared_finals(np.flatnonzero(ended).tolist()) | request.finals
         return WorkerInfos(self.info_reader, None, self.num_envs, request.infos, finals)
 
     def _shared_finals(self, rows: Iterable[int]) -> dict[int, Any]:
         """Return the final observations that lie in shared memory, by row."""
-        tree, leaves, flags = self.layout.observations, self.batch.final_observations, self.batch.final
+        tree, leaves, flags = self.layout.observations, self.arrays.final_observations, self.arrays.final
         if tree is None or leaves is None:
             return {}
         return {row: tree.build(iter([leaf[row].copy() for leaf in leaves])) for row in rows if flags[row]}
@@ -252,6 +252,7 @@ class Engine(WorkerDriver):
 
         Raises:
             NoAsyncCallError: Too few rows are in flight.
+            AlreadyPendingCallError: A step or a call is pending that only another method can fetch.
             StepTimeout: The rows did not finish within ``step_timeout``.
             Exception: The exception of an environment, or the death of a worker; rows that did not fail stay ready.
         """
@@ -265,7 +266,7 @@ class Engine(WorkerDriver):
         row_list = exchange.ready[:count]
         in_order = row_list == self._all_row_list  # copying whole arrays is faster
         rows = self._all_rows if in_order else np.array(row_list, np.intp)
-        batch = self.batch
+        arrays = self.arrays
         try:
             if in_order:
                 observations = self.store.batch(copy=True) if self.copies else self.store.copy()
@@ -279,7 +280,7 @@ class Engine(WorkerDriver):
             self.state.changing = False
             raise
         infos = self._read_row_infos(row_list, rows)
-        columns = batch.rewards, batch.terminations, batch.truncations
+        columns = arrays.rewards, arrays.terminations, arrays.truncations
         result = observations, *[each.copy() if in_order else each[rows] for each in columns], infos
         for observer in self.observers:
             observer.on_result(rows, result)
@@ -294,7 +295,7 @@ class Engine(WorkerDriver):
 
     def _read_row_infos(self, row_list: list[int], rows: Array) -> RowInfos:
         changes = self.exchange.changes
-        finals: dict[int, Any] = {} if self.batch.final_observations is None else self._shared_finals(row_list)
+        finals: dict[int, Any] = {} if self.arrays.final_observations is None else self._shared_finals(row_list)
         infos: dict[int, Any] = {}
         if changes.ready_infos or changes.ready_finals:
             infos = {row: changes.ready_infos[row] for row in row_list if row in changes.ready_infos}
@@ -381,6 +382,7 @@ class Engine(WorkerDriver):
         Raises:
             NotRestorable: An environment cannot be saved, or its worker died meanwhile.
             EnvFailed: The death of a worker was already known.
+            StepTimeout: Workers did not finish earlier steps for ``recv`` within ``step_timeout``.
         """
         exchange, rows = self.exchange, range(self.num_envs)
         exchange.send_call("save", Op.SAVE, _select_positions(rows))
@@ -462,7 +464,7 @@ class Engine(WorkerDriver):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def kill_pending(self, rows: Collection[int]) -> None:
-        """Kill the workers of these rows that have pending messages."""
+        """Kill those workers of these rows that have pending messages, apart from held ones."""
         self.exchange.kill_pending(rows)
 
     def timeout_error(self, method: str, timeout: Any) -> StepTimeout:
@@ -487,7 +489,7 @@ class Engine(WorkerDriver):
     def _compute_stats(self) -> dict[str, float]:
         return {
             **super()._compute_stats(),
-            **measure_workers(self.batch),
+            **measure_workers(self.arrays),
             "restarts": float(self.failures.restarts),
             "errors": float(self.failures.num_errors),
             "bytes_pickled": float(sum(worker.channel.bytes_pickled for worker in self.pool.processes)),
@@ -516,7 +518,7 @@ class Engine(WorkerDriver):
         self.observers.clear()
         closed_in_child.discard(self)
         for owner in (self, self.exchange.changes):  # memory is unmapped once the program holds no array that refers to it
-            for name in ("arena", "batch", "store", "info_reader", "_no_infos", "rebuilder", "stage"):
+            for name in ("arena", "arrays", "store", "info_reader", "_no_infos", "rebuilder", "stage"):
                 owner.__dict__.pop(name, None)
 
 

@@ -41,7 +41,7 @@ def is_wanted() -> bool:
 
 
 def process_state(pid: int) -> tuple[str, int] | None:
-    """Return the kernel's letter for the state of a process, and its start time; ``None`` if there is no such process."""
+    """Return the letter for a process's state and its start time, from ``/proc``; ``None`` if it is not listed there."""
     with suppress_os_errors(IndexError, ValueError):
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return words[0], int(words[19])
@@ -57,7 +57,7 @@ class PublishedWorker:
         kind: ``"process"``, or ``"caller"`` for the environments that the program steps itself.
         pid, started: The id of the process, and its start time in kernel ticks (-1 if the process has ended).
         first, last: The first and the last of its environments.
-        restarts: The number of times its process was replaced.
+        restarts: The number of times its process was replaced since the first write.
         steps, seconds: Steps of its environments, and the seconds spent in them.
         slowest_env, slowest_seconds: The environment that took longest in its latest sampled step, and the duration of that
             step; -1 and 0 before the first sample.

@@ -76,7 +76,7 @@ class Request:
         deaths: The deaths of workers with a pending message of this request.
         lost: The rows of the messages that got no reply because of these deaths.
         rebuilding: Row that is being rebuilt -> its last good observation if the request is a step, otherwise ``None``.
-        repeated: Rows for which the reset was repeated with the same seed.
+        repeated: Rows for which the reset was repeated, with the same seed if it had one.
     """
 
     rows: Sequence[int] | None = None

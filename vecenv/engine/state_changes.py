@@ -41,7 +41,7 @@ from vecenv.link.messages import (
     pack_head,
 )
 from vecenv.link.observations import Store
-from vecenv.shm import Batch
+from vecenv.shm import SharedArrays
 from vecenv.system.reporting import warn
 from vecenv.system.signals import deferred_signals
 
@@ -61,7 +61,7 @@ class StateChanges:
     Args:
         pool: The workers.
         policy, failures, rebuilder: The handling of failures, their log, and the restarts.
-        batch, store, info_reader: The results, observations and infos that workers write.
+        arrays, store, info_reader: The results, observations and infos that workers write.
         counters: The numbers of steps and resets that were returned.
 
     Attributes:
@@ -77,11 +77,11 @@ class StateChanges:
     """
 
     def __init__(
-        self, pool: WorkerPool, policy: Policy, failures: FailureLog, rebuilder: Rebuilder, batch: Batch, store: Store,
-        info_reader: InfoReader, counters: Counters,
+        self, pool: WorkerPool, policy: Policy, failures: FailureLog, rebuilder: Rebuilder, arrays: SharedArrays,
+        store: Store, info_reader: InfoReader, counters: Counters,
     ) -> None:  # fmt: skip
         self.pool, self.policy, self.failures, self.rebuilder, self.counters = pool, policy, failures, rebuilder, counters
-        self.batch, self.store, self.info_reader, self.num_envs = batch, store, info_reader, len(batch.rewards)
+        self.arrays, self.store, self.info_reader, self.num_envs = arrays, store, info_reader, len(arrays.rewards)
         self._seq = 0  # the number of the latest message
         self.in_flight: set[int] = set()
         self.ready: list[int] = []
@@ -101,14 +101,17 @@ class StateChanges:
         return self._seq
 
     def add(self, worker: Worker, op: int, rows: Sequence[int], request: Request, payload: Any) -> None:
-        """Add a pending message with a new number and queue it. For all rows of the worker, ``*_SOME`` loses its suffix."""
+        """Add a pending message with a new number, and queue it.
+
+        ``STEP_SOME`` or ``RESET_SOME`` for all rows of the worker becomes ``STEP`` or ``RESET``.
+        """
         if self.store.in_use and not is_call(op):
             self.store.renew()
         seq, rebuilds = self.next_number(), op == Op.REBUILD_SOME
         if len(rows) == len(worker.rows) and not rebuilds:
             op = _FOR_ALL_ROWS.get(op, op)
         else:
-            self.batch.requested[rows] = seq  # marks the rows of this message for the worker
+            self.arrays.requested[rows] = seq  # marks the rows of this message for the worker
         request.remaining += 1
         worker.pending.append((pack_head(REBUILT if rebuilds else PLAIN_REPLY, seq), rows, request))
         if rebuilds:
@@ -126,7 +129,8 @@ class StateChanges:
             if worker.pending:
                 worker.dropped.update((number_of(reply), request.command) for reply, _, request in worker.pending)
                 worker.pending.clear()
-            self.set_deadline(worker)  # of one that is still starting: `replace_dead` may have been interrupted
+            # now only a starting worker has a deadline, even if `replace_dead` was interrupted before it set one
+            self.set_deadline(worker)
         self.pool.drop_outside_channels()
 
     def record_dropped(self, command: str, failures: Iterable[tuple[Failure, Worker]]) -> None:
@@ -150,8 +154,8 @@ class StateChanges:
 
     def put_reset_in_flight(self, rows: Sequence[int]) -> None:
         """Put the rows of a reset in flight, so that ``recv`` returns them."""
-        batch = self.batch
-        batch.rewards[rows], batch.terminations[rows], batch.truncations[rows] = 0.0, False, False
+        arrays = self.arrays
+        arrays.rewards[rows], arrays.terminations[rows], arrays.truncations[rows] = 0.0, False, False
         self.in_flight.update(rows)
         self.resetting.update(rows)
 
@@ -172,7 +176,7 @@ class StateChanges:
         self.settle_for_recv()
 
     def _make_ready(self, request: Request, rows: Sequence[int]) -> None:
-        """Make rows with a reply ready for ``recv``, except for those that failed, which are settled later."""
+        """Make rows with a reply ready for ``recv``, except those that :meth:`settle_for_recv` rebuilds or raises for."""
         if request.failures or request.deaths:
             self._note_unsettled(request)
             failed = self._find_rows_to_settle(request)
@@ -268,7 +272,7 @@ class StateChanges:
     def apply(self, worker: Worker, number: bytes, outcome: Outcome | None, may_have_infos: bool) -> None:
         """Apply a reply to its request. ``number`` is the sequence number in bytes, as in the head of a message.
 
-        ``outcome`` is the pickled part of the reply. ``may_have_infos`` is False if the reply is plain.
+        ``outcome`` is the payload of the reply, if it has one. ``may_have_infos`` is False if the reply is plain.
         """
         if outcome is not None:
             self.info_reader.learn(outcome.schemas)  # even for a dropped request: a worker rarely repeats them
@@ -352,7 +356,7 @@ class StateChanges:
         return error, failed
 
     def _lacks_reset(self, request: Request) -> bool:
-        """True if the environments that raised in a step have never been reset, stepped or loaded before."""
+        """True if environments raised in a step before any reset, and without an earlier step or load."""
         if request.command != "step" or self.counters.resets or request.deaths or request.rebuilding:
             return False
         return all(self.rebuilder.last_good.copy_row(failure.env) is None for failure, _ in request.failures)
@@ -452,5 +456,5 @@ class StateChanges:
 
 
 def _with_columns(expected_reply: bytes) -> bytes:
-    """Return the reply in place of a plain one if there are infos or final observations."""
+    """Return an expected plain reply with the code COLUMNS; return the expected reply to a rebuild unchanged."""
     return _COLUMNS_REPLY + expected_reply[1:] if expected_reply[0] == PLAIN_REPLY else expected_reply

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from vecenv.engine.worker_process import LocalWorker, Worker
-from vecenv.shm import Batch
+from vecenv.shm import SharedArrays
 
 
-def measure_workers(batch: Batch) -> dict[str, float]:
+def measure_workers(arrays: SharedArrays) -> dict[str, float]:
     """Return the mean and longest step time in seconds, and the share of the workers' time spent waiting for the busiest."""
-    total_steps = float(batch.worker_steps.sum())
-    num_active = int(np.count_nonzero(batch.worker_steps))  # the caller has an entry even if it steps no environments
-    total_seconds = float(batch.worker_time.sum())
-    per_worker = batch.worker_time / np.maximum(batch.worker_steps, 1.0)
-    times = batch.step_time[batch.step_time > 0]
-    busiest = float(batch.worker_time.max())
+    total_steps = float(arrays.worker_steps.sum())
+    num_active = int(np.count_nonzero(arrays.worker_steps))  # the caller has an entry even if it steps no environments
+    total_seconds = float(arrays.worker_time.sum())
+    per_worker = arrays.worker_time / np.maximum(arrays.worker_steps, 1.0)
+    times = arrays.step_time[arrays.step_time > 0]
+    busiest = float(arrays.worker_time.max())
     return {
         "step_time_mean": total_seconds / max(total_steps, 1.0),
         "step_time_slowest_env": float(times.max()) if len(times) else float(per_worker.max()),
@@ -51,17 +51,17 @@ class WorkerStats:
     slowest_seconds: float
 
 
-def worker_stats(workers: Iterable[Worker], batch: Batch) -> list[WorkerStats]:
+def worker_stats(workers: Iterable[Worker], arrays: SharedArrays) -> list[WorkerStats]:
     """Return the current statistics of these workers, ordered by index, from their counters in shared memory."""
-    return sorted((_measure_worker(worker, batch) for worker in workers), key=lambda worker: worker.index)
+    return sorted((_measure_worker(worker, arrays) for worker in workers), key=lambda worker: worker.index)
 
 
-def _measure_worker(worker: Worker, batch: Batch) -> WorkerStats:
+def _measure_worker(worker: Worker, arrays: SharedArrays) -> WorkerStats:
     first, last = int(worker.rows[0]), int(worker.rows[-1])
-    times = batch.step_time[first : last + 1]
+    times = arrays.step_time[first : last + 1]
     slowest = int(times.argmax())
     return WorkerStats(
         worker.index, worker.pid, isinstance(worker, LocalWorker), range(first, last + 1),
-        steps=float(batch.worker_steps[worker.index]), seconds=float(batch.worker_time[worker.index]),
+        steps=float(arrays.worker_steps[worker.index]), seconds=float(arrays.worker_time[worker.index]),
         slowest_env=first + slowest if times[slowest] else None, slowest_seconds=float(times[slowest]),
     )  # fmt: skip

@@ -119,9 +119,9 @@ class Submissions:
 
         Returns:
             ``(request, result, error)``. A result is ``(observation, reward, terminated, truncated, info)`` for a step,
-            ``(observation, info)`` for a reset, the value of a call, a snapshot, or the loaded observation. An error is
-            ``WorkerDied``, ``EnvFailed`` with the environment's exception as ``__cause__`` (for a step or reset), or the
-            environment's exception itself.
+            ``(observation, info)`` for a reset, the value of a call, a snapshot, the loaded observation, or ``None``. An
+            error is ``WorkerDied``, ``EnvFailed`` with the environment's exception as ``__cause__`` (for a step or reset),
+            or the environment's exception itself.
         """
         ended_by_worker: dict[WorkerProcess, bool] = {}
         for key, _ in self._selector.select(0):
@@ -183,7 +183,7 @@ class Submissions:
             return None, error
 
     def _read(self, request: Request, row: int) -> Any:
-        changes, batch = self._changes, self._changes.batch
+        changes, arrays = self._changes, self._changes.arrays
         if request.command not in ("step", "reset"):
             result = request.results.get(row)
             return result if request.convert_result is None else request.convert_result(result)
@@ -196,8 +196,8 @@ class Submissions:
             changes.counters.resets += 1
             return observation, info
         changes.counters.steps += count_steps(info)
-        flags = bool(batch.terminations[row]), bool(batch.truncations[row])
-        return observation, float(batch.rewards[row]), *flags, info
+        flags = bool(arrays.terminations[row]), bool(arrays.truncations[row])
+        return observation, float(arrays.rewards[row]), *flags, info
 
     def _accept_loaded(self, row: int, snapshot: Snapshot, _: Any) -> Any:
         self._engine.accept_loaded(row, snapshot)
@@ -223,6 +223,7 @@ class Submissions:
             A request that is finished when the process is ready, or has died.
 
         Raises:
+            ValueError: The worker is alive.
             RestartsExhausted: The budget is exhausted.
             OSError: The system lacks resources at the moment. Further attempts are not counted again.
         """

@@ -2,7 +2,7 @@
 
 It accepts the arguments of ``gymnasium.vector.AsyncVectorEnv`` in the same order, and has the same attributes, phases and
 errors. It differs where Gymnasium's class fails: no step returns the result of another, a failed environment does not end
-the others, and ``close()`` always returns. :mod:`vecenv.front.vector_env` handles seeds, masks, actions, infos and copies.
+the others, and ``close()`` always returns. :mod:`vecenv.front.vector_env` checks arguments and merges infos.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from vecenv.planning.options import (
 from vecenv.planning.plan import Plan, workers_and_share
 from vecenv.planning.probe import EnvProbe
 from vecenv.recording.recorder import FlightRecorder, Recorder
-from vecenv.shm import Arena, Batch, Layout, fixed_tree
+from vecenv.shm import Arena, Layout, SharedArrays, fixed_tree
 from vecenv.shm.lending import Lender, count_spare_batches
 from vecenv.system.cores import bound_placements, usable_cores
 from vecenv.system.generators import GeneratorsOption
@@ -100,19 +100,20 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         shared_memory: Keep observations of fixed size in shared memory and pickle all others. ``False`` pickles every
             observation. By default, observations of custom spaces are pickled, with a warning; an explicit ``True`` rejects
             such spaces, as in Gymnasium.
-        copy: Return observations that belong to the program. Since Linux 5.14, batches of 64 KB or more are lent instead of
-            copied, with the same effect, and memory for four batches is reserved. With ``False`` the same writeable arrays
-            are returned every time and change while environments step.
+        copy: Return observations that belong to the program. Since Linux 5.14, batches of 64 KB or more are usually lent
+            instead of copied, with the same effect, and memory for four batches is reserved. With ``False`` the same
+            writeable arrays are returned every time and change while environments step.
         context: Start method (``"fork"``, ``"spawn"``, ``"forkserver"``) or ``None`` for the process default.
         daemon: Make the workers daemonic, so that they may not have ``multiprocessing`` children of their own.
         worker: A custom worker function; the result is then an object of Gymnasium's own class.
         observation_mode: ``"same"``, ``"different"``, or (batched space, single space).
         autoreset_mode: ``AutoresetMode`` or its string value.
         max_concurrency: The maximum number of environments that run ``reset`` or ``step`` at once. Not with ``env_threads``.
-        num_workers: ``None``: one process per environment. An int: that many processes, each with a contiguous share of the
-            environments. ``"auto"``: the number that is fastest on this machine. Temporary processes time at most 64 steps
-            and check whether environments may share a process; if not, each gets its own (see ``docs/workers.md``). 0: no
-            processes, for debugging.
+        num_workers: ``None``: one process per environment; with ``use_caller=True``, one per core except the caller's. An
+            int: that many processes, at most one per environment, each with a contiguous share of the environments.
+            ``"auto"``: the number that is fastest on this machine. Temporary processes time at most 64 steps and check
+            whether environments may share a process; if not, each gets its own (see ``docs/workers.md``). 0: no processes,
+            for debugging.
         use_caller: Let the calling process step a share of the environments itself. This is fastest, but a crash of one of
             them ends the program, so use it for environments that you would trust in ``SyncVectorEnv``. ``None``: only
             if ``num_workers="auto"`` estimates that it is more than 10% faster. ``False``: never. ``True`` with ``"auto"``:
@@ -138,7 +139,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
 
     Raises:
         RuntimeError: The spaces of an environment do not match those of the others; the message names the environment.
-        ValueError: An option is invalid; the message names the accepted values.
+        TypeError, ValueError: An argument is invalid; the message names the accepted values.
         ArenaError: There is not enough memory; nothing was started.
         NotImplementedError: Worker processes were requested on a system without support for them, such as Windows.
         StartupTimeout, WorkerDied: A worker did not become ready. Nothing is left running.
@@ -245,7 +246,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         try:
             self._pool = engine.pool
             engine.stage = ActionStage(
-                self.single_action_space, self.action_space, self.num_envs, engine.layout.actions, engine.batch.actions
+                self.single_action_space, self.action_space, self.num_envs, engine.layout.actions, engine.arrays.actions
             )
             self._check_spaces()
             self._open(engine)
@@ -288,11 +289,11 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             spare_batches=count_spare_batches(observations, self.num_envs) if copy and self.num_workers else 0,
         )  # fmt: skip
 
-        def make_store(arena: Arena, batch: Batch) -> Store:
-            if observations is not None and batch.observations is not None:
-                if batch.spare_observations:
-                    return LendingStore(observations, batch, Lender(arena, layout))
-                return SharedStore(observations, batch.observations)
+        def make_store(arena: Arena, arrays: SharedArrays) -> Store:
+            if observations is not None and arrays.observations is not None:
+                if arrays.spare_observations:
+                    return LendingStore(observations, arrays, Lender(arena, layout))
+                return SharedStore(observations, arrays.observations)
             return registered or PickledStore(self.single_observation_space, self.num_envs)
 
         plan = WorkerPlan(
@@ -437,9 +438,9 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
     def publish_stats(self, name: str | None = None) -> None:
         """Publish the workers' statistics for ``vecenv top``, run by the same user on this machine, until :meth:`close`.
 
-        The environment variable ``VECENV_TOP=1`` does the same for a whole program, from the first reset or load on. The
-        program writes a small file, twice a second while results are returned, into ``$XDG_RUNTIME_DIR/vecenv`` or the
-        user's own folder under the temporary directory, where no other user can read it. Linux only.
+        The environment variable ``VECENV_TOP=1`` does the same for a whole program, from the first reset, save or load on.
+        The program writes a small file, up to twice a second while results are returned, into ``$XDG_RUNTIME_DIR/vecenv`` or
+        the user's own folder under the temporary directory, where no other user can read it. Linux only.
 
         Args:
             name: The name to show; default: the environments' id.
@@ -466,7 +467,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         """
         if self.closed:
             raise_unusable(self)
-        return worker_stats(self._pool.workers, self._driver.batch)
+        return worker_stats(self._pool.workers, self._driver.arrays)
 
     def _begin_reset(self, seed: Any, options: ResetOptions, env_id: Any) -> None:
         super()._begin_reset(seed, options, env_id)
@@ -504,8 +505,8 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
 
         Args:
             timeout: Seconds for a pending result and for the environments' own ``close()``; then workers are killed.
-                Default: a minute, and ``step_timeout`` for a pending step or reset; or a second if a worker was late before,
-                an earlier ``close()`` was interrupted, or this one interrupts a call of the same thread.
+                Default: a minute, and ``step_timeout`` for a pending step or reset; or a second if a worker was late before
+                or is stopped, an earlier ``close()`` was interrupted, or this one interrupts a call of the same thread.
             terminate: Kill the workers at once, without calling the environments' ``close()``.
         """
         if self.closed:

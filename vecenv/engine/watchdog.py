@@ -1,8 +1,8 @@
-"""Logs requests that take very long, in programs that set no timeout.
+"""Logs requests that take very long, unless ``step_timeout`` limits them.
 
-Without a timeout, a wait may never end. There is no thread for this: every few seconds, a waiting process checks the
-requests that its workers are executing, and logs those that have not changed for a minute (logger ``vecenv``). So a step
-costs nothing extra, and nothing is logged while the program is not waiting.
+Without a limit, a wait may never end. There is no thread for this: every few seconds, a waiting process checks the requests
+that its workers are executing, and logs those that have not changed for a minute, and again for ten (logger ``vecenv``). So
+a step costs nothing extra, and nothing is logged while the program is not waiting.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from vecenv.link.messages import (
     number_of,
     pack_head,
 )
-from vecenv.shm import Arena, Batch
+from vecenv.shm import Arena, SharedArrays
 from vecenv.system.cores import Placement, SpinPolicy
 from vecenv.system.descendants import end_marked, new_token
 from vecenv.system.descriptors import DescriptorOwner, require_descriptors, too_few_descriptors_error
@@ -94,7 +94,7 @@ class WorkerPool:
     Args:
         plan: The settings that all workers share.
         arena: The shared memory.
-        batch: Views of the shared memory.
+        arrays: Views of the shared memory.
         options: The options of the worker processes.
         policy: The policy for failures, with the time limits.
 
@@ -107,9 +107,9 @@ class WorkerPool:
         written_to: One entry for each process, from the first, to which :meth:`write_to_all` has written the latest message
             to all. Only its length matters: below that of ``processes``, a part of this message is in no channel. It is a
             list because ``list.extend`` keeps the entries added before an exception.
-        held: Messages that wait until fewer than ``max_concurrency`` sent ones have no reply: (worker, bytes, False if the
-            message waits only for held ones before it).
-        seconds_waited: The total time of all waits.
+        held: Messages that wait until fewer than ``max_concurrency`` sent ones have no reply: (worker, bytes,
+            ``makes_busy``), where the last is False for a call, which waits only for held messages before it.
+        seconds_waited: The total time of all waits for replies.
         started: Every process that was started and has not been joined.
         closing: True once ``close()`` has begun.
         is_child_copy: True in a forked child, which has no workers.
@@ -118,10 +118,10 @@ class WorkerPool:
     # class attributes, because objects with more than 30 attributes of their own are slower
     is_child_copy = closing = released = False
 
-    def __init__(self, plan: WorkerPlan, arena: Arena, batch: Batch, options: PoolOptions, policy: Policy) -> None:
+    def __init__(self, plan: WorkerPlan, arena: Arena, arrays: SharedArrays, options: PoolOptions, policy: Policy) -> None:
         self._plan, self._options, self._start_timeout = plan, options, policy.start_timeout
         self._arena: Arena | None = arena
-        self._running: Any = batch.running
+        self._running: Any = arrays.running
         self._running[:] = -1
         self.descriptors = DescriptorOwner(self)
         self._lifeline = Lifeline(self.descriptors)
@@ -144,7 +144,7 @@ class WorkerPool:
         self._message_to_all = b""
         self._write_fds: list[int] = []
         shares_core = any(placement.shares_core for placement in options.placements)
-        self._spin_policy = SpinPolicy(options.caller_spin, batch.no_spin_until, shares_core=shares_core)
+        self._spin_policy = SpinPolicy(options.caller_spin, arrays.no_spin_until, shares_core=shares_core)
         self._spin = self._spin_policy.spin
         self.seconds_waited = 0.0
         self.watchdog = Watchdog(reports_steps=policy.step_timeout is None)
@@ -162,6 +162,7 @@ class WorkerPool:
 
         Raises:
             StartupTimeout, WorkerDied, OSError: A worker did not start; the others were ended.
+            Exception: An ``env_fn`` cannot be pickled; the workers were ended.
         """
         require_descriptors(len(shares))
         self._main = find_main_definitions()
@@ -390,7 +391,7 @@ class WorkerPool:
         self.held = deque(message for message in self.held if number_of(message[1]) not in numbers)
 
     def set_message_to_all(self, op: int, seq: int) -> None:
-        """Set the message without payload that :meth:`write_to_all` writes to all workers, without any channel."""
+        """Set the message to all workers, without payload. :meth:`write_to_all` writes it without the channels."""
         if self.local is not None:
             self.local.unexecuted.append((op, seq, None))
         if self.processes:
@@ -462,12 +463,12 @@ class WorkerPool:
 
         Returns:
             (worker, True if it has ended) for each event. So a worker may occur twice, and may have written nothing. The
-            list is empty if the wait was cut short for the watchdog.
+            list is empty if the wait was cut short for the watchdog or to look for processes that have ended.
         """
         poll, worker_by_fd = self._make_poll() if self.unflushed or self._poll is None else self._poll
         began = time.perf_counter()
-        first = self.processes[self.wait_order[0]]
-        if not (first.shares_core and first.pending):
+        first = self.processes[self.wait_order[0]]  # the only one that may share the caller's core
+        if not (first.shares_core and first.pending):  # otherwise spinning would keep it from running
             self._spin(poll.poll)  # the poll below returns the events that end the spin
         # if a signal handler has just closed the vector environment, no event would end a longer sleep
         milliseconds = 0.0 if self.closing else self._milliseconds(deadline)
@@ -491,7 +492,7 @@ class WorkerPool:
         return longest if deadline is None else min(max(deadline - time.monotonic(), 0.0) * 1000, longest)
 
     def has_event(self) -> bool:
-        """True if :meth:`wait` would return at once: a worker has written, has ended, or accepts queued bytes."""
+        """True if a worker has written or has ended. May also be True if one accepts queued bytes."""
         poll, _ = self._poll or self._make_poll()
         return bool(poll.poll(0))
 
@@ -535,7 +536,7 @@ class WorkerPool:
         return step_timeout_error(method, seconds, self._describe_late(seconds, late or self.find_busy_workers()))
 
     def _describe_late(self, seconds: float | None, late: Sequence[WorkerProcess]) -> LateReplies:
-        """Describe the workers that have not replied within ``seconds``. The text names only the first few of them."""
+        """Describe workers that have not replied within ``seconds``. The texts are about the first few of them."""
         text, where, with_stacks = "", {}, (seconds or 0) >= _MIN_SECONDS_FOR_STACKS
         for worker in late:
             worker.note_activity()

@@ -113,18 +113,18 @@ class WorkerProcess:
     """A process that steps ``rows``. It replies to messages in order, except with ``env_threads``.
 
     Attributes:
-        channel: The pipes to it. ``channel.poll(milliseconds)`` returns events of these.
-        poll: ``poll(milliseconds)`` returns events of ``channel`` and of its exit.
+        channel: The pipes to it. ``channel.poll(milliseconds)`` returns events of the one with its replies.
+        poll: ``poll(milliseconds)`` returns events of that pipe and of its exit.
         watch: Reports its end, and sends it signals.
         pending: Messages without a reply, oldest first.
         dropped: Dropped messages: the sequence number in bytes -> the command of the request. The reply to a message, if
             there is one, removes its entry.
         has_started: True once it has built its environments, or has tried to.
-        start_failures: The failures of environments that raised while they were built.
+        start_failures: The failures that a replacement reported when it started; empty after its next reply.
         death: How it ended; ``None`` while it is alive.
         was_late: True if a reply was late; ``close()`` then waits less for this worker.
-        limit_from: The time from which ``step_timeout`` counts, if that is later than the beginning of the caller's wait:
-            the release of a held message, or the end of a start or rebuild. Minus infinity if there was none of these.
+        limit_from: The time from which a time limit counts, if it is later than the beginning of the caller's wait; minus
+            infinity at first. Set when a held message is released, and after a start or a rebuild.
         deadline: The ``time.monotonic()`` by which a replacement has to start or, with ``step_timeout`` and while a rebuild
             is pending, the process has to reply to its oldest message; 0.0: none. ``StateChanges.set_deadline`` renews it
             after the start and after each rebuild.
@@ -145,7 +145,7 @@ class WorkerProcess:
         self, index: int, rows: range, process: Any, channel: Channel, stack_file: StackFile, descriptors: DescriptorOwner,
         token: int, running: Any, shares_core: bool,
     ) -> None:  # fmt: skip
-        self._running = running  # the worker's cell of `Batch.running`
+        self._running = running  # the worker's cell of `SharedArrays.running`
         self.index, self.rows, self.process, self.channel, self.token = index, rows, process, channel, token
         self.pid, self.label = process.pid, f"worker {index}, pid {process.pid}"
         self.stack_file, self.descriptors = stack_file, descriptors
@@ -192,7 +192,7 @@ class WorkerProcess:
         self.noted_activity = self.command, self.running_row
 
     def reap(self) -> Death:
-        """Determine how the process ended, and kill the processes that it left behind; kill it if it does not end at once.
+        """Determine how the process ended, and kill the rest of its process group. Kill it if it does not end soon.
 
         Its exit code can be read only once, so signal handlers are deferred.
         """
@@ -320,7 +320,7 @@ class WorkerProcess:
         return True
 
     def closing_deadline(self, deadline: float, step_timeout: float | None) -> float:
-        """Return the time at which to kill it: ``deadline``, or the earlier time limit of a pending step or reset."""
+        """Return the time until which to wait for its exit: ``deadline``, or an earlier limit of a pending step or reset."""
         unanswered = [request for _, _, request in self.pending][self._drained :]
         if step_timeout is None or not unanswered or unanswered[0].command not in ("step", "reset"):
             return deadline

@@ -37,7 +37,7 @@ R = TypeVar("R")
 
 
 class Phase(Enum):
-    """The pending operation of a vector environment. The values are Gymnasium's ``AsyncState`` values."""
+    """The pending operation of a vector environment, with the values of Gymnasium's ``AsyncState``, or ``CLOSED``."""
 
     DEFAULT = "default"
     WAITING_RESET = "reset"
@@ -185,9 +185,9 @@ class Driver:
     """The interface of backends.
 
     A request is pending until its result has been returned. A driver changes its state by a single store, or by several
-    while ``state.changing`` is set. Meanwhile it never waits for a reply, although the process engine steps the caller's
-    own environments. For the change that returns a result, drivers without workers set ``changing`` by :meth:`finish`,
-    others set it themselves; the guard clears it. See :mod:`vecenv.front.guard`.
+    while ``state.changing`` is set. Meanwhile it never waits for a reply, but it may step environments of this process. For
+    the change that returns a result, drivers without workers set ``changing`` by :meth:`finish`, others set it themselves;
+    the guard clears it. See :mod:`vecenv.front.guard`.
 
     Attributes:
         capabilities: The backend's capabilities.
@@ -203,8 +203,8 @@ class Driver:
         state: The state shared with the guard, which decides whether a call can begin.
         counters: The numbers of steps and resets that were returned.
         result_error: The exception that is the result of the current call, such as an ``InfoError``; raising it ends the
-            call's change of state. After any other exception the result stays pending, with two exceptions: drivers with
-            workers drop the request when they raise an environment's error, and an exception in the change of state that
+            call's change of state. After any other exception the result stays pending, except that drivers with workers
+            drop the request when they raise an environment's error, and that an interruption of the change of state that
             returns the result loses it, so that a reset is needed.
         is_interrupted: True if an exception interrupted the wait for the pending request; a reset of all environments may
             drop it.
@@ -340,7 +340,7 @@ class Driver:
 
         Raises:
             NoAsyncCallError: Fewer rows are in flight.
-            AlreadyPendingCallError: A step is pending that only ``step_wait`` can fetch.
+            AlreadyPendingCallError: A step or a call is pending that only another method can fetch.
             NotImplementedError: The backend can only return all rows together.
         """
 
@@ -595,7 +595,7 @@ class WorkerDriver(Driver):
 
         Raises:
             StepTimeout: The results are late; the call stays pending.
-            Exception: The exception of an environment.
+            Exception: The exception of an environment, or the death of a worker.
         """
         results = self.exchange.finish_call(timeout)
         return tuple(results.get(row) for row in range(self.num_envs))

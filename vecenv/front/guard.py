@@ -1,7 +1,7 @@
 """The guard of a vector environment, which admits one call at a time.
 
 A driver sets ``changing`` while it changes its state. If a signal handler raises meanwhile, ``changing`` stays set, and
-every call except a reset of all environments raises ``ResetNeeded``. The guard clears it on the line that returns the
+every guarded call except a reset of all environments raises ``ResetNeeded``. The guard clears it on the line that returns a
 result, where no handler can interrupt: CPython runs signal handlers after calls and at jumps, and that line has neither.
 """
 
@@ -50,7 +50,7 @@ class CallState:
         self.changing, self.active_thread, self.unusable, self.owner_pid = False, 0, "", 0
 
     def wait_for_other_thread(self) -> None:
-        """Wait, up to a time limit, until the call in another thread has ended. Kill the workers first, so that it ends."""
+        """Wait up to ten seconds until another thread's call has ended. Kill the workers first, so that it ends."""
         deadline = time.monotonic() + _OTHER_THREAD_SECONDS
         while self.active_thread and time.monotonic() < deadline:
             time.sleep(0.001)

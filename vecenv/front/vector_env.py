@@ -46,9 +46,9 @@ from vecenv.front.results import as_row_infos, finish_result
 from vecenv.system.reporting import warn
 
 CLOSE_TIMEOUT: Final = 60.0
-"""Seconds that ``close()`` waits by default, for the environments' own ``close()`` or for a call in another thread."""
+"""Seconds that ``close()`` waits by default: for pending results and environments' own ``close()``, or another thread."""
 SHORT_CLOSE_TIMEOUT: Final = 1.0
-"""Seconds that ``close()`` waits if a worker was late, if it interrupts a call, or after an interrupted ``close()``."""
+"""The same if a worker was late or is stopped, if ``close()`` interrupts a call, or after an interrupted ``close()``."""
 
 _RESERVED_METHODS: Final = ("reset", "step", "close", "_setattr", "_check_spaces")
 SPACES: Final = "single_action_space", "action_space", "single_observation_space", "observation_space"
@@ -125,7 +125,8 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         Raises:
             NotImplementedError: The backend lacks a capability, see :attr:`capabilities`.
             TypeError, ValueError: Seeds, options, mask or indices of the wrong length, type or shape; nothing was sent.
-            gymnasium.error.ResetNeeded: EnvPool, JAX and ALE, if the first reset is not of all environments.
+            gymnasium.error.ResetNeeded: The reset is not of all environments, and either it is the first (EnvPool, JAX,
+                native), or an exception interrupted an earlier call, so that its result is lost.
             gymnasium.error.AlreadyPendingCallError: A call is pending, or an environment in ``env_id`` is in flight. If
                 an exception (Ctrl-C) interrupted the wait for the call's result, a reset of all environments drops it.
         """
@@ -154,7 +155,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
         Raises:
             gymnasium.error.NoAsyncCallError: No reset is pending.
-            vecenv.errors.StepTimeout: Not finished within ``timeout`` seconds; the result is still pending: call again.
+            vecenv.errors.StepTimeout: No result within ``timeout`` or ``step_timeout``; it is still pending: call again.
             Exception: An environment's exception.
         """
         observations, *_, infos = self._wait_for_result("reset_wait", timeout, _unmerged)
@@ -189,7 +190,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
         Raises:
             TypeError, ValueError: Wrong number, shape, structure or dtype; nothing was sent.
-            EnvFailed: A failed environment has not been reset since.
+            EnvFailed: A failed environment has not been reset since (not with ``on_failure="restart"``).
             gymnasium.error.ResetNeeded: No reset yet (EnvPool, JAX, native); an ended episode, without autoreset (EnvPool).
             gymnasium.error.AlreadyPendingCallError: A call is pending, or an environment is in flight.
         """
@@ -203,7 +204,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
         Raises:
             gymnasium.error.NoAsyncCallError: No step is pending.
-            vecenv.errors.StepTimeout: Not finished within ``timeout`` seconds; the result is still pending: call again.
+            vecenv.errors.StepTimeout: No result within ``timeout`` or ``step_timeout``; it is still pending: call again.
             WorkerDied: A worker process ended; the next ``reset()`` starts a new one.
             Exception: An environment's exception, after all others have been stepped.
         """
@@ -223,8 +224,8 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         Raises:
             ValueError, TypeError: Indices out of range or repeated, or actions that do not match them; nothing was sent.
             NotImplementedError: ``env_id`` has only some environments, but the backend steps all of them together.
-            gymnasium.error.AlreadyPendingCallError: One of them is in flight, or its result has not been received.
-            EnvFailed: One of them failed and has not been reset since.
+            gymnasium.error.AlreadyPendingCallError: A call is pending, or one of them is in flight.
+            EnvFailed: One of them failed and has not been reset since (not with ``on_failure="restart"``).
         """
         self._driver.send(actions, env_id)
 
@@ -250,10 +251,10 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
         Raises:
             NoAsyncCallError: Fewer environments than ``count``, or than a given ``at_least``, are in flight or ready.
-            gymnasium.error.AlreadyPendingCallError: The result of :meth:`step_async` is pending.
+            gymnasium.error.AlreadyPendingCallError: The result of :meth:`step_async` or :meth:`call_async` is pending.
             TypeError, ValueError: An invalid ``timeout``, ``count``, ``at_least`` or ``within``.
             NotImplementedError: ``count`` or ``at_least``, on a backend that finishes all environments at once.
-            StepTimeout: Not finished within ``timeout`` seconds; nothing is lost: call again.
+            StepTimeout: Too few results within ``timeout`` or ``step_timeout``; nothing is lost: call again.
             Exception: An environment's exception; the rows of the others are kept for the next call.
         """
         driver = self._driver
@@ -381,8 +382,8 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             env_id: Only these environments; a sequence of options or seeds is in their order. The others keep theirs.
 
         Raises:
-            TypeError, ValueError: Options, seeds or indices have the wrong length, type or range; options cannot be pickled
-                or contain a ``reset_mask``; or the autoreset mode begins no episodes. Nothing was sent.
+            TypeError, ValueError, PicklingError: Options, seeds or indices have the wrong length, type or range; options
+                cannot be pickled or contain a ``reset_mask``; or the mode begins no episodes. Nothing was sent.
             AlreadyPendingCallError: A call is pending, or environments are in flight.
         """
         self._require_capability("attributes", "set_next_options")
@@ -448,7 +449,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             env_id: Distinct indices of environments; ``None``: all.
 
         Returns:
-            Their observations at the time of saving: new arrays, in the form of :meth:`recv`.
+            Their observations when they were saved, as new arrays; ``None`` if one was saved before its first reset.
 
         Raises:
             SnapshotMismatch: The number or a snapshot does not fit; the text names the difference. Nothing has changed.
@@ -463,8 +464,8 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
     def state_dict(self, env_id: Any = None, *, verify: bool = True) -> dict[str, Any]:
         """Return the whole state in one dict that can be pickled.
 
-        It has the snapshots of :meth:`save`, counters, seeds of restarts, and the generators of the vector environment's own
-        spaces. Arguments and errors are those of :meth:`save`.
+        It has the snapshots of :meth:`save` and, except with JAX, counters, seeds of restarts, and the generators of the
+        vector environment's own spaces. Arguments and errors are those of :meth:`save`.
         """
         rows = self._begin_snapshots("state_dict", env_id)
         return self._driver.state_dict(rows, [getattr(self, name) for name in SPACES], verify)  # type: ignore[no-any-return]
@@ -522,7 +523,8 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
         Raises:
             NotImplementedError: As for :meth:`freeze`.
-            ValueError: ``frozen`` is closed or of another vector environment, or indices are out of range or repeated.
+            TypeError, ValueError: ``frozen`` is not an open copy from this vector environment, or indices are out of range
+                or repeated.
             WorkerDied: The copy has ended. Nothing has changed.
             AlreadyPendingCallError: A call is pending, or environments are in flight.
         """
@@ -734,7 +736,7 @@ class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
 
     @property
     def observations(self) -> ObsType:
-        """The latest batch itself, not a copy; zeros before the first reset."""
+        """The latest batch itself, not a copy; before the first reset, a placeholder such as zeros."""
         if self.closed:
             raise closed_error(f"`{type(self).__name__}`")
         return self._driver.store.observations  # type: ignore[no-any-return]
@@ -758,7 +760,7 @@ class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
     @property  # type: ignore[misc]  # Gymnasium's property has a setter
     @exclusive
     def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
-        """Copies of the environments' generators."""
+        """The environments' generators: copies, except those of environments in this process."""
         return self._call("np_random", "np_random")
 
     @exclusive

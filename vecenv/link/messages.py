@@ -40,7 +40,7 @@ from vecenv.system.signals import call_with_fallback
 
 
 class Op(IntEnum):
-    """The operation of a message. ``*_SOME`` applies to the rows that ``Batch.requested`` marks with its number.
+    """The operation of a message. ``*_SOME`` applies to the rows that ``SharedArrays.requested`` marks with its number.
 
     Operations and replies have different numbers.
     """

@@ -28,7 +28,7 @@ from gymnasium.vector.utils import (
 )
 
 from vecenv.errors import ObservationError, SnapshotMismatch, envs_text
-from vecenv.shm import Batch, Tree, fixed_tree
+from vecenv.shm import SharedArrays, Tree, fixed_tree
 from vecenv.shm.layout import Array, Leaf
 from vecenv.shm.lending import Lender
 from vecenv.state.snapshots import Row
@@ -155,10 +155,10 @@ class LendingStore(SharedStore):
     them.
     """
 
-    def __init__(self, tree: Tree, batch: Batch, lender: Lender) -> None:
-        assert batch.observations is not None
-        self._lender, self._cell, self._in_place = lender, batch.current, batch.in_place
-        self._batches = [batch.observations, *batch.spare_observations]
+    def __init__(self, tree: Tree, arrays: SharedArrays, lender: Lender) -> None:
+        assert arrays.observations is not None
+        self._lender, self._cell, self._in_place = lender, arrays.current, arrays.in_place
+        self._batches = [arrays.observations, *arrays.spare_observations]
         self._current = 0
         self._previous: int | None = None  # the batch before, if rows of the current one may be undefined
         self._pinned: int | None = None

@@ -152,8 +152,8 @@ class Replay:
         recorded = plan.layout
         layout = Layout.for_spaces(recorded.observations, recorded.actions, row + 1, 1, final=recorded.final)
         self._plan = replace(plan, layout=layout, env_threads=1)
-        self._batch = layout.view(bytearray(layout.size))
-        self._rows = make_rows([env_fn], row, 0, self._plan, self._batch)
+        self._arrays = layout.view(bytearray(layout.size))
+        self._rows = make_rows([env_fn], row, 0, self._plan, self._arrays)
 
     @property
     def env(self) -> Any:
@@ -168,9 +168,9 @@ class Replay:
         """The action of the next step."""
         if self.place in self._pickled_actions:
             return self._pickled_actions[self.place]
-        if self._batch.actions is None or "actions/0" not in self.record.columns:
+        if self._arrays.actions is None or "actions/0" not in self.record.columns:
             raise UnreadableRecord("cannot be replayed, because the action of a step could not be pickled")
-        for index, leaf in enumerate(self._batch.actions):
+        for index, leaf in enumerate(self._arrays.actions):
             leaf[self.record.row] = self.record.columns[f"actions/{index}"][self.place]
         return self._rows.read_actions(None)[0]
 
@@ -280,7 +280,7 @@ class Replay:
         if outcome.failures:
             return outcome.failures
         for name in _RESULT_COLUMNS:
-            actual, expected = getattr(self._batch, name), record.columns[name][place]
+            actual, expected = getattr(self._arrays, name), record.columns[name][place]
             if actual[row].tobytes() != expected.tobytes() and not self._first_difference:
                 text = f"{name[:-1]} {actual[row]!s}, but the record has {expected!s}"
                 self._first_difference = f"step {self.step_number}: {text}"

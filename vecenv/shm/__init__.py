@@ -3,6 +3,6 @@ may hold (:mod:`vecenv.shm.lending`).
 """
 
 from vecenv.shm.arena import Arena
-from vecenv.shm.layout import INFO_BYTES, Batch, Layout, Tree, fixed_tree
+from vecenv.shm.layout import INFO_BYTES, Layout, SharedArrays, Tree, fixed_tree
 
-__all__ = ["INFO_BYTES", "Arena", "Batch", "Layout", "Tree", "fixed_tree"]
+__all__ = ["INFO_BYTES", "Arena", "Layout", "SharedArrays", "Tree", "fixed_tree"]

@@ -137,7 +137,7 @@ class Field:
 
 
 @dataclass(slots=True)
-class Batch:
+class SharedArrays:
     """Plain numpy views over the block; row i belongs to environment i.
 
     Attributes:
@@ -255,14 +255,14 @@ class Layout:
         self.batches.append([self.fields[name] for name in names])
         self.pages.append(slice(start, self.size))
 
-    def view(self, buffer: Any) -> Batch:
+    def view(self, buffer: Any) -> SharedArrays:
         """Return numpy views of all fields over ``buffer`` (anything with a writeable buffer of at least ``size`` bytes)."""
         views = {name: field.view(buffer) for name, field in self.fields.items()}
 
         def leaves(prefix: str) -> list[Array]:
             return [view for name, view in views.items() if name.startswith(prefix + "/")]
 
-        return Batch(
+        return SharedArrays(
             actions=leaves("actions") if self.actions is not None else None,
             observations=leaves("observations") if self.observations is not None else None,
             spare_observations=[leaves(f"spare_observations_{number}") for number in range(len(self.batches) - 1)],

@@ -42,7 +42,7 @@ from vecenv.link.messages import (
     pack_error,
     summary,
 )
-from vecenv.shm import Arena, Batch
+from vecenv.shm import Arena, SharedArrays
 from vecenv.system.cores import Placement, SpinPolicy
 from vecenv.system.descendants import end_own_descendants
 from vecenv.system.descriptors import list_open_resources
@@ -102,11 +102,12 @@ class Ready:
 
 
 def make_rows(
-    env_fns: Sequence[Callable[[], Any]], first: int, worker: int, plan: WorkerPlan, batch: Batch, in_caller: bool = False
-) -> SnapshotRows:
+    env_fns: Sequence[Callable[[], Any]], first: int, worker: int, plan: WorkerPlan, arrays: SharedArrays,
+    in_caller: bool = False,
+) -> SnapshotRows:  # fmt: skip
     """Create the rows of one worker, of the class that the plan requires; see :class:`~vecenv.worker.rows.EnvRows`."""
     kind = ThreadedRows if plan.env_threads > 1 and not in_caller else SnapshotRows
-    return kind(env_fns, first, worker, plan, batch, in_caller=in_caller)
+    return kind(env_fns, first, worker, plan, arrays, in_caller=in_caller)
 
 
 def execute(rows: SnapshotRows, op: int, seq: int, payload: Any) -> Outcome:
@@ -139,8 +140,8 @@ def serve(process: WorkerState) -> bool:
     while True:
         rows, channel, placement = process.rows, process.channel, process.start.placement
         assert rows is not None
-        batch = process.start.plan.layout.view(process.start.arena.buffer)
-        clean = _serve_channel(process, rows, channel, SpinPolicy(placement.spin, batch.no_spin_until, placement.cpus))
+        arrays = process.start.plan.layout.view(process.start.arena.buffer)
+        clean = _serve_channel(process, rows, channel, SpinPolicy(placement.spin, arrays.no_spin_until, placement.cpus))
         if clean is not None:
             return clean
 
@@ -249,11 +250,11 @@ def main(start: Start) -> None:
         assert not isinstance(env_fns, EnvFnsToStart)  # these are pickled as PackedEnvFns
         if isinstance(env_fns, PackedEnvFns):
             env_fns = start.env_fns = env_fns.load(start.first, "in its worker")  # frees the pickled functions
-        batch = start.plan.layout.view(start.arena.buffer)
+        arrays = start.plan.layout.view(start.arena.buffer)
         if hasattr(os, "sched_getaffinity"):
             process.cpus = os.sched_getaffinity(0)
         process.inherited = list_open_resources()
-        rows = make_rows(env_fns, start.first, start.index, start.plan, batch)
+        rows = make_rows(env_fns, start.first, start.index, start.plan, arrays)
         os.register_at_fork(after_in_child=partial(rows.forked.append, True))
         rows.guard_settings()
         failures, mismatches = rows.build()

@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from vecenv.link.infos import Places
-from vecenv.shm.layout import Array, Batch, Leaf
+from vecenv.shm.layout import Array, Leaf, SharedArrays
 
 MODULE: Final = "vecenv.worker._row_writer"
 INTERFACE: Final = 1
@@ -53,18 +53,20 @@ def is_compiled() -> bool:
     return _module is not None and os.environ.get("VECENV_PURE", "0") in ("", "0")
 
 
-def make_compiled_rows(leaf: Leaf | None, leaves: Sequence[Array], batch: Batch, rows: slice) -> Sequence[CompiledRow]:
+def make_compiled_rows(
+    leaf: Leaf | None, leaves: Sequence[Array], arrays: SharedArrays, rows: slice
+) -> Sequence[CompiledRow]:
     """Return a writer for each of ``rows``, or an empty list if Python has to write the results.
 
     Args:
         leaf: The leaf of the observation space; ``None`` if an observation is not a single array.
         leaves: The worker's rows of the observations.
-        batch: Views of the shared block.
+        arrays: Views of the shared block.
         rows: The worker's rows.
     """
     if not is_compiled() or leaf is None or leaf.shape == () or not leaves:
         return []
-    flat = (batch.rewards, batch.terminations, batch.truncations, batch.info_schemas, batch.infos)
+    flat = (arrays.rewards, arrays.terminations, arrays.truncations, arrays.info_schemas, arrays.infos)
     cells = leaves[0], *[each[rows].reshape(-1, each[:1].size) for each in flat]
     numpy_objects = np.ndarray, np.float32, np.float64, np.False_
     return [_module.Row(row, numpy_objects) for row in zip(*cells, strict=True)]

@@ -28,7 +28,7 @@ from vecenv.link.envs import WorkerPlan, build_env, call_env, explain_bad_step, 
 from vecenv.link.infos import BY_PICKLE, NO_INFO, InfoWriter, Places
 from vecenv.link.messages import COLUMNS_OUTCOME, PLAIN_OUTCOME, Failure, Outcome
 from vecenv.link.observations import WRITTEN, ObservationWriter, make_exact_rows, make_observation_writer, make_reply_writer
-from vecenv.shm.layout import Array, Batch, Leaf, Tree
+from vecenv.shm.layout import Array, Leaf, SharedArrays, Tree
 from vecenv.system.process_settings import SettingsGuard, describe_shared_clients
 from vecenv.system.shared_generators import describe_draws
 from vecenv.system.signals import call_with_fallback, raised_by_handler
@@ -48,13 +48,13 @@ class EnvRows:
         first: Index of the first one.
         worker: Index into the per-worker counters.
         plan: The settings that all workers share.
-        batch: Views of the whole shared block.
+        arrays: Views of the whole shared block.
         in_caller: True in the caller's own process, where steps and resets raise ``KeyboardInterrupt``, and calls raise
             all exceptions of signal handlers. In a worker, these exceptions count as failures of an environment.
     """
 
     def __init__(
-        self, env_fns: Sequence[Callable[[], Any]], first: int, worker: int, plan: WorkerPlan, batch: Batch,
+        self, env_fns: Sequence[Callable[[], Any]], first: int, worker: int, plan: WorkerPlan, arrays: SharedArrays,
         *, in_caller: bool = False,
     ) -> None:  # fmt: skip
         self.first, self.count, self.plan = first, len(env_fns), plan
@@ -78,52 +78,52 @@ class EnvRows:
         }[plan.autoreset_mode]
         own_rows = slice(first, first + self.count)
         self._tree = plan.layout.observations
-        self._current_cell, self._in_place = batch.current.data, batch.in_place
+        self._current_cell, self._in_place = arrays.current.data, arrays.in_place
         leaf = self._tree.leaf if self._tree is not None else None
-        batches = batch.observations, *batch.spare_observations
-        self._batch_writers = [self._make_batch_writer(leaf, leaves, batch, own_rows) for leaves in batches]
+        batches = arrays.observations, *arrays.spare_observations
+        self._batch_writers = [self._make_batch_writer(leaf, leaves, arrays, own_rows) for leaves in batches]
         self._has_spares = len(self._batch_writers) > 1
         self._use_current_batch()
         self._write_final_row: ObservationWriter | None = None
-        if self._tree is not None and batch.final_observations is not None:
-            finals = [leaf[own_rows] for leaf in batch.final_observations]
+        if self._tree is not None and arrays.final_observations is not None:
+            finals = [leaf[own_rows] for leaf in arrays.final_observations]
             self._write_final_row = make_observation_writer(self._tree, finals, first, self._warn)
-        actions = [leaf[own_rows] for leaf in batch.actions or ()]
+        actions = [leaf[own_rows] for leaf in arrays.actions or ()]
         self.read_actions = _make_action_reader(plan.layout.actions, actions, self.count)
         # memoryviews, which read and write single numbers in a fraction of the time that arrays take
-        self._cells: Any = [each[own_rows].data for each in (batch.rewards, batch.terminations, batch.truncations)]
-        self._requested = batch.requested[own_rows]
-        self._schemas = batch.info_schemas[own_rows]
-        self._final = batch.final[own_rows]
-        cells = (counter[worker : worker + 1].data for counter in (batch.worker_time, batch.worker_steps))
-        self._step_clock = StepClock(batch.step_time[own_rows], *cells)
-        self._running_cell = batch.running[worker : worker + 1].data
+        self._cells: Any = [each[own_rows].data for each in (arrays.rewards, arrays.terminations, arrays.truncations)]
+        self._requested = arrays.requested[own_rows]
+        self._schemas = arrays.info_schemas[own_rows]
+        self._final = arrays.final[own_rows]
+        cells = (counter[worker : worker + 1].data for counter in (arrays.worker_time, arrays.worker_steps))
+        self._step_clock = StepClock(arrays.step_time[own_rows], *cells)
+        self._running_cell = arrays.running[worker : worker + 1].data
         self.note_running(-1)
         compiled = [writer.compiled for writer in self._batch_writers]
         learners = [partial(_learn, rows) for rows in zip(*compiled, strict=True)]
-        self._infos = InfoWriter(self._schemas, batch.infos[own_rows], learners)
+        self._infos = InfoWriter(self._schemas, arrays.infos[own_rows], learners)
         self._out = Outcome()
         self._has_old_results = True  # True if info columns or final flags may be set, for example by a worker that died
 
     def _make_batch_writer(
-        self, leaf: Leaf | None, batch_leaves: list[Array] | None, batch: Batch, own_rows: slice
+        self, leaf: Leaf | None, batch_leaves: list[Array] | None, arrays: SharedArrays, own_rows: slice
     ) -> _BatchWriter:
         leaves = [each[own_rows] for each in batch_leaves or ()]
         targets: list[Any] = [_ObservationTarget(self, k) for k in range(self.count)]
         if leaf is not None and leaves:  # one array, the common case
             targets = make_exact_rows(leaf, leaves[0])
-        compiled = make_compiled_rows(leaf, leaves, batch, own_rows)
-        return _BatchWriter(leaves, self._make_writer(leaves, batch), targets, [row.write for row in compiled], compiled)
+        compiled = make_compiled_rows(leaf, leaves, arrays, own_rows)
+        return _BatchWriter(leaves, self._make_writer(leaves, arrays), targets, [row.write for row in compiled], compiled)
 
     def _use_current_batch(self) -> None:
         """Write observations into the batch that the caller has chosen."""
         self._current_batch = self._current_cell[0]
         self._leaves, self._write_row, self._targets, self._write_results, _ = self._batch_writers[self._current_batch]
 
-    def _make_writer(self, leaves: list[Array], batch: Batch) -> ObservationWriter:
+    def _make_writer(self, leaves: list[Array], arrays: SharedArrays) -> ObservationWriter:
         """Return a function that writes an observation into row k, or returns it to be sent in the outcome."""
         tree, first = self._tree, self.first
-        if tree is not None and batch.observations is not None:
+        if tree is not None and arrays.observations is not None:
             return make_observation_writer(tree, leaves, first, self._warn)
         if self.plan.registered is not None:
             space, memory = self.plan.registered

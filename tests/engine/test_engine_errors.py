@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import math
 import multiprocessing
 import re
 import time
@@ -127,6 +128,17 @@ def test_step_timeout_does_not_limit_the_close_of_an_environment(tmp_path: Path)
     with ready_engine([functools.partial(SlowCloseEnv, file)], num_workers=1, step_timeout=0.3) as envs:
         envs.step_async([0.1])
         envs.close()
+    assert file.read_text() == "closed"
+
+
+def test_close_with_an_infinite_timeout_waits_for_the_close_of_an_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vecenv.engine.vector_env.CLOSE_TIMEOUT", 0.1)
+    file = tmp_path / "closed"
+    with ready_engine([functools.partial(SlowCloseEnv, file)], num_workers=1) as envs:
+        envs.step([0.0])
+        envs.close(timeout=math.inf)
     assert file.read_text() == "closed"
 
 

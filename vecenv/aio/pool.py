@@ -26,7 +26,7 @@ from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import BusyError, EnvFailed, ErrorRecord, StepTimeout, VecEnvError, WorkerDied
 from vecenv.evaluating.episodes import Attempt, EpisodeList, EpisodeResult, EpisodeResults, Episodes, parse_episodes
 from vecenv.evaluating.tasks import any_named, require_offered
-from vecenv.front.arguments import check_option_names, parse_timeout
+from vecenv.front.arguments import check_option_names, parse_close_timeout, parse_timeout
 from vecenv.front.infos import count_steps
 from vecenv.planning.options import OnFailure, Restart, StartMethod, WorkerOptions, check_option
 from vecenv.state.snapshots import Snapshot, parse_snapshots
@@ -174,7 +174,7 @@ class Pool:
         Raises:
             ForkedError, LoopError: Called in a forked child, or in an event loop other than the pool's.
         """
-        seconds, slots = parse_timeout(timeout), self._slots
+        seconds, slots = parse_close_timeout(timeout), self._slots
         if not slots.closed:
             slots.require_usable("close", entered=False)
             seconds = _BUSY_CLOSE_SECONDS if slots.busy and seconds is None else seconds

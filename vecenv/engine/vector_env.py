@@ -38,7 +38,7 @@ from vecenv.front.arguments import (
     GymnasiumAsync,
     ResetOptions,
     check_option_names,
-    parse_timeout,
+    parse_close_timeout,
     store_gymnasium_options,
 )
 from vecenv.front.guard import exclusive, is_inside_call, raise_unusable
@@ -517,7 +517,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             self.closed = True
             return
         inspect.signature(self.close_extras).bind(**kwargs)  # raises for unknown arguments, before anything is ended
-        seconds = parse_timeout(kwargs.get("timeout"))
+        seconds = parse_close_timeout(kwargs.get("timeout"))
         was_closing, state.unusable = state.unusable == "closing", "closing"
         self._pool.closing = True
         if state.active_thread and state.active_thread != thread:  # another thread waits for replies; end its wait

@@ -88,6 +88,12 @@ def parse_timeout(timeout: Any, name: str = "timeout") -> float | None:
     return None if seconds >= MAX_TIMEOUT_SECONDS else max(seconds, 0.0)
 
 
+def parse_close_timeout(timeout: Any) -> float | None:
+    """Return the timeout of ``close()``, where ``None`` stands for the default: a long one for an infinite timeout."""
+    seconds = parse_timeout(timeout)
+    return MAX_TIMEOUT_SECONDS if seconds is None and timeout is not None else seconds
+
+
 def deadline_after(timeout: Any, name: str = "timeout") -> float | None:
     """Return the ``time.monotonic()`` at which a timeout ends, ``None`` if never; raises like :func:`parse_timeout`."""
     seconds = parse_timeout(timeout, name)

@@ -25,7 +25,7 @@ from vecenv.backends.ray.host import HostPlan, HostReady
 from vecenv.backends.ray.hosts import HostPool
 from vecenv.engine.vector_env import Observer
 from vecenv.errors import how_to_install
-from vecenv.front.arguments import check_option_names, parse_timeout, store_gymnasium_options
+from vecenv.front.arguments import check_option_names, parse_close_timeout, parse_timeout, store_gymnasium_options
 from vecenv.front.vector_env import CLOSE_TIMEOUT, SHORT_CLOSE_TIMEOUT, WorkerVectorEnv
 from vecenv.link.envs import different_action_space_error
 from vecenv.link.messages import PackedEnvFns
@@ -254,7 +254,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
             terminate: Kill the hosts immediately; the environments' ``close()`` is not called.
         """
         driver, state, thread = self._driver, self._driver.state, get_ident()
-        seconds = parse_timeout(timeout)
+        seconds = parse_close_timeout(timeout)
         if state.unusable == "forked":
             return
         self._warn_about_pending_call()

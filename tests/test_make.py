@@ -219,6 +219,13 @@ def test_backend_argument_overrides_the_registered_backend(closes: Any) -> None:
 
 
 @pytest.mark.usefixtures("unregister_names")
+def test_engine_option_in_gymnasiums_make_vec_raises_and_names_register() -> None:
+    register("CartPole-v1")
+    with pytest.raises(TypeError, match=r"'num_workers'\. .* pass it directly to vecenv\.make_vec or vecenv\.register\."):
+        gymnasium.make_vec("vecenv/CartPole-v1", num_workers=2)
+
+
+@pytest.mark.usefixtures("unregister_names")
 def test_register_with_an_unknown_id_or_backend_raises() -> None:
     with pytest.raises(UnregisteredEnv):
         register("CartPole-v7")

@@ -16,6 +16,7 @@ from envs import CounterEnv, counters, open_engine
 from gymnasium.vector import AutoresetMode
 
 import vecenv
+from vecenv.front import arguments
 from vecenv.wrappers import RecordEpisodeStatistics
 
 MODES = pytest.mark.parametrize("mode", AutoresetMode)
@@ -306,7 +307,9 @@ def test_statistics_begin_with_a_reset_that_a_reset_of_another_row_drops(in_two_
         assert play_until_the_end(envs) == [5, 5]
 
 
-def test_statistics_continue_after_a_refused_reset() -> None:
+@pytest.mark.parametrize("error", [ValueError, arguments.AssertionValueError])  # of Gymnasium 1.4, and of older versions
+def test_statistics_continue_after_a_refused_reset(error: type[ValueError], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "CompatValueError", error)
     with open_engine(counters(2, lengths=(5,)), num_workers=2) as engine:
         envs = RecordEpisodeStatistics(engine)
         play_two_steps(envs)

@@ -177,6 +177,17 @@ async def test_many_branches_continue_from_one_saved_state(options: dict[str, An
         assert pool._slots.submissions.verified
 
 
+async def test_load_of_a_state_before_the_first_reset_returns_no_observation() -> None:
+    with closing(vecenv.AsyncVectorEnv([partial(gym.make, "CartPole-v1")])) as envs:
+        snapshots = envs.save()
+        assert envs.load(snapshots) is None
+    async with Pool(partial(gym.make, "CartPole-v1"), 1) as pool, pool.episode(seed=1) as env:
+        assert await env.load(snapshots[0]) is None
+        assert env.observation is None
+        await env.reset(seed=1)
+        await env.step(0)
+
+
 async def test_load_of_another_environments_snapshot_raises_and_the_episode_continues() -> None:
     async with (
         Pool(RandomWalk, 1) as walks,

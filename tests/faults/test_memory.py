@@ -15,6 +15,7 @@ import pytest
 from envs import ready_engine
 from faulty_envs import make_env_fns
 from observe import FAULT_MARKS
+from signals import Alarm
 
 import vecenv
 from vecenv.errors import ArenaError
@@ -109,6 +110,16 @@ def test_failed_allocation_is_an_arena_error(call: str, monkeypatch: pytest.Monk
         monkeypatch.delattr(os, "posix_fallocate", raising=False)
     monkeypatch.setattr(os, call, raise_no_space)
     with pytest.raises(ArenaError, match=r"1,?048,?576.*No space left"):
+        arena.Arena(MIB)
+
+
+@pytest.mark.linux
+def test_exception_of_a_signal_handler_during_the_allocation_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_out(descriptor: int, *args: Any) -> None:
+        raise Alarm
+
+    monkeypatch.setattr(os, "posix_fallocate", time_out)
+    with pytest.raises(Alarm):
         arena.Arena(MIB)
 
 

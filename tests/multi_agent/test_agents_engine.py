@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ from agent_games import RandomGame, ScriptedGame, open_games
 from gymnasium import spaces
 from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode
+from signals import Alarm, signal_handler
 from test_agents_stacked import StackedGame
 from test_rllib_game import TurnsGame
 
@@ -42,6 +44,14 @@ def test_calls_and_attributes_apply_to_the_environments(num_workers: int) -> Non
             envs.exec_func(3)  # type: ignore[arg-type]
         assert envs.stats()["resets"] == 3
         assert "random_game_v0, agents=3, layout='stack', num_envs=3" in repr(envs)
+
+
+def test_interrupted_exec_func_is_dropped_by_the_next_call() -> None:
+    with open_games([RandomGame] * 2, num_workers=2) as envs, signal_handler(signal.SIGALRM, Alarm):
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(Alarm):
+            envs.exec_func(lambda env: time.sleep(0.5))
+        assert envs.exec_func(lambda env: env.length) == (6, 6)
 
 
 @WORKERS

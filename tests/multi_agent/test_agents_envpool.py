@@ -111,10 +111,12 @@ def test_reset_mask_error_names_how_to_reset_some_games() -> None:
             assert (infos["board"] == -1).all()
 
 
-def test_flatten_agents_has_a_row_per_player_and_render_raises() -> None:
+def test_flatten_agents_has_a_row_per_player_and_unsupported_calls_raise() -> None:
     envs = MultiAgentVecEnv.from_envpool("TicTacToe-v1", 2, num_threads=1)
     with pytest.raises(NotImplementedError, match="render"):
         envs.render()
+    with pytest.raises(NotImplementedError, match="cannot `exec_func`"):
+        envs.exec_func(len)
     assert "TicTacToe-v1" in repr(envs)
     rows = envs.flatten_agents()
     obs, _ = rows.reset(seed=0)

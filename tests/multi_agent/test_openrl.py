@@ -191,6 +191,27 @@ def test_error_queue_contains_each_failure_once(closes: Any) -> None:
     assert env.reset()[0].shape == (3, 1, 2)  # OpenRL's class hangs in a reset after a failure
 
 
+class RaisesInStepFour(StackedGame):
+    """A game that raises in the step that ends its first episode."""
+
+    def step(self, actions: Any) -> Any:
+        if self.time == 3:
+            raise ValueError("step 4")
+        return super().step(actions)
+
+
+def test_agent_of_a_new_episode_is_not_done_if_the_last_step_was_lost(closes: Any) -> None:
+    """The step that ends the episode of env 0 is lost, because env 1 raises in it. An agent had died before that step."""
+    env = closes(make_openrl([StackedGame, RaisesInStepFour], num_workers=0))
+    env.reset(seed=0)
+    actions = np.zeros((2, 2, 1), int)
+    assert [env.step(actions)[2][0].tolist() for _ in range(3)] == [[False] * 2, [True, False], [True, False]]
+    with pytest.raises(ValueError, match="step 4"):
+        env.step(actions)
+    env.reset(options={"reset_mask": np.array([False, True])})
+    assert [env.step(actions)[2][0].tolist() for _ in range(3)] == [[False] * 2, [True, False], [True, False]]
+
+
 def test_make_openrl_accepts_auto_reset_and_render_mode(closes: Any) -> None:
     env = closes(make_openrl([StackedGame] * 2, render_mode="single_rgb_array", auto_reset=False, num_workers=0))
     env.reset(seed=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import decimal
 import functools
+import importlib
 import itertools
 import json
 import multiprocessing
@@ -379,6 +380,19 @@ class SignalIgnoringEnv(BaseEnv):
 def test_plan_names_a_signal_handler_that_is_not_a_function() -> None:
     plan = vecenv.plan(SignalIgnoringEnv, 4)
     assert plan.independence.changes == (f"they change handler of signal {int(signal.SIGUSR1)} from SIG_DFL to SIG_IGN",)
+
+
+def test_event_loop_policy_that_an_import_sets_is_no_change_by_environments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "policy_of_library.py").write_text("import asyncio.events\nasyncio.events._event_loop_policy = object()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    class ImportingEnv(BaseEnv):
+        def __init__(self) -> None:
+            importlib.import_module("policy_of_library")
+
+    assert not vecenv.plan(ImportingEnv, 4).independence.changes
 
 
 class DirectoryChangingEnv(BaseEnv):

@@ -989,6 +989,9 @@ def test_replay_without_a_working_constructor_repeats_only_its_failure(
     ]
     assert [result.status for result in results] == ["cannot be replayed", "happened again"]
     assert results[0].text == "cannot be replayed, because the environment cannot be built here: ImportError: no engine"
+    output = run_replay(step_file, "--yes", "--pdb").stdout
+    assert output.count("ImportError: no engine\n") == 2  # in the traceback and in the sentence below it
+    assert "The error" not in output
 
 
 def run_in_terminal(command: Sequence[str], *exchanges: tuple[str, str]) -> str:

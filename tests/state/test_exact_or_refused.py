@@ -30,6 +30,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces, wrappers
 from gymnasium.utils import EzPickle
+from signals import Alarm
 
 import vecenv
 from vecenv.errors import NotRestorable, SnapshotMismatch
@@ -550,3 +551,17 @@ def test_describe_file_that_cannot_be_read_names_its_path(tmp_path: Path, monkey
 
     monkeypatch.setattr("builtins.open", raise_permission_error)
     assert describe(path) == f"file {str(path)!r}"
+
+
+def test_exception_of_a_signal_handler_while_a_file_is_described_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "level.json"
+    path.write_text("{}")
+
+    def time_out(*args: Any) -> Any:
+        raise Alarm
+
+    monkeypatch.setattr("builtins.open", time_out)
+    with pytest.raises(Alarm):
+        describe(path)

@@ -460,6 +460,14 @@ def test_program_without_results_shows_the_time_since_the_last_one() -> None:
     assert "0 steps/s, no result for 16.0 s; 12 resets, 7 restarts, 9 errors" in draw_lines([row], top.View())[1]
 
 
+@pytest.mark.parametrize("state", ["busy", "unknown"])
+def test_worker_that_may_be_inside_a_long_step_has_no_share_of_waiting(state: str) -> None:
+    row = make_program_row(1)
+    worker = replace(row.workers[0], state=state, steps_per_second=0.0, waiting=1.0)
+    cells = draw_lines([replace(row, workers=[worker])], top.View())[3].split()
+    assert cells[2:6] == [state, "0-3", "0", "-"]
+
+
 def test_key_s_sorts_by_the_next_column_and_key_q_ends_the_view() -> None:
     view = top.View()
     for order, first in (("steps/s", "39"), ("waiting", "0"), ("slowest env", "6"), ("restarts", "2")):

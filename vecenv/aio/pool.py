@@ -443,7 +443,7 @@ class EpisodeEnv:
         """Continue from a saved state, of this environment or of another; see :meth:`vecenv.AsyncVectorEnv.load`.
 
         Returns:
-            The observation.
+            The observation; ``None`` if it was saved before the environment's first reset.
 
         Raises:
             SnapshotMismatch: The snapshot does not fit; nothing was changed.

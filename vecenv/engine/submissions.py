@@ -201,7 +201,7 @@ class Submissions:
 
     def _accept_loaded(self, row: int, snapshot: Snapshot, _: Any) -> Any:
         self._engine.accept_loaded(row, snapshot)
-        return self._changes.store.row(row)
+        return self._changes.store.row(row) if snapshot.row.used else None
 
     # -- workers ---------------------------------------------------------------------------------------------------------
 

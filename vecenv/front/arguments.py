@@ -180,7 +180,7 @@ def check_option_names(
         if name in _ADVICE:
             hint = f" {_ADVICE[name]}"
         elif name in vector_options:
-            hint = " It is an option of the vector environment."
+            hint = " It is an option of the vector environment: pass it directly to vecenv.make_vec or vecenv.register."
         elif misplaced := _find_similar(name, vector_options, cutoff=0.75):
             hint = f" Did you mean {misplaced!r}, an option of the vector environment?"
         elif similar := _find_similar(name, accepted, cutoff=0.6):

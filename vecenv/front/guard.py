@@ -30,7 +30,7 @@ _OTHER_THREAD_SECONDS: Final = 10.0
 _RESET_METHODS: Final = ("reset", "reset_async")
 _RESULT_METHODS: Final = ("reset", "reset_wait", "step", "step_wait", "recv", "call_wait", "exec_func_fetch")
 """Methods with a result that stays pending if an exception interrupts the wait for it."""
-_ARGUMENT_ERRORS: Final = {TypeError, ValueError, AssertionTypeError, AssertionValueError}
+ARGUMENT_ERRORS: Final = {TypeError, ValueError, AssertionTypeError, AssertionValueError}
 """Exactly these classes report wrong arguments. An exception of a subclass may be an interruption."""
 
 
@@ -101,7 +101,7 @@ def _may_be_interruption(error: BaseException) -> bool:
 
     That includes exceptions of environments, which do no harm: their request has ended, so there is none to interrupt.
     """
-    return not isinstance(error, _OWN_ERRORS) and type(error) not in _ARGUMENT_ERRORS
+    return not isinstance(error, _OWN_ERRORS) and type(error) not in ARGUMENT_ERRORS
 
 
 def _replace_error(envs: Any, error: BaseException) -> None:

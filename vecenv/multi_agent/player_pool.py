@@ -149,7 +149,7 @@ class PlayerRows(PoolRows):
         return [np.asarray(actions)]
 
     def payload(self, ids: Array, actions: list[Array]) -> list[Array]:
-        """Return the arguments of the pool's ``_send``, in the order of environments; raise for actions out of range."""
+        """Return the argument of the pool's ``_send``, in the order of environments; raise for actions out of range."""
         order, (values,) = np.argsort(ids), actions
         ids, values = ids[order], values[order]
         acting = self._acting[ids]

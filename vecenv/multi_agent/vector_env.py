@@ -488,14 +488,13 @@ class MultiAgentVecEnv:
         ``env`` is the object that the ``env_fn`` returned, or the environment inside if that object is an adapter of this
         package, such as :class:`~vecenv.multi_agent.TurnBased`. Changes that ``func`` makes to it persist.
         """
-        self.exec_func_send(func, indices, *args, **kwargs)
-        results: tuple[Any, ...] = self.exec_func_fetch()
+        _require_callable(func)
+        results: tuple[Any, ...] = self._rows.exec_func(_call_inside_adapter, indices, func, args, kwargs)
         return results
 
     def exec_func_send(self, func: Callable[..., Any], indices: Any = None, *args: Any, **kwargs: Any) -> None:
         """Begin an :meth:`exec_func`."""
-        if not callable(func):
-            raise TypeError(f"exec_func needs a callable that takes an environment, got {func!r}")
+        _require_callable(func)
         self._rows.exec_func_send(_call_inside_adapter, indices, func, args, kwargs)
 
     # -- snapshots --------------------------------------------------------------------------------------------------
@@ -598,6 +597,11 @@ class MultiAgentVecEnv:
 
 class DifferentEnvs(ValueError):
     """Environments differ from the first one in their agents or spaces."""
+
+
+def _require_callable(func: Any) -> None:
+    if not callable(func):
+        raise TypeError(f"exec_func needs a callable that takes an environment, got {func!r}")
 
 
 def _call_inside_adapter(env: AgentsEnv, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

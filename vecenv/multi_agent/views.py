@@ -539,6 +539,7 @@ class OpenRLView:
             (obs, rewards, terminations, truncations, infos), env_infos = self.envs.results_by_row("step_wait", timeout)
         done = infos["env_done"]
         ended = self._ended | np.stack([terminations, truncations])
+        ended &= done[:, None] | ~infos["agent_mask"]  # a lost step may have ended the episode in which these agents died
         self._ended = ended & ~done[:, None]
         self._latest = self._encode_observations(obs)
         listed = self._list_infos(infos, env_infos, done)

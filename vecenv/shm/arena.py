@@ -88,7 +88,7 @@ def _create_memory_file(size: int, owner: DescriptorOwner, message_start: str, a
             _fill(file.number, size)
     except BaseException as error:
         file.close()
-        if not isinstance(error, OSError):
+        if not isinstance(error, OSError) or isinstance(error, TimeoutError):  # from a signal handler
             raise
         raise ArenaError(f"could not allocate {size:,} bytes of shared memory: {error}") from error
     return file

@@ -23,6 +23,7 @@ import gymnasium
 import numpy as np
 
 from vecenv.state.codecs import model_bytes, registered_name
+from vecenv.system.signals import suppress_os_errors
 
 _MAX_LENGTH: Final = 160
 _MAX_DEPTH: Final = 12
@@ -156,14 +157,12 @@ def slot_names(kind: type) -> list[str]:
 
 def _describe_file(path: str) -> str:
     """Describe a file by its name and content, because its folder may be another one on another machine."""
-    checksum = 0
-    try:
-        with open(path, "rb") as file:
-            while piece := file.read(_FILE_PIECE_BYTES):
-                checksum = zlib.crc32(piece, checksum)
-    except OSError:  # such as a file of another user
-        return f"file {path!r}"
-    return f"file {os.path.basename(path)} {checksum:08x}"
+    with suppress_os_errors(), open(path, "rb") as file:  # it may be a file of another user
+        checksum = 0
+        while piece := file.read(_FILE_PIECE_BYTES):
+            checksum = zlib.crc32(piece, checksum)
+        return f"file {os.path.basename(path)} {checksum:08x}"
+    return f"file {path!r}"
 
 
 def _describe_numpy(value: Any) -> str:

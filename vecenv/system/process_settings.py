@@ -39,12 +39,12 @@ _WATCHED_CALLS: Final = frozenset({"os.chdir", "os.putenv", "os.unsetenv"})
 
 def read_settings(modules: Iterable[str] = ()) -> Settings:
     """Import ``modules``, and then return the settings of this process."""
-    policy = getattr(sys.modules.get("asyncio.events"), "_event_loop_policy", None)
-    if type(policy).__name__ == "_UnixDefaultEventLoopPolicy":  # the default, created at its first use
-        policy = None
     for name in modules:
         with suppress(Exception):
             importlib.import_module(name)
+    policy = getattr(sys.modules.get("asyncio.events"), "_event_loop_policy", None)
+    if type(policy).__name__ == "_UnixDefaultEventLoopPolicy":  # the default, created at its first use
+        policy = None
     os.umask(umask := os.umask(0o22))
     settings: Settings = {f"environment variable {key}": (value,) for key, value in os.environ.items()}
     signals = signal.valid_signals()

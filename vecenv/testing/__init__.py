@@ -35,9 +35,8 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(f"module 'vecenv.testing' has no attribute {name!r}")
     source = _MODULES.get(name, "vecenv.testing.faulty")
-    if source in ("vecenv.testing.contract", "vecenv.trajectories") and (pytest := sys.modules.get("pytest")) is not None:
-        # Failed assertions then show their values, as in a test module.
-        pytest.register_assert_rewrite("vecenv.trajectories", "vecenv.testing.contract")
+    if source == "vecenv.testing.contract" and (pytest := sys.modules.get("pytest")) is not None:
+        pytest.register_assert_rewrite(source)  # failed assertions then show their values, as in a test module
     try:
         module = importlib.import_module(source)
     except ModuleNotFoundError as error:

@@ -101,7 +101,7 @@ def main(arguments: argparse.Namespace) -> int:
             "episode": header.episode, "step": result.step, "location": result.location, "traceback": result.stack,
             "recorded": header.failed, "recorded_step": header.step, "instead": running_file and str(running_file),
         }))  # fmt: skip
-    elif not arguments.pdb or result.status == CANNOT:  # with --pdb, other results were printed before the debugger
+    elif not arguments.pdb:  # with --pdb, results are printed before the debugger starts
         _print_result(result)
     if running_env is not None and not arguments.json:
         advice = f"replay {running_file}" if running_file else "its file is gone"
@@ -335,6 +335,8 @@ def _child(caller: Connection[Any, Any], path: Path, stack_file: StackFile, opti
     os.dup2(2, 1)  # stdout holds only results, even if the environment prints
     try:
         result = _replay_here(path, report=caller.send, **options)
+    except UnreadableRecord as error:
+        result = ReplayResult(CANNOT, str(error))
     except Exception as error:  # of the replay itself: exceptions of the environment are results
         reason = f"cannot be replayed, because the replay itself failed: {one_line(error)}"
         result = ReplayResult(CANNOT, reason, stack=traceback.format_exc())
@@ -360,39 +362,39 @@ def _replay_here(
         debug: A function that starts the debugger and returns the final result. It is called when the replay has stopped or
             ended, with the replay, its remaining requests and the result so far. Without ``until``, the replay stops before
             a request in which the process died or hung, because that would leave no stack to inspect.
+
+    Raises:
+        UnreadableRecord: The record cannot be replayed. The text gives the reason.
     """
     header, body = read_header(path)
-    try:
-        record = read(header, body)
-        report(record.failed)
-        replay_run = Replay(header, record, begin=begin, wrap_env_fn=_make_renderable if render else None)
-        ends_process = record.failed is not None and record.failed.how != "raised"
-        requests = replay_run.run()
-        result: ReplayResult | None = None
-        for step in requests:
-            if render and step:
-                report(_NextCall("", None, renders=True))
-                report(_render(replay_run.env, header.env))
-            if until is not None:
-                stops = step >= until
-            else:
-                stops = debug is not None and ends_process and replay_run.is_last
-            if stops:
-                result = replay_run.stopped
-                break
-            report(_NextCall(replay_run.where, replay_run.step))
-        if result is None:
-            result = replay_run.result
-            if render and replay_run.env is not None:
-                report(_NextCall("", None, renders=True))
-                report(_render(replay_run.env, header.env))
-        assert result is not None
-        if debug is not None:
-            result = debug(replay_run, requests, result)
-        replay_run.close()
-        return result
-    except UnreadableRecord as error:
-        return ReplayResult(CANNOT, str(error))
+    record = read(header, body)
+    report(record.failed)
+    replay_run = Replay(header, record, begin=begin, wrap_env_fn=_make_renderable if render else None)
+    ends_process = record.failed is not None and record.failed.how != "raised"
+    requests = replay_run.run()
+    result: ReplayResult | None = None
+    for step in requests:
+        if render and step:
+            report(_NextCall("", None, renders=True))
+            report(_render(replay_run.env, header.env))
+        if until is not None:
+            stops = step >= until
+        else:
+            stops = debug is not None and ends_process and replay_run.is_last
+        if stops:
+            result = replay_run.stopped
+            break
+        report(_NextCall(replay_run.where, replay_run.step))
+    if result is None:
+        result = replay_run.result
+        if render and replay_run.env is not None:
+            report(_NextCall("", None, renders=True))
+            report(_render(replay_run.env, header.env))
+    assert result is not None
+    if debug is not None:
+        result = debug(replay_run, requests, result)
+    replay_run.close()
+    return result
 
 
 # -- the debugger ---------------------------------------------------------------------------------------------------------
@@ -424,7 +426,7 @@ _CALLING_PACKAGES: Final = frozenset({"tools", "recording", "worker", "link", "s
 
 
 def _debug(path: Path, *, begin: str, until: int | None, frames: Path | None) -> ReplayResult:
-    """Replay a file in this process, and start the debugger in the frame that raised, or where the replay stops."""
+    """Replay a file in this process and print the result. Start the debugger where it raised, or where the replay stops."""
     images: deque[_Image] = deque(maxlen=_MAX_FRAMES)
 
     def collect(message: _Message) -> None:
@@ -452,7 +454,12 @@ def _debug(path: Path, *, begin: str, until: int | None, frames: Path | None) ->
         return result
 
     faulthandler.enable()
-    return _replay_here(path, begin=begin, until=until, render=frames is not None, report=collect, debug=debug)
+    try:
+        return _replay_here(path, begin=begin, until=until, render=frames is not None, report=collect, debug=debug)
+    except UnreadableRecord as error:
+        result = ReplayResult(CANNOT, str(error))
+        _print_result(result)
+        return result
 
 
 # -- frames ---------------------------------------------------------------------------------------------------------------

@@ -275,7 +275,7 @@ def _cells(worker: WorkerRow) -> tuple[RenderableType, ...]:
     return (
         "caller" if worker.kind == "caller" else str(worker.index), str(worker.pid),
         Text(worker.state, style=_COLOURS.get(worker.state, "dim")), f"{first}" if first == last else f"{first}-{last}",
-        f"{worker.steps_per_second:,.0f}", "-" if worker.state == "unknown" else f"{worker.waiting:.0%}",
+        f"{worker.steps_per_second:,.0f}", "-" if worker.state in ("busy", "unknown") else f"{worker.waiting:.0%}",
         "-" if slowest is None else f"{slowest}: {_format_seconds(worker.slowest_env_seconds or 0.0)}", str(worker.restarts),
     )  # fmt: skip
 

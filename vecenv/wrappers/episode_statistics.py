@@ -14,6 +14,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from vecenv.errors import BusyError, InfoError, StepTimeout
 from vecenv.front.arguments import ResetOptions, parse_env_ids, parse_rows, split_reset_mask
+from vecenv.front.guard import ARGUMENT_ERRORS
 from vecenv.front.infos import executed_steps
 from vecenv.state.snapshots import Row, Snapshot, Snapshots, StateDict, load_and_restore
 from vecenv.system.reporting import warn
@@ -296,6 +297,4 @@ def _is_refusal(error: BaseException) -> bool:
     """True if a call raised this before it changed anything."""
     if hasattr(error, "envs"):  # it is about environments that failed
         return False
-    if type(error) in (TypeError, ValueError):  # exactly these classes report wrong arguments
-        return True
-    return isinstance(error, (gymnasium.error.Error, BusyError, NotImplementedError))
+    return type(error) in ARGUMENT_ERRORS or isinstance(error, (gymnasium.error.Error, BusyError, NotImplementedError))

@@ -331,13 +331,14 @@ class HostsDriver(WorkerDriver):
     def _accept_loaded(self, row_states: Mapping[int, Row]) -> None:
         """Store the observations and held resets of rows that were loaded, and forget that they failed."""
         exchange = self.exchange
-        exchange.forget(row_states)
-        for row, row_state in row_states.items():
-            observation = row_state.observation
-            if (held := (row_state.beside or {}).get(_SNAPSHOT_KEY)) is not None:
-                exchange.held[row], observation = (observation, held.info), held.last_observation
-            if row_state.used:
-                exchange.store.set_row(row, observation)
+        with exchange.changing():
+            exchange.forget(row_states)
+            for row, row_state in row_states.items():
+                observation = row_state.observation
+                if (held := (row_state.beside or {}).get(_SNAPSHOT_KEY)) is not None:
+                    exchange.held[row], observation = (observation, held.info), held.last_observation
+                if row_state.used:
+                    exchange.store.set_row(row, observation)
 
     def state_dict(self, rows: list[int], spaces: list[Any], verify: bool) -> dict[str, Any]:
         """Return the states of rows, counters, seeds and the generators of ``spaces`` in one dict."""

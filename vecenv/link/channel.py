@@ -21,7 +21,7 @@ from vecenv.system.descriptors import Descriptor, DescriptorOwner
 _CHUNK_BYTES: Final = 1 << 20
 _HEAD_SIZES: Final = (HEAD,)
 Ends: TypeAlias = tuple[Descriptor, Descriptor]
-"""A worker's descriptors, for reading and for writing. They can be pickled only while its process is being started."""
+"""A worker's descriptors, for reading and for writing. They are pickled while its process is being started."""
 
 
 class ChannelClosed(Exception):
@@ -29,7 +29,7 @@ class ChannelClosed(Exception):
 
 
 class Channel:
-    """The caller's end of the two pipes to one worker: whole messages in, queued messages out.
+    """The caller's end of the two pipes to one worker. It returns whole messages, and queues those to be sent.
 
     Reads and writes never block. A signal handler can raise after any call and at any jump (see :mod:`vecenv.front.guard`),
     so a system call and the store that records its effect happen inside one call into C: ``list.extend(map(read, ...))``.
@@ -65,7 +65,7 @@ class Channel:
         """Return the next message, or ``None`` if it has not arrived in full.
 
         Raises:
-            ChannelClosed: The worker has closed its end.
+            ChannelClosed: The worker has closed its end, or :meth:`close` was called.
         """
         chunks = self._chunks
         try:
@@ -112,7 +112,7 @@ class Channel:
         """Write queued bytes; return ``False`` if the pipe is full. After an interruption, the next call continues.
 
         Raises:
-            ChannelClosed: The worker has closed its end.
+            ChannelClosed: The worker has closed its end, or :meth:`close` was called.
         """
         data, accepted = self._outgoing
         try:
@@ -192,7 +192,11 @@ class WorkerEnd:
             raise ChannelClosed from error
 
     def wait(self, spin_policy: SpinPolicy) -> Message:
-        """Wait for a message and return it. ``spin_policy`` determines how long to poll before sleeping."""
+        """Wait for a message and return it. Unless reads block, ``spin_policy`` determines how long to poll before sleeping.
+
+        Raises:
+            ChannelClosed: The caller has closed its end.
+        """
         if not self.blocks and not spin_policy.spin(self.poll):
             self.poll()
         try:

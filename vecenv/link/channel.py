@@ -132,10 +132,6 @@ class Channel:
     def closed(self) -> bool:
         return self.fd < 0
 
-    def fileno(self) -> int:
-        """Return the descriptor of the reading end."""
-        return self.fd
-
     def close_worker_ends(self) -> None:
         """Close the caller's copies of the worker's ends, after the worker has received its own."""
         for end in self.worker_ends:

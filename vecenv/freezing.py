@@ -431,7 +431,7 @@ class _Copy:
 
         Args:
             method, name: Start method and name of the process.
-            source: The process that forks it.
+            source: Watches the process that forks it.
 
         Raises:
             WorkerDied: It ended or was not ready in time, or the process that forks it has ended.

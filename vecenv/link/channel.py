@@ -1,7 +1,7 @@
 """The two byte streams between the caller and one worker.
 
 Each worker has two pipes, one per direction. As no other process shares them, messages keep their order, and end-of-file
-means that the other side is gone. A round trip over a socket pair takes twice as long (9 instead of 5 us on one core).
+means that the other side is gone. A round trip over a socket pair takes longer: on one core, 9 instead of 5 us.
 
 The caller's end (:class:`Channel`) never blocks. The worker's end (:class:`WorkerEnd`) may block, which saves system calls.
 Its blocking writes always end, because the caller reads replies even while its own messages do not fit into the pipe.

@@ -57,7 +57,14 @@ _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_
 
 @dataclass(slots=True)
 class Start:
-    """The arguments of a worker process. They are pickled while the process is being started, unless it is forked."""
+    """The arguments of a worker process. They are pickled while the process is being started, unless it is forked.
+
+    Attributes:
+        index: Index of the worker.
+        first: Index of its first environment.
+        fingerprint, generation: For :func:`~vecenv.system.generators.begin_worker`: the caller's fingerprint, and the number
+            of processes started before at this index.
+    """
 
     index: int
     first: int

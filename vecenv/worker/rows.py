@@ -149,7 +149,7 @@ class EnvRows:
         return envs_text(range(self.first, self.first + self.count))
 
     def note_running(self, k: int) -> None:
-        """Record the environment about to be called (-1: none), so that the caller can name it if this worker dies."""
+        """Record the environment about to be called (-1: none). The caller names it if this worker dies or hangs."""
         self._running_cell[0] = k
 
     def guard_settings(self) -> None:
@@ -507,9 +507,9 @@ class EnvRows:
         return self._own_copy(values[k]) if any(later is values[k] for later in values[k + 1 :]) else values[k]
 
     def _own_copy(self, value: Any) -> Any:
-        """Return a copy of a value for one environment of a worker, or the value itself in the caller's own process.
+        """Return a copy of a value for one of several environments; in the caller's own process, the value itself.
 
-        So environments in workers never share it, as in Gymnasium's class. What cannot be copied is shared.
+        So environments in workers do not share it, as in Gymnasium's class, unless it cannot be copied.
         """
         if self._in_caller or self.count == 1:
             return value

@@ -7,8 +7,8 @@ the builtin ``TimeoutError``; a dead worker is a ``RuntimeError``. Protocol erro
 a note that names the environment and, from a worker process, the remote traceback as its cause; :class:`EnvError` replaces
 one that cannot be sent between processes.
 
-If environments fail in a call of a vector environment, its exception, whatever its class, has ``envs``, their indices. An
-:class:`EnvFailed` that refuses the whole call, because of an earlier failure, does not have it.
+If environments fail in a call of a vector environment, the exception, whatever its class, has the attribute ``envs``: their
+indices. An :class:`EnvFailed` that refuses the whole call, because of an earlier failure, does not have it.
 """
 
 from __future__ import annotations

@@ -203,8 +203,8 @@ def make_vec(
         gymnasium.error.Error: The environment has no entry point of the kind that the backend needs.
         ValueError: There is no such backend (the message lists all), there are wrappers for a backend without Python
             environments, or ``num_envs`` is invalid.
-        TypeError: There is no such option (the message lists all), the vector environment and the environment both have it,
-            or an argument has a wrong type.
+        TypeError: There is no such option (the message lists those of the environment), the vector environment and the
+            environment both have it, or an argument has a wrong type.
         ImportError: A library is missing. The message contains the command that installs it.
         NotImplementedError: The backend does not support ``spare_workers``, or the library not the ``autoreset_mode``.
     """

@@ -78,7 +78,7 @@ Definition: TypeAlias = tuple[tuple[Any, Any], ...]
 or ``("d", definition)`` for a dict."""
 
 LAST_STEP_OP: Final = int(Op.REBUILD_SOME)
-"""The last operation that steps or resets environments; those with higher numbers are calls."""
+"""The last operation that steps or resets environments. Those with higher numbers do neither."""
 PAYLOAD: Final = 0x80
 """Added to the operation of a message with a payload."""
 OVERLAPS: Final = 0x40

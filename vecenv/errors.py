@@ -7,8 +7,8 @@ the builtin ``TimeoutError``; a dead worker is a ``RuntimeError``. Protocol erro
 a note that names the environment and, from a worker process, the remote traceback as its cause; :class:`EnvError` replaces
 one that cannot be sent between processes.
 
-The exception of a call in which environments fail, whatever its class, has ``envs``, the indices of these environments.
-:class:`EnvFailed`, which refuses a call because of an earlier failure, does not have it.
+If environments fail in a call of a vector environment, the exception, whatever its class, has the attribute ``envs``: their
+indices. An :class:`EnvFailed` that refuses the whole call, because of an earlier failure, does not have it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def failed_earlier_error(reasons: Mapping[int, str]) -> EnvFailed:
 
 
 class VecEnvError(Exception):
-    """The base of every exception class that vecenv defines."""
+    """The base of the exception classes in this module."""
 
 
 class EnvError(VecEnvError, RuntimeError):
@@ -105,18 +105,21 @@ class EnvError(VecEnvError, RuntimeError):
 
 
 class EnvFailed(VecEnvError, RuntimeError):
-    """An environment that failed earlier was used before it was rebuilt."""
+    """An environment that failed earlier was used before it was rebuilt.
+
+    A :class:`vecenv.aio.Pool` also raises it for an exception (the ``__cause__``) of an environment's step or reset.
+    """
 
 
 class ObservationError(VecEnvError, ValueError):
-    """An observation, reward or flag is missing, or has a wrong structure, shape or type; the message names the field."""
+    """An observation, reward or flag is missing, or has a wrong structure, shape, type or value; the message names it."""
 
 
 class InfoError(VecEnvError, AttributeError):
     """The infos of a step, a reset or a ``recv`` cannot be merged, because one is not a dict or cannot be read.
 
     The environments are intact and the call is complete: continue with the next call. :func:`vecenv.infos_by_row` does not
-    merge infos.
+    merge infos. With ``on_failure="restart"``, an environment with an info that is not a dict is rebuilt instead.
 
     Attributes:
         result: The results of the call, with a list of one info per row in place of the dict.
@@ -209,11 +212,11 @@ class StepTimeout(VecEnvError, multiprocessing.TimeoutError, TimeoutError):
 
 
 class StartupTimeout(VecEnvError, multiprocessing.TimeoutError, TimeoutError):
-    """A worker, or a process that tries an environment, was not ready in time. The processes of its start were ended."""
+    """A worker, a host, or a process that tries an environment was not ready in time. All that were starting were ended."""
 
 
 class ArenaError(VecEnvError, MemoryError):
-    """The required shared memory exceeds the memory that is free on the machine or in its cgroup. Nothing was started."""
+    """The required shared memory exceeds the free memory of the machine or its cgroup, or could not be allocated."""
 
 
 class BusyError(VecEnvError, RuntimeError):
@@ -229,11 +232,11 @@ class LoopError(VecEnvError, RuntimeError):
 
 
 class StaleStateError(VecEnvError, RuntimeError):
-    """A state of ``vecenv.jax`` cannot be used: it is not the newest state of its bridge, or its arrays were donated."""
+    """A state of ``vecenv.jax`` cannot be used: it is not its bridge's newest, a call failed, or its arrays were donated."""
 
 
 class NotRestorable(VecEnvError, RuntimeError):
-    """An environment cannot be saved, or would continue differently; the message names it, the difference and its place."""
+    """An environment cannot be saved or frozen, or would continue differently; the message gives the reason."""
 
 
 class SnapshotMismatch(VecEnvError, ValueError):
@@ -262,7 +265,7 @@ class ErrorRecord:
     ``str(record)`` is one line, which begins with the date and time of day.
 
     Attributes:
-        env: Index of the environment, or ``None`` for a whole worker.
+        env: Index of the environment; ``None`` if it is unknown, or if a whole worker died.
         worker: Index of its worker; ``-1`` for environments stepped by the caller itself.
         pid: Process id of that worker.
         command: The failed request: ``"step"``, ``"reset"``, ``"call"``, ``"start"`` and others.

@@ -3,10 +3,10 @@
 ``freeze`` makes a worker fork. The copy waits, and shares with the worker all memory to which neither of them writes.
 ``thaw`` makes the copy fork in turn, and the new process replaces the worker of a row. So even the state of C code is kept.
 
-Only memory is copied. So freezing a worker with threads, child processes, a GPU, timers, shared memory, or files open for
-writing raises an error that gives the reason. Files open for reading are reopened in the copy at the same position, because
-otherwise both processes would share one position. ``random`` reseeds its generator in each fork, so the copy restores the
-generator's state.
+Only memory is copied. So freezing a worker with threads, child processes, a GPU, timers, shared memory, sockets, pipes, or
+files open for writing raises an error that gives the reason. Files open for reading are reopened in the copy at the same
+position, because otherwise both processes would share one position. ``random`` reseeds its generator in each fork, so the
+copy restores the generator's state.
 
 A copy is not a child of the worker, because an environment's ``os.wait()`` could reap it there. It ends with the caller
 through the workers' lifeline, and has its own token, stack file and pidfd.
@@ -227,7 +227,9 @@ def _fork(token: int) -> bool:
 
 
 def _reopen_files(closing: contextlib.ExitStack) -> list[tuple[int, list[int]]]:
-    """Reopen all files that are open only for reading, at their positions. ``closing`` closes the new descriptors.
+    """Reopen the files and folders that are open only for reading, except descriptors 0 to 2, at their positions.
+
+    ``closing`` closes the new descriptors.
 
     Returns:
         Pairs: a new descriptor, and the descriptors that it replaces.
@@ -429,7 +431,7 @@ class _Copy:
 
         Args:
             method, name: Start method and name of the process.
-            source: The process that forks it.
+            source: Watches the process that forks it.
 
         Raises:
             WorkerDied: It ended or was not ready in time, or the process that forks it has ended.
@@ -451,7 +453,7 @@ class _Copy:
         return self.process
 
     def end(self) -> None:
-        """End the process. Idempotent."""
+        """End the process and close its descriptors, except in a forked child. Idempotent."""
         if os.getpid() != self.caller_pid:
             return
         if self.process is not None:
@@ -471,7 +473,7 @@ class Frozen:
     Attributes:
         env: The index of the environment that was copied.
         observation: Its last observation.
-        info: The part of its latest info that lay in shared memory: numbers, and the arrays under keys that recur.
+        info: Its latest info if that lay in shared memory, as infos of numbers and arrays usually do; otherwise ``{}``.
         method: Start method of its process.
         beside: Data about the environment, added by a vector environment that is built on the engine.
     """

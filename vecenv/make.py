@@ -203,8 +203,8 @@ def make_vec(
         gymnasium.error.Error: The environment has no entry point of the kind that the backend needs.
         ValueError: There is no such backend (the message lists all), there are wrappers for a backend without Python
             environments, or ``num_envs`` is invalid.
-        TypeError: There is no such option (the message lists all), the vector environment and the environment both have it,
-            or an argument has a wrong type.
+        TypeError: There is no such option (the message lists those of the environment), the vector environment and the
+            environment both have it, or an argument has a wrong type.
         ImportError: A library is missing. The message contains the command that installs it.
         NotImplementedError: The backend does not support ``spare_workers``, or the library not the ``autoreset_mode``.
     """
@@ -267,7 +267,7 @@ def register(
         The new name. A second registration replaces the first.
 
     Raises:
-        Exception: The errors that :func:`make_vec` raises before it builds an environment.
+        Exception: The errors of :func:`make_vec` about ids, backends, libraries and the names of options.
     """
     entry = _find_backend(backend)
     if not isinstance(id, str):
@@ -326,7 +326,7 @@ class MakeRequest:
         return self.id_or_env_fn
 
     def result_spec(self, mode: str, spec: EnvSpec | None) -> EnvSpec | None:
-        """Return the spec from which the vector environment can be built again, or ``None`` for a function."""
+        """Return the spec from which the vector environment can be built again; ``None`` if there is none."""
         if isinstance(self.id_or_env_fn, EnvSpec):
             spec = self.id_or_env_fn
         elif isinstance(self.id_or_env_fn, str) and mode in ("async", "sync"):
@@ -347,7 +347,7 @@ class MakeRequest:
 
 @dataclass(frozen=True)
 class Backend:
-    """One row of the table of backends.
+    """An entry in the table of backends.
 
     Attributes:
         build: Builds a vector environment.

@@ -37,7 +37,7 @@ class PatchReport:
         steps: Environment steps of vector environments that were closed or garbage-collected.
         restarts, failures: The restarts and failures of these vector environments.
         began: ``time.monotonic()`` at the end of the first construction; ``None`` before.
-        kept: Names of classes that still derive from Gymnasium's, because they use its private attributes.
+        kept: Names of classes that still derive from Gymnasium's, because they use its internals.
         refused: The error of the latest construction that failed, in one line.
     """
 
@@ -129,7 +129,7 @@ class _ReplacementMeta(abc.ABCMeta):
 
     It derives from ``ABCMeta``, so that a subclass may have abstract base classes too.
 
-    A subclass with methods that use private attributes of Gymnasium's class (its pipes, or hooks that it calls, such as
+    A subclass that uses or overrides internals of Gymnasium's class (its pipes, or hooks that it calls, such as
     ``_add_info``) still derives from Gymnasium's class, because vecenv's has no such attributes and calls no such hooks.
     """
 
@@ -222,8 +222,8 @@ def install(*, sync: bool = False, **defaults: Any) -> None:
 
     This applies to all vector environments that are built from now on, even by modules that have already imported the class
     and by ``gymnasium.make_vec(..., vectorization_mode="async")``. Classes derived from it earlier keep their base, so call
-    this before you import them. Classes with methods that use its private attributes (``parent_pipes``, ``_add_info``, ...)
-    keep it too. With a ``worker`` function, Gymnasium's own class is still built.
+    this before you import them. Classes that use or override its internals (``parent_pipes``, ``_add_info``, ...) keep it
+    too. With a ``worker`` function, Gymnasium's own class is still built.
 
     Args:
         sync: Replace ``gymnasium.vector.SyncVectorEnv`` too.

@@ -1,6 +1,6 @@
 """Assertions that values and trajectories are the same, bit for bit.
 
-They do not use ``assert``, which ``python -O`` removes: programs rely on them too, for example to verify snapshots.
+They do not use ``assert``, which ``python -O`` removes, because vecenv itself uses them to verify snapshots.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 An environment gets the same action as from ``gymnasium.vector.utils.iterate``: the type, dtype and shape are those that the
 caller passed. Shared memory preserves them only if a batch has exactly the containers, dtypes and shapes of the action
-space; lists, generators, other dtypes, ``Text`` and the like are pickled. In both cases, all actions are checked before
-any is sent.
+space. Otherwise (lists, generators, other dtypes, ``Text``) the actions are sent in the messages. In both cases, the
+structure of the batch is checked before anything is sent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ActionStage:
         space: Action space of the whole batch.
         num_envs: Number of environments.
         tree: Structure of one action if its size is fixed, else ``None``.
-        leaves: The arrays in shared memory, one row per environment.
+        leaves: The arrays in shared memory, one row per environment; ``None`` without a ``tree``.
     """
 
     def __init__(
@@ -50,10 +50,11 @@ class ActionStage:
 
         Raises:
             TypeError, ValueError: The structure is wrong, or there are too few or too many actions. Nothing was written.
+            Exception: Raised by Gymnasium's ``iterate``, or by the actions while they are iterated over.
         """
         if actions.__class__ is np.ndarray and actions.shape == self._shape:
             dtype = actions.dtype
-            if dtype is self._dtype or dtype == self._dtype:  # `is` is three times as fast, but False for sampled actions
+            if dtype is self._dtype or dtype == self._dtype:  # `is` is faster, but False for samples of a copied space
                 self._leaves[0][...] = actions
                 return None
         return self.put_some(actions, ..., self._num_envs)

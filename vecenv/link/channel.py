@@ -1,7 +1,7 @@
 """The two byte streams between the caller and one worker.
 
 Each worker has two pipes, one per direction. As no other process shares them, messages keep their order, and end-of-file
-means that the other side is gone. A round trip over a socket pair takes twice as long (9 instead of 5 us on one core).
+means that the other side is gone. A round trip over a socket pair takes longer: on one core, 9 instead of 5 us.
 
 The caller's end (:class:`Channel`) never blocks. The worker's end (:class:`WorkerEnd`) may block, which saves system calls.
 Its blocking writes always end, because the caller reads replies even while its own messages do not fit into the pipe.
@@ -21,7 +21,7 @@ from vecenv.system.descriptors import Descriptor, DescriptorOwner
 _CHUNK_BYTES: Final = 1 << 20
 _HEAD_SIZES: Final = (HEAD,)
 Ends: TypeAlias = tuple[Descriptor, Descriptor]
-"""A worker's descriptors, for reading and for writing. They can be pickled only while its process is being started."""
+"""A worker's descriptors, for reading and for writing. They are pickled while its process is being started."""
 
 
 class ChannelClosed(Exception):
@@ -29,7 +29,7 @@ class ChannelClosed(Exception):
 
 
 class Channel:
-    """The caller's end of the two pipes to one worker: whole messages in, queued messages out.
+    """The caller's end of the two pipes to one worker. It returns whole messages, and queues those to be sent.
 
     Reads and writes never block. A signal handler can raise after any call and at any jump (see :mod:`vecenv.front.guard`),
     so a system call and the store that records its effect happen inside one call into C: ``list.extend(map(read, ...))``.
@@ -65,7 +65,7 @@ class Channel:
         """Return the next message, or ``None`` if it has not arrived in full.
 
         Raises:
-            ChannelClosed: The worker has closed its end.
+            ChannelClosed: The worker has closed its end, or :meth:`close` was called.
         """
         chunks = self._chunks
         try:
@@ -112,7 +112,7 @@ class Channel:
         """Write queued bytes; return ``False`` if the pipe is full. After an interruption, the next call continues.
 
         Raises:
-            ChannelClosed: The worker has closed its end.
+            ChannelClosed: The worker has closed its end, or :meth:`close` was called.
         """
         data, accepted = self._outgoing
         try:
@@ -131,10 +131,6 @@ class Channel:
     @property
     def closed(self) -> bool:
         return self.fd < 0
-
-    def fileno(self) -> int:
-        """Return the descriptor of the reading end."""
-        return self.fd
 
     def close_worker_ends(self) -> None:
         """Close the caller's copies of the worker's ends, after the worker has received its own."""
@@ -192,7 +188,11 @@ class WorkerEnd:
             raise ChannelClosed from error
 
     def wait(self, spin_policy: SpinPolicy) -> Message:
-        """Wait for a message and return it. ``spin_policy`` determines how long to poll before sleeping."""
+        """Wait for a message and return it. Unless reads block, ``spin_policy`` determines how long to poll before sleeping.
+
+        Raises:
+            ChannelClosed: The caller has closed its end.
+        """
         if not self.blocks and not spin_policy.spin(self.poll):
             self.poll()
         try:

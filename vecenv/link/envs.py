@@ -23,7 +23,7 @@ from vecenv.shm.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The spaces that every environment must have; ``mode`` is the ``observation_mode`` of the vector environment."""
+    """The spaces to check every environment against; ``mode`` is the ``observation_mode`` of the vector environment."""
 
     mode: Any
     observation_space: gymnasium.Space[Any]
@@ -67,9 +67,9 @@ class WorkerPlan:
         layout: Layout of the shared block.
         autoreset_mode: The autoreset mode.
         expected: The spaces to check every environment against.
-        registered: Space and memory, for a custom space with its own shared-memory functions.
+        registered: The observation space and its memory, if it is a custom space with its own shared-memory functions.
         threads: Limit of the BLAS, OpenMP and torch threads in a worker; ``None`` for their defaults.
-        env_threads: Number of environments that a worker steps at the same time.
+        env_threads: Maximum number of environments that a worker process runs at the same time.
         refuses_finished: True if stepping a finished environment without autoreset raises; otherwise it warns once.
     """
 

@@ -4,7 +4,7 @@ Infos with the same keys, types and shapes share a schema. The worker writes the
 the environment's record with one ``struct.pack_into``. The caller copies each key's values from the records of all
 environments at once. A worker sends each schema's definition with its first use, and again after a reset of all its
 environments. The number is a hash of the definition, so workers need not coordinate. An info without a schema (strings,
-objects, ever-changing keys, more values than fit into a record) is pickled. Steps with such an info are merged value by
+objects, ever-changing keys, more values than fit into a record) is pickled. A result with such an info is merged value by
 value, by :class:`vecenv.front.infos.InfoMerger`.
 """
 
@@ -28,7 +28,7 @@ from vecenv.shm.layout import INFO_BYTES, Array
 NO_INFO: Final = 0
 BY_PICKLE: Final = 1
 _MAX_SCHEMAS: Final = 64  # a worker that needs more has keys that do not recur
-_MAX_PLANS: Final = 128  # per reader, which makes a plan for every combination of schemas that occurs in a step
+_MAX_PLANS: Final = 128  # per reader, which makes a plan for every combination of schemas that occurs in a result
 
 _SCALAR_FORMATS: Final[dict[type, str]] = {
     int: "q", float: "d", bool: "?",
@@ -79,7 +79,9 @@ class Schema:
     Attributes:
         number: A 64-bit hash, equal in all processes, never :data:`NO_INFO` or :data:`BY_PICKLE`.
         columns: ((dtype, shape), offset) of each value in a record, in the order of the info and its nested dicts.
+        size: Bytes of all values; a record holds at most :data:`INFO_BYTES`.
         pack: A function that writes the values into a buffer, beginning at an offset.
+        has_chunks: True if the info, or the ``final_info`` in it, has ``chunk_steps``.
     """
 
     def __init__(self, definition: Definition) -> None:
@@ -196,7 +198,7 @@ class InfoWriter:
         self._unsent.update((schema.number, schema.definition) for schema in sendable)
 
     def add_new_definitions(self, schemas: dict[int, Definition]) -> None:
-        """Add to ``schemas`` the definitions that came into use since the last call."""
+        """Add the new definitions to ``schemas``, and no longer treat them as new."""
         schemas.update(self._unsent)
         self._unsent.clear()
 
@@ -216,7 +218,7 @@ class InfoReader:
         records: uint8 ``(n, INFO_BYTES)``.
 
     Attributes:
-        merger: Merges infos that are not stored as columns.
+        merger: Merges a result's infos value by value, if they cannot be merged as columns.
     """
 
     def __init__(self, schemas: Array, records: Array) -> None:
@@ -250,7 +252,7 @@ class InfoReader:
             final_obs: The last observations of episodes that ended in this step, by environment.
 
         Raises:
-            InfoError: An info is not a dict.
+            InfoError: An info is not a dict, or cannot be read.
         """
         if pickled:
             return self._merge_rows(rows, count, pickled, final_obs)
@@ -308,16 +310,16 @@ class InfoReader:
         return self._records.reshape(-1).view(_record_type(offset, dtype, shape))["v"]
 
     def has_infos(self, rows: Array | None) -> bool:
-        """True if the records of these rows (``None``: all rows) have infos."""
+        """True if one of these rows (``None``: all rows) has an info."""
         return bool((self._numbers if rows is None else self._numbers[rows]).any())
 
     def has_chunks(self, rows: Array | None) -> bool:
-        """True if infos of these rows (``None``: all rows) may have ``chunk_steps``, the number of steps executed."""
+        """True if a record of these rows (``None``: all rows) may have ``chunk_steps``, the number of steps executed."""
         numbers = self._numbers if rows is None else self._numbers[rows]
         return any(number > BY_PICKLE and self._schemas[number].has_chunks for number in set(numbers.tolist()))
 
     def unmerged(self, rows: Iterable[int], pickled: Mapping[int, Any], final_obs: Mapping[int, Any]) -> list[Any]:
-        """Return the infos of some rows as the environments returned them. The arguments are those of :meth:`read`."""
+        """Return the infos of some rows unmerged, with their ``final_obs``. For the arguments see :meth:`read`."""
         infos: list[Any] = []
         for row in rows:
             info = pickled[row] if row in pickled else self.row_info(row)
@@ -336,7 +338,7 @@ class InfoReader:
 
 
 class WorkerInfos(RowInfos):
-    """The infos of one result from worker processes, in shared memory or pickled.
+    """The infos of one result, in shared memory or in replies.
 
     Args:
         reader: Reads shared memory.

@@ -57,33 +57,33 @@ class Op(IntEnum):
     SET_NEXT = 10  # options and seeds for the episodes that autoreset begins
     SAVE = 11
     PROVE = 12
-    CHECK = 13  # read the snapshots to be loaded and reject those that do not fit; no environment changes
+    CHECK = 13  # read the snapshots to be loaded and reject those that do not fit; missing environments are built
     LOAD = 14  # load the checked snapshots, after all workers have accepted theirs
-    RUN = 21  # (function, argument): call function(process, argument), which may replace the worker
+    RUN = 21  # (function, argument): call function(process, argument), which may change the `WorkerState`
 
 
 class Reply(IntEnum):
     """The kind of a reply."""
 
     READY = 17  # start-up is over; the payload is a `vecenv.worker.main.Ready`
-    PLAIN = 18  # done, without infos and failures
+    PLAIN = 18  # done, without infos, final observations or a payload
     COLUMNS = 19  # done, with infos or final observations in shared memory
     FULL = 20  # done, with a payload: an Outcome
 
 
-Message = tuple[int, int, bytes | None]  # operation, sequence number, pickled payload
+Message = tuple[int, int, bytes | None]  # operation or kind of reply, sequence number, pickled payload
 
 Definition: TypeAlias = tuple[tuple[Any, Any], ...]
 """The keys and types of an info. A type is ``("s", type name)`` for a scalar, ``("a", dtype, shape)`` for an array,
 or ``("d", definition)`` for a dict."""
 
 LAST_STEP_OP: Final = int(Op.REBUILD_SOME)
-"""The last operation that steps or resets environments; those with higher numbers are calls."""
+"""The last operation that steps or resets environments. Those with higher numbers do neither."""
 PAYLOAD: Final = 0x80
 """Added to the operation of a message with a payload."""
 OVERLAPS: Final = 0x40
-"""Added to the operation of a message about one row. A worker with ``env_threads`` executes such messages concurrently,
-and may reply to them in another order."""
+"""Added to the operation of a message from ``Submissions`` about one row of a worker with several. With ``env_threads``, the
+worker executes such messages concurrently, and may reply to them in another order."""
 _HEADER: Final = struct.Struct("<BI")
 _LENGTH: Final = struct.Struct("<Q")
 HEAD: Final = _HEADER.size
@@ -163,7 +163,7 @@ class Failure:
 
     @property
     def has_result(self) -> bool:
-        """True if the row has a result nevertheless, because only one of its values could not be sent."""
+        """True if a step or reset has a result nevertheless: only one of its values is invalid, or could not be sent."""
         return not (self.fatal or self.refused)
 
 
@@ -173,7 +173,7 @@ class Outcome:
 
     Attributes:
         infos: Infos that could not be written as columns.
-        observations: Observations of spaces without a fixed size.
+        observations: Observations that are not in shared memory.
         finals: Last observations of ended episodes, if they are not in shared memory.
         failures: Exceptions of environments.
         results: Results of calls.
@@ -284,7 +284,7 @@ def _unpickle_value(outcome: Outcome, row: int, kind: str, blob: bytes) -> Any:
 
 
 def _find_key(blob: bytes) -> str:
-    """Return the key of a pickled info item, for an error text: the pickle's first string or number; empty if unknown."""
+    """Return text that names a pickled info item by its key, the first string or number in it; empty if that is unknown."""
     import pickletools
 
     for opcode, argument, _ in pickletools.genops(blob):
@@ -416,9 +416,9 @@ class PackedError:
     """An exception in a message.
 
     Attributes:
-        blob: The pickled exception, or ``None`` if it cannot be pickled and unpickled.
+        blob: The pickled exception; ``None`` if it cannot be pickled and unpickled, or is not an ``Exception``.
         summary: ``Type: text``.
-        text: The traceback as the worker would have printed it.
+        text: The traceback as its process would have printed it.
     """
 
     blob: bytes | None
@@ -492,9 +492,9 @@ def unpack_error(packed: PackedError, note: str) -> Exception:
 
 # -- functions that build environments ---------------------------------------------------------------------------------
 #
-# Each function is sent once, and the environments that it builds in a worker share it, as in a forked process. For arrays in
-# shared memory (:func:`vecenv.share`) the descriptor is sent instead of the data. Functions are pickled while the receiving
-# process is being started, because locks, queues and similar objects of ``multiprocessing`` can be pickled only then.
+# Each function is sent to a process once, and the environments that it builds there share it, as in a forked process. For a
+# process on this machine, functions are pickled while it is being started: only then can locks, queues and similar objects
+# of ``multiprocessing`` be pickled, and descriptors be sent instead of the data of shared arrays (:func:`vecenv.share`).
 
 
 @dataclass(slots=True)

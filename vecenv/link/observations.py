@@ -151,8 +151,7 @@ class SharedStore(Store):
 class LendingStore(SharedStore):
     """A shared store that lends batches to the program instead of copying them, as :mod:`vecenv.shm.lending` describes.
 
-    Only whole batches are lent or pinned, and only while nothing is in flight, so that no worker is about to write into
-    them.
+    Only whole batches are lent or pinned, and only while no worker is about to write into them.
     """
 
     def __init__(self, tree: Tree, arrays: SharedArrays, lender: Lender) -> None:
@@ -221,7 +220,7 @@ class PickledStore(Store):
         self._space = space
         self._latest: list[Any] = [None] * num_envs
         self._received = [False] * num_envs
-        # like Gymnasium before the first reset: None for a custom space, zeros otherwise
+        # as in Gymnasium before the first reset; None for a custom space
         self.observations: Any = create_empty_array(space, n=num_envs, fn=np.zeros)
 
     def accept(self, row: int, observation: Any) -> None:
@@ -336,7 +335,10 @@ def _make_row_caster(tree: Tree, first_env: int, warn: _WarnFn, count: int) -> O
 
 
 def make_reply_writer(space: Space[Any], first_env: int, warn: _WarnFn, count: int, *, copies: bool) -> ObservationWriter:
-    """Return a writer that checks an observation and returns it to be sent, or with ``copies`` a copy of it."""
+    """Return a writer that checks an observation and returns it to be sent; with ``copies``, a copy of it if possible.
+
+    An observation of fixed size is always copied, and cast to the dtypes of the space.
+    """
     if (tree := fixed_tree(space)) is not None:
         return _make_row_caster(tree, first_env, warn, count)
     batch: Any = create_empty_array(space, n=1, fn=np.zeros)
@@ -355,7 +357,7 @@ def make_reply_writer(space: Space[Any], first_env: int, warn: _WarnFn, count: i
 
 
 class _ArrayRow:
-    """A row with several axes; ``row[:] = array`` raises unless dtype and shape are equal."""
+    """A row that no memoryview can write; ``row[:] = array`` raises unless dtype and shape are equal."""
 
     __slots__ = ("_dtype", "_row", "_shape")
 
@@ -376,7 +378,7 @@ def make_exact_rows(leaf: Leaf, array: Array) -> list[Any]:
     """
     if leaf.shape == ():
         return [None] * len(array)
-    if leaf.flat:  # a memoryview checks dtype and shape in C, three times as fast, but supports only one axis
+    if leaf.flat:  # a memoryview checks dtype and shape in C, five times as fast, but supports only one axis
         return [memoryview(row) for row in array]
     dtype = np.dtype(leaf.dtype.str)  # NumPy's own object for this dtype: comparing an array's dtype with it is faster
     return [_ArrayRow(row, dtype) for row in array]
@@ -439,7 +441,7 @@ def _make_leaf_writer(leaf: Leaf, array: Array, first_env: int, warn: _WarnFn) -
 
 
 def _make_converting_writer(leaf: Leaf, array: Array, first_env: int, warn: _WarnFn) -> Callable[[int, Any], None]:
-    """Return a writer that converts any value, and raises or warns if the cast to the space's dtype changed it."""
+    """Return a writer that converts any value, and raises or warns if the space's dtype cannot hold it."""
     dtype, shape = leaf.dtype, leaf.shape
 
     def convert_and_write(k: int, value: Any) -> None:

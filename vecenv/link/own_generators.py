@@ -51,7 +51,7 @@ class OwnGenerators(gymnasium.Wrapper[Any, Any, Any, Any]):
                     raise
 
     def reset(self, **arguments: Any) -> Any:
-        """Seed the generators for the episode (:meth:`Generators.begin`), and reset the environment."""
+        """Begin an episode of the generators (:meth:`Generators.begin`), and reset the environment."""
         self._generators.begin(arguments.get("seed"))
         return _run(self._generators, self.env.reset, **arguments)
 
@@ -59,7 +59,7 @@ class OwnGenerators(gymnasium.Wrapper[Any, Any, Any, Any]):
         return _run(self._generators, self.env.render)
 
     def close(self) -> None:
-        """Close the environment. Closing the last one restores the previous states of the process's generators."""
+        """Close the environment. Closing the last one gives the process its own generators back."""
         try:
             _run(self._generators, self.env.close)
         finally:

@@ -1,5 +1,5 @@
-/* Writes results of env.step into shared memory, if the types of their values are the usual ones. Every other result is
-   refused and left to the Python code in rows.py, which alone defines the semantics. See row_writer.py. */
+/* Writes results of env.step into shared memory, if the types of their values are the usual ones and no episode ends. Every
+   other result is refused and left to the Python code in rows.py, which alone defines the semantics. See row_writer.py. */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
@@ -39,7 +39,7 @@ typedef struct {
     Column *columns; /* of an info */
 } Row;
 
-/* The copy functions return 0 if they refuse what they are given. */
+/* The copy functions return 0 if they refuse a value. */
 static int copy_array(const Column *column, PyObject *value, void *to)
 {
     const Array *a = (Array *)value, *b = (Array *)column->example;
@@ -129,7 +129,7 @@ static PyObject *write_row(Row *self, PyObject *result)
     return PyLong_FromLong(written);
 }
 
-/* learn(number, columns): accept infos with the keys and types of these columns; the number identifies their schema. */
+/* learn(number, columns): accept infos like these columns, in keys, types and shapes; the number identifies their schema. */
 static PyObject *learn(Row *self, PyObject *arguments)
 {
     PyObject *infos, *before = self->infos;

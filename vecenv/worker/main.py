@@ -57,7 +57,14 @@ _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_
 
 @dataclass(slots=True)
 class Start:
-    """The arguments of a worker process. They can be pickled only while the process is being started."""
+    """The arguments of a worker process. They are pickled while the process is being started, unless it is forked.
+
+    Attributes:
+        index: Index of the worker.
+        first: Index of its first environment.
+        fingerprint, generation: For :func:`~vecenv.system.generators.begin_worker`: the caller's fingerprint, and the number
+            of processes started before at this index.
+    """
 
     index: int
     first: int
@@ -79,7 +86,8 @@ class WorkerState:
         start: The arguments of the process.
         channel: The connection to the caller.
         rows: Its environments; ``None`` until they are built, or if that failed.
-        inherited: The result of :func:`~vecenv.system.descriptors.list_open_resources` before ``rows`` were built.
+        inherited: The result of :func:`~vecenv.system.descriptors.list_open_resources` before ``rows`` were built; in a
+            copy, when it took over its row.
         cpus: The cores that it may use when it does not spin.
         exit: A function that ends the process with an exit code.
     """
@@ -191,7 +199,7 @@ def _unpickle(rows: SnapshotRows, op: int, seq: int, payload: bytes | None) -> t
 
 
 def execute_in_thread(channel: WorkerEnd, rows: ThreadedRows, op: int, seq: int, payload: bytes | None) -> None:
-    """Execute an overlapping message in a thread, while other environments are still running, and reply."""
+    """Execute an overlapping message in a thread, while other environments may be running, and reply."""
     try:
         arguments, error_outcome = _unpickle(rows, op, seq, payload)
         op &= ~OVERLAPS
@@ -271,7 +279,10 @@ def main(start: Start) -> None:
 
 
 def _serve_until_exit(process: WorkerState, ready: Ready) -> int:
-    """Run :func:`serve`, and return the exit code. If the caller is gone, end the processes that environments started."""
+    """Send ``ready``, run :func:`serve`, and return the exit code.
+
+    If the caller is gone, end the processes that environments started.
+    """
     clean = caller_is_gone = False
     try:
         process.channel.send(Reply.READY, 0, pickle.dumps(ready))

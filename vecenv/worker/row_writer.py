@@ -1,9 +1,9 @@
 """The compiled writer of step results, an optional accelerator.
 
-Most results consist of an array of the space's dtype and shape, a float, two flags that are false, and an info that is empty
-or has the keys and types of the previous ones. ``_row_writer.c`` writes these into shared memory in a fraction of the time.
-It refuses every other result; the step loop of :mod:`vecenv.worker.rows` then processes that result in Python. Only that
-loop defines the semantics.
+Most results consist of an array of the space's dtype and shape, a float or int, two flags that are false, and an info that
+is empty or has the keys and types of the previous ones. ``_row_writer.c`` writes these into shared memory in a fraction of
+the time. It refuses every other result; the step loop of :mod:`vecenv.worker.rows` then processes that result in Python.
+Only that loop defines the semantics.
 
 ``hatch_build.py`` compiles ``_row_writer.c`` when the package is built, if there is a C compiler.
 """
@@ -31,7 +31,7 @@ class CompiledRow(Protocol):
     write: Callable[[Any], int]
     """``write(result)`` returns 1 if it has written the result, 2 if it has also written an info, and 0 if it refuses."""
     learn: Callable[[int, Places], None]
-    """``learn(number, places)``: accept infos with these keys and types; ``number`` identifies their schema."""
+    """``learn(number, places)``: accept infos with these keys, types and shapes; ``number`` identifies their schema."""
 
 
 def load() -> Any:
@@ -49,7 +49,7 @@ _module: Any = load()
 
 
 def is_compiled() -> bool:
-    """True if workers use the compiled writer: it was built, and the environment variable ``VECENV_PURE`` is not set."""
+    """True if workers use the compiled writer: it was built, and the variable ``VECENV_PURE`` is unset, empty or 0."""
     return _module is not None and os.environ.get("VECENV_PURE", "0") in ("", "0")
 
 
@@ -59,7 +59,7 @@ def make_compiled_rows(
     """Return a writer for each of ``rows``, or an empty list if Python has to write the results.
 
     Args:
-        leaf: The leaf of the observation space; ``None`` if an observation is not a single array.
+        leaf: The leaf of the observation space; ``None`` if an observation is not a single array of fixed size.
         leaves: The worker's rows of the observations.
         arrays: Views of the shared block.
         rows: The worker's rows.

@@ -1,12 +1,12 @@
 """Builds, steps, resets, calls and closes the environments of one worker, which are rows of the batch.
 
-:class:`EnvRows` is independent of processes and messages; the same class works in a worker process, in the caller's own
-process (``num_workers=0``, ``use_caller=True``) or on another machine. Results that do not fit into shared memory are
-returned in an :class:`Outcome`, which is empty for a plain step. A failure of one environment is recorded in the outcome and
-does not affect the others; a failed environment is closed immediately and rebuilt by its next reset.
+:class:`EnvRows` is independent of processes and messages; the same class works in a worker process and in the caller's own
+process (``num_workers=0``, ``use_caller=True``). Results that do not fit into shared memory are returned in an
+:class:`Outcome`, which is empty for a plain step. A failure of one environment is recorded in the outcome and does not
+affect the others. An environment that fails in a step or a reset is closed immediately, and rebuilt by its next reset.
 
-The step loop is the hot path of the whole package. It uses only local variables, and the autoreset mode costs nothing until
-an episode ends: a table maps it to the function that is called then.
+The step loop is the hot path of the whole package. It mostly uses local variables, and the autoreset mode costs nothing
+until an episode ends: a table maps it to the function that is called then.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vecenv.system.shared_generators import describe_draws
 from vecenv.system.signals import call_with_fallback, raised_by_handler
 from vecenv.worker.row_writer import CompiledRow, make_compiled_rows
 
-_LONG_MESSAGE_SECONDS: Final = 1e-3  # after a message that takes this long, the next one is timed too
+_LONG_MESSAGE_SECONDS: Final = 1e-3  # after a message that takes longer, the next one is timed too
 _MAX_UNTIMED: Final = 31
 _SAMPLE_EVERY: Final = 64  # one in this many timed messages also times each environment separately
 clock: Final = time.perf_counter
@@ -49,8 +49,8 @@ class EnvRows:
         worker: Index into the per-worker counters.
         plan: The settings that all workers share.
         arrays: Views of the whole shared block.
-        in_caller: True in the caller's own process, where steps and resets raise ``KeyboardInterrupt``, and calls raise
-            all exceptions of signal handlers. In a worker, these exceptions count as failures of an environment.
+        in_caller: True in the caller's own process, where calls raise all exceptions of signal handlers, and other methods
+            raise ``KeyboardInterrupt``. In a worker, these exceptions count as failures of an environment.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class EnvRows:
         return envs_text(range(self.first, self.first + self.count))
 
     def note_running(self, k: int) -> None:
-        """Record the environment about to be called (-1: none), so that the caller can name it if this worker dies."""
+        """Record the environment about to be called (-1: none). The caller names it if this worker dies or hangs."""
         self._running_cell[0] = k
 
     def guard_settings(self) -> None:
@@ -263,7 +263,7 @@ class EnvRows:
         return self._steps[k](action)
 
     def _step_after_reset(self, k: int, reset_due: bool) -> Callable[[Any], Any]:
-        """Return the step function of a row that was just reset. ``reset_due``: its next step is an automatic reset."""
+        """Return the step function of a row after a reset or load. ``reset_due``: its next step is an automatic reset."""
         return partial(self._step_by_reset, k) if reset_due else self._env(k).step
 
     def _reset(self, k: int, seed: Any, options: Any) -> tuple[Any, Any]:
@@ -302,7 +302,7 @@ class EnvRows:
             raise error
 
     def _convert_number(self, k: int, name: str, value: Any, kind: type[np.float64] | type[np.bool_]) -> Any:
-        """Convert a reward or flag that is not a plain float or bool, as Gymnasium does; squeeze an array of size 1."""
+        """Convert a reward or flag to ``kind``, as Gymnasium does; squeeze an array of size 1."""
         if isinstance(value, (np.bool_, np.floating, np.integer, int)):
             return kind(value)
         try:
@@ -489,7 +489,7 @@ class EnvRows:
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Outcome:
-        """Call ``env.get_wrapper_attr(name)`` for every environment; an attribute that is not callable is returned."""
+        """Call the attribute ``name`` of every environment, or return it if it is not callable."""
         arguments = [(args, kwargs)] * self.count
 
         def call_row(k: int) -> Any:
@@ -507,9 +507,9 @@ class EnvRows:
         return self._own_copy(values[k]) if any(later is values[k] for later in values[k + 1 :]) else values[k]
 
     def _own_copy(self, value: Any) -> Any:
-        """Return a copy of a value for one environment of a worker, or the value itself in the caller's own process.
+        """Return a copy of a value for one of several environments; in the caller's own process, the value itself.
 
-        So environments in workers never share it, as in Gymnasium's class. What cannot be copied is shared.
+        So environments in workers do not share it, as in Gymnasium's class, unless it cannot be copied.
         """
         if self._in_caller or self.count == 1:
             return value
@@ -568,7 +568,7 @@ class EnvRows:
             out.observations[self.first + k] = to_send
 
     def _store_info(self, k: int, info: Any, out: Outcome) -> None:
-        """Store an info that is not empty."""
+        """Store an info that is not an empty dict."""
         self._has_old_results = True
         try:
             if info.__class__ is dict and self._infos.write(k, info):
@@ -626,7 +626,7 @@ class EnvRows:
         out.infos.pop(row, None)
 
     def _discard_env(self, k: int) -> None:
-        """Close an environment that must not be used any more, and clear its row."""
+        """Close an environment that must not be used any more, and clear the info and final flag of its row."""
         self._schemas[k] = NO_INFO
         self._final[k] = False
         self._close_env(k)
@@ -654,10 +654,10 @@ class _BatchWriter(NamedTuple):
 
     Attributes:
         leaves: The rows, one array per leaf.
-        write_row: Checks an observation and writes it.
+        write_row: Checks an observation and writes it, or returns it to be sent.
         targets: One per row, for assignments ``target[:] = observation``.
-        write_results: One per row, which writes the result of a step if it is of the usual kind. Empty without the compiled
-            writer.
+        write_results: One per row, which writes the result of a step if it is of the usual kind. Empty if
+            :func:`make_compiled_rows` returns no writers.
         compiled: The compiled writers with the methods in ``write_results``.
     """
 
@@ -674,7 +674,7 @@ def _learn(rows: Sequence[CompiledRow], number: int, places: Places) -> None:
 
 
 class _ObservationTarget:
-    """The target of assignments ``target[:] = observation`` for a row, if an observation is not one array."""
+    """The target of assignments ``target[:] = observation`` for a row, unless it is one array in shared memory."""
 
     __slots__ = ("_k", "_rows")
 
@@ -743,7 +743,7 @@ def _make_action_reader(tree: Tree | None, leaves: Sequence[Array], count: int) 
 
 
 class StepClock:
-    """A sampling clock for the steps of a worker, because reading the time twice takes a tenth of a CartPole step.
+    """A sampling clock for the steps of a worker, because timing a message takes more than a tenth of a CartPole step.
 
     The shorter the messages are, the fewer are timed. At least one in 32 is timed, so that a single long message never
     counts for more than 32.

@@ -150,7 +150,7 @@ class SnapshotRows(EnvRows):
 
 
 def _are_equivalent(first: Callable[[], Any], second: Callable[[], Any]) -> bool:
-    """True if two functions certainly build the same environment."""
+    """True if two functions certainly build equal environments."""
     if first is second:
         return True
     try:

@@ -519,7 +519,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             reseed: Give each copy its own random numbers; otherwise all copies draw the same ones.
 
         Returns:
-            Their observations and infos at the time of the freeze; infos without their pickled parts.
+            Their observations and infos at the time of the freeze; an empty info if it was pickled, as for strings.
 
         Raises:
             NotImplementedError: As for :meth:`freeze`.

@@ -244,7 +244,8 @@ class Adapter(JaxEnv):
         """Draw one environment's state as ``uint8[height, width, 3]``.
 
         Raises:
-            NotImplementedError: The library cannot draw this environment.
+            NotImplementedError: Environments of this library cannot be drawn here.
+            RuntimeError: The renderer failed, for example without OpenGL.
         """
         raise NotImplementedError(f"{self.name} cannot be rendered.")
 

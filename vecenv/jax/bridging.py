@@ -263,8 +263,8 @@ class Bridge:
     ``reset``; after a ``StaleStateError``, the newest state can still be stepped.
 
     Args:
-        envs: Any Gymnasium vector env that accepts a list of seeds and runs no JAX in this process. The bridge owns it from
-            now on: do not step or close it directly; close the bridge. Start its workers with forkserver or spawn.
+        envs: Any Gymnasium vector env, wrapped or not, that accepts a list of seeds and runs no JAX in this process. The
+            bridge owns it from now on: do not step it, and close only the bridge. Start its workers by forkserver or spawn.
         info_spec: Infos to report in ``EnvState.info``: name -> shape and dtype for one environment
             (``jax.ShapeDtypeStruct``), or a dtype for a number, or a dict of these. Each comes with a mask ``_name``. Other
             infos are left out.

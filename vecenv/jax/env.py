@@ -244,7 +244,7 @@ class Adapter(JaxEnv):
         """Draw one environment's state as ``uint8[height, width, 3]``.
 
         Raises:
-            NotImplementedError: Environments of this library cannot be drawn here.
+            NotImplementedError: Rendering is not implemented for environments of this library.
             RuntimeError: The renderer failed, for example without OpenGL.
         """
         raise NotImplementedError(f"{self.name} cannot be rendered.")

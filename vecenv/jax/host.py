@@ -403,8 +403,8 @@ class InfoColumn(NamedTuple):
 class InfoColumns:
     """The columns of an info specification: infos in a fixed structure, which compiled programs need.
 
-    Environments may report any infos at any time. Each key of a shape or dtype becomes a column with a mask ``_key``, as in
-    Gymnasium's infos. Other keys are ignored.
+    Environments may report any infos at any time. Each key with a shape or a dtype becomes a column with a mask ``_key``, as
+    in Gymnasium's infos. Unspecified keys are ignored.
 
     Args:
         spec: Key -> a nested dict, anything with ``shape`` and ``dtype`` (``jax.ShapeDtypeStruct``), or a dtype,

@@ -1,6 +1,6 @@
-"""Lists the public members of exported classes that have no anchor in the built site: ``python .ci/anchors.py SITE``.
+"""Lists public members of exported classes that have no anchor in the built site: ``python .ci/anchors.py SITE``.
 
-Members are methods and properties.
+Members are methods and properties; the classes are those of :data:`MODULES`, except exceptions.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 ``python .ci/prose.py`` applies the rules of proselint and of this project (:data:`STYLE`) to README, docs, CHANGELOG,
 CONTRIBUTING and SECURITY, and only the latter to the docstrings of the package and to all strings of its command line. In
-:data:`PLAIN_FOLDERS`, it checks that docstrings begin with a verb or a noun, and that docstrings and comments use the terms
-of the glossary. With arguments, it checks only these files. Code and links are not checked. A finding is printed as
-``file:line: rule: advice``.
+:data:`PLAIN_FOLDERS`, it checks that docstrings do not begin with a noun clause, that few of them remark that a function
+may be called again, and that docstrings and comments use the terms of the glossary. With arguments, it checks only these
+files. Code and links are not checked. A finding is printed as ``file:line: rule: advice``.
 """
 
 from __future__ import annotations

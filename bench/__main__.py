@@ -90,7 +90,7 @@ def _build_parser() -> argparse.ArgumentParser:
         add_option("--num-envs", type=parse, default=num_envs, help=f"number of environments (default: {default_text})")
         add_option("--engines", type=_names_parser(), help="engines to measure, separated by commas (default: all)")
 
-    add_part("list", _list, "list the names that the other parts accept")
+    add_part("list", _list, "list the workloads, parts and programs that can be selected")
     add_comparison("compare", _compare, "engines side by side on each workload", [64], WORKLOADS)
     add_option = add_part("sweep", _sweep, "throughput and memory over the number of environments", sampling, json_flag, out)
     add_option("--workload", default="CartPole-v1", choices=WORKLOADS)
@@ -116,7 +116,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add_option("--python", default=sys.executable, help="a Python with the programs' requirements (default: this one)")
     add_option("--rounds", type=int, default=3, help="runs of each program with each engine (default: 3)")
     add_part("size", _size, "sizes of the package and of the code that a step runs", json_flag)
-    text = "measure the figures in README.md and in the first tables of docs/benchmarks.md, and update both pages"
+    text = "measure the figures in README.md and in the first tables of docs/benchmarks.md, then do the same as `table`"
     add_part("figures", _figures, text, sampling, out)
     text = "update README.md, bench/RESULTS.md and docs/benchmarks.md with the results in the folder"
     add_part("table", _table, text, out)
@@ -140,7 +140,7 @@ def _write_reports(arguments: argparse.Namespace, reports: list[Report], stem: s
 
 
 def _output_reports(arguments: argparse.Namespace, reports: list[Report], stem: str) -> None:
-    """Write reports to files, and print them as tables or JSON. Warn about unknown names in ``--engines``."""
+    """Write reports to files, and print them as tables or JSON. Warn about unknown ``--engines``; exit if none is known."""
     measured = {row.name for report in reports for row in report.rows}
     unknown = [name for name in arguments.engines or () if name not in measured]
     if unknown:
@@ -268,7 +268,7 @@ def _size(arguments: argparse.Namespace, sampling: SamplingOptions) -> None:
 
 
 def _figures(arguments: argparse.Namespace, sampling: SamplingOptions) -> None:
-    """Measure the figures in README.md and in the first two tables of docs/benchmarks.md, and update both pages."""
+    """Measure the figures in README.md and in the first two tables of docs/benchmarks.md, and write all tables."""
     options = {"num-envs": 64, "seconds": arguments.seconds, "repeats": arguments.repeats, "workers": arguments.workers}
     command = [sys.executable, "-m", "vecenv", "bench", "CartPole-v1", "--out", str(arguments.out)]
     subprocess.run([*command, *(f"--{name}={value}" for name, value in options.items())], check=True)

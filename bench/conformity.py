@@ -61,7 +61,7 @@ def make_envpool_cartpole(num_envs: int) -> Any:
 
 
 class _EnvPoolAdapter:
-    """An adapter for EnvPool, which has no metadata and no batched spaces, and takes its only seed when it is built."""
+    """An adapter for EnvPool, which has no batched spaces, and can be seeded only when it is built."""
 
     def __init__(self, num_envs: int) -> None:
         from gymnasium.vector.utils import batch_space
@@ -80,7 +80,7 @@ class _EnvPoolAdapter:
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         if options or isinstance(seed, list):
-            raise NotImplementedError("reset() takes no options, and make() takes only one seed")
+            raise NotImplementedError("reset() takes neither options nor a list of seeds")
         if seed is not None:
             self._envs.close()
             self._build_envs(seed)

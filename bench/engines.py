@@ -1,6 +1,6 @@
 """Runners for the engines of other libraries, all of which are optional.
 
-A missing library has no row, only a note. Libraries that reset within the step, or leave the reset to the caller, do more
+A missing library's row has no figures. Libraries that reset within the step, or leave the reset to the caller, do more
 than ``num_envs`` units of work in a step when episodes end, because each reset counts. Here all of them fork their
 processes. This does not affect the speed of steps, and saves the minutes that all processes would need to import torch.
 """

@@ -2,9 +2,9 @@
 
 Both engines step the same task with the same number of environments, alternately for a short time, so that other load on
 the machine affects both. A repeat is one sample of each, and the result is the ratio within a repeat. In mode ``sync``, all
-environments step together by ``step()``; in mode ``first-ready``, half of them at a time by ``recv()`` and ``send()``. Raw
-EnvPool receives numpy actions in its own dtype, and checks only the actions of its first call. The processes step the same
-CartPole; for Pong they use the same emulator, and Gymnasium's wrappers do the preprocessing that EnvPool does in C++.
+environments step together by ``step()``; in mode ``first-ready``, half of them at a time by ``recv()`` and ``send()``.
+Against raw EnvPool, both get numpy actions in its dtype; raw EnvPool checks only those of its first call. The processes step
+Gymnasium's environments; for Pong they use the same emulator, and wrappers do the preprocessing that EnvPool does in C++.
 
     python bench/envpool_rate.py                      # CartPole-v1, Ant-v4, Pong-v5 with 64 environments
     python bench/envpool_rate.py --task CartPole-v1 --seconds 1 --repeats 9 --json

@@ -1,8 +1,8 @@
 """Measures where the time of a first-ready batch goes: ``python bench/first_ready_cost.py Ant-v5 --num-envs 8``.
 
-For each way to step the same environments, it prints the microseconds of all used cores per environment step, divided into
-processor time of the caller, processor time of the workers, and the rest, when a worker's core was idle. One program builds
-all of them and runs them alternately. A row shows medians over the rounds, and its rate relative to that of ``step``.
+For each way to step the same environments, it prints the time of one core per worker, in microseconds per environment step,
+divided into processor time of the caller, processor time of the workers, and the rest, when a core was idle. One program
+builds all of them and runs them alternately. A row shows medians over the rounds, and its rate relative to that of ``step``.
 
     python bench/first_ready_cost.py ALE/Pong-v5 --num-envs 8 --rounds 9
     python bench/first_ready_cost.py --sleep 0.001 --num-envs 64 --workers 16   # simulates one core per process

@@ -165,7 +165,8 @@ def _compare_best(
     """Compare the best row in ``own_names`` with the best of the other rows.
 
     A first comparison of all rows selects the best own row and the two best others. These three are compared again in many
-    short rounds, and only these rounds count, unless the own row was clearly faster in the first comparison.
+    short rounds, and only these rounds count, unless the own row was clearly faster in the first comparison and the samples
+    were long enough.
     """
     report = compare_rows(settings.sampling, names)
     own_rows, other_rows = _rank_rows(report, own_names)

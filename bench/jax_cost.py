@@ -9,8 +9,8 @@ ratios compare times of the same repeat.
   NumPy arrays;
 * ``jax``      the same with ``to="jax"``, with a wait after every step;
 * ``step``     ``FunctionalVectorEnv.step``, with a wait after every step;
-* ``scan``     the upper bound on the speed of rollouts: a compiled scan of ``vmap(step)`` that returns the same fields as a
-  rollout;
+* ``scan``     the upper bound on the speed of rollouts: a compiled scan of ``vmap(step)`` that returns the fields of a
+  rollout, except ``valid`` and ``first``;
 * ``rollout``  ``vecenv.jax.rollout`` with as many steps as ``scan``.
 
 On a GPU: ``python bench/jax_cost.py --envs 4096 65536``.

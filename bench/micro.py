@@ -1,7 +1,7 @@
 """Micro-benchmarks of single costs: a round trip, a batch, infos, copies, the start.
 
-Each of them compares the engine with the simplest code for the same work in the same run: a socket pair between two
-processes, ``memcpy``, or the same environment without infos.
+Each of them compares the engine with a baseline in the same run: a socket pair between two processes, a bare loop, the same
+environment without infos, ``memcpy``, or the start of Gymnasium's engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The network of :mod:`bench.train`: convolutions and a dense layer for images, otherwise two dense layers. Needs flax."""
+"""Network of :mod:`bench.train`: convolutions and a dense layer for images, else two dense layers. Needs flax and optax."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@
     python -m bench programs --sources SOURCES --python /another/environment/bin/python --rounds 5
 
 This repository does not contain the programs. ``python program.py`` and ``python -m vecenv run program.py`` run with the
-same arguments and seeds, each in an empty folder. In both runs ``bench/watched.py`` starts the program, and computes a
-checksum of all actions, observations, rewards and flags. Except for times, the scalars that a program writes for TensorBoard
-must be equal too. The requirements of the programs must be installed for ``--python``.
+same arguments and seeds, each in an empty folder, or in its repository if it must. In both runs ``bench/watched.py`` starts
+the program, and computes a checksum of all actions, observations, rewards and flags. Except for times, the scalars that a
+program writes for TensorBoard must be equal too. The requirements of the programs must be installed for ``--python``.
 
 Wall time covers the whole program, including imports. Processor time is that of the program and its workers; it varies less
 on a busy machine.

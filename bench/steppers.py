@@ -1,4 +1,4 @@
-"""Adapters with ``send`` and ``recv`` for the engines of :mod:`bench.train`, so that one training loop works for all."""
+"""Adapters with ``send`` and ``recv``, for one loop over all engines of :mod:`bench.train` except the JAX bridge."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ OTHER_PROCESS_BYTES = 12 << 20
 
 @dataclass
 class Memory:
-    """The memory of a candidate: proportional set sizes in bytes, and the number of worker processes.
+    """The memory of a candidate: proportional set sizes in bytes, and the number of its child processes.
 
     A page that several processes share is divided among them.
     """

@@ -1,7 +1,8 @@
-"""Writes the tables of ``README.md``, ``bench/RESULTS.md`` and ``docs/benchmarks.md`` from measurements.
+"""Writes the tables and charts of ``README.md``, ``bench/RESULTS.md`` and ``docs/`` from measurements.
 
-``python -m bench table`` reads all JSON files in the folder of results: those of ``vecenv bench``, and of the parts
-``goals``, ``compare``, ``sweep``, ``waits``, ``episodes`` and ``train``. A table without new measurements does not change.
+``python -m bench table`` reads the files in the folder of results: those of ``vecenv bench`` and ``sweep`` for CartPole-v1,
+and of the parts ``goals``, ``compare``, ``waits``, ``episodes`` and ``train``. A table without new measurements does not
+change.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from vecenv.tools.benchmark import COLOURS, new_figure
 ROOT = Path(__file__).resolve().parent.parent
 NOT_YET = "not measured yet"
 SWEEP = "sweep-CartPole-v1"
-GAINS = ("CartPole-v1", "Ant-v5", "ALE/Pong-v5")  # the rows of the table in README.md
+GAINS = ("CartPole-v1", "Ant-v5", "ALE/Pong-v5")  # the environments in README.md
 REAL_ROWS = {  # the rows of the second table in docs/benchmarks.md
     **{name: name for name in ("CartPole-v1", "Pendulum-v1", "HalfCheetah-v5", "LunarLander-v3")},
     "MiniGrid-DoorKey-8x8-v0": "MiniGrid DoorKey-8x8",
@@ -107,7 +108,7 @@ def compare_table(reports: list[dict[str, Any]]) -> list[str]:
 
 
 def real_table(reports: list[dict[str, Any]]) -> list[str]:
-    """Return the table of real environments in ``docs/benchmarks.md`` from the reports of ``compare``."""
+    """Return the second table of ``docs/benchmarks.md`` from the reports of ``compare``."""
     lines = [f"| workload | {' | '.join(REAL_COLUMNS.values())} |", "|---|" + "---:|" * len(REAL_COLUMNS)]
     for report in _first_reports(reports, REAL_ROWS):
         cells = [_format_speedup(report, name, "gym-async", spread=True) for name in REAL_COLUMNS]
@@ -183,7 +184,7 @@ def sweep_table(reports: list[dict[str, Any]], memory: dict[str, dict[str, dict[
 
 
 def write_tables(out: Path) -> None:
-    """Write all tables that have results in ``out``."""
+    """Write all tables and charts that have results in ``out``."""
     comparison = _read_json(out / "compare.json")
     page = ROOT / "bench" / "RESULTS.md"
     text = page.read_text()

@@ -7,9 +7,9 @@
 
 Separate processes cannot show differences of one or two percent, because the addresses of their memory have an effect of
 the same size. So the program imports both versions into one process, each with its own environments. They run alternately
-for a few milliseconds, in random order, and each pair of samples gives a ratio. The result of a process is the mean of two
-medians: over the pairs that began with one version, and over those that began with the other. The program prints the median,
-minimum and maximum over several processes, half of which import the other version first.
+for a few milliseconds, in random order, and each pair of samples gives a ratio. The result of a process is the geometric
+mean of two medians: over the pairs that began with one version, and over those that began with the other. The program prints
+the median, minimum and maximum over several processes, half of which import the other version first.
 
 ``--call recv`` measures rounds of ``recv()`` and ``send()`` with half the environments in a batch, ``--call recv_all`` with
 all of them. ``--num-workers each`` is one process per environment. While a version runs, and when it forks its workers,

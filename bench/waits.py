@@ -1,10 +1,10 @@
 """Compares engines with environments that delay others: long resets, steps of very different duration, services, simulators.
 
 ``python -m bench waits`` compares rates and memory for batches of all environments, of the first ready ones, or of those
-that are ready at a deadline; for spare workers; for threads within workers; and for TorchRL's ``AsyncEnvPool``, which has
-most of these. For long resets, the row ``free`` shows the same engine with resets that take no time.
-``python -m bench episodes`` runs a list of episodes of very different lengths: by :func:`vecenv.evaluate`, and in successive
-batches, as other libraries do.
+that are ready at a deadline; for spare workers; for threads within workers; and for other libraries, of which TorchRL's
+``AsyncEnvPool`` has most of these. For long resets, the row ``free`` shows the same engine with resets that take no time.
+``python -m bench episodes`` runs a list of episodes of very different lengths: by :func:`vecenv.evaluate`, in successive
+batches, and by Stable-Baselines3's ``evaluate_policy``.
 """
 
 from __future__ import annotations

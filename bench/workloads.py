@@ -56,7 +56,7 @@ class WaitingEnv(EmptyEnv):
     Args:
         step: Seconds per step, or a range to draw them from.
         reset: Seconds per reset.
-        length: Steps per episode, or a range to draw their number from; ``None``: endless.
+        length: Steps per episode, or a range (without its end) to draw their number from; ``None``: endless.
         shape, dtype: The shape and dtype of observations.
     """
 

@@ -86,7 +86,7 @@ async def play(pool: Pool, seed: int) -> float:
                     _, reward, *_ = await env.step(action)
                     total += reward
                 return total
-        except RestartsExhausted:  # a subclass of `WorkerDied`: no worker is left
+        except RestartsExhausted:  # a subclass of `WorkerDied`: the budget of restarts is used up
             raise
         except (WorkerDied, StepTimeout, EnvFailed):
             continue

@@ -7,9 +7,9 @@
     python examples/ppo.py --resume run-one                         # saves the run, and continues it after a kill
     python examples/ppo.py --first-ready                            # the policy acts for one half while the other steps
 
-It trains until the mean return of the last 100 episodes reaches the target, shows a progress bar, and writes the learning
-curve as a PNG. On CartPole-v1 with two hosts on one machine with 2 busy cores, the mean return was 476.7 after 108,544 steps
-and 40.1 s; in worker processes, it was the same after 39.5 s. docs/examples.md has more results.
+It trains for --steps, or until the mean return of the last 100 episodes reaches the target, shows a progress bar, and writes
+the learning curve as a PNG. On CartPole-v1 with two hosts on one machine with 2 busy cores, the mean return was 476.7 after
+108,544 steps and 40.1 s; in worker processes, it was the same after 39.5 s. docs/examples.md has more results.
 """
 
 # The end of an episode: vecenv's default is Gymnasium's next-step autoreset. The row that ends an episode contains its true
@@ -17,12 +17,12 @@ and 40.1 s; in worker processes, it was the same after 39.5 s. docs/examples.md 
 # from the value of its true last state, and the row of a reset is no transition: it has weight 0.
 #
 # --first-ready: recv returns the half of the environments that finishes first, and send sends new actions to these while the
-# others are still stepping. Rows arrive in any order, so all data is stored by environment. Without this option, each step
-# returns the rows of all environments.
+# others are still stepping. Rows arrive in any order, so each is stored with the index of its environment. Without this
+# option, each step returns the rows of all environments.
 #
-# --resume: After each update, the program saves the whole run in the folder: the learner, the collector's data by
-# environment, and the environments themselves (envs.state_dict()). It writes a new file, which replaces the old one in one
-# step. If a run is killed at any moment and started again, it prints the same numbers as an uninterrupted one.
+# --resume: After each update, the program saves the whole run in the folder: the learner, the collector, and the
+# environments themselves (envs.state_dict()). It writes a new file, which replaces the old one in one step. If a run is
+# killed at any moment and started again, it prints the same numbers as an uninterrupted one, except for times.
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ PRESETS = {
 
 
 def make_env(config: Config, num_envs: int) -> Any:
-    """Build an environment with pure functions ``reset`` and ``step``. Only this function depends on the backend."""
+    """Build an environment with ``reset`` and ``step`` for compiled programs. Only this function depends on the backend."""
     options = {"num_workers": min(config.workers, num_envs)}
     try:
         if config.backend == "brax":

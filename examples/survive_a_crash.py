@@ -44,15 +44,17 @@ class Robot(gym.Env[np.ndarray, np.int64]):
 
 def main() -> None:
     """Step the environments, and print the results around the crash."""
-    envs = AsyncVectorEnv([partial(Robot, index) for index in range(16)], num_workers=8, on_failure="restart")
+    envs = AsyncVectorEnv(
+        [partial(Robot, index) for index in range(16)], num_workers=8, on_failure="restart", autoreset_mode="SameStep"
+    )
     envs.reset(seed=1)
     for step in range(1, STEPS + 1):
-        _, _, _, truncations, infos = envs.step(np.zeros(16, np.int64))
+        _, rewards, _, truncations, infos = envs.step(np.zeros(16, np.int64))
         if "restarted" in infos:
             restarted = np.flatnonzero(infos["restarted"]).tolist()
             print(f"step {step}: envs {restarted} restarted, {truncations.sum()} episodes truncated", flush=True)
         elif step in (39, 41):
-            print(f"step {step}: 16 environments, mean reward 1.0", flush=True)
+            print(f"step {step}: 16 environments, mean reward {rewards.mean()}", flush=True)
     envs.close()
 
 

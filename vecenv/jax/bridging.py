@@ -2,7 +2,7 @@
 
 Each call of a bridge is one host call, executed by :mod:`vecenv.jax.host`. It takes ``state.token`` as its first argument
 (a reset takes none) and returns a new token as its first result. The token orders calls where JAX's effects do not, and the
-host refuses a stale one. Counts, returns and masks are computed in the program.
+host refuses a stale one. Counts, returns and ``valid`` are computed in the program.
 
 Only the ordered ``io_callback`` runs exactly once and in program order: ``pure_callback`` may be dropped, merged, hoisted or
 repeated, and the unordered ``io_callback`` reordered. The ordered one costs about 80 us per call, because it converts the
@@ -263,8 +263,8 @@ class Bridge:
     ``reset``; after a ``StaleStateError``, the newest state can still be stepped.
 
     Args:
-        envs: Any Gymnasium vector env: vecenv's (processes or EnvPool) or Gymnasium's, wrapped or not. The bridge owns it
-            from now on: do not step or close it directly; close the bridge. Start its workers with forkserver or spawn.
+        envs: Any Gymnasium vector env, wrapped or not, that accepts a list of seeds and runs no JAX in this process. The
+            bridge owns it from now on: do not step it, and close only the bridge. Start its workers by forkserver or spawn.
         info_spec: Infos to report in ``EnvState.info``: name -> shape and dtype for one environment
             (``jax.ShapeDtypeStruct``), or a dtype for a number, or a dict of these. Each comes with a mask ``_name``. Other
             infos are left out.
@@ -279,7 +279,7 @@ class Bridge:
 
     Raises:
         TypeError: ``envs`` is not a vector env; its spaces have no fixed size; ``info_spec`` is malformed.
-        ValueError: An option has an invalid value, or the environments run JAX in this process.
+        ValueError: An option has an invalid value, or ``envs`` runs JAX in this process or has no autoreset mode.
         ClosedEnvironmentError: ``envs`` is closed.
 
     Attributes:
@@ -318,10 +318,11 @@ class Bridge:
     # -- the interface -----------------------------------------------------------------------------------------------
 
     def reset(self, key: Array) -> EnvState:
-        """Begin an episode in every environment. Environment i gets the seed ``jax.random.bits(key, (n,))[i] >> 1``.
+        """Begin an episode in every environment.
 
         Args:
-            key: ``jax.random.key(0)``, or a raw key.
+            key: ``jax.random.key(0)``, or a raw key. Environment i gets the seed
+                ``jax.random.bits(key, (num_envs,), "uint32")[i] >> 1``.
 
         Returns:
             The state before the first step: ``reward`` 0, ``valid`` False, ``first`` True.
@@ -340,6 +341,7 @@ class Bridge:
             TypeError: Wrong dtype; ``state`` does not come from a bridge.
             StaleStateError: ``state`` is not the newest one, precedes an exception, or belongs to another bridge.
             AlreadyPendingCallError: ``state`` comes from :meth:`send`.
+            ClosedEnvironmentError: The bridge is closed.
             Exception: An environment's own exception; ``WorkerDied``, ``StepTimeout``, ``KeyboardInterrupt``.
         """
         return self._run(self._step, self._check_state(state), self._check_action(action))
@@ -347,13 +349,13 @@ class Bridge:
     def send(self, state: EnvState, action: PyTree) -> EnvState:
         """Begin a step without waiting for it: ``recv(send(state, action))`` equals ``step(state, action)``.
 
-        The returned state is pending: its fields are those of ``state``, and only :meth:`recv` accepts it. The program can
-        compute while the environments step.
+        The returned state is pending: its fields are those of ``state``, except ``token``, and only :meth:`recv` accepts it.
+        The program can compute while the environments step; vector envs without ``step_wait`` and wrappers step in ``recv``.
         """
         return self._run(self._send, self._check_state(state), self._check_action(action))
 
     def recv(self, state: EnvState) -> EnvState:
-        """Wait at most ``timeout`` seconds for the step that :meth:`send` began."""
+        """Wait at most ``timeout`` seconds for the step that :meth:`send` began; other states raise ``NoAsyncCallError``."""
         return self._run(self._recv, self._check_state(state))
 
     def reset_mask(self, state: EnvState, mask: Array, key: Array) -> EnvState:

@@ -238,13 +238,14 @@ class Adapter(JaxEnv):
 
     def gradient_advice(self) -> str:
         """Return a sentence of explanation or advice for the error message about a missing gradient."""
-        return "This environment computes its step in a way that JAX cannot differentiate."
+        return "This environment computes its step in a way that gives no gradient."
 
     def render(self, state: PyTree) -> np.ndarray[Any, Any]:
         """Draw one environment's state as ``uint8[height, width, 3]``.
 
         Raises:
-            NotImplementedError: The library cannot draw this environment.
+            NotImplementedError: Rendering is not implemented for environments of this library.
+            RuntimeError: The renderer failed, for example without OpenGL.
         """
         raise NotImplementedError(f"{self.name} cannot be rendered.")
 

@@ -5,7 +5,7 @@ that waits for the callback.
 
 Environments cannot go back: a program that stepped a state twice, or an old one, would silently get a transition from
 another state. So every state carries a token, ``(epoch, count)``: the reset from which it descends, and the number of calls
-since then. Every call passes the token of its state, which must be the newest.
+since then. Every call except a reset passes the token of its state, which must be the newest.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DEFAULT_TIMEOUT_SECONDS: Final = 60.0
 _FLAG_SPEC: Final[ArraySpec] = ((), np.dtype(np.bool_))
 _epochs = itertools.count(1)  # shared by all bridges, so that the state of another bridge is recognised
 _last_reset_by: weakref.WeakValueDictionary[int, CallbackHost] = weakref.WeakValueDictionary()
-"""Id of a vector env -> the host that reset it last. States of its other hosts are invalid."""
+"""Id of an unwrapped vector env -> the host that reset it last. States of its other hosts are invalid."""
 
 
 def _array_tree(space: gymnasium.Space[Any], name: str) -> Tree:
@@ -56,12 +56,12 @@ class CallbackHost:
     """The host side of a bridge: executes calls on a vector env and checks their tokens.
 
     Args:
-        envs: Any Gymnasium vector env.
+        envs: The vector env, as for :func:`vecenv.jax.bridge`.
         infos: The infos to report.
         timeout: Seconds to wait for a reply, ``None`` or ``"auto"``; see :func:`vecenv.jax.bridge`.
 
     Attributes:
-        failure: The number of the last failed call in JAX's error text, and its exception; see :func:`vecenv.jax.run`.
+        failure: The number of the last failed call in JAX's error text, and its exception, until that is raised.
     """
 
     def __init__(self, envs: VectorEnv[Any, Any, Any], infos: InfoColumns, timeout: float | str | None) -> None:
@@ -267,9 +267,9 @@ class Requests:
     """An adapter that resets and steps a vector env through the calls that the env supports; at most one request is pending.
 
     If an env has ``step_async`` and ``step_wait``, it steps while the program computes, and a wait can time out. For other
-    envs, and for wrappers, only ``reset`` and ``step`` are used, and a step runs when its result is fetched. An env with
-    ``first_ready`` and ``reset_mask`` can step some rows; in other envs, ended rows are reset and stepped too, and their
-    results are ignored.
+    envs, and for wrappers, only ``reset`` and ``step`` are used, and a step runs when its result is fetched. An env of the
+    first kind with the capabilities ``first_ready`` and ``reset_mask`` can step some rows; in all others, ended rows are
+    reset and stepped too, and their results are ignored.
 
     Args:
         envs: The vector env.
@@ -403,15 +403,15 @@ class InfoColumn(NamedTuple):
 class InfoColumns:
     """The columns of an info specification: infos in a fixed structure, which compiled programs need.
 
-    Environments may report any infos at any time. Each specified key becomes a column with a mask ``_key``, as in
-    Gymnasium's infos. Other keys are ignored.
+    Environments may report any infos at any time. Each key with a shape or a dtype becomes a column with a mask ``_key``, as
+    in Gymnasium's infos. Unspecified keys are ignored.
 
     Args:
         spec: Key -> a nested dict, anything with ``shape`` and ``dtype`` (``jax.ShapeDtypeStruct``), or a dtype,
             which stands for a scalar.
 
     Raises:
-        TypeError: Any other value, or a key that is not a str.
+        TypeError: Any other value, a dtype other than numbers and bools, or a key that is not a str.
         ValueError: A key that begins with an underscore, which marks masks.
     """
 
@@ -441,7 +441,7 @@ class InfoColumns:
         self.columns.append(InfoColumn(path, shape, dtype))
 
     def build(self, arrays: Sequence[Any]) -> dict[str, Any]:
-        """Return ``arrays``, which alternate between columns and masks, as a dict in Gymnasium's form."""
+        """Return ``arrays``, alternately columns and masks, as a dict with the structure of the specification."""
         built: dict[str, Any] = {}
         for column, values, mask in zip(self.columns, arrays[::2], arrays[1::2], strict=True):
             level = built
@@ -457,7 +457,8 @@ class InfoColumns:
         next, and over those that a vector wrapper added.
 
         Raises:
-            ObservationError: A value differs from the specified shape or kind of dtype.
+            ObservationError: A value has another shape than specified, its dtype cannot be cast as ``"same_kind"``, or it is
+                no dict where one is specified.
         """
         arrays: list[Array] = []
         final = infos.get("final_info") or {}

@@ -129,6 +129,7 @@ class _JaxSpaceMixin:
 
         Raises:
             OverflowError: ``mask`` is a key, and the bounds of the space do not fit JAX's equivalent of its dtype.
+            TypeError: ``mask`` is a key, and a part of a Dict or Tuple is a space that JAX cannot sample.
             ValueError: A program is being traced, and ``mask`` is not a key.
         """
         if isinstance(mask, jax.Array) and (jnp.issubdtype(mask.dtype, jax.dtypes.prng_key) or mask.dtype == jnp.uint32):

@@ -58,8 +58,9 @@ def adapt(
     Raises:
         gymnasium.error.NameNotFound: No installed library has the name; close matches are listed.
         TypeError: The object is not of a supported kind, or keyword arguments were given without a name.
-        ValueError: The environment cannot be unwrapped, its actions have no bounds and cannot be rescaled, or ``rescale`` is
-            invalid. Given a name, also the errors of :func:`make_env`.
+        ValueError: The environment cannot be unwrapped; ``rescale`` is invalid, or given for actions that are not a bounded
+            Box, or ``"actuator"`` without a physics model.
+        Exception: Given a name, also the errors of :func:`make_env`.
     """
     if isinstance(env, str):
         env = make_env(env, **env_kwargs)
@@ -90,14 +91,14 @@ def differentiability(env: Any) -> str:
 
 
 def require_gradient(env: Any, mode: str = "reverse") -> None:
-    """Raise unless a step of ``env`` can be differentiated in ``mode`` (``"reverse"`` or ``"forward"``).
+    """Raise unless a step of ``env`` has a derivative in ``mode`` that is not 0 for every action.
 
     Args:
         env: As for :func:`differentiability`.
         mode: ``"reverse"`` for ``jax.grad``, ``"forward"`` for ``jax.jvp``.
 
     Raises:
-        ValueError: It cannot; the message names the remedy if there is one.
+        ValueError: It has none; the message names the remedy if there is one.
     """
     single = adapt(getattr(env, "single_env", env))
     kind = single.differentiable
@@ -143,9 +144,9 @@ def make_env(name: str, library: str | None = None, **kwargs: Any) -> Any:
     Raises:
         gymnasium.error.NameNotFound: No library has the name; close matches are listed.
         TypeError: The environment refuses a keyword argument.
-        ValueError: The environment refuses the value of a keyword argument, such as a backend that does not exist.
+        ValueError: ``library`` is unknown, or the environment refuses the value of a keyword argument.
         FileNotFoundError: A Playground environment needs model files that could not be fetched.
-        ImportError: A library cannot be imported, and no other has the name.
+        ImportError: ``library`` is not installed, or a library cannot be imported and no other has the name.
     """
     for candidate in _choose_libraries(library):
         try:
@@ -235,7 +236,8 @@ def choose_adapter(env: Any) -> JaxEnv:
     """Return the adapter for an environment object, chosen by its methods.
 
     Raises:
-        TypeError: The object is of an unsupported kind; the message lists the supported ones.
+        TypeError: The object is a class, or of an unsupported kind, or its spaces have no counterpart in Gymnasium.
+        ValueError: A wrapper around the environment batches, resets or truncates, and cannot be removed.
     """
     env, params = env if isinstance(env, tuple) and len(env) == 2 else (env, None)
     if isinstance(env, type):
@@ -285,7 +287,7 @@ def _unwrap(env: Any) -> JaxEnv:
 class BraxAdapter(Adapter):
     """An adapter for Brax and MuJoCo Playground: ``reset(key) -> State``, ``step(State, action) -> State``.
 
-    ``info`` holds the environment's metrics and the numeric entries of its own ``info`` (not its random keys).
+    ``info`` holds the environment's metrics and the numeric entries of its own ``info``, except ``rng`` and ``key``.
     """
 
     def __init__(self, env: Any) -> None:

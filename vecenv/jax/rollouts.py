@@ -3,7 +3,7 @@
 ``env.step`` is executed once per transition: never to determine a shape, and never after the last transition.
 
 A policy is ``policy(params, carry, obs, first, key) -> (carry, action, extras)``. ``carry`` is the memory of a recurrent
-policy (``()`` for others), which the policy resets (:func:`reset_carry`) in rows where ``first`` (``bool[n]``) is True:
+policy (``()`` for others), which the policy resets (:func:`reset_carry`) in rows where ``first`` (``bool[*B]``) is True:
 there ``obs`` begins an episode. ``extras`` is a dict of arrays to keep with the transition. :func:`stateless` wraps a
 simpler function.
 
@@ -55,7 +55,7 @@ class Trajectory:
             ``next_obs`` where not ``terminated``; learn only where ``valid``.
         first: True where ``obs`` begins an episode.
         policy_extras: The policy's ``extras``.
-        env_extras: The fields of the state that ``extras`` names, after the step.
+        env_extras: The fields of the state, or of its ``info``, that the argument ``extras`` names, after the step.
     """
 
     obs: PyTree
@@ -151,7 +151,7 @@ def take_step(
 
 
 def reset_carry(first: Array, carry: PyTree, initial: PyTree) -> PyTree:
-    """Set a recurrent policy's memory to ``initial`` (leaves ``[*B, ...]``) in the rows that begin an episode."""
+    """Set a recurrent policy's memory to ``initial``, which is broadcast to it, in the rows that begin an episode."""
     return jax.tree.map(lambda start, old: select(first, jnp.broadcast_to(start, old.shape), old), initial, carry)
 
 
@@ -256,8 +256,8 @@ def fast_eval_rollout_episode(
             Without autoreset (DISABLED), ``env.reset_mask`` resets rows that have episodes left.
 
     Returns:
-        Metrics, and the last state. The while loop has no reverse-mode derivative, and under ``vmap`` a JAX-native
-        environment is stepped until the last lane has finished.
+        Metrics, and the last state. The while loop has no reverse-mode derivative, and under ``vmap`` it runs until the last
+        lane has finished.
 
     Raises:
         ValueError: ``num_episodes`` is not positive.
@@ -408,7 +408,8 @@ def truncated_bptt(
 
     Raises:
         ValueError: ``horizon`` is not positive, or the environment has no reverse-mode derivative; the message names the
-            remedy.
+            remedy if there is one.
+        TypeError: ``env`` is a bridge, or an object that :func:`~vecenv.jax.adapt` refuses.
     """
     if horizon < 1:
         raise ValueError(f"horizon must be positive, got {horizon}.")

@@ -112,7 +112,10 @@ class DifferentiableEnv:
         return torch.from_dlpack(jnp.zeros(1)).device
 
     def reset(self, seed: int | None = None) -> TorchState:
-        """Begin an episode in every environment; environment i has the key ``jax.random.key(seed + i)``."""
+        """Begin an episode in every environment.
+
+        Environment i has the key ``jax.random.key(seed + i)``; without a seed, keys are random.
+        """
         return self.wrap(self.functional.begin(jnp.asarray(keys_from(seed, self.num_envs))))
 
     def wrap(self, state: EnvState) -> TorchState:
@@ -256,8 +259,8 @@ def differentiable(env: Any, num_envs: int = 1, **options: Any) -> Differentiabl
     """Build an environment that torch can differentiate through, over any number of steps.
 
     Args:
-        env: A :class:`~vecenv.jax.FunctionalVectorEnv` or ``JaxVectorEnv`` (then no other argument is allowed); or an
-            environment of a supported library, or a name, as for ``FunctionalVectorEnv``.
+        env: A :class:`~vecenv.jax.FunctionalVectorEnv` with one batch axis, or a ``JaxVectorEnv`` (then without options);
+            or an environment of a supported library, or a name, as for ``FunctionalVectorEnv``.
         num_envs: The number of environments.
         **options: Options of ``FunctionalVectorEnv``; others, such as ``backend="spring"``, go to the named environment.
 
@@ -266,7 +269,9 @@ def differentiable(env: Any, num_envs: int = 1, **options: Any) -> Differentiabl
         gradient flows from one episode into the previous one.
 
     Raises:
-        ValueError: The environment has no reverse-mode derivative; the message names the remedy if there is one.
+        ValueError: The environment has no reverse-mode derivative, or it is 0 for every action; the message names the remedy
+            if there is one. Or an option is invalid, or given with an environment that already has its options.
+        TypeError: The kind of ``env`` is not supported, or an option is unknown.
 
     Example::
 
@@ -290,7 +295,7 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def _borrow(tensor: Tensor) -> Any:
-    """Return a JAX array that shares a tensor's memory, or a copy if it is not aligned to 64 bytes, which XLA requires."""
+    """Return a tensor as a JAX array: shared, or copied if it is not contiguous and aligned to 64 bytes, as XLA requires."""
     tensor = tensor.detach().contiguous()
     return jax.dlpack.from_dlpack(tensor if tensor.data_ptr() % 64 == 0 else tensor.clone())
 

@@ -74,7 +74,9 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     Raises:
         gymnasium.error.NameNotFound: No library has an environment of this name.
         ValueError: ``requires_grad=True``, and the environment has no gradient; the message names the remedy if there is
-            one. Or a ``FunctionalVectorEnv`` has another mode or number of rows, or options are given with it.
+            one. Or a ``FunctionalVectorEnv`` has another mode or number of rows, or options are given with it; or the batch
+            is empty.
+        TypeError: An option is unknown, or is ``autoreset_mode``.
         NotImplementedError: The actions are a Dict or a Tuple, or ``from_pixels=True``.
 
     Example::

@@ -861,7 +861,7 @@ def test_timeout_applies_to_all_environments_together() -> None:
         assert envs.step_wait()[0][:, 1].tolist() == [1, 1, 1]
 
 
-# --- calls in the wrong phase: the order of checks, and unchanged state. ``faults/test_misuse.py`` tests each call in each phase.
+# --- calls in the wrong phase: the order of checks, and unchanged state (each call in each phase: ``faults/test_misuse.py``)
 
 # methods and attributes that submit a call and wait for its result
 SHORTCUTS: dict[str, Callable[[Any], Any]] = {

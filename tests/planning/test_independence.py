@@ -209,7 +209,7 @@ def test_step_time_excludes_waiting_for_a_core(monkeypatch: pytest.MonkeyPatch, 
     readings = itertools.count()
     monkeypatch.setattr("vecenv.planning.trial.seconds_waited", lambda: next(readings) * SlowEnv.step_seconds)
     bit_generator: Any = np.random.bit_generator
-    monkeypatch.setattr(bit_generator, "randbits", bit_generator.randbits)  # undoes what TriedEnv does, in this process too
+    monkeypatch.setattr(bit_generator, "randbits", bit_generator.randbits)  # TriedEnv replaces it until the test ends
     tried_env = TriedEnv(functools.partial(SlowEnv, tmp_path / "steps"), 0, 0)
     run_phases(tried_env.phase(3, 1))
     assert len(tried_env.step_seconds) == 3

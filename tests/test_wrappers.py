@@ -386,7 +386,7 @@ def test_episode_with_an_info_that_cannot_be_merged_is_not_reported() -> None:
 
 
 class MisfitEnv(CounterEnv):
-    """A counter with pickled observations and episodes of four steps. After action 1, the observation does not fit its space."""
+    """A counter with pickled observations and episodes of four steps. After action 1, one does not fit its space."""
 
     def __init__(self, env_id: int) -> None:
         super().__init__(env_id, lengths=(4,))

@@ -362,7 +362,7 @@ def test_guard_does_not_compare_right_after_a_reset() -> None:
 
 @pytest.mark.usefixtures("restore_settings")
 @pytest.mark.parametrize("num_workers", [0, 1, "auto"])
-def test_environments_share_a_process_in_a_deleted_working_directory(num_workers: Any, tmp_path: Path, closes: Any) -> None:
+def test_environments_step_in_a_deleted_working_directory(num_workers: Any, tmp_path: Path, closes: Any) -> None:
     (tmp_path / "deleted").mkdir()
     os.chdir(tmp_path / "deleted")
     (tmp_path / "deleted").rmdir()

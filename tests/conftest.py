@@ -62,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist's hook of the same name, which reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect :data:`DESELECTED_MARKS` unless ``-m`` is given, and run tests that start permanent threads last."""
+    """Mark samples of cases, deselect :data:`DESELECTED_MARKS` without ``-m``, and run tests with permanent threads last."""
     sample_marked(items, DESELECTED_MARKS)
     limit_long_cases([item for item in items if item.path.name not in ALL_CASES_IN_CI], CASES_IN_CI)
     if not _LINUX:
@@ -246,7 +246,7 @@ def _tolerated_resources() -> ToleratedResources:
     ``ray.shutdown()``, and never end. Only threads that Python did not start are tolerated, and only if one of
     these libraries is loaded (for JAX: if its backend runs).
     3. A running Ray can start processes and threads and open sockets at any time. While ``ray.is_initialized()``,
-    all descendants of Ray's own processes are tolerated.
+    all descendants of Ray's own processes are tolerated, and all descriptors and native threads of this one.
     4. multiprocessing's heap, which contains the shared memory of Gymnasium's own AsyncVectorEnv, keeps its
     (unlinked) files for later use. The heap lists them.
     5. Other programs can create entries of /dev/shm at any time (:func:`_is_foreign`).

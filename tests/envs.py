@@ -1,6 +1,6 @@
 """Small environments with predictable outputs, and helpers that all tests of the engine share.
 
-:class:`CounterEnv` returns its number of calls, :class:`EchoEnv` its actions, and :class:`ScriptedEnv` values from lists.
+:class:`CounterEnv` counts steps and episodes, :class:`EchoEnv` returns its actions, :class:`ScriptedEnv` values from lists.
 All classes are defined at module level, so that they can be pickled by name for every start method.
 """
 

@@ -15,7 +15,7 @@ ACTIONS = 3
 
 
 def draw_value(rng: np.random.Generator, depth: int = 0) -> Any:
-    """Return a value of a random kind; nested dicts are at most two levels deep."""
+    """Return a value of a random kind; nested dicts are at most three levels deep."""
     size = int(rng.integers(4))
     factories: list[Callable[[], Any]] = [  # functions, so that only the chosen one draws from `rng`
         lambda: None, lambda: bool(size % 2), lambda: size, lambda: size + 0.5, lambda: 2**62 + size, lambda: 2**70,

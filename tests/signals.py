@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Alarm(TimeoutError):
-    """An exception that a signal handler raises at a time limit; its base class is an ``OSError``, as of a broken pipe."""
+    """An exception that a signal handler raises at a time limit. Like the error of a broken pipe, it is an ``OSError``."""
 
 
 @contextmanager
@@ -36,6 +36,7 @@ def default_sigint_handler() -> AbstractContextManager[None]:
 def interrupt_at(event: int, function: Callable[[], Any], *files: str) -> tuple[bool, Any]:
     """Call ``function``, and raise SIGUSR2 at the ``event``-th call or return of a function in ``files``.
 
+    Returns of C functions to functions in ``files`` count too.
     The caller has installed a handler of SIGUSR2 that raises :class:`Alarm`.
 
     Returns:

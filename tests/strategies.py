@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from envs import EnvFn, ScriptedEnv
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
 from hypothesis import strategies as st
 
 FLOATS = (np.float16, np.float32, np.float64)
@@ -159,7 +158,7 @@ def masks(num_envs: int) -> st.SearchStrategy[np.ndarray]:
 
 @dataclass(frozen=True)
 class Vector:
-    """The arguments of one vector environment, with a short repr for the messages of failed tests."""
+    """The arguments of one vector environment."""
 
     env_fns: list[EnvFn]
     observation_space: spaces.Space
@@ -218,5 +217,3 @@ def moves(num_envs: int, max_size: int = 10) -> st.SearchStrategy[list[Move]]:
     masked_reset = st.builds(Move, st.just("reset"), seed=seed, mask=mask_tuples)
     return st.lists(st.one_of(step, step, step, step, reset, masked_reset), min_size=1, max_size=max_size)
 
-
-autoreset_modes = st.sampled_from(AutoresetMode)

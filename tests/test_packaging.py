@@ -76,7 +76,7 @@ def wheel_files(wheel: Path) -> set[str]:
 @pytest.mark.long
 @needs_compiler
 def test_wheel_contains_exactly_the_package(wheel: Path) -> None:
-    """The tag in its name is that of a wheel for all versions of Python."""
+    """The tag in its name is that of a wheel for Python 3.11 and all later versions."""
     assert re.search(r"-cp311-abi3-(linux|macosx)_\w+\.whl$", wheel.name)
     files = {name for name in wheel_files(wheel) if ".dist-info/" not in name}
     assert files == package_files() | {COMPILED}
@@ -239,7 +239,7 @@ def test_engine_works_with_only_the_required_packages(minimal_install: Path, tmp
         (["bench"], (2,), "pip install 'vecenv[bench]'"),
     ],
 )
-def test_command_line_names_the_extra_of_missing_packages(
+def test_command_line_works_or_names_the_extra_of_missing_packages(
     arguments: list[str], codes: tuple[int, ...], text: str, minimal_install: Path, tmp_path: Path
 ) -> None:
     program = f"from vecenv.tools.cli import main\nsys.exit(main({arguments!r}))"

@@ -241,7 +241,7 @@ def test_info_with_the_key_of_the_statistics_raises() -> None:
 
 
 class SlowResetEnv(CounterEnv):
-    """A counter with episodes of five steps. A reset with options takes some time or raises."""
+    """A counter with episodes of five steps. A reset with options takes some time and may raise."""
 
     def __init__(self, env_id: int) -> None:
         super().__init__(env_id, lengths=(5,))
@@ -389,7 +389,7 @@ def test_episode_with_an_info_that_cannot_be_merged_is_not_reported() -> None:
 
 
 class MisfitEnv(CounterEnv):
-    """A counter with pickled observations and episodes of four steps. One does not fit its space after action 1."""
+    """A counter with pickled observations and episodes of four steps. After action 1, one does not fit its space."""
 
     def __init__(self, env_id: int) -> None:
         super().__init__(env_id, lengths=(4,))

@@ -437,6 +437,8 @@ def cancel_when_done(task: asyncio.Task[Any], get_pids: Callable[[], list[int]])
 
 
 def cancel_later(task: asyncio.Task[Any], get_pids: Callable[[], list[int]]) -> Act:
+    """Cancel the task after three milliseconds."""
+
     def act(_: Any) -> None:
         asyncio.get_running_loop().call_later(0.003, task.cancel)
 
@@ -464,6 +466,7 @@ def cancel_during_restart(task: asyncio.Task[Any], get_pids: Callable[[], list[i
 
 
 def kill_only(task: asyncio.Task[Any], get_pids: Callable[[], list[int]]) -> Act:
+    """Kill all workers, and cancel nothing."""
     return lambda _: kill_all(get_pids())
 
 

@@ -332,7 +332,7 @@ async def test_worker_that_dies_too_often_is_abandoned_and_others_continue() -> 
 
 
 class EnvFnThatMayHang:
-    """A function that builds a :class:`TextEnv`, but hangs while a file exists."""
+    """A function that builds a :class:`TextEnv`, but hangs if a file exists."""
 
     def __init__(self, flag: Path) -> None:
         self._flag = flag

@@ -1,4 +1,4 @@
-"""Environments that use all features that client libraries read. Workers can import this module."""
+"""Environments with the features that client libraries read. Workers can import this module."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def assert_equal(ours: Any, theirs: Any, *, types: bool = True) -> None:
 
 
 class FullEnv(gym.Env[Any, Any]):
-    """An environment with random episode lengths, every combination of flags, and infos with values of every kind.
+    """An environment with random episode lengths, every combination of flags, and infos with values of many kinds.
 
     Args:
         nested: If true, observations are dicts, else arrays.
@@ -76,7 +76,7 @@ class FullEnv(gym.Env[Any, Any]):
         return np.full((4, 6, 3), self.steps % 256, np.uint8)
 
     def add(self, number: int, *, twice: bool = False) -> int:
-        """Return the sum of the level and a number. Tests call this method in workers."""
+        """Return the sum of the level and a number, or twice the number. Tests call this method in workers."""
         return self.level + number * (2 if twice else 1)
 
     def fail(self) -> None:

@@ -1,4 +1,4 @@
-"""Tests with client libraries. They need torch, so they run only if this folder is named on the command line.
+"""Tests with client libraries. They need torch, so they run only if the command line names this folder or a file in it.
 
 pip install -e ".[clients]" && pytest tests/clients
 

@@ -24,7 +24,7 @@ from vecenv.testing import assert_identical
 
 
 class AcceleratingEnv(cart_env.PositionEnv):
-    """An environment in which a constant push accelerates. Episodes end at positions above 2 or after six steps."""
+    """An environment where a push has more effect at larger positions. Episodes end above position 2 or after six steps."""
 
     max_episode_steps = 6
 

@@ -219,10 +219,10 @@ class ClosingInterruption(Interruption):
 @call("`close()` by a signal handler in the middle of a call")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("moments", [(20,), pytest.param((3, 8, 30, 45, 60, 90), marks=pytest.mark.long)])
-def test_close_during_a_call_raises_in_the_call(
+def test_close_during_a_call_ends_the_call(
     backend: Backend, build: Callable[..., Any], moments: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call may also return a complete result. It must not wait for the watchdog's next check, after 1,000 seconds."""
+    """The call raises, or returns its result. It must not wait for the watchdog's next check, after 1,000 seconds."""
     monkeypatch.setattr("vecenv.engine.watchdog.CHECK_INTERVAL_SECONDS", [1000.0])
     calls = {"step": lambda envs: envs.step(backend.actions(ROWS)), "reset": lambda envs: envs.reset()}
     for moment in moments:

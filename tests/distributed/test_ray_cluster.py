@@ -69,7 +69,7 @@ def wait_until_ended(pids: Iterable[int], seconds: float = 10.0) -> None:
 
 
 class FileControlledEnv(CounterEnv):
-    """An environment that a file in ``folder`` controls while it exists. The index is the name of the file.
+    """An environment that a file in ``folder`` controls while it exists. The file's name is the index.
 
     If the text is "die", the process dies. Otherwise, the step waits until the file is removed.
     """

@@ -452,7 +452,7 @@ def test_errors_of_vecenv_contain_the_global_env_index(closes: Any) -> None:
 
 
 class MissingKeyEnv(CounterEnv):
-    """An environment with pickled observations that lacks the key of its observation after action 1."""
+    """An environment with pickled observations, which lack their key after action 1."""
 
     def __init__(self, env_id: int) -> None:
         super().__init__(env_id)
@@ -505,7 +505,7 @@ def test_numbers_in_an_environments_error_text_do_not_change(workers: int, close
         InProcessRayVectorEnv([*counters(3), functools.partial(SimulatorEnv, 3, "init")], **options)
 
 
-def test_host_that_restarts_too_often_raises(closes: Any) -> None:
+def test_environment_that_raises_without_restarts_left_raises_worker_died(closes: Any) -> None:
     envs = closes(InProcessRayVectorEnv(_make_fns_with_one_raising(1), on_failure=vecenv.Restart(0)))
     envs.reset()
     envs.step([0] * 4)

@@ -408,7 +408,7 @@ def test_stats_count_all_errors_though_only_the_last_1000_are_kept() -> None:
 
 
 class MisfitEnv(CounterEnv):
-    """An environment with pickled observations. Action 3 returns one without keys."""
+    """An environment with pickled observations. Action 3 returns one without keys, as does a reset with its ``misfit``."""
 
     def __init__(self, env_id: int = 0) -> None:
         super().__init__(env_id, lengths=(1000,))
@@ -873,7 +873,7 @@ def test_timeout_applies_to_all_environments_together() -> None:
         assert envs.step_wait()[0][:, 1].tolist() == [1, 1, 1]
 
 
-# --- calls in the wrong phase: the order of checks, and unchanged state. ``faults/test_misuse.py`` tests all pairs of calls.
+# --- calls in the wrong phase: the order of checks, and unchanged state (each call in each phase: ``faults/test_misuse.py``)
 
 # methods and attributes that submit a call and wait for its result
 SHORTCUTS: dict[str, Callable[[Any], Any]] = {

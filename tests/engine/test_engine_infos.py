@@ -442,7 +442,7 @@ def test_thousands_of_key_combinations_are_not_all_cached() -> None:
 
 
 @pytest.mark.long
-def test_keys_that_never_repeat_are_not_cached() -> None:
+def test_caches_stay_small_if_keys_never_repeat() -> None:
     rows = 3
     schemas, records = np.zeros(rows, np.uint64), np.zeros((rows, INFO_BYTES), np.uint8)
     writer, reader = InfoWriter(schemas, records), InfoReader(schemas, records)

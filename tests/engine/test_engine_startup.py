@@ -154,7 +154,7 @@ def test_former_option_names_its_replacement(option: str) -> None:
     ids=str,
 )
 def test_invalid_option_is_refused_before_anything_is_built(options: Options, texts: tuple[str, ...]) -> None:
-    """The error names the option and the accepted values."""
+    """The error names the option and, if there are only a few, the accepted values."""
 
     def fail_to_build() -> gymnasium.Env:
         raise AssertionError("built too early")

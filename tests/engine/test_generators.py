@@ -354,7 +354,7 @@ def test_results_after_a_restart_and_reset_equal_those_without_a_restart(closes:
 
 
 @pytest.mark.parametrize("mode", ["NextStep", pytest.param("SameStep", marks=pytest.mark.long)])
-def test_spare_workers_do_not_change_results(mode: str) -> None:
+def test_number_of_spare_workers_does_not_change_results(mode: str) -> None:
     assert_identical(
         run_engine(spare_workers=3, count=3, autoreset_mode=mode),
         run_engine(spare_workers=1, count=3, autoreset_mode=mode),

@@ -207,7 +207,7 @@ def test_worker_death_is_recorded_if_its_handling_is_interrupted(monkeypatch: py
 
 
 class EnvFnThatMayHang:
-    """A function that builds a :class:`CountingEnv`, but hangs while a file exists."""
+    """A function that builds a :class:`CountingEnv`, but hangs if a file exists."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

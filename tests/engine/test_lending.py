@@ -250,7 +250,7 @@ class Program:
     [{}, {"on_failure": vecenv.Restart(10**6, 1e6)}, {"use_caller": True}, {"autoreset_mode": "SameStep"}],
     ids=["two workers", "restart", "caller's share", "same step"],
 )
-def test_random_programs_cannot_tell_loans_from_copies(
+def test_lent_observations_equal_copies_in_random_programs(
     space: str, options: dict[str, Any], moves: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = Program(random.randrange(10**6), SPACES[space], monkeypatch, **options)
@@ -333,13 +333,13 @@ def test_memory_stays_constant(kept: int, steps: int) -> None:
         del window[: len(window) - kept]
         if step % (steps // 4) == steps // 8:
             gc.collect()
-            used.append(resource_of_process())
+            used.append(resident_bytes())
     envs.close()
     # the first sample may come before all arrays of the window were allocated
     assert used[-1] - used[1] < 2_000_000, used
 
 
-def resource_of_process() -> int:
+def resident_bytes() -> int:
     """Return the resident bytes of this process."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
@@ -372,7 +372,7 @@ def test_kept_arrays_outlive_the_engine_and_free_its_memory() -> None:
 
 
 def count_owned(envs: vecenv.AsyncVectorEnv, steps: int, use: Callable[[np.ndarray], object] = id) -> int:
-    """Make steps, and return how many results own their memory, so are copies."""
+    """Make steps, and return how many results are copies, which own their memory."""
     owned, last = 0, None
     for _ in range(steps):
         last = envs.step([0] * COUNT)[0]
@@ -408,7 +408,7 @@ def test_program_that_writes_into_each_result_gets_copies() -> None:
     [{"copy": False}, {"num_workers": 0}, {"shared_memory": False}],
     ids=["views", "in process", "pickled"],
 )
-def test_options_without_loans(options: dict[str, Any]) -> None:
+def test_nothing_is_lent_with_options_that_exclude_it(options: dict[str, Any]) -> None:
     envs = open_envs(**options)
     assert not lends(envs)
     envs.close()
@@ -446,7 +446,7 @@ def test_page_map_that_cannot_be_read_counts_as_written(monkeypatch: pytest.Monk
     envs.close()
 
 
-def test_environments_that_write_in_place_get_copies() -> None:
+def test_observations_that_environments_write_in_place_are_copied() -> None:
     envs, reference = vecenv.AsyncVectorEnv([InPlaceEnv] * COUNT, num_workers=2), SyncVectorEnv([DrawnEnv] * COUNT)
     assert_identical(envs.reset(seed=1), reference.reset(seed=1))
     for _ in range(20):

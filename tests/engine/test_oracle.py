@@ -29,7 +29,7 @@ from vecenv.testing import VectorEnvContract, assert_identical, assert_same_traj
 # ``SyncVectorEnv`` refuses to step an environment after the end of its episode, so such environments are reset first.
 
 
-# few examples and no health checks, because every example starts processes
+# few examples, which may be slow and large, because every example starts processes
 few_examples = settings(
     max_examples=5,
     deadline=None,
@@ -47,9 +47,7 @@ def _as_list(actions: Any) -> Any:
     return actions.tolist() if isinstance(actions, np.ndarray) else actions
 
 
-def assert_equal_results(
-    envs: Any, reference: Any, vector: Vector, first_seed: Any, plan: list[Move], action_seed: int
-) -> None:
+def assert_equal_results(envs: Any, reference: Any, first_seed: Any, plan: list[Move], action_seed: int) -> None:
     """Make the same calls to both vector environments, and compare all results."""
     action_space = copy.deepcopy(reference.action_space)
     action_space.seed(action_seed)
@@ -92,7 +90,7 @@ def assert_random_calls_match_sync(data: st.DataObject, vector: Vector, mode: Au
             assert envs.single_observation_space == reference.single_observation_space
             assert envs.observation_space == reference.observation_space
             assert envs.action_space == reference.action_space
-            assert_equal_results(envs, reference, vector, first_seed, plan, action_seed)
+            assert_equal_results(envs, reference, first_seed, plan, action_seed)
     finally:
         reference.close()
 

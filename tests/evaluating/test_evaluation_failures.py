@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 
 
 class SlowWalk(Walk):
-    """A walk that is slow to build and to reset. ``lengths`` are the lengths of the episodes in the order of their seeds."""
+    """A walk that pauses in every call. ``lengths`` are the lengths of the episodes in the order of their seeds."""
 
     def __init__(self, build_time: float = 0.0, pause: float = 0.0, lengths: tuple[int, ...] = (), **kwargs: Any) -> None:
         time.sleep(build_time)
@@ -123,7 +123,7 @@ def test_failure_behind_a_wrapper_raises_despite_restarts(num_envs: int, env_fn:
         assert np.all(np.isfinite(vecenv.evaluate(VectorWrapper(envs), choose_actions, 4, seed=SEED).returns))
 
 
-def test_evaluate_with_environments_in_flight_is_refused_by_every_engine() -> None:
+def test_evaluate_with_environments_in_flight_is_refused_by_engine_wrapper_and_envpool() -> None:
     pytest.importorskip("envpool")
     with open_engine([Walk] * 2, num_workers=0) as envs:
         envs.reset(seed=SEED)
@@ -141,7 +141,7 @@ def test_evaluate_with_environments_in_flight_is_refused_by_every_engine() -> No
 
 
 class TextWalk(Walk):
-    """A walk with pickled observations, which do not fit the space in the episode with seed ``SEED + 1``."""
+    """A walk that raises with ``SEED``. Its pickled observations do not fit the space with the seed ``SEED + 1``."""
 
     def __init__(self) -> None:
         super().__init__(faults={SEED: "raise"})

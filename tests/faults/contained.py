@@ -27,7 +27,9 @@ def start_shell(command: str, **kwargs: Any) -> None:
 
 
 class HelperEnv(gymnasium.Env[Any, Any]):
-    """An environment that starts three helpers per reset: one in its process group, an orphan, and one in a new session."""
+    """An environment that starts helpers in each reset: one in its process group, an orphan and, if there is a ``/proc``,
+    one in a new session.
+    """
 
     observation_space = gymnasium.spaces.Box(0, 1, (1,))
     action_space = gymnasium.spaces.Discrete(2)

@@ -1,4 +1,6 @@
-"""Environments that count their calls. They have a separate file because tests interrupt all code in this file."""
+"""Environments that count their calls. They have a separate file because tests also interrupt the code in this file if the
+environments live in the calling process.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ RAISE, DIE, HANG = 6, 7, 8
 
 
 class CountingEnv(gym.Env):
-    """An environment that counts its calls. Rewards are ``index + total / 1000``. Infos hold numbers and strings; the key
-    ``occasional`` is in every third one only.
+    """An environment that counts its calls. Rewards are ``index + total / 1000``. Infos hold numbers and strings; only the
+    info of every third step has the key ``occasional``.
 
     Args:
         index: Its index.

@@ -229,7 +229,7 @@ class RowChecker:
             self._check_info(env, infos, row)
 
     def accept_row(self, env: int, row: Any) -> None:
-        """Accept any row of the same environment: its previous row was lost because another environment raised."""
+        """Accept any row of the same environment, because the rows before it were received without a check."""
         new, last = WitnessEnv.read(row), self.rows[env]
         assert last is None or new["life"] == last["life"], f"env {env} was replaced"
         self.rows[env] = new

@@ -52,7 +52,7 @@ class Setting:
         env_class: The class of the environments.
         length: Steps per episode; 0: the episode never ends.
         list_actions: True if actions are passed as a list.
-        local_envs: The environments in the calling process.
+        local_envs: The environments that may be in the calling process.
         rows_per_message: The maximum for one message of ``send``, which ``batch_size="auto"`` may set; 0: no maximum.
     """
 
@@ -84,7 +84,7 @@ class Setting:
         return list(map(int, numbers)) if self.list_actions else np.array(numbers, np.int64)
 
     def names_local_env(self, text: str) -> bool:
-        """True if a text names an environment in the calling process."""
+        """True if a text names one of :attr:`local_envs`."""
         match = re.search(r"\benvs? \[?(\d+)", text)
         return match is not None and int(match[1]) in self.local_envs
 
@@ -402,7 +402,7 @@ class ComparedEngine:
     Attributes:
         tick: The number of calls so far.
         tolerated: The number of tolerated failures: environments in the calling process may be interrupted themselves.
-        resets: The number of interruptions after which a reset was needed.
+        resets: The number of interruptions after which a reset was needed, or that dropped a call.
         known: The children of this process that are not workers of the engine.
     """
 

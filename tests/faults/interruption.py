@@ -22,7 +22,7 @@ from vecenv.system.signals import _replaced as deferred_blocks
 
 PACKAGE = str(Path(vecenv.__file__).parent)
 KINDS = ("line", "call")
-"""The kinds of moments in every test. The third kind, ``"opcode"``, has ten times as many moments: before each bytecode."""
+"""The kinds of moments of most tests. The third kind, ``"opcode"``, has ten times as many moments: before each bytecode."""
 
 
 class Stopped(Exception):
@@ -34,8 +34,8 @@ class Interruption:
 
     Args:
         kind: ``"line"``: before a line; ``"call"``: at the beginning or the end of a function, or right after a C function
-            has returned; ``"opcode"``: before a bytecode. In the outermost function, only before bytecodes at which Python
-            checks for signals: elsewhere, an exception could lose a result that no signal handler can lose.
+            has returned; ``"opcode"``: before a bytecode. In the outermost function, only right after a bytecode at which
+            Python checks for signals: elsewhere, an exception could lose a result that no signal handler can lose.
         moment: The index of the moment, from 0.
         error: The class of the exception.
         within: Path prefixes of the files in which to raise.

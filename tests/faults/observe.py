@@ -42,7 +42,7 @@ FAULT_MARKS = [
     pytest.mark.filterwarnings("ignore:.*Raising the last exception"),
     pytest.mark.filterwarnings("ignore:.*while waiting for a pending call"),
 ]
-"""Marks of every test in this folder: a time limit, and filters for the warnings that it provokes."""
+"""Marks of most tests in this folder: a time limit, and filters for the warnings that they provoke."""
 
 
 def format_error(error: BaseException) -> str:

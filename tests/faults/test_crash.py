@@ -46,7 +46,7 @@ from vecenv.testing.faulty import KeywordOnlyError, TwoArgumentsError, Unprintab
 pytestmark = FAULT_MARKS
 
 
-# --- environments that raise and workers that die: rows 1 to 14 of the table in ``FAULTS.md`` ---
+# --- environments that raise and workers that die: rows 1 to 14 (except 5) of ``FAULTS.md`` -----
 
 ENV, WORKER = 3, 1  # the environment that fails, and its worker: there are four environments in two workers
 ACTIONS = [1, 2, 3, 4]
@@ -500,7 +500,7 @@ def reset_rows(envs: Any, kind: str) -> tuple[Any, dict[str, Any], list[int]]:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("case", "mode"), each_once(list(RESETS), {mode.name: mode for mode in AutoresetMode}))
 def test_reset_has_no_infos_of_a_dead_worker(launch: Launch, case: str, mode: AutoresetMode) -> None:
-    """Environment 0 has stepped when environment 1 kills their worker: the next reset returns no infos of that step."""
+    """The last environment of a worker kills it after the others have stepped: the next reset has no infos of that step."""
     kind, options, on_failure = RESETS[case]
     env_fns = [functools.partial(StepInfoEnv, index) for index in range(COUNT)]
     envs = launch(env_fns, num_workers=1 if "use_caller" in options else 2, autoreset_mode=mode,

@@ -23,7 +23,7 @@ Start = Callable[..., "Worker"]
 
 
 class Worker:
-    """A process that starts a helper, writes its pid to a file, and waits until it is ended or killed."""
+    """A process that starts a helper, which writes its pid to a file, and then waits until it is ended or killed."""
 
     def __init__(self, pid: int, helper: int, token: int, pipe: int) -> None:
         self.pid, self.helper, self.token, self._pipe = pid, helper, token, pipe
@@ -75,7 +75,7 @@ def fork_and_setsid(path: Path) -> None:
 
 
 def double_fork(path: Path) -> None:
-    """Start a daemon by two forks: it has no descriptors and no parent."""
+    """Start a daemon by two forks: an orphan without descriptors."""
     child = os.fork()
     if child == 0:
         os.setsid()

@@ -182,7 +182,7 @@ class DelayedFaultEnv(EnvWithHelper):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("at", [3, 0], ids=["step", "reset"])
-def test_environment_that_fails_in_the_probe_is_isolated(tmp_path: Path, ending: str, text: str, at: int) -> None:
+def test_failure_of_an_environment_in_the_probe_is_reported(tmp_path: Path, ending: str, text: str, at: int) -> None:
     env_fn = functools.partial(DelayedFaultEnv, tmp_path / "helper", ENDINGS[ending][0], at)
     probe = EnvProbe([env_fn], timeout=1.0, in_this_process=False)
     assert isinstance(probe.describe(), EnvDescription)
@@ -193,7 +193,7 @@ def test_environment_that_fails_in_the_probe_is_isolated(tmp_path: Path, ending:
 
 @pytest.mark.parametrize("ending", ["raises", pytest.param("killed", marks=pytest.mark.long)])
 def test_auto_starts_workers_if_the_environment_fails_in_the_probe(tmp_path: Path, ending: str, closes: Any) -> None:
-    """The failure occurs again in a worker, which can be restarted."""
+    """The failure occurs again in the workers, and the environments are restarted."""
     env_fn = functools.partial(DelayedFaultEnv, tmp_path / "helper", ENDINGS[ending][0])
     envs: Any = closes(vecenv.make_vec(env_fn, 2, vector_kwargs={"on_failure": Restart(100)}))
     assert envs.num_workers == min(2, usable_cores())

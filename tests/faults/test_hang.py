@@ -136,7 +136,7 @@ def test_timeout_of_a_reset_or_a_call_names_the_hanging_line(launch: Launch, cal
     check_close(envs)
 
 
-def test_step_timeout_is_recorded_and_the_timeout_of_a_call_is_not(launch: Launch) -> None:
+def test_step_timeout_is_recorded_and_the_timeout_of_a_wait_is_not(launch: Launch) -> None:
     envs = launch(make_env_fns(3, {1: faulty_env_fn(1, "sleep", step=2)}), num_workers=2, step_timeout=0.5)
     envs.reset(seed=1)
     envs.step([0, 0, 0])
@@ -421,7 +421,7 @@ def test_abandon_with_restarts_returns_rows_of_new_environments() -> None:
 
 
 def test_abandon_with_restarts_rebuilds_the_environment_before_the_next_recv(tmp_path: Path) -> None:
-    """The time limit of the rebuild begins with it: a program that trains before ``recv`` must not exceed it."""
+    """The rebuild begins at once, and so does its time limit: a program that trains before ``recv`` must not exceed it."""
     resets = tmp_path / "resets"
 
     class RecordingEnv(EchoEnv):

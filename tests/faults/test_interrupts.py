@@ -441,7 +441,7 @@ def test_failure_in_an_interrupted_step_is_reported_once(case: str, every: int) 
     ],
 )  # fmt: skip
 def test_interrupted_close_can_be_repeated(setting: str, state: str, every: int) -> None:
-    """The repeated close returns within seconds, and no resource is left."""
+    """The repeated close returns within 30 seconds, and no resource is left."""
     rng = random.Random(OFFSET)
 
     def attempt(interruption: Interruption) -> None:

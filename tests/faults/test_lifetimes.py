@@ -48,7 +48,7 @@ from vecenv.testing.faulty import FaultyConstructor, NestedEnv, UnloadableConstr
 pytestmark = FAULT_MARKS
 
 
-# --- engines that cannot start: rows 21 to 24, 36 and 42 of the table in ``FAULTS.md`` ----------
+# --- engines that cannot start: rows 21 to 23, 36 and 42 of the table in ``FAULTS.md`` ----------
 
 
 def choose_start_timeout(method: str) -> float:
@@ -167,6 +167,7 @@ def test_nested_engine_works_only_with_daemon_false(launch: Launch, inner_engine
         assert "daemon=False" in text
         assert re.search(r"\benv 0\b", text)
         return
+    assert not daemon
     observations, _ = envs.reset(seed=[10, 20])
     assert observations.shape == (2, 2, 64)
     for step in range(1, 4):

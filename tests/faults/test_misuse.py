@@ -1,4 +1,4 @@
-"""Tests of environments that return wrong results, and of wrong calls: rows 25 to 29 and 39 to 46 of ``FAULTS.md``."""
+"""Tests of environments that return wrong results, and of wrong calls (``FAULTS.md``, "Wrong results, wrong calls")."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ class Model:
                 observations, infos = self.envs.reset(seed=seed)
             except WorkerDied:
                 continue  # no call had reported this failure
-            except AlreadyPendingCallError:  # reset() drops an interrupted call only if its wait had is_pending
+            except AlreadyPendingCallError:  # reset() drops a pending call only if its wait was interrupted
                 self.envs.call_wait()
                 continue
             self.check_new_episodes(infos, seed, range(NUM_ENVS))

@@ -39,7 +39,7 @@ def flatten(value: Any) -> list[Any]:
 class RandomEnv(gym.Env[Any, Any]):
     """An environment of random observations from any space, with episodes of 3 to 6 steps and some infos.
 
-    All results depend on the seed, and rewards also on the action. Episodes end in termination, truncation, or both.
+    All results depend on the seed, and rewards and scores also on the action. An episode ends with one flag or both.
     """
 
     def __init__(self, observation: str = "box", action: str = "discrete") -> None:

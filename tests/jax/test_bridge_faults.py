@@ -244,7 +244,7 @@ def test_ctrl_c_during_run_raises_keyboard_interrupt(inputs_ready: bool) -> None
     ("call", "method"),
     [("step", "step_async"), ("step", "step_wait"), ("reset", "reset_async"), ("reset after send", "step_wait")],
 )
-def test_time_limit_at_any_moment_is_raised_and_ends_with_a_reset(call: str, method: str) -> None:
+def test_time_limit_in_a_call_of_the_engine_is_raised_and_a_reset_recovers(call: str, method: str) -> None:
     signals = [signal.SIGUSR2]
     with vj.bridge(make_async(make_fns(2))) as env, signal_handler(signal.SIGUSR2, Alarm):
         original, action, state = getattr(env.envs, method), jnp.zeros(2, jnp.int32), env.reset(new_key(0))

@@ -30,7 +30,7 @@ class RandomGame:
         different_spaces: Every second agent has spaces that differ from those of the first.
         masks: Agents have action masks, in the observation (``"obs"``) or the info (``"info"``); a forbidden action raises.
         infos: Agents and the environment have infos.
-        length: Each agent lives for fewer steps than this.
+        length: Each agent lives for fewer steps than this if there are no births.
         strict: ``step`` raises unless exactly the live agents have actions.
     """
 
@@ -225,7 +225,7 @@ class ScriptedGame:
 
 
 class FaultyGame(ScriptedGame):
-    """A game with the given fault in its third step."""
+    """A game with the given fault in its third step, or in its fourth (``"revival"``)."""
 
     def __init__(self, fault: str) -> None:
         super().__init__({"a": (0, 9), "b": (0, 9)})

@@ -1,4 +1,4 @@
-"""Errors about mistakes of environments and callers name every environment and agent."""
+"""Errors about mistakes of environments and callers name the environments and agents."""
 
 from __future__ import annotations
 

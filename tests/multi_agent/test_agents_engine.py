@@ -149,7 +149,7 @@ def test_restart_truncates_all_live_agents(mode: AutoresetMode, fault: str, tmp_
 
 
 class TurnsUntilAnError(ScriptedGame):
-    """A turn-based game of four agents, without ``c`` from the first step on and before ``d``; raises in its third step.
+    """A turn-based game: ``c`` ends in the first step, and ``d`` joins in the eighth. It raises in the third if ``fails``.
 
     Observations have masks of two actions for ``a`` and of three for the others; only the action ``time % 2`` is allowed.
     """

@@ -210,7 +210,7 @@ def test_step_time_excludes_waiting_for_a_core(monkeypatch: pytest.MonkeyPatch, 
     readings = itertools.count()
     monkeypatch.setattr("vecenv.planning.trial.seconds_waited", lambda: next(readings) * SlowEnv.step_seconds)
     bit_generator: Any = np.random.bit_generator
-    monkeypatch.setattr(bit_generator, "randbits", bit_generator.randbits)  # undoes what TriedEnv does, in this process too
+    monkeypatch.setattr(bit_generator, "randbits", bit_generator.randbits)  # TriedEnv replaces it until the test ends
     tried_env = TriedEnv(functools.partial(SlowEnv, tmp_path / "steps"), 0, 0)
     run_phases(tried_env.phase(3, 1))
     assert len(tried_env.step_seconds) == 3
@@ -363,7 +363,7 @@ def test_guard_does_not_compare_right_after_a_reset() -> None:
 
 @pytest.mark.usefixtures("restore_settings")
 @pytest.mark.parametrize("num_workers", [0, 1, "auto"])
-def test_environments_share_a_process_in_a_deleted_working_directory(num_workers: Any, tmp_path: Path, closes: Any) -> None:
+def test_environments_step_in_a_deleted_working_directory(num_workers: Any, tmp_path: Path, closes: Any) -> None:
     (tmp_path / "deleted").mkdir()
     os.chdir(tmp_path / "deleted")
     (tmp_path / "deleted").rmdir()

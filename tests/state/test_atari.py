@@ -1,4 +1,4 @@
-"""Tests of snapshots of Atari games. They contain the action that a sticky emulator repeats, unlike the emulator's state."""
+"""Tests of snapshots of Atari games. Unlike the emulator's state, they contain the action that a sticky emulator repeats."""
 
 from __future__ import annotations
 

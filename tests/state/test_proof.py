@@ -311,7 +311,7 @@ def get_latest_infos(results: Any) -> Any:
 
 
 def continue_from_file(path: str) -> None:
-    """Load the snapshots of a file, step with its actions, and write the results to a file, in another interpreter."""
+    """Load the snapshots of a file, step with its actions, and write the results. It runs in another interpreter."""
     with open(path, "rb") as file:
         name, mode, snapshots, actions = pickle.load(file)
     with closing(CASES[name](mode, 0)) as envs:

@@ -162,7 +162,7 @@ def raises_in_constructor(env_fns: Any) -> None:
 
 
 def make_short_episodes(num_envs: int, autoreset_mode: Any = "NextStep") -> Any:
-    """Build an engine with episodes of one or two steps."""
+    """Build an engine with short episodes, most of one or two steps."""
     return SyncVectorEnv([lambda: gymnasium.make("Blackjack-v1")] * num_envs, autoreset_mode=autoreset_mode)
 
 

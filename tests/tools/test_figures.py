@@ -1,4 +1,4 @@
-"""Numbers in sentences of the documentation equal those in the tables that ``python -m bench`` writes."""
+"""Numbers in sentences of the documentation agree with those in the tables that ``python -m bench`` writes."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def training_gain(name: str) -> str:
     return cells_after(BENCHMARKS.split("## Training runs")[1], name)[0]
 
 
-def test_slowdown_of_waiting_steps_in_the_readme_equals_the_table() -> None:
+def test_slowdown_of_waiting_steps_in_the_readme_agrees_with_the_table() -> None:
     (stated,) = re.findall(r'there `"auto"` was about (\d+)% slower', README)
     measured = 100 * (1 - parse_number(cells_after(BENCHMARKS, "steps that wait (log-normal, sleeping)")[0]))
     assert abs(float(stated) - measured) <= 5
 
 
-def test_slowdown_of_one_process_per_environment_equals_the_table() -> None:
+def test_slowdown_of_one_process_per_environment_agrees_with_the_table() -> None:
     assert "more than five times slower" in re.sub(r"\s+", " ", WORKERS)
     auto, per_env = (cells_after(BENCHMARKS, f"vecenv, {engine}")[0] for engine in ("auto", "one process per env"))
     assert parse_number(auto) > 5 * parse_number(per_env)

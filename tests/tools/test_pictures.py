@@ -65,8 +65,8 @@ def test_render_grid_places_environments_in_order(make_envs: Any, num_workers: i
         row, column = divmod(index, 3)
         cell = grid[row * 6 : row * 6 + 4, column * 8 : column * 8 + 6]
         assert (cell == 10 * (index + 1)).all(), index
-    assert not grid[4:6].any(), "the gap is black"
-    assert not grid[6:, 16:].any(), "the empty cell is black"
+    assert not grid[4:6].any(), "the gap is not black"
+    assert not grid[6:, 16:].any(), "the empty cell is not black"
 
 
 def test_render_grid_accepts_small_grey_and_transparent_frames(make_envs: Any) -> None:
@@ -76,7 +76,7 @@ def test_render_grid_accepts_small_grey_and_transparent_frames(make_envs: Any) -
     assert grid.shape == (4, 24, 3)
     small = grid[:, 6:12]
     assert (small[1:3, 2:4] == 20).all()
-    assert small.astype(int).sum() == 20 * 12, "centred on black"
+    assert small.astype(int).sum() == 20 * 12, "the small frame is not on black"
     assert (grid[:, 12:18] == 30).all()
     assert (grid[:, 18:] == 40).all()
 
@@ -130,7 +130,7 @@ def test_video_contains_every_frame(name: str, tmp_path: Path) -> None:
                 video.seek(index)
                 assert abs(video.convert("RGB").getpixel((5, 5))[0] - 60 * index) < 8
     else:
-        assert path.read_bytes()[4:8] == b"ftyp"
+        assert path.read_bytes()[4:8] == b"ftyp"  # the frames of an MP4 are not read
 
 
 @pytest.mark.parametrize("name", ["a.gif", "b.mp4"])

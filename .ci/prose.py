@@ -87,6 +87,9 @@ def prose(text: str) -> str:
     return re.sub(r"\]\([^)\n]*\)|https?://\S+", "]", text)
 
 
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
 def visible_text(path: Path, *, every_text: bool) -> str:
     """Return the docstrings of a module on their original lines. With ``every_text``, include all other strings."""
     tree = ast.parse(path.read_text())
@@ -100,7 +103,7 @@ def visible_text(path: Path, *, every_text: bool) -> str:
         if every_text:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 add_string(node)
-        elif isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+        elif isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
             add_string(node.body[0].value)  # type: ignore[attr-defined]
     text = re.sub(r":(?:attr|class|data|exc|func|meth|mod):`[^`]*`", "CODE", "\n".join(lines))
     return prose(text)
@@ -116,7 +119,7 @@ def plain_findings(path: Path) -> list[str]:
     source = path.read_text()
     findings, remark_lines = [], []
     for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if not isinstance(node, DOCUMENTED):
             continue
         text = ast.get_docstring(node) or ""
         line = getattr(node, "lineno", 1)

@@ -17,7 +17,7 @@ from bench.workloads import WORKLOADS, LogNormalWaitingEnv
 from vecenv.tools.benchmark import CandidateProcess, Report, ResultRow, compare
 from vecenv.tools.runners import Candidate, EnvFn, FirstReadyVectorRunner, VectorRunner, default_candidates, vecenv_candidate
 
-PROCESS_PER_ENV = {"per-env", "gym-async", "sb3", "tianshou", "torchrl"}
+PROCESS_PER_ENV = {"per-env", "bare-pipes", "gym-async", "sb3", "tianshou", "torchrl"}
 MAX_PROCESSES = 600  # at once; if there were more, engines with a process per environment are measured one by one
 PROCESS_BYTES = {"torchrl": 60 << 20, "sb3": 20 << 20, "tianshou": 20 << 20}  # private memory of a forked process
 OTHER_PROCESS_BYTES = 12 << 20

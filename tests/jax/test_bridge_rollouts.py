@@ -419,6 +419,18 @@ def test_integer_that_overflows_in_32_bit_mode_raises() -> None:
 
 
 @pytest.mark.long
+def test_step_with_an_integer_that_overflows_needs_a_reset() -> None:
+    inner = Float64Env()
+    with vj.bridge(SyncVectorEnv([lambda: inner])) as env:
+        state = env.reset(new_key(0))
+        inner.number = 2**40
+        with pytest.raises(OverflowError, match="64-bit mode"):
+            env.step(state, jnp.zeros((1, 2)))
+        with pytest.raises(vecenv.errors.StaleStateError, match="an earlier call failed: call reset"):
+            env.step(state, jnp.zeros((1, 2)))
+
+
+@pytest.mark.long
 def test_seeds_are_the_same_in_32_and_64_bit_mode() -> None:
     observations = []
     for x64 in (False, True):

@@ -95,10 +95,11 @@ class CallbackHost:
             self._consume_token(token, pending=command == "recv")
             values = _COMMANDS[command](self, *arguments)
             self._count += 1
-        self._invalid_reason = None
         token = np.empty(*results[0])
         token[..., 0], token[..., 1] = self._epoch, self._count
-        return [token, *map(_convert, values, results[1:])]
+        converted = list(map(_convert, values, results[1:]))
+        self._invalid_reason = None
+        return [token, *converted]
 
     def close(self) -> None:
         """Close the environments."""

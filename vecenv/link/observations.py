@@ -217,29 +217,25 @@ class PickledStore(Store):
     """A store in the caller's memory, for observations that arrive in replies."""
 
     def __init__(self, space: Space[Any], num_envs: int) -> None:
-        self._space = space
-        self._latest: list[Any] = [None] * num_envs
-        self._received = [False] * num_envs
+        self._space, self._rows = space, range(num_envs)
+        self._latest: dict[int, Any] = {}  # by row; a row has none before its first reset
         # like Gymnasium before the first reset: None for a custom space, zeros otherwise
         self.observations: Any = create_empty_array(space, n=num_envs, fn=np.zeros)
 
     def accept(self, row: int, observation: Any) -> None:
-        self._latest[row], self._received[row] = observation, True
+        self._latest[row] = observation
 
     def batch(self, copy: bool) -> Any:
-        self.require_received(range(len(self._latest)))
-        self.observations = concatenate(self._space, self._latest, self.observations)
+        self.observations = concatenate(self._space, [self._latest[row] for row in self._rows], self.observations)
         return deepcopy(self.observations) if copy else self.observations
 
     def take(self, rows: Array) -> Any:
-        indices = rows.tolist()
-        self.require_received(indices)
-        out: Any = create_empty_array(self._space, n=len(indices), fn=np.zeros)
+        out: Any = create_empty_array(self._space, n=len(rows), fn=np.zeros)
         # a tuple batch would hold the stored observations themselves, which the caller must not be able to change
-        return deepcopy(concatenate(self._space, [self._latest[row] for row in indices], out))
+        return deepcopy(concatenate(self._space, [self._latest[row] for row in rows.tolist()], out))
 
     def row(self, row: int) -> Any:
-        return deepcopy(self._latest[row])
+        return deepcopy(self._latest.get(row))
 
     set_row = accept
 
@@ -247,8 +243,7 @@ class PickledStore(Store):
         _make_check(self._space)(observation)
 
     def require_received(self, rows: Iterable[int]) -> None:
-        missing = [row for row in rows if not self._received[row]]
-        if missing:
+        if missing := [row for row in rows if row not in self._latest]:
             raise ValueError(f"no observation of {envs_text(missing)} yet: reset all environments before using a reset_mask")
 
 

@@ -12,12 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import pytest
 from text_envs import TextEnv, check_all_slots, run, step_directly
 
 import vecenv
 from vecenv.aio import EpisodeEnv, Pool
-from vecenv.errors import EnvFailed, RestartsExhausted, StartupTimeout, StepTimeout, WorkerDied
+from vecenv.errors import EnvFailed, ObservationError, RestartsExhausted, StartupTimeout, StepTimeout, WorkerDied
 from vecenv.testing import FaultyEnv
 from vecenv.testing.faulty import FaultyConstructor
 
@@ -174,6 +175,37 @@ async def test_step_or_reset_whose_info_cannot_be_pickled_ends_the_episode() -> 
             await env.step("a")
         observation, _ = await env.reset(seed=1)
         assert observation == step_directly(TextEnv(), 1, [])[0][0]
+
+
+class MisfitEnv(gym.Env[Any, str]):
+    """An environment with pickled observations, which have no keys after the action, or the reset option, "misfit"."""
+
+    def __init__(self) -> None:
+        self.observation_space = gym.spaces.Dict({"text": gym.spaces.Text(9)})
+        self.action_space = gym.spaces.Text(9)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return self._observe("misfit" if options else "begin"), {}
+
+    def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self._observe(action), 0.0, False, False, {}
+
+    def _observe(self, text: str) -> dict[str, str]:
+        return {} if text == "misfit" else {"text": text}
+
+
+async def test_pickled_observation_that_does_not_fit_ends_the_episode() -> None:
+    async with Pool(MisfitEnv, 2, 1) as pool, pool.episode() as env:
+        assert (await env.step("a"))[0] == {"text": "a"}
+        with pytest.raises(EnvFailed, match=r"during step: ObservationError: env \d: observation does not fit") as failure:
+            await env.step("misfit")
+        assert isinstance(failure.value.__cause__, ObservationError)
+        with pytest.raises(EnvFailed, match="failed earlier"):
+            await env.step("b")
+        with pytest.raises(EnvFailed, match="during reset: ObservationError"):
+            await env.reset(options={"misfit": True})
+        assert await env.reset() == ({"text": "begin"}, {})
+        assert [(record.env, record.command) for record in pool.errors] == [(env.env_id, "step"), (env.env_id, "reset")]
 
 
 async def test_worker_is_killed_if_a_cancelled_step_hangs() -> None:

@@ -967,20 +967,22 @@ class TextEnv(CounterEnv):
 
 
 @pytest.mark.parametrize("actions", [[0, 3, 3], [2, 3, 3]])
-def test_error_of_a_host_names_every_observation_that_does_not_fit(actions: list[int], closes: Any) -> None:
+def test_errors_name_every_environment_with_an_observation_that_does_not_fit(actions: list[int], closes: Any) -> None:
     envs = closes(InProcessRayVectorEnv([functools.partial(TextEnv, row) for row in range(4)]))
     envs.reset(seed=1)
     envs.send([0, *actions], range(4))
-    errors = []
+    rows, failed = [], []
     while (count := len(envs.in_flight)) > 0:
         try:
-            rows = envs.recv(count=count)[4]["env_id"].tolist()
+            rows += envs.recv(count=count)[4]["env_id"].tolist()
         except (KeyError, ObservationError) as error:
-            errors.append("".join([repr(error), *error.__notes__]))
-    assert rows == [row for row in (0, 1) if row == 0 or actions[0] == 0]
-    assert "env 2: observation does not fit its space" in "".join(errors)
-    assert "also failed in the same way: env 3" in "".join(errors)
-    assert ("KeyError" in "".join(errors)) == (actions[0] == 2)
+            failed += error.envs  # type: ignore[union-attr]
+    assert sorted(rows + failed) == list(range(4))
+    misfits = {record.env: str(record.error) for record in envs.errors if isinstance(record.error, ObservationError)}
+    assert sorted(misfits) == [2, 3]
+    for row, text in misfits.items():
+        assert f"env {row}: observation does not fit its space" in text
+    assert [record.env for record in envs.errors if isinstance(record.error, KeyError)] == [1] * (actions[0] == 2)
 
 
 class RaisingObserver(vecenv.Observer):

@@ -19,6 +19,7 @@ from envs import (
     CustomSpace,
     Options,
     ReturningEnv,
+    SameLengthSpace,
     SpaceEnv,
     assert_matches_sync,
     counters,
@@ -29,11 +30,12 @@ from envs import (
 from gymnasium import spaces
 from gymnasium.error import CustomSpaceError
 from gymnasium.vector import SyncVectorEnv
+from gymnasium.vector.utils import concatenate, create_empty_array
 from sampling import each_pair
 
 import vecenv
 from vecenv.errors import ObservationError
-from vecenv.link.observations import WRITTEN, make_observation_writer
+from vecenv.link.observations import WRITTEN, make_observation_writer, make_reply_writer
 from vecenv.shm import fixed_tree
 from vecenv.testing import assert_identical
 
@@ -491,6 +493,40 @@ def test_non_numeric_observation_is_refused(observation: Any, text: str) -> None
     assert tree is not None
     with pytest.raises(ObservationError, match=text):
         make_observation_writer(tree, [np.zeros((2, 3), np.float32)], 0, lambda *_: None)(1, observation)
+
+
+class OwnDict(spaces.Dict):
+    """A space of dicts with a ``concatenate`` of its own, which ignores the spaces of their values."""
+
+
+@concatenate.register(OwnDict)
+def _(space: Any, items: Any, out: Any) -> Any:
+    return [item["own"] for item in items]
+
+
+PICKLED_SPACES = {**ALL_SPACES, "custom": CustomSpace(), "same-length": SameLengthSpace(), "own": OwnDict(ALL_SPACES)}
+VALUES_OF_ANY_KIND = [
+    *(space.sample() for space in ALL_SPACES.values()), None, "abc", 1, 2.5, True, 10**30, 1j, (), {}, [[1], [2, 3]], ["1"],
+    {"own": 1}, *(np.zeros(3, dtype) for dtype in ("?", "u1", "i8", "f2", "f8", ">f4", "c8", "U1", "M8[s]", object)),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("name", PICKLED_SPACES)
+def test_observations_to_pickle_are_refused_exactly_if_concatenate_refuses_them(name: str) -> None:
+    space = spaces.Dict({"text": spaces.Text(9), "parts": spaces.Tuple((PICKLED_SPACES[name],))})
+    out: Any = create_empty_array(space, n=1, fn=np.zeros)
+    write = make_reply_writer(space, 0, lambda *_: None, 2, copies=False)
+    for value in VALUES_OF_ANY_KIND:
+        observation = {"text": "a", "parts": (value,)}
+        try:
+            concatenate(space, [observation], out)
+        except Exception as reason:
+            with pytest.raises(ObservationError) as refused:
+                write(1, observation)
+            assert str(refused.value).endswith(f"({reason})")
+        else:
+            assert write(1, observation) is observation
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])

@@ -143,9 +143,8 @@ class SharedStore(Store):
 
     def validate(self, observation: Any) -> None:
         for rows, leaf in zip(self._leaves, flatten(self._tree, observation), strict=True):
-            shape, dtype = rows.shape[1:], rows.dtype
-            if np.shape(leaf) != shape or not np.can_cast(np.asarray(leaf).dtype, dtype, "same_kind"):
-                raise ObservationError(f"got {_describe(leaf)}, expected an array of shape {shape} ({dtype})")
+            if not _fits_row(leaf, rows):
+                raise ObservationError(f"got {_describe(leaf)}, expected an array of shape {rows.shape[1:]} ({rows.dtype})")
 
 
 class LendingStore(SharedStore):
@@ -217,39 +216,33 @@ class PickledStore(Store):
     """A store in the caller's memory, for observations that arrive in replies."""
 
     def __init__(self, space: Space[Any], num_envs: int) -> None:
-        self._space = space
-        self._latest: list[Any] = [None] * num_envs
-        self._received = [False] * num_envs
+        self._space, self._rows = space, range(num_envs)
+        self._latest: dict[int, Any] = {}  # by row; a row has none before its first reset
         # as in Gymnasium before the first reset; None for a custom space
         self.observations: Any = create_empty_array(space, n=num_envs, fn=np.zeros)
 
     def accept(self, row: int, observation: Any) -> None:
-        self._latest[row], self._received[row] = observation, True
+        self._latest[row] = observation
 
     def batch(self, copy: bool) -> Any:
-        self.require_received(range(len(self._latest)))
-        self.observations = concatenate(self._space, self._latest, self.observations)
+        self.observations = concatenate(self._space, [self._latest[row] for row in self._rows], self.observations)
         return deepcopy(self.observations) if copy else self.observations
 
     def take(self, rows: Array) -> Any:
-        indices = rows.tolist()
-        self.require_received(indices)
-        out: Any = create_empty_array(self._space, n=len(indices), fn=np.zeros)
+        out: Any = create_empty_array(self._space, n=len(rows), fn=np.zeros)
         # a tuple batch would hold the stored observations themselves, which the caller must not be able to change
-        return deepcopy(concatenate(self._space, [self._latest[row] for row in indices], out))
+        return deepcopy(concatenate(self._space, [self._latest[row] for row in rows.tolist()], out))
 
     def row(self, row: int) -> Any:
-        return deepcopy(self._latest[row])
+        return deepcopy(self._latest.get(row))
 
     set_row = accept
 
     def validate(self, observation: Any) -> None:
-        batch: Any = create_empty_array(self._space, n=1, fn=np.zeros)
-        concatenate(self._space, [observation], batch)
+        _make_check(self._space)(observation)
 
     def require_received(self, rows: Iterable[int]) -> None:
-        missing = [row for row in rows if not self._received[row]]
-        if missing:
+        if missing := [row for row in rows if row not in self._latest]:
             raise ValueError(f"no observation of {envs_text(missing)} yet: reset all environments before using a reset_mask")
 
 
@@ -341,11 +334,11 @@ def make_reply_writer(space: Space[Any], first_env: int, warn: _WarnFn, count: i
     """
     if (tree := fixed_tree(space)) is not None:
         return _make_row_caster(tree, first_env, warn, count)
-    batch: Any = create_empty_array(space, n=1, fn=np.zeros)
+    check = _make_check(space)
 
     def check_row(k: int, observation: Any) -> Any:
         try:
-            concatenate(space, [observation], batch)
+            check(observation)
         except (ValueError, TypeError, LookupError, AttributeError) as reason:
             got = f"got {_describe(observation)}, expected {space}"
             raise ObservationError(f"env {first_env + k}: observation does not fit its space: {got} ({reason})") from reason
@@ -354,6 +347,34 @@ def make_reply_writer(space: Space[Any], first_env: int, warn: _WarnFn, count: i
         return call_with_fallback(partial(deepcopy, observation), lambda _: observation, Exception)
 
     return check_row
+
+
+def _make_check(space: Space[Any]) -> Callable[[Any], object]:
+    """Return a function that raises if ``concatenate`` refuses an observation, but copies no array that fits."""
+    function, parts = concatenate.dispatch(type(space)), getattr(space, "spaces", ())
+    if function in (concatenate.dispatch(spaces.Dict), concatenate.dispatch(spaces.Tuple)):
+        keys = parts if isinstance(parts, dict) else range(len(parts))
+        checks = [(key, _make_check(parts[key])) for key in keys]
+
+        def check_parts(observation: Any) -> None:
+            for key, check_part in checks:
+                check_part(observation[key])
+
+        return check_parts
+    batch: Any = create_empty_array(space, n=1, fn=np.zeros)
+    stacks = function is concatenate.dispatch(spaces.Box)
+
+    def check(observation: Any) -> None:
+        if not (stacks and _fits_row(observation, batch)):
+            concatenate(space, [observation], batch)
+
+    return check
+
+
+def _fits_row(value: Any, rows: Array) -> bool:
+    """True if the value has the shape of one row, and a dtype that can be cast to that of the rows as the same kind."""
+    array = np.asanyarray(value)
+    return array.shape == rows.shape[1:] and np.can_cast(array.dtype, rows.dtype, "same_kind")
 
 
 class _ArrayRow:

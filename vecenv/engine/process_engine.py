@@ -36,7 +36,7 @@ from vecenv.link.messages import Op, name_envs
 from vecenv.link.observations import Store, require_fitting_observation
 from vecenv.shm import Arena, Layout, SharedArrays
 from vecenv.shm.layout import Array
-from vecenv.state.snapshots import Snapshot, Snapshots, name_loaded, parse_snapshots
+from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
 from vecenv.state.vector_state import pack_state, read_state
 from vecenv.system.cores import placements
 from vecenv.system.reporting import warn
@@ -419,7 +419,7 @@ class Engine(WorkerDriver):
             self.exchange.finish_call()
         except Exception as error:
             if self.exchange.request is None:  # the load has ended: the environments that did not fail are loaded
-                name_loaded(error, self._accept_all(snapshot_by_row))
+                name_envs(error, self._accept_all(snapshot_by_row), "loaded_rows")
             raise
         self._accept_all(snapshot_by_row)
         all_used = all(row_state.used for row_state in row_states.values())

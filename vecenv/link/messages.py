@@ -433,10 +433,13 @@ def summary(error: BaseException) -> str:
     return name if text == ": " else name + text
 
 
-def name_envs(error: BaseException, rows: Iterable[int]) -> None:
-    """Set ``error.envs``, the environments that an exception is about, unless its class refuses the attribute."""
+def name_envs(error: BaseException, rows: Iterable[int], attribute: str = "envs") -> None:
+    """Set ``error.envs``, the environments that an exception is about, unless its class refuses the attribute.
+
+    Another attribute is ``loaded_rows``: those that were loaded although the load failed in others. A refused load has none.
+    """
     envs = tuple(sorted(set(rows)))
-    call_with_fallback(lambda: setattr(error, "envs", envs), lambda _: None, Exception)
+    call_with_fallback(lambda: setattr(error, attribute, envs), lambda _: None, Exception)
 
 
 def notes_about_others(raised: Sequence[tuple[int, BaseException]]) -> list[str]:

@@ -267,11 +267,6 @@ def parse_snapshots(snapshots: Any, rows: Sequence[int]) -> list[Snapshot]:
     return listed
 
 
-def name_loaded(error: BaseException, rows: Sequence[int]) -> None:
-    """Set ``error.loaded_rows``, the rows that were loaded although the load failed in others. A refused load has none."""
-    call_with_fallback(lambda: setattr(error, "loaded_rows", tuple(rows)), lambda _: None, Exception)
-
-
 def load_and_restore(load: Callable[[], Any], rows: Sequence[int], restore: Callable[[Sequence[int]], None]) -> Any:
     """Load states into rows, and then what a wrapper has saved beside them. Return the result of ``load``.
 

@@ -20,7 +20,6 @@ from gymnasium.spaces import Dict, Tuple
 from vecenv.engine.vector_env import Observer
 from vecenv.errors import EnvFailed, ErrorRecord, StepTimeout, WorkerDied
 from vecenv.link.messages import name_envs
-from vecenv.state.snapshots import name_loaded
 
 
 class _PlaceNote(str):
@@ -69,7 +68,7 @@ def name_rows(error: BaseException, places: Sequence[int]) -> None:
             error.add_note(f"the numbers above are places; the envs without a reply are {rows}")
         name_envs(error, rows)
         if hasattr(error, "loaded_rows"):
-            name_loaded(error, [row for row, place in enumerate(places) if place in error.loaded_rows])
+            name_envs(error, [row for row, place in enumerate(places) if place in error.loaded_rows], "loaded_rows")
 
 
 @contextmanager

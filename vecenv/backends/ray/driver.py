@@ -19,10 +19,11 @@ from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import LateReplies, Stepped, WorkerDriver, closed_in_child
 from vecenv.link.actions import ActionStage
 from vecenv.link.infos import NO_INFO, InfoReader, WorkerInfos
+from vecenv.link.messages import name_envs
 from vecenv.link.observations import SharedStore, require_fitting_observation
 from vecenv.shm import INFO_BYTES, fixed_tree
 from vecenv.shm.layout import Array
-from vecenv.state.snapshots import Row, Snapshot, Snapshots, name_loaded, parse_snapshots
+from vecenv.state.snapshots import Row, Snapshot, Snapshots, parse_snapshots
 from vecenv.state.vector_state import pack_state, read_state
 from vecenv.system.reporting import warn
 from vecenv.system.signals import deferred_signals, raise_if_from_handler
@@ -321,7 +322,7 @@ class HostsDriver(WorkerDriver):
             self.exchange.finish_call()
         except Exception as error:
             if self.exchange.request is None:  # the load has ended
-                name_loaded(error, list(request.results))
+                name_envs(error, request.results, "loaded_rows")
                 self._accept_loaded({row: row_states[row] for row in request.results})
             raise
         self._accept_loaded(row_states)

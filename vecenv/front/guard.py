@@ -96,6 +96,18 @@ def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
     return guarded
 
 
+def convert_result(envs: Any, receive: Callable[[], Any], convert: Callable[..., R]) -> R:
+    """Return ``convert(*receive())``. If ``convert`` is interrupted, the result is lost, and a reset is needed.
+
+    ``receive`` is a Python function, not a ``partial``, that returns the result of a decorated method of ``envs``.
+    """
+    state = envs._driver.state
+    result = receive()
+    state.changing = True  # no call and no jump since the guard's return, where Ctrl-C could lose the result
+    converted = convert(*result)
+    state.changing = False; return converted  # noqa: E702 - likewise
+
+
 def _may_be_interruption(error: BaseException) -> bool:
     """True for every exception that this package does not raise on purpose.
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ from vecenv.freezing import Frozen
 from vecenv.front.arguments import ResetOptions, check_env_fns, check_option_names, parse_env_ids, parse_rows
 from vecenv.front.by_row import infos_by_row
 from vecenv.front.capabilities import raise_unsupported
+from vecenv.front.guard import convert_result
 from vecenv.front.infos import InfoMerger, object_column
 from vecenv.link.observations import flatten
 from vecenv.multi_agent.adapter import AgentsEnv, EnvFn, as_parallel
@@ -44,7 +45,6 @@ __all__ = ["AgentRows", "MultiAgentVecEnv", "make_openrl"]
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Step: TypeAlias = tuple[Any, Array, Bools, Bools, dict[str, Any]]
-_Result = TypeVar("_Result")
 
 _EXAMPLE: Final = "simple_spread_v3.parallel_env()"  # for error messages
 
@@ -303,7 +303,7 @@ class MultiAgentVecEnv:
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Wait for the result of :meth:`reset_async` and return it. Errors are those of ``AsyncVectorEnv.reset_wait``."""
-        return self._convert(lambda: self._rows.reset_wait(timeout), self._after_reset)
+        return convert_result(self._rows, lambda: self._rows.reset_wait(timeout), self._after_reset)
 
     def _after_reset(self, batch: Any, infos: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         no_flags = np.zeros(self.num_envs, np.bool_)
@@ -339,18 +339,10 @@ class MultiAgentVecEnv:
 
     def step_wait(self, timeout: float | None = None) -> Step:
         """Wait for the result of :meth:`step_async` and return it."""
-        return self._convert(lambda: self._rows.step_wait(timeout), self._after_step)
+        return convert_result(self._rows, lambda: self._rows.step_wait(timeout), self._after_step)
 
     def _after_step(self, batch: Any, _: Array, terminated: Bools, truncated: Bools, infos: dict[str, Any]) -> Step:
         return self._unpack(batch, terminated, truncated, infos, infos.get("env_id", self._all_rows))
-
-    def _convert(self, receive: Callable[[], Any], convert: Callable[..., _Result]) -> _Result:
-        """Return ``convert(*receive())``. If ``convert`` is interrupted, the result is lost, and a reset is needed."""
-        state = self._rows._driver.state
-        result = receive()
-        state.changing = True  # no call and no jump since the guard's return, where Ctrl-C could lose the result
-        converted = convert(*result)
-        state.changing = False; return converted  # noqa: E702 - likewise
 
     def send(self, actions: Any, env_id: Any = None) -> None:
         """Step the environments ``env_id`` without waiting for results.
@@ -372,8 +364,8 @@ class MultiAgentVecEnv:
         ``infos["env_id"]`` contains their indices. With ``at_least``, return at least that many; see
         :meth:`vecenv.AsyncVectorEnv.recv`.
         """
-        return self._convert(
-            lambda: self._rows.recv(timeout, count=count, at_least=at_least, within=within), self._after_step
+        return convert_result(
+            self._rows, lambda: self._rows.recv(timeout, count=count, at_least=at_least, within=within), self._after_step
         )
 
     def results_by_row(self, name: str, timeout: float | None = None) -> tuple[Any, list[dict[str, Any]]]:
@@ -389,7 +381,7 @@ class MultiAgentVecEnv:
             ``"final_info"`` in the same format.
         """
         by_row = infos_by_row(self._rows)
-        return self._convert(lambda: by_row.results(name, timeout), self._split_infos)
+        return convert_result(self._rows, lambda: by_row.results(name, timeout), self._split_infos)
 
     def _split_infos(self, batch: Any, *flags_and_infos: Any) -> tuple[Any, list[dict[str, Any]]]:
         """Return the converted result of a step or a reset, and the environments' own infos."""

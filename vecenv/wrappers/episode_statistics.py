@@ -152,16 +152,16 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     def load_state_dict(self, state: Mapping[str, Any], env_id: Any = None) -> Any:
         """Load the state of the vector environment. Statistics that it lacks begin at zero, as in :meth:`load`."""
         rows = parse_rows(env_id, self.num_envs)
-        nothing: Any = ([None] * len(rows), 0, [[], [], []])
+        found = state.get(f"statistics {self._key}") if isinstance(state, Mapping) else None  # the load refuses other types
+        running, count, queues = found or ([None] * len(rows), 0, [[], [], []])
 
         def restore(loaded: Sequence[int]) -> None:
-            running, *_ = state.get(f"statistics {self._key}", nothing)
             saved = [state["snapshots"][index].row for index in loaded]
             self._restore_statistics([rows[index] for index in loaded], saved, [running[index] for index in loaded])
 
         load = self.env.load_state_dict  # type: ignore[attr-defined]
         observations = load_and_restore(lambda: load(state, env_id), rows, restore)
-        _, self.episode_count, queues = state.get(f"statistics {self._key}", nothing)
+        self.episode_count = count
         for queue, numbers in zip(self._queues(), queues, strict=True):
             queue.clear()
             queue.extend(numbers)

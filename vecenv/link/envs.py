@@ -64,7 +64,7 @@ class WorkerPlan:
     """The settings that all workers of a vector environment share.
 
     Attributes:
-        layout: Layout of the shared block.
+        layout: Layout of the shared memory.
         autoreset_mode: The autoreset mode.
         expected: The spaces to check every environment against.
         registered: The observation space and its memory, if it is a custom space with its own shared-memory functions.

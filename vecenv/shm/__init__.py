@@ -1,5 +1,5 @@
-"""Shared memory: layout (:mod:`vecenv.shm.layout`), the block (:mod:`vecenv.shm.arena`), and batches in it that the program
-may hold (:mod:`vecenv.shm.lending`).
+"""Shared memory: its layout (:mod:`vecenv.shm.layout`), its allocation (:mod:`vecenv.shm.arena`), and batches in it that the
+program may hold (:mod:`vecenv.shm.lending`).
 """
 
 from vecenv.shm.arena import Arena

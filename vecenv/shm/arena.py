@@ -1,9 +1,9 @@
-"""Anonymous shared memory: the block that holds a batch, and read-only arrays that all processes share.
+"""Anonymous shared memory: the memory of a vector environment, and read-only arrays that all processes share.
 
 A memfd has no path, is not limited by the size of ``/dev/shm`` (64 MB in a Docker container), and is freed when the last
 process that holds it ends. All of its memory is allocated on creation, so that a lack of memory is an error at the start and
 not a SIGBUS hours later. Then it is sealed, so that no worker can truncate it. Systems without memfds use an unlinked file,
-which has no seals; without worker processes either, the block is private memory without a file.
+which has no seals; without worker processes either, the memory is private and has no file.
 
 The kernel may grant an allocation that exceeds the available memory; the OOM killer then ends a process, and no error is
 returned. So the size is first compared with the memory that the machine and the control group have left.

@@ -1,4 +1,4 @@
-"""Lays out the shared block: spaces become named fields, fields become numpy views.
+"""Lays out the shared memory: spaces become named fields, fields become numpy views.
 
 This module makes no system calls. The caller runs :meth:`Layout.for_spaces` once and sends the layout to the workers. Both
 sides call the same :meth:`Layout.view` over the same memory. Every leaf of a space is one contiguous array over all
@@ -122,7 +122,7 @@ def _branch(children: Sequence[tuple[Any, Tree | None]], keyed: bool) -> Tree | 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One array in the block."""
+    """One array in the shared memory."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -138,7 +138,7 @@ class Field:
 
 @dataclass(slots=True)
 class SharedArrays:
-    """Plain numpy views over the block; row i belongs to environment i.
+    """Plain numpy views over the shared memory; row i belongs to environment i.
 
     Attributes:
         actions: Leaves of the batched action space, or ``None`` if actions are pickled.
@@ -183,15 +183,15 @@ class SharedArrays:
 
 @dataclass(slots=True)
 class Layout:
-    """Named fields of one block of memory.
+    """The named fields of the shared memory.
 
     Attributes:
         num_envs: Number of rows.
         observations: Tree of one observation, ``None`` if observations are pickled.
         actions: Tree of one action, ``None`` if actions are pickled.
-        final: True if the block has room for final observations.
+        final: True if it has room for final observations.
         fields: Name -> field, in the order of their offsets.
-        size: Bytes of the whole block.
+        size: The total number of bytes.
         batches: The fields of each batch of observations, first the usual one, then spare ones.
         pages: The range of bytes of each of these batches; whole pages if there are spare ones.
         recorded: Bytes of actions, rewards and flags. Unused, but flight records of format 6 contain it.

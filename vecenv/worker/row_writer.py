@@ -61,7 +61,7 @@ def make_compiled_rows(
     Args:
         leaf: The leaf of the observation space; ``None`` if an observation is not a single array of fixed size.
         leaves: The worker's rows of the observations.
-        arrays: Views of the shared block.
+        arrays: Views of the shared memory.
         rows: The worker's rows.
     """
     if not is_compiled() or leaf is None or leaf.shape == () or not leaves:

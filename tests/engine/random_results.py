@@ -228,7 +228,7 @@ class WriterRun:
         assert any(self.rows._write_results) != (pure or not has_compiled_writer(space)), "the wrong writer is in use"
         self.counts = [0, 0, 0]  # results that the compiled writer refused, wrote without an info, and wrote with one
         self.record_sizes = {NO_INFO: 0, BY_PICKLE: 0}  # in bytes, by the number of the schema
-        if not pure:
+        if not pure and has_compiled_writer(space):
             self.rows._batch_writers = [
                 writer._replace(write_results=[self.make_counting_writer(write) for write in writer.write_results])
                 for writer in self.rows._batch_writers

@@ -48,7 +48,7 @@ class EnvRows:
         first: Index of the first one.
         worker: Index into the per-worker counters.
         plan: The settings that all workers share.
-        arrays: Views of the whole shared block.
+        arrays: Views of the whole shared memory.
         in_caller: True in the caller's own process, where calls raise all exceptions of signal handlers, and other methods
             raise ``KeyboardInterrupt``. In a worker, these exceptions count as failures of an environment.
     """
@@ -113,7 +113,8 @@ class EnvRows:
         if leaf is not None and leaves:  # one array, the common case
             targets = make_exact_rows(leaf, leaves[0])
         compiled = make_compiled_rows(leaf, leaves, arrays, own_rows)
-        return _BatchWriter(leaves, self._make_writer(leaves, arrays), targets, [row.write for row in compiled], compiled)
+        write_results: list[Any] = [row.write for row in compiled] or [None] * self.count
+        return _BatchWriter(leaves, self._make_writer(leaves, arrays), targets, write_results, compiled)
 
     def _use_current_batch(self) -> None:
         """Write observations into the batch that the caller has chosen."""
@@ -353,27 +354,23 @@ class EnvRows:
         if self._has_old_results:
             self._clear_results(ks)
         where: Sequence[int] = range(self.count)
-        targets, compiled = self._targets, bool(self._write_results)
-        # compiled: functions that write a whole result, or refuse it; otherwise targets for an observation
-        writers: Sequence[Any] = self._write_results if compiled else targets
+        targets, write_results = self._targets, self._write_results
         if ks is not None:
-            where, steps, writers = ks, [steps[k] for k in ks], [writers[k] for k in ks]
+            where, steps, write_results = ks, [steps[k] for k in ks], [write_results[k] for k in ks]
         out, on_episode_end, running = self._out, self._on_episode_end, self._running_cell
         forked = self.forked
         rewards, terminations, truncations = self._cells
         misfit = False
-        for k, step, writer, action in zip(where, steps, writers, actions, strict=True):
+        for k, step, write_result, action in zip(where, steps, write_results, actions, strict=True):
             try:
                 running[0] = k
                 result = step(action)
                 if forked:
                     os._exit(0)
-                if compiled:
-                    if written := writer(result):
-                        if written == 2:  # with an info
-                            self._has_old_results = out.columns = True
-                        continue
-                    writer = targets[k]
+                if write_result is not None and (written := write_result(result)):
+                    if written == 2:  # with an info
+                        self._has_old_results = out.columns = True
+                    continue
                 observation, reward, terminated, truncated, info = result
                 # written first, because a reset in the same step may change the objects that the environment returned
                 if reward.__class__ is not float:
@@ -387,7 +384,7 @@ class EnvRows:
                 if terminated or truncated:
                     observation, info = on_episode_end(k, observation, info, out)
                 try:  # a fast path for observations of exactly the space's dtype and shape, except scalars
-                    writer[:] = observation
+                    targets[k][:] = observation
                 except (TypeError, ValueError):  # `_store_observation` converts the observation, or raises
                     misfit = True
                 if misfit:  # outside `except`, so that its errors have no misleading context
@@ -656,7 +653,7 @@ class _BatchWriter(NamedTuple):
         leaves: The rows, one array per leaf.
         write_row: Checks an observation and writes it, or returns it to be sent.
         targets: One per row, for assignments ``target[:] = observation``.
-        write_results: One per row, which writes the result of a step if it is of the usual kind. Empty if
+        write_results: One per row, which writes the result of a step if it is of the usual kind; ``None`` for each if
             :func:`make_compiled_rows` returns no writers.
         compiled: The compiled writers with the methods in ``write_results``.
     """
@@ -664,7 +661,7 @@ class _BatchWriter(NamedTuple):
     leaves: list[Array]
     write_row: ObservationWriter
     targets: list[Any]
-    write_results: Sequence[Callable[[Any], int]]
+    write_results: list[Callable[[Any], int] | None]
     compiled: Sequence[CompiledRow]
 
 
@@ -725,7 +722,7 @@ def _make_action_reader(tree: Tree | None, leaves: Sequence[Array], count: int) 
     """Return a function that reads the actions of some rows (``None``: all): scalars, writeable arrays or trees of these."""
 
     def copies(leaf: Array, ks: Array | None) -> Sequence[Any]:
-        """Return rows of a copy, never views of the shared block."""
+        """Return rows of a copy, never views of the shared memory."""
         return list(leaf.copy() if ks is None else leaf[ks])
 
     def scalars(ks: Array | None) -> Sequence[Any]:

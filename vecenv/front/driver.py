@@ -189,6 +189,10 @@ class Driver:
     the change that returns a result, drivers without workers set ``changing`` by :meth:`finish`, others set it themselves;
     the guard clears it. See :mod:`vecenv.front.guard`.
 
+    If a call raises, its result stays pending, with two exceptions. The call has ended if it raises ``result_error`` or, in
+    drivers with workers, an environment's error. An interruption of the change that returns the result loses it: a reset is
+    needed.
+
     Attributes:
         capabilities: The backend's capabilities.
         missing_reasons: Capability -> reason why it is missing.
@@ -202,10 +206,8 @@ class Driver:
         began: ``time.monotonic()`` when the driver began to admit calls.
         state: The state shared with the guard, which decides whether a call can begin.
         counters: The numbers of steps and resets that were returned.
-        result_error: The exception that is the result of the current call, such as an ``InfoError``; raising it ends the
-            call's change of state. After any other exception the result stays pending, except that drivers with workers
-            drop the request when they raise an environment's error, and that an interruption of the change of state that
-            returns the result loses it, so that a reset is needed.
+        result_error: The exception that is the result of the current call, such as an ``InfoError``. The guard treats it
+            like a returned result.
         is_interrupted: True if an exception interrupted the wait for the pending request; a reset of all environments may
             drop it.
     """
@@ -573,14 +575,14 @@ class WorkerDriver(Driver):
             return seeds
         exchange, request, all_rows = self.exchange, self.exchange.request, list(range(self.num_envs))
         if not drops:
-            idle, submitted = sorted(set(all_rows) - exchange.in_flight), []
+            without_result, submitted = sorted(set(all_rows) - exchange.in_flight), []
         elif request is None or request.command not in PHASES:
-            idle, submitted = all_rows, sorted(exchange.in_flight)
+            without_result, submitted = all_rows, sorted(exchange.in_flight)
         else:
-            idle, submitted = all_rows, all_rows if request.rows is None else list(request.rows)
+            without_result, submitted = all_rows, all_rows if request.rows is None else list(request.rows)
         row_seeds = [seeds[row] for row in rows]
         for observer in self.observers:
-            observer.on_dropped(idle, submitted=submitted)
+            observer.on_dropped(without_result, submitted=submitted)
             observer.on_reset(rows, row_seeds, select_options(options, rows))
         seed_by_row = dict(zip(rows, row_seeds, strict=True))
         return [seed_by_row.get(row, seed) for row, seed in enumerate(seeds)]

@@ -51,7 +51,7 @@ class FailureLog:
         failed: Row -> description of the failure, for rows that have to be rebuilt.
         deaths: Row -> the death of its worker, for failed rows of dead workers, even after the worker was replaced.
         restart_counted: Failed rows with a restart that the budget has counted: another attempt, after no process could be
-            started or an observer raised, is not counted again. A failure during the rebuild is.
+            started or an observer raised, is not counted again. A failure during the rebuild counts as another restart.
         restarts: The number of restarts.
         restart_log: Writes the log lines about restarts.
         notes: Row -> the observers' notes about its latest failure.

@@ -154,7 +154,8 @@ class Engine(WorkerDriver):
             self.exchange.drop_if_droppable()
             self.require_not_in_flight("reset_async", rows)
         elif not self.state.changing:  # otherwise a change was interrupted, and `send_reset` drops everything
-            # some workers may already be executing the message that will be dropped, so let every row execute it
+            # Some workers may already be executing the message that will be dropped. Let every row execute it: the timing
+            # must not decide which environments are stepped, and `on_dropped` reports that all are.
             if ids is not None or self.pool.max_concurrency is not None:
                 self.exchange.wait_until_idle()
             else:
@@ -312,8 +313,8 @@ class Engine(WorkerDriver):
 
     # -- calls into environments ---------------------------------------------------------------------------------------
     #
-    # Sequential code: send, wait, return. If a call is interrupted while it waits, the next call drops it, and late replies
-    # to it are ignored. Only `call_async` and `exec_func_send` stay pending, because another call fetches their results.
+    # Sequential code: send, wait, return. If a method is interrupted while it waits, the next method of the vector
+    # environment drops its request. Those of `call_async` and `exec_func_send` stay pending: other methods fetch them.
 
     def begin_call(self, name: str, args: Any, kwargs: Any) -> None:
         """Begin to call a method, or read an attribute, of every environment."""

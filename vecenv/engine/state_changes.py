@@ -72,7 +72,8 @@ class StateChanges:
         not_stepped: Rows that are rebuilt instead of stepped, because they failed earlier; this is not counted as a step.
         ready_infos, ready_finals: By row: pickled infos and final observations of ready rows.
         unsettled: Requests for ``recv`` with failures that :meth:`settle_for_recv` has to handle.
-        unraised: Exceptions that the next calls of ``recv`` raise, each with its rows, which are in flight until then.
+        unraised: Exceptions that the next calls of ``recv`` raise, each with its rows of :meth:`_find_rows_to_settle`, which
+            stay in flight until then. There are none if only a part of a result could not be sent: that row is ready.
         warned: Fields for which a warning was logged.
     """
 

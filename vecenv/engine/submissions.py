@@ -2,6 +2,10 @@
 
 An event loop watches :meth:`Submissions.fileno` and calls :meth:`Submissions.collect` when it is readable. Only
 :meth:`Submissions.start` replaces a worker that has died.
+
+The methods are not guarded (:mod:`vecenv.front.guard`). If a signal handler raises in one of them, a submitted request may
+never be returned, and the workers have to be closed. Handlers of ``loop.add_signal_handler`` run between the callbacks of
+the event loop, and that of ``asyncio.run`` raises only for the second Ctrl-C, which ends the loop.
 """
 
 from __future__ import annotations

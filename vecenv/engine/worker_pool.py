@@ -104,9 +104,9 @@ class WorkerPool:
         workers: ``local`` and ``processes`` together, in the order of their rows.
         wait_order: Indices of ``processes``, in the order in which to wait for their replies.
         unflushed: Workers with bytes in their channels that :meth:`flush` has yet to write.
-        written_to: One entry for each process, from the first, to which :meth:`write_to_all` has written the latest message
-            to all. Only its length matters: below that of ``processes``, a part of this message is in no channel. It is a
-            list because ``list.extend`` keeps the entries added before an exception.
+        written_to: Its length is the number of processes, from the first, to which :meth:`write_to_all` has written the
+            latest message to all; that of all if no part of this message remains to be queued. Its entries mean nothing.
+            It is a list because ``list.extend`` keeps those added before an exception.
         held: Messages that wait until fewer than ``max_concurrency`` sent ones have no reply: (worker, bytes,
             ``makes_busy``), where the last is False for a call, which waits only for held messages before it.
         seconds_waited: The total time of all waits for replies.

@@ -126,8 +126,8 @@ class WorkerProcess:
         limit_from: The time from which a time limit counts, if it is later than the beginning of the caller's wait; minus
             infinity at first. Set when a held message is released, and after a start or a rebuild.
         deadline: The ``time.monotonic()`` by which a replacement has to start or, with ``step_timeout`` and while a rebuild
-            is pending, the process has to reply to its oldest message; 0.0: none. ``StateChanges.set_deadline`` renews it
-            after the start and after each rebuild.
+            is pending, the process has to reply to its oldest message; 0.0: none. ``StateChanges.set_deadline`` sets it
+            when a replacement is started or a rebuild is queued, and again when one of these has ended or was dropped.
         forked: True if it was forked, and so has the caller's own classes.
         shares_core: True if it is bound to the caller's core, and so runs only while the caller sleeps.
         token: The token that marks all processes that its environments start.

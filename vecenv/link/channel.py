@@ -76,7 +76,7 @@ class Channel:
                     self._chunks = []
                     return head
             while missing := self._count_missing():
-                if not chunks[-1]:
+                if not chunks[-1]:  # the end of the pipe
                     raise ChannelClosed
                 chunks.extend(map(read, self._read_fds, (min(missing, _CHUNK_BYTES),)))
         except BlockingIOError:

@@ -155,7 +155,7 @@ class Engine(WorkerDriver):
             self.require_not_in_flight("reset_async", rows)
         elif not self.state.changing:  # otherwise a change was interrupted, and `send_reset` drops everything
             # Some workers may already be executing the message that will be dropped. Let every row execute it: the timing
-            # must not decide which environments are stepped, and `on_dropped` reports that all are.
+            # must not decide which environments do, and `on_dropped` reports that all do.
             if ids is not None or self.pool.max_concurrency is not None:
                 self.exchange.wait_until_idle()
             else:

@@ -73,7 +73,7 @@ class StateChanges:
         ready_infos, ready_finals: By row: pickled infos and final observations of ready rows.
         unsettled: Requests for ``recv`` with failures that :meth:`settle_for_recv` has to handle.
         unraised: Exceptions that the next calls of ``recv`` raise, each with its rows of :meth:`_find_rows_to_settle`, which
-            stay in flight until then. There are none if only a part of a result could not be sent: that row is ready.
+            stay in flight until then. Without restarts, a row with a result that could not be sent in full is ready instead.
         warned: Fields for which a warning was logged.
     """
 

@@ -189,9 +189,9 @@ class Driver:
     the change that returns a result, drivers without workers set ``changing`` by :meth:`finish`, others set it themselves;
     the guard clears it. See :mod:`vecenv.front.guard`.
 
-    If a call raises, its result stays pending, with two exceptions. The call has ended if it raises ``result_error`` or, in
-    drivers with workers, an environment's error. An interruption of the change that returns the result loses it: a reset is
-    needed.
+    If a call raises, its result stays pending, except in two cases. The call has ended if it raises ``result_error`` or, in
+    drivers with workers, an environment's error. An interruption of the change that returns the result loses it, and then
+    a reset is needed.
 
     Attributes:
         capabilities: The backend's capabilities.

@@ -85,7 +85,7 @@ def test_part_prints_its_table_and_no_candidate_dies(name: str, tmp_path: Path) 
     settings, text = PARTS[name]
     output = bench_output("-m", "bench", name, *settings.split(), *TINY.split(), "--out", str(tmp_path))
     assert text in output
-    assert " died" not in output
+    assert " failed" not in output
     assert list(tmp_path.glob("*.json"))
 
 

@@ -1,4 +1,4 @@
-"""Runs the benchmarks of a source checkout: ``python -m bench PART``."""
+"""Runs the benchmarks, which only a source checkout contains: python -m bench COMMAND."""
 
 from __future__ import annotations
 
@@ -68,45 +68,48 @@ def _build_parser() -> argparse.ArgumentParser:
     json_flag.add_argument("--json", action="store_true", help="print JSON instead of tables")
     out = argparse.ArgumentParser(add_help=False)
     out.add_argument("--out", type=Path, default=Path("bench-results"), help="folder for results (default: bench-results)")
-    parts = parser.add_subparsers(dest="command", required=True, metavar="PART")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add_part(
+    def add_command(
         name: str, run: Callable[..., None], text: str, *parents: argparse.ArgumentParser
     ) -> Callable[..., argparse.Action]:
-        """Add a part with the options of ``parents``; return a function that adds an option to it."""
-        part = parts.add_parser(name, help=text, parents=list(parents))
-        part.set_defaults(run=run, takes_samples=sampling in parents)
-        return part.add_argument
+        """Add a command with the options of ``parents``; return a function that adds an option to it."""
+        command = commands.add_parser(name, help=text, parents=list(parents))
+        command.set_defaults(run=run, takes_samples=sampling in parents)
+        return command.add_argument
 
     def add_comparison(
         name: str, run: Callable[..., None], text: str, num_envs: int | list[int], workloads: Iterable[str] = ()
     ) -> None:
-        add_option = add_part(name, run, text, sampling, json_flag, out)
+        add_option = add_command(name, run, text, sampling, json_flag, out)
         if workloads:
             names_help = "separated by commas (default: all)"
             add_option("--workloads", type=_names_parser(workloads), default=list(workloads), help=names_help)
-        parse = int if isinstance(num_envs, int) else _parse_numbers
-        default_text = num_envs if isinstance(num_envs, int) else ",".join(map(str, num_envs))
-        add_option("--num-envs", type=parse, default=num_envs, help=f"number of environments (default: {default_text})")
+        if isinstance(num_envs, int):
+            add_option("--num-envs", type=int, default=num_envs, help=f"number of environments (default: {num_envs})")
+        else:
+            numbers_help = f"numbers of environments, separated by commas (default: {','.join(map(str, num_envs))})"
+            add_option("--num-envs", type=_parse_numbers, default=num_envs, help=numbers_help)
         add_option("--engines", type=_names_parser(), help="engines to measure, separated by commas (default: all)")
 
-    add_part("list", _list, "list the workloads, parts and programs that can be selected")
+    add_command("list", _list, "list the workloads, parts and programs that can be selected")
     add_comparison("compare", _compare, "engines side by side on each workload", [64], WORKLOADS)
-    add_option = add_part("sweep", _sweep, "throughput and memory over the number of environments", sampling, json_flag, out)
+    text = "throughput and memory over the number of environments"
+    add_option = add_command("sweep", _sweep, text, sampling, json_flag, out)
     add_option("--workload", default="CartPole-v1", choices=WORKLOADS)
     text = "numbers of environments, separated by commas (default: 1,8,64,256,1024)"
     add_option("--num-envs", type=_parse_numbers, default=[1, 8, 64, 256, 1024], help=text)
     add_option("--engines", type=_names_parser(), help="engines to measure, separated by commas (default: all)")
-    add_option = add_part("micro", _micro, "single costs, such as a round trip or a copy", sampling, json_flag, out)
+    add_option = add_command("micro", _micro, "single costs, such as a round trip or a copy", sampling, json_flag, out)
     add_option("parts", nargs="*", type=_name_parser(MICRO), metavar="PART", help=f"{', '.join(MICRO)} (default: all)")
     add_comparison("waits", _waits, "environments that wait: long resets, uneven steps, services, simulators", 16, WAITS)
     add_comparison("episodes", _episodes, "a list of episodes: vecenv.evaluate and loops over batches", 8)
     add_comparison("train", _train, "training runs: frames per second, and how their time is divided", 16, TRAININGS)
-    add_option = add_part("goals", _goals, "measure rows of the first table in bench/RESULTS.md", sampling, out)
+    add_option = add_command("goals", _goals, "measure rows of the first table in bench/RESULTS.md", sampling, out)
     names_help = f"{', '.join(goals.PARTS)} (default: all)"
     add_option("parts", nargs="*", type=_name_parser(goals.PARTS), metavar="PART", help=names_help)
     add_option("--quick", action="store_true", help="tiny settings that test the program; tables ignore the results")
-    add_option = add_part(
+    add_option = add_command(
         "programs", _programs, "published training programs, with Gymnasium's engine and with vecenv's", out
     )
     add_option(
@@ -115,11 +118,11 @@ def _build_parser() -> argparse.ArgumentParser:
     add_option("--sources", type=Path, required=True, help="a folder with a checkout of each program's repository")
     add_option("--python", default=sys.executable, help="a Python with the programs' requirements (default: this one)")
     add_option("--rounds", type=int, default=3, help="runs of each program with each engine (default: 3)")
-    add_part("size", _size, "sizes of the package and of the code that a step runs", json_flag)
-    text = "measure the figures in README.md and in the first tables of docs/benchmarks.md, then do the same as `table`"
-    add_part("figures", _figures, text, sampling, out)
-    text = "update README.md, bench/RESULTS.md and docs/benchmarks.md with the results in the folder"
-    add_part("table", _table, text, out)
+    add_command("size", _size, "sizes of the package and of the code that a step runs", json_flag)
+    text = "measure the figures in README.md and in the first two tables of docs/benchmarks.md, then do the same as `table`"
+    add_command("figures", _figures, text, sampling, out)
+    text = "update README.md, bench/RESULTS.md and docs/benchmarks.md with the results in the folder --out"
+    add_command("table", _table, text, out)
     return parser
 
 
@@ -191,11 +194,11 @@ def _sweep(arguments: argparse.Namespace, sampling: SamplingOptions) -> None:
     for num_envs, name, used in _write_memory(arguments.out / f"{stem}-memory.json", memory):
         if not arguments.json:
             mib_per_env = (used.trainer + used.workers) / num_envs / 2**20
-            print(f"memory, {num_envs:5} envs, {name:12} {mib_per_env:8.2f} MiB per env, {used.processes} processes")
+            print(f"memory, {num_envs:5} envs, {name:12} {mib_per_env:8.2f} MiB per env, {used.processes} child processes")
 
 
 def _write_memory(path: Path, memory: dict[Any, dict[str, suites.Memory]]) -> list[tuple[Any, str, suites.Memory]]:
-    """Write the memory of all engines in all cases to a file; return a list of the case, the name and the memory of each."""
+    """Write the memory of all engines in all cases to a file; return (case, name of the engine, memory) for each of them."""
     contents = {case: {name: asdict(used) for name, used in by_name.items()} for case, by_name in memory.items()}
     path.write_text(json.dumps(contents, indent=1) + "\n")
     return [(case, name, used) for case, by_name in memory.items() for name, used in by_name.items()]
@@ -211,15 +214,17 @@ def _micro(arguments: argparse.Namespace, sampling: SamplingOptions) -> None:
             continue
         if part == "copies":
             for name, times in micro.copying_times(report).items():
-                print(f"{name}: copying takes {times.median:.2f} times one memcpy" if times else f"{name}: not measured")
+                text = f"copying takes {times.median:.2f} times as long as one memcpy" if times else "not measured"
+                print(f"{name}: {text}")
             for name, count in micro.count_copies().items():
-                print(f"{name}: every byte is copied {count:.2f} times")
+                print(f"{name}: each byte is copied {count:.2f} times on average")
         if part.startswith("batch-"):
             for name, overhead in micro.batch_overhead(report).items():
                 text = "not measured"
                 if overhead:
-                    text = f"{overhead.median:.1f} us ({overhead.lower:.1f} - {overhead.upper:.1f})"
-                print(f"{report.num_envs} environments, {name}: {text} per batch more than the bare loop")
+                    microseconds = f"{overhead.median:.1f} us ({overhead.lower:.1f} - {overhead.upper:.1f})"
+                    text = f"{microseconds} per batch more than the bare loop"
+                print(f"{report.num_envs} environments, {name}: {text}")
     if arguments.json:
         print(_to_json(reports))
 

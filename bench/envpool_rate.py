@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             ratio = Summary(**row["ratio"])
             if not options.json:
                 rates = f"{row['other_rate']:>14,.0f}{row['vecenv_rate']:>12,.0f}"
-                print(f"{task:<14}{mode:<13}{rates}   {ratio.show('.3f')}", flush=True)
+                print(f"{task:<14}{mode:<13}{rates}   {ratio.format('.3f')}", flush=True)
     if options.json:
         print(json.dumps(rows, indent=2))
 

@@ -246,7 +246,7 @@ def measure_startup(settings: Settings) -> tuple[dict[str, Figure], list[Report]
     seconds = micro.measure_startup(1 if settings.quick else 5, settings.max_envs, settings.workers)
     speedup = Summary.from_ratios(seconds["gym-async"], seconds["workers"])
     summaries = {name: Summary.from_samples(samples) for name, samples in seconds.items()}
-    durations = ", ".join(f"{name} {summary.show('.3g')} s" for name, summary in summaries.items() if summary)
+    durations = ", ".join(f"{name} {summary.format('.3g')} s" for name, summary in summaries.items() if summary)
     figure = _format_figure([speedup], ".1f")
     return {"startup": Figure(f"{figure.measured}x", f"{figure.spread}; {durations}")}, []
 

@@ -191,7 +191,7 @@ def main() -> None:
     for row in rows:
         rates = f"{row['supersuit_rate']:10,.0f} {row['vecenv_rate']:10,.0f} {row['upper_bound']:11,.0f}"
         modes = f"(vecenv: {row['mode']}; SuperSuit: {row['supersuit_mode']})"
-        print(f"{row['game']:8} {row['num_envs']:4} {row['agents']:6} {rates}  {Summary(**row['ratio']).show()}  {modes}")
+        print(f"{row['game']:8} {row['num_envs']:4} {row['agents']:6} {rates}  {Summary(**row['ratio']).format()}  {modes}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Network of :mod:`bench.train`: convolutions and a dense layer for images, else two dense layers. Needs flax and optax."""
+"""The network of :mod:`bench.train`: convolutions and a dense layer for images, otherwise two dense layers.
+
+Needs flax and optax.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +54,11 @@ class Policy(nn.Module):
     images: bool
 
     @classmethod
-    def for_spaces(cls, observations: gymnasium.Space[Any], actions: gymnasium.Space[Any]) -> Policy:
-        discrete = isinstance(actions, gymnasium.spaces.Discrete)
-        shape = observations.shape or ()
+    def for_spaces(cls, observation_space: gymnasium.Space[Any], action_space: gymnasium.Space[Any]) -> Policy:
+        discrete = isinstance(action_space, gymnasium.spaces.Discrete)
+        shape = observation_space.shape or ()
         images = len(shape) == 3 and min(shape[1:]) >= 36  # smaller images would be less than 3 x 3 after the convolutions
-        return cls(int(actions.n) if discrete else actions.shape[0], discrete, images)
+        return cls(int(action_space.n) if discrete else action_space.shape[0], discrete, images)
 
     @nn.compact
     def __call__(self, observations: jax.Array) -> tuple[Categorical | UnitNormal, jax.Array]:

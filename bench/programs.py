@@ -205,7 +205,7 @@ class Result:
     def format_ratio(self, measure: Callable[[Run], float]) -> str:
         """Format the ratio of Gymnasium's value to vecenv's over all pairs: above 1, vecenv's is smaller."""
         summary = Summary.from_ratios(map(measure, self.plain), map(measure, self.ours))
-        return summary.show() if summary else "-"
+        return summary.format() if summary else "-"
 
     def describe_equality(self) -> str:
         """Describe whether all runs with both engines had the same results."""

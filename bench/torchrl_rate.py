@@ -132,7 +132,7 @@ def measure_collectors(count: int, options: argparse.Namespace) -> list[dict[str
     rows = compare(runs, first, frames, options)
     for row in rows:
         label, ratio_name = f"{options.task}, {count} environments, {row['name']}", f"times as long as {first}"
-        ratio = Summary(**row[ratio_name]).show()
+        ratio = Summary(**row[ratio_name]).format()
         print(f"{label:58} {1 / row['seconds']:9,.0f} frames/s   {ratio} {ratio_name}", flush=True)
     for collector in collectors:
         collector.shutdown()

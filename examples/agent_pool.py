@@ -65,7 +65,7 @@ class GuessingGame(gym.Env[str, str]):
         return self._text(f"{guess} is too high."), -1.0, False, False, {}
 
     def _text(self, answer: str) -> str:
-        return f"{answer} It lies between {self._low} and {self._high}."
+        return f"{answer} The number lies between {self._low} and {self._high}."
 
 
 async def policy(observation: str) -> str:

@@ -22,8 +22,8 @@ try:
     from torch import nn
     from torch.distributions import Categorical
 except ModuleNotFoundError as missing:
-    commands = {"mpe2": "mpe2", "torch": "torch (CPU build: pytorch.org)"}
-    needed = commands.get(missing.name or "", "-e '.[clients,multi-agent]'")
+    requirements = {"mpe2": "mpe2", "torch": "torch (CPU build: pytorch.org)"}
+    needed = requirements.get(missing.name or "", "-e '.[clients,multi-agent]'")
     raise SystemExit(f"openrl_spread: {missing}: pip install {needed}") from None
 
 from vecenv.multi_agent import make_openrl  # instead of: from openrl.envs.vec_env.async_venv import AsyncVectorEnv
@@ -95,11 +95,11 @@ def learn(agents, optimizer, episodes, args):
     fields = [field.flatten(0, 1) for field in (observations, actions, log_probs, advantage, targets)]
     for _ in range(args.epochs):
         for rows in torch.randperm(len(fields[0])).chunk(args.minibatches):
-            observation, action, log_prob, gain, target = (field[rows] for field in fields)
+            observation, action, log_prob, advantage, target = (field[rows] for field in fields)
             policy, value = agents(observation)
             ratio = torch.exp(policy.log_prob(action) - log_prob)
             clipped = torch.clamp(ratio, 1 - args.clip, 1 + args.clip)
-            loss = -torch.minimum(ratio * gain, clipped * gain).mean()
+            loss = -torch.minimum(ratio * advantage, clipped * advantage).mean()
             loss += 0.5 * (value - target).square().mean() - args.entropy * policy.entropy().mean()
             optimizer.zero_grad()
             loss.backward()

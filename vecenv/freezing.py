@@ -144,7 +144,7 @@ def _serve_row(process: WorkerState, plan: CopyPlan) -> None:
     assert plan.row is not None
     assert plan.placement is not None
     start.placement = plan.placement
-    cpus = plan.placement.cpus if plan.placement.bound and plan.placement.cpus is not None else process.cpus
+    cpus = plan.placement.cpus if plan.placement.bound_at_start and plan.placement.cpus is not None else process.cpus
     os.sched_setaffinity(0, cpus)
     process.channel = _connect(process, plan)
     process.rows = make_rows(previous.env_fns, plan.row, plan.row, start.plan, start.plan.layout.view(start.arena.buffer))

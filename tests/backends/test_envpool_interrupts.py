@@ -1,7 +1,7 @@
 """Ctrl-C at any moment: nothing hangs, and no step returns the result of another.
 
-:func:`interruption.moments` raises at each moment in turn. Afterwards there are three possibilities: the call sent nothing;
-its result is pending, and equals the expected one bit for bit; or a reset is needed, and succeeds.
+Each interruption of :func:`interruption.moments` raises at another moment. Afterwards there are three possibilities: the
+call sent nothing; its result is pending, and equals the expected one bit for bit; or a reset is needed, and succeeds.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def test_interrupted_step_was_not_sent_or_is_pending(make: Make, mode: str, kind
     ("num_envs", "batch_size", "count", "timeout"),
     [
         *((4, batch_size, None, timeout) for batch_size in (4, 2) for timeout in (None, 30.0)),
-        *((6, 2, count, None) for count in (1, 3)),  # the next recv returns the surplus rows of a pool
+        *((6, 2, count, None) for count in (1, 3)),  # a pool returns two rows at once; the next recv returns the surplus
     ],
 )
 def test_interrupted_send_and_recv_lose_no_rows(
@@ -105,7 +105,7 @@ def test_interrupted_send_and_recv_lose_no_rows(
     received = [0] * num_envs
     rows = count or batch_size
     envs.send(zeros(num_envs), np.arange(num_envs))
-    lost, before = 0, 0.0
+    lost, steps_at_reset = 0, 0.0
     for interruption in moments(kind, least=20):
         result = None
         with interruption:
@@ -114,7 +114,7 @@ def test_interrupted_send_and_recv_lose_no_rows(
             lost += 1
             stream, received = [reference.reset(seed=lost)[0]], [0] * num_envs
             assert_identical(envs.reset(seed=lost)[0], stream[0])
-            before = envs.stats()["steps"]
+            steps_at_reset = envs.stats()["steps"]
             envs.send(zeros(num_envs), np.arange(num_envs))
             continue
         observations, *_, infos = result or envs.recv(timeout, count=count)
@@ -126,7 +126,7 @@ def test_interrupted_send_and_recv_lose_no_rows(
                 stream.append(reference.step(zeros(num_envs))[0])
             np.testing.assert_array_equal(observations[row], stream[received[i]][i])
         assert count_in_flight(envs) == num_envs - rows
-        assert envs.stats()["steps"] - before == sum(received)
+        assert envs.stats()["steps"] - steps_at_reset == sum(received)
         # if recv was interrupted, also interrupt the send, at another moment in every round
         with Interruption(interruption.kind, interruption._left % 40 if interruption.fired else 10**6):
             envs.send(zeros(rows))  # to the environments of the latest recv

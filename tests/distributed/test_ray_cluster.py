@@ -54,7 +54,7 @@ def wait_for_cores(cluster: Any, count: int) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """True if a process runs. Zombies do not count, because this process adopts Ray's orphans and does not reap them."""
+    """True if a process is running. Zombies do not count: this process adopts Ray's orphans and does not reap them."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -69,9 +69,9 @@ def wait_until_ended(pids: Iterable[int], seconds: float = 10.0) -> None:
 
 
 class FileControlledEnv(CounterEnv):
-    """An environment that a file in ``folder`` controls while it exists. The file's name is the index.
+    """An environment controlled by the file in ``folder`` that is named after its index.
 
-    If the text is "die", the process dies. Otherwise, the step waits until the file is removed.
+    While the file exists, steps wait. If it contains "die", a step removes it and kills the process instead.
     """
 
     def __init__(self, folder: Path, env_id: int = 0, **kwargs: Any) -> None:
@@ -407,7 +407,7 @@ def test_shared_data_is_read_only_on_a_host(cluster: Any) -> None:
         envs.close()
 
 
-class UnpicklableOnHost:
+class FailsToUnpickle:
     def __reduce__(self) -> Any:
         return (__import__, ("no_such_module_here",))
 
@@ -415,9 +415,9 @@ class UnpicklableOnHost:
         raise AssertionError
 
 
-def test_missing_module_of_a_host_is_named(cluster: Any) -> None:
+def test_module_missing_on_a_host_is_named(cluster: Any) -> None:
     with pytest.raises(RuntimeError, match=r"env_fns\[1\] could not be unpickled on its host.*no_such_module_here"):
-        make_envs([*counters(1), UnpicklableOnHost()])
+        make_envs([*counters(1), FailsToUnpickle()])
     wait_for_cores(cluster, 8)
 
 
@@ -435,7 +435,7 @@ def test_evaluation_with_failures_equals_a_plain_loop(tmp_path: Path) -> None:
     envs.close()
 
 
-def test_evaluation_makes_no_extra_steps() -> None:
+def test_evaluation_takes_no_extra_steps() -> None:
     envs = make_envs(make_walk_fns(3))
     results = vecenv.evaluate(envs, choose_actions, 10, seed=SEED)
     assert summarize(results) == expected_results(10)

@@ -206,7 +206,7 @@ def test_engine_with_a_failed_constructor_can_be_deleted() -> None:
     gc.collect()
 
 
-# --- exceptions of environments, as the caller raises them, and the calls that follow ------------
+# --- exceptions of environments, as the caller gets them, and the calls that follow --------------
 
 
 class CustomError(Exception):
@@ -408,7 +408,10 @@ def test_stats_count_all_errors_though_only_the_last_1000_are_kept() -> None:
 
 
 class MisfitEnv(CounterEnv):
-    """An environment with pickled observations. Action 3 returns one without keys, as does a reset with its ``misfit``."""
+    """An environment with pickled observations.
+
+    Action 3 returns an observation without keys, and so does a reset if the option ``misfit`` is the environment's index.
+    """
 
     def __init__(self, env_id: int = 0) -> None:
         super().__init__(env_id, lengths=(1000,))
@@ -471,7 +474,7 @@ def test_masked_reset_after_an_observation_that_does_not_fit_returns_the_one_bef
         assert envs.step([0, 0, 0])[0]["steps"].tolist() == [1, 1, 3]
 
 
-def test_first_observation_that_does_not_fit_is_none() -> None:
+def test_observation_of_a_reset_that_does_not_fit_is_not_stored() -> None:
     with ready_engine(MISFITS, num_workers=2) as envs:
         with pytest.raises(ObservationError, match="env 1"):
             envs.reset(options={"misfit": 1})
@@ -726,7 +729,7 @@ def test_error_without_text_is_shown_without_a_colon(caplog: pytest.LogCaptureFi
 
 
 def test_restart_after_a_memory_error_starts_a_new_process() -> None:
-    """A library may have leaked the memory, so a rebuild in the same process would fail again."""
+    """A library may have leaked the memory, so a rebuild in the same process could fail again."""
     env_fns = [functools.partial(RaisingEnv, error=MemoryError()), RaisingEnv]
     with ready_engine(env_fns, num_workers=1, on_failure="restart") as envs:
         pid = envs.processes[0].pid

@@ -357,7 +357,7 @@ def test_interruption_while_actions_are_read_is_raised_unchanged() -> None:
         with pytest.raises(TimeoutError, match="time is up"):
             envs.step(texts)
         assert envs.step(texts)[4]["action"].tolist() == [describe("ab"), describe("c")]
-        with pytest.raises(TypeError, match=r"actions: got object .*, expected 2, one per environment"):
+        with pytest.raises(TypeError, match=r"actions: got object .*, expected a batch of 2, one per environment"):
             envs.step(object())
 
 

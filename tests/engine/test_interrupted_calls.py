@@ -1,4 +1,4 @@
-"""Tests of calls that an exception from a signal handler interrupts, and of restarts of rows received one by one."""
+"""Tests of calls interrupted by an exception from a signal handler, and of restarts of rows received one by one."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_interrupted_change_of_state_needs_a_reset(
         assert_equal_after_reset(envs)
 
 
-def test_reset_that_cannot_start_a_process_leaves_the_need_for_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reset_is_still_needed_after_one_that_could_not_start_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse_start(*_: Any) -> Any:
         raise OSError("no more processes")
 
@@ -296,8 +296,8 @@ def test_time_limit_during_a_pipe_access_is_raised_and_not_taken_for_a_death(
         assert [process.pid for process in envs.processes] == pids
 
 
-def test_wrong_argument_with_the_class_of_older_gymnasium_is_no_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before Gymnasium 1.4, a wrong argument raised an ``AssertionError``, so vecenv's exception is one, too, there."""
+def test_wrong_argument_raised_as_in_older_gymnasium_is_no_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Gymnasium 1.4, wrong arguments raised ``AssertionError``, and there vecenv raises a subclass of it."""
     monkeypatch.setattr(arguments, "CompatValueError", arguments.AssertionValueError)
     with closing(vecenv.AsyncVectorEnv(ENV_FNS[:1])) as envs:
         envs.reset()
@@ -411,7 +411,7 @@ def test_interrupted_save_or_load_leaves_envs_usable(call: str) -> None:
 
 
 def test_interrupted_load_leaves_rows_loaded_unchanged_or_failed() -> None:
-    """The observation of each row, which ``save`` returns, is the one of its state, unless the row counts as failed."""
+    """The observation that ``save`` returns for a row matches its state, unless the row counts as failed."""
     files = [module.__file__ for module in (exchange, process_engine)]
     with open_engine() as envs, signal_handler(signal.SIGUSR2, Alarm):
         envs.reset(seed=1)

@@ -34,11 +34,14 @@ SPACES: dict[str, spaces.Space[Any]] = {
 }
 
 
-class DrawnEnv(gym.Env):
-    """An environment with observations that depend on its seed and the number of its steps. Action 1 raises, 2 kills."""
+class RandomImageEnv(gym.Env):
+    """An environment with observations that depend on its seed and the number of its steps.
+
+    Action 1 raises, and action 2 ends the process.
+    """
 
     def __init__(self, space: spaces.Space[Any] = IMAGE, length: int = 9) -> None:
-        self.observation_space, self.action_space = space, spaces.Discrete(1)  # faults are outside
+        self.observation_space, self.action_space = space, spaces.Discrete(1)  # the actions that fail are not in this space
         self.length, self.steps, self.image = length, 0, np.zeros(IMAGE.shape, np.uint8)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
@@ -63,7 +66,7 @@ class DrawnEnv(gym.Env):
         return self.observe(), float(self.steps), False, self.steps == self.length, {}
 
 
-class InPlaceEnv(DrawnEnv):
+class InPlaceEnv(RandomImageEnv):
     """An environment that writes its observations into a buffer of the engine."""
 
     def observation_buffer(self, buffer: Any) -> None:
@@ -75,7 +78,7 @@ class InPlaceEnv(DrawnEnv):
 
 
 def open_envs(space: spaces.Space[Any] = IMAGE, **options: Any) -> vecenv.AsyncVectorEnv:
-    env_fn = functools.partial(DrawnEnv, space)
+    env_fn = functools.partial(RandomImageEnv, space)
     return vecenv.AsyncVectorEnv([env_fn] * COUNT, **{"num_workers": 2, "context": "fork", **options})
 
 
@@ -264,7 +267,7 @@ def test_lent_observations_equal_copies_in_random_programs(
 
 
 def test_loans_equal_the_results_of_sync_vector_env() -> None:
-    envs, reference = open_envs(SPACES["dict"]), SyncVectorEnv([functools.partial(DrawnEnv, SPACES["dict"])] * COUNT)
+    envs, reference = open_envs(SPACES["dict"]), SyncVectorEnv([functools.partial(RandomImageEnv, SPACES["dict"])] * COUNT)
     assert_identical(envs.reset(seed=1), reference.reset(seed=1))
     held = []
     for _ in range(30):
@@ -315,7 +318,7 @@ def test_submitted_steps_leave_an_observation_of_an_earlier_reset_as_it_was(env_
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-class ConstantEnv(DrawnEnv):
+class ConstantEnv(RandomImageEnv):
     def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         return self.image, 0.0, False, False, {}
 
@@ -335,7 +338,7 @@ def test_memory_stays_constant(kept: int, steps: int) -> None:
             gc.collect()
             used.append(resident_bytes())
     envs.close()
-    # the first sample may come before all arrays of the window were allocated
+    # the first sample may be taken before all arrays of the window have been allocated
     assert used[-1] - used[1] < 2_000_000, used
 
 
@@ -371,32 +374,32 @@ def test_kept_arrays_outlive_the_engine_and_free_its_memory() -> None:
 # -- when copies are returned ----------------------------------------------------------------------------------------
 
 
-def count_owned(envs: vecenv.AsyncVectorEnv, steps: int, use: Callable[[np.ndarray], object] = id) -> int:
+def count_copies(envs: vecenv.AsyncVectorEnv, steps: int, use: Callable[[np.ndarray], object] = id) -> int:
     """Make steps, and return how many results are copies, which own their memory."""
-    owned, last = 0, None
+    copies, last = 0, None
     for _ in range(steps):
         last = envs.step([0] * COUNT)[0]
-        owned += last.flags.owndata
+        copies += last.flags.owndata
         use(last)
-    return owned
+    return copies
 
 
 def test_results_are_lent_unless_the_program_holds_all_batches() -> None:
     envs = open_envs()
     envs.reset(seed=1)
-    assert count_owned(envs, 20) == 0
+    assert count_copies(envs, 20) == 0
     held: list[np.ndarray] = []
-    assert count_owned(envs, 20, held.append) == 17
+    assert count_copies(envs, 20, held.append) == 17
     held.clear()
-    assert count_owned(envs, 20) == 0
+    assert count_copies(envs, 20) == 0
     envs.close()
 
 
 def test_program_that_writes_into_each_result_gets_copies() -> None:
-    envs, reference = open_envs(), SyncVectorEnv([DrawnEnv] * COUNT)
+    envs, reference = open_envs(), SyncVectorEnv([RandomImageEnv] * COUNT)
     envs.reset(seed=1)
     reference.reset(seed=1)
-    assert count_owned(envs, 40, lambda result: result.fill(0)) >= 30
+    assert count_copies(envs, 40, lambda result: result.fill(0)) >= 30
     for _ in range(40):
         reference.step([0] * COUNT)
     assert_identical(envs.step([0] * COUNT)[0], reference.step([0] * COUNT)[0])
@@ -438,16 +441,16 @@ def test_system_without_a_page_map_copies(monkeypatch: pytest.MonkeyPatch) -> No
         lending.is_possible.cache_clear()
 
 
-def test_page_map_that_cannot_be_read_counts_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_count_as_written_if_the_page_map_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     envs = open_envs()
     envs.reset(seed=1)
     monkeypatch.setattr(os, "pread", lambda *_: b"")
-    assert count_owned(envs, 40) >= 30
+    assert count_copies(envs, 40) >= 30
     envs.close()
 
 
 def test_observations_that_environments_write_in_place_are_copied() -> None:
-    envs, reference = vecenv.AsyncVectorEnv([InPlaceEnv] * COUNT, num_workers=2), SyncVectorEnv([DrawnEnv] * COUNT)
+    envs, reference = vecenv.AsyncVectorEnv([InPlaceEnv] * COUNT, num_workers=2), SyncVectorEnv([RandomImageEnv] * COUNT)
     assert_identical(envs.reset(seed=1), reference.reset(seed=1))
     for _ in range(20):
         result = envs.step([0] * COUNT)

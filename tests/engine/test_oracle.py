@@ -38,7 +38,10 @@ few_examples = settings(
 
 
 def _parse_num_workers(name: str, num_envs: int) -> int | None:
-    """Return the option for a name, because the number of environments is drawn only when the test runs."""
+    """Return the value of ``num_workers`` for the name of a case.
+
+    Names are needed because the number of environments is known only when the test runs.
+    """
     return {"0": 0, "1": 1, "2": 2, "num_envs": num_envs, "None": None}[name]
 
 
@@ -151,7 +154,7 @@ def test_many_random_examples_in_process_equal_sync_vector_env(
 def test_infos_of_changing_types_are_returned_unchanged(
     num_workers: str, data: st.DataObject, vector: Vector
 ) -> None:
-    """Infos are compared by row, because Gymnasium cannot merge such infos or changes them.
+    """Infos are compared by row, because Gymnasium either cannot merge such infos, or changes them.
 
     The test ends with the first episode, because single environments are not reset automatically.
     """
@@ -231,10 +234,10 @@ SLOW_TO_BUILD = {"Ant-v5", "ALE/Pong-v5"}
 )
 def test_trajectories_equal_those_of_sync_vector_env(name: str, mode: AutoresetMode) -> None:
     steps = 15 if name in SLOW_TO_BUILD else 60
-    # its resets return {"prob": 1} and its steps {"prob": 0.333}, which Gymnasium truncates to 0 if a batch has both
-    truncated_infos = name == "FrozenLake-v1"
+    # FrozenLake returns {"prob": 1} at resets and {"prob": 0.333} in steps; Gymnasium merges the two into integers, 1 and 0
+    merges_inexactly = name == "FrozenLake-v1"
     fns = [REAL_ENV_FNS[name]] * 3
-    assert_matches_sync(fns, steps, autoreset_mode=mode, merge_by_gymnasium=truncated_infos, num_workers=2)
+    assert_matches_sync(fns, steps, autoreset_mode=mode, merge_by_gymnasium=merges_inexactly, num_workers=2)
 
 
 @pytest.mark.sampled(5)
@@ -460,7 +463,7 @@ class TestNestedObservationsAndActionsInTwoWorkers(VectorEnvContract):
 
 
 class FaultyVectorEnv(gymnasium.vector.VectorWrapper):
-    """A vector environment with a fault: ``change`` is called with it and the result of each step, which it modifies."""
+    """A vector environment with a fault: ``change`` gets the environment and each result of ``step``, which it modifies."""
 
     def __init__(self, envs: Any, change: Callable[[Any, list[Any]], None]) -> None:
         super().__init__(envs)
@@ -473,11 +476,11 @@ class FaultyVectorEnv(gymnasium.vector.VectorWrapper):
 
 
 class SeedIgnoringVectorEnv(gymnasium.vector.VectorWrapper):
-    count = 0
+    latest_seed = 0
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        SeedIgnoringVectorEnv.count += 100
-        return self.env.reset(seed=SeedIgnoringVectorEnv.count, options=options)
+        SeedIgnoringVectorEnv.latest_seed += 100
+        return self.env.reset(seed=SeedIgnoringVectorEnv.latest_seed, options=options)
 
 
 class MaskIgnoringVectorEnv(gymnasium.vector.VectorWrapper):

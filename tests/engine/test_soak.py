@@ -1,4 +1,4 @@
-"""Tests for slow leaks (row 45 of ``FAULTS.md``). Run them with ``pytest -m soak``; short versions are ``long``."""
+"""Tests for slow leaks (row 45 of ``FAULTS.md``). Run them with ``pytest -m soak``; short versions are marked ``long``."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ class RaisingEnv(CheapEnv):
     ("workers", "steps"), [pytest.param(0, STEPS, marks=soak), pytest.param(2, STEPS, marks=soak), (0, 12_000)]
 )
 def test_memory_is_flat_with_changing_info_keys(workers: int, steps: int) -> None:
-    """There are thousands of combinations of keys, so none may be cached for long.
+    """Nearly every batch has a new combination of keys, so caches of combinations must not grow.
 
     A short run measures the Python objects of the caller, a long run the resident memory of every process.
     """

@@ -26,12 +26,13 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 class Walk(gymnasium.Env[Any, Any]):
-    """A random walk of 1 to ``longest`` steps, as its seed determines. Walks with a seed that 5 divides are truncated.
+    """A random walk of 1 to ``longest`` steps; the seed determines how many. If it is divisible by 5, the walk is truncated.
 
     Args:
         longest: The highest number of steps.
-        faults: Seed -> fault in the middle: ``"raise"``, ``"die"`` or ``"hang"``, or with ``" once"`` only the first time.
-        folder: A folder with an empty file per fault that occurred once, and a file ``steps`` with a byte per step.
+        faults: Seed -> fault in the middle: ``"raise"``, ``"die"`` or ``"hang"``. With the suffix ``" once"``, as in
+            ``"raise once"``, it occurs only the first time.
+        folder: A folder with an empty file per ``once`` fault that has occurred, and a file ``steps`` with a byte per step.
         pause: Seconds per step.
     """
 
@@ -115,13 +116,16 @@ def finish_walk(env: Walk, observation: Any, index: int, seed: int, episode_seed
 def summarize(results: Any) -> list[Any]:
     """Return the fields of each result that do not depend on time, in the order of :func:`finish_walk`."""
     return [
-        (one.index, one.seed, one.episode_return, one.length, one.terminated, one.truncated, one.info, one.error)
-        for one in results
-    ]
+        (
+            result.index, result.seed, result.episode_return, result.length, result.terminated, result.truncated,
+            result.info, result.error,
+        )
+        for result in results
+    ]  # fmt: skip
 
 
 def save_midway(count: int, **kwargs: Any) -> tuple[list[Any], list[tuple[int, int]]]:
-    """Return snapshots in the middle of walks, and the seed and the number of steps that lead to each."""
+    """Return snapshots that were taken in the middle of walks, and the seed and the number of steps that lead to each."""
     snapshots, starts = [], []
     fns = make_walk_fns(1, longest=LONGEST, **kwargs)
     with open_engine(fns, num_workers=0, autoreset_mode=AutoresetMode.DISABLED) as envs:

@@ -1,4 +1,4 @@
-"""A checker for rows that are sent and received, with a reference environment per row."""
+"""A checker for ``send`` and ``recv``, with a reference environment per row."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vecenv.testing import assert_identical
 
 
 class RowStream:
-    """An engine with rows that are sent and received, and a reference environment per row for the expected values.
+    """A checker that sends and receives the rows of an engine, and compares each with a reference environment.
 
     The k-th action of a row depends only on the row and on k, so the order in which rows arrive does not matter.
     """
@@ -37,7 +37,7 @@ class RowStream:
         self.setting, self.count = setting, setting.count
         self.known = child_pids()
         self.envs: Any = None
-        self.tolerated = self.resets = 0
+        self.tolerated = 0
         self.open()
 
     def open(self) -> None:
@@ -96,7 +96,10 @@ class RowStream:
             self.expected[row] = (observations, np.zeros(1), np.zeros(1, bool), np.zeros(1, bool), infos)
 
     def receive(self, *interruptions: Any, timeout: float | None = None, at_least: bool = False) -> list[int]:
-        """Receive and check a batch; with ``at_least``, it may have more rows, which arrive within a millisecond."""
+        """Receive a batch, and check it. Each of ``interruptions`` interrupts one attempt.
+
+        With ``at_least``, the batch may also have the rows that arrive within the next millisecond.
+        """
         options = {"count": self.count, "at_least": self.envs.batch_size, "within": 0.001} if at_least else {}
         result = None
         attempts = [*interruptions, UNINTERRUPTED]
@@ -128,7 +131,7 @@ class RowStream:
             assert infos[key][position] == expected[key][0], (key, infos[key][position], expected[key][0])
 
     def raise_if_reset_needed(self) -> None:
-        """Raise ``ResetNeeded`` if only a reset is allowed after an interruption, and check that the engine does so."""
+        """Raise ``ResetNeeded`` if only a reset is allowed after an interruption, and check that the engine raises it."""
         if needs_reset(self.envs):
             with pytest.raises(ResetNeeded):
                 self.envs.recv()
@@ -159,7 +162,6 @@ class RowStream:
                 self.sent = [0] * self.count
                 assert in_flight(self.envs) == 0
             except ResetNeeded:
-                self.resets += 1
                 self.reset_all()
                 return
             except BaseException as error:

@@ -343,7 +343,7 @@ def test_pending_step_continues_after_ctrl_c(start_trainer: StartTrainer, termin
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("scenario", "code"), [("exit_in_step", 0), ("raise_in_step", 9)])
+@pytest.mark.parametrize(("scenario", "code"), [("exit_during_step", 0), ("raise_during_step", 9)])
 def test_program_with_a_pending_step_exits(start_trainer: StartTrainer, scenario: str, code: int) -> None:
     """The program ends without ``close()`` while a step hangs."""
     program = start_trainer(scenario)

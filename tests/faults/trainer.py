@@ -36,7 +36,7 @@ def list_worker_pids(envs: vecenv.AsyncVectorEnv) -> list[int]:
 
 
 def start_engine(method: str, folder: Path, fault: str | None = None, **options: Any) -> vecenv.AsyncVectorEnv:
-    """Start three environments. In its first step, the last one creates the file ``begun`` and then has the fault."""
+    """Start three environments. With a ``fault``, the last one creates the file ``begun`` in its first step, then fails."""
     replacements = {2: faulty_env_fn(2, write_pid_then(folder / "begun", fault), step=1)} if fault else None
     envs = vecenv.AsyncVectorEnv(make_env_fns(3, replacements), context=method, **options)
     envs.reset(seed=1)
@@ -51,14 +51,14 @@ def wait_between_calls(method: str, folder: Path) -> None:
 
 
 def hang_in_step(method: str, folder: Path, fault: str = "sleep") -> None:
-    """Make a step that hangs in one environment."""
+    """Take a step that hangs in one environment."""
     envs = start_engine(method, folder, fault)
     report_json(workers=list_worker_pids(envs))
     envs.step(ACTIONS)
 
 
 def hang_in_c_code(method: str, folder: Path) -> None:
-    """Make a step that hangs in C code of one environment, which holds the GIL."""
+    """Take a step that hangs in C code of one environment, which holds the GIL."""
     hang_in_step(method, folder, "hold_gil")
 
 
@@ -113,7 +113,7 @@ def continue_after_ctrl_c(method: str, folder: Path) -> None:
     report_json(interrupts=interrupts, ticks=ticks, closed=envs.closed)
 
 
-def exit_in_step(method: str, folder: Path) -> None:
+def exit_during_step(method: str, folder: Path) -> None:
     """End without ``close()`` while a step hangs."""
     envs = start_engine(method, folder, "sleep")
     envs.step_async(ACTIONS)
@@ -122,7 +122,7 @@ def exit_in_step(method: str, folder: Path) -> None:
     report_json(workers=list_worker_pids(envs), ended=time.monotonic())
 
 
-def raise_in_step(method: str, folder: Path) -> None:
+def raise_during_step(method: str, folder: Path) -> None:
     """End with ``SystemExit`` while a step hangs."""
     envs = start_engine(method, folder, "sleep")
     envs.step_async(ACTIONS)
@@ -145,7 +145,7 @@ class LargeObservationEnv(gym.Env):
 
 
 def use_small_shm(method: str, folder: Path) -> None:
-    """Make a step with a /dev/shm that is smaller than one observation, and report how much of it is used."""
+    """Take a step with a /dev/shm that is smaller than one observation, and report how much of it is used."""
     file_system = os.statvfs("/dev/shm")
     size = file_system.f_blocks * file_system.f_frsize
     try:
@@ -166,7 +166,7 @@ SCENARIOS: dict[str, Callable[[str, Path], None]] = {
     scenario.__name__: scenario
     for scenario in (
         wait_between_calls, hang_in_step, hang_in_c_code, wait_with_helper, wait_with_nested_engine, close_after_ctrl_c,
-        continue_after_ctrl_c, exit_in_step, raise_in_step, use_small_shm,
+        continue_after_ctrl_c, exit_during_step, raise_during_step, use_small_shm,
     )
 }  # fmt: skip
 

@@ -109,9 +109,9 @@ with_both_engines = pytest.mark.parametrize("num_workers", [0, 2], ids=["in-proc
 @pytest.mark.parametrize(
     ("actions", "error", "text"),
     [
-        (0, TypeError, "actions: got int 0, expected 3, one per environment; nothing was sent"),
-        (None, TypeError, "actions: got NoneType None, expected 3, one per environment; nothing was sent"),
-        (np.array(0.5), TypeError, "actions: got a scalar, expected 3, one per environment; nothing was sent"),
+        (0, TypeError, "actions: got int 0, expected a batch of 3, one per environment; nothing was sent"),
+        (None, TypeError, "actions: got NoneType None, expected a batch of 3, one per environment; nothing was sent"),
+        (np.array(0.5), TypeError, "actions: got a scalar, expected a batch of 3, one per environment; nothing was sent"),
         (np.zeros(3, np.float32), ValueError, "actions: got shape (3,), expected (3, 1); nothing was sent"),
         (np.zeros((3, 2)), ValueError, "actions: got shape (3, 2), expected (3, 1); nothing was sent"),
         (np.zeros((2, 1)), ValueError, "actions: got 2, expected 3, one per environment; nothing was sent"),

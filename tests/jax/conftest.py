@@ -66,7 +66,7 @@ def asymmetric_env() -> Any:
 
     It is a cart-pole with the interface of the locomotion environments, which would need a download of model files.
     """
-    playground = pytest.importorskip("mujoco_playground", reason="needs MuJoCo Playground")
+    playground = pytest.importorskip("mujoco_playground", reason="needs MuJoCo Playground: pip install 'vecenv[playground]'")
     env = playground.registry.load("CartpoleBalance", config_overrides={"impl": "jax"})
 
     class Asymmetric(type(env)):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""``adapt``: spaces, ends of episodes, time limits and names of each library, and errors."""
+"""Tests of ``adapt``: the spaces, ends of episodes, time limits and environment names of each library, and errors."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_gradient_error_for_mjx_names_the_options_that_enable_gradients(brax: An
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_randomize_gives_each_row_another_model(brax: Any) -> None:
+def test_randomize_gives_each_row_its_own_model(brax: Any) -> None:
     def randomize(sys: Any, keys: Any) -> Any:
         gear = jax.vmap(lambda key: jax.random.uniform(key, sys.actuator.gear.shape, minval=0.5, maxval=1.5))(keys)
         axes = jax.tree.map(lambda _: None, sys).tree_replace({"actuator.gear": 0})
@@ -176,7 +176,7 @@ def test_randomize_gives_each_row_another_model(brax: Any) -> None:
         FunctionalVectorEnv(Counter(), 2, randomize=randomize)
 
 
-def test_time_limit_of_the_program_during_a_rendering_is_raised(monkeypatch: pytest.MonkeyPatch, pendulum: Any) -> None:
+def test_exception_of_a_signal_handler_during_render_is_raised(monkeypatch: pytest.MonkeyPatch, pendulum: Any) -> None:
     def render(_: Any) -> Any:
         if signals:
             signal.raise_signal(signals.pop())
@@ -294,7 +294,7 @@ def test_arguments_unknown_to_brax_raise(brax: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [object(), 3, gym.spaces.Discrete(2), None])
-def test_adapt_of_another_object_raises(value: Any) -> None:
+def test_adapt_of_an_unsupported_object_raises(value: Any) -> None:
     with pytest.raises(TypeError, match=r"that vecenv supports\. These are Brax.* max_episode_steps, differentiable"):
         adapt(value)
 

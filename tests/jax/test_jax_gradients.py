@@ -62,7 +62,7 @@ def test_gradients_do_not_pass_through_a_reset(make_counters: Any) -> None:
 
 
 class CliffEnv(Counter):
-    """An environment that ends beyond position 1, where rewards and derivatives are nan unless ``fence`` is true."""
+    """An environment with episodes that end beyond position 1. Without ``fence``, rewards and derivatives are nan there."""
 
     def __init__(self, fence: bool) -> None:
         self.fence = fence
@@ -152,7 +152,7 @@ class ScanningEnv:
 
 @pytest.mark.sampled("True")
 @pytest.mark.parametrize("x64", [False, True])
-def test_step_of_a_playground_environment_has_the_dtype_of_jaxs_mode(x64: bool) -> None:
+def test_observations_of_a_playground_environment_follow_jax_enable_x64(x64: bool) -> None:
     with jax.enable_x64(x64):
         env = FunctionalVectorEnv(adapt(ScanningEnv()), 3, "Disabled")
         assert differentiability(env) == "reverse"

@@ -53,7 +53,6 @@ class RandomGame:
         self.births, self.end_together, self.masks = births, end_together, masks
         self.infos, self.length, self.strict = infos, length, strict
         self.closed = False
-        self.observations: list[Any] = []
         self.rng = np.random.default_rng()
         self._observation_spaces = {
             agent: self._make_observation_space(index, different_spaces) for index, agent in enumerate(self.possible_agents)
@@ -263,7 +262,7 @@ class FaultyGame(ScriptedGame):
 
 
 class AllFlagGame(ScriptedGame):
-    """A game that sets ``"__all__"`` in its flags to end in the third step, after agent ``a`` died and before ``d`` is born.
+    """A game that ends in its third step by setting ``"__all__"``, after agent ``a`` has died and before ``d`` is born.
 
     Args:
         flags: The dicts in the third step with a true ``"__all__"``: ``"terminations"``, ``"truncations"`` or both.

@@ -1,4 +1,4 @@
-"""The reference for ``MultiAgentVecEnv``: a Python loop over the same environments, with dicts of agents."""
+"""The reference for ``MultiAgentVecEnv``: a Python loop over the same environments, which returns dicts by agent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ExpectedRow:
     infos: dict[Any, Any] = field(default_factory=dict)
     done: bool = False
     terminated: bool = False
-    final: dict[Any, Any] | None = None
+    final_observations: dict[Any, Any] | None = None
     final_infos: dict[Any, Any] | None = None
 
 
@@ -69,7 +69,7 @@ class PlainLoop:
         if expected.done:
             self.truncated[index] = False
             if self.mode is AutoresetMode.SAME_STEP:
-                expected.final, expected.final_infos = expected.observations, infos
+                expected.final_observations, expected.final_infos = expected.observations, infos
                 expected.observations, expected.infos = env.reset()
                 expected.to_act = self._get_agents_to_act(env)
             else:
@@ -129,15 +129,15 @@ def assert_row_equals(envs: Any, row: int, expected: ExpectedRow, result: tuple[
             assert is_identical(result[1][row, column], np.float64(expected.rewards.get(agent, 0.0))), where
             assert result[2][row, column] == expected.terminations.get(agent, False), where
             assert result[3][row, column] == expected.truncations.get(agent, False), where
-        if expected.final is not None:
+        if expected.final_observations is not None:
             last = select_agent(envs, infos["final_obs"], row, agent)
-            if agent in expected.final:
-                assert is_identical(last, expected.final[agent]), where
+            if agent in expected.final_observations:
+                assert is_identical(last, expected.final_observations[agent]), where
             else:
                 assert is_padding(last, pad), where
     if len(result) == 5:
         assert (infos["env_done"][row], infos["env_terminated"][row]) == (expected.done, expected.terminated)
-        assert bool(infos.get("_final_obs", np.zeros(row + 1))[row]) == (expected.final is not None)
+        assert bool(infos.get("_final_obs", np.zeros(row + 1))[row]) == (expected.final_observations is not None)
     assert_infos_equal(infos, row, expected.infos, envs.possible_agents)
     if expected.final_infos is not None:
         assert_infos_equal(infos["final_info"], row, expected.final_infos, envs.possible_agents)

@@ -1,4 +1,4 @@
-"""Multi-agent environments in worker processes: calls, attributes, restarts, spaces and nested observations."""
+"""``MultiAgentVecEnv``: calls, attributes, restarts, spaces and nested observations."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_restart_truncates_all_live_agents(mode: AutoresetMode, fault: str, tmp_
 
 
 class TurnsUntilAnError(ScriptedGame):
-    """A turn-based game: ``c`` ends in the first step, and ``d`` joins in the eighth. It raises in the third if ``fails``.
+    """A turn-based game: ``c`` leaves in the first step, and ``d`` joins in the eighth. It raises in the third if ``fails``.
 
     Observations have masks of two actions for ``a`` and of three for the others; only the action ``time % 2`` is allowed.
     """
@@ -193,7 +193,7 @@ def test_restart_of_a_turn_based_game_also_truncates_agents_that_wait(mode: Auto
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_masks_are_current_after_a_reset_of_another_game_that_raised(mode: AutoresetMode) -> None:
+def test_masks_of_a_healthy_game_are_current_after_a_reset_of_the_failed_one(mode: AutoresetMode) -> None:
     games = [functools.partial(TurnsUntilAnError, fails) for fails in (False, True)]
     with open_games(games, autoreset_mode=mode, num_workers=0) as envs:
         actions = dict.fromkeys("abcd", np.zeros(2, np.int64))

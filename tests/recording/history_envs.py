@@ -67,7 +67,7 @@ class BoxActionEnv(HistoryEnv):
 
 
 class TextActionEnv(HistoryEnv):
-    """A history environment with texts as actions, which do not fit into shared memory."""
+    """A history environment with strings as actions, which are not passed in shared memory."""
 
     action_space = gym.spaces.Text(6)
 

@@ -1,4 +1,4 @@
-"""Tests that each snapshot is exact, or raises an error that names the reason.
+"""Tests that a save or a load is exact, or raises an error that names the reason.
 
 The cases are in three tables: pairs of environments that differ, hidden state that cannot be saved, and state that is saved
 exactly.
@@ -45,7 +45,7 @@ def make_pendulum(**arguments: Any) -> Any:
 
 
 def make_hopper(changed_field: str = "") -> Any:
-    """Return Hopper, with another value of a field of its model, such as ``opt.wind``, if one is given."""
+    """Return a Hopper environment. If a field of its model is named, such as ``opt.wind``, it has another value."""
     env: Any = gymnasium.make("Hopper-v5")
     if changed_field:
         *path, name = changed_field.split(".")
@@ -75,8 +75,8 @@ class KeptValueEnv(kept_envs.CountingEnv):
         return float(self.draw(self.kept))
 
 
-def make_random_state_env(bits: Any) -> Any:
-    return KeptValueEnv(np.random.RandomState(bits(3)), lambda kept: kept.rand())
+def make_random_state_env(bit_generator: Any) -> Any:
+    return KeptValueEnv(np.random.RandomState(bit_generator(3)), lambda kept: kept.rand())
 
 
 def make_module_env(module: Any) -> Any:
@@ -283,7 +283,7 @@ class CountingRandom(random.Random):
         return self.num_drawn + super().random()
 
 
-def make_every_fourth_with_hidden_count() -> Any:
+def make_env_with_every_fourth_count_hidden() -> Any:
     return StepCountEnv(next(NUM_BUILT) % 4 == 3)
 
 
@@ -291,18 +291,20 @@ def make_env_fn(make: Callable[[], Any], draw: Callable[[Any], float]) -> EnvFn:
     return lambda: KeptValueEnv(make(), draw)
 
 
-NUMPY, PYTHON = "it is the generator of numpy.random", "it is the generator of the module random"
+NUMPY_TEXT, PYTHON_TEXT = "it is the generator of numpy.random", "it is the generator of the module random"
 HIDDEN_STATES: dict[str, tuple[list[EnvFn], str]] = {
     "in one of two rows": (
         [functools.partial(StepCountEnv, hidden) for hidden in (False, True)], r"differently: .*\.GLOBAL_COUNT",
     ),
-    "in every fourth environment": ([make_every_fourth_with_hidden_count] * 4, "continues differently"),
+    "in every fourth environment": ([make_env_with_every_fourth_count_hidden] * 4, "continues differently"),
     "generator of numpy.random": (
-        [make_env_fn(lambda: np.random.mtrand._rand, lambda kept: kept.rand())], NUMPY,  # type: ignore[attr-defined]
+        [make_env_fn(lambda: np.random.mtrand._rand, lambda kept: kept.rand())], NUMPY_TEXT,  # type: ignore[attr-defined]
     ),
-    "generator of random": ([make_env_fn(lambda: random._inst, lambda kept: kept.random())], PYTHON),  # type: ignore[attr-defined]
-    "numpy.random.rand": ([make_env_fn(lambda: np.random.rand, lambda kept: kept())], NUMPY),
-    "random.random": ([make_env_fn(lambda: random.random, lambda kept: kept())], PYTHON),
+    "generator of random": (
+        [make_env_fn(lambda: random._inst, lambda kept: kept.random())], PYTHON_TEXT,  # type: ignore[attr-defined]
+    ),
+    "numpy.random.rand": ([make_env_fn(lambda: np.random.rand, lambda kept: kept())], NUMPY_TEXT),
+    "random.random": ([make_env_fn(lambda: random.random, lambda kept: kept())], PYTHON_TEXT),
     "generator of this module": (
         [make_env_fn(lambda: [GENERATOR], lambda kept: kept[0].random())], r"kept\[0\] \(Generator\) is the same object",
     ),
@@ -559,9 +561,9 @@ def test_exception_of_a_signal_handler_while_a_file_is_described_is_raised(
     path = tmp_path / "level.json"
     path.write_text("{}")
 
-    def time_out(*args: Any) -> Any:
+    def raise_alarm(*args: Any) -> Any:
         raise Alarm
 
-    monkeypatch.setattr("builtins.open", time_out)
+    monkeypatch.setattr("builtins.open", raise_alarm)
     with pytest.raises(Alarm):
         describe(path)

@@ -44,8 +44,8 @@ PROGRAMS = {
     "watched.py": ("", ""),  # test_compare_reports_equal_different_and_failed_programs runs it
     "__main__.py": ("list", "program  cleanrl-ppo            https://github.com/vwxyzjn/cleanrl"),
 }
-PARTS = {
-    # part of `python -m bench` -> small settings, and a text in its output
+COMMANDS = {
+    # command of `python -m bench` -> small settings, and a text in its output
     "compare": ("--workloads empty --num-envs 2 --engines workers,gym-async,bare-loop", "of bare loop"),
     "micro": ("round-trip", "bare ping-pong, spinning"),
     "waits": ("--workloads free-resets --num-envs 4 --engines per-env,deadline,threads", "vecenv, those ready within 2 ms"),
@@ -80,12 +80,12 @@ def test_ray_rate_plots_only_the_rows_of_efficiency(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", PARTS)
-def test_part_prints_its_table_and_no_candidate_dies(name: str, tmp_path: Path) -> None:
-    settings, text = PARTS[name]
+@pytest.mark.parametrize("name", COMMANDS)
+def test_command_prints_its_table_and_no_candidate_dies(name: str, tmp_path: Path) -> None:
+    settings, text = COMMANDS[name]
     output = bench_output("-m", "bench", name, *settings.split(), *TINY.split(), "--out", str(tmp_path))
     assert text in output
-    assert " died" not in output
+    assert " failed" not in output
     assert list(tmp_path.glob("*.json"))
 
 

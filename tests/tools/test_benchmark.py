@@ -350,12 +350,12 @@ Trajectories: fine.
 CartPole-v1, 64 environments: 3 interleaved rounds, samples of 1 s
 engine                      steps/s      min - max  x Async  of bare loop
 vecenv, auto              1,234,567  1.13M - 1.33M        -         0.526
-Gymnasium AsyncVectorEnv       died
+Gymnasium AsyncVectorEnv     failed
 bare loop, 2 processes    2,345,678  2.15M - 2.55M        -         1.000
 another library            left out
 a processor, 2 usable cores; Python 3, Gymnasium 1, row writer compiled
 The bare loop is the upper bound: independent processes that only step environments.
-Gymnasium AsyncVectorEnv died: its process was killed by SIGKILL
+Gymnasium AsyncVectorEnv failed: its process was killed by SIGKILL
 another library left out: it is not installed
 """
 
@@ -389,7 +389,7 @@ def test_plot_marks_dead_rows_and_its_labels_do_not_overlap(tmp_path: Path, monk
     benchmark.draw_bars(make_report(*ROWS), tmp_path / "bars.png")
     (axes,) = figures[0].axes
     assert [label.get_text() for label in axes.get_yticklabels()] == [row.label for row in ROWS[2::-1]]
-    assert [note.get_text().strip() for note in axes.texts] == ["2.35M", "died", "1.23M"]
+    assert [note.get_text().strip() for note in axes.texts] == ["2.35M", "failed", "1.23M"]
     boxes = [label.get_window_extent() for label in axes.get_xticklabels() if label.get_text()]
     assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
 

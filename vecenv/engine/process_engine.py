@@ -80,7 +80,7 @@ class Engine(WorkerDriver):
     ) -> None:  # fmt: skip
         super().__init__()
         self.num_envs = self.batch_size = len(env_fns)
-        # `restarts_rows` is the name that all drivers with workers have for `policy.restart`
+        # all drivers with workers have an attribute `restarts_rows`
         self.layout, self.policy, self.restarts_rows, self.mode = layout, policy, policy.restart, plan.autoreset_mode
         self._all_rows = self.last_received = np.arange(self.num_envs)
         self._all_row_list = self._all_rows.tolist()
@@ -211,7 +211,7 @@ class Engine(WorkerDriver):
                 observer.on_result(None, observed)
         self.state.changing = True  # until the guard has returned the result
         exchange.request, self.last_received = None, self._all_rows
-        if request.command == "step" and not exchange.changes.not_stepped:  # a shortcut of `count_results`
+        if request.command == "step" and not exchange.changes.not_stepped:  # `count_results`, inlined
             self.counters.steps += self.num_envs
         else:
             exchange.changes.count_results(request)
@@ -253,7 +253,7 @@ class Engine(WorkerDriver):
 
         Raises:
             NoAsyncCallError: Too few rows are in flight.
-            AlreadyPendingCallError: A step or a call is pending that only another method can fetch.
+            AlreadyPendingCallError: A step or a call is pending, and only another method can fetch its result.
             StepTimeout: The rows did not finish within ``step_timeout``.
             Exception: The exception of an environment, or the death of a worker; rows that did not fail stay ready.
         """
@@ -292,7 +292,7 @@ class Engine(WorkerDriver):
             self.rebuilder.last_good.keep(row_list, pin=self.copies)
         return result
 
-    recv_enough = recv  # which has the parameters of both
+    recv_enough = recv  # `recv` accepts the arguments of both methods
 
     def _read_row_infos(self, row_list: list[int], rows: Array) -> RowInfos:
         changes = self.exchange.changes
@@ -324,9 +324,12 @@ class Engine(WorkerDriver):
     def begin_exec(self, func: Callable[..., Any], rows: Collection[int], args: Any, kwargs: Any) -> None:
         """Begin to call a function with each of some environments."""
         select, arguments = _select_positions(rows), (func, args, kwargs)
-        self._begin(
-            "exec_func", Op.EXEC, lambda worker: (ks, *arguments) if (ks := select(worker)) else None, list(rows), arguments
-        )
+
+        def build_payload(worker: Worker) -> Any:
+            positions = select(worker)
+            return None if positions is None else (positions, *arguments)
+
+        self._begin("exec_func", Op.EXEC, build_payload, list(rows), arguments)
 
     def begin_set_attr(self, name: str, values: Sequence[Any]) -> None:
         """Begin to set an attribute of every environment. Earlier verifications become invalid."""
@@ -338,7 +341,7 @@ class Engine(WorkerDriver):
         self._begin("set_attr", Op.SET_ATTR, build_payload, range(self.num_envs), (name, values))
 
     def begin_set_next(self, rows: Collection[int], pairs: Sequence[Any]) -> None:
-        """Begin to set the seed and options of the next episode of some environments; ``pairs`` has one per environment."""
+        """Begin to set seeds and options for the next episodes of ``rows``; ``pairs`` has an entry for every environment."""
         selected = set(rows)
 
         def build_payload(worker: Worker) -> Any:
@@ -462,10 +465,10 @@ class Engine(WorkerDriver):
         saved.load(self.counters, self.failures)
         return observations
 
-    # -- state ---------------------------------------------------------------------------------------------------------
+    # -- hanging workers, capabilities and statistics ------------------------------------------------------------------
 
     def kill_pending(self, rows: Collection[int]) -> None:
-        """Kill those workers of these rows that have pending messages, apart from held ones."""
+        """Kill those workers of these rows that have a message without a reply, apart from held messages."""
         self.exchange.kill_pending(rows)
 
     def timeout_error(self, method: str, timeout: Any) -> StepTimeout:
@@ -512,7 +515,7 @@ class Engine(WorkerDriver):
         """Free all memory and descriptors after ``close()``. No call may be using them. Idempotent."""
         if self.state.unusable != "closed" or self.pool.released:
             return
-        with contextlib.suppress(AttributeError):  # another thread is releasing it, too
+        with contextlib.suppress(AttributeError):  # another thread may be releasing this driver, too
             self.freeze_stats()
         self.pool.release()
         self.exchange.request = None

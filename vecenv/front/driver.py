@@ -342,7 +342,7 @@ class Driver:
 
         Raises:
             NoAsyncCallError: Fewer rows are in flight.
-            AlreadyPendingCallError: A step or a call is pending that only another method can fetch.
+            AlreadyPendingCallError: A step or a call is pending, and only another method can fetch its result.
             NotImplementedError: The backend can only return all rows together.
         """
 

@@ -71,7 +71,7 @@ def to_torch(tree: PyTree) -> Any:
 
 
 def from_torch(tree: Any) -> Any:
-    """Convert the torch tensors of an action tree: on a CPU to NumPy arrays that share their memory, else to JAX copies."""
+    """Convert the torch tensors in a tree: those on a CPU to NumPy arrays that share their memory, others to JAX copies."""
     import torch
 
     def convert(leaf: Any) -> Any:
@@ -136,7 +136,7 @@ class _JaxSpaceMixin:
             return _sample(self, mask)  # Gymnasium's masks are never uint32
         if isinstance(jax.lax.stop_gradient(0.0), jax.core.Tracer):  # a program is being traced
             raise ValueError(
-                f"{self}.sample() inside a compiled program would become a constant: pass a key, sample(key)."
+                f"{self}.sample() inside a compiled program would become a constant; pass a key: sample(key)."
             )
         return super().sample(mask, *args, **kwargs)  # type: ignore[misc]
 

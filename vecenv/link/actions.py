@@ -109,12 +109,12 @@ def check_batch(single: Space[Any], space: Space[Any], actions: Any, count: int,
         parts = [_get_part(actions, index) for index in range(size)]
         if any(part is _MISSING for part in parts) or (isinstance(actions, Sized) and len(actions) != size):
             length = f" of {len(actions)}" if isinstance(actions, Sized) else ""
-            raise ValueError(f"{name}: got a {type(actions).__name__}{length}, expected a tuple of {size}; nothing was sent")
+            raise ValueError(f"{name}: got {type(actions).__name__}{length}, expected a tuple of {size}; nothing was sent")
         for index, part in enumerate(parts):
             check_batch(single.spaces[index], space.spaces[index], part, count, f"{name}[{index}]")
     elif not _can_iterate(actions) or getattr(actions, "shape", None) == ():
         got = "a scalar" if getattr(actions, "shape", None) == () else f"{type(actions).__name__} {actions!r}"
-        raise TypeError(f"{name}: got {got}, expected {count}, one per environment; nothing was sent")
+        raise TypeError(f"{name}: got {got}, expected a batch of {count}, one per environment; nothing was sent")
     elif isinstance(actions, Sized) and len(actions) != count:
         raise ValueError(f"{name}: got {len(actions)}, expected {count}, one per environment; nothing was sent")
     elif type(single) in _ARRAY_SPACES:

@@ -147,12 +147,12 @@ class InfoWriter:
     Args:
         schemas: uint64 ``(k,)``, the rows' schema numbers.
         records: uint8 ``(k, INFO_BYTES)``.
-        learners: Empty, or one callback per row, called with the number and the places of a schema without nested dicts when
-            two successive infos of the row follow it.
+        learners: Empty, or one callback per row. When two successive infos of a row follow the same schema, and it has no
+            nested dicts, the callback gets the schema's number and the places of the values.
     """
 
     def __init__(self, schemas: Array, records: Array, learners: Sequence[Callable[[int, Places], None]] = ()) -> None:
-        self._numbers = schemas.data  # a memoryview, which writes single numbers in a fraction of an array's time
+        self._numbers = schemas.data  # a memoryview writes a single number in a fraction of the time that an array takes
         self._learners = learners
         self._learned: list[Schema | None] = [None] * len(schemas)
         self._records = [memoryview(record).cast("B") for record in records]
@@ -197,14 +197,14 @@ class InfoWriter:
         sendable = [schema for schema in self._schemas.values() if schema.size <= INFO_BYTES]
         self._unsent.update((schema.number, schema.definition) for schema in sendable)
 
-    def add_new_definitions(self, schemas: dict[int, Definition]) -> None:
-        """Add the new definitions to ``schemas``, and no longer treat them as new."""
-        schemas.update(self._unsent)
+    def add_new_definitions(self, definitions: dict[int, Definition]) -> None:
+        """Add the new definitions to ``definitions``, and no longer treat them as new."""
+        definitions.update(self._unsent)
         self._unsent.clear()
 
 
 _Plan: TypeAlias = dict[Any, tuple[str, Any, "_Plan", Any, dict[int, Any]]]
-"""Key -> (name of its mask, (dtype, shape), plan of a nested dict, column of all records, columns by schema number)"""
+"""Key -> (name of its mask, (dtype, shape), plan of a nested dict, column in the first schema, columns by schema number)"""
 
 
 class InfoReader:
@@ -248,7 +248,7 @@ class InfoReader:
         Args:
             rows: Environment indices, in the order of the result; ``None`` for all of them.
             count: Length of every array in the result.
-            pickled: The pickled infos, by environment.
+            pickled: The infos that were sent as pickles, unpickled, by environment.
             final_obs: The last observations of episodes that ended in this step, by environment.
 
         Raises:
@@ -297,10 +297,12 @@ class InfoReader:
     def _add_to_plan(self, plan: _Plan, definition: Definition, number: int, columns: Iterator[Any]) -> bool:
         """Add a schema's keys to a plan. Return ``False`` if a key has two types."""
         for key, spec in definition:
-            column, offset = (None, 0) if spec[0] == "d" else next(columns)
-            view = column and self._view(offset, *column)
-            _, planned, children, _, views = plan.setdefault(key, (f"_{key}", column, {}, view, {}))
-            if column != planned or (column is None and not self._add_to_plan(children, spec[1], number, columns)):
+            column_type, offset = (None, 0) if spec[0] == "d" else next(columns)
+            view = column_type and self._view(offset, *column_type)
+            _, planned_type, children, _, views = plan.setdefault(key, (f"_{key}", column_type, {}, view, {}))
+            if column_type != planned_type:
+                return False
+            if column_type is None and not self._add_to_plan(children, spec[1], number, columns):
                 return False
             views[number] = view
         return True
@@ -385,8 +387,8 @@ def _record_type(offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> n
 
 def _fill_from_one_schema(infos: dict[Any, Any], plan: _Plan, rows: Array | None, all_rows: Array) -> None:
     """Fill ``infos`` with whole columns, from rows that all follow one schema."""
-    for key, (mask, column, children, view, _) in plan.items():
-        if column is None:
+    for key, (mask, column_type, children, view, _) in plan.items():
+        if column_type is None:
             infos[key] = {}
             _fill_from_one_schema(infos[key], children, rows, all_rows)
         else:
@@ -396,18 +398,18 @@ def _fill_from_one_schema(infos: dict[Any, Any], plan: _Plan, rows: Array | None
 
 def _fill_by_schema(infos: dict[Any, Any], plan: _Plan, rows: Array | None, numbers: Array) -> None:
     """Fill ``infos`` from rows that follow several schemas, one schema after the other."""
-    for key, (mask, column, children, _, views) in plan.items():
-        if column is None:
+    for key, (mask, column_type, children, _, views) in plan.items():
+        if column_type is None:
             infos[key] = {}
             _fill_by_schema(infos[key], children, rows, numbers)
         else:
-            dtype, shape = column
+            dtype, shape = column_type
             infos[key] = np.zeros((len(numbers), *shape), dtype)
         infos[mask] = np.zeros(len(numbers), np.bool_)
         for number, view in views.items():
             selected = numbers == number
             infos[mask] |= selected
-            if column is not None:
+            if column_type is not None:
                 infos[key][selected] = view[selected if rows is None else rows[selected]]
 
 

@@ -1,9 +1,9 @@
 """Anonymous shared memory: the memory of a vector environment, and read-only arrays that all processes share.
 
-A memfd has no path, is not limited by the size of ``/dev/shm`` (64 MB in a Docker container), and is freed when the last
-process that holds it ends. All of its memory is allocated on creation, so that a lack of memory is an error at the start and
-not a SIGBUS hours later. Then it is sealed, so that no worker can truncate it. Systems without memfds use an unlinked file,
-which has no seals; without worker processes either, the memory is private and has no file.
+A memfd has no path, is not limited by the size of ``/dev/shm`` (by default 64 MB in a Docker container), and is freed when
+the last process that holds it ends. All of its memory is allocated on creation, so that a lack of memory is an error at the
+start and not a SIGBUS hours later. Then it is sealed, so that no worker can truncate it. Systems without memfds use an
+unlinked file, which has no seals. If worker processes are not possible either, the memory is private and has no file.
 
 The kernel may grant an allocation that exceeds the available memory; the OOM killer then ends a process, and no error is
 returned. So the size is first compared with the memory that the machine and the control group have left.
@@ -53,7 +53,7 @@ def memory_limits() -> Iterator[tuple[str, int, int]]:
 
 
 def available_memory() -> int | None:
-    """Return the bytes left on the machine or in one of the control groups, the least of them; ``None`` if unknown."""
+    """Return the smallest number of bytes left on the machine and in its control groups; ``None`` if unknown."""
     lines = [line.split() for line in read_kernel_file("/proc/meminfo").splitlines()]
     found = [int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"]
     found += [free for _, free, _ in memory_limits()]
@@ -134,7 +134,7 @@ class Arena:
         return _attach_arena, (self.size, self._file)
 
     def fileno(self) -> int:
-        """Return the descriptor, or -1 after it was closed."""
+        """Return the descriptor; -1 if there is no file or it has been closed."""
         return self._file.number
 
     def close(self) -> None:

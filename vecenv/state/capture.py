@@ -27,7 +27,7 @@ import gymnasium
 import numpy as np
 
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
-from vecenv.state.codecs import STAYS, Codec, Refused, by_class, make_from_state, rule_for, save_space
+from vecenv.state.codecs import STAYS, Codec, Refused, cached_by_class, make_from_state, rule_for, save_space
 from vecenv.state.describe import describe, differ, is_importable, slot_names
 
 _ATOMS: Final = frozenset({type(None), bool, int, float, str, bytes, complex})
@@ -41,7 +41,7 @@ ObjectPath = tuple[Any, ...]
 _ATOM, _OTHER, _LAYER, _STAYING, _SPACE, _REFUSED = range(6)
 
 
-@by_class
+@cached_by_class
 def _treatment(kind: type) -> int:
     """Return the treatment of attribute values of a class: one of the constants above."""
     if kind in _ATOMS:
@@ -76,7 +76,7 @@ def find_layers(env: Any) -> list[Any]:
     return layers
 
 
-@by_class
+@cached_by_class
 def has_hidden_memory(kind: type) -> bool:
     """True if objects of a class have memory that their attributes do not show, because the class is written in C."""
     size = object.__basicsize__ + sum(8 for name in ("__dictoffset__", "__weakrefoffset__") if getattr(kind, name) > 0)
@@ -233,7 +233,7 @@ class _Writer(pickle.Pickler):
         return NotRestorable(f"{type(self._layers[0]).__name__} cannot be saved: {type(error).__name__}: {error}")
 
 
-@by_class
+@cached_by_class
 def _layer_codec(kind: type) -> Codec | None:
     """Return a layer's codec; ``None`` if its attributes are its whole state."""
     rule = rule_for(kind)

@@ -72,7 +72,7 @@ class _Cache(dict[type, _T]):
         return self.setdefault(kind, self._function(kind))
 
 
-def by_class(function: Callable[[type], _T]) -> Callable[[type], _T]:
+def cached_by_class(function: Callable[[type], _T]) -> Callable[[type], _T]:
     """Cache a function's result for each class until another rule is registered. A cached call costs one dict lookup."""
     _CACHES.append(_Cache(function))
     return _CACHES[-1].__getitem__
@@ -104,7 +104,7 @@ def register_rule(name: str, rule: Rule) -> None:
         cache.clear()
 
 
-@by_class
+@cached_by_class
 def rule_for(kind: type) -> Rule | None:
     """Return the rule for objects of a class; ``None`` if their attributes are saved instead."""
     if callable(getattr(kind, "take_snapshot", None)) and callable(getattr(kind, "restore_snapshot", None)):
@@ -241,15 +241,15 @@ def _spaces_in(space: Any) -> Iterator[Any]:
                 yield from _spaces_in(subspace)
 
 
-@by_class
-def _is_composed(kind: type) -> bool:
+@cached_by_class
+def _may_contain_spaces(kind: type) -> bool:
     simple = kind.__name__ in ("Box", "Discrete", "MultiDiscrete", "MultiBinary", "Text")
     return not (simple and kind.__module__.startswith("gymnasium."))
 
 
 def save_space(space: Any) -> Any:
     """Return the states of a space's generators, or ``None`` if it has none yet (the usual case)."""
-    if getattr(space, "_np_random", None) is None and not _is_composed(type(space)):
+    if getattr(space, "_np_random", None) is None and not _may_contain_spaces(type(space)):
         return None
     generators = [getattr(subspace, "_np_random", None) for subspace in _spaces_in(space)]
     return [generator and _save_generator(generator) for generator in generators] if any(generators) else None
@@ -277,7 +277,7 @@ def _prepare_space(space: Any, state: Any) -> Any:
 
 register_rule("gymnasium.spaces.space.Space", Codec(save_space, _load_space, _prepare_space))
 
-# -- simulators and emulators --------------------------------------------------------------------------------------
+# -- MuJoCo ----------------------------------------------------------------------------------------------------------
 
 
 def model_bytes(model: Any) -> bytes:
@@ -415,17 +415,18 @@ def _find_previous_action(ale: Any, state: Any) -> Any:
     minimal = ale.getMinimalActionSet()
     full_strength = [(action, 1.0) for action in (*minimal, *(other for other in legal if other not in minimal))]
 
-    def continues_like(action: Any) -> bool:
+    def reproduces_frames(action: Any) -> bool:
         ale.restoreState(never_repeating)
         return all(_play_frame(ale, *action) == frame for frame in expected)
 
     try:
         ale.restoreState(always_repeating)
-        expected = [_play_frame(ale, legal[0]) for _ in range(frames)]  # of the unknown action, before another replaces it
+        # the frames of the unknown action come first, because the actions that are tried next replace it
+        expected = [_play_frame(ale, legal[0]) for _ in range(frames)]
         weaker = _iter_weaker_actions(ale, never_repeating, expected[0], full_strength)
-        found = next(filter(continues_like, chain(full_strength, weaker)), None)
+        found = next(filter(reproduces_frames, chain(full_strength, weaker)), None)
         if found is None:
-            raise NotRestorable("ALE does not expose the previous action, and no legal action continues as it does")
+            raise NotRestorable("ALE does not expose the previous action, and no legal action has the same effect")
         ale.restoreState(never_repeating)
         ale.act(*found)
     finally:

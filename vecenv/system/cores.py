@@ -31,7 +31,7 @@ _TRIAL_SECONDS: Final = 0.03  # from the end of a pause to the first review
 _MIN_SPINS_PER_REVIEW: Final = 16
 _FIRST_PAUSE_SECONDS: Final = 0.25  # pause in spinning after a bad review, doubled by each further one in succession
 _MAX_PAUSE_SECONDS: Final = 4.0
-_MAX_WAIT_SHARE: Final = 0.25  # measured: up to 0.04 in 95 % of reviews on a quiet machine, about 0.5 next to a busy process
+_MAX_WAIT_SHARE: Final = 0.25  # measured: up to 0.04 in 95% of reviews on a quiet machine, about 0.5 next to a busy process
 
 
 def usable_cores() -> int:
@@ -88,14 +88,14 @@ class Placement:
     """The cores of a worker (``None``: any), its longest spin in seconds, and two flags.
 
     With ``shares_core``, the worker shares the caller's core and runs only while the caller sleeps, so the caller must not
-    spin while it waits for it. With ``bound``, it is bound to its cores from its start on; otherwise once it has built its
-    environments, except during pauses in spinning if it spins.
+    spin while it waits for this worker. With ``bound_at_start``, the worker is bound to its cores from the start. Otherwise
+    it is bound once it has built its environments and, if it spins, unbound during pauses in spinning.
     """
 
     cpus: frozenset[int] | None = None
     spin: float = 0.0
     shares_core: bool = False
-    bound: bool = False
+    bound_at_start: bool = False
 
 
 def placements(workers: int) -> tuple[list[Placement], float]:
@@ -140,15 +140,15 @@ def bound_placements(affinity: Any, workers: int) -> list[Placement]:
         cores = list(entry) if isinstance(entry, Iterable) else [entry]
         if not cores or not all(isinstance(core, (int, np.integer)) and core in usable for core in cores):
             raise ValueError(f"WorkerOptions(cores)[{worker}] must be some of the cores {sorted(usable)}, got {entry!r}.")
-        found.append(Placement(frozenset(map(int, cores)), bound=True))
+        found.append(Placement(frozenset(map(int, cores)), bound_at_start=True))
     return found
 
 
 def lower_priority(pid: int) -> None:
     """Lower the priority of a worker below that of this process. It can still use an idle core.
 
-    Otherwise, with 32 busy workers per core, a process that wakes up waits 35 ms for its core. With ``sched_autogroup``,
-    Linux schedules each session as a whole, by the session's own nice value, so that is set as well.
+    At equal priority, with 32 busy workers per core, a process that wakes up waits 35 ms for its core. With
+    ``sched_autogroup``, Linux schedules each session as a whole, by the session's own nice value, so that is set as well.
     """
     with suppress_os_errors():
         os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0) + _NICE_INCREMENT)
@@ -170,7 +170,7 @@ class SpinPolicy:
 
     Spinning is harmful if another process needs the core. A process that never sleeps uses up its share of the core and then
     waits for whole time slices, while one that sleeps now and then runs as soon as it wakes up. Besides, the process that it
-    waits for may be the one that needs the core. So each process that spins regularly reviews how long it has waited for its
+    waits for may be the one that needs the core. So each spinning process regularly reviews how long it has waited for its
     core. After a bad review, no process of the engine spins for a while, and those that spun are unbound from their cores.
     Each further bad review in succession doubles this pause, up to four seconds.
 

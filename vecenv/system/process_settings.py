@@ -157,7 +157,7 @@ class SettingsGuard:
 
     def restart(self) -> None:
         """Make the current settings the basis of the next comparison."""
-        self._modules, self._state = len(sys.modules), self._read()
+        self._module_count, self._state = len(sys.modules), self._read()
         self._generators = {} if switch.users else read_states()  # with their own generators, environments share none
         self._next_check = time.monotonic() + self._seconds
         self.due, self._changed_by = False, ""
@@ -167,10 +167,10 @@ class SettingsGuard:
 
         If modules were imported since, the changes are attributed to the imports and not returned.
         """
-        before, modules, changed_by = self._state, self._modules, self._changed_by
+        before, module_count, changed_by = self._state, self._module_count, self._changed_by
         self.draws = [] if switch.users else find_draws(self._generators)
         self.restart()
-        if len(sys.modules) != modules:
+        if len(sys.modules) != module_count:
             self.draws = []
             return []
         pairs = zip(self.NAMES, before, self._state, strict=True)

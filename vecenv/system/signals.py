@@ -5,8 +5,8 @@ Ctrl-C does, and so do time limits with ``SIGALRM``. Blocking signals does not h
 thread, if there is one, and Python runs the handler in the main thread anyway. So the handlers themselves are replaced
 during a block; this costs 7 us per block.
 
-One call of ``map`` replaces all handlers, and another one restores them. A handler that has been restored may raise
-before that call ends; the call is then repeated.
+One C call, ``deque(map(...), 0)``, replaces all handlers, and another one restores them. A handler that has been restored
+may raise before that call ends; the call is then repeated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Final, TypeVar
 _Result = TypeVar("_Result")
 _Error = TypeVar("_Error", bound=BaseException)
 _NUMBERS: Final = range(1, signal.NSIG)
-_cache: list[Any] = [[], {}]  # all handlers of the latest block, and the functions among them; saves 2 us per block
+_cache: list[Any] = [[], {}]  # all handlers of the latest block, and the callable ones; saves 2 us per block
 _replaced: list[dict[int, Any]] = []  # the handlers before each open block of the main thread, outermost first
 _watched: list[deque[BaseException]] = []  # the latest exceptions of handlers, for each open block of watched_handlers()
 
@@ -105,10 +105,10 @@ def raised_by_handler(error: BaseException | None) -> bool:
 
 
 def raise_if_from_handler(error: BaseException, function: Callable[[], object]) -> None:
-    """Raise ``error``, or the exception of a repeated call, if a signal handler raised it (Ctrl-C, a time limit).
+    """Repeat a call that ended with ``error``. If either exception is from a signal handler (as for Ctrl-C), raise that one.
 
     Args:
-        error: An exception that ``function`` has raised. It is the function's own if a second call raises the same type.
+        error: The exception of the first call. It is the function's own if the second call raises the same type.
         function: A repeatable function.
     """
     try:
@@ -156,7 +156,7 @@ def call_with_fallback(
 
 
 def _current_handlers() -> dict[int, Any]:
-    """Return the handlers that are Python functions, by signal number."""
+    """Return the callable handlers, which excludes ``SIG_DFL`` and ``SIG_IGN``, by signal number."""
     found = list(map(_signal.getsignal, _NUMBERS))
     if found != _cache[0]:
         _cache[:] = found, {number: handler for number, handler in zip(_NUMBERS, found, strict=True) if callable(handler)}

@@ -1,7 +1,7 @@
 """Tools for users who test their own vector environments and training loops.
 
-:class:`VectorEnvContract` is a mixin for pytest: inherit and override its factory ``make``, to test the promises of
-Gymnasium's vector interface. :mod:`vecenv.testing.faulty` has environments that fail on purpose. Each name loads on first
+:class:`VectorEnvContract` is a mixin for pytest: inherit from it and override its factory ``make`` to test the promises
+of Gymnasium's vector interface. :mod:`vecenv.testing.faulty` has environments that fail on purpose. Each name loads on first
 use, so that everything but the mixin works without pytest.
 """
 

@@ -2,7 +2,7 @@
 
 Throughput on a shared machine drifts by tens of percent within a minute, so figures measured one after another cannot
 be compared. Here all candidates are built first and stay alive (those with many processes only while they are measured).
-Each round then runs all of them for a moment, in a new random order, and ratios are only formed between samples of the same
+Each round then runs each of them for a moment, in a new random order, and ratios are only formed between samples of the same
 round. Each candidate has a process of its own, its *host*, in place of a training program: a candidate that dies, hangs or
 binds itself to a core spoils only its own row.
 
@@ -87,13 +87,14 @@ def _host_main(pipe: Any, blob: bytes, log: str, start_method: str) -> None:
 
 
 class CandidateProcess:
-    """A process that runs one candidate and serves one request at a time, each with a timeout.
+    """A host: a process that runs one candidate and serves one request at a time, each with a timeout.
 
     The :class:`~vecenv.system.helper_process.HelperProcess` and everything that it started end when the calling process
     ends, even while an engine is being built. Its output goes to a file.
 
     Attributes:
-        failed, missing: The reason, if the process has failed or the candidate cannot run here.
+        failed: The reason why the process failed; ``None`` if it did not.
+        missing: The reason why the candidate cannot run here; ``None`` if it can.
         description: The runner's description of itself.
     """
 
@@ -282,9 +283,9 @@ class Summary:
         """Summarize the ratios of two candidates' samples, round by round."""
         return cls.from_samples(a / b for a, b in zip(ours, theirs, strict=True) if b)
 
-    def show(self, form: str = ".2f") -> str:
+    def format(self, spec: str = ".2f") -> str:
         """Format the median, with the minimum and maximum in parentheses."""
-        return f"{self.median:{form}} ({self.minimum:{form}} - {self.maximum:{form}})"
+        return f"{self.median:{spec}} ({self.minimum:{spec}} - {self.maximum:{spec}})"
 
 
 @dataclass
@@ -401,33 +402,33 @@ def compare(
     Raises:
         CliError: An engine returns wrong results, or the environment fails in ``SyncVectorEnv``; nothing was timed.
     """
-    machine, reference = describe_machine(), partial(_run_reference, env, env_fn, num_envs)
-    expected, checked = None, "nothing to check" if check else "not requested"
+    machine, run_reference = describe_machine(), partial(_run_reference, env, env_fn, num_envs)
+    expected, check_result = None, "nothing to check" if check else "not requested"
     if check and any(candidate.checked for candidate in candidates):
         progress("checking the environment in SyncVectorEnv", 0, 0)
-        expected = reference(CHECK_STEPS, CHECK_SECONDS)
+        expected = run_reference(CHECK_STEPS, CHECK_SECONDS)
     with started(candidates, progress) as hosts:
         if expected is not None:
-            checked = _check_trajectories(hosts, expected, reference, progress)
+            check_result = _check_trajectories(hosts, expected, run_reference, progress)
         rates = _measure_rates(hosts, num_envs, seconds, repeats, progress)
         if inspect:
             for host in hosts:
                 host.rate(min(seconds, WARM_UP_SECONDS))
             inspect(hosts)
         rows = [_make_result_row(host, rates[host.candidate.name]) for host in hosts]
-    return Report(env, num_envs, seconds, repeats, checked, machine, rows, unit)
+    return Report(env, num_envs, seconds, repeats, check_result, machine, rows, unit)
 
 
 def _measure_rates(
     hosts: list[CandidateProcess], num_envs: int, seconds: float, repeats: int, progress: Progress
 ) -> dict[str, list[float]]:
     rates: dict[str, list[float]] = {host.candidate.name: [] for host in hosts}
-    order = random.Random(SEED)
+    rng = random.Random(SEED)
     for host in hosts:
         if not host.candidate.has_many_processes:
             host.rate(min(seconds, WARM_UP_SECONDS))
     for round_number in range(repeats):
-        for i, host in enumerate(order.sample(hosts, len(hosts))):
+        for i, host in enumerate(rng.sample(hosts, len(hosts))):
             stage = f"{num_envs} environments, round {round_number + 1} of {repeats}"
             progress(stage, round_number * len(hosts) + i, repeats * len(hosts))
             rates[host.candidate.name].append(host.rate(seconds))
@@ -483,7 +484,7 @@ def print_report(report: Report) -> None:
     for row in report.rows:
         summary = row.summary
         if summary is None or row.failed:
-            table.add_row(row.label, "died" if row.failed else "left out")
+            table.add_row(row.label, "failed" if row.failed else "left out")
             continue
         ratios = [(BASELINES[name][1], report.ratio(row.name, name)) for name in baselines]
         table.add_row(
@@ -510,7 +511,7 @@ def print_report(report: Report) -> None:
 def _print_reasons(rows: Sequence[ResultRow], where: str = "") -> None:
     for row in rows:
         if row.failed:
-            print(f"{row.label}{where} died: {row.failed}")
+            print(f"{row.label}{where} failed: {row.failed}")
         elif row.missing:
             print(f"{row.label}{where} left out: {row.missing}")
 
@@ -544,14 +545,14 @@ def save(figure: Any, path: Path) -> None:
 
 
 def draw_bars(report: Report, path: Path) -> None:
-    """Draw a bar per candidate that ran: the median, a whisker from minimum to maximum, samples as dots; and failures."""
+    """Draw each candidate as a bar (median) with a whisker (minimum to maximum) and dots (samples); mark failed ones."""
     rows = [row for row in report.rows if row.summary or row.failed][::-1]
     figure = new_figure(8.0, 1.4 + 0.42 * len(rows))
     axes = figure.subplots()
     for y, row in enumerate(rows):
         summary = row.summary
         if summary is None or row.failed:
-            axes.annotate(" died", (0.0, y), va="center", fontsize=8, color=COLOURS["gymnasium"])
+            axes.annotate(" failed", (0.0, y), va="center", fontsize=8, color=COLOURS["gymnasium"])
             continue
         spread = [[summary.median - summary.minimum], [summary.maximum - summary.median]]
         axes.barh(y, summary.median, xerr=spread, color=COLOURS[row.kind], height=0.7, capsize=3, ecolor="#00000088")
@@ -575,8 +576,8 @@ def draw_scale(reports: Sequence[Report], path: Path) -> None:
     for name, row in {row.name: row for report in reports for row in report.rows}.items():
         summaries = [other.summary if (other := report.row(name)) else None for report in reports]
         medians, minima, maxima = (
-            [getattr(summary, name) if summary else math.nan for summary in summaries]
-            for name in ("median", "minimum", "maximum")
+            [getattr(summary, statistic) if summary else math.nan for summary in summaries]
+            for statistic in ("median", "minimum", "maximum")
         )
         linestyle = {"bound": "--", "gymnasium": ":"}.get(row.kind)
         style = {"label": row.label, "color": COLOURS[row.kind] if linestyle else None, "linestyle": linestyle}

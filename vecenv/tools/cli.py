@@ -144,8 +144,8 @@ def _build_parser() -> _Parser:
 def _plan(arguments: argparse.Namespace) -> int:
     """recommend a number of workers, based on a few steps of an environment
 
-    Times a few steps in temporary processes. Prints the expected steps per second of several ways to run such environments,
-    and the way that num_workers="auto" chooses.
+    Times a few steps of an environment in temporary processes. Prints the expected steps per second of several ways to run
+    many such environments, and the way that num_workers="auto" chooses.
 
     Exit codes: 0 success; 2 the environment cannot be measured, or wrong usage. Try: vecenv plan CartPole-v1 --num-envs 8
     """

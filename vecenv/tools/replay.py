@@ -73,8 +73,8 @@ def main(arguments: argparse.Namespace) -> int:
     Builds the environment, resets it with its seed and options, repeats its actions, and reports whether it fails in the
     same way, and where. FILE contains a pickle, which can run arbitrary code: replay only your own files.
 
-    Exit codes: 0 the failure happened again, a record without one matched, or the replay stopped before step N; 1 it did
-    not happen again, or results differed; 2 the file cannot be replayed, or wrong usage; 130 interrupted.
+    Exit codes: 0 the failure happened again, a record without a failure matched, or the replay stopped before step N; 1 it
+    did not happen again, or results differed; 2 the file cannot be replayed, or wrong usage; 130 interrupted.
     Try: vecenv replay failures/CartPole-v1-env3-episode17-step412.vecenv
     """
     path: Path = arguments.file

@@ -246,7 +246,7 @@ def describe_leftovers() -> str:
 
 def main(start: Start) -> None:
     """Run a worker process."""
-    if start.placement.bound and start.placement.cpus is not None:
+    if start.placement.bound_at_start and start.placement.cpus is not None:
         os.sched_setaffinity(0, start.placement.cpus)
     start.stack_file.install_handlers(env_threads=start.plan.env_threads > 1)
     gc.freeze()  # the collector will not write to inherited objects, so they stay shared with the caller after a fork

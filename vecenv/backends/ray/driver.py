@@ -217,7 +217,7 @@ class HostsDriver(WorkerDriver):
         self.last_received = rows
         return result
 
-    recv_enough = recv  # which has the parameters of both
+    recv_enough = recv  # `recv` accepts the arguments of both methods
 
     # -- calls into environments ------------------------------------------------------------------------------------------
 

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import psutil
 import pytest
+from signals import Alarm, signal_handler
 from text_envs import TextEnv, check_all_slots, run, step_directly
 
 import vecenv
 from vecenv.aio import EpisodeEnv, Pool
+from vecenv.engine.submissions import Submissions
 from vecenv.errors import EnvFailed, ObservationError, RestartsExhausted, StartupTimeout, StepTimeout, WorkerDied
 from vecenv.testing import FaultyEnv
 from vecenv.testing.faulty import FaultyConstructor
@@ -313,6 +316,22 @@ async def test_death_between_calls_raises_in_the_next_call(on_failure: Any) -> N
             with pytest.raises(EnvFailed, match="failed earlier"):
                 await env.step("x")
         await check_all_slots(pool)
+
+
+async def test_workers_end_although_a_signal_handler_interrupts_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    unwatch = Submissions._unwatch
+
+    def unwatch_and_signal(submissions: Submissions, worker: Any) -> None:
+        unwatch(submissions, worker)
+        signal.raise_signal(signal.SIGUSR2)
+
+    pool = await Pool(TextEnv, 4, num_workers=2).__aenter__()
+    processes = [psutil.Process(process.pid) for process in pool._envs.processes]
+    monkeypatch.setattr(Submissions, "_unwatch", unwatch_and_signal)
+    with signal_handler(signal.SIGUSR2, Alarm), pytest.raises(Alarm):
+        await pool.close()
+    await pool.close()
+    assert not any(process.is_running() for process in processes)
 
 
 @pytest.mark.parametrize("fault", ["kill", "hang"])

@@ -32,6 +32,7 @@ from vecenv.planning.options import OnFailure, Restart, StartMethod, WorkerOptio
 from vecenv.state.snapshots import Snapshot, parse_snapshots
 from vecenv.system.generators import GeneratorsOption
 from vecenv.system.restart_budget import RestartBudget
+from vecenv.system.signals import deferred_signals
 
 __all__ = ["EpisodeEnv", "Pool"]
 
@@ -178,12 +179,13 @@ class Pool:
         if not slots.closed:
             slots.require_usable("close", entered=False)
             seconds = _BUSY_CLOSE_SECONDS if slots.busy and seconds is None else seconds
-            slots.close()
             close_envs = partial(self._envs.close, timeout=seconds)
-            try:
-                self._closing = asyncio.get_running_loop().run_in_executor(None, close_envs)
-            except RuntimeError:  # at interpreter shutdown, no thread can be started
-                close_envs()
+            with deferred_signals():  # after an interruption in here, the next close() would return at once
+                slots.close()
+                try:
+                    self._closing = asyncio.get_running_loop().run_in_executor(None, close_envs)
+                except RuntimeError:  # at interpreter shutdown, no thread can be started
+                    close_envs()
         cancelled: asyncio.CancelledError | None = None
         while self._closing is not None and not self._closing.done():
             try:

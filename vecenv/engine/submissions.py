@@ -276,9 +276,9 @@ class Submissions:
         # A duplicate, because the original is closed before `_unwatch` can unregister it, and a copy of it in a forked child
         # would keep it registered.
         exit_descriptor = self._descriptors.open(os.dup, worker.watch.descriptor)
-        self._watched[worker] = worker.channel.fd, exit_descriptor
         self._selector.register(worker.channel.fd, selectors.EVENT_READ, (worker, False))
         self._selector.register(exit_descriptor.number, selectors.EVENT_READ, (worker, True))
+        self._watched[worker] = worker.channel.fd, exit_descriptor
 
     def _unwatch(self, worker: WorkerProcess) -> None:
         reply_fd, exit_descriptor = self._watched.pop(worker)

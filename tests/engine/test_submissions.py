@@ -212,3 +212,23 @@ def test_argument_that_cannot_be_unpickled_fails_only_its_request(env_threads: i
             assert not submissions.deaths
     finally:
         envs.close(terminate=True)
+
+
+def test_event_of_a_closed_pipe_with_the_number_of_an_exit_descriptor_ends_no_worker(envs: Any, submissions: Any) -> None:
+    """A pipe of a dead worker stays registered while a process that was just forked has a copy of its descriptor."""
+    (worker, *_) = envs._pool.processes
+    _, exit_descriptor = submissions._watched[worker]
+    saved = os.dup(exit_descriptor.number)
+    ended_pipe, other_end = os.pipe()
+    os.close(other_end)
+    try:
+        os.dup2(ended_pipe, exit_descriptor.number)
+        submissions._selector._selector.register(exit_descriptor.number, select.EPOLLIN)
+        os.dup2(saved, exit_descriptor.number)
+        assert submissions.collect() == []
+        submissions.submit(0, "reset")
+        assert wait_for_results(submissions, 1).keys() == {0}
+        assert worker.death is None
+    finally:
+        os.close(saved)
+        os.close(ended_pipe)

@@ -130,7 +130,10 @@ class Submissions:
         ended_by_worker: dict[WorkerProcess, bool] = {}
         for key, _ in self._selector.select(0):
             worker, is_exit = key.data
-            ended_by_worker[worker] = is_exit or ended_by_worker.get(worker, False)
+            # The event may be about a pipe that is closed here: it stays registered under its number, which may be that of
+            # a new descriptor by now, while a process that was just forked still has a copy.
+            has_ended = is_exit and worker.watch.has_ended()
+            ended_by_worker[worker] = has_ended or ended_by_worker.get(worker, False)
         if self.poll_interval is not None:
             ended_by_worker |= {worker: True for worker in self._watched if worker.watch.has_ended()}
         finished: list[Request] = []

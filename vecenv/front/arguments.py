@@ -105,6 +105,12 @@ def milliseconds_until(deadline: float | None) -> float | None:
     return None if deadline is None else max(deadline - time.monotonic(), 0.0) * 1000
 
 
+def require_callable(func: Any) -> None:
+    """Raise ``TypeError`` unless the argument of an ``exec_func`` can be called."""
+    if not callable(func):
+        raise TypeError(f"exec_func needs a callable that takes an environment, got {func!r}")
+
+
 # -- constructor arguments ---------------------------------------------------------------------------------------------
 
 

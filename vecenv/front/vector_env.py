@@ -36,6 +36,7 @@ from vecenv.front.arguments import (
     parse_seeds,
     parse_within,
     reject_options,
+    require_callable,
     split_reset_mask,
 )
 from vecenv.front.capabilities import Capabilities, WorkerOnlyAttribute, overridden_methods, raise_unsupported
@@ -333,8 +334,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     def _begin_exec(self, method: str, func: Callable[..., Any], indices: Any, args: Any, kwargs: Any) -> None:
         self._require_capability("attributes", method)
-        if not callable(func):
-            raise TypeError(f"exec_func needs a callable that takes an environment, got {func!r}")
+        require_callable(func)
         env_ids = [indices] if isinstance(indices, (int, np.integer)) else indices
         rows = parse_rows(env_ids if env_ids is None else list(env_ids), self.num_envs)
         self._driver.require_idle("exec_func", rows)

@@ -25,7 +25,14 @@ from gymnasium.vector.utils import batch_space
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import SnapshotMismatch, envs_text
 from vecenv.freezing import Frozen
-from vecenv.front.arguments import ResetOptions, check_env_fns, check_option_names, parse_env_ids, parse_rows
+from vecenv.front.arguments import (
+    ResetOptions,
+    check_env_fns,
+    check_option_names,
+    parse_env_ids,
+    parse_rows,
+    require_callable,
+)
 from vecenv.front.by_row import infos_by_row
 from vecenv.front.capabilities import raise_unsupported
 from vecenv.front.guard import convert_result
@@ -480,13 +487,13 @@ class MultiAgentVecEnv:
         ``env`` is the object that the ``env_fn`` returned, or the environment inside if that object is an adapter of this
         package, such as :class:`~vecenv.multi_agent.TurnBased`. Changes that ``func`` makes to it persist.
         """
-        _require_callable(func)
+        require_callable(func)
         results: tuple[Any, ...] = self._rows.exec_func(_call_inside_adapter, indices, func, args, kwargs)
         return results
 
     def exec_func_send(self, func: Callable[..., Any], indices: Any = None, *args: Any, **kwargs: Any) -> None:
         """Begin an :meth:`exec_func`."""
-        _require_callable(func)
+        require_callable(func)
         self._rows.exec_func_send(_call_inside_adapter, indices, func, args, kwargs)
 
     # -- snapshots --------------------------------------------------------------------------------------------------
@@ -589,11 +596,6 @@ class MultiAgentVecEnv:
 
 class DifferentEnvs(ValueError):
     """Environments differ from the first one in their agents or spaces."""
-
-
-def _require_callable(func: Any) -> None:
-    if not callable(func):
-        raise TypeError(f"exec_func needs a callable that takes an environment, got {func!r}")
 
 
 def _call_inside_adapter(env: AgentsEnv, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -668,16 +668,31 @@ def test_shared_data_is_read_only_and_available_after_a_restart(context: str, pr
 
 
 @pytest.mark.long
-def test_shared_data_is_available_in_spare_workers_and_the_probe(prices: np.ndarray) -> None:
-    shared = vecenv.share(prices[:10_000])
-    for build_envs in (
-        lambda: vecenv.EpisodePrefetcher.from_env_fns(make_price_env_fns(shared, 2), 1, context="spawn"),
-        lambda: vecenv.AsyncVectorEnv(make_price_env_fns(shared, 2), context="spawn", num_workers="auto"),
-    ):
-        with contextlib.closing(build_envs()) as envs:
-            envs.reset(seed=1)
-            for _ in range(60):
-                envs.step(np.zeros(2, np.int64))
+def test_shared_data_is_available_in_spare_workers(prices: np.ndarray) -> None:
+    fns = make_price_env_fns(vecenv.share(prices[:10_000]), 2)
+    with contextlib.closing(vecenv.EpisodePrefetcher.from_env_fns(fns, 1, context="spawn")) as envs:
+        check_prices(envs, prices)
+        assert 2 in envs.places  # an episode runs in the spare worker
+
+
+@pytest.mark.long
+def test_shared_data_is_available_in_the_probe(prices: np.ndarray) -> None:
+    fns = make_price_env_fns(vecenv.share(prices[:10_000]), 2)
+    with contextlib.closing(vecenv.AsyncVectorEnv(fns, context="spawn", num_workers="auto")) as envs:
+        check_prices(envs, prices)
+
+
+def check_prices(envs: Any, prices: np.ndarray) -> None:
+    """Reset and step two environments with these prices, and check each observation and reward."""
+    starts = [int(gymnasium.utils.seeding.np_random(seed)[0].integers(100)) for seed in (1, 2)]
+    observations, _ = envs.reset(seed=1)
+    np.testing.assert_array_equal(observations, [prices[start : start + 4] for start in starts])
+    windows = {window.tobytes() for window in np.lib.stride_tricks.sliding_window_view(prices[:200], 4)}
+    for _ in range(60):
+        observations, rewards, *_ = envs.step(np.zeros(2, np.int64))
+        assert all(observation.tobytes() in windows for observation in observations)
+        stepped = rewards != 0  # the others began an episode
+        np.testing.assert_array_equal(rewards[stepped], observations[stepped, 0])
 
 
 def test_shared_arrays_and_views_of_every_kind_reach_workers(prices: np.ndarray) -> None:

@@ -73,6 +73,7 @@ def lint(session: nox.Session) -> None:
     """Check style, prose and types as ``.ci/run`` does."""
     session.install("-e", ".[test,lint]")
     session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
     session.run("python", ".ci/prose.py")
     session.run("mypy")
     session.run("mypy", "tests/typed_programs.py")

@@ -1,5 +1,7 @@
 """Samples of the parameters of tests, for the default run and for ``.ci/run``; other cases are marked ``long`` or ``slow``.
 
+Two examples:
+
     @pytest.mark.parametrize(("mode", "num_workers"), each_once(MODES, WORKERS))  # other cases are slow
 
     @pytest.mark.sampled(3)  # three of the cases that would run by default; the others are long

@@ -216,4 +216,3 @@ def moves(num_envs: int, max_size: int = 10) -> st.SearchStrategy[list[Move]]:
     mask_tuples = masks(num_envs).map(lambda mask: tuple(mask.tolist()))
     masked_reset = st.builds(Move, st.just("reset"), seed=seed, mask=mask_tuples)
     return st.lists(st.one_of(step, step, step, step, reset, masked_reset), min_size=1, max_size=max_size)
-

@@ -425,7 +425,8 @@ def test_report_names_the_adapter_if_stable_baselines3_is_imported(monkeypatch: 
 
 @pytest.mark.long
 def test_run_reports_a_subclass_that_still_derives_from_gymnasiums_class(tmp_path: Path) -> None:
-    (tmp_path / "derives.py").write_text(textwrap.dedent("""
+    (tmp_path / "derives.py").write_text(
+        textwrap.dedent("""
         import gymnasium
 
         class Derived(gymnasium.vector.AsyncVectorEnv):
@@ -433,7 +434,8 @@ def test_run_reports_a_subclass_that_still_derives_from_gymnasiums_class(tmp_pat
                 return self.parent_pipes[0]
 
         print([base.__module__ for base in Derived.__bases__])
-    """))
+    """)
+    )
     result = run_python("-m", "vecenv", "run", "derives.py", cwd=tmp_path)
     assert result.stdout == "['gymnasium.vector.async_vector_env']\n"
     assert result.stderr.splitlines()[-1] == (
@@ -451,7 +453,8 @@ def test_run_of_a_program_with_a_syntax_error_prints_the_same_error_as_python(tm
 
 
 def test_run_reports_the_number_of_failures_and_restarts(tmp_path: Path) -> None:
-    (tmp_path / "fails.py").write_text(textwrap.dedent("""
+    (tmp_path / "fails.py").write_text(
+        textwrap.dedent("""
         import gymnasium
 
         class Fails(gymnasium.Env):
@@ -470,7 +473,8 @@ def test_run_reports_the_number_of_failures_and_restarts(tmp_path: Path) -> None
             envs.reset()
             for _ in range(4):
                 envs.step([0, 0])
-    """))
+    """)
+    )
     options = ["--num-workers", "1", "--on-failure", "restart"]
     result = run_python("-W", "ignore", "-m", "vecenv", "run", *options, "fails.py", cwd=tmp_path)
     assert result.returncode == 0, result.stderr

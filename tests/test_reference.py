@@ -12,7 +12,11 @@ import pytest
 MODULES = ("vecenv", "vecenv.adapters", "vecenv.aio", "vecenv.backends", "vecenv.multi_agent", "vecenv.wrappers")
 
 BUILT_BY_USERS = {
-    "vecenv.AsyncVectorEnv", "vecenv.FlightRecorder", "vecenv.Restart", "vecenv.WorkerOptions", "vecenv.aio.Pool",
+    "vecenv.AsyncVectorEnv",
+    "vecenv.FlightRecorder",
+    "vecenv.Restart",
+    "vecenv.WorkerOptions",
+    "vecenv.aio.Pool",
 }
 """Classes that need a section ``Args``, because users build them. vecenv builds the others, or they have no parameters."""
 

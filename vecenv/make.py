@@ -38,6 +38,7 @@ __all__ = ["find_spec", "make_vec", "register"]
 
 # -- ids and the names of options --------------------------------------------------------------------------------------
 
+
 def find_spec(env_id: str) -> EnvSpec:
     """Return the spec of an id in Gymnasium's registry.
 

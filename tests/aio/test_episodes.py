@@ -60,9 +60,7 @@ async def test_every_slot_returns_its_own_results(loop: str, options: dict[str, 
 @pytest.mark.parametrize("schedule_count", SCHEDULE_COUNTS)
 @pytest.mark.parametrize("env_class", [TextEnv, RandomWalk])
 @pytest.mark.parametrize("options", WORKER_OPTIONS)
-def test_results_equal_directly_stepped_environments(
-    schedule_count: int, env_class: Any, options: dict[str, Any]
-) -> None:
+def test_results_equal_directly_stepped_environments(schedule_count: int, env_class: Any, options: dict[str, Any]) -> None:
     """Episodes start and step at random moments, and return the results of an environment without a pool."""
 
     async def main() -> None:
@@ -688,4 +686,3 @@ async def test_cancelled_reset_does_not_stop_other_resets_of_its_worker(monkeypa
             await first_reset
         observation, _ = await asyncio.wait_for(second_reset, 20)
         assert observation == TextEnv().reset(seed=5)[0]
-

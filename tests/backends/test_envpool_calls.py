@@ -476,7 +476,11 @@ CRASHING_ACTIONS = [
     *(
         (task_id, np.array([0, wrong], dtype), ValueError, "envs [1]")
         for task_id, wrong in (
-            ("CartPole-v1", 7), ("CartPole-v1", -1), ("Taxi-v3", 99), ("FrozenLake-v1", 9), ("MiniGrid-Empty-5x5-v0", 99)
+            ("CartPole-v1", 7),
+            ("CartPole-v1", -1),
+            ("Taxi-v3", 99),
+            ("FrozenLake-v1", 9),
+            ("MiniGrid-Empty-5x5-v0", 99),
         )
         for dtype in INTEGER_DTYPES
     ),
@@ -843,4 +847,3 @@ class TestFirstReady(EnvPoolContract):
                 finished = np.flatnonzero(terminations | truncations)
                 envs.reset_async(env_id=finished)
                 assert {int(envs.recv()[4]["env_id"][0]) for _ in finished} == set(finished.tolist())
-

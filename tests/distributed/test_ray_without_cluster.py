@@ -1037,7 +1037,8 @@ INVALID_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"nosuch": 2}, TypeError, "no option 'nosuch'.*step_timeout"),
     ({"worker": print}, TypeError, "no option 'worker'"),
     (
-        {"worker_options": vecenv.WorkerOptions(env={"A": 1}), "workers_per_host": 0}, ValueError,
+        {"worker_options": vecenv.WorkerOptions(env={"A": 1}), "workers_per_host": 0},
+        ValueError,
         "`worker_options` needs worker processes",
     ),
     ({"placement": "strict"}, ValueError, "'STRICT_SPREAD'"),

@@ -253,7 +253,9 @@ def preload_options(modules: Any) -> Options:
         ({"max_concurrency": 0}, ValueError, "`max_concurrency` must be a positive or None, got 0."),
         ({"max_concurrency": -1}, ValueError, "`max_concurrency` must be a positive or None, got -1."),
         pytest.param(
-            {"worker": lambda a, b: None}, ValueError, "A custom `worker` must accept 8 arguments.",
+            {"worker": lambda a, b: None},
+            ValueError,
+            "A custom `worker` must accept 8 arguments.",
             marks=requires_worker_check,
         ),
         (

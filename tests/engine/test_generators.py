@@ -167,7 +167,8 @@ def to_numpy_scalars(step: Any) -> Any:
 @pytest.mark.parametrize(
     ("mode", "env_fn", "options"),
     each_once(
-        MODES, {"always": DrawingEnv, "late": DRAWS_FROM_STEP_7},
+        MODES,
+        {"always": DrawingEnv, "late": DRAWS_FROM_STEP_7},
         {"2": {"num_workers": 2}, "caller": {"num_workers": 2, "use_caller": True}, "1": {"num_workers": 1}},
     ),
 )

@@ -151,9 +151,7 @@ def test_many_random_examples_in_process_equal_sync_vector_env(
 @pytest.mark.parametrize("num_workers", ["0", "2", "None"])
 @settings(few_examples, max_examples=15)
 @given(data=st.data(), vector=vectors(discretes, discretes, min_envs=2, wild=True))
-def test_infos_of_changing_types_are_returned_unchanged(
-    num_workers: str, data: st.DataObject, vector: Vector
-) -> None:
+def test_infos_of_changing_types_are_returned_unchanged(num_workers: str, data: st.DataObject, vector: Vector) -> None:
     """Infos are compared by row, because Gymnasium either cannot merge such infos, or changes them.
 
     The test ends with the first episode, because single environments are not reset automatically.
@@ -626,4 +624,3 @@ def test_assert_same_trajectory_detects_differences(mode: AutoresetMode) -> None
         assert_same_trajectory(longer_episodes, new_reference, 20, seed=[1, 2])
     for each in (envs, longer_episodes, reference, new_reference):
         each.close()
-

@@ -775,4 +775,3 @@ def test_share_names_the_value_that_it_refuses() -> None:
     too_large = np.lib.stride_tricks.as_strided(np.zeros(1), (2**45,), (0,))
     with pytest.raises(vecenv.errors.ArenaError, match=r"share\(\) needs .* bytes of shared memory"):
         vecenv.share(too_large)
-

@@ -825,4 +825,3 @@ def test_evaluate_with_wrong_snapshots_raises_before_anything_runs() -> None:
         with pytest.raises(NotImplementedError, match="cannot begin episodes with snapshots"):
             vecenv.evaluate(envs, choose_actions, [snapshot])
         envs.close()
-

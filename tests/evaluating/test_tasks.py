@@ -237,7 +237,12 @@ def test_evaluate_with_a_complete_folder_reads_the_same_results(tmp_path: Path) 
     with open_engine([vecenv.EnvChoice(make_tasks(folder=str(log_folder)))] * 3, num_workers=2) as envs:
         reported: list[int] = []
         first = vecenv.evaluate(
-            envs, choose_actions, make_episodes(), seed=SEED, folder=folder, name="first",
+            envs,
+            choose_actions,
+            make_episodes(),
+            seed=SEED,
+            folder=folder,
+            name="first",
             on_episode=lambda result: reported.append(result.index),
         )
         steps = (log_folder / "steps").stat().st_size
@@ -264,7 +269,11 @@ def test_evaluate_with_a_folder_repeats_failed_episodes(tmp_path: Path) -> None:
         assert [result.index for result in first if result.error is not None] == [7]
         reported: list[int] = []
         second = vecenv.evaluate(
-            envs, choose_actions, make_episodes(), seed=SEED, folder=tmp_path / "a",
+            envs,
+            choose_actions,
+            make_episodes(),
+            seed=SEED,
+            folder=tmp_path / "a",
             on_episode=lambda result: reported.append(result.index),
         )
     assert reported == [7]

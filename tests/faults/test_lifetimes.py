@@ -431,4 +431,3 @@ def test_exception_in_the_constructor_ends_workers(method: str, take_stock: Call
 
 def _raise_lookup_error() -> Any:
     raise LookupError("no such environment")
-

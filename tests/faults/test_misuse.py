@@ -424,4 +424,3 @@ def test_alias_is_the_same_method(alias: str) -> None:
     call, suffix = alias.split("_")
     original = f"{call}_async" if suffix == "send" else f"{call}_wait"
     assert getattr(vecenv.AsyncVectorEnv, alias) is getattr(vecenv.AsyncVectorEnv, original)
-

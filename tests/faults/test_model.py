@@ -829,12 +829,8 @@ class FaultMachine(RuleBasedStateMachine):
     kill_idle_worker = move_rule("kill_idle_worker", may_kill_worker, which=WORKER, noticed_by=st.sampled_from(NOTICED_BY))
     kill_worker_in_step = move_rule("end_worker_in_step", may_kill_worker, which=WORKER, abandoned=st.just(False))
     kill_worker_in_flight = move_rule("kill_worker_in_flight", may_kill_worker, which=WORKER)
-    abandon = move_rule(
-        "end_worker_in_step", has_idle_workers, which=WORKER, abandoned=st.just(True)
-    )
-    stop_and_continue_worker = move_rule(
-        "stop_and_continue_worker", has_idle_workers, which=WORKER, numbers=ACTIONS
-    )
+    abandon = move_rule("end_worker_in_step", has_idle_workers, which=WORKER, abandoned=st.just(True))
+    stop_and_continue_worker = move_rule("stop_and_continue_worker", has_idle_workers, which=WORKER, numbers=ACTIONS)
     wrong_calls = move_rule("make_wrong_calls")
     close_and_reopen = move_rule("close_and_reopen", timeout=st.sampled_from([None, 1.0]), really=RARELY_TRUE)  # slow
 

@@ -114,4 +114,3 @@ def test_classes_under_fork_match_gymnasium() -> None:
     expected, results = run_own_classes("fork", "gymnasium"), run_own_classes("fork", "vecenv")
     assert set(expected.values()) == {"True"}, expected
     assert {name: results[name] for name in expected} == expected
-

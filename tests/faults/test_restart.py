@@ -1131,9 +1131,7 @@ def test_death_is_not_explained_by_an_earlier_failed_start(launch: Launch, tmp_p
 
 
 @pytest.mark.parametrize("context", ["fork", "forkserver"])
-def test_log_of_a_restart_names_the_line_that_raised(
-    launch: Launch, context: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_log_of_a_restart_names_the_line_that_raised(launch: Launch, context: str, caplog: pytest.LogCaptureFixture) -> None:
     """The fault is a function of the main program. Workers receive its code, and not only its name."""
     source = "def fail(result):\n    raise KeyError('stone')\n"
     main_module: dict[str, Any] = {"__name__": "__main__"}

@@ -557,4 +557,3 @@ def test_wrong_use_of_lanes_raises_with_advice() -> None:
         assert env.envs.calls == "R"
     with vj.bridge(SyncVectorEnv(make_fns(12)), lanes=6) as env:  # what the error above advises
         assert jax.vmap(env.reset)(keys).obs.shape[:2] == (6, 2)
-

@@ -528,4 +528,3 @@ def test_jax_space_returns_a_custom_space_unchanged() -> None:
 
     space = CustomBox(0, 1, (1,))
     assert jax_space(space) is space
-

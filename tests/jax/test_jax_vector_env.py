@@ -673,7 +673,8 @@ class ScaledWalk(Walk):
     ("one", "other", "text"),
     [
         (
-            {"env": ScaledWalk(1.0)}, {"env": ScaledWalk(2.0)},
+            {"env": ScaledWalk(1.0)},
+            {"env": ScaledWalk(2.0)},
             r"made with ScaledWalk.speed=1.0, and this one with ScaledWalk.speed=2.0",
         ),
         ({"max_episode_steps": 5}, {"max_episode_steps": 9}, r"max_episode_steps=5, and this one with max_episode_steps=9"),

@@ -366,4 +366,3 @@ def test_changes_by_exec_func_are_visible_to_later_calls(env_fn: Any, num_worker
             return
         assert envs.get_attr("observation_space") == (spaces.Box(-99, 99, (1,), np.float32),) * 2
         assert envs.get_attr("possible_agents") == (["agent_0", "agent_1"],) * 2
-

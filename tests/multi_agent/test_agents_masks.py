@@ -666,4 +666,3 @@ def test_reset_after_a_step_timeout_drops_the_step(closes: Any) -> None:
     with pytest.raises(StepTimeout):
         envs.step(np.zeros(1, np.int64))
     assert_identical(reset_until_ready(lambda: envs.reset(seed=3)[0]), first)
-

@@ -209,4 +209,3 @@ def test_game_that_was_loaded_while_another_failed_has_the_saved_agents(closes: 
     with pytest.raises(ArithmeticError, match="length 0"):
         envs.load(snapshots)
     assert_identical(envs.agent_mask[0], saved_mask[0])
-

@@ -505,9 +505,7 @@ def test_workers_warn_if_environments_share_a_physics_client(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("generators", ["shared", "own"])
-def test_workers_warn_if_environments_draw_from_shared_generators(
-    generators: str, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_workers_warn_if_environments_draw_from_shared_generators(generators: str, recwarn: pytest.WarningsRecorder) -> None:
     env_fns = CASES["seeds_numpy_in_reset"][1]()
     options: Any = {"num_workers": 2, "generators": generators}
     options["worker_options"] = vecenv.WorkerOptions(dummy_env=False)

@@ -134,9 +134,7 @@ def test_replay_repeats_fault(fault: str, context: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("on_failure", "fault"), each_once(["raise", "restart"], ["sleep", "hold_gil"]))
-def test_replay_repeats_hang(
-    fault: str, on_failure: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replay_repeats_hang(fault: str, on_failure: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     policy = vecenv.Restart(0) if on_failure == "restart" else on_failure
     files, _ = record_failure(tmp_path, fault, step_timeout=1.0, on_failure=policy)
     result = replay(files[0])
@@ -184,9 +182,7 @@ def record_changed_env(folder: Path) -> Path:
 def test_replay_that_hangs_unlike_the_record_prints_that_it_waits(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "vecenv", "replay", str(record_changed_env(tmp_path)), "--yes"]
     environ = {**os.environ, "REPLAY_FAULT": "sleep"}
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ
-    ) as replaying:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ) as replaying:
         assert replaying.stderr is not None
         has_printed = select.select([replaying.stderr], [], [], 60)[0]
         line = replaying.stderr.readline() if has_printed else ""  # before the signal, which could interrupt the output
@@ -360,9 +356,7 @@ def test_replay_of_sibling_does_not_name_file_of_later_failure(tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_restart_logs_its_file_and_replay_repeats_the_death(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_restart_logs_its_file_and_replay_repeats_the_death(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "vecenv"):
         fns = [functools.partial(make_faulty_env, "kill", step=20)] * 2
         with run_with_restarts(fns, tmp_path, 50, num_workers=2):
@@ -666,9 +660,7 @@ class RenderingEnv(ShortEnv):
 
 def record_rendering_env(folder: Path, fault: str) -> Path:
     """Record five steps. With the fault ``"step"``, the last one ends the process."""
-    with contextlib.closing(
-        vecenv.AsyncVectorEnv([functools.partial(RenderingEnv, fault)], record_failures=folder)
-    ) as envs:
+    with contextlib.closing(vecenv.AsyncVectorEnv([functools.partial(RenderingEnv, fault)], record_failures=folder)) as envs:
         envs.reset(seed=1)
         with contextlib.suppress(WorkerDied):
             for _ in range(5):
@@ -705,9 +697,12 @@ def test_frames_report_failing_render(fault: str, text: str, tmp_path: Path) -> 
 
 def test_frames_of_a_failing_reset_report_no_frames(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
-    with contextlib.closing(
-        vecenv.AsyncVectorEnv([functools.partial(FaultyEnv, RenderingEnv(), "raises", seed=2)], record_failures=tmp_path)
-    ) as envs, contextlib.suppress(ValueError):
+    with (
+        contextlib.closing(
+            vecenv.AsyncVectorEnv([functools.partial(FaultyEnv, RenderingEnv(), "raises", seed=2)], record_failures=tmp_path)
+        ) as envs,
+        contextlib.suppress(ValueError),
+    ):
         envs.reset(seed=2)
     done = run_replay(min(tmp_path.glob("*.vecenv")), "--yes", "--frames", tmp_path / "out.gif")
     assert done.returncode == 0, done.stderr
@@ -816,9 +811,7 @@ def write_changed_copy(file: Path, target: Path, change: Any) -> Path:
         (lambda blob: blob.replace(b'"format": 6', b'"format": 9', 1), "has format 9, and this version of vecenv reads 6"),
     ],
 )
-def test_replay_of_an_invalid_file_exits_before_unpickling(
-    change: Any, text: str, file: Path, tmp_path: Path
-) -> None:
+def test_replay_of_an_invalid_file_exits_before_unpickling(change: Any, text: str, file: Path, tmp_path: Path) -> None:
     done = run_replay(write_changed_copy(file, tmp_path / "wrong.vecenv", change), "--yes")
     assert done.returncode == 2
     assert text in done.stderr

@@ -573,4 +573,3 @@ def test_tree_search_by_snapshots_equals_replay_with_fewer_steps() -> None:
     assert output.count("the same moves") == 2
     assert with_snapshots <= 20 * 4 * 9 * 2 < with_replay
     assert with_copies == with_snapshots
-

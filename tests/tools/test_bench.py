@@ -37,7 +37,8 @@ PROGRAMS = {
     "ray_rate.py": ("--help", "--rounds"),  # needs a Ray cluster, like the tests in tests/distributed
     "state.py": ("--tries 1 --only CartPole", "CartPole"),
     "tasks.py": (
-        "--tasks 2 --episodes 1 --build 0 --step 0.001 --lengths 2 3 --num-envs 2 --workers 1 --rounds 1", "EnvChoice",
+        "--tasks 2 --episodes 1 --build 0 --step 0.001 --lengths 2 3 --num-envs 2 --workers 1 --rounds 1",
+        "EnvChoice",
     ),
     "torchrl_rate.py": ("--help", "usage"),
     "versions.py": (". --num-envs 1 --num-workers 0 --pairs 2 --processes 2", "CartPole"),

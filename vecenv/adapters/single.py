@@ -25,9 +25,7 @@ AnyEnv = Env[Any, Any]
 AnyVectorEnv = VectorEnv[Any, Any, Any]
 
 
-def require_settings(
-    envs: Any, client: str, modes: Collection[AutoresetMode], *, any_arrays: bool = False
-) -> AutoresetMode:
+def require_settings(envs: Any, client: str, modes: Collection[AutoresetMode], *, any_arrays: bool = False) -> AutoresetMode:
     """Return the autoreset mode, or raise for settings that would give a client wrong rows.
 
     With ``any_arrays``, JAX and torch arrays are also accepted.

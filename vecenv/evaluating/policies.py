@@ -49,9 +49,7 @@ class PolicyCaller:
         TypeError, ValueError: An argument is invalid, or the policy requires an unknown parameter.
     """
 
-    def __init__(
-        self, policy: Any, envs: Any, *, arrays: str | None, device: Any, batch: str, initial_state: Any
-    ) -> None:
+    def __init__(self, policy: Any, envs: Any, *, arrays: str | None, device: Any, batch: str, initial_state: Any) -> None:
         if not callable(policy):
             raise TypeError(f"policy must be callable, as policy(observations) -> actions; got {policy!r}")
         if batch not in BATCHES:

@@ -441,9 +441,7 @@ def too_few_in_flight_error(count: int, in_flight: int, ready: int) -> NoAsyncCa
 
 def still_in_flight_error(method: str, rows: Sequence[int]) -> AlreadyPendingCallError:
     """Return the exception for a method called for rows of which ``rows`` are still in flight."""
-    return AlreadyPendingCallError(
-        f"Calling `{method}` for {envs_text(rows)}, still in flight: call `recv` first.", "send"
-    )
+    return AlreadyPendingCallError(f"Calling `{method}` for {envs_text(rows)}, still in flight: call `recv` first.", "send")
 
 
 def require_pending_reset(request: Any) -> None:

@@ -91,7 +91,7 @@ def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
             elif name in _RESULT_METHODS and _may_be_interruption(error):
                 self._driver.record_interruption()
             raise
-        state.changing = False; return result  # noqa: E702 - no call and no jump between the two
+        state.changing = False; return result  # fmt: skip # noqa: E702 - no call and no jump between the two
 
     return guarded
 
@@ -105,7 +105,7 @@ def convert_result(envs: Any, receive: Callable[[], Any], convert: Callable[...,
     result = receive()
     state.changing = True  # no call and no jump since the guard's return, where Ctrl-C could lose the result
     converted = convert(*result)
-    state.changing = False; return converted  # noqa: E702 - likewise
+    state.changing = False; return converted  # fmt: skip # noqa: E702 - likewise
 
 
 def _may_be_interruption(error: BaseException) -> bool:

@@ -168,9 +168,7 @@ class InfoMerger:
                 merged[name][masked] = True
         return merged
 
-    def _column(
-        self, key: Any, where: list[int], values: list[Any], count: int, env_ids: Sequence[int], path: str
-    ) -> Any:
+    def _column(self, key: Any, where: list[int], values: list[Any], count: int, env_ids: Sequence[int], path: str) -> Any:
         """Return the column of one key: an array of ``count`` rows, or a dict of such columns."""
         if isinstance(key, str) and key == "final_obs":
             return object_column(where, values, count)
@@ -278,8 +276,10 @@ def _survives_cast(values: Array, dtype: np.dtype[Any]) -> bool:
     except (TypeError, ValueError, OverflowError):
         return False
     # a number must not become text or a bool, although "5" and True would survive the round trip
-    kinds_match = values.dtype.kind == dtype.kind or {values.dtype.kind, dtype.kind} <= set("iufc") or (
-        values.dtype.kind == "b" and dtype.kind in "iufc"
+    kinds_match = (
+        values.dtype.kind == dtype.kind
+        or {values.dtype.kind, dtype.kind} <= set("iufc")
+        or (values.dtype.kind == "b" and dtype.kind in "iufc")
     )
     return kinds_match and back.tobytes() == values.tobytes()
 

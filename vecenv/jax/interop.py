@@ -135,9 +135,7 @@ class _JaxSpaceMixin:
         if isinstance(mask, jax.Array) and (jnp.issubdtype(mask.dtype, jax.dtypes.prng_key) or mask.dtype == jnp.uint32):
             return _sample(self, mask)  # Gymnasium's masks are never uint32
         if isinstance(jax.lax.stop_gradient(0.0), jax.core.Tracer):  # a program is being traced
-            raise ValueError(
-                f"{self}.sample() inside a compiled program would become a constant; pass a key: sample(key)."
-            )
+            raise ValueError(f"{self}.sample() inside a compiled program would become a constant; pass a key: sample(key).")
         return super().sample(mask, *args, **kwargs)  # type: ignore[misc]
 
     def contains(self, x: Any) -> Any:

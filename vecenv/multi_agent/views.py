@@ -50,7 +50,7 @@ __all__ = [
 RESERVED: Final = frozenset(
     ("agent_mask", "transition_mask", "env_done", "env_terminated", "common", "final_obs", "final_info", "env_id",
      "restarted", "state", "final_state")
-)
+)  # fmt: skip
 """Keys of infos that vecenv itself uses."""
 
 

@@ -187,9 +187,9 @@ def _is_positive_number(value: Any) -> bool:
 
 def choice_check(*accepted: Any, or_: _Check = lambda value: False) -> _Check:
     """Return a check for these constants (0 is not ``False``, nor 1 ``True``) and for the values that ``or_`` accepts."""
-    return lambda value: any(
-        value is choice or (isinstance(choice, str) and value == choice) for choice in accepted
-    ) or or_(value)
+    return lambda value: (
+        any(value is choice or (isinstance(choice, str) and value == choice) for choice in accepted) or or_(value)
+    )
 
 
 _OPTIONAL_BOOL: Final = choice_check(None, True, False), "None, True or False"
@@ -197,7 +197,8 @@ _DURATION: Final = _is_positive_number, "a number of seconds above 0"
 _CHECKS: Final[dict[str, tuple[_Check, str]]] = {
     "num_envs": (int_check(1), "a positive int"),
     "num_workers": (
-        choice_check(None, "auto", or_=int_check(0)), "None (one process per environment), 'auto', or a non-negative int"
+        choice_check(None, "auto", or_=int_check(0)),
+        "None (one process per environment), 'auto', or a non-negative int",
     ),
     "spare_workers": (int_check(0), "a non-negative int"),
     "on_failure": (
@@ -209,7 +210,8 @@ _CHECKS: Final[dict[str, tuple[_Check, str]]] = {
     "generators": (choice_check("shared", "own"), "'shared' or 'own'"),
     "use_caller": _OPTIONAL_BOOL,
     "worker_options": (
-        choice_check(None, or_=lambda value: isinstance(value, WorkerOptions)), "None or a vecenv.WorkerOptions(...)"
+        choice_check(None, or_=lambda value: isinstance(value, WorkerOptions)),
+        "None or a vecenv.WorkerOptions(...)",
     ),
 }
 """Option -> (check, accepted values). Checks that depend on other options are in :func:`check_options`."""

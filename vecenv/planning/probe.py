@@ -268,9 +268,7 @@ def _describe(env: Any, others: Sequence[Callable[[], Any]] = ()) -> EnvDescript
 # -- in the process ----------------------------------------------------------------------------------------------------
 
 
-def _run_probe(
-    connection: Connection[Any, Any], env_fns: Any, trial: tuple[Sequence[int], bool, bool] | None
-) -> None:
+def _run_probe(connection: Connection[Any, Any], env_fns: Any, trial: tuple[Sequence[int], bool, bool] | None) -> None:
     """Try the environments, with ``trial`` as arguments of :func:`_try_envs`, or only describe them if it is ``None``."""
     pid = os.getpid()
     env: Any = None

@@ -275,8 +275,10 @@ def options(envs: Any) -> None:
     assert envs.reset(options={"given": 3})[1]["given"].tolist() == [3, 3, 3]
 
 
-@_check("actions and rewards belong to this step",
-        f"row i of the results of `step` belongs to environment i and action i: {_VECTOR}")
+@_check(
+    "actions and rewards belong to this step",
+    f"row i of the results of `step` belongs to environment i and action i: {_VECTOR}",
+)
 def results_of_this_step(envs: Any) -> None:
     envs.reset(seed=1)
     for at in (1, 2):
@@ -456,6 +458,7 @@ def timeouts(envs: Any) -> None:
 #
 # Adapters give the engines of Stable-Baselines3, Tianshou and TorchRL Gymnasium's interface. Results that an engine does not
 # return, such as TorchRL's infos, stay missing.
+
 
 def as_gymnasium(envs: Any) -> Any:
     """Adapt a vector environment of a known library to Gymnasium's interface; return any other one unchanged."""

@@ -190,9 +190,7 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         if step_mask is not None:
             mask = step_mask.reshape(-1, 1).to(before.packed.device)
             packed, integers = after.packed, after.integers
-            after = self._inner.state(
-                torch.where(mask, packed, before.packed), torch.where(mask, integers, before.integers)
-            )
+            after = self._inner.state(torch.where(mask, packed, before.packed), torch.where(mask, integers, before.integers))
             reward = torch.where(mask[:, 0], reward, torch.zeros_like(reward))
         result = self.tensordict_of(after)
         result.set("reward", self._to_batch_shape(reward.unsqueeze(-1)))

@@ -219,7 +219,8 @@ class PoolDriver(Driver):
     """
 
     missing_reasons: ClassVar[Mapping[str, str]] = {
-        **Driver.missing_reasons, "attributes": "EnvPool's environments are C++ objects without Python attributes"
+        **Driver.missing_reasons,
+        "attributes": "EnvPool's environments are C++ objects without Python attributes",
     }
     capabilities: Capabilities
 
@@ -363,7 +364,7 @@ class WholeBatchDriver(PoolDriver):
     capabilities = Capabilities(
         "envpool", attributes=False, first_ready=False, masked_seeds=False, reset_options=False,
         row_options=False, in_this_process=True,
-    )
+    )  # fmt: skip
 
     def _reset_state(self, pool: Any) -> None:
         super()._reset_state(pool)
@@ -448,9 +449,7 @@ class WholeBatchDriver(PoolDriver):
             raise_unsupported(self.name, f"`recv` {count} of {in_flight} environments", reason)
         return self._finish(deadline, self._ids, self._rows.infos)
 
-    def _finish(
-        self, deadline: float | None, latest: Array, read_infos: Callable[[States, Array], Infos]
-    ) -> Stepped | None:
+    def _finish(self, deadline: float | None, latest: Array, read_infos: Callable[[States, Array], Infos]) -> Stepped | None:
         if not self._execute_plan(deadline):
             return None
         states, leaves, terminated, truncated, final = self._read()
@@ -560,7 +559,7 @@ class FirstReadyDriver(PoolDriver):
     capabilities = Capabilities(
         "envpool", attributes=False, reset_mask=False, masked_seeds=False, reset_options=False,
         row_options=False, in_this_process=True,
-    )
+    )  # fmt: skip
 
     def _reset_state(self, pool: Any) -> None:
         super()._reset_state(pool)
@@ -618,10 +617,7 @@ class FirstReadyDriver(PoolDriver):
         (ids, key), held, *_ = self.returned
         if env_id is None or (
             # fast path: the environments of the latest recv, in the same order, need no checks
-            type(env_id) is np.ndarray
-            and env_id.dtype is _INTP
-            and env_id.shape == ids.shape
-            and env_id.tobytes() == key
+            type(env_id) is np.ndarray and env_id.dtype is _INTP and env_id.shape == ids.shape and env_id.tobytes() == key
         ):
             if not held or held[0][0] is not ids:
                 self._require_idle(ids, "send")
@@ -696,7 +692,7 @@ class FirstReadyDriver(PoolDriver):
     def _drop_returned(self) -> None:
         """Remove the batches that have been returned."""
         batches = self.returned[2]
-        del self.replies[: batches - self._num_dropped]; self._num_dropped = batches  # noqa: E702 - no call or jump between
+        del self.replies[: batches - self._num_dropped]; self._num_dropped = batches  # fmt: skip # noqa: E702 - no call between
 
     def _require_enough(self, count: int, ready: int) -> None:
         """Raise if a wait would never end, since the pool returns whole batches only."""

@@ -587,8 +587,8 @@ def freeze(engine: Any, rows: list[int]) -> list[Frozen]:
 def thaw(engine: Any, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[Any, dict[str, Any]]:
     """Continue rows from a frozen copy; see :meth:`vecenv.AsyncVectorEnv.thaw`.
 
-    Signal handlers are deferred. If one raises before the workers are replaced, nothing has changed; if later, a reset is
-    needed.
+    Signal handlers are deferred. If one raises before the workers are replaced, nothing has changed; if during that, a reset
+    is needed; if afterwards, only the returned observations and infos are lost.
     """
     if not isinstance(frozen, Frozen):
         raise TypeError(f"`frozen` must be one of the copies that freeze() returned, got {type(frozen).__name__}")

@@ -342,6 +342,90 @@ def test_fast_environments_do_not_wait_for_slow_ones() -> None:
             envs.send(np.zeros(1, np.int64), infos["env_id"])
 
 
+def test_reset_after_dropped_steps_is_received_without_their_rewards() -> None:
+    """The workers execute the dropped steps while the caller waits for the reset."""
+    with open_engine([partial(StepCountEnv, row, 1, pause=0.1) for row in range(2)], num_workers=2) as envs:
+        envs.reset(seed=1)
+        envs.send([1, 1])
+        envs.reset_async(seed=2)
+        observations, rewards, terminations, truncations, _ = envs.recv()
+    assert observations[:, 1:].tolist() == [[1, 0]] * 2
+    assert (rewards.tolist(), terminations.tolist(), truncations.tolist()) == ([0.0, 0.0], [False] * 2, [False] * 2)
+
+
+class HangingEnv(StepCountEnv):
+    """An environment that hangs in its first step, or in its constructor after a death in its first step.
+
+    Args:
+        marker: A file that the first step creates.
+        in_step: True if it hangs in the step.
+    """
+
+    def __init__(self, row: int, marker: Path, in_step: bool) -> None:
+        super().__init__(row, 1000)
+        self.marker, self.in_step = marker, in_step
+        if not in_step and marker.exists():
+            time.sleep(60)
+
+    def step(self, action: Any) -> Any:
+        if not self.marker.exists():
+            self.marker.touch()
+            if self.in_step:
+                time.sleep(60)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+def receive_until(envs: Any, condition: Callable[[], bool]) -> None:
+    """Step one row after the other, each result slower than the environments, until the condition is true."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+        envs.send([0], envs.recv(count=1)[-1]["env_id"])
+
+
+@pytest.mark.parametrize("in_step", [True, pytest.param(False, marks=pytest.mark.long)], ids=["step", "restart"])
+def test_hang_ends_although_others_are_always_ready(in_step: bool, tmp_path: Path) -> None:
+    fns = [*make_env_fns([1000] * 2), partial(HangingEnv, 2, tmp_path / "marker", in_step)]
+    options: Options = {"step_timeout": 1.0, "worker_options": vecenv.WorkerOptions(start_timeout=3.0)}
+    with killable_engine(fns, num_workers=3, batch_size=1, on_failure="restart", **options) as envs:
+        envs.reset(seed=1)
+        envs.send([0] * 3)
+        text = "env 2) died during step" if in_step else "env 2) died during its start"
+        receive_until(envs, lambda: any(f"{text}: it hung" in record.traceback for record in envs.errors))
+
+
+def test_recv_raises_for_a_hang_although_others_are_always_ready(tmp_path: Path) -> None:
+    fns = [*make_env_fns([1000] * 2), partial(HangingEnv, 2, tmp_path / "marker", True)]
+    with killable_engine(fns, num_workers=3, batch_size=1, step_timeout=1.0) as envs:
+        envs.reset(seed=1)
+        envs.send([0] * 3)
+        with pytest.raises(StepTimeout, match=r"env 2.*no reply yet") as caught:
+            receive_until(envs, lambda: False)
+        assert caught.value.envs == (2,)
+        envs.send([0], envs.recv(count=1)[-1]["env_id"])  # the others continue
+
+
+class ReadsInFlight(StepCountEnv):
+    """An environment that reads ``in_flight`` of ``envs`` in its steps."""
+
+    envs: Any = None
+
+    def step(self, action: Any) -> Any:
+        *result, _ = super().step(action)
+        return *result, {"in_flight": self.envs.in_flight.tolist()}
+
+
+def test_rows_are_in_flight_while_the_caller_steps_them() -> None:
+    with open_engine([partial(ReadsInFlight, row, 9) for row in range(2)], num_workers=0) as envs:
+        envs.reset(seed=1)
+        ReadsInFlight.envs = envs
+        envs.send([0, 0])
+        infos = envs.recv()[-1]
+    assert infos["in_flight"].tolist() == [[0, 1]] * 2
+
+
 class BlocksUntilFile(StepCountEnv):
     """An environment with steps of 4 ms. With action 1, a step first waits until a file exists."""
 

@@ -33,6 +33,7 @@ from observe import (
 )
 from signals import Alarm, signal_handler
 
+import vecenv
 from vecenv import Restart, WorkerOptions
 from vecenv.errors import EnvFailed, RestartsExhausted, StepTimeout, WorkerDied
 from vecenv.system.restart_budget import RestartBudget
@@ -1058,6 +1059,42 @@ def test_rows_of_a_worker_that_dies_before_a_load_is_sent_are_not_loaded(launch:
         envs.step(actions)
     envs.reset(options={"reset_mask": np.array([True, False, False])})
     assert not envs.step(actions)[3].any()
+
+
+class PickledOnRequest:
+    """An ``env_fn`` that can be pickled only while ``allowed`` is true."""
+
+    allowed = True
+
+    def __reduce__(self) -> Any:
+        if not self.allowed:
+            raise LookupError("the file of levels is gone")
+        return PickledOnRequest, ()
+
+    def __call__(self) -> EchoEnv:
+        return EchoEnv(1)
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_env_fn_that_cannot_be_pickled_for_a_replacement_raises_until_it_can(
+    on_failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fns, actions = [functools.partial(EchoEnv, 0), PickledOnRequest()], np.array(ACTIONS[:2])
+    options: Any = {"num_workers": 2, "context": "forkserver", "on_failure": on_failure}
+    with contextlib.closing(vecenv.AsyncVectorEnv(fns, **options)) as envs:
+        envs.reset(seed=1)
+        kill_worker(envs, 1)
+        monkeypatch.setattr(PickledOnRequest, "allowed", False)
+        call = functools.partial(envs.step, actions) if on_failure == "restart" else envs.reset
+        if on_failure == "raise":
+            with pytest.raises(WorkerDied):
+                envs.step(actions)
+        for _ in range(2):
+            with pytest.raises(LookupError, match="the file of levels is gone"):
+                call()
+        monkeypatch.setattr(PickledOnRequest, "allowed", True)
+        call()
+        assert not envs.step(actions)[3].any()
 
 
 def test_step_sent_to_a_dead_worker_raises(launch: Launch) -> None:

@@ -6,7 +6,8 @@ import functools
 import pickle
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import kept_envs
@@ -16,6 +17,7 @@ from signals import Alarm, signal_handler
 
 import vecenv
 from vecenv.state.codecs import Codec, register_rule, registered_name
+from vecenv.state.snapshots import package_version
 from vecenv.testing import assert_identical, assert_isolated, assert_restorable
 
 ACTIONS = np.array([1, 2])
@@ -183,3 +185,16 @@ def test_interrupted_assert_functions_raise_the_handlers_exception() -> None:
             Interruption.remaining = moment
             with pytest.raises(Alarm):
                 check(InterruptibleEnv)
+
+
+def test_time_limit_during_the_search_for_a_version_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``importlib.metadata`` suppresses all exceptions while it lists folders."""
+
+    def suppress_all(package: str) -> str:
+        with suppress(Exception):
+            signal.raise_signal(signal.SIGUSR1)
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr("importlib.metadata.version", suppress_all)
+    with signal_handler(signal.SIGUSR1, Alarm), pytest.raises(Alarm):
+        package_version("kept_envs")

@@ -74,8 +74,8 @@ class Exchange:
         workers = pool.workers
         self.state.changing = True
         if changes.store.in_use:
-            # With `recv`, a row may be returned and then fail, both in this batch. It must keep the observation that was
-            # returned, not get that of the previous batch from `restore_rows`: so copy the previous batch now.
+            # Sends after a `recv` of some rows use the same batch. If a row was returned from it and then fails, it must
+            # keep that observation, not get one of the previous batch from `restore_rows`: so copy the previous batch now.
             changes.store.renew(keep=for_recv)
         seq = changes.next_number()
         request = Request("step", for_recv, len(workers))
@@ -145,7 +145,7 @@ class Exchange:
         was_changing = self.state.changing  # True after an interrupted change
         self.state.changing = True
         if not for_recv:
-            # after an interrupted change, `settle` may already have recorded the failures of the request
+            # after an interrupted change, `settle` may have recorded the failures of the request, but not cleared them
             if self.request is not None and not was_changing:
                 changes.record_dropped(self.request.command, self.request.failures)
             self.request = None
@@ -297,6 +297,8 @@ class Exchange:
         while True:
             if self.changes.unraised:
                 self._raise_unraised()
+            if limit is not None and self.pool.watchdog.late:  # others reply, so the deadline is never reached
+                self._end_late_steps("recv", self.pool.watchdog.take_late())
             ready, in_flight = len(self.ready), len(self.in_flight)
             if ready >= count:
                 return True
@@ -403,7 +405,7 @@ class Exchange:
                 received = changes.apply_next(worker)
                 if not received and must_wait and worker.has_ended():  # a helper of an environment may hold the pipe open
                     changes.handle_death(worker)
-                must_wait = not received
+                must_wait = not received  # after a reply, the next one may have arrived, too
                 if changes.unsettled:
                     changes.settle_for_recv()
                 self.state.changing = False
@@ -431,17 +433,17 @@ class Exchange:
         first_due = min(rebuilding, key=lambda worker: worker.deadline, default=None)
         until = deadline if first_due is None else _earlier_deadline(deadline, first_due.deadline)
         events = pool.wait(until)
-        if events is None:
-            if until == deadline or first_due is None:
-                return False
-            self._kill_if_overdue(first_due)
-            return True
+        if events is None and (until == deadline or first_due is None):
+            return False
         self.state.changing = True
-        for worker, ended in events:
+        for worker, ended in events or ():
             if worker.death is None and not changes.apply_next(worker) and ended:
                 changes.handle_death(worker)
         changes.settle_for_recv()
         self.state.changing = False
+        # also if others have replied: they may always do
+        if first_due is not None and first_due.death is None and 0.0 < first_due.deadline <= time.monotonic():
+            self._kill_if_overdue(first_due)
         if pool.unflushed:  # rebuild messages, which have a time limit
             self.flush()
         return True
@@ -498,16 +500,23 @@ class Exchange:
         """Kill workers that exceeded ``step_timeout``, or raise if restarts are off; return the time of the next check."""
         limit = self.policy.step_timeout
         assert limit is not None  # it is the deadline that has passed
-        late = [worker for worker in self.pool.find_busy_workers(limit) if worker.has_started]
+        late = self.pool.find_busy_workers(limit)
         if call is not None:  # only the workers that have to finish a step before this call
             late = [worker for worker in late if any(request is call for _, _, request in islice(worker.pending, 1, None))]
+        self._end_late_steps(method, late)
+        return self.pool.next_check(limit)
+
+    def _end_late_steps(self, method: str, late: Sequence[WorkerProcess]) -> None:
+        """Kill workers with a step or reset that exceeded ``step_timeout``, or raise if restarts are off."""
+        limit = self.policy.step_timeout
+        assert limit is not None
+        late = [worker for worker in late if worker.has_started]  # `_kill_if_overdue` is for the others
         if late and not self.policy.restart:
             error = self.pool.timeout_error(method, limit, late)
             self.failures.record_late(error, late)
             raise error
         hanging = [worker for worker in late if not worker.deadline]  # the others are rebuilding: see `_kill_if_overdue`
         self._kill(hanging, f"it hung for more than {format_seconds(limit)}", limit)
-        return self.pool.next_check(limit)
 
     def _kill_if_overdue(self, worker: WorkerProcess) -> None:
         """Kill a worker that started or rebuilt for too long. If its rebuild was held back, it gets a new deadline."""
@@ -515,7 +524,7 @@ class Exchange:
         is_starting = not worker.has_started
         if is_starting or worker in self.pool.find_busy_workers(seconds):
             self._kill([worker], f"it hung for more than {format_seconds(seconds)}", seconds)
-        else:
+        else:  # its rebuild was held back, or waited for another message, so the deadline came too early
             self.changes.set_deadline(worker)
 
     def _kill(self, workers: Sequence[WorkerProcess], reason: str, timeout: float | None = None) -> None:

@@ -268,21 +268,30 @@ class Engine(WorkerDriver):
         in_order = row_list == self._all_row_list  # copying whole arrays is faster
         rows = self._all_rows if in_order else np.array(row_list, np.intp)
         arrays = self.arrays
+
+        def take_observations() -> Any:
+            if not in_order:
+                return self.store.take(rows)
+            return self.store.batch(copy=True) if self.copies else self.store.copy()
+
         try:
-            if in_order:
-                observations = self.store.batch(copy=True) if self.copies else self.store.copy()
-            else:
-                observations = self.store.take(rows)
+            observations = take_observations()
         except Exception as error:
-            raise_if_from_handler(error, lambda: self.store.take(rows))
+            raise_if_from_handler(error, take_observations)
             name_envs(error, row_list)
             self.state.changing = True
             changes.remove_received(row_list)
             self.state.changing = False
             raise
         infos = self._read_row_infos(row_list, rows)
-        columns = arrays.rewards, arrays.terminations, arrays.truncations
-        result = observations, *[each.copy() if in_order else each[rows] for each in columns], infos
+        columns = [
+            each.copy() if in_order else each[rows] for each in (arrays.rewards, arrays.terminations, arrays.truncations)
+        ]
+        if changes.resetting:
+            is_reset = np.isin(rows, list(changes.resetting))
+            for column in columns:
+                column[is_reset] = 0  # a reset writes none of them, and a dropped step before it may have
+        result = observations, *columns, infos
         for observer in self.observers:
             observer.on_result(rows, result)
         self.state.changing = True  # until the guard has returned the result

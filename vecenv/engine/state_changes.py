@@ -47,8 +47,7 @@ from vecenv.system.signals import deferred_signals
 
 PLAIN_REPLY: Final = int(Reply.PLAIN)  # packing an enum is slower
 REBUILT: Final = 0
-"""The code, in place of ``PLAIN_REPLY``, of the expected reply to a rebuild. No reply has this code, so ``apply_next``
-passes even a plain one to ``apply``, which ends the episodes of rebuilt rows."""
+"""The code of the expected reply to a rebuild; see :data:`~vecenv.engine.worker_process.PendingMessage`."""
 _COLUMNS_REPLY: Final = bytes([Reply.COLUMNS])
 _FOR_ALL_ROWS: Final = {int(Op.STEP_SOME): int(Op.STEP), int(Op.RESET_SOME): int(Op.RESET)}
 
@@ -73,7 +72,8 @@ class StateChanges:
         ready_infos, ready_finals: By row: pickled infos and final observations of ready rows.
         unsettled: Requests for ``recv`` with failures that :meth:`settle_for_recv` has to handle.
         unraised: Exceptions that the next calls of ``recv`` raise, each with its rows of :meth:`_find_rows_to_settle`, which
-            stay in flight until then. Without restarts, a row with a result that could not be sent in full is ready instead.
+            stay in flight until then. There are none if, without restarts, all failed rows have results that could not be
+            sent in full: these rows are ready.
         warned: Fields for which a warning was logged.
     """
 
@@ -154,9 +154,7 @@ class StateChanges:
     # -- rows that recv returns --------------------------------------------------------------------------------------
 
     def put_reset_in_flight(self, rows: Sequence[int]) -> None:
-        """Put the rows of a reset in flight, so that ``recv`` returns them."""
-        arrays = self.arrays
-        arrays.rewards[rows], arrays.terminations[rows], arrays.truncations[rows] = 0.0, False, False
+        """Put the rows of a reset in flight. ``recv`` returns them with reward 0 and both flags False."""
         self.in_flight.update(rows)
         self.resetting.update(rows)
 
@@ -399,12 +397,11 @@ class StateChanges:
         """Replace the dead workers of these rows without waiting for the new ones; return the error if one cannot start."""
         for worker in list(self.pool.processes):
             if worker.death is not None and not set(rows).isdisjoint(worker.rows):
-                try:
-                    self.set_deadline(self.pool.replace(worker))
-                except OSError as error:
-                    if isinstance(error, TimeoutError):  # from a signal handler with a time limit, not from the start
-                        raise
-                    return error
+                with deferred_signals():  # so that the exception is none of a signal handler
+                    try:
+                        self.set_deadline(self.pool.replace(worker))
+                    except Exception as error:
+                        return error
         return None
 
     def _begin_next(self, worker: Worker) -> None:

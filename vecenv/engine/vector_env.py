@@ -127,7 +127,8 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             worker processes.
         on_failure: ``"raise"``; ``"restart"``, which rebuilds environments that died, raised or hung; or a
             :class:`vecenv.Restart` with a restart budget.
-        step_timeout: Seconds until a ``reset`` or ``step`` without a timeout of its own counts as hanging.
+        step_timeout: Seconds until a ``reset`` or ``step`` without a timeout of its own counts as hanging. ``recv`` counts
+            from its own beginning, and finds a hang up to ten seconds later while it returns other rows.
         record_failures: A folder, or a :class:`vecenv.FlightRecorder`. Each failure is recorded in a file for
             ``vecenv replay``; see ``docs/recording.md``.
         generators: The random number generators of environments: those of ``random``, ``numpy.random`` and torch (on the

@@ -1,8 +1,11 @@
-"""Logs requests that take very long, unless ``step_timeout`` limits them.
+"""Finds requests that take very long: logs them, or notes those that exceed ``step_timeout``.
 
 Without a limit, a wait may never end. There is no thread for this: every few seconds, a waiting process checks the requests
 that its workers are executing, and logs those that have not changed for a minute, and again for ten (logger ``vecenv``). So
 a step costs nothing extra, and nothing is logged while the program is not waiting.
+
+With ``step_timeout``, waits end at the limit themselves, except those of ``recv`` for some rows while other rows become
+ready. For these, the check notes the workers that are late.
 """
 
 from __future__ import annotations
@@ -28,33 +31,49 @@ class Watchdog:
     """A periodic check of the requests that workers are executing.
 
     Args:
-        reports_steps: Log steps and resets, too; False if ``step_timeout`` limits them.
+        step_timeout: Seconds after which a step or a reset is late. ``None``: it is logged instead, like other requests.
 
     Attributes:
         next_check: The ``time.perf_counter()`` of the next check.
         interval_ms: Milliseconds between checks.
+        late: (worker, expected reply) of the steps and resets that the latest check found to be late.
     """
 
-    def __init__(self, *, reports_steps: bool) -> None:
-        self._reports_steps = reports_steps
+    def __init__(self, step_timeout: float | None) -> None:
+        self._step_timeout = step_timeout
         self.next_check = 0.0
         self.interval_ms = CHECK_INTERVAL_SECONDS[0] * 1000
+        if step_timeout is not None:
+            self.interval_ms = min(self.interval_ms, max(step_timeout * 1000, 50))
+        self.late: list[tuple[WorkerProcess, bytes]] = []
         self._busy: dict[tuple[int, bytes], tuple[float, int]] = {}  # (worker, expected reply) -> first found, times logged
 
     def check(self, workers: Sequence[WorkerProcess]) -> None:
-        """Log those of ``workers``, all with pending messages, that have been busy with one request for too long."""
+        """Log or note those of ``workers``, all with pending messages, that have been busy with one request for too long."""
         now = time.perf_counter()
-        self.next_check = now + CHECK_INTERVAL_SECONDS[0]
-        before, self._busy = self._busy, {}
+        self.next_check = now + self.interval_ms / 1000
+        before, self._busy, self.late = self._busy, {}, []
         for worker in workers:
             if worker.channel.poll(0):
                 continue
             expected_reply, rows, request = worker.pending[0]
             began, logged = before.get((worker.index, expected_reply), (now, 0))
-            late = logged < len(REPORT_AFTER_SECONDS) and now - began >= REPORT_AFTER_SECONDS[logged]
-            self._busy[worker.index, expected_reply] = began, logged + late
-            if late and (self._reports_steps or request.command not in _ACTIVITIES):
+            is_due = logged < len(REPORT_AFTER_SECONDS) and now - began >= REPORT_AFTER_SECONDS[logged]
+            self._busy[worker.index, expected_reply] = began, logged + is_due
+            if self._step_timeout is not None and request.command in _ACTIVITIES:
+                if now - began >= self._step_timeout:
+                    self.late.append((worker, expected_reply))
+            elif is_due:
                 self._report(worker, sorted(rows), request.command, now - began)
+
+    def take_late(self) -> list[WorkerProcess]:
+        """Remove the entries of ``late``; return the workers that have still not replied."""
+        late, self.late = self.late, []
+        return [
+            worker
+            for worker, expected_reply in late
+            if worker.pending and worker.pending[0][0] == expected_reply and not worker.channel.poll(0)
+        ]
 
     def _report(self, worker: WorkerProcess, rows: list[int], command: str, seconds: float) -> None:
         rows_text = span_text(rows)

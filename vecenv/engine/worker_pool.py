@@ -104,9 +104,8 @@ class WorkerPool:
         workers: ``local`` and ``processes`` together, in the order of their rows.
         wait_order: Indices of ``processes``, in the order in which to wait for their replies.
         unflushed: Workers with bytes in their channels that :meth:`flush` has yet to write.
-        written_to: Its length is the number of processes, from the first, to which :meth:`write_to_all` has written the
-            latest message to all; that of all if no part of this message remains to be queued. Its entries mean nothing.
-            It is a list because ``list.extend`` keeps those added before an exception.
+        written_to: One entry, of no meaning, for each process (from the first) that has the latest message to all in its
+            pipe or in its channel. It is a list because ``list.extend`` keeps the entries before an exception.
         held: Messages that wait until fewer than ``max_concurrency`` sent ones have no reply: (worker, bytes,
             ``makes_busy``), where the last is False for a call, which waits only for held messages before it.
         seconds_waited: The total time of all waits for replies.
@@ -147,7 +146,7 @@ class WorkerPool:
         self._spin_policy = SpinPolicy(options.caller_spin, arrays.no_spin_until, shares_core=shares_core)
         self._spin = self._spin_policy.spin
         self.seconds_waited = 0.0
-        self.watchdog = Watchdog(reports_steps=policy.step_timeout is None)
+        self.watchdog = Watchdog(policy.step_timeout)
         self._poll: tuple[select.poll, dict[int, WorkerProcess]] | None = None
         closed_in_child.add(self)  # before any worker is forked
 
@@ -182,7 +181,7 @@ class WorkerPool:
         # once the worker that got its message last has replied, most have, so the caller wakes up once or twice per step.
         self.wait_order = sorted(range(len(started)), key=lambda index: (not started[index].shares_core, -index))
         self.refresh_workers()
-        self._forget_message_to_all()
+        self._mark_message_to_all_written()
         return ready_messages
 
     def replace(self, worker: WorkerProcess, new: WorkerProcess | None = None) -> WorkerProcess:
@@ -194,6 +193,7 @@ class WorkerPool:
 
         Raises:
             OSError: No process could be started; the worker keeps its place.
+            Exception: An ``env_fn`` cannot be pickled any more, or the main file is gone; likewise.
         """
         with deferred_signals():
             self.queue_rest()  # a message to all that was not written yet must not reach the new process
@@ -415,16 +415,16 @@ class WorkerPool:
             if worker.death is None:
                 worker.channel.queue(self._message_to_all)
                 self.unflushed.add(worker)
-        self._forget_message_to_all()
+        self._mark_message_to_all_written()
         return [worker for worker in rest if worker.death is not None]
 
-    def _forget_message_to_all(self) -> None:
+    def _mark_message_to_all_written(self) -> None:
         self.written_to = [0] * len(self.processes)
 
     def drop_outside_channels(self) -> None:
         """Drop messages that are in no channel yet. Bytes queued in a channel stay, and precede its next message."""
         self.held.clear()
-        self._forget_message_to_all()
+        self._mark_message_to_all_written()
         if self.local is not None:
             self.local.unexecuted.clear()
 

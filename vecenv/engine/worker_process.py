@@ -40,7 +40,8 @@ PendingMessage: TypeAlias = tuple[bytes, Sequence[int], Request]
 """A message without a reply so far: the expected reply, its rows, and its request.
 
 ``StateChanges.apply_next`` handles two replies without decoding them: the expected one, and the same with the code
-COLUMNS. The expected reply to a rebuild has the code ``REBUILT``, which no reply has, so the reply is always decoded."""
+COLUMNS. The expected reply to a rebuild has the code ``REBUILT``, which no reply has, so even a plain one is decoded, and
+``StateChanges.apply`` ends the episodes of the rebuilt rows."""
 
 _log = logging.getLogger("vecenv")
 _STEP: Final = int(Op.STEP)
@@ -123,11 +124,12 @@ class WorkerProcess:
         start_failures: The failures that a replacement reported when it started; empty after its next reply.
         death: How it ended; ``None`` while it is alive.
         was_late: True if a reply was late; ``close()`` then waits less for this worker.
-        limit_from: The time from which a time limit counts, if it is later than the beginning of the caller's wait; minus
-            infinity at first. Set when a held message is released, and after a start or a rebuild.
+        limit_from: The time from which ``step_timeout`` counts, if it is later than the beginning of the caller's wait;
+            minus infinity at first. Set when a held message is released, and after a start or a rebuild.
         deadline: The ``time.monotonic()`` by which a replacement has to start or, with ``step_timeout`` and while a rebuild
             is pending, the process has to reply to its oldest message; 0.0: none. ``StateChanges.set_deadline`` sets it
             when a replacement is started or a rebuild is queued, and again when one of these has ended or was dropped.
+            Waits for replies kill it after that.
         forked: True if it was forked, and so has the caller's own classes.
         shares_core: True if it is bound to the caller's core, and so runs only while the caller sleeps.
         token: The token that marks all processes that its environments start.

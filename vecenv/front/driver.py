@@ -486,6 +486,7 @@ class WorkerDriver(Driver):
     def phase(self) -> Phase:
         """The pending operation, not counting calls that may be dropped and rows that ``recv`` returns."""
         request = self.exchange.request
+        # `changing` even during a call: the `reset()` that ends an interrupted change reads the phase itself
         return Phase.DEFAULT if request is None or request.droppable or self.state.changing else request.phase
 
     @property
@@ -501,7 +502,8 @@ class WorkerDriver(Driver):
     @property
     def in_flight(self) -> npt.NDArray[np.intp]:
         """The rows that ``recv`` has yet to return, in order; empty if a reset is needed, which drops them."""
-        return np.array([] if self.state.changing else sorted(self.exchange.in_flight), np.intp)
+        is_dropped = self.state.changing and not self.state.active_thread
+        return np.array([] if is_dropped else sorted(self.exchange.in_flight), np.intp)
 
     @property
     def is_interrupted(self) -> bool:

@@ -18,7 +18,7 @@ from vecenv.errors import NotRestorable, SnapshotMismatch
 from vecenv.state.capture import find_layers
 from vecenv.state.codecs import registered_name
 from vecenv.state.describe import describe, describe_space, differ, is_importable
-from vecenv.system.signals import call_with_fallback
+from vecenv.system.signals import call_with_fallback, deferred_signals
 
 FORMAT: Final = 6
 
@@ -341,7 +341,8 @@ def package_version(package: str) -> str:
     declared = getattr(sys.modules.get(package), "__version__", None)
     if isinstance(declared, str):
         return declared
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    with deferred_signals():  # `importlib.metadata` suppresses exceptions while it lists folders
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return ""

@@ -24,7 +24,7 @@ import gymnasium
 import kept_envs
 import numpy as np
 import pytest
-from gymnasium.error import AlreadyPendingCallError
+from gymnasium.error import AlreadyPendingCallError, ResetNeeded
 from gymnasium.wrappers import FrameStackObservation, NormalizeObservation, RecordEpisodeStatistics, TimeLimit
 
 import vecenv
@@ -88,6 +88,24 @@ def test_loaded_snapshots_continue_like_the_saved_engine(name: str, mode: str) -
         for number in range(40):
             actions = envs.action_space.sample()
             assert_identical(advance(other, mode, actions), advance(envs, mode, actions), f"step {number}")
+
+
+@pytest.mark.parametrize("saved_mode", ["NextStep", "Disabled"])
+def test_ended_episode_stays_ended_after_load(saved_mode: str) -> None:
+    make = functools.partial(open_envs, kept_envs.CountingEnv, num_workers=0)
+    with make(saved_mode) as saved, make("Disabled") as envs:
+        saved.reset(seed=1)
+        actions = np.array([2] + [0] * (ROWS - 1))  # the first episode ends first
+        while not (ended := saved.step(actions)[2]).any():
+            pass
+        snapshots = saved.save()
+        assert ["reset due" in repr(snapshot) for snapshot in snapshots] == ended.tolist()
+        envs.load(snapshots)
+        with pytest.raises(ResetNeeded, match=f"env {np.flatnonzero(ended)[0]} was stepped after the end"):
+            envs.step(actions)
+        envs.load(snapshots)
+        envs.reset(options={"reset_mask": ended})
+        envs.step(actions)
 
 
 def test_load_state_dict_restores_rows_statistics_and_generators() -> None:

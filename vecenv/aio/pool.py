@@ -332,7 +332,8 @@ class EpisodeEnv:
         env_id: The index of its environment; -1 before the episode is entered.
         observation: The latest observation, which later steps do not overwrite.
         info: The latest info, as the environment returned it; empty after :meth:`load`.
-        terminated, truncated: How the episode ended; both false until then.
+        terminated, truncated: How the episode ended; both false until then. One that had ended when it was saved is
+            truncated after :meth:`load`.
         failure: The latest exception that ended the episode.
     """
 
@@ -454,6 +455,7 @@ class EpisodeEnv:
             (parsed,) = parse_snapshots(snapshot, [slot.row])
             await self._request(slot, "check", parsed)
             self._begin_episode(await self._request(slot, "load", parsed), {})
+            self.truncated = parsed.row.pending
             return self.observation
 
     # -- helpers --------------------------------------------------------------------------------------------------------

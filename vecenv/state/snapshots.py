@@ -88,7 +88,7 @@ class Row:
 
     Attributes:
         kind: Kind of the environment.
-        pending: True if the next step begins with an automatic reset.
+        pending: True if the episode has ended, so that the next step is an automatic reset or, without those, refused.
         used: True if the environment has been reset before.
         upcoming: Seed and options of the next episode that autoreset begins, if they were set.
         observation: The row's last observation.
@@ -174,7 +174,7 @@ class Snapshot:
             row = self.row
         except SnapshotMismatch:
             return "Snapshot(damaged)"
-        pending = ", autoreset pending" if row.pending else ""
+        pending = ", reset due" if row.pending else ""
         return f"Snapshot({row.kind.env_id}, {len(row.kind.layers)} layers, {self.nbytes} bytes{pending})"
 
 

@@ -264,8 +264,11 @@ class EnvRows:
         return self._steps[k](action)
 
     def _step_after_reset(self, k: int, reset_due: bool) -> Callable[[Any], Any]:
-        """Return the step function of a row after a reset or load. ``reset_due``: its next step is an automatic reset."""
-        return partial(self._step_by_reset, k) if reset_due else self._env(k).step
+        """Return the step function of a row after a reset or load. ``reset_due``: see :meth:`_is_reset_due`."""
+        if not reset_due:
+            return self._env(k).step  # type: ignore[no-any-return]
+        is_disabled = self.plan.autoreset_mode is AutoresetMode.DISABLED
+        return partial(self._step_finished if is_disabled else self._step_by_reset, k)
 
     def _reset(self, k: int, seed: Any, options: Any) -> tuple[Any, Any]:
         """Execute a requested reset. If the environment has failed, rebuild it first."""
@@ -286,8 +289,8 @@ class EnvRows:
         return unpack_reset(env.reset(seed=seed, options=own_options), self.first + k)
 
     def _is_reset_due(self, k: int) -> bool:
-        """True if the row's next step is an automatic reset."""
-        return getattr(self._steps[k], "func", None) == self._step_by_reset
+        """True if the row's episode has ended, so that its next step is an automatic reset or, without those, refused."""
+        return getattr(self._steps[k], "func", None) in (self._step_by_reset, self._step_finished)
 
     def exit_if_forked(self) -> None:
         """End this process if it is a child that an environment forked and that has returned from the environment's code.

@@ -266,7 +266,7 @@ class EnvRows:
     def _step_after_reset(self, k: int, reset_due: bool) -> Callable[[Any], Any]:
         """Return the step function of a row after a reset or load. ``reset_due``: see :meth:`_is_reset_due`."""
         if not reset_due:
-            return self._env(k).step  # type: ignore[no-any-return]
+            return self._env(k).step
         is_disabled = self.plan.autoreset_mode is AutoresetMode.DISABLED
         return partial(self._step_finished if is_disabled else self._step_by_reset, k)
 

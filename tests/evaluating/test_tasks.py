@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -364,6 +364,22 @@ def test_infos_from_a_folder_equal_the_original_infos(tmp_path: Path) -> None:
             for stored, original in zip(results, originals, strict=True):
                 assert stored.info.pop("object") == "{7}"
                 assert_identical(stored.info, {key: value for key, value in original.info.items() if key != "object"})
+
+
+class OrderedInfoWalk(Walk):
+    """A walk with infos that are instances of subclasses of dict."""
+
+    def step(self, action: Any) -> Any:
+        *others, info = super().step(action)
+        return *others, OrderedDict(info, counts=defaultdict(int, steps=self.t))
+
+
+def test_infos_of_subclasses_of_dict_from_a_folder_are_dicts(tmp_path: Path) -> None:
+    with open_engine([OrderedInfoWalk] * 2, num_workers=1) as envs:
+        originals = vecenv.evaluate(envs, choose_actions, 3, seed=SEED)
+        for _ in range(2):  # the second time, the infos are read from the folder
+            results = vecenv.evaluate(envs, choose_actions, 3, seed=SEED, folder=tmp_path)
+            assert summarize(results) == summarize(originals)
 
 
 def test_evaluate_with_a_folder_locked_by_another_process_raises(tmp_path: Path) -> None:

@@ -61,6 +61,21 @@ def test_results_of_a_recurrent_policy_do_not_depend_on_the_number_of_environmen
     assert results_by_size[0] == results_by_size[1] == results_by_size[2]
 
 
+def test_text_stays_text_for_a_policy_with_tensors() -> None:
+    seen: list[Any] = []
+
+    def act(observations: Any) -> Any:
+        seen.append(observations)
+        return torch.zeros(2, dtype=torch.int64)
+
+    space = spaces.Dict({"mission": spaces.Text(4), "number": spaces.Box(0, 1, (3,))})
+    envs = vecenv.AsyncVectorEnv([functools.partial(SpaceEnv, space)] * 2, num_workers=0)
+    vecenv.evaluate(envs, act, 2, seed=1, arrays="torch")
+    envs.close()
+    assert isinstance(seen[0]["number"], torch.Tensor)
+    assert [type(text) for text in seen[0]["mission"]] == [str, str]
+
+
 def test_error_of_a_policy_with_another_dtype_has_a_note() -> None:
     envs = make_envs(1)
     with pytest.raises(RuntimeError, match="same dtype") as caught:

@@ -276,7 +276,13 @@ def _copy_row(position: int, leaf: Any) -> Any:
 
 def _stack(*leaves: Any) -> Any:
     """Stack leaves along a new first axis."""
-    return _array_module(leaves[0]).stack(leaves)
+    tensor = next((leaf for leaf in leaves if hasattr(leaf, "detach")), None)
+    if tensor is None:
+        return _array_module(leaves[0]).stack(leaves)
+    import torch
+
+    # the policy returned tensors, but the state of an episode that begins may be a NumPy array
+    return torch.stack([torch.as_tensor(leaf, device=tensor.device) for leaf in leaves])
 
 
 def _array_module(leaf: Any) -> Any:

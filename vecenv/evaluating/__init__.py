@@ -702,10 +702,10 @@ class LockstepRunner(EpisodeRunner):
                 free = [row for row in self._all_rows if row not in self._running]
                 if self._waiting and free and not self._in_waves:
                     observations = self._begin(observations, free)
-                idle = [row for row in ended if row not in self._running]
-                # ended rows are stepped too, and without autoreset they need a reset first
-                if idle and self._running and self._mode is AutoresetMode.DISABLED:
-                    observations, _ = self._envs.reset(options={"reset_mask": self._mask(idle)})
+                if self._running and self._mode is AutoresetMode.DISABLED:  # ended rows are stepped too, after a reset
+                    over = infos.merged().get("env_done", ended) if self._in_waves else ended  # agents may end earlier
+                    if idle := [row for row in np.flatnonzero(over).tolist() if row not in self._running]:
+                        observations, _ = self._envs.reset(options={"reset_mask": self._mask(idle)})
 
     def _begin_all(self) -> Any:
         """Begin the next episodes by resetting all environments; rows without an episode are seeded too."""
@@ -762,8 +762,8 @@ class LockstepRunner(EpisodeRunner):
         actions = take_rows(envs.single_action_space, some_actions, [positions.get(row, 0) for row in self._all_rows])
         return self._by_row.results("step", actions)
 
-    def _record_step(self, rewards: Any, terminations: Any, truncations: Any, infos: RowInfos) -> list[int]:
-        """Add up rewards and lengths, report ended episodes, and return the rows that ended."""
+    def _record_step(self, rewards: Any, terminations: Any, truncations: Any, infos: RowInfos) -> Any:
+        """Add up rewards and lengths, report ended episodes, and return the mask of the rows that ended."""
         ended = terminations | truncations
         executed = infos.executed_steps()
         self._raise_failures([row for row in self._running if ended[row]], infos)
@@ -772,7 +772,7 @@ class LockstepRunner(EpisodeRunner):
             attempt.length += executed if isinstance(executed, int) else int(executed[row])
             if ended[row]:
                 self._end(attempt, terminations[row], truncations[row], infos.row(row))
-        return np.flatnonzero(ended).tolist()
+        return ended
 
     def _raise_failures(self, rows: Sequence[int], infos: RowInfos) -> None:
         """Raise the recorded failure of an environment in these rows that the engine rebuilt."""

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from envs import open_engine
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers.vector import TransformObservation
 from walks import ENGINES, SEED, Walk, choose_actions, finish_walk, summarize
 
 import vecenv
@@ -79,6 +80,15 @@ def test_evaluate_of_tasks_equals_plain_loops_with_every_engine(engine: str, mod
         assert summarize(vecenv.evaluate(envs, choose_actions, episodes, seed=SEED)) == expected_results(episodes)
     finally:
         envs.close()
+
+
+def test_evaluate_of_tasks_behind_a_vector_wrapper_equals_plain_loops() -> None:
+    """Gymnasium's wrappers have no method ``call``, which returns the names of the tasks."""
+    with open_engine([vecenv.EnvChoice(make_tasks())] * 3, num_workers=2) as envs:
+        episodes, wrapped = make_episodes(), TransformObservation(envs, lambda observations: observations)
+        assert summarize(vecenv.evaluate(wrapped, choose_actions, episodes, seed=SEED)) == expected_results(episodes)
+        with pytest.raises(ValueError, match="names no environment"):
+            vecenv.evaluate(wrapped, choose_actions, 3)
 
 
 def test_each_task_is_built_about_once(tmp_path: Path) -> None:

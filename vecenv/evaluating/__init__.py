@@ -200,7 +200,7 @@ def _make_runner(
             reason = "all environments are reset together; evaluate the episodes with equal options in one call each"
             raise_unsupported(envs, "evaluate episodes with different options or env=", reason)
         runner = LockstepRunner(envs, todo, act, report, in_waves=in_waves)
-    require_offered(find_offered(envs, capabilities, todo.episodes), type(envs).__name__, todo.episodes)
+    require_offered(find_offered(envs.unwrapped, todo.episodes), type(envs).__name__, todo.episodes)
     _require_loadable(envs, snapshots)
     return runner
 

@@ -61,6 +61,36 @@ def test_results_of_a_recurrent_policy_do_not_depend_on_the_number_of_environmen
     assert results_by_size[0] == results_by_size[1] == results_by_size[2]
 
 
+def test_policy_that_returns_tensors_may_have_a_numpy_array_as_initial_state() -> None:
+    """In lockstep, the policy gets the first states of some episodes together with the returned states of others."""
+
+    def act(observations: Any, state: Any) -> Any:
+        counts = torch.as_tensor(state) + 1
+        return (observations[:, 2] > 0).long() * (counts[:, 0] % 9 > 0), counts
+
+    results_by_engine = []
+    for envs in (make_envs(1), gymnasium.vector.SyncVectorEnv([CARTPOLE] * 3)):
+        results = vecenv.evaluate(envs, act, 7, seed=1, arrays="torch", initial_state=np.zeros(2, np.float32))
+        results_by_engine.append(as_tuples(results))
+        envs.close()
+    assert results_by_engine[0] == results_by_engine[1]
+
+
+def test_text_stays_text_for_a_policy_with_tensors() -> None:
+    seen: list[Any] = []
+
+    def act(observations: Any) -> Any:
+        seen.append(observations)
+        return torch.zeros(2, dtype=torch.int64)
+
+    space = spaces.Dict({"mission": spaces.Text(4), "number": spaces.Box(0, 1, (3,))})
+    envs = vecenv.AsyncVectorEnv([functools.partial(SpaceEnv, space)] * 2, num_workers=0)
+    vecenv.evaluate(envs, act, 2, seed=1, arrays="torch")
+    envs.close()
+    assert isinstance(seen[0]["number"], torch.Tensor)
+    assert [type(text) for text in seen[0]["mission"]] == [str, str]
+
+
 def test_error_of_a_policy_with_another_dtype_has_a_note() -> None:
     envs = make_envs(1)
     with pytest.raises(RuntimeError, match="same dtype") as caught:

@@ -235,6 +235,24 @@ class TextWalk(Walk):
         return {"text": "abc", "position": position[:2] if action == 1 else position}, *others
 
 
+def test_errors_of_a_call_name_its_rows(closes: Any) -> None:
+    """Rows have moved. A call that raises fails no environment."""
+    envs = closes(make_prefetcher(Walk, 2))
+    envs.reset(seed=1)
+    while envs.places == [0, 1]:
+        envs.step(np.zeros(2, np.int64))
+    with pytest.raises(AttributeError) as caught:
+        envs.exec_func(lambda env: env.missing, [1])
+    place = envs.places[1]
+    assert f"'env {place}' is place {place} of 4, which ran an episode of env 1" in caught.value.__notes__
+    with pytest.raises(AttributeError) as caught:
+        envs.call("missing")
+    assert caught.value.envs == (0, 1)
+    first, *others = envs.errors
+    assert first.env == 1
+    assert sorted(record.env for record in others) == [0, 1]
+
+
 def test_observation_that_does_not_fit_fails_only_its_row(closes: Any) -> None:
     envs = closes(make_prefetcher(TextWalk))
     envs.reset(seed=1)

@@ -167,6 +167,33 @@ def test_failed_episode_has_its_own_error_after_an_earlier_failure_of_the_enviro
     assert results[2].error is None
 
 
+def test_failures_beyond_the_limit_of_restarts_end_only_their_episodes() -> None:
+    """The failed episodes have the errors of their environments, not the one about the limit."""
+    walk = functools.partial(Walk, faults={SEED + 1: "raise", SEED + 3: "die"})
+    with open_engine([walk] * 4, num_workers=2, on_failure=vecenv.Restart(limit=0)) as envs:
+        results = vecenv.evaluate(envs, choose_actions, 12, seed=SEED)
+    errors = {result.index: type(result.error) for result in results if result.error is not None}
+    assert errors == {1: ArithmeticError, 3: WorkerDied}
+    others = [result for result in results if result.error is None]
+    assert summarize(others) == [each for each in expected_results(12) if each[0] not in errors]
+
+
+def test_worker_that_dies_during_the_policy_beyond_the_limit_of_restarts_repeats_its_episodes() -> None:
+    """The death is noticed when the first row is sent again, because a call then fails."""
+    killed: list[int] = []
+
+    def act(observations: Any, rngs: list[np.random.Generator]) -> Any:
+        if not killed:
+            killed.append(envs.processes[0].pid)
+            os.kill(killed[0], signal.SIGKILL)
+            with contextlib.suppress(WorkerDied):
+                envs.get_attr("spec")
+        return choose_actions(observations, rngs)
+
+    with open_engine(make_walk_fns(2), num_workers=1, on_failure=vecenv.Restart(limit=0)) as envs:
+        assert summarize(vecenv.evaluate(envs, act, 6, seed=SEED)) == expected_results(6)
+
+
 class TaskWalk(Walk):
     """A walk with a required reset option: the length of its episodes."""
 

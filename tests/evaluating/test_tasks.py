@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from envs import open_engine
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers.vector import TransformObservation
 from walks import ENGINES, SEED, Walk, choose_actions, finish_walk, summarize
 
 import vecenv
@@ -79,6 +80,15 @@ def test_evaluate_of_tasks_equals_plain_loops_with_every_engine(engine: str, mod
         assert summarize(vecenv.evaluate(envs, choose_actions, episodes, seed=SEED)) == expected_results(episodes)
     finally:
         envs.close()
+
+
+def test_evaluate_of_tasks_behind_a_vector_wrapper_equals_plain_loops() -> None:
+    """Gymnasium's wrappers have no method ``call``, which returns the names of the tasks."""
+    with open_engine([vecenv.EnvChoice(make_tasks())] * 3, num_workers=2) as envs:
+        episodes, wrapped = make_episodes(), TransformObservation(envs, lambda observations: observations)
+        assert summarize(vecenv.evaluate(wrapped, choose_actions, episodes, seed=SEED)) == expected_results(episodes)
+        with pytest.raises(ValueError, match="names no environment"):
+            vecenv.evaluate(wrapped, choose_actions, 3)
 
 
 def test_each_task_is_built_about_once(tmp_path: Path) -> None:
@@ -364,6 +374,22 @@ def test_infos_from_a_folder_equal_the_original_infos(tmp_path: Path) -> None:
             for stored, original in zip(results, originals, strict=True):
                 assert stored.info.pop("object") == "{7}"
                 assert_identical(stored.info, {key: value for key, value in original.info.items() if key != "object"})
+
+
+class OrderedInfoWalk(Walk):
+    """A walk with infos that are instances of subclasses of dict."""
+
+    def step(self, action: Any) -> Any:
+        *others, info = super().step(action)
+        return *others, OrderedDict(info, counts=defaultdict(int, steps=self.t))
+
+
+def test_infos_of_subclasses_of_dict_from_a_folder_are_dicts(tmp_path: Path) -> None:
+    with open_engine([OrderedInfoWalk] * 2, num_workers=1) as envs:
+        originals = vecenv.evaluate(envs, choose_actions, 3, seed=SEED)
+        for _ in range(2):  # the second time, the infos are read from the folder
+            results = vecenv.evaluate(envs, choose_actions, 3, seed=SEED, folder=tmp_path)
+            assert summarize(results) == summarize(originals)
 
 
 def test_evaluate_with_a_folder_locked_by_another_process_raises(tmp_path: Path) -> None:

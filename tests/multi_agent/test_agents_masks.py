@@ -502,11 +502,22 @@ def test_flatten_agents_shares_memory_with_the_batch() -> None:
     assert envs.closed
 
 
-def test_evaluate_of_flat_agents_returns_an_episode_per_agent() -> None:
+@pytest.mark.parametrize("autoreset_mode", AutoresetMode)
+@pytest.mark.parametrize("padding_done", [True, False])
+def test_evaluate_of_flat_agents_returns_an_episode_per_agent(autoreset_mode: AutoresetMode, padding_done: bool) -> None:
     """Agents end separately but are reset together, and the last reset starts more episodes than are left."""
-    rows = make_flat_env(make_fns(2), num_workers=0)
+    rows = make_flat_env(make_fns(2), padding_done, autoreset_mode=autoreset_mode, num_workers=0)
     results = vecenv.evaluate(rows, lambda observations: np.zeros(len(observations), np.int64), 10, seed=0)
     assert results.lengths.tolist() == results.returns.tolist() == [2, 4, 6] * 3 + [2]
+    rows.close()
+
+
+def test_evaluate_without_autoreset_resets_the_games_that_end_first() -> None:
+    """The games have two and four steps, and one agent of each ends a step earlier."""
+    env_fns = [functools.partial(ScriptedGame, {"a": (0, last), "b": (0, last - 1)}) for last in (2, 4)]
+    rows = make_flat_env(env_fns, autoreset_mode=AutoresetMode.DISABLED, num_workers=0)
+    results = vecenv.evaluate(rows, lambda observations: np.zeros(len(observations), np.int64), 6, seed=0)
+    assert results.lengths.tolist() == [2, 1, 4, 3, 2, 1]
     rows.close()
 
 

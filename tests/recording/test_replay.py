@@ -717,7 +717,7 @@ class RenderModeEnv(RenderingEnv):
         self.render_mode = render_mode or ""
 
 
-def assert_frames_are_rendered(envs: vecenv.AsyncVectorEnv) -> None:
+def assert_frames_are_rendered(envs: Any) -> None:
     with contextlib.closing(envs):
         envs.reset(seed=1)
         envs.step([1] * envs.num_envs)
@@ -732,6 +732,35 @@ def assert_frames_are_rendered(envs: vecenv.AsyncVectorEnv) -> None:
 def test_frames_are_rendered_if_recorded_without_a_render_mode(tmp_path: Path) -> None:
     env_fns = [RenderModeEnv, functools.partial(RenderModeEnv, ""), functools.partial(RenderModeEnv, render_mode=None)]
     assert_frames_are_rendered(vecenv.AsyncVectorEnv(env_fns, record_failures=tmp_path, num_workers=0))
+
+
+@pytest.mark.parametrize("kind", ["own generators", "spare workers", "EnvChoice"])
+def test_frames_are_rendered_by_environments_that_vecenv_wraps(kind: str, tmp_path: Path) -> None:
+    if kind == "spare workers":
+        envs: Any = vecenv.EpisodePrefetcher.from_env_fns([RenderModeEnv] * 2, 1, record_failures=tmp_path, context="fork")
+    else:
+        env_fn: Any = vecenv.EnvChoice({"only": RenderModeEnv}) if kind == "EnvChoice" else RenderModeEnv
+        generators = "own" if kind == "own generators" else "shared"
+        envs = vecenv.AsyncVectorEnv([env_fn] * 2, record_failures=tmp_path, num_workers=0, generators=generators)
+    assert_frames_are_rendered(envs)
+
+
+class RandomFramesEnv(RenderModeEnv):
+    """An environment with rewards from numpy's global generator."""
+
+    def step(self, action: Any) -> Any:
+        observation, _, *others = super().step(action)
+        return observation, np.random.random(), *others
+
+
+def test_frames_of_a_registered_environment_with_own_generators_are_those_of_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gym, "registry", dict(gym.registry))
+    monkeypatch.setattr(gym.envs.registration, "registry", gym.registry)
+    gym.register("RandomFrames-v0", RandomFramesEnv)
+    make: Any = lambda: gym.make("RandomFrames-v0", disable_env_checker=True)  # noqa: E731 - takes no render_mode
+    assert_frames_are_rendered(vecenv.AsyncVectorEnv([make], record_failures=tmp_path, generators="own"))
 
 
 @pytest.mark.parametrize("env_kwargs", [{}, {"fault": ""}, {"render_mode": None}])

@@ -149,6 +149,21 @@ def test_images_that_are_not_frames_of_one_size_are_refused(name: str, tmp_path:
     assert not (tmp_path / name).exists()
 
 
+def test_frames_from_an_iterator_may_be_one_array_that_changes(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    from PIL import Image
+
+    def render() -> Any:
+        frame = np.zeros((4, 4, 3), np.uint8)
+        for colour in (50, 100, 200):
+            frame[:] = colour
+            yield frame
+
+    assert write_video(render(), tmp_path / "out.gif", fps=10) == 3
+    with Image.open(tmp_path / "out.gif") as video:
+        assert getattr(video, "n_frames", 1) == 3
+
+
 def test_gif_keeps_a_colour_that_occurs_in_only_two_frames(tmp_path: Path) -> None:
     pillow = pytest.importorskip("PIL.Image")
     images = [np.zeros((32, 32, 3), np.uint8) for _ in range(101)]

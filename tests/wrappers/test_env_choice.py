@@ -103,6 +103,30 @@ def test_trajectories_equal_those_of_single_environments() -> None:
         reference.close()
 
 
+@pytest.mark.parametrize("keep", [1, 2])
+def test_one_seed_determines_the_episodes_of_all_environments(keep: int) -> None:
+    """An environment that is built for a reset without a seed would have a random one."""
+    factories = {name: functools.partial(gymnasium.make, "CartPole-v1", max_episode_steps=3) for name in ("a", "b")}
+    trajectories = []
+    for _ in range(2):
+        env = vecenv.EnvChoice(factories, keep)()
+        trajectories.append([env.reset(seed=5)[0].tolist()])
+        for name in ("b", "a", "a", "b"):
+            trajectories[-1].append(env.reset(options={"env": name})[0].tolist())
+        env.close()
+    assert trajectories[0] == trajectories[1]
+    assert len({str(observation) for observation in trajectories[0]}) == 5
+
+
+def test_reset_of_another_environment_does_not_build_the_first_one(tmp_path: Path) -> None:
+    choice = make_choice(str(tmp_path / "log"))
+    choice().close()
+    env = choice()
+    env.reset(options={"env": "task-2"})
+    assert (tmp_path / "log").read_text() == "+0 -0 +2 "
+    env.close()
+
+
 def test_make_vec_passes_arguments_to_factories_and_applies_wrappers() -> None:
     envs = vecenv.make_vec(
         make_choice(), 2, wrappers=[functools.partial(ActionChunks, horizon=2)], vector_kwargs={"num_workers": 1},

@@ -22,7 +22,16 @@ from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import NormalizeObservation
 
-from vecenv.errors import EnvFailed, ErrorRecord, SnapshotMismatch, StepTimeout, WorkerDied, envs_text, how_to_install
+from vecenv.errors import (
+    EnvFailed,
+    ErrorRecord,
+    RestartsExhausted,
+    SnapshotMismatch,
+    StepTimeout,
+    WorkerDied,
+    envs_text,
+    how_to_install,
+)  # fmt: skip
 from vecenv.evaluating.episodes import Attempt, Episode, EpisodeList, EpisodeResult, EpisodeResults, Episodes, parse_episodes
 from vecenv.evaluating.journal import Journal, stored_seed
 from vecenv.evaluating.policies import PolicyCaller, join_rows, take_rows
@@ -191,7 +200,7 @@ def _make_runner(
             reason = "all environments are reset together; evaluate the episodes with equal options in one call each"
             raise_unsupported(envs, "evaluate episodes with different options or env=", reason)
         runner = LockstepRunner(envs, todo, act, report, in_waves=in_waves)
-    require_offered(find_offered(envs, capabilities, todo.episodes), type(envs).__name__, todo.episodes)
+    require_offered(find_offered(envs.unwrapped, todo.episodes), type(envs).__name__, todo.episodes)
     _require_loadable(envs, snapshots)
     return runner
 
@@ -422,7 +431,7 @@ class FirstReadyRunner(EpisodeRunner):
             if restarted or sent > self._starting.get(row, math.inf):  # the new process is ready
                 self._mark_ready(row)
             if restarted:
-                self._handle_restart(row)
+                self._fail_as_recorded(row)
                 continue
             if not attempt.begins:
                 attempt.episode_return += float(rewards[position])
@@ -528,13 +537,13 @@ class FirstReadyRunner(EpisodeRunner):
         actions = self._act(observations, [self._running[row] for row in rows], infos)
         try:
             self._send(actions, rows)
-        except EnvFailed:  # a worker died in the meantime: step rows one by one to find those of that worker
+        except (EnvFailed, RestartsExhausted):  # a worker died in the meantime: step rows one by one to find its rows
             for position, row in enumerate(rows):
                 try:
                     self._send(take_rows(self._envs.single_action_space, actions, [position]), [row])
-                except EnvFailed as error:
+                except (EnvFailed, RestartsExhausted):
                     self._mark_starting([row])
-                    self._fail_or_requeue(row, error)
+                    self._fail_as_recorded(row)
             self._begin()
 
     def _send(self, actions: Any, rows: list[int]) -> None:
@@ -610,12 +619,11 @@ class FirstReadyRunner(EpisodeRunner):
         return rows
 
     def _handle_death(self, error: WorkerDied) -> None:
-        """Fail or requeue the attempts that a worker's death ended."""
+        """Fail or requeue the attempts that a worker's death ended, or failures beyond the limit of restarts."""
         rows = self._failed_rows(error)
-        self._mark_suspects(rows)
         self._mark_starting(rows)
         for row in rows:
-            self._fail_or_requeue(row, error)
+            self._fail_as_recorded(row)
 
     def _handle_exception(self, error: Exception) -> None:
         """Record the failure of the attempts that an environment's exception ended."""
@@ -625,21 +633,20 @@ class FirstReadyRunner(EpisodeRunner):
             cause = record.error if record is not None and is_recorded and isinstance(record.error, Exception) else error
             self._fail_or_requeue(row, cause)
 
-    def _handle_restart(self, row: int) -> None:
-        """Fail or requeue the attempt in an environment that the engine rebuilt."""
+    def _fail_as_recorded(self, row: int) -> None:
+        """Fail or requeue the attempt in a row with its latest recorded failure: that of its environment or its worker."""
         record = _latest_failure(self._envs, row)
         if record is None:
-            return self._fail_or_requeue(row, EnvFailed(f"env {row} failed and was rebuilt"))
+            return self._fail_or_requeue(row, EnvFailed(f"env {row} failed"))
         if record.env is None:
-            self._mark_suspects([row])
+            self._mark_suspects(row)
         return self._fail_or_requeue(row, record.error)
 
-    def _mark_suspects(self, rows: Sequence[int]) -> None:
-        """Mark the attempts of these rows' workers as suspects, for each worker that ran several."""
-        for group in {id(group): group for group in (self._group_by_row[row] for row in rows)}.values():
-            attempts = [self._running[row] for row in group if row in self._running]
-            for attempt in attempts:
-                attempt.suspect = attempt.suspect or len(attempts) > 1
+    def _mark_suspects(self, row: int) -> None:
+        """Mark the attempts of this row's worker as suspects if it ran several."""
+        attempts = [self._running[other] for other in self._group_by_row[row] if other in self._running]
+        for attempt in attempts:
+            attempt.suspect = attempt.suspect or len(attempts) > 1
 
     def _fail_or_requeue(self, row: int, error: Any) -> None:
         """End the attempt in a row: record its failure, or requeue the episode if another attempt may have caused it."""
@@ -695,10 +702,10 @@ class LockstepRunner(EpisodeRunner):
                 free = [row for row in self._all_rows if row not in self._running]
                 if self._waiting and free and not self._in_waves:
                     observations = self._begin(observations, free)
-                idle = [row for row in ended if row not in self._running]
-                # ended rows are stepped too, and without autoreset they need a reset first
-                if idle and self._running and self._mode is AutoresetMode.DISABLED:
-                    observations, _ = self._envs.reset(options={"reset_mask": self._mask(idle)})
+                if self._running and self._mode is AutoresetMode.DISABLED:  # ended rows are stepped too, after a reset
+                    over = infos.merged().get("env_done", ended) if self._in_waves else ended  # agents may end earlier
+                    if idle := [row for row in np.flatnonzero(over).tolist() if row not in self._running]:
+                        observations, _ = self._envs.reset(options={"reset_mask": self._mask(idle)})
 
     def _begin_all(self) -> Any:
         """Begin the next episodes by resetting all environments; rows without an episode are seeded too."""
@@ -755,8 +762,8 @@ class LockstepRunner(EpisodeRunner):
         actions = take_rows(envs.single_action_space, some_actions, [positions.get(row, 0) for row in self._all_rows])
         return self._by_row.results("step", actions)
 
-    def _record_step(self, rewards: Any, terminations: Any, truncations: Any, infos: RowInfos) -> list[int]:
-        """Add up rewards and lengths, report ended episodes, and return the rows that ended."""
+    def _record_step(self, rewards: Any, terminations: Any, truncations: Any, infos: RowInfos) -> Any:
+        """Add up rewards and lengths, report ended episodes, and return the mask of the rows that ended."""
         ended = terminations | truncations
         executed = infos.executed_steps()
         self._raise_failures([row for row in self._running if ended[row]], infos)
@@ -765,7 +772,7 @@ class LockstepRunner(EpisodeRunner):
             attempt.length += executed if isinstance(executed, int) else int(executed[row])
             if ended[row]:
                 self._end(attempt, terminations[row], truncations[row], infos.row(row))
-        return np.flatnonzero(ended).tolist()
+        return ended
 
     def _raise_failures(self, rows: Sequence[int], infos: RowInfos) -> None:
         """Raise the recorded failure of an environment in these rows that the engine rebuilt."""

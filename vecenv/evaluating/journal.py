@@ -196,7 +196,7 @@ def _encode(value: Any, *, strict: bool = False) -> Any:
         return [_encode(each, strict=strict) for each in value]
     if kind is tuple:
         return {"!tuple": [_encode(each, strict=strict) for each in value]}
-    if kind is dict:
+    if isinstance(value, dict):  # environments also return OrderedDicts and defaultdicts as infos
         if all(type(key) is str and not key.startswith("!") for key in value):
             return {key: _encode(each, strict=strict) for key, each in value.items()}
         return {"!dict": [[_encode(key, strict=strict), _encode(each, strict=strict)] for key, each in value.items()]}

@@ -189,12 +189,18 @@ def _make_conversion(arrays: str | None, device: Any) -> tuple[Callable[[Any], A
     if arrays == "torch":
         import torch
 
-        return lambda batch: map_leaves(partial(torch.as_tensor, device=device), to_numpy(batch)), torch.no_grad
+        to_tensor = _except_text(partial(torch.as_tensor, device=device))
+        return lambda batch: map_leaves(to_tensor, to_numpy(batch)), torch.no_grad
     if arrays == "jax":
         import jax.numpy
 
-        return partial(map_leaves, jax.numpy.asarray), contextlib.nullcontext
+        return partial(map_leaves, _except_text(jax.numpy.asarray)), contextlib.nullcontext
     return to_numpy if arrays == "numpy" else lambda batch: batch, contextlib.nullcontext
+
+
+def _except_text(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a conversion of leaves that leaves strings unchanged: torch and JAX have no arrays of text."""
+    return lambda leaf: leaf if isinstance(leaf, str) else convert(leaf)
 
 
 def map_parts(function: Callable[..., Any], space: Space[Any], *batches: Any) -> Any:
@@ -270,7 +276,13 @@ def _copy_row(position: int, leaf: Any) -> Any:
 
 def _stack(*leaves: Any) -> Any:
     """Stack leaves along a new first axis."""
-    return _array_module(leaves[0]).stack(leaves)
+    tensor = next((leaf for leaf in leaves if hasattr(leaf, "detach")), None)
+    if tensor is None:
+        return _array_module(leaves[0]).stack(leaves)
+    import torch
+
+    # the policy returned tensors, but the state of an episode that begins may be a NumPy array
+    return torch.stack([torch.as_tensor(leaf, device=tensor.device) for leaf in leaves])
 
 
 def _array_module(leaf: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from vecenv.errors import EnvFailed, WorkerDied, suggest_names
 from vecenv.evaluating.episodes import Episode
-from vecenv.front.capabilities import Capabilities
+from vecenv.front.capabilities import capabilities_of
 
 
 class WaitingEpisodes:
@@ -103,12 +103,16 @@ def any_named(episodes: Sequence[Episode]) -> bool:
     return any(episode.env is not None for episode in episodes)
 
 
-def find_offered(envs: Any, capabilities: Capabilities | None, episodes: Sequence[Episode]) -> tuple[str, ...]:
+def find_offered(base: Any, episodes: Sequence[Episode]) -> tuple[str, ...]:
     """Return the names that all rows offer through :class:`vecenv.EnvChoice`; empty if there is no choice.
 
     They are also empty if they cannot be read before the first episode, and no episode names its environment.
+
+    Args:
+        base: The vector environment without its wrappers, which may have no calls.
+        episodes: The episodes.
     """
-    call = getattr(envs, "call", None)
+    call, capabilities = getattr(base, "call", None), capabilities_of(base)
     if call is None or (capabilities is not None and not capabilities.attributes):
         return ()
 
@@ -123,7 +127,7 @@ def find_offered(envs: Any, capabilities: Capabilities | None, episodes: Sequenc
     except (EnvFailed, WorkerDied):  # calls are refused until a reset, which may need the options of an episode
         if not any_named(episodes):
             return ()
-        envs.reset()
+        base.reset()
         return common_names()
     except AttributeError:  # an environment that is not a gymnasium.Env
         return ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import bdb
 import faulthandler
+import functools
 import inspect
 import json
 import math
@@ -30,6 +31,7 @@ from typing import Any, Final, NamedTuple
 import gymnasium
 
 from vecenv.errors import format_seconds
+from vecenv.link import own_generators
 from vecenv.recording.file import (
     KILLED,
     SUFFIX,
@@ -54,6 +56,7 @@ from vecenv.system.supervision import (
 )  # fmt: skip
 from vecenv.tools import USAGE, WRONG, CliError, one_line
 from vecenv.tools.video import Frame, as_rgb, require_writer, write_video
+from vecenv.wrappers.equal_envs import EqualEnvBuilder
 
 _MAX_FRAMES: Final = 1000
 _MAX_LISTED_FILES: Final = 5
@@ -467,6 +470,11 @@ def _debug(path: Path, *, begin: str, until: int | None, frames: Path | None) ->
 
 def _make_renderable(env_fn: Callable[..., Any]) -> Callable[[], Any]:
     """Return a function that builds the environment with ``render_mode="rgb_array"``."""
+    if isinstance(env_fn, EqualEnvBuilder):
+        env_fn.env_fn = _make_renderable(env_fn.env_fn)
+        return env_fn
+    if isinstance(env_fn, functools.partial) and env_fn.func is own_generators._build:
+        return own_generators.with_own_generators([_make_renderable(*env_fn.args)])[0]
 
     def build() -> Any:
         env = env_fn(render_mode="rgb_array") if _accepts_render_mode(env_fn) else env_fn()
@@ -487,10 +495,14 @@ def _make_renderable(env_fn: Callable[..., Any]) -> Callable[[], Any]:
 
 def _accepts_render_mode(env_fn: Callable[..., Any]) -> bool:
     try:
-        parameter = inspect.signature(env_fn).parameters.get("render_mode")
+        parameters = inspect.signature(env_fn).parameters.values()
     except (TypeError, ValueError):  # a callable of an extension module may have no signature
         return False
-    return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    return any(
+        (each.name == "render_mode" and each.kind in by_name) or each.kind is inspect.Parameter.VAR_KEYWORD
+        for each in parameters
+    )
 
 
 def _render(env: Any, row: int) -> _Image:

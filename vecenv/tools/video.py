@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import math
 import struct
@@ -134,7 +135,7 @@ def write_video(images: Iterable[Frame], path: str | Path, *, fps: float = 30.0)
         )
     if not 0 < fps < math.inf:
         raise ValueError(f"`fps` must be a positive number of frames per second, got {fps!r}")
-    frames = list(images)
+    frames = list(map(copy.copy, images))  # an iterator may yield one array again and again, as some environments render
     if not frames:
         raise ValueError("there are no images to write")
     for index, frame in enumerate(frames):

@@ -95,11 +95,16 @@ class ChosenEnv(gymnasium.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Choose the environment named by ``options["env"]``, and reset it with the other options.
 
+        Without a seed, the generator of the current environment seeds another one, so that one seed determines all episodes.
+
         Raises:
             ValueError: There is no environment of that name, or its spaces differ from those of the first one.
         """
         other_options = dict(options or {})
-        env = self._choose(other_options.pop("env", self.env_name))
+        name = other_options.pop("env", self.env_name)
+        if seed is None and name != self.env_name and self.env_name in self._open:
+            seed = int.from_bytes(self.np_random.bytes(4), "little") >> 1
+        env = self._choose(name)
         return env.reset(seed=seed, options=other_options or None)
 
     def step(self, action: Any) -> Any:

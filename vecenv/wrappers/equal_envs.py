@@ -35,13 +35,13 @@ class EqualEnvBuilder:
     """
 
     def __init__(self, env_fn: Callable[[], Any]) -> None:
-        self._env_fn = env_fn
+        self.env_fn = env_fn
         self._attributes: dict[str, bytes] = {}  # name -> pickled value, in the order of the calls
         self.token = secrets.token_hex(8)  # of this builder and of its copies in the workers
 
     def __call__(self) -> Any:
         _BUILDERS[self.token] = self
-        env = self._env_fn()
+        env = self.env_fn()
         for name, value in self._attributes.items():
             env.set_wrapper_attr(name, cloudpickle.loads(value))
         return env
@@ -52,7 +52,7 @@ class EqualEnvBuilder:
         return vars(self) if starts_process else {**vars(self), "_attributes": {}}
 
     def __repr__(self) -> str:
-        return repr(self._env_fn)
+        return repr(self.env_fn)
 
     def keep(self, name: str, value: Any) -> None:
         """Store an attribute to set in all environments that are built from now on."""

@@ -6,6 +6,7 @@ number the environments by place. Their texts are kept, and a note names the row
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,14 +44,19 @@ class PlaceNotes(Observer):
         """Return the note. If a worker died, also name the rows in the error, which ``envs.errors`` keeps."""
         if worker_died:
             name_rows(error, self._envs.places)
-        note = _PlaceNote("; ".join(map(self._note, rows)))
-        note.row = self._envs.row_of_place(rows[0]) if rows else None
-        return note
+        return _make_note(self._envs, rows)
 
-    def _note(self, place: int) -> str:
-        row = self._envs.row_of_place(place)
-        episode = "no episode" if row is None else f"an episode of env {row}"
-        return f"'env {place}' is place {place} of {self._envs.envs.num_envs}, which ran {episode}"
+
+def _make_note(envs: Any, places: Sequence[int]) -> _PlaceNote:
+    """Return the note about failed places of an ``EpisodePrefetcher``."""
+    rows = [envs.row_of_place(place) for place in places]
+    episodes = ["no episode" if row is None else f"an episode of env {row}" for row in rows]
+    note = _PlaceNote("; ".join(
+        f"'env {place}' is place {place} of {envs.envs.num_envs}, which ran {episode}"
+        for place, episode in zip(places, episodes, strict=True)
+    ))  # fmt: skip
+    note.row = rows[0] if rows else None
+    return note
 
 
 def name_rows(error: BaseException, places: Sequence[int]) -> None:
@@ -72,22 +78,34 @@ def name_rows(error: BaseException, places: Sequence[int]) -> None:
 
 
 @contextmanager
-def naming_rows(places: Sequence[int]) -> Iterator[None]:
-    """Name rows instead of places in errors from the ``with`` block. ``places`` has the place of each row."""
+def naming_rows(envs: Any) -> Iterator[None]:
+    """Name rows instead of places in errors from the ``with`` block, a call during which no row moves.
+
+    Observers are not notified if a call raises in environments that do not fail, so the notes are added here.
+
+    Args:
+        envs: The ``EpisodePrefetcher``.
+    """
+    began = time.monotonic()
     try:
         yield
     except Exception as error:
-        name_rows(error, places)
+        name_rows(error, envs.places)
+        for record in envs.envs.errors:
+            if record.time >= began and record.env is not None and _find_note(record.error) is None:
+                note = _make_note(envs, [record.env])
+                record.error.add_note(note)
+                error.add_note(note)
         raise
 
 
 def name_rows_in_records(records: Iterable[ErrorRecord]) -> deque[ErrorRecord]:
-    """Return copies of records with the row from the note of :class:`PlaceNotes` as ``env``; ``None`` if it names no row."""
-    return deque(replace(record, env=_noted_row(record.error)) for record in records)
+    """Return copies of records with the row from the note of a failure as ``env``; ``None`` if it names no row."""
+    return deque(replace(record, env=getattr(_find_note(record.error), "row", None)) for record in records)
 
 
-def _noted_row(error: BaseException) -> int | None:
-    return next((note.row for note in getattr(error, "__notes__", ()) if isinstance(note, _PlaceNote)), None)
+def _find_note(error: BaseException) -> _PlaceNote | None:
+    return next((note for note in getattr(error, "__notes__", ()) if isinstance(note, _PlaceNote)), None)
 
 
 def select_rows(space: Space[Any], batch: Any, order: list[int]) -> Any:

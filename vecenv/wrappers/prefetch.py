@@ -645,7 +645,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         rows = parse_rows(env_ids if env_ids is None else list(env_ids), self.num_envs)
         self._wait_until_idle("exec_func")
         self._require_not_failed(rows)
-        with naming_rows(self.places):
+        with naming_rows(self):
             results = self.envs.exec_func(func, [self.places[row] for row in rows], *args, **kwargs)
         return tuple(results[self.places[row]] if row in rows else None for row in range(self.num_envs))
 
@@ -669,7 +669,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             raise_unsupported(self, "set one value per row", "any environment may run the episodes of any row")
         self._wait_until_idle("set_attr")
         try:
-            with naming_rows(self.places):
+            with naming_rows(self):
                 self.envs.set_attr(name, [values] * self.envs.num_envs)
         except Exception as error:
             if hasattr(error, "envs"):  # the others have the value; spares that have died are rebuilt
@@ -709,14 +709,14 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Snapshot, ...]:
         """Return the state of all rows, or of some; see ``AsyncVectorEnv.save``."""
         rows = self._begin_save("save", env_id)
-        with naming_rows(self.places):
+        with naming_rows(self):
             snapshots = self.envs.save([self.places[row] for row in rows], verify=verify)
         return self._add_episodes(snapshots, rows)
 
     def state_dict(self, env_id: Any = None, *, verify: bool = True) -> dict[str, Any]:
         """Return the whole state in one dict; see ``AsyncVectorEnv.state_dict``."""
         rows = self._begin_save("state_dict", env_id)
-        with naming_rows(self.places):
+        with naming_rows(self):
             state = self.envs.state_dict([self.places[row] for row in rows], verify=verify)
         saved = read_state(state, len(rows), AutoresetMode.DISABLED, _spaces(self.envs))
         snapshots = self._add_episodes(saved.snapshots, rows)

@@ -32,6 +32,7 @@ from vecenv.front.arguments import (
     parse_env_ids,
     parse_rows,
     require_callable,
+    split_reset_mask,
 )
 from vecenv.front.by_row import infos_by_row
 from vecenv.front.capabilities import raise_unsupported
@@ -302,9 +303,8 @@ class MultiAgentVecEnv:
         seeds: Any = seed
         if isinstance(seed, (int, np.integer)):
             seeds = [int(seed) + int(row) * self.seed_stride for row in (self._all_rows if rows is None else rows)]
-        mask = options.get("reset_mask") if isinstance(options, Mapping) else None
         self._rows.reset_async(seed=seeds, options=options, env_id=env_id)
-        self._reset_mask = None if mask is None else mask.copy()
+        mask = self._reset_mask = split_reset_mask(options, self.num_envs)[0] if rows is None else None
         begun: Any = rows if rows is not None else slice(None) if mask is None else mask
         self._begun[begun] = True
 

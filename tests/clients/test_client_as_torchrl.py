@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from client_envs import make_cartpole, make_full_env_fns
 from dying_agents import make_agent_rows
-from envs import ReturningEnv, SpaceEnv
+from envs import ReturningEnv, SpaceEnv, info_env_fn
 from gymnasium import spaces
 
 pytest.importorskip("torchrl", reason="needs TorchRL: pip install 'vecenv[clients]'")
@@ -345,6 +345,15 @@ def test_unsigned_observations_are_refused_and_unsigned_infos_become_int64(dtype
     env.close()
     with pytest.raises(NotImplementedError, match=r"TorchRL cannot use Box\(.*: convert it"):
         as_torchrl(functools.partial(SpaceEnv, spaces.Box(0, 9, (2,), dtype)), 2, "serial")
+
+
+@pytest.mark.parametrize("other", [np.ones(3), {"left": 1.0}])
+def test_infos_that_do_not_fit_their_column_are_zero(other: Any) -> None:
+    infos = [{"force": value} for value in (np.full(2, 7.0), np.full(2, 8.0), other, np.full(2, 9.0))]
+    env = as_torchrl(info_env_fn(infos, infos[:1]), 2, "serial", infos=["force"])
+    data = random_rollout(env, 3)["next", "force"]
+    assert data.tolist() == [[[8.0] * 2, [0.0] * 2, [9.0] * 2]] * 2
+    env.close()
 
 
 def constant_results(info: dict[str, Any]) -> dict[str, Any]:

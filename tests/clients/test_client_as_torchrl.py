@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from client_envs import make_cartpole, make_full_env_fns
-from dying_agents import make_agent_rows
+from dying_agents import DyingAgents, make_agent_rows
 from envs import ReturningEnv, SpaceEnv, info_env_fn
 from gymnasium import spaces
 
@@ -151,6 +151,27 @@ def test_agents_that_die_at_different_times_have_correct_transitions_in_every_mo
         if frame_skip == 1:
             for key in ("observation", ("next", "observation"), ("next", "done"), ("next", "life"), ("next", "reward")):
                 assert torch.equal(actual[key], data["SameStep"][key])
+
+
+class DyingAgentsWithDiscreteSpace(DyingAgents):
+    """A game in which agents observe their own number."""
+
+    def observation_space(self, agent: int) -> spaces.Space[Any]:
+        return spaces.Discrete(3, start=1)
+
+    def _observe(self, agents: list[int]) -> Any:
+        return {agent: np.int64(agent) for agent in agents}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_padding_outside_a_discrete_space_has_no_entry_in_its_one_hot_vector(mode: str) -> None:
+    games = vecenv.MultiAgentVecEnv([DyingAgentsWithDiscreteSpace] * 3, num_workers=0, autoreset_mode=mode)
+    env = as_torchrl(games.flatten_agents(), infos=["life"])
+    data = random_rollout(env, 30)["next"]
+    expected = torch.eye(3, dtype=torch.int64).repeat(3, 1)[:, None] * data["life"].ne(0)[..., None]
+    assert torch.equal(data["observation"], expected)
+    assert data["life"].eq(0).any()
+    env.close()
 
 
 @pytest.mark.parametrize(("backend", "mode"), [("serial", "NextStep"), ("serial", "Disabled"), ("envpool", None)])

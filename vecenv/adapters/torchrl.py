@@ -135,8 +135,9 @@ def _make_discrete_codec(space: Any, n: int, onehot: bool) -> TensorCodec:
     def encode(batch: Any) -> Any:
         values = to_tensor(batch).long().reshape(-1, len(counts))
         values = values - start.to(values.device)
-        if onehot:
-            return torch.cat([torch.nn.functional.one_hot(values[:, i], count) for i, count in enumerate(counts)], -1)
+        if onehot:  # padding of dead agents may be outside the space: a row of zeros
+            ranges = [torch.arange(count, device=values.device) for count in counts]
+            return torch.cat([values[:, [i]] == choices for i, choices in enumerate(ranges)], -1).long()
         return values if is_multi else values[:, 0]
 
     def decode(tensor: Any) -> Any:

@@ -9,8 +9,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from client_envs import make_cartpole, make_full_env_fns
-from dying_agents import make_agent_rows
-from envs import ReturningEnv, SpaceEnv
+from dying_agents import DyingAgents, make_agent_rows
+from envs import ReturningEnv, SpaceEnv, info_env_fn
 from gymnasium import spaces
 
 pytest.importorskip("torchrl", reason="needs TorchRL: pip install 'vecenv[clients]'")
@@ -151,6 +151,27 @@ def test_agents_that_die_at_different_times_have_correct_transitions_in_every_mo
         if frame_skip == 1:
             for key in ("observation", ("next", "observation"), ("next", "done"), ("next", "life"), ("next", "reward")):
                 assert torch.equal(actual[key], data["SameStep"][key])
+
+
+class DyingAgentsWithDiscreteSpace(DyingAgents):
+    """A game in which agents observe their own number."""
+
+    def observation_space(self, agent: int) -> spaces.Space[Any]:
+        return spaces.Discrete(3, start=1)
+
+    def _observe(self, agents: list[int]) -> Any:
+        return {agent: np.int64(agent) for agent in agents}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_padding_outside_a_discrete_space_has_no_entry_in_its_one_hot_vector(mode: str) -> None:
+    games = vecenv.MultiAgentVecEnv([DyingAgentsWithDiscreteSpace] * 3, num_workers=0, autoreset_mode=mode)
+    env = as_torchrl(games.flatten_agents(), infos=["life"])
+    data = random_rollout(env, 30)["next"]
+    expected = torch.eye(3, dtype=torch.int64).repeat(3, 1)[:, None] * data["life"].ne(0)[..., None]
+    assert torch.equal(data["observation"], expected)
+    assert data["life"].eq(0).any()
+    env.close()
 
 
 @pytest.mark.parametrize(("backend", "mode"), [("serial", "NextStep"), ("serial", "Disabled"), ("envpool", None)])
@@ -345,6 +366,15 @@ def test_unsigned_observations_are_refused_and_unsigned_infos_become_int64(dtype
     env.close()
     with pytest.raises(NotImplementedError, match=r"TorchRL cannot use Box\(.*: convert it"):
         as_torchrl(functools.partial(SpaceEnv, spaces.Box(0, 9, (2,), dtype)), 2, "serial")
+
+
+@pytest.mark.parametrize("other", [np.ones(3), {"left": 1.0}])
+def test_infos_that_do_not_fit_their_column_are_zero(other: Any) -> None:
+    infos = [{"force": value} for value in (np.full(2, 7.0), np.full(2, 8.0), other, np.full(2, 9.0))]
+    env = as_torchrl(info_env_fn(infos, infos[:1]), 2, "serial", infos=["force"])
+    data = random_rollout(env, 3)["next", "force"]
+    assert data.tolist() == [[[8.0] * 2, [0.0] * 2, [9.0] * 2]] * 2
+    env.close()
 
 
 def constant_results(info: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ pytest.importorskip("torchrl", reason="needs TorchRL: pip install 'vecenv[client
 pytest.importorskip("jaxlib", reason="needs JAX: pip install 'vecenv[jax]'")
 
 import cart_env
+import jax
 import torch
 from tensordict import TensorDict
 from torchrl.envs.utils import check_env_specs
@@ -162,8 +163,23 @@ def test_finished_rows_keep_their_observation_and_step_mask_excludes_rows() -> N
     assert stepped["reward"][:, 0].bool().tolist() == [True, False]
 
 
-def test_copied_and_pickled_environments_continue_like_the_original() -> None:
-    env = vecenv.torch.TensorDictEnv(AcceleratingEnv(), (2,), max_episode_steps=4)
+class KeyInStateEnv(AcceleratingEnv):
+    """An environment with a random key in its state, which determines its movement."""
+
+    def init(self, key: Any) -> Any:
+        position, observation = super().init(key)
+        return (position, jax.random.wrap_key_data(key)), observation
+
+    def step(self, state: Any, action: Any, key: Any) -> Any:
+        position, own_key = state
+        own_key, step_key = jax.random.split(own_key)
+        position, *rest = super().step(position, action + jax.random.uniform(step_key), key)
+        return ((position, own_key), *rest)
+
+
+@pytest.mark.parametrize("env_class", [AcceleratingEnv, KeyInStateEnv])
+def test_copied_and_pickled_environments_continue_like_the_original(env_class: Any) -> None:
+    env = vecenv.torch.TensorDictEnv(env_class(), (2,), max_episode_steps=4)
     env.set_seed(5)
     env.reset()
     copied = copy.deepcopy(env)

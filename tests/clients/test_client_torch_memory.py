@@ -1,4 +1,4 @@
-"""Tensors over the memory of observations keep their values while environments step on."""
+"""Tensors over the memory of observations keep their values while environments step on; tensors as reset masks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import functools
 import gc
 
 import numpy as np
+import pytest
 import torch
+from dying_agents import DyingAgents
 from envs import SpaceEnv
 from gymnasium.spaces import Box
 
@@ -30,4 +32,16 @@ def test_tensors_over_lent_observations_keep_their_values() -> None:
         gc.collect()
         for view, expected in held:
             np.testing.assert_array_equal(view.numpy(), expected)
+    envs.close()
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_multi_agent_environments_accept_a_tensor_as_reset_mask(view: bool) -> None:
+    envs = vecenv.MultiAgentVecEnv([DyingAgents] * 2, num_workers=0, autoreset_mode="SameStep")
+    resettable = envs.to_openrl() if view else envs
+    resettable.reset(seed=1)
+    envs.step(np.zeros((2, 3), int))
+    observations, _ = resettable.reset(options={"reset_mask": torch.tensor([False, True])})
+    assert observations[:, 0, 1].tolist() == [1.0, 0.0]  # the time in each environment
+    envs.step(np.zeros((2, 3), int))
     envs.close()

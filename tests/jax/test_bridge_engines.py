@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from bridge_envs import CallLogVectorEnv, make_faulty_fns, make_fns
 from envs import FixedBatchSize
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorWrapper
 
 import vecenv
@@ -106,6 +108,47 @@ def test_finished_rows_are_not_stepped_in_disabled_mode(batch_size: int | None) 
             done |= np.asarray(state.done)
         assert envs.stats()["steps"] == expected_steps
         assert envs.stats()["resets"] == 4
+
+
+class DyingAgents:
+    """A game in which agent 1 dies in step 2, and agent 0 in step ``length``. Agents observe the time; rewards are 1."""
+
+    possible_agents = (0, 1)
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.time, self.agents = 0, list(self.possible_agents)
+
+    def observation_space(self, agent: int) -> Any:
+        return spaces.Discrete(99)
+
+    def action_space(self, agent: int) -> Any:
+        return spaces.Discrete(2)
+
+    def reset(self, seed: Any = None, options: Any = None) -> Any:
+        self.time, self.agents = 0, list(self.possible_agents)
+        return dict.fromkeys(self.agents, np.int64(0)), {}
+
+    def step(self, actions: Any) -> Any:
+        self.time += 1
+        before, ends = self.agents, {0: self.length, 1: 2}
+        self.agents = [agent for agent in before if self.time < ends[agent]]
+        terminated = {agent: agent not in self.agents for agent in before}
+        return dict.fromkeys(before, np.int64(self.time)), dict.fromkeys(before, 1.0), terminated, {}, {}
+
+
+@pytest.mark.parametrize("padding_done", [True, False])
+def test_agent_that_dies_early_stays_finished_until_its_game_is_reset_in_disabled_mode(padding_done: bool) -> None:
+    games = [functools.partial(DyingAgents, 3), functools.partial(DyingAgents, 5)]
+    envs = vecenv.MultiAgentVecEnv(games, num_workers=0, autoreset_mode="Disabled").flatten_agents(padding_done=padding_done)
+    with vj.bridge(envs) as env:
+        state = env.reset(jax.random.key(SEED))
+        for _ in range(6):
+            state = env.step(state, jnp.zeros(4, jnp.int32))
+        assert state.obs.tolist() == [3, 2, 5, 2]
+        assert state.last_return.tolist() == [3.0, 2.0, 5.0, 2.0]
+        state = env.reset_mask(state, state.done & (jnp.arange(4) < 2), jax.random.key(SEED))
+        assert env.step(state, jnp.zeros(4, jnp.int32)).obs.tolist() == [1, 1, 5, 2]
 
 
 @pytest.mark.long

@@ -262,6 +262,15 @@ def test_agents_with_integer_names_can_step() -> None:
             assert envs.step(actions)[1].tolist() == [[1, 1]] * 2
 
 
+def test_seeds_of_next_episodes_have_the_stride_of_reset() -> None:
+    with open_games([ScriptedGame] * 3, seed_stride=10, autoreset_mode="SameStep", num_workers=0) as envs:
+        envs.set_next_options(seed=1)
+        envs.set_next_options(seed=np.int64(5), env_id=[2, 0])
+        for _ in range(6):
+            envs.step(np.zeros((3, 3), int))
+        assert [seeds[-1] for seeds in envs.get_attr("seeds")] == [5, 11, 25]
+
+
 def test_attributes_of_the_engine_are_available() -> None:
     env_fns = [ScriptedGame] * 2
     envs = MultiAgentVecEnv(env_fns, num_workers=2, step_timeout=60)

@@ -135,8 +135,9 @@ def _make_discrete_codec(space: Any, n: int, onehot: bool) -> TensorCodec:
     def encode(batch: Any) -> Any:
         values = to_tensor(batch).long().reshape(-1, len(counts))
         values = values - start.to(values.device)
-        if onehot:
-            return torch.cat([torch.nn.functional.one_hot(values[:, i], count) for i, count in enumerate(counts)], -1)
+        if onehot:  # padding of dead agents may be outside the space: a row of zeros
+            ranges = [torch.arange(count, device=values.device) for count in counts]
+            return torch.cat([values[:, [i]] == choices for i, choices in enumerate(ranges)], -1).long()
         return values if is_multi else values[:, 0]
 
     def decode(tensor: Any) -> Any:
@@ -619,16 +620,15 @@ class _Rows:
         """Return the columns of infos, with 0 for each environment without a value that fits the column."""
         found = {}
         for name, template in self._columns.items():
-            column = infos.get(name)
-            if column is None:
-                found[name] = torch.zeros((len(ids), *template.shape), dtype=template.dtype)
-            elif isinstance(column, np.ndarray) and column.dtype.hasobject:  # types or shapes differ between environments
-                found[name] = torch.zeros((len(ids), *template.shape), dtype=template.dtype)
+            column: Any = infos.get(name)
+            shape = (len(ids), *template.shape)
+            found[name] = torch.zeros(shape, dtype=template.dtype)
+            if isinstance(column, np.ndarray) and column.dtype.hasobject:  # types or shapes differ between environments
                 for row, value in enumerate(column):
                     if isinstance(value, _NUMERIC_TYPES) and np.shape(value) == template.shape:
                         found[name][row] = torch.as_tensor(value)
-            else:
-                found[name] = to_tensor(column).to("cpu", template.dtype, copy=True).reshape(len(ids), *template.shape)
+            elif np.shape(column) == shape:
+                found[name] = to_tensor(column).to("cpu", template.dtype, copy=True)
         return found
 
 

@@ -303,7 +303,8 @@ class Requests:
         inner = capabilities_of(envs.unwrapped)
         self.masked_seeds = inner is None or inner.masked_seeds
         self._all_rows = np.arange(envs.num_envs)
-        self._ended = np.zeros(envs.num_envs, np.bool_)  # DISABLED: rows of `envs` that have ended and have not been reset
+        self._rows_are_agents = hasattr(envs.unwrapped, "padding_done")  # of a FlattenAgents
+        self._ended = np.zeros(envs.num_envs, np.bool_)  # DISABLED: rows of `envs` that cannot be stepped until a reset
         self._pending: Callable[..., Any] | None = None  # the function that waits for the pending reply
         self._is_partial = False  # True if the pending request is about some rows only
         self._interruption: BaseException | None = None  # after it, Gymnasium's engine may return late results
@@ -342,7 +343,7 @@ class Requests:
         if self._is_partial:
             return np.asarray(stepped[4]["env_id"], np.intp), stepped
         if self.mode is AutoresetMode.DISABLED:
-            self._ended = stepped[2] | stepped[3]
+            self._ended = stepped[4]["env_done"] if self._rows_are_agents else stepped[2] | stepped[3]
         return self._all_rows, stepped
 
     def drain(self) -> None:

@@ -32,6 +32,7 @@ from vecenv.front.arguments import (
     parse_env_ids,
     parse_rows,
     require_callable,
+    split_reset_mask,
 )
 from vecenv.front.by_row import infos_by_row
 from vecenv.front.capabilities import raise_unsupported
@@ -86,8 +87,8 @@ AgentRows.__name__ = "MultiAgentVecEnv"  # messages name the class that the call
     "capabilities", "close", "closed", "context", "copy", "daemon", "error_queue", "errors", "exec_func_fetch",
     "generators", "get_attr", "in_flight", "last_received", "local_envs", "max_concurrency", "metadata", "num_workers",
     "observation_mode", "observations", "parent_pipes", "plan", "processes", "publish_stats", "record", "render",
-    "render_mode", "set_attr", "set_next_options", "shared_memory", "spec", "start_timeout", "stats", "step_timeout",
-    "worker", "worker_rows", "worker_stats", call_send="call_async", call_fetch="call_wait",
+    "render_mode", "set_attr", "shared_memory", "spec", "start_timeout", "stats", "step_timeout", "worker", "worker_rows",
+    "worker_stats", call_send="call_async", call_fetch="call_wait",
 )  # fmt: skip
 class MultiAgentVecEnv:
     """A vector of PettingZoo parallel environments: arrays ``[num_envs, num_agents, ...]`` with masks.
@@ -299,14 +300,26 @@ class MultiAgentVecEnv:
             env_id: Reset only these environments, which must not be in flight; :meth:`recv` returns the results.
         """
         rows = None if env_id is None else parse_env_ids(env_id, self.num_envs)
-        seeds: Any = seed
-        if isinstance(seed, (int, np.integer)):
-            seeds = [int(seed) + int(row) * self.seed_stride for row in (self._all_rows if rows is None else rows)]
-        mask = options.get("reset_mask") if isinstance(options, Mapping) else None
-        self._rows.reset_async(seed=seeds, options=options, env_id=env_id)
-        self._reset_mask = None if mask is None else mask.copy()
+        self._rows.reset_async(seed=self._spread_seed(seed, rows), options=options, env_id=env_id)
+        mask = self._reset_mask = split_reset_mask(options, self.num_envs)[0] if rows is None else None
         begun: Any = rows if rows is not None else slice(None) if mask is None else mask
         self._begun[begun] = True
+
+    def _spread_seed(self, seed: Any, rows: Array | None) -> Any:
+        """Return the seeds of ``rows`` (``None``: all) for an int; anything else is returned unchanged."""
+        if not isinstance(seed, (int, np.integer)):
+            return seed
+        return [int(seed) + int(row) * self.seed_stride for row in (self._all_rows if rows is None else rows)]
+
+    def set_next_options(
+        self, options: ResetOptions = None, *, seed: int | Sequence[int | None] | None = None, env_id: Any = None
+    ) -> None:
+        """Set options and seeds, as for :meth:`reset`, for the next episode that autoreset begins in each environment.
+
+        See :meth:`vecenv.AsyncVectorEnv.set_next_options`.
+        """
+        rows = None if env_id is None else parse_env_ids(env_id, self.num_envs)
+        self._rows.set_next_options(options, seed=self._spread_seed(seed, rows), env_id=env_id)
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Wait for the result of :meth:`reset_async` and return it. Errors are those of ``AsyncVectorEnv.reset_wait``."""

@@ -486,7 +486,6 @@ class OpenRLView:
         self._latest: Any = None
         self._num_step_values: int | None = None  # the number of values that a step returns; None before the first step
         self._ended = np.zeros((2, envs.num_envs, envs.num_agents), np.bool_)  # terminated, truncated
-        self._reset_mask: Any = None  # the mask of the latest reset
         self._random = np.random.default_rng()
 
     # -- reset and step ---------------------------------------------------------------------------------------------
@@ -507,14 +506,13 @@ class OpenRLView:
             self.action_space.seed(int(seed))
         with _openrl_method_names():
             self.envs.reset_async(seed=seeds, options=options)
-        mask = options.get("reset_mask") if isinstance(options, Mapping) else None  # a list has options for each environment
-        self._reset_mask = None if mask is None else mask.copy()
 
     def reset_fetch(self, timeout: float | None = None) -> tuple[Any, list[dict[str, Any]]]:
         """Return the result of :meth:`reset_send`. Errors are those of ``AsyncVectorEnv.reset_wait``."""
         with _openrl_method_names():
             (obs, infos), env_infos = self.envs.results_by_row("reset_wait", timeout)
-        self._ended[:, slice(None) if self._reset_mask is None else self._reset_mask] = False
+        mask = self.envs._reset_mask
+        self._ended[:, slice(None) if mask is None else mask] = False
         self._latest = self._encode_observations(obs)
         return self._latest, self._list_infos(infos, env_infos, np.zeros(self.env_num, np.bool_))
 

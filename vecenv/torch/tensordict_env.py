@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
@@ -242,8 +240,11 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         return _rebuild, (type(self), arguments, self._copy_progress())
 
     def _copy_progress(self) -> Any:
-        """Return the next seed and the state after the latest reset, for :func:`_rebuild`."""
-        return self._next_seed, jax.tree.map(np.asarray, self._reset_state)
+        """Return the next seed and the tensors of the state after the latest reset, for :func:`_rebuild`."""
+        if self._reset_state is None:
+            return self._next_seed, None
+        state = self._inner.wrap(self._reset_state)
+        return self._next_seed, (state.packed, state.integers)
 
     def __repr__(self) -> str:
         name = getattr(self.functional.single_env, "name", "env")
@@ -255,8 +256,9 @@ _STATE_KEYS = ("floats", "integers")
 
 def _rebuild(cls: Any, arguments: dict[str, Any], progress: Any) -> Any:
     env = cls(**arguments)
-    env._next_seed, reset_state = progress
-    env._reset_state = jax.tree.map(jnp.asarray, reset_state)
+    env._next_seed, tensors = progress
+    if tensors is not None:
+        env._reset_state = env._inner.unwrap(env._inner.state(*tensors))
     return env
 
 

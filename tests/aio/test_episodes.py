@@ -142,6 +142,14 @@ async def test_reset_starts_an_episode_in_the_same_slot_with_seed_and_options() 
         assert (await env.reset())[0] != first
 
 
+async def test_seeds_may_be_numpy_integers() -> None:
+    expected, _ = gym.make("CartPole-v1").reset(seed=2**33)
+    async with Pool(partial(gym.make, "CartPole-v1"), 1) as pool, pool.episode(seed=np.int64(2**33)) as env:
+        assert_identical(env.observation, expected)
+        await env.reset(seed=np.uint64(2**33))
+        assert_identical(env.observation, expected)
+
+
 async def test_call_runs_in_one_environment_and_raises_its_error() -> None:
     async with Pool(TextEnv, 3, num_workers=1) as pool:
         async with pool.episode() as first, pool.episode() as second:

@@ -218,6 +218,15 @@ def test_backend_argument_overrides_the_registered_backend(closes: Any) -> None:
     assert closes(make_vec(name, 2, "process", num_workers=1)).num_workers == 1
 
 
+@needs_envpool
+@pytest.mark.usefixtures("unregister_names")
+def test_options_beside_a_registered_name_are_those_of_its_backend(closes: Any) -> None:
+    name = register("CartPole-v1", backend="envpool", batch_size=2)
+    assert closes(make_vec(name, 4, batch_size=4)).batch_size == 4
+    assert closes(make_vec(name, 4, "envpool")).batch_size == 2
+    assert closes(make_vec(gymnasium.spec(name), 4, batch_size=1)).batch_size == 1
+
+
 @pytest.mark.usefixtures("unregister_names")
 def test_engine_option_in_gymnasiums_make_vec_raises_and_names_register() -> None:
     register("CartPole-v1")

@@ -349,6 +349,12 @@ def test_ray_backend_receives_env_fns_and_options(monkeypatch: pytest.MonkeyPatc
     assert envs.spec.id == "CartPole-v1"
 
 
+def test_each_option_of_a_ray_host_is_an_option_of_make_vec(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vecenv.make.Backend, "missing", lambda self: [])
+    with pytest.raises(ValueError, match="`observation_mode` must be 'same', 'different' or two spaces, got 'any'"):
+        make_vec("CartPole-v1", 2, "ray", observation_mode="any")
+
+
 def make_cartpole_ignoring_threads(**kwargs: Any) -> gymnasium.Env[Any, Any]:
     kwargs.pop("num_worker_threads", None)
     return CartPoleEnv(**kwargs)

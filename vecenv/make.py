@@ -27,7 +27,7 @@ from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import how_to_install
 from vecenv.front.arguments import check_option_names, parse_autoreset_mode
 from vecenv.front.capabilities import raise_unsupported
-from vecenv.planning.options import EngineOptions, check_option
+from vecenv.planning.options import check_option
 from vecenv.wrappers.prefetch import EpisodePrefetcher
 
 if TYPE_CHECKING:
@@ -516,7 +516,7 @@ def _build_env(env_fn: EnvFn, wrappers: Wrappers, kwargs: dict[str, Any], **chan
 def _ray_options() -> tuple[str, ...]:
     from vecenv.backends import RayVectorEnv
 
-    return (*inspect.signature(RayVectorEnv.__init__).parameters, *EngineOptions.__annotations__)
+    return (*inspect.signature(RayVectorEnv.__init__).parameters, *engine_options())
 
 
 def _build_ray(request: MakeRequest) -> AnyVectorEnv:

@@ -595,6 +595,20 @@ def test_lost_rows_continue_from_a_loaded_snapshot(mode: AutoresetMode, closes: 
     assert envs.stats()["restarts"] == 2
 
 
+def test_restarts_stay_counted_if_their_host_is_lost(closes: Any) -> None:
+    cluster = InProcessCluster()
+    envs = closes(InProcessRayVectorEnv(_make_fns_with_one_raising(1), cluster, on_failure="restart"))
+    envs.reset(seed=1)
+    for _ in range(3):
+        envs.step([0] * 4)
+    assert envs.stats()["restarts"] == 1
+    cluster.crash(0)
+    envs.step([0] * 4)
+    assert envs.stats()["restarts"] == 2
+    assert "restarted=2" in repr(envs)
+    assert envs.state_dict(verify=False)["counters"][2] == 2
+
+
 def test_lost_row_ends_with_its_last_observation_after_a_reset_of_another_row(closes: Any) -> None:
     cluster = InProcessCluster()
     envs = closes(InProcessRayVectorEnv(counters(2, lengths=(9,)), cluster, num_hosts=1, on_failure="restart"))

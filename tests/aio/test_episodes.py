@@ -150,6 +150,15 @@ async def test_seeds_may_be_numpy_integers() -> None:
         assert_identical(env.observation, expected)
 
 
+async def test_options_may_be_changed_after_the_call() -> None:
+    options = {"task": 1}
+    async with Pool(TextEnv, 1) as pool:
+        episode = pool.episode(options=options)
+        options["task"] = 2
+        async with episode as env:
+            assert env.info["options"] == {"task": 1}
+
+
 async def test_call_runs_in_one_environment_and_raises_its_error() -> None:
     async with Pool(TextEnv, 3, num_workers=1) as pool:
         async with pool.episode() as first, pool.episode() as second:

@@ -486,10 +486,10 @@ class EpisodeEnv:
         self.observation, self.info, self.terminated, self.truncated = observation, info, False, False
 
 
-def _parse_reset(seed: Any, options: Any) -> tuple[int | None, Mapping[str, Any] | None]:
-    """Check the arguments of a reset, and return them with a seed that Gymnasium accepts."""
+def _parse_reset(seed: Any, options: Any) -> tuple[int | None, dict[str, Any] | None]:
+    """Check the arguments of a reset, and return a seed that Gymnasium accepts and a copy of the options."""
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, (int, np.integer))):
         raise TypeError(f"seed must be an integer or None, got {seed!r}")
     if options is not None and not isinstance(options, Mapping):
         raise TypeError(f"options must be a dict or None, got {options!r}")
-    return None if seed is None else int(seed), options
+    return None if seed is None else int(seed), None if options is None else dict(options)

@@ -252,6 +252,13 @@ def test_unknown_id_with_a_library_namespace_names_the_library(monkeypatch: pyte
         make_vec("ALE/Pong-v5")
 
 
+def test_unknown_id_is_reported_if_envpool_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", Mock())
+    monkeypatch.setattr("vecenv.backends.envpool.task.task_ids", Mock(side_effect=ImportError("libQt5Core.so.5")))
+    with pytest.raises(UnregisteredEnv, match=r"Similar registered ids: CartPole-v1"):
+        make_vec("CartPol-v1")
+
+
 def test_unknown_backend_suggests_a_similar_name_and_install_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vecenv.make.Backend, "missing", lambda self: list(self.needs))
     text = (

@@ -7,6 +7,7 @@ built, and the error names the alternatives.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import functools
@@ -70,8 +71,9 @@ def _suggest_places(env_id: str) -> str:
     if importlib.util.find_spec("envpool") is not None:
         from vecenv.backends.envpool.task import task_ids
 
-        if name.rpartition("/")[2] in task_ids():
-            hints.append(f"EnvPool has {name.rpartition('/')[2]!r}: backend='envpool'.")
+        with contextlib.suppress(ImportError):  # it may be installed without a library that it needs
+            if name.rpartition("/")[2] in task_ids():
+                hints.append(f"EnvPool has {name.rpartition('/')[2]!r}: backend='envpool'.")
     return " ".join(hints)
 
 

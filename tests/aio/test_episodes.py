@@ -166,6 +166,7 @@ async def test_call_runs_in_one_environment_and_raises_its_error() -> None:
             assert await first.call("double", 4) == 8
             assert await first.call("double", number=5) == 10
             assert await first.call("pid") == pool._envs.processes[0].pid
+            assert await first.call("get_wrapper_attr", name="pid") == pool._envs.processes[0].pid
             with pytest.raises(KeyError, match="-1"):
                 await first.call("double", -1)
             await first.step("x")

@@ -419,7 +419,7 @@ class EpisodeEnv:
             self._begin_episode(*await self._request(slot, "reset", payload))
             return self.observation, self.info
 
-    async def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    async def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Return ``env.get_wrapper_attr(name)``, or the result of calling it with the arguments if it is callable.
 
         Raises:

@@ -218,6 +218,15 @@ def test_backend_argument_overrides_the_registered_backend(closes: Any) -> None:
     assert closes(make_vec(name, 2, "process", num_workers=1)).num_workers == 1
 
 
+@needs_envpool
+@pytest.mark.usefixtures("unregister_names")
+def test_options_beside_a_registered_name_are_those_of_its_backend(closes: Any) -> None:
+    name = register("CartPole-v1", backend="envpool", batch_size=2)
+    assert closes(make_vec(name, 4, batch_size=4)).batch_size == 4
+    assert closes(make_vec(name, 4, "envpool")).batch_size == 2
+    assert closes(make_vec(gymnasium.spec(name), 4, batch_size=1)).batch_size == 1
+
+
 @pytest.mark.usefixtures("unregister_names")
 def test_engine_option_in_gymnasiums_make_vec_raises_and_names_register() -> None:
     register("CartPole-v1")
@@ -241,6 +250,13 @@ def test_unknown_id_with_a_library_namespace_names_the_library(monkeypatch: pyte
         monkeypatch.delitem(registry, name)
     with pytest.raises(UnregisteredEnv, match=r"ale_py"):
         make_vec("ALE/Pong-v5")
+
+
+def test_unknown_id_is_reported_if_envpool_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", Mock())
+    monkeypatch.setattr("vecenv.backends.envpool.task.task_ids", Mock(side_effect=ImportError("libQt5Core.so.5")))
+    with pytest.raises(UnregisteredEnv, match=r"Similar registered ids: CartPole-v1"):
+        make_vec("CartPol-v1")
 
 
 def test_unknown_backend_suggests_a_similar_name_and_install_commands(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,6 +354,12 @@ def test_ray_backend_receives_env_fns_and_options(monkeypatch: pytest.MonkeyPatc
     assert received == {"count": 3, "options": {"num_hosts": 2}}
     assert envs.spec is not None
     assert envs.spec.id == "CartPole-v1"
+
+
+def test_each_option_of_a_ray_host_is_an_option_of_make_vec(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vecenv.make.Backend, "missing", lambda self: [])
+    with pytest.raises(ValueError, match="`observation_mode` must be 'same', 'different' or two spaces, got 'any'"):
+        make_vec("CartPole-v1", 2, "ray", observation_mode="any")
 
 
 def make_cartpole_ignoring_threads(**kwargs: Any) -> gymnasium.Env[Any, Any]:

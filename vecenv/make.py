@@ -7,6 +7,7 @@ built, and the error names the alternatives.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import functools
@@ -27,7 +28,7 @@ from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import how_to_install
 from vecenv.front.arguments import check_option_names, parse_autoreset_mode
 from vecenv.front.capabilities import raise_unsupported
-from vecenv.planning.options import EngineOptions, check_option
+from vecenv.planning.options import check_option
 from vecenv.wrappers.prefetch import EpisodePrefetcher
 
 if TYPE_CHECKING:
@@ -70,8 +71,9 @@ def _suggest_places(env_id: str) -> str:
     if importlib.util.find_spec("envpool") is not None:
         from vecenv.backends.envpool.task import task_ids
 
-        if name.rpartition("/")[2] in task_ids():
-            hints.append(f"EnvPool has {name.rpartition('/')[2]!r}: backend='envpool'.")
+        with contextlib.suppress(ImportError):  # it may be installed without a library that it needs
+            if name.rpartition("/")[2] in task_ids():
+                hints.append(f"EnvPool has {name.rpartition('/')[2]!r}: backend='envpool'.")
     return " ".join(hints)
 
 
@@ -209,9 +211,11 @@ def make_vec(
         ImportError: A library is missing. The message contains the command that installs it.
         NotImplementedError: The backend does not support ``spare_workers``, or the library not the ``autoreset_mode``.
     """
-    is_chosen, backend = backend is not None, "process" if backend is None else backend
+    registered = _find_registered(id_or_env_fn)
+    if backend is None:
+        backend = "process" if registered is None else registered.kwargs["backend"]
     entry = _find_backend(backend)
-    spec = entry.spec(id_or_env_fn)
+    spec = entry.spec(id_or_env_fn) if registered is None else registered
     vector_options, kwargs = _parse_kwargs("vector_kwargs", vector_kwargs), _parse_kwargs("env_kwargs", env_kwargs)
     _separate_options(options, vector_options, kwargs, entry.options(), _parameter_names(spec or id_or_env_fn))
     if {**options, **vector_options}.get("spare_workers") and backend not in ("process", "serial"):
@@ -222,12 +226,10 @@ def make_vec(
             id_or_env_fn, num_envs, vector_options, wrappers, kwargs
         )
     check_option("num_envs", num_envs)
-    if spec is not None and spec.vector_entry_point == _REGISTERED:
-        recorded = {**spec.kwargs["env_kwargs"], **kwargs}
-        settings = kwargs if spec is id_or_env_fn else {**spec.kwargs, "env_kwargs": recorded}
-        settings["options"] = {**settings["options"], **vector_options}
-        if is_chosen:
-            settings["backend"] = backend
+    if registered is not None:
+        recorded = {**registered.kwargs["env_kwargs"], **kwargs}
+        settings = kwargs if registered is id_or_env_fn else {**registered.kwargs, "env_kwargs": recorded}
+        settings |= {"backend": backend, "options": {**settings["options"], **vector_options}}
         return _make_registered(int(num_envs), wrappers=wrappers, **settings)
     if backend == "process" and spec is not None and is_vector_only(spec):
         entry = _BACKENDS["native"]
@@ -286,6 +288,14 @@ def register(
 
 
 _REGISTERED = f"{__name__}:_make_registered"
+
+
+def _find_registered(id_or_env_fn: str | EnvSpec | EnvFn) -> EnvSpec | None:
+    """Return the spec of a name from :func:`register`, or ``None`` for anything else."""
+    spec = id_or_env_fn
+    if isinstance(spec, str) and spec.startswith("vecenv/"):
+        spec = find_spec(spec)
+    return spec if isinstance(spec, EnvSpec) and spec.vector_entry_point == _REGISTERED else None
 
 
 def _make_registered(
@@ -508,7 +518,7 @@ def _build_env(env_fn: EnvFn, wrappers: Wrappers, kwargs: dict[str, Any], **chan
 def _ray_options() -> tuple[str, ...]:
     from vecenv.backends import RayVectorEnv
 
-    return (*inspect.signature(RayVectorEnv.__init__).parameters, *EngineOptions.__annotations__)
+    return (*inspect.signature(RayVectorEnv.__init__).parameters, *engine_options())
 
 
 def _build_ray(request: MakeRequest) -> AnyVectorEnv:

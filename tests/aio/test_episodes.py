@@ -142,6 +142,23 @@ async def test_reset_starts_an_episode_in_the_same_slot_with_seed_and_options() 
         assert (await env.reset())[0] != first
 
 
+async def test_seeds_may_be_numpy_integers() -> None:
+    expected, _ = gym.make("CartPole-v1").reset(seed=2**33)
+    async with Pool(partial(gym.make, "CartPole-v1"), 1) as pool, pool.episode(seed=np.int64(2**33)) as env:
+        assert_identical(env.observation, expected)
+        await env.reset(seed=np.uint64(2**33))
+        assert_identical(env.observation, expected)
+
+
+async def test_options_may_be_changed_after_the_call() -> None:
+    options = {"task": 1}
+    async with Pool(TextEnv, 1) as pool:
+        episode = pool.episode(options=options)
+        options["task"] = 2
+        async with episode as env:
+            assert env.info["options"] == {"task": 1}
+
+
 async def test_call_runs_in_one_environment_and_raises_its_error() -> None:
     async with Pool(TextEnv, 3, num_workers=1) as pool:
         async with pool.episode() as first, pool.episode() as second:
@@ -149,6 +166,7 @@ async def test_call_runs_in_one_environment_and_raises_its_error() -> None:
             assert await first.call("double", 4) == 8
             assert await first.call("double", number=5) == 10
             assert await first.call("pid") == pool._envs.processes[0].pid
+            assert await first.call("get_wrapper_attr", name="pid") == pool._envs.processes[0].pid
             with pytest.raises(KeyError, match="-1"):
                 await first.call("double", -1)
             await first.step("x")

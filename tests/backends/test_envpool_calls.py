@@ -747,6 +747,11 @@ def test_options_with_a_hanging_trial_raise(monkeypatch: pytest.MonkeyPatch) -> 
     task._run_trial.cache_clear()
 
 
+def test_options_may_be_arrays(closes: Any) -> None:
+    envs = closes(EnvPoolVectorEnv("MiniGrid-Empty-5x5-v0", agent_start_pos=np.array([2, 2])))
+    assert envs.reset()[1]["agent_pos"].tolist() == [[2, 2]]
+
+
 # --- ``vecenv.evaluate`` runs episodes in waves, because EnvPool seeds all environments at once --
 
 

@@ -45,6 +45,7 @@ class InProcessCluster:
         self.require_cores(timeout)
 
     def require_cores(self, timeout: float) -> None:
+        int(timeout)  # Ray takes whole seconds, and raises OverflowError for infinity
         if not self.has_free_cores:
             raise ClusterError("no room")
 

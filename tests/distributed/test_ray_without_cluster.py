@@ -29,7 +29,7 @@ from sampling import each_once
 
 import vecenv
 from vecenv.backends import RayVectorEnv
-from vecenv.backends.ray.cluster import _connect
+from vecenv.backends.ray.cluster import Cluster, _connect
 from vecenv.errors import ClusterError, EnvError, EnvFailed, HostDied, ObservationError, StepTimeout, WorkerDied
 from vecenv.testing import VectorEnvContract, assert_identical, assert_same_trajectory
 from vecenv.tools.replay import replay
@@ -593,6 +593,30 @@ def test_lost_rows_continue_from_a_loaded_snapshot(mode: AutoresetMode, closes: 
     assert envs.load([snapshots[row] for row in restarted], env_id=restarted)[:, 1].tolist() == [1, 1, 1]
     assert envs.step([0] * 4)[0][:, 1].tolist() == [2, 2, 4, 2]
     assert envs.stats()["restarts"] == 2
+
+
+def test_start_timeout_may_be_infinite_or_less_than_a_second(closes: Any) -> None:
+    options = vecenv.WorkerOptions(start_timeout=float("inf"))
+    envs = closes(InProcessRayVectorEnv(counters(2), worker_options=options))
+    assert envs.start_timeout == float("inf")
+    envs.reset()
+    cluster = MagicMock()
+    Cluster.require_cores(cluster, 0.5)
+    cluster._placement_group.wait.assert_called_once_with(1)
+
+
+def test_restarts_stay_counted_if_their_host_is_lost(closes: Any) -> None:
+    cluster = InProcessCluster()
+    envs = closes(InProcessRayVectorEnv(_make_fns_with_one_raising(1), cluster, on_failure="restart"))
+    envs.reset(seed=1)
+    for _ in range(3):
+        envs.step([0] * 4)
+    assert envs.stats()["restarts"] == 1
+    cluster.crash(0)
+    envs.step([0] * 4)
+    assert envs.stats()["restarts"] == 2
+    assert "restarted=2" in repr(envs)
+    assert envs.state_dict(verify=False)["counters"][2] == 2
 
 
 def test_lost_row_ends_with_its_last_observation_after_a_reset_of_another_row(closes: Any) -> None:

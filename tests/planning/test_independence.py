@@ -257,7 +257,23 @@ def test_environments_with_multiprocessing_objects_are_not_probed(closes: Any) -
 def test_multiprocessing_objects_are_found_in_functions() -> None:
     lock, queue = multiprocessing.Lock(), multiprocessing.get_context("fork").SimpleQueue()
     partial: Any = functools.partial
-    for function in (lambda: lock, partial(BaseEnv, lock), partial(lambda x: x, x=lock), queue.get):
+
+    class Builder:
+        def __init__(self) -> None:
+            self.queue = queue
+
+        def __call__(self) -> BaseEnv:
+            return BaseEnv()
+
+    functions = (
+        lambda: lock,
+        partial(BaseEnv, lock),
+        partial(lambda x: x, x=lock),
+        queue.get,
+        Builder(),
+        partial(Builder()),
+    )
+    for function in functions:
         assert find_process_object([function]), function
     assert not find_process_object([BaseEnv, functools.partial(gym.make, "CartPole-v1")])
 

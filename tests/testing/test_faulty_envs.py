@@ -42,6 +42,8 @@ def test_faulty_env_compares_the_entries_of_dict_and_tuple_actions() -> None:
         env.step(make_action(np.ones(2), np.ones(3)))
         with pytest.raises(ValueError, match="out of order"):
             env.step(make_action(np.ones(2), np.zeros(3)))
+        with pytest.raises(ValueError, match="out of order"):
+            env.step(make_action([1, 1], np.zeros(3, np.float32)))
 
 
 def test_nested_env_passes_options_to_its_environments() -> None:

@@ -127,6 +127,11 @@ def test_isolated_environments_pass_and_global_generators_are_restored(env_fn: A
     assert before == (random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index, union-attr]
 
 
+@pytest.mark.parametrize("check", [assert_isolated, assert_restorable])
+def test_seed_may_be_a_numpy_integer(check: Any) -> None:
+    check(functools.partial(gymnasium.make, "CartPole-v1"), seed=np.int64(3), steps=np.int64(8))
+
+
 class OldStepEnv(IsolatedEnv):
     def step(self, action: Any) -> Any:
         return super().step(action)[:4]

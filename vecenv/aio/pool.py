@@ -338,7 +338,6 @@ class EpisodeEnv:
     """
 
     def __init__(self, slots: Slots, seed: int | None, options: Mapping[str, Any] | None) -> None:
-        _check_reset(seed, options)
         self.env_id = -1
         self.observation: Any = None
         self.info: dict[Any, Any] = {}
@@ -346,7 +345,7 @@ class EpisodeEnv:
         self.truncated = False
         self.failure: Exception | None = None
         self._slots = slots
-        self._reset_arguments = seed, options
+        self._reset_arguments = _parse_reset(seed, options)
         self._slot: Slot | None = None
         self._entered = False
         self._pending_method = ""
@@ -415,13 +414,13 @@ class EpisodeEnv:
             EnvFailed, WorkerDied, StepTimeout, BusyError, ClosedEnvironmentError: See :meth:`step`.
             RestartsExhausted: Its worker died too often, and was abandoned.
         """
-        _check_reset(seed, options)
+        arguments = _parse_reset(seed, options)
         with self._calling("reset") as slot:
-            payload = None if seed is None and options is None else (seed, options)
+            payload = None if arguments == (None, None) else arguments
             self._begin_episode(*await self._request(slot, "reset", payload))
             return self.observation, self.info
 
-    async def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    async def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Return ``env.get_wrapper_attr(name)``, or the result of calling it with the arguments if it is callable.
 
         Raises:
@@ -489,8 +488,10 @@ class EpisodeEnv:
         self.observation, self.info, self.terminated, self.truncated = observation, info, False, False
 
 
-def _check_reset(seed: Any, options: Any) -> None:
+def _parse_reset(seed: Any, options: Any) -> tuple[int | None, dict[str, Any] | None]:
+    """Check the arguments of a reset, and return a seed that Gymnasium accepts and a copy of the options."""
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, (int, np.integer))):
         raise TypeError(f"seed must be an integer or None, got {seed!r}")
     if options is not None and not isinstance(options, Mapping):
         raise TypeError(f"options must be a dict or None, got {options!r}")
+    return None if seed is None else int(seed), None if options is None else dict(options)

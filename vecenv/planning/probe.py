@@ -235,7 +235,7 @@ _IPC_MODULES: Final = (
 def find_process_object(functions: Iterable[Any], depth: int = 3) -> str:
     """Return the type of an interprocess communication object that the functions use, or an empty string.
 
-    The search covers arguments, closures and globals of the functions, and of the functions that they use.
+    The search covers arguments, closures, globals and attributes of the functions, and of the functions that they use.
     """
     for function in {id(function): function for function in functions}.values():
         if type(function).__module__ in _IPC_MODULES:
@@ -251,6 +251,8 @@ def find_process_object(functions: Iterable[Any], depth: int = 3) -> str:
             cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
             names = [function.__globals__.get(name) for name in function.__code__.co_names]
             used = [*cells, *names, *(function.__defaults__ or ())]
+        elif callable(function):
+            used = [type(function).__call__, *getattr(function, "__dict__", {}).values()]
         if depth and (found := find_process_object(used, depth - 1)):
             return found
     return ""

@@ -12,6 +12,7 @@ into two scratch environments, which must continue identically.
 from __future__ import annotations
 
 import copy
+import operator
 import random
 import sys
 import time
@@ -58,7 +59,7 @@ def prove(env_fn: Callable[[], Any], *, steps: int = _MAX_STEPS, seed: int = 0) 
         NotRestorable: The environment continues differently, or cannot be saved. The text names the environment, the first
             difference, and its cause if known.
     """
-    with open_proof(env_fn, steps=steps, seed=seed) as proof:
+    with open_proof(env_fn, steps=steps, seed=operator.index(seed)) as proof:
         proof.run()
 
 

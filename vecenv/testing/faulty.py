@@ -30,7 +30,6 @@ from typing import Any, Final, NoReturn, TypeVar
 import gymnasium as gym
 import numpy as np
 from gymnasium.utils import RecordConstructorArgs
-from gymnasium.utils.env_checker import data_equivalence
 
 __all__ = [
     "FAULTS", "FOREVER", "HUGE_INFO_BYTES", "LEAK_BYTES", "EvilElsewhereError", "EvilError", "Fault", "FaultyConstructor",
@@ -493,8 +492,7 @@ class FaultyEnv(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
         result = self.env.step(action)
         self._steps += 1
         triggers_in_steps = self._at_step is not None or self._at_action is not None
-        compare = data_equivalence if isinstance(self._at_action, dict | tuple) else np.array_equal
-        action_matches = self._at_action is None or compare(action, self._at_action)
+        action_matches = self._at_action is None or _are_equal(action, self._at_action)
         if triggers_in_steps and action_matches and _matches(self._steps, self._at_step) and self._seed_matches():
             result = self._trigger(result)
         return result
@@ -522,6 +520,14 @@ def _matches(number: int, condition: int | Container[int] | None) -> bool:
     if condition is None:
         return True
     return number in condition if isinstance(condition, Container) else number == condition
+
+
+def _are_equal(action: Any, expected: Any) -> bool:
+    if isinstance(expected, dict) and isinstance(action, dict):
+        return action.keys() == expected.keys() and all(_are_equal(action[key], expected[key]) for key in expected)
+    if isinstance(expected, tuple) and isinstance(action, tuple):
+        return len(action) == len(expected) and all(map(_are_equal, action, expected))
+    return np.array_equal(action, expected)
 
 
 class FaultyConstructor:

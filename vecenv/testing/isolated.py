@@ -43,7 +43,7 @@ def assert_isolated(env_fn: Callable[[], Any], *, steps: int = 64, seed: int = 0
     """
     if operator.index(steps) < 1:
         raise ValueError(f"`steps` must be a positive int, got {steps!r}")
-    comparison = _Comparison(env_fn, steps, seed)
+    comparison = _Comparison(env_fn, steps, operator.index(seed))
     reference_results = comparison.run()
     if (difference := comparison.find_difference(reference_results, comparison.run())) is not None:
         when = "in a second run, alone, with the same seed and actions"

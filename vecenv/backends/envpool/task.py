@@ -406,7 +406,8 @@ def _require_harmless(task_id: str, family: str, defaults: Mapping[str, Any], en
     """
     title = f"EnvPool's {task_id!r}"
     harmless = {key: _check_option(title, family, key, value, defaults.get(key)) for key, value in env_config.items()}
-    untested = {key: env_config[key] for key in harmless if not harmless[key] and env_config[key] != defaults.get(key)}
+    changed = [key for key in harmless if key not in defaults or not np.array_equal(env_config[key], defaults[key])]
+    untested = {key: env_config[key] for key in changed if not harmless[key]}
     options = {key: value for key, value in env_config.items() if key not in _RENDER_OPTIONS}
     if untested and (trial_failure := _run_trial(task_id, pickle.dumps(sorted(options.items())), draw=False)) is not None:
         listed = ", ".join(f"{key}={value!r}" for key, value in untested.items())

@@ -8,6 +8,7 @@ its last vector environment is closed.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
@@ -108,7 +109,7 @@ class Cluster:
     def require_cores(self, timeout: float) -> None:
         """Raise ``ClusterError`` unless the cores are reserved within ``timeout`` seconds."""
         self._require_connection()
-        if not self._placement_group.wait(timeout):
+        if not self._placement_group.wait(math.ceil(timeout)):  # Ray ignores fractions of a second
             raise ClusterError(f"{self._describe_shortage()} (waited {format_seconds(timeout)})")
 
     def _describe_shortage(self) -> str:

@@ -390,7 +390,7 @@ class HostsDriver(WorkerDriver):
         stats, failures = super()._compute_stats(), self.exchange.failures
         host_stats = list(self.pool.call_all("stats").values())  # of hosts that reply in time
         stats["errors"] = float(failures.num_errors)
-        stats["restarts"] = failures.restarts + sum(each["restarts"] for each in host_stats)
+        stats["restarts"] = float(failures.restarts)
         stats["bytes_pickled"] = float(sum(each["bytes_pickled"] for each in host_stats))
         if host_stats:
             stats["step_time_mean"] = float(np.mean([each["step_time_mean"] for each in host_stats]))

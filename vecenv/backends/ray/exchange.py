@@ -99,7 +99,7 @@ class HostExchange:
         failures: The log of failures.
         request: The pending request, if one call returns all of its results.
         parts: Reference of a reply -> its part of a pending request.
-        dropped: The same for requests that were dropped; of their replies, only fatal failures are read.
+        dropped: The same for requests that were dropped; of their replies, only fatal failures and restarts are read.
         lost: The parts that were pending on hosts that died and will be replaced.
         ready: Row with a result that has not been returned -> its command, in the order in which the rows finished.
         infos: The infos of these rows.
@@ -359,6 +359,7 @@ class HostExchange:
             if errors := self._apply_events(request, host, reply):
                 self.unraised.append((errors, set(rows).difference(reply.rows) if request.command in PHASES else ()))
             self.failures.set_failed(host, reply.failed)
+            self.failures.restarts += reply.restarts
             for row, last in previous.items():
                 self._write_rebuilt_row(request.command == "step", row, last)
             self.ready.update(dict.fromkeys(reply.rows, request.command))
@@ -369,8 +370,11 @@ class HostExchange:
             column[where] = values
 
     def _apply_dropped(self, part: RequestPart, reply: HostReply | Packed | Lost) -> None:
-        """Record the fatal failures in a request that was dropped."""
-        for event in reply.events if isinstance(reply, HostReply) else ():
+        """Record the fatal failures in a request that was dropped, and count the restarts."""
+        if not isinstance(reply, HostReply):
+            return
+        self.failures.restarts += reply.restarts
+        for event in reply.events:
             if isinstance(event, RemoteFailure) and event.fatal:
                 self.failures.record(part.host, part.request.command, event, dropped=not event.worker_died)
 

@@ -32,8 +32,8 @@ class Failures:
         observers: The observers to notify of failures.
         failed: Row -> reason, for rows that have to be rebuilt.
         rows_to_rebuild: The failed rows that no host rebuilds itself: those of lost hosts and of interrupted loads.
-        restarts: Number of host restarts that count against the budget; those at the beginning of a reset do not.
-        restart_log: The log of these restarts.
+        restarts: The number of restarts, by hosts and of hosts, without those of hosts at the beginning of a reset.
+        restart_log: The log of the restarts of hosts.
     """
 
     def __init__(self, budget: tuple[float | None, float], steps: Callable[[], float]) -> None:

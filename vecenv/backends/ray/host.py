@@ -125,6 +125,7 @@ class HostReply:
         events: Failures and rebuilt environments, in the order in which they occurred.
         raises: True if the failures in ``events`` are to be raised, because the request did not repair them.
         failed: Environments that have to be rebuilt, with the reasons.
+        restarts: The number of restarts since the previous such reply.
         error: The error of the request as a whole.
     """
 
@@ -134,6 +135,7 @@ class HostReply:
     events: Sequence[RemoteFailure | Rebuilt] = ()
     raises: bool = False
     failed: dict[int, str] = field(default_factory=dict)
+    restarts: int = 0
     error: PackedError | None = None
 
 
@@ -223,6 +225,7 @@ class Host:
         self._plan, self._first_row = plan, plan.rows.start
         self._rows: Any = np.arange(len(plan.rows))
         self._collector = _EventCollector(plan)
+        self._reported_restarts = 0
         self.envs: Any = None
 
     def start(self) -> HostReady:
@@ -397,7 +400,11 @@ class Host:
         raises = bool(errors) and not rebuilds and any(isinstance(event, RemoteFailure) for event in collector.events)
         error = collector.pack(errors[0]) if errors and not raises else None
         encoded = encode_outcome(outcome) if outcome.has_payload() else None
-        return HostReply(rows, arrays, encoded, collector.events, raises, collector.failed, error)
+        before = self._reported_restarts
+        if collector.events:
+            self._reported_restarts = int(self.envs.stats()["restarts"])
+        restarts = self._reported_restarts - before
+        return HostReply(rows, arrays, encoded, collector.events, raises, collector.failed, restarts, error)
 
 
 def record_type(tree: Tree | None, *, results: bool = False) -> np.dtype[Any]:

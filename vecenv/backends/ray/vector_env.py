@@ -25,7 +25,13 @@ from vecenv.backends.ray.host import HostPlan, HostReady
 from vecenv.backends.ray.hosts import HostPool
 from vecenv.engine.vector_env import Observer
 from vecenv.errors import how_to_install
-from vecenv.front.arguments import check_option_names, parse_close_timeout, parse_timeout, store_gymnasium_options
+from vecenv.front.arguments import (
+    MAX_TIMEOUT_SECONDS,
+    check_option_names,
+    parse_close_timeout,
+    parse_timeout,
+    store_gymnasium_options,
+)
 from vecenv.front.vector_env import CLOSE_TIMEOUT, SHORT_CLOSE_TIMEOUT, WorkerVectorEnv
 from vecenv.link.envs import different_action_space_error
 from vecenv.link.messages import PackedEnvFns
@@ -118,7 +124,8 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
         if isinstance(batch_size, str):
             raise ValueError(f"`batch_size` must be None or an int within 1..{len(env_fns)}, got {batch_size!r}.")
         check_options(self.num_envs, batch_size, num_workers=workers_per_host, on_failure=on_failure, **options)
-        start_timeout = self.start_timeout = (options.get("worker_options") or WorkerOptions()).start_timeout
+        self.start_timeout = (options.get("worker_options") or WorkerOptions()).start_timeout
+        start_timeout = min(self.start_timeout, MAX_TIMEOUT_SECONDS)
         budget = Restart.of(on_failure)
         if isinstance(mode := self.observation_mode, str) and mode not in ("same", "different"):
             raise ValueError(f"`observation_mode` must be 'same', 'different' or two spaces, got {mode!r}")

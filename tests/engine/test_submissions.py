@@ -175,6 +175,24 @@ def test_states_are_saved_and_loaded_by_row(submissions: Any) -> None:
         submissions.submit(1, "check", snapshot.having(observation="another observation"))
 
 
+def test_row_stays_failed_if_its_worker_dies_right_after_a_load(envs: Any, submissions: Any) -> None:
+    reset_rows(submissions, 0)
+    submissions.submit(0, "save")
+    (snapshot,) = wait_for_results(submissions, 1).values()
+    submissions.submit(0, "check", snapshot)
+    wait_for_results(submissions, 1)
+    submissions.submit(0, "load", snapshot)
+    select.select([submissions.fileno()], [], [], 20.0)
+    (worker, *_) = envs._pool.processes
+    os.kill(worker.pid, signal.SIGKILL)
+    assert worker.watch.has_ended(20.0)
+    assert isinstance(wait_for_results(submissions, 1)[0], WorkerDied)
+    with pytest.raises(EnvFailed, match="died while idle"):
+        submissions.submit(0, "step", 1)
+    submissions.start(0, budget=RestartBudget(1, 60.0, lambda: 0.0))
+    reset_rows(submissions, 0)
+
+
 def test_requests_to_env_threads_finish_in_any_order() -> None:
     envs = make_envs(1, env_threads=3)
     try:

@@ -207,6 +207,8 @@ class Submissions:
         return observation, float(arrays.rewards[row]), *flags, info
 
     def _accept_loaded(self, row: int, snapshot: Snapshot, _: Any) -> Any:
+        if (death := self._find_worker(row).death) is not None:  # right after the reply: the row remains failed
+            raise death.error()
         self._engine.accept_loaded(row, snapshot)
         return self._changes.store.row(row) if snapshot.row.used else None
 

@@ -193,6 +193,21 @@ def test_row_stays_failed_if_its_worker_dies_right_after_a_load(envs: Any, submi
     reset_rows(submissions, 0)
 
 
+def test_messages_held_by_max_concurrency_are_sent_after_replies() -> None:
+    envs = make_envs(max_concurrency=1)
+    try:
+        with closing(envs.submissions()) as submissions:
+            reset_rows(submissions, 0, 1, 2)
+            submissions.submit(0, "step", KILL)
+            for row in (1, 2):
+                submissions.submit(row, "step", 4)
+            results = wait_for_results(submissions, 3)
+            assert isinstance(results[0], WorkerDied)
+            assert [results[row][0].tolist() for row in (1, 2)] == [[1, 1, 5], [2, 1, 6]]
+    finally:
+        envs.close(terminate=True)
+
+
 def test_requests_to_env_threads_finish_in_any_order() -> None:
     envs = make_envs(1, env_threads=3)
     try:

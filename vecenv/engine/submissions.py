@@ -141,7 +141,7 @@ class Submissions:
             self._state.changing = True
             finished += self._receive(worker, has_ended)
             self._state.changing = False
-        if self._full_pipes:
+        if self._full_pipes or self._changes.pool.held:
             self._flush()
         return [(request, *self._take_result(request)) for request in finished]
 

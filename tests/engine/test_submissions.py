@@ -208,6 +208,24 @@ def test_messages_held_by_max_concurrency_are_sent_after_replies() -> None:
         envs.close(terminate=True)
 
 
+def test_failure_that_cannot_be_recorded_is_the_result_of_its_request(
+    envs: Any, submissions: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raise_error(*_: Any, **__: Any) -> Any:
+        raise TypeError("cannot be recorded")
+
+    reset_rows(submissions, 0, 1, 2)
+    monkeypatch.setattr(submissions._changes.failures, "record", raise_error)
+    for row, action in enumerate((8, 3, 4)):
+        submissions.submit(row, "step", action)
+    for worker in envs._pool.processes:
+        select.select([worker.channel.fd], [], [], 20.0)
+    results = {request.rows[0]: error or result[0].tolist() for request, result, error in submissions.collect()}
+    assert repr(results.pop(0)) == "TypeError('cannot be recorded')"
+    assert results == {1: [1, 1, 4], 2: [2, 1, 6]}
+    assert envs.stats()["in_flight"] == 0
+
+
 def test_requests_to_env_threads_finish_in_any_order() -> None:
     envs = make_envs(1, env_threads=3)
     try:

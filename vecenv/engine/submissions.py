@@ -174,7 +174,9 @@ class Submissions:
             changes.in_flight.discard(row)
         if request.deaths:
             return None, request.deaths[0].error()
-        if request.failures:
+        try:
+            if not request.failures:
+                return self._read(request, row), None
             ((_, worker), *_) = request.failures
             loses_episode = command in ("step", "reset")  # even if only a part of the result cannot be sent
             mark = "all" if loses_episode else "fatal"
@@ -184,8 +186,6 @@ class Submissions:
             failure = EnvFailed(f"env {row}, {worker.label}, during {command}: {summary(error)}")
             failure.__cause__ = error
             return None, failure
-        try:
-            return self._read(request, row), None
         except Exception as error:  # it concerns only this environment
             return None, error
 

@@ -278,6 +278,25 @@ async def test_failed_start_of_a_process_counts_as_one_restart(monkeypatch: pyte
         assert refused_workers
 
 
+async def test_reset_raises_the_error_of_a_restart_until_a_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Any) -> Any:
+        raise RuntimeError("the main file is gone")
+
+    async with Pool(TextEnv, 1, on_failure=vecenv.Restart(1)) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(pool._envs._pool, "replace", fail)
+            async with pool.episode() as env:
+                waiting_task = asyncio.create_task(pool.episode().__aenter__())
+                with pytest.raises(WorkerDied):
+                    await env.step("kill")
+                with pytest.raises(RuntimeError, match="main file"):
+                    await asyncio.wait_for(env.reset(), 10)
+            with pytest.raises(RuntimeError, match="main file"):
+                await asyncio.wait_for(waiting_task, 10)
+        await check_all_slots(pool)
+        assert pool.stats()["restarts"] == 1
+
+
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 async def test_deaths_are_detected_without_pidfd_open(on_failure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def raise_os_error(*_: Any) -> int:

@@ -175,6 +175,57 @@ def test_states_are_saved_and_loaded_by_row(submissions: Any) -> None:
         submissions.submit(1, "check", snapshot.having(observation="another observation"))
 
 
+def test_row_stays_failed_if_its_worker_dies_right_after_a_load(envs: Any, submissions: Any) -> None:
+    reset_rows(submissions, 0)
+    submissions.submit(0, "save")
+    (snapshot,) = wait_for_results(submissions, 1).values()
+    submissions.submit(0, "check", snapshot)
+    wait_for_results(submissions, 1)
+    submissions.submit(0, "load", snapshot)
+    select.select([submissions.fileno()], [], [], 20.0)
+    (worker, *_) = envs._pool.processes
+    os.kill(worker.pid, signal.SIGKILL)
+    assert worker.watch.has_ended(20.0)
+    assert isinstance(wait_for_results(submissions, 1)[0], WorkerDied)
+    with pytest.raises(EnvFailed, match="died while idle"):
+        submissions.submit(0, "step", 1)
+    submissions.start(0, budget=RestartBudget(1, 60.0, lambda: 0.0))
+    reset_rows(submissions, 0)
+
+
+def test_messages_held_by_max_concurrency_are_sent_after_replies() -> None:
+    envs = make_envs(max_concurrency=1)
+    try:
+        with closing(envs.submissions()) as submissions:
+            reset_rows(submissions, 0, 1, 2)
+            submissions.submit(0, "step", KILL)
+            for row in (1, 2):
+                submissions.submit(row, "step", 4)
+            results = wait_for_results(submissions, 3)
+            assert isinstance(results[0], WorkerDied)
+            assert [results[row][0].tolist() for row in (1, 2)] == [[1, 1, 5], [2, 1, 6]]
+    finally:
+        envs.close(terminate=True)
+
+
+def test_failure_that_cannot_be_recorded_is_the_result_of_its_request(
+    envs: Any, submissions: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raise_error(*_: Any, **__: Any) -> Any:
+        raise TypeError("cannot be recorded")
+
+    reset_rows(submissions, 0, 1, 2)
+    monkeypatch.setattr(submissions._changes.failures, "record", raise_error)
+    for row, action in enumerate((8, 3, 4)):
+        submissions.submit(row, "step", action)
+    for worker in envs._pool.processes:
+        select.select([worker.channel.fd], [], [], 20.0)
+    results = {request.rows[0]: error or result[0].tolist() for request, result, error in submissions.collect()}
+    assert repr(results.pop(0)) == "TypeError('cannot be recorded')"
+    assert results == {1: [1, 1, 4], 2: [2, 1, 6]}
+    assert envs.stats()["in_flight"] == 0
+
+
 def test_requests_to_env_threads_finish_in_any_order() -> None:
     envs = make_envs(1, env_threads=3)
     try:

@@ -413,6 +413,7 @@ class EpisodeEnv:
             TypeError: ``seed`` or ``options`` has the wrong type.
             EnvFailed, WorkerDied, StepTimeout, BusyError, ClosedEnvironmentError: See :meth:`step`.
             RestartsExhausted: Its worker died too often, and was abandoned.
+            Exception: No process can replace its dead worker: ``env_fn`` cannot be pickled any more, for example.
         """
         arguments = _parse_reset(seed, options)
         with self._calling("reset") as slot:

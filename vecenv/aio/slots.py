@@ -28,6 +28,7 @@ from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import EnvFailed, ForkedError, LoopError, RestartsExhausted, StepTimeout, format_seconds
 from vecenv.system.cores import lower_priority, usable_cores
 from vecenv.system.restart_budget import RestartBudget
+from vecenv.system.signals import deferred_signals
 from vecenv.system.supervision import innermost_location
 
 
@@ -435,19 +436,20 @@ class Slots:
     def _restart(self, group: WorkerSlots) -> None:
         if self.closed:
             return
-        try:
-            self._start(group, None if group.killed_by_cancel else self._budget)
-        except RestartsExhausted as error:
-            self._give_up(group, error)
-        except TimeoutError:  # from a signal handler
-            raise
-        except OSError:  # the system lacks resources at the moment, so try again later
-            asyncio.get_running_loop().call_later(1.0, self._restart, group)
+        with deferred_signals():  # so that the exception is none of a signal handler
+            try:
+                self._start(group)
+            except RestartsExhausted as error:
+                self._give_up(group, error)
+            except OSError:  # the system lacks resources at the moment, so try again later
+                asyncio.get_running_loop().call_later(1.0, self._restart, group)
+            except Exception:  # such as an `env_fn` that cannot be pickled any more; a reset tries again, and raises it
+                self._make_available(group)
 
-    def _start(self, group: WorkerSlots, budget: RestartBudget | None = None) -> None:
+    def _start(self, group: WorkerSlots) -> None:
         """Start a new process in place of a dead one."""
         row = group.slots[0].row
-        self.submissions.start(row, budget=budget)
+        self.submissions.start(row, budget=None if group.killed_by_cancel else self._budget)
         group.death, group.unavailable, group.killed_by_cancel = None, True, False
         self._lower_priority(group)
         if (limit := self.start_timeout) is not None:

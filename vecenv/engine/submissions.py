@@ -141,7 +141,7 @@ class Submissions:
             self._state.changing = True
             finished += self._receive(worker, has_ended)
             self._state.changing = False
-        if self._full_pipes:
+        if self._full_pipes or self._changes.pool.held:
             self._flush()
         return [(request, *self._take_result(request)) for request in finished]
 
@@ -174,7 +174,9 @@ class Submissions:
             changes.in_flight.discard(row)
         if request.deaths:
             return None, request.deaths[0].error()
-        if request.failures:
+        try:
+            if not request.failures:
+                return self._read(request, row), None
             ((_, worker), *_) = request.failures
             loses_episode = command in ("step", "reset")  # even if only a part of the result cannot be sent
             mark = "all" if loses_episode else "fatal"
@@ -184,8 +186,6 @@ class Submissions:
             failure = EnvFailed(f"env {row}, {worker.label}, during {command}: {summary(error)}")
             failure.__cause__ = error
             return None, failure
-        try:
-            return self._read(request, row), None
         except Exception as error:  # it concerns only this environment
             return None, error
 
@@ -207,6 +207,8 @@ class Submissions:
         return observation, float(arrays.rewards[row]), *flags, info
 
     def _accept_loaded(self, row: int, snapshot: Snapshot, _: Any) -> Any:
+        if (death := self._find_worker(row).death) is not None:  # right after the reply: the row remains failed
+            raise death.error()
         self._engine.accept_loaded(row, snapshot)
         return self._changes.store.row(row) if snapshot.row.used else None
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from gymnasium.error import ResetNeeded
 
-from vecenv.engine.failures import FailureLog, Policy, Rebuilder, note_once
+from vecenv.engine.failures import FailureLog, Policy, Rebuilder
 from vecenv.engine.requests import Request
 from vecenv.engine.worker_pool import WorkerPool
 from vecenv.engine.worker_process import Worker, WorkerProcess
@@ -37,6 +37,7 @@ from vecenv.link.messages import (
     find_bad_infos,
     is_call,
     name_envs,
+    note_once,
     number_of,
     pack_head,
 )

@@ -170,8 +170,6 @@ class FailureLog:
         for death in deaths:
             for note in self.notes.get(death.envs[0], ()):
                 note_once(error, note)
-        if deaths and request.command in ("step", "reset"):  # with restarts, these have no deaths here
-            note_once(error, "reset() rebuilds the environments of dead workers; on_failure='restart' does so automatically")
         if raised and self._logs_like_gymnasium and request.command in ("step", "reset"):
             _log_like_gymnasium(request.failures)
         return error

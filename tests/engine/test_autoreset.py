@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from envs import (
     CounterEnv,
     Options,
+    RaisingEnv,
     ReturningEnv,
     ReusingEnv,
     assert_matches_sync,
@@ -321,6 +323,45 @@ def test_disabled_mode_without_workers_refuses_steps_of_a_finished_env() -> None
                 assert isinstance(caught.value, EpisodeOver)
                 assert FINISHED_ENV_TEXT in str(caught.value)
     reference.close()
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_step_of_a_finished_env_raises_and_restarts_nothing(by_row: bool) -> None:
+    fns = [partial(CounterEnv, 0, lengths=(1,)), partial(CounterEnv, 1, lengths=(9,))]
+    with ready_engine(fns, autoreset_mode="Disabled", num_workers=0, on_failure="restart") as envs:
+        envs.step([0, 0])
+        before = envs.call("unwrapped")
+        if by_row:
+            envs.send([0, 0], [0, 1])
+        else:
+            envs.step_async([0, 0])
+        with pytest.raises(EpisodeOver, match="env 0 was stepped after the end of its episode"):
+            envs.recv(count=2) if by_row else envs.step_wait()
+        if by_row:
+            assert envs.recv(count=1)[4]["env_id"].tolist() == [1]
+        assert envs.stats()["restarts"] == 0
+        assert all(map(operator.is_, envs.call("unwrapped"), before))
+        assert envs.call("steps") == (1, 2)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_environment_that_fails_beside_the_step_of_a_finished_one_is_rebuilt_by_its_next_step(
+    dies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vecenv.AsyncVectorEnv, "_refuses_finished", True)  # as in a replacement of `SyncVectorEnv`
+    fns = [partial(CounterEnv, 0, lengths=(1,)), partial(RaisingEnv, 1, None if dies else ValueError("x"), at=2)]
+    with ready_engine(fns, autoreset_mode="Disabled", num_workers=2, on_failure="restart") as envs:
+        envs.step([0, 0])
+        if dies:
+            envs.processes[1].kill()
+        with pytest.raises(EpisodeOver) as caught:
+            envs.step([0, 0])
+        assert caught.value.envs == (0, 1)  # type: ignore[attr-defined]
+        assert not any("on_failure" in note for note in caught.value.__notes__)
+        assert envs.stats()["restarts"] == 0
+        envs.reset(options={"reset_mask": np.array([True, False])})
+        assert envs.step([0, 0])[3].tolist() == [False, True]
+        assert envs.stats()["restarts"] == 1
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

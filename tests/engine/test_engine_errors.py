@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import gc
 import math
@@ -326,6 +327,81 @@ def test_exception_that_refuses_attributes_is_raised() -> None:
         with raises_and_warns(ErrorWithoutAttributes) as (caught, _):
             envs.step([0, 0])
         assert not hasattr(caught.value, "envs")
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    """An exception that can be neither changed nor unpickled."""
+
+    code: int = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrozenSlotsError(Exception):
+    """An exception that cannot be changed: even ``add_note`` raises, and so does an assignment to ``__cause__``."""
+
+    code: int = 3
+
+
+class ConstantError(Exception):
+    """An exception that refuses all assignments, as :class:`FrozenSlotsError` does."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{name} cannot be set")
+
+
+CONSTANT_ERRORS = pytest.mark.parametrize("error", [FrozenError, FrozenSlotsError, ConstantError])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("method", ["step", "reset", "call"])
+@CONSTANT_ERRORS
+def test_exception_that_cannot_be_changed_is_raised_like_others(error: Any, method: str, num_workers: int) -> None:
+    at = 2 if method == "reset" else 1
+    env_fns = [RaisingEnv, raising_env_fn(1, error, method, at), raising_env_fn(2, error, method, at)]
+    calls: dict[str, Callable[[Any], Any]] = {
+        "step": lambda envs: envs.step([0] * 3),
+        "reset": lambda envs: envs.reset(),
+        "call": lambda envs: envs.call("_maybe_raise", "call"),
+    }
+    with ready_engine(env_fns, num_workers=num_workers) as envs:
+        with pytest.raises((error, EnvError)) as caught:
+            calls[method](envs)
+        assert isinstance(caught.value, EnvError if num_workers and error is FrozenError else error)
+        assert caught.value.envs == (1, 2)
+        printed = "".join(traceback.format_exception(caught.value))
+        assert "env 1, " in printed
+        assert "also failed in the same way: env 2" in printed
+        assert "in _maybe_raise" in printed
+        assert [record.env for record in envs.errors] == [1, 2]
+        envs.reset(seed=1)
+        assert envs.call("env_id") == (0, 1, 2)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@CONSTANT_ERRORS
+def test_environment_is_restarted_after_an_exception_that_cannot_be_changed(error: Any, num_workers: int) -> None:
+    env_fns = [RaisingEnv, raising_env_fn(1, error, at=1)]
+    with ready_engine(env_fns, num_workers=num_workers, on_failure="restart") as envs:
+        assert envs.step([0, 0])[3].tolist() == [False, True]
+        assert len(envs.errors) == 1
+
+
+class UnreducibleInfoEnv(CounterEnv):
+    """An environment with an info value that raises a :class:`ConstantError` when it is pickled."""
+
+    def __reduce__(self) -> Any:
+        raise ConstantError("no state")
+
+    def step(self, action: Any) -> Any:
+        return *super().step(action)[:4], {"env": self}
+
+
+def test_info_whose_pickling_raises_an_exception_that_cannot_be_changed_is_named() -> None:
+    with ready_engine([UnreducibleInfoEnv], num_workers=1) as envs:
+        with pytest.raises(EnvError, match=r"env 0, .* its info key 'env' cannot be pickled: ConstantError: no state"):
+            envs.step([0])
+        assert envs.call("steps") == (1,)
 
 
 def test_nothing_is_logged_without_a_failure(every_engine: Options, recwarn: pytest.WarningsRecorder) -> None:

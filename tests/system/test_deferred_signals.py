@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from envs import CounterEnv, ready_engine
 from forks import run_in_fork
 from signals import Alarm, signal_handler
 
@@ -184,6 +185,38 @@ def test_watched_handlers_are_deferred_only_by_an_inner_block() -> None:
             with pytest.raises(Alarm):
                 call()
     assert block_finished
+
+
+@pytest.mark.parametrize("number_of_blocks", [1, 2])
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None], ids=["ignored", "function"])
+def test_handler_that_a_watched_block_installs_stays_installed(handler: Any, number_of_blocks: int) -> None:
+    with signal_handler(signal.SIGUSR1, Alarm), signal_handler(signal.SIGUSR2, Alarm):
+        before = list_handlers()
+        with contextlib.ExitStack() as stack:
+            for _ in range(number_of_blocks):
+                stack.enter_context(watched_handlers())
+            signal.signal(signal.SIGUSR2, handler)
+        before[signal.SIGUSR2 - 1] = handler
+        assert list_handlers() == before
+
+
+class InstallingEnv(CounterEnv):
+    """An environment with a method that installs a signal handler."""
+
+    def install(self) -> None:
+        signal.signal(signal.SIGUSR2, raise_zero_division_error)
+
+
+def raise_zero_division_error(number: int, frame: Any) -> None:
+    raise ZeroDivisionError
+
+
+def test_handler_that_a_method_installs_in_the_caller_stays_installed() -> None:
+    with signal_handler(signal.SIGUSR2, Alarm), ready_engine([InstallingEnv], num_workers=0) as envs:
+        envs.call("install")
+        assert signal.getsignal(signal.SIGUSR2) is raise_zero_division_error
+        envs.call("env_id")
+        assert signal.getsignal(signal.SIGUSR2) is raise_zero_division_error
 
 
 @pytest.mark.parametrize("error", [Alarm, KeyboardInterrupt])

@@ -29,7 +29,16 @@ from vecenv.errors import EnvError, ErrorRecord, RestartsExhausted, StepTimeout,
 from vecenv.front.arguments import parse_timeout, select_options
 from vecenv.front.driver import Counters
 from vecenv.link.infos import NO_INFO, InfoReader
-from vecenv.link.messages import Failure, PackedError, name_envs, notes_about_others, pack_error, summary, unpack_error
+from vecenv.link.messages import (
+    Failure,
+    PackedError,
+    name_envs,
+    note_once,
+    notes_about_others,
+    pack_error,
+    summary,
+    unpack_error,
+)
 from vecenv.link.observations import SharedStore, Store, flatten
 from vecenv.planning.options import OnFailure, Restart
 from vecenv.shm import SharedArrays
@@ -161,8 +170,6 @@ class FailureLog:
         for death in deaths:
             for note in self.notes.get(death.envs[0], ()):
                 note_once(error, note)
-        if deaths and request.command in ("step", "reset"):  # with restarts, these have no deaths here
-            note_once(error, "reset() rebuilds the environments of dead workers; on_failure='restart' does so automatically")
         if raised and self._logs_like_gymnasium and request.command in ("step", "reset"):
             _log_like_gymnasium(request.failures)
         return error
@@ -211,12 +218,6 @@ def to_exception(error: Any, note: str) -> Exception:
     replacement = EnvError(f"{note}: {summary(error)}", original=summary(error))
     replacement.__cause__ = error
     return replacement
-
-
-def note_once(error: BaseException, note: str) -> None:
-    """Add a note, unless the error already has it."""
-    if note not in getattr(error, "__notes__", ()):
-        error.add_note(note)
 
 
 @dataclass(frozen=True, slots=True)

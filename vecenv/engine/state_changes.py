@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from gymnasium.error import ResetNeeded
 
-from vecenv.engine.failures import FailureLog, Policy, Rebuilder, note_once
+from vecenv.engine.failures import FailureLog, Policy, Rebuilder
 from vecenv.engine.requests import Request
 from vecenv.engine.worker_pool import WorkerPool
 from vecenv.engine.worker_process import Worker, WorkerProcess
@@ -37,6 +37,7 @@ from vecenv.link.messages import (
     find_bad_infos,
     is_call,
     name_envs,
+    note_once,
     number_of,
     pack_head,
 )
@@ -329,10 +330,15 @@ class StateChanges:
     def settle(self, request: Request) -> tuple[Exception | None, set[int]]:
         """Record the failures of a request. Then queue rebuilds of the failed rows, or return the exception to raise.
 
+        A step of a finished environment is the caller's error, so it is raised even with restarts. Failed rows then stay
+        failed, and their next step rebuilds them.
+
         Returns:
             The exception or ``None``, and the rows of ``_find_rows_to_settle``.
         """
-        rebuilds = self.policy.restart and request.command in ("step", "reset") and not self._lacks_reset(request)
+        runs_episodes = request.command in ("step", "reset")
+        refused = any(failure.refused for failure, _ in request.failures)
+        rebuilds = self.policy.restart and runs_episodes and not refused and not self._lacks_reset(request)
         failed = self._find_rows_to_settle(request)
         self.store.restore_rows(failed)  # with lending, their rows of the new batch may be undefined
         raised = self.failures.record(request.command, request.failures, mark="all" if rebuilds else "fatal")
@@ -347,6 +353,10 @@ class StateChanges:
             error = self.failures.combine(request, raised)
             if request.deaths and self.policy.restart:
                 note_once(error, "the next step() or reset() rebuilds the environments of dead workers")
+            elif request.deaths and runs_episodes:
+                note_once(
+                    error, "reset() rebuilds the environments of dead workers; on_failure='restart' does so automatically"
+                )
             if raised and request.command == "step" and not self.counters.resets and not isinstance(error, ResetNeeded):
                 note_once(error, "reset() was never called")
         request.failures.clear()

@@ -223,7 +223,7 @@ def encode_outcome(outcome: Outcome) -> bytes:
     failures = list(outcome.failures)
 
     def add_failure(row: int, error: BaseException, text: str) -> None:
-        error.add_note(f"env {row}: its {text}")
+        note_once(error, f"env {row}: its {text}")
         packed = pack_error(error)
         failures.append(Failure(row, replace(packed, summary=f"its {text}: {packed.summary}"), fatal=False))
 
@@ -439,7 +439,18 @@ def name_envs(error: BaseException, rows: Iterable[int], attribute: str = "envs"
     Another attribute is ``loaded_rows``: those that were loaded although the load failed in others. A refused load has none.
     """
     envs = tuple(sorted(set(rows)))
-    call_with_fallback(lambda: setattr(error, attribute, envs), lambda _: None, Exception)
+    call_with_fallback(lambda: BaseException.__setattr__(error, attribute, envs), lambda _: None, Exception)
+
+
+def note_once(error: BaseException, note: str) -> None:
+    """Add a note, unless the error already has it, even if its class refuses attributes, as a frozen dataclass does."""
+
+    def add_note() -> None:
+        notes = getattr(error, "__notes__", ())
+        if note not in notes:
+            BaseException.__setattr__(error, "__notes__", [*notes, note])
+
+    call_with_fallback(add_note, lambda _: None, Exception)
 
 
 def notes_about_others(raised: Sequence[tuple[int, BaseException]]) -> list[str]:
@@ -484,12 +495,12 @@ def unpack_error(packed: PackedError, note: str) -> Exception:
     if packed.blob is not None:
         loaded = call_with_fallback(partial(pickle.loads, packed.blob), lambda _: None, BaseException)
     error = loaded if isinstance(loaded, Exception) else EnvError(f"{note}: {packed.summary}", original=packed.summary)
-    error.__cause__ = RemoteTraceback(packed.text)
+    BaseException.__setattr__(error, "__cause__", RemoteTraceback(packed.text))  # even if its class refuses attributes
     notes = [note] if error is loaded else []  # the replacement begins with it
     if "daemonic processes are not allowed" in packed.summary:
         notes.append("environments that start processes of their own need AsyncVectorEnv(..., daemon=False)")
     for text in notes:
-        call_with_fallback(partial(error.add_note, text), lambda _: None, Exception)
+        note_once(error, text)
     return error
 
 
@@ -535,7 +546,7 @@ class PackedEnvFns:
                 try:
                     _FunctionPickler(file, packed.blocks).dump(env_fn)
                 except Exception as error:
-                    error.add_note(f"env_fns[{env}] ({env_fn!r}) cannot be pickled, which {reason}")
+                    note_once(error, f"env_fns[{env}] ({env_fn!r}) cannot be pickled, which {reason}")
                     raise
                 index_by_id[id(env_fn)] = len(packed.functions)
                 packed.functions.append(file.getvalue())

@@ -25,7 +25,7 @@ from gymnasium import Space
 
 from vecenv.errors import StartupTimeout, WorkerDied, format_seconds
 from vecenv.link.envs import build_env, find_env_id
-from vecenv.link.messages import EnvFnsToStart, PackedEnvFns, PackedError, dumps, pack_error, unpack_error
+from vecenv.link.messages import EnvFnsToStart, PackedEnvFns, PackedError, dumps, note_once, pack_error, unpack_error
 from vecenv.link.own_generators import with_own_generators
 from vecenv.planning.independence import CANNOT_TELL, Independence, IndependenceCheck, Run, choose_pairs
 from vecenv.planning.trial import CLOSE_SECONDS, ChildEnd, StepTimes
@@ -331,7 +331,7 @@ def _pack_description(description: EnvDescription) -> bytes | PackedError:
     try:
         return dumps(description)
     except Exception as error:
-        error.add_note("the metadata and spaces of an environment could not be sent by the process that built it")
+        note_once(error, "the metadata and spaces of an environment could not be sent by the process that built it")
         return pack_error(error)
 
 

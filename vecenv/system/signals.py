@@ -5,7 +5,7 @@ Ctrl-C does, and so do time limits with ``SIGALRM``. Blocking signals does not h
 thread, if there is one, and Python runs the handler in the main thread anyway. So the handlers themselves are replaced
 during a block; this costs 7 us per block.
 
-One C call, ``deque(map(...), 0)``, replaces all handlers, and another one restores them. A handler that has been restored
+One C call, ``deque(map(...), 0)``, replaces all handlers, and a similar one restores them. A handler that has been restored
 may raise before that call ends; the call is then repeated.
 """
 
@@ -18,7 +18,8 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import repeat
+from itertools import compress, repeat, starmap
+from operator import is_
 from typing import Any, Final, TypeVar
 
 _Result = TypeVar("_Result")
@@ -67,7 +68,10 @@ def deferred_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched_handlers() -> Iterator[None]:
-    """Run signal handlers as usual, and let :func:`raised_by_handler` recognize their exceptions within the block."""
+    """Run signal handlers as usual, and let :func:`raised_by_handler` recognize their exceptions within the block.
+
+    Handlers that the block installs stay installed after it.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -92,7 +96,7 @@ def watched_handlers() -> Iterator[None]:
         latest.clear()
         if _replaced and _replaced[-1] is handlers:
             _replaced.pop()
-        if raised := _restore_handlers(handlers):
+        if raised := _restore_handlers(handlers, watch):
             raise raised
 
 
@@ -164,12 +168,16 @@ def _current_handlers() -> dict[int, Any]:
     return handlers
 
 
-def _restore_handlers(handlers: dict[int, Any]) -> BaseException | None:
-    """Restore all handlers, and return the first exception of a handler that ran meanwhile, if any."""
+def _restore_handlers(handlers: dict[int, Any], replacement: Any = None) -> BaseException | None:
+    """Restore all handlers, and return the first exception of a handler that ran meanwhile, if any.
+
+    With ``replacement``, restore only those that it still replaces.
+    """
     raised: BaseException | None = None
     while True:
         try:
-            deque(map(_signal.signal, handlers, handlers.values()), 0)
+            chosen = map(is_, map(_signal.getsignal, handlers), repeat(replacement)) if replacement else repeat(True)
+            deque(starmap(_signal.signal, compress(handlers.items(), chosen)), 0)
             return raised
         except BaseException as error:
             raised = raised or error

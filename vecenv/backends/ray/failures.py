@@ -11,7 +11,7 @@ from vecenv.backends.ray.host import RemoteFailure
 from vecenv.backends.ray.hosts import RemoteHost
 from vecenv.engine.observers import Observer, notify_failure
 from vecenv.errors import ErrorRecord, RestartsExhausted, StepTimeout, envs_text
-from vecenv.link.messages import name_envs, notes_about_others, unpack_error
+from vecenv.link.messages import name_envs, note_once, notes_about_others, unpack_error
 from vecenv.system.reporting import RestartLog
 from vecenv.system.restart_budget import RestartBudget
 
@@ -91,7 +91,7 @@ class Failures:
         """Notify the observers of a failure, and add their notes to the errors."""
         for note in notify_failure(self.observers, list(rows), errors[0], worker_died=worker_died):
             for error in errors:
-                error.add_note(note)
+                note_once(error, note)
 
     def set_failed(self, host: RemoteHost, failed: dict[int, str]) -> None:
         """Replace the failed rows of a host with ``failed``, which it rebuilds; other :attr:`rows_to_rebuild` stay."""
@@ -129,10 +129,10 @@ def combine(errors: Errors) -> Exception:
     first = ordered[0][1]
     raised = [(env, error) for env, error in ordered if env is not None]
     for note in notes_about_others(raised) if raised else ():
-        first.add_note(note)
+        note_once(first, note)
     for env, other in ordered[1:]:
         if env is None:
-            first.add_note(f"also: {other}")
+            note_once(first, f"also: {other}")
     rows: list[int] = []
     for env, error in errors:
         rows += getattr(error, "envs", ()) if env is None else [env]

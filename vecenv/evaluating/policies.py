@@ -17,6 +17,7 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from vecenv.evaluating.episodes import Attempt, Episode
+from vecenv.link.messages import note_once
 
 ARRAYS: Final = ("numpy", "torch", "jax")
 BATCHES: Final = ("ready", "padded", "single")
@@ -119,7 +120,7 @@ class PolicyCaller:
                 actions = self._policy(self._convert(observations), **arguments)
             except RuntimeError as error:
                 if self._is_module and "dtype" in str(error):
-                    error.add_note(_DTYPE_NOTE)
+                    note_once(error, _DTYPE_NOTE)
                 raise
         if "state" in parameters:
             actions = self._store_states(actions, attempts[:count])

@@ -38,6 +38,7 @@ from vecenv.front.by_row import infos_by_row
 from vecenv.front.capabilities import raise_unsupported
 from vecenv.front.guard import convert_result
 from vecenv.front.infos import InfoMerger, object_column
+from vecenv.link.messages import note_once
 from vecenv.link.observations import flatten
 from vecenv.multi_agent.adapter import AgentsEnv, EnvFn, as_parallel
 from vecenv.multi_agent.roster import FLAGS, AgentActionConverter, Roster, build_tree, env_name, read_roster, zeros
@@ -155,7 +156,7 @@ class MultiAgentVecEnv:
                 template, layout, state=state, pad_value=pad_value, episode_end=episode_end, action_mask=action_mask
             )
         except (TypeError, ValueError) as error:
-            error.add_note("in env 0, with which the others are compared")
+            note_once(error, "in env 0, with which the others are compared")
             raise
         finally:
             if hasattr(template, "close"):

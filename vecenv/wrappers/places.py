@@ -20,7 +20,7 @@ from gymnasium.spaces import Dict, Tuple
 
 from vecenv.engine.vector_env import Observer
 from vecenv.errors import EnvFailed, ErrorRecord, StepTimeout, WorkerDied
-from vecenv.link.messages import name_envs
+from vecenv.link.messages import name_envs, note_once
 
 
 class _PlaceNote(str):
@@ -94,8 +94,8 @@ def naming_rows(envs: Any) -> Iterator[None]:
         for record in envs.envs.errors:
             if record.time >= began and record.env is not None and _find_note(record.error) is None:
                 note = _make_note(envs, [record.env])
-                record.error.add_note(note)
-                error.add_note(note)
+                note_once(record.error, note)
+                note_once(error, note)
         raise
 
 

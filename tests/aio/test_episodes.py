@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Generator, Iterable
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -425,7 +425,8 @@ class CountedAwaits:
 
 def kill_all(pids: Iterable[int]) -> None:
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # an idle worker may end as soon as the pool closes
+            os.kill(pid, signal.SIGKILL)
 
 
 # Each of the following functions returns an ``act`` for :class:`CountedAwaits`, which its docstring describes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import copy
 import mmap
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -369,6 +370,12 @@ MISFITS: dict[str, tuple[spaces.Space, Any, Any, tuple[str, ...]]] = {
     "an array for a dict": (DICT, np.ones(4), GOOD, ()),
     "a tuple too short": (DICT, GOOD | {"b": (1,)}, GOOD, ("b",)),
     "a tuple too long": (DICT, GOOD | {"b": (1, np.ones(2, np.int8), 3)}, GOOD, ("b",)),
+    "a tuple with text too long": (
+        spaces.Tuple((spaces.Text(5), BOX4)),
+        ("a", BOX4.low, 3),
+        ("a", BOX4.low),
+        ("tuple of 2",),
+    ),
     "None": (BOX4, None, None, ()),
     "text for numbers": (BOX4, "text", None, ()),
 }
@@ -413,6 +420,53 @@ def test_numbers_that_cannot_be_cast_raise_like_sync_vector_env(
         raises_and_warns((ValueError, TypeError, OverflowError)),
     ):
         envs.step([0, 0])
+
+
+# the functions turn the space, or the value, of one leaf into those of a container
+CONTAINERS: dict[str, tuple[Callable[[spaces.Space], spaces.Space], Callable[[Any], Any]]] = {
+    "alone": (lambda space: space, lambda value: value),
+    "with text in a dict": (
+        lambda space: spaces.Dict(leaf=space, text=spaces.Text(5)),
+        lambda value: {"leaf": value, "text": "a"},
+    ),
+    "with text in a tuple": (lambda space: spaces.Tuple((spaces.Text(5), space)), lambda value: ("a", value)),
+}
+WRONG_NUMBERS: dict[str, tuple[spaces.Space, Any]] = {
+    "int64 for int8": (spaces.Box(-5, 5, (2,), np.int8), np.array([300, 1])),
+    "list for int8": (spaces.Box(-5, 5, (2,), np.int8), [300, 1]),
+    "uint16 for uint8": (spaces.Box(0, 255, (2,), np.uint8), np.array([300, 1], np.uint16)),
+    "a number for int8": (spaces.Box(-5, 5, (), np.int8), np.int64(300)),
+    "int64 for float16": (spaces.Box(-5, 5, (2,), np.float16), np.array([10**9, 1])),
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "shared_memory", "container", "name"),
+    each_pair(VALUE_ENGINES, MEMORIES, list(CONTAINERS), list(WRONG_NUMBERS)),
+)
+def test_number_that_the_dtype_cannot_hold_raises_in_every_container(
+    engine: Options, shared_memory: bool, container: str, name: str
+) -> None:
+    contain_space, contain_value = CONTAINERS[container]
+    space, value = WRONG_NUMBERS[name]
+    good = contain_value(space.sample())
+    fns = make_returning_env_fns(contain_space(space), contain_value(value), good)
+    with ready_engine(fns, shared_memory=shared_memory, **engine) as envs:
+        with raises_and_warns(ObservationError, match=r"env 1: observation.*(cannot hold|300.*int8)"):
+            envs.step([0, 0])
+        assert_identical(envs.reset()[0], SyncVectorEnv(fns).reset()[0])
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_overflow_of_float32_becomes_infinite_with_one_warning(engine: Options, container: str) -> None:
+    contain_space, contain_value = CONTAINERS[container]
+    space = contain_space(spaces.Box(-1, 1, (2,), np.float32))
+    fns = make_returning_env_fns(space, contain_value(np.array([1e39, 0.5])), contain_value(np.zeros(2, np.float32)))
+    with ready_engine(fns, **engine) as envs:
+        with pytest.warns(UserWarning, match="env 1: observation.* float64 values became infinite") as caught:
+            (observed,) = (leaf for leaf in get_leaves(envs.step([0, 0])[0]) if isinstance(leaf, np.ndarray))
+        assert observed.tolist() == [[0, 0], [np.inf, 0.5]]
+        assert len(caught) == 1
 
 
 def test_reset_that_returns_a_wrong_shape_raises(engine: Options, shared_memory: bool) -> None:
@@ -513,7 +567,7 @@ VALUES_OF_ANY_KIND = [
 
 @pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.parametrize("name", PICKLED_SPACES)
-def test_observations_to_pickle_are_refused_exactly_if_concatenate_refuses_them(name: str) -> None:
+def test_observations_to_pickle_are_refused_exactly_if_concatenate_refuses_or_changes_them(name: str) -> None:
     space = spaces.Dict({"text": spaces.Text(9), "parts": spaces.Tuple((PICKLED_SPACES[name],))})
     out: Any = create_empty_array(space, n=1, fn=np.zeros)
     write = make_reply_writer(space, 0, lambda *_: None, 2, copies=False)
@@ -526,7 +580,10 @@ def test_observations_to_pickle_are_refused_exactly_if_concatenate_refuses_them(
                 write(1, observation)
             assert str(refused.value).endswith(f"({reason})")
         else:
-            assert write(1, observation) is observation
+            try:
+                assert write(1, observation) is observation
+            except ObservationError as refusal:
+                assert re.search(r"cannot hold|\(expected a tuple of \d\)", str(refusal))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])

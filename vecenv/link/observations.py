@@ -420,7 +420,8 @@ class _ArrayRow:
 def make_exact_rows(leaf: Leaf, array: Array) -> list[Any]:
     """Return a target for each row of ``array`` that accepts only observations of exactly its dtype and shape.
 
-    ``targets[k][:] = observation`` raises ``TypeError`` or ``ValueError`` for everything else, and always for a scalar leaf.
+    ``targets[k][:] = observation`` raises ``TypeError``, ``ValueError`` or, if an object cannot export its buffer,
+    ``BufferError`` for everything else, and always for a scalar leaf.
     """
     if leaf.shape == ():
         return [None] * len(array)
@@ -479,7 +480,7 @@ def _make_leaf_writer(leaf: Leaf, array: Array, first_env: int, warn: _WarnFn) -
         try:
             exact_rows[k][:] = value
             return
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, BufferError):
             pass
         convert_and_write(k, value)  # outside `except`, so that its errors have no misleading context
 

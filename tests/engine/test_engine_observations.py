@@ -436,6 +436,12 @@ WRONG_NUMBERS: dict[str, tuple[spaces.Space, Any]] = {
     "list for int8": (spaces.Box(-5, 5, (2,), np.int8), [300, 1]),
     "uint16 for uint8": (spaces.Box(0, 255, (2,), np.uint8), np.array([300, 1], np.uint16)),
     "a number for int8": (spaces.Box(-5, 5, (), np.int8), np.int64(300)),
+    "int for uint8": (spaces.Box(0, 255, (), np.uint8), 300),
+    "negative int for uint64": (spaces.Box(0, 255, (), np.uint64), -1),
+    "huge int for int64": (spaces.Box(-5, 5, (), np.int64), 10**30),
+    "object for int64": (spaces.Box(-5, 5, (1,), np.int64), np.array([2.7], dtype=object)),
+    "object scalar for int64": (spaces.Box(-5, 5, (), np.int64), np.array(2.7, dtype=object)),
+    "object for uint8": (spaces.Box(0, 255, (2,), np.uint8), np.array([300, 1], dtype=object)),
     "int64 for float16": (spaces.Box(-5, 5, (2,), np.float16), np.array([10**9, 1])),
 }
 
@@ -452,20 +458,27 @@ def test_number_that_the_dtype_cannot_hold_raises_in_every_container(
     good = contain_value(space.sample())
     fns = make_returning_env_fns(contain_space(space), contain_value(value), good)
     with ready_engine(fns, shared_memory=shared_memory, **engine) as envs:
-        with raises_and_warns(ObservationError, match=r"env 1: observation.*(cannot hold|300.*int8)"):
+        with raises_and_warns(ObservationError, match="env 1: observation"):
             envs.step([0, 0])
         assert_identical(envs.reset()[0], SyncVectorEnv(fns).reset()[0])
 
 
-@pytest.mark.parametrize("container", CONTAINERS)
-def test_overflow_of_float32_becomes_infinite_with_one_warning(engine: Options, container: str) -> None:
+@pytest.mark.parametrize(
+    ("container", "value"),
+    [
+        *((container, np.array([1e39, 0.5])) for container in CONTAINERS),
+        *((container, 1e39) for container in CONTAINERS),
+        ("alone", np.array([1e39, 0.5], dtype=object)),
+    ],
+)
+def test_overflow_of_float32_becomes_infinite_with_one_warning(engine: Options, container: str, value: Any) -> None:
     contain_space, contain_value = CONTAINERS[container]
-    space = contain_space(spaces.Box(-1, 1, (2,), np.float32))
-    fns = make_returning_env_fns(space, contain_value(np.array([1e39, 0.5])), contain_value(np.zeros(2, np.float32)))
+    space = spaces.Box(-1, 1, np.shape(value), np.float32)
+    fns = make_returning_env_fns(contain_space(space), contain_value(value), contain_value(np.zeros_like(space.low)))
     with ready_engine(fns, **engine) as envs:
         with pytest.warns(UserWarning, match="env 1: observation.* float64 values became infinite") as caught:
             (observed,) = (leaf for leaf in get_leaves(envs.step([0, 0])[0]) if isinstance(leaf, np.ndarray))
-        assert observed.tolist() == [[0, 0], [np.inf, 0.5]]
+        assert_identical(observed[1], np.where(np.asarray(value) == 1e39, np.inf, 0.5).astype(np.float32)[()])
         assert len(caught) == 1
 
 

@@ -465,7 +465,8 @@ def _make_leaf_writer(leaf: Leaf, array: Array, first_env: int, warn: _WarnFn) -
     dtype = leaf.dtype
     convert_and_write = _make_converting_writer(leaf, array, first_env, warn)
     exact_rows = make_exact_rows(leaf, array)
-    exact_types = {dtype.type, {"i": int, "u": int, "f": float, "b": bool}.get(dtype.kind)}
+    # Python's numbers only if the dtype holds them all, or raises OverflowError; NumPy 1 wraps integers in smaller dtypes
+    exact_types = {dtype.type, {"i8": int, "f8": float, "b1": bool}.get(dtype.str[1:])}
 
     def write_scalar(k: int, value: Any) -> None:
         if type(value) in exact_types:
@@ -498,7 +499,7 @@ def _make_converting_writer(leaf: Leaf, array: Array, first_env: int, warn: _War
         try:
             plain = converted = np.asarray(value)
             if plain.dtype == object:
-                converted = np.asarray(value, dtype=dtype)
+                converted = np.asarray(value, dtype=np.result_type(dtype, np.float64) if dtype.kind == "f" else dtype)
         except (ValueError, TypeError, OverflowError) as reason:
             raise error(_describe(value), f"{dtype} of shape {shape}: {reason}") from reason
         if converted.shape != shape:
@@ -509,11 +510,12 @@ def _make_converting_writer(leaf: Leaf, array: Array, first_env: int, warn: _War
                 array[k] = converted if converted.dtype == dtype else converted.astype(dtype)
         except (ValueError, TypeError) as reason:
             raise error(_describe(value), f"{dtype}: {reason}") from reason
-        if converted.dtype == dtype or _is_faithful_cast(converted, array[k]):
+        original = converted if dtype.kind == "f" else plain
+        if original.dtype == dtype or _is_faithful_cast(original, array[k]):
             return
         where = f"env {first_env + k}: {leaf.name}:"
         if converted.dtype.kind != "f" or dtype.kind != "f":
-            example = f" with {_first_changed(converted, array[k])}" if isinstance(value, np.ndarray) else ""
+            example = f" with {_first_changed(original, array[k])}" if isinstance(value, np.ndarray) else ""
             raise ObservationError(f"{where} got {_describe(value)}{example}, which the space's dtype {dtype} cannot hold")
         warn(leaf.name, f"{where} {converted.dtype} values became infinite in the cast to the space's dtype {dtype}")
 

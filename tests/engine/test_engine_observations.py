@@ -618,6 +618,52 @@ def test_observations_to_pickle_are_refused_exactly_if_concatenate_refuses_or_ch
                 assert re.search(r"cannot hold|\(expected a tuple of \d\)", str(refusal))
 
 
+class UnsendableObservation:
+    """An observation that cannot be pickled or, with ``can_be_pickled``, not be unpickled."""
+
+    def __init__(self, can_be_pickled: bool) -> None:
+        self.can_be_pickled = can_be_pickled
+
+    def __reduce__(self) -> Any:
+        if not self.can_be_pickled:
+            raise ValueError("not a number")
+        return int, ("not a number",)
+
+
+def make_unsendable_env_fns(can_be_pickled: bool) -> list[Any]:
+    """Return functions for two environments. The first returns an unsendable observation in its first step."""
+    observations = [[UnsendableObservation(can_be_pickled), "third"], ["second", "third"]]
+    steps = [[(observation, 1.0, False, False, {"a": "b"}) for observation in each] for each in observations]
+    return [lambda each=each: ReturningEnv([("first", {})], each, CustomSpace()) for each in steps]
+
+
+@pytest.mark.parametrize("can_be_pickled", [False, True])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_row_keeps_its_last_observation_if_the_next_one_cannot_be_sent(num_workers: int, can_be_pickled: bool) -> None:
+    fns = make_unsendable_env_fns(can_be_pickled)
+    with ready_engine(fns, shared_memory=False, num_workers=num_workers) as envs:
+        with pytest.raises(Exception, match="not a number"):
+            envs.step([0, 0])
+        assert envs.reset(options={"reset_mask": np.array([False, True])})[0] == ("first", "first")
+        assert envs.step([0, 0])[0] == ("third", "third")
+
+
+@pytest.mark.parametrize("can_be_pickled", [False, True])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_recv_returns_only_rows_with_observations_that_could_be_sent(num_workers: int, can_be_pickled: bool) -> None:
+    fns = make_unsendable_env_fns(can_be_pickled)
+    with ready_engine(fns, shared_memory=False, num_workers=num_workers) as envs:
+        envs.send(np.zeros(2, int), [0, 1])
+        with pytest.raises(Exception, match="not a number") as caught:
+            envs.recv(count=2)
+        assert caught.value.envs == (0,)
+        observations, *_, infos = envs.recv(count=1)
+        assert observations == ("second",)
+        assert infos["env_id"].tolist() == [1]
+        envs.send(np.zeros(2, int), [0, 1])
+        assert envs.recv(count=2)[0] == ("third", "third")
+
+
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_first_masked_reset_of_pickled_observations_is_refused_before_an_environment_is_reset(num_workers: int) -> None:
     with open_engine(counters(2), shared_memory=False, num_workers=num_workers) as envs:

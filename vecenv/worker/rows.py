@@ -617,7 +617,7 @@ class EnvRows:
         self.exit_if_forked()
         row = self.first + k
         if isinstance(error, EpisodeOver):
-            out.failures.append(Failure(row, error, fatal=False, refused=True))
+            out.failures.append(Failure(row, error, fatal=False, no_result=True))
             return
         self._discard_env(k)
         self._reraise_interrupt(error)

@@ -432,6 +432,50 @@ def test_info_that_cannot_be_pickled_does_not_affect_later_steps(closes: Any) ->
     assert envs.recv()[0][:, 1].tolist() == [2, 2], "the rows have no results"
 
 
+class UnpicklableText(str):
+    """A text that cannot be pickled."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot pickle this text")
+
+
+class UnpicklableTextEnv(CounterEnv):
+    """An environment with observations of text. With index 1, that of the second step cannot be pickled."""
+
+    def __init__(self, env_id: int) -> None:
+        super().__init__(env_id, lengths=(50,))
+        self.observation_space = spaces.Text(9)  # type: ignore[assignment]
+
+    def reset(self, **kwargs: Any) -> Any:
+        return "first", super().reset(**kwargs)[1]
+
+    def step(self, action: Any) -> Any:
+        _, *results, _ = super().step(action)
+        is_lost = (self.env_id, self.steps) == (1, 2)
+        return UnpicklableText("lost") if is_lost else f"step {self.steps}", *results, {"lost": 1} if is_lost else {}
+
+
+def test_row_keeps_its_last_observation_if_the_next_one_cannot_be_pickled(closes: Any) -> None:
+    fns = [functools.partial(UnpicklableTextEnv, env_id) for env_id in range(2)]
+    envs = closes(InProcessRayVectorEnv(fns, num_hosts=1, workers_per_host=0, batch_size=1))
+    envs.reset(seed=1)
+    envs.send([0] * 2)
+    assert [envs.recv()[0] for _ in range(2)] == [("step 1",)] * 2
+    envs.send([0] * 2, [0, 1])
+    with pytest.raises(TypeError, match="cannot pickle this text"):
+        envs.recv()
+    observations, *_, infos = envs.recv()
+    assert (observations, infos["env_id"].tolist()) == (("step 2",), [0])
+    envs.send([0] * 2, [0, 1])
+    for _ in range(2):
+        observations, *_, infos = envs.recv()
+        assert observations == ("step 3",)
+        assert "lost" not in infos
+
+
 class MisshapenObservationEnv(CounterEnv):
     """An environment that returns an observation of a wrong shape in each step."""
 

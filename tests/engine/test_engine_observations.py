@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import copy
 import mmap
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -369,6 +370,12 @@ MISFITS: dict[str, tuple[spaces.Space, Any, Any, tuple[str, ...]]] = {
     "an array for a dict": (DICT, np.ones(4), GOOD, ()),
     "a tuple too short": (DICT, GOOD | {"b": (1,)}, GOOD, ("b",)),
     "a tuple too long": (DICT, GOOD | {"b": (1, np.ones(2, np.int8), 3)}, GOOD, ("b",)),
+    "a tuple with text too long": (
+        spaces.Tuple((spaces.Text(5), BOX4)),
+        ("a", BOX4.low, 3),
+        ("a", BOX4.low),
+        ("tuple of 2",),
+    ),
     "None": (BOX4, None, None, ()),
     "text for numbers": (BOX4, "text", None, ()),
 }
@@ -415,6 +422,66 @@ def test_numbers_that_cannot_be_cast_raise_like_sync_vector_env(
         envs.step([0, 0])
 
 
+# the functions turn the space, or the value, of one leaf into those of a container
+CONTAINERS: dict[str, tuple[Callable[[spaces.Space], spaces.Space], Callable[[Any], Any]]] = {
+    "alone": (lambda space: space, lambda value: value),
+    "with text in a dict": (
+        lambda space: spaces.Dict(leaf=space, text=spaces.Text(5)),
+        lambda value: {"leaf": value, "text": "a"},
+    ),
+    "with text in a tuple": (lambda space: spaces.Tuple((spaces.Text(5), space)), lambda value: ("a", value)),
+}
+WRONG_NUMBERS: dict[str, tuple[spaces.Space, Any]] = {
+    "int64 for int8": (spaces.Box(-5, 5, (2,), np.int8), np.array([300, 1])),
+    "list for int8": (spaces.Box(-5, 5, (2,), np.int8), [300, 1]),
+    "uint16 for uint8": (spaces.Box(0, 255, (2,), np.uint8), np.array([300, 1], np.uint16)),
+    "a number for int8": (spaces.Box(-5, 5, (), np.int8), np.int64(300)),
+    "int for uint8": (spaces.Box(0, 255, (), np.uint8), 300),
+    "negative int for uint64": (spaces.Box(0, 255, (), np.uint64), -1),
+    "huge int for int64": (spaces.Box(-5, 5, (), np.int64), 10**30),
+    "object for int64": (spaces.Box(-5, 5, (1,), np.int64), np.array([2.7], dtype=object)),
+    "object scalar for int64": (spaces.Box(-5, 5, (), np.int64), np.array(2.7, dtype=object)),
+    "object for uint8": (spaces.Box(0, 255, (2,), np.uint8), np.array([300, 1], dtype=object)),
+    "int64 for float16": (spaces.Box(-5, 5, (2,), np.float16), np.array([10**9, 1])),
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "shared_memory", "container", "name"),
+    each_pair(VALUE_ENGINES, MEMORIES, list(CONTAINERS), list(WRONG_NUMBERS)),
+)
+def test_number_that_the_dtype_cannot_hold_raises_in_every_container(
+    engine: Options, shared_memory: bool, container: str, name: str
+) -> None:
+    contain_space, contain_value = CONTAINERS[container]
+    space, value = WRONG_NUMBERS[name]
+    good = contain_value(space.sample())
+    fns = make_returning_env_fns(contain_space(space), contain_value(value), good)
+    with ready_engine(fns, shared_memory=shared_memory, **engine) as envs:
+        with raises_and_warns(ObservationError, match="env 1: observation"):
+            envs.step([0, 0])
+        assert_identical(envs.reset()[0], SyncVectorEnv(fns).reset()[0])
+
+
+@pytest.mark.parametrize(
+    ("container", "value"),
+    [
+        *((container, np.array([1e39, 0.5])) for container in CONTAINERS),
+        *((container, 1e39) for container in CONTAINERS),
+        ("alone", np.array([1e39, 0.5], dtype=object)),
+    ],
+)
+def test_overflow_of_float32_becomes_infinite_with_one_warning(engine: Options, container: str, value: Any) -> None:
+    contain_space, contain_value = CONTAINERS[container]
+    space = spaces.Box(-1, 1, np.shape(value), np.float32)
+    fns = make_returning_env_fns(contain_space(space), contain_value(value), contain_value(np.zeros_like(space.low)))
+    with ready_engine(fns, **engine) as envs:
+        with pytest.warns(UserWarning, match="env 1: observation.* float64 values became infinite") as caught:
+            (observed,) = (leaf for leaf in get_leaves(envs.step([0, 0])[0]) if isinstance(leaf, np.ndarray))
+        assert_identical(observed[1], np.where(np.asarray(value) == 1e39, np.inf, 0.5).astype(np.float32)[()])
+        assert len(caught) == 1
+
+
 def test_reset_that_returns_a_wrong_shape_raises(engine: Options, shared_memory: bool) -> None:
     fns = [lambda n=n: ReturningEnv([(np.zeros(n, np.float32), {})], [], BOX4) for n in (4, 5)]
     with open_engine(fns, shared_memory=shared_memory, **engine) as envs, raises_and_warns(ValueError):
@@ -431,6 +498,25 @@ def test_reset_that_does_not_return_two_values_raises(engine: Options, result: A
     fns = [lambda: ReturningEnv([good], []), lambda: ReturningEnv([result, good], [])]
     with open_engine(fns, **engine) as envs, raises_and_warns((ValueError, TypeError)):
         envs.reset(seed=1)
+
+
+class JaxEnv(ReturningEnv):
+    """An environment that returns arrays of JAX in a dtype that their buffers cannot export."""
+
+    def __init__(self) -> None:
+        import jax.numpy as jnp
+
+        observations = [jnp.array([step, 0.5], jnp.bfloat16) for step in range(3)]
+        resets, steps = [(observations[0], {})], [(each, 1.0, False, False, {}) for each in observations[1:]]
+        super().__init__(resets, steps, spaces.Box(-9, 9, (2,), np.float32))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_arrays_that_cannot_export_their_buffer_are_converted(num_workers: int) -> None:
+    pytest.importorskip("jax", reason="needs pip install 'vecenv[jax]'")
+    with open_engine([JaxEnv] * 2, num_workers=num_workers, context="spawn") as envs:
+        observations = [envs.reset()[0], *(envs.step([0, 0])[0] for _ in range(2))]
+    assert [each.tolist() for each in observations] == [[[step, 0.5]] * 2 for step in range(3)]
 
 
 # --- foreign byte order --------------------------------------------------------------------------
@@ -513,7 +599,7 @@ VALUES_OF_ANY_KIND = [
 
 @pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.parametrize("name", PICKLED_SPACES)
-def test_observations_to_pickle_are_refused_exactly_if_concatenate_refuses_them(name: str) -> None:
+def test_observations_to_pickle_are_refused_exactly_if_concatenate_refuses_or_changes_them(name: str) -> None:
     space = spaces.Dict({"text": spaces.Text(9), "parts": spaces.Tuple((PICKLED_SPACES[name],))})
     out: Any = create_empty_array(space, n=1, fn=np.zeros)
     write = make_reply_writer(space, 0, lambda *_: None, 2, copies=False)
@@ -526,7 +612,56 @@ def test_observations_to_pickle_are_refused_exactly_if_concatenate_refuses_them(
                 write(1, observation)
             assert str(refused.value).endswith(f"({reason})")
         else:
-            assert write(1, observation) is observation
+            try:
+                assert write(1, observation) is observation
+            except ObservationError as refusal:
+                assert re.search(r"cannot hold|\(expected a tuple of \d\)", str(refusal))
+
+
+class UnsendableObservation:
+    """An observation that cannot be pickled or, with ``can_be_pickled``, not be unpickled."""
+
+    def __init__(self, can_be_pickled: bool) -> None:
+        self.can_be_pickled = can_be_pickled
+
+    def __reduce__(self) -> Any:
+        if not self.can_be_pickled:
+            raise ValueError("not a number")
+        return int, ("not a number",)
+
+
+def make_unsendable_env_fns(can_be_pickled: bool) -> list[Any]:
+    """Return functions for two environments. The first returns an unsendable observation in its first step."""
+    observations = [[UnsendableObservation(can_be_pickled), "third"], ["second", "third"]]
+    steps = [[(observation, 1.0, False, False, {"a": "b"}) for observation in each] for each in observations]
+    return [lambda each=each: ReturningEnv([("first", {})], each, CustomSpace()) for each in steps]
+
+
+@pytest.mark.parametrize("can_be_pickled", [False, True])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_row_keeps_its_last_observation_if_the_next_one_cannot_be_sent(num_workers: int, can_be_pickled: bool) -> None:
+    fns = make_unsendable_env_fns(can_be_pickled)
+    with ready_engine(fns, shared_memory=False, num_workers=num_workers) as envs:
+        with pytest.raises(Exception, match="not a number"):
+            envs.step([0, 0])
+        assert envs.reset(options={"reset_mask": np.array([False, True])})[0] == ("first", "first")
+        assert envs.step([0, 0])[0] == ("third", "third")
+
+
+@pytest.mark.parametrize("can_be_pickled", [False, True])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_recv_returns_only_rows_with_observations_that_could_be_sent(num_workers: int, can_be_pickled: bool) -> None:
+    fns = make_unsendable_env_fns(can_be_pickled)
+    with ready_engine(fns, shared_memory=False, num_workers=num_workers) as envs:
+        envs.send(np.zeros(2, int), [0, 1])
+        with pytest.raises(Exception, match="not a number") as caught:
+            envs.recv(count=2)
+        assert caught.value.envs == (0,)
+        observations, *_, infos = envs.recv(count=1)
+        assert observations == ("second",)
+        assert infos["env_id"].tolist() == [1]
+        envs.send(np.zeros(2, int), [0, 1])
+        assert envs.recv(count=2)[0] == ("third", "third")
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])

@@ -148,13 +148,14 @@ class Failure:
     """An exception of one environment. In a message, ``error`` is a :class:`PackedError`.
 
     With ``fatal``, the environment has to be rebuilt: it was closed, or it has not executed the request. With ``refused``,
-    it was not called, because its episode is over.
+    it was not called, because its episode is over. With ``is_unsent``, its observation could not be sent.
     """
 
     env: int
     error: Any
     fatal: bool = True
     refused: bool = False
+    is_unsent: bool = False
 
     @property
     def text(self) -> str:
@@ -163,8 +164,8 @@ class Failure:
 
     @property
     def has_result(self) -> bool:
-        """True if a step or reset has a result nevertheless: only one of its values is invalid, or could not be sent."""
-        return not (self.fatal or self.refused)
+        """True if a step or reset has a result nevertheless: only an info or a final observation is invalid or missing."""
+        return not (self.fatal or self.refused or self.is_unsent)
 
 
 @dataclass(slots=True)
@@ -222,10 +223,11 @@ def encode_outcome(outcome: Outcome) -> bytes:
             failure.error = pack_error(failure.error)  # breaks a cycle: the exception's frames hold the failure
     failures = list(outcome.failures)
 
-    def add_failure(row: int, error: BaseException, text: str) -> None:
+    def add_failure(row: int, error: BaseException, text: str, *, is_unsent: bool = False) -> None:
         note_once(error, f"env {row}: its {text}")
         packed = pack_error(error)
-        failures.append(Failure(row, replace(packed, summary=f"its {text}: {packed.summary}"), fatal=False))
+        packed = replace(packed, summary=f"its {text}: {packed.summary}")
+        failures.append(Failure(row, packed, fatal=False, is_unsent=is_unsent))
 
     def read_items(row: int, info: Any) -> list[tuple[Any, Any]]:
         if not isinstance(info, Mapping):
@@ -236,11 +238,12 @@ def encode_outcome(outcome: Outcome) -> bytes:
             add_failure(row, error, f"info of type {type(info).__name__} cannot be read")
             return []
 
-    def try_pickle(row: int, value: Any, kind: str = "") -> bytes | None:
+    def try_pickle(row: int, value: Any, name: str = "infos") -> bytes | None:
         try:
             return dumps(value)
         except Exception as error:
-            add_failure(row, error, f"{kind or f'info key {short_repr(value[0])}'} cannot be pickled")
+            kind = _VALUE_KINDS.get(name) or f"info key {short_repr(value[0])}"
+            add_failure(row, error, f"{kind} cannot be pickled", is_unsent=name == "observations")
             return None
 
     infos = {}
@@ -248,8 +251,7 @@ def encode_outcome(outcome: Outcome) -> bytes:
         items = [try_pickle(row, item) for item in read_items(row, info)]
         infos[row] = isinstance(info, Mapping), [blob for blob in items if blob is not None]
     tables = {
-        name: {row: try_pickle(row, value, kind) for row, value in getattr(outcome, name).items()}
-        for name, kind in _VALUE_KINDS.items()
+        name: {row: try_pickle(row, value, name) for row, value in getattr(outcome, name).items()} for name in _VALUE_KINDS
     }
     message = Outcome(
         infos, failures=failures, schemas=outcome.schemas, warnings=outcome.warnings, columns=outcome.columns, **tables
@@ -258,26 +260,33 @@ def encode_outcome(outcome: Outcome) -> bytes:
 
 
 def decode_outcome(payload: bytes) -> Outcome:
-    """Unpickle an outcome. A value that cannot be unpickled becomes a failure of its environment."""
+    """Unpickle an outcome. A value that cannot be unpickled becomes a failure of its environment.
+
+    If an observation could not be pickled or unpickled, the row keeps its last one, and the info is left out, too.
+    """
     outcome: Outcome = pickle.loads(payload)
     for row, (is_mapping, blobs) in list(outcome.infos.items()):
-        items = [item for blob in blobs if (item := _unpickle_value(outcome, row, "info", blob)) is not None]
+        items = [item for blob in blobs if (item := _unpickle_value(outcome, row, "infos", blob)) is not None]
         outcome.infos[row] = dict(items) if is_mapping else items[0][1] if items else {}
-    for name, kind in _VALUE_KINDS.items():
+    for name in _VALUE_KINDS:
         table = getattr(outcome, name)
         for row, blob in list(table.items()):
-            table[row] = None if blob is None else _unpickle_value(outcome, row, kind, blob)
+            table[row] = None if blob is None else _unpickle_value(outcome, row, name, blob)
+    for failure in outcome.failures:
+        if failure.is_unsent:
+            outcome.observations.pop(failure.env, None)
+            outcome.infos.pop(failure.env, None)
     return outcome
 
 
-def _unpickle_value(outcome: Outcome, row: int, kind: str, blob: bytes) -> Any:
+def _unpickle_value(outcome: Outcome, row: int, name: str, blob: bytes) -> Any:
     """Unpickle a value of an outcome; if that fails, add a failure to the outcome and return ``None``."""
 
     def add_failure(error: BaseException) -> None:
-        key = _find_key(blob) if kind == "info" else ""
-        replacement = EnvError(f"env {row}: its {kind}{key} cannot be unpickled: {summary(error)}")
+        kind = _VALUE_KINDS.get(name) or f"info{_find_key(blob)}"
+        replacement = EnvError(f"env {row}: its {kind} cannot be unpickled: {summary(error)}")
         replacement.__cause__ = error if isinstance(error, Exception) else None
-        outcome.failures.append(Failure(row, replacement, fatal=False))
+        outcome.failures.append(Failure(row, replacement, fatal=False, is_unsent=name == "observations"))
 
     # including SystemExit: an environment's value must not end the caller's process
     return call_with_fallback(partial(pickle.loads, blob), add_failure, BaseException)

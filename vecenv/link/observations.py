@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -225,13 +225,17 @@ class PickledStore(Store):
         self._latest[row] = observation
 
     def batch(self, copy: bool) -> Any:
-        self.observations = concatenate(self._space, [self._latest[row] for row in self._rows], self.observations)
+        self.observations = self._concatenate(self._rows, self.observations)
         return deepcopy(self.observations) if copy else self.observations
 
     def take(self, rows: Array) -> Any:
         out: Any = create_empty_array(self._space, n=len(rows), fn=np.zeros)
         # a tuple batch would hold the stored observations themselves, which the caller must not be able to change
-        return deepcopy(concatenate(self._space, [self._latest[row] for row in rows.tolist()], out))
+        return deepcopy(self._concatenate(rows.tolist(), out))
+
+    def _concatenate(self, rows: Iterable[int], out: Any) -> Any:
+        with np.errstate(over="ignore"):  # the worker has warned that values became infinite
+            return concatenate(self._space, [self._latest[row] for row in rows], out)
 
     def row(self, row: int) -> Any:
         return deepcopy(self._latest.get(row))
@@ -239,7 +243,7 @@ class PickledStore(Store):
     set_row = accept
 
     def validate(self, observation: Any) -> None:
-        _make_check(self._space)(observation)
+        _make_check(self._space)(0, observation)
 
     def require_received(self, rows: Iterable[int]) -> None:
         if missing := [row for row in rows if row not in self._latest]:
@@ -334,11 +338,17 @@ def make_reply_writer(space: Space[Any], first_env: int, warn: _WarnFn, count: i
     """
     if (tree := fixed_tree(space)) is not None:
         return _make_row_caster(tree, first_env, warn, count)
-    check = _make_check(space)
+
+    def make_leaf_check(leaf: Leaf) -> Callable[[int, Any], object]:
+        return _make_leaf_writer(leaf, np.zeros((count, *leaf.shape), leaf.dtype), first_env, warn)
+
+    check = _make_check(space, make_leaf_check)
 
     def check_row(k: int, observation: Any) -> Any:
         try:
-            check(observation)
+            check(k, observation)
+        except ObservationError:
+            raise
         except (ValueError, TypeError, LookupError, AttributeError) as reason:
             got = f"got {_describe(observation)}, expected {space}"
             raise ObservationError(f"env {first_env + k}: observation does not fit its space: {got} ({reason})") from reason
@@ -349,32 +359,47 @@ def make_reply_writer(space: Space[Any], first_env: int, warn: _WarnFn, count: i
     return check_row
 
 
-def _make_check(space: Space[Any]) -> Callable[[Any], object]:
-    """Return a function that raises if ``concatenate`` refuses an observation, but copies no array that fits."""
+def _make_check(
+    space: Space[Any], make_leaf_check: Callable[[Leaf], Callable[[int, Any], object]] | None = None,
+    field: str = "observation",
+) -> Callable[[int, Any], object]:  # fmt: skip
+    """Return a function that raises if ``concatenate`` refuses an observation of row k, but copies no array that fits.
+
+    ``make_leaf_check`` returns a function that checks the values which the cast to the dtype of a leaf may change.
+    """
     function, parts = concatenate.dispatch(type(space)), getattr(space, "spaces", ())
     if function in (concatenate.dispatch(spaces.Dict), concatenate.dispatch(spaces.Tuple)):
-        keys = parts if isinstance(parts, dict) else range(len(parts))
-        checks = [(key, _make_check(parts[key])) for key in keys]
+        keyed = isinstance(parts, dict)
+        keys = parts if keyed else range(len(parts))
+        checks = [(key, _make_check(parts[key], make_leaf_check, f"{field}[{key!r}]")) for key in keys]
 
-        def check_parts(observation: Any) -> None:
+        def check_parts(k: int, observation: Any) -> None:
             for key, check_part in checks:
-                check_part(observation[key])
+                check_part(k, observation[key])
+            if not keyed and len(observation) != len(checks):
+                raise ValueError(f"expected a tuple of {len(checks)}")
 
         return check_parts
     batch: Any = create_empty_array(space, n=1, fn=np.zeros)
     stacks = function is concatenate.dispatch(spaces.Box)
+    tree = fixed_tree(space, field) if stacks else None
+    check_leaf = make_leaf_check(tree.leaf) if make_leaf_check and tree and tree.leaf else None
 
-    def check(observation: Any) -> None:
+    def check(k: int, observation: Any) -> None:
+        if stacks and _fits_row(observation, batch, "safe"):
+            return
         if not (stacks and _fits_row(observation, batch)):
             concatenate(space, [observation], batch)
+        elif check_leaf is not None:
+            check_leaf(k, observation)
 
     return check
 
 
-def _fits_row(value: Any, rows: Array) -> bool:
-    """True if the value has the shape of one row, and a dtype that can be cast to that of the rows as the same kind."""
+def _fits_row(value: Any, rows: Array, casting: Literal["safe", "same_kind"] = "same_kind") -> bool:
+    """True if the value has the shape of one row, and ``casting`` allows the cast of its dtype to that of the rows."""
     array = np.asanyarray(value)
-    return array.shape == rows.shape[1:] and np.can_cast(array.dtype, rows.dtype, "same_kind")
+    return array.shape == rows.shape[1:] and np.can_cast(array.dtype, rows.dtype, casting)
 
 
 class _ArrayRow:
@@ -395,7 +420,8 @@ class _ArrayRow:
 def make_exact_rows(leaf: Leaf, array: Array) -> list[Any]:
     """Return a target for each row of ``array`` that accepts only observations of exactly its dtype and shape.
 
-    ``targets[k][:] = observation`` raises ``TypeError`` or ``ValueError`` for everything else, and always for a scalar leaf.
+    ``targets[k][:] = observation`` raises ``TypeError``, ``ValueError`` or, if an object cannot export its buffer,
+    ``BufferError`` for everything else, and always for a scalar leaf.
     """
     if leaf.shape == ():
         return [None] * len(array)
@@ -439,7 +465,8 @@ def _make_leaf_writer(leaf: Leaf, array: Array, first_env: int, warn: _WarnFn) -
     dtype = leaf.dtype
     convert_and_write = _make_converting_writer(leaf, array, first_env, warn)
     exact_rows = make_exact_rows(leaf, array)
-    exact_types = {dtype.type, {"i": int, "u": int, "f": float, "b": bool}.get(dtype.kind)}
+    # Python's numbers only if the dtype holds them all, or raises OverflowError; NumPy 1 wraps integers in smaller dtypes
+    exact_types = {dtype.type, {"i8": int, "f8": float, "b1": bool}.get(dtype.str[1:])}
 
     def write_scalar(k: int, value: Any) -> None:
         if type(value) in exact_types:
@@ -454,7 +481,7 @@ def _make_leaf_writer(leaf: Leaf, array: Array, first_env: int, warn: _WarnFn) -
         try:
             exact_rows[k][:] = value
             return
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, BufferError):
             pass
         convert_and_write(k, value)  # outside `except`, so that its errors have no misleading context
 
@@ -472,7 +499,7 @@ def _make_converting_writer(leaf: Leaf, array: Array, first_env: int, warn: _War
         try:
             plain = converted = np.asarray(value)
             if plain.dtype == object:
-                converted = np.asarray(value, dtype=dtype)
+                converted = np.asarray(value, dtype=np.result_type(dtype, np.float64) if dtype.kind == "f" else dtype)
         except (ValueError, TypeError, OverflowError) as reason:
             raise error(_describe(value), f"{dtype} of shape {shape}: {reason}") from reason
         if converted.shape != shape:
@@ -483,11 +510,12 @@ def _make_converting_writer(leaf: Leaf, array: Array, first_env: int, warn: _War
                 array[k] = converted if converted.dtype == dtype else converted.astype(dtype)
         except (ValueError, TypeError) as reason:
             raise error(_describe(value), f"{dtype}: {reason}") from reason
-        if converted.dtype == dtype or _is_faithful_cast(converted, array[k]):
+        original = converted if dtype.kind == "f" else plain
+        if original.dtype == dtype or _is_faithful_cast(original, array[k]):
             return
         where = f"env {first_env + k}: {leaf.name}:"
         if converted.dtype.kind != "f" or dtype.kind != "f":
-            example = f" with {_first_changed(converted, array[k])}" if isinstance(value, np.ndarray) else ""
+            example = f" with {_first_changed(original, array[k])}" if isinstance(value, np.ndarray) else ""
             raise ObservationError(f"{where} got {_describe(value)}{example}, which the space's dtype {dtype} cannot hold")
         warn(leaf.name, f"{where} {converted.dtype} values became infinite in the cast to the space's dtype {dtype}")
 

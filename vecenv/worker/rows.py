@@ -388,7 +388,7 @@ class EnvRows:
                     observation, info = on_episode_end(k, observation, info, out)
                 try:  # a fast path for observations of exactly the space's dtype and shape, except scalars
                     targets[k][:] = observation
-                except (TypeError, ValueError):  # `_store_observation` converts the observation, or raises
+                except (TypeError, ValueError, BufferError):  # `_store_observation` converts the observation, or raises
                     misfit = True
                 if misfit:  # outside `except`, so that its errors have no misleading context
                     misfit = False

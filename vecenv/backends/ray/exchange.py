@@ -385,6 +385,8 @@ class HostExchange:
             outcome = decode_outcome(reply.outcome)
             for row, observation in outcome.observations.items():
                 self.store.accept(row, observation)
+            if unsent := {failure.env for failure in outcome.failures if failure.is_unsent}:
+                reply.rows = [row for row in reply.rows if row not in unsent]
             self.infos.update(outcome.infos)
             request.results.update(outcome.results)
             for failure in outcome.failures:

@@ -27,7 +27,14 @@ from vecenv.errors import EnvFailed, EpisodeOver, ObservationError, VecEnvError,
 from vecenv.link.envs import WorkerPlan, build_env, call_env, explain_bad_step, same_object_error, unpack_reset
 from vecenv.link.infos import BY_PICKLE, NO_INFO, InfoWriter, Places
 from vecenv.link.messages import COLUMNS_OUTCOME, PLAIN_OUTCOME, Failure, Outcome
-from vecenv.link.observations import WRITTEN, ObservationWriter, make_exact_rows, make_observation_writer, make_reply_writer
+from vecenv.link.observations import (
+    WRITTEN,
+    ObservationWriter,
+    find_buffer_method,
+    make_exact_rows,
+    make_observation_writer,
+    make_reply_writer,
+)
 from vecenv.shm.layout import Array, Leaf, SharedArrays, Tree
 from vecenv.system.process_settings import SettingsGuard, describe_shared_clients
 from vecenv.system.shared_generators import describe_draws
@@ -222,15 +229,13 @@ class EnvRows:
 
     def _offer_buffer(self, k: int, env: gymnasium.Env[Any, Any]) -> None:
         """Give a buffer to an environment that can write its observations in place."""
-        # looked up in the class, because an environment's __getattr__ may return anything
-        bare = getattr(env, "unwrapped", env)
-        accept_buffer = getattr(type(bare), "observation_buffer", None)
-        if callable(accept_buffer) and self._tree is not None:
+        accept_buffer = find_buffer_method(env)
+        if accept_buffer is not None and self._tree is not None:
             self._in_place[0] = True
             self._use_current_batch()
             views = [leaf[k : k + 1].reshape(leaf.shape[1:]) for leaf in self._leaves]
             self._buffers[k] = self._tree.build(iter(views))
-            accept_buffer(bare, self._buffers[k])
+            accept_buffer(self._buffers[k])
 
     def _env(self, k: int) -> gymnasium.Env[Any, Any]:
         env = self.envs[k]

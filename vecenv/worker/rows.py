@@ -26,7 +26,7 @@ from gymnasium.vector.utils import write_to_shared_memory
 from vecenv.errors import EnvFailed, EpisodeOver, ObservationError, VecEnvError, envs_text
 from vecenv.link.envs import WorkerPlan, build_env, call_env, explain_bad_step, same_object_error, unpack_reset
 from vecenv.link.infos import BY_PICKLE, NO_INFO, InfoWriter, Places
-from vecenv.link.messages import COLUMNS_OUTCOME, PLAIN_OUTCOME, Failure, Outcome
+from vecenv.link.messages import COLUMNS_OUTCOME, PLAIN_OUTCOME, Failure, Outcome, copy_if_possible
 from vecenv.link.observations import (
     WRITTEN,
     ObservationWriter,
@@ -290,7 +290,7 @@ class EnvRows:
         return self._call_reset(k, self._env(k), seed, options)
 
     def _call_reset(self, k: int, env: Any, seed: Any, options: Any) -> tuple[Any, Any]:
-        own_options = None if options is None else dict(self._own_copy(options))
+        own_options = None if options is None else dict(copy_if_possible(options))
         return unpack_reset(env.reset(seed=seed, options=own_options), self.first + k)
 
     def _is_reset_due(self, k: int) -> bool:
@@ -516,12 +516,7 @@ class EnvRows:
 
         So environments in workers do not share it, as in Gymnasium's class, unless it cannot be copied.
         """
-        if self._in_caller or self.count == 1:
-            return value
-        try:
-            return deepcopy(value)
-        except Exception:
-            return value
+        return value if self._in_caller or self.count == 1 else copy_if_possible(value)
 
     def set_next(self, pairs: Sequence[tuple[Any, Any] | None]) -> Outcome:
         """Set the seed and options of the next automatic reset, one pair per row; ``None``: no change."""
@@ -530,7 +525,7 @@ class EnvRows:
 
         def set_row(k: int) -> None:
             self._env(k)  # raises if it failed
-            self._next_episodes[k] = chosen[k]
+            self._next_episodes[k] = copy_if_possible(chosen[k])
 
         return self._call_each(list(chosen), set_row)
 

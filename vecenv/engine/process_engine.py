@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -363,7 +362,12 @@ class Engine(WorkerDriver):
         self, command: str, op: Op, build_payload: Callable[[Worker], Any], rows: Sequence[int], arguments: tuple[Any, ...]
     ) -> None:
         """Begin a call that may change environments, and announce it if it passes all checks."""
-        self.exchange.send_call(command, op, build_payload, partial(self.announce_call, rows, command, arguments))
+
+        def announce() -> None:
+            self.require_intact(self.failures.deaths.keys() & rows)  # a new worker has built their environments already
+            self.announce_call(rows, command, arguments)
+
+        self.exchange.send_call(command, op, build_payload, announce)
 
     def announce_call(self, rows: Sequence[int], name: str, arguments: tuple[Any, ...]) -> None:
         """Notify the observers of a call that may change environments."""

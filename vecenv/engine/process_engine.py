@@ -438,7 +438,9 @@ class Engine(WorkerDriver):
             if self.exchange.request is None:  # the load has ended: the environments that did not fail are loaded
                 name_envs(error, self._accept_all(snapshot_by_row), "loaded_rows")
             raise
-        self._accept_all(snapshot_by_row)
+        loaded = self._accept_all(snapshot_by_row)
+        if len(loaded) < len(rows):  # a worker died just after its reply
+            raise self._lost_error(set(rows).difference(loaded), loaded)
         all_used = all(row_state.used for row_state in row_states.values())
         return self.store.take(np.array(rows, np.intp)) if all_used else None
 
@@ -451,6 +453,13 @@ class Engine(WorkerDriver):
         if self.restarts_rows:
             self.rebuilder.last_good.keep(loaded, pin=self.copies)
         return loaded
+
+    def _lost_error(self, lost: Collection[int], loaded: Collection[int]) -> Exception:
+        """Return the exception for rows that failed after they were loaded."""
+        error = failed_earlier_error({row: self.failures.failed[row] for row in lost})
+        name_envs(error, lost)
+        name_envs(error, loaded, "loaded_rows")
+        return error
 
     def accept_loaded(self, row: int, snapshot: Snapshot) -> None:
         """Store the observation of a loaded row, and forget that it failed."""

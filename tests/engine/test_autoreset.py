@@ -235,6 +235,36 @@ def test_next_options_apply_to_episodes_of_send_and_recv(engine: Options) -> Non
         assert get_reset_arguments(infos, 0) == describe_reset({"level": 1})
 
 
+class GoalEnv(gymnasium.Env[Any, Any]):
+    """An environment that takes its goal, the first observation of an episode, out of the options. Each step ends one."""
+
+    observation_space = action_space = spaces.Discrete(10)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+        return (options or {"goals": [0]})["goals"].pop(), {}
+
+    def step(self, action: Any) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        return 9, 0.0, True, False, {}
+
+
+@pytest.mark.parametrize("kwargs", [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 2}], ids=str)
+def test_options_are_not_shared_with_the_program_or_between_envs(kwargs: Options) -> None:
+    options = {"goals": [1, 2, 3]}
+    with ready_engine([GoalEnv] * 2, autoreset_mode="SameStep", **kwargs) as envs:
+        assert envs.reset(options=options)[0].tolist() == [3, 3]
+        assert envs.reset(options=[options, options])[0].tolist() == [3, 3]
+        assert options == {"goals": [1, 2, 3]}
+        envs.reset_async(options=options)
+        options["goals"].append(4)
+        assert envs.reset_wait()[0].tolist() == [3, 3]
+        envs.set_next_options(options)
+        options["goals"].append(5)
+        assert envs.step([0, 0])[0].tolist() == [4, 4]
+        assert options == {"goals": [1, 2, 3, 4, 5]}
+        uncopyable = {"goals": [1], "object": UncopyableObject()}
+        envs.reset(options={"reset_mask": np.array([True, False]), **uncopyable})  # does not raise
+
+
 class RaisesForActionOne(gymnasium.Wrapper[Any, Any, Any, Any]):
     """An environment that raises for action 1."""
 

@@ -24,6 +24,7 @@ import pytest
 from envs import Options, SleepingEnv, assert_matches_sync, ready_engine
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers import DelayObservation, FlattenObservation, FrameStackObservation, OrderEnforcing, TimeLimit
 from signals import signal_handler
 
 import vecenv
@@ -145,6 +146,72 @@ def test_env_that_writes_into_its_row_returns_correct_observations(engine: Optio
         assert terminations.all()
         assert (observations == 0).all()
         assert all((final == 3).all() for final in infos["final_obs"])
+
+
+class CountingEnv(gymnasium.Env[Any, Any]):
+    """An environment that counts its steps, in a new array for each observation unless it has a buffer."""
+
+    observation_space = spaces.Box(0, 99, (2, 3), np.int64)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.buffer: Any = None
+        self.t = 0
+
+    def observation_buffer(self, buffer: Any) -> None:
+        self.buffer = buffer
+
+    def observe(self) -> Any:
+        if self.buffer is None:
+            return np.full((2, 3), self.t)
+        self.buffer[...] = self.t
+        return self.buffer
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.t = 0
+        return self.observe(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        return self.observe(), 0.0, False, False, {}
+
+
+class KeepingLimit(TimeLimit):
+    """A time limit that returns the observation of the step before."""
+
+    def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
+        self.last, info = super().reset(**arguments)
+        return self.last, info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        last = self.last
+        self.last, *others = super().step(action)
+        return last, *others
+
+
+WRAPPED = {
+    "delay": lambda: DelayObservation(CountingEnv(), 2),
+    "stack": lambda: FrameStackObservation(CountingEnv(), 3),
+    "flatten": lambda: TimeLimit(FlattenObservation(CountingEnv()), 4),
+    "subclass": lambda: KeepingLimit(CountingEnv(), 4),
+    "limit": lambda: OrderEnforcing(TimeLimit(CountingEnv(), 4)),
+}
+
+
+@pytest.mark.parametrize("engine", [{"num_workers": 0}, {"num_workers": 1, "generators": "own"}], ids=str)
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrappers_around_row_writing_envs_return_the_same_as_in_gymnasium(name: str, engine: Options) -> None:
+    expected = SyncVectorEnv([WRAPPED[name]] * 2)
+    with contextlib.closing(expected), ready_engine([WRAPPED[name]] * 2, **engine) as envs:
+        expected.reset()
+        snapshots = envs.save(verify=False)
+        for _ in range(5):
+            np.testing.assert_array_equal(envs.step(np.zeros(2, np.int64))[0], expected.step(np.zeros(2, np.int64))[0])
+        expected.reset()
+        envs.load(snapshots)
+        for _ in range(3):
+            np.testing.assert_array_equal(envs.step(np.zeros(2, np.int64))[0], expected.step(np.zeros(2, np.int64))[0])
+        assert (envs.get_attr("buffer")[0] is not None) == (name == "limit")
 
 
 class UnpickledSpacesEnv(RowWritingEnv):

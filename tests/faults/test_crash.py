@@ -39,7 +39,7 @@ from sampling import each_once
 
 from vecenv import Restart
 from vecenv.engine import worker_process
-from vecenv.errors import EnvError, RemoteTraceback, RestartsExhausted, StepTimeout, WorkerDied
+from vecenv.errors import EnvError, EnvFailed, RemoteTraceback, RestartsExhausted, StepTimeout, WorkerDied
 from vecenv.system.supervision import ProcessWatch
 from vecenv.testing.faulty import KeywordOnlyError, TwoArgumentsError, UnprintableError, WitnessEnv
 
@@ -521,6 +521,26 @@ def test_reset_has_no_infos_of_a_dead_worker(launch: Launch, case: str, mode: Au
     assert set(infos) == {"fresh", "_fresh"}
     assert infos["_fresh"].tolist() == [index == COUNT - 1 for index in ids]
     assert infos["fresh"].tolist() == [seed if index == COUNT - 1 else 0 for index, seed in zip(ids, seeds, strict=True)]
+
+
+def test_no_call_reaches_a_failed_row_of_a_replaced_worker(launch: Launch) -> None:
+    """Its new environment has not been reset, and its reset would keep what the call changed."""
+    envs = launch([functools.partial(StepInfoEnv, index) for index in range(3)], num_workers=1)
+    envs.reset(seed=1)
+    with pytest.raises(WorkerDied):
+        envs.step([GO, DIE, GO])
+    envs.reset(options={"reset_mask": np.array([True, False, True])})
+    for call in (
+        lambda: envs.set_attr("x", 5),
+        lambda: envs.exec_func(lambda env: setattr(env, "x", 5), [0, 1]),
+        lambda: envs.call("get_wrapper_attr", "spec"),
+        lambda: envs.set_next_options(seed=5),
+    ):
+        with pytest.raises(EnvFailed, match=r"env 1 failed earlier .*first: .*died"):
+            call()
+    assert envs.exec_func(lambda env: hasattr(env, "x"), [0, 2]) == (False, None, False)
+    envs.reset(options={"reset_mask": np.array([False, True, False])})
+    assert envs.exec_func(lambda env: hasattr(env, "x")) == (False, False, False)
 
 
 class InPlaceEnv(StepInfoEnv):

@@ -420,6 +420,58 @@ def test_recv_raises_a_failure_and_keeps_the_other_rows(launch: Launch, fault: s
 
 
 @WITHOUT_SPAWN
+def test_env_with_a_result_before_the_death_of_its_worker_stays_in_flight(launch: Launch) -> None:
+    """The error's ``envs`` contains it, too, because it has to be reset."""
+    faulty = faulty_env_fn(0, "kill", step=1)
+    envs = launch([faulty, healthy_env_fn(1)], num_workers=1)
+    envs.reset(seed=1)
+    envs.send([1], [1])
+    envs.send([1], [0])
+    with pytest.raises(WorkerDied) as caught:
+        envs.recv(count=2)
+    assert (caught.value.envs, envs.in_flight.tolist()) == ((0, 1), [1])
+    envs.reset_async(env_id=[0])
+    assert [envs.recv(count=1)[-1]["env_id"].tolist() for _ in range(2)] == [[1], [0]]
+    envs.reset_async(env_id=[1])
+    assert envs.recv(count=1)[-1]["env_id"].tolist() == [1]
+
+
+class SlowRebuild(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """An environment that raises in each step. Then it creates the file ``failed``; while that exists, resets wait."""
+
+    def __init__(self, failed: Path) -> None:
+        super().__init__(healthy_env_fn(0)())
+        self.failed = failed
+
+    def reset(self, **arguments: Any) -> Any:
+        while self.failed.exists():
+            time.sleep(0.01)
+        return super().reset(**arguments)
+
+    def step(self, action: Any) -> Any:
+        self.failed.touch()
+        raise ValueError("this environment raises")
+
+
+@WITHOUT_SPAWN
+def test_env_that_is_being_rebuilt_when_another_exhausts_the_budget_stays_in_flight(launch: Launch, tmp_path: Path) -> None:
+    env_fns = [functools.partial(SlowRebuild, tmp_path / "failed"), faulty_env_fn(1, "raises", step=1), healthy_env_fn(2)]
+    envs = launch(env_fns, num_workers=3, on_failure=Restart(limit=1))
+    envs.reset(seed=1)
+    envs.send([1], [0])
+    while not envs.errors:
+        with pytest.raises(StepTimeout):
+            envs.recv(count=1, timeout=0.01)
+    envs.send([1], [1])
+    with pytest.raises(RestartsExhausted) as caught:
+        envs.recv(count=2)
+    assert (caught.value.envs, envs.in_flight.tolist()) == ((0, 1), [0])
+    (tmp_path / "failed").unlink()
+    *_, infos = envs.recv(count=1)
+    assert (infos["env_id"].tolist(), infos["restarted"].tolist()) == ([0], [True])
+
+
+@WITHOUT_SPAWN
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 def test_recv_reports_the_death_of_the_only_env_in_flight(launch: Launch, on_failure: str, tmp_path: Path) -> None:
     """``recv`` must not wait for the reply of a dead worker."""

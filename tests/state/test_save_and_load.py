@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -284,6 +285,33 @@ def test_load_into_restarted_rows_continues_exactly(fault: int, lost: list[int],
             result, expected = envs.step(np.full(ROWS, number)), reference.step(np.full(ROWS, number))
             for field in range(4):
                 assert_identical(result[field][lost], expected[field][lost], f"step {number}, field {field}")
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_load_raises_if_a_worker_dies_after_its_reply(monkeypatch: pytest.MonkeyPatch, on_failure: str) -> None:
+    with open_envs(kept_envs.CountingEnv, num_workers=2, on_failure=on_failure) as envs:
+        envs.reset(seed=1)
+        snapshots = envs.save(verify=False)
+        envs.step(np.ones(ROWS, np.int64))
+        engine, wait = envs._driver, envs._driver.pool.wait
+        worker = engine.pool.processes[0]
+
+        def wait_for_reply_and_death(deadline: float | None) -> Any:
+            if 0 in engine.failures.failed and worker.death is None:  # not during the check before the load
+                assert select.select([worker.channel.fd], [], [], 10)[0]
+                os.kill(worker.pid, signal.SIGKILL)
+                while not worker.has_ended():
+                    time.sleep(0.001)
+            return wait(deadline)
+
+        monkeypatch.setattr(engine.pool, "wait", wait_for_reply_and_death)
+        envs.send(np.array([1]), [3])
+        with pytest.raises(EnvFailed, match=r"env 0 failed earlier .*died") as caught:
+            envs.load([snapshots[0], snapshots[2]], env_id=[0, 2])
+        assert (caught.value.envs, caught.value.loaded_rows) == ((0,), (2,))
+        assert envs.recv(count=1)[4]["env_id"].tolist() == [3]
+        envs.reset(options={"reset_mask": np.array([True, True, False, False])})
+        assert_identical(envs.load(snapshots), np.stack([snapshot.observation for snapshot in snapshots]))
 
 
 def test_save_and_load_of_live_rows_work_after_another_worker_died() -> None:

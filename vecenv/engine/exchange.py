@@ -32,7 +32,7 @@ from vecenv.front.arguments import ResetOptions, deadline_after, select_options
 from vecenv.front.driver import require_pending_reset, too_few_in_flight_error, wait_method
 from vecenv.front.guard import CallState
 from vecenv.link.infos import NO_INFO
-from vecenv.link.messages import COLUMNS_OUTCOME, LAST_STEP_OP, PLAIN_OUTCOME, Op, pack_head, pack_number
+from vecenv.link.messages import COLUMNS_OUTCOME, LAST_STEP_OP, PLAIN_OUTCOME, Op, copy_if_possible, pack_head, pack_number
 from vecenv.system.supervision import innermost_location
 
 _STEP, _STEP_SOME = int(Op.STEP), int(Op.STEP_SOME)  # packing an enum is slower
@@ -179,6 +179,8 @@ class Exchange:
             worker_seeds = [seeds[row] for row in worker_rows]
             is_plain = options is None and worker_seeds.count(None) == len(worker_seeds)
             payload = None if is_plain else (worker_seeds, select_options(options, worker_rows))
+            if isinstance(worker, LocalWorker):  # it resets later, and the program may change its options meanwhile
+                payload = copy_if_possible(payload)
             payloads.append(self.pool.pickle_for(worker, payload))
         return payloads
 

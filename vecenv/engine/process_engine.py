@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -363,7 +362,12 @@ class Engine(WorkerDriver):
         self, command: str, op: Op, build_payload: Callable[[Worker], Any], rows: Sequence[int], arguments: tuple[Any, ...]
     ) -> None:
         """Begin a call that may change environments, and announce it if it passes all checks."""
-        self.exchange.send_call(command, op, build_payload, partial(self.announce_call, rows, command, arguments))
+
+        def announce() -> None:
+            self.require_intact(self.failures.deaths.keys() & rows)  # a new worker has built their environments already
+            self.announce_call(rows, command, arguments)
+
+        self.exchange.send_call(command, op, build_payload, announce)
 
     def announce_call(self, rows: Sequence[int], name: str, arguments: tuple[Any, ...]) -> None:
         """Notify the observers of a call that may change environments."""
@@ -434,7 +438,9 @@ class Engine(WorkerDriver):
             if self.exchange.request is None:  # the load has ended: the environments that did not fail are loaded
                 name_envs(error, self._accept_all(snapshot_by_row), "loaded_rows")
             raise
-        self._accept_all(snapshot_by_row)
+        loaded = self._accept_all(snapshot_by_row)
+        if len(loaded) < len(rows):  # a worker died just after its reply
+            raise self._lost_error(set(rows).difference(loaded), loaded)
         all_used = all(row_state.used for row_state in row_states.values())
         return self.store.take(np.array(rows, np.intp)) if all_used else None
 
@@ -447,6 +453,13 @@ class Engine(WorkerDriver):
         if self.restarts_rows:
             self.rebuilder.last_good.keep(loaded, pin=self.copies)
         return loaded
+
+    def _lost_error(self, lost: Collection[int], loaded: Collection[int]) -> Exception:
+        """Return the exception for rows that failed after they were loaded."""
+        error = failed_earlier_error({row: self.failures.failed[row] for row in lost})
+        name_envs(error, lost)
+        name_envs(error, loaded, "loaded_rows")
+        return error
 
     def accept_loaded(self, row: int, snapshot: Snapshot) -> None:
         """Store the observation of a loaded row, and forget that it failed."""

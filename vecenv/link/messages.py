@@ -21,6 +21,7 @@ import struct
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
@@ -415,6 +416,11 @@ def dumps_by_value(value: Any) -> bytes:
     if b"__main__" in blob:
         blob = dumps_with_code(value)
     return blob
+
+
+def copy_if_possible(value: Any) -> Any:
+    """Return a deep copy of a value that is not pickled; if it cannot be copied, the value itself."""
+    return call_with_fallback(partial(deepcopy, value), lambda _: value, Exception)
 
 
 # -- exceptions --------------------------------------------------------------------------------------------------------

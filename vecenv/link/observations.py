@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import numpy as np
-from gymnasium import Space, spaces
+from gymnasium import Space, spaces, wrappers
 from gymnasium.vector.utils import (
     concatenate,
     create_empty_array,
@@ -28,6 +28,7 @@ from gymnasium.vector.utils import (
 )
 
 from vecenv.errors import ObservationError, SnapshotMismatch, envs_text
+from vecenv.link.own_generators import OwnGenerators
 from vecenv.shm import SharedArrays, Tree, fixed_tree
 from vecenv.shm.layout import Array, Leaf
 from vecenv.shm.lending import Lender
@@ -42,6 +43,12 @@ ObservationWriter: TypeAlias = Callable[[int, Any], Any]
 :data:`WRITTEN`, or returns the value to send."""
 
 _WarnFn: TypeAlias = Callable[[str, str], None]
+
+_PASS_OBSERVATIONS_ON: Final = frozenset({  # unchanged, and without keeping them, which subclasses may do
+    OwnGenerators, wrappers.TimeLimit, wrappers.Autoreset, wrappers.PassiveEnvChecker, wrappers.OrderEnforcing,
+    wrappers.RecordEpisodeStatistics, wrappers.TransformAction, wrappers.ClipAction, wrappers.RescaleAction,
+    wrappers.StickyAction, wrappers.TransformReward, wrappers.ClipReward, wrappers.NormalizeReward,
+})  # fmt: skip
 
 
 class Store(Protocol):
@@ -545,3 +552,12 @@ def _describe(value: Any) -> str:
         return f"a dict with {list(value)}"
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def find_buffer_method(env: Any) -> Callable[[Any], None] | None:
+    """Return the method that gives an environment a buffer; ``None`` if it has none, or a wrapper may change or keep it."""
+    while type(env) in _PASS_OBSERVATIONS_ON:
+        env = env.env
+    # looked up in the class, because an environment's __getattr__ may return anything
+    method = getattr(type(env), "observation_buffer", None)
+    return partial(method, env) if callable(method) else None

@@ -26,8 +26,15 @@ from gymnasium.vector.utils import write_to_shared_memory
 from vecenv.errors import EnvFailed, EpisodeOver, ObservationError, VecEnvError, envs_text
 from vecenv.link.envs import WorkerPlan, build_env, call_env, explain_bad_step, same_object_error, unpack_reset
 from vecenv.link.infos import BY_PICKLE, NO_INFO, InfoWriter, Places
-from vecenv.link.messages import COLUMNS_OUTCOME, PLAIN_OUTCOME, Failure, Outcome
-from vecenv.link.observations import WRITTEN, ObservationWriter, make_exact_rows, make_observation_writer, make_reply_writer
+from vecenv.link.messages import COLUMNS_OUTCOME, PLAIN_OUTCOME, Failure, Outcome, copy_if_possible
+from vecenv.link.observations import (
+    WRITTEN,
+    ObservationWriter,
+    find_buffer_method,
+    make_exact_rows,
+    make_observation_writer,
+    make_reply_writer,
+)
 from vecenv.shm.layout import Array, Leaf, SharedArrays, Tree
 from vecenv.system.process_settings import SettingsGuard, describe_shared_clients
 from vecenv.system.shared_generators import describe_draws
@@ -222,15 +229,13 @@ class EnvRows:
 
     def _offer_buffer(self, k: int, env: gymnasium.Env[Any, Any]) -> None:
         """Give a buffer to an environment that can write its observations in place."""
-        # looked up in the class, because an environment's __getattr__ may return anything
-        bare = getattr(env, "unwrapped", env)
-        accept_buffer = getattr(type(bare), "observation_buffer", None)
-        if callable(accept_buffer) and self._tree is not None:
+        accept_buffer = find_buffer_method(env)
+        if accept_buffer is not None and self._tree is not None:
             self._in_place[0] = True
             self._use_current_batch()
             views = [leaf[k : k + 1].reshape(leaf.shape[1:]) for leaf in self._leaves]
             self._buffers[k] = self._tree.build(iter(views))
-            accept_buffer(bare, self._buffers[k])
+            accept_buffer(self._buffers[k])
 
     def _env(self, k: int) -> gymnasium.Env[Any, Any]:
         env = self.envs[k]
@@ -285,7 +290,7 @@ class EnvRows:
         return self._call_reset(k, self._env(k), seed, options)
 
     def _call_reset(self, k: int, env: Any, seed: Any, options: Any) -> tuple[Any, Any]:
-        own_options = None if options is None else dict(self._own_copy(options))
+        own_options = None if options is None else dict(copy_if_possible(options))
         return unpack_reset(env.reset(seed=seed, options=own_options), self.first + k)
 
     def _is_reset_due(self, k: int) -> bool:
@@ -511,12 +516,7 @@ class EnvRows:
 
         So environments in workers do not share it, as in Gymnasium's class, unless it cannot be copied.
         """
-        if self._in_caller or self.count == 1:
-            return value
-        try:
-            return deepcopy(value)
-        except Exception:
-            return value
+        return value if self._in_caller or self.count == 1 else copy_if_possible(value)
 
     def set_next(self, pairs: Sequence[tuple[Any, Any] | None]) -> Outcome:
         """Set the seed and options of the next automatic reset, one pair per row; ``None``: no change."""
@@ -525,7 +525,7 @@ class EnvRows:
 
         def set_row(k: int) -> None:
             self._env(k)  # raises if it failed
-            self._next_episodes[k] = chosen[k]
+            self._next_episodes[k] = copy_if_possible(chosen[k])
 
         return self._call_each(list(chosen), set_row)
 

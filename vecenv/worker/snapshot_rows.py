@@ -126,8 +126,7 @@ class SnapshotRows(EnvRows):
             self._next_episodes.pop(k, None)
             if saved.upcoming is not None:
                 self._next_episodes[k] = saved.upcoming
-            if self._buffers[k] is not None:
-                env.unwrapped.observation_buffer(self._buffers[k])  # type: ignore[attr-defined]
+            self._offer_buffer(k, env)
             self._steps[k] = self._step_after_reset(k, saved.pending)
             self._used[k] = saved.used
 

@@ -313,6 +313,23 @@ def test_step_that_waits_behind_a_slow_rebuild_has_its_full_time(tmp_path: Path)
         assert len(envs.errors) == envs.stats()["restarts"] == 1
 
 
+def test_time_limit_of_a_rebuild_excludes_the_messages_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock jumps twice while other rows are stepped. The jumps together, but not each, exceed the time limit."""
+    env_fns, monotonic = [partial(SleepingEnv, tmp_path / str(row)) for row in range(3)], time.monotonic
+    options = {"step_timeout": 100.0, "worker_options": vecenv.WorkerOptions(start_timeout=100.0)}
+    with ready_engine(env_fns, num_workers=1, on_failure="restart", **options) as envs:
+        for row, action in enumerate([1, 2, 2]):
+            envs.send([action], [row])
+        restarted = {}
+        for received in range(3):
+            monkeypatch.setattr(time, "monotonic", lambda jump=150.0 * received: monotonic() + jump)
+            *_, truncations, infos = envs.recv(count=1)
+            restarted[int(infos["env_id"][0])] = bool(truncations[0])
+        monkeypatch.undo()
+        assert restarted == {1: False, 2: False, 0: True}
+        assert [str(record.error) for record in envs.errors] == ["broken"]
+
+
 class SlowEnv(SleepingEnv):
     """An environment with slow steps, which hangs on action 3."""
 

@@ -524,7 +524,7 @@ class Exchange:
         is_starting = not worker.has_started
         if is_starting or worker in self.pool.find_busy_workers(seconds):
             self._kill([worker], f"it hung for more than {format_seconds(seconds)}", seconds)
-        else:  # its rebuild was held back, or waited for another message, so the deadline came too early
+        else:  # its rebuild was held back, so the deadline came too early
             self.changes.set_deadline(worker)
 
     def _kill(self, workers: Sequence[WorkerProcess], reason: str, timeout: float | None = None) -> None:

@@ -256,13 +256,14 @@ class StateChanges:
                 self.ready += rows
         else:
             self._apply_message(worker, message)
+        if worker.deadline:
+            self._begin_next(worker)
         return True
 
     def _apply_message(self, worker: WorkerProcess, message: bytes) -> None:
         code, _, payload = decode(message)
         if code == Reply.READY:  # of a replacement; `WorkerPool.start` reads those of the first processes
             worker.has_started, worker.start_failures = True, pickle.loads(payload or b"").failures
-            self._begin_next(worker)
         else:
             worker.start_failures = []  # it has built its environments by now
             outcome = None if payload is None else decode_outcome(payload)
@@ -305,7 +306,6 @@ class StateChanges:
             if self.policy.restart:
                 self._refuse_bad_infos(worker, outcome, request)
         if expected_reply[0] == REBUILT:
-            self._begin_next(worker)
             self._end_episodes(request, rows)
         if request.for_recv:
             self._make_ready(request, rows)
@@ -404,8 +404,8 @@ class StateChanges:
                         return error
         return None
 
-    def _begin_next(self, worker: Worker) -> None:
-        """Let the time limit of a worker's next message count from now: the caller's wait began earlier."""
+    def _begin_next(self, worker: WorkerProcess) -> None:
+        """Let the time limit of a worker's next message count from now: the caller's wait or the deadline began earlier."""
         worker.limit_from = time.monotonic()
         self.set_deadline(worker)
 

@@ -507,15 +507,19 @@ class Exchange:
         return self.pool.next_check(limit)
 
     def _end_late_steps(self, method: str, late: Sequence[WorkerProcess]) -> None:
-        """Kill workers with a step or reset that exceeded ``step_timeout``, or raise if restarts are off."""
+        """Kill workers with a step or reset that exceeded ``step_timeout``, or raise if restarts are off.
+
+        Raise also if all late workers execute a call: it has no time limit, only the reset that waits for it has one.
+        """
         limit = self.policy.step_timeout
         assert limit is not None
         late = [worker for worker in late if worker.has_started]  # `_kill_if_overdue` is for the others
-        if late and not self.policy.restart:
+        steps = [worker for worker in late if worker.pending[0][2].command in ("step", "reset")]
+        if late and not (self.policy.restart and steps):
             error = self.pool.timeout_error(method, limit, late)
             self.failures.record_late(error, late)
             raise error
-        hanging = [worker for worker in late if not worker.deadline]  # the others are rebuilding: see `_kill_if_overdue`
+        hanging = [worker for worker in steps if not worker.deadline]  # the others are rebuilding: see `_kill_if_overdue`
         self._kill(hanging, f"it hung for more than {format_seconds(limit)}", limit)
 
     def _kill_if_overdue(self, worker: WorkerProcess) -> None:

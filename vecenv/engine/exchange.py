@@ -446,6 +446,7 @@ class Exchange:
             self._kill_if_overdue(first_due)
         if pool.unflushed:  # rebuild messages, which have a time limit
             self.flush()
+            return deadline is None or time.monotonic() < deadline  # rebuilds that fail at once may do so forever
         return True
 
     # -- replies -----------------------------------------------------------------------------------------------------

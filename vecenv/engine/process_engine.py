@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Final
@@ -188,6 +189,8 @@ class Engine(WorkerDriver):
                 break
             exchange.settle_request(request)
             exchange.flush()  # write the messages that rebuild the failed rows, then wait for the replies
+            if deadline is not None and time.monotonic() >= deadline:  # rebuilds that fail at once may do so forever
+                return None
         arrays = self.arrays
         infos: RowInfos | dict[Any, Any] = self._read_infos(request) if request.may_have_infos else {}
         try:

@@ -197,7 +197,8 @@ class StateChanges:
     def settle_for_recv(self) -> None:
         """Settle the failures of requests for ``recv``: the next wait writes the messages that rebuild rows, or raises."""
         while self.unsettled:
-            error, failed = self.settle(self.unsettled.pop(0))
+            error, failed = self.settle(self.unsettled[0])
+            del self.unsettled[0]  # not earlier: `settle` may kill a worker, and `handle_death` would note the request again
             if error is not None:
                 self.unraised.append((error, failed))
 

@@ -265,13 +265,14 @@ class Exchange:
                 method = "recv" if self.request is None else wait_method(self.request.command)
                 deadline = self._kill_hanging(method)
 
-    def convert_for_recv(self, request: Request) -> None:
+    def convert_for_recv(self, request: Request, count: int) -> None:
         """Convert the pending reset, so that ``recv`` returns its rows as they become ready.
 
         Raises:
             AlreadyPendingCallError: The pending request is not a reset.
+            NoAsyncCallError: The reset has fewer than ``count`` rows.
         """
-        require_pending_reset(request)
+        require_pending_reset(request, count)
         self.state.changing = True
         self.request = None
         self.changes.convert_for_recv(request)

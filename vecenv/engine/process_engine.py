@@ -261,10 +261,10 @@ class Engine(WorkerDriver):
             Exception: The exception of an environment, or the death of a worker; rows that did not fail stay ready.
         """
         exchange, changes = self.exchange, self.exchange.changes
-        if exchange.request is not None and not exchange.drop_if_droppable():
-            exchange.convert_for_recv(exchange.request)
         if count is None:
             count = self.batch_size
+        if exchange.request is not None and not exchange.drop_if_droppable():
+            exchange.convert_for_recv(exchange.request, count if enough is None else enough)
         if not exchange.wait_for_rows(count, deadline, enough, enough_from):
             return None
         row_list = exchange.ready[:count]

@@ -65,6 +65,10 @@ def test_reset_mask_resets_only_its_rows_and_is_not_changed(backend: Backend, en
         after = envs.reset(options=options)[0]
         assert_identical(copy_rows(after, OTHER_ROWS), copy_rows(before, OTHER_ROWS))
         assert differs(copy_rows(after, MASKED_ROWS), copy_rows(before, MASKED_ROWS))
+        envs.reset_async(options=options)
+        with pytest.raises((NoAsyncCallError, NotImplementedError)):
+            envs.recv(count=ROWS)
+        envs.reset_wait()  # the refused call has changed nothing
     assert list(options) == ["reset_mask"]
     assert options["reset_mask"] is mask
     assert mask.tolist() == MASK.tolist()

@@ -252,6 +252,21 @@ def test_timeout_of_a_reset_after_an_interrupted_call_names_the_method_to_call(
             getattr(envs, method)()
 
 
+def test_reset_that_waits_for_an_interrupted_call_kills_no_worker() -> None:
+    options: Options = {"num_workers": 2, "max_concurrency": 1, "step_timeout": 0.5, "on_failure": "restart"}
+    with signal_handler(signal.SIGALRM, TimeoutError), ready_engine([SleepingEnv] * 2, **options) as envs:
+        envs.step([0.0, 0.0])
+        envs.call_async("sleep", 3.0)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(TimeoutError):
+            envs.call_wait()
+        with pytest.raises(StepTimeout, match="call `call_wait` again"):
+            envs.reset()
+        assert envs.call_wait() == (0, 0)
+        assert envs.get_attr("steps") == (1, 1)
+        assert envs.stats()["restarts"] == 0
+
+
 class DiesInStep(SleepingEnv):
     """An environment that creates a file and ends its process in every step. If the file exists, resets take 0.6 s."""
 

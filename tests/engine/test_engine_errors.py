@@ -825,9 +825,11 @@ class OutOfMemoryEnv(SleepingEnv):
         return super().step(action)
 
 
-def test_rows_of_a_worker_killed_after_a_memory_error_do_not_stay_in_flight() -> None:
+@pytest.mark.parametrize(("method", "args"), [("reset", ()), ("step", ([0.01, 0.01],))])
+def test_rows_of_a_worker_killed_after_a_memory_error_do_not_stay_in_flight(method: str, args: Any) -> None:
     """``send`` sends this worker two messages, and the budget does not allow a restart."""
-    with ready_engine([OutOfMemoryEnv] * 2, num_workers=1, on_failure=vecenv.Restart(limit=0)) as envs:
+    with open_engine([OutOfMemoryEnv] * 2, num_workers=1, on_failure=vecenv.Restart(limit=0)) as envs:
+        getattr(envs, method)(*args)
         envs._driver.exchange.rows_at_once = 1
         envs.send(np.array([0, 0.5]))
         with pytest.raises(RestartsExhausted):

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import re
+import signal
 import threading
 import time
 from datetime import datetime, timedelta
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 from envs import ReturningEnv, ready_engine
 from gymnasium.spaces import Box, Discrete
+from signals import signal_handler
 
 import vecenv
 from vecenv import Restart
@@ -311,6 +313,62 @@ def test_step_that_waits_behind_a_slow_rebuild_has_its_full_time(tmp_path: Path)
         envs.send([2], [1])
         assert sorted(envs.recv(count=2)[4]["env_id"].tolist()) == [0, 1]
         assert len(envs.errors) == envs.stats()["restarts"] == 1
+
+
+def test_time_limit_of_a_rebuild_excludes_the_messages_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock jumps twice while other rows are stepped. The jumps together, but not each, exceed the time limit."""
+    env_fns, monotonic = [partial(SleepingEnv, tmp_path / str(row)) for row in range(3)], time.monotonic
+    options = {"step_timeout": 100.0, "worker_options": vecenv.WorkerOptions(start_timeout=100.0)}
+    with ready_engine(env_fns, num_workers=1, on_failure="restart", **options) as envs:
+        for row, action in enumerate([1, 2, 2]):
+            envs.send([action], [row])
+        restarted = {}
+        for received in range(3):
+            monkeypatch.setattr(time, "monotonic", lambda jump=150.0 * received: monotonic() + jump)
+            *_, truncations, infos = envs.recv(count=1)
+            restarted[int(infos["env_id"][0])] = bool(truncations[0])
+        monkeypatch.undo()
+        assert restarted == {1: False, 2: False, 0: True}
+        assert [str(record.error) for record in envs.errors] == ["broken"]
+
+
+class BrokenResetEnv(RaisingEnv):
+    """An environment that raises in its first step, and in each reset while a file exists."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(1)
+        self._file = file
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        if self._file.exists():
+            raise ConnectionError("simulator does not reply")
+        return super().reset(seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "method", "count"), [(4, "recv", 2), (4, "recv", 4), (1, "recv", 4), (1, "step_wait", 4)]
+)
+def test_timeout_ends_a_wait_in_which_rebuilds_keep_failing(
+    num_workers: int, method: str, count: int, tmp_path: Path
+) -> None:
+    """An old version looked at the clock only when no worker had replied."""
+    env_fns, options = [partial(BrokenResetEnv, tmp_path / "broken")] * 4, {"on_failure": Restart(limit=math.inf)}
+    with signal_handler(signal.SIGALRM, TimeoutError), ready_engine(env_fns, num_workers=num_workers, **options) as envs:
+        envs._driver.pool._spin = lambda poll: poll(1000.0)  # as if each rebuild failed within the spin time
+        (tmp_path / "broken").touch()
+        if method == "recv":
+            envs.send([0] * 4, range(4))
+            wait = partial(envs.recv, count=count)
+        else:
+            envs.step_async([0] * 4)
+            wait = envs.step_wait
+        signal.setitimer(signal.ITIMER_REAL, 20.0)  # ends the wait if the timeout does not
+        with pytest.raises(StepTimeout):
+            wait(timeout=0.2)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        (tmp_path / "broken").unlink()
+        *_, truncations, infos = wait()
+        assert truncations.tolist() == infos["restarted"].tolist() == [True] * count
 
 
 class SlowEnv(SleepingEnv):

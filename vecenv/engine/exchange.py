@@ -267,13 +267,14 @@ class Exchange:
                 method = "recv" if self.request is None else wait_method(self.request.command)
                 deadline = self._kill_hanging(method)
 
-    def convert_for_recv(self, request: Request) -> None:
+    def convert_for_recv(self, request: Request, count: int) -> None:
         """Convert the pending reset, so that ``recv`` returns its rows as they become ready.
 
         Raises:
             AlreadyPendingCallError: The pending request is not a reset.
+            NoAsyncCallError: The reset has fewer than ``count`` rows.
         """
-        require_pending_reset(request)
+        require_pending_reset(request, count)
         self.state.changing = True
         self.request = None
         self.changes.convert_for_recv(request)
@@ -448,6 +449,7 @@ class Exchange:
             self._kill_if_overdue(first_due)
         if pool.unflushed:  # rebuild messages, which have a time limit
             self.flush()
+            return deadline is None or time.monotonic() < deadline  # rebuilds that fail at once may do so forever
         return True
 
     # -- replies -----------------------------------------------------------------------------------------------------
@@ -509,15 +511,19 @@ class Exchange:
         return self.pool.next_check(limit)
 
     def _end_late_steps(self, method: str, late: Sequence[WorkerProcess]) -> None:
-        """Kill workers with a step or reset that exceeded ``step_timeout``, or raise if restarts are off."""
+        """Kill workers with a step or reset that exceeded ``step_timeout``, or raise if restarts are off.
+
+        Raise also if all late workers execute a call: it has no time limit, only the reset that waits for it has one.
+        """
         limit = self.policy.step_timeout
         assert limit is not None
         late = [worker for worker in late if worker.has_started]  # `_kill_if_overdue` is for the others
-        if late and not self.policy.restart:
+        steps = [worker for worker in late if worker.pending[0][2].command in ("step", "reset")]
+        if late and not (self.policy.restart and steps):
             error = self.pool.timeout_error(method, limit, late)
             self.failures.record_late(error, late)
             raise error
-        hanging = [worker for worker in late if not worker.deadline]  # the others are rebuilding: see `_kill_if_overdue`
+        hanging = [worker for worker in steps if not worker.deadline]  # the others are rebuilding: see `_kill_if_overdue`
         self._kill(hanging, f"it hung for more than {format_seconds(limit)}", limit)
 
     def _kill_if_overdue(self, worker: WorkerProcess) -> None:
@@ -526,7 +532,7 @@ class Exchange:
         is_starting = not worker.has_started
         if is_starting or worker in self.pool.find_busy_workers(seconds):
             self._kill([worker], f"it hung for more than {format_seconds(seconds)}", seconds)
-        else:  # its rebuild was held back, or waited for another message, so the deadline came too early
+        else:  # its rebuild was held back, so the deadline came too early
             self.changes.set_deadline(worker)
 
     def _kill(self, workers: Sequence[WorkerProcess], reason: str, timeout: float | None = None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
@@ -187,6 +188,8 @@ class Engine(WorkerDriver):
                 break
             exchange.settle_request(request)
             exchange.flush()  # write the messages that rebuild the failed rows, then wait for the replies
+            if deadline is not None and time.monotonic() >= deadline:  # rebuilds that fail at once may do so forever
+                return None
         arrays = self.arrays
         infos: RowInfos | dict[Any, Any] = self._read_infos(request) if request.may_have_infos else {}
         try:
@@ -257,10 +260,10 @@ class Engine(WorkerDriver):
             Exception: The exception of an environment, or the death of a worker; rows that did not fail stay ready.
         """
         exchange, changes = self.exchange, self.exchange.changes
-        if exchange.request is not None and not exchange.drop_if_droppable():
-            exchange.convert_for_recv(exchange.request)
         if count is None:
             count = self.batch_size
+        if exchange.request is not None and not exchange.drop_if_droppable():
+            exchange.convert_for_recv(exchange.request, count if enough is None else enough)
         if not exchange.wait_for_rows(count, deadline, enough, enough_from):
             return None
         row_list = exchange.ready[:count]

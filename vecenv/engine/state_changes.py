@@ -198,7 +198,8 @@ class StateChanges:
     def settle_for_recv(self) -> None:
         """Settle the failures of requests for ``recv``: the next wait writes the messages that rebuild rows, or raises."""
         while self.unsettled:
-            error, failed = self.settle(self.unsettled.pop(0))
+            error, failed = self.settle(self.unsettled[0])
+            del self.unsettled[0]  # not earlier: `settle` may kill a worker, and `handle_death` would note the request again
             if error is not None:
                 self.unraised.append((error, failed))
 
@@ -257,13 +258,14 @@ class StateChanges:
                 self.ready += rows
         else:
             self._apply_message(worker, message)
+        if worker.deadline:
+            self._begin_next(worker)
         return True
 
     def _apply_message(self, worker: WorkerProcess, message: bytes) -> None:
         code, _, payload = decode(message)
         if code == Reply.READY:  # of a replacement; `WorkerPool.start` reads those of the first processes
             worker.has_started, worker.start_failures = True, pickle.loads(payload or b"").failures
-            self._begin_next(worker)
         else:
             worker.start_failures = []  # it has built its environments by now
             outcome = None if payload is None else decode_outcome(payload)
@@ -306,7 +308,6 @@ class StateChanges:
             if self.policy.restart:
                 self._refuse_bad_infos(worker, outcome, request)
         if expected_reply[0] == REBUILT:
-            self._begin_next(worker)
             self._end_episodes(request, rows)
         if request.for_recv:
             self._make_ready(request, rows)
@@ -414,8 +415,8 @@ class StateChanges:
                         return error
         return None
 
-    def _begin_next(self, worker: Worker) -> None:
-        """Let the time limit of a worker's next message count from now: the caller's wait began earlier."""
+    def _begin_next(self, worker: WorkerProcess) -> None:
+        """Let the time limit of a worker's next message count from now: the caller's wait or the deadline began earlier."""
         worker.limit_from = time.monotonic()
         self.set_deadline(worker)
 

@@ -67,7 +67,7 @@ class LocalWorker:
     """
 
     death, has_started = None, True
-    deadline = limit_from = 0.0
+    deadline = 0.0
 
     def __init__(self, index: int, rows: range, env_rows: SnapshotRows) -> None:
         self.index, self.rows, self.env_rows = index, rows, env_rows
@@ -125,10 +125,10 @@ class WorkerProcess:
         death: How it ended; ``None`` while it is alive.
         was_late: True if a reply was late; ``close()`` then waits less for this worker.
         limit_from: The time from which ``step_timeout`` counts, if it is later than the beginning of the caller's wait;
-            minus infinity at first. Set when a held message is released, and after a start or a rebuild.
+            minus infinity at first. Set when a held message is released, and after each reply before ``deadline``.
         deadline: The ``time.monotonic()`` by which a replacement has to start or, with ``step_timeout`` and while a rebuild
             is pending, the process has to reply to its oldest message; 0.0: none. ``StateChanges.set_deadline`` sets it
-            when a replacement is started or a rebuild is queued, and again when one of these has ended or was dropped.
+            when a replacement is started or a rebuild is queued, and again after each reply, or when these were dropped.
             Waits for replies kill it after that.
         forked: True if it was forked, and so has the caller's own classes.
         shares_core: True if it is bound to the caller's core, and so runs only while the caller sleeps.

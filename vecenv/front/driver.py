@@ -444,11 +444,13 @@ def still_in_flight_error(method: str, rows: Sequence[int]) -> AlreadyPendingCal
     return AlreadyPendingCallError(f"Calling `{method}` for {envs_text(rows)}, still in flight: call `recv` first.", "send")
 
 
-def require_pending_reset(request: Any) -> None:
-    """Raise for ``recv`` if a request other than a reset is pending."""
+def require_pending_reset(request: Any, count: int) -> None:
+    """Raise for ``recv`` if a request other than a reset is pending, or a reset of fewer than ``count`` rows."""
     if request.command != "reset":
         require_no_step(request.phase)
         raise pending_call_error("recv", request.phase)
+    if len(request.rows) < count:
+        raise too_few_in_flight_error(count, len(request.rows), 0)
 
 
 def require_no_step(phase: Phase) -> None:

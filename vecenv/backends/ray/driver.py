@@ -196,8 +196,8 @@ class HostsDriver(WorkerDriver):
             Exception: An environment raised, or a worker or host died; rows with results stay ready.
         """
         exchange = self.exchange
-        exchange.convert_for_recv()
         count, until = self.batch_size if count is None else count, deadline
+        exchange.convert_for_recv(count if enough is None else enough)
         if enough is not None:
             count = max(min(count, len(exchange.in_flight)), enough)
             until = min(enough_from, np.inf if deadline is None else deadline)

@@ -261,10 +261,10 @@ class HostExchange:
         self.request = None
         return request.results
 
-    def convert_for_recv(self) -> None:
-        """Let ``recv`` return the rows of a pending ``reset``. Drop a droppable call; raise for any other request."""
+    def convert_for_recv(self, count: int) -> None:
+        """Let ``recv`` return the rows of a pending ``reset``, at least ``count``. Drop a droppable call; else raise."""
         if self.request is not None and not self.drop_if_droppable():
-            require_pending_reset(self.request)
+            require_pending_reset(self.request, count)
             self.request = None
 
     def wait_for_rows(self, count: int, deadline: float | None) -> bool:

@@ -484,6 +484,7 @@ class Frozen:
         self.env = row
         self.observation = engine.store.row(row)
         self.info = engine.info_reader.row_info(row)
+        self._info_record = engine.arrays.info_schemas[row], engine.arrays.infos[row].copy()
         worker = engine.pool.processes[row]
         self._copy, self._watch, self.method = _Copy(engine.pool), worker.watch, str(worker.process._popen.method)
         self._engine = weakref.ref(engine)
@@ -644,3 +645,4 @@ def _replace_worker(engine: Any, frozen: Frozen, row: int, copy: _Copy) -> None:
     worker.has_started = True
     pool.replace(pool.processes[row], worker)
     engine.store.set_row(row, frozen.observation)
+    engine.arrays.info_schemas[row], engine.arrays.infos[row] = frozen._info_record

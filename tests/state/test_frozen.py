@@ -214,6 +214,25 @@ def test_thaw_continues_random_numbers_or_changes_them_with_reseed(generators: A
         assert observation[0] != reseeded_observation[0]
 
 
+def test_freeze_after_thaw_or_load_has_no_info_of_the_replaced_environment() -> None:
+    with open_envs(2) as envs:
+        run_steps(envs, 1, ())
+        [frozen] = envs.freeze([0])
+        run_steps(envs, 2, ())
+        envs.thaw(frozen, into=[1])
+        [again] = envs.freeze([1])
+        assert_identical([again.info, again.observation], [frozen.info, frozen.observation])
+        assert envs.thaw(again, into=[0])[1]["steps"].tolist() == [1]
+        run_steps(envs, 1, ())
+        assert [copy.info["steps"] for copy in envs.freeze()] == [2, 2]
+    with closing(vecenv.AsyncVectorEnv(counters(2, lengths=(100,)))) as envs:
+        envs.reset()
+        snapshots = envs.save()
+        run_steps(envs, 2, ())
+        envs.load(snapshots[:1], [0])
+        assert [copy.info for copy in envs.freeze()] == [{}, {"steps": 2}]
+
+
 def test_thaw_into_a_failed_row_recovers_the_row() -> None:
     with open_envs(2, on_failure="raise") as envs:
         [frozen] = envs.freeze([0])

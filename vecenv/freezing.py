@@ -625,11 +625,15 @@ def _fork_copies(
 ) -> None:
     """Make a frozen copy fork once per row; append the new processes to ``copies``. Raise ``WorkerDied`` if it has ended."""
     pool, channel = engine.pool, frozen._copy.channel
+    poll = select.poll()
+    poll.register(channel.out, select.POLLOUT)
     try:
         for row, seed in zip(rows, seeds, strict=True):
             copies.append(_Copy(pool))
             channel.queue(encode(Op.RUN, 1, pickle.dumps(copies[-1].plan(row, pool.get_placement(row), seed))))
             channel.flush()
+        while not channel.flush() and poll.poll(_READY_SECONDS * 1000):  # the pipe was full
+            continue
     except ChannelClosed:
         raise WorkerDied(f"{frozen!r} has ended", pid=frozen.pid, envs=[frozen.env], command="thaw") from None
     for row, copy in zip(rows, copies, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import gc
 import importlib.util
@@ -159,6 +160,18 @@ def test_thawed_copies_continue_like_the_original(context: str, mode: AutoresetM
             assert_identical(copy_results, results[0])
         envs.thaw(frozen, into=[0])  # a copy can also replace its original
         assert_identical(run_steps(envs, 60, (0,)), results[:1])
+
+
+def test_thaw_into_more_rows_than_messages_fit_into_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(freezing, "_READY_SECONDS", 3.0)
+    with open_envs(24, context="fork") as envs:
+        run_steps(envs, 3, ())
+        [frozen] = envs.freeze([0])
+        fcntl.fcntl(frozen._copy.channel.out, fcntl.F_SETPIPE_SZ, 4096)
+        observations, *_ = envs.thaw(frozen, into=list(range(24)))
+        assert_identical(observations, np.stack([frozen.observation] * 24))
+        first, *_, last = run_steps(envs, 3, tuple(range(24)))
+        assert_identical(last, first)
 
 
 def test_thawing_a_copy_90_times_does_not_leak_descriptors() -> None:

@@ -436,21 +436,21 @@ class _Copy:
         Raises:
             WorkerDied: It ended or was not ready in time, or the process that forks it has ended.
         """
-        message, deadline = None, time.monotonic() + _READY_SECONDS
+        deadline = time.monotonic() + _READY_SECONDS
         poll = select.poll()
         poll.register(self.channel.fd, select.POLLIN)
         poll.register(source.descriptor, select.POLLIN)
-        with contextlib.suppress(ChannelClosed):
+        with contextlib.suppress(ChannelClosed, ProcessLookupError):
             while (message := self.channel.receive()) is None:
                 if self.channel.fd not in dict(poll.poll(milliseconds_until(deadline))):
                     break
-        if message is None:
-            limit = format_seconds(_READY_SECONDS)
-            raise WorkerDied(f"{name} could not be started as a copy: it ended, or was not ready within {limit}")
-        ready: Ready = pickle.loads(decode(message)[2] or b"")
-        self.process = CopiedProcess(ready.pid, method, name, self.descriptors)
-        self.channel.close_worker_ends()
-        return self.process
+            if message is not None:
+                ready: Ready = pickle.loads(decode(message)[2] or b"")
+                self.process = CopiedProcess(ready.pid, method, name, self.descriptors)
+                self.channel.close_worker_ends()
+                return self.process
+        limit = format_seconds(_READY_SECONDS)
+        raise WorkerDied(f"{name} could not be started as a copy: it ended, or was not ready within {limit}")
 
     def end(self) -> None:
         """End the process and close its descriptors, except in a forked child. Idempotent."""

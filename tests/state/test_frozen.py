@@ -579,6 +579,21 @@ def test_thaw_of_a_copy_that_dies_during_the_call_changes_nothing(dead_row: bool
             assert run_steps(envs, 1, (1,))[0][0][4] == 6  # the sixth step of its episode
 
 
+def test_copy_that_dies_when_it_is_ready_is_a_dead_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_no_process(pid: int) -> int:
+        raise ProcessLookupError(pid)
+
+    with open_envs(2) as envs:
+        [frozen] = envs.freeze([0])
+        monkeypatch.setattr(freezing.CopiedProcess, "__init__", lambda self, pid, *_: find_no_process(pid))
+        for call in (lambda: envs.freeze([1]), lambda: envs.thaw(frozen, into=[1])):
+            with pytest.raises(WorkerDied, match="could not be started as a copy: it ended"):
+                call()
+        monkeypatch.undo()
+        first, second = run_steps(envs, 3, (0, 1))
+        assert len(first) == len(second) == 3
+
+
 @pytest.mark.parametrize(("name", "phase"), [("_fork_copies", "DEFAULT"), ("_replace_worker", "RESET_NEEDED")])
 def test_interrupted_thaw_changes_nothing_or_needs_a_reset(name: str, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function = getattr(freezing, name)

@@ -594,6 +594,21 @@ def test_copy_that_dies_when_it_is_ready_is_a_dead_worker(monkeypatch: pytest.Mo
         assert len(first) == len(second) == 3
 
 
+def test_thaw_in_place_of_a_worker_with_unwritten_bytes() -> None:
+    with signal_handler(signal.SIGALRM, Alarm), open_envs(2) as envs:
+        [frozen] = envs.freeze([0])
+        pid = envs.processes[1].pid
+        os.kill(pid, signal.SIGSTOP)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Alarm):
+            envs.set_attr("note", [None, "x" * 1_000_000])
+        envs.thaw(frozen, into=[1])
+        os.kill(pid, signal.SIGKILL)
+        assert ends_soon(pid)
+        first, second = run_steps(envs, 3, (0, 1))
+        assert_identical(second, first)
+
+
 @pytest.mark.parametrize(("name", "phase"), [("_fork_copies", "DEFAULT"), ("_replace_worker", "RESET_NEEDED")])
 def test_interrupted_thaw_changes_nothing_or_needs_a_reset(name: str, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function = getattr(freezing, name)

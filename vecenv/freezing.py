@@ -436,21 +436,21 @@ class _Copy:
         Raises:
             WorkerDied: It ended or was not ready in time, or the process that forks it has ended.
         """
-        message, deadline = None, time.monotonic() + _READY_SECONDS
+        deadline = time.monotonic() + _READY_SECONDS
         poll = select.poll()
         poll.register(self.channel.fd, select.POLLIN)
         poll.register(source.descriptor, select.POLLIN)
-        with contextlib.suppress(ChannelClosed):
+        with contextlib.suppress(ChannelClosed, ProcessLookupError):
             while (message := self.channel.receive()) is None:
                 if self.channel.fd not in dict(poll.poll(milliseconds_until(deadline))):
                     break
-        if message is None:
-            limit = format_seconds(_READY_SECONDS)
-            raise WorkerDied(f"{name} could not be started as a copy: it ended, or was not ready within {limit}")
-        ready: Ready = pickle.loads(decode(message)[2] or b"")
-        self.process = CopiedProcess(ready.pid, method, name, self.descriptors)
-        self.channel.close_worker_ends()
-        return self.process
+            if message is not None:
+                ready: Ready = pickle.loads(decode(message)[2] or b"")
+                self.process = CopiedProcess(ready.pid, method, name, self.descriptors)
+                self.channel.close_worker_ends()
+                return self.process
+        limit = format_seconds(_READY_SECONDS)
+        raise WorkerDied(f"{name} could not be started as a copy: it ended, or was not ready within {limit}")
 
     def end(self) -> None:
         """End the process and close its descriptors, except in a forked child. Idempotent."""
@@ -484,6 +484,7 @@ class Frozen:
         self.env = row
         self.observation = engine.store.row(row)
         self.info = engine.info_reader.row_info(row)
+        self._info_record = engine.arrays.info_schemas[row], engine.arrays.infos[row].copy()
         worker = engine.pool.processes[row]
         self._copy, self._watch, self.method = _Copy(engine.pool), worker.watch, str(worker.process._popen.method)
         self._engine = weakref.ref(engine)
@@ -624,11 +625,15 @@ def _fork_copies(
 ) -> None:
     """Make a frozen copy fork once per row; append the new processes to ``copies``. Raise ``WorkerDied`` if it has ended."""
     pool, channel = engine.pool, frozen._copy.channel
+    poll = select.poll()
+    poll.register(channel.out, select.POLLOUT)
     try:
         for row, seed in zip(rows, seeds, strict=True):
             copies.append(_Copy(pool))
             channel.queue(encode(Op.RUN, 1, pickle.dumps(copies[-1].plan(row, pool.get_placement(row), seed))))
             channel.flush()
+        while not channel.flush() and poll.poll(_READY_SECONDS * 1000):  # the pipe was full
+            continue
     except ChannelClosed:
         raise WorkerDied(f"{frozen!r} has ended", pid=frozen.pid, envs=[frozen.env], command="thaw") from None
     for row, copy in zip(rows, copies, strict=True):
@@ -644,3 +649,4 @@ def _replace_worker(engine: Any, frozen: Frozen, row: int, copy: _Copy) -> None:
     worker.has_started = True
     pool.replace(pool.processes[row], worker)
     engine.store.set_row(row, frozen.observation)
+    engine.arrays.info_schemas[row], engine.arrays.infos[row] = frozen._info_record

@@ -132,6 +132,33 @@ def test_step_timeout_does_not_limit_the_close_of_an_environment(tmp_path: Path)
     assert file.read_text() == "closed"
 
 
+class LargeObservationEnv(SleepingEnv):
+    """A :class:`SleepingEnv` with observations larger than a pipe, and with a ``close`` that creates ``file``."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+        self.observation_space = spaces.Box(-1, 2**40, (50_000,), np.int64)
+
+    def _observe(self) -> np.ndarray:
+        return np.full(50_000, self.steps, np.int64)
+
+    def close(self) -> None:
+        self.file.touch()
+
+
+@pytest.mark.parametrize("options", [{}, {"step_timeout": 0.5}], ids=str)
+@pytest.mark.filterwarnings("ignore:.*Calling `close` while waiting for a pending call:UserWarning")
+def test_close_closes_an_environment_with_a_large_reply_while_another_one_hangs(options: Options, tmp_path: Path) -> None:
+    files = [tmp_path / "0", tmp_path / "1"]
+    env_fns = [functools.partial(LargeObservationEnv, file) for file in files]
+    with ready_engine(env_fns, num_workers=2, shared_memory=False, **options) as envs:
+        assert not files[1].exists()
+        envs.step_async([30.0, 0.0])
+        envs.close(timeout=1.0)
+    assert files[1].exists()
+
+
 def test_close_with_an_infinite_timeout_waits_for_the_close_of_an_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

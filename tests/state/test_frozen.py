@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import gc
 import importlib.util
@@ -161,6 +162,18 @@ def test_thawed_copies_continue_like_the_original(context: str, mode: AutoresetM
         assert_identical(run_steps(envs, 60, (0,)), results[:1])
 
 
+def test_thaw_into_more_rows_than_messages_fit_into_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(freezing, "_READY_SECONDS", 3.0)
+    with open_envs(24, context="fork") as envs:
+        run_steps(envs, 3, ())
+        [frozen] = envs.freeze([0])
+        fcntl.fcntl(frozen._copy.channel.out, fcntl.F_SETPIPE_SZ, 4096)
+        observations, *_ = envs.thaw(frozen, into=list(range(24)))
+        assert_identical(observations, np.stack([frozen.observation] * 24))
+        first, *_, last = run_steps(envs, 3, tuple(range(24)))
+        assert_identical(last, first)
+
+
 def test_thawing_a_copy_90_times_does_not_leak_descriptors() -> None:
     with open_envs(context="fork") as envs:
         [frozen] = envs.freeze([0])
@@ -212,6 +225,25 @@ def test_thaw_continues_random_numbers_or_changes_them_with_reseed(generators: A
         assert_identical(thawed, original)
         observation, reseeded_observation = original[1][0], reseeded[1][0]
         assert observation[0] != reseeded_observation[0]
+
+
+def test_freeze_after_thaw_or_load_has_no_info_of_the_replaced_environment() -> None:
+    with open_envs(2) as envs:
+        run_steps(envs, 1, ())
+        [frozen] = envs.freeze([0])
+        run_steps(envs, 2, ())
+        envs.thaw(frozen, into=[1])
+        [again] = envs.freeze([1])
+        assert_identical([again.info, again.observation], [frozen.info, frozen.observation])
+        assert envs.thaw(again, into=[0])[1]["steps"].tolist() == [1]
+        run_steps(envs, 1, ())
+        assert [copy.info["steps"] for copy in envs.freeze()] == [2, 2]
+    with closing(vecenv.AsyncVectorEnv(counters(2, lengths=(100,)))) as envs:
+        envs.reset()
+        snapshots = envs.save()
+        run_steps(envs, 2, ())
+        envs.load(snapshots[:1], [0])
+        assert [copy.info for copy in envs.freeze()] == [{}, {"steps": 2}]
 
 
 def test_thaw_into_a_failed_row_recovers_the_row() -> None:
@@ -545,6 +577,36 @@ def test_thaw_of_a_copy_that_dies_during_the_call_changes_nothing(dead_row: bool
                 envs.step(np.zeros(3, np.int64))
         else:
             assert run_steps(envs, 1, (1,))[0][0][4] == 6  # the sixth step of its episode
+
+
+def test_copy_that_dies_when_it_is_ready_is_a_dead_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_no_process(pid: int) -> int:
+        raise ProcessLookupError(pid)
+
+    with open_envs(2) as envs:
+        [frozen] = envs.freeze([0])
+        monkeypatch.setattr(freezing.CopiedProcess, "__init__", lambda self, pid, *_: find_no_process(pid))
+        for call in (lambda: envs.freeze([1]), lambda: envs.thaw(frozen, into=[1])):
+            with pytest.raises(WorkerDied, match="could not be started as a copy: it ended"):
+                call()
+        monkeypatch.undo()
+        first, second = run_steps(envs, 3, (0, 1))
+        assert len(first) == len(second) == 3
+
+
+def test_thaw_in_place_of_a_worker_with_unwritten_bytes() -> None:
+    with signal_handler(signal.SIGALRM, Alarm), open_envs(2) as envs:
+        [frozen] = envs.freeze([0])
+        pid = envs.processes[1].pid
+        os.kill(pid, signal.SIGSTOP)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Alarm):
+            envs.set_attr("note", [None, "x" * 1_000_000])
+        envs.thaw(frozen, into=[1])
+        os.kill(pid, signal.SIGKILL)
+        assert ends_soon(pid)
+        first, second = run_steps(envs, 3, (0, 1))
+        assert_identical(second, first)
 
 
 @pytest.mark.parametrize(("name", "phase"), [("_fork_copies", "DEFAULT"), ("_replace_worker", "RESET_NEEDED")])

@@ -31,7 +31,7 @@ from vecenv.front.driver import Stepped, WorkerDriver, closed_in_child
 from vecenv.front.infos import RowInfos
 from vecenv.link.actions import ActionStage
 from vecenv.link.envs import WorkerPlan
-from vecenv.link.infos import InfoReader, WorkerInfos
+from vecenv.link.infos import NO_INFO, InfoReader, WorkerInfos
 from vecenv.link.messages import Op, name_envs
 from vecenv.link.observations import Store, require_fitting_observation
 from vecenv.shm import Arena, Layout, SharedArrays
@@ -465,9 +465,10 @@ class Engine(WorkerDriver):
         return error
 
     def accept_loaded(self, row: int, snapshot: Snapshot) -> None:
-        """Store the observation of a loaded row, and forget that it failed."""
+        """Store the observation of a loaded row, which has no info, and forget that it failed."""
         if snapshot.row.used:
             self.store.set_row(row, snapshot.row.observation)
+        self.arrays.info_schemas[row] = NO_INFO
         self.failures.forget([row])
 
     def _call(self, command: str, op: Op, build_payload: Callable[[Worker], Any]) -> dict[int, Any]:

@@ -555,6 +555,7 @@ class WorkerPool:
 
     def _retire(self, worker: WorkerProcess) -> None:
         """Keep a replaced worker for now; end such workers in batches, because each call of ``end`` searches /proc."""
+        self.unflushed.discard(worker)  # from now on, only `end` writes to it
         self._retired.append(worker)
         num_ended = sum(retired.watch.has_ended() for retired in self._retired)
         if num_ended >= 16 or len(self._retired) >= 64:

@@ -384,18 +384,23 @@ def _wait_for_exit(
     workers: Sequence[WorkerProcess], deadline: float, failures: list[Failure] | None,
     step_timeout: float | None = None, report_at: float = math.inf,
 ) -> None:  # fmt: skip
-    """Wait until all workers end or ``deadline`` passes; log one line if any is still running at ``report_at``."""
+    """Wait until all workers end or ``deadline`` passes; log one line if any is still running at ``report_at``.
+
+    Pipes are read and written for all workers at once: one that is blocked in writing a reply cannot close its environments.
+    """
+    poll, worker_by_fd = select.poll(), {}
     for worker in workers:
-        if worker.watch.descriptor < 0:
-            continue
-        poll = select.poll()
-        poll.register(worker.watch.descriptor, select.POLLIN)
-        reply_fd = worker.channel.fd
-        if reply_fd >= 0:
+        reply_fd, out = worker.channel.fd, worker.channel.out
+        if worker.drain(failures) and reply_fd >= 0:
+            worker_by_fd[reply_fd] = worker
             poll.register(reply_fd, select.POLLIN)
             if not worker.flush_while_closing():
-                poll.register(worker.channel.out, select.POLLOUT)
-            worker.drain(failures)  # its pipe may have filled during the wait for another worker
+                worker_by_fd[out] = worker
+                poll.register(out, select.POLLOUT)
+    for worker in workers:
+        if (exit_fd := worker.watch.descriptor) < 0:
+            continue
+        poll.register(exit_fd, select.POLLIN)
         while not worker.watch.has_ended():
             now = time.monotonic()
             if (left := worker.closing_deadline(deadline, step_timeout) - now) <= 0:
@@ -403,12 +408,14 @@ def _wait_for_exit(
             if now >= report_at:
                 report_at = math.inf
                 _report_closing([worker for worker in workers if not worker.watch.has_ended()])
-            for descriptor, _ in worker.watch.poll(poll, min(left, report_at - now) * 1000):
-                if descriptor == worker.channel.out and worker.flush_while_closing():
-                    poll.unregister(descriptor)
-                elif descriptor == reply_fd and not worker.drain(failures):
-                    poll.unregister(reply_fd)
-                    reply_fd = -1
+            for fd, _ in worker.watch.poll(poll, min(left, report_at - now) * 1000):
+                if fd == exit_fd:
+                    continue
+                other = worker_by_fd[fd]
+                is_done = other.flush_while_closing() if fd == other.channel.out else not other.drain(failures)
+                if is_done:
+                    poll.unregister(fd)
+        poll.unregister(exit_fd)
         worker.drain(failures)
 
 

@@ -500,25 +500,6 @@ def test_reset_that_does_not_return_two_values_raises(engine: Options, result: A
         envs.reset(seed=1)
 
 
-class JaxEnv(ReturningEnv):
-    """An environment that returns arrays of JAX in a dtype that their buffers cannot export."""
-
-    def __init__(self) -> None:
-        import jax.numpy as jnp
-
-        observations = [jnp.array([step, 0.5], jnp.bfloat16) for step in range(3)]
-        resets, steps = [(observations[0], {})], [(each, 1.0, False, False, {}) for each in observations[1:]]
-        super().__init__(resets, steps, spaces.Box(-9, 9, (2,), np.float32))
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_arrays_that_cannot_export_their_buffer_are_converted(num_workers: int) -> None:
-    pytest.importorskip("jax", reason="needs pip install 'vecenv[jax]'")
-    with open_engine([JaxEnv] * 2, num_workers=num_workers, context="spawn") as envs:
-        observations = [envs.reset()[0], *(envs.step([0, 0])[0] for _ in range(2))]
-    assert [each.tolist() for each in observations] == [[[step, 0.5]] * 2 for step in range(3)]
-
-
 # --- foreign byte order --------------------------------------------------------------------------
 
 FOREIGN_BYTE_ORDER: dict[str, spaces.Space] = {

@@ -218,6 +218,15 @@ def test_backend_argument_overrides_the_registered_backend(closes: Any) -> None:
     assert closes(make_vec(name, 2, "process", num_workers=1)).num_workers == 1
 
 
+@pytest.mark.usefixtures("unregister_names")
+def test_registered_name_may_begin_with_the_module_that_registers_it(
+    closes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "registers.py").write_text("import vecenv\nvecenv.register('CartPole-v1', num_workers=1)")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert len(closes(make_vec("registers:vecenv/CartPole-v1", 2)).processes) == 1
+
+
 @needs_envpool
 @pytest.mark.usefixtures("unregister_names")
 def test_options_beside_a_registered_name_are_those_of_its_backend(closes: Any) -> None:

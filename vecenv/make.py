@@ -71,7 +71,7 @@ def _suggest_places(env_id: str) -> str:
     if importlib.util.find_spec("envpool") is not None:
         from vecenv.backends.envpool.task import task_ids
 
-        with contextlib.suppress(ImportError):  # it may be installed without a library that it needs
+        with contextlib.suppress(ImportError, AttributeError, RuntimeError):  # such as a missing library
             if name.rpartition("/")[2] in task_ids():
                 hints.append(f"EnvPool has {name.rpartition('/')[2]!r}: backend='envpool'.")
     return " ".join(hints)
@@ -293,7 +293,7 @@ _REGISTERED = f"{__name__}:_make_registered"
 def _find_registered(id_or_env_fn: str | EnvSpec | EnvFn) -> EnvSpec | None:
     """Return the spec of a name from :func:`register`, or ``None`` for anything else."""
     spec = id_or_env_fn
-    if isinstance(spec, str) and spec.startswith("vecenv/"):
+    if isinstance(spec, str) and spec.rpartition(":")[2].startswith("vecenv/"):
         spec = find_spec(spec)
     return spec if isinstance(spec, EnvSpec) and spec.vector_entry_point == _REGISTERED else None
 

@@ -252,11 +252,12 @@ def test_timeout_of_a_reset_after_an_interrupted_call_names_the_method_to_call(
             getattr(envs, method)()
 
 
+@pytest.mark.long
 def test_reset_that_waits_for_an_interrupted_call_kills_no_worker() -> None:
-    options: Options = {"num_workers": 2, "max_concurrency": 1, "step_timeout": 0.5, "on_failure": "restart"}
+    options: Options = {"num_workers": 2, "max_concurrency": 1, "step_timeout": 2.0, "on_failure": "restart"}
     with signal_handler(signal.SIGALRM, TimeoutError), ready_engine([SleepingEnv] * 2, **options) as envs:
         envs.step([0.0, 0.0])
-        envs.call_async("sleep", 3.0)
+        envs.call_async("sleep", 8.0)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(TimeoutError):
             envs.call_wait()

@@ -162,8 +162,7 @@ def test_thawed_copies_continue_like_the_original(context: str, mode: AutoresetM
         assert_identical(run_steps(envs, 60, (0,)), results[:1])
 
 
-def test_thaw_into_more_rows_than_messages_fit_into_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(freezing, "_READY_SECONDS", 3.0)
+def test_thaw_into_more_rows_than_messages_fit_into_a_pipe() -> None:
     with open_envs(24, context="fork") as envs:
         run_steps(envs, 3, ())
         [frozen] = envs.freeze([0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+import random
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +241,26 @@ def test_np_random_seed_is_that_of_the_current_environment() -> None:
     for seed, name in enumerate("aba"):
         env.reset(seed=seed, options={"env": name})
         assert env.np_random_seed == env.current.np_random_seed == seed
+
+
+class OwnGeneratorEnv(gymnasium.Env[Any, Any]):
+    """An environment with a generator of the standard library, which only a seeded reset seeds."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (), np.float64)
+    action_space = gymnasium.spaces.Discrete(2)
+    np_random = random.Random(0)  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.generator = random.Random(0)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if seed is not None:
+            self.generator.seed(seed)
+        return np.float64(self.generator.random()), {}
+
+
+def test_environments_with_generators_of_their_own_continue_them() -> None:
+    env, expected = vecenv.EnvChoice({"a": OwnGeneratorEnv, "b": OwnGeneratorEnv}, keep=2)(), random.Random(1)
+    assert env.reset(seed=1, options={"env": "a"})[0] == expected.random()
+    env.reset(seed=2, options={"env": "b"})
+    assert env.reset(options={"env": "a"})[0] == expected.random()

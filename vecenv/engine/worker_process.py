@@ -388,6 +388,8 @@ def _wait_for_exit(
 
     Pipes are read and written for all workers at once: one that is blocked in writing a reply cannot close its environments.
     """
+    if not workers:
+        return  # Windows has no `poll`
     poll, worker_by_fd = select.poll(), {}
     for worker in workers:
         reply_fd, out = worker.channel.fd, worker.channel.out

@@ -703,7 +703,7 @@ class LockstepRunner(EpisodeRunner):
                 if self._waiting and free and not self._in_waves:
                     observations = self._begin(observations, free)
                 if self._running and self._mode is AutoresetMode.DISABLED:  # ended rows are stepped too, after a reset
-                    over = infos.merged().get("env_done", ended) if self._in_waves else ended  # agents may end earlier
+                    over = infos.values("env_done", ended) if self._in_waves else ended  # agents may end earlier
                     if idle := [row for row in np.flatnonzero(over).tolist() if row not in self._running]:
                         observations, _ = self._envs.reset(options={"reset_mask": self._mask(idle)})
 

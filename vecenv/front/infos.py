@@ -47,6 +47,10 @@ class RowInfos:
         """Return the info of one row of the result; see :meth:`rows`."""
         return self.rows()[position]
 
+    def values(self, key: str, defaults: Array) -> list[Any]:
+        """Return the value of a key in each row; where a row lacks it, that of ``defaults``."""
+        return [info.get(key, default) for info, default in zip(self.rows(), defaults, strict=True)]
+
     def merged(self) -> dict[Any, Any]:
         """Return Gymnasium's dict of arrays with masks. The arrays are new.
 

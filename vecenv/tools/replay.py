@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import bdb
+import contextlib
 import faulthandler
 import functools
 import inspect
@@ -477,7 +478,11 @@ def _make_renderable(env_fn: Callable[..., Any]) -> Callable[[], Any]:
         return own_generators.with_own_generators([_make_renderable(*env_fn.args)])[0]
 
     def build() -> Any:
-        env = env_fn(render_mode="rgb_array") if _accepts_render_mode(env_fn) else env_fn()
+        env = None
+        if _accepts_render_mode(env_fn):
+            with contextlib.suppress(TypeError):  # its `**kwargs` may go to something without this parameter
+                env = env_fn(render_mode="rgb_array")
+        env = env_fn() if env is None else env
         if env.render_mode == "rgb_array":
             return env
         if env.spec is None:

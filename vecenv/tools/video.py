@@ -135,7 +135,8 @@ def write_video(images: Iterable[Frame], path: str | Path, *, fps: float = 30.0)
         )
     if not 0 < fps < math.inf:
         raise ValueError(f"`fps` must be a positive number of frames per second, got {fps!r}")
-    frames = list(map(copy.copy, images))  # an iterator may yield one array again and again, as some environments render
+    # an iterator may yield one array again and again, as some environments render
+    frames = list(images) if isinstance(images, Sequence | np.ndarray) else list(map(copy.copy, images))
     if not frames:
         raise ValueError("there are no images to write")
     for index, frame in enumerate(frames):

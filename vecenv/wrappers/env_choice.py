@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import gymnasium
+import numpy as np
 
 from vecenv.errors import SnapshotMismatch, suggest_names
 from vecenv.state.capture import capture_state, prepare_restore
@@ -95,15 +96,19 @@ class ChosenEnv(gymnasium.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Choose the environment named by ``options["env"]``, and reset it with the other options.
 
-        Without a seed, the generator of the current environment seeds another one, so that one seed determines all episodes.
+        Without a seed, the current environment's generator, if it was seeded, seeds another one, so that one seed determines
+        all episodes.
 
         Raises:
             ValueError: There is no environment of that name, or its spaces differ from those of the first one.
         """
         other_options = dict(options or {})
         name = other_options.pop("env", self.env_name)
-        if seed is None and name != self.env_name and self.env_name in self._open:
-            seed = int.from_bytes(self.np_random.bytes(4), "little") >> 1
+        if seed is None and name != self.env_name and name in self.env_choices and self.env_name in self._open:
+            # not `np_random`, which creates a generator with a random seed, if there is none
+            generator = getattr(self._open[self.env_name].unwrapped, "_np_random", None)
+            if isinstance(generator, np.random.Generator):
+                seed = int.from_bytes(generator.bytes(4), "little") >> 1
         env = self._choose(name)
         return env.reset(seed=seed, options=other_options or None)
 

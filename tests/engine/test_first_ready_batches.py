@@ -27,7 +27,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import vecenv
-from vecenv.errors import StepTimeout
+from vecenv.errors import StepTimeout, WorkerDied
 from vecenv.link.channel import Channel
 
 
@@ -382,7 +382,9 @@ def receive_until(envs: Any, condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-        envs.send([0], envs.recv(count=1)[-1]["env_id"])
+        rows = envs.recv(count=1)[-1]["env_id"]
+        if not condition():
+            envs.send([0], rows)
 
 
 @pytest.mark.parametrize("in_step", [True, pytest.param(False, marks=pytest.mark.long)], ids=["step", "restart"])
@@ -406,6 +408,35 @@ def test_recv_raises_for_a_hang_although_others_are_always_ready(tmp_path: Path)
             receive_until(envs, lambda: False)
         assert caught.value.envs == (2,)
         envs.send([0], envs.recv(count=1)[-1]["env_id"])  # the others continue
+
+
+class SlowToBuildAgain(StepCountEnv):
+    """An environment that dies in its first step; building it again takes 4 s, and its next reset a moment."""
+
+    def __init__(self, row: int, marker: Path) -> None:
+        super().__init__(row, 1000)
+        self.marker, self.is_slow = marker, marker.exists()
+        time.sleep(4.0 * self.is_slow)
+
+    def reset(self, **kwargs: Any) -> Any:
+        time.sleep(0.3 * self.is_slow)
+        return super().reset(**kwargs)
+
+    def step(self, action: Any) -> Any:
+        self.marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.long
+def test_step_timeout_excludes_the_start_of_a_replacement_while_others_are_ready(tmp_path: Path) -> None:
+    fns = [*make_env_fns([1000] * 2), partial(SlowToBuildAgain, 2, tmp_path / "marker")]
+    with killable_engine(fns, num_workers=3, batch_size=1, step_timeout=3.0) as envs:
+        envs.reset(seed=1)
+        envs.send([0] * 3)
+        with pytest.raises(WorkerDied):
+            receive_until(envs, lambda: False)
+        envs.reset_async(env_id=[2])
+        receive_until(envs, lambda: 2 not in envs.in_flight)
 
 
 class ReadsInFlight(StepCountEnv):

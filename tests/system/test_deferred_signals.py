@@ -200,6 +200,17 @@ def test_handler_that_a_watched_block_installs_stays_installed(handler: Any, num
         assert list_handlers() == before
 
 
+def test_handler_found_in_an_ended_watched_block_is_replaced_by_the_original() -> None:
+    """A program may restore, in a later block, the handler that it found in an earlier one."""
+    with signal_handler(signal.SIGUSR2, Alarm):
+        original = signal.getsignal(signal.SIGUSR2)
+        with watched_handlers():
+            found = signal.signal(signal.SIGUSR2, raise_zero_division_error)
+        with watched_handlers():
+            signal.signal(signal.SIGUSR2, found)
+        assert signal.getsignal(signal.SIGUSR2) is original
+
+
 class InstallingEnv(CounterEnv):
     """An environment with a method that installs a signal handler."""
 

@@ -300,11 +300,12 @@ class Exchange:
         while True:
             if self.changes.unraised:
                 self._raise_unraised()
-            if limit is not None and self.pool.watchdog.late:  # others reply, so the deadline is never reached
-                self._end_late_steps("recv", self.pool.watchdog.take_late())
             ready, in_flight = len(self.ready), len(self.in_flight)
             if ready >= count:
                 return True
+            if limit is not None and self.pool.watchdog.late:  # others reply, so the deadline is never reached
+                busy = self.pool.find_busy_workers(limit)
+                self._end_late_steps("recv", [worker for worker in self.pool.watchdog.take_late() if worker in busy])
             if in_flight < enough:
                 raise too_few_in_flight_error(enough, in_flight, ready)
             if ready >= enough:  # wait for more, but only until `enough_from`
@@ -444,8 +445,7 @@ class Exchange:
                 changes.handle_death(worker)
         changes.settle_for_recv()
         self.state.changing = False
-        # also if others have replied: they may always do
-        if first_due is not None and first_due.death is None and 0.0 < first_due.deadline <= time.monotonic():
+        if first_due is not None and 0.0 < first_due.deadline <= time.monotonic():  # also if others have replied
             self._kill_if_overdue(first_due)
         if pool.unflushed:  # rebuild messages, which have a time limit
             self.flush()
@@ -528,6 +528,8 @@ class Exchange:
 
     def _kill_if_overdue(self, worker: WorkerProcess) -> None:
         """Kill a worker that started or rebuilt for too long. If its rebuild was held back, it gets a new deadline."""
+        if worker.death is not None or worker.channel.poll(0):
+            return
         seconds = self.policy.start_timeout + (self.policy.step_timeout or 0.0)
         is_starting = not worker.has_started
         if is_starting or worker in self.pool.find_busy_workers(seconds):

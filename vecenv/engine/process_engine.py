@@ -367,7 +367,8 @@ class Engine(WorkerDriver):
         """Begin a call that may change environments, and announce it if it passes all checks."""
 
         def announce() -> None:
-            self.require_intact(self.failures.deaths.keys() & rows)  # a new worker has built their environments already
+            if not self.restarts_rows:  # a new worker has built the environments of these rows already
+                self.require_intact(self.failures.deaths.keys() & rows)
             self.announce_call(rows, command, arguments)
 
         self.exchange.send_call(command, op, build_payload, announce)

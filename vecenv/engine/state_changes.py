@@ -131,7 +131,7 @@ class StateChanges:
             if worker.pending:
                 worker.dropped.update((number_of(reply), request.command) for reply, _, request in worker.pending)
                 worker.pending.clear()
-            # now only a starting worker has a deadline, even if `replace_dead` was interrupted before it set one
+            # now only a starting worker has a deadline
             self.set_deadline(worker)
         self.pool.drop_outside_channels()
 

@@ -279,7 +279,7 @@ def _require_valid_start(index: int, episode: Episode) -> None:
         raise SnapshotMismatch(f"{name}: {error}") from None
     row = snapshot.row
     if not row.used or row.pending:
-        when = "before the first reset" if not row.used else "when its episode was over: the next step resets it"
+        when = "before the first reset" if not row.used else "when its episode was over"
         raise ValueError(f"{name} was taken {when}")
 
 

@@ -510,7 +510,7 @@ def unpack_error(packed: PackedError, note: str) -> Exception:
     if packed.blob is not None:
         loaded = call_with_fallback(partial(pickle.loads, packed.blob), lambda _: None, BaseException)
     error = loaded if isinstance(loaded, Exception) else EnvError(f"{note}: {packed.summary}", original=packed.summary)
-    BaseException.__setattr__(error, "__cause__", RemoteTraceback(packed.text))  # even if its class refuses attributes
+    BaseException.__dict__["__cause__"].__set__(error, RemoteTraceback(packed.text))  # even if its class refuses attributes
     notes = [note] if error is loaded else []  # the replacement begins with it
     if "daemonic processes are not allowed" in packed.summary:
         notes.append("environments that start processes of their own need AsyncVectorEnv(..., daemon=False)")

@@ -18,8 +18,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import compress, repeat, starmap
-from operator import is_
+from itertools import repeat
 from typing import Any, Final, TypeVar
 
 _Result = TypeVar("_Result")
@@ -85,6 +84,7 @@ def watched_handlers() -> Iterator[None]:
             latest.append(error)
             raise
 
+    watch.replaced = handlers  # type: ignore[attr-defined]
     try:
         deque(map(_signal.signal, handlers, repeat(watch)), 0)
         _replaced.append(handlers)
@@ -96,7 +96,7 @@ def watched_handlers() -> Iterator[None]:
         latest.clear()
         if _replaced and _replaced[-1] is handlers:
             _replaced.pop()
-        if raised := _restore_handlers(handlers, watch):
+        if raised := _end_watch(watch):
             raise raised
 
 
@@ -168,16 +168,33 @@ def _current_handlers() -> dict[int, Any]:
     return handlers
 
 
-def _restore_handlers(handlers: dict[int, Any], replacement: Any = None) -> BaseException | None:
-    """Restore all handlers, and return the first exception of a handler that ran meanwhile, if any.
+def _restore_handlers(handlers: dict[int, Any]) -> BaseException | None:
+    """Restore all handlers, and return the first exception of a handler that ran meanwhile, if any."""
+    raised: BaseException | None = None
+    while True:
+        try:
+            deque(map(_signal.signal, handlers, handlers.values()), 0)
+            return raised
+        except BaseException as error:
+            raised = raised or error
 
-    With ``replacement``, restore only those that it still replaces.
+
+def _end_watch(watch: Any) -> BaseException | None:
+    """Restore the handlers that ``watch`` replaces; return the first exception of a handler that ran meanwhile, if any.
+
+    Other handlers stay: the block has installed them. But it may have installed the ``watch`` of an ended block, if it
+    restored a handler that it had found there.
     """
     raised: BaseException | None = None
     while True:
         try:
-            chosen = map(is_, map(_signal.getsignal, handlers), repeat(replacement)) if replacement else repeat(True)
-            deque(starmap(_signal.signal, compress(handlers.items(), chosen)), 0)
+            watch.is_over = True
+            for number in watch.replaced:
+                current = handler = _signal.getsignal(number)
+                while getattr(handler, "is_over", False) and number in handler.replaced:
+                    handler = handler.replaced[number]
+                if handler is not current:
+                    _signal.signal(number, handler)
             return raised
         except BaseException as error:
             raised = raised or error

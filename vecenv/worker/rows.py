@@ -290,7 +290,8 @@ class EnvRows:
         return self._call_reset(k, self._env(k), seed, options)
 
     def _call_reset(self, k: int, env: Any, seed: Any, options: Any) -> tuple[Any, Any]:
-        own_options = None if options is None else dict(copy_if_possible(options))
+        is_shared = self._in_caller or self.count > 1
+        own_options = None if options is None else dict(copy_if_possible(options) if is_shared else options)
         return unpack_reset(env.reset(seed=seed, options=own_options), self.first + k)
 
     def _is_reset_due(self, k: int) -> bool:

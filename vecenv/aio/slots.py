@@ -436,7 +436,7 @@ class Slots:
     def _restart(self, group: WorkerSlots) -> None:
         if self.closed:
             return
-        with deferred_signals():  # so that the exception is none of a signal handler
+        with deferred_signals():  # so that the exception is not a signal handler's
             try:
                 self._start(group)
             except RestartsExhausted as error:

@@ -527,7 +527,7 @@ class Exchange:
         self._kill(hanging, f"it hung for more than {format_seconds(limit)}", limit)
 
     def _kill_if_overdue(self, worker: WorkerProcess) -> None:
-        """Kill a worker that started or rebuilt for too long. If its rebuild was held back, it gets a new deadline."""
+        """Kill a worker that starts or rebuilds for too long. If its rebuild was held back, set a new deadline instead."""
         if worker.death is not None or worker.channel.poll(0):
             return
         seconds = self.policy.start_timeout + (self.policy.step_timeout or 0.0)

@@ -382,7 +382,7 @@ class Rebuilder:
         self, request: Request, parts: Iterable[Sequence[int]]
     ) -> list[tuple[list[Any], Any, bool]] | Exception:
         """Prepare a rebuild message for each part of the rows. Return the payloads, or the exception of an observer."""
-        with deferred_signals():  # so that the exception is none of a signal handler
+        with deferred_signals():  # so that the exception is not a signal handler's
             try:
                 return [self._prepare_rebuild(request, rows) for rows in parts]
             except Exception as error:

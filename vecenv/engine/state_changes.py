@@ -408,7 +408,7 @@ class StateChanges:
         """Replace the dead workers of these rows without waiting for the new ones; return the error if one cannot start."""
         for worker in list(self.pool.processes):
             if worker.death is not None and not set(rows).isdisjoint(worker.rows):
-                with deferred_signals():  # so that the exception is none of a signal handler
+                with deferred_signals():  # so that the exception is not a signal handler's
                     try:
                         self.set_deadline(self.pool.replace(worker))
                     except Exception as error:

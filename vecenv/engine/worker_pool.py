@@ -193,7 +193,7 @@ class WorkerPool:
 
         Raises:
             OSError: No process could be started; the worker keeps its place.
-            Exception: An ``env_fn`` cannot be pickled any more, or the main file is gone; likewise.
+            Exception: An ``env_fn`` cannot be pickled any more, or the main file is gone; the worker keeps its place, too.
         """
         with deferred_signals():
             self.queue_rest()  # a message to all that was not written yet must not reach the new process

@@ -10,18 +10,17 @@ import signal
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
-from copy import deepcopy
 from functools import partial
 from typing import Any, Final, TypeAlias
 
 from vecenv.engine.requests import Death, Request
 from vecenv.errors import envs_text
 from vecenv.link.channel import Channel, ChannelClosed
-from vecenv.link.messages import Failure, Op, Outcome, Reply, decode, decode_outcome, encode, is_call
+from vecenv.link.messages import Failure, Op, Outcome, Reply, copy_if_possible, decode, decode_outcome, encode, is_call
 from vecenv.system.descendants import end_group, end_marked
 from vecenv.system.descriptors import DescriptorOwner
 from vecenv.system.reporting import warn
-from vecenv.system.signals import call_with_fallback, deferred_signals, suppress_os_errors, watched_handlers
+from vecenv.system.signals import deferred_signals, suppress_os_errors, watched_handlers
 from vecenv.system.supervision import (
     STACK_SIGNALS,
     ProcessWatch,
@@ -79,7 +78,7 @@ class LocalWorker:
     def queue(self, op: int, seq: int, payload: Any) -> None:
         """Queue a message; environments may write into their actions, so those of a step are copied."""
         if payload is not None and op <= Op.STEP_SOME:
-            payload = [_copy_action(action) for action in payload]
+            payload = [copy_if_possible(action) for action in payload]
         self.unexecuted.append((op, seq, payload))
 
     def has_step(self) -> bool:
@@ -338,11 +337,6 @@ class WorkerProcess:
 
 
 Worker: TypeAlias = WorkerProcess | LocalWorker
-
-
-def _copy_action(action: Any) -> Any:
-    """Return a copy of an action, or the action itself if it cannot be copied, for example because it holds a lock."""
-    return call_with_fallback(partial(deepcopy, action), lambda _: action, Exception)
 
 
 def end_workers(

@@ -419,7 +419,7 @@ def dumps_by_value(value: Any) -> bytes:
 
 
 def copy_if_possible(value: Any) -> Any:
-    """Return a deep copy of a value that is not pickled; if it cannot be copied, the value itself."""
+    """Return a deep copy of a value, or the value itself if it cannot be copied, for example because it holds a lock."""
     return call_with_fallback(partial(deepcopy, value), lambda _: value, Exception)
 
 

@@ -543,6 +543,31 @@ def test_no_call_reaches_a_failed_row_of_a_replaced_worker(launch: Launch) -> No
     assert envs.exec_func(lambda env: hasattr(env, "x")) == (False, False, False)
 
 
+class ConnectingEnv(StepInfoEnv):
+    """An environment that cannot be built while ``refusal`` exists, which it then removes."""
+
+    def __init__(self, index: int, refusal: Path) -> None:
+        super().__init__(index)
+        if refusal.exists():
+            refusal.unlink()
+            raise ConnectionRefusedError("the server is not up yet")
+
+
+@pytest.mark.parametrize("mask", [None, [True, False]], ids=["all", "some"])
+def test_death_is_not_reported_as_an_old_failure_to_build(launch: Launch, tmp_path: Path, mask: list[bool] | None) -> None:
+    """The environment of a new worker cannot be built at first, but the reset builds it; later, the worker dies, too."""
+    refusal = tmp_path / "refusal"
+    envs = launch([functools.partial(ConnectingEnv, index, refusal) for index in range(2)])
+    envs.reset(seed=1)
+    with pytest.raises(WorkerDied):
+        envs.step([DIE, GO])
+    refusal.touch()
+    envs.reset(options=mask and {"reset_mask": np.array(mask)})
+    assert not refusal.exists()
+    with pytest.raises(WorkerDied, match="SIGKILL"):
+        envs.step([DIE, GO])
+
+
 class InPlaceEnv(StepInfoEnv):
     """An environment that writes its observation into the batch, and may fail between two writes."""
 

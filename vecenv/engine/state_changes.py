@@ -265,9 +265,9 @@ class StateChanges:
     def _apply_message(self, worker: WorkerProcess, message: bytes) -> None:
         code, _, payload = decode(message)
         if code == Reply.READY:  # of a replacement; `WorkerPool.start` reads those of the first processes
-            worker.has_started, worker.start_failures = True, pickle.loads(payload or b"").failures
+            ready = pickle.loads(payload or b"")
+            worker.has_started, worker.start_failures = True, ready.failures if ready.ends else []
         else:
-            worker.start_failures = []  # it has built its environments by now
             outcome = None if payload is None else decode_outcome(payload)
             self.apply(worker, number_of(message), outcome, code != PLAIN_REPLY)
 

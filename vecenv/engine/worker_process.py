@@ -120,7 +120,7 @@ class WorkerProcess:
         dropped: Dropped messages: the sequence number in bytes -> the command of the request. The reply to a message, if
             there is one, removes its entry.
         has_started: True once it has built its environments, or has tried to.
-        start_failures: The failures that a replacement reported when it started; empty after its next reply.
+        start_failures: The failures that a replacement reported if it ended at its start.
         death: How it ended; ``None`` while it is alive.
         was_late: True if a reply was late; ``close()`` then waits less for this worker.
         limit_from: The time from which ``step_timeout`` counts, if it is later than the beginning of the caller's wait;

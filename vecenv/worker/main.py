@@ -102,11 +102,15 @@ class WorkerState:
 
 @dataclass(slots=True)
 class Ready:
-    """A worker's first message: its process id, and the failures and mismatches from building its environments."""
+    """A worker's first message: its process id, and the failures and mismatches from building its environments.
+
+    With ``ends``, the process ends now, because it could not even begin to build them.
+    """
 
     pid: int
     failures: list[Failure]
     mismatches: list[tuple[int, str, str]]
+    ends: bool = False
 
 
 def make_rows(
@@ -273,7 +277,7 @@ def main(start: Start) -> None:
         failures, mismatches = [Failure(getattr(error, "env", start.first), error)], []
     for failure in failures:
         failure.error = pack_error(failure.error)
-    code = _serve_until_exit(process, Ready(os.getpid(), failures, mismatches))
+    code = _serve_until_exit(process, Ready(os.getpid(), failures, mismatches, ends=process.rows is None))
     if code or process.exit is not sys.exit:
         process.exit(code)
 

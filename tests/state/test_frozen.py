@@ -183,6 +183,29 @@ def test_thawing_a_copy_90_times_does_not_leak_descriptors() -> None:
         assert max(counts[45:]) <= max(counts[:45]) + 10, counts  # replaced workers are ended in batches
 
 
+class SlowlyClosedEnv(GeneratorFunctionEnv):
+    """An environment that creates a file named after its process in a folder when it is closed, which takes a moment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def close(self) -> None:
+        time.sleep(0.05)
+        (self.folder / str(os.getpid())).touch()
+
+
+def test_replaced_environments_are_closed(tmp_path: Path) -> None:
+    with closing(vecenv.AsyncVectorEnv([functools.partial(SlowlyClosedEnv, tmp_path)] * 2, context="fork")) as envs:
+        envs.reset(seed=5)
+        [frozen] = envs.freeze([0])
+        pids = []
+        for _ in range(20):
+            pids.append(envs.processes[1].pid)
+            envs.thaw(frozen, into=[1])
+            time.sleep(0.1)  # 16 workers that have ended are a batch
+    assert set(map(str, pids)) <= set(os.listdir(tmp_path))
+
+
 @pytest.mark.sampled("CartPole-v1-options0", "LunarLander-v3-options4")
 @pytest.mark.parametrize(
     ("name", "options"),

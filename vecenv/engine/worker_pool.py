@@ -554,13 +554,18 @@ class WorkerPool:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _retire(self, worker: WorkerProcess) -> None:
-        """Keep a replaced worker for now; end such workers in batches, because each call of ``end`` searches /proc."""
+        """Keep a replaced worker until it has ended; release them in batches, because each call of ``end`` searches /proc.
+
+        Workers that still close their environments are killed only if there are many more of them than processes.
+        """
         self.unflushed.discard(worker)  # from now on, only `end` writes to it
         self._retired.append(worker)
-        num_ended = sum(retired.watch.has_ended() for retired in self._retired)
-        if num_ended >= 16 or len(self._retired) >= 64:
-            retired, self._retired = self._retired, []
-            self.end(retired, 0.0)
+        if len(self._retired) % 16 == 0:
+            ended = [retired for retired in self._retired if retired.watch.has_ended()]
+            closing = [retired for retired in self._retired if retired not in ended]
+            late = closing[: -len(self.processes) - 64]
+            self._retired = closing[len(late) :]
+            self.end(ended + late, 0.0)
 
     def end(self, workers: Sequence[WorkerProcess], timeout: float | None) -> None:
         """End workers that are not part of the pool, and the programs that their environments started."""

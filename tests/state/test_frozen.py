@@ -206,6 +206,26 @@ def test_replaced_environments_are_closed(tmp_path: Path) -> None:
     assert set(map(str, pids)) <= set(os.listdir(tmp_path))
 
 
+class UnclosableEnv(GeneratorFunctionEnv):
+    """An environment that raises in ``close`` once ``raises`` is True."""
+
+    raises = False
+
+    def close(self) -> None:
+        if self.raises:
+            raise OSError("the disk is full")
+
+
+def test_close_reports_the_errors_of_replaced_environments() -> None:
+    envs = vecenv.AsyncVectorEnv([UnclosableEnv] * 2, context="fork")
+    envs.reset(seed=5)
+    [frozen] = envs.freeze([0])
+    envs.set_attr("raises", [False, True])
+    envs.thaw(frozen, into=[1])
+    with pytest.warns(UserWarning, match=r"env 1 raised in close\(\): OSError: the disk is full"):
+        envs.close()
+
+
 @pytest.mark.sampled("CartPole-v1-options0", "LunarLander-v3-options4")
 @pytest.mark.parametrize(
     ("name", "options"),

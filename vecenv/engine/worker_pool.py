@@ -569,8 +569,13 @@ class WorkerPool:
 
     def end(self, workers: Sequence[WorkerProcess], timeout: float | None) -> None:
         """End workers that are not part of the pool, and the programs that their environments started."""
-        end_workers(workers, timeout)
+        end_workers(workers, timeout, self.failures_in_close)
+        self._release(workers)
+
+    def _release(self, workers: Sequence[WorkerProcess]) -> None:
+        """Read the failures in ``close`` that ended workers have reported, and release the workers."""
         for worker in workers:
+            worker.drain(self.failures_in_close)
             worker.release()
             self._forget_process(worker.process)
 
@@ -583,9 +588,9 @@ class WorkerPool:
         if self.is_child_copy:
             return
         self.closing = True
-        end_workers(self.processes, timeout, self.failures_in_close, step_timeout)
+        end_workers([*self.processes, *self._retired], timeout, self.failures_in_close, step_timeout)
         retired, self._retired = self._retired, []
-        self.end(retired, timeout)
+        self._release(retired)
         if self.local is not None:
             self.failures_in_close += self.local.close()
 

@@ -609,6 +609,31 @@ def test_half_written_observation_is_not_returned(
     assert observations[1].tolist() == expected
 
 
+class ClearingEnv(InPlaceEnv):
+    """An environment that clears its buffer when it gets it."""
+
+    def observation_buffer(self, buffer: Any) -> None:
+        super().observation_buffer(buffer)
+        buffer[...] = 0
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_finished_observation_is_not_cleared_by_a_new_worker(launch: Launch, on_failure: str) -> None:
+    """The worker dies in environment 0, before ``recv`` has returned the step of environment 1."""
+    envs = launch([functools.partial(ClearingEnv, index) for index in range(2)], num_workers=1, on_failure=on_failure)
+    envs.reset(seed=[5, 6])
+    envs.send([GO], [1])
+    envs.exec_func(id, [0])  # after the step
+    envs.send([DIE], [0])
+    if on_failure == "raise":
+        with pytest.raises(WorkerDied):
+            envs.recv(count=2)
+        envs.reset_async(env_id=[0], seed=5)
+    observations, *_, infos = envs.recv(count=2)
+    assert infos["env_id"].tolist() == [1, 0]
+    assert observations.tolist() == [[77] * 3, [5] * 3]
+
+
 class FailingResetEnv(InPlaceEnv):
     """An environment with resets that raise if it is the last one: it writes half an observation, and waits for a file."""
 

@@ -224,7 +224,6 @@ class EnvRows:
         self.envs[k] = env
         self._steps[k] = env.step
         self._used[k] = False
-        self._offer_buffer(k, env)
         return env
 
     def _offer_buffer(self, k: int, env: gymnasium.Env[Any, Any]) -> None:
@@ -278,7 +277,10 @@ class EnvRows:
     def _reset(self, k: int, seed: Any, options: Any) -> tuple[Any, Any]:
         """Execute a requested reset. If the environment has failed, rebuild it first."""
         env = self.envs[k]
-        return self._call_reset(k, self._build(k) if env is None else env, seed, options)
+        env = self._build(k) if env is None else env
+        if not self._used[k]:  # not before: its row may have a result of the environment that it replaces
+            self._offer_buffer(k, env)
+        return self._call_reset(k, env, seed, options)
 
     def _auto_reset(self, k: int) -> tuple[Any, Any]:
         """Execute an automatic reset, with the seed and options that were set for it."""

@@ -297,6 +297,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """Wait for the results of :meth:`step_async`."""
         return self._wait_for_call("step", timeout)
 
+    reset_send, reset_fetch, step_send, step_fetch = reset_async, reset_wait, step_async, step_wait
+
     def _wait_for_call(self, call: str, timeout: float | None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Return the result of the pending call. Rows that a reset does not select have their latest observations."""
         self._require_consistent()
@@ -709,7 +711,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """Raise ``NotImplementedError``, because calls wait until no spare is resetting."""
         raise_unsupported(self, "begin calls without waiting", "they wait until no spare resets: use call() or exec_func()")
 
-    call_wait = exec_func_send = exec_func_fetch = call_async
+    call_wait = call_send = call_fetch = exec_func_send = exec_func_fetch = call_async
 
     def record(self, env_id: int, path: Any = None) -> Any:
         """Write a file for ``vecenv replay`` about the environment of a row; see ``AsyncVectorEnv.record``."""

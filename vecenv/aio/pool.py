@@ -113,7 +113,7 @@ class Pool:
         self.observation_space: Space[Any] = self._envs.single_observation_space
         self.action_space: Space[Any] = self._envs.single_action_space
         self._slots = Slots(
-            self._envs, *limits, options.start_timeout, budget=self._restart_budget(on_failure), one_by_one=env_threads == 1
+            self._envs, *limits, options.start_timeout, budget=self._restart_budget(on_failure), env_threads=env_threads
         )
         self._closing: Future[None] | None = None
 

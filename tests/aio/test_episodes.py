@@ -151,12 +151,13 @@ async def test_seeds_may_be_numpy_integers() -> None:
 
 
 async def test_options_may_be_changed_after_the_call() -> None:
-    options = {"task": 1}
+    options: dict[str, Any] = {"task": 1, "goals": [1]}
     async with Pool(TextEnv, 1) as pool:
         episode = pool.episode(options=options)
         options["task"] = 2
+        options["goals"].append(2)
         async with episode as env:
-            assert env.info["options"] == {"task": 1}
+            assert env.info["options"] == {"task": 1, "goals": [1]}
 
 
 async def test_call_runs_in_one_environment_and_raises_its_error() -> None:

@@ -259,6 +259,18 @@ async def test_worker_is_kept_if_a_cancelled_step_waits_for_other_steps() -> Non
         assert pool.stats()["restarts"] == 0
 
 
+async def test_worker_is_kept_if_a_cancelled_step_waits_for_a_thread() -> None:
+    async with Pool(TextEnv, 3, num_workers=1, env_threads=2, cancel_timeout=0.3) as pool:
+        async with pool.episode() as first, pool.episode() as second, pool.episode() as third:
+            running = [asyncio.create_task(env.step("wait 0.5")) for env in (first, second)]
+            queued = asyncio.create_task(third.step("x"))
+            await asyncio.sleep(0.02)
+            queued.cancel()
+            assert [(await step)[4]["action"] for step in running] == [["wait 0.5"]] * 2
+        await check_all_slots(pool)
+        assert pool.stats()["restarts"] == 0
+
+
 async def test_failed_start_of_a_process_counts_as_one_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     async with Pool(TextEnv, 1, num_workers=1, on_failure=vecenv.Restart(1)) as pool:
         replace = pool._envs._pool.replace

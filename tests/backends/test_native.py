@@ -247,6 +247,15 @@ def test_library_with_one_generator_accepts_consecutive_seeds(make_counting: Any
     assert set(options_for_all) == {"reset_mask", "custom"}
 
 
+def test_options_may_be_changed_before_the_result_of_a_reset(make_counting: Any) -> None:
+    envs = make_counting()
+    options = {"goals": [1]}
+    envs.reset_async(options=options)
+    options["goals"].append(2)
+    envs.reset_wait()
+    assert envs.library.received == [(None, {"goals": [1]})]
+
+
 # --- step, actions --------------------------------------------------------------------------------------------------
 
 

@@ -516,6 +516,16 @@ def test_invalid_batch_size_is_refused(batch_size: Any) -> None:
         make_prefetcher(Walk, batch_size=batch_size)
 
 
+def test_methods_under_their_other_names_concern_rows(closes: Any) -> None:
+    envs = closes(make_prefetcher(Walk, 2))
+    envs.reset_send(seed=1)
+    assert len(envs.reset_fetch()[0]) == 2
+    envs.step_send(np.zeros(2, np.int64))
+    assert len(envs.step_fetch()[0]) == 2
+    with pytest.raises(NotImplementedError, match="begin calls"):
+        envs.call_send("level")
+
+
 def test_calls_after_close_raise_closed_environment_error(closes: Any) -> None:
     envs = closes(make_prefetcher(Walk))
     envs.reset(seed=1)

@@ -438,3 +438,39 @@ def test_load_into_a_row_that_cannot_be_rebuilt_changes_nothing(closes: Any, tmp
         expected = reference.step(zeros)[0]
         received = [envs.recv(count=1) for _ in range(2)]
         assert_identical({result[4]["env_id"][0]: result[0][0] for result in received}, {0: expected[0], 2: expected[2]})
+
+
+class HangingSpare(Walk):
+    """A walk in which the first reset with a derived seed does not return."""
+
+    def __init__(self, marker: Path) -> None:
+        super().__init__(lengths=(100, 101))
+        self._marker = marker
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        if seed not in (1, 2):
+            with contextlib.suppress(FileNotFoundError):
+                self._marker.unlink()
+                time.sleep(1000)
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.parametrize("then", ["step", "call", "reset"])
+def test_spare_that_hangs_is_killed_and_rows_continue(then: str, closes: Any, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    marker.touch()
+    envs = closes(make_prefetcher(lambda: HangingSpare(marker), 2, step_timeout=0.5))
+    envs.reset(seed=1)
+    if then == "step":
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            envs.step(np.zeros(2, np.int64))
+            time.sleep(0.05)
+    elif then == "call":
+        assert envs.call("level") == (1.0, 1.0)
+    else:
+        time.sleep(0.6)
+        envs.reset(seed=1)
+    for _ in range(20):
+        assert len(envs.step(np.zeros(2, np.int64))[0]) == 2
+    assert [record.env for record in envs.errors if isinstance(record.error, vecenv.errors.WorkerDied)] != []

@@ -313,6 +313,20 @@ def test_reset_mask_can_be_a_jax_array_and_stays_in_the_options(make: Any) -> No
     assert wrapped.episode_lengths.tolist() == [0, 0, 1, 1, 1]
 
 
+def test_statistics_count_an_episode_once_if_steps_follow_its_end() -> None:
+    envs = vecenv.wrappers.RecordEpisodeStatistics(JaxVectorEnv(Walk(), 2, autoreset_mode="Disabled", max_episode_steps=3))
+    envs.reset(seed=0)
+    for _ in range(5):  # the last two do not change the environments
+        envs.step(np.zeros((2, 1), np.float32))
+    assert list(envs.length_queue) == [3, 3]
+    envs.reset(options={"reset_mask": np.array([True, False])})
+    for _ in range(3):
+        *_, infos = envs.step(np.zeros((2, 1), np.float32))
+    assert infos["_episode"].tolist() == [True, False]
+    assert list(envs.length_queue) == [3, 3, 3]
+    envs.close()
+
+
 # -- bad input -----------------------------------------------------------------------------------------------------
 
 

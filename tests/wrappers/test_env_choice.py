@@ -218,6 +218,22 @@ class WideEnv(CounterEnv):
         self.closed.append(True)
 
 
+class FailingCloseEnv(LifetimeLoggingEnv):
+    def close(self) -> None:
+        super().close()
+        raise RuntimeError("close failed")
+
+
+def test_all_environments_are_closed_even_if_one_raises(tmp_path: Path) -> None:
+    log = str(tmp_path / "log")
+    factories = {"a": lambda: LifetimeLoggingEnv(0, log), "b": lambda: FailingCloseEnv(1, log)}
+    env = vecenv.EnvChoice(factories, keep=2)()
+    env.reset(options={"env": "b"})
+    with pytest.raises(RuntimeError, match="close failed"):
+        env.close()
+    assert Path(log).read_text() == "+0 +1 -1 -0 "
+
+
 def test_environment_with_other_spaces_is_refused_and_closed() -> None:
     env = vecenv.EnvChoice({"narrow": CounterEnv, "wide": WideEnv})()
     with pytest.raises(ValueError, match=r"space of 'wide' is Box\(.*\(5,\).*, that of 'narrow' is Box\(.*\(4,\)"):

@@ -28,6 +28,7 @@ from vecenv.evaluating.episodes import Attempt, EpisodeList, EpisodeResult, Epis
 from vecenv.evaluating.tasks import any_named, require_offered
 from vecenv.front.arguments import check_option_names, parse_close_timeout, parse_timeout
 from vecenv.front.infos import count_steps
+from vecenv.link.messages import copy_if_possible
 from vecenv.planning.options import OnFailure, Restart, StartMethod, WorkerOptions, check_option
 from vecenv.state.snapshots import Snapshot, parse_snapshots
 from vecenv.system.generators import GeneratorsOption
@@ -113,7 +114,7 @@ class Pool:
         self.observation_space: Space[Any] = self._envs.single_observation_space
         self.action_space: Space[Any] = self._envs.single_action_space
         self._slots = Slots(
-            self._envs, *limits, options.start_timeout, budget=self._restart_budget(on_failure), one_by_one=env_threads == 1
+            self._envs, *limits, options.start_timeout, budget=self._restart_budget(on_failure), env_threads=env_threads
         )
         self._closing: Future[None] | None = None
 
@@ -495,4 +496,4 @@ def _parse_reset(seed: Any, options: Any) -> tuple[int | None, dict[str, Any] | 
         raise TypeError(f"seed must be an integer or None, got {seed!r}")
     if options is not None and not isinstance(options, Mapping):
         raise TypeError(f"options must be a dict or None, got {options!r}")
-    return None if seed is None else int(seed), None if options is None else dict(options)
+    return None if seed is None else int(seed), None if options is None else copy_if_possible(dict(options))

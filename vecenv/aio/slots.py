@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from gymnasium.error import ClosedEnvironmentError
@@ -104,12 +105,12 @@ class Slots:
         envs: The vector environment.
         step_timeout, cancel_timeout, start_timeout: Limits in seconds; see :class:`vecenv.aio.Pool`.
         budget: The budget for restarting dead workers immediately; ``None``: the next reset restarts them.
-        one_by_one: True if a worker steps its environments one after the other.
+        env_threads: The number of environments that a worker runs at the same time.
     """
 
     def __init__(
         self, envs: AsyncVectorEnv[Any, Any], step_timeout: float | None, cancel_timeout: float | None,
-        start_timeout: float | None, *, budget: RestartBudget | None, one_by_one: bool,
+        start_timeout: float | None, *, budget: RestartBudget | None, env_threads: int,
     ) -> None:  # fmt: skip
         self.step_timeout, self.cancel_timeout, self.start_timeout = step_timeout, cancel_timeout, start_timeout
         self.groups = [WorkerSlots(index) for index in range(len(envs.worker_rows))]
@@ -121,7 +122,7 @@ class Slots:
         self._slots = [slot for group in self.groups for slot in group.slots]
         # the first slots of all workers, then the second ones, and so on, to spread a few episodes over many workers
         self.free = deque(sorted(self._slots, key=lambda slot: slot.row - slot.group.slots[0].row))
-        self._envs, self._budget, self._one_by_one = envs, budget, one_by_one
+        self._envs, self._budget, self._env_threads = envs, budget, env_threads
         self._pid = os.getpid()
         self._loop: AbstractEventLoop | None = None
         self._poll_timer: TimerHandle | None = None
@@ -331,8 +332,12 @@ class Slots:
         assert self._loop is not None
         if slot.request is not request or self.closed or self.cancel_timeout is None or self._loop.is_closed():
             return
-        begun = not self._one_by_one or next(iter(slot.group.pending)) is request
+        begun = request in self._running(slot.group)
         slot.cancel_timer = self._loop.call_later(self.cancel_timeout, self._end_cancelled, slot, request, begun)
+
+    def _running(self, group: WorkerSlots) -> list[Any]:
+        """Return the requests that a worker is executing: it begins them in order."""
+        return list(islice(group.pending, self._env_threads))
 
     def _end_cancelled(self, slot: Slot, request: Any, begun: bool) -> None:
         """Kill the worker if it spent the whole timeout on this request (``begun``); otherwise, wait again."""
@@ -394,8 +399,9 @@ class Slots:
             pid, stack = self._envs.processes[group.index].pid, await self._find_stack(slot)
             if slot.request is not request or slot.reply.done():
                 return
-            if self._one_by_one:  # the oldest request is running; it may be a cancelled one, which has no timer
-                request = next(iter(group.pending))
+            running = self._running(group)
+            if request not in running:  # the oldest one hangs; it may be a cancelled one, which has no timer
+                request = running[0]
                 slot = self._slots[request.rows[0]]
             location = f" at {found}" if (found := innermost_location(stack)) else ""
             slot.lost_reason = f"hung for more than {format_seconds(self.step_timeout)}{location}, and was killed"

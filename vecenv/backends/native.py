@@ -26,6 +26,7 @@ from vecenv.front.driver import LockstepDriver, Phase, RequestSummary, Stepped
 from vecenv.front.guard import exclusive
 from vecenv.front.infos import object_column, own_keys
 from vecenv.front.vector_env import VectorEnvBase
+from vecenv.link.messages import copy_if_possible
 from vecenv.system.signals import raise_if_from_handler, raised_by_handler, watched_handlers
 
 _LIBRARIES: Final[dict[str, Collection[str]]] = {
@@ -132,6 +133,7 @@ class _LibraryDriver(LockstepDriver):
             seed, options = (seed, None) if all_rows else (seed[mask], {"reset_mask": mask})
         elif seeds != parse_seeds(seed := seeds[0], len(seeds)):
             raise NotImplementedError(f"backend 'native': {self.title} resets all environments with one seed; got {seeds}")
+        options = copy_if_possible(options)  # the library may get them only when the result is fetched
         mask = np.ones(len(seeds), np.bool_) if mask is None else mask
         self._submit(request, mask, lambda: self.library.reset(seed=seed, options=options or None))
 

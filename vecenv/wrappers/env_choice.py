@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, Final
 
 import gymnasium
@@ -119,8 +120,10 @@ class ChosenEnv(gymnasium.Env[Any, Any]):
         return self.current.render()
 
     def close(self) -> None:
-        while self._open:
-            self._open.popitem()[1].close()
+        with ExitStack() as stack:  # closes the others even if one raises
+            for env in self._open.values():
+                stack.callback(env.close)
+            self._open.clear()
 
     def _choose(self, name: str) -> gymnasium.Env[Any, Any]:
         """Make an environment the current one, and build it if it is not open."""

@@ -252,6 +252,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         steps = executed_steps(infos, len(rows))
         self.episode_lengths[rows[~first]] += steps if isinstance(steps, int) else steps[~first]
         self.prev_dones[rows] = over = np.logical_or(terminations, truncations)
+        over = over & ~first  # without autoreset, JAX environments repeat the flags of an ended episode
         if over.any():
             self._add_statistics(infos, rows, over)
         return result

@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 from gymnasium import Space
 from gymnasium.spaces import Dict, Tuple
+from gymnasium.vector import VectorEnv
 
 from vecenv.engine.vector_env import Observer
 from vecenv.errors import EnvFailed, ErrorRecord, StepTimeout, WorkerDied
+from vecenv.front.vector_env import SPACES
 from vecenv.link.messages import name_envs, note_once
 
 
@@ -118,3 +120,8 @@ def select_rows(space: Space[Any], batch: Any, order: list[int]) -> Any:
         return batch[order]
     listed = list(batch)  # it may be an iterator
     return tuple(listed[row] for row in order)
+
+
+def spaces_of(envs: VectorEnv[Any, Any, Any]) -> list[Space[Any]]:
+    """Return the spaces with generators that belong to the state of a vector environment."""
+    return [getattr(envs, name) for name in SPACES]

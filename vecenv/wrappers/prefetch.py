@@ -25,7 +25,6 @@ from typing import Any, Final, NoReturn
 import numpy as np
 import numpy.typing as npt
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
-from gymnasium.spaces import Space
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
@@ -50,7 +49,6 @@ from vecenv.front.capabilities import Capabilities, raise_unsupported
 from vecenv.front.driver import still_in_flight_error
 from vecenv.front.guard import is_busy
 from vecenv.front.infos import InfoMerger
-from vecenv.front.vector_env import SPACES
 from vecenv.link.actions import check_batch
 from vecenv.link.envs import call_env
 from vecenv.planning.options import check_option, choice_check, int_check, parse_spares
@@ -58,7 +56,7 @@ from vecenv.state.snapshots import Snapshot, Snapshots, load_and_restore, parse_
 from vecenv.state.vector_state import pack_state, read_state
 from vecenv.system.reporting import warn
 from vecenv.wrappers.equal_envs import EqualEnvBuilder, keep_attribute, require_equal
-from vecenv.wrappers.places import PlaceNotes, name_rows, name_rows_in_records, naming_rows, select_rows
+from vecenv.wrappers.places import PlaceNotes, name_rows, name_rows_in_records, naming_rows, select_rows, spaces_of
 from vecenv.wrappers.row_episodes import EpisodePhase, RowEpisode, without_pending
 
 __all__ = ["EpisodePrefetcher"]
@@ -299,6 +297,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """Wait for the results of :meth:`step_async`."""
         return self._wait_for_call("step", timeout)
 
+    reset_send, reset_fetch, step_send, step_fetch = reset_async, reset_wait, step_async, step_wait
+
     def _wait_for_call(self, call: str, timeout: float | None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Return the result of the pending call. Rows that a reset does not select have their latest observations."""
         self._require_consistent()
@@ -474,6 +474,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             try:
                 self._by_row.recv(count=waiting)
             except Exception as error:
+                if isinstance(error, StepTimeout) and self._abandon_spares(error):
+                    continue
                 if isinstance(error, StepTimeout) or not hasattr(error, "envs"):  # the call failed, not an environment
                     raise
         self.places = list(range(self.num_envs))
@@ -523,8 +525,11 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         try:
             observations, *columns, infos, env_ids = self._by_row.recv(timeout, count=count)
         except StepTimeout as error:
-            name_rows(error, self.places)
+            abandoned = self._abandon_spares(error)
             self._changing = False
+            if abandoned:
+                return
+            name_rows(error, self.places)
             raise
         except BaseException as error:
             places = set(before.tolist()) - set(self.envs.in_flight.tolist())
@@ -536,6 +541,13 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             return
         self._apply_results(env_ids.tolist(), observations, columns, infos)
         self._changing = False
+
+    def _abandon_spares(self, error: StepTimeout) -> bool:
+        """Kill spares that exceeded ``step_timeout``; ``recv`` then raises their failure. Return False if a row is late."""
+        if error.timeout != self.envs.step_timeout or not error.envs or not self._waiting.keys().isdisjoint(error.envs):
+            return False
+        self.envs.abandon(error.envs)
+        return True
 
     def row_of_place(self, place: int) -> int | None:
         """Return the row of the episode at a place, which may have begun ahead of time; ``None`` if there is no episode."""
@@ -699,7 +711,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """Raise ``NotImplementedError``, because calls wait until no spare is resetting."""
         raise_unsupported(self, "begin calls without waiting", "they wait until no spare resets: use call() or exec_func()")
 
-    call_wait = exec_func_send = exec_func_fetch = call_async
+    call_wait = call_send = call_fetch = exec_func_send = exec_func_fetch = call_async
 
     def record(self, env_id: int, path: Any = None) -> Any:
         """Write a file for ``vecenv replay`` about the environment of a row; see ``AsyncVectorEnv.record``."""
@@ -718,9 +730,9 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         rows = self._begin_save("state_dict", env_id)
         with naming_rows(self):
             state = self.envs.state_dict([self.places[row] for row in rows], verify=verify)
-        saved = read_state(state, len(rows), AutoresetMode.DISABLED, _spaces(self.envs))
+        saved = read_state(state, len(rows), AutoresetMode.DISABLED, spaces_of(self.envs))
         snapshots = self._add_episodes(saved.snapshots, rows)
-        return pack_state(snapshots, self.autoreset_mode, saved.counts, saved.seeds, _spaces(self))
+        return pack_state(snapshots, self.autoreset_mode, saved.counts, saved.seeds, spaces_of(self))
 
     def _begin_save(self, method: str, env_id: Any) -> list[int]:
         rows = parse_rows(env_id, self.num_envs)
@@ -742,10 +754,10 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def load_state_dict(self, state: Mapping[str, Any], env_id: Any = None) -> Any:
         """Continue from the result of :meth:`state_dict`, and return the observations."""
         rows, envs = parse_rows(env_id, self.num_envs), self.envs
-        saved = read_state(state, len(rows), self.autoreset_mode, _spaces(self))
+        saved = read_state(state, len(rows), self.autoreset_mode, spaces_of(self))
 
         def load(snapshots: list[Snapshot], places: list[int]) -> Any:
-            others = saved.counts, saved.seeds, _spaces(envs)
+            others = saved.counts, saved.seeds, spaces_of(envs)
             return envs.load_state_dict(pack_state(snapshots, AutoresetMode.DISABLED, *others), places)
 
         observations = self._load("load_state_dict", rows, saved.snapshots, load)
@@ -784,8 +796,3 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._require_not_in_flight(method, range(self.num_envs))
         while in_flight := self.envs.in_flight.size:
             self._receive(in_flight, None)
-
-
-def _spaces(envs: VectorEnv[Any, Any, Any]) -> list[Space[Any]]:
-    """Return the spaces with generators that belong to the state of a vector environment."""
-    return [getattr(envs, name) for name in SPACES]

@@ -171,6 +171,14 @@ def test_exception_of_a_handler_is_recognized_even_as_a_cause() -> None:
         assert list_handlers() == before
 
 
+def test_search_for_the_exception_of_a_handler_ends_if_an_exception_is_its_own_cause() -> None:
+    own_cause, first, second = ValueError(), ValueError(), OSError()
+    own_cause.__cause__ = own_cause  # by `raise error from error`
+    first.__cause__, second.__context__ = second, first  # by `raise first from second`, while first is being handled
+    for error in (own_cause, first, second):
+        assert not raised_by_handler(error)
+
+
 def test_watched_handlers_are_deferred_only_by_an_inner_block() -> None:
     block_finished = False
 

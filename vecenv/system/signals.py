@@ -103,9 +103,13 @@ def watched_handlers() -> Iterator[None]:
 def raised_by_handler(error: BaseException | None) -> bool:
     """True if a signal handler raised this exception, or a cause or context of it, within :func:`watched_handlers`."""
     raised_ids = {id(exception) for latest in _watched for exception in latest}
-    while error is not None and id(error) not in raised_ids:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:  # after `raise error from error`, the chain is a cycle
+        if id(error) in raised_ids:
+            return True
+        seen.add(id(error))
         error = error.__cause__ or error.__context__
-    return error is not None
+    return False
 
 
 def raise_if_from_handler(error: BaseException, function: Callable[[], object]) -> None:

@@ -67,6 +67,29 @@ def test_overridden_step_wait_and_close_extras_are_called() -> None:
     assert envs.was_closed
 
 
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_overridden_close_extras_needs_no_arguments(is_interrupted: bool) -> None:
+    class ClosingViewer(vecenv.AsyncVectorEnv):
+        num_interruptions = int(is_interrupted)
+
+        def close_extras(self) -> None:
+            if self.num_interruptions:
+                self.num_interruptions -= 1
+                raise KeyboardInterrupt
+            super().close_extras()
+
+    envs: Any = ClosingViewer(counters(2))
+    try:
+        if is_interrupted:
+            with pytest.raises(KeyboardInterrupt):
+                envs.close()
+        envs.close()
+        assert envs.closed
+        assert multiprocessing.active_children() == []
+    finally:
+        vecenv.AsyncVectorEnv.close_extras(envs)
+
+
 def test_class_accepts_type_arguments() -> None:
     assert vecenv.AsyncVectorEnv[np.ndarray, np.ndarray] is not None
 

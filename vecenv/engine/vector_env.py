@@ -8,6 +8,7 @@ the others, and ``close()`` always returns. :mod:`vecenv.front.vector_env` check
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import inspect
 import os
@@ -517,7 +518,8 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         if state.unusable == "forked":
             self.closed = True
             return
-        inspect.signature(self.close_extras).bind(**kwargs)  # raises for unknown arguments, before anything is ended
+        accepted = inspect.signature(self.close_extras)
+        accepted.bind(**kwargs)  # raises for unknown arguments, before anything is ended
         seconds = parse_close_timeout(kwargs.get("timeout"))
         was_closing, state.unusable = state.unusable == "closing", "closing"
         self._pool.closing = True
@@ -528,8 +530,11 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         nested = state.active_thread == thread and is_inside_call(self)
         if not self._pool.released:
             hurried = was_closing or nested
-            timeout = SHORT_CLOSE_TIMEOUT if hurried and seconds is None else seconds
-            self.close_extras(**{**kwargs, "timeout": timeout})
+            options = {**kwargs, "timeout": SHORT_CLOSE_TIMEOUT if hurried and seconds is None else seconds}
+            with contextlib.suppress(TypeError):  # a subclass may override `close_extras` without this argument
+                accepted.bind(**options)
+                kwargs = options
+            self.close_extras(**kwargs)
         if self._stats_file is not None:
             self._stats_file.close()
         with deferred_signals():  # an interruption here would make the next close() return before the rest is freed

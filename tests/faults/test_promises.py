@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import multiprocessing
@@ -456,8 +457,15 @@ def test_leftover_thread_is_named_and_does_not_delay_close() -> None:
     assert time.monotonic() - started_at < 15
 
 
-def test_close_is_quick_if_the_program_ignores_sigchld() -> None:
-    with signal_handler(signal.SIGCHLD, signal.SIG_IGN):
+def reap_children(*_: Any) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            continue
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, reap_children], ids=["ignores-sigchld", "reaps-children"])
+def test_close_is_quick_if_exit_codes_are_lost(handler: Any) -> None:
+    with signal_handler(signal.SIGCHLD, handler):
         envs = vecenv.AsyncVectorEnv(make_env_fns(6), context="fork")
         envs.reset(seed=0)
         started_at = time.monotonic()

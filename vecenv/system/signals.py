@@ -164,10 +164,20 @@ def call_with_fallback(
 
 
 def _current_handlers() -> dict[int, Any]:
-    """Return the callable handlers, which excludes ``SIG_DFL`` and ``SIG_IGN``, by signal number."""
+    """Return the callable handlers, which excludes ``SIG_DFL`` and ``SIG_IGN``, by signal number.
+
+    A handler with the attribute ``never_deferred`` is left alone: replacing it would make its signal interrupt system calls.
+    """
     found = list(map(_signal.getsignal, _NUMBERS))
     if found != _cache[0]:
-        _cache[:] = found, {number: handler for number, handler in zip(_NUMBERS, found, strict=True) if callable(handler)}
+        _cache[:] = (
+            found,
+            {
+                number: handler
+                for number, handler in zip(_NUMBERS, found, strict=True)
+                if callable(handler) and getattr(handler, "never_deferred", None) is not True
+            },
+        )
     handlers: dict[int, Any] = _cache[1]
     return handlers
 

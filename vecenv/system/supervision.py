@@ -191,6 +191,7 @@ class StackFile:
                     # without the GIL, other threads run while their stacks are walked
                     faulthandler.dump_traceback(fd, all_threads=getattr(sys, "_is_gil_enabled", lambda: True)())
 
+        dump.never_deferred = True  # type: ignore[attr-defined]  # it raises nothing
         signal.signal(python_signal, dump)
         signal.siginterrupt(python_signal, env_threads)
         faulthandler.register(c_signal, fd, all_threads=False)

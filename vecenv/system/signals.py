@@ -15,6 +15,7 @@ import _signal  # type: ignore[import-not-found]  # the signal module converts t
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -58,7 +59,7 @@ def deferred_signals() -> Iterator[None]:
         finally:
             for number in dict.fromkeys(arrived):
                 try:
-                    handlers[number](number, None)
+                    handlers[number](number, sys._getframe())
                 except BaseException as error:
                     raised = raised or error
         if raised is not None:

@@ -8,6 +8,7 @@ import os
 import re
 import typing
 import warnings
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,48 @@ def test_overridden_step_wait_and_close_extras_are_called() -> None:
     finally:
         envs.close()
     assert envs.was_closed
+
+
+def test_subclass_may_have_positional_arguments_of_its_own() -> None:
+    class Named(vecenv.AsyncVectorEnv):
+        def __init__(self, env_fn: Any, num_envs: int, gamma: float, frame_skip: int, seed: int, name: str) -> None:
+            super().__init__([env_fn] * num_envs, num_workers=0)
+            self.name = name
+
+    with closing(Named(CounterEnv, 2, 0.9, 4, 0, "eval")) as envs:
+        assert (type(envs), envs.num_envs, envs.name) == (Named, 2, "eval")
+
+
+def test_subclass_cannot_pass_a_custom_worker_to_its_base_class() -> None:
+    class WithWorker(vecenv.AsyncVectorEnv):
+        def __init__(self) -> None:
+            super().__init__(counters(2), worker=reward_scaling_worker)
+
+    with pytest.raises(ValueError, match="`worker` must be a function"):
+        WithWorker()
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_overridden_close_extras_needs_no_arguments(is_interrupted: bool) -> None:
+    class ClosingViewer(vecenv.AsyncVectorEnv):
+        num_interruptions = int(is_interrupted)
+
+        def close_extras(self) -> None:
+            if self.num_interruptions:
+                self.num_interruptions -= 1
+                raise KeyboardInterrupt
+            super().close_extras()
+
+    envs: Any = ClosingViewer(counters(2))
+    try:
+        if is_interrupted:
+            with pytest.raises(KeyboardInterrupt):
+                envs.close()
+        envs.close()
+        assert envs.closed
+        assert multiprocessing.active_children() == []
+    finally:
+        vecenv.AsyncVectorEnv.close_extras(envs)
 
 
 def test_class_accepts_type_arguments() -> None:

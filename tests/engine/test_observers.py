@@ -7,6 +7,7 @@ import functools
 import logging
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -262,6 +263,25 @@ def test_exception_in_on_failure_does_not_replace_the_failure(on_failure: Any) -
         assert "FailingObserver.on_failure raised OSError: the disk is full" in envs.errors[0].error.__notes__
         envs.reset(seed=5)
         envs.step([0, 0])
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_object_returned_by_on_failure_becomes_a_note_as_text(on_failure: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class PathObserver(vecenv.Observer):
+        def on_failure(self, rows: Any, error: Exception, *, worker_died: bool) -> Any:
+            return Path("dumps", "7")
+
+    with open_engine([functools.partial(make_faulty_env, "raises", 1)], on_failure=on_failure, num_workers=1) as envs:
+        envs.add_observer(PathObserver())
+        envs.reset(seed=5)
+        if on_failure == "raise":
+            with pytest.raises(ValueError, match="out of order"):
+                envs.step([0])
+        else:
+            assert envs.step([0])[3].tolist() == [True]
+            assert "(dumps/7)" in caplog.text
+        assert "dumps/7" in envs.errors[0].error.__notes__
+        assert "out of order" in str(envs.errors[0])
 
 
 @pytest.mark.sampled(1)

@@ -159,6 +159,20 @@ def test_budget_grows_with_the_steps_of_the_environments(monkeypatch: pytest.Mon
     assert budget.spend("env 3", [3])
 
 
+def test_budget_does_not_depend_on_the_steps_of_loaded_states() -> None:
+    with ready_engine([RaisingForActionEnv], num_workers=1, on_failure="restart") as envs:
+        early = envs.state_dict(verify=False)
+        late = {**early, "counters": (10**6, 1, 0)}
+        envs.load_state_dict(late)
+        envs.step([1])
+        for _ in range(4):
+            envs.load_state_dict(early)
+            assert envs.step([1])[3].tolist() == [True]
+        envs.load_state_dict(late)
+        with pytest.raises(RestartsExhausted, match="more than 5 restarts"):
+            envs.step([1])
+
+
 def test_exhausted_budget_lists_only_the_causes_of_one_environment() -> None:
     budget = RestartBudget(None, 60.0, lambda: 0.0)
     for index in range(5):

@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -134,6 +135,29 @@ def test_timeout_of_a_reset_or_a_call_names_the_hanging_line(launch: Launch, cal
         getattr(envs, f"{call}_wait")(timeout=0.3)
     assert "in sleep" in format_error(caught.value)
     check_close(envs)
+
+
+class SlowReadEnv(EchoEnv):
+    """An environment that draws a random number in each step, and then reads from a pipe in C until a thread writes."""
+
+    def step(self, action: Any) -> Any:
+        np.random.random()
+        reader, writer = os.pipe()
+        threading.Timer(0.8, os.write, (writer, b"x")).start()
+        if ctypes.CDLL(None, use_errno=True).read(reader, ctypes.create_string_buffer(1), 1) < 0:
+            raise OSError(ctypes.get_errno(), "the system call was interrupted")
+        return super().step(action)
+
+
+@pytest.mark.linux
+def test_request_for_a_stack_interrupts_no_system_call_after_signals_were_deferred(launch: Launch) -> None:
+    """With generators of their own, workers defer signals while numpy's are swapped."""
+    envs = launch([functools.partial(SlowReadEnv, 0)], generators="own")
+    envs.reset(seed=1)
+    envs.step_async([0])
+    with pytest.raises(StepTimeout, match="in step"):
+        envs.step_wait(timeout=0.3)
+    assert len(envs.step_wait()[1]) == 1
 
 
 def test_step_timeout_is_recorded_and_the_timeout_of_a_wait_is_not(launch: Launch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
+import mmap
 import multiprocessing
 import os
 import signal
@@ -456,8 +458,34 @@ def test_leftover_thread_is_named_and_does_not_delay_close() -> None:
     assert time.monotonic() - started_at < 15
 
 
-def test_close_is_quick_if_the_program_ignores_sigchld() -> None:
-    with signal_handler(signal.SIGCHLD, signal.SIG_IGN):
+@pytest.mark.linux
+def test_names_of_processes_and_mapped_files_need_not_be_utf8(tmp_path: Path) -> None:
+    """The kernel cuts the name of a process after 15 bytes, which may be in the middle of a character."""
+    path = os.fsencode(tmp_path) + b"/\xff"
+    name = Path("/proc/self/comm").read_bytes()
+    Path("/proc/self/comm").write_bytes("\u00e9".encode() * 8)
+    try:
+        with open(path, "wb+") as file:
+            file.truncate(mmap.PAGESIZE)
+            with mmap.mmap(file.fileno(), mmap.PAGESIZE):
+                envs = vecenv.AsyncVectorEnv(make_env_fns(2), context="fork")
+                envs.reset(seed=0)
+                envs.publish_stats()
+                envs.close()
+    finally:
+        Path("/proc/self/comm").write_bytes(name)
+    assert multiprocessing.active_children() == []
+
+
+def reap_children(*_: Any) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            continue
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, reap_children], ids=["ignores-sigchld", "reaps-children"])
+def test_close_is_quick_if_exit_codes_are_lost(handler: Any) -> None:
+    with signal_handler(signal.SIGCHLD, handler):
         envs = vecenv.AsyncVectorEnv(make_env_fns(6), context="fork")
         envs.reset(seed=0)
         started_at = time.monotonic()

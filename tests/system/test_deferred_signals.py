@@ -171,6 +171,29 @@ def test_exception_of_a_handler_is_recognized_even_as_a_cause() -> None:
         assert list_handlers() == before
 
 
+def test_deferred_handler_receives_a_frame() -> None:
+    """A statistical profiler reads it."""
+    functions: list[str] = []
+
+    def note_caller(number: int, frame: Any) -> None:
+        while frame is not None:
+            functions.append(frame.f_code.co_name)
+            frame = frame.f_back
+
+    with signal_handler(signal.SIGUSR2, note_caller), deferred_signals():
+        raise_sigusr2()
+        assert not functions
+    assert "test_deferred_handler_receives_a_frame" in functions
+
+
+def test_search_for_the_exception_of_a_handler_ends_if_an_exception_is_its_own_cause() -> None:
+    own_cause, first, second = ValueError(), ValueError(), OSError()
+    own_cause.__cause__ = own_cause  # by `raise error from error`
+    first.__cause__, second.__context__ = second, first  # by `raise first from second`, while first is being handled
+    for error in (own_cause, first, second):
+        assert not raised_by_handler(error)
+
+
 def test_watched_handlers_are_deferred_only_by_an_inner_block() -> None:
     block_finished = False
 

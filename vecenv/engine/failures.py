@@ -328,7 +328,7 @@ class Rebuilder:
         mode: AutoresetMode, counters: Counters,
     ) -> None:  # fmt: skip
         num_envs = len(arrays.rewards)
-        self.budget = RestartBudget(policy.restart_limit, policy.restart_period, lambda: counters.steps / num_envs)
+        self.budget = RestartBudget(policy.restart_limit, policy.restart_period, lambda: counters.own_steps / num_envs)
         self.last_good = LastGoodObservations(store, tree, num_envs)
         self.seeds = np.random.SeedSequence()
         self._failures, self._arrays, self._store, self._infos, self._mode = failures, arrays, store, infos, mode

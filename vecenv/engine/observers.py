@@ -111,7 +111,7 @@ def notify_failure(observers: Sequence[Observer], rows: Sequence[int], error: Ex
     notes: list[str] = []
     for observer in observers:
         try:
-            note = observer.on_failure(rows, error, worker_died=worker_died)
+            note = str(observer.on_failure(rows, error, worker_died=worker_died) or "")  # it may be a path, for example
         except (Exception, SystemExit) as raised:
             note = f"{type(observer).__name__}.on_failure raised {summary(raised)}"
         if note:

@@ -7,6 +7,7 @@ so that the next program or reader can remove the files of processes that have e
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -22,6 +23,7 @@ from typing import Any, Final
 
 from vecenv.engine.observers import Observer, Rows
 from vecenv.engine.stats import WorkerStats
+from vecenv.system.cores import read_kernel_file
 from vecenv.system.signals import suppress_os_errors
 
 _FORMAT: Final = 2
@@ -42,8 +44,8 @@ def is_wanted() -> bool:
 
 def process_state(pid: int) -> tuple[str, int] | None:
     """Return the letter for a process's state and its start time, from ``/proc``; ``None`` if it is not listed there."""
-    with suppress_os_errors(IndexError, ValueError):
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    with contextlib.suppress(IndexError, ValueError):
+        words = read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()
         return words[0], int(words[19])
     return None
 

@@ -8,6 +8,7 @@ the others, and ``close()`` always returns. :mod:`vecenv.front.vector_env` check
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import inspect
 import os
@@ -167,7 +168,8 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         cls, env_fns: Any = None, shared_memory: bool | None = None, copy: bool = True, context: str | None = None,
         daemon: bool = True, worker: Any = None, *args: Any, **kwargs: Any,
     ) -> AsyncVectorEnv[ObsType, ActType]:  # fmt: skip
-        if worker is not None:  # a custom worker uses Gymnasium's own pipe protocol
+        # a custom worker uses Gymnasium's own pipe protocol; anything else may be an argument of a subclass's own `__init__`
+        if callable(worker):
             return _make_gymnasium_env(  # type: ignore[no-any-return]
                 env_fns, shared_memory is not False, copy, context, daemon, worker, *args, **kwargs
             )
@@ -191,10 +193,10 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         generators: GeneratorsOption = "shared", worker_options: WorkerOptions | None = None,
     ) -> None:  # fmt: skip
         store_gymnasium_options(
-            self, env_fns, shared_memory, copy, context, daemon, observation_mode, autoreset_mode, max_concurrency
+            self, env_fns, shared_memory, copy, context, daemon, observation_mode, autoreset_mode, max_concurrency, worker
         )
         self._refuses_finished = self._refuses_finished or num_workers == 0
-        self.worker, self.generators, self._recording = worker, generators, FlightRecorder.from_option(record_failures)
+        self.generators, self._recording = generators, FlightRecorder.from_option(record_failures)
         check_options(
             self.num_envs, batch_size, num_workers=num_workers, use_caller=use_caller, env_threads=env_threads,
             max_concurrency=max_concurrency, on_failure=on_failure, step_timeout=step_timeout, generators=generators,
@@ -517,7 +519,8 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         if state.unusable == "forked":
             self.closed = True
             return
-        inspect.signature(self.close_extras).bind(**kwargs)  # raises for unknown arguments, before anything is ended
+        accepted = inspect.signature(self.close_extras)
+        accepted.bind(**kwargs)  # raises for unknown arguments, before anything is ended
         seconds = parse_close_timeout(kwargs.get("timeout"))
         was_closing, state.unusable = state.unusable == "closing", "closing"
         self._pool.closing = True
@@ -528,8 +531,11 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         nested = state.active_thread == thread and is_inside_call(self)
         if not self._pool.released:
             hurried = was_closing or nested
-            timeout = SHORT_CLOSE_TIMEOUT if hurried and seconds is None else seconds
-            self.close_extras(**{**kwargs, "timeout": timeout})
+            options = {**kwargs, "timeout": SHORT_CLOSE_TIMEOUT if hurried and seconds is None else seconds}
+            with contextlib.suppress(TypeError):  # a subclass may override `close_extras` without this argument
+                accepted.bind(**options)
+                kwargs = options
+            self.close_extras(**kwargs)
         if self._stats_file is not None:
             self._stats_file.close()
         with deferred_signals():  # an interruption here would make the next close() return before the rest is freed

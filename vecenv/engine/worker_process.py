@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -17,10 +18,11 @@ from vecenv.engine.requests import Death, Request
 from vecenv.errors import envs_text
 from vecenv.link.channel import Channel, ChannelClosed
 from vecenv.link.messages import Failure, Op, Outcome, Reply, copy_if_possible, decode, decode_outcome, encode, is_call
+from vecenv.system.cores import read_kernel_file
 from vecenv.system.descendants import end_group, end_marked
 from vecenv.system.descriptors import DescriptorOwner
 from vecenv.system.reporting import warn
-from vecenv.system.signals import deferred_signals, suppress_os_errors, watched_handlers
+from vecenv.system.signals import deferred_signals, watched_handlers
 from vecenv.system.supervision import (
     STACK_SIGNALS,
     ProcessWatch,
@@ -263,8 +265,8 @@ class WorkerProcess:
 
     def _cpu_seconds(self) -> float:
         """Return the CPU seconds of its main thread; 0 if the kernel does not report them."""
-        with suppress_os_errors(IndexError, ValueError, NameError), open(f"/proc/{self.pid}/schedstat") as file:
-            return int(file.read().split()[0]) * 1e-9
+        with contextlib.suppress(IndexError, ValueError):
+            return int(read_kernel_file(f"/proc/{self.pid}/schedstat").split()[0]) * 1e-9
         return 0.0
 
     def is_stopped(self) -> bool:
@@ -273,10 +275,7 @@ class WorkerProcess:
 
     def _state(self) -> str:
         """Return the kernel's letter for the state of the process, or ``""``."""
-        # NameError: open() no longer exists at the interpreter's exit
-        with suppress_os_errors(IndexError, NameError), open(f"/proc/{self.pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0]
-        return ""
+        return "".join(read_kernel_file(f"/proc/{self.pid}/stat").rpartition(")")[2].split()[:1])
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -244,7 +244,7 @@ def parse_autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
 
 def store_gymnasium_options(
     envs: Any, env_fns: Sequence[Callable[[], Any]], shared_memory: bool, copy: bool, context: str | None, daemon: bool,
-    observation_mode: Any, autoreset_mode: str | AutoresetMode, max_concurrency: int | None,
+    observation_mode: Any, autoreset_mode: str | AutoresetMode, max_concurrency: int | None, worker: Any = None,
 ) -> None:  # fmt: skip
     """Check Gymnasium's own arguments, and store them as attributes of ``envs``, because programs may read them."""
     end_if_importing_main()
@@ -252,8 +252,10 @@ def store_gymnasium_options(
     check_env_fns(env_fns, type(envs).__name__)
     check_flags(shared_memory=shared_memory, copy=copy)
     check_start_method(context)
+    if worker is not None:  # `AsyncVectorEnv.__new__` handles one that is passed to the class itself
+        raise ValueError(f"`worker` must be a function, and a subclass cannot pass it to its base class; got {worker!r}")
     envs.env_fns, envs.num_envs = env_fns, len(env_fns)
-    envs.shared_memory, envs.context, envs.daemon = shared_memory, context, daemon
+    envs.shared_memory, envs.context, envs.daemon, envs.worker = shared_memory, context, daemon, worker
     envs.observation_mode, envs.autoreset_mode = observation_mode, parse_autoreset_mode(autoreset_mode)
     if max_concurrency is not None:
         if not isinstance(max_concurrency, (int, np.integer)):

@@ -175,6 +175,11 @@ class Counters:
     resets: int = 0
     steps_loaded: int = 0
 
+    @property
+    def own_steps(self) -> int:
+        """The steps that were made here, without those of loaded states."""
+        return self.steps - self.steps_loaded
+
     def load(self, steps: int, resets: int) -> None:
         """Continue from the counts of a loaded state."""
         self.steps_loaded += steps - self.steps
@@ -396,7 +401,7 @@ class Driver:
         steps = self.counters.steps
         return complete_stats({
             "steps": float(steps),
-            "steps_per_second": (steps - self.counters.steps_loaded) / elapsed,
+            "steps_per_second": self.counters.own_steps / elapsed,
             "seconds": elapsed,
             "wait_fraction": self.seconds_waited / elapsed,
             "resets": float(self.counters.resets),

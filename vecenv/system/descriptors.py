@@ -95,7 +95,7 @@ def list_open_resources() -> frozenset[tuple[str, str]]:
         for number in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):  # the descriptor of listdir() itself, closed by now
                 found.append((number, os.readlink(f"/proc/self/fd/{number}")))
-        with open("/proc/self/maps") as lines:
+        with open("/proc/self/maps", errors="surrogateescape") as lines:
             for line in lines:
                 addresses, permissions, _, _, _, *file = line.split(maxsplit=5)
                 if permissions[1] == "w" and permissions[3] == "s":

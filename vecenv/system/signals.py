@@ -15,6 +15,7 @@ import _signal  # type: ignore[import-not-found]  # the signal module converts t
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -58,7 +59,7 @@ def deferred_signals() -> Iterator[None]:
         finally:
             for number in dict.fromkeys(arrived):
                 try:
-                    handlers[number](number, None)
+                    handlers[number](number, sys._getframe())
                 except BaseException as error:
                     raised = raised or error
         if raised is not None:
@@ -103,9 +104,13 @@ def watched_handlers() -> Iterator[None]:
 def raised_by_handler(error: BaseException | None) -> bool:
     """True if a signal handler raised this exception, or a cause or context of it, within :func:`watched_handlers`."""
     raised_ids = {id(exception) for latest in _watched for exception in latest}
-    while error is not None and id(error) not in raised_ids:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:  # after `raise error from error`, the chain is a cycle
+        if id(error) in raised_ids:
+            return True
+        seen.add(id(error))
         error = error.__cause__ or error.__context__
-    return error is not None
+    return False
 
 
 def raise_if_from_handler(error: BaseException, function: Callable[[], object]) -> None:
@@ -160,10 +165,20 @@ def call_with_fallback(
 
 
 def _current_handlers() -> dict[int, Any]:
-    """Return the callable handlers, which excludes ``SIG_DFL`` and ``SIG_IGN``, by signal number."""
+    """Return the callable handlers, which excludes ``SIG_DFL`` and ``SIG_IGN``, by signal number.
+
+    A handler with the attribute ``never_deferred`` is left alone: replacing it would make its signal interrupt system calls.
+    """
     found = list(map(_signal.getsignal, _NUMBERS))
     if found != _cache[0]:
-        _cache[:] = found, {number: handler for number, handler in zip(_NUMBERS, found, strict=True) if callable(handler)}
+        _cache[:] = (
+            found,
+            {
+                number: handler
+                for number, handler in zip(_NUMBERS, found, strict=True)
+                if callable(handler) and getattr(handler, "never_deferred", None) is not True
+            },
+        )
     handlers: dict[int, Any] = _cache[1]
     return handlers
 

@@ -62,6 +62,7 @@ EXIT_CODE_UNKNOWN: Final = 256
 """The exit code of a process that has ended, if only another process can learn the real one."""
 
 _REAP_TIMEOUT_SECONDS: Final = 0.5
+_CODE_SECONDS: Final = 0.02  # between waitpid() in another thread, and its store of the exit code
 _MAX_STACK_BYTES: Final = 1024 * 1024
 
 
@@ -117,10 +118,13 @@ class ProcessWatch:
         """Return the exit code, or ``None`` if it is not known within ``seconds``."""
         # polled, because join() waits for the sentinel, which a forked helper may hold open
         deadline = time.monotonic() + seconds
-        with contextlib.suppress(ValueError):  # the process object is closed
+        with contextlib.suppress(ValueError, AttributeError):  # the process object is closed
             while (code := self._process.exitcode) is None and time.monotonic() < deadline:
-                if was_reaped(self._pid) and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
-                    return None  # the kernel reaped it and discarded the code
+                if was_reaped(self._pid) and self._process._popen.method != "forkserver":  # its fork server sends the code
+                    # the kernel (SIGCHLD is ignored) or the program reaped it, or another thread is about to store the code
+                    time.sleep(_CODE_SECONDS)
+                    code = self._process.exitcode
+                    break
                 time.sleep(0.001)
             return None if code is None or code == EXIT_CODE_UNKNOWN else int(code)
         return None
@@ -187,6 +191,7 @@ class StackFile:
                     # without the GIL, other threads run while their stacks are walked
                     faulthandler.dump_traceback(fd, all_threads=getattr(sys, "_is_gil_enabled", lambda: True)())
 
+        dump.never_deferred = True  # type: ignore[attr-defined]  # it raises nothing
         signal.signal(python_signal, dump)
         signal.siginterrupt(python_signal, env_threads)
         faulthandler.register(c_signal, fd, all_threads=False)

@@ -117,7 +117,7 @@ class HostExchange:
         self.state, self.counters, self._timeout_error, self.pool, self.mode = state, counters, timeout_error, pool, mode
         self.restart, self.step_timeout = restart, step_timeout
         self.num_envs = n = sum(len(host.rows) for host in pool.hosts)
-        self.failures = Failures(budget, lambda: counters.steps / n)
+        self.failures = Failures(budget, lambda: counters.own_steps / n)
         self.rewards, self.terminations, self.truncations = np.zeros(n), np.zeros(n, np.bool_), np.zeros(n, np.bool_)
         tree = fixed_tree(observation_space)
         self._records = record_type(tree, results=True)

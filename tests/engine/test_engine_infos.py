@@ -402,6 +402,15 @@ def test_info_that_contains_itself_raises_with_its_env(num_workers: int, other_v
         assert "env 1," in caught.value.__notes__[0]
 
 
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("value", [np.arange(3), "two", None, 2.5], ids=repr)
+def test_own_info_named_like_that_of_action_chunks_may_be_anything(engine: Options, value: Any) -> None:
+    with ready_engine([info_env_fn([{"chunk_steps": value}] * 2)] * 2, **engine) as envs:
+        assert envs.step([0, 0])[4]["_chunk_steps"].all()
+        assert_identical(vecenv.infos_by_row(envs).step([0, 0])[4], [{"chunk_steps": value}] * 2)
+        assert envs.stats()["steps"] == 4
+
+
 def test_info_keys_are_ordered_by_first_appearance() -> None:
     infos: list[dict[str, Any]] = [{"b": 1, "z": 2}, {"a": 3, "b": 1}, {}, {"y": 1, "b": 2, "a": 5}, {"c": {"e": 1, "d": 1}}]
     for _ in range(len(infos)):

@@ -142,6 +142,7 @@ def make_column(values: Any, dtype: Any = object) -> np.ndarray[Any, Any]:
 
 
 TWO_ZEROS, THREE_ONES = np.zeros(2), np.ones(3)
+FIVE_SECONDS, SEVEN_MS = np.timedelta64(5, "s"), np.timedelta64(7, "ms")
 MIXED_VALUES: dict[str, tuple[list[Any], Any, bool]] = {
     # The value of key "a" in each environment, the expected column, and True if a warning is expected, because Gymnasium
     # would silently return another column.
@@ -165,6 +166,7 @@ MIXED_VALUES: dict[str, tuple[list[Any], Any, bool]] = {
     "an int beyond int64": ([2**63, 1], make_column([2**63, 1]), False),
     "arrays of different shapes": ([TWO_ZEROS, THREE_ONES], make_column([TWO_ZEROS, THREE_ONES]), False),
     "number then array": ([1.0, TWO_ZEROS], make_column([1.0, TWO_ZEROS]), False),
+    "time spans": ([FIVE_SECONDS, SEVEN_MS], make_column([FIVE_SECONDS, SEVEN_MS]), False),
     "array then dict": ([TWO_ZEROS, {"a": 1}], make_column([TWO_ZEROS, {"a": 1}]), False),
 }
 

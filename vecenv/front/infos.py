@@ -180,7 +180,8 @@ class InfoMerger:
         kinds = set(map(type, values))
         if all(issubclass(each, dict) for each in kinds):
             return self._merge(values, where, count, env_ids, path)
-        if kind in (int, float, bool) or issubclass(kind, np.number):
+        has_spans = np.timedelta64 in kinds  # a number, but its class has no unit
+        if kind in (int, float, bool) or (issubclass(kind, np.number) and not has_spans):
             shape, dtype = (), np.dtype(kind)
             alike = len(kinds) == 1
         elif isinstance(first, np.ndarray):

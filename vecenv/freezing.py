@@ -159,7 +159,13 @@ def _serve_row(process: WorkerState, plan: CopyPlan) -> None:
 def _reseed(env: Any, seed: int) -> None:
     """Seed the generator of an environment, and the shared generators that it uses."""
     base = env.unwrapped
-    base._np_random, base._np_random_seed = seeding.np_random(seed)
+    generator, base._np_random_seed = seeding.np_random(seed)
+    own = getattr(base, "_np_random", None)
+    if isinstance(own, np.random.Generator):  # in place, because the environment may refer to it elsewhere, too
+        bits: Any = own.bit_generator
+        bits.__init__(np.random.SeedSequence(seed))
+    else:
+        base._np_random = generator
     if isinstance(env, OwnGenerators):
         env.seed_generators(seed)
     else:

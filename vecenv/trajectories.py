@@ -6,6 +6,7 @@ They do not use ``assert``, which ``python -O`` removes, because vecenv itself u
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -29,7 +30,7 @@ def assert_identical(actual: Any, expected: Any, where: str = "value") -> None:
     anything else in type and value (a Python ``nan`` equals ``nan``, and ``-0.0`` equals ``0.0``).
 
     Args:
-        actual: Arrays, NumPy or Python scalars, strings, or dicts, tuples and lists of them.
+        actual: Arrays, NumPy or Python scalars, strings, or dicts, tuples, lists and deques of them.
         expected: The reference value.
         where: Name of the value in the message of the ``AssertionError``.
     """
@@ -42,7 +43,7 @@ def assert_identical(actual: Any, expected: Any, where: str = "value") -> None:
             raise AssertionError(f"{where}: keys {list(actual)}, expected {list(expected)}")
         for key, value in expected.items():
             assert_identical(actual[key], value, f"{where}[{key!r}]")
-    elif isinstance(expected, tuple | list):
+    elif isinstance(expected, tuple | list | deque):
         _require_equal(len(actual), len(expected), where, "length")
         for index, value in enumerate(expected):
             assert_identical(actual[index], value, f"{where}[{index}]")

@@ -481,6 +481,22 @@ def test_close_waits_for_a_call_of_another_thread_until_its_timeout(make_countin
     assert envs.library is None
 
 
+def test_close_can_be_repeated_after_an_interruption(make_counting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    envs = make_counting()
+    library = envs.library
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "close", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            envs.close()
+    envs.close()
+    assert library.closed
+    assert envs.library is None
+
+
 def test_render_calls_the_library(make_counting: Any) -> None:
     envs = make_counting()
     assert envs.render() is None

@@ -142,6 +142,7 @@ def make_column(values: Any, dtype: Any = object) -> np.ndarray[Any, Any]:
 
 
 TWO_ZEROS, THREE_ONES = np.zeros(2), np.ones(3)
+FIVE_SECONDS, SEVEN_MS = np.timedelta64(5, "s"), np.timedelta64(7, "ms")
 MIXED_VALUES: dict[str, tuple[list[Any], Any, bool]] = {
     # The value of key "a" in each environment, the expected column, and True if a warning is expected, because Gymnasium
     # would silently return another column.
@@ -165,6 +166,7 @@ MIXED_VALUES: dict[str, tuple[list[Any], Any, bool]] = {
     "an int beyond int64": ([2**63, 1], make_column([2**63, 1]), False),
     "arrays of different shapes": ([TWO_ZEROS, THREE_ONES], make_column([TWO_ZEROS, THREE_ONES]), False),
     "number then array": ([1.0, TWO_ZEROS], make_column([1.0, TWO_ZEROS]), False),
+    "time spans": ([FIVE_SECONDS, SEVEN_MS], make_column([FIVE_SECONDS, SEVEN_MS]), False),
     "array then dict": ([TWO_ZEROS, {"a": 1}], make_column([TWO_ZEROS, {"a": 1}]), False),
 }
 
@@ -400,6 +402,15 @@ def test_info_that_contains_itself_raises_with_its_env(num_workers: int, other_v
         with pytest.raises(RecursionError, match="info: it contains itself") as caught:
             envs.step([0, 0])
         assert "env 1," in caught.value.__notes__[0]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("value", [np.arange(3), "two", None, 2.5], ids=repr)
+def test_own_info_named_like_that_of_action_chunks_may_be_anything(engine: Options, value: Any) -> None:
+    with ready_engine([info_env_fn([{"chunk_steps": value}] * 2)] * 2, **engine) as envs:
+        assert envs.step([0, 0])[4]["_chunk_steps"].all()
+        assert_identical(vecenv.infos_by_row(envs).step([0, 0])[4], [{"chunk_steps": value}] * 2)
+        assert envs.stats()["steps"] == 4
 
 
 def test_info_keys_are_ordered_by_first_appearance() -> None:

@@ -169,6 +169,23 @@ class GeneratorFrameEnv(CountingEnv):
         return next(self.numbers)
 
 
+class _Matrix:
+    """A matrix that is compared element by element, like those of SciPy."""
+
+    def __eq__(self, other: object) -> Any:
+        return np.ones(2, np.bool_)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class MatrixInfoEnv(CountingEnv):
+    """An environment with infos that cannot be compared."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        *results, _ = super().step(action)
+        return (*results, {"matrix": _Matrix()})  # type: ignore[return-value]
+
+
 class SocketEnv(CountingEnv):
     """An environment that would keep state at the other end of a socket."""
 

@@ -493,6 +493,26 @@ def test_slots_of_arguments_are_compared_and_slots_of_environments_raise() -> No
             different.load(snapshots)
 
 
+class Metres(float):
+    """A number with a unit."""
+
+
+class Name(str):
+    """A text with a class of its own."""
+
+
+@pytest.mark.parametrize(("one", "other"), [(Metres(1), Metres(2)), (Name("hill"), Name("valley"))])
+def test_arguments_of_classes_derived_from_numbers_and_texts_are_compared(one: Any, other: Any) -> None:
+    with (
+        open_stepped_engine(lambda: EzPickledArgumentEnv(one)) as envs,
+        open_stepped_engine(lambda: EzPickledArgumentEnv(other)) as different,
+    ):
+        snapshots = envs.save(verify=False)
+        envs.load(snapshots)
+        with pytest.raises(SnapshotMismatch, match="made with"):
+            different.load(snapshots)
+
+
 def test_describe_local_class_is_unchanged_by_copying_an_object() -> None:
     local_class = type(make_local_class_env(2))
     before = describe(local_class)

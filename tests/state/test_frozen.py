@@ -269,6 +269,29 @@ def test_thaw_continues_random_numbers_or_changes_them_with_reseed(generators: A
         assert observation[0] != reseeded_observation[0]
 
 
+class TwoReferencesEnv(gym.Env[Any, Any]):
+    """An environment that draws through a second reference to its generator."""
+
+    observation_space = gym.spaces.Box(0, 1, (1,), np.float64)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.generator = self.np_random
+        return np.zeros(1), {}
+
+    def step(self, action: Any) -> Any:
+        return self.generator.random(1), 0.0, False, False, {}
+
+
+def test_thaw_with_reseed_seeds_a_generator_with_two_references() -> None:
+    with closing(vecenv.AsyncVectorEnv([TwoReferencesEnv] * 3, num_workers=None)) as envs:
+        envs.reset(seed=5)
+        [frozen] = envs.freeze([0])
+        envs.thaw(frozen, into=[1, 2], reseed=True)
+        assert len(np.unique(envs.step(np.zeros(3, int))[0])) == 3
+
+
 def test_freeze_after_thaw_or_load_has_no_info_of_the_replaced_environment() -> None:
     with open_envs(2) as envs:
         run_steps(envs, 1, ())

@@ -55,6 +55,7 @@ ERRORS = {
     kept_envs.ClosureStateEnv: r"continues differently: .*ClosureStateEnv\.increment",
     kept_envs.GeneratorFrameEnv: r"GeneratorFrameEnv\.numbers \(generator\) cannot be saved",
     kept_envs.AddressEnv: r"AddressEnv cannot be saved: the reset of a scratch environment raised KeyError: \d+",
+    kept_envs.MatrixInfoEnv: r"MatrixInfoEnv cannot be saved: its results cannot be compared: ValueError: The truth value",
     kept_envs.SocketEnv: (
         r"cannot be saved: SocketEnv\.connection \(socket\): the other end of a socket cannot be restored"
     ),

@@ -349,6 +349,23 @@ def test_error_of_a_worker_that_dies_in_the_verification_names_verify() -> None:
         envs.save(verify=False)
 
 
+class RaiseAfterUseEnv(kept_envs.CountingEnv):
+    """An environment that raises in ``close()`` once it has been stepped."""
+
+    def close(self) -> None:
+        if self.total:
+            raise OSError("the device is gone")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_save_with_environments_that_raise_in_close_only_warns(num_workers: int) -> None:
+    with open_envs(RaiseAfterUseEnv, num_workers=num_workers) as envs:
+        envs.reset(seed=1)
+        assert len(envs.save()) == ROWS
+        with pytest.warns(UserWarning, match=r"a copy of envs 0-3, built for a save, raised in close\(\): OSError"):
+            envs.step(np.zeros(ROWS, int))
+
+
 def test_steps_per_second_excludes_steps_of_a_loaded_state() -> None:
     with open_envs(num_workers=0) as envs:
         envs.reset(seed=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ VALUES: list[Any] = [
     np.float32("nan"),
     None,
     {"observation": [ForeignArray(1, np.nan)]},
+    deque([np.array([1.0, np.nan]), np.zeros(2)], maxlen=3),
 ]
 DIFFERENT_PAIRS: list[tuple[Any, Any]] = [
     (np.zeros(2), np.zeros(3)),
@@ -53,6 +55,7 @@ DIFFERENT_PAIRS: list[tuple[Any, Any]] = [
     ({"a": 1}, {"b": 1}),
     ({"a": 1}, {"a": 1, "b": 1}),
     ((1,), (1, 2)),
+    (deque([np.zeros(2)]), deque([np.ones(2)])),
     (np.array([None], dtype=object), np.array([1], dtype=object)),
     ("x", "y"),
     (ForeignArray(1, 3), ForeignArray(1, 2)),

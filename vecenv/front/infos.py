@@ -180,7 +180,8 @@ class InfoMerger:
         kinds = set(map(type, values))
         if all(issubclass(each, dict) for each in kinds):
             return self._merge(values, where, count, env_ids, path)
-        if kind in (int, float, bool) or issubclass(kind, np.number):
+        has_spans = np.timedelta64 in kinds  # a number, but its class has no unit
+        if kind in (int, float, bool) or (issubclass(kind, np.number) and not has_spans):
             shape, dtype = (), np.dtype(kind)
             alike = len(kinds) == 1
         elif isinstance(first, np.ndarray):
@@ -349,7 +350,7 @@ def executed_steps(infos: Mapping[Any, Any], count: int) -> npt.NDArray[np.int64
     Returns:
         int64 ``(count,)``, or 1 for all rows.
     """
-    parts = [part for part in (infos, infos.get("final_info")) if isinstance(part, Mapping) and "_chunk_steps" in part]
+    parts = [part for part in (infos, infos.get("final_info")) if isinstance(part, Mapping) and _has_chunk_steps(part)]
     if not parts:
         return 1
     steps = np.ones(count, np.int64)
@@ -364,8 +365,15 @@ def count_steps(info: Any) -> int:
     return _chunk_steps(info) or 1
 
 
-def _chunk_steps(info: Any) -> Any:
-    return info.get("chunk_steps") if isinstance(info, dict) else None
+def _has_chunk_steps(infos: Mapping[Any, Any]) -> bool:
+    """True if a dict of arrays has the steps of action chunks. An environment's own entry of that name may be anything."""
+    steps = infos.get("chunk_steps")
+    return isinstance(steps, np.ndarray) and steps.ndim == 1 and steps.dtype.kind in "iu" and "_chunk_steps" in infos
+
+
+def _chunk_steps(info: Any) -> int | None:
+    steps = info.get("chunk_steps") if isinstance(info, dict) else None
+    return int(steps) if isinstance(steps, int | np.integer) else None
 
 
 def _value_at(column: Any, row: int) -> Any:

@@ -649,7 +649,6 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         deadline = deadline_after(0.0 if terminate else timeout)
         driver = self._driver
         driver.freeze_stats()
-        self.closed = True
         state = driver.state
         if state.unusable == "forked":  # the backend's resources belong to the parent
             return

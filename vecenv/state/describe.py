@@ -133,6 +133,9 @@ def _describe(value: Any, parents: tuple[int, ...]) -> str:
     if callable(value) and isinstance(name := getattr(value, "__name__", None), str):  # written in C, like `np.tanh`
         return f"{kind.__name__} {name}"
     attributes = _collect_attributes(value)
+    exact: Any = next((base for base in kind.__mro__ if base in _EXACT_REPRS), None)
+    if exact is not None:  # a class derived from `float`, `str` or the like
+        return f"{kind.__name__}({exact.__repr__(value)}, {describe_part(attributes)})"
     return f"{kind.__name__}({describe_part(attributes)})" if attributes else kind.__name__
 
 

@@ -208,12 +208,16 @@ class Proof:
         self._load_state(env, state, target)
         if over:
             self._reset(env)
+        results = self._record_results(env, actions, interleaved=None if alone else self._third)
         try:
-            results = self._record_results(env, actions, interleaved=None if alone else self._third)
             assert_identical(results, expected, "after")
         except AssertionError as error:
             text = f"loaded into {target}, it continues differently: {to_one_line(str(error))}"
             raise NotRestorable(text + _describe_cause(changed, env)) from None
+        except ValueError as error:  # from `==` of objects such as sparse matrices
+            if raised_by_handler(error):
+                raise
+            raise NotRestorable(f"its results cannot be compared: ValueError: {error}") from error
 
     def _step_randomly(self, env: Any, seed: int | None, steps: int) -> None:
         if seed is not None:

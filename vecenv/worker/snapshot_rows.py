@@ -11,10 +11,11 @@ import cloudpickle
 import gymnasium
 
 from vecenv.errors import NotRestorable, SnapshotMismatch
-from vecenv.link.messages import Outcome
+from vecenv.link.messages import Outcome, summary
 from vecenv.state.capture import capture_state, find_layers, prepare_restore
 from vecenv.state.proof import Proof, open_proof
 from vecenv.state.snapshots import Kind, Snapshot, describe_kind
+from vecenv.system.signals import raised_by_handler
 from vecenv.worker.rows import EnvRows
 
 
@@ -75,27 +76,39 @@ class SnapshotRows(EnvRows):
         Successive rows with equivalent ``env_fns`` share scratch environments. Each row that has been reset is also checked
         with its own state.
         """
-        with contextlib.ExitStack() as scratch:
-            latest: list[tuple[Callable[[], Any], Proof | NotRestorable]] = []
+        scratch = contextlib.ExitStack()
+        latest: list[tuple[Callable[[], Any], Proof | NotRestorable]] = []
 
-            def proof_for(k: int) -> Proof:
-                env_fn = self.env_fns[k]
-                if not latest or not _are_equivalent(latest[0][0], env_fn):
-                    scratch.close()
-                    latest[:] = [(env_fn, self._new_proof(env_fn, scratch))]
-                if isinstance(proof := latest[0][1], NotRestorable):
-                    raise proof
-                return proof
+        def proof_for(k: int) -> Proof:
+            env_fn = self.env_fns[k]
+            if not latest or not _are_equivalent(latest[0][0], env_fn):
+                self._close_scratch(scratch)
+                latest[:] = [(env_fn, self._new_proof(env_fn, scratch))]
+            if isinstance(proof := latest[0][1], NotRestorable):
+                raise proof
+            return proof
 
-            def prove_row(k: int) -> None:
-                env = self._env(k)
-                layers = find_layers(env)
-                state = self._capture(layers, self._find_kind(k, layers))
-                proof = proof_for(k)
-                if self._used[k]:  # others cannot be stepped
-                    proof.check(env, state, over=self._is_reset_due(k))
+        def prove_row(k: int) -> None:
+            env = self._env(k)
+            layers = find_layers(env)
+            state = self._capture(layers, self._find_kind(k, layers))
+            proof = proof_for(k)
+            if self._used[k]:  # others cannot be stepped
+                proof.check(env, state, over=self._is_reset_due(k))
 
+        try:
             return self._call_each(ks, prove_row)
+        finally:
+            self._close_scratch(scratch)
+
+    def _close_scratch(self, scratch: contextlib.ExitStack) -> None:
+        """Close scratch environments. An exception of their ``close()`` is only a warning, as for the worker's own."""
+        try:
+            scratch.close()
+        except Exception as error:
+            if self._in_caller and raised_by_handler(error):
+                raise
+            self._warn("scratch close", f"a copy of {self.span}, built for a save, raised in close(): {summary(error)}")
 
     def _new_proof(self, env_fn: Callable[[], Any], scratch: contextlib.ExitStack) -> Proof | NotRestorable:
         try:

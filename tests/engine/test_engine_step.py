@@ -647,6 +647,7 @@ def test_each_environment_of_a_worker_receives_a_copy_of_a_shared_value(num_work
         for set_notes in (
             lambda: envs.set_attr("note", shared),
             lambda: envs.set_attr("note", [shared] * 4),
+            lambda: envs.set_attr("note", [{"steps": shared["steps"]} for _ in range(4)]),
             lambda: envs.call("set_wrapper_attr", "note", shared),
         ):
             set_notes()

@@ -53,6 +53,7 @@ from vecenv.worker.snapshot_rows import SnapshotRows
 from vecenv.worker.threaded_rows import ThreadedRows
 
 _THREADS_GRACE_SECONDS: Final = 0.2  # in which threads that environments started may still end
+_SNAPSHOT_OPS: Final = (Op.SAVE, Op.PROVE, Op.CHECK, Op.LOAD)
 _UNCHANGEABLE: Final = (int, float, str, np.generic)
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -211,12 +212,15 @@ def _separate(actions: list[Any]) -> list[Any]:
 def execute_in_thread(channel: WorkerEnd, rows: ThreadedRows, op: int, seq: int, payload: bytes | None) -> None:
     """Execute an overlapping message in a thread, while other environments may be running, and reply."""
     try:
-        arguments, error_outcome = _unpickle(rows, op, seq, payload)
+        arguments, outcome = _unpickle(rows, op, seq, payload)
         op &= ~OVERLAPS
-        if error_outcome is None:
+        if outcome is None:
             rows.run(op, seq, arguments)
+            if op in _SNAPSHOT_OPS:  # these may take long, and must not delay the replies of other environments
+                with rows.snapshot_lock:
+                    outcome = execute(rows, op, seq, arguments)
         with rows.message_lock:
-            reply(channel, seq, error_outcome or execute(rows, op, seq, arguments))
+            reply(channel, seq, outcome or execute(rows, op, seq, arguments))
     except ChannelClosed:  # the main thread receives this exception too
         pass
     except BaseException:  # without a reply the caller would wait forever

@@ -728,7 +728,9 @@ class InstanceCountingEnv(CounterEnv):
 @pytest.mark.parametrize("env_threads", [1, 2])
 def test_failed_environment_is_freed_before_its_replacement_is_built(env_threads: int) -> None:
     with ready_engine([InstanceCountingEnv], num_workers=1, env_threads=env_threads, on_failure="restart") as envs:
-        for _ in range(3):
+        for saves in (False, False, True):
+            if saves:
+                envs.save(verify=False)
             envs.step(np.array([4]))
             assert envs.step(np.array([0]))[4]["earlier"].tolist() == [0]
 

@@ -271,6 +271,32 @@ async def test_worker_is_kept_if_a_cancelled_step_waits_for_a_thread() -> None:
         assert pool.stats()["restarts"] == 0
 
 
+class SlowlyBuiltEnv(TextEnv):
+    """An environment that, while ``folder/wait`` exists, reports that it is being built, and waits."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        while (folder / "wait").exists():
+            (folder / "building").touch()
+            time.sleep(0.01)
+
+
+async def test_saving_an_environment_delays_no_step_in_another_thread(tmp_path: Path) -> None:
+    make_env = partial(SlowlyBuiltEnv, tmp_path)
+    async with Pool(make_env, 2, num_workers=1, env_threads=2) as pool, pool.episode() as first, pool.episode() as second:
+        (tmp_path / "wait").touch()
+        saving = asyncio.create_task(first.save())  # builds environments, to verify that the state continues exactly
+        try:
+            async with asyncio.timeout(20):
+                while not (tmp_path / "building").exists():
+                    await asyncio.sleep(0.01)
+                assert (await second.step("x"))[4]["action"] == ["x"]
+            assert not saving.done()
+        finally:
+            (tmp_path / "wait").unlink()
+        assert (await first.load(await saving)).startswith("0 ")
+
+
 async def test_failed_start_of_a_process_counts_as_one_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     async with Pool(TextEnv, 1, num_workers=1, on_failure=vecenv.Restart(1)) as pool:
         replace = pool._envs._pool.replace

@@ -10,6 +10,7 @@ import gc
 import math
 import multiprocessing
 import re
+import threading
 import time
 import traceback
 import warnings
@@ -431,6 +432,22 @@ def test_info_whose_pickling_raises_an_exception_that_cannot_be_changed_is_named
         assert envs.call("steps") == (1,)
 
 
+class OnceUnpicklableInfoEnv(CounterEnv):
+    """An environment with reset infos of which the first, in each process, cannot be pickled."""
+
+    is_first: ClassVar[bool] = True
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        is_first, type(self).is_first = self.is_first, False
+        return super().reset(**kwargs)[0], {"is_first": is_first, **({"lock": threading.Lock()} if is_first else {})}
+
+
+def test_environment_rebuilt_because_of_its_info_has_only_the_new_info() -> None:
+    with open_engine([OnceUnpicklableInfoEnv], num_workers=1, on_failure="restart") as envs:
+        assert envs.reset()[1]["is_first"].tolist() == [False]
+        assert "lock" in str(envs.errors[0].error)
+
+
 def test_nothing_is_logged_without_a_failure(every_engine: Options, recwarn: pytest.WarningsRecorder) -> None:
     with ready_engine(counters(2), **every_engine) as envs:
         envs.step([0, 0])
@@ -711,7 +728,9 @@ class InstanceCountingEnv(CounterEnv):
 @pytest.mark.parametrize("env_threads", [1, 2])
 def test_failed_environment_is_freed_before_its_replacement_is_built(env_threads: int) -> None:
     with ready_engine([InstanceCountingEnv], num_workers=1, env_threads=env_threads, on_failure="restart") as envs:
-        for _ in range(3):
+        for saves in (False, False, True):
+            if saves:
+                envs.save(verify=False)
             envs.step(np.array([4]))
             assert envs.step(np.array([0]))[4]["earlier"].tolist() == [0]
 

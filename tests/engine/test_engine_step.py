@@ -373,7 +373,7 @@ def test_actions_are_writeable_and_later_steps_do_not_change_them(engine: Option
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("kwargs", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 1, "use_caller": True}], ids=str)
-def test_env_that_writes_into_its_action_does_not_change_the_callers_batch(kwargs: Options, dtype: Any) -> None:
+def test_env_that_writes_into_its_action_changes_no_other_action(kwargs: Options, dtype: Any) -> None:
     """Actions are passed in shared memory or pickled, for all environments at once or by row."""
     with ready_engine([echo_env_fn(BOX, mutate=True)] * 3, **kwargs) as envs:
 
@@ -381,11 +381,19 @@ def test_env_that_writes_into_its_action_does_not_change_the_callers_batch(kwarg
             envs.send(batch, range(3))
             return envs.recv(count=3)
 
-        for actions in (np.ones((3, 2), dtype), list(np.ones((3, 2), dtype))):
+        for actions in (np.ones((3, 2), dtype), list(np.ones((3, 2), dtype)), [np.ones(2, dtype)] * 3):
             for step in (envs.step, send_and_recv):
                 infos = step(actions)[4]
                 assert infos["action"].tolist() == [describe(np.ones(2, dtype))] * 3
                 np.testing.assert_array_equal(actions, np.ones((3, 2)))
+
+
+def test_env_that_writes_into_an_array_in_its_action_changes_no_other_action() -> None:
+    space = spaces.Dict({"a": BOX})
+    with ready_engine([echo_env_fn(space)] * 3, num_workers=1) as envs:
+        envs.step({"a": [np.zeros(2, np.float32)] * 3})
+        envs.exec_func(lambda env: env.actions[-1]["a"].__iadd__(1))
+        assert [action["a"].tolist() for action in envs.exec_func(lambda env: env.actions[-1])] == [[1, 1]] * 3
 
 
 def test_actions_that_cannot_be_copied_reach_envs_in_the_caller() -> None:
@@ -647,6 +655,7 @@ def test_each_environment_of_a_worker_receives_a_copy_of_a_shared_value(num_work
         for set_notes in (
             lambda: envs.set_attr("note", shared),
             lambda: envs.set_attr("note", [shared] * 4),
+            lambda: envs.set_attr("note", [{"steps": shared["steps"]} for _ in range(4)]),
             lambda: envs.call("set_wrapper_attr", "note", shared),
         ):
             set_notes()

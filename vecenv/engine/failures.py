@@ -399,6 +399,7 @@ class Rebuilder:
         stepping = request.command == "step"
         for row in rows:
             request.rebuilding[row] = self.last_good.copy_row(row) if stepping else None
+            request.infos.pop(row, None)  # of the failed environment
         seeds: list[Any] = [int(child.generate_state(1)[0]) for child in self.seeds.spawn(len(rows))]
         if request.seeds is not None:
             assert request.rows is not None  # every reset has rows

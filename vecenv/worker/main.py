@@ -37,6 +37,7 @@ from vecenv.link.messages import (
     Outcome,
     PackedEnvFns,
     Reply,
+    copy_if_possible,
     encode_outcome,
     is_call,
     pack_error,
@@ -52,6 +53,8 @@ from vecenv.worker.snapshot_rows import SnapshotRows
 from vecenv.worker.threaded_rows import ThreadedRows
 
 _THREADS_GRACE_SECONDS: Final = 0.2  # in which threads that environments started may still end
+_SNAPSHOT_OPS: Final = (Op.SAVE, Op.PROVE, Op.CHECK, Op.LOAD)
+_UNCHANGEABLE: Final = (int, float, str, np.generic)
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -193,7 +196,8 @@ def _serve_channel(process: WorkerState, rows: SnapshotRows, channel: WorkerEnd,
 def _unpickle(rows: SnapshotRows, op: int, seq: int, payload: bytes | None) -> tuple[Any, Outcome | None]:
     """Return the unpickled payload and ``None``; or ``None`` and an outcome in which all rows of the message have failed."""
     try:
-        return None if payload is None else pickle.loads(payload), None
+        arguments = None if payload is None else pickle.loads(payload)
+        return _separate(arguments) if arguments and op in (Op.STEP, Op.STEP_SOME) else arguments, None
     except Exception as error:
         is_about_some_rows = op & OVERLAPS or op in (Op.STEP_SOME, Op.RESET_SOME, Op.REBUILD_SOME)
         text = f"the request cannot be unpickled in the worker: {summary(error)}"
@@ -202,15 +206,25 @@ def _unpickle(rows: SnapshotRows, op: int, seq: int, payload: bytes | None) -> t
         return None, Outcome(failures=[Failure(env, EnvError(f"env {env}: {text}"), fatal) for env in envs.tolist()])
 
 
+def _separate(actions: list[Any]) -> list[Any]:
+    """Return the actions of a message, copied if several may share objects: environments may write into them."""
+    if len(actions) == 1 or (isinstance(actions[0], np.ndarray) and len(set(map(id, actions))) == len(actions)):
+        return actions
+    return [action if isinstance(action, _UNCHANGEABLE) else copy_if_possible(action) for action in actions]
+
+
 def execute_in_thread(channel: WorkerEnd, rows: ThreadedRows, op: int, seq: int, payload: bytes | None) -> None:
     """Execute an overlapping message in a thread, while other environments may be running, and reply."""
     try:
-        arguments, error_outcome = _unpickle(rows, op, seq, payload)
+        arguments, outcome = _unpickle(rows, op, seq, payload)
         op &= ~OVERLAPS
-        if error_outcome is None:
+        if outcome is None:
             rows.run(op, seq, arguments)
+            if op in _SNAPSHOT_OPS:  # these may take long, and must not delay the replies of other environments
+                with rows.snapshot_lock:
+                    outcome = execute(rows, op, seq, arguments)
         with rows.message_lock:
-            reply(channel, seq, error_outcome or execute(rows, op, seq, arguments))
+            reply(channel, seq, outcome or execute(rows, op, seq, arguments))
     except ChannelClosed:  # the main thread receives this exception too
         pass
     except BaseException:  # without a reply the caller would wait forever

@@ -511,8 +511,8 @@ class EnvRows:
         return self._call_each(range(self.count), lambda k: self._env(k).set_wrapper_attr(name, self._own_value(k, values)))
 
     def _own_value(self, k: int, values: Sequence[Any]) -> Any:
-        """Return the value of row ``k``: its own copy if a later row has the same object."""
-        return self._own_copy(values[k]) if any(later is values[k] for later in values[k + 1 :]) else values[k]
+        """Return the value of row ``k``, for all but the last row a copy: values of several rows may share objects."""
+        return values[k] if k == self.count - 1 else self._own_copy(values[k])
 
     def _own_copy(self, value: Any) -> Any:
         """Return a copy of a value for one of several environments; in the caller's own process, the value itself.

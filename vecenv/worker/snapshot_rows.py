@@ -41,6 +41,11 @@ class SnapshotRows(EnvRows):
             self._offer_buffer(0, env)
         self._has_old_results = True  # the row may still have an info of its previous environment
 
+    def _close_env(self, k: int) -> BaseException | None:
+        self._kinds.pop(k, None)  # which refers to the environment, as does the next entry
+        self._prepared.pop(k, None)
+        return super()._close_env(k)
+
     def save(self, ks: Sequence[int]) -> Outcome:
         """Return a :class:`~vecenv.state.snapshots.Snapshot` of each row in ``ks``, without the row's last observation."""
 

@@ -54,12 +54,13 @@ class ThreadedRows(SnapshotRows):
 
     Attributes:
         message_lock: A lock that is held while an overlapping message is executed, except while its environment runs.
+        snapshot_lock: A lock that is held, instead, while an overlapping message saves or loads a state.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._running_cell = memoryview(bytearray(4)).cast("i")  # not shared: several environments run at once
-        self.message_lock = Lock()
+        self.message_lock, self.snapshot_lock = Lock(), Lock()
         self._pool = ThreadPoolExecutor(self.plan.env_threads, "environment")
         self._resets_in_thread = self.plan.autoreset_mode is AutoresetMode.SAME_STEP
         self._recorded_steps: dict[int, RecordedCall] = {}  # k -> its step

@@ -223,9 +223,13 @@ class _LibraryDriver(LockstepDriver):
     def close(self, *, terminate: bool = False) -> None:
         if self._waiter is not None:
             self._waiter.shutdown(wait=not terminate)
-        if self.library is not None:
-            self.library.close()
-        self.library = None
+        library, self.library = self.library, None  # another thread must not close it, too
+        if library is not None:
+            try:
+                library.close()
+            except BaseException:
+                self.library = library  # so that the next close() finishes this one
+                raise
 
 
 def _to_column(value: Any, count: int) -> Any:

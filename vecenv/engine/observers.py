@@ -111,7 +111,9 @@ def notify_failure(observers: Sequence[Observer], rows: Sequence[int], error: Ex
     notes: list[str] = []
     for observer in observers:
         try:
-            note = str(observer.on_failure(rows, error, worker_died=worker_died) or "")  # it may be a path, for example
+            note: Any = observer.on_failure(rows, error, worker_died=worker_died) or ""
+            if not isinstance(note, str):  # it may be a path, for example
+                note = str(note)
         except (Exception, SystemExit) as raised:
             note = f"{type(observer).__name__}.on_failure raised {summary(raised)}"
         if note:

@@ -39,7 +39,6 @@ from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
 from vecenv.state.vector_state import pack_state, read_state
 from vecenv.system.cores import placements
-from vecenv.system.reporting import warn
 from vecenv.system.signals import raise_if_from_handler
 from vecenv.worker.main import Ready, make_rows
 
@@ -532,10 +531,7 @@ class Engine(WorkerDriver):
     def shut_down(self, timeout: float | None, step_timeout: float | None) -> None:
         """End the workers; see :meth:`WorkerPool.close`. Log errors from the environments' ``close()``. Safe to repeat."""
         self.pool.close(timeout, step_timeout)
-        failures = self.pool.failures_in_close
-        while failures:
-            failure = failures.pop(0)
-            warn(f"env {failure.env} raised in close(): {failure.text}")
+        self.pool.log_failures_in_close()
         self.failures.restart_log.close()
 
     def release(self) -> None:

@@ -47,6 +47,7 @@ from vecenv.shm import Arena, SharedArrays
 from vecenv.system.cores import Placement, SpinPolicy
 from vecenv.system.descendants import end_marked, new_token
 from vecenv.system.descriptors import DescriptorOwner, require_descriptors, too_few_descriptors_error
+from vecenv.system.reporting import warn
 from vecenv.system.shared_generators import fingerprint
 from vecenv.system.signals import deferred_signals
 from vecenv.system.spawning import (
@@ -566,11 +567,18 @@ class WorkerPool:
             late = closing[: -len(self.processes) - 64]
             self._retired = closing[len(late) :]
             self.end(ended + late, 0.0)
+            self.log_failures_in_close()
 
     def end(self, workers: Sequence[WorkerProcess], timeout: float | None) -> None:
         """End workers that are not part of the pool, and the programs that their environments started."""
         end_workers(workers, timeout, self.failures_in_close)
         self._release(workers)
+
+    def log_failures_in_close(self) -> None:
+        """Log the exceptions that environments raised in ``close()``, each once."""
+        while self.failures_in_close:
+            failure = self.failures_in_close.pop(0)
+            warn(f"env {failure.env} raised in close(): {failure.text}")
 
     def _release(self, workers: Sequence[WorkerProcess]) -> None:
         """Read the failures in ``close`` that ended workers have reported, and release the workers."""

@@ -121,8 +121,9 @@ class ProcessWatch:
         with contextlib.suppress(ValueError, AttributeError):  # the process object is closed
             while (code := self._process.exitcode) is None and time.monotonic() < deadline:
                 if was_reaped(self._pid) and self._process._popen.method != "forkserver":  # its fork server sends the code
-                    # the kernel (SIGCHLD is ignored) or the program reaped it, or another thread is about to store the code
-                    time.sleep(_CODE_SECONDS)
+                    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+                        return None  # the kernel reaped it and discarded the code
+                    time.sleep(_CODE_SECONDS)  # the program reaped it, or another thread is about to store the code
                     code = self._process.exitcode
                     break
                 time.sleep(0.001)

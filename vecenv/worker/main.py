@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -54,7 +54,8 @@ from vecenv.worker.threaded_rows import ThreadedRows
 
 _THREADS_GRACE_SECONDS: Final = 0.2  # in which threads that environments started may still end
 _SNAPSHOT_OPS: Final = (Op.SAVE, Op.PROVE, Op.CHECK, Op.LOAD)
-_UNCHANGEABLE: Final = (int, float, str, np.generic)
+_UNCHANGEABLE: Final = (int, float, str, np.generic, type(None))
+_CONTAINERS: Final = (dict, tuple, list)
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -197,7 +198,7 @@ def _unpickle(rows: SnapshotRows, op: int, seq: int, payload: bytes | None) -> t
     """Return the unpickled payload and ``None``; or ``None`` and an outcome in which all rows of the message have failed."""
     try:
         arguments = None if payload is None else pickle.loads(payload)
-        return _separate(arguments) if arguments and op in (Op.STEP, Op.STEP_SOME) else arguments, None
+        return _separate(arguments) if op in (Op.STEP, Op.STEP_SOME) and arguments else arguments, None
     except Exception as error:
         is_about_some_rows = op & OVERLAPS or op in (Op.STEP_SOME, Op.RESET_SOME, Op.REBUILD_SOME)
         text = f"the request cannot be unpickled in the worker: {summary(error)}"
@@ -207,10 +208,26 @@ def _unpickle(rows: SnapshotRows, op: int, seq: int, payload: bytes | None) -> t
 
 
 def _separate(actions: list[Any]) -> list[Any]:
-    """Return the actions of a message, copied if several may share objects: environments may write into them."""
-    if len(actions) == 1 or (isinstance(actions[0], np.ndarray) and len(set(map(id, actions))) == len(actions)):
-        return actions
-    return [action if isinstance(action, _UNCHANGEABLE) else copy_if_possible(action) for action in actions]
+    """Return the actions of a message, copied if several share an object: environments may write into it."""
+    is_shared = len(actions) > 1 and _contains_one_twice(actions, set())
+    return [copy_if_possible(action) for action in actions] if is_shared else actions
+
+
+def _contains_one_twice(values: Iterable[Any], seen: set[int]) -> bool:
+    """True if an object that can be changed occurs twice in values, or in dicts, tuples and lists in them.
+
+    ``seen`` receives the ids of the objects.
+    """
+    for value in values:
+        if isinstance(value, _CONTAINERS):
+            if _contains_one_twice(value.values() if isinstance(value, dict) else value, seen):
+                return True
+        elif id(value) in seen:
+            if not isinstance(value, _UNCHANGEABLE):
+                return True
+        else:
+            seen.add(id(value))
+    return False
 
 
 def execute_in_thread(channel: WorkerEnd, rows: ThreadedRows, op: int, seq: int, payload: bytes | None) -> None:

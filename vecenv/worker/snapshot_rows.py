@@ -82,12 +82,13 @@ class SnapshotRows(EnvRows):
         with its own state.
         """
         scratch = contextlib.ExitStack()
+        warnings: list[tuple[str, str]] = []
         latest: list[tuple[Callable[[], Any], Proof | NotRestorable]] = []
 
         def proof_for(k: int) -> Proof:
             env_fn = self.env_fns[k]
             if not latest or not _are_equivalent(latest[0][0], env_fn):
-                self._close_scratch(scratch)
+                self._close_scratch(scratch, warnings)
                 latest[:] = [(env_fn, self._new_proof(env_fn, scratch))]
             if isinstance(proof := latest[0][1], NotRestorable):
                 raise proof
@@ -102,18 +103,22 @@ class SnapshotRows(EnvRows):
                 proof.check(env, state, over=self._is_reset_due(k))
 
         try:
-            return self._call_each(ks, prove_row)
+            outcome = self._call_each(ks, prove_row)
         finally:
-            self._close_scratch(scratch)
+            self._close_scratch(scratch, warnings)
+        outcome.warnings += warnings
+        return outcome
 
-    def _close_scratch(self, scratch: contextlib.ExitStack) -> None:
+    def _close_scratch(self, scratch: contextlib.ExitStack, warnings: list[tuple[str, str]]) -> None:
         """Close scratch environments. An exception of their ``close()`` is only a warning, as for the worker's own."""
         try:
             scratch.close()
         except Exception as error:
             if self._in_caller and raised_by_handler(error):
                 raise
-            self._warn("scratch close", f"a copy of {self.span}, built for a save, raised in close(): {summary(error)}")
+            warnings.append(
+                ("scratch close", f"a copy of {self.span}, built for a save, raised in close(): {summary(error)}")
+            )
 
     def _new_proof(self, env_fn: Callable[[], Any], scratch: contextlib.ExitStack) -> Proof | NotRestorable:
         try:

@@ -271,6 +271,22 @@ def test_info_state_of_an_agent_stays_apart_from_the_state_of_the_environment() 
         assert infos["final_state"].shape == (6, 2)
 
 
+class CommonInfosGame(ScriptedGame):
+    """A game with common infos only, as many as agents."""
+
+    def step(self, actions: Any) -> Any:
+        *results, _ = super().step(actions)
+        return *results, {"score": 0, "positions": np.zeros(2)}
+
+
+def test_common_infos_of_an_ordinary_step_are_kept() -> None:
+    with open_games([lambda: CommonInfosGame({"a": (0, 9), "b": (0, 9)})] * 2, num_workers=0) as envs:
+        for _ in range(4):
+            infos = envs.step(np.zeros((2, 2), np.int64))[-1]
+            assert infos["common"]["score"].tolist() == [0, 0]
+            assert infos["common"]["positions"].tolist() == [[0, 0]] * 2
+
+
 def test_list_of_dicts_equals_the_batched_infos() -> None:
     game = functools.partial(RandomGame, infos=True, length=3)
     with MultiAgentVecEnv([game] * 2, autoreset_mode="SameStep", num_workers=0) as envs:

@@ -511,13 +511,14 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
             or infos.__class__ is not dict
             or any(terminations.values())
             or any(truncations.values())
-            or any(infos.values())
         ):
             return False
         reward_cells, slow_writes = self._rewards, []
         try:
             for index, (name, cells, write) in enumerate(self._single_arrays):
                 value, reward = observations[name], rewards[name]
+                if infos[name]:
+                    return False
                 try:
                     cells[:] = value  # also checks dtype and shape
                 except (TypeError, ValueError):  # another dtype or shape, or more axes than a memoryview can write

@@ -6,6 +6,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import pytest
 from gymnasium import spaces
 
 from vecenv import MultiAgentVecEnv
@@ -58,3 +59,33 @@ def test_only_agents_with_an_observation_act(closes: Any) -> None:
     assert envs.get_attr("acted")[0] == [["quick", "slow"], ["quick"], ["late", "quick", "slow"], ["late", "quick"]]
     _, _, _, _, infos = envs.step(np.ones((2, 3), np.int64))
     assert infos["agent_mask"][0].tolist() == [True, True, False]
+
+
+class GymnasiumGame(gym.Env[Any, Any]):
+    """An environment of Gymnasium with methods for its spaces, which take no agent."""
+
+    action_space = spaces.Discrete(3)
+
+    def __init__(self) -> None:
+        self.observation_space = self.get_observation_space()
+
+    def get_observation_space(self) -> spaces.Space[Any]:
+        return spaces.Box(-9, 9, (1,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.zeros(1, np.float32), {}
+
+
+class StackedGame(GymnasiumGame):
+    """The same with ``agent_num``."""
+
+    agent_num = 2
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.zeros((2, 1), np.float32), {}
+
+
+@pytest.mark.parametrize(("game", "count"), [(GymnasiumGame, 1), (StackedGame, 2)])
+def test_environment_with_a_method_of_that_name_is_no_game_of_rllib(game: Any, count: int, closes: Any) -> None:
+    envs = closes(MultiAgentVecEnv([game], num_workers=0))
+    assert envs.reset(seed=0)[0].shape == (1, count, 1)

@@ -49,7 +49,7 @@ def as_parallel(env: Any) -> Any:
     """Wrap an RLlib, ``agent_num`` or Gymnasium environment in its adapter; return any other unchanged."""
     inner = getattr(env, "unwrapped", env)
     has_getter, has_space = (callable(getattr(inner, name, None)) for name in ("get_observation_space", "observation_space"))
-    if has_getter and not has_space:
+    if has_getter and not has_space and (hasattr(inner, "possible_agents") or hasattr(inner, "observation_spaces")):
         return RLlibGame(env)
     if getattr(env, "possible_agents", None) is not None:
         return env
@@ -104,8 +104,8 @@ class AgentsAdapter:
         return self._space("action_space", agent)
 
     def _space(self, name: str, agent: Any) -> Any:
-        """Return an agent's space, from a method (``get_...`` in RLlib) or from an attribute that all agents share."""
-        found = getattr(self.unwrapped, f"get_{name}", None) or getattr(self.env, name)
+        """Return an agent's space, from a method or from an attribute that all agents share."""
+        found = getattr(self.env, name)
         return found(agent) if callable(found) else found
 
     def _finish_step(self, observations: Any, rewards: Any, terminations: Any, truncations: Any, infos: Any) -> Step:
@@ -306,6 +306,9 @@ class RLlibGame(AgentsAdapter):
         super().__init__(env, getattr(inner, "possible_agents", None) or inner.observation_spaces or ())
         self.agents_to_act: tuple[Any, ...] = ()
         self._latest: dict[Any, Any] = {}
+
+    def _space(self, name: str, agent: Any) -> Any:
+        return getattr(self.unwrapped, f"get_{name}")(agent)
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
         """Start an episode; agents with an observation are in the game, and act."""

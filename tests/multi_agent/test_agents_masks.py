@@ -139,6 +139,22 @@ def test_action_masks_of_different_sizes_are_a_dict_by_agent() -> None:
         assert {agent: mask.shape for agent, mask in infos["action_mask"].items()} == {"a": (2, 2), "b": (2, 3), "c": (2, 4)}
 
 
+@pytest.mark.parametrize("layout", ["stack", "agents"])
+@pytest.mark.parametrize("mask_space", [spaces.MultiBinary((2, 5)), spaces.Dict({"x": spaces.MultiBinary(3)})], ids=repr)
+def test_masks_of_other_shapes_stay_in_the_observations(mask_space: Any, layout: str) -> None:
+    class GridMaskGame(ScriptedGame):
+        def observation_space(self, agent: Any) -> spaces.Space[Any]:
+            return spaces.Dict({"action_mask": mask_space})
+
+        def _observe(self, agents: list[Any]) -> dict[Any, Any]:
+            return {agent: self.observation_space(agent).sample() for agent in agents}
+
+    with MultiAgentVecEnv([GridMaskGame] * 2, num_workers=0, layout=layout) as envs:
+        obs, infos = envs.reset(seed=0)
+        assert obs in envs.observation_space
+        assert "action_mask" not in infos
+
+
 def test_state_option_adds_state_and_final_state_to_the_infos() -> None:
     game = functools.partial(RandomGame, length=4)
     with MultiAgentVecEnv([game] * 2, state=True, autoreset_mode="SameStep", num_workers=1) as envs:

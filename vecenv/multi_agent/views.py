@@ -161,9 +161,10 @@ class ActionMasks:
         self._observed: dict[int, tuple[AgentGroup, int]] = {}  # agents with a mask in their observation
         for index, (part, place) in enumerate(roster.places() if enabled else ()):
             space = part.observation_space
-            if isinstance(space, spaces.Dict) and "action_mask" in space.spaces:
+            shape = getattr(space.spaces.get("action_mask"), "shape", None) if isinstance(space, spaces.Dict) else None
+            if shape is not None and len(shape) == 1:  # masks of other shapes stay in the observations only
                 self._observed[index] = part, place
-                self._ensure_masks(index, (space.spaces["action_mask"].shape or (0,))[-1])
+                self._ensure_masks(index, shape[0])
         self._stacked = bool(self._observed) and roster.layout == "stack"
 
     def _ensure_masks(self, index: int, size: int) -> Array:

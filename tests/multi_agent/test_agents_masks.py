@@ -173,6 +173,32 @@ def test_state_option_adds_state_and_final_state_to_the_infos() -> None:
     pytest.fail("no episode ended")
 
 
+class NestedStateGame(ScriptedGame):
+    """A game of two steps with a state of a Dict space, in which one part is a tuple."""
+
+    state_space = spaces.Dict({"time": spaces.Discrete(9), "pair": spaces.Tuple((spaces.Discrete(9), spaces.Discrete(9)))})
+
+    def __init__(self) -> None:
+        super().__init__({"a": (0, 2), "b": (0, 2)})
+
+    def state(self) -> Any:
+        return {"time": self.time, "pair": (self.time, 1)}
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_rows_of_agents_have_nested_states(mode: AutoresetMode) -> None:
+    with open_games([NestedStateGame] * 2, state=True, autoreset_mode=mode, num_workers=0) as envs:
+        rows = envs.flatten_agents()
+        for _ in range(2):
+            infos = rows.step(rows.action_space.sample())[-1]
+        time = 0 if mode is AutoresetMode.SAME_STEP else 2
+        assert infos["state"]["time"].tolist() == [time] * 4
+        assert infos["state"]["pair"].tolist() == [(time, 1)] * 4
+        assert infos["_state"].all()
+        if mode is AutoresetMode.SAME_STEP:
+            assert infos["final_state"]["pair"].tolist() == [(2, 1)] * 4
+
+
 def test_reward_dtype_is_the_dtype_of_rewards() -> None:
     with open_games(make_fns(1), reward_dtype=np.float32, num_workers=0) as envs:
         assert run_steps(envs, 1)[0][1].dtype == np.float32

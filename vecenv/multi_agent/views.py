@@ -30,7 +30,7 @@ from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import StepTimeout, envs_text
 from vecenv.front.arguments import NoCloseOnCollect, split_reset_mask
 from vecenv.front.driver import drop_pending_and_retry
-from vecenv.front.infos import InfoMerger, info_rows, own_keys
+from vecenv.front.infos import InfoMerger, info_rows, object_column, own_keys
 from vecenv.multi_agent.adapter import MASK_KEYS, AgentsEnv, class_name, has_wrapper
 from vecenv.multi_agent.roster import AgentGroup, Roster, build_tree, map_checked, map_space
 from vecenv.shm.layout import Array, Leaf
@@ -398,7 +398,7 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
                 out[f"_{key}"] = np.logical_or.reduce([out[key][f"_{name}"] for name in own_keys(out[key])])
             elif mask is not None:
                 out[key], out[f"_{key}"] = (self._to_agent_rows(each, mask.ndim == 2) for each in (value, mask))
-            elif not isinstance(value, dict):  # a dict: action masks of different sizes, which fit no array
+            elif key != "action_mask" or not isinstance(value, dict):  # a dict: masks of different sizes, which fit no array
                 per_agent = key in ("agent_mask", "transition_mask", "action_mask")
                 out[key], out[f"_{key}"] = self._to_agent_rows(value, per_agent), rows.copy()
         return out
@@ -406,6 +406,9 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
     def _to_agent_rows(self, value: Any, per_agent: bool) -> Any:
         if isinstance(value, dict):
             return {key: self._to_agent_rows(inner, per_agent) for key, inner in value.items()}
+        if isinstance(value, tuple):  # a state of a Tuple space
+            rows = range(self.num_envs)
+            return object_column(rows, [_take_row(value, row // self.num_agents) for row in rows], self.num_envs)
         if per_agent:
             return value.reshape(self.num_envs, *value.shape[2:])
         return np.repeat(value, self.num_agents, axis=0)

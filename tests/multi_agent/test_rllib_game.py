@@ -61,6 +61,29 @@ def test_only_agents_with_an_observation_act(closes: Any) -> None:
     assert infos["agent_mask"][0].tolist() == [True, True, False]
 
 
+class OneArrayGame(TurnsGame):
+    """A game that writes all observations into one array."""
+
+    array = np.zeros(1, np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.array[:] = 0
+        observations, infos = super().reset(seed=seed, options=options)
+        return dict.fromkeys(observations, self.array), infos
+
+    def step(self, actions: Any) -> Any:
+        observations, *results = super().step(actions)
+        self.array[:] = self.time
+        return dict.fromkeys(observations, self.array), *results
+
+
+def test_agent_that_waits_keeps_its_last_observation(closes: Any) -> None:
+    envs = closes(MultiAgentVecEnv([OneArrayGame], num_workers=0))
+    envs.reset(seed=0)
+    observations = [envs.step(np.ones((1, 3), np.int64))[0][0, :, 0].tolist() for _ in range(3)]
+    assert observations == [[1, 0, 0], [2, 2, 2], [3, 2, 3]]
+
+
 class GymnasiumGame(gym.Env[Any, Any]):
     """An environment of Gymnasium with methods for its spaces, which take no agent."""
 

@@ -19,6 +19,7 @@ import numpy as np
 from gymnasium import spaces
 
 from vecenv.errors import ObservationError
+from vecenv.link.messages import copy_if_possible
 from vecenv.link.observations import flatten, make_observation_writer
 from vecenv.multi_agent.roster import AgentGroup, Roster, build_tree, map_space, zeros
 from vecenv.shm import Tree
@@ -313,7 +314,7 @@ class RLlibGame(AgentsAdapter):
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
         """Start an episode; agents with an observation are in the game, and act."""
         observations, infos = self.env.reset(seed=seed, options=options)
-        self._latest = dict(observations)
+        self._latest = copy_if_possible(dict(observations))  # a game may reuse its arrays
         self.agents = list(observations)
         self.agents_to_act = tuple(observations)
         return observations, self._parse_info(infos)
@@ -322,7 +323,7 @@ class RLlibGame(AgentsAdapter):
         """Step the agents that act."""
         observations, rewards, terminations, truncations, infos = self.env.step(dict(actions))
         agents_in_game = [*self.agents, *(agent for agent in observations if agent not in self.agents)]
-        self._latest.update(observations)
+        self._latest.update(copy_if_possible(observations))
         current_observations = {agent: self._latest[agent] for agent in agents_in_game}
         agent_rewards = {agent: rewards.get(agent, 0.0) for agent in agents_in_game}
         self.agents = [] if terminations.get(ALL_AGENTS, False) or truncations.get(ALL_AGENTS, False) else agents_in_game

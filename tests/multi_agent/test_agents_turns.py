@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 pytest.importorskip("pettingzoo")
@@ -147,3 +148,38 @@ def test_step_without_the_action_of_the_agent_to_move_raises(closes: Any) -> Non
     with pytest.raises(ValueError, match="player_1"):
         game.step({"player_2": 0})
     assert "TurnBased" in repr(game)
+
+
+class GameWithoutMetadata:
+    """A turn-based game of four moves; ``AECEnv`` declares no ``metadata``."""
+
+    possible_agents = ("x", "y")
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Discrete(9)
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Discrete(2)
+
+    def observe(self, agent: str) -> int:
+        return self.time
+
+    def reset(self, seed: int | None = None, options: Any = None) -> None:
+        self.time, self.agents, self.agent_selection = 0, list(self.possible_agents), "x"
+        self.rewards = dict.fromkeys(self.agents, 0.0)
+        self.terminations, self.truncations = dict.fromkeys(self.agents, False), dict.fromkeys(self.agents, False)
+        self.infos: dict[str, Any] = {agent: {} for agent in self.agents}
+
+    def step(self, action: Any) -> None:
+        if action is None:
+            self.agents = []
+            return
+        self.time += 1
+        self.agent_selection = self.possible_agents[self.time % 2]
+        self.terminations = dict.fromkeys(self.agents, self.time == 4)
+
+
+def test_turn_based_game_without_metadata_steps() -> None:
+    with MultiAgentVecEnv([lambda: from_aec(GameWithoutMetadata())], num_workers=0) as envs:
+        envs.reset(seed=0)
+        assert [bool(envs.step(np.zeros((1, 2), np.int64))[4]["env_done"][0]) for _ in range(4)] == [False] * 3 + [True]

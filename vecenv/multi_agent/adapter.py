@@ -70,7 +70,7 @@ def from_aec(env: Any) -> Any:
     If ``env.metadata["is_parallelizable"]`` is true, PettingZoo's own ``aec_to_parallel`` converts it; every other game is
     treated as turn based (:class:`TurnBased`).
     """
-    if env.metadata.get("is_parallelizable", False):
+    if (getattr(env, "metadata", None) or {}).get("is_parallelizable", False):
         from pettingzoo.utils.conversions import aec_to_parallel
 
         return aec_to_parallel(env)

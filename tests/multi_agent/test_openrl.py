@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import queue
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -97,6 +97,24 @@ def test_step_returns_four_or_five_values_like_its_environments(values: int, clo
     assert last["final_info"]["score"] == 4
     assert last["final_observation"][:, 0].tolist() == [0, 14]
     assert last["score"] == 0
+
+
+class RaisesOnce(StackedGame):
+    """A game of five values; the first step of all its environments raises."""
+
+    errors: ClassVar[list[Exception]] = []
+
+    def step(self, actions: Any) -> Any:
+        if self.errors:
+            raise self.errors.pop()
+        return super().step(actions)
+
+
+def test_failure_in_the_first_step_does_not_change_the_number_of_values(closes: Any) -> None:
+    RaisesOnce.errors.append(RuntimeError("once"))
+    env = closes(make_openrl([functools.partial(RaisesOnce, 5)] * 2, num_workers=0, on_failure="restart"))
+    env.reset(seed=0)
+    assert [len(env.step(np.zeros((2, 2, 1), int))) for _ in range(3)] == [5] * 3
 
 
 class TruncatedInsteadOfDone(StackedGame):

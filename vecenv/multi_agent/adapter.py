@@ -188,7 +188,7 @@ class StackedAgents(AgentsAdapter):
         self.agent_num = _agent_num(env)
         super().__init__(env, [f"agent_{index}" for index in range(self.agent_num)])
         self._next_episode: Any = None  # the first results of an episode that the environment began itself
-        self.num_step_values = 4  # the number of values that the latest step returned
+        self.num_step_values = 0  # the number of values that the latest step returned
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
         """Start an episode with all agents."""

@@ -545,9 +545,9 @@ class OpenRLView:
         self._ended = ended & ~done[:, None]
         self._latest = self._encode_observations(obs)
         listed = self._list_infos(infos, env_infos, done)
-        if self._num_step_values is None:  # five values if all environments return five
-            has_attributes = self.envs.capabilities.attributes
-            self._num_step_values = min(self.envs._rows.exec_func(_num_step_values)) if has_attributes else 4
+        if self._num_step_values is None:  # five values if all environments return five; a restarted one has returned none
+            counts = self.envs._rows.exec_func(_num_step_values) if self.envs.capabilities.attributes else ()
+            self._num_step_values = min(filter(None, counts), default=4)
         if self._num_step_values == 5:
             return self._latest, rewards[..., None], ended[0], ended[1], listed
         return self._latest, rewards[..., None], ended.any(axis=0) | done[:, None], listed

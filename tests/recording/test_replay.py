@@ -589,6 +589,21 @@ def test_replay_from_snapshot_repeats_and_until_stops_before_step(file: Path) ->
     assert (json.loads(done.stdout)["result"], done.returncode) == ("stopped", 0)
 
 
+def make_env_that_dies_and_fails_to_close(fault: str) -> Any:
+    return FaultyEnv(make_faulty_env("exit_now", step=FAILING_STEP), fault, close=True)
+
+
+@pytest.mark.parametrize("fault", ["exit_now", pytest.param("sleep", marks=pytest.mark.long)])
+def test_replay_until_a_step_ignores_a_failure_of_close(fault: str, tmp_path: Path) -> None:
+    fns = [ShortEnv, functools.partial(make_env_that_dies_and_fails_to_close, fault)]
+    with contextlib.closing(vecenv.AsyncVectorEnv(fns, record_failures=tmp_path)) as envs:
+        envs.reset(seed=3)
+        with pytest.raises(WorkerDied):
+            step_until_error(envs, lambda step: [0, 0])
+    (file,) = tmp_path.glob("*.vecenv")
+    assert replay(file, until=2).text == "stopped before step 2: everything matched the record"
+
+
 @pytest.mark.parametrize("options", [(), ("--pdb",)], ids=str)
 def test_replay_until_a_step_after_the_record_exits_with_an_error(options: Sequence[str], file: Path) -> None:
     step = int(file.stem.rpartition("step")[2])

@@ -261,6 +261,29 @@ def test_replay_reports_first_difference_from_record(tmp_path: Path) -> None:
     assert "first difference from the record at step 5: reward" in result.text
 
 
+class SecondEpisodeEnv(ShortEnv):
+    """An environment that fails in its second episode, with rewards that are different in each process."""
+
+    failing_step = 0
+
+    def step(self, action: Any) -> Any:
+        observation, _, terminated, truncated, info = super().step(action)
+        if self.steps == self.failing_step:
+            raise ValueError("second episode")
+        self.failing_step = 2 if truncated else self.failing_step
+        return observation, float(os.getpid()), terminated, truncated, info
+
+
+def test_difference_in_an_earlier_episode_has_no_step_number(tmp_path: Path) -> None:
+    with contextlib.closing(vecenv.AsyncVectorEnv([SecondEpisodeEnv], record_failures=tmp_path)) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(ValueError, match="second episode"):
+            step_until_error(envs, lambda step: np.zeros(1, np.int64))
+    result = replay(min(tmp_path.glob("*.vecenv")))
+    assert result.text.startswith("happened again at step 2: ValueError: second episode; first difference from the record ")
+    assert "record in an earlier episode: reward" in result.text
+
+
 @contextlib.contextmanager
 def run_with_restarts(fns: list[Any], recording: Any, steps: int, num_workers: int) -> Iterator[Any]:
     """Yield an engine that restarts workers and has taken this many steps."""

@@ -261,6 +261,29 @@ def test_replay_reports_first_difference_from_record(tmp_path: Path) -> None:
     assert "first difference from the record at step 5: reward" in result.text
 
 
+class SecondEpisodeEnv(ShortEnv):
+    """An environment that fails in its second episode, with rewards that are different in each process."""
+
+    failing_step = 0
+
+    def step(self, action: Any) -> Any:
+        observation, _, terminated, truncated, info = super().step(action)
+        if self.steps == self.failing_step:
+            raise ValueError("second episode")
+        self.failing_step = 2 if truncated else self.failing_step
+        return observation, float(os.getpid()), terminated, truncated, info
+
+
+def test_difference_in_an_earlier_episode_has_no_step_number(tmp_path: Path) -> None:
+    with contextlib.closing(vecenv.AsyncVectorEnv([SecondEpisodeEnv], record_failures=tmp_path)) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(ValueError, match="second episode"):
+            step_until_error(envs, lambda step: np.zeros(1, np.int64))
+    result = replay(min(tmp_path.glob("*.vecenv")))
+    assert result.text.startswith("happened again at step 2: ValueError: second episode; first difference from the record ")
+    assert "record in an earlier episode: reward" in result.text
+
+
 @contextlib.contextmanager
 def run_with_restarts(fns: list[Any], recording: Any, steps: int, num_workers: int) -> Iterator[Any]:
     """Yield an engine that restarts workers and has taken this many steps."""
@@ -587,6 +610,21 @@ def test_replay_from_snapshot_repeats_and_until_stops_before_step(file: Path) ->
     assert done.returncode == 0
     done = run_replay(file, "--yes", "--json", "--until", max(step - 1, 1))
     assert (json.loads(done.stdout)["result"], done.returncode) == ("stopped", 0)
+
+
+def make_env_that_dies_and_fails_to_close(fault: str) -> Any:
+    return FaultyEnv(make_faulty_env("exit_now", step=FAILING_STEP), fault, close=True)
+
+
+@pytest.mark.parametrize("fault", ["exit_now", pytest.param("sleep", marks=pytest.mark.long)])
+def test_replay_until_a_step_ignores_a_failure_of_close(fault: str, tmp_path: Path) -> None:
+    fns = [ShortEnv, functools.partial(make_env_that_dies_and_fails_to_close, fault)]
+    with contextlib.closing(vecenv.AsyncVectorEnv(fns, record_failures=tmp_path)) as envs:
+        envs.reset(seed=3)
+        with pytest.raises(WorkerDied):
+            step_until_error(envs, lambda step: [0, 0])
+    (file,) = tmp_path.glob("*.vecenv")
+    assert replay(file, until=2).text == "stopped before step 2: everything matched the record"
 
 
 @pytest.mark.parametrize("options", [(), ("--pdb",)], ids=str)

@@ -160,6 +160,21 @@ def test_wrong_name_of_an_environment_or_engine_prints_one_error_line(
 
 
 @pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("x = 1 +", "cannot import 'broken': it raised SyntaxError: invalid syntax"),
+        ("import sys; sys.exit(0)", "cannot import 'broken': it raised SystemExit: 0"),
+    ],
+)
+def test_module_that_raises_when_it_is_imported_exits_with_2_and_one_line(source: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(source)
+    result = run_vecenv("plan", "broken:make", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"vecenv: {text}")
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["bench", "--num-envs", "0"], "must be a positive integer, got '0'"),

@@ -89,6 +89,7 @@ def run_in_folder(folder: Path, *arguments: str) -> subprocess.CompletedProcess[
         pytest.param("", "folder _exit", marks=pytest.mark.long),
         pytest.param("", "archive.zip exit", marks=pytest.mark.long),
         pytest.param("", "-m report children", marks=pytest.mark.long),
+        ("", "-m report exit -- --seed -h"),
         pytest.param("", "-m package exit --seed 1", marks=pytest.mark.long),
         pytest.param("", "bad.py", marks=pytest.mark.long),
     ],

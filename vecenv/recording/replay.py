@@ -283,7 +283,7 @@ class Replay:
             actual, expected = getattr(self._arrays, name), record.columns[name][place]
             if actual[row].tobytes() != expected.tobytes() and not self._first_difference:
                 text = f"{name[:-1]} {actual[row]!s}, but the record has {expected!s}"
-                self._first_difference = f"step {self.step_number}: {text}"
+                self._first_difference = f"{self.where}: {text}"
         return []
 
     def _find_failures(self, outcome: Outcome) -> list[Failure]:
@@ -295,7 +295,7 @@ class Replay:
 
     @property
     def _difference_text(self) -> str:
-        return f"first difference from the record at {self._first_difference}"
+        return f"first difference from the record {self._first_difference}"
 
     def _end_with_failure(self, failures: list[Failure]) -> None:
         failed, text, error = self.record.failed, failures[0].text, failures[0].error

@@ -511,9 +511,6 @@ def _leaves(tree: Any) -> Iterator[Any]:
 def _check_masks(infos: Mapping[Any, Any], num_envs: int, where: str = "infos") -> None:
     """Assert that every key of a batched info has a mask (bool, shape ``(num_envs,)``), at every level."""
     for key, value in infos.items():
-        assert not (isinstance(key, str) and key.startswith("_") and key[1:] not in infos), (
-            f"{where}: mask {key!r} has no value"
-        )
         if isinstance(key, str) and key.startswith("_") and key[1:] in infos:
             continue
         mask = infos.get(f"_{key}")

@@ -55,7 +55,7 @@ def require(feature: str, *libraries: str, install: str | None = None) -> None:
 
 
 def import_module_or_exit(name: str) -> ModuleType:
-    """Import a module, which may be in the current folder. An ``ImportError`` becomes a :class:`CliError`."""
+    """Import a module, which may be in the current folder. Exceptions, even ``SystemExit``, become a :class:`CliError`."""
     if not name or name.startswith("."):
         raise CliError(f"{name!r} is not the full name of a module")
     if "" not in sys.path:
@@ -65,6 +65,8 @@ def import_module_or_exit(name: str) -> ModuleType:
     except ImportError as error:
         hint = f" (the module in {name} is {name[:-3].replace('/', '.')!r})" if name.endswith(".py") else ""
         raise CliError(f"cannot import {name!r}: {error}{hint}") from None
+    except (Exception, SystemExit) as error:
+        raise CliError(f"cannot import {name!r}: it raised {one_line(error)}") from None
 
 
 @contextmanager

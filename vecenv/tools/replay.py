@@ -338,13 +338,12 @@ def _child(caller: Connection[Any, Any], path: Path, stack_file: StackFile, opti
     stack_file.install_handlers(env_threads=False)
     os.dup2(2, 1)  # stdout holds only results, even if the environment prints
     try:
-        result = _replay_here(path, report=caller.send, **options)
+        _replay_here(path, report=caller.send, **options)
     except UnreadableRecord as error:
-        result = ReplayResult(CANNOT, str(error))
+        caller.send(ReplayResult(CANNOT, str(error)))
     except Exception as error:  # of the replay itself: exceptions of the environment are results
         reason = f"cannot be replayed, because the replay itself failed: {one_line(error)}"
-        result = ReplayResult(CANNOT, reason, stack=traceback.format_exc())
-    caller.send(result)
+        caller.send(ReplayResult(CANNOT, reason, stack=traceback.format_exc()))
 
 
 def _replay_here(
@@ -353,7 +352,7 @@ def _replay_here(
     begin: str,
     until: int | None,
     render: bool,
-    report: Callable[[_Message], object],
+    report: Callable[[ReplayResult | _Message], object],
     debug: Callable[[Replay, Iterator[int], ReplayResult], ReplayResult] | None = None,
 ) -> ReplayResult:
     """Replay a file in this process; a crash of the environment ends this process.
@@ -362,7 +361,7 @@ def _replay_here(
         path, until: The arguments of :func:`replay`.
         begin: One of its starting points.
         render: Render an image before each step, and one after the last.
-        report: A function that receives the recorded failure, each request and each image.
+        report: A function that receives the recorded failure, each request, each image and the result.
         debug: A function that starts the debugger and returns the final result. It is called when the replay has stopped or
             ended, with the replay, its remaining requests and the result so far. Without ``until``, the replay stops before
             a request in which the process died or hung, because that would leave no stack to inspect.
@@ -397,6 +396,7 @@ def _replay_here(
     assert result is not None
     if debug is not None:
         result = debug(replay_run, requests, result)
+    report(result)  # before close(), which may hang, or end the process
     replay_run.close()
     return result
 
@@ -433,7 +433,7 @@ def _debug(path: Path, *, begin: str, until: int | None, frames: Path | None) ->
     """Replay a file in this process and print the result. Start the debugger where it raised, or where the replay stops."""
     images: deque[_Image] = deque(maxlen=_MAX_FRAMES)
 
-    def collect(message: _Message) -> None:
+    def collect(message: ReplayResult | _Message) -> None:
         if isinstance(message, _Image):
             images.append(message)
 

@@ -38,7 +38,8 @@ def main(arguments: argparse.Namespace) -> Callable[[], None]:
     Try: vecenv run --on-failure restart train.py --seed 1
     """
     # Returns a function that runs the program, and raises its exceptions with tracebacks that begin in the program.
-    program_arguments = arguments.program if arguments.module is None else arguments.module
+    # an option's arguments end before "--", so those of a module may continue in `program`
+    program_arguments = [*(arguments.module or ()), *arguments.program]
     if not program_arguments:
         raise CliError("no program given: vecenv run [options] PROGRAM ..., or vecenv run [options] -m MODULE ...")
     try:

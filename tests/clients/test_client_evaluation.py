@@ -91,6 +91,20 @@ def test_text_stays_text_for_a_policy_with_tensors() -> None:
     assert [type(text) for text in seen[0]["mission"]] == [str, str]
 
 
+def test_actions_in_bfloat16_reach_environments_as_float32() -> None:
+    def act(dtype: torch.dtype, observations: Any) -> Any:
+        return (observations[:, 2:] / 8).bfloat16().to(dtype)
+
+    returns = []
+    make = functools.partial(gymnasium.make, "Pendulum-v1", max_episode_steps=5)
+    for dtype in (torch.float32, torch.bfloat16):
+        envs = vecenv.AsyncVectorEnv([make] * 2, num_workers=0)
+        results = vecenv.evaluate(envs, functools.partial(act, dtype), 2, seed=1, arrays="torch")
+        returns.append(results.returns.tolist())
+        envs.close()
+    assert returns[0] == returns[1]
+
+
 def test_error_of_a_policy_with_another_dtype_has_a_note() -> None:
     envs = make_envs(1)
     with pytest.raises(RuntimeError, match="same dtype") as caught:

@@ -93,6 +93,37 @@ def test_end_of_an_episode_does_not_shorten_the_timeout_of_another() -> None:
     assert [(result.error, result.attempts) for result in results] == [(None, 1)] * 3
 
 
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_policy_that_takes_longer_than_the_timeout_fails_no_episode(on_failure: Any) -> None:
+    """While the policy decides for the first ready environment, the others finish, but exceed the timeout."""
+
+    def choose_slowly(observations: Any, rngs: Any, begins: Any) -> Any:
+        time.sleep(1.2 * any(begins))
+        return choose_actions(observations, rngs)
+
+    quick_first = [functools.partial(SlowWalk, pause=0.05 * row) for row in range(3)]
+    with open_engine(quick_first, num_workers=3, on_failure=on_failure) as envs:
+        results = vecenv.evaluate(envs, choose_slowly, 3, seed=SEED, retries=0, timeout=1.0)
+    assert [(result.error, result.attempts) for result in results] == [(None, 1)] * 3
+
+
+@pytest.mark.long
+def test_slow_policy_does_not_hide_an_environment_that_hangs() -> None:
+    """The other environments always have a result when the policy returns."""
+    ends: list[int] = []
+
+    def choose_slowly(observations: Any, rngs: Any) -> Any:
+        time.sleep(0.1)
+        return choose_actions(observations, rngs)
+
+    walk = functools.partial(Walk, faults={SEED: "hang"})
+    with open_engine([walk] * 3, num_workers=3) as envs:
+        vecenv.evaluate(
+            envs, choose_slowly, 12, seed=SEED, retries=0, timeout=0.5, on_episode=lambda result: ends.append(result.index)
+        )
+    assert 0 in ends[:-4]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 def test_timeout_excludes_the_time_in_which_max_concurrency_holds_requests(on_failure: Any) -> None:

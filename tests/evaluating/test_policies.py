@@ -612,6 +612,29 @@ def test_failed_episode_is_retried_once_and_then_has_an_error(num_envs: int, tmp
     assert (recovered.attempts, recovered.error) == (2, None)
 
 
+class ReusedInfoWalk(Walk):
+    """A walk that returns the same list in every info."""
+
+    def reset(self, **kwargs: Any) -> Any:
+        observation, info = super().reset(**kwargs)
+        self.history = getattr(self, "history", [])
+        self.history.clear()
+        return observation, info
+
+    def step(self, action: Any) -> Any:
+        *others, info = super().step(action)
+        self.history.append(self.t)
+        return *others, {**info, "history": self.history}
+
+
+@pytest.mark.parametrize("make_engine", [partial(vecenv.AsyncVectorEnv, num_workers=0), SyncVectorEnv])
+def test_info_of_a_result_keeps_its_lists_while_later_episodes_run(make_engine: Any) -> None:
+    envs = make_engine([ReusedInfoWalk] * 2)
+    results = vecenv.evaluate(envs, choose_actions, 6, seed=SEED)
+    envs.close()
+    assert [result.info["history"] for result in results] == [list(range(1, length + 1)) for length in results.lengths]
+
+
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize(("num_envs", "retries"), [(4, 0), pytest.param(4, 1, marks=pytest.mark.long), (1, 1)])
 def test_death_of_a_worker_does_not_affect_other_episodes(num_envs: int, retries: int, tmp_path: Path) -> None:

@@ -392,6 +392,26 @@ def test_infos_of_subclasses_of_dict_from_a_folder_are_dicts(tmp_path: Path) -> 
             assert summarize(results) == summarize(originals)
 
 
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("it has no text")
+
+
+class UnprintableWalk(Walk):
+    """A walk that raises an exception without a text."""
+
+    def _cause_fault(self) -> None:
+        if self.seed == SEED + 1:
+            raise UnprintableError
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_error_without_text_in_a_folder_fails_only_its_episode(tmp_path: Path) -> None:
+    with open_engine([UnprintableWalk] * 2, num_workers=0) as envs:
+        results = vecenv.evaluate(envs, choose_actions, 3, seed=SEED, folder=tmp_path)
+    assert [type(result.error) for result in results] == [type(None), UnprintableError, type(None)]
+
+
 def test_evaluate_with_a_folder_locked_by_another_process_raises(tmp_path: Path) -> None:
     program = textwrap.dedent(f"""
         import sys, fcntl, os

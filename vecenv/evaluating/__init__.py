@@ -15,6 +15,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -362,8 +363,7 @@ class FirstReadyRunner(EpisodeRunner):
     at a time per worker, which identifies the cause. An episode that kills its worker thus costs the others only time, and
     results do not depend on which environments shared a worker.
 
-    Snapshots can be loaded only while nothing is in flight: if a row waits for that, the steps of other rows are queued
-    until all results have arrived.
+    Snapshots can be loaded only while nothing is in flight: until then, the steps of other rows are queued.
 
     Args:
         envs, episodes, act, report: See :class:`EpisodeRunner`.
@@ -393,8 +393,7 @@ class FirstReadyRunner(EpisodeRunner):
         """Run all episodes; those with frames first, one at a time, because rows in flight prevent rendering."""
         for index in sorted(self._with_frames):
             self._run_episodes([index], [0])
-        done = self._with_frames | self._episodes.results.keys()
-        remaining = [index for index in range(len(self._episodes.episodes)) if index not in done]
+        remaining = [index for index in range(len(self._episodes.episodes)) if index not in self._episodes.results]
         self._run_episodes(remaining, range(self._envs.num_envs))
         while self._suspects:
             suspects, self._suspects = sorted(self._suspects), []
@@ -415,7 +414,8 @@ class FirstReadyRunner(EpisodeRunner):
                     raise
                 self._handle_exception(error)
             else:
-                self._apply_results(*results)
+                if results is not None:
+                    self._apply_results(*results)
             self._advance()
 
     def _apply_results(self, observations: Any, rewards: Any, terminations: Any, truncations: Any, infos: RowInfos) -> None:
@@ -456,9 +456,9 @@ class FirstReadyRunner(EpisodeRunner):
             self._queued_steps.append(([rows[position] for position in positions], observations, latest_infos))
 
     def _advance(self) -> None:
-        """Begin episodes and step ready environments, unless loading a snapshot has to wait for the requests in flight."""
+        """Begin episodes and step ready environments, unless a snapshot or a late row has to wait for replies."""
         self._begin()
-        while self._queued_steps and not (self._free and self._in_flight):
+        while self._queued_steps and not (self._free and self._in_flight) and not self._expired_rows():
             self._step(*self._queued_steps.pop(0))
 
     def _frame(self, row: int) -> Any:
@@ -551,26 +551,27 @@ class FirstReadyRunner(EpisodeRunner):
         self._begin_limits(rows)
 
     def _receive(self) -> Any:
-        """Wait for at least one ready environment and return the results; meanwhile, kill workers that hang."""
+        """Wait for at least one ready environment and return the results; kill workers that hang.
+
+        Return ``None`` if time limits begin again. Replies that arrive during a call of the policy are never late.
+        """
+        receive = partial(self._by_row.results, "recv", count=len(self._in_flight), at_least=1)
         if self._timeout is None:
-            return self._by_row.results("recv", count=len(self._in_flight), at_least=1)
-        while True:
-            now = time.monotonic()
-            expired = [row for row, (_, deadline) in self._in_flight.items() if deadline <= now]
-            if hanging := [row for row in expired if not (self._restarts and self._is_rebuilding(row))]:
-                self._envs.abandon(hanging)
-            if expired and self._restarts:  # the engine rebuilds these rows, which stay in flight
-                self._begin_limits(self._mark_starting(expired) & self._in_flight.keys())
-                hanging = []
-            if expired and self._envs.max_concurrency:  # a hang may have held back all other requests
-                self._begin_limits(self._in_flight.keys())
-                hanging = []
-            try:
-                timeout = None if hanging else min(deadline for _, deadline in self._in_flight.values()) - now
-                return self._by_row.results("recv", timeout, count=len(self._in_flight), at_least=1)
-            except StepTimeout:
-                if hanging:
-                    raise
+            return receive()
+        with contextlib.suppress(StepTimeout):
+            return receive(max(min(deadline for _, deadline in self._in_flight.values()) - time.monotonic(), 0.0))
+        expired = self._expired_rows()
+        if hanging := [row for row in expired if not (self._restarts and self._is_rebuilding(row))]:
+            self._envs.abandon(hanging)
+        if expired and self._restarts:  # the engine rebuilds these rows, which stay in flight
+            self._begin_limits(self._mark_starting(expired) & self._in_flight.keys())
+        if expired and self._envs.max_concurrency:  # a hang may have held back all other requests
+            self._begin_limits(self._in_flight.keys())
+        return receive(None) if hanging and not (self._restarts or self._envs.max_concurrency) else None
+
+    def _expired_rows(self) -> list[int]:
+        now = time.monotonic()
+        return [row for row, (_, deadline) in self._in_flight.items() if deadline <= now]
 
     def _begin_limits(self, rows: Iterable[int]) -> None:
         """Begin the time limits of these rows' requests."""

@@ -23,6 +23,7 @@ from typing import Any, Final
 import numpy as np
 
 from vecenv.evaluating.episodes import Episode, EpisodeResult
+from vecenv.link.messages import original_summary
 
 with contextlib.suppress(ImportError):  # missing on Windows: there, two programs may write into one file
     import fcntl
@@ -82,7 +83,7 @@ class Journal:
         """Append a result, and return it as the file would restore it."""
         line = {name: getattr(result, name) for name in _PLAIN_FIELDS}
         line["return"], line["info"] = _encode(result.episode_return), _encode(result.info)
-        line["error"] = None if result.error is None else f"{type(result.error).__name__}: {result.error}"
+        line["error"] = None if result.error is None else original_summary(result.error)
         self._write(line)
         return replace(result, info=_decode(line["info"]))
 

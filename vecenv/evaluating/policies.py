@@ -251,7 +251,8 @@ def to_numpy(batch: Any) -> Any:
 
     def convert(leaf: Any) -> Any:
         if hasattr(leaf, "detach"):
-            return leaf.detach().cpu().numpy()
+            tensor = leaf.detach().cpu()
+            return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()  # NumPy has no bfloat16
         return np.asarray(leaf) if hasattr(leaf, "__array__") and not isinstance(leaf, np.generic) else leaf
 
     return map_leaves(convert, batch)

@@ -104,6 +104,19 @@ def test_tianshou_resets_have_options_only_if_given() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("wrap", [lambda envs: envs, VectorWrapper], ids=["bare", "wrapped"])
+def test_torchrl_resets_between_episodes_have_no_options(mode: str, wrap: Any) -> None:
+    envs = make_envs(lambda: ActionEchoEnv(spaces.Tuple(ACTION_PARTS.values())), mode=mode)
+    env = as_torchrl(wrap(envs))
+    env.rollout(3, break_when_any_done=False)
+    tensordict = env.reset()
+    for _ in range(3):  # the third step is after the end of the episodes
+        tensordict = env.step(env.rand_action(tensordict))
+    assert all(options is None for row in envs.get_attr("options") for options in row)
+    env.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_only_the_last_info_of_an_episode_has_the_statistics_of_a_vector_wrapper(mode: str) -> None:
     envs = make_envs(make_flat_env, 3, mode)
     venv = as_sb3(RecordEpisodeStatistics(envs))

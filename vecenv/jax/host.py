@@ -25,7 +25,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from vecenv.errors import ObservationError, StaleStateError, StepTimeout
-from vecenv.front.arguments import GymnasiumAsync
+from vecenv.front.arguments import GymnasiumAsync, MaskOnlyOptions
 from vecenv.front.capabilities import capabilities_of
 from vecenv.front.driver import drop_pending_and_retry
 from vecenv.link.observations import flatten
@@ -311,7 +311,7 @@ class Requests:
 
     def reset(self, seeds: list[int] | None, mask: npt.NDArray[np.bool_] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset all rows, or those that ``mask`` selects."""
-        options = None if mask is None else {"reset_mask": mask}
+        options = None if mask is None else MaskOnlyOptions(reset_mask=mask)
         self._ended[... if mask is None else mask] = False
         if not self._is_async:
             reset = functools.partial(self.envs.reset, seed=seeds, options=options)

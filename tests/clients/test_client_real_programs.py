@@ -93,6 +93,18 @@ def test_sb3_resets_between_episodes_have_no_options(mode: str) -> None:
     venv.close()
 
 
+def test_sb3_passes_an_empty_dict_of_options_like_dummy_vec_env() -> None:
+    def make_env() -> Any:
+        return ActionEchoEnv(spaces.Tuple(ACTION_PARTS.values()))
+
+    ours, theirs = as_sb3(make_envs(make_env)), DummyVecEnv([make_env] * 2)
+    for venv in (ours, theirs):
+        venv.set_options([{"start": 3}, {}])
+        venv.reset()
+    assert ours.get_attr("options") == theirs.get_attr("options") == [[{"start": 3}], [None]]
+    ours.close()
+
+
 def test_tianshou_resets_have_options_only_if_given() -> None:
     envs = make_envs(lambda: ActionEchoEnv(spaces.Tuple(ACTION_PARTS.values())))
     venv = as_tianshou(envs)

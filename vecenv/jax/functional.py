@@ -41,6 +41,7 @@ from vecenv.jax.env import (
     default_key,
     merge_rows,
     select,
+    stop_gradient,
 )
 from vecenv.jax.interop import jax_space
 from vecenv.jax.libraries import adapt
@@ -395,7 +396,7 @@ class FunctionalEpisodes:
         # place is cheaper than selecting between two whole states.
         idle = None if mode is AutoresetMode.SAME_STEP else ended
         steps = jnp.where(ended, 0, state.steps) if mode is AutoresetMode.NEXT_STEP else state.steps
-        stepped = self._advance(_stop_gradient(idle, state.inner), steps, _stop_gradient(idle, action))
+        stepped = self._advance(stop_gradient(idle, state.inner), steps, stop_gradient(idle, action))
         env, obs, reward, terminated, truncated, info = stepped
         inner = state.inner.replace(env=env, elapsed=state.inner.elapsed + 1)
         if self.limit is not None:
@@ -537,10 +538,3 @@ def _call_unfused(function: Callable[[Any], Any], always_true: Array, argument: 
     # XLA does not fuse across a branch. Fused with the code around it, a start state would be rounded differently in the
     # restart loop and in a reset, and the same key would not reproduce the episode bit by bit.
     return jax.lax.cond(always_true, lambda: function(argument), lambda: unused)
-
-
-def _stop_gradient(mask: Array | None, tree: PyTree) -> PyTree:
-    """Stop the gradient in the rows of ``tree`` under ``mask``, without a select at run time."""
-    # The derivative of a step past the end of an episode may be infinite. The step's result is discarded, but zero times
-    # infinity is NaN, which would reach the action and all earlier steps.
-    return tree if mask is None else merge_rows(mask, jax.lax.stop_gradient(tree), tree)

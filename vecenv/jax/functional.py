@@ -300,7 +300,8 @@ def _parse_limit(steps: int | None) -> int | None:
 
 def action_spec(space: gym.Space[Any]) -> PyTree:
     """Return the shapes and dtypes of one action in JAX."""
-    sample = space.sample()
+    with jax.ensure_compile_time_eval():  # a `jax_space` refuses sample() while a program is traced
+        sample = space.sample()
     struct: Any = jax.ShapeDtypeStruct
     return jax.tree.map(lambda leaf: struct(np.shape(leaf), jnp.result_type(np.asarray(leaf))), sample)
 
@@ -529,7 +530,7 @@ class FunctionalEpisodes:
         """The shapes and dtypes of one environment's info, from a traced step."""
         key = default_key(0)
         state, _ = jax.eval_shape(self.env.init, key)
-        action = jax.tree.map(jnp.asarray, self.env.single_action_space.sample())
+        action = action_spec(self.env.single_action_space)
         return jax.eval_shape(lambda state, action: self.env.step(state, action, key)[5], state, action)
 
 

@@ -433,9 +433,8 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (EnvBase is A
             if raise_if_closed:
                 raise RuntimeError("the environment is already closed")
             return
-        self.is_closed = True
-        envs, self.vector_env = self.vector_env, None
-        envs.close()
+        self.vector_env.close()  # first, so that another call closes the rest after an interruption
+        self.is_closed, self.vector_env = True, None
 
     def __repr__(self) -> str:
         inner = "closed" if self.is_closed else repr(self.vector_env)

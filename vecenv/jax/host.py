@@ -102,10 +102,9 @@ class CallbackHost:
         return [token, *converted]
 
     def close(self) -> None:
-        """Close the environments."""
-        if not self.closed:
-            self.closed = True
-            self.envs.close()
+        """Close the environments; after an interruption, a second call closes the rest."""
+        self.closed = True
+        self.envs.close()
 
     # -- the calls -------------------------------------------------------------------------------------------------------
 

@@ -285,6 +285,25 @@ def test_reset_after_close_builds_new_environments_unless_existing_ones_were_pas
     from_function.close()
 
 
+def test_close_after_an_interrupted_close_closes_the_rest() -> None:
+    class InterruptedVectorEnv(gym.vector.SyncVectorEnv):
+        closings = 0
+
+        def close_extras(self, **kwargs: Any) -> None:
+            self.closings += 1
+            if self.closings == 1:
+                raise KeyboardInterrupt
+            super().close_extras(**kwargs)
+
+    envs = InterruptedVectorEnv([lambda: gym.make("CartPole-v1")])
+    env = as_torchrl(envs)
+    with pytest.raises(KeyboardInterrupt):
+        env.close()
+    env.close()
+    assert envs.closed
+    assert env.is_closed
+
+
 def test_set_seed_and_seeded_resets_give_equal_observations() -> None:
     env = make_cartpoles(None)
     next_seed = env.set_seed(7)

@@ -93,6 +93,18 @@ def test_sb3_resets_between_episodes_have_no_options(mode: str) -> None:
     venv.close()
 
 
+def test_sb3_passes_an_empty_dict_of_options_like_dummy_vec_env() -> None:
+    def make_env() -> Any:
+        return ActionEchoEnv(spaces.Tuple(ACTION_PARTS.values()))
+
+    ours, theirs = as_sb3(make_envs(make_env)), DummyVecEnv([make_env] * 2)
+    for venv in (ours, theirs):
+        venv.set_options([{"start": 3}, {}])
+        venv.reset()
+    assert ours.get_attr("options") == theirs.get_attr("options") == [[{"start": 3}], [None]]
+    ours.close()
+
+
 def test_tianshou_resets_have_options_only_if_given() -> None:
     envs = make_envs(lambda: ActionEchoEnv(spaces.Tuple(ACTION_PARTS.values())))
     venv = as_tianshou(envs)
@@ -101,6 +113,19 @@ def test_tianshou_resets_have_options_only_if_given() -> None:
     venv.reset([0], options={"start": 3})
     assert envs.get_attr("options") == ([None, {"start": 3}], [None, None])
     venv.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("wrap", [lambda envs: envs, VectorWrapper], ids=["bare", "wrapped"])
+def test_torchrl_resets_between_episodes_have_no_options(mode: str, wrap: Any) -> None:
+    envs = make_envs(lambda: ActionEchoEnv(spaces.Tuple(ACTION_PARTS.values())), mode=mode)
+    env = as_torchrl(wrap(envs))
+    env.rollout(3, break_when_any_done=False)
+    tensordict = env.reset()
+    for _ in range(3):  # the third step is after the end of the episodes
+        tensordict = env.step(env.rand_action(tensordict))
+    assert all(options is None for row in envs.get_attr("options") for options in row)
+    env.close()
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bridge_envs import CallLogVectorEnv, make_faulty_fns, make_fns
+from bridge_envs import CallLogVectorEnv, RandomEnv, make_faulty_fns, make_fns
 from envs import FixedBatchSize
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorWrapper
@@ -108,6 +108,27 @@ def test_finished_rows_are_not_stepped_in_disabled_mode(batch_size: int | None) 
             done |= np.asarray(state.done)
         assert envs.stats()["steps"] == expected_steps
         assert envs.stats()["resets"] == 4
+
+
+class OptionsEnv(RandomEnv):
+    """An environment that records the options of its resets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options: list[Any] = []
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.options.append(options)
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.parametrize("wrap", [lambda envs: envs, VectorWrapper], ids=["bare", "wrapped"])
+def test_masked_resets_have_no_options(wrap: Any) -> None:
+    envs = vecenv.AsyncVectorEnv([OptionsEnv] * 2, num_workers=0, autoreset_mode="Disabled")
+    with vj.bridge(wrap(envs)) as env:
+        state = env.reset(jax.random.key(SEED))
+        env.reset_mask(state, jnp.array([True, False]), jax.random.key(SEED))
+        assert envs.get_attr("options") == ([None, None], [None])
 
 
 class DyingAgents:

@@ -361,6 +361,23 @@ def test_calls_after_close_raise() -> None:
     assert "closed" in repr(env)
 
 
+def test_close_after_an_interrupted_close_closes_the_rest() -> None:
+    class InterruptedVectorEnv(CallLogVectorEnv):
+        closings = 0
+
+        def close_extras(self, **kwargs: Any) -> None:
+            self.closings += 1
+            if self.closings == 1:
+                raise KeyboardInterrupt
+
+    env = vj.bridge(InterruptedVectorEnv())
+    with pytest.raises(KeyboardInterrupt):
+        env.close()
+    assert not env.envs.closed
+    env.close()
+    assert env.envs.closed
+
+
 # -- environments that run JAX in this process -----------------------------------------------------------------------
 
 

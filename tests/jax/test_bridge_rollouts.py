@@ -418,6 +418,21 @@ def test_integer_that_overflows_in_32_bit_mode_raises() -> None:
             assert env.reset(jax.random.key(0)).obs["n"][0, 0] == 2**40
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_integer_info_that_overflows_raises(dtype: Any) -> None:
+    class ScoreEnv(Float64Env):
+        score = 8
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return self._observation(), {"score": self.score}
+
+    with vj.bridge(SyncVectorEnv([ScoreEnv]), {"score": dtype}) as env:
+        assert env.reset(new_key(0)).info["score"].tolist() == [8]
+        ScoreEnv.score = 2**40
+        with pytest.raises(OverflowError, match="does not fit into int32"):
+            env.reset(new_key(0))
+
+
 @pytest.mark.long
 def test_step_with_an_integer_that_overflows_needs_a_reset() -> None:
     inner = Float64Env()

@@ -224,6 +224,17 @@ def test_frame_skip_sums_rewards_and_stops_at_the_end() -> None:
     assert state.steps.tolist() == [1]
 
 
+def test_environment_with_jax_spaces_can_be_built_inside_and_outside_of_a_program() -> None:
+    class Sampling(Counter):
+        single_action_space = jax_space(Counter.single_action_space)
+
+    def get_position() -> Any:
+        env = FunctionalVectorEnv(Sampling(), 2)
+        return env.step(env.reset(new_key(0)), jnp.ones((2, 1))).info["position"]
+
+    np.testing.assert_allclose(get_position(), jax.jit(get_position)(), rtol=1e-6)
+
+
 def test_frame_skip_accepts_flags_and_rewards_of_any_dtype() -> None:
     class FloatFlags(Counter):
         def step(self, state: Any, action: Any, key: Any) -> Any:

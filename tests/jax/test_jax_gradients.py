@@ -76,9 +76,10 @@ class CliffEnv(Counter):
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
-def test_gradients_exclude_values_beyond_the_end_of_an_episode(mode: str) -> None:
+@pytest.mark.parametrize("frame_skip", [1, 3])
+def test_gradients_exclude_values_beyond_the_end_of_an_episode(mode: str, frame_skip: int) -> None:
     def get_slope(fence: bool) -> Any:
-        env = FunctionalVectorEnv(CliffEnv(fence), 5, mode)
+        env = FunctionalVectorEnv(CliffEnv(fence), 5, mode, frame_skip=frame_skip)
 
         def loss(push: Any) -> Any:
             state = env.reset(new_key(0))

@@ -104,9 +104,9 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
 
     def reset(self) -> Any:
         """Reset all environments with the seeds and options that were set since the last reset, and drop a pending step."""
-        options: Any = self._options
+        options: Any = [each or None for each in self._options]  # as in `DummyVecEnv`
         if len(options) == self.num_envs and _are_equal(options):
-            options = options[0] or None
+            options = options[0]
         observations, self.reset_infos = reset_all(self._by_row, self._seeds, options)
         self._stepped = None
         self._reset_seeds()
@@ -205,7 +205,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         return f"{type(self).__name__}({self.vector_env!r})"
 
 
-def _are_equal(options: Sequence[dict[str, Any]]) -> bool:
+def _are_equal(options: Sequence[dict[str, Any] | None]) -> bool:
     try:
         return all(each == options[0] for each in options)
     except ValueError:  # different arrays, for which `==` returns an array

@@ -33,6 +33,7 @@ from torchrl.envs import EnvBase
 
 from vecenv.adapters.single import agents_per_env, require_none_in_flight, require_settings, reset_all, send_alone
 from vecenv.evaluating.policies import map_leaves
+from vecenv.front.arguments import MaskOnlyOptions
 from vecenv.front.capabilities import capabilities_of
 from vecenv.front.infos import own_keys
 from vecenv.make import make_vec
@@ -432,9 +433,8 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (EnvBase is A
             if raise_if_closed:
                 raise RuntimeError("the environment is already closed")
             return
-        self.is_closed = True
-        envs, self.vector_env = self.vector_env, None
-        envs.close()
+        self.vector_env.close()  # first, so that another call closes the rest after an interruption
+        self.is_closed, self.vector_env = True, None
 
     def __repr__(self) -> str:
         inner = "closed" if self.is_closed else repr(self.vector_env)
@@ -508,7 +508,8 @@ class _Rows:
             self._write_rows(begun, self._starts, begun)
         if to_reset.any():
             require_none_in_flight(self._envs, "reset", np.flatnonzero(to_reset))
-            observations, infos = self._envs.reset(options={**(options or {}), "reset_mask": to_reset.copy()})
+            mask_options = MaskOnlyOptions({**(options or {}), "reset_mask": to_reset.copy()})
+            observations, infos = self._envs.reset(options=mask_options)
             self._write_rows(to_reset, self._encode(observations, infos, self._all_rows), to_reset)
             self._unsteppable = self._unsteppable & ~to_reset
         self._has_start, self.terminated, self.truncated = (
@@ -553,7 +554,7 @@ class _Rows:
         all_live = bool(live.all())
         if all_live or not self._can_step_rows:
             if self._unsteppable.any():
-                self._envs.reset(options={"reset_mask": self._unsteppable.copy()})
+                self._envs.reset(options=MaskOnlyOptions(reset_mask=self._unsteppable.copy()))
             results, ids = self._envs.step(actions), self._all_rows
         else:
             rows = np.flatnonzero(live)

@@ -25,7 +25,7 @@ from gymnasium.vector import AutoresetMode
 
 __all__ = [
     "Adapter", "Array", "EnvState", "FixedSpec", "FrameSkip", "JaxEnv", "Limited", "NativeState", "PyTree", "Rescaled",
-    "Start", "Stepped", "default_key", "merge_rows", "probe", "select",
+    "Start", "Stepped", "default_key", "merge_rows", "probe", "select", "stop_gradient",
 ]  # fmt: skip
 
 Array: TypeAlias = jax.Array
@@ -42,6 +42,13 @@ def select(mask: Array, yes: Array, no: Array) -> Array:
 def merge_rows(mask: Array, yes: Any, no: Any) -> Any:
     """Apply :func:`select` to each pair of leaves of two trees of the same structure."""
     return jax.tree.map(lambda one, other: select(mask, one, other), yes, no)
+
+
+def stop_gradient(mask: Array | None, tree: PyTree) -> PyTree:
+    """Stop the gradient in the rows of ``tree`` under ``mask``, without a select at run time."""
+    # The derivative of a step past the end of an episode may be infinite. The step's result is discarded, but zero times
+    # infinity is NaN, which would reach the action and all earlier steps.
+    return tree if mask is None else merge_rows(mask, jax.lax.stop_gradient(tree), tree)
 
 
 @jax.tree_util.register_dataclass
@@ -387,7 +394,8 @@ class FrameSkip(Wrapper):
         def repeat(before: Any, i: Array) -> tuple[Any, None]:
             state, _, reward, terminated, truncated, _ = before
             done = terminated | truncated
-            after = self.env.step(state, action, jax.random.fold_in(key, i))
+            state, masked_action = stop_gradient(done, (state, action))
+            after = self.env.step(state, masked_action, jax.random.fold_in(key, i))
             after = (*after[:2], reward + after[2], *after[3:])
             return merge_rows(done, before, after), None
 

@@ -41,6 +41,7 @@ from vecenv.jax.env import (
     default_key,
     merge_rows,
     select,
+    stop_gradient,
 )
 from vecenv.jax.interop import jax_space
 from vecenv.jax.libraries import adapt
@@ -299,7 +300,8 @@ def _parse_limit(steps: int | None) -> int | None:
 
 def action_spec(space: gym.Space[Any]) -> PyTree:
     """Return the shapes and dtypes of one action in JAX."""
-    sample = space.sample()
+    with jax.ensure_compile_time_eval():  # a `jax_space` refuses sample() while a program is traced
+        sample = space.sample()
     struct: Any = jax.ShapeDtypeStruct
     return jax.tree.map(lambda leaf: struct(np.shape(leaf), jnp.result_type(np.asarray(leaf))), sample)
 
@@ -395,7 +397,7 @@ class FunctionalEpisodes:
         # place is cheaper than selecting between two whole states.
         idle = None if mode is AutoresetMode.SAME_STEP else ended
         steps = jnp.where(ended, 0, state.steps) if mode is AutoresetMode.NEXT_STEP else state.steps
-        stepped = self._advance(_stop_gradient(idle, state.inner), steps, _stop_gradient(idle, action))
+        stepped = self._advance(stop_gradient(idle, state.inner), steps, stop_gradient(idle, action))
         env, obs, reward, terminated, truncated, info = stepped
         inner = state.inner.replace(env=env, elapsed=state.inner.elapsed + 1)
         if self.limit is not None:
@@ -528,7 +530,7 @@ class FunctionalEpisodes:
         """The shapes and dtypes of one environment's info, from a traced step."""
         key = default_key(0)
         state, _ = jax.eval_shape(self.env.init, key)
-        action = jax.tree.map(jnp.asarray, self.env.single_action_space.sample())
+        action = action_spec(self.env.single_action_space)
         return jax.eval_shape(lambda state, action: self.env.step(state, action, key)[5], state, action)
 
 
@@ -537,10 +539,3 @@ def _call_unfused(function: Callable[[Any], Any], always_true: Array, argument: 
     # XLA does not fuse across a branch. Fused with the code around it, a start state would be rounded differently in the
     # restart loop and in a reset, and the same key would not reproduce the episode bit by bit.
     return jax.lax.cond(always_true, lambda: function(argument), lambda: unused)
-
-
-def _stop_gradient(mask: Array | None, tree: PyTree) -> PyTree:
-    """Stop the gradient in the rows of ``tree`` under ``mask``, without a select at run time."""
-    # The derivative of a step past the end of an episode may be infinite. The step's result is discarded, but zero times
-    # infinity is NaN, which would reach the action and all earlier steps.
-    return tree if mask is None else merge_rows(mask, jax.lax.stop_gradient(tree), tree)

@@ -25,7 +25,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from vecenv.errors import ObservationError, StaleStateError, StepTimeout
-from vecenv.front.arguments import GymnasiumAsync
+from vecenv.front.arguments import GymnasiumAsync, MaskOnlyOptions
 from vecenv.front.capabilities import capabilities_of
 from vecenv.front.driver import drop_pending_and_retry
 from vecenv.link.observations import flatten
@@ -102,10 +102,9 @@ class CallbackHost:
         return [token, *converted]
 
     def close(self) -> None:
-        """Close the environments."""
-        if not self.closed:
-            self.closed = True
-            self.envs.close()
+        """Close the environments; after an interruption, a second call closes the rest."""
+        self.closed = True
+        self.envs.close()
 
     # -- the calls -------------------------------------------------------------------------------------------------------
 
@@ -256,12 +255,21 @@ _COMMANDS: dict[str, Callable[..., list[Array]]] = {  # the commands with a toke
 
 def _convert(array: Array, spec: ArraySpec) -> Array:
     shape, dtype = spec
-    if array.dtype != dtype:
-        converted = array.astype(dtype)
-        if array.dtype.kind in "iu" and not np.array_equal(converted, array):
-            raise OverflowError(f"an integer from the environments does not fit into {dtype}: enable JAX's 64-bit mode")
-        array = converted
+    array = _cast(array, dtype)
     return array if array.shape == shape else array.reshape(shape)
+
+
+def _cast(array: Array, dtype: np.dtype[Any]) -> Array:
+    """Return an array in a dtype; raise ``OverflowError`` for an integer that does not fit."""
+    if array.dtype == dtype:
+        return array
+    converted = array.astype(dtype)
+    if array.dtype.kind in "iu" and not np.array_equal(converted, array):
+        raise OverflowError(
+            f"an integer from the environments does not fit into {dtype}: enable JAX's 64-bit mode, and name a wider dtype "
+            "if the info_spec has this one"
+        )
+    return converted
 
 
 class Requests:
@@ -311,7 +319,7 @@ class Requests:
 
     def reset(self, seeds: list[int] | None, mask: npt.NDArray[np.bool_] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset all rows, or those that ``mask`` selects."""
-        options = None if mask is None else {"reset_mask": mask}
+        options = None if mask is None else MaskOnlyOptions(reset_mask=mask)
         self._ended[... if mask is None else mask] = False
         if not self._is_async:
             reset = functools.partial(self.envs.reset, seed=seeds, options=options)
@@ -461,6 +469,7 @@ class InfoColumns:
         Raises:
             ObservationError: A value has another shape than specified, its dtype cannot be cast as ``"same_kind"``, or it is
                 no dict where one is specified.
+            OverflowError: An integer does not fit the specified dtype.
         """
         arrays: list[Array] = []
         final = infos.get("final_info") or {}
@@ -484,9 +493,12 @@ def _fill(column: InfoColumn, infos: Mapping[str, Any], values: Array, mask: Arr
     if key not in infos:
         return
     reported = np.asarray(infos[key])
+    cast: Callable[[Array], Array] = np.asarray  # NumPy rounds floats, but would wrap integers
+    if column.dtype.kind in "iu":
+        cast = functools.partial(_cast, dtype=column.dtype)
     present &= infos.get(f"_{key}", True)
     if reported.dtype != object and reported.shape == values.shape and _fits(reported, column):
-        values[present] = reported[present]
+        values[present] = cast(reported[present])
         mask |= present
         return
     for row in np.flatnonzero(present).tolist():
@@ -496,7 +508,7 @@ def _fill(column: InfoColumn, infos: Mapping[str, Any], values: Array, mask: Arr
                 f"{column.name} of env {row}: got {value.dtype}{list(value.shape)}, the info_spec has "
                 f"{column.dtype}{list(column.shape)}."
             )
-        values[row], mask[row] = value, True
+        values[row], mask[row] = cast(value), True
 
 
 def _fits(values: Array, column: InfoColumn) -> bool:

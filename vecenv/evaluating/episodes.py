@@ -6,14 +6,12 @@ runs it, so results do not depend on the number of environments.
 
 from __future__ import annotations
 
-import copy
 import operator
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -21,8 +19,8 @@ from numpy.typing import NDArray
 
 from vecenv.errors import SnapshotMismatch
 from vecenv.evaluating.tables import make_table
+from vecenv.link.messages import copy_if_possible
 from vecenv.state.snapshots import Snapshot
-from vecenv.system.signals import call_with_fallback
 
 __all__ = ["Attempt", "Episode", "EpisodeList", "EpisodeResult", "EpisodeResults", "Episodes", "parse_episodes"]
 
@@ -228,7 +226,7 @@ class Episodes:
         episode_return = attempt.episode_return if error is None else float("nan")
         seed = episode.seed if episode.snapshot is None else None
         # an environment of this process may change the objects in its info during later episodes
-        info = call_with_fallback(partial(copy.deepcopy, info), lambda _: info, Exception)
+        info = copy_if_possible(info)
         result = self.results[index] = EpisodeResult(
             index, seed, episode.options, episode_return, attempt.length, terminated, truncated, info, error,
             time.perf_counter() - attempt.start_time, self.attempts[index], tuple(attempt.frames), episode.env,

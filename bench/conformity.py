@@ -73,14 +73,14 @@ class _EnvPoolAdapter:
         self.action_space = batch_space(self._envs.action_space, num_envs)
         self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
 
-    def _build_envs(self, seed: int) -> None:
+    def _build_envs(self, seed: int | list[int]) -> None:
         import envpool
 
         self._envs = envpool.make_gymnasium("CartPole-v1", num_envs=self.num_envs, seed=seed)
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        if options or isinstance(seed, list):
-            raise NotImplementedError("reset() takes neither options nor a list of seeds")
+        if options:
+            raise NotImplementedError("reset() takes no options")
         if seed is not None:
             self._envs.close()
             self._build_envs(seed)

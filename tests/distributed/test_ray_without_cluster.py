@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import pickle
 import random
@@ -29,8 +30,17 @@ from sampling import each_once
 
 import vecenv
 from vecenv.backends import RayVectorEnv
-from vecenv.backends.ray.cluster import Cluster, _connect
-from vecenv.errors import ClusterError, EnvError, EnvFailed, HostDied, ObservationError, StepTimeout, WorkerDied
+from vecenv.backends.ray.cluster import Cluster, _connect, _HostActor
+from vecenv.errors import (
+    ClusterError,
+    EnvError,
+    EnvFailed,
+    HostDied,
+    ObservationError,
+    RestartsExhausted,
+    StepTimeout,
+    WorkerDied,
+)
 from vecenv.testing import VectorEnvContract, assert_identical, assert_same_trajectory
 from vecenv.tools.replay import replay
 from vecenv.wrappers import RecordEpisodeStatistics
@@ -180,6 +190,16 @@ def test_stats_count_only_steps_with_results(closes: Any) -> None:
         with pytest.raises(ObservationError):
             envs.step([0] * 4)
         assert (envs.stats()["steps"], envs.stats()["resets"]) == (3, 4)
+
+
+def test_stats_do_not_count_a_step_that_a_host_refuses(closes: Any) -> None:
+    fns = [*counters(3), functools.partial(MisshapenObservationEnv, 3)]
+    envs = closes(InProcessRayVectorEnv(fns, num_hosts=1, on_failure=vecenv.Restart(0)))
+    envs.reset(seed=1)
+    for _ in range(2):  # the second step is refused before anything is sent
+        with pytest.raises(RestartsExhausted):
+            envs.step(np.zeros(4, np.int64))
+        assert envs.stats()["steps"] == 3
 
 
 def test_timeout_names_the_first_four_late_hosts_in_order(closes: Any) -> None:
@@ -493,6 +513,34 @@ def test_errors_of_vecenv_contain_the_global_env_index(closes: Any) -> None:
             call()
     with pytest.raises(EnvFailed, match=r"^env 3 failed earlier"):
         envs.get_attr("steps")
+
+
+class ArmBreaksEnv(CounterEnv):
+    """An environment that raises an exception with an index of its own in each step."""
+
+    def step(self, action: Any) -> Any:
+        raise ValueError("arm of env 0 is broken")
+
+
+def test_log_lines_of_an_actor_contain_the_global_env_index(
+    closes: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    main, logger = sys.modules["__main__"], logging.getLogger("vecenv")
+    for name in ("__file__", "__spec__"):  # the actor changes them
+        monkeypatch.setattr(main, name, None, raising=False)
+    monkeypatch.setattr(logger, "filters", [])
+    fns = [*counters(3), functools.partial(ArmBreaksEnv, 3)]
+    envs = closes(InProcessRayVectorEnv(fns, on_failure="restart"))
+    actor = _HostActor(envs.cluster.host(1)._plan)
+    assert actor.start().error is None
+    closes(actor.envs)
+    actor.envs.reset(seed=1)
+    actor.envs.step([0, 0])
+    logger.warning("envs %s have been stepping for %.0f s", "0-1, 3", 60)
+    assert [re.sub(r", at .*", "", line) for line in caplog.messages] == [
+        "vecenv restarts after a failure: env 3: ValueError: arm of env 0 is broken",
+        "envs 2-3, 5 have been stepping for 60 s",
+    ]
 
 
 class MissingKeyEnv(CounterEnv):

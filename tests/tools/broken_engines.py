@@ -115,6 +115,13 @@ class Hangs(SyncVectorEnv):
         time.sleep(1000)
 
 
+class HangsInConstructor(SyncVectorEnv):
+    """An engine that hangs while it is built."""
+
+    def __init__(self, env_fns: Any, autoreset_mode: Any) -> None:
+        time.sleep(1000)
+
+
 class WithoutStep:
     """An engine without ``step``."""
 

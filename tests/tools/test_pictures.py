@@ -88,6 +88,13 @@ def test_tile_makes_an_approximately_square_image(count: int, shape: tuple[int, 
     assert tile([np.zeros((*shape, 3), np.uint8)] * count, gap=0).shape[:2] == expected
 
 
+def test_tile_accepts_numpy_integers_as_columns_and_gap() -> None:
+    images = [np.full((200, 200, 3), index, np.uint8) for index in range(5)]
+    columns: Any = np.uint8(2)
+    gap: Any = np.uint8(3)
+    np.testing.assert_array_equal(tile(images, columns=columns, gap=gap), tile(images, columns=2, gap=3))
+
+
 def test_render_grid_and_tile_reject_unusable_frames(make_envs: Any) -> None:
     without_frames = make_envs((4, 6, 3), render_mode=None)
     without_frames.reset()
@@ -136,6 +143,14 @@ def test_video_contains_every_frame(name: str, tmp_path: Path) -> None:
             assert (video.n_frames, video.size, video.fps) == (4, [42, 34], 10)  # the last column and row are black
             colours = [int(frame[5, 5, 0]) for frame in video.iter_frames()]
         np.testing.assert_allclose(colours, [0, 60, 120, 180], atol=8)
+
+
+def test_video_at_a_rate_of_few_bits_contains_every_frame(tmp_path: Path) -> None:
+    clips = pytest.importorskip("moviepy.video.io.VideoFileClip", reason="writes videos")
+    fps: Any = np.float16(30)
+    write_video([np.zeros((8, 8, 3), np.uint8)] * 600, tmp_path / "a.mp4", fps=fps)
+    with clips.VideoFileClip(str(tmp_path / "a.mp4")) as video:
+        assert video.n_frames == 600
 
 
 @pytest.mark.parametrize("name", ["a.gif", "b.mp4"])

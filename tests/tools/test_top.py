@@ -375,7 +375,7 @@ def test_live_table_is_updated_and_the_terminal_is_restored_at_the_end(live_top:
         live_top.read_until(lambda text: "Nothing to show" in text)
     live_top.send_ctrl_c() if ending == "Ctrl-C" else live_top.command.terminate()
     live_top.read_until(lambda text: LEAVE_SCREEN in text)
-    assert live_top.command.wait(timeout=10) == 0
+    assert live_top.command.wait() == 0
     assert "Traceback" not in live_top.text
     assert live_top.text.index(ENTER_SCREEN) < live_top.text.index("shown live") < live_top.text.rindex(LEAVE_SCREEN)
     assert live_top.text.rindex(HIDE_CURSOR) < live_top.text.rindex(SHOW_CURSOR)

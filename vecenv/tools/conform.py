@@ -77,15 +77,18 @@ def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), 
         raise CliError("the checks are assert statements, which -O and PYTHONOPTIMIZE remove: run Python without them")
     build = import_engine(engine)
     rows: dict[int, Result] = {}
-    limit = _CHECK_SECONDS + _START_SECONDS
     with started([Candidate("engine", engine, partial(CheckRunner, engine))]) as (host,):
         for mode in modes:
-            refusal = ""  # why the engine lacks this mode; if set, it is not built again
+            refusal = ""  # why the engine cannot be built in this mode; if set, it is not built again
+            limit = _CHECK_SECONDS + _START_SECONDS
             for number, check in enumerate(CHECKS):
                 if mode not in check.modes or (check.fault and not faults):
                     continue
                 row = rows.setdefault(number, Result(check.name, check.about, check.known))
                 reply = (REFUSED, refusal, []) if refusal else host.call("run_check", number, mode, timeout=limit)
+                if reply is None and number == 0:  # this check only reads attributes, so building the engine has failed
+                    refusal = str(host.failed)
+                    reply = REFUSED, refusal, []
                 limit = _CHECK_SECONDS
                 state, why, draws = reply or (BROKEN, str(host.failed), [])
                 row.draws += [name for name in draws if name not in row.draws]
@@ -97,7 +100,7 @@ def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), 
                 if refusal or state == BROKEN or check.fault:  # closing the engine may hang
                     host.kill()
                     limit = _CHECK_SECONDS + _START_SECONDS
-        host.kill()  # closing the engines may hang
+            host.kill()  # closing the engines may hang
     if rows and all(row.state == REFUSED for row in rows.values()):
         why = next(iter(next(iter(rows.values())).why.values()))
         if why.startswith(_ONLY_MODE_PREFIX):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import math
+import operator
 import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -69,6 +70,7 @@ def tile(images: Sequence[Frame], *, columns: int | None = None, gap: int = 2) -
     """Tile images ``(height, width, 3)`` into one, row by row; see :func:`render_grid`."""
     if not images:
         raise ValueError("there are no images to tile")
+    gap, columns = operator.index(gap), None if columns is None else operator.index(columns)  # a uint8 would overflow
     if columns is not None and columns < 1:
         raise ValueError(f"columns must be at least 1, got {columns}")
     if gap < 0:
@@ -146,7 +148,7 @@ def write_video(images: Iterable[Frame], path: str | Path, *, fps: float = 30.0)
             raise ValueError(f"images must be {expected}; images[{index}] is {dtype} of shape {shape}")
     path.parent.mkdir(parents=True, exist_ok=True)
     write = _write_gif if path.suffix.lower() == ".gif" else _write_mp4
-    write(frames, path, fps)
+    write(frames, path, float(fps))  # with a float16, MoviePy would lose frames
     return len(frames)
 
 

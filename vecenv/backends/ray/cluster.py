@@ -8,6 +8,7 @@ its last vector environment is closed.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import sys
@@ -209,6 +210,7 @@ class _HostActor(Host):
     def start(self) -> HostReady:
         main: Any = sys.modules["__main__"]
         main.__file__ = main.__spec__ = None  # here `__main__` is Ray's script, which workers need not import
+        logging.getLogger("vecenv").addFilter(self._collector.renumber_log)
         return super().start()
 
 

@@ -9,6 +9,7 @@ actions of fixed size, and results with nothing else to report, are sent as the 
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import pickle
@@ -209,7 +210,14 @@ class _EventCollector(Observer):
         def add_offset(found: re.Match[str]) -> str:
             return found[1] + re.sub(r"\d+", lambda digits: str(self._first_row + int(digits[0])), found[2])
 
-        return re.sub(r"\b([Ee]nvs? )(\d+(?:-\d+)?|\[[\d, ]+\])", add_offset, text)
+        return re.sub(r"\b([Ee]nvs? )(\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*|\[[\d, ]+\])", add_offset, text)
+
+    def renumber_log(self, record: logging.LogRecord) -> bool:
+        """Replace the host's indices in a log record of vecenv, and keep the record, as a filter of a logger."""
+        # the environment's own text, which may have indices too, follows a colon or a parenthesis
+        text = re.sub(r"\benvs? [^:(]+", lambda found: self.renumber(found[0]), record.getMessage(), count=1)
+        record.msg, record.args = text, ()
+        return True
 
 
 class Host:
@@ -263,12 +271,15 @@ class Host:
         envs, collector = self.envs, self._collector
         collector.events = []
         errors: list[Exception] = []
+        rows: Sequence[int] = []
         outcome = Outcome()
         try:
-            rows, arrays = self._split_result(outcome, *self._view.results("step", self._unpack(actions, envs.num_envs)))
+            envs.step_async(self._unpack(actions, envs.num_envs))
+            rows = self._plan.rows
+            rows, arrays = self._split_result(outcome, *self._view.results("step_wait"))
         except Exception as error:  # of the other environments, only the observations are needed, as their latest ones
             errors.append(error)
-            rows = [row for row in self._plan.rows if row not in collector.failed]
+            rows = [row for row in rows if row not in collector.failed]
             local = np.array(rows, np.intp) - self._first_row
             arrays = [*np.zeros((3, len(rows))), *(leaf[local] for leaf in flatten(tree, envs.observations))]
         return self._reply(rows, arrays, outcome, errors, rebuilds=envs.capabilities.restarts)

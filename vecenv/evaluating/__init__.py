@@ -33,7 +33,17 @@ from vecenv.errors import (
     envs_text,
     how_to_install,
 )  # fmt: skip
-from vecenv.evaluating.episodes import Attempt, Episode, EpisodeList, EpisodeResult, EpisodeResults, Episodes, parse_episodes
+from vecenv.evaluating.episodes import (
+    Attempt,
+    EpisodeList,
+    EpisodeResult,
+    EpisodeResults,
+    Episodes,
+    first_snapshot_per_kind,
+    parse_episodes,
+    parse_frames,
+    shared_options,
+)  # fmt: skip
 from vecenv.evaluating.journal import Journal, stored_seed
 from vecenv.evaluating.policies import PolicyCaller, join_rows, take_rows
 from vecenv.evaluating.tasks import WaitingEpisodes, find_offered, require_offered
@@ -43,7 +53,7 @@ from vecenv.front.capabilities import Capabilities, capabilities_of, raise_unsup
 from vecenv.front.infos import RowInfos
 from vecenv.link.messages import original_summary
 from vecenv.multi_agent.views import FlattenAgents
-from vecenv.state.snapshots import Kind, Snapshot
+from vecenv.state.snapshots import Snapshot
 from vecenv.system.reporting import warn
 from vecenv.system.signals import raised_by_handler, watched_handlers
 
@@ -115,7 +125,7 @@ def evaluate(
     todo = Episodes(listed_episodes, base, retries)
     if on_episode is not None and not callable(on_episode):
         raise TypeError(f"on_episode must be callable, got {on_episode!r}")
-    with_frames = _parse_frames(frames, len(todo.episodes))
+    with_frames = parse_frames(frames, len(todo.episodes))
     if (limit := parse_timeout(timeout)) == 0.0:
         raise ValueError(f"timeout must be None or a number of seconds above 0, got {timeout!r}")
     journal = _open_journal(folder, name, todo, with_frames)
@@ -180,7 +190,7 @@ def _make_runner(
     capabilities = capabilities_of(envs)
     if isinstance(envs, VectorWrapper) and not hasattr(type(envs), "recv"):
         capabilities = None  # the engine would step single rows without calling the wrapper
-    if (snapshots := _first_snapshot_per_kind(todo)) and (capabilities is None or not capabilities.snapshots):
+    if (snapshots := first_snapshot_per_kind(todo.episodes)) and (capabilities is None or not capabilities.snapshots):
         raise_unsupported(envs, "begin episodes with snapshots", "they cannot be loaded")
     if capabilities is not None and capabilities.first_ready and capabilities.masked_seeds and hasattr(envs, "abandon"):
         if with_frames and envs.render_mode != "rgb_array":
@@ -197,7 +207,7 @@ def _make_runner(
         if limit is not None:
             raise_unsupported(envs, "end environments that hang", "vecenv does not run them in processes")
         in_waves = _needs_waves(envs, capabilities, todo)
-        if in_waves and envs.num_envs > 1 and _shared_options(todo.episodes) is None:
+        if in_waves and envs.num_envs > 1 and shared_options(todo.episodes) is None:
             reason = "all environments are reset together; evaluate the episodes with equal options in one call each"
             raise_unsupported(envs, "evaluate episodes with different options or env=", reason)
         runner = LockstepRunner(envs, todo, act, report, in_waves=in_waves)
@@ -215,24 +225,6 @@ def _require_nothing_in_flight(base: Any) -> None:
             return
         description = envs_text(in_flight)
     raise AlreadyPendingCallError(f"Calling `evaluate` with {description} in flight: call `recv` or `reset` first.", "send")
-
-
-def _shared_options(episodes: Sequence[Episode]) -> dict[str, Any] | None:
-    """Return the options of these episodes; ``None`` if they differ, or cannot be compared."""
-    first, *others = [episode.reset_options or {} for episode in episodes]
-    try:
-        return first if all(each == first for each in others) else None
-    except (ValueError, RuntimeError):  # for arrays and tensors, `==` returns no bool
-        return None
-
-
-def _first_snapshot_per_kind(todo: Episodes) -> dict[int, Snapshot]:
-    """Return the first snapshot for each kind of environment, by the index of its episode."""
-    found: dict[Kind, tuple[int, Snapshot]] = {}
-    for index, episode in enumerate(todo.episodes):
-        if episode.snapshot is not None:
-            found.setdefault(episode.snapshot.row.kind, (index, episode.snapshot))
-    return dict(found.values())
 
 
 def _require_loadable(envs: Any, snapshots: dict[int, Snapshot]) -> None:
@@ -280,15 +272,6 @@ def _fixed_statistics(envs: Any) -> Iterator[None]:
     finally:
         for wrapper in updating:
             wrapper.update_running_mean = True
-
-
-def _parse_frames(frames: Iterable[int], count: int) -> frozenset[int]:
-    if not isinstance(frames, Iterable):
-        raise TypeError(f"frames must be indices of episodes, such as range(3); got {frames!r}")
-    indices = frozenset(frames)
-    if invalid := [index for index in indices if not isinstance(index, (int, np.integer)) or not 0 <= index < count]:
-        raise ValueError(f"frames must be indices of episodes, from 0 to {count - 1}; got {invalid}")
-    return frozenset(int(index) for index in indices)
 
 
 @contextlib.contextmanager
@@ -712,7 +695,7 @@ class LockstepRunner(EpisodeRunner):
         """Begin the next episodes by resetting all environments; rows without an episode are seeded too."""
         rows = [attempt.row for attempt in self._begin_attempts(self._all_rows)]
         seeds = [self._running[min(row, rows[-1])].episode.seed for row in self._all_rows]
-        options = _shared_options([self._running[row].episode for row in rows])
+        options = shared_options([self._running[row].episode for row in rows])
         observations, infos = self._by_row.results("reset", seed=seeds, options=options or None)
         self._raise_failures(rows, infos)
         self._infos = infos.rows() if self._act.takes_infos else []
@@ -738,7 +721,7 @@ class LockstepRunner(EpisodeRunner):
 
     def _reset(self, rows: list[int]) -> Any:
         """Reset these rows with a mask, or one after the other if their options differ."""
-        options = _shared_options([self._running[row].episode for row in rows])
+        options = shared_options([self._running[row].episode for row in rows])
         if options is None:
             return [self._reset([row]) for row in rows][-1]
         mask = self._mask(rows)

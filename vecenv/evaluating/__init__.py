@@ -536,21 +536,23 @@ class FirstReadyRunner(EpisodeRunner):
     def _receive(self) -> Any:
         """Wait for at least one ready environment and return the results; kill workers that hang.
 
-        Return ``None`` if time limits begin again. Replies that arrive during a call of the policy are never late.
+        Return ``None`` if none becomes ready in time. Replies that arrive during a call of the policy are never late.
         """
         receive = partial(self._by_row.results, "recv", count=len(self._in_flight), at_least=1)
         if self._timeout is None:
             return receive()
+        if self._envs.max_concurrency:  # requests may have been held back until now
+            seconds = max(map(self._request_limit, self._in_flight))
+        else:
+            seconds = max(min(deadline for _, deadline in self._in_flight.values()) - time.monotonic(), 0.0)
         with contextlib.suppress(StepTimeout):
-            return receive(max(min(deadline for _, deadline in self._in_flight.values()) - time.monotonic(), 0.0))
+            return receive(seconds)
         expired = self._expired_rows()
         if hanging := [row for row in expired if not (self._restarts and self._is_rebuilding(row))]:
             self._envs.abandon(hanging)
-        if expired and self._restarts:  # the engine rebuilds these rows, which stay in flight
+        if self._restarts:  # the engine rebuilds these rows, which stay in flight
             self._begin_limits(self._mark_starting(expired) & self._in_flight.keys())
-        if expired and self._envs.max_concurrency:  # a hang may have held back all other requests
-            self._begin_limits(self._in_flight.keys())
-        return receive(None) if hanging and not (self._restarts or self._envs.max_concurrency) else None
+        return None
 
     def _expired_rows(self) -> list[int]:
         now = time.monotonic()

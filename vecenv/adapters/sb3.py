@@ -34,12 +34,11 @@ from vecenv.adapters.single import (
     AnyVectorEnv,
     SingleEnvs,
     agents_per_env,
-    episode_statistics_keys,
     require_settings,
     reset_all,
 )
 from vecenv.evaluating import evaluate
-from vecenv.evaluating.episodes import EpisodeList, EpisodeResult
+from vecenv.evaluating.episodes import EpisodeList, EpisodeResult, episode_statistics_keys
 from vecenv.evaluating.policies import map_leaves
 from vecenv.front.arguments import MaskOnlyOptions
 from vecenv.front.by_row import infos_by_row

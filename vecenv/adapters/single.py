@@ -129,11 +129,6 @@ def _target_library(envs: AnyVectorEnv) -> str:
     return ""
 
 
-def episode_statistics_keys(envs: AnyVectorEnv) -> list[str]:
-    """Return the keys under which vector wrappers add episode statistics to infos."""
-    return [wrapper._stats_key for wrapper in wrappers_around(envs) if isinstance(getattr(wrapper, "_stats_key", None), str)]
-
-
 class SingleEnvs:
     """The environments of a vector environment, accessed by index, in any process.
 

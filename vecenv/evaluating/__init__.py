@@ -39,6 +39,7 @@ from vecenv.evaluating.episodes import (
     EpisodeResult,
     EpisodeResults,
     Episodes,
+    episode_statistics_keys,
     first_snapshot_per_kind,
     parse_episodes,
     parse_frames,
@@ -314,6 +315,7 @@ class EpisodeRunner:
         self._envs, self._episodes, self._act, self._report = envs, episodes, act, report
         self._by_row = infos_by_row(envs)
         self._mode = envs.metadata.get("autoreset_mode")
+        self._added_info_keys = episode_statistics_keys(envs)
         self._waiting = WaitingEpisodes(episodes.episodes, getattr(envs, "worker_rows", ()))
         self._running: dict[int, Attempt] = {}  # by row
 
@@ -334,7 +336,10 @@ class EpisodeRunner:
     def _end(self, attempt: Attempt, terminated: Any, truncated: Any, info: Any) -> None:
         """Report an episode that has ended; ``info`` is that of its last step."""
         del self._running[attempt.row]
-        info = info.get("final_info", {}) if self._mode is AutoresetMode.SAME_STEP else info
+        if self._mode is AutoresetMode.SAME_STEP:
+            statistics = {key: info[key] for key in self._added_info_keys if key in info}  # wrappers add them beside it
+            info = info.get("final_info", {})
+            info = {**info, **statistics} if statistics else info
         self._report(self._episodes.record_end(attempt, bool(terminated), bool(truncated), info))
 
 

@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 
 from vecenv.errors import SnapshotMismatch
 from vecenv.evaluating.tables import make_table
+from vecenv.front.capabilities import wrappers_around
 from vecenv.link.messages import copy_if_possible
 from vecenv.state.snapshots import Kind, Snapshot
 
 __all__ = [
-    "Attempt", "Episode", "EpisodeList", "EpisodeResult", "EpisodeResults", "Episodes", "first_snapshot_per_kind",
-    "parse_episodes", "parse_frames", "shared_options",
+    "Attempt", "Episode", "EpisodeList", "EpisodeResult", "EpisodeResults", "Episodes", "episode_statistics_keys",
+    "first_snapshot_per_kind", "parse_episodes", "parse_frames", "shared_options",
 ]  # fmt: skip
 
 _RANDOM_SEED_LIMIT: Final = 2**30  # leaves room for indices: seed + index has to be valid for every engine
@@ -298,6 +299,11 @@ def first_snapshot_per_kind(episodes: Sequence[Episode]) -> dict[int, Snapshot]:
         if episode.snapshot is not None:
             found.setdefault(episode.snapshot.row.kind, (index, episode.snapshot))
     return dict(found.values())
+
+
+def episode_statistics_keys(envs: Any) -> list[str]:
+    """Return the keys under which vector wrappers add episode statistics to infos."""
+    return [wrapper._stats_key for wrapper in wrappers_around(envs) if isinstance(getattr(wrapper, "_stats_key", None), str)]
 
 
 def _require_valid_start(index: int, episode: Episode) -> None:

@@ -63,7 +63,7 @@ def as_sb3(envs: AnyVectorEnv) -> SB3VecEnv:
     Raises:
         TypeError: ``envs`` is not a Gymnasium vector environment.
         ValueError: ``envs`` has ``copy=False``, arrays that are not NumPy's or, with several environments, a vector wrapper
-            ``NormalizeObservation``.
+            ``NormalizeObservation`` or, unless its mode is ``"SameStep"``, no resets with a ``reset_mask``.
         NotImplementedError: Dict or Tuple observations within Dict or Tuple observations, which SB3 does not support.
     """
     return SB3VecEnv(envs)

@@ -626,6 +626,8 @@ def test_failed_prefetch_is_restarted(mode: str, fault: str, closes: Any) -> Non
         if "restarted" in result[4]:
             restarted += int(result[4]["restarted"][1])
             assert (result[1][1], result[3][1]) == (0.0, True)
+            last = expected[4]["final_obs"][1] if mode == "SameStep" else result[0][1]
+            assert_identical(result[4]["final_obs"][1], last)
     assert restarted == 1
     assert envs.stats()["restarts"] == 2  # the second attempt has another seed
 

@@ -610,6 +610,20 @@ def test_failed_prefetch_raises_when_its_row_would_be_reset(
             envs.step(np.zeros(3, np.int64))
 
 
+def test_np_random_and_np_random_seed_are_those_of_the_rows_and_cannot_be_set(closes: Any) -> None:
+    envs = closes(make_prefetcher(Walk))
+    envs.reset(seed=7)
+    assert envs.np_random_seed == (7, 8, 9)
+    while envs.places == [0, 1, 2]:
+        envs.step(np.ones(3, np.int64))
+    moved = [place >= 3 for place in envs.places]
+    assert envs.np_random_seed == tuple(derive_seed(7 + row, row, 1) if moved[row] else 7 + row for row in range(3))
+    generators = envs.np_random
+    assert [type(generator) for generator in generators] == [np.random.Generator] * 3
+    with pytest.raises(AttributeError):
+        envs.np_random = generators
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fault", ["raises", "dies"])

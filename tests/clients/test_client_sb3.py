@@ -372,6 +372,17 @@ def test_unsupported_vector_environments_are_refused() -> None:
     envs.close()
 
 
+def test_vector_environments_without_masked_resets_are_refused() -> None:
+    make_cartpole_batch = functools.partial(gym.make_vec, "CartPole-v1", vectorization_mode="vector_entry_point")
+    wrapped = gym.wrappers.vector.TransformReward(make_cartpole_batch(2), abs)
+    text = "Stable-Baselines3 resets .* but {} has no resets with a reset_mask: it needs autoreset_mode='SameStep', another"
+    for envs in (make_cartpole_batch(2), wrapped, vecenv.make_vec("CartPole-v1", 2, "native")):
+        with pytest.raises(ValueError, match=text.format(type(envs.unwrapped).__name__)):
+            as_sb3(envs)
+        envs.close()
+    as_sb3(vecenv.make_vec("CartPole-v1", 1, "native")).close()  # a mask that selects all is no problem
+
+
 def test_set_options_accepts_one_dict_per_environment() -> None:
     venv = make_venv(make_full_env_fns(2), num_workers=0)
     venv.set_options([{"start": 1}, {"start": 2}])

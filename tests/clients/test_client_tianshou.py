@@ -170,11 +170,11 @@ def test_calls_with_indices_reach_single_environments() -> None:
     venv.close()
 
 
-@pytest.mark.parametrize("frames", [None, np.zeros((2, 4, 6, 3), np.uint8)])
+@pytest.mark.parametrize("frames", [None, np.zeros((1, 4, 6, 3), np.uint8)])
 def test_render_accepts_none_and_one_array_of_all_frames(frames: Any) -> None:
-    envs = vecenv.make_vec("CartPole-v1", 2, "native", render_mode="rgb_array")
+    envs = vecenv.make_vec("CartPole-v1", 1, "native", render_mode="rgb_array")
     envs.library.render = lambda: frames
-    expected = [None, None] if frames is None else [(4, 6, 3)] * 2
+    expected = [None] if frames is None else [(4, 6, 3)]
     assert [None if frame is None else frame.shape for frame in as_tianshou(envs).render()] == expected
     envs.close()
 
@@ -192,6 +192,10 @@ def test_repeated_indices_are_refused_and_step_and_reset_nothing() -> None:
 def test_invalid_input_raises() -> None:
     envs = vecenv.make_vec("CartPole-v1", 2, "serial", vector_kwargs={"autoreset_mode": "SameStep"})
     with pytest.raises(ValueError, match=r"Tianshou needs autoreset_mode='Disabled' or 'NextStep', got 'SameStep'"):
+        as_tianshou(envs)
+    envs.close()
+    envs = gym.make_vec("CartPole-v1", 2, vectorization_mode="vector_entry_point")
+    with pytest.raises(ValueError, match="CartPoleVectorEnv has no resets with a reset_mask: it needs another backend"):
         as_tianshou(envs)
     envs.close()
     venv = make_venv(make_full_env_fns(2), num_workers=0)

@@ -610,6 +610,20 @@ def test_failed_prefetch_raises_when_its_row_would_be_reset(
             envs.step(np.zeros(3, np.int64))
 
 
+def test_np_random_and_np_random_seed_are_those_of_the_rows_and_cannot_be_set(closes: Any) -> None:
+    envs = closes(make_prefetcher(Walk))
+    envs.reset(seed=7)
+    assert envs.np_random_seed == (7, 8, 9)
+    while envs.places == [0, 1, 2]:
+        envs.step(np.ones(3, np.int64))
+    moved = [place >= 3 for place in envs.places]
+    assert envs.np_random_seed == tuple(derive_seed(7 + row, row, 1) if moved[row] else 7 + row for row in range(3))
+    generators = envs.np_random
+    assert [type(generator) for generator in generators] == [np.random.Generator] * 3
+    with pytest.raises(AttributeError):
+        envs.np_random = generators
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fault", ["raises", "dies"])
@@ -626,6 +640,8 @@ def test_failed_prefetch_is_restarted(mode: str, fault: str, closes: Any) -> Non
         if "restarted" in result[4]:
             restarted += int(result[4]["restarted"][1])
             assert (result[1][1], result[3][1]) == (0.0, True)
+            last = expected[4]["final_obs"][1] if mode == "SameStep" else result[0][1]
+            assert_identical(result[4]["final_obs"][1], last)
     assert restarted == 1
     assert envs.stats()["restarts"] == 2  # the second attempt has another seed
 

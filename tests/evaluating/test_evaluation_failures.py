@@ -108,7 +108,8 @@ def test_policy_that_takes_longer_than_the_timeout_fails_no_episode(on_failure: 
 
 
 @pytest.mark.long
-def test_slow_policy_does_not_hide_an_environment_that_hangs() -> None:
+@pytest.mark.parametrize("max_concurrency", [None, 2])
+def test_slow_policy_does_not_hide_an_environment_that_hangs(max_concurrency: int | None) -> None:
     """The other environments always have a result when the policy returns."""
     ends: list[int] = []
 
@@ -117,7 +118,7 @@ def test_slow_policy_does_not_hide_an_environment_that_hangs() -> None:
         return choose_actions(observations, rngs)
 
     walk = functools.partial(Walk, faults={SEED: "hang"})
-    with open_engine([walk] * 3, num_workers=3) as envs:
+    with open_engine([walk] * 3, num_workers=3, max_concurrency=max_concurrency) as envs:
         vecenv.evaluate(
             envs, choose_slowly, 12, seed=SEED, retries=0, timeout=0.5, on_episode=lambda result: ends.append(result.index)
         )
@@ -133,6 +134,20 @@ def test_timeout_excludes_the_time_in_which_max_concurrency_holds_requests(on_fa
         results = vecenv.evaluate(envs, choose_actions, 6, seed=SEED, retries=0, timeout=1.0)
     assert [result.index for result in results if result.error is not None] == [3]
     assert [result.attempts for result in results] == [1] * 6
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_timeout_excludes_requests_that_max_concurrency_holds_during_the_policy(on_failure: Any) -> None:
+    """A call of the policy takes longer than the limits of all rows together."""
+
+    def choose_slowly(observations: Any, rngs: Any) -> Any:
+        time.sleep(1.0)
+        return choose_actions(observations, rngs)
+
+    slow = functools.partial(SlowWalk, pause=0.05, longest=1)
+    with open_engine([slow] * 3, max_concurrency=1, on_failure=on_failure) as envs:
+        results = vecenv.evaluate(envs, choose_slowly, 3, seed=SEED, retries=0, timeout=0.2)
+    assert [(result.error, result.attempts) for result in results] == [(None, 1)] * 3
 
 
 @pytest.mark.parametrize(

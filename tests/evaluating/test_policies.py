@@ -462,9 +462,11 @@ def test_on_episode_receives_results_as_they_finish() -> None:
     assert received != results, "results were received in the order of their indices"
 
 
-def test_evaluate_of_record_episode_statistics_has_its_infos() -> None:
-    with open_engine(make_walk_fns(3), num_workers=0) as envs:
-        wrapped = vecenv.wrappers.RecordEpisodeStatistics(envs)
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+@pytest.mark.parametrize("module", [gymnasium.wrappers.vector, vecenv.wrappers])
+def test_evaluate_of_record_episode_statistics_has_its_infos(module: Any, mode: AutoresetMode) -> None:
+    with open_engine(make_walk_fns(3), num_workers=0, autoreset_mode=mode) as envs:
+        wrapped = module.RecordEpisodeStatistics(envs)
         results = vecenv.evaluate(wrapped, choose_actions, 5, seed=SEED)
     for result, expected in zip(results, expected_results(5), strict=True):
         statistics = result.info.pop("episode")

@@ -34,12 +34,11 @@ from vecenv.adapters.single import (
     AnyVectorEnv,
     SingleEnvs,
     agents_per_env,
-    episode_statistics_keys,
     require_settings,
     reset_all,
 )
 from vecenv.evaluating import evaluate
-from vecenv.evaluating.episodes import EpisodeList, EpisodeResult
+from vecenv.evaluating.episodes import EpisodeList, EpisodeResult, episode_statistics_keys
 from vecenv.evaluating.policies import map_leaves
 from vecenv.front.arguments import MaskOnlyOptions
 from vecenv.front.by_row import infos_by_row
@@ -64,7 +63,7 @@ def as_sb3(envs: AnyVectorEnv) -> SB3VecEnv:
     Raises:
         TypeError: ``envs`` is not a Gymnasium vector environment.
         ValueError: ``envs`` has ``copy=False``, arrays that are not NumPy's or, with several environments, a vector wrapper
-            ``NormalizeObservation``.
+            ``NormalizeObservation`` or, unless its mode is ``"SameStep"``, no resets with a ``reset_mask``.
         NotImplementedError: Dict or Tuple observations within Dict or Tuple observations, which SB3 does not support.
     """
     return SB3VecEnv(envs)

@@ -33,7 +33,8 @@ def require_settings(envs: Any, client: str, modes: Collection[AutoresetMode], *
     Raises:
         TypeError: ``envs`` is not a Gymnasium vector environment.
         ValueError: The autoreset mode is not in ``modes``, ``copy=False`` lets the next step overwrite observations,
-            arrays are not NumPy arrays, or a wrapper refuses the masked resets of clients that reset rows themselves.
+            arrays are not NumPy arrays, or a wrapper or the engine has no masked resets, for clients that reset rows
+            themselves.
     """
     if not isinstance(envs, VectorEnv):
         advice = "; use envs.flatten_agents()" if hasattr(envs, "flatten_agents") else ""
@@ -53,6 +54,12 @@ def require_settings(envs: Any, client: str, modes: Collection[AutoresetMode], *
             f"{client} itself, or in each environment with gymnasium.wrappers.NormalizeObservation"
         )
     inner: Any = envs.unwrapped
+    if resets_rows and mode is not AutoresetMode.SAME_STEP and not _has_masked_resets(inner):
+        same_step = "autoreset_mode='SameStep', " if AutoresetMode.SAME_STEP in modes else ""
+        raise ValueError(
+            f"{client} resets environments as their episodes end, but {type(inner).__name__} has no resets with a "
+            f"reset_mask: it needs {same_step}another backend or, with EnvPool, batch_size=None"
+        )
     if getattr(inner, "copy", True) is False:
         raise ValueError(f"{client} needs copy=True: it keeps observations that copy=False would overwrite in the next step")
     target_library = _target_library(envs)
@@ -61,6 +68,14 @@ def require_settings(envs: Any, client: str, modes: Collection[AutoresetMode], *
     if not target_library and not any_arrays and getattr(inner, "to", "numpy") != "numpy":
         raise ValueError(f"{client} needs to='numpy', got to={inner.to!r}")
     return AutoresetMode(mode)
+
+
+def _has_masked_resets(base: Any) -> bool:
+    """False if a vector environment without wrappers refuses a ``reset_mask`` or ignores it; True if that is unknown."""
+    if (capabilities := capabilities_of(base)) is not None:
+        return capabilities.reset_mask
+    # Gymnasium's own, such as CartPoleVectorEnv, ignore masks
+    return not any(each.__module__.startswith("gymnasium.envs.") for each in type(base).__mro__)
 
 
 def require_row_steps(envs: AnyVectorEnv, purpose: str) -> None:
@@ -127,11 +142,6 @@ def _target_library(envs: AnyVectorEnv) -> str:
         if (target := getattr(wrapper, "_target_xp", None)) is not None:
             return str(target.__name__).rpartition("compat.")[2]
     return ""
-
-
-def episode_statistics_keys(envs: AnyVectorEnv) -> list[str]:
-    """Return the keys under which vector wrappers add episode statistics to infos."""
-    return [wrapper._stats_key for wrapper in wrappers_around(envs) if isinstance(getattr(wrapper, "_stats_key", None), str)]
 
 
 class SingleEnvs:

@@ -52,8 +52,9 @@ def as_tianshou(envs: AnyVectorEnv, wait_num: int | None = None) -> TianshouVect
     Raises:
         TypeError: ``envs`` is not a Gymnasium vector environment, or has Tuple observations, which Tianshou cannot process.
         ValueError: ``envs`` has same-step autoreset, ``copy=False``, arrays that are not NumPy's or, with several
-            environments, a vector wrapper ``NormalizeObservation``. Or ``wait_num`` is not between 1 and the number of
-            environments, or is below that number although ``envs`` has no ``recv``, such as a vector wrapper.
+            environments, a vector wrapper ``NormalizeObservation`` or no resets with a ``reset_mask``. Or ``wait_num`` is
+            not between 1 and the number of environments, or is below that number although ``envs`` has no ``recv``, such as
+            a vector wrapper.
     """
     return TianshouVectorEnv(envs, wait_num)
 

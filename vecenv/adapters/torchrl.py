@@ -714,12 +714,6 @@ def _require_vector_env(envs: Any) -> Any:
 def require_row_resets(envs: Any) -> AutoresetMode:
     """Return the autoreset mode; raise if episodes cannot begin row by row, or steps return only some rows."""
     mode = require_settings(envs, "TorchRL", list(AutoresetMode), any_arrays=True)
-    capabilities = capabilities_of(envs)
-    if mode is not AutoresetMode.SAME_STEP and capabilities is not None and not capabilities.reset_mask:
-        raise ValueError(
-            f"TorchRL resets environments as their episodes end, and {type(envs).__name__} cannot reset some of them: "
-            "it needs autoreset_mode='SameStep', and EnvPool batch_size=None"
-        )
     if agents_per_env(envs) > 1 and not envs.unwrapped.padding_done:
         raise ValueError(
             "TorchRL resets rows that are done, and with padding_done=False some rows of an ended environment are not: "

@@ -33,7 +33,18 @@ from vecenv.errors import (
     envs_text,
     how_to_install,
 )  # fmt: skip
-from vecenv.evaluating.episodes import Attempt, Episode, EpisodeList, EpisodeResult, EpisodeResults, Episodes, parse_episodes
+from vecenv.evaluating.episodes import (
+    Attempt,
+    EpisodeList,
+    EpisodeResult,
+    EpisodeResults,
+    Episodes,
+    episode_statistics_keys,
+    first_snapshot_per_kind,
+    parse_episodes,
+    parse_frames,
+    shared_options,
+)  # fmt: skip
 from vecenv.evaluating.journal import Journal, stored_seed
 from vecenv.evaluating.policies import PolicyCaller, join_rows, take_rows
 from vecenv.evaluating.tasks import WaitingEpisodes, find_offered, require_offered
@@ -43,7 +54,7 @@ from vecenv.front.capabilities import Capabilities, capabilities_of, raise_unsup
 from vecenv.front.infos import RowInfos
 from vecenv.link.messages import original_summary
 from vecenv.multi_agent.views import FlattenAgents
-from vecenv.state.snapshots import Kind, Snapshot
+from vecenv.state.snapshots import Snapshot
 from vecenv.system.reporting import warn
 from vecenv.system.signals import raised_by_handler, watched_handlers
 
@@ -115,7 +126,7 @@ def evaluate(
     todo = Episodes(listed_episodes, base, retries)
     if on_episode is not None and not callable(on_episode):
         raise TypeError(f"on_episode must be callable, got {on_episode!r}")
-    with_frames = _parse_frames(frames, len(todo.episodes))
+    with_frames = parse_frames(frames, len(todo.episodes))
     if (limit := parse_timeout(timeout)) == 0.0:
         raise ValueError(f"timeout must be None or a number of seconds above 0, got {timeout!r}")
     journal = _open_journal(folder, name, todo, with_frames)
@@ -180,7 +191,7 @@ def _make_runner(
     capabilities = capabilities_of(envs)
     if isinstance(envs, VectorWrapper) and not hasattr(type(envs), "recv"):
         capabilities = None  # the engine would step single rows without calling the wrapper
-    if (snapshots := _first_snapshot_per_kind(todo)) and (capabilities is None or not capabilities.snapshots):
+    if (snapshots := first_snapshot_per_kind(todo.episodes)) and (capabilities is None or not capabilities.snapshots):
         raise_unsupported(envs, "begin episodes with snapshots", "they cannot be loaded")
     if capabilities is not None and capabilities.first_ready and capabilities.masked_seeds and hasattr(envs, "abandon"):
         if with_frames and envs.render_mode != "rgb_array":
@@ -197,7 +208,7 @@ def _make_runner(
         if limit is not None:
             raise_unsupported(envs, "end environments that hang", "vecenv does not run them in processes")
         in_waves = _needs_waves(envs, capabilities, todo)
-        if in_waves and envs.num_envs > 1 and _shared_options(todo.episodes) is None:
+        if in_waves and envs.num_envs > 1 and shared_options(todo.episodes) is None:
             reason = "all environments are reset together; evaluate the episodes with equal options in one call each"
             raise_unsupported(envs, "evaluate episodes with different options or env=", reason)
         runner = LockstepRunner(envs, todo, act, report, in_waves=in_waves)
@@ -215,24 +226,6 @@ def _require_nothing_in_flight(base: Any) -> None:
             return
         description = envs_text(in_flight)
     raise AlreadyPendingCallError(f"Calling `evaluate` with {description} in flight: call `recv` or `reset` first.", "send")
-
-
-def _shared_options(episodes: Sequence[Episode]) -> dict[str, Any] | None:
-    """Return the options of these episodes; ``None`` if they differ, or cannot be compared."""
-    first, *others = [episode.reset_options or {} for episode in episodes]
-    try:
-        return first if all(each == first for each in others) else None
-    except (ValueError, RuntimeError):  # for arrays and tensors, `==` returns no bool
-        return None
-
-
-def _first_snapshot_per_kind(todo: Episodes) -> dict[int, Snapshot]:
-    """Return the first snapshot for each kind of environment, by the index of its episode."""
-    found: dict[Kind, tuple[int, Snapshot]] = {}
-    for index, episode in enumerate(todo.episodes):
-        if episode.snapshot is not None:
-            found.setdefault(episode.snapshot.row.kind, (index, episode.snapshot))
-    return dict(found.values())
 
 
 def _require_loadable(envs: Any, snapshots: dict[int, Snapshot]) -> None:
@@ -282,15 +275,6 @@ def _fixed_statistics(envs: Any) -> Iterator[None]:
             wrapper.update_running_mean = True
 
 
-def _parse_frames(frames: Iterable[int], count: int) -> frozenset[int]:
-    if not isinstance(frames, Iterable):
-        raise TypeError(f"frames must be indices of episodes, such as range(3); got {frames!r}")
-    indices = frozenset(frames)
-    if invalid := [index for index in indices if not isinstance(index, (int, np.integer)) or not 0 <= index < count]:
-        raise ValueError(f"frames must be indices of episodes, from 0 to {count - 1}; got {invalid}")
-    return frozenset(int(index) for index in indices)
-
-
 @contextlib.contextmanager
 def _progress_bar(total: int) -> Iterator[Callable[[int], None]]:
     """Show a progress bar on standard error. It uses no thread, because one would interfere with forking workers.
@@ -331,6 +315,7 @@ class EpisodeRunner:
         self._envs, self._episodes, self._act, self._report = envs, episodes, act, report
         self._by_row = infos_by_row(envs)
         self._mode = envs.metadata.get("autoreset_mode")
+        self._added_info_keys = episode_statistics_keys(envs)
         self._waiting = WaitingEpisodes(episodes.episodes, getattr(envs, "worker_rows", ()))
         self._running: dict[int, Attempt] = {}  # by row
 
@@ -351,7 +336,10 @@ class EpisodeRunner:
     def _end(self, attempt: Attempt, terminated: Any, truncated: Any, info: Any) -> None:
         """Report an episode that has ended; ``info`` is that of its last step."""
         del self._running[attempt.row]
-        info = info.get("final_info", {}) if self._mode is AutoresetMode.SAME_STEP else info
+        if self._mode is AutoresetMode.SAME_STEP:
+            statistics = {key: info[key] for key in self._added_info_keys if key in info}  # wrappers add them beside it
+            info = info.get("final_info", {})
+            info = {**info, **statistics} if statistics else info
         self._report(self._episodes.record_end(attempt, bool(terminated), bool(truncated), info))
 
 
@@ -553,21 +541,23 @@ class FirstReadyRunner(EpisodeRunner):
     def _receive(self) -> Any:
         """Wait for at least one ready environment and return the results; kill workers that hang.
 
-        Return ``None`` if time limits begin again. Replies that arrive during a call of the policy are never late.
+        Return ``None`` if none becomes ready in time. Replies that arrive during a call of the policy are never late.
         """
         receive = partial(self._by_row.results, "recv", count=len(self._in_flight), at_least=1)
         if self._timeout is None:
             return receive()
+        if self._envs.max_concurrency:  # requests may have been held back until now
+            seconds = max(map(self._request_limit, self._in_flight))
+        else:
+            seconds = max(min(deadline for _, deadline in self._in_flight.values()) - time.monotonic(), 0.0)
         with contextlib.suppress(StepTimeout):
-            return receive(max(min(deadline for _, deadline in self._in_flight.values()) - time.monotonic(), 0.0))
+            return receive(seconds)
         expired = self._expired_rows()
         if hanging := [row for row in expired if not (self._restarts and self._is_rebuilding(row))]:
             self._envs.abandon(hanging)
-        if expired and self._restarts:  # the engine rebuilds these rows, which stay in flight
+        if self._restarts:  # the engine rebuilds these rows, which stay in flight
             self._begin_limits(self._mark_starting(expired) & self._in_flight.keys())
-        if expired and self._envs.max_concurrency:  # a hang may have held back all other requests
-            self._begin_limits(self._in_flight.keys())
-        return receive(None) if hanging and not (self._restarts or self._envs.max_concurrency) else None
+        return None
 
     def _expired_rows(self) -> list[int]:
         now = time.monotonic()
@@ -712,7 +702,7 @@ class LockstepRunner(EpisodeRunner):
         """Begin the next episodes by resetting all environments; rows without an episode are seeded too."""
         rows = [attempt.row for attempt in self._begin_attempts(self._all_rows)]
         seeds = [self._running[min(row, rows[-1])].episode.seed for row in self._all_rows]
-        options = _shared_options([self._running[row].episode for row in rows])
+        options = shared_options([self._running[row].episode for row in rows])
         observations, infos = self._by_row.results("reset", seed=seeds, options=options or None)
         self._raise_failures(rows, infos)
         self._infos = infos.rows() if self._act.takes_infos else []
@@ -738,7 +728,7 @@ class LockstepRunner(EpisodeRunner):
 
     def _reset(self, rows: list[int]) -> Any:
         """Reset these rows with a mask, or one after the other if their options differ."""
-        options = _shared_options([self._running[row].episode for row in rows])
+        options = shared_options([self._running[row].episode for row in rows])
         if options is None:
             return [self._reset([row]) for row in rows][-1]
         mask = self._mask(rows)

@@ -10,7 +10,7 @@ import operator
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, TypeAlias
 
@@ -19,10 +19,14 @@ from numpy.typing import NDArray
 
 from vecenv.errors import SnapshotMismatch
 from vecenv.evaluating.tables import make_table
+from vecenv.front.capabilities import wrappers_around
 from vecenv.link.messages import copy_if_possible
-from vecenv.state.snapshots import Snapshot
+from vecenv.state.snapshots import Kind, Snapshot
 
-__all__ = ["Attempt", "Episode", "EpisodeList", "EpisodeResult", "EpisodeResults", "Episodes", "parse_episodes"]
+__all__ = [
+    "Attempt", "Episode", "EpisodeList", "EpisodeResult", "EpisodeResults", "Episodes", "episode_statistics_keys",
+    "first_snapshot_per_kind", "parse_episodes", "parse_frames", "shared_options",
+]  # fmt: skip
 
 _RANDOM_SEED_LIMIT: Final = 2**30  # leaves room for indices: seed + index has to be valid for every engine
 
@@ -267,6 +271,39 @@ def parse_episodes(episodes: Any, seed: Any) -> tuple[list[Episode], int]:
         episode_seed = base + index if episode.seed is None else _parse_non_negative(episode.seed, f"episodes[{index}].seed")
         parsed[index] = Episode(episode_seed, episode.options, episode.snapshot, episode.env)
     return parsed, base
+
+
+def parse_frames(frames: Iterable[int], count: int) -> frozenset[int]:
+    """Parse the indices of episodes with frames, of ``count`` episodes."""
+    if not isinstance(frames, Iterable):
+        raise TypeError(f"frames must be indices of episodes, such as range(3); got {frames!r}")
+    indices = frozenset(frames)
+    if invalid := [index for index in indices if not isinstance(index, (int, np.integer)) or not 0 <= index < count]:
+        raise ValueError(f"frames must be indices of episodes, from 0 to {count - 1}; got {invalid}")
+    return frozenset(int(index) for index in indices)
+
+
+def shared_options(episodes: Sequence[Episode]) -> dict[str, Any] | None:
+    """Return the options of these episodes; ``None`` if they differ, or cannot be compared."""
+    first, *others = [episode.reset_options or {} for episode in episodes]
+    try:
+        return first if all(each == first for each in others) else None
+    except (ValueError, RuntimeError):  # for arrays and tensors, `==` returns no bool
+        return None
+
+
+def first_snapshot_per_kind(episodes: Sequence[Episode]) -> dict[int, Snapshot]:
+    """Return the first snapshot for each kind of environment, by the index of its episode."""
+    found: dict[Kind, tuple[int, Snapshot]] = {}
+    for index, episode in enumerate(episodes):
+        if episode.snapshot is not None:
+            found.setdefault(episode.snapshot.row.kind, (index, episode.snapshot))
+    return dict(found.values())
+
+
+def episode_statistics_keys(envs: Any) -> list[str]:
+    """Return the keys under which vector wrappers add episode statistics to infos."""
+    return [wrapper._stats_key for wrapper in wrappers_around(envs) if isinstance(getattr(wrapper, "_stats_key", None), str)]
 
 
 def _require_valid_start(index: int, episode: Episode) -> None:

@@ -57,14 +57,11 @@ from vecenv.state.vector_state import pack_state, read_state
 from vecenv.system.reporting import warn
 from vecenv.wrappers.equal_envs import EqualEnvBuilder, keep_attribute, require_equal
 from vecenv.wrappers.places import PlaceNotes, name_rows, name_rows_in_records, naming_rows, select_rows, spaces_of
-from vecenv.wrappers.row_episodes import EpisodePhase, RowEpisode, without_pending
+from vecenv.wrappers.row_episodes import EpisodeKey, EpisodePhase, RowEpisode, find_upcoming, without_pending
 
 __all__ = ["EpisodePrefetcher"]
 
 Array = npt.NDArray[Any]
-EpisodeKey = tuple[int, int, int]
-"""An episode: the row, the number of resets and loads by the caller, and the number of episodes since its seed."""
-
 _REFUSALS: Final[tuple[type[Exception], ...]] = (
     AlreadyPendingCallError, ClosedEnvironmentError, ValueError, TypeError, EnvFailed, InfoError,
 )  # fmt: skip
@@ -451,22 +448,10 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             return
         free = set(range(self.envs.num_envs)).difference(self.places, in_use)
         free.difference_update(self.envs.in_flight.tolist())  # spares that are resetting for outdated episodes
-        if upcoming := dict(zip(self._find_upcoming(len(free)), free, strict=False)):
+        if upcoming := dict(zip(find_upcoming(self._rows, self._prefetched, len(free)), free, strict=False)):
             seeds = [self._rows[row].derive_seed(episode) for row, _, episode in upcoming]
             self.envs.reset_async(seeds, env_id=list(upcoming.values()))
             self._prefetched.update(upcoming)
-
-    def _find_upcoming(self, count: int) -> list[EpisodeKey]:
-        """Return ``count`` episodes that no spare has begun: the next one of each row, then the ones after these."""
-        rows = [row for row in range(self.num_envs) if self._rows[row].seed is not None]
-        rows.sort(key=lambda row: (self._rows[row].phase != "ended", self._rows[row].order))
-        upcoming: list[EpisodeKey] = []
-        ahead = 0
-        while rows and len(upcoming) < count:
-            ahead += 1
-            keys = [(row, self._rows[row].num_resets, self._rows[row].episode + ahead) for row in rows]
-            upcoming += [key for key in keys if key not in self._prefetched]
-        return upcoming[:count]
 
     def _drop_all(self) -> None:
         """Receive and drop everything in flight. The state is consistent afterwards, even if a call was interrupted."""
@@ -603,8 +588,9 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def _finish_reset(self, row: int, observation: Any, info: Any) -> None:
         self._set_phase(row, "running")
         if isinstance(info, dict) and "restarted" in info:
-            self._final_results.pop(row, None)
-            self._results[row] = observation, 0.0, False, True, info
+            *_, final = self._final_results.pop(row, ({},))  # empty in next-step mode: this episode ends at its beginning
+            final_obs = final.get("final_obs", observation)
+            self._results[row] = observation, 0.0, False, True, {**info, "final_obs": final_obs}
             if not self._same_step:
                 self._set_phase(row, "ended")
             return
@@ -670,6 +656,16 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """Return an attribute of the environment of each row."""
         return self.call(name)
+
+    @property
+    def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The seed of each row's environment: that of its current episode."""
+        return self.call("np_random_seed")
+
+    @property  # type: ignore[misc]  # Gymnasium's property has a setter
+    def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
+        """Copies of the generators of the rows' environments."""
+        return self.call("np_random")
 
     def render(self) -> tuple[Any, ...]:
         """Return one frame per row."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -11,6 +11,8 @@ import numpy as np
 from vecenv.front.arguments import random_seed
 from vecenv.state.snapshots import Snapshot
 
+EpisodeKey: TypeAlias = tuple[int, int, int]
+"""An episode: the row, the number of resets and loads by the caller, and the number of episodes since its seed."""
 EpisodePhase: TypeAlias = Literal["beginning", "running", "ended", "failed"]
 _SNAPSHOT_KEY: Final = "EpisodePrefetcher"
 
@@ -57,3 +59,22 @@ class RowEpisode:
 def without_pending(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
     """Return the snapshots without their pending resets, which the prefetcher begins, not its engine."""
     return [one.having(pending=False) if one.row.pending else one for one in snapshots]
+
+
+def find_upcoming(episodes: Sequence[RowEpisode], begun: Container[EpisodeKey], count: int) -> list[EpisodeKey]:
+    """Return ``count`` episodes that have not begun: the next one of each row, then the ones after these.
+
+    Args:
+        episodes: The current episode of each row.
+        begun: The episodes that have begun early.
+        count: The number of episodes. If no row has a seed, the result is empty.
+    """
+    rows = [row for row, current in enumerate(episodes) if current.seed is not None]
+    rows.sort(key=lambda row: (episodes[row].phase != "ended", episodes[row].order))
+    upcoming: list[EpisodeKey] = []
+    ahead = 0
+    while rows and len(upcoming) < count:
+        ahead += 1
+        keys = [(row, episodes[row].num_resets, episodes[row].episode + ahead) for row in rows]
+        upcoming += [key for key in keys if key not in begun]
+    return upcoming[:count]

@@ -646,6 +646,18 @@ def test_failed_prefetch_is_restarted(mode: str, fault: str, closes: Any) -> Non
     assert envs.stats()["restarts"] == 2  # the second attempt has another seed
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_restart_in_a_reset_by_the_caller_ends_no_episode(mode: str, closes: Any) -> None:
+    envs = closes(make_prefetcher(partial(Walk, raises=8), autoreset_mode=mode, on_failure="restart"))
+    _, infos = envs.reset(seed=7)
+    assert infos["restarted"].tolist() == [False, True, False]
+    assert "final_obs" not in infos
+    *_, infos = envs.step(np.ones(3, np.int64))
+    assert "steps_left" in infos
+    assert infos["_steps_left"].all()
+    assert "restarted" not in infos
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_row_continues_with_its_next_episode_after_a_restart(mode: str, closes: Any) -> None:
